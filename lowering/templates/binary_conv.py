@@ -1,0 +1,92 @@
+"""Implicit-GEMM convolution of int8 inputs with byte-split weights, on int8 tensor cores.
+
+Serves inputs of any density: its time does not depend on the spikes. One program computes a block of output pixels by a
+block of output channels; it walks the taps and channels of the kernel window, loads the input block once and multiplies
+it with every byte plane of the weight, each into its own int32 accumulator, and joins them in the epilogue in float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def binary_conv_kernel(
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr,
+    M, H, W, OH, OW, C, K, CP,
+    stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
+    out_pixel, out_channel, out_image,
+    R: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_C: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out[m, k] = scale[k] · Σ_d 256^(D-1-d) Σ_(r,s,c) x[pixel(m, r, s), c] · w[d, k, r, s, c] + bias[k].
+
+    x: (N, H, W, C) int8. w: (DIGITS, K, R·S·CP) int8, CP channels of one group, padded by zeros to a multiple of BK.
+    M = N·OH·OW. out is addressed by image, pixel and channel strides, so either memory format is written in place.
+    """
+    pid = tl.program_id(0)
+    kg = K // GROUPS
+    cg = C // GROUPS
+    blocks_n = tl.cdiv(kg, BN)
+    # channel blocks of the same pixels run side by side and share their input in L2
+    pm = pid // (blocks_n * GROUPS)
+    pn = pid % (blocks_n * GROUPS)
+    group = pn // blocks_n
+    cols = (pn % blocks_n) * BN + tl.arange(0, BN)
+    col_ok = cols < kg
+    k = group * kg + cols
+    rows = pm * BM + tl.arange(0, BM)
+    row_ok = rows < M
+    pixel = rows % (OH * OW)
+    image = rows // (OH * OW)
+    # rows past the end get a height outside the image, so that their loads are masked like padding
+    ih = tl.where(row_ok, (pixel // OW) * stride_h - pad_h, -(1 << 30))
+    iw = (pixel % OW) * stride_w - pad_w
+    chan = tl.arange(0, BK)
+    x_row = ((image.to(tl.int64) * H + ih) * W + iw) * C + group * cg
+    x_ptrs = x_ptr + x_row[:, None] + chan[None, :]
+    depth = R * S * CP
+    w_ptrs = w_ptr + k.to(tl.int64)[None, :] * depth + chan[:, None]
+    plane = K.to(tl.int64) * depth
+    acc0 = tl.zeros((BM, BN), tl.int32)
+    acc1 = tl.zeros((BM, BN), tl.int32)
+    acc2 = tl.zeros((BM, BN), tl.int32)
+    acc3 = tl.zeros((BM, BN), tl.int32)
+    r = 0
+    s = 0
+    c = 0
+    for i in range(0, depth, BK):
+        dh = r * dil_h
+        dw = s * dil_w
+        ok = ((ih + dh).to(tl.uint32) < H) & ((iw + dw).to(tl.uint32) < W)
+        mask = ok[:, None] if EVEN_C else ok[:, None] & ((c + chan) < cg)[None, :]
+        a = tl.load(x_ptrs + ((dh * W + dw) * C + c), mask=mask, other=0)
+        b = tl.load(w_ptrs + i, mask=col_ok[None, :], other=0)
+        acc0 = tl.dot(a, b, acc0, out_dtype=tl.int32)
+        b = tl.load(w_ptrs + i + plane, mask=col_ok[None, :], other=0)
+        acc1 = tl.dot(a, b, acc1, out_dtype=tl.int32)
+        if DIGITS > 2:
+            b = tl.load(w_ptrs + i + 2 * plane, mask=col_ok[None, :], other=0)
+            acc2 = tl.dot(a, b, acc2, out_dtype=tl.int32)
+        if DIGITS > 3:
+            b = tl.load(w_ptrs + i + 3 * plane, mask=col_ok[None, :], other=0)
+            acc3 = tl.dot(a, b, acc3, out_dtype=tl.int32)
+        c += BK
+        next_tap = c >= CP
+        c = tl.where(next_tap, 0, c)
+        s = tl.where(next_tap, s + 1, s)
+        next_row = s >= S
+        s = tl.where(next_row, 0, s)
+        r = tl.where(next_row, r + 1, r)
+    # pairs of planes join exactly in int32 (|acc| ≤ depth·2^14, see max_depth); only the last sum rounds
+    value = (acc0 * 256 + acc1).to(tl.float32)
+    if DIGITS == 3:
+        value = acc0.to(tl.float32) * 65536.0 + (acc1 * 256 + acc2).to(tl.float32)
+    if DIGITS == 4:
+        value = value * 65536.0 + (acc2 * 256 + acc3).to(tl.float32)
+    value = value * tl.load(scale_ptr + k, mask=col_ok, other=0.0)[None, :]
+    if HAS_BIAS:
+        value += tl.load(bias_ptr + k, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+    out_row = image.to(tl.int64) * out_image + pixel.to(tl.int64) * out_pixel
+    out_ptrs = out_ptr + out_row[:, None] + (k.to(tl.int64) * out_channel)[None, :]
+    tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & col_ok[None, :])

@@ -1,0 +1,16 @@
+"""Every error sparsecomp raises on purpose, so that callers can catch them by type.
+
+Each message says what was given, what is needed and what to do.
+"""
+
+
+class SparsecompError(Exception):
+    """Base class of all errors raised by sparsecomp."""
+
+
+class OptionError(SparsecompError, ValueError):
+    """An option of the backend, or an environment variable, is unknown or has a value outside its domain."""
+
+
+class RuleError(SparsecompError, RuntimeError):
+    """A rewrite rule failed unexpectedly; raised only under ``options={"strict": True}``."""

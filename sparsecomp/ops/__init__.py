@@ -1,0 +1,9 @@
+"""Operators of sparsecomp: schemas, fakes, autograd and plain-PyTorch references.
+
+Importing this package registers them under ``torch.ops.sparsecomp`` and needs no Triton; the CUDA implementations load
+their kernels on first use.
+"""
+
+from sparsecomp.ops.spike_conv import spike_conv2d, spike_linear
+
+__all__ = ["spike_conv2d", "spike_linear"]
