@@ -78,12 +78,12 @@ def binary_conv_kernel(
         next_row = s >= S
         s = tl.where(next_row, 0, s)
         r = tl.where(next_row, r + 1, r)
-    # pairs of planes join exactly in int32 (|acc| ≤ depth·2^14, see max_depth); only the last sum rounds
-    value = (acc0 * 256 + acc1).to(tl.float32)
-    if DIGITS == 3:
-        value = acc0.to(tl.float32) * 65536.0 + (acc1 * 256 + acc2).to(tl.float32)
-    if DIGITS == 4:
-        value = value * 65536.0 + (acc2 * 256 + acc3).to(tl.float32)
+    # joined in float32: |acc| can pass 2^24, and its rounding there is that of any float32 sum
+    value = acc0.to(tl.float32) * 256.0 + acc1.to(tl.float32)
+    if DIGITS > 2:
+        value = value * 256.0 + acc2.to(tl.float32)
+    if DIGITS > 3:
+        value = value * 256.0 + acc3.to(tl.float32)
     value = value * tl.load(scale_ptr + k, mask=col_ok, other=0.0)[None, :]
     if HAS_BIAS:
         value += tl.load(bias_ptr + k, mask=col_ok, other=0.0).to(tl.float32)[None, :]

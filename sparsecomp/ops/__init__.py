@@ -4,6 +4,7 @@ Importing this package registers them under ``torch.ops.sparsecomp`` and needs n
 their kernels on first use.
 """
 
-from sparsecomp.ops.spike_conv import spike_conv2d, spike_linear
+from sparsecomp.ops.spike_conv import decompositions, spike_conv2d, spike_linear
+from sparsecomp.ops.weights import split_weight
 
-__all__ = ["spike_conv2d", "spike_linear"]
+__all__ = ["decompositions", "spike_conv2d", "spike_linear", "split_weight"]

@@ -1,0 +1,34 @@
+"""Builds a Triton kernel for a GPU that need not be present."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+
+def compile_in_subprocess(body: str) -> str:
+    """Run ``body`` in a fresh process without the interpreter and return what it printed.
+
+    ``body`` may call ``build(kernel, signature, constants, capability, **options)``, which returns the compiled kernel.
+    Triton decides at import whether it interprets, hence the process.
+    """
+    prelude = textwrap.dedent(
+        """
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        def build(kernel, signature, constants, capability, **options):
+            types = {n: "constexpr" if n in constants else signature[n] for n in kernel.arg_names}
+            aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
+                       if types[n].startswith("*") or n in ("C", "K", "CP")}
+            source = ASTSource(kernel, types, constants, aligned)
+            return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        """
+    )
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", prelude + textwrap.dedent(body)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

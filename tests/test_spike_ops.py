@@ -1,0 +1,77 @@
+"""The spike ops as torch sees them: schema, fake, autograd, and the decomposition that Inductor applies."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sparsecomp.ops as ops
+
+torch.manual_seed(0)
+
+
+def sample(dtype=torch.float32, bias=True):
+    x = (torch.rand(2, 16, 7, 6) < 0.3).to(dtype).requires_grad_()
+    w = torch.randn(8, 16, 3, 3, dtype=dtype, requires_grad=True)
+    return x, w, torch.randn(8, dtype=dtype, requires_grad=True) if bias else None
+
+
+WINDOW = ([1, 2], [1, 1], [1, 1], 1, 3, "binary")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_opcheck_conv2d(bias):
+    torch.library.opcheck(torch.ops.sparsecomp.spike_conv2d.default, (*sample(bias=bias), *WINDOW))
+
+
+def test_opcheck_linear():
+    x = (torch.rand(3, 2, 32) < 0.3).float().requires_grad_()
+    w, b = torch.randn(8, 32, requires_grad=True), torch.randn(8, requires_grad=True)
+    torch.library.opcheck(torch.ops.sparsecomp.spike_linear.default, (x, w, b, 3, "binary"))
+
+
+def test_opcheck_packed():
+    planes, scale = ops.split_weight(torch.randn(8, 16, 3, 3), 3)
+    x8 = (torch.rand(2, 16, 7, 6) < 0.3).to(torch.int8).to(memory_format=torch.channels_last)
+    args = (x8, planes, scale, None, [3, 3], [1, 1], [1, 1], [1, 1], 1, torch.float32, False)
+    torch.library.opcheck(torch.ops.sparsecomp.spike_conv2d_packed.default, args)
+
+
+def test_gradients_equal_the_dense_operators_in_float64():
+    x, w, b = sample(torch.float64)
+    out = ops.spike_conv2d(x, w, b, *WINDOW)
+    seed = torch.randn_like(out)
+    got = torch.autograd.grad(out, (x, w, b), seed)
+    expected = torch.autograd.grad(F.conv2d(x, w, b, *WINDOW[:4]), (x, w, b), seed)
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e)
+
+
+def test_linear_gradients_equal_the_dense_operators_in_float64():
+    x = (torch.rand(3, 2, 32) < 0.3).double().requires_grad_()
+    w, b = torch.randn(8, 32, dtype=torch.float64, requires_grad=True), torch.randn(8, dtype=torch.float64, requires_grad=True)
+    seed = torch.randn(3, 2, 8, dtype=torch.float64)
+    got = torch.autograd.grad(ops.spike_linear(x, w, b, 3, "binary"), (x, w, b), seed)
+    for g, e in zip(got, torch.autograd.grad(F.linear(x, w, b), (x, w, b), seed), strict=True):
+        torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_decomposition_keeps_value_and_strides(channels_last):
+    x, w, b = (t.detach() for t in sample())
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    decompose = ops.decompositions()[torch.ops.sparsecomp.spike_conv2d.default]
+    out = decompose(x, w, b, *WINDOW)
+    expected = F.conv2d(x, w, b, *WINDOW[:4])
+    assert out.stride() == expected.stride()
+    exact = F.conv2d(x.double(), w.double(), b.double(), *WINDOW[:4])
+    assert (out - exact).norm() / exact.norm() < 1e-6
+
+
+def test_mixed_devices_and_dtypes_raise_what_the_dense_operator_raises():
+    x, w, b = (t.detach() for t in sample())
+    with pytest.raises(RuntimeError) as ours:
+        ops.spike_conv2d(x.half(), w, b, *WINDOW)
+    with pytest.raises(RuntimeError) as eager:
+        F.conv2d(x.half(), w, b, *WINDOW[:4])
+    assert str(ours.value) == str(eager.value)
