@@ -1,0 +1,161 @@
+"""The byte-split convolution for Hopper's warpgroup instructions, with its asynchrony under our own control.
+
+``binary_conv`` compiles for Hopper too, but Triton waits after every product whose accumulator is not float32
+(rule 2.1 of its WGMMA pipeline pass), which leaves the tensor cores idle half of the time. Gluon issues the same
+instructions and lets them overlap: loads run two steps ahead, products one step. Same arguments, same result.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# renamed in Triton 3.8
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def _load_weights(
+    smem, w_ptr, i, k0, kg, group, K, depth, plane0,
+    PLANES: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Copy ``PLANES`` byte planes, starting at ``plane0``, of one block of output channels; rows are plane-major."""
+    row = gl.arange(0, PLANES * BN, layout=gl.SliceLayout(1, LAYOUT))
+    chan = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
+    col = k0 + row % BN
+    base = ((plane0 + row // BN) * K + group * kg + col).to(gl.int64) * depth
+    pointers = w_ptr + base[:, None] + (i + chan)[None, :]
+    _copy(smem, pointers, mask=(col < kg)[:, None] & (chan >= 0)[None, :])
+
+
+@gluon.jit
+def _load_inputs(smem, x_ptrs, ih, iw, chan, dh, dw, c, cg, H, W, C, more, EVEN_C: gl.constexpr):
+    """Copy one tap of the block of pixels: channels c onwards of the pixel (ih + dh, iw + dw); zeros outside the image."""
+    ok = ((ih + dh).to(gl.uint32) < H) & ((iw + dw).to(gl.uint32) < W) & more
+    mask = ok[:, None] & (chan >= 0)[None, :] if EVEN_C else ok[:, None] & (chan < cg - c)[None, :]
+    _copy(smem, x_ptrs + ((dh * W + dw) * C + c), mask=mask)
+
+
+@gluon.jit
+def _next_step(r, s, c, S: gl.constexpr, CP, BK: gl.constexpr):
+    c += BK
+    next_tap = c >= CP
+    c = gl.where(next_tap, 0, c)
+    s = gl.where(next_tap, s + 1, s)
+    next_row = s >= S
+    return gl.where(next_row, r + 1, r), gl.where(next_row, 0, s), c
+
+
+@gluon.jit
+def binary_conv_hopper_kernel(
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr,
+    M, H, W, OH, OW, C, K, CP,
+    stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
+    out_pixel, out_channel, out_image,
+    R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, EVEN_C: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """See ``binary_conv_kernel``; here planes go through the tensor cores in pairs, side by side in one instruction."""
+    SINGLE: gl.constexpr = DIGITS % 2
+    PAIRS: gl.constexpr = DIGITS // 2
+    VEC: gl.constexpr = BK // 16
+    copy_layout: gl.constexpr = gl.BlockedLayout([1, 16], [32 // VEC, VEC], [num_warps, 1], [1, 0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=BK, element_bitwidth=8, rank=2)
+    # integer products are at most 128 columns wide in Triton
+    PAIR_N: gl.constexpr = min(2 * BN, 128)
+    pair_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, PAIR_N, 32])
+    one_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BN, 32])
+
+    pid = gl.program_id(0)
+    kg = K // GROUPS
+    cg = C // GROUPS
+    blocks_n = gl.cdiv(kg, BN)
+    pm = pid // (blocks_n * GROUPS)
+    pn = pid % (blocks_n * GROUPS)
+    group = pn // blocks_n
+    k0 = (pn % blocks_n) * BN
+    rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, copy_layout))
+    chan = gl.arange(0, BK, layout=gl.SliceLayout(0, copy_layout))
+    pixel = rows % (OH * OW)
+    image = rows // (OH * OW)
+    ih = gl.where(rows < M, (pixel // OW) * stride_h - pad_h, -(1 << 30))
+    iw = (pixel % OW) * stride_w - pad_w
+    x_row = ((image.to(gl.int64) * H + ih) * W + iw) * C + group * cg
+    x_ptrs = x_ptr + x_row[:, None] + chan[None, :]
+    depth = R * S * CP
+    steps = depth // BK
+
+    a_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BM, BK], shared)
+    b_smem = gl.allocate_shared_memory(gl.int8, [STAGES, 2 * BN, BK], shared)
+    if PAIRS == 2:
+        e_smem = gl.allocate_shared_memory(gl.int8, [STAGES, 2 * BN, BK], shared)
+        rest = gl.zeros((BM, 2 * BN), gl.int32, pair_acc)
+    if SINGLE:
+        e_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BN, BK], shared)
+        rest = gl.zeros((BM, BN), gl.int32, one_acc)
+    acc = gl.zeros((BM, 2 * BN), gl.int32, pair_acc)
+
+    # Loads run AHEAD steps before the products that use them.
+    AHEAD: gl.constexpr = STAGES - 2
+    r = 0
+    s = 0
+    c = 0
+    for early in gl.static_range(AHEAD):
+        _load_inputs(a_smem.index(early), x_ptrs, ih, iw, chan, r * dil_h, s * dil_w, c, cg, H, W, C, early < steps, EVEN_C)
+        _load_weights(b_smem.index(early), w_ptr, early * BK, k0, kg, group, K, depth, 0, 2, BN, BK, copy_layout)
+        if DIGITS > 2:
+            _load_weights(e_smem.index(early), w_ptr, early * BK, k0, kg, group, K, depth, 2, DIGITS - 2, BN, BK, copy_layout)
+        async_copy.commit_group()
+        r, s, c = _next_step(r, s, c, S, CP, BK)
+    for step in range(steps):
+        async_copy.wait_group(AHEAD - 1)
+        stage = step % STAGES
+        fence_async_shared()
+        a = a_smem.index(stage)
+        acc = warpgroup_mma(a, b_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        if DIGITS > 2:
+            rest = warpgroup_mma(a, e_smem.index(stage).permute((1, 0)), rest, is_async=True)
+        turn = step + AHEAD
+        slot = turn % STAGES
+        more = turn < steps
+        _load_inputs(a_smem.index(slot), x_ptrs, ih, iw, chan, r * dil_h, s * dil_w, c, cg, H, W, C, more, EVEN_C)
+        i = gl.where(more, turn * BK, 0)
+        _load_weights(b_smem.index(slot), w_ptr, i, k0, kg, group, K, depth, 0, 2, BN, BK, copy_layout)
+        if DIGITS > 2:
+            _load_weights(e_smem.index(slot), w_ptr, i, k0, kg, group, K, depth, 2, DIGITS - 2, BN, BK, copy_layout)
+        async_copy.commit_group()
+        r, s, c = _next_step(r, s, c, S, CP, BK)
+        # the products of the step before are done, so their stage may be overwritten from the next step on
+        if DIGITS > 2:
+            acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
+        else:
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+    if DIGITS > 2:
+        acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+
+    first, second = gl.split(gl.permute(gl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
+    value = first.to(gl.float32) * 256.0 + second.to(gl.float32)
+    if PAIRS == 2:
+        third, fourth = gl.split(gl.permute(gl.reshape(rest, (BM, 2, BN)), (0, 2, 1)))
+        value = (value * 256.0 + third.to(gl.float32)) * 256.0 + fourth.to(gl.float32)
+    if SINGLE:
+        value = value * 256.0 + gl.convert_layout(rest.to(gl.float32), value.type.layout)
+
+    out_layout: gl.constexpr = value.type.layout
+    out_rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, out_layout))
+    cols = k0 + gl.arange(0, BN, layout=gl.SliceLayout(0, out_layout))
+    k = group * kg + cols
+    value = value * gl.load(scale_ptr + k, mask=cols < kg, other=0.0)[None, :]
+    if HAS_BIAS:
+        value += gl.load(bias_ptr + k, mask=cols < kg, other=0.0).to(gl.float32)[None, :]
+    out_offset = (out_rows // (OH * OW)).to(gl.int64) * out_image + (out_rows % (OH * OW)).to(gl.int64) * out_pixel
+    out_ptrs = out_ptr + out_offset[:, None] + (k.to(gl.int64) * out_channel)[None, :]
+    gl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=(out_rows < M)[:, None] & (cols < kg)[None, :])
