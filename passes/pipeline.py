@@ -1,0 +1,203 @@
+"""Runs the rewrite rules over one graph, in order, and keeps the graph whole whatever a rule does.
+
+A rule first judges every node while nothing changes; then its plans are carried out one by one. A plan that fails is
+undone by erasing what it inserted, so one bad site costs nothing but itself. Everything is linear in the graph's size.
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Mapping
+
+import torch
+from sparsecomp.passes import decompose_neurons, fold_batch_norm, spike_conv, spike_linear
+from sparsecomp.passes.analysis import Analysis, analyse
+from sparsecomp.passes.location import user_location
+from sparsecomp.passes.rule import TAG, Context, Plan, Refusal, Rule, Why, example, module_path, refuse
+from torch import fx
+
+from sparsecomp import _compat
+from sparsecomp.errors import RuleError
+from sparsecomp.options import Options
+from sparsecomp.report import PassRecord, Report, Site
+
+log = logging.getLogger("sparsecomp")
+_compat.register_logger("sparsecomp")
+
+RULES: tuple[Rule, ...] = (decompose_neurons.RULE, spike_conv.RULE, spike_linear.RULE, fold_batch_norm.RULE)
+
+
+def run(
+    gm: fx.GraphModule,
+    options: Options,
+    *,
+    values: Mapping[fx.Node, torch.Tensor] | None = None,
+    densities: Mapping[str, float] | None = None,
+    eager: bool = False,
+    rules: Iterable[Rule] = RULES,
+) -> Report:
+    """Rewrite `gm` in place.
+
+    Args:
+        gm: a graph at the level of torch functions and modules, with `example_value` in its nodes' meta.
+        options: what the user asked for.
+        values: real tensors behind placeholders and attributes.
+        densities: measured densities, by `rule.site_key`.
+        eager: the result will run op by op, not through Inductor.
+        rules: the rules to run, in order.
+
+    Raises:
+        RuleError: a rule failed, under `options.strict`.
+    """
+    report = Report()
+    context: Context | None = None
+    for rule in rules:
+        if rule.name in options.disable:
+            continue
+        start = time.perf_counter()
+        if context is None:
+            analysis = _analysed(gm, options, report)
+            if analysis is None:
+                return report
+            context = Context(gm, options, report, analysis, values or {}, densities or {}, eager)
+        done = _run_rule(rule, context)
+        report.passes.append(PassRecord(rule.name, time.perf_counter() - start, done))
+        if done:
+            context = None
+    return report
+
+
+def _analysed(gm: fx.GraphModule, options: Options, report: Report) -> Analysis | None:
+    try:
+        return analyse(gm)
+    except Exception as error:
+        if options.strict:
+            raise RuleError(f"the analysis failed: {error}") from error
+        log.warning("the analysis failed: everything stays dense", exc_info=True)
+        report.note(f"the analysis failed, everything stays dense: {_brief(error)}")
+        return None
+
+
+def _run_rule(rule: Rule, ctx: Context) -> int:
+    plans: list[tuple[fx.Node, Plan, Site]] = []
+    for node in ctx.gm.graph.nodes:
+        verdict = _considered(rule, node, ctx)
+        if verdict is None:
+            continue
+        site = _site(rule, node, verdict, ctx)
+        ctx.report.sites.append(site)
+        if isinstance(verdict, Plan):
+            plans.append((node, verdict, site))
+        log.debug("%s: %s %s: %s", rule.name, "rewrite" if verdict else "leave", node.name, site.reason)
+    if not plans:
+        return 0
+    before = copy.deepcopy(ctx.gm.graph)
+    if not ctx.report.graph_before:
+        ctx.report.graph_before = _compat.readable(ctx.gm, TAG)
+    done = sum(_apply(node, plan, site, ctx) for node, plan, site in plans)
+    try:
+        _verify(ctx)
+    except Exception as error:
+        ctx.gm.graph = before
+        _failed(rule.name, error, ctx, [site for _, _, site in plans])
+        return 0
+    ctx.gm.recompile()
+    ctx.report.graph_after = _compat.readable(ctx.gm, TAG)
+    return done
+
+
+def _considered(rule: Rule, node: fx.Node, ctx: Context) -> Plan | Refusal | None:
+    try:
+        return rule.consider(node, ctx)
+    except Exception as error:
+        if ctx.options.strict:
+            raise RuleError(f"rule {rule.name} failed at {node.name}: {error}") from error
+        log.warning("rule %s failed at %s: the site stays dense", rule.name, node.name, exc_info=True)
+        return refuse(Why.FAILED, detail=_brief(error))
+
+
+def _apply(node: fx.Node, plan: Plan, site: Site, ctx: Context) -> bool:
+    """Carry out one plan, or leave the graph as it was."""
+    graph, marker = ctx.gm.graph, node.prev
+    try:
+        with graph.inserting_before(node):
+            replacements = plan.build()
+        for new in _between(marker, node):
+            new.meta[TAG] = f"{site.rule}: {plan.reason}"
+            if new.op != "get_attr" and _inputs_known(new):
+                new.meta["example_value"] = _compat.propagate_fakes(new)
+        for old, new in replacements.items():
+            _check_same(old, new)
+    except Exception as error:
+        for new in reversed(_between(marker, node)):
+            graph.erase_node(new)
+        _failed(site.rule, error, ctx, [site])
+        return False
+    for old, new in replacements.items():
+        old.replace_all_uses_with(new)
+    for old in dict.fromkeys((*replacements, node, *plan.dead)):
+        if not old.users:
+            graph.erase_node(old)
+    return True
+
+
+def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    nodes, node = [], first.next
+    while node is not last:
+        nodes.append(node)
+        node = node.next
+    return nodes
+
+
+def _inputs_known(node: fx.Node) -> bool:
+    return all("example_value" in argument.meta for argument in node.all_input_nodes)
+
+
+def _check_same(old: fx.Node, new: fx.Node) -> None:
+    """A replacement has the dtype, device, shape and memory format of what it replaces."""
+    a, b = example(old), new.meta.get("example_value")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return
+    if (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):
+        raise AssertionError(f"{new.name} is {b.dtype} {tuple(b.shape)}, {old.name} {a.dtype} {tuple(a.shape)}")
+
+
+def _verify(ctx: Context) -> None:
+    """The graph is well formed; under `verify`, every node still has the shape and dtype it had."""
+    ctx.gm.graph.lint()
+    if not ctx.options.verify:
+        return
+    for node in ctx.gm.graph.nodes:
+        if node.op != "call_function" or not _inputs_known(node):
+            continue
+        known = node.meta.get("example_value")
+        if isinstance(known, torch.Tensor):
+            found = _compat.propagate_fakes(node)
+            if (known.dtype, known.shape) != (found.dtype, found.shape):
+                raise AssertionError(f"{node.name} was {known.dtype} {known.shape}, is {found.dtype} {found.shape}")
+
+
+def _failed(rule: str, error: Exception, ctx: Context, sites: Iterable[Site]) -> None:
+    if ctx.options.strict:
+        raise RuleError(f"rule {rule} failed: {error}") from error
+    log.warning("rule %s failed: its sites stay dense", rule, exc_info=error)
+    for site in sites:
+        site.rewritten, site.implementation, site.expected_gain, site.precision = False, "dense", None, ""
+        site.reason = str(refuse(Why.FAILED, detail=_brief(error)))
+
+
+def _site(rule: Rule, node: fx.Node, verdict: Plan | Refusal, ctx: Context) -> Site:
+    density, source = ctx.density(node)
+    site = Site(
+        rule.name, node.name, bool(verdict), "", user_location(node), module_path(node), density, source
+    )  # fmt: skip
+    if isinstance(verdict, Plan):
+        site.reason, site.implementation = verdict.reason, verdict.implementation
+        site.precision, site.expected_gain = verdict.precision, verdict.expected_gain
+    else:
+        site.reason = str(verdict)
+    return site
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

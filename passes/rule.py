@@ -1,0 +1,168 @@
+"""The vocabulary of rewrite rules: what a rule sees, and the plan or the reason it answers with.
+
+A rule looks at one node at a time and never changes the graph while it decides. It returns None where the node is none of
+its business, a `Refusal` where a condition failed, and a `Plan` where it wants to rewrite; the pipeline does the rest.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from sparsecomp.passes.analysis import Analysis
+from sparsecomp.passes.canonicalize import example_of
+from sparsecomp.passes.facts import SparsityFact
+from torch import fx
+
+from sparsecomp import _compat
+from sparsecomp.options import Options
+from sparsecomp.report import Report
+
+TAG = "sparsecomp"
+"""Key of `node.meta` that says which rule made a node, and why."""
+
+
+class Why(Enum):
+    """Every reason for which a rule leaves a site alone; the value is the message's format."""
+
+    NOT_SPIKES = "the input is not proved to be spikes: {detail}"
+    WRONG_DOMAIN = "the input is sparse, but not small integers: {detail}"
+    SCALED = "the input is spikes times {scale}, which is not a power of two: the result would round differently"
+    UNKNOWN_SHAPE = "the shape of the input or the weight is unknown"
+    UNSUPPORTED_OP = "{op} on spikes is not supported"
+    PADDING = "padding {padding!r} is not symmetric"
+    PADDING_MODE = "padding mode {mode!r} is not zeros"
+    DTYPE = "dtype {dtype} stays dense: only float32, float16 and bfloat16 have kernels"
+    MIXED_DTYPES = "input {input}, weight {weight}: the dense operator decides what to raise"
+    WEIGHT_NOT_FINITE = "the weight has NaN or infinite values, which a zero must turn into NaN"
+    GATE = "{detail}"
+    FORCED_DENSE = "implementation='dense' was asked for"
+    HOOKED = "the module has forward hooks"
+    NOT_FOLDED = "{detail}"
+    NOT_INLINED = "{detail}"
+    FAILED = "the rule failed and the site was left as it was: {detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A condition that failed. The message is formatted only if somebody reads it."""
+
+    why: Why
+    details: Mapping[str, object] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        return self.why.value.format(**self.details)
+
+
+def refuse(why: Why, **details: object) -> Refusal:
+    """A `Refusal` with the details of its message."""
+    return Refusal(why, details)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A rewrite that is legal and pays.
+
+    Attributes:
+        build: makes the replacement; called with insertion before the node, returns what takes each old node's place.
+        reason: why, for the report.
+        implementation, precision, expected_gain: for the report.
+        dead: nodes that only the replaced one used, to erase after it.
+    """
+
+    build: Callable[[], Mapping[fx.Node, fx.Node]]
+    reason: str
+    implementation: str
+    precision: str = ""
+    expected_gain: float | None = None
+    dead: tuple[fx.Node, ...] = ()
+
+
+Verdict = Plan | Refusal | None
+
+
+@dataclass(slots=True)
+class Context:
+    """What a rule may look at, for one graph.
+
+    Attributes:
+        gm: the graph under rewrite.
+        options: what the user asked for.
+        report: where sites and notes go.
+        analysis: facts about every node of the current graph.
+        values: real tensors behind placeholders and attributes, where the capture knows them.
+        densities: measured share of non-zero inputs, by `site_key`.
+        eager: the result runs op by op, not through Inductor.
+    """
+
+    gm: fx.GraphModule
+    options: Options
+    report: Report
+    analysis: Analysis
+    values: Mapping[fx.Node, torch.Tensor] = field(default_factory=dict)
+    densities: Mapping[str, float] = field(default_factory=dict)
+    eager: bool = False
+
+    def fact(self, value: object, reader: fx.Node) -> SparsityFact | None:
+        """What is known about the values of an argument when `reader` reads it."""
+        return self.analysis.fact(value, at=reader) if isinstance(value, fx.Node) else None
+
+    def density(self, node: fx.Node) -> tuple[float | None, str]:
+        """Density of the input of a site, and where the number comes from."""
+        measured = self.densities.get(site_key(node))
+        if measured is not None:
+            return measured, "measured"
+        if self.options.density is not None:
+            return self.options.density, "assumed"
+        return None, "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A named rewrite: `consider` judges one node."""
+
+    name: str
+    consider: Callable[[fx.Node, Context], Verdict]
+
+
+def site_key(node: fx.Node) -> str:
+    """A name of a site that two captures of the same model share: module path and node name."""
+    return f"{module_path(node)}:{node.name}"
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the innermost module that made the call, without Dynamo's spelling; empty if unknown."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    for prefix in ("L['self'].", "L['fn'].", "L['self']", "L['fn']"):
+        path = path.removeprefix(prefix)
+    return path.replace("_modules['", "").replace("']", "")
+
+
+def example(node: object) -> Any:
+    """The example tensor of a node (fake, real or metadata), None if the graph carries none."""
+    return example_of(node)
+
+
+def sizes(node: object) -> list[int] | None:
+    """The shape a node had in the example, None if unknown."""
+    tensor = example(node)
+    if tensor is None:
+        return None
+    hints = [_compat.size_hint(size) for size in tensor.shape]
+    return None if any(hint is None for hint in hints) else [hint for hint in hints if hint is not None]
+
+
+def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A new call with the provenance (stack trace, module stack) of `like`; its example value is computed by the pipeline."""
+    node = graph.call_function(target, args)
+    node.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "tensor_meta")}
+    return node

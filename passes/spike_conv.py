@@ -1,0 +1,98 @@
+"""conv2d whose input is spikes becomes `sparsecomp::spike_conv2d`.
+
+A dense convolution multiplies floats; a spike is a small whole number, so the product can run on int8 tensor cores,
+exactly, at a fraction of the float32 time. Whether that pays at this shape is the gate's business.
+"""
+
+import torch
+from sparsecomp.passes.canonicalize import CanonicalOp, has_hooks, op_of
+from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, example, refuse, sizes
+from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose
+from torch import fx
+
+import sparsecomp.ops  # noqa: F401  (registers the operators)
+from sparsecomp import _compat, gate
+
+_UNSUPPORTED = ("conv1d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: every conv2d is a candidate; other convolutions are, if spikes reach them."""
+    if node.op == "call_module" and isinstance(module := ctx.gm.get_submodule(str(node.target)), torch.nn.Conv2d):
+        if has_hooks(module):
+            return refuse(Why.HOOKED)
+    op = op_of(node)
+    if op is None:
+        return None
+    if op.name in _UNSUPPORTED:
+        return refuse(Why.UNSUPPORTED_OP, op=op.name) if ctx.fact(op.input, op.node) is not None else None
+    if op.name != "conv2d":
+        return None
+    operands = check(op, ctx)
+    if isinstance(operands, Refusal):
+        return operands
+    geometry = _geometry(op)
+    if isinstance(geometry, Refusal):
+        return geometry
+    site = _site(operands, geometry, ctx)
+    if isinstance(site, Refusal):
+        return site
+    return choose(operands, site, ctx, lambda strategy: _build(operands, geometry, strategy, ctx))
+
+
+RULE = Rule("spike_conv", consider)
+
+
+def _build(operands: Operands, geometry: tuple[list[int], ...], strategy: str, ctx: Context) -> fx.Node:
+    x, weight, bias = build_inputs(operands, ctx)
+    node, groups = operands.op.node, operands.op.get("groups", 1)
+    target = torch.ops.sparsecomp.spike_conv2d.default
+    return call(node.graph, node, target, x, weight, bias, *geometry, groups, operands.digits, strategy)
+
+
+def _geometry(op: CanonicalOp) -> tuple[list[int], list[int], list[int]] | Refusal:
+    """Stride, padding and dilation as pairs; string paddings resolved."""
+    stride, dilation = _pair(op.get("stride", 1)), _pair(op.get("dilation", 1))
+    mode = op.get("padding_mode") or "zeros"
+    if mode != "zeros":
+        return refuse(Why.PADDING_MODE, mode=mode)
+    padding = op.get("padding", 0)
+    if not isinstance(padding, str):
+        return stride, _pair(padding), dilation
+    if padding == "valid":
+        return stride, [0, 0], dilation
+    kernel = sizes(op.get("weight"))
+    if padding != "same" or kernel is None:
+        return refuse(Why.PADDING, padding=padding)
+    totals = [dilation[i] * (kernel[2 + i] - 1) for i in range(2)]
+    if any(total % 2 for total in totals):
+        return refuse(Why.PADDING, padding=padding)
+    return stride, [total // 2 for total in totals], dilation
+
+
+def _site(operands: Operands, geometry: tuple[list[int], ...], ctx: Context) -> gate.SiteInfo | Refusal:
+    op = operands.op
+    x, weight = sizes(op.input), sizes(op.get("weight"))
+    if x is None or weight is None or len(x) != 4:
+        return refuse(
+            Why.UNKNOWN_SHAPE if x is None or weight is None else Why.UNSUPPORTED_OP, op="an unbatched conv2d"
+        )
+    stride, padding, dilation = geometry
+    out = [(x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1 for i in range(2)]
+    return gate.SiteInfo(
+        device=operands.device, itemsize=operands.dtype.itemsize,
+        n=x[0], c=x[1], h=x[2], w=x[3], k=weight[0], r=weight[2], s=weight[3], out_h=out[0], out_w=out[1],
+        groups=op.get("groups", 1), digits=operands.digits, density=ctx.density(op.node)[0],
+        tf32=_compat.conv_tf32(), channels_last=_is_channels_last(example(op.input)),
+    )  # fmt: skip
+
+
+def _is_channels_last(x: torch.Tensor) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _pair(value: object) -> list[int]:
+    if isinstance(value, int):
+        return [value, value]
+    pair = list(value)  # pyright: ignore[reportArgumentType]
+    return pair * 2 if len(pair) == 1 else pair

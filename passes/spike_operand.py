@@ -1,0 +1,205 @@
+"""What every rule for a layer on spikes must check, and how it turns its input into whole numbers of one byte.
+
+A layer is linear in its input, so a scale in front of the spikes may move to the weight: `layer(s * f, w)` becomes
+`layer(s, w * f)`. Both the move and the test that it is allowed live here, for convolution and linear alike.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from sparsecomp.passes.canonicalize import CanonicalOp
+from sparsecomp.passes.facts import SparsityFact, is_dyadic
+from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, example, refuse
+from torch import fx
+
+from sparsecomp import _compat, gate
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WIDE_RANGE = 2.0**9
+_DIGITS = {"exact": 3, "tf32": 2, "half": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The operands of one legal site.
+
+    Attributes:
+        op: the layer.
+        fact: what is known about its input.
+        dtype: dtype of the layer's arithmetic and result (autocast's, where that is active).
+        device: device type.
+        precision, digits: numeric mode and the weight digits it takes.
+    """
+
+    op: CanonicalOp
+    fact: SparsityFact
+    dtype: torch.dtype
+    device: str
+    precision: str
+    digits: int
+
+
+def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
+    """Whether a layer may run on its input as spikes, whatever its geometry."""
+    fact = _spike_fact(op, ctx)
+    if isinstance(fact, Refusal):
+        return fact
+    x, weight, out = example(op.input), example(op.get("weight")), example(op.node)
+    if x is None or weight is None:
+        return refuse(Why.UNKNOWN_SHAPE)
+    if op.step_mode == "m":
+        return refuse(Why.UNSUPPORTED_OP, op="a multi-step layer called as a module")
+    dtype = x.dtype if out is None else out.dtype
+    if dtype not in KERNEL_DTYPES:
+        return refuse(Why.DTYPE, dtype=dtype)
+    if x.dtype != weight.dtype and dtype in (x.dtype, weight.dtype) and not _autocast(dtype):
+        return refuse(Why.MIXED_DTYPES, input=x.dtype, weight=weight.dtype)
+    if x.device != weight.device:
+        return refuse(Why.MIXED_DTYPES, input=x.device, weight=weight.device)
+    wide = _weight_range(op.get("weight"), ctx)
+    if wide is None:
+        return refuse(Why.WEIGHT_NOT_FINITE)
+    precision = _precision(ctx.options.precision, dtype)
+    digits = 4 if precision == "exact" and wide > _WIDE_RANGE else _DIGITS[precision]
+    return Operands(op, fact, dtype, x.device.type, precision, digits)
+
+
+def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callable[[str], fx.Node]) -> Plan | Refusal:
+    """Let the gate, or the user, pick the implementation."""
+    forced = ctx.options.implementation
+    if forced == "dense":
+        return refuse(Why.FORCED_DENSE)
+    if forced != "auto":
+        strategy, gain, reason = forced, gate.estimate(site, forced), f"implementation={forced!r} was asked for"
+    elif site.device == "cuda" and not _triton_available():
+        ctx.report.note("Triton is not installed: everything stays dense")
+        return refuse(Why.GATE, detail="Triton is not installed")
+    else:
+        decision = gate.decide(site)
+        strategy, gain, reason = decision.strategy, decision.expected_gain, decision.reason
+    if strategy == "dense":
+        return refuse(Why.GATE, detail=reason)
+    node = operands.op.node
+    reason = f"input is {operands.fact.described()}; {reason}"
+    return Plan(lambda: {node: build(strategy)}, reason, strategy, operands.precision, gain)
+
+
+def build_inputs(operands: Operands, ctx: Context) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """Input, weight and bias of the sparse operator: whole numbers, with any scale moved to the weight."""
+    op, node, graph = operands.op, operands.op.node, operands.op.node.graph
+    x = op.input
+    weight, bias = attribute(op, "weight"), attribute(op, "bias")
+    assert isinstance(weight, fx.Node)
+    scale = _scale_node(operands.fact.scale, graph, ctx)
+    if operands.fact.scale != 1.0 and is_dyadic(operands.fact.scale):
+        assert isinstance(operands.fact.scale, float)
+        x = call(graph, node, torch.mul, x, 1.0 / operands.fact.scale)
+    elif operands.fact.scale != 1.0 or not operands.fact.exact:
+        x = _binarised(x, scale, node, ctx)
+    if operands.fact.scale != 1.0:
+        weight = call(graph, node, torch.mul, weight, scale)
+    return (
+        cast(x, operands.dtype, node),
+        cast(weight, operands.dtype, node),
+        None if bias is None else cast(bias, operands.dtype, node),
+    )
+
+
+def attribute(op: CanonicalOp, name: str) -> fx.Node | None:
+    """A parameter of a layer as a node: the argument of a functional call, or read off the called module."""
+    value = op.get(name)
+    if value is None or isinstance(value, fx.Node):
+        return value
+    node = op.node.graph.get_attr(f"{op.node.target}.{name}")
+    node.meta["example_value"] = value
+    return node
+
+
+def cast(value: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    """`value` in `dtype`, as autocast would cast it."""
+    tensor = example(value)
+    if tensor is not None and tensor.dtype == dtype:
+        return value
+    return call(like.graph, like, torch.Tensor.to, value, dtype)
+
+
+def _spike_fact(op: CanonicalOp, ctx: Context) -> SparsityFact | Refusal:
+    fact = ctx.fact(op.input, op.node)
+    if fact is None:
+        return refuse(Why.NOT_SPIKES, detail=_explained(op, ctx))
+    binary_up_to_scale = fact.integral and fact.finite and fact.within(0, 1) and fact.exact_zeros
+    if binary_up_to_scale or (fact.fits_int8 and is_dyadic(fact.scale)):
+        return fact
+    if fact.fits_int8:
+        return refuse(Why.SCALED, scale=fact.scale)
+    return refuse(Why.WRONG_DOMAIN, detail=f"{fact.described()}; {_explained(op, ctx)}")
+
+
+def _explained(op: CanonicalOp, ctx: Context) -> str:
+    reason = ctx.analysis.why_not(op.input) if isinstance(op.input, fx.Node) else None
+    return str(reason) if reason else "nothing is known about it"
+
+
+def _binarised(x: fx.Node, scale: fx.Node | float, like: fx.Node, ctx: Context) -> fx.Node:
+    """Exactly 1 where `x` is not zero, with the gradient of `x / scale`.
+
+    Dividing would be simpler, but fast division gives 0.99999994 for f / f, which a cast to int8 makes 0.
+    """
+    graph, tensor = like.graph, example(x)
+    ones = call(graph, like, torch.Tensor.to, call(graph, like, torch.ne, x, 0), tensor.dtype)
+    if not (ctx.eager or torch.is_grad_enabled()):
+        return ones
+    zero = call(graph, like, torch.sub, x, call(graph, like, torch.Tensor.detach, x))
+    return call(graph, like, torch.add, ones, call(graph, like, torch.div, zero, scale))
+
+
+def _scale_node(scale: float | str, graph: fx.Graph, ctx: Context) -> fx.Node | float:
+    """The factor as a number, or as a detached scalar: the layer's result does not depend on where it is applied."""
+    if not isinstance(scale, str):
+        return scale
+    node = next((node for node in graph.nodes if node.name == scale), None)
+    if node is None:
+        node = graph.get_attr(scale)
+        node.meta["example_value"] = _attribute_value(ctx.gm, scale)
+    detached = call(graph, node, torch.Tensor.detach, node)
+    return call(graph, node, torch.Tensor.reshape, detached, ())
+
+
+def _attribute_value(gm: fx.GraphModule, target: str) -> torch.Tensor:
+    path, _, name = target.rpartition(".")
+    return getattr(gm.get_submodule(path), name)
+
+
+def _precision(wanted: str, dtype: torch.dtype) -> str:
+    if wanted != "auto":
+        return wanted
+    return "exact" if dtype is torch.float32 else "half"
+
+
+def _autocast(dtype: torch.dtype) -> bool:
+    """Half results of float32 operands can only come from autocast, whose state the graph may set itself."""
+    return dtype is not torch.float32
+
+
+def _weight_range(weight: object, ctx: Context) -> float | None:
+    """Largest ratio of a channel's greatest weight to its root mean square; None if a weight is not finite.
+
+    Weights whose values the capture does not know (computed, or still fake) count as ordinary.
+    """
+    value = ctx.values.get(weight) if isinstance(weight, fx.Node) else weight
+    if not isinstance(value, torch.Tensor) or _compat.is_fake(value) or value.numel() == 0:
+        return 1.0
+    with torch.no_grad():
+        rows = value.detach().float().flatten(1)
+        top = rows.abs().amax(1)
+        ratio = (top / rows.square().mean(1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)).amax()
+        finite, widest = torch.stack((torch.isfinite(top).all().float(), ratio)).tolist()
+    return widest if finite else None
+
+
+@cache
+def _triton_available() -> bool:
+    return importlib.util.find_spec("triton") is not None

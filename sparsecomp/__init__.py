@@ -1,0 +1,66 @@
+"""sparsecomp: a sparsity compiler for PyTorch.
+
+    model = torch.compile(model, backend="sparsecomp")
+    model = sparsecomp.optimize(model, example_inputs)
+    print(sparsecomp.explain(model, x))
+
+Names load on first use, so that `import sparsecomp` needs neither Triton nor Inductor and costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsecomp.backend import sparsecomp_backend
+    from sparsecomp.errors import OptionError, RuleError, SparsecompError
+    from sparsecomp._explain import explain
+    from sparsecomp.neurons import register_neuron
+    from sparsecomp._optimize import optimize
+    from sparsecomp.options import Options
+    from sparsecomp._profile import profile
+    from sparsecomp.report import Report, Site, last_report
+
+__version__ = "0.1.0"
+
+# A function never lives in a module of its own name: importing that module would put it in the function's place.
+_HOME = {
+    "OptionError": "errors",
+    "Options": "options",
+    "Report": "report",
+    "RuleError": "errors",
+    "Site": "report",
+    "SparsecompError": "errors",
+    "explain": "_explain",
+    "last_report": "report",
+    "optimize": "_optimize",
+    "profile": "_profile",
+    "register_neuron": "neurons",
+    "sparsecomp_backend": "backend",
+}
+
+__all__ = [
+    "OptionError",
+    "Options",
+    "Report",
+    "RuleError",
+    "Site",
+    "SparsecompError",
+    "explain",
+    "last_report",
+    "optimize",
+    "profile",
+    "register_neuron",
+    "sparsecomp_backend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'sparsecomp' has no attribute {name!r}")
+    value = getattr(import_module(f"sparsecomp.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,149 @@
+"""Every private or version-dependent part of torch that sparsecomp uses, for torch 2.11 to 2.14.
+
+One file to read when a torch release breaks something. Inductor is imported inside the functions that need it, because
+importing it takes seconds.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._logging._internal import register_log
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "FakeTensorMode",
+    "cache_key",
+    "compile_fx",
+    "conv_tf32",
+    "graph_break_reasons",
+    "is_fake",
+    "isolated_compile",
+    "matmul_tf32",
+    "propagate_fakes",
+    "readable",
+    "register_logger",
+    "size_hint",
+    "tree_leaves",
+]
+
+
+def compile_fx(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str,
+    patches: Mapping[str, Any],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Inductor's compilation of Dynamo's graph, under torch.compile's `mode`.
+
+    `patches` are Inductor configuration on top of the mode's; `decompositions` are added to Inductor's own table.
+    Without decompositions this is exactly Inductor's backend.
+
+    Raises:
+        AttributeError: a name in `patches` that is no Inductor configuration.
+    """
+    from torch._inductor import config, list_mode_options
+    from torch._inductor.compile_fx import compile_fx as inductor
+    from torch._inductor.decomposition import select_decomp_table
+
+    settings = {**list_mode_options(mode), **patches}
+    if not decompositions:
+        return inductor(gm, example_inputs, config_patches=settings or None)
+    with config.patch(settings):
+        table = {**select_decomp_table(), **decompositions}
+    return inductor(gm, example_inputs, config_patches=settings or None, decompositions=table)
+
+
+@contextmanager
+def cache_key(tag: str) -> Iterator[None]:
+    """Make `tag` part of the key of every compilation cache; tags that others have set stay."""
+    before = torch.compiler.config.cache_key_tag
+    with torch.compiler.config.patch(cache_key_tag=f"{before}|{tag}"):
+        yield
+
+
+def conv_tf32() -> bool:
+    """Whether the user lets float32 convolutions run in TF32."""
+    return torch.backends.cudnn.allow_tf32
+
+
+def matmul_tf32() -> bool:
+    """Whether the user lets float32 matrix products run in TF32."""
+    return torch.backends.cuda.matmul.allow_tf32
+
+
+def is_fake(value: object) -> bool:
+    """Whether a tensor has no data to look at."""
+    return isinstance(value, FakeTensor)
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """The value a symbolic size had in the example, without a guard; None if it has none."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if size.node.has_hint() else None
+    return None if hint is None else int(hint)
+
+
+def propagate_fakes(node: fx.Node) -> Any:
+    """What the node's call gives on the example values of its arguments; changes nothing.
+
+    Raises:
+        Exception: whatever the operator's meta implementation raises.
+    """
+    examples = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["example_value"])
+    args, kwargs = examples
+    fakes = [value for value in _tensors(examples) if is_fake(value)]
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode()
+    with mode, torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def readable(gm: fx.GraphModule, tag: str) -> str:
+    """The graph's code with shapes, source lines and `node.meta[tag]` as comments."""
+    return gm.print_readable(print_output=False, additional_meta=[tag])
+
+
+def register_logger(name: str) -> None:
+    """Let TORCH_LOGS and torch._logging.set_logs switch the logger `name` by its own name."""
+    register_log(name, name)
+
+
+@contextmanager
+def graph_break_reasons(found: list[str]) -> Iterator[None]:
+    """Collect Dynamo's reasons for the graph breaks that happen inside."""
+    before = dict(counters["graph_break"])
+    try:
+        yield
+    finally:
+        found += [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
+
+
+def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` that neither uses nor fills the caches of other compilations of the same code.
+
+    Before torch 2.12 that needs a reset of Dynamo, as `torch._dynamo.explain` does.
+    """
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        return torch.compile(function, backend=backend, isolate_recompiles=True)
+    torch.compiler.reset()
+    return torch.compile(function, backend=backend)

@@ -1,0 +1,200 @@
+"""`optimize`: a rewritten nn.Module that looks and behaves like the one it was made from."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from sparsecomp._explain import measured_densities
+from sparsecomp.backend import compile_graph, note_device
+from sparsecomp.module_capture import CaptureError, capture, share_attributes
+from sparsecomp.options import Options
+from sparsecomp.passes import pipeline
+from sparsecomp.report import Report, last_report, remember
+from sparsecomp.state import undone
+
+log = logging.getLogger("sparsecomp")
+
+_SHARED = ("_parameters", "_buffers", "_modules")
+
+
+def optimize(model: nn.Module, example_inputs: Any = None, *, mode: str | None = None, **options: Any) -> nn.Module:
+    """A module that computes what `model` computes, rewritten for sparsity.
+
+    With example inputs the model is traced with its neurons as leaves, and the result runs op by op. Where that is not
+    faithful (state kept outside neurons), or nothing was rewritten, or there are no example inputs, the model runs under
+    `torch.compile(backend="sparsecomp")`. `result.report.capture` says which way was taken.
+
+    Args:
+        model: any module; it is left as it is, and shares its parameters, buffers and submodules with the result.
+        example_inputs: a tensor or a tuple of positional arguments of `forward`; also measures densities.
+        mode, **options: as for the backend, see `Options`.
+
+    Returns:
+        A module with the same state_dict keys, buffers, hooks and submodules. It can be copied and pickled if `model`
+        can. In another mode (train or eval) than `model` has now, or under autocast, the traced form steps aside for
+        the original `forward`.
+
+    Raises:
+        OptionError: an unknown option or value.
+        RuleError: a rule failed, under `strict=True`.
+    """
+    parsed = Options.parse(mode, options)
+    args = _as_tuple(example_inputs)
+    why = "no example inputs"
+    if args is not None:
+        traced = _traced(model, args, parsed)
+        if isinstance(traced, nn.Module):
+            return traced
+        why = traced
+    return _compiled(model, args, parsed, why)
+
+
+class Optimized(nn.Module):
+    """Stands in for `original`, whose parameters, buffers, submodules and hooks are its own.
+
+    Attributes:
+        report: what was rewritten.
+    """
+
+    def __init__(self, original: nn.Module, options: Options, report: Report) -> None:
+        super().__init__()
+        self.__dict__.update(
+            _original=original, _options=options, _densities={}, _graph=None, _inputs=0, _modes=(), _compiled=None,
+            _report=report, training=original.training,
+        )  # fmt: skip
+        self._share()
+
+    @property
+    def report(self) -> Report:
+        """The report of the rewriting; under torch.compile, of the latest compilation."""
+        return self._report if self._compiled is None else last_report() or self._report
+
+    def use_graph(self, gm: fx.GraphModule, inputs: int) -> None:
+        """Run `gm` for calls with `inputs` positional arguments."""
+        modes = tuple((module, module.training) for module in self._original.modules())
+        self.__dict__.update(_graph=gm, _inputs=inputs, _modes=modes)
+
+    def use_compile(self, densities: Mapping[str, float]) -> None:
+        """Run the original under torch.compile with our backend."""
+        self.__dict__.update(_densities=dict(densities))
+        self.__dict__["_compiled"] = torch.compile(
+            self._original.forward, backend=_Backend(self._options, self._densities)
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original's `forward` returns."""
+        if self._compiled is not None:
+            return self._compiled(*args, **kwargs)
+        if self._graph is not None and not kwargs and len(args) == self._inputs and self._as_captured(args):
+            return self._graph(*args)
+        return self._original.forward(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> "Optimized":
+        """As the original's `train`."""
+        self._original.train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original's `state_dict`."""
+        return self._original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original's `load_state_dict`."""
+        return self._original.load_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Optimized":
+        self._original._apply(*args, **kwargs)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_original" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_original"], name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": self._compiled is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "_compiled": None})
+        self._share()
+        if state["_compiled"]:
+            self.use_compile(self._densities)
+
+    def _share(self) -> None:
+        for name, value in self._original.__dict__.items():
+            if name in _SHARED or name.endswith("_hooks") or name.startswith("_forward_hooks"):
+                self.__dict__[name] = value
+        if self._graph is not None:
+            share_attributes(self._graph, self._original)
+
+    def _as_captured(self, args: Sequence[Any]) -> bool:
+        devices = {value.device.type for value in args if isinstance(value, torch.Tensor)}
+        if any(torch.is_autocast_enabled(device) for device in devices):
+            return False
+        return all(module.training is mode for module, mode in self._modes)
+
+
+class _Backend:
+    """Our backend with options already parsed and densities already measured."""
+
+    def __init__(self, options: Options, densities: Mapping[str, float]) -> None:
+        self._options = options
+        self._densities = densities
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(gm, example_inputs, self._options, self._densities)
+
+
+def _traced(model: nn.Module, args: tuple[Any, ...], options: Options) -> Optimized | str:
+    """The module-level rewrite, or why there is none."""
+    try:
+        captured = capture(model, args)
+    except CaptureError as error:
+        return str(error)
+    report = pipeline.run(
+        captured.gm, options, values=captured.values, densities=captured.densities, eager=True
+    )
+    report.capture = "symbolic trace, neurons as leaves"
+    if not report.rewritten:
+        return "nothing to rewrite at the level of modules"
+    note_device(report)
+    share_attributes(captured.gm, model)
+    remember(report)
+    optimized = Optimized(model, options, report)
+    optimized.use_graph(captured.gm, len(args))
+    return optimized
+
+
+def _compiled(model: nn.Module, args: tuple[Any, ...] | None, options: Options, why: str) -> Optimized:
+    """The model under torch.compile; as it is, if that fails on the example."""
+    report = Report(capture=f"torch.compile ({why})")
+    optimized = Optimized(model, options, report)
+    if args is None:
+        optimized.use_compile({})
+        return optimized
+    try:
+        optimized.use_compile(measured_densities(model, args))
+        with undone(model):
+            optimized(*args)
+    except Exception as error:
+        if options.strict:
+            raise
+        log.warning("torch.compile failed: the model runs as it was", exc_info=True)
+        report.capture = "none: the model runs as it was"
+        report.note(f"torch.compile failed: {type(error).__name__}: {error}")
+        return Optimized(model, options, report)
+    optimized.report.capture = report.capture
+    return optimized
+
+
+def _as_tuple(example_inputs: Any) -> tuple[Any, ...] | None:
+    if example_inputs is None:
+        return None
+    return tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)

@@ -1,0 +1,145 @@
+"""Whether a rewrite pays: a roofline estimate of the dense operator against each sparse implementation.
+
+Pure functions of plain numbers, so that a decision can be tested and explained without a GPU. The constants are measured
+on one H100 and stand in one place; on other GPUs only their ratios matter.
+"""
+
+from dataclasses import dataclass
+
+MIN_CHANNELS_PER_GROUP = 16
+CHANNEL_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Rates in operations or bytes a second; a multiply-accumulate is two operations."""
+
+    bandwidth: float = 3.0e12
+    dense_fp32: float = 60e12
+    dense_tf32_nchw: float = 120e12
+    dense_tf32_nhwc: float = 230e12
+    dense_half_nchw: float = 300e12
+    dense_half_nhwc: float = 500e12
+    int8: float = 800e12
+    event: float = 8e12
+    min_gain: float = 1.1
+
+
+H100 = Constants()
+
+
+@dataclass(frozen=True, slots=True)
+class SiteInfo:
+    """One convolution (or linear layer, as a 1x1 convolution of a 1x1 map).
+
+    Attributes:
+        device: "cuda" or "cpu".
+        itemsize: bytes of an input element, 4 or 2.
+        n, c, h, w: input shape.
+        k, r, s: output channels and kernel.
+        out_h, out_w: output map.
+        groups: convolution groups.
+        digits: int8 digits the weights are split into.
+        density: share of non-zero inputs, None if unknown.
+        tf32: the dense operator would run in TF32.
+        channels_last: the input lies in channels_last (or is a linear layer's).
+    """
+
+    device: str
+    itemsize: int
+    n: int
+    c: int
+    h: int
+    w: int
+    k: int
+    r: int
+    s: int
+    out_h: int
+    out_w: int
+    groups: int
+    digits: int
+    density: float | None
+    tf32: bool
+    channels_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The implementation to use (`dense` leaves the site alone), the speed-up it promises, and why."""
+
+    strategy: str
+    expected_gain: float
+    reason: str
+
+
+def decide(site: SiteInfo, constants: Constants = H100) -> Decision:
+    """The fastest implementation of `site` by estimate; dense unless another wins by a margin."""
+    refusal = _unsuitable(site)
+    if refusal is not None:
+        return Decision("dense", 1.0, refusal)
+    dense = _dense_seconds(site, constants)
+    times = {"binary": _binary_seconds(site, constants)}
+    if site.density is not None and site.groups == 1:
+        times["event"] = _event_seconds(site, constants)
+    strategy = min(times, key=lambda name: times[name])
+    gain = dense / times[strategy]
+    estimate = f"estimated {times[strategy] * 1e6:.1f} us against {dense * 1e6:.1f} us dense"
+    if gain < constants.min_gain:
+        return Decision("dense", gain, f"{strategy} would not pay: {estimate}")
+    return Decision(strategy, gain, estimate)
+
+
+def estimate(site: SiteInfo, strategy: str, constants: Constants = H100) -> float:
+    """The expected speed-up of a forced implementation (1.0 on the CPU, where operators run their references)."""
+    if site.device != "cuda":
+        return 1.0
+    event = strategy == "event" and site.density is not None
+    seconds = _event_seconds(site, constants) if event else _binary_seconds(site, constants)
+    return _dense_seconds(site, constants) / seconds
+
+
+def _unsuitable(site: SiteInfo) -> str | None:
+    if site.device != "cuda":
+        return "no CUDA device: dense is faster on the CPU"
+    per_group = site.c // site.groups
+    if site.groups > 1 and per_group < MIN_CHANNELS_PER_GROUP:
+        return f"{per_group} channels a group: too few to fill a tensor core (at least {MIN_CHANNELS_PER_GROUP})"
+    if per_group % CHANNEL_MULTIPLE or site.k // site.groups % CHANNEL_MULTIPLE:
+        return f"{site.c} -> {site.k} channels in {site.groups} groups: not multiples of {CHANNEL_MULTIPLE}"
+    return None
+
+
+def _operations(site: SiteInfo) -> float:
+    rows = site.n * site.out_h * site.out_w
+    return 2.0 * rows * site.k * (site.c // site.groups) * site.r * site.s
+
+
+def _bytes(site: SiteInfo, input_itemsize: int, weight_itemsize: int) -> float:
+    inputs = site.n * site.c * site.h * site.w * input_itemsize
+    weights = site.k * (site.c // site.groups) * site.r * site.s * weight_itemsize
+    return inputs + weights + site.n * site.k * site.out_h * site.out_w * site.itemsize
+
+
+def _dense_rate(site: SiteInfo, constants: Constants) -> float:
+    if site.itemsize == 2:
+        return constants.dense_half_nhwc if site.channels_last else constants.dense_half_nchw
+    if site.tf32:
+        return constants.dense_tf32_nhwc if site.channels_last else constants.dense_tf32_nchw
+    return constants.dense_fp32
+
+
+def _dense_seconds(site: SiteInfo, constants: Constants) -> float:
+    traffic = _bytes(site, site.itemsize, site.itemsize) / constants.bandwidth
+    return max(traffic, _operations(site) / _dense_rate(site, constants))
+
+
+def _binary_seconds(site: SiteInfo, constants: Constants) -> float:
+    # the input is read once at full width to be cast, and written and read at one byte
+    traffic = _bytes(site, site.itemsize + 2, site.digits + site.itemsize) / constants.bandwidth
+    return max(traffic, _operations(site) * site.digits / constants.int8)
+
+
+def _event_seconds(site: SiteInfo, constants: Constants) -> float:
+    assert site.density is not None
+    traffic = _bytes(site, 2 * site.itemsize, site.itemsize) / constants.bandwidth
+    return traffic + _operations(site) * site.density / constants.event

@@ -1,0 +1,121 @@
+"""What a user may ask of the compiler, parsed strictly: a misspelt option must not pass for a default."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from sparsecomp.errors import OptionError
+
+RULES = ("decompose_neurons", "spike_conv", "spike_linear", "fold_batch_norm")
+"""Every rewrite rule, in the order in which they run."""
+
+_CHOICES = {
+    "precision": ("auto", "exact", "tf32", "half"),
+    "implementation": ("auto", "binary", "event", "skip", "dense"),
+    "neurons": ("auto", "inline"),
+    "mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+}
+_FLAGS = ("strict", "verify")
+_DISABLE_ENV = "SPARSECOMP_DISABLE_PASSES"
+_DEBUG_ENV = "SPARSECOMP_DEBUG"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of the backend, `optimize` and `explain`.
+
+    Attributes:
+        mode: torch.compile's `mode`, with torch's meaning.
+        precision: `exact` (relative error at most 1e-6), `tf32`, or `half` (what a half-precision model gets anyway);
+            `auto` is `exact` for float32 models and `half` for float16 and bfloat16 ones.
+        implementation: `auto` lets the cost gate choose; anything else is forced at every legal site, on the CPU too,
+            where the operators run their references.
+        density: share of non-zero inputs to assume where none was measured, in [0, 1].
+        neurons: `inline` replaces spikingjelly's neuron operators by plain operators on the CPU too; `auto` on CUDA only.
+        disable: names of rules not to run.
+        strict: a rule that fails raises `RuleError` instead of leaving its site dense.
+        verify: check the graph's structure, shapes and dtypes after each rule.
+        inductor: Inductor configuration, such as `{"max_autotune": True}`.
+    """
+
+    mode: str = "default"
+    precision: str = "auto"
+    implementation: str = "auto"
+    density: float | None = None
+    neurons: str = "auto"
+    disable: tuple[str, ...] = ()
+    strict: bool = False
+    verify: bool = False
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise OptionError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(repr, choices))}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}={getattr(self, name)!r}: use True or False")
+        if self.density is not None and not (_is_number(self.density) and 0 <= self.density <= 1):
+            raise OptionError(f"density={self.density!r}: use None or a number in [0, 1]")
+        if isinstance(self.disable, str) or not isinstance(self.disable, list | tuple | set | frozenset):
+            raise OptionError(f"disable={self.disable!r}: use a tuple of rule names from {RULES}")
+        unknown = [name for name in self.disable if name not in RULES]
+        if unknown:
+            raise OptionError(f"disable={self.disable!r}: unknown rules {unknown}; the rules are {', '.join(RULES)}")
+        object.__setattr__(self, "disable", tuple(sorted(self.disable)))
+        if not isinstance(self.inductor, Mapping):
+            raise OptionError(f"inductor={self.inductor!r}: use a dict of Inductor configuration names and values")
+
+    @classmethod
+    def parse(cls, mode: str | None = None, options: "Mapping[str, Any] | Options | None" = None) -> "Options":
+        """Options from what `torch.compile` passes to a backend, with the environment's on top.
+
+        Raises:
+            OptionError: an unknown option, a value outside its domain, or a malformed environment variable.
+        """
+        if isinstance(options, Options):
+            given: dict[str, Any] = {item.name: getattr(options, item.name) for item in fields(cls)}
+        else:
+            given = dict(options or {})
+        known = [item.name for item in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise OptionError(f"unknown options {unknown}; the options are {', '.join(known)}")
+        if mode is not None:
+            given["mode"] = mode
+        parsed = cls(**given)
+        disable = tuple(dict.fromkeys((*parsed.disable, *_disabled_by_environment())))
+        verify = parsed.verify or _debug_from_environment()
+        values = {item.name: getattr(parsed, item.name) for item in fields(cls)}
+        return cls(**{**values, "disable": disable, "verify": verify})
+
+    def cache_key(self) -> str:
+        """A stable text of every option that can change a compiled graph."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values["inductor"] = sorted(self.inductor.items())
+        return repr(sorted(values.items()))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _disabled_by_environment() -> tuple[str, ...]:
+    text = os.environ.get(_DISABLE_ENV, "").strip()
+    if text == "all":
+        return RULES
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    unknown = [name for name in names if name not in RULES]
+    if unknown:
+        raise OptionError(
+            f"{_DISABLE_ENV}={text!r}: unknown rules {unknown}; use 'all' or a comma-separated list of {', '.join(RULES)}"
+        )
+    return names
+
+
+def _debug_from_environment() -> bool:
+    text = os.environ.get(_DEBUG_ENV, "0")
+    if text not in ("0", "1"):
+        raise OptionError(f"{_DEBUG_ENV}={text!r}: use 0 or 1")
+    return text == "1"
