@@ -1,0 +1,65 @@
+"""Operators that move elements without changing them."""
+
+import torch
+from sparsecomp.passes import facts as algebra
+from sparsecomp.passes.canonicalize import CanonicalOp
+from sparsecomp.passes.registry import Facts, Items, Lost, LostKind, Result, transfer
+
+
+@transfer(
+    "identity", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "T", "mT", "movedim", "squeeze",
+    "unsqueeze", "expand", "expand_as", "view_as", "reshape_as", "narrow", "select", "diagonal", "unfold",
+    "contiguous", "clone", "detach", "cpu", "cuda", "alias", "lift_fresh_copy", "requires_grad",
+    "repeat", "repeat_interleave", "tile", "roll", "flip", "index_select", "gather", "masked_select",
+)  # fmt: skip
+def move(op: CanonicalOp, facts: Facts) -> Result:
+    """The same elements in another place, order or number."""
+    return facts.of(op.input)
+
+
+@transfer("view")
+def view(op: CanonicalOp, facts: Facts) -> Result:
+    """`view(dtype)` reads the bits as another type."""
+    size = op.get("size")
+    if any(isinstance(part, torch.dtype) for part in (size if isinstance(size, tuple) else (size,))):
+        return Lost(LostKind.UNSUPPORTED, "view as another dtype reinterprets the bits")
+    return facts.of(op.input)
+
+
+@transfer("getattr")
+def attribute(op: CanonicalOp, facts: Facts) -> Result:
+    """Transposes and `.data` hold the same elements; other attributes are not tensors."""
+    return facts.of(op.input) if op.get("name") in ("T", "mT", "H", "mH", "data", "real") else None
+
+
+@transfer("cat", "stack", "hstack", "vstack")
+def concatenate(op: CanonicalOp, facts: Facts) -> Result:
+    """Elements of every part."""
+    parts = op.get("tensors")
+    if not isinstance(parts, list | tuple) or not parts:
+        return None
+    known = [facts.of(part) for part in parts]
+    if all(fact is None for fact in known):
+        return None
+    unknown = next((part for part, fact in zip(parts, known, strict=True) if fact is None), None)
+    if unknown is not None:
+        return Lost(LostKind.UNKNOWN_OPERAND, f"{op.name} with `{unknown}`, whose values are unknown, ends the domain")
+    return algebra.join(known)
+
+
+@transfer("chunk", "split", "tensor_split", "unbind")
+def divide(op: CanonicalOp, facts: Facts) -> Result:
+    """A tuple of parts, all alike."""
+    return Items(rest=facts.of(op.input))
+
+
+@transfer("getitem")
+def getitem(op: CanonicalOp, facts: Facts) -> Result:
+    """An item of a tuple-valued result, or a part of a tensor."""
+    value, index = facts.value(op.input), op.get("index")
+    if not isinstance(value, Items):
+        return value
+    if not isinstance(index, int):
+        return Lost(LostKind.UNSUPPORTED, "slicing a tuple of results is not analysed")
+    fact = value.at(index)
+    return facts.lost(op.input) if fact is None else fact
