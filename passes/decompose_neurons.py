@@ -28,7 +28,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if op is None or op.name not in _NEURONS:
         return None
     x = example(node.args[0])
-    if x is None or not isinstance(x.shape[0], int):
+    if x is None:
         return refuse(Why.UNKNOWN_SHAPE)
     if x.device.type != "cuda" and ctx.options.neurons != "inline":
         return refuse(Why.NOT_INLINED, detail="on the CPU the operator is no Triton kernel, and nothing is gained")
@@ -38,13 +38,14 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return refuse(
             Why.NOT_INLINED, detail="gradients are enabled, so the operator keeps its own backward; use torch.no_grad()"
         )
-    if x.shape[0] > MAX_STEPS:
-        return refuse(Why.NOT_INLINED, detail=f"{x.shape[0]} time steps: unrolled up to {MAX_STEPS}")
+    steps = int(x.shape[0])  # guards on the number of steps, as the operator's own kernel does
+    if steps > MAX_STEPS:
+        return refuse(Why.NOT_INLINED, detail=f"{steps} time steps: unrolled up to {MAX_STEPS}")
     items = [user for user in node.users if user.target is operator.getitem]
     if len(items) != len(node.users):
         return refuse(Why.NOT_INLINED, detail="the operator's result is used as a whole")
-    reason = f"{x.shape[0]} time steps unrolled, to fuse with the layers around"
-    return Plan(lambda: _build(node, items, op.name, x.shape[0]), reason, "inline")
+    reason = f"{steps} time steps unrolled, to fuse with the layers around"
+    return Plan(lambda: _build(node, items, op.name, steps), reason, "inline")
 
 
 RULE = Rule("decompose_neurons", consider)

@@ -1,9 +1,11 @@
 """The vocabulary of rewrite rules: what a rule sees, and the plan or the reason it answers with.
 
-A rule looks at one node at a time and never changes the graph while it decides. It returns None where the node is none of
-its business, a `Refusal` where a condition failed, and a `Plan` where it wants to rewrite; the pipeline does the rest.
+A rule looks at one node at a time and never changes the graph while it decides. It returns None where the node is none
+of its business, a `Refusal` where a condition failed, and a `Plan` where it wants to rewrite; the pipeline does the
+rest.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,6 +20,8 @@ from torch import fx
 from sparsecomp import _compat
 from sparsecomp.options import Options
 from sparsecomp.report import Report
+
+_DYNAMO_ROOT = re.compile(r"^L\['\w+'\](\.__self__)?\.?")
 
 TAG = "sparsecomp"
 """Key of `node.meta` that says which rule made a node, and why."""
@@ -36,11 +40,11 @@ class Why(Enum):
     DTYPE = "dtype {dtype} stays dense: only float32, float16 and bfloat16 have kernels"
     MIXED_DTYPES = "input {input}, weight {weight}: the dense operator decides what to raise"
     WEIGHT_NOT_FINITE = "the weight has NaN or infinite values, which a zero must turn into NaN"
-    GATE = "{detail}"
+    GATE = "it would not pay: {detail}"
     FORCED_DENSE = "implementation='dense' was asked for"
     HOOKED = "the module has forward hooks"
-    NOT_FOLDED = "{detail}"
-    NOT_INLINED = "{detail}"
+    NOT_FOLDED = "batch-norm stays: {detail}"
+    NOT_INLINED = "the neuron stays one operator: {detail}"
     FAILED = "the rule failed and the site was left as it was: {detail}"
 
 
@@ -141,10 +145,7 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    for prefix in ("L['self'].", "L['fn'].", "L['self']", "L['fn']"):
-        path = path.removeprefix(prefix)
-    return path.replace("_modules['", "").replace("']", "")
+    return _DYNAMO_ROOT.sub("", list(stack.values())[-1][0])
 
 
 def example(node: object) -> Any:
@@ -162,7 +163,7 @@ def sizes(node: object) -> list[int] | None:
 
 
 def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A new call with the provenance (stack trace, module stack) of `like`; its example value is computed by the pipeline."""
+    """A new call with the stack trace and module stack of `like`; the pipeline computes its example value."""
     node = graph.call_function(target, args)
     node.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "tensor_meta")}
     return node

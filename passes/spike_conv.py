@@ -4,10 +4,12 @@ A dense convolution multiplies floats; a spike is a small whole number, so the p
 exactly, at a fraction of the float32 time. Whether that pays at this shape is the gate's business.
 """
 
+from typing import Any
+
 import torch
-from sparsecomp.passes.canonicalize import CanonicalOp, has_hooks, op_of
+from sparsecomp.passes.canonicalize import CanonicalOp, op_of
 from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, example, refuse, sizes
-from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose
+from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
@@ -18,9 +20,8 @@ _UNSUPPORTED = ("conv1d", "conv3d", "conv_transpose1d", "conv_transpose2d", "con
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every conv2d is a candidate; other convolutions are, if spikes reach them."""
-    if node.op == "call_module" and isinstance(module := ctx.gm.get_submodule(str(node.target)), torch.nn.Conv2d):
-        if has_hooks(module):
-            return refuse(Why.HOOKED)
+    if hooked(node, ctx, torch.nn.Conv2d):
+        return refuse(Why.HOOKED)
     op = op_of(node)
     if op is None:
         return None
@@ -46,8 +47,15 @@ RULE = Rule("spike_conv", consider)
 def _build(operands: Operands, geometry: tuple[list[int], ...], strategy: str, ctx: Context) -> fx.Node:
     x, weight, bias = build_inputs(operands, ctx)
     node, groups = operands.op.node, operands.op.get("groups", 1)
+
+    def emit(target: Any, *args: Any) -> fx.Node:
+        return call(node.graph, node, target, *args)
+
+    multi_step = operands.op.step_mode == "m"
+    frames = emit(torch.flatten, x, 0, 1) if multi_step else x
     target = torch.ops.sparsecomp.spike_conv2d.default
-    return call(node.graph, node, target, x, weight, bias, *geometry, groups, operands.digits, strategy)
+    out = emit(target, frames, weight, bias, *geometry, groups, operands.digits, strategy)
+    return emit(torch.unflatten, out, 0, (emit(torch.Tensor.size, x, 0), -1)) if multi_step else out
 
 
 def _geometry(op: CanonicalOp) -> tuple[list[int], list[int], list[int]] | Refusal:
@@ -73,10 +81,12 @@ def _geometry(op: CanonicalOp) -> tuple[list[int], list[int], list[int]] | Refus
 def _site(operands: Operands, geometry: tuple[list[int], ...], ctx: Context) -> gate.SiteInfo | Refusal:
     op = operands.op
     x, weight = sizes(op.input), sizes(op.get("weight"))
-    if x is None or weight is None or len(x) != 4:
-        return refuse(
-            Why.UNKNOWN_SHAPE if x is None or weight is None else Why.UNSUPPORTED_OP, op="an unbatched conv2d"
-        )
+    if x is None or weight is None:
+        return refuse(Why.UNKNOWN_SHAPE)
+    if op.step_mode == "m":
+        x = [x[0] * x[1], *x[2:]]
+    if len(x) != 4:
+        return refuse(Why.UNSUPPORTED_OP, op="conv2d without a batch dimension")
     stride, padding, dilation = geometry
     out = [(x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1 for i in range(2)]
     return gate.SiteInfo(

@@ -3,9 +3,9 @@
 import math
 
 import torch
-from sparsecomp.passes.canonicalize import has_hooks, op_of
+from sparsecomp.passes.canonicalize import op_of
 from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, refuse, sizes
-from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose
+from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
@@ -16,9 +16,8 @@ _UNSUPPORTED = ("matmul", "addmm", "baddbmm", "bilinear")
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every linear is a candidate; other products are, if spikes reach them."""
-    if node.op == "call_module" and isinstance(module := ctx.gm.get_submodule(str(node.target)), torch.nn.Linear):
-        if has_hooks(module):
-            return refuse(Why.HOOKED)
+    if hooked(node, ctx, torch.nn.Linear):
+        return refuse(Why.HOOKED)
     op = op_of(node)
     if op is None:
         return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from sparsecomp.passes.canonicalize import CanonicalOp
+from sparsecomp.passes.canonicalize import CanonicalOp, has_hooks
 from sparsecomp.passes.facts import SparsityFact, is_dyadic
 from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, example, refuse
 from torch import fx
@@ -42,6 +42,14 @@ class Operands:
     digits: int
 
 
+def hooked(node: fx.Node, ctx: Context, layer: type[torch.nn.Module]) -> bool:
+    """Whether a node calls a layer whose forward hooks could replace its input or result."""
+    if node.op != "call_module":
+        return False
+    module = ctx.gm.get_submodule(str(node.target))
+    return isinstance(module, layer) and has_hooks(module)
+
+
 def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     """Whether a layer may run on its input as spikes, whatever its geometry."""
     fact = _spike_fact(op, ctx)
@@ -50,8 +58,6 @@ def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     x, weight, out = example(op.input), example(op.get("weight")), example(op.node)
     if x is None or weight is None:
         return refuse(Why.UNKNOWN_SHAPE)
-    if op.step_mode == "m":
-        return refuse(Why.UNSUPPORTED_OP, op="a multi-step layer called as a module")
     dtype = x.dtype if out is None else out.dtype
     if dtype not in KERNEL_DTYPES:
         return refuse(Why.DTYPE, dtype=dtype)
@@ -93,7 +99,7 @@ def build_inputs(operands: Operands, ctx: Context) -> tuple[fx.Node, fx.Node, fx
     x = op.input
     weight, bias = attribute(op, "weight"), attribute(op, "bias")
     assert isinstance(weight, fx.Node)
-    scale = _scale_node(operands.fact.scale, graph, ctx)
+    scale = _scale_node(operands.fact.scale, node, ctx)
     if operands.fact.scale != 1.0 and is_dyadic(operands.fact.scale):
         assert isinstance(operands.fact.scale, float)
         x = call(graph, node, torch.mul, x, 1.0 / operands.fact.scale)
@@ -113,9 +119,7 @@ def attribute(op: CanonicalOp, name: str) -> fx.Node | None:
     value = op.get(name)
     if value is None or isinstance(value, fx.Node):
         return value
-    node = op.node.graph.get_attr(f"{op.node.target}.{name}")
-    node.meta["example_value"] = value
-    return node
+    return _get_attr(f"{op.node.target}.{name}", value, op.node)
 
 
 def cast(value: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
@@ -156,21 +160,23 @@ def _binarised(x: fx.Node, scale: fx.Node | float, like: fx.Node, ctx: Context) 
     return call(graph, like, torch.add, ones, call(graph, like, torch.div, zero, scale))
 
 
-def _scale_node(scale: float | str, graph: fx.Graph, ctx: Context) -> fx.Node | float:
+def _scale_node(scale: float | str, like: fx.Node, ctx: Context) -> fx.Node | float:
     """The factor as a number, or as a detached scalar: the layer's result does not depend on where it is applied."""
     if not isinstance(scale, str):
         return scale
+    graph = like.graph
     node = next((node for node in graph.nodes if node.name == scale), None)
     if node is None:
-        node = graph.get_attr(scale)
-        node.meta["example_value"] = _attribute_value(ctx.gm, scale)
-    detached = call(graph, node, torch.Tensor.detach, node)
-    return call(graph, node, torch.Tensor.reshape, detached, ())
+        path, _, name = scale.rpartition(".")
+        node = _get_attr(scale, getattr(ctx.gm.get_submodule(path), name), like)
+    detached = call(graph, like, torch.Tensor.detach, node)
+    return call(graph, like, torch.Tensor.reshape, detached, ())
 
 
-def _attribute_value(gm: fx.GraphModule, target: str) -> torch.Tensor:
-    path, _, name = target.rpartition(".")
-    return getattr(gm.get_submodule(path), name)
+def _get_attr(target: str, value: torch.Tensor, like: fx.Node) -> fx.Node:
+    node = like.graph.get_attr(target)
+    node.meta["example_value"] = _compat.fake_of(value, beside=example(like.all_input_nodes[0]))
+    return node
 
 
 def _precision(wanted: str, dtype: torch.dtype) -> str:

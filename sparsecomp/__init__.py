@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparsecomp._explain import explain
+    from sparsecomp._optimize import optimize
+    from sparsecomp._profile import profile
     from sparsecomp.backend import sparsecomp_backend
     from sparsecomp.errors import OptionError, RuleError, SparsecompError
-    from sparsecomp._explain import explain
     from sparsecomp.neurons import register_neuron
-    from sparsecomp._optimize import optimize
     from sparsecomp.options import Options
-    from sparsecomp._profile import profile
     from sparsecomp.report import Report, Site, last_report
 
 __version__ = "0.1.0"

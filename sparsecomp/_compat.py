@@ -21,6 +21,7 @@ __all__ = [
     "cache_key",
     "compile_fx",
     "conv_tf32",
+    "fake_of",
     "graph_break_reasons",
     "is_fake",
     "isolated_compile",
@@ -81,6 +82,11 @@ def matmul_tf32() -> bool:
 def is_fake(value: object) -> bool:
     """Whether a tensor has no data to look at."""
     return isinstance(value, FakeTensor)
+
+
+def fake_of(value: torch.Tensor, beside: object) -> torch.Tensor:
+    """A stand-in for `value` in the fake mode of another stand-in, `value` itself if that is none."""
+    return beside.fake_mode.from_tensor(value.detach()) if isinstance(beside, FakeTensor) else value
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:

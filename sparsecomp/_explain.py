@@ -39,7 +39,7 @@ def explain(
         OptionError: an unknown option or value.
     """
     parsed = Options.parse(mode, options)
-    captures, breaks = captured(model, args, kwargs)
+    captures, breaks = captured(model, model, args, kwargs)
     reports = [capture.report(parsed) for capture in captures]
     merged = merge(reports, f"torch.compile, {len(reports)} graph{'s' if len(reports) != 1 else ''}")
     merged.graph_breaks = breaks
@@ -49,12 +49,14 @@ def explain(
 
 def measured_densities(model: nn.Module, args: Sequence[Any]) -> dict[str, float]:
     """Densities of every graph that `torch.compile` makes of `model`, by `passes.rule.site_key`."""
-    captures, _ = captured(model, args, {})
+    captures, _ = captured(model, model.forward, args, {})
     return {key: density for capture in captures for key, density in capture.densities.items()}
 
 
-def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "tuple[list[Capture], list[str]]":
-    """Dynamo's graphs of one call of `model`, run uncompiled, and the reasons for graph breaks."""
+def captured(
+    model: nn.Module, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> "tuple[list[Capture], list[str]]":
+    """Dynamo's graphs of one call of `function` (`model` or its `forward`), and the causes of graph breaks."""
     captures: list[Capture] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -63,7 +65,7 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
     breaks: list[str] = []
     with undone(model), _compat.graph_break_reasons(breaks):
-        _compat.isolated_compile(model, backend)(*args, **kwargs)
+        _compat.isolated_compile(function, backend)(*args, **kwargs)
     return captures, breaks
 
 

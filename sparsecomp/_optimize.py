@@ -12,7 +12,7 @@ from sparsecomp.backend import compile_graph, note_device
 from sparsecomp.module_capture import CaptureError, capture, share_attributes
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
-from sparsecomp.report import Report, last_report, remember
+from sparsecomp.report import Report, merge, remember
 from sparsecomp.state import undone
 
 log = logging.getLogger("sparsecomp")
@@ -24,8 +24,8 @@ def optimize(model: nn.Module, example_inputs: Any = None, *, mode: str | None =
     """A module that computes what `model` computes, rewritten for sparsity.
 
     With example inputs the model is traced with its neurons as leaves, and the result runs op by op. Where that is not
-    faithful (state kept outside neurons), or nothing was rewritten, or there are no example inputs, the model runs under
-    `torch.compile(backend="sparsecomp")`. `result.report.capture` says which way was taken.
+    faithful (state kept outside neurons), or nothing was rewritten, or there are no example inputs, the model runs
+    under `torch.compile(backend="sparsecomp")`. `result.report.capture` says which way was taken.
 
     Args:
         model: any module; it is left as it is, and shares its parameters, buffers and submodules with the result.
@@ -63,14 +63,14 @@ class Optimized(nn.Module):
         super().__init__()
         self.__dict__.update(
             _original=original, _options=options, _densities={}, _graph=None, _inputs=0, _modes=(), _compiled=None,
-            _report=report, training=original.training,
+            _backend=None, _report=report, training=original.training,
         )  # fmt: skip
         self._share()
 
     @property
     def report(self) -> Report:
-        """The report of the rewriting; under torch.compile, of the latest compilation."""
-        return self._report if self._compiled is None else last_report() or self._report
+        """What was rewritten; under torch.compile, in every graph compiled so far."""
+        return self._report if self._backend is None else self._backend.report(self._report)
 
     def use_graph(self, gm: fx.GraphModule, inputs: int) -> None:
         """Run `gm` for calls with `inputs` positional arguments."""
@@ -79,10 +79,9 @@ class Optimized(nn.Module):
 
     def use_compile(self, densities: Mapping[str, float]) -> None:
         """Run the original under torch.compile with our backend."""
-        self.__dict__.update(_densities=dict(densities))
-        self.__dict__["_compiled"] = torch.compile(
-            self._original.forward, backend=_Backend(self._options, self._densities)
-        )
+        backend = _Backend(self._options, densities)
+        compiled = torch.compile(self._original.forward, backend=backend)
+        self.__dict__.update(_densities=dict(densities), _backend=backend, _compiled=compiled)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's `forward` returns."""
@@ -119,7 +118,7 @@ class Optimized(nn.Module):
             return getattr(self.__dict__["_original"], name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": self._compiled is not None}
+        return {**self.__dict__, "_compiled": self._compiled is not None, "_backend": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "_compiled": None})
@@ -147,9 +146,16 @@ class _Backend:
     def __init__(self, options: Options, densities: Mapping[str, float]) -> None:
         self._options = options
         self._densities = densities
+        self._reports: list[Report] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_graph(gm, example_inputs, self._options, self._densities)
+        compiled, report = compile_graph(gm, example_inputs, self._options, self._densities)
+        self._reports.append(report)
+        return compiled
+
+    def report(self, start: Report) -> Report:
+        """`start` with what every compiled graph added to it."""
+        return merge([start, *self._reports], start.capture)
 
 
 def _traced(model: nn.Module, args: tuple[Any, ...], options: Options) -> Optimized | str:
@@ -190,7 +196,6 @@ def _compiled(model: nn.Module, args: tuple[Any, ...] | None, options: Options, 
         report.capture = "none: the model runs as it was"
         report.note(f"torch.compile failed: {type(error).__name__}: {error}")
         return Optimized(model, options, report)
-    optimized.report.capture = report.capture
     return optimized
 
 

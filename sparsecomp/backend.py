@@ -48,22 +48,22 @@ def sparsecomp_backend(
         OptionError: an unknown option or value.
         RuleError: a rule failed, under `options={"strict": True}`.
     """
-    return compile_graph(gm, example_inputs, Options.parse(mode, options), {})
+    return compile_graph(gm, example_inputs, Options.parse(mode, options), {})[0]
 
 
 def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, densities: Mapping[str, float]
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], Report]:
     """Rewrite and compile one graph; `densities` are measured ones, by `passes.rule.site_key`."""
     report = pipeline.run(gm, options, values=input_values(gm, example_inputs), densities=densities)
     note_device(report)
     remember(report)
     log.info("%d of %d sites rewritten", len(report.rewritten), len(report.sites))
     if not report.rewritten:
-        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, {})
+        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, {}), report
     with _compat.cache_key(f"sparsecomp:{sources_hash()}:{options.cache_key()}"):
         table = sparsecomp.ops.decompositions()
-        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, table)
+        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, table), report
 
 
 def input_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, torch.Tensor]:

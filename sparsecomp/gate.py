@@ -1,7 +1,7 @@
 """Whether a rewrite pays: a roofline estimate of the dense operator against each sparse implementation.
 
-Pure functions of plain numbers, so that a decision can be tested and explained without a GPU. The constants are measured
-on one H100 and stand in one place; on other GPUs only their ratios matter.
+Pure functions of plain numbers, so that a decision can be tested and explained without a GPU. The constants are
+measured on one H100 and stand in one place; on other GPUs only their ratios matter.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Captures a module with `torch.fx.symbolic_trace`'s tracer, neurons as leaves, and checks that the capture is honest.
+"""Captures a module by symbolic tracing, with neurons as leaves, and checks that the result is honest.
 
 Symbolic tracing runs the model's Python once with stand-ins. A hand-written neuron that keeps its state in an attribute
-"succeeds" that way and comes out with its state frozen. So a capture counts only if tracing changed no state, and if the
-captured graph gives what the model gives, twice in a row.
+"succeeds" that way and comes out with its state frozen. So a capture counts only if tracing changed no state, and if
+the captured graph gives what the model gives, twice in a row.
 """
 
 import inspect
@@ -63,9 +63,12 @@ class _Tracer(fx.Tracer):
     def __init__(self, inputs: int) -> None:
         super().__init__()
         self._inputs = inputs
+        self.record_stack_traces = True
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return neurons.is_neuron(m) or super().is_leaf_module(m, module_qualified_name)
+        # spikingjelly's layers test the number of dimensions, which a stand-in does not have
+        library_layer = type(m).__module__.startswith("spikingjelly.") and not list(m.children())
+        return library_layer or neurons.is_neuron(m) or super().is_leaf_module(m, module_qualified_name)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -76,6 +79,12 @@ class _Tracer(fx.Tracer):
         if len(names) < self._inputs:
             raise CaptureError(f"forward takes {len(names)} positional arguments, the example has {self._inputs}")
         return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in names)]
+
+
+class _Replay(fx.Tracer):
+    """Leaves buffers symbolic too: batch-norm statistics must not become constants."""
+
+    proxy_buffer_attributes = True
 
 
 class _ExampleRecorder(DensityRecorder):
@@ -104,9 +113,16 @@ def _trace(model: nn.Module, inputs: int) -> fx.GraphModule:
         changed = snapshot.changed()
     if changed:
         raise CaptureError(f"the model changes its state while it is traced ({', '.join(sorted(set(changed)))})")
-    gm = fx.GraphModule(model, graph)
+    gm = fx.GraphModule(model, _replayable(graph))
     share_attributes(gm, model)
     return gm
+
+
+def _replayable(graph: fx.Graph) -> fx.Graph:
+    """A copy that unpickles: a graph module is traced again then, with the tracer that its graph remembers."""
+    plain = fx.Graph(tracer_cls=_Replay)
+    plain.output(plain.graph_copy(graph, {}))
+    return plain
 
 
 def _check(model: nn.Module, gm: fx.GraphModule, args: Sequence[Any]) -> None:

@@ -32,7 +32,7 @@ class Options:
         implementation: `auto` lets the cost gate choose; anything else is forced at every legal site, on the CPU too,
             where the operators run their references.
         density: share of non-zero inputs to assume where none was measured, in [0, 1].
-        neurons: `inline` replaces spikingjelly's neuron operators by plain operators on the CPU too; `auto` on CUDA only.
+        neurons: `inline` replaces spikingjelly's neuron operators by plain ones on the CPU too; `auto` on CUDA only.
         disable: names of rules not to run.
         strict: a rule that fails raises `RuleError` instead of leaving its site dense.
         verify: check the graph's structure, shapes and dtypes after each rule.
@@ -109,7 +109,7 @@ def _disabled_by_environment() -> tuple[str, ...]:
     unknown = [name for name in names if name not in RULES]
     if unknown:
         raise OptionError(
-            f"{_DISABLE_ENV}={text!r}: unknown rules {unknown}; use 'all' or a comma-separated list of {', '.join(RULES)}"
+            f"{_DISABLE_ENV}={text!r}: unknown rules {unknown}; use 'all' or a comma-separated list of {RULES}"
         )
     return names
 

@@ -49,7 +49,7 @@ class Snapshot:
         self._seen.add(id(value))
         if isinstance(value, dict | list | set):
             self._containers.append((value, value.copy()))
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference():
+        elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference():
             self._tensors.append((value, value._version, value.detach().clone()))
         for item in _items(value):
             self._keep(item)
