@@ -2,12 +2,13 @@
 
 import torch
 import triton
+from sparsecomp.lowering.config import ConvConfig, hopper_config, portable_config
+from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel
+from sparsecomp.lowering.templates.binary_conv_hopper import binary_conv_hopper_kernel
+from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided_kernel
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsecomp.lowering.config import ConvConfig, choose_config
-from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel
-from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided_kernel
 from sparsecomp.ops.weights import split_weight
 
 _packed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -35,7 +36,7 @@ def linear(x, weight, bias, digits, strategy) -> Tensor:
 def packed_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
     """``split_weight``, kept between eager calls until the weight is written to or replaced.
 
-    Inside a CUDA graph capture nothing is kept: the split is captured too, so that a replay sees the weight's new values.
+    Inside a CUDA graph capture nothing is kept: the split is captured too, so a replay sees the weight's new values.
     """
     if torch.cuda.is_current_stream_capturing() or weight.is_inference():
         return split_weight(weight, digits)
@@ -77,27 +78,34 @@ def packed(x, planes, scale, bias, kernel, stride, padding, dilation, groups, dt
     if m == 0 or k == 0:
         return out
     x = x.contiguous(memory_format=torch.channels_last)
-    config = choose_config(m, k // groups, c // groups, depth, digits)
-    channel_stride = 1 if channels_last else oh * ow
-    launch(x, planes, scale, bias, out, (m, h, w, oh, ow, c, k), (*stride, *padding, *dilation),
-           (k if channels_last else 1, channel_stride, k * oh * ow), kernel, groups, config)  # fmt: skip
+    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+    choose = hopper_config if hopper else portable_config
+    config = choose(m, k // groups, depth // (kernel[0] * kernel[1]), digits)
+    out_strides = (k, 1, k * oh * ow) if channels_last else (1, oh * ow, k * oh * ow)
+    launch(x, planes, scale, bias, out, (m, h, w, oh, ow, c, k), (*stride, *padding, *dilation), out_strides,
+           kernel, groups, config, hopper)  # fmt: skip
     return out
 
 
-def launch(x, planes, scale, bias, out, sizes, window, out_strides, kernel, groups, config: ConvConfig) -> None:
-    """Launch the binary convolution kernel with one configuration."""
+def launch(
+    x, planes, scale, bias, out, sizes, window, out_strides, kernel, groups, config: ConvConfig, hopper: bool
+) -> None:
+    """Launch the binary convolution with one configuration, on Hopper's own kernel or the portable one."""
     m, _, _, _, _, c, k = sizes
     digits, _, depth = planes.shape
     r, s = kernel
     cp = depth // (r * s)
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(k // groups, config.block_n) * groups,)
+    arguments = (x, planes, scale, bias, out, *sizes, cp, *window, *out_strides)
+    constants = {
+        "R": r, "S": s, "GROUPS": groups, "DIGITS": digits, "HAS_BIAS": bias is not None, "EVEN_C": cp == c // groups,
+        "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "num_warps": config.warps,
+    }  # fmt: skip
     with torch.cuda.device_of(x):
-        binary_conv_kernel[grid](
-            x, planes, scale, bias, out, *sizes, cp, *window, *out_strides,
-            R=r, S=s, GROUPS=groups, DIGITS=digits, HAS_BIAS=bias is not None, EVEN_C=cp == c // groups,
-            BM=config.block_m, BN=config.block_n, BK=config.block_k,
-            num_warps=config.warps, num_stages=config.stages,
-        )  # fmt: skip
+        if hopper:
+            binary_conv_hopper_kernel[grid](*arguments, STAGES=config.stages, **constants)
+        else:
+            binary_conv_kernel[grid](*arguments, num_stages=config.stages, **constants)
 
 
 def _returns_channels_last(x: Tensor, weight: Tensor) -> bool:

@@ -9,7 +9,7 @@ import textwrap
 def compile_in_subprocess(body: str) -> str:
     """Run ``body`` in a fresh process without the interpreter and return what it printed.
 
-    ``body`` may call ``build(kernel, signature, constants, capability, **options)``, which returns the compiled kernel.
+    ``body`` may call ``build(kernel, signature, constants, capability, source, **options)``, which returns the built one.
     Triton decides at import whether it interprets, hence the process.
     """
     prelude = textwrap.dedent(
@@ -18,12 +18,12 @@ def compile_in_subprocess(body: str) -> str:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        def build(kernel, signature, constants, capability, **options):
+        def build(kernel, signature, constants, capability, source=ASTSource, **options):
             types = {n: "constexpr" if n in constants else signature[n] for n in kernel.arg_names}
             aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
                        if types[n].startswith("*") or n in ("C", "K", "CP")}
-            source = ASTSource(kernel, types, constants, aligned)
-            return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            target = GPUTarget("cuda", capability, 32)
+            return triton.compile(source(kernel, types, constants, aligned), target=target, options=options)
         """
     )
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

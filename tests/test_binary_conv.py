@@ -26,8 +26,9 @@ def run(x, w, bias, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, di
     from sparsecomp.lowering import spike_conv
 
     planes, scale = split_weight(w, digits)
+    window = (stride, padding, dilation, groups)
     return spike_conv.packed(
-        spike_conv.to_bytes(x), planes, scale, bias, w.shape[2:], stride, padding, dilation, groups, x.dtype, channels_last
+        spike_conv.to_bytes(x), planes, scale, bias, w.shape[2:], *window, x.dtype, channels_last
     )
 
 
@@ -147,5 +148,27 @@ def test_compiles_to_int8_tensor_core_instructions(capability):
         print(built.asm["ptx"])
         """
     )
-    instruction = "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8" if capability == 90 else "mma.sync.aligned.m16n8k32"
+    hopper = "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8"
+    instruction = hopper if capability == 90 else "mma.sync.aligned.m16n8k32"
     assert instruction in printed
+
+
+@pytest.mark.parametrize("digits", [2, 3, 4])
+def test_hopper_kernel_compiles_without_spills_and_overlaps_its_products(digits):
+    printed = compile_in_subprocess(
+        f"""
+        from triton.experimental.gluon._runtime import GluonASTSource
+        from sparsecomp.lowering.config import hopper_config
+        from sparsecomp.lowering.templates.binary_conv_hopper import binary_conv_hopper_kernel as kernel
+        config = hopper_config(100352, 128, 128, {digits})
+        pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", bias_ptr="*fp32", out_ptr="*fp32")
+        constants = dict(R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True, EVEN_C=True, BM=config.block_m,
+                         BN=config.block_n, BK=config.block_k, STAGES=config.stages, num_warps=config.warps)
+        types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
+        built = build(kernel, types, constants, 90, source=GluonASTSource, num_warps=config.warps)
+        print(built.asm["ptx"])
+        """
+    )
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in printed
+    assert f"wgmma.wait_group.sync.aligned {1 if digits == 2 else 2}" in printed.replace("\t", " ")
+    assert ".local" not in printed

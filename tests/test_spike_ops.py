@@ -48,7 +48,8 @@ def test_gradients_equal_the_dense_operators_in_float64():
 
 def test_linear_gradients_equal_the_dense_operators_in_float64():
     x = (torch.rand(3, 2, 32) < 0.3).double().requires_grad_()
-    w, b = torch.randn(8, 32, dtype=torch.float64, requires_grad=True), torch.randn(8, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(8, 32, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(8, dtype=torch.float64, requires_grad=True)
     seed = torch.randn(3, 2, 8, dtype=torch.float64)
     got = torch.autograd.grad(ops.spike_linear(x, w, b, 3, "binary"), (x, w, b), seed)
     for g, e in zip(got, torch.autograd.grad(F.linear(x, w, b), (x, w, b), seed), strict=True):

@@ -1,8 +1,8 @@
 """Weights as sums of signed bytes, so that a product with small integers runs exactly on int8 tensor cores.
 
-A spike is a small integer, exact in int8. A weight becomes ``scale[k] * (d0·256^(D-1) + … + d(D-1))`` with signed bytes
-``d`` and one power-of-two scale an output channel, so the tensor cores accumulate without rounding in int32 and the only
-error of a product is the rounding of the weights: at most ``2^(1-8D)`` of the channel's largest weight (D=3: 1.2e-7).
+A spike is a small integer, exact in int8. A weight becomes ``scale[k] * (d0·256^(D-1) + … + d(D-1))`` with signed
+bytes ``d`` and one power-of-two scale an output channel, so the tensor cores accumulate without rounding in int32 and
+the only error of a product is the rounding of the weights: at most ``2^(1-8D)`` of the channel's largest (D=3: 1.2e-7).
 This is the Ozaki scheme (Ootomo et al., 2024, "DGEMM on integer matrix multiplication unit") with one operand exact.
 """
 
@@ -46,7 +46,7 @@ def split_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
         digits: number of signed bytes, 2 to 4.
 
     Returns:
-        ``(bytes, scale)``: (digits, K, R·S·Cp) int8 with Cp = ``padded_channels(C)``, channels innermost, and (K,) float32.
+        ``(bytes, scale)``: (digits, K, R·S·Cp) int8 with Cp = ``padded_channels(C)``, channels innermost; (K,) float32.
     """
     w = weight.float()
     if w.dim() == 2:
