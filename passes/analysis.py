@@ -301,7 +301,10 @@ class _Run:
 
     def _set(self, node: fx.Node, value: SparsityFact | Items) -> None:
         self.current_facts[node] = value
-        self.histories.setdefault(node, []).append((self.position, value))
+        history = self.histories.setdefault(node, [])
+        if not history and self.position > self.order[node]:
+            history.append((self.order[node], None))  # nothing was known before this write
+        history.append((self.position, value))
         self.groups.set_live(node)
         for fact in _facts_in(value):
             factor = self.by_name.get(fact.scale) if isinstance(fact.scale, str) else None

@@ -1,5 +1,6 @@
 """Element-wise arithmetic: sums, products, clamping, rounding, selection."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -165,28 +166,36 @@ def clamp(op: CanonicalOp, facts: Facts) -> Result:
     if low is not None and high is not None and low > high:
         return algebra.constant(high)
     whole = all(bound is None or float(bound).is_integer() for bound in (low, high))
-    lo = None if low is None else int(low // 1)
-    hi = None if high is None else -int(-high // 1)
     if fact is None:
         zeros = (low == 0 or high == 0) and whole
         origin = Origin.RELU if zeros else Origin.UNKNOWN
+        lo, hi = _floor(low), _ceil(high)
         return SparsityFact(lo, hi, origin=origin, exact_zeros=zeros, source=op.node.name)
     if fact.integral and whole:
-        return _clip(fact, lo, hi)
-    clipped = _clip(fact.values_only(), lo, hi)
+        return _clip(fact, low, high)
+    clipped = _clip(fact.values_only(), low, high)
     keeps_zero = (low is None or low <= 0) and (high is None or high >= 0)
     return replace(clipped, exact_zeros=fact.exact_zeros and keeps_zero)
 
 
-def _clip(fact: SparsityFact, low: int | None, high: int | None) -> SparsityFact:
-    """`fact` within whole-number bounds; a grid that does not contain the bounds is given up."""
+def _floor(bound: float | None) -> int | None:
+    return None if bound is None else math.floor(bound)
+
+
+def _ceil(bound: float | None) -> int | None:
+    return None if bound is None else math.ceil(bound)
+
+
+def _clip(fact: SparsityFact, low: float | None, high: float | None) -> SparsityFact:
+    """`fact` within bounds; a grid other than the whole numbers is given up. Fractions round outwards."""
     if low == 0 and high is None and fact.exact and fact.non_negative:
         return fact
     if fact.scale != 1.0 or not fact.exact:
         fact = fact.values_only()
-    lo, hi = _clip_bound(fact.lo, low, high), _clip_bound(fact.hi, low, high)
-    lo = low if lo is None else lo
-    hi = high if hi is None else hi
+    lo = _clip_bound(fact.lo, _floor(low), _floor(high))
+    hi = _clip_bound(fact.hi, _ceil(low), _ceil(high))
+    lo = _floor(low) if lo is None else lo
+    hi = _ceil(high) if hi is None else hi
     zeros = fact.exact_zeros
     if fact.integral:
         zeros = (lo is None or lo <= 0) and (hi is None or hi >= 0)

@@ -1,0 +1,363 @@
+"""Facts through graphs: named cases, writes through aliases, and random graphs run under the checker."""
+
+import operator
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fact_checker import FactChecker, check, fact_at
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sparsecomp.passes.analysis import Analysis, analyse
+from sparsecomp.passes.registry import LostKind
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+
+def trace(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    """A symbolic trace with shapes."""
+    gm = fx.symbolic_trace(function)
+    ShapeProp(gm).propagate(*(x.clone() for x in inputs))
+    return gm
+
+
+def output_fact(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    """The fact of what `function` returns, after a checked run."""
+    gm = trace(function, *inputs)
+    analysis = check(gm, *(x.clone() for x in inputs)).analysis
+    output = next(node for node in gm.graph.nodes if node.op == "output")
+    return analysis.fact(output.args[0], at=output)
+
+
+X = torch.randn(4, 4, 8, 8)
+
+
+def in_graph(function: Callable[..., Any], *args: Any) -> Any:
+    """A call of `function` as Dynamo would put it in the graph; symbolic_trace cannot record it by itself."""
+    tracer = next(arg.tracer for arg in args if isinstance(arg, fx.Proxy))
+    return tracer.create_proxy("call_function", function, args, {})
+
+
+def spikes(x: torch.Tensor) -> torch.Tensor:
+    return (x > 0).float()
+
+
+KEEPS_BINARY = {
+    "max_pool": lambda s: F.max_pool2d(s, 3, 2, 1),
+    "nearest": lambda s: F.interpolate(s, scale_factor=2),
+    "pad": lambda s: F.pad(s, (1, 1, 1, 1)),
+    "view chain": lambda s: s.flatten(1).reshape(4, 4, -1).transpose(1, 2).permute(0, 2, 1).unsqueeze(0).squeeze(0),
+    "chunk": lambda s: s.chunk(2, dim=1)[1],
+    "unbind": lambda s: s.unbind(0)[2],
+    "split": lambda s: torch.split(s, 2, dim=1)[0],
+    "cat": lambda s: torch.cat([s, s], 1),
+    "stack": lambda s: torch.stack([s, s * s]),
+    "mask": lambda s: s * s.flip(0),
+    "iand": lambda s: s * (1 - s.flip(0)),
+    "inverse": lambda s: 1.0 - s,
+    "half": lambda s: s.half(),
+    "roll": lambda s: s.roll(1, 2).contiguous().clone().detach(),
+    "dropout off": lambda s: F.dropout(s, 0.5, False),
+    "clamped sum": lambda s: (s + s.flip(0)).clamp(max=1),
+    "where": lambda s: torch.where(s > 0.5, s, 0.0),
+    "masked_fill": lambda s: s.masked_fill(s.flip(0) > 0, 0.0),
+    "logical": lambda s: torch.logical_or(s > 0, s.flip(0) > 0).float(),
+}
+LEAVES_BINARY = {
+    "sum": lambda s: s + s,
+    "difference": lambda s: s - s.flip(0),
+    "negation": lambda s: -s,
+    "average": lambda s: F.avg_pool2d(s, 2),
+    "average of nine": lambda s: F.avg_pool2d(s, 3, 1, 1),
+    "adaptive average": lambda s: F.adaptive_avg_pool2d(s, 1),
+    "dropout on": lambda s: F.dropout(s, 0.5, True),
+    "bilinear": lambda s: F.interpolate(s, scale_factor=2, mode="bilinear"),
+    "scaled": lambda s: s * 0.5,
+    "shifted": lambda s: s + 1,
+    "padded with two": lambda s: F.pad(s, (1, 1), value=2.0),
+    "dilated padded max": lambda s: F.max_pool2d(s, 2, 1, 1, dilation=3),
+    "normalised": lambda s: F.layer_norm(s, (8,)),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS_BINARY)
+def test_keeps_binary(name: str) -> None:
+    fact = output_fact(lambda x: KEEPS_BINARY[name](spikes(x)), X)
+    assert fact is not None and fact.is_binary
+
+
+@pytest.mark.parametrize("name", LEAVES_BINARY)
+def test_does_not_stay_binary(name: str) -> None:
+    fact = output_fact(lambda x: LEAVES_BINARY[name](spikes(x)), X)
+    assert fact is None or not fact.is_binary
+
+
+def test_residual_sums_count_up() -> None:
+    fact = output_fact(lambda x: spikes(x) + spikes(x - 1) + spikes(x + 1), X)
+    assert (fact.lo, fact.hi, fact.fits_int8) == (0, 3, True)
+
+
+def test_average_over_a_power_of_two_is_a_scaled_count() -> None:
+    fact = output_fact(lambda x: F.avg_pool2d(spikes(x), 2), X)
+    assert fact.integral and fact.scale == 0.25 and (fact.lo, fact.hi) == (0, 4)
+    nine = output_fact(lambda x: F.avg_pool2d(spikes(x), 3), X)
+    assert not nine.integral and nine.exact_zeros and nine.non_negative
+
+
+def test_attention_counts_coincidences() -> None:
+    fact = output_fact(lambda x: spikes(x) @ spikes(x).transpose(-1, -2), X)
+    assert (fact.lo, fact.hi) == (0, 8)
+
+
+def test_reasons_name_what_ended_the_domain() -> None:
+    gm = trace(lambda x: F.layer_norm(spikes(x), (8,)).flatten(1), X)
+    last = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+    reason = analyse(gm).why_not(last)
+    assert reason is not None and reason.kind is LostKind.SHIFTS and "layer_norm ends the domain" in str(reason)
+
+
+# ---- writes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_write_through_a_view_ends_the_fact_for_later_readers_only() -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        s = spikes(x)
+        view = s.view(-1)
+        before = torch.relu(s)
+        view.add_(x.view(-1))
+        return before, torch.neg(s)
+
+    analysis = check(trace(model, X), X.clone()).analysis
+    before, after = fact_at(analysis, "relu"), fact_at(analysis, "neg")
+    assert before is not None and before.is_binary
+    assert after is None or not after.integral
+
+
+def test_a_fact_without_a_position_holds_at_every_position() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        s = spikes(x)
+        kept = torch.relu(s)
+        s.add_(x)
+        return kept + s
+
+    analysis = check(trace(model, X), X.clone()).analysis
+    spike = next(node for node in analysis.graph.nodes if node.name.startswith("float"))
+    assert analysis.fact(spike) is None
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "add_": lambda s, x: s.add_(x),
+    "iadd": lambda s, x: in_graph(operator.iadd, s, x),
+    "copy_": lambda s, x: s.copy_(x),
+    "setitem": lambda s, x: in_graph(operator.setitem, s, 0, x[0]),
+    "out=": lambda s, x: torch.add(x, x, out=s),
+    "index_put_": lambda s, x: s.index_put_((torch.tensor([0]),), x[:1]),
+    "normal_": lambda s, x: s.normal_(),
+    "foreach": lambda s, x: torch._foreach_add_([s], [x]),
+    "inplace=True": lambda s, x: F.silu(s, True),
+    "through a slice": lambda s, x: s[1:3].mul_(x[1:3]),
+    "through detach": lambda s, x: s.detach().add_(x),
+    "through a chunk": lambda s, x: s.chunk(2)[0].add_(x[:2]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_every_kind_of_write_is_seen(name: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        s = spikes(x)
+        WRITES[name](s, x)
+        return torch.neg(s)
+
+    fact = fact_at(check(trace(model, X), X.clone()).analysis, "neg")
+    assert fact is None or not fact.is_binary
+
+
+def test_zero_in_place_and_relu_in_place_give_facts() -> None:
+    assert output_fact(lambda x: torch.clone(x).zero_(), X).is_zero
+    assert output_fact(lambda x: torch.clone(x).relu_(), X).non_negative
+
+
+def test_steps_written_into_zeros_are_spikes() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for t in range(4):
+            in_graph(operator.setitem, out, t, spikes(x[t]))
+        return out.flatten(0, 1)
+
+    assert output_fact(model, X).is_binary
+
+
+@pytest.mark.parametrize("steps,binary", [(4, True), (3, False)])
+def test_steps_written_into_empty_need_all_rows(steps: int, binary: bool) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        for t in range(steps):
+            in_graph(operator.setitem, out, t, spikes(x[t]))
+        return out.flatten(0, 1)
+
+    analysis = analyse(trace(model, X))
+    fact = fact_at(analysis, "flatten")
+    assert (fact is not None and fact.is_binary) == binary
+
+
+def test_an_analog_step_written_into_zeros_ends_the_fact() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        in_graph(operator.setitem, out, 0, spikes(x[0]))
+        in_graph(operator.setitem, out, 1, x[1])
+        return torch.neg(out)
+
+    assert fact_at(check(trace(model, X), X.clone()).analysis, "neg") is None
+
+
+class Opaque(nn.Module):
+    """A leaf that writes to its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(0.3)
+
+
+def test_an_opaque_module_may_write_to_its_input() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.leaf = Opaque()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            s = spikes(x)
+            self.leaf(s)
+            return torch.neg(s)
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, Opaque)
+
+    model = Model()
+    gm = fx.GraphModule(model, Tracer().trace(model))
+    assert fact_at(check(gm, X.clone()).analysis, "neg") is None
+
+
+def test_a_layer_with_a_hook_is_opaque() -> None:
+    pool = nn.MaxPool2d(2)
+    pool.register_forward_hook(lambda module, args, out: out + 0.5)
+    gm = fx.symbolic_trace(nn.Sequential(nn.ReLU(), pool))
+    last = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+    assert analyse(gm).fact(last) is None
+
+
+def test_linear_in_the_size_of_the_graph() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.zeros_like, (x,))
+    for i in range(3333):
+        spike = graph.call_method("float", (graph.call_function(operator.gt, (x, i)),))
+        graph.call_function(operator.setitem, (node, i % 7, spike))
+    graph.output(node)
+    gm = fx.GraphModule(nn.Module(), graph)
+    start = time.perf_counter()
+    analyse(gm)
+    assert time.perf_counter() - start < 2.0
+
+
+# ---- random graphs --------------------------------------------------------------------------------------------------
+
+Op = Callable[[list[torch.Tensor], int, int], Any]
+OPS: dict[str, Op] = {
+    "gt": lambda v, i, j: (v[i] > 0.1).to(v[i].dtype),
+    "heaviside": lambda v, i, j: torch.heaviside(v[i], torch.tensor(1.0)),
+    "add": lambda v, i, j: v[i] + v[j],
+    "sub": lambda v, i, j: v[i] - v[j],
+    "mul": lambda v, i, j: v[i] * v[j],
+    "one minus": lambda v, i, j: 1 - v[i],
+    "scale": lambda v, i, j: v[i] * 0.3,
+    "halve": lambda v, i, j: v[i] / 2,
+    "thirds": lambda v, i, j: v[i] / 3,
+    "divide": lambda v, i, j: v[i] / v[j],
+    "trunc": lambda v, i, j: torch.div(v[i], v[j], rounding_mode="trunc"),
+    "neg": lambda v, i, j: -v[i],
+    "abs": lambda v, i, j: v[i].abs(),
+    "sign": lambda v, i, j: torch.sign(v[i]),
+    "round": lambda v, i, j: torch.round(v[i]),
+    "relu": lambda v, i, j: torch.relu(v[i]),
+    "clamp": lambda v, i, j: v[i].clamp(-1, 2),
+    "clamp half": lambda v, i, j: v[i].clamp(0, 0.5),
+    "half": lambda v, i, j: v[i].half().float(),
+    "int": lambda v, i, j: v[i].nan_to_num().clamp(-100, 100).to(torch.int32).float(),
+    "where": lambda v, i, j: torch.where(v[i] > 0, v[j], v[i]),
+    "maximum": lambda v, i, j: torch.maximum(v[i], v[j]),
+    "max pool": lambda v, i, j: F.max_pool2d(v[i], 3, 1, 1),
+    "avg pool": lambda v, i, j: F.avg_pool2d(v[i], 3, 1, 1),
+    "avg pool 2": lambda v, i, j: F.interpolate(F.avg_pool2d(v[i], 2), scale_factor=2),
+    "mean": lambda v, i, j: v[i].mean(-1, keepdim=True).expand(2, 2, 4, 4),
+    "sum": lambda v, i, j: v[i].sum(-1, keepdim=True).expand(2, 2, 4, 4).clone(),
+    "matmul": lambda v, i, j: v[i] @ v[j],
+    "dropout": lambda v, i, j: F.dropout(v[i], 0.5, True),
+    "straight": lambda v, i, j: ((v[i] > 0).float() - torch.sigmoid(v[i])).detach() + torch.sigmoid(v[i]),
+    "straight wide": lambda v, i, j: ((v[i] > 0).float() - v[j]).detach() + v[j],
+    "straight exact": lambda v, i, j: (v[i] > 0).float() + (v[j] - v[j].detach()),
+    "cat": lambda v, i, j: torch.cat([v[i][:1], v[j][1:]]),
+    "flip": lambda v, i, j: v[i].flip(0).permute(1, 0, 3, 2),
+    "pad": lambda v, i, j: F.pad(v[i], (1, 1, 1, 1))[:, :, 1:5, 1:5],
+    "view": lambda v, i, j: v[i].transpose(0, 1),
+    "slice": lambda v, i, j: v[i][:, :, :4],
+    "detach": lambda v, i, j: v[i].detach(),
+    "in-place add": lambda v, i, j: v[i].add_(v[j]),
+    "in-place mul": lambda v, i, j: v[i].mul_(v[j]),
+    "in-place relu": lambda v, i, j: v[i].relu_(),
+    "in-place zero": lambda v, i, j: v[i].zero_(),
+    "in-place copy": lambda v, i, j: v[i].copy_(v[j]),
+    "setitem": lambda v, i, j: (in_graph(operator.setitem, v[i], 0, v[j][0]), v[i])[1],
+    "slice write": lambda v, i, j: (v[i][:, 0].copy_(v[j][:, 1]), v[i])[1],
+    "masked fill": lambda v, i, j: v[i].masked_fill_(v[j] > 0, 0.0),
+    "clone": lambda v, i, j: v[i].clone(),
+}
+STEPS = st.lists(
+    st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=14
+)
+
+
+def random_model(steps: list[tuple[str, int, int]]) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
+        values = [torch.clone(x), (y > 0).float(), torch.zeros_like(x)]
+        for name, i, j in steps:
+            values.append(OPS[name](values, i % len(values), j % len(values)))
+        return values
+
+    return model
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(STEPS, st.integers(0, 10**6), st.sampled_from(["plain", "small integers", "nan", "inf"]), st.booleans())
+def test_random_graphs_obey_their_facts(steps: list[tuple[str, int, int]], seed: int, kind: str, shapes: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(2, 2, 4, 4, generator=generator) * 2 for _ in range(2))
+    if kind == "small integers":
+        x = x.round()
+    if kind in ("nan", "inf"):
+        x[0, 0, 0, :2] = float(kind)
+    gm = fx.symbolic_trace(random_model(steps))
+    if shapes:
+        try:
+            ShapeProp(gm).propagate(x.clone(), y.clone())
+        except RuntimeError:
+            return  # a write into an expanded tensor or between overlapping parts: eager refuses it, too
+    try:
+        gm(x.clone(), y.clone())
+    except RuntimeError:
+        return
+    check(gm, x.clone(), y.clone())
+
+
+def test_the_checker_finds_a_false_claim() -> None:
+    gm = trace(lambda x: torch.neg(spikes(x) + spikes(x)), X)
+    truth = analyse(gm)
+    lie = {node: [(p, _half(v)) for p, v in h] for node, h in truth.histories.items()}
+    with pytest.raises(AssertionError):
+        FactChecker(gm, Analysis(gm.graph, lie, {}, truth.order)).run(X)
+
+
+def _half(value: Any) -> Any:
+    return value.__class__(0, 1, True) if getattr(value, "hi", None) == 2 else value

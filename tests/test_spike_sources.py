@@ -1,0 +1,231 @@
+"""Spikes found by structure in the graphs that Dynamo really makes, checked by running those graphs."""
+
+from typing import Any
+
+import pytest
+import torch
+from fact_checker import check, fact_at
+from snn_fixtures import FIRE, GATHER, HandLIF, NeuronConv, Step, capture
+from sparsecomp.passes.analysis import Analysis, analyse
+from sparsecomp.passes.facts import SparsityFact
+from torch import nn
+
+MODES = [False, True]
+
+
+def analysed(model: nn.Module, *inputs: Any, train: bool = False, graph: int = -1) -> Analysis:
+    """The analysis of one captured graph, after every captured graph has run under the checker."""
+    analyses = [check(gm, *args).analysis for gm, args in capture(model, *inputs, train=train)]
+    return analyses[graph]
+
+
+def conv_input(analysis: Analysis) -> SparsityFact | None:
+    """The fact of what the last convolution reads."""
+    calls = [node for node in analysis.graph.nodes if "conv2d" in str(getattr(node.target, "__name__", ""))]
+    return analysis.fact(calls[-1].args[0], at=calls[-1])
+
+
+@pytest.mark.parametrize("train", MODES)
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("gather", GATHER)
+@pytest.mark.parametrize("fire", FIRE)
+def test_hand_written(fire: str, gather: str, steps: int, train: bool) -> None:
+    analysis = analysed(HandLIF(fire, gather, pool=True), torch.randn(steps, 2, 2, 8, 8), train=train)
+    fact = conv_input(analysis)
+    assert fact is not None
+    if fire == "straight_through":
+        assert fact.is_nearly_binary and not fact.is_binary and fact.exact_zeros
+    else:
+        assert fact.is_binary
+
+
+@pytest.mark.parametrize("train", MODES)
+def test_analog_layers_are_not_spikes(train: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 2, 3))
+    fact = conv_input(analysed(model, torch.randn(2, 2, 8, 8), train=train))
+    assert fact is not None and not fact.integral and fact.non_negative and fact.exact_zeros
+
+
+def test_batch_norm_between_spikes_and_conv_is_the_reason() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.conv = nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(self.norm(Step.apply(x)))
+
+    analysis = analysed(Model(), torch.randn(2, 2, 8, 8))
+    assert fact_at(analysis, "conv2d") is None
+    conv = next(node for node in analysis.graph.nodes if "conv2d" in str(getattr(node.target, "__name__", "")))
+    assert "batch_norm ends the domain" in str(analysis.why_not(conv.args[0]))
+
+
+@pytest.mark.parametrize("train,binary", [(False, True), (True, False)])
+def test_dropout_ends_the_domain_in_training_only(train: bool, binary: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.conv = nn.Dropout(0.5), nn.Conv2d(2, 2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(self.drop(Step.apply(x)))
+
+    fact = conv_input(analysed(Model(), torch.randn(2, 2, 8, 8), train=train))
+    assert fact is not None and fact.is_binary == binary and fact.exact_zeros
+
+
+@pytest.mark.parametrize("analog", [False, True])
+def test_a_write_between_spike_and_conv_is_seen(analog: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            s = (x > 0).float()
+            s.view(-1)[::2].add_(x.view(-1)[::2] if analog else 0.5)
+            return self.conv(s)
+
+    fact = conv_input(analysed(Model(), torch.randn(2, 2, 8, 8)))
+    if analog:
+        assert fact is None
+    else:  # adding a constant stays on a grid of halves
+        assert fact is not None and not fact.is_binary and (fact.scale, fact.lo, fact.hi) == (0.5, 0, 3)
+
+
+def test_heaviside_gives_no_nan() -> None:
+    assert torch.heaviside(torch.tensor([float("nan")] * 9), torch.tensor(1.0)).tolist() == [0.0] * 9
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 3)
+
+        def forward(self, x: torch.Tensor, at_zero: torch.Tensor) -> torch.Tensor:
+            return self.conv(torch.heaviside(x, torch.tensor(1.0))) + self.conv(torch.heaviside(x, at_zero))
+
+    x = torch.randn(2, 2, 8, 8)
+    x[0, 0, 0] = float("nan")
+    x[0, 0, 1] = 0.0
+    analysis = analysed(Model(), x, torch.tensor(0.5))
+    known, unknown = fact_at(analysis, "conv2d", which=0), fact_at(analysis, "conv2d", which=1)
+    assert known is not None and known.is_binary
+    assert unknown is not None and not unknown.integral and unknown.exact_zeros
+
+
+@pytest.mark.parametrize("soft_scale,nearly", [(1.0, True), (1e9, False)])
+def test_straight_through_needs_a_bounded_soft_value(soft_scale: float, nearly: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            soft = torch.sigmoid(x) if soft_scale == 1.0 else x * soft_scale
+            hard = (x > 0).float()
+            return self.conv((hard - soft).detach() + soft)
+
+    fact = conv_input(analysed(Model(), torch.randn(2, 2, 8, 8)))
+    assert fact is not None and fact.is_nearly_binary == nearly and fact.exact_zeros
+
+
+def test_a_surrogate_that_scales_its_spikes_is_found_with_its_factor() -> None:
+    class Graded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+            return (x > 0).float() * factor
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return grads[0], None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.factor = nn.Conv2d(2, 2, 3), nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(Graded.apply(x * self.factor, self.factor))
+
+    fact = conv_input(analysed(Model(), torch.randn(2, 2, 8, 8), train=True))
+    assert fact is not None and fact.is_scaled_binary and not fact.is_binary and isinstance(fact.scale, str)
+
+
+# ---- libraries ------------------------------------------------------------------------------------------------------
+
+
+def sequence(steps: int) -> torch.Tensor:
+    return 2 * torch.randn(steps, 2, 2, 6, 6)
+
+
+@pytest.mark.parametrize("train", MODES)
+@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("kind", ["IFNode", "LIFNode", "ParametricLIFNode", "QIFNode", "EIFNode", "KLIFNode"])
+def test_spikingjelly(kind: str, steps: int, train: bool) -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    model = NeuronConv(getattr(neuron, kind)(step_mode="m" if steps else "s"))
+    x = sequence(steps) if steps else sequence(1)[0]
+    fact = conv_input(analysed(model, x, train=train))
+    assert fact is not None and fact.is_binary
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_spikingjelly_in_half(dtype: torch.dtype) -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    surrogate = pytest.importorskip("spikingjelly.activation_based.surrogate")
+    model = NeuronConv(neuron.LIFNode(step_mode="m", surrogate_function=surrogate.LeakyKReLU())).to(dtype)
+    fact = conv_input(analysed(model, sequence(4).to(dtype)))
+    assert fact is not None and fact.is_binary
+
+
+@pytest.mark.parametrize("step_mode", ["s", "m"])
+def test_spikingjelly_ilif_counts(step_mode: str) -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    x = 4 * sequence(4)
+    fact = conv_input(analysed(NeuronConv(neuron.ILIFNode(step_mode=step_mode)), x if step_mode == "m" else x[0]))
+    assert fact is not None and fact.integral and (fact.lo, fact.hi) == (0, 4) and not fact.is_binary
+    assert not fact.finite
+
+
+def test_spikingjelly_ternary_is_not_binary() -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    fact = conv_input(analysed(NeuronConv(neuron.TernaryIFNode(step_mode="m")), sequence(4)))
+    assert fact is not None and fact.fits_int8 and fact.lo == -1 and not fact.is_binary
+
+
+@pytest.mark.parametrize("train", MODES)
+def test_snntorch_spikes_carry_their_factor(train: bool) -> None:
+    snntorch = pytest.importorskip("snntorch")
+    model = NeuronConv(snntorch.Leaky(beta=0.9, init_hidden=True, graded_spikes_factor=0.7))
+    fact = conv_input(analysed(model, sequence(1)[0], train=train))
+    assert fact is not None and fact.is_scaled_binary and "graded_spikes_factor" in str(fact.scale)
+
+
+@pytest.mark.parametrize("train", MODES)
+def test_norse_with_its_state_passed_in(train: bool) -> None:
+    norse = pytest.importorskip("norse.torch")
+    cell = norse.LIFCell()
+    x = sequence(1)[0]
+    state = norse.LIFFeedForwardState(v=torch.zeros_like(x), i=torch.randn_like(x) * 900)
+    fact = conv_input(analysed(NeuronConv(cell), x, state, train=train))
+    assert fact is not None and fact.is_binary
+
+
+def test_sinabs_with_a_spike_limit_counts() -> None:
+    sinabs = pytest.importorskip("sinabs")
+    layer = sinabs.layers.IAF(spike_fn=sinabs.activation.MaxSpike(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.neuron, self.conv = layer, nn.Conv2d(2, 2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(self.neuron(x).flatten(0, 1))
+
+    graphs = capture(Model(), 3 * torch.randn(2, 4, 2, 6, 6))
+    for gm, inputs in graphs:
+        check(gm, *inputs)
+    fact = conv_input(analyse(graphs[-1][0]))
+    assert fact is not None and fact.integral and fact.hi == 3 and not fact.is_binary
