@@ -61,7 +61,7 @@ class Analysis:
     def fact(self, node: Any, at: fx.Node | None = None) -> SparsityFact | None:
         """What every element of `node` obeys when `at` reads it.
 
-        Without `at`: what it obeys from its creation to the end of the graph, whatever is written to it in between.
+        Without `at`: what it obeys from its creation to its last reader, whatever is written to it in between.
         """
         history = self.histories.get(node)
         if not history:
@@ -104,6 +104,7 @@ class _Run:
         self.histories: dict[fx.Node, list[tuple[int, SparsityFact | Items | None]]] = {}
         self.reasons: dict[fx.Node, Lost] = {}
         self.order: dict[fx.Node, int] = {}
+        self.last_use: dict[fx.Node, int] = {}
         self.groups = AliasGroups()
         self.placeholders: list[fx.Node] = []
         self.by_name: dict[str, fx.Node] = {}
@@ -114,9 +115,12 @@ class _Run:
         self.body_effects: dict[fx.Node, tuple[tuple[Any, ...], Analysis]] = {}
 
     def run(self) -> Analysis:
-        for position, node in enumerate(self.gm.graph.nodes):
+        self.order = {node: position for position, node in enumerate(self.gm.graph.nodes)}
+        self.last_use = {
+            node: max((self.order[user] for user in node.users), default=-1) for node in self.gm.graph.nodes
+        }
+        for node, position in self.order.items():
             self.position = position
-            self.order[node] = position
             self.by_name[node.name] = node
             self._visit(node)
         written = {i for i, node in enumerate(self.placeholders) if self.groups.last_write(node) >= 0}
@@ -407,10 +411,11 @@ class _Run:
         """Elements of `target`'s storage now hold `written` values (None: unknown)."""
         if self.groups.reinterpreted(target):
             written = None
-        for base in list(self.coverage):
-            if self.groups.same(base, target):
-                del self.coverage[base]
+        self.coverage.pop(target, None)
         for node in self.groups.live_aliases(target):
+            if self.last_use[node] < self.position and node is not target:
+                self.groups.set_dead(node)  # nobody reads it any more; this keeps long chains of writes linear
+                continue
             value = self.current_facts.get(node)
             weaker = algebra.join((value, written)) if isinstance(value, SparsityFact) else None
             if weaker is None:

@@ -69,7 +69,8 @@ def _hard_part(outer: Any, soft: Any, minus: bool, facts: Facts) -> SparsityFact
         candidates.append((op.get("other"), op.input))
     for hard, subtracted in candidates:
         fact = facts.of(hard)
-        unchanged = facts.current(op.node, subtracted) and facts.same_value(outer, op.node)
+        same_hard = not isinstance(hard, fx.Node) or facts.current(op.node, hard)
+        unchanged = same_hard and facts.current(op.node, subtracted) and facts.same_value(outer, op.node)
         if fact is not None and unchanged and facts.same_value(subtracted, soft):
             return fact
     return None

@@ -1,6 +1,8 @@
 """Spiking models of every style and library, and the graphs that Dynamo makes of them."""
 
 import copy
+import sys
+import types
 from typing import Any
 
 import torch
@@ -104,3 +106,10 @@ class NeuronConv(nn.Module):
         out = self.neuron(x, *state)
         spikes = out[0] if isinstance(out, tuple | list) else out
         return self.conv(spikes.flatten(0, 1) if spikes.dim() == 5 else spikes)
+
+
+def stub_torchvision(monkeypatch: Any) -> None:
+    """Model zoos import torchvision for its download helpers and layers' names; the tests need neither."""
+    for name in ("torchvision", "torchvision.models", "torchvision.models.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["torchvision.models.utils"].load_state_dict_from_url = None  # type: ignore[attr-defined]

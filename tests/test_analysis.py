@@ -213,6 +213,17 @@ def test_an_analog_step_written_into_zeros_ends_the_fact() -> None:
     assert fact_at(check(trace(model, X), X.clone()).analysis, "neg") is None
 
 
+def test_straight_through_of_a_hard_value_overwritten_since() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        hard, soft = spikes(x), torch.sigmoid(x)
+        outer = hard - soft
+        hard.zero_()
+        return torch.neg(outer + soft)
+
+    fact = fact_at(check(trace(model, X), X.clone()).analysis, "neg")
+    assert fact is None or not fact.is_zero
+
+
 class Opaque(nn.Module):
     """A leaf that writes to its input."""
 
@@ -248,18 +259,29 @@ def test_a_layer_with_a_hook_is_opaque() -> None:
     assert analyse(gm).fact(last) is None
 
 
-def test_linear_in_the_size_of_the_graph() -> None:
+def chain(length: int) -> fx.GraphModule:
+    """Spikes, views and residual sums, all accumulated in place into one tensor."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    node = graph.call_function(torch.zeros_like, (x,))
-    for i in range(3333):
-        spike = graph.call_method("float", (graph.call_function(operator.gt, (x, i)),))
-        graph.call_function(operator.setitem, (node, i % 7, spike))
-    graph.output(node)
-    gm = fx.GraphModule(nn.Module(), graph)
+    total = graph.call_function(torch.zeros_like, (x,))
+    for _ in range(length // 5):
+        spike = graph.call_method("float", (graph.call_function(operator.gt, (x, 0)),))
+        view = graph.call_method("view", (spike, -1))
+        graph.call_function(operator.add, (view, view))
+        graph.call_method("add_", (total, spike))
+    graph.output(total)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def seconds(gm: fx.GraphModule) -> float:
     start = time.perf_counter()
     analyse(gm)
-    assert time.perf_counter() - start < 2.0
+    return time.perf_counter() - start
+
+
+def test_linear_in_the_size_of_the_graph() -> None:
+    large = chain(10_000)
+    assert min(seconds(large) for _ in range(2)) < 1.0
 
 
 # ---- random graphs --------------------------------------------------------------------------------------------------

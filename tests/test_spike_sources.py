@@ -1,11 +1,12 @@
 """Spikes found by structure in the graphs that Dynamo really makes, checked by running those graphs."""
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
 from fact_checker import check, fact_at
-from snn_fixtures import FIRE, GATHER, HandLIF, NeuronConv, Step, capture
+from snn_fixtures import FIRE, GATHER, HandLIF, NeuronConv, Step, capture, stub_torchvision
 from sparsecomp.passes.analysis import Analysis, analyse
 from sparsecomp.passes.facts import SparsityFact
 from torch import nn
@@ -229,3 +230,21 @@ def test_sinabs_with_a_spike_limit_counts() -> None:
         check(gm, *inputs)
     fact = conv_input(analyse(graphs[-1][0]))
     assert fact is not None and fact.integral and fact.hi == 3 and not fact.is_binary
+
+
+@pytest.mark.parametrize("train", MODES)
+def test_sew_resnet_18(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    functional = pytest.importorskip("spikingjelly.activation_based.functional")
+    stub_torchvision(monkeypatch)
+    zoo = importlib.import_module("spikingjelly.activation_based.model.sew_resnet")
+    model = zoo.sew_resnet18(spiking_neuron=neuron.IFNode, cnf="ADD", num_classes=4)
+    functional.set_step_mode(model, "m")
+    gm, inputs = capture(model, torch.randn(2, 1, 3, 32, 32), train=train)[-1]
+    analysis = check(gm, *inputs).analysis
+    convs = [node for node in gm.graph.nodes if "conv2d" in str(getattr(node.target, "__name__", ""))]
+    facts = [analysis.fact(node.args[0], at=node) for node in convs]
+    assert len(convs) == 20 and facts[0] is None  # the stem reads the image
+    assert all(fact is not None and fact.fits_int8 for fact in facts[1:])
+    assert max(fact.hi for fact in facts[1:] if fact is not None and fact.hi is not None) > 1  # residual sums
+    assert sum(fact is not None and fact.is_binary for fact in facts) >= 9
