@@ -5,11 +5,12 @@ import triton
 from sparsecomp.lowering.config import ConvConfig, hopper_config, portable_config
 from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel
 from sparsecomp.lowering.templates.binary_conv_hopper import binary_conv_hopper_kernel
+from sparsecomp.lowering.templates.pack_weight import pack_weight_kernel
 from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided_kernel
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsecomp.ops.weights import split_weight
+from sparsecomp.ops.weights import digit_bits, largest_mantissa, padded_channels
 
 _packed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -34,19 +35,35 @@ def linear(x, weight, bias, digits, strategy) -> Tensor:
 
 
 def packed_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
-    """``split_weight``, kept between eager calls until the weight is written to or replaced.
+    """``pack_weight``, kept between eager calls until the weight is written to or replaced.
 
     Inside a CUDA graph capture nothing is kept: the split is captured too, so a replay sees the weight's new values.
     """
     if torch.cuda.is_current_stream_capturing() or weight.is_inference():
-        return split_weight(weight, digits)
+        return pack_weight(weight, digits)
     stamp = (weight._version, weight.data_ptr(), digits)
     entry = _packed_weights.get(weight)
     if entry is None or entry[0] != stamp:
         with torch.no_grad():
-            entry = (stamp, split_weight(weight, digits))
+            entry = (stamp, pack_weight(weight, digits))
         _packed_weights[weight] = entry
     return entry[1]
+
+
+def pack_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
+    """CUDA implementation of ``sparsecomp::pack_weight``; see ``split_weight``."""
+    w = weight if weight.dim() == 4 else weight[:, :, None, None]
+    k, c, r, s = w.shape
+    cp = padded_channels(c)
+    planes = torch.empty((digits, k, r * s * cp), dtype=torch.int8, device=w.device)
+    scale = torch.empty((k,), dtype=torch.float32, device=w.device)
+    if k:
+        with torch.cuda.device_of(w):
+            pack_weight_kernel[(k,)](
+                w, planes, scale, k, c, cp, *w.stride(), R=r, S=s, DIGITS=digits, BITS=digit_bits(digits),
+                TOP=largest_mantissa(digits), BLOCK=1024,
+            )  # fmt: skip
+    return planes, scale
 
 
 def to_bytes(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import textwrap
 def compile_in_subprocess(body: str) -> str:
     """Run ``body`` in a fresh process without the interpreter and return what it printed.
 
-    ``body`` may call ``build(kernel, signature, constants, capability, source, **options)``, which returns the built one.
+    ``body`` may call ``build(kernel, signature, constants, capability, source, **options)``, which compiles.
     Triton decides at import whether it interprets, hence the process.
     """
     prelude = textwrap.dedent(

@@ -136,6 +136,46 @@ def test_prescan_casts_any_layout(device, dtype, layout):
     assert out.permute(0, 2, 3, 1).is_contiguous()
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("digits", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "linear"])
+def test_pack_weight_kernel_equals_split_weight(device, digits, layout):
+    from sparsecomp.lowering.spike_conv import pack_weight
+
+    w = torch.randn(6, 40, 3, 2, generator=torch.Generator().manual_seed(3))
+    w[0] = 0
+    w[1, 2] = float("nan")
+    w[2, 3] = float("inf")
+    w[3] *= 1e-30
+    w[4, 0] = 1e30
+    w[5, 1, 0, 0] = torch.tensor(1 - 2.0**-24)
+    w = w[:, :, 0, 0] if layout == "linear" else w
+    if layout == "channels_last":
+        w = w.contiguous(memory_format=torch.channels_last)
+    planes, scale = pack_weight(w.to(device), digits)
+    expected_planes, expected_scale = split_weight(w, digits)
+    torch.testing.assert_close(scale.cpu(), expected_scale, rtol=0, atol=0, equal_nan=True)
+    finite = torch.isfinite(expected_scale)
+    assert torch.equal(planes.cpu()[:, finite], expected_planes[:, finite])
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_pack_weight_and_prescan_compile(capability):
+    printed = compile_in_subprocess(
+        f"""
+        from sparsecomp.lowering.templates.pack_weight import pack_weight_kernel
+        from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided_kernel
+        constants = dict(R=3, S=3, DIGITS=3, BITS=23, TOP=0.996, BLOCK=1024)
+        pointers = dict(w_ptr="*fp32", planes_ptr="*i8", scale_ptr="*fp32", x_ptr="*fp32", out_ptr="*i8")
+        for kernel, constants in ((pack_weight_kernel, constants), (cast_flat_kernel, dict(BLOCK=4096)),
+                                  (cast_strided_kernel, dict(BC=64, BP=64))):
+            types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
+            print(len(build(kernel, types, constants, {capability}, num_warps=4).asm["cubin"]) > 0)
+        """
+    )
+    assert printed.split() == ["True"] * 3
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_to_int8_tensor_core_instructions(capability):
     printed = compile_in_subprocess(

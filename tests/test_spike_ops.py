@@ -29,6 +29,11 @@ def test_opcheck_linear():
     torch.library.opcheck(torch.ops.sparsecomp.spike_linear.default, (x, w, b, 3, "binary"))
 
 
+@pytest.mark.parametrize("shape", [(8, 16, 3, 3), (8, 40)])
+def test_opcheck_pack_weight(shape):
+    torch.library.opcheck(torch.ops.sparsecomp.pack_weight.default, (torch.randn(shape), 3))
+
+
 def test_opcheck_packed():
     planes, scale = ops.split_weight(torch.randn(8, 16, 3, 3), 3)
     x8 = (torch.rand(2, 16, 7, 6) < 0.3).to(torch.int8).to(memory_format=torch.channels_last)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.ops.weights import join_weight, split_weight
+from sparsecomp.ops.weights import join_weight, padded_channels, split_weight
 
 _lib = torch.library.Library("sparsecomp", "DEF")
 _lib.define(
@@ -27,6 +27,7 @@ _lib.define(
     "spike_linear(Tensor x, Tensor weight, Tensor? bias, int digits, str strategy) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_lib.define("pack_weight(Tensor weight, int digits) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _lib.define(
     "spike_conv2d_packed(Tensor x, Tensor planes, Tensor scale, Tensor? bias, int[2] kernel, SymInt[2] stride, "
     "SymInt[2] padding, SymInt[2] dilation, int groups, ScalarType dtype, bool channels_last) -> Tensor",
@@ -103,6 +104,18 @@ def _output_size(x: Tensor, kernel, stride, padding, dilation) -> list:
     ]
 
 
+def _cuda_pack_weight(weight, digits):
+    from sparsecomp.lowering import spike_conv  # loads Triton
+
+    return spike_conv.pack_weight(weight, digits)
+
+
+def _fake_pack_weight(weight, digits):
+    kernel = weight.shape[2:].numel() if weight.dim() == 4 else 1
+    planes = weight.new_empty((digits, weight.shape[0], kernel * padded_channels(weight.shape[1])), dtype=torch.int8)
+    return planes, weight.new_empty((weight.shape[0],), dtype=torch.float32)
+
+
 def _reference_packed(x, planes, scale, bias, kernel, stride, padding, dilation, groups, dtype, channels_last):
     weight = join_weight(planes, scale, tuple(kernel), x.shape[1] // groups)
     out = F.conv2d(x.double(), weight, None if bias is None else bias.double(), stride, padding, dilation, groups)
@@ -128,7 +141,7 @@ def _decompose_conv2d(x, weight, bias, stride, padding, dilation, groups, digits
     # eager's memory format, whatever rule torch has for it, read off the dense operator's fake
     channels_last = _is_channels_last(F.conv2d(x, weight, bias, stride, padding, dilation, groups))
     x8 = x.to(torch.int8, memory_format=torch.channels_last)
-    planes, scale = split_weight(weight, digits)
+    planes, scale = torch.ops.sparsecomp.pack_weight.default(weight, digits)
     return torch.ops.sparsecomp.spike_conv2d_packed.default(
         x8, planes, scale, bias, weight.shape[2:], stride, padding, dilation, groups, x.dtype, channels_last
     )
@@ -138,7 +151,7 @@ def _decompose_linear(x, weight, bias, digits, strategy):
     if strategy != "binary":
         return NotImplemented
     x8 = x.to(torch.int8).reshape(-1, x.shape[-1], 1, 1)
-    planes, scale = split_weight(weight, digits)
+    planes, scale = torch.ops.sparsecomp.pack_weight.default(weight, digits)
     out = torch.ops.sparsecomp.spike_conv2d_packed.default(
         x8, planes, scale, bias, [1, 1], [1, 1], [0, 0], [1, 1], 1, x.dtype, True
     )
@@ -187,6 +200,7 @@ def _backward_linear(ctx, grad):
 for _name, _cpu, _cuda, _fake, _save, _backward in (
     ("spike_conv2d", _reference_conv2d, _cuda_conv2d, _reference_conv2d, _save_conv2d, _backward_conv2d),
     ("spike_linear", _reference_linear, _cuda_linear, _reference_linear, _save_linear, _backward_linear),
+    ("pack_weight", split_weight, _cuda_pack_weight, _fake_pack_weight, None, None),
     ("spike_conv2d_packed", _reference_packed, _cuda_packed, _fake_packed, None, None),
 ):
     _lib.impl(_name, _cpu, "CPU")

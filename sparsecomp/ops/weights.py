@@ -19,6 +19,16 @@ def padded_channels(channels: int) -> int:
     return -(-channels // block) * block
 
 
+def digit_bits(digits: int) -> int:
+    """Bits of a weight, without sign, in ``digits`` signed bytes."""
+    return 8 * digits - 1
+
+
+def largest_mantissa(digits: int) -> float:
+    """The largest number of ``digits`` balanced bytes (each at most 127), as a share of 2^digit_bits."""
+    return sum(127 * 256**i for i in range(digits)) / 2 ** digit_bits(digits)
+
+
 def channel_scale(amax: Tensor, digits: int) -> Tensor:
     """The power of two that maps a channel's largest weight onto ``digits`` balanced bytes.
 
@@ -29,10 +39,8 @@ def channel_scale(amax: Tensor, digits: int) -> Tensor:
     Returns:
         (K,) float32 powers of two; NaN where ``amax`` is not finite, so that the whole channel becomes NaN.
     """
-    bits = 8 * digits - 1
-    top = sum(127 * 256**i for i in range(digits)) / 2**bits
     mantissa, exponent = torch.frexp(amax)
-    exponent = exponent - bits + (mantissa > top)
+    exponent = exponent - digit_bits(digits) + (mantissa > largest_mantissa(digits))
     biased = (exponent + 127).clamp(1, 254).to(torch.int32)
     scale = (biased << 23).view(torch.float32)
     return torch.where(torch.isfinite(amax), scale, torch.nan)
@@ -54,7 +62,9 @@ def split_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
     k, c, r, s = w.shape
     scale = channel_scale(w.abs().amax((1, 2, 3)), digits)
     # 1/scale overflows for scales under 2^-126; channel_scale never returns one.
-    q = torch.round(w.permute(0, 2, 3, 1) * (1.0 / scale)[:, None, None, None])
+    q = w.permute(0, 2, 3, 1) * (1.0 / scale)[:, None, None, None]
+    # from 2^23 on every float32 is whole, and adding a half would round it
+    q = torch.where(q.abs() < 2**23, torch.floor(q + 0.5), q)
     q = torch.where(torch.isfinite(q), q, 0.0).to(torch.int32)
     planes = []
     for _ in range(digits):

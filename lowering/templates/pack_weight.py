@@ -1,0 +1,55 @@
+"""Weights split in signed bytes, one launch a layer: ``sparsecomp.ops.weights.split_weight`` on CUDA."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pack_weight_kernel(
+    w_ptr, planes_ptr, scale_ptr, K, C, CP, stride_k, stride_c, stride_r, stride_s,
+    R: tl.constexpr, S: tl.constexpr, DIGITS: tl.constexpr, BITS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """planes[d, k, (r·S + s)·CP + c] and scale[k] of one output channel k; see ``split_weight`` for the values.
+
+    TOP is the largest number of DIGITS balanced bytes as a share of 2^BITS, BITS = 8·DIGITS - 1.
+    """
+    k = tl.program_id(0).to(tl.int64)
+    depth = R * S * CP
+    largest = tl.zeros((BLOCK,), tl.float32)
+    finite = tl.full((BLOCK,), 1, tl.int32)
+    for start in range(0, depth, BLOCK):
+        w = _channel(w_ptr, k, start, depth, C, CP, stride_k, stride_c, stride_r, stride_s, S, BLOCK)
+        # a comparison with NaN is false, so NaN counts as not finite
+        finite = finite & (tl.abs(w) < float("inf")).to(tl.int32)
+        largest = tl.maximum(largest, tl.abs(w))
+    amax = tl.max(largest, 0)
+    all_finite = tl.min(finite, 0) == 1
+    bits = amax.to(tl.int32, bitcast=True)
+    mantissa = ((bits & 0x007FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
+    exponent = tl.where(amax == 0.0, 0, (bits >> 23) - 126) - BITS + (mantissa > TOP).to(tl.int32)
+    biased = tl.minimum(tl.maximum(exponent + 127, 1), 254)
+    scale = (biased << 23).to(tl.float32, bitcast=True)
+    tl.store(scale_ptr + k, tl.where(all_finite, scale, float("nan")))
+    inverse = ((254 - biased) << 23).to(tl.float32, bitcast=True)
+    for start in range(0, depth, BLOCK):
+        w = _channel(w_ptr, k, start, depth, C, CP, stride_k, stride_c, stride_r, stride_s, S, BLOCK)
+        q = w * inverse
+        q = tl.where(tl.abs(q) < 8388608.0, tl.floor(q + 0.5), q)
+        q = tl.where(all_finite, q, 0.0).to(tl.int32)
+        j = start + tl.arange(0, BLOCK)
+        for d in tl.static_range(DIGITS - 1, -1, -1):
+            digit = ((q + 128) & 255) - 128
+            tl.store(planes_ptr + (d * K + k) * depth + j, digit.to(tl.int8), mask=j < depth)
+            q = (q - digit) >> 8
+
+
+@triton.jit
+def _channel(
+    w_ptr, k, start, depth, C, CP, stride_k, stride_c, stride_r, stride_s, S: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One block of a channel's weights in the packed order, channels innermost, zeros in the padding."""
+    j = start + tl.arange(0, BLOCK)
+    tap = j // CP
+    c = j % CP
+    offset = k * stride_k + c * stride_c + (tap // S) * stride_r + (tap % S) * stride_s
+    return tl.load(w_ptr + offset, mask=(j < depth) & (c < C), other=0.0).to(tl.float32)
