@@ -1,13 +1,14 @@
 """Runs the rewrite rules over one graph, in order, and keeps the graph whole whatever a rule does.
 
 A rule first judges every node while nothing changes; then its plans are carried out one by one. A plan that fails is
-undone by erasing what it inserted, so one bad site costs nothing but itself. Everything is linear in the graph's size.
+undone by erasing what it inserted, so one bad site costs nothing but itself; what was replaced goes only once the
+whole rule has been verified. Everything is linear in the graph's size.
 """
 
-import copy
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from sparsecomp.passes import decompose_neurons, fold_batch_norm, spike_conv, spike_linear
@@ -91,19 +92,21 @@ def _run_rule(rule: Rule, ctx: Context) -> int:
         log.debug("%s: %s %s: %s", rule.name, "rewrite" if verdict else "leave", node.name, site.reason)
     if not plans:
         return 0
-    before = copy.deepcopy(ctx.gm.graph)
     if not ctx.report.graph_before:
         ctx.report.graph_before = _compat.readable(ctx.gm, TAG)
-    done = sum(_apply(node, plan, site, ctx) for node, plan, site in plans)
+    changes = [change for node, plan, site in plans if (change := _apply(node, plan, site, ctx)) is not None]
     try:
         _verify(ctx)
     except Exception as error:
-        ctx.gm.graph = before
+        for change in reversed(changes):
+            change.undo()
         _failed(rule.name, error, ctx, [site for _, _, site in plans])
         return 0
+    for change in changes:
+        change.finish()
     ctx.gm.recompile()
     ctx.report.graph_after = _compat.readable(ctx.gm, TAG)
-    return done
+    return len(changes)
 
 
 def _considered(rule: Rule, node: fx.Node, ctx: Context) -> Plan | Refusal | None:
@@ -116,29 +119,62 @@ def _considered(rule: Rule, node: fx.Node, ctx: Context) -> Plan | Refusal | Non
         return refuse(Why.FAILED, detail=_brief(error))
 
 
-def _apply(node: fx.Node, plan: Plan, site: Site, ctx: Context) -> bool:
+@dataclass(slots=True)
+class _Change:
+    """One plan carried out. What it replaced stays in the graph, unused, until the whole rule has been verified."""
+
+    added: list[fx.Node]
+    uses: list[tuple[fx.Node, fx.Node, list[fx.Node]]]
+    dead: tuple[fx.Node, ...]
+
+    def undo(self) -> None:
+        """Put the graph back; the latest change first."""
+        for old, new, users in self.uses:
+            for user in users:
+                user.replace_input_with(new, old)
+        _erase(reversed(self.added))
+
+    def finish(self) -> None:
+        """Erase what was replaced."""
+        _erase(node for node in dict.fromkeys((*(old for old, _, _ in self.uses), *self.dead)) if not node.users)
+
+
+def _apply(node: fx.Node, plan: Plan, site: Site, ctx: Context) -> _Change | None:
     """Carry out one plan, or leave the graph as it was."""
     graph, marker = ctx.gm.graph, node.prev
     try:
         with graph.inserting_before(node):
             replacements = plan.build()
-        for new in _between(marker, node):
-            new.meta[TAG] = f"{site.rule}: {plan.reason}"
-            if new.op != "get_attr" and _inputs_known(new):
-                new.meta["example_value"] = _compat.propagate_fakes(new)
-        for old, new in replacements.items():
-            _check_same(old, new)
+        added = _between(marker, node)
+        _annotate(added, replacements, f"{site.rule}: {plan.reason}", ctx.options.verify)
     except Exception as error:
-        for new in reversed(_between(marker, node)):
-            graph.erase_node(new)
+        _erase(reversed(_between(marker, node)))
         _failed(site.rule, error, ctx, [site])
-        return False
-    for old, new in replacements.items():
-        old.replace_all_uses_with(new)
-    for old in dict.fromkeys((*replacements, node, *plan.dead)):
-        if not old.users:
-            graph.erase_node(old)
-    return True
+        return None
+    uses = [(old, new, old.replace_all_uses_with(new)) for old, new in replacements.items()]
+    return _Change(added, uses, (node, *plan.dead))
+
+
+def _annotate(added: list[fx.Node], replacements: Mapping[fx.Node, fx.Node], tag: str, verify: bool) -> None:
+    """Tag new nodes and give them example values.
+
+    A replacement has the value of what it replaces; under `verify` it is computed and compared.
+    """
+    replaced = {new: old for old, new in replacements.items()}
+    for node in added:
+        node.meta[TAG] = tag
+        old = replaced.get(node)
+        if old is not None and not verify and "example_value" in old.meta:
+            node.meta["example_value"] = old.meta["example_value"]
+        elif node.op != "get_attr" and _inputs_known(node):
+            node.meta["example_value"] = _compat.propagate_fakes(node)
+        if old is not None:
+            _check_same(old, node)
+
+
+def _erase(nodes: Iterable[fx.Node]) -> None:
+    for node in nodes:
+        node.graph.erase_node(node)
 
 
 def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:

@@ -1,0 +1,85 @@
+"""Small spiking models, and what the rewrite pipeline makes of them, run op by op so that a test takes milliseconds."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sparsecomp.passes import pipeline
+from torch import fx, nn
+
+from sparsecomp.backend import input_values
+from sparsecomp.options import Options
+from sparsecomp.report import Report, Site, merge
+
+
+def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any, Report]:
+    """What `function` returns under the rewrite alone, and the report of all its graphs."""
+    reports: list[Report] = []
+    parsed = Options.parse(None, {"implementation": "binary", "verify": True, **options})
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        reports.append(pipeline.run(gm, parsed, values=input_values(gm, example_inputs)))
+        return gm.forward
+
+    torch._dynamo.reset()
+    result = torch.compile(function, backend=backend)(*inputs)
+    return result, merge(reports, "test")
+
+
+def site(report: Report, rule: str, index: int = -1) -> Site:
+    """One site of a rule, the last by default."""
+    return [found for found in report.sites if found.rule == rule][index]
+
+
+def dyadic(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The model with parameters that are small multiples of 1/16: sums of them are exact in float32, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-16, 17, parameter.shape, generator=generator) / 16)
+    return model
+
+
+def spikes(x: torch.Tensor) -> torch.Tensor:
+    """Ones where `x` is positive."""
+    return (x > 0).to(x.dtype)
+
+
+class OnSpikes(nn.Module):
+    """A layer that is given spikes, in a domain of choice: `layer(shape(spikes(x)))`."""
+
+    def __init__(self, layer: nn.Module, shape: Callable[[torch.Tensor], torch.Tensor] = lambda s: s) -> None:
+        super().__init__()
+        self.layer, self.shape = layer, shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.shape(spikes(x)))
+
+
+class AttributeLIF(nn.Module):
+    """A hand-written neuron that keeps its potential in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        v = torch.zeros_like(x) if self.v is None else self.v
+        v = v * 0.5 + x
+        spike = (v >= 1.0).to(x.dtype)
+        self.v = v * (1 - spike)
+        return spike
+
+
+class ConvNet(nn.Module):
+    """conv → batch-norm → LIF → conv → LIF → linear, single-step."""
+
+    def __init__(self, neuron: Callable[[], nn.Module] = AttributeLIF) -> None:
+        super().__init__()
+        self.first, self.norm, self.fire1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), neuron()
+        self.second, self.fire2 = nn.Conv2d(16, 32, 3, padding=1), neuron()
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fire1(self.norm(self.first(x)))
+        return self.head(self.fire2(self.second(x)).amax((2, 3)))

@@ -1,0 +1,52 @@
+"""The gate is a pure function: its decisions follow from numbers one can work out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from sparsecomp import gate
+
+STAGE1 = gate.SiteInfo(
+    device="cuda", itemsize=4, n=128, c=64, h=56, w=56, k=64, r=3, s=3, out_h=56, out_w=56, groups=1, digits=3,
+    density=None, tf32=False, channels_last=False,
+)  # fmt: skip
+
+
+def test_a_float32_convolution_is_worth_the_int8_tensor_cores():
+    decision = gate.decide(STAGE1)
+    operations = 2 * 128 * 56 * 56 * 64 * 64 * 9
+    assert decision.strategy == "binary"
+    assert decision.expected_gain == pytest.approx(gate.H100.int8 / (3 * gate.H100.dense_fp32), rel=0.5)
+    assert operations / gate.H100.dense_fp32 > 1e-4
+
+
+def test_the_cpu_stays_dense():
+    decision = gate.decide(replace(STAGE1, device="cpu"))
+    assert (decision.strategy, decision.expected_gain) == ("dense", 1.0)
+    assert "CPU" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"groups": 64}, "1 channels a group"), ({"c": 3}, "3 -> 64 channels"), ({"k": 10}, "64 -> 10 channels")],
+)
+def test_channels_that_cannot_fill_a_tensor_core_stay_dense(change, reason):
+    decision = gate.decide(replace(STAGE1, **change))
+    assert decision.strategy == "dense"
+    assert reason in decision.reason
+
+
+def test_a_rewrite_that_does_not_pay_is_not_made():
+    decision = gate.decide(replace(STAGE1, itemsize=2, channels_last=True))
+    assert decision.strategy == "dense"
+    assert "would not pay" in decision.reason
+
+
+def test_events_win_only_where_there_are_few():
+    quiet = replace(STAGE1, density=0.001, n=1024, c=512, k=512, h=7, w=7, out_h=7, out_w=7)
+    assert gate.decide(quiet).strategy == "event"
+    assert gate.decide(replace(quiet, density=0.5)).strategy == "binary"
+
+
+def test_a_forced_implementation_promises_nothing_on_the_cpu():
+    assert gate.estimate(replace(STAGE1, device="cpu"), "event") == 1.0

@@ -1,0 +1,72 @@
+"""A misspelt option must never pass for a default."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from sparsecomp.errors import OptionError
+from sparsecomp.options import RULES, Options
+
+
+def test_defaults():
+    options = Options.parse()
+    assert (options.precision, options.implementation, options.density, options.disable) == ("auto", "auto", None, ())
+    assert not options.strict and not options.verify
+
+
+def test_an_unknown_option_names_the_known_ones():
+    with pytest.raises(OptionError, match=r"precison.*precision, implementation"):
+        Options.parse(None, {"precison": "exact"})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"precision": "fp8"}, {"implementation": "cudnn"}, {"density": 1.5}, {"density": "low"}, {"density": True},
+        {"strict": 1}, {"verify": "yes"}, {"disable": "spike_conv"}, {"disable": ["conv"]}, {"neurons": "opaque"},
+        {"inductor": 3}, {"mode": "fastest"},
+    ],
+)  # fmt: skip
+def test_a_value_outside_its_domain_is_refused(given):
+    with pytest.raises(OptionError):
+        Options.parse(None, given)
+
+
+def test_options_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().precision = "tf32"
+
+
+def test_the_environment_disables_rules(monkeypatch):
+    monkeypatch.setenv("SPARSECOMP_DISABLE_PASSES", "spike_linear, spike_conv")
+    assert Options.parse(None, {"disable": ["fold_batch_norm"]}).disable == (
+        "fold_batch_norm", "spike_conv", "spike_linear",
+    )  # fmt: skip
+    monkeypatch.setenv("SPARSECOMP_DISABLE_PASSES", "all")
+    assert set(Options.parse().disable) == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("SPARSECOMP_DISABLE_PASSES", "spike_konv"), ("SPARSECOMP_DEBUG", "true")]
+)
+def test_a_malformed_environment_raises(monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(OptionError, match=name):
+        Options.parse()
+
+
+def test_debug_verifies(monkeypatch):
+    monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
+    assert Options.parse().verify
+
+
+def test_the_cache_key_tells_options_apart_and_is_stable():
+    a = Options.parse(None, {"disable": ["spike_conv", "spike_linear"]})
+    b = Options.parse(None, {"disable": ["spike_linear", "spike_conv"]})
+    assert a.cache_key() == b.cache_key() != Options.parse(None, {"precision": "tf32"}).cache_key()
+
+
+def test_torch_compile_passes_the_error_on():
+    with pytest.raises(Exception, match="unknown options"):
+        torch.compile(lambda x: x + 1, backend="sparsecomp", options={"nonsense": 1})(torch.ones(2))

@@ -1,0 +1,298 @@
+"""spikes → conv2d / linear: which sites are rewritten, which are not and why; results are eager's.
+
+Weights are small multiples of 1/16, so every sum is exact and equality is demanded to the bit; a float64 run of the same
+model is the other oracle.
+"""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import AttributeLIF, ConvNet, OnSpikes, dyadic, rewritten, site, spikes
+from torch import nn
+
+from sparsecomp.errors import RuleError
+from sparsecomp.options import Options
+from sparsecomp.passes import pipeline, spike_conv
+from sparsecomp.passes.rule import Rule
+
+
+def _signal(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _same(module: nn.Module, x: torch.Tensor, rule: str = "spike_conv", **options):
+    """The module is rewritten and gives eager's bits and layout."""
+    with torch.no_grad():
+        expected = module(x)
+        found, report = rewritten(module, x, **options)
+    assert site(report, rule).rewritten, site(report, rule).reason
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert found.stride() == expected.stride()
+    return site(report, rule)
+
+
+def _refused(module: nn.Module, x: torch.Tensor, rule: str = "spike_conv", **options) -> str:
+    with torch.no_grad():
+        expected = module(x)
+        found, report = rewritten(module, x, **options)
+    assert not site(report, rule).rewritten
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    return site(report, rule).reason
+
+
+GEOMETRIES = [
+    {}, {"stride": 2}, {"padding": (2, 1)}, {"dilation": 2, "padding": 2}, {"groups": 4}, {"bias": False},
+    {"padding": "same"}, {"padding": "valid"}, {"stride": (1, 3), "padding": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("size", [(7, 7), (13, 9)], ids=str)
+def test_conv2d_equals_eager_to_the_bit(geometry, size):
+    layer = dyadic(nn.Conv2d(16, 12, 3, **geometry))
+    _same(OnSpikes(layer), _signal(2, 16, *size))
+
+
+def test_reflected_spikes_are_spikes():
+    _same(OnSpikes(dyadic(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"))), _signal(1, 4, 6, 6))
+
+
+@pytest.mark.parametrize("channels", [3, 16, 17, 48])
+def test_any_number_of_channels(channels):
+    _same(OnSpikes(dyadic(nn.Conv2d(channels, 5, 1))), _signal(2, channels, 1, 1))
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (2, 5, 16), (16,)], ids=str)
+def test_linear_equals_eager_to_the_bit(shape):
+    _same(OnSpikes(dyadic(nn.Linear(16, 6))), _signal(*shape), "spike_linear")
+
+
+@pytest.mark.parametrize("fill", [-1.0, 1.0])
+def test_no_spike_and_every_spike(fill):
+    _same(OnSpikes(dyadic(nn.Conv2d(8, 8, 3, padding=1))), torch.full((1, 8, 5, 5), fill))
+
+
+def test_one_spike_in_a_corner():
+    x = torch.full((1, 8, 5, 5), -1.0)
+    x[0, 3, 4, 4] = 1
+    _same(OnSpikes(dyadic(nn.Conv2d(8, 8, 3, padding=1))), x)
+
+
+def test_channels_last_stays_channels_last():
+    module = OnSpikes(dyadic(nn.Conv2d(16, 16, 3, padding=1)).to(memory_format=torch.channels_last))
+    _same(module, _signal(2, 16, 8, 8).to(memory_format=torch.channels_last))
+
+
+def test_nan_and_infinity_before_the_threshold_are_eagers():
+    x = _signal(1, 8, 5, 5)
+    x[0, 0, 0, 0], x[0, 1, 1, 1], x[0, 2, 2, 2] = torch.nan, torch.inf, -torch.inf
+    _same(OnSpikes(dyadic(nn.Conv2d(8, 8, 3))), x)
+
+
+SHAPES = {
+    "half": lambda s: s * 0.5,
+    "quarter of counts": lambda s: (s + s) * 0.25,
+    "counts": lambda s: s + s + s,
+    "signed": lambda s: s - spikes(-s + 0.5),
+    "pooled": lambda s: F.max_pool2d(s, 2),
+    "three": lambda s: s * 3.0,
+    "third": lambda s: s * (1 / 3),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_other_domains_and_scales(shape):
+    module = OnSpikes(nn.Conv2d(16, 12, 3, padding=1), shape)
+    x = _signal(2, 16, 8, 8)
+    with torch.no_grad():
+        found, report = rewritten(module, x)
+        expected = copy.deepcopy(module).double()(x.double())
+    assert site(report, "spike_conv").rewritten, site(report, "spike_conv").reason
+    scale = expected.abs().max()
+    assert (found.double() - expected).abs().max() / scale < 1e-6
+
+
+def test_a_learnt_factor_moves_to_the_weight_and_keeps_its_gradient():
+    class Graded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.conv = nn.Parameter(torch.tensor(0.3)), nn.Conv2d(8, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            soft = torch.sigmoid(x)
+            return self.conv(((spikes(x) - soft).detach() + soft) * self.factor)
+
+    model = Graded()
+    other = copy.deepcopy(model)
+    x = _signal(2, 8, 6, 6).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    model(x).square().sum().backward()
+    found, report = rewritten(other, y)
+    found.square().sum().backward()
+    for a, b in [(x.grad, y.grad), *((p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))]:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert site(report, "spike_conv").reason
+
+
+def test_gradients_equal_eagers():
+    model = dyadic(ConvNet())
+    other = copy.deepcopy(model)
+    x = _signal(2, 3, 8, 8)
+    model(x).square().sum().backward()
+    found, report = rewritten(other, x)
+    found.square().sum().backward()
+    assert site(report, "spike_conv").rewritten
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_two_forwards_and_one_backward():
+    model = dyadic(nn.Sequential(OnSpikes(nn.Conv2d(4, 4, 3))))
+    other = copy.deepcopy(model)
+    x = _signal(1, 4, 6, 6)
+    (model(x) + model(2 * x)).sum().backward()
+    found, _ = rewritten(lambda value: other(value) + other(2 * value), x)
+    found.sum().backward()
+    torch.testing.assert_close(other[0].layer.weight.grad, model[0].layer.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_models(dtype):
+    found = _same(OnSpikes(dyadic(nn.Conv2d(16, 8, 3))).to(dtype), _signal(2, 16, 6, 6).to(dtype))
+    assert found.precision == "half"
+
+
+def test_autocast_gives_eagers_dtype():
+    module, x = OnSpikes(dyadic(nn.Conv2d(16, 8, 3))), _signal(2, 16, 6, 6)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+        found, report = rewritten(module, x)
+    assert site(report, "spike_conv").rewritten, site(report, "spike_conv").reason
+    assert found.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def _with_weight(value: float) -> nn.Module:
+    layer = dyadic(nn.Conv2d(16, 8, 3))
+    with torch.no_grad():
+        layer.weight[0, 0, 0, 0] = value
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "reason"),
+    [
+        (nn.Conv2d(4, 4, 3), _signal(1, 4, 6, 6), "not proved to be spikes"),
+        (OnSpikes(nn.Conv2d(4, 4, 3)).double(), _signal(1, 4, 6, 6).double(), "torch.float64"),
+        (OnSpikes(nn.Conv2d(4, 4, 2, padding="same")), _signal(1, 4, 6, 6), "'same' is not symmetric"),
+        (OnSpikes(_with_weight(torch.inf)), _signal(1, 16, 6, 6), "NaN or infinite"),
+        (OnSpikes(_with_weight(torch.nan)), _signal(1, 16, 6, 6), "NaN or infinite"),
+        (OnSpikes(nn.Conv2d(4, 4, 3)), _signal(4, 6, 6), "without a batch dimension"),
+        (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: (s + s) * 0.3), _signal(1, 4, 6, 6), ""),
+        (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: s + 0.1), _signal(1, 4, 6, 6), ""),
+        (OnSpikes(nn.Conv1d(4, 4, 3)), _signal(1, 4, 6), "conv1d on spikes is not supported"),
+    ],
+    ids=["analog", "float64", "same-even", "inf", "nan", "unbatched", "0.3 counts", "shifted", "conv1d"],
+)  # fmt: skip
+def test_what_is_left_dense_says_why(module, x, reason):
+    message = _refused(module, x)
+    assert reason in message and message
+
+
+def test_a_rewrite_that_does_not_pay_is_not_made():
+    reason = _refused(OnSpikes(nn.Conv2d(16, 16, 3)), _signal(1, 16, 6, 6), implementation="auto")
+    assert "no CUDA device" in reason
+    assert "dense" in _refused(OnSpikes(nn.Conv2d(16, 16, 3)), _signal(1, 16, 6, 6), implementation="dense")
+
+
+@pytest.mark.parametrize(("precision", "digits"), [("exact", 3), ("tf32", 2), ("auto", 3)])
+def test_precision_sets_the_weight_digits(precision, digits):
+    _, report = rewritten(OnSpikes(nn.Conv2d(16, 8, 3)), _signal(1, 16, 6, 6), precision=precision)
+    assert f"{digits}, 'binary')" in report.graph_after
+
+
+def test_weights_of_wide_range_get_a_fourth_digit():
+    layer = nn.Linear(2**19, 1, bias=False)  # one weight against 2^19 tiny ones: the greatest is 724 times the rms
+    with torch.no_grad():
+        layer.weight.fill_(1e-9)
+        layer.weight[0, 0] = 1.0
+    _, report = rewritten(OnSpikes(layer), _signal(1, 2**19))
+    assert "4, 'binary')" in report.graph_after
+
+
+def test_a_disabled_rule_does_not_run():
+    _, report = rewritten(OnSpikes(nn.Conv2d(4, 4, 3)), _signal(1, 4, 6, 6), disable=["spike_conv"])
+    assert not [found for found in report.sites if found.rule == "spike_conv"]
+
+
+def _broken(stage: str) -> Rule:
+    def consider(node, ctx):
+        verdict = spike_conv.consider(node, ctx)
+        if not verdict:
+            return verdict
+        if stage == "consider":
+            raise ValueError("broken on purpose")
+
+        def build():
+            node.graph.call_function(torch.relu, (node.args[0],))
+            raise ValueError("broken on purpose")
+
+        object.__setattr__(verdict, "build", build)
+        return verdict
+
+    return Rule("spike_conv", consider)
+
+
+@pytest.mark.parametrize("stage", ["consider", "build"])
+def test_a_rule_that_fails_leaves_the_graph_as_it_was(stage):
+    gm, before = _traced()
+    report = pipeline.run(gm, Options(implementation="binary"), rules=[_broken(stage)])
+    assert gm.code == before
+    assert "broken on purpose" in report.sites[-1].reason
+    assert not report.rewritten
+    gm, _ = _traced()
+    with pytest.raises(RuleError, match="broken on purpose"):
+        pipeline.run(gm, Options(implementation="binary", strict=True), rules=[_broken(stage)])
+
+
+def _traced():
+    graphs = []
+    torch._dynamo.reset()
+    torch.compile(OnSpikes(nn.Conv2d(4, 4, 3)), backend=lambda gm, _: graphs.append(gm) or gm)(_signal(1, 4, 6, 6))
+    return graphs[0], graphs[0].code
+
+
+def test_passes_are_linear_in_the_size_of_the_graph():
+    class Deep(nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            for _ in range(2000):
+                x = F.conv2d((x > 0).to(x.dtype), weight) * 0.5 + 0.25
+            return x
+
+    graphs = []
+    torch._dynamo.reset()
+    inputs = (_signal(1, 2, 2, 2), _signal(2, 2, 1, 1))
+    torch.compile(Deep(), backend=lambda gm, _: graphs.append(gm) or gm)(*inputs)
+    assert len(graphs[0].graph.nodes) > 10_000
+    start = time.perf_counter()
+    report = pipeline.run(graphs[0], Options())
+    assert time.perf_counter() - start < 2.0
+    assert len(report.sites) == 2000
+
+
+def test_reset_and_changing_batches_give_eagers_results():
+    eager, model = dyadic(ConvNet()).eval(), dyadic(ConvNet()).eval()
+    with torch.no_grad():
+        for batch in (2, 2, 1, 3):
+            for net in (eager, model):
+                for module in net.modules():
+                    if isinstance(module, AttributeLIF):
+                        module.v = None
+            x = 4 * _signal(batch, 3, 8, 8, seed=batch)
+            for _ in range(2):
+                expected = eager(x)
+                found, _ = rewritten(model, x)
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
