@@ -66,9 +66,34 @@ class AttributeLIF(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         v = torch.zeros_like(x) if self.v is None else self.v
         v = v * 0.5 + x
-        spike = (v >= 1.0).to(x.dtype)
+        spike = self.fire(v - 1.0)
         self.v = v * (1 - spike)
         return spike
+
+    def fire(self, over: torch.Tensor) -> torch.Tensor:
+        """The threshold, without a gradient."""
+        return (over >= 0).to(over.dtype)
+
+
+class Surrogate(torch.autograd.Function):
+    """A step whose gradient is a box."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return (x >= 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * (x.abs() < 1).to(x.dtype)
+
+
+class SurrogateLIF(AttributeLIF):
+    """The same neuron with a surrogate gradient."""
+
+    def fire(self, over: torch.Tensor) -> torch.Tensor:
+        return Surrogate.apply(over)  # pyright: ignore[reportReturnType]
 
 
 class ConvNet(nn.Module):

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from rewriting import AttributeLIF, ConvNet, OnSpikes, dyadic, site
+from rewriting import AttributeLIF, ConvNet, OnSpikes, SurrogateLIF, dyadic, site
 from torch import nn
 
 import sparsecomp
@@ -42,7 +42,7 @@ def test_a_spiking_network_end_to_end():
 
 
 def test_training_end_to_end():
-    eager = dyadic(ConvNet())
+    eager = dyadic(ConvNet(SurrogateLIF))
     model = copy.deepcopy(eager)
     x = _input()
     eager(x).square().sum().backward()

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import AttributeLIF, ConvNet, OnSpikes, dyadic, rewritten, site, spikes
+from rewriting import AttributeLIF, ConvNet, OnSpikes, SurrogateLIF, dyadic, rewritten, site, spikes
 from torch import nn
 
 from sparsecomp.errors import RuleError
@@ -138,13 +138,14 @@ def test_a_learnt_factor_moves_to_the_weight_and_keeps_its_gradient():
 
 
 def test_gradients_equal_eagers():
-    model = dyadic(ConvNet())
+    model = dyadic(ConvNet(SurrogateLIF))
     other = copy.deepcopy(model)
     x = _signal(2, 3, 8, 8)
     model(x).square().sum().backward()
     found, report = rewritten(other, x)
     found.square().sum().backward()
     assert site(report, "spike_conv").rewritten
+    assert all(p.grad.any() for p in model.parameters())
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-6)
 
