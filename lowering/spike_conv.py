@@ -95,7 +95,8 @@ def packed(x, planes, scale, bias, kernel, stride, padding, dilation, groups, dt
     if m == 0 or k == 0:
         return out
     x = x.contiguous(memory_format=torch.channels_last)
-    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+    unpadded = c // groups == depth // (kernel[0] * kernel[1])
+    hopper = unpadded and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
     choose = hopper_config if hopper else portable_config
     config = choose(m, k // groups, depth // (kernel[0] * kernel[1]), digits)
     out_strides = (k, 1, k * oh * ow) if channels_last else (1, oh * ow, k * oh * ow)
@@ -115,14 +116,16 @@ def launch(
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(k // groups, config.block_n) * groups,)
     arguments = (x, planes, scale, bias, out, *sizes, cp, *window, *out_strides)
     constants = {
-        "R": r, "S": s, "GROUPS": groups, "DIGITS": digits, "HAS_BIAS": bias is not None, "EVEN_C": cp == c // groups,
+        "R": r, "S": s, "GROUPS": groups, "DIGITS": digits, "HAS_BIAS": bias is not None,
         "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "num_warps": config.warps,
     }  # fmt: skip
     with torch.cuda.device_of(x):
         if hopper:
             binary_conv_hopper_kernel[grid](*arguments, STAGES=config.stages, **constants)
         else:
-            binary_conv_kernel[grid](*arguments, num_stages=config.stages, **constants)
+            binary_conv_kernel[grid](
+                *arguments, EVEN_C=cp == c // groups, num_stages=config.stages, **constants
+            )  # fmt: skip
 
 
 def _returns_channels_last(x: Tensor, weight: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """spikingjelly's opaque neuron operators become plain operators, so that Inductor can fuse what stands around them.
 
-On CUDA `sj_lif`, `sj_if` and `sj_plif` are Triton kernels that Inductor cannot look into: batch-norm before and the cast
-to one byte after are then passes over memory of their own. Unrolled over time in the graph, the three become one kernel.
-The arithmetic is that of spikingjelly's reference, in the same order, in float32.
+On CUDA `sj_lif`, `sj_if` and `sj_plif` are Triton kernels that Inductor cannot look into: batch-norm before and the
+cast to one byte after are then passes over memory of their own. Unrolled over time in the graph, the three become one
+kernel. The arithmetic is that of spikingjelly's reference, in the same order, in float32.
 """
 
 import operator

@@ -7,7 +7,7 @@ importing it takes seconds.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -54,24 +54,25 @@ def compile_fx(
     from torch._inductor.decomposition import select_decomp_table
 
     settings = {**list_mode_options(mode), **patches}
-    if not decompositions:
-        return inductor(gm, example_inputs, config_patches=settings or None)
-    with config.patch(settings):
-        table = {**select_decomp_table(), **decompositions}
-    return inductor(gm, example_inputs, config_patches=settings or None, decompositions=table)
+    arguments: dict[str, Any] = {"config_patches": settings or None}
+    if decompositions:
+        with config.patch(settings):
+            arguments["decompositions"] = {**select_decomp_table(), **decompositions}
+    return cast(Callable[..., Any], inductor(gm, example_inputs, **arguments))
 
 
 @contextmanager
 def cache_key(tag: str) -> Iterator[None]:
     """Make `tag` part of the key of every compilation cache; tags that others have set stay."""
     before = torch.compiler.config.cache_key_tag
-    with torch.compiler.config.patch(cache_key_tag=f"{before}|{tag}"):
+    patch = getattr(torch.compiler.config, "patch")  # noqa: B009  (installed at run time)
+    with patch(cache_key_tag=f"{before}|{tag}"):
         yield
 
 
 def conv_tf32() -> bool:
     """Whether the user lets float32 convolutions run in TF32."""
-    return torch.backends.cudnn.allow_tf32
+    return bool(torch.backends.cudnn.allow_tf32)
 
 
 def matmul_tf32() -> bool:
@@ -86,7 +87,9 @@ def is_fake(value: object) -> bool:
 
 def fake_of(value: torch.Tensor, beside: object) -> torch.Tensor:
     """A stand-in for `value` in the fake mode of another stand-in, `value` itself if that is none."""
-    return beside.fake_mode.from_tensor(value.detach()) if isinstance(beside, FakeTensor) else value
+    if not isinstance(beside, FakeTensor):
+        return value
+    return cast(Any, beside).fake_mode.from_tensor(value.detach())
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:
@@ -150,6 +153,6 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any]) 
     Before torch 2.12 that needs a reset of Dynamo, as `torch._dynamo.explain` does.
     """
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        return torch.compile(function, backend=backend, isolate_recompiles=True)
+        return cast(Any, torch.compile)(function, backend=backend, isolate_recompiles=True)
     torch.compiler.reset()
     return torch.compile(function, backend=backend)

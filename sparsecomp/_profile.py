@@ -73,7 +73,8 @@ class Profile:
         for layer in self.layers:
             table.add_row(
                 layer.name, layer.kind, str(layer.calls), f"{layer.milliseconds:.3f}",
-                f"{layer.samples_per_second:,.0f}", _percent(layer.density), str(layer.block or ""), _percent(layer.empty_blocks),
+                f"{layer.samples_per_second:,.0f}",
+                _percent(layer.density), str(layer.block or ""), _percent(layer.empty_blocks),
             )  # fmt: skip
         return table
 

@@ -34,11 +34,10 @@ def _load_weights(
 
 
 @gluon.jit
-def _load_inputs(smem, x_ptrs, ih, iw, chan, dh, dw, c, cg, H, W, C, more, EVEN_C: gl.constexpr):
+def _load_inputs(smem, x_ptrs, ih, iw, chan, dh, dw, c, H, W, C, more):
     """Copy one tap of the block of pixels: channels c onwards of (ih + dh, iw + dw), zeros outside the image."""
     ok = ((ih + dh).to(gl.uint32) < H) & ((iw + dw).to(gl.uint32) < W) & more
-    mask = ok[:, None] & (chan >= 0)[None, :] if EVEN_C else ok[:, None] & (chan < cg - c)[None, :]
-    _copy(smem, x_ptrs + ((dh * W + dw) * C + c), mask=mask)
+    _copy(smem, x_ptrs + ((dh * W + dw) * C + c), mask=ok[:, None] & (chan >= 0)[None, :])
 
 
 @gluon.jit
@@ -58,11 +57,14 @@ def binary_conv_hopper_kernel(
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
     out_pixel, out_channel, out_image,
     R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, EVEN_C: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """See ``binary_conv_kernel``; here planes go through the tensor cores in pairs, side by side in one instruction."""
+    """See ``binary_conv_kernel``; here planes go through the tensor cores in pairs, side by side in one instruction.
+
+    Channels of a group need no padding (CP = C/GROUPS), so that every copy is of 16 aligned bytes.
+    """
     SINGLE: gl.constexpr = DIGITS % 2
     PAIRS: gl.constexpr = DIGITS // 2
     VEC: gl.constexpr = BK // 16
@@ -109,7 +111,7 @@ def binary_conv_hopper_kernel(
     c = 0
     for early in gl.static_range(AHEAD):
         more = early < steps
-        _load_inputs(a_smem.index(early), x_ptrs, ih, iw, chan, r * dil_h, s * dil_w, c, cg, H, W, C, more, EVEN_C)
+        _load_inputs(a_smem.index(early), x_ptrs, ih, iw, chan, r * dil_h, s * dil_w, c, H, W, C, more)
         i = gl.where(more, early * BK, 0)
         _load_weights(b_smem.index(early), w_ptr, i, k0, kg, group, K, depth, 0, 2, BN, BK, copy_layout)
         if DIGITS > 2:
@@ -126,7 +128,7 @@ def binary_conv_hopper_kernel(
         turn = step + AHEAD
         slot = turn % STAGES
         more = turn < steps
-        _load_inputs(a_smem.index(slot), x_ptrs, ih, iw, chan, r * dil_h, s * dil_w, c, cg, H, W, C, more, EVEN_C)
+        _load_inputs(a_smem.index(slot), x_ptrs, ih, iw, chan, r * dil_h, s * dil_w, c, H, W, C, more)
         i = gl.where(more, turn * BK, 0)
         _load_weights(b_smem.index(slot), w_ptr, i, k0, kg, group, K, depth, 0, 2, BN, BK, copy_layout)
         if DIGITS > 2:
