@@ -39,26 +39,42 @@ def compile_fx(
     example_inputs: Sequence[Any],
     mode: str,
     patches: Mapping[str, Any],
-    decompositions: Mapping[Any, Callable[..., Any]],
+    decompositions: Callable[[], Mapping[Any, Callable[..., Any]]] | None,
 ) -> Callable[..., Any]:
     """Inductor's compilation of Dynamo's graph, under torch.compile's `mode`.
 
-    `patches` are Inductor configuration on top of the mode's; `decompositions` are added to Inductor's own table.
-    Without decompositions this is exactly Inductor's backend.
+    `patches` are Inductor configuration on top of the mode's; the table that `decompositions` (a module's function)
+    returns is added to Inductor's own. Without it this is exactly Inductor's backend.
 
     Raises:
         AttributeError: a name in `patches` that is no Inductor configuration.
     """
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx as inductor
-    from torch._inductor.decomposition import select_decomp_table
 
     settings = {**list_mode_options(mode), **patches}
     arguments: dict[str, Any] = {"config_patches": settings or None}
-    if decompositions:
+    if decompositions is not None:
         with config.patch(settings):
-            arguments["decompositions"] = {**select_decomp_table(), **decompositions}
+            arguments["decompositions"] = _Decompositions(decompositions)
     return cast(Callable[..., Any], inductor(gm, example_inputs, **arguments))
+
+
+class _Decompositions(dict[Any, Callable[..., Any]]):
+    """Inductor's table and ours, which pickles as the name of the function that makes ours.
+
+    Inductor's cache pickles the table for its key, and would do without a cache because some of its own decompositions
+    cannot be pickled. What ours do is already in the key: see `cache_key`.
+    """
+
+    def __init__(self, extra: Callable[[], Mapping[Any, Callable[..., Any]]]) -> None:
+        from torch._inductor.decomposition import select_decomp_table
+
+        super().__init__({**select_decomp_table(), **extra()})
+        self._extra = extra
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Decompositions, (self._extra,)
 
 
 @contextmanager
@@ -77,7 +93,7 @@ def conv_tf32() -> bool:
 
 def matmul_tf32() -> bool:
     """Whether the user lets float32 matrix products run in TF32."""
-    return torch.backends.cuda.matmul.allow_tf32
+    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def is_fake(value: object) -> bool:
@@ -109,7 +125,7 @@ def propagate_fakes(node: fx.Node) -> Any:
     examples = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["example_value"])
     args, kwargs = examples
     fakes = [value for value in _tensors(examples) if is_fake(value)]
-    mode = fakes[0].fake_mode if fakes else FakeTensorMode()
+    mode = cast(Any, fakes[0]).fake_mode if fakes else FakeTensorMode()
     with mode, torch.no_grad():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)

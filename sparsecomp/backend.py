@@ -60,10 +60,10 @@ def compile_graph(
     remember(report)
     log.info("%d of %d sites rewritten", len(report.rewritten), len(report.sites))
     if not report.rewritten:
-        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, {}), report
+        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, None), report
     with _compat.cache_key(f"sparsecomp:{sources_hash()}:{options.cache_key()}"):
-        table = sparsecomp.ops.decompositions()
-        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, table), report
+        decompositions = sparsecomp.ops.decompositions
+        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions), report
 
 
 def input_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, torch.Tensor]:

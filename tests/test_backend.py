@@ -58,7 +58,7 @@ def test_without_a_rewrite_inductor_gets_the_graph_untouched(monkeypatch):
     seen = []
 
     def compile_fx(gm, inputs, mode, patches, decompositions):
-        seen.append((gm.code, mode, dict(patches), dict(decompositions)))
+        seen.append((gm.code, mode, dict(patches), decompositions))
         return gm.forward
 
     monkeypatch.setattr(_compat, "compile_fx", compile_fx)
@@ -67,7 +67,7 @@ def test_without_a_rewrite_inductor_gets_the_graph_untouched(monkeypatch):
     torch.compile(model, backend=lambda gm, _: graphs.append(gm.code) or gm)(x)
     torch._dynamo.reset()
     torch.compile(model, backend="sparsecomp")(x)
-    assert seen == [(graphs[0], "default", {}, {})]
+    assert seen == [(graphs[0], "default", {}, None)]
     assert any("no CUDA device" in note for note in sparsecomp.last_report().notes)
 
 
@@ -112,6 +112,20 @@ def test_caches_are_keyed_by_our_sources_and_options(monkeypatch):
     assert tags[0] != tags[1]
     assert all(tag.startswith(before) and backend.sources_hash() in tag for tag in tags)
     assert torch.compiler.config.cache_key_tag == before
+
+
+def test_compilation_caches_hit():
+    from torch._inductor.utils import fresh_cache
+
+    counters = torch._dynamo.utils.counters
+    model, x = OnSpikes(nn.Conv2d(16, 16, 3)), torch.randn(1, 16, 6, 6)
+    with torch.no_grad(), fresh_cache():
+        for kind in ("miss", "hit"):
+            torch._dynamo.reset()
+            counters.clear()
+            torch.compile(model, backend="sparsecomp", options={"implementation": "binary"})(x)
+            assert site(sparsecomp.last_report(), "spike_conv").rewritten
+            assert counters["aot_autograd"][f"autograd_cache_{kind}"] == 1
 
 
 def test_no_break_and_no_recompile_that_inductor_does_not_have(monkeypatch):

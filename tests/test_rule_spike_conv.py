@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import AttributeLIF, ConvNet, OnSpikes, SurrogateLIF, dyadic, rewritten, site, spikes
+from rewriting import AttributeLIF, ConvNet, OnSpikes, Surrogate, SurrogateLIF, dyadic, rewritten, site, spikes
 from torch import nn
 
 from sparsecomp.errors import RuleError
@@ -122,8 +122,7 @@ def test_a_learnt_factor_moves_to_the_weight_and_keeps_its_gradient():
             self.factor, self.conv = nn.Parameter(torch.tensor(0.3)), nn.Conv2d(8, 8, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            soft = torch.sigmoid(x)
-            return self.conv(((spikes(x) - soft).detach() + soft) * self.factor)
+            return self.conv(Surrogate.apply(x) * self.factor)
 
     model = Graded()
     other = copy.deepcopy(model)
