@@ -8,7 +8,7 @@ kernel. The arithmetic is that of spikingjelly's reference, in the same order, i
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sparsecomp.passes.canonicalize import op_of
@@ -79,7 +79,7 @@ def _build(node: fx.Node, items: list[fx.Node], name: str, steps: int) -> Mappin
         _VOLTAGE: lambda: emit(torch.stack, voltages) if args["store_v_seq"] else v,
         _CHARGED: lambda: emit(torch.stack, charged),
     }
-    return {item: results[item.args[1]]() for item in items}
+    return {item: results[cast(int, item.args[1])]() for item in items}
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
