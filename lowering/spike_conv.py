@@ -2,14 +2,14 @@
 
 import torch
 import triton
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
 from sparsecomp.lowering.config import ConvConfig, hopper_config, portable_config
 from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel
 from sparsecomp.lowering.templates.binary_conv_hopper import binary_conv_hopper_kernel
 from sparsecomp.lowering.templates.pack_weight import pack_weight_kernel
 from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided_kernel
-from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
-
 from sparsecomp.ops.weights import digit_bits, largest_mantissa, padded_channels
 
 _packed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx, nn
+
+from sparsecomp import neurons
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes import spike_sources, transfer
 from sparsecomp.passes.aliases import AliasGroups
 from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of, has_hooks, op_of, shape_of, target_name
 from sparsecomp.passes.facts import Origin, SparsityFact
 from sparsecomp.passes.registry import TRANSFERS, Items, Kept, Lost, LostKind, Result
-from torch import fx, nn
-
-from sparsecomp import neurons
 
 __all__ = ["Analysis", "analyse", "spike_sources", "transfer"]
 

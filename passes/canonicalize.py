@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sparsecomp.passes.signatures import MODULE_OPS, SIGNATURES
 from torch import fx, nn
+
+from sparsecomp.passes.signatures import MODULE_OPS, SIGNATURES
 
 _ALIASES = {
     "add": ("__add__", "__radd__", "__iadd__", "iadd"),

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import fx
+
 from sparsecomp.passes.canonicalize import op_of
 from sparsecomp.passes.rule import Context, Plan, Rule, Verdict, Why, call, example, refuse
-from torch import fx
 
 MAX_STEPS = 16
 """Longer sequences would make kernels that take minutes to compile."""

@@ -8,10 +8,11 @@ folding is part of the graph, so later changes of the weights or the statistics,
 from typing import Any
 
 import torch
+from torch import fx
+
 from sparsecomp.passes.canonicalize import CanonicalOp, op_of
 from sparsecomp.passes.rule import Context, Plan, Rule, Verdict, Why, call, example, refuse
 from sparsecomp.passes.spike_operand import attribute
-from torch import fx
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:

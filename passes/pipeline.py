@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from sparsecomp.passes import decompose_neurons, fold_batch_norm, spike_conv, spike_linear
-from sparsecomp.passes.analysis import Analysis, analyse
-from sparsecomp.passes.location import user_location
-from sparsecomp.passes.rule import TAG, Context, Plan, Refusal, Rule, Why, example, module_path, refuse
 from torch import fx
 
 from sparsecomp import _compat
 from sparsecomp.errors import RuleError
 from sparsecomp.options import Options
+from sparsecomp.passes import decompose_neurons, fold_batch_norm, spike_conv, spike_linear
+from sparsecomp.passes.analysis import Analysis, analyse
+from sparsecomp.passes.location import user_location
+from sparsecomp.passes.rule import TAG, Context, Plan, Refusal, Rule, Why, example, module_path, refuse
 from sparsecomp.report import PassRecord, Report, Site
 
 log = logging.getLogger("sparsecomp")

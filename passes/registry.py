@@ -13,9 +13,10 @@ from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import fx
+
 from sparsecomp.passes.canonicalize import CanonicalOp
 from sparsecomp.passes.facts import SparsityFact
-from torch import fx
 
 
 class LostKind(Enum):

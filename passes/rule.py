@@ -12,13 +12,13 @@ from enum import Enum
 from typing import Any
 
 import torch
-from sparsecomp.passes.analysis import Analysis
-from sparsecomp.passes.canonicalize import example_of
-from sparsecomp.passes.facts import SparsityFact
 from torch import fx
 
 from sparsecomp import _compat
 from sparsecomp.options import Options
+from sparsecomp.passes.analysis import Analysis
+from sparsecomp.passes.canonicalize import example_of
+from sparsecomp.passes.facts import SparsityFact
 from sparsecomp.report import Report
 
 _DYNAMO_ROOT = re.compile(r"^L\['\w+'\](\.__self__)?\.?")

@@ -7,13 +7,13 @@ exactly, at a fraction of the float32 time. Whether that pays at this shape is t
 from typing import Any
 
 import torch
-from sparsecomp.passes.canonicalize import CanonicalOp, op_of
-from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, example, refuse, sizes
-from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat, gate
+from sparsecomp.passes.canonicalize import CanonicalOp, op_of
+from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, example, refuse, sizes
+from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked
 
 _UNSUPPORTED = ("conv1d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 

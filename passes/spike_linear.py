@@ -3,13 +3,13 @@
 import math
 
 import torch
-from sparsecomp.passes.canonicalize import op_of
-from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, refuse, sizes
-from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat, gate
+from sparsecomp.passes.canonicalize import op_of
+from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked
 
 _UNSUPPORTED = ("matmul", "addmm", "baddbmm", "bilinear")
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from sparsecomp.passes.canonicalize import CanonicalOp, has_hooks
-from sparsecomp.passes.facts import SparsityFact, is_dyadic
-from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, example, refuse
 from torch import fx
 
 from sparsecomp import _compat, gate
+from sparsecomp.passes.canonicalize import CanonicalOp, has_hooks
+from sparsecomp.passes.facts import SparsityFact, is_dyadic
+from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, example, refuse
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDE_RANGE = 2.0**9

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import fx, nn
+
+from sparsecomp import neurons
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of, numel_of, op_of
 from sparsecomp.passes.facts import Origin, SparsityFact
 from sparsecomp.passes.registry import Facts, Items, Kept, Lost, LostKind, Result, transfer
-from torch import fx, nn
-
-from sparsecomp import neurons
 
 _BODY_ARGUMENT_OFFSET = {
     "autograd_function_apply": 2,

@@ -6,9 +6,10 @@ This is the oracle of the analysis' tests: a claim is compared with what torch c
 from typing import Any
 
 import torch
+from torch import fx
+
 from sparsecomp.passes.analysis import Analysis, analyse
 from sparsecomp.passes.facts import SparsityFact, is_dyadic
-from torch import fx
 
 ULPS = 8
 

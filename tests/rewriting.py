@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sparsecomp.passes import pipeline
 from torch import fx, nn
 
 from sparsecomp.backend import input_values
 from sparsecomp.options import Options
+from sparsecomp.passes import pipeline
 from sparsecomp.report import Report, Site, merge
 
 

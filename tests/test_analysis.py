@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from fact_checker import FactChecker, check, fact_at
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sparsecomp.passes.analysis import Analysis, analyse
-from sparsecomp.passes.registry import LostKind
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
+
+from sparsecomp.passes.analysis import Analysis, analyse
+from sparsecomp.passes.registry import LostKind
 
 
 def trace(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:

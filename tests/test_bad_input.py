@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from rewriting import OnSpikes, rewritten
-from sparsecomp.passes import pipeline
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import sparsecomp
+from sparsecomp.passes import pipeline
 
 
 def _raised(function, *args) -> str:

@@ -8,6 +8,7 @@ import torch
 from fact_checker import check_values
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.facts import Origin, SparsityFact, binary, constant, integers
 from sparsecomp.passes.transfer.pointwise import cast

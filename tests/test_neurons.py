@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from fact_checker import check, check_values
-from sparsecomp.passes.facts import binary, integers
 from torch import fx, nn
 
 from sparsecomp.interop import norse as norse_table
@@ -17,6 +16,7 @@ from sparsecomp.interop import snntorch as snntorch_table
 from sparsecomp.interop import spikingjelly as spikingjelly_table
 from sparsecomp.interop.spec import NotASource
 from sparsecomp.neurons import domain_of, inspect, is_neuron, register_neuron
+from sparsecomp.passes.facts import binary, integers
 
 SPIKINGJELLY: dict[str, tuple[Callable[[Any], nn.Module], tuple[int, ...]]] = {
     **{

@@ -6,11 +6,11 @@ import pickle
 import pytest
 import torch
 from rewriting import AttributeLIF, ConvNet, dyadic, site, spikes
-from sparsecomp.passes import facts
 from torch import nn
 
 import sparsecomp
 from sparsecomp.neurons import register_neuron
+from sparsecomp.passes import facts
 from sparsecomp.state import Snapshot
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rewriting import AttributeLIF, ConvNet, OnSpikes, Surrogate, SurrogateLIF, dyadic, rewritten, site, spikes
-from sparsecomp.passes import pipeline, spike_conv
-from sparsecomp.passes.rule import Rule
 from torch import nn
 
 from sparsecomp.errors import RuleError
 from sparsecomp.options import Options
+from sparsecomp.passes import pipeline, spike_conv
+from sparsecomp.passes.rule import Rule
 
 
 def _signal(*shape: int, seed: int = 1) -> torch.Tensor:

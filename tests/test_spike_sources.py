@@ -7,9 +7,10 @@ import pytest
 import torch
 from fact_checker import check, fact_at
 from snn_fixtures import FIRE, GATHER, HandLIF, NeuronConv, Step, capture, stub_torchvision
+from torch import nn
+
 from sparsecomp.passes.analysis import Analysis, analyse
 from sparsecomp.passes.facts import SparsityFact
-from torch import nn
 
 MODES = [False, True]
 

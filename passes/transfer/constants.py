@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of
 from sparsecomp.passes.facts import Origin, SparsityFact

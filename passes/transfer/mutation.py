@@ -5,12 +5,13 @@ The returned fact holds for the whole tensor after the write; the analysis appli
 
 from typing import Any
 
+from torch import fx
+
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of
 from sparsecomp.passes.facts import SparsityFact
 from sparsecomp.passes.registry import Facts, Lost, LostKind, Result, transfer
 from sparsecomp.passes.transfer.pointwise import cast
-from torch import fx
 
 
 def stored(facts: Facts, value: Any, into: Any) -> SparsityFact | None:

@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
+
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of, numel_of
 from sparsecomp.passes.facts import Origin, SparsityFact
 from sparsecomp.passes.registry import Facts, Kept, Lost, LostKind, Result, is_integer, transfer
 from sparsecomp.passes.spike_sources import straight_through
-from torch import fx
 
 
 def unknown_operand(op: CanonicalOp, operand: Any) -> Lost:

@@ -3,12 +3,13 @@
 import math
 from typing import Any
 
+from torch import fx
+
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of, shape_of
 from sparsecomp.passes.facts import SparsityFact
 from sparsecomp.passes.registry import Facts, Items, Kept, Lost, LostKind, Result, transfer
 from sparsecomp.passes.transfer.pooling import average, sum_of
-from torch import fx
 
 _REDUCED_PRECISION_EXACT = 256
 """Integers up to here survive bfloat16 and TF32 rounding of a product's operands, whatever precision is switched on."""

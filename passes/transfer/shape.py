@@ -1,6 +1,7 @@
 """Operators that move elements without changing them."""
 
 import torch
+
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.canonicalize import CanonicalOp
 from sparsecomp.passes.registry import Facts, Items, Lost, LostKind, Result, transfer
