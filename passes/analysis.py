@@ -363,7 +363,7 @@ class _Run:
                     self._overwrite(args[index], None, Lost(LostKind.MUTATED, f"`{node.name}` writes to it"))
         elif "::" in op.name and not (known and not op.name.startswith("higher_order::")) and not _is_functional(node):
             self._write_all(node, f"`{op.name}` may write to its arguments")
-        elif not op.known and any(value is True for value in node.args):
+        elif not op.known and "::" not in op.name and any(value is True for value in node.args):
             self._write_all(node, f"`{op.name}` may be told to work in place")
         elif op.name == "batch_norm" and op.get("training"):
             for statistic in (op.get("running_mean"), op.get("running_var")):

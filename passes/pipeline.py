@@ -16,7 +16,7 @@ from torch import fx
 from sparsecomp import _compat
 from sparsecomp.errors import RuleError
 from sparsecomp.options import Options
-from sparsecomp.passes import decompose_neurons, fold_batch_norm, spike_conv, spike_linear
+from sparsecomp.passes import fold_batch_norm, fuse_neurons, narrow_spikes, spike_conv, spike_linear
 from sparsecomp.passes.analysis import Analysis, analyse
 from sparsecomp.passes.location import user_location
 from sparsecomp.passes.rule import TAG, Context, Plan, Refusal, Rule, Why, example, module_path, refuse
@@ -25,7 +25,13 @@ from sparsecomp.report import PassRecord, Report, Site
 log = logging.getLogger("sparsecomp")
 _compat.register_logger("sparsecomp")
 
-RULES: tuple[Rule, ...] = (decompose_neurons.RULE, spike_conv.RULE, spike_linear.RULE, fold_batch_norm.RULE)
+RULES: tuple[Rule, ...] = (
+    fuse_neurons.RULE,
+    spike_conv.RULE,
+    spike_linear.RULE,
+    fold_batch_norm.RULE,
+    narrow_spikes.RULE,
+)
 
 
 def run(

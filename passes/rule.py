@@ -44,7 +44,7 @@ class Why(Enum):
     FORCED_DENSE = "implementation='dense' was asked for"
     HOOKED = "the module has forward hooks"
     NOT_FOLDED = "batch-norm stays: {detail}"
-    NOT_INLINED = "the neuron stays one operator: {detail}"
+    NOT_FUSED = "the neuron stays its library's operator: {detail}"
     FAILED = "the rule failed and the site was left as it was: {detail}"
 
 

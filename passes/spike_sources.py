@@ -134,15 +134,16 @@ _SPIKE_OPS: dict[str, Callable[[CanonicalOp], Result]] = {
         for kind in ("if", "lif", "plif")
         for variant in ("forward", "inference", "mp_forward", "mp_inference")
     },
+    "sparsecomp::lif": _binary_first,
     "sj_ilif::forward": _counts,
     "sj_stbif::forward": _ternary_scaled,
 }
-"""spikingjelly 2: item 0 of each operator's result is the spike sequence, the other items are membranes."""
+"""Item 0 of each operator's result is the spike sequence, the other items are membranes."""
 
 
 @transfer(*_SPIKE_OPS)
 def spike_op(op: CanonicalOp, facts: Facts) -> Result:
-    """The neuron kernels of spikingjelly 2."""
+    """The neuron operators of spikingjelly 2, and the one that replaces them."""
     return _SPIKE_OPS[op.name](op)
 
 

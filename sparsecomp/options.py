@@ -7,13 +7,13 @@ from typing import Any
 
 from sparsecomp.errors import OptionError
 
-RULES = ("decompose_neurons", "spike_conv", "spike_linear", "fold_batch_norm")
+RULES = ("fuse_neurons", "spike_conv", "spike_linear", "fold_batch_norm", "narrow_spikes")
 """Every rewrite rule, in the order in which they run."""
 
 _CHOICES = {
     "precision": ("auto", "exact", "tf32", "half"),
     "implementation": ("auto", "binary", "event", "skip", "dense"),
-    "neurons": ("auto", "inline"),
+    "neurons": ("auto", "fuse"),
     "mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
 }
 _FLAGS = ("strict", "verify")
@@ -32,7 +32,7 @@ class Options:
         implementation: `auto` lets the cost gate choose; anything else is forced at every legal site, on the CPU too,
             where the operators run their references.
         density: share of non-zero inputs to assume where none was measured, in [0, 1].
-        neurons: `inline` replaces spikingjelly's neuron operators by plain ones on the CPU too; `auto` on CUDA only.
+        neurons: `fuse` replaces spikingjelly's neuron operators by ours on the CPU too; `auto` on CUDA only.
         disable: names of rules not to run.
         strict: a rule that fails raises `RuleError` instead of leaving its site dense.
         verify: check the graph's structure, shapes and dtypes after each rule.

@@ -4,7 +4,8 @@ Importing this package registers them under ``torch.ops.sparsecomp`` and needs n
 their kernels on first use.
 """
 
+from sparsecomp.ops.lif import lif
 from sparsecomp.ops.spike_conv import decompositions, spike_conv2d, spike_linear
 from sparsecomp.ops.weights import split_weight
 
-__all__ = ["decompositions", "spike_conv2d", "spike_linear", "split_weight"]
+__all__ = ["decompositions", "lif", "spike_conv2d", "spike_linear", "split_weight"]

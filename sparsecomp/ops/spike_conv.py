@@ -15,20 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsecomp.ops.library import library
 from sparsecomp.ops.weights import join_weight, padded_channels, split_weight
 
-_lib = torch.library.Library("sparsecomp", "DEF")
-_lib.define(
+library.define(
     "spike_conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
     "int groups, int digits, str strategy) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_lib.define(
+library.define(
     "spike_linear(Tensor x, Tensor weight, Tensor? bias, int digits, str strategy) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_lib.define("pack_weight(Tensor weight, int digits) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-_lib.define(
+library.define("pack_weight(Tensor weight, int digits) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+library.define(
     "spike_conv2d_packed(Tensor x, Tensor planes, Tensor scale, Tensor? bias, int[2] kernel, SymInt[2] stride, "
     "SymInt[2] padding, SymInt[2] dilation, int groups, ScalarType dtype, bool channels_last) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
@@ -49,8 +49,8 @@ def spike_conv2d(
     """``conv2d`` of an input that holds integers in [-128, 127].
 
     Args:
-        x: (N, C, H, W) float32, float16 or bfloat16 on any device; every value an integer in [-128, 127].
-        weight: (K, C/groups, R, S), dtype of ``x``.
+        x: (N, C, H, W), int8 or the dtype of ``weight``, on any device; every value an integer in [-128, 127].
+        weight: (K, C/groups, R, S), float32, float16 or bfloat16.
         bias: (K,) or None.
         stride, padding, dilation: two integers each.
         digits: signed bytes a weight (2: error 2^-15, 3: 2^-23, 4: 2^-31 of the channel's largest weight).
@@ -58,7 +58,7 @@ def spike_conv2d(
             (event-driven accumulation in float32).
 
     Returns:
-        (N, K, OH, OW) of ``x``'s dtype, in the memory format ``conv2d`` would return.
+        (N, K, OH, OW) of ``weight``'s dtype, in the memory format ``conv2d`` would return.
     """
     return torch.ops.sparsecomp.spike_conv2d.default(
         x, weight, bias, stride, padding, dilation, groups, digits, strategy
@@ -79,11 +79,15 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _reference_conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy):
-    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    return F.conv2d(_widened(x, weight), weight, bias, stride, padding, dilation, groups)
 
 
 def _reference_linear(x, weight, bias, digits, strategy):
-    return F.linear(x, weight, bias)
+    return F.linear(_widened(x, weight), weight, bias)
+
+
+def _widened(x: Tensor, weight: Tensor) -> Tensor:
+    return x.to(weight.dtype) if x.dtype is torch.int8 else x
 
 
 def _cuda_conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy):
@@ -139,11 +143,11 @@ def _decompose_conv2d(x, weight, bias, stride, padding, dilation, groups, digits
     if strategy != "binary":
         return NotImplemented
     # eager's memory format, whatever rule torch has for it, read off the dense operator's fake
-    channels_last = _is_channels_last(F.conv2d(x, weight, bias, stride, padding, dilation, groups))
+    channels_last = _is_channels_last(_reference_conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy))
     x8 = x.to(torch.int8, memory_format=torch.channels_last)
     planes, scale = torch.ops.sparsecomp.pack_weight.default(weight, digits)
     return torch.ops.sparsecomp.spike_conv2d_packed.default(
-        x8, planes, scale, bias, weight.shape[2:], stride, padding, dilation, groups, x.dtype, channels_last
+        x8, planes, scale, bias, weight.shape[2:], stride, padding, dilation, groups, weight.dtype, channels_last
     )
 
 
@@ -153,7 +157,7 @@ def _decompose_linear(x, weight, bias, digits, strategy):
     x8 = x.to(torch.int8).reshape(-1, x.shape[-1], 1, 1)
     planes, scale = torch.ops.sparsecomp.pack_weight.default(weight, digits)
     out = torch.ops.sparsecomp.spike_conv2d_packed.default(
-        x8, planes, scale, bias, [1, 1], [1, 1], [0, 0], [1, 1], 1, x.dtype, True
+        x8, planes, scale, bias, [1, 1], [1, 1], [0, 0], [1, 1], 1, weight.dtype, True
     )
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -166,7 +170,6 @@ def _save_conv2d(ctx, inputs, output):
     x, weight, bias, stride, padding, dilation, groups, _, _ = inputs
     # The spikes fit in a byte: a quarter of the memory that the dense operator keeps for its backward.
     ctx.save_for_backward(x.to(torch.int8), weight)
-    ctx.x_dtype = x.dtype
     ctx.bias_sizes = None if bias is None else list(bias.shape)
     ctx.geometry = (stride, padding, dilation, groups)
 
@@ -176,7 +179,7 @@ def _backward_conv2d(ctx, grad):
     stride, padding, dilation, groups = ctx.geometry
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
     grads = torch.ops.aten.convolution_backward.default(
-        grad, x8.to(ctx.x_dtype), weight, ctx.bias_sizes, stride, padding, dilation, False, [0, 0], groups, needs
+        grad, x8.to(weight.dtype), weight, ctx.bias_sizes, stride, padding, dilation, False, [0, 0], groups, needs
     )
     return (*grads, None, None, None, None, None, None)
 
@@ -184,7 +187,6 @@ def _backward_conv2d(ctx, grad):
 def _save_linear(ctx, inputs, output):
     x, weight, bias, _, _ = inputs
     ctx.save_for_backward(x.to(torch.int8), weight)
-    ctx.x_dtype = x.dtype
     ctx.has_bias = bias is not None
 
 
@@ -192,7 +194,7 @@ def _backward_linear(ctx, grad):
     x8, weight = ctx.saved_tensors
     rows = grad.reshape(-1, grad.shape[-1])
     grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-    grad_w = rows.t() @ x8.to(ctx.x_dtype).reshape(rows.shape[0], -1) if ctx.needs_input_grad[1] else None
+    grad_w = rows.t() @ x8.to(weight.dtype).reshape(rows.shape[0], -1) if ctx.needs_input_grad[1] else None
     grad_b = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return grad_x, grad_w, grad_b, None, None
 
@@ -203,8 +205,8 @@ for _name, _cpu, _cuda, _fake, _save, _backward in (
     ("pack_weight", split_weight, _cuda_pack_weight, _fake_pack_weight, None, None),
     ("spike_conv2d_packed", _reference_packed, _cuda_packed, _fake_packed, None, None),
 ):
-    _lib.impl(_name, _cpu, "CPU")
-    _lib.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=_lib)
+    library.impl(_name, _cpu, "CPU")
+    library.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
     if _backward is not None:
-        torch.library.register_autograd(f"sparsecomp::{_name}", _backward, setup_context=_save, lib=_lib)
+        torch.library.register_autograd(f"sparsecomp::{_name}", _backward, setup_context=_save, lib=library)

@@ -1,0 +1,52 @@
+"""Launches a kernel with little host work: what Triton derives from the arguments is derived once a signature.
+
+Triton binds, specialises and hashes every argument of every launch, tens of microseconds for the kernels here. A launch
+of the same signature (dtypes, alignment, sizes, constants, device) compiles to the same kernel, so it is remembered and
+called directly.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+
+
+class Launcher:
+    """A Triton or Gluon kernel with its remembered launches.
+
+    Args:
+        kernel: a ``@triton.jit`` or ``@gluon.jit`` function whose run-time arguments come before its constants.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> None:
+        """Launch over ``grid`` on the device of the first argument, on its current stream.
+
+        Args:
+            arguments: tensors, numbers and None, in the kernel's order.
+            constants: the kernel's ``constexpr`` arguments by name, all of them, in the kernel's order.
+            options: Triton's own, such as ``num_warps``.
+        """
+        anchor = arguments[0]
+        with torch.cuda.device_of(anchor):
+            key = (anchor.device.index, *map(_specialised, arguments), *constants.values(), *options.values())
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                compiled = self._kernel[grid](*arguments, **constants, **options)
+                if compiled is not None:  # the interpreter compiles nothing
+                    self._compiled[key] = compiled
+            else:
+                padded = grid + (1,) * (3 - len(grid))
+                compiled[padded](*arguments, *constants.values())
+
+
+def _specialised(argument: Any) -> Any:
+    """What Triton compiles a kernel for; numbers stand for themselves, since sizes recur."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
+    return argument

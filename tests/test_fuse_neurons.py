@@ -1,0 +1,114 @@
+"""spikingjelly's neuron operators, fused, against the operators themselves."""
+
+
+import pytest
+import torch
+from rewriting import rewritten, site
+from torch import nn
+
+neuron, functional, surrogate, layer = (
+    pytest.importorskip(f"spikingjelly.activation_based.{name}") for name in ("neuron", "functional", "surrogate", "layer")
+)
+
+NEURONS = {
+    "lif": lambda: neuron.LIFNode(tau=3.0, step_mode="m"),
+    "lif no decay": lambda: neuron.LIFNode(tau=3.0, decay_input=False, step_mode="m"),
+    "lif soft reset": lambda: neuron.LIFNode(v_reset=None, v_threshold=0.7, step_mode="m"),
+    "lif reset to 0.1": lambda: neuron.LIFNode(v_reset=0.1, step_mode="m"),
+    "lif atan": lambda: neuron.LIFNode(surrogate_function=surrogate.ATan(), step_mode="m"),
+    "if": lambda: neuron.IFNode(step_mode="m"),
+    "if soft reset": lambda: neuron.IFNode(v_reset=None, step_mode="m"),
+    "plif": lambda: neuron.ParametricLIFNode(init_tau=1.7, step_mode="m"),
+    "plif soft reset": lambda: neuron.ParametricLIFNode(v_reset=None, decay_input=False, step_mode="m"),
+    "single-step": lambda: neuron.LIFNode(),
+}
+
+
+def _input(steps: int = 4, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(steps, 2, 3, 5, 5, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
+def test_bits_equal_the_operators(make):
+    eager, module = make(), make()
+    with torch.no_grad():
+        for seed in range(2):  # the second call starts from the first one's potential
+            expected = eager(_input(seed=seed))
+            found, report = rewritten(module, _input(seed=seed), neurons="fuse")
+            assert 0 < expected.mean() < 1
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            torch.testing.assert_close(module.v, eager.v, rtol=0, atol=0)
+    found_site = site(report, "fuse_neurons")
+    assert found_site.rewritten and found_site.implementation == "fused"
+
+
+def test_a_convolution_behind_still_sees_spikes():
+    model = nn.Sequential(neuron.LIFNode(step_mode="m"), nn.Flatten(0, 1), nn.Conv2d(3, 4, 3))
+    with torch.no_grad():
+        expected = model(_input())
+        functional.reset_net(model)
+        found, report = rewritten(model, _input(), neurons="fuse")
+    torch.testing.assert_close(found, expected)
+    assert site(report, "fuse_neurons").rewritten and site(report, "spike_conv").rewritten
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "grad", "reason"),
+    [
+        ({}, 4, False, "on the CPU"),
+        ({"neurons": "fuse"}, 65, False, "65 time steps"),
+        ({"neurons": "fuse"}, 4, True, "gradients are enabled"),
+    ],
+)
+def test_what_stays_an_operator_says_why(options, steps, grad, reason):
+    with torch.set_grad_enabled(grad):
+        _, report = rewritten(neuron.LIFNode(step_mode="m"), _input(steps), **options)
+    assert not site(report, "fuse_neurons").rewritten
+    assert reason in site(report, "fuse_neurons").reason
+
+
+def test_a_neuron_that_is_not_unrolled_stays_opaque_but_known():
+    model = nn.Sequential(neuron.QIFNode(step_mode="m"), nn.Flatten(0, 1), nn.Conv2d(3, 4, 3))
+    with torch.no_grad():
+        _, report = rewritten(model, _input(), neurons="fuse")
+    assert not [found for found in report.sites if found.rule == "fuse_neurons"]
+    assert site(report, "spike_conv").rewritten
+
+
+class Residual(nn.Module):
+    """Two multi-step convolution, batch-norm, LIF blocks whose spikes are added (SEW, Fang et al., 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                layer.Conv2d(16, 16, 3, padding=1, bias=False, step_mode="m"),
+                layer.BatchNorm2d(16, step_mode="m"),
+                neuron.LIFNode(step_mode="m"),
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](x)
+        second = self.blocks[1](first) + first
+        return self.blocks[2](second)
+
+
+def test_batch_norm_joins_the_neuron_and_sums_travel_as_bytes():
+    torch.manual_seed(0)
+    model = Residual().eval()
+    for block in model.blocks:
+        block[1].running_var.fill_(0.01)
+    x = torch.rand(4, 2, 16, 6, 6)
+    with torch.no_grad():
+        expected = model(x)
+        functional.reset_net(model)
+        found, report = rewritten(model, x, neurons="fuse")
+    assert 0.05 < expected.mean() < 0.9
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    fused = [s for s in report.sites if s.rule == "fuse_neurons"]
+    assert len(fused) == 3 and all(s.rewritten and "batch-norm included" in s.reason for s in fused)
+    narrowed = [s for s in report.sites if s.rule == "narrow_spikes"]
+    assert len(narrowed) == 2 and all(s.rewritten for s in narrowed)
+    assert "batch_norm" not in report.graph_after
