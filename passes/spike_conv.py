@@ -93,7 +93,7 @@ def _site(operands: Operands, geometry: tuple[list[int], ...], ctx: Context) -> 
         device=operands.device, itemsize=operands.dtype.itemsize,
         n=x[0], c=x[1], h=x[2], w=x[3], k=weight[0], r=weight[2], s=weight[3], out_h=out[0], out_w=out[1],
         groups=op.get("groups", 1), digits=operands.digits, density=ctx.density(op.node)[0],
-        tf32=_compat.conv_tf32(), channels_last=_is_channels_last(example(op.input)),
+        tf32=_compat.conv_tf32(), channels_last=_is_channels_last(example(op.input)), fused=not ctx.eager,
     )  # fmt: skip
 
 

@@ -12,17 +12,25 @@ CHANNEL_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Rates in operations or bytes a second; a multiply-accumulate is two operations."""
+    """Rates in operations or bytes a second; a multiply-accumulate is two operations.
+
+    Convolutions: the 3x3 stages of a ResNet at batch 128 (`bench/results`). `narrow` is the share of a rate that 64
+    output channels and fewer reach. `event` counts only the products of events, with float32 weights.
+    """
 
     bandwidth: float = 3.0e12
-    dense_fp32: float = 60e12
-    dense_tf32_nchw: float = 120e12
-    dense_tf32_nhwc: float = 230e12
-    dense_half_nchw: float = 300e12
-    dense_half_nhwc: float = 500e12
-    int8: float = 800e12
-    event: float = 8e12
-    min_gain: float = 1.1
+    dense_fp32: float = 80e12
+    dense_tf32_nchw: float = 200e12
+    dense_tf32_nhwc: float = 350e12
+    dense_half_nchw: float = 350e12
+    dense_half_nhwc: float = 620e12
+    int8: float = 1100e12
+    narrow: float = 0.7
+    event: float = 4.6e12
+    matmul_fp32: float = 50e12
+    matmul_tf32: float = 430e12
+    matmul_half: float = 720e12
+    min_gain: float = 1.05
 
 
 H100 = Constants()
@@ -43,6 +51,7 @@ class SiteInfo:
         density: share of non-zero inputs, None if unknown.
         tf32: the dense operator would run in TF32.
         channels_last: the input lies in channels_last (or is a linear layer's).
+        fused: the cast to bytes costs no pass of its own, since Inductor or the neuron makes it.
     """
 
     device: str
@@ -61,6 +70,7 @@ class SiteInfo:
     density: float | None
     tf32: bool
     channels_last: bool
+    fused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,28 +125,43 @@ def _operations(site: SiteInfo) -> float:
 
 
 def _bytes(site: SiteInfo, input_itemsize: int, weight_itemsize: int) -> float:
-    inputs = site.n * site.c * site.h * site.w * input_itemsize
+    inputs = _inputs(site) * input_itemsize
     weights = site.k * (site.c // site.groups) * site.r * site.s * weight_itemsize
     return inputs + weights + site.n * site.k * site.out_h * site.out_w * site.itemsize
 
 
+def _inputs(site: SiteInfo) -> int:
+    return site.n * site.c * site.h * site.w
+
+
 def _dense_rate(site: SiteInfo, constants: Constants) -> float:
+    if site.h == site.w == 1:
+        tensor_core = constants.matmul_half if site.itemsize == 2 else constants.matmul_tf32
+        return tensor_core if site.itemsize == 2 or site.tf32 else constants.matmul_fp32
+    if site.itemsize == 4 and not site.tf32:
+        return constants.dense_fp32
+    share = _share(site, constants)
     if site.itemsize == 2:
-        return constants.dense_half_nhwc if site.channels_last else constants.dense_half_nchw
-    if site.tf32:
-        return constants.dense_tf32_nhwc if site.channels_last else constants.dense_tf32_nchw
-    return constants.dense_fp32
+        return share * (constants.dense_half_nhwc if site.channels_last else constants.dense_half_nchw)
+    return share * (constants.dense_tf32_nhwc if site.channels_last else constants.dense_tf32_nchw)
+
+
+def _share(site: SiteInfo, constants: Constants) -> float:
+    return constants.narrow if site.k // site.groups <= 64 else 1.0
 
 
 def _dense_seconds(site: SiteInfo, constants: Constants) -> float:
     traffic = _bytes(site, site.itemsize, site.itemsize) / constants.bandwidth
-    return max(traffic, _operations(site) / _dense_rate(site, constants))
+    seconds = max(traffic, _operations(site) / _dense_rate(site, constants))
+    # whoever makes the spikes writes them at full width, where a fused site has them written as bytes
+    return seconds + (_inputs(site) * (site.itemsize - 1) / constants.bandwidth if site.fused else 0.0)
 
 
 def _binary_seconds(site: SiteInfo, constants: Constants) -> float:
-    # the input is read once at full width to be cast, and written and read at one byte
-    traffic = _bytes(site, site.itemsize + 2, site.digits + site.itemsize) / constants.bandwidth
-    return max(traffic, _operations(site) * site.digits / constants.int8)
+    traffic = _bytes(site, 1, site.digits + site.itemsize) / constants.bandwidth
+    seconds = max(traffic, _operations(site) * site.digits / (constants.int8 * _share(site, constants)))
+    # unfused, a prescan reads the input at full width and writes it as bytes
+    return seconds + (0.0 if site.fused else _inputs(site) * (site.itemsize + 1) / constants.bandwidth)
 
 
 def _event_seconds(site: SiteInfo, constants: Constants) -> float:
