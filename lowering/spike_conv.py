@@ -3,51 +3,51 @@
 import torch
 import triton
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparsecomp.lowering import event_conv, skip_conv
 from sparsecomp.lowering.config import ConvConfig, hopper_config, portable_config
 from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel
 from sparsecomp.lowering.templates.binary_conv_hopper import binary_conv_hopper_kernel
 from sparsecomp.lowering.templates.pack_weight import pack_weight_kernel
 from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided_kernel
+from sparsecomp.lowering.weight_cache import kept
+from sparsecomp.lowering.window import Selection, Window, pixel_strides
 from sparsecomp.ops.weights import digit_bits, largest_mantissa, padded_channels
-
-_packed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy) -> Tensor:
     """CUDA implementation of ``sparsecomp::spike_conv2d``."""
-    planes, scale = packed_weight(weight, digits)
-    return packed(
-        to_bytes(x), planes, scale, bias, weight.shape[2:], stride, padding, dilation, groups, x.dtype,
-        _returns_channels_last(x, weight),
-    )  # fmt: skip
+    window = Window(tuple(weight.shape[2:]), tuple(stride), tuple(padding), tuple(dilation))
+    return _convolve(x, weight, bias, window, groups, digits, strategy, _returns_channels_last(x, weight))
 
 
 def linear(x, weight, bias, digits, strategy) -> Tensor:
     """CUDA implementation of ``sparsecomp::spike_linear``: a 1×1 convolution of rows."""
-    planes, scale = packed_weight(weight, digits)
     rows = x.reshape(-1, x.shape[-1], 1, 1)
-    out = packed(
-        to_bytes(rows), planes, scale, bias, (1, 1), (1, 1), (0, 0), (1, 1), 1, x.dtype, True
-    )  # fmt: skip
+    out = _convolve(rows, weight, bias, Window((1, 1), (1, 1), (0, 0), (1, 1)), 1, digits, strategy, True)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def packed_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
-    """``pack_weight``, kept between eager calls until the weight is written to or replaced.
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, groups: int, digits: int, strategy: str,
+    channels_last: bool,
+) -> Tensor:  # fmt: skip
+    """One strategy, and after it the binary convolution of what the strategy left (decided on the device)."""
+    planes, scale = packed_weight(weight, digits)
+    out = window.empty_output(x, weight.shape[0], weight.dtype, channels_last)
+    select = None
+    if strategy == "event" and event_conv.serves(x, window, groups):
+        x = x if _is_channels_last(x) else to_bytes(x)
+        select = event_conv.conv2d(x, weight, bias, window, out)
+    elif strategy == "skip":
+        x, select = skip_conv.list_rows(x, scale, bias, window, out)
+    binary_conv2d(to_bytes(x, select), planes, scale, bias, window, groups, out, select)
+    return out
 
-    Inside a CUDA graph capture nothing is kept: the split is captured too, so a replay sees the weight's new values.
-    """
-    if torch.cuda.is_current_stream_capturing() or weight.is_inference():
-        return pack_weight(weight, digits)
-    stamp = (weight._version, weight.data_ptr(), digits)
-    entry = _packed_weights.get(weight)
-    if entry is None or entry[0] != stamp:
-        with torch.no_grad():
-            entry = (stamp, pack_weight(weight, digits))
-        _packed_weights[weight] = entry
-    return entry[1]
+
+def packed_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
+    """``pack_weight``, kept between eager calls until the weight is written to or replaced."""
+    return kept(weight, ("binary", digits), lambda: pack_weight(weight, digits))
 
 
 def pack_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
@@ -66,17 +66,23 @@ def pack_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
     return planes, scale
 
 
-def to_bytes(x: Tensor) -> Tensor:
-    """The prescan: ``x`` (N, C, H, W) of small integers as int8, channels last."""
+def to_bytes(x: Tensor, select: Selection | None = None) -> Tensor:
+    """The prescan: ``x`` (N, C, H, W) of small integers as int8, channels last.
+
+    ``select``: the result is only needed, and in dense memory only made, where it says so.
+    """
+    if x.dtype is torch.int8:
+        return x.contiguous(memory_format=torch.channels_last)
     n, c, h, w = x.shape
     out = torch.empty((n, h, w, c), dtype=torch.int8, device=x.device)
     view = out.permute(0, 3, 1, 2)
     if x.numel() == 0:
         return view
     with torch.cuda.device_of(x):
-        if x.permute(0, 2, 3, 1).is_contiguous():
+        if _is_channels_last(x):
             block = 4096
-            cast_flat_kernel[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), BLOCK=block)
+            count, limit = (None, 0) if select is None else (select.count, select.limit)
+            cast_flat_kernel[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), count, limit, BLOCK=block)
         else:
             grid = (n, triton.cdiv(h * w, 64), triton.cdiv(c, 64))
             cast_strided_kernel[grid](x, out, c, w, h * w, *x.stride(), BC=64, BP=64)
@@ -85,36 +91,45 @@ def to_bytes(x: Tensor) -> Tensor:
 
 def packed(x, planes, scale, bias, kernel, stride, padding, dilation, groups, dtype, channels_last) -> Tensor:
     """CUDA implementation of ``sparsecomp::spike_conv2d_packed``; ``x`` is int8 in channels-last memory."""
-    n, c, h, w = x.shape
-    digits, k, depth = planes.shape
-    oh, ow = ((size + 2 * p - d * (r - 1) - 1) // s + 1
-              for size, p, d, r, s in zip((h, w), padding, dilation, kernel, stride, strict=True))  # fmt: skip
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    out = torch.empty((n, k, oh, ow), dtype=dtype, device=x.device, memory_format=layout)
-    m = n * oh * ow
-    if m == 0 or k == 0:
-        return out
-    x = x.contiguous(memory_format=torch.channels_last)
-    unpadded = c // groups == depth // (kernel[0] * kernel[1])
-    hopper = unpadded and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
-    choose = hopper_config if hopper else portable_config
-    config = choose(m, k // groups, depth // (kernel[0] * kernel[1]), digits)
-    out_strides = (k, 1, k * oh * ow) if channels_last else (1, oh * ow, k * oh * ow)
-    launch(x, planes, scale, bias, out, (m, h, w, oh, ow, c, k), (*stride, *padding, *dilation), out_strides,
-           kernel, groups, config, hopper)  # fmt: skip
+    window = Window(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation))
+    out = window.empty_output(x, planes.shape[1], dtype, channels_last)
+    binary_conv2d(x, planes, scale, bias, window, groups, out)
     return out
 
 
+def binary_conv2d(
+    x: Tensor, planes: Tensor, scale: Tensor, bias: Tensor | None, window: Window, groups: int, out: Tensor,
+    select: Selection | None = None,
+) -> None:  # fmt: skip
+    """Write the binary convolution of int8 ``x`` to ``out``, all of it or what ``select`` says."""
+    if out.numel() == 0:
+        return
+    n, c, h, w = x.shape
+    digits, k, depth = planes.shape
+    _, _, oh, ow = out.shape
+    m = n * oh * ow
+    r, s = window.kernel
+    x = x.contiguous(memory_format=torch.channels_last)
+    unpadded = c // groups == depth // (r * s)
+    hopper = unpadded and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+    choose = hopper_config if hopper else portable_config
+    config = choose(m, k // groups, depth // (r * s), digits)
+    launch(x, planes, scale, bias, out, (m, h, w, oh, ow, c, k), (*window.stride, *window.padding, *window.dilation),
+           pixel_strides(out), window.kernel, groups, config, hopper, select)  # fmt: skip
+
+
 def launch(
-    x, planes, scale, bias, out, sizes, window, out_strides, kernel, groups, config: ConvConfig, hopper: bool
-) -> None:
+    x, planes, scale, bias, out, sizes, window, out_strides, kernel, groups, config: ConvConfig, hopper: bool,
+    select: Selection | None = None,
+) -> None:  # fmt: skip
     """Launch the binary convolution with one configuration, on Hopper's own kernel or the portable one."""
     m, _, _, _, _, c, k = sizes
     digits, _, depth = planes.shape
     r, s = kernel
     cp = depth // (r * s)
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(k // groups, config.block_n) * groups,)
-    arguments = (x, planes, scale, bias, out, *sizes, cp, *window, *out_strides)
+    selected = (None, None, 0) if select is None else (select.count, select.rows, select.limit)
+    arguments = (x, planes, scale, bias, out, *sizes, cp, *window, *out_strides, *selected)
     constants = {
         "R": r, "S": s, "GROUPS": groups, "DIGITS": digits, "HAS_BIAS": bias is not None,
         "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "num_warps": config.warps,
@@ -126,6 +141,10 @@ def launch(
             binary_conv_kernel[grid](
                 *arguments, EVEN_C=cp == c // groups, num_stages=config.stages, **constants
             )  # fmt: skip
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return x.permute(0, 2, 3, 1).is_contiguous()
 
 
 def _returns_channels_last(x: Tensor, weight: Tensor) -> bool:
@@ -143,4 +162,3 @@ def _suggests_channels_last(x: Tensor) -> bool:
             return False
         least = x.stride(d) * max(x.shape[d], 1)
     return True
-

@@ -167,7 +167,7 @@ def test_pack_weight_and_prescan_compile(capability):
         from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided_kernel
         constants = dict(R=3, S=3, DIGITS=3, BITS=23, TOP=0.996, BLOCK=1024)
         pointers = dict(w_ptr="*fp32", planes_ptr="*i8", scale_ptr="*fp32", x_ptr="*fp32", out_ptr="*i8")
-        for kernel, constants in ((pack_weight_kernel, constants), (cast_flat_kernel, dict(BLOCK=4096)),
+        for kernel, constants in ((pack_weight_kernel, constants), (cast_flat_kernel, dict(count_ptr=None, BLOCK=4096)),
                                   (cast_strided_kernel, dict(BC=64, BP=64))):
             types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
             print(len(build(kernel, types, constants, {capability}, num_warps=4).asm["cubin"]) > 0)
@@ -182,7 +182,8 @@ def test_compiles_to_int8_tensor_core_instructions(capability):
         f"""
         from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel as kernel
         pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", bias_ptr="*fp32", out_ptr="*fp32")
-        constants = dict(R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True, BM=128, BN=64, BK=64)
+        constants = dict(count_ptr=None, rows_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True,
+                         BM=128, BN=64, BK=64)
         types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
         built = build(kernel, types, constants, {capability}, num_warps=4, num_stages=3)
         print(built.asm["ptx"])
@@ -202,8 +203,8 @@ def test_hopper_kernel_compiles_without_spills_and_overlaps_its_products(digits)
         from sparsecomp.lowering.templates.binary_conv_hopper import binary_conv_hopper_kernel as kernel
         config = hopper_config(100352, 128, 128, {digits})
         pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", bias_ptr="*fp32", out_ptr="*fp32")
-        constants = dict(R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True, BM=config.block_m,
-                         BN=config.block_n, BK=config.block_k, STAGES=config.stages, num_warps=config.warps)
+        constants = dict(count_ptr=None, rows_ptr=None, R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True,
+                         BM=config.block_m, BN=config.block_n, BK=config.block_k, STAGES=config.stages, num_warps=config.warps)
         types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
         built = build(kernel, types, constants, 90, source=GluonASTSource, num_warps=config.warps)
         print(built.asm["ptx"])

@@ -15,6 +15,7 @@ def binary_conv_kernel(
     M, H, W, OH, OW, C, K, CP,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
     out_pixel, out_channel, out_image,
+    count_ptr, rows_ptr, limit,
     R: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_C: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -23,6 +24,8 @@ def binary_conv_kernel(
 
     x: (N, H, W, C) int8. w: (DIGITS, K, R·S·CP) int8, CP channels of one group, padded by zeros to a multiple of BK.
     M = N·OH·OW. out is addressed by image, pixel and channel strides, so either memory format is written in place.
+    With count_ptr nothing happens unless *count_ptr > limit. With rows_ptr too, only the output pixels m that are its
+    first *count_ptr entries are computed, and the grid serves the most there can be.
     """
     pid = tl.program_id(0)
     kg = K // GROUPS
@@ -35,8 +38,17 @@ def binary_conv_kernel(
     cols = (pn % blocks_n) * BN + tl.arange(0, BN)
     col_ok = cols < kg
     k = group * kg + cols
+    if count_ptr is not None:
+        count = tl.load(count_ptr)
+        if rows_ptr is not None:
+            limit = pm * BM
+            M = count
+        if count <= limit:
+            return
     rows = pm * BM + tl.arange(0, BM)
     row_ok = rows < M
+    if rows_ptr is not None:
+        rows = tl.load(rows_ptr + rows, mask=row_ok, other=0)
     pixel = rows % (OH * OW)
     image = rows // (OH * OW)
     # rows past the end get a height outside the image, so that their loads are masked like padding

@@ -56,6 +56,7 @@ def binary_conv_hopper_kernel(
     M, H, W, OH, OW, C, K, CP,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
     out_pixel, out_channel, out_image,
+    count_ptr, rows_ptr, limit,
     R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
@@ -83,11 +84,21 @@ def binary_conv_hopper_kernel(
     pn = pid % (blocks_n * GROUPS)
     group = pn // blocks_n
     k0 = (pn % blocks_n) * BN
+    if count_ptr is not None:
+        count = gl.load(count_ptr)
+        if rows_ptr is not None:
+            limit = pm * BM
+            M = count
+        if count <= limit:
+            return
     rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, copy_layout))
+    row_ok = rows < M
+    if rows_ptr is not None:
+        rows = gl.load(rows_ptr + rows, mask=row_ok, other=0)
     chan = gl.arange(0, BK, layout=gl.SliceLayout(0, copy_layout))
     pixel = rows % (OH * OW)
     image = rows // (OH * OW)
-    ih = gl.where(rows < M, (pixel // OW) * stride_h - pad_h, -(1 << 30))
+    ih = gl.where(row_ok, (pixel // OW) * stride_h - pad_h, -(1 << 30))
     iw = (pixel % OW) * stride_w - pad_w
     x_row = ((image.to(gl.int64) * H + ih) * W + iw) * C + group * cg
     x_ptrs = x_ptr + x_row[:, None] + chan[None, :]
@@ -155,6 +166,9 @@ def binary_conv_hopper_kernel(
 
     out_layout: gl.constexpr = value.type.layout
     out_rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, out_layout))
+    out_ok = out_rows < M
+    if rows_ptr is not None:
+        out_rows = gl.load(rows_ptr + out_rows, mask=out_ok, other=0)
     cols = k0 + gl.arange(0, BN, layout=gl.SliceLayout(0, out_layout))
     k = group * kg + cols
     value = value * gl.load(scale_ptr + k, mask=cols < kg, other=0.0)[None, :]
@@ -162,4 +176,4 @@ def binary_conv_hopper_kernel(
         value += gl.load(bias_ptr + k, mask=cols < kg, other=0.0).to(gl.float32)[None, :]
     out_offset = (out_rows // (OH * OW)).to(gl.int64) * out_image + (out_rows % (OH * OW)).to(gl.int64) * out_pixel
     out_ptrs = out_ptr + out_offset[:, None] + (k.to(gl.int64) * out_channel)[None, :]
-    gl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=(out_rows < M)[:, None] & (cols < kg)[None, :])
+    gl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=out_ok[:, None] & (cols < kg)[None, :])

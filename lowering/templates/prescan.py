@@ -8,8 +8,12 @@ import triton.language as tl
 
 
 @triton.jit
-def cast_flat_kernel(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
-    """out[i] = int8(x[i]) for dense memory that already lies channels-last."""
+def cast_flat_kernel(x_ptr, out_ptr, numel, count_ptr, limit, BLOCK: tl.constexpr):
+    """out[i] = int8(x[i]) for dense memory that already lies channels-last; with count_ptr, if *count_ptr > limit."""
+    if count_ptr is not None:
+        count = tl.load(count_ptr)
+        if count <= limit:
+            return
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
     # through float32: the interpreter has no direct bf16 conversion

@@ -1,0 +1,129 @@
+"""The event-driven convolution against float64, through the interpreter and on the GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_devices import KERNEL_DEVICES
+from spike_conv_cases import CASES, check, normal, sixteenths, spikes
+
+from sparsecomp.lowering import event_conv, spike_conv
+from sparsecomp.lowering.window import Window
+
+pytestmark = pytest.mark.parametrize("device", KERNEL_DEVICES)
+
+SQUARE = Window((3, 3), (1, 1), (1, 1), (1, 1))
+
+
+def channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("density", [0.005, 0.05])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize(("shape", "kernel", "window"), CASES)
+def test_matches_float64(device, density, layout, shape, kernel, window):
+    x = spikes(shape, density)
+    x = channels_last(x) if layout == "channels_last" else x
+    check(device, "event", x, normal(kernel), normal(kernel[:1], seed=2), **window)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_any_density_and_more_events_than_the_list_holds(device, density, layout):
+    x = spikes((2, 16, 7, 7), density)
+    x = channels_last(x) if layout == "channels_last" else x
+    check(device, "event", x, normal((16, 16, 3, 3)), normal((16,), seed=2))
+
+
+def test_one_corner_spike(device):
+    x = torch.zeros(1, 16, 7, 7)
+    x[0, 15, 6, 6] = 1
+    check(device, "event", x, normal((16, 16, 3, 3)), None, rtol=1e-7)
+
+
+@pytest.mark.parametrize("density", [0.03, 0.5])
+@pytest.mark.parametrize("layout", ["nchw", "channels_last", "sliced"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_bit_exact_for_signed_counts(device, density, layout, dtype):
+    x = spikes((2, 70, 12, 7), density, high=127).to(dtype)
+    if layout == "channels_last":
+        x = channels_last(x)
+    if layout == "sliced":
+        x = x[:, ::2, 1::2]
+    check(device, "event", x, sixteenths((40, x.shape[1], 3, 3)), None, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_rounds_once(device, dtype):
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter computes bf16 stores wrong")
+    x = channels_last(spikes((1, 64, 6, 6), 0.05)).to(dtype)
+    rtol = 2.0 ** (-11 if dtype == torch.float16 else -8)
+    check(device, "event", x, normal((32, 64, 3, 3)).to(dtype), None, rtol=rtol)
+
+
+def test_no_images(device):
+    out = check(device, "event", torch.zeros(0, 16, 5, 5), normal((8, 16, 3, 3)), None)
+    assert out.shape == (0, 8, 5, 5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_weight_spoils_its_channel_without_any_spike(device, bad):
+    weight = normal((3, 16, 1, 1)).to(device)
+    weight[1, 2] = bad
+    args = ((1, 1), (0, 0), (1, 1), 1, 3, "event")
+    out = spike_conv.conv2d(torch.zeros(1, 16, 4, 4, device=device), weight, None, *args)
+    assert torch.isnan(out[:, 1]).all() and not out[:, [0, 2]].any()
+
+
+@pytest.mark.parametrize("density", [0.02, 0.5])
+def test_linear(device, density):
+    x, weight, bias = spikes((3, 5, 65), density), normal((20, 65)), normal((20,), seed=2)
+    out = spike_conv.linear(x.to(device), weight.to(device), bias.to(device), 3, "event")
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    assert (out.cpu().double() - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.parametrize(("channels", "width"), [(3, 9), (16, 13), (33, 6), (64, 7)])
+def test_prescan_lists_every_event_of_a_pixel_in_order(device, channels, width):
+    x = channels_last(spikes((2, channels, 3, width), 0.04, high=127))
+    events = event_conv.find_events(x.to(device))
+    starts, codes = events.starts.cpu(), events.codes.cpu()
+    flat = x.permute(0, 2, 3, 1).reshape(-1, width * channels)
+    assert events.total.item() == flat.count_nonzero() <= events.capacity
+    for row, line in enumerate(flat):
+        found = codes[starts[row, 0] : starts[row, width]]
+        where = found & 0xFFFF
+        assert torch.equal(where.long(), line.nonzero()[:, 0])
+        assert torch.equal((found & ~0xFFFF).view(torch.float32), line[where.long()])
+        pixels = torch.searchsorted(where.long(), torch.arange(width + 1) * channels)
+        assert torch.equal(pixels, (starts[row] - starts[row, 0]).long())
+
+
+def test_result_repeats_bit_for_bit(device):
+    x, weight = channels_last(spikes((4, 64, 8, 8), 0.05)).to(device), normal((32, 64, 3, 3)).to(device)
+    args = ((1, 1), (1, 1), (1, 1), 1, 3, "event")
+    first = spike_conv.conv2d(x, weight, None, *args)
+    assert all(torch.equal(first, spike_conv.conv2d(x, weight, None, *args)) for _ in range(2))
+
+
+def test_nothing_is_written_when_the_list_overflows(device):
+    x, weight = channels_last(torch.ones(1, 16, 5, 5)).to(device), normal((16, 16, 3, 3)).to(device)
+    out = torch.full((1, 16, 5, 5), 7.0, device=device)
+    select = event_conv.conv2d(x, weight, None, SQUARE, out)
+    assert select.count.item() == 400 > select.limit
+    assert (out == 7).all()
+
+
+def test_weight_is_packed_again_after_a_write(device):
+    weight = normal((16, 16, 1, 1)).to(device)
+    first = event_conv.event_weight(weight, 16)
+    assert event_conv.event_weight(weight, 16) is first
+    weight.mul_(2)
+    assert torch.equal(event_conv.event_weight(weight, 16), first * 2)
+
+
+def test_rows_too_long_for_the_event_code_take_the_binary_path(device):
+    assert not event_conv.serves(torch.zeros(1, 1, 1, 2**16 + 1, device=device), SQUARE, 1)
+    assert not event_conv.serves(torch.zeros(1, 4, 4, 4, device=device), SQUARE, 2)
+    assert event_conv.serves(torch.zeros(1, 64, 1, 512, device=device), SQUARE, 1)
