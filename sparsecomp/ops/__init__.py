@@ -5,7 +5,7 @@ their kernels on first use.
 """
 
 from sparsecomp.ops.lif import lif
-from sparsecomp.ops.spike_conv import decompositions, spike_conv2d, spike_linear
+from sparsecomp.ops.spike_conv import decompositions, pack_weight, spike_conv2d, spike_linear
 from sparsecomp.ops.weights import split_weight
 
-__all__ = ["decompositions", "lif", "spike_conv2d", "spike_linear", "split_weight"]
+__all__ = ["decompositions", "lif", "pack_weight", "spike_conv2d", "spike_linear", "split_weight"]

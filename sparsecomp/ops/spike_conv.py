@@ -70,6 +70,11 @@ def spike_linear(x: Tensor, weight: Tensor, bias: Tensor | None, digits: int, st
     return torch.ops.sparsecomp.spike_linear.default(x, weight, bias, digits, strategy)
 
 
+def pack_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
+    """:func:`sparsecomp.ops.weights.split_weight`, in one launch on CUDA."""
+    return torch.ops.sparsecomp.pack_weight.default(weight, digits)
+
+
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Decompositions for Inductor: op overload to function of fake or proxy tensors."""
     return {

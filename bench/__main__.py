@@ -1,0 +1,41 @@
+"""``python -m bench snn``: prints a table and writes every figure as JSON beside it."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from bench import snn_conv, snn_network
+from bench.timing import machine
+
+
+def main() -> int:
+    """Run the benchmarks named on the command line; 2 if there is no CUDA device."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("suite", choices=("snn", "snn-conv", "snn-network"))
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the JSON files")
+    parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
+    parser.add_argument("--precision", nargs="+", default=list(snn_network.PRECISIONS), choices=snn_network.PRECISIONS)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("the benchmarks need a CUDA device; none was found", file=sys.stderr)
+        return 2
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.suite in ("snn", "snn-conv"):
+        save(arguments.out / "snn_conv.json", snn_conv.run())
+    if arguments.suite in ("snn", "snn-network"):
+        result = snn_network.run(arguments.network, precisions=tuple(arguments.precision))
+        save(arguments.out / f"snn_{arguments.network}.json", result)
+    return 0
+
+
+def save(path: Path, result: object) -> None:
+    """Write one result with the machine that gave it."""
+    path.write_text(json.dumps({"machine": machine(), "result": result}, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

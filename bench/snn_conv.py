@@ -1,0 +1,138 @@
+"""Single layers on spikes: every implementation beside cuDNN and cuBLAS, prescan included, checked against float64.
+
+Times are of CUDA graph replays. Spikes arrive at full width and the time to turn them to bytes or events counts; so does
+packing the weight, which a graph repeats in every replay to see new values. ``binary from bytes`` is what a site costs
+in a compiled graph, where the neuron writes bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bench.timing import graph_ms
+from sparsecomp import gate
+from sparsecomp.ops import pack_weight, spike_conv2d, spike_linear
+
+STAGES = ((64, 56), (128, 28), (256, 14), (512, 7))
+BATCH = 128
+COPIES = 4
+"""Inputs rotated through, so that no call finds its own input in the L2 cache."""
+
+
+def run() -> list[dict[str, Any]]:
+    """All cases: a row has the case, milliseconds by implementation, the gate's choice and the error of ours."""
+    rows = []
+    for channels, size in STAGES:
+        for density in (0.15, 0.05, 0.01, 0.001):
+            rows.append(_conv_row(channels, size, density, torch.float32, _independent))
+        rows.append(_conv_row(channels, size, 0.2, torch.float32, _clustered))
+    for channels, size in STAGES:
+        for density in (0.15, 0.01, 0.001):
+            rows.append(_conv_row(channels, size, density, torch.float16, _independent))
+        rows.append(_conv_row(channels, size, 0.2, torch.float16, _clustered))
+    for m in (512, 4096):
+        for density in (0.2, 0.05, 0.01):
+            rows.append(_linear_row(m, density, torch.float32))
+            rows.append(_linear_row(m, density, torch.float16))
+    return rows
+
+
+def _independent(shape: tuple[int, ...], density: float) -> torch.Tensor:
+    return (torch.rand(shape, device="cuda") < density).float()
+
+
+def _clustered(shape: tuple[int, ...], density: float) -> torch.Tensor:
+    """Nine of ten 8×8 blocks of pixels are empty; the rest hold independent spikes."""
+    n, _, h, w = shape
+    alive = torch.rand(n, 1, -(-h // 8), -(-w // 8), device="cuda") < 0.1
+    mask = alive.repeat_interleave(8, 2).repeat_interleave(8, 3)[:, :, :h, :w]
+    return _independent(shape, density) * mask
+
+
+def _conv_row(
+    c: int, size: int, density: float, dtype: torch.dtype, make: Callable[[tuple[int, ...], float], torch.Tensor]
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    inputs = [make((BATCH, c, size, size), density).to(dtype).contiguous(memory_format=torch.channels_last)
+              for _ in range(COPIES)]  # fmt: skip
+    weight = (torch.randn(c, c, 3, 3, device="cuda") * 0.05).to(dtype).contiguous(memory_format=torch.channels_last)
+    digits = 3 if dtype is torch.float32 else 2
+    window = ([1, 1], [1, 1], [1, 1], 1)
+    row: dict[str, Any] = {
+        "case": f"conv 3x3 {c}->{c} @{size}x{size}", "dtype": str(dtype)[6:], "density": density,
+        "spikes": make.__name__.strip("_"), "ms": {}, "error": {},
+    }  # fmt: skip
+
+    def dense(x: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, weight, None, *window)
+
+    _time_dense(row, dtype, inputs, dense, lambda x: x.contiguous())
+    exact = F.conv2d(inputs[0][:8].double(), weight.double(), None, *window)
+
+    def ours(x: torch.Tensor, strategy: str) -> torch.Tensor:
+        return spike_conv2d(x, weight, None, *window, digits, strategy)
+
+    for strategy in ("binary", "event", "skip"):
+        _time_ours(row, strategy, inputs, exact, lambda x, s=strategy: ours(x, s))
+    as_bytes = [x.to(torch.int8) for x in inputs]
+    _time_ours(row, "binary from bytes", as_bytes, exact, lambda x: ours(x, "binary"))
+    row["ms"]["of which packing the weight"] = graph_ms([lambda: pack_weight(weight, digits)] * COPIES)
+    row["chosen"] = _chosen(row, dtype, density, c, size, size)
+    return _printed(row)
+
+
+def _linear_row(m: int, density: float, dtype: torch.dtype, features: int = 4096) -> dict[str, Any]:
+    torch.manual_seed(0)
+    inputs = [_independent((m, features), density).to(dtype) for _ in range(COPIES)]
+    weight = (torch.randn(features, features, device="cuda") * 0.02).to(dtype)
+    digits = 3 if dtype is torch.float32 else 2
+    row: dict[str, Any] = {
+        "case": f"linear {m}x{features}x{features}", "dtype": str(dtype)[6:], "density": density,
+        "spikes": "independent", "ms": {}, "error": {},
+    }  # fmt: skip
+    _time_dense(row, dtype, inputs, lambda x: F.linear(x, weight), None)
+    exact = F.linear(inputs[0].double(), weight.double())
+    for strategy in ("binary", "event"):
+        _time_ours(row, strategy, inputs, exact, lambda x, s=strategy: spike_linear(x, weight, None, digits, s))
+    row["chosen"] = _chosen(row, dtype, density, features, 1, 1, n=m, r=1)
+    return _printed(row)
+
+
+def _time_dense(row: dict, dtype: torch.dtype, inputs: list, dense: Callable, to_nchw: Callable | None) -> None:
+    torch.backends.cudnn.benchmark = True
+    modes = {"fp16": True} if dtype is torch.float16 else {"fp32": False, "tf32": True}
+    layouts = {" channels_last": inputs} if to_nchw else {"": inputs}
+    if to_nchw and dtype is torch.float32:
+        layouts[" nchw"] = [to_nchw(x) for x in inputs]
+    for mode, tf32 in modes.items():
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+        for layout, rotated in layouts.items():
+            row["ms"][f"dense {mode}{layout}"] = graph_ms([lambda x=x: dense(x) for x in rotated])
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def _time_ours(row: dict, name: str, inputs: list, exact: torch.Tensor, call: Callable) -> None:
+    out = call(inputs[0])[: exact.shape[0]].double()
+    row["error"][name] = ((out - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+    row["ms"][name] = graph_ms([lambda x=x: call(x) for x in inputs])
+
+
+def _chosen(row: dict, dtype: torch.dtype, density: float, c: int, h: int, w: int, n: int = BATCH, r: int = 3) -> dict:
+    """What the gate picks in a compiled graph when torch's default precision is the rival, and that it never loses."""
+    half = dtype is torch.float16
+    share = density * 0.1 if row["spikes"] == "clustered" else density
+    site = gate.SiteInfo(
+        device="cuda", itemsize=2 if half else 4, n=n, c=c, h=h, w=w, k=c, r=r, s=r, out_h=h, out_w=w, groups=1,
+        digits=2 if half else 3, density=share, tf32=not half and r == 3, channels_last=True, fused=False,
+    )  # fmt: skip
+    return {"strategy": gate.decide(site).strategy, "reason": gate.decide(site).reason}
+
+
+def _printed(row: dict[str, Any]) -> dict[str, Any]:
+    times = ", ".join(f"{name} {ms:.4f}" for name, ms in row["ms"].items())
+    errors = ", ".join(f"{name} {error:.0e}" for name, error in row["error"].items())
+    print(f"{row['case']} {row['dtype']} {row['spikes']} {row['density']:.3f}: {times} | errors {errors} | "
+          f"gate: {row['chosen']['strategy']}", flush=True)  # fmt: skip
+    return row
