@@ -169,7 +169,7 @@ def run(device: str = "auto", implementation: str = "auto", as_json: bool = Fals
 
 def compare(net: nn.Module, x: Tensor, y: Tensor, implementation: str = "auto") -> Outcome:
     """Compile a trained network and compare it with itself, on one batch `x` with labels `y`."""
-    options = {"implementation": implementation}
+    options: dict[str, Any] = {"implementation": implementation}
     compiled = torch.compile(copy.deepcopy(net), backend="sparsecomp", options=options)
     with torch.no_grad():
         eager_prediction = net(x).argmax(1)
@@ -232,7 +232,7 @@ def train(x: Tensor, y: Tensor, epochs: int = EPOCHS, batch: int = 64) -> Digits
 def _show(outcome: Outcome) -> None:
     console = Console(width=_WIDTH, highlight=False)
     report = outcome.report
-    console.print(f"trained in {outcome.train_seconds:.1f} s, compiled in {outcome.compile_seconds:.1f} s", markup=False)
+    console.print(f"trained in {outcome.train_seconds:.1f} s, compiled in {outcome.compile_seconds:.1f} s")
     console.print(report.to_table())
     for note in (*(f"graph break: {reason}" for reason in report.graph_breaks), *report.notes):
         console.print(note, markup=False)
