@@ -1,7 +1,7 @@
 """Single layers on spikes: every implementation beside cuDNN and cuBLAS, prescan included, checked against float64.
 
-Times are of CUDA graph replays. Spikes arrive at full width and the time to turn them to bytes or events counts; so does
-packing the weight, which a graph repeats in every replay to see new values. ``binary from bytes`` is what a site costs
+Times are of CUDA graph replays. Spikes arrive at full width and the time to turn them to bytes or events counts; so
+does packing the weight, which a graph repeats in every replay to see new values. ``binary from bytes`` is what a site costs
 in a compiled graph, where the neuron writes bytes.
 """
 

@@ -22,27 +22,30 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._remembered: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
-    def __call__(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> None:
+    def __call__(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], **options: int
+    ) -> None:
         """Launch over ``grid`` on the device of the first argument, on its current stream.
 
         Args:
             arguments: tensors, numbers and None, in the kernel's order.
-            constants: the kernel's ``constexpr`` arguments by name, all of them, in the kernel's order.
+            constants: all the kernel's ``constexpr`` arguments by name.
             options: Triton's own, such as ``num_warps``.
         """
         anchor = arguments[0]
         with torch.cuda.device_of(anchor):
             key = (anchor.device.index, *map(_specialised, arguments), *constants.values(), *options.values())
-            compiled = self._compiled.get(key)
-            if compiled is None:
-                compiled = self._kernel[grid](*arguments, **constants, **options)
-                if compiled is not None:  # the interpreter compiles nothing
-                    self._compiled[key] = compiled
-            else:
-                padded = grid + (1,) * (3 - len(grid))
-                compiled[padded](*arguments, *constants.values())
+            found = self._remembered.get(key)
+            if found is not None:
+                compiled, tail = found
+                compiled[grid + (1,) * (3 - len(grid))](*arguments, *tail)
+                return
+            compiled = self._kernel[grid](*arguments, **constants, **options)
+            if compiled is not None:  # the interpreter compiles nothing
+                tail = tuple(constants[name] for name in self._kernel.arg_names[len(arguments) :])
+                self._remembered[key] = (compiled, tail)
 
 
 def _specialised(argument: Any) -> Any:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from sparsecomp.lowering import event_conv, skip_conv
 from sparsecomp.lowering.config import ConvConfig, hopper_config, portable_config
+from sparsecomp.lowering.launch import Launcher
 from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel
 from sparsecomp.lowering.templates.binary_conv_hopper import binary_conv_hopper_kernel
 from sparsecomp.lowering.templates.pack_weight import pack_weight_kernel
@@ -13,6 +14,13 @@ from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided
 from sparsecomp.lowering.weight_cache import kept
 from sparsecomp.lowering.window import Selection, Window, pixel_strides
 from sparsecomp.ops.weights import digit_bits, largest_mantissa, padded_channels
+
+
+_pack_weight = Launcher(pack_weight_kernel)
+_cast_flat = Launcher(cast_flat_kernel)
+_cast_strided = Launcher(cast_strided_kernel)
+_binary_conv = Launcher(binary_conv_kernel)
+_binary_conv_hopper = Launcher(binary_conv_hopper_kernel)
 
 
 def conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy) -> Tensor:
@@ -58,11 +66,8 @@ def pack_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
     planes = torch.empty((digits, k, r * s * cp), dtype=torch.int8, device=w.device)
     scale = torch.empty((k,), dtype=torch.float32, device=w.device)
     if k:
-        with torch.cuda.device_of(w):
-            pack_weight_kernel[(k,)](
-                w, planes, scale, k, c, cp, *w.stride(), R=r, S=s, DIGITS=digits, BITS=digit_bits(digits),
-                TOP=largest_mantissa(digits), BLOCK=1024,
-            )  # fmt: skip
+        constants = {"R": r, "S": s, "DIGITS": digits, "BITS": digit_bits(digits), "TOP": largest_mantissa(digits)}
+        _pack_weight((k,), (w, planes, scale, k, c, cp, *w.stride()), {**constants, "BLOCK": 1024})
     return planes, scale
 
 
@@ -78,14 +83,12 @@ def to_bytes(x: Tensor, select: Selection | None = None) -> Tensor:
     view = out.permute(0, 3, 1, 2)
     if x.numel() == 0:
         return view
-    with torch.cuda.device_of(x):
-        if _is_channels_last(x):
-            block = 4096
-            count, limit = (None, 0) if select is None else (select.count, select.limit)
-            cast_flat_kernel[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), count, limit, BLOCK=block)
-        else:
-            grid = (n, triton.cdiv(h * w, 64), triton.cdiv(c, 64))
-            cast_strided_kernel[grid](x, out, c, w, h * w, *x.stride(), BC=64, BP=64)
+    if _is_channels_last(x):
+        count, limit = (None, 0) if select is None else (select.count, select.limit)
+        _cast_flat((triton.cdiv(x.numel(), 4096),), (x, out, x.numel(), count, limit), {"BLOCK": 4096})
+    else:
+        grid = (n, triton.cdiv(h * w, 64), triton.cdiv(c, 64))
+        _cast_strided(grid, (x, out, c, w, h * w, *x.stride()), {"BC": 64, "BP": 64})
     return view
 
 
@@ -132,15 +135,13 @@ def launch(
     arguments = (x, planes, scale, bias, out, *sizes, cp, *window, *out_strides, *selected)
     constants = {
         "R": r, "S": s, "GROUPS": groups, "DIGITS": digits, "HAS_BIAS": bias is not None,
-        "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "num_warps": config.warps,
+        "BM": config.block_m, "BN": config.block_n, "BK": config.block_k,
     }  # fmt: skip
-    with torch.cuda.device_of(x):
-        if hopper:
-            binary_conv_hopper_kernel[grid](*arguments, STAGES=config.stages, **constants)
-        else:
-            binary_conv_kernel[grid](
-                *arguments, EVEN_C=cp == c // groups, num_stages=config.stages, **constants
-            )  # fmt: skip
+    if hopper:
+        _binary_conv_hopper(grid, arguments, {**constants, "STAGES": config.stages, "num_warps": config.warps})
+    else:
+        constants["EVEN_C"] = cp == c // groups
+        _binary_conv(grid, arguments, constants, num_warps=config.warps, num_stages=config.stages)
 
 
 def _is_channels_last(x: Tensor) -> bool:

@@ -18,6 +18,9 @@ def kept(weight: Tensor, form: Hashable, make: Callable[[], Any]) -> Any:
     if weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
     stamp = (weight._version, weight.data_ptr())
+    if weight.is_cuda:
+        # made on one stream, it may not be ready on another
+        form = (form, torch.cuda.current_stream(weight.device).cuda_stream)
     forms = _kept.get(weight)
     if forms is None or forms[0] != stamp:
         forms = (stamp, {})

@@ -148,7 +148,8 @@ def _decompose_conv2d(x, weight, bias, stride, padding, dilation, groups, digits
     if strategy != "binary":
         return NotImplemented
     # eager's memory format, whatever rule torch has for it, read off the dense operator's fake
-    channels_last = _is_channels_last(_reference_conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy))
+    dense = F.conv2d(_widened(x, weight), weight, bias, stride, padding, dilation, groups)
+    channels_last = _is_channels_last(dense)
     x8 = x.to(torch.int8, memory_format=torch.channels_last)
     planes, scale = torch.ops.sparsecomp.pack_weight.default(weight, digits)
     return torch.ops.sparsecomp.spike_conv2d_packed.default(
