@@ -8,7 +8,8 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -216,7 +217,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def train(x: Tensor, y: Tensor, epochs: int = EPOCHS, batch: int = 64) -> DigitsNet:
     """A trained network in evaluation mode, on the device of `x`; the global random stream is left as it was."""
     devices = [x.device] if x.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), _one_thread():
         torch.manual_seed(SEED)
         net = DigitsNet().to(x.device)
         optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
@@ -227,6 +228,17 @@ def train(x: Tensor, y: Tensor, epochs: int = EPOCHS, batch: int = 64) -> Digits
                 F.cross_entropy(10 * net(x[rows]), y[rows]).backward()
                 optimizer.step()
     return net.eval()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Maps of 8x8 are too small to share out, and on a busy machine threads that wait for each other take minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _show(outcome: Outcome) -> None:

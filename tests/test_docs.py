@@ -1,0 +1,76 @@
+"""The README says what the code does: options, environment variables, columns, paths and the test command."""
+
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from sparsecomp.options import RULES, Options
+from sparsecomp.report import Report
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def table(first_header: str) -> dict[str, list[str]]:
+    """Rows of the README's table whose first column has this header, by their first cell without backticks."""
+    lines = README.split(f"\n| {first_header} |", 1)[1].splitlines()[2:]
+    rows: dict[str, list[str]] = {}
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows[cells[0].strip("`")] = cells[1:]
+    return rows
+
+
+def test_every_option_and_no_other_with_its_default() -> None:
+    made = {item.name: item.default_factory for item in fields(Options) if item.default_factory is not MISSING}
+    defaults = {item.name: made[item.name]() if item.name in made else item.default for item in fields(Options)}
+    shown = {name: cells[0].strip("`") for name, cells in table("option").items()}
+    assert shown == {name: repr(value).replace("'", '"') for name, value in defaults.items()}
+
+
+@pytest.mark.parametrize("option", ["precision", "implementation", "neurons", "mode"])
+def test_every_value_in_the_table_is_one(option: str) -> None:
+    documented = re.findall(r"`([\w-]+)`", table("option")[option][1])
+    assert documented
+    for value in documented:
+        Options(**{option: value})
+    with pytest.raises(Exception, match="use one of") as caught:
+        Options(**{option: "no such value"})
+    known = re.findall(r"'([\w-]+)'", str(caught.value).split("use one of")[1])
+    assert set(known) - {"default"} <= set(documented)
+
+
+def test_every_rule() -> None:
+    assert re.findall(r"`(\w+)`", table("option")["disable"][1]) == list(RULES)
+
+
+def test_every_environment_variable() -> None:
+    sources = [path for name in ("sparsecomp", "passes", "lowering") for path in (ROOT / name).rglob("*.py")]
+    read = {name for path in sources for name in re.findall(r"SPARSECOMP_[A-Z_]+", path.read_text())}
+    assert read == {name for name in table("environment variable") if name.startswith("SPARSECOMP_")}
+
+
+def test_every_column_of_the_report() -> None:
+    assert list(table("column")) == [str(column.header) for column in Report().to_table().columns]
+
+
+def test_every_path_of_the_layout_exists() -> None:
+    section = README.split("## Where things are")[1].split("##")[0]
+    paths = [path.strip(",") for line in re.findall(r"^    (\S+, \S+|\S+)", section, re.M) for path in line.split()]
+    assert len(paths) >= 8
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_continuous_integration_runs_the_command_of_the_readme() -> None:
+    section = README.split("## Test it")[1]
+    command = re.search(r"```bash\n(.*)\n```", section)
+    assert command is not None
+    assert f"({command.group(1)})" in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_the_place_for_results_is_there() -> None:
+    assert README.index("<!-- results -->") < README.index("<!-- /results -->")
