@@ -8,14 +8,14 @@ from torch import Tensor
 from sparsecomp.lowering import spike_conv
 
 CASES = [
-    pytest.param((2, 64, 7, 7), (48, 64, 3, 3), {}, id="3x3"),
+    pytest.param((2, 64, 7, 7), (20, 64, 3, 3), {}, id="3x3"),
     pytest.param((1, 16, 13, 9), (17, 16, 3, 3), {"stride": (2, 2)}, id="stride"),
     pytest.param((1, 17, 9, 5), (8, 17, 3, 3), {"dilation": (2, 2), "padding": (2, 2)}, id="dilation"),
     pytest.param((3, 48, 1, 1), (32, 48, 1, 1), {"padding": (0, 0)}, id="one pixel"),
-    pytest.param((1, 3, 8, 8), (5, 3, 5, 5), {"padding": (2, 2)}, id="3 channels"),
+    pytest.param((1, 3, 6, 6), (5, 3, 5, 5), {"padding": (2, 2)}, id="3 channels"),
     pytest.param((1, 33, 6, 10), (20, 33, 3, 2), {"padding": (0, 2), "stride": (1, 2)}, id="uneven"),
     pytest.param((1, 32, 6, 5), (32, 16, 3, 1), {"padding": (1, 0), "groups": 2}, id="groups"),
-    pytest.param((1, 8, 4, 4), (300, 8, 3, 3), {"padding": (4, 4)}, id="window outside"),
+    pytest.param((1, 4, 1, 2), (260, 4, 3, 3), {"padding": (3, 2)}, id="window outside"),
 ]
 
 
@@ -50,13 +50,13 @@ def run(x, weight, bias, strategy, stride=(1, 1), padding=(1, 1), dilation=(1, 1
         return spike_conv.conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy)
 
 
-def check(device, strategy, x, weight, bias, rtol=1e-6, **window):
+def check(device, strategy, x, weight, bias, rtol=1e-6, digits=3, **window):
     """Compare with float64: relative error of the whole output, and eager's memory format."""
     x, weight = x.to(device), weight.to(device)
     bias = None if bias is None else bias.to(device)
     window = {"padding": (1, 1), **window}
     expected = F.conv2d(x.double(), weight.double(), None if bias is None else bias.double(), **window)
-    out = run(x, weight, bias, strategy, **window)
+    out = run(x, weight, bias, strategy, digits=digits, **window)
     assert out.dtype == weight.dtype and out.shape == expected.shape
     if device == "cuda":
         assert out.stride() == F.conv2d(x.to(weight.dtype), weight, bias, **window).stride()

@@ -18,10 +18,9 @@ def channels_last(x):
     return x.contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("density", [0.005, 0.05])
-@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+@pytest.mark.parametrize(("layout", "density"), [("nchw", 0.05), ("channels_last", 0.01)])
 @pytest.mark.parametrize(("shape", "kernel", "window"), CASES)
-def test_matches_float64(device, density, layout, shape, kernel, window):
+def test_matches_float64(device, layout, density, shape, kernel, window):
     x = spikes(shape, density)
     x = channels_last(x) if layout == "channels_last" else x
     check(device, "event", x, normal(kernel), normal(kernel[:1], seed=2), **window)
@@ -30,7 +29,7 @@ def test_matches_float64(device, density, layout, shape, kernel, window):
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("layout", ["nchw", "channels_last"])
 def test_any_density_and_more_events_than_the_list_holds(device, density, layout):
-    x = spikes((2, 16, 7, 7), density)
+    x = spikes((1, 16, 7, 7), density)
     x = channels_last(x) if layout == "channels_last" else x
     check(device, "event", x, normal((16, 16, 3, 3)), normal((16,), seed=2))
 
@@ -42,15 +41,17 @@ def test_one_corner_spike(device):
 
 
 @pytest.mark.parametrize("density", [0.03, 0.5])
-@pytest.mark.parametrize("layout", ["nchw", "channels_last", "sliced"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("nchw", torch.float32), ("channels_last", torch.float32), ("channels_last", torch.int8), ("sliced", torch.int8)],
+)
 def test_bit_exact_for_signed_counts(device, density, layout, dtype):
-    x = spikes((2, 70, 12, 7), density, high=127).to(dtype)
+    x = spikes((1, 70, 6, 7), density, high=127).to(dtype)
     if layout == "channels_last":
         x = channels_last(x)
     if layout == "sliced":
         x = x[:, ::2, 1::2]
-    check(device, "event", x, sixteenths((40, x.shape[1], 3, 3)), None, rtol=0)
+    check(device, "event", x, sixteenths((10, x.shape[1], 3, 3)), None, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -86,7 +87,7 @@ def test_linear(device, density):
 
 @pytest.mark.parametrize(("channels", "width"), [(3, 9), (16, 13), (33, 6), (64, 7)])
 def test_prescan_lists_every_event_of_a_pixel_in_order(device, channels, width):
-    x = channels_last(spikes((2, channels, 3, width), 0.04, high=127))
+    x = channels_last(spikes((2, channels, 6, width), 0.03, high=127))
     events = event_conv.find_events(x.to(device))
     starts, codes = events.starts.cpu(), events.codes.cpu()
     flat = x.permute(0, 2, 3, 1).reshape(-1, width * channels)
@@ -101,7 +102,7 @@ def test_prescan_lists_every_event_of_a_pixel_in_order(device, channels, width):
 
 
 def test_result_repeats_bit_for_bit(device):
-    x, weight = channels_last(spikes((4, 64, 8, 8), 0.05)).to(device), normal((32, 64, 3, 3)).to(device)
+    x, weight = channels_last(spikes((2, 64, 4, 4), 0.05)).to(device), normal((20, 64, 3, 3)).to(device)
     args = ((1, 1), (1, 1), (1, 1), 1, 3, "event")
     first = spike_conv.conv2d(x, weight, None, *args)
     assert all(torch.equal(first, spike_conv.conv2d(x, weight, None, *args)) for _ in range(2))
