@@ -32,6 +32,8 @@ _ALIASING = frozenset({
     "dropout", "dropout1d", "dropout2d", "dropout3d",
 })  # fmt: skip
 """Results that may share storage with the first argument."""
+_OWN_OPERATORS = "sparsecomp::"
+"""What an earlier rule put in the graph: functional, with results of their own."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +339,7 @@ class _Run:
             self._alias_body(node)
         elif "::" in op.name and known and not op.name.startswith("higher_order::"):
             self.groups.mark_tuple(node)
-        elif not known:
+        elif not known and not op.name.startswith(_OWN_OPERATORS):
             for argument in node.all_input_nodes:
                 self.groups.union(node, argument, reinterpreted=True)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
+import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp.passes.analysis import Analysis, analyse
 from sparsecomp.passes.registry import LostKind
 
@@ -99,6 +100,26 @@ def test_does_not_stay_binary(name: str) -> None:
 def test_residual_sums_count_up() -> None:
     fact = output_fact(lambda x: spikes(x) + spikes(x - 1) + spikes(x + 1), X)
     assert (fact.lo, fact.hi, fact.fits_int8) == (0, 3, True)
+
+
+@pytest.mark.parametrize("p,hi,scale", [(0.5, 2, 1.0), (0.75, 4, 1.0), (0.2, 1, 1.25)])
+def test_dropout_in_training_scales_the_spikes_it_keeps(p: float, hi: int, scale: float) -> None:
+    fact = output_fact(lambda x: F.dropout(spikes(x), p, True), X)
+    whole = scale == 1.0
+    assert (fact.lo, fact.hi, fact.scale, fact.exact, fact.exact_zeros) == (0, hi, scale, whole, True)
+    counts = output_fact(lambda x: F.dropout(spikes(x) + spikes(x - 1), p, True), X)
+    assert counts.exact_zeros and (counts.integral, counts.hi) == (whole, 2 * hi if whole else None)
+
+
+def test_a_rewritten_layer_is_no_alias_of_its_input() -> None:
+    def residual(x: torch.Tensor, weight: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+        spike = spikes(x)
+        in_graph(torch.ops.sparsecomp.spike_linear.default, spike, weight, None, 3, "binary")
+        counter.add_(1)
+        return spike + spike
+
+    fact = output_fact(residual, X, torch.ones(8, 8), torch.zeros(()))
+    assert (fact.lo, fact.hi, fact.fits_int8) == (0, 2, True)
 
 
 def test_average_over_a_power_of_two_is_a_scaled_count() -> None:

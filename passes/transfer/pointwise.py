@@ -310,10 +310,13 @@ def symmetric_interval(op: CanonicalOp, facts: Facts) -> Result:
 
 @transfer("dropout", "dropout1d", "dropout2d", "dropout3d")
 def dropout(op: CanonicalOp, facts: Facts) -> Result:
-    """The identity in evaluation; in training survivors are scaled by 1 / (1 - p): zeros stay, the domain does not."""
+    """The identity in evaluation; in training zeros join, and survivors are scaled by 1 / (1 - p)."""
     fact = facts.of(op.input)
     if op.get("training") is False or op.get("p") == 0:
         return fact
+    scaled = _survivors(fact, op.get("p"), dtype_of(op.node)) if fact is not None else None
+    if scaled is not None:
+        return scaled
     reason = Lost(LostKind.RESCALES, "dropout in training rescales its input: zeros stay, the domain ends")
     kept = SparsityFact(None, None, origin=Origin.MASK, exact_zeros=True, source=op.node.name)
     if fact is not None:
@@ -321,6 +324,20 @@ def dropout(op: CanonicalOp, facts: Facts) -> Result:
         origin = fact.origin if fact.exact_zeros else Origin.MASK
         kept = replace(kept, lo=lo, origin=origin, source=fact.source or op.node.name)
     return Kept(kept, reason)
+
+
+def _survivors(fact: SparsityFact, p: Any, dtype: torch.dtype | None) -> SparsityFact | None:
+    """Dropout of integers: exact where 1 / (1 - p) is a power of two, else a mask times it, rounded in some order."""
+    if not isinstance(p, int | float) or not 0 < p < 1:
+        return None
+    zero, scale = algebra.constant(0), 1 / (1 - p)
+    kept = algebra.join((fact, zero))
+    if kept is None or not kept.integral:
+        return None
+    if algebra.is_dyadic(scale):
+        scaled = algebra.rescale(kept, scale, dtype)
+        return scaled if scaled is not None and scaled.integral else None
+    return replace(kept, scale=scale, exact=False) if kept.scale == 1.0 and kept.within(0, 1) else None
 
 
 @transfer("leaky_relu", "gelu", "silu", "mish", "elu", "selu", "celu", "sqrt", "softsign")
