@@ -204,7 +204,8 @@ def test_hopper_kernel_compiles_without_spills_and_overlaps_its_products(digits)
         config = hopper_config(100352, 128, 128, {digits})
         pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", bias_ptr="*fp32", out_ptr="*fp32")
         constants = dict(count_ptr=None, rows_ptr=None, R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True,
-                         BM=config.block_m, BN=config.block_n, BK=config.block_k, STAGES=config.stages, num_warps=config.warps)
+                         BM=config.block_m, BN=config.block_n, BK=config.block_k, STAGES=config.stages,
+                         num_warps=config.warps)
         types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
         built = build(kernel, types, constants, 90, source=GluonASTSource, num_warps=config.warps)
         print(built.asm["ptx"])
