@@ -8,7 +8,7 @@ was given; what an opaque module was given may have been written to.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Analysis:
         output_inputs: indices of the placeholders that an output may share storage with.
         written_inputs: indices of the placeholders that the graph writes to.
         outputs_share: two outputs may share storage with each other.
+        last_writes: the position of the last possible write to each node's storage, -1 if there is none.
     """
 
     graph: fx.Graph
@@ -59,6 +60,11 @@ class Analysis:
     output_inputs: frozenset[int] = frozenset()
     written_inputs: frozenset[int] = frozenset()
     outputs_share: bool = False
+    last_writes: Mapping[fx.Node, int] = field(default_factory=dict)
+
+    def unchanged(self, node: Any, since: fx.Node) -> bool:
+        """Whether nothing writes to `node` after `since` has run, so that a later reader sees what `since` saw."""
+        return not isinstance(node, fx.Node) or self.last_writes.get(node, -1) <= self.order[since]
 
     def fact(self, node: Any, at: fx.Node | None = None) -> SparsityFact | None:
         """What every element of `node` obeys when `at` reads it.
@@ -136,6 +142,7 @@ class _Run:
             output_inputs=frozenset(shared),
             written_inputs=frozenset(written),
             outputs_share=not distinct,
+            last_writes={node: self.groups.last_possible_write(node) for node in self.order},
         )
 
     def _shared_outputs(self) -> tuple[set[int], bool]:

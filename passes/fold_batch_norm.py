@@ -29,6 +29,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return refuse(Why.NOT_FOLDED, detail="batch statistics depend on the convolution's result")
     if len(conv.users) != 1 or len(op.input.users) != 1:
         return refuse(Why.NOT_FOLDED, detail="the convolution's result has other consumers")
+    if not all(ctx.analysis.unchanged(read, conv) for read in (conv, *conv.all_input_nodes)):
+        return refuse(Why.NOT_FOLDED, detail="what the convolution read is written to in place")
     x = example(conv)
     if x is None or x.dtype is not torch.float32:
         return refuse(Why.NOT_FOLDED, detail="folding would round half-precision weights a second time")

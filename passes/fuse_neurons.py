@@ -36,7 +36,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     refusal = _obstacle(node, args, x, ctx)
     if refusal is not None:
         return refuse(Why.NOT_FUSED, detail=refusal)
-    norm = _batch_norm(node, args, x)
+    norm = _batch_norm(node, args, x, ctx)
     reason = f"{x.shape[0]} time steps in one pass" + ("" if norm is None else ", batch-norm included")
     return Plan(lambda: _build(node, _CHARGES[op.name], args, norm), reason, "fused", dead=_orphans(node, args, norm))
 
@@ -55,6 +55,8 @@ def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Cont
         return f"{x.shape[0]} time steps: unrolled up to {MAX_STEPS}"
     if args["store_v_seq"]:
         return "the membrane of every step is stored"
+    if not ctx.analysis.unchanged(args["v_init"], args["v_init"]):
+        return "its first membrane is written to in place"
     if any(user.target is not operator.getitem or user.args[1] == _CHARGED for user in node.users):
         return "more than its spikes and last membrane is used"
     return None
@@ -70,10 +72,13 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return bound
 
 
-def _batch_norm(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor) -> tuple[CanonicalOp, fx.Node] | None:
+def _batch_norm(
+    node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Context
+) -> tuple[CanonicalOp, fx.Node] | None:
     """The evaluation-mode batch-norm whose result is `x_seq` with its time axis put back, and the view that does it.
 
-    Only if nobody else reads either: the normalised tensor would have to be made after all.
+    Only if nobody else reads either: the normalised tensor would have to be made after all. And only if nothing that
+    batch-norm read, nor its result, is written to before the neuron reads.
     """
     x_seq = args["x_seq"]
     reshape = op_of(x_seq) if isinstance(x_seq, fx.Node) and x_seq.op != "call_module" else None
@@ -86,6 +91,9 @@ def _batch_norm(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor) -> tupl
         return None
     before = example(op.input)
     if before is None or before.dtype is not torch.float32 or before.shape[1:] != x.shape[2:]:
+        return None
+    unchanged = ctx.analysis.unchanged
+    if not unchanged(x_seq, x_seq) or not all(unchanged(read, op.node) for read in op.node.all_input_nodes):
         return None
     return op, x_seq
 

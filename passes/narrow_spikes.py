@@ -33,7 +33,7 @@ RULE = Rule("narrow_spikes", consider)
 
 def _narrow(x: object, reader: fx.Node, ctx: Context, depth: int) -> bool:
     """Whether the int8 tensor that `x` was widened from is at hand, or can be made of such tensors."""
-    if not isinstance(x, fx.Node) or depth == 0:
+    if not isinstance(x, fx.Node) or depth == 0 or not ctx.analysis.unchanged(x, x):
         return False
     if _source(x) is not None:
         return True

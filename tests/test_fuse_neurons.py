@@ -112,3 +112,43 @@ def test_batch_norm_joins_the_neuron_and_sums_travel_as_bytes():
     narrowed = [s for s in report.sites if s.rule == "narrow_spikes"]
     assert len(narrowed) == 2 and all(s.rewritten for s in narrowed)
     assert "batch_norm" not in report.graph_after
+
+
+class WrittenInBetween(nn.Module):
+    """Spikes, or what batch-norm read, written to in place before the next reader."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.norm, self.neuron, self.conv = nn.BatchNorm2d(16), neuron.LIFNode(step_mode="m"), nn.Conv2d(16, 16, 3)
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = 2 * x.flatten(0, 1)
+        z = self.norm(y)
+        if self.where == "input":
+            y.zero_()
+        if self.where == "result":
+            z.add_(1)
+        s = self.neuron(z.view(x.shape))
+        if self.where == "spikes":
+            s.mul_(0)
+        frames = s.flatten(0, 1)
+        if self.where == "view":
+            frames[:, 3:].zero_()
+        return self.conv(frames) + y.mean()
+
+
+@pytest.mark.parametrize("where", ["nowhere", "input", "result", "spikes", "view"])
+def test_a_write_in_between_is_seen(where):
+    torch.manual_seed(0)
+    model = WrittenInBetween(where).eval()
+    x = torch.randn(4, 2, 16, 6, 6) + 1
+    with torch.no_grad():
+        expected = model(x)
+        functional.reset_net(model)
+        found, report = rewritten(model, x, neurons="fuse")
+    torch.testing.assert_close(found, expected)
+    assert site(report, "fuse_neurons").rewritten
+    assert ("batch-norm included" in site(report, "fuse_neurons").reason) == (where in ("nowhere", "spikes", "view"))
+    narrowed = [s for s in report.sites if s.rule == "narrow_spikes"]
+    assert bool(narrowed) == (where not in ("spikes", "view"))
