@@ -34,18 +34,31 @@ class Launcher:
             constants: all the kernel's ``constexpr`` arguments by name.
             options: Triton's own, such as ``num_warps``.
         """
-        anchor = arguments[0]
-        with torch.cuda.device_of(anchor):
-            key = (anchor.device.index, *map(_specialised, arguments), *constants.values(), *options.values())
-            found = self._remembered.get(key)
-            if found is not None:
-                compiled, tail = found
-                compiled[grid + (1,) * (3 - len(grid))](*arguments, *tail)
-                return
-            compiled = self._kernel[grid](*arguments, **constants, **options)
-            if compiled is not None:  # the interpreter compiles nothing
-                tail = tuple(constants[name] for name in self._kernel.arg_names[len(arguments) :])
-                self._remembered[key] = (compiled, tail)
+        device = arguments[0].device.index
+        if device is None or device == torch.cuda.current_device():
+            self._launch(device, grid, arguments, constants, options)
+        else:
+            with torch.cuda.device(device):
+                self._launch(device, grid, arguments, constants, options)
+
+    def _launch(
+        self,
+        device: int | None,
+        grid: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        options: dict[str, int],
+    ) -> None:
+        key = (device, *map(_specialised, arguments), *constants.values(), *options.values())
+        found = self._remembered.get(key)
+        if found is not None:
+            compiled, tail = found
+            compiled[grid + (1,) * (3 - len(grid))](*arguments, *tail)
+            return
+        compiled = self._kernel[grid](*arguments, **constants, **options)
+        if compiled is not None:  # the interpreter compiles nothing
+            tail = tuple(constants[name] for name in self._kernel.arg_names[len(arguments) :])
+            self._remembered[key] = (compiled, tail)
 
 
 def _specialised(argument: Any) -> Any:

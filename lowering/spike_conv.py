@@ -1,5 +1,7 @@
 """CUDA implementations of the spike convolution ops: prescan, packed weights, kernel choice and launch."""
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -14,7 +16,6 @@ from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided
 from sparsecomp.lowering.weight_cache import kept
 from sparsecomp.lowering.window import Selection, Window, pixel_strides
 from sparsecomp.ops.weights import digit_bits, largest_mantissa, padded_channels
-
 
 _pack_weight = Launcher(pack_weight_kernel)
 _cast_flat = Launcher(cast_flat_kernel)
@@ -114,7 +115,7 @@ def binary_conv2d(
     r, s = window.kernel
     x = x.contiguous(memory_format=torch.channels_last)
     unpadded = c // groups == depth // (r * s)
-    hopper = unpadded and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+    hopper = unpadded and x.is_cuda and _is_hopper(x.device)
     choose = hopper_config if hopper else portable_config
     config = choose(m, k // groups, depth // (r * s), digits)
     launch(x, planes, scale, bias, out, (m, h, w, oh, ow, c, k), (*window.stride, *window.padding, *window.dilation),
@@ -142,6 +143,11 @@ def launch(
     else:
         constants["EVEN_C"] = cp == c // groups
         _binary_conv(grid, arguments, constants, num_warps=config.warps, num_stages=config.stages)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _is_channels_last(x: Tensor) -> bool:
