@@ -1,8 +1,8 @@
 """Single layers on spikes: every implementation beside cuDNN and cuBLAS, prescan included, checked against float64.
 
 Times are of CUDA graph replays. Spikes arrive at full width and the time to turn them to bytes or events counts; so
-does packing the weight, which a graph repeats in every replay to see new values. ``binary from bytes`` is what a site costs
-in a compiled graph, where the neuron writes bytes.
+does packing the weight, which a graph repeats in every replay to see new values. ``binary from bytes`` is what a site
+costs in a compiled graph, where the neuron writes bytes.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ def _chosen(row: dict, dtype: torch.dtype, density: float, c: int, h: int, w: in
     share = density * 0.1 if row["spikes"] == "clustered" else density
     site = gate.SiteInfo(
         device="cuda", itemsize=2 if half else 4, n=n, c=c, h=h, w=w, k=c, r=r, s=r, out_h=h, out_w=w, groups=1,
-        digits=2 if half else 3, density=share, tf32=not half and r == 3, channels_last=True, fused=False,
+        digits=2 if half else 3, density=share, active=None, tf32=not half and r == 3, channels_last=True, fused=False,
     )  # fmt: skip
     return {"strategy": gate.decide(site).strategy, "reason": gate.decide(site).reason}
 

@@ -1,8 +1,8 @@
-"""spikingjelly's neuron operators, with the batch-norm in front, become `sparsecomp::lif`, which writes spikes as bytes.
+"""spikingjelly's neuron operators, with the batch-norm in front, become `sparsecomp::lif`, which writes bytes.
 
-On CUDA `sj_lif`, `sj_if` and `sj_plif` are Triton kernels that Inductor cannot look into: batch-norm before and the cast
-to one byte after are then passes over memory of their own. Plain operators in the graph are no better: every time step
-reads what the one before left, and Inductor compiles three kernels. One operator needs one pass.
+On CUDA `sj_lif`, `sj_if` and `sj_plif` are Triton kernels that Inductor cannot look into: batch-norm before and the
+cast to one byte after are then passes over memory of their own. Plain operators in the graph are no better: every time
+step reads what the one before left, and Inductor compiles three kernels. One operator needs one pass.
 """
 
 import operator
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from sparsecomp.passes.canonicalize import CanonicalOp, op_of
-from sparsecomp.passes.rule import Context, Plan, Rule, Verdict, Why, call, example, refuse
-from sparsecomp.passes.spike_operand import attribute
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operator)
+from sparsecomp.passes.canonicalize import CanonicalOp, op_of
+from sparsecomp.passes.rule import Context, Plan, Rule, Verdict, Why, call, example, refuse
+from sparsecomp.passes.spike_operand import attribute
 
 MAX_STEPS = 64
 """The kernel unrolls time; longer sequences would take minutes to compile."""

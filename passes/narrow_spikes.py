@@ -8,12 +8,15 @@ residual network (SEW-ResNet) are then a quarter of the traffic too. Runs last, 
 from typing import Any
 
 import torch
-from sparsecomp.passes.canonicalize import op_of
-from sparsecomp.passes.rule import Context, Plan, Rule, Verdict, call
 from torch import fx
 
+from sparsecomp.passes.canonicalize import op_of
+from sparsecomp.passes.rule import Context, Plan, Rule, Verdict, call
+
 _READERS = (torch.ops.sparsecomp.spike_conv2d.default, torch.ops.sparsecomp.spike_linear.default)
-_VIEWS = ("view", "reshape", "flatten", "unflatten", "permute", "transpose", "contiguous", "squeeze", "unsqueeze", "select")
+_VIEWS = (
+    "view", "reshape", "flatten", "unflatten", "permute", "transpose", "contiguous", "squeeze", "unsqueeze", "select",
+)  # fmt: skip
 _DEPTH = 64
 """Sums are followed this far back: the longest chain of residual additions before a neuron resets it."""
 

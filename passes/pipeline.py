@@ -19,7 +19,7 @@ from sparsecomp.options import Options
 from sparsecomp.passes import fold_batch_norm, fuse_neurons, narrow_spikes, spike_conv, spike_linear
 from sparsecomp.passes.analysis import Analysis, analyse
 from sparsecomp.passes.location import user_location
-from sparsecomp.passes.rule import TAG, Context, Plan, Refusal, Rule, Why, example, module_path, refuse
+from sparsecomp.passes.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, example, module_path, refuse
 from sparsecomp.report import PassRecord, Report, Site
 
 log = logging.getLogger("sparsecomp")
@@ -39,7 +39,7 @@ def run(
     options: Options,
     *,
     values: Mapping[fx.Node, torch.Tensor] | None = None,
-    densities: Mapping[str, float] | None = None,
+    densities: Mapping[str, Density] | None = None,
     eager: bool = False,
     rules: Iterable[Rule] = RULES,
 ) -> Report:
@@ -231,7 +231,7 @@ def _failed(rule: str, error: Exception, ctx: Context, sites: Iterable[Site]) ->
 def _site(rule: Rule, node: fx.Node, verdict: Plan | Refusal, ctx: Context) -> Site:
     density, source = ctx.density(node)
     site = Site(
-        rule.name, node.name, bool(verdict), "", user_location(node), module_path(node), density, source
+        rule.name, node.name, bool(verdict), "", user_location(node), module_path(node), density.share, source
     )  # fmt: skip
     if isinstance(verdict, Plan):
         site.reason, site.implementation = verdict.reason, verdict.implementation

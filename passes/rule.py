@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -89,6 +89,18 @@ class Plan:
 Verdict = Plan | Refusal | None
 
 
+class Density(NamedTuple):
+    """How sparse the input of a layer is.
+
+    Attributes:
+        share: share of non-zero elements; None if unknown.
+        active: share of output pixels whose window holds a non-zero element; None if unknown.
+    """
+
+    share: float | None = None
+    active: float | None = None
+
+
 @dataclass(slots=True)
 class Context:
     """What a rule may look at, for one graph.
@@ -99,7 +111,7 @@ class Context:
         report: where sites and notes go.
         analysis: facts about every node of the current graph.
         values: real tensors behind placeholders and attributes, where the capture knows them.
-        densities: measured share of non-zero inputs, by `site_key`.
+        densities: measured ones, by `site_key`.
         eager: the result runs op by op, not through Inductor.
     """
 
@@ -108,21 +120,21 @@ class Context:
     report: Report
     analysis: Analysis
     values: Mapping[fx.Node, torch.Tensor] = field(default_factory=dict)
-    densities: Mapping[str, float] = field(default_factory=dict)
+    densities: Mapping[str, Density] = field(default_factory=dict)
     eager: bool = False
 
     def fact(self, value: object, reader: fx.Node) -> SparsityFact | None:
         """What is known about the values of an argument when `reader` reads it."""
         return self.analysis.fact(value, at=reader) if isinstance(value, fx.Node) else None
 
-    def density(self, node: fx.Node) -> tuple[float | None, str]:
+    def density(self, node: fx.Node) -> tuple[Density, str]:
         """Density of the input of a site, and where the number comes from."""
         measured = self.densities.get(site_key(node))
         if measured is not None:
             return measured, "measured"
         if self.options.density is not None:
-            return self.options.density, "assumed"
-        return None, "unknown"
+            return Density(self.options.density), "assumed"
+        return Density(), "unknown"
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,10 +89,11 @@ def _site(operands: Operands, geometry: tuple[list[int], ...], ctx: Context) -> 
         return refuse(Why.UNSUPPORTED_OP, op="conv2d without a batch dimension")
     stride, padding, dilation = geometry
     out = [(x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1 for i in range(2)]
+    density, _ = ctx.density(op.node)
     return gate.SiteInfo(
         device=operands.device, itemsize=operands.dtype.itemsize,
         n=x[0], c=x[1], h=x[2], w=x[3], k=weight[0], r=weight[2], s=weight[3], out_h=out[0], out_w=out[1],
-        groups=op.get("groups", 1), digits=operands.digits, density=ctx.density(op.node)[0],
+        groups=op.get("groups", 1), digits=operands.digits, density=density.share, active=density.active,
         tf32=_compat.conv_tf32(), channels_last=_is_channels_last(example(op.input)), fused=not ctx.eager,
     )  # fmt: skip
 

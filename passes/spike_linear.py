@@ -51,9 +51,10 @@ def _site(operands: Operands, ctx: Context) -> gate.SiteInfo | Refusal:
         return refuse(Why.UNKNOWN_SHAPE)
     if len(weight) != 2:
         return refuse(Why.UNSUPPORTED_OP, op="linear with a vector for a weight")
+    density, _ = ctx.density(op.node)
     return gate.SiteInfo(
         device=operands.device, itemsize=operands.dtype.itemsize,
         n=math.prod(x[:-1]), c=x[-1], h=1, w=1, k=weight[0], r=1, s=1, out_h=1, out_w=1,
-        groups=1, digits=operands.digits, density=ctx.density(op.node)[0],
+        groups=1, digits=operands.digits, density=density.share, active=density.active,
         tf32=_compat.matmul_tf32(), channels_last=True, fused=not ctx.eager,
     )  # fmt: skip

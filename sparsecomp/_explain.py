@@ -11,7 +11,7 @@ from sparsecomp.backend import input_values, note_device
 from sparsecomp.density import DensityRecorder
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
-from sparsecomp.passes.rule import TAG
+from sparsecomp.passes.rule import TAG, Density
 from sparsecomp.report import Report, merge
 from sparsecomp.state import undone
 
@@ -47,7 +47,7 @@ def explain(
     return merged
 
 
-def measured_densities(model: nn.Module, args: Sequence[Any]) -> dict[str, float]:
+def measured_densities(model: nn.Module, args: Sequence[Any]) -> dict[str, Density]:
     """Densities of every graph that `torch.compile` makes of `model`, by `passes.rule.site_key`."""
     captures, _ = captured(model, model.forward, args, {})
     return {key: density for capture in captures for key, density in capture.densities.items()}
@@ -76,7 +76,7 @@ class Capture:
         self.gm = gm
         self.grad = torch.is_grad_enabled()
         self.values = input_values(gm, example_inputs)
-        self.densities: dict[str, float] = {}
+        self.densities: dict[str, Density] = {}
 
     def run(self, *args: Any) -> Any:
         """Run the graph op by op."""

@@ -12,6 +12,7 @@ from sparsecomp.backend import compile_graph, note_device
 from sparsecomp.module_capture import CaptureError, capture, share_attributes
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
+from sparsecomp.passes.rule import Density
 from sparsecomp.report import Report, merge, remember
 from sparsecomp.state import undone
 
@@ -77,7 +78,7 @@ class Optimized(nn.Module):
         modes = tuple((module, module.training) for module in self._original.modules())
         self.__dict__.update(_graph=gm, _inputs=inputs, _modes=modes)
 
-    def use_compile(self, densities: Mapping[str, float]) -> None:
+    def use_compile(self, densities: Mapping[str, Density]) -> None:
         """Run the original under torch.compile with our backend."""
         backend = _Backend(self._options, densities)
         compiled = torch.compile(self._original.forward, backend=backend)
@@ -143,7 +144,7 @@ class Optimized(nn.Module):
 class _Backend:
     """Our backend with options already parsed and densities already measured."""
 
-    def __init__(self, options: Options, densities: Mapping[str, float]) -> None:
+    def __init__(self, options: Options, densities: Mapping[str, Density]) -> None:
         self._options = options
         self._densities = densities
         self._reports: list[Report] = []

@@ -19,6 +19,7 @@ import sparsecomp.ops
 from sparsecomp import _compat
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
+from sparsecomp.passes.rule import Density
 from sparsecomp.report import Report, remember
 
 log = logging.getLogger("sparsecomp")
@@ -52,7 +53,7 @@ def sparsecomp_backend(
 
 
 def compile_graph(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, densities: Mapping[str, float]
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, densities: Mapping[str, Density]
 ) -> tuple[Callable[..., Any], Report]:
     """Rewrite and compile one graph; `densities` are measured ones, by `passes.rule.site_key`."""
     report = pipeline.run(gm, options, values=input_values(gm, example_inputs), densities=densities)

@@ -15,7 +15,8 @@ class Constants:
     """Rates in operations or bytes a second; a multiply-accumulate is two operations.
 
     Convolutions: the 3x3 stages of a ResNet at batch 128 (`bench/results`). `narrow` is the share of a rate that 64
-    output channels and fewer reach. `event` counts only the products of events, with float32 weights.
+    output channels and fewer reach. `event` counts only the products of events, with float32 weights; `listing` is the
+    time, in seconds, to list a convolution's active pixels.
     """
 
     bandwidth: float = 3.0e12
@@ -27,6 +28,7 @@ class Constants:
     int8: float = 1100e12
     narrow: float = 0.7
     event: float = 4.6e12
+    listing: float = 15e-6
     matmul_fp32: float = 50e12
     matmul_tf32: float = 430e12
     matmul_half: float = 720e12
@@ -49,6 +51,7 @@ class SiteInfo:
         groups: convolution groups.
         digits: int8 digits the weights are split into.
         density: share of non-zero inputs, None if unknown.
+        active: share of output pixels whose window holds a non-zero input, None if unknown.
         tf32: the dense operator would run in TF32.
         channels_last: the input lies in channels_last (or is a linear layer's).
         fused: the cast to bytes costs no pass of its own, since Inductor or the neuron makes it.
@@ -68,6 +71,7 @@ class SiteInfo:
     groups: int
     digits: int
     density: float | None
+    active: float | None
     tf32: bool
     channels_last: bool
     fused: bool
@@ -91,6 +95,8 @@ def decide(site: SiteInfo, constants: Constants = H100) -> Decision:
     times = {"binary": _binary_seconds(site, constants)}
     if site.density is not None and site.groups == 1:
         times["event"] = _event_seconds(site, constants)
+    if site.active is not None:
+        times["skip"] = _skip_seconds(site, constants)
     strategy = min(times, key=lambda name: times[name])
     gain = dense / times[strategy]
     estimate = f"estimated {times[strategy] * 1e6:.1f} us against {dense * 1e6:.1f} us dense"
@@ -103,8 +109,12 @@ def estimate(site: SiteInfo, strategy: str, constants: Constants = H100) -> floa
     """The expected speed-up of a forced implementation (1.0 on the CPU, where operators run their references)."""
     if site.device != "cuda":
         return 1.0
-    event = strategy == "event" and site.density is not None
-    seconds = _event_seconds(site, constants) if event else _binary_seconds(site, constants)
+    if strategy == "event" and site.density is not None:
+        seconds = _event_seconds(site, constants)
+    elif strategy == "skip" and site.active is not None:
+        seconds = _skip_seconds(site, constants)
+    else:
+        seconds = _binary_seconds(site, constants)
     return _dense_seconds(site, constants) / seconds
 
 
@@ -162,6 +172,14 @@ def _binary_seconds(site: SiteInfo, constants: Constants) -> float:
     seconds = max(traffic, _operations(site) * site.digits / (constants.int8 * _share(site, constants)))
     # unfused, a prescan reads the input at full width and writes it as bytes
     return seconds + (0.0 if site.fused else _inputs(site) * (site.itemsize + 1) / constants.bandwidth)
+
+
+def _skip_seconds(site: SiteInfo, constants: Constants) -> float:
+    assert site.active is not None
+    # the prescan reads the input and lists pixels; then only listed rows are multiplied, but all are written
+    traffic = _bytes(site, site.itemsize + 2, site.digits + site.itemsize) / constants.bandwidth
+    work = _operations(site) * site.digits / (constants.int8 * _share(site, constants))
+    return traffic + work * site.active + constants.listing
 
 
 def _event_seconds(site: SiteInfo, constants: Constants) -> float:

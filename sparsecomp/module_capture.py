@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from sparsecomp import _compat, neurons
 from sparsecomp.density import DensityRecorder
+from sparsecomp.passes.rule import Density
 from sparsecomp.state import undone
 
 
@@ -34,7 +35,7 @@ class ModuleCapture:
 
     gm: fx.GraphModule
     values: Mapping[fx.Node, torch.Tensor]
-    densities: Mapping[str, float]
+    densities: Mapping[str, Density]
 
 
 def capture(model: nn.Module, args: Sequence[Any]) -> ModuleCapture:

@@ -7,7 +7,8 @@ from rewriting import rewritten, site
 from torch import nn
 
 neuron, functional, surrogate, layer = (
-    pytest.importorskip(f"spikingjelly.activation_based.{name}") for name in ("neuron", "functional", "surrogate", "layer")
+    pytest.importorskip(f"spikingjelly.activation_based.{name}")
+    for name in ("neuron", "functional", "surrogate", "layer")
 )
 
 NEURONS = {

@@ -8,7 +8,7 @@ from sparsecomp import gate
 
 STAGE1 = gate.SiteInfo(
     device="cuda", itemsize=4, n=128, c=64, h=56, w=56, k=64, r=3, s=3, out_h=56, out_w=56, groups=1, digits=3,
-    density=None, tf32=False, channels_last=False, fused=True,
+    density=None, active=None, tf32=False, channels_last=False, fused=True,
 )  # fmt: skip
 
 
@@ -46,6 +46,11 @@ def test_events_win_only_where_there_are_few():
     quiet = replace(STAGE1, density=0.001, n=1024, c=512, k=512, h=7, w=7, out_h=7, out_w=7)
     assert gate.decide(quiet).strategy == "event"
     assert gate.decide(replace(quiet, density=0.5)).strategy == "binary"
+
+
+def test_idle_pixels_are_skipped_where_most_are():
+    assert gate.decide(replace(STAGE1, active=0.1, density=0.02)).strategy == "skip"
+    assert gate.decide(replace(STAGE1, active=1.0, density=0.2)).strategy == "binary"
 
 
 def test_a_forced_implementation_promises_nothing_on_the_cpu():

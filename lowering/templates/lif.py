@@ -44,14 +44,8 @@ def lif_kernel(
             leak = v - rest
             if DECAY_INPUT:
                 leak = x - leak
-            if CHARGE == "plif":
-                leak = leak * rate
-            else:
-                leak = tl.div_rn(leak, tl.full((BLOCK,), 0.0, tl.float32) + tau)
-            if DECAY_INPUT:
-                h = v + leak
-            else:
-                h = v - leak + x
+            leak = leak * rate if CHARGE == "plif" else tl.div_rn(leak, tl.full((BLOCK,), 0.0, tl.float32) + tau)
+            h = v + leak if DECAY_INPUT else v - leak + x
         fired = h >= threshold
         if SOFT_RESET:
             v = h - fired.to(tl.float32) * threshold
