@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from sparsecomp.lowering.launch import Launcher
 from sparsecomp.lowering.templates.event_conv import event_conv_kernel, events_kernel, pack_event_weight_kernel
 from sparsecomp.lowering.weight_cache import kept
 from sparsecomp.lowering.window import Selection, Window, pixel_strides
@@ -15,6 +16,10 @@ SPARSEST_OVERFLOW = 16
 
 _MAX_WORDS = 1024
 _MAX_STRETCHES = 11
+
+_find = Launcher(events_kernel)
+_accumulate = Launcher(event_conv_kernel)
+_pack_weight = Launcher(pack_event_weight_kernel)
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,9 @@ def find_events(x: Tensor) -> Events:
     words = triton.cdiv(c, 32)
     block = triton.next_power_of_2(w * words)
     if x.numel():
-        with torch.cuda.device_of(x):
-            events_kernel[(n * h,)](
-                x, codes, starts, total, w, c, codes.shape[0], WORDS=words, BLOCK=block,
-                num_warps=min(max(block // 32, 1), 16),
-            )  # fmt: skip
+        arguments = (x, codes, starts, total, w, c, codes.shape[0])
+        warps = min(max(block // 32, 1), 16)
+        _find((n * h,), arguments, {"WORDS": words, "BLOCK": block}, num_warps=warps)
     return Events(codes, starts, total)
 
 
@@ -107,13 +110,15 @@ def accumulate(
     blocks = triton.cdiv(m, config.pixels) * triton.cdiv(k, config.channels)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     r, s = window.kernel
-    with torch.cuda.device_of(x):
-        event_conv_kernel[(min(blocks, processors * config.programs),)](
-            events.codes, events.starts, events.total, packed, bias, out, events.capacity, m, h, w, oh, ow, c, k,
-            *window.stride, *window.padding, *window.dilation, *pixel_strides(out), R=r, S=s,
-            SPAN=s if window.dilation[1] == 1 else 1, HAS_BIAS=bias is not None,
-            P=config.pixels, E=config.events, KS=config.channels, num_warps=config.warps,
-        )  # fmt: skip
+    arguments = (
+        events.codes, events.starts, events.total, packed, bias, out, events.capacity, m, h, w, oh, ow, c, k,
+        *window.stride, *window.padding, *window.dilation, *pixel_strides(out),
+    )  # fmt: skip
+    constants = {
+        "R": r, "S": s, "SPAN": s if window.dilation[1] == 1 else 1, "HAS_BIAS": bias is not None,
+        "P": config.pixels, "E": config.events, "KS": config.channels,
+    }  # fmt: skip
+    _accumulate((min(blocks, processors * config.programs),), arguments, constants, num_warps=config.warps)
 
 
 def event_weight(weight: Tensor, block: int) -> Tensor:
@@ -128,8 +133,6 @@ def _pack(weight: Tensor, block: int) -> Tensor:
     out = torch.empty((triton.cdiv(k, block), depth + 1, block), dtype=w.dtype, device=w.device)
     largest = torch.linalg.vector_norm(w, float("inf"), dim=(1, 2, 3)) if depth else w.new_zeros(k)
     if k:
-        with torch.cuda.device_of(w):
-            pack_event_weight_kernel[(triton.cdiv(depth + 1, 32), out.shape[0])](
-                w, largest, out, k, c, depth, *w.stride(), S=s, BD=32, KS=block
-            )
+        grid = (triton.cdiv(depth + 1, 32), out.shape[0])
+        _pack_weight(grid, (w, largest, out, k, c, depth, *w.stride()), {"S": s, "BD": 32, "KS": block})
     return out

@@ -4,8 +4,12 @@ import torch
 import triton
 from torch import Tensor
 
+from sparsecomp.lowering.launch import Launcher
 from sparsecomp.lowering.templates.skip_conv import list_rows_kernel, scan_pixels_kernel
 from sparsecomp.lowering.window import Selection, Window, pixel_strides
+
+_list_rows = Launcher(list_rows_kernel)
+_scan_pixels = Launcher(scan_pixels_kernel)
 
 
 def list_rows(x: Tensor, scale: Tensor, bias: Tensor | None, window: Window, out: Tensor) -> tuple[Tensor, Selection]:
@@ -25,11 +29,12 @@ def list_rows(x: Tensor, scale: Tensor, bias: Tensor | None, window: Window, out
     if out.numel():
         r, s = window.kernel
         block = 128
-        with torch.cuda.device_of(x):
-            list_rows_kernel[(triton.cdiv(m, block),)](
-                active, rows, count, scale, bias, out, m, *x.shape[2:], oh, ow, k, *window.stride, *window.padding,
-                *window.dilation, *pixel_strides(out), R=r, S=s, HAS_BIAS=bias is not None, BM=block, BN=32,
-            )  # fmt: skip
+        arguments = (
+            active, rows, count, scale, bias, out, m, *x.shape[2:], oh, ow, k,
+            *window.stride, *window.padding, *window.dilation, *pixel_strides(out),
+        )  # fmt: skip
+        constants = {"R": r, "S": s, "HAS_BIAS": bias is not None, "BM": block, "BN": 32}
+        _list_rows((triton.cdiv(m, block),), arguments, constants)
     return x8, Selection(count, 0, rows)
 
 
@@ -41,9 +46,7 @@ def scan_pixels(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     count = torch.empty((1,), dtype=torch.int32, device=x.device)
     channels = min(triton.next_power_of_2(max(c, 1)), 128)
     pixels = max(4096 // channels, 16)
-    with torch.cuda.device_of(x):
-        # at least one program, which clears the counter
-        scan_pixels_kernel[(max(triton.cdiv(n * h * w, pixels), 1),)](
-            x, x8, active, count, n, c, w, max(h * w, 1), *x.stride(), BP=pixels, BC=channels
-        )
+    # at least one program, which clears the counter
+    grid = (max(triton.cdiv(n * h * w, pixels), 1),)
+    _scan_pixels(grid, (x, x8, active, count, n, c, w, max(h * w, 1), *x.stride()), {"BP": pixels, "BC": channels})
     return x8.permute(0, 3, 1, 2), active, count
