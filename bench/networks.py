@@ -107,6 +107,8 @@ def _threshold_setter(rate: float) -> Callable[..., None]:
                 low = module.v_threshold
             else:
                 high = module.v_threshold
+        # a threshold is a constant of the compiled graph: rounded, every process compiles the same one
+        module.v_threshold = round((low + high) / 2, 2)
 
     return set_threshold
 
