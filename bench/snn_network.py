@@ -72,14 +72,16 @@ def measure(net: nn.Module, x: torch.Tensor, precision: str, variant: Variant) -
     torch.backends.cudnn.benchmark = True
     torch._dynamo.reset()
     ours = variant.backend == "sparsecomp"
-    options = {"precision": "tf32"} if precision == "tf32" and ours else None
     call = model
-    if variant.backend is not None:
-        call = torch.compile(model, backend=variant.backend, mode=variant.mode, options=options)
+    if ours:
+        options = {"precision": "tf32" if precision == "tf32" else "auto", "mode": variant.mode or "default"}
+        call = torch.compile(model, backend="sparsecomp", options=options)
+    elif variant.backend is not None:
+        call = torch.compile(model, backend=variant.backend, mode=variant.mode)
     step = _step(model, call, x)
     with torch.no_grad():
         start = time.perf_counter()
-        out = step().float()
+        out = step().float().clone()
         torch.cuda.synchronize()
         found: dict[str, Any] = {"compile_s": round(time.perf_counter() - start, 1), "ms": round(eager_ms(step), 3)}
     if ours:
