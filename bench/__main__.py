@@ -1,4 +1,4 @@
-"""``python -m bench snn``: prints a table and writes every figure as JSON beside it."""
+"""``python -m bench snn``: prints every figure as it is measured and writes them as JSON."""
 
 import argparse
 import json
@@ -24,17 +24,19 @@ def main() -> int:
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.suite in ("snn", "snn-conv"):
-        save(arguments.out / "snn_conv.json", snn_conv.run())
+        rows = []
+        for row in snn_conv.run():
+            rows.append(row)
+            save(arguments.out / "snn_conv.json", rows)
     if arguments.suite in ("snn", "snn-network"):
-        result = snn_network.run(arguments.network, precisions=tuple(arguments.precision))
-        save(arguments.out / f"snn_{arguments.network}.json", result)
+        for result in snn_network.run(arguments.network, precisions=tuple(arguments.precision)):
+            save(arguments.out / f"snn_{arguments.network}.json", result)
     return 0
 
 
 def save(path: Path, result: object) -> None:
-    """Write one result with the machine that gave it."""
+    """Write what is measured so far, with the machine that gave it."""
     path.write_text(json.dumps({"machine": machine(), "result": result}, indent=1) + "\n")
-    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,11 @@ from bench.timing import eager_ms
 PRECISIONS = ("fp32", "tf32", "fp16")
 
 
-def run(name: str, time_steps: int = 4, batch: int = 32, precisions: tuple[str, ...] = PRECISIONS) -> dict:
+def run(name: str, time_steps: int = 4, batch: int = 32, precisions: tuple[str, ...] = PRECISIONS) -> Iterator[dict]:
     """Time one network in each precision.
 
-    Returns:
-        ``{"rates": {layer: rate}, "ms": {"tf32/stock compile channels_last": …}, "compile_s": {…}, "sites": {…},
+    Yields:
+        The figures so far, after each variant: ``{"rates": {layer: rate}, "ms": {"tf32/stock compile channels_last": …}, "compile_s": {…}, "sites": {…},
         "error": {…}}``.
     """
     net = getattr(networks, name)().cuda()
@@ -39,7 +39,7 @@ def run(name: str, time_steps: int = 4, batch: int = 32, precisions: tuple[str, 
             if "sites" in measured:
                 result["sites"][key] = measured["sites"]
             print(f"{name} {key}: {measured}, differs from eager fp32 by {error:.2e}", flush=True)
-    return result
+            yield result
 
 
 class Variant(NamedTuple):
