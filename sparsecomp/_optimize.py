@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,13 +45,13 @@ def optimize(model: nn.Module, example_inputs: Any = None, *, mode: str | None =
     """
     parsed = Options.parse(mode, options)
     args = _as_tuple(example_inputs)
-    why = "no example inputs"
+    refused = Report(capture="no example inputs")
     if args is not None:
         traced = _traced(model, args, parsed)
         if isinstance(traced, nn.Module):
             return traced
-        why = traced
-    return _compiled(model, args, parsed, why)
+        refused = traced
+    return _compiled(model, args, parsed, refused)
 
 
 class Optimized(nn.Module):
@@ -155,22 +156,25 @@ class _Backend:
         return compiled
 
     def report(self, start: Report) -> Report:
-        """`start` with what every compiled graph added to it."""
+        """`start` with what every compiled graph added to it; its own sites count only where no graph has any."""
+        if any(report.sites for report in self._reports):
+            start = replace(start, sites=[])
         return merge([start, *self._reports], start.capture)
 
 
-def _traced(model: nn.Module, args: tuple[Any, ...], options: Options) -> Optimized | str:
-    """The module-level rewrite, or why there is none."""
+def _traced(model: nn.Module, args: tuple[Any, ...], options: Options) -> Optimized | Report:
+    """The module-level rewrite, or the report of what was refused, with the reason for `capture`."""
     try:
         captured = capture(model, args)
     except CaptureError as error:
-        return str(error)
+        return Report(capture=str(error))
     report = pipeline.run(
         captured.gm, options, values=captured.values, densities=captured.densities, eager=True
     )
     report.capture = "symbolic trace, neurons as leaves"
     if not report.rewritten:
-        return "nothing to rewrite at the level of modules"
+        report.capture = "nothing to rewrite at the level of modules"
+        return report
     note_device(report)
     share_attributes(captured.gm, model)
     remember(report)
@@ -179,9 +183,9 @@ def _traced(model: nn.Module, args: tuple[Any, ...], options: Options) -> Optimi
     return optimized
 
 
-def _compiled(model: nn.Module, args: tuple[Any, ...] | None, options: Options, why: str) -> Optimized:
+def _compiled(model: nn.Module, args: tuple[Any, ...] | None, options: Options, refused: Report) -> Optimized:
     """The model under torch.compile; as it is, if that fails on the example."""
-    report = Report(capture=f"torch.compile ({why})")
+    report = Report(capture=f"torch.compile ({refused.capture})", sites=refused.sites)
     optimized = Optimized(model, options, report)
     if args is None:
         optimized.use_compile({})

@@ -69,3 +69,19 @@ def test_bounded_counts_stay_dense_because_a_potential_may_be_nan():
         assert len(reasons) == 3 and all("NaN possible" in reason for reason in reasons[1:])
         _reset(model)
         torch.testing.assert_close(optimized(x), expected)
+
+
+def test_unbounded_counts_stay_dense_and_say_why():
+    """Dynamo gives up on the whole forward, so that only the modules' graph can name the sites."""
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), layers.IAFSqueeze(batch_size=BATCH), nn.Conv2d(4, 4, 3))
+    model = sixteenths(net).eval()
+    x = images(BATCH * STEPS, 2, 8, 8)
+    with torch.no_grad():
+        expected = model(x)
+        _reset(model)
+        optimized = sparsecomp.optimize(model, x, implementation="binary")
+        sites = [site for site in optimized.report.sites if site.rule == "spike_conv"]
+        assert [site.rewritten for site in sites] == [False, False]
+        assert "not small integers: integers -inf..inf, NaN possible" in sites[1].reason
+        _reset(model)
+        torch.testing.assert_close(optimized(x), expected)
