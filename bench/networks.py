@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+PRECISIONS = ("fp32", "tf32", "fp16")
+
 RATES = (0.08, 0.20)
 """Firing rates of trained networks (Prosperity, 2025: VGG-16 9.0 %, ResNet-18 9.1 %, Spikformer 14.9 %)."""
 

@@ -10,17 +10,16 @@ from torch import nn
 
 import sparsecomp
 from bench import networks
+from bench.networks import PRECISIONS
 from bench.timing import eager_ms
-
-PRECISIONS = ("fp32", "tf32", "fp16")
 
 
 def run(name: str, time_steps: int = 4, batch: int = 32, precisions: tuple[str, ...] = PRECISIONS) -> Iterator[dict]:
     """Time one network in each precision.
 
     Yields:
-        The figures so far, after each variant: ``{"rates": {layer: rate}, "ms": {"tf32/stock compile channels_last": …}, "compile_s": {…}, "sites": {…},
-        "error": {…}}``.
+        The figures so far, after each variant: firing ``rates`` by layer, and by ``precision/variant`` the ``ms`` of a
+        call, ``compile_s`` of the first one, rewritten ``sites``, and relative ``error`` against eager float32.
     """
     net = getattr(networks, name)().cuda()
     x = torch.rand(time_steps, batch, 3, 224, 224, device="cuda")
@@ -74,7 +73,7 @@ def measure(net: nn.Module, x: torch.Tensor, precision: str, variant: Variant) -
     ours = variant.backend == "sparsecomp"
     call = model
     if ours:
-        options = {"precision": "tf32" if precision == "tf32" else "auto", "mode": variant.mode or "default"}
+        options: dict[str, Any] = {"precision": "tf32" if precision == "tf32" else "auto", "mode": variant.mode or "default"}
         call = torch.compile(model, backend="sparsecomp", options=options)
     elif variant.backend is not None:
         call = torch.compile(model, backend=variant.backend, mode=variant.mode)

@@ -1,0 +1,92 @@
+"""The README's table of results, made from the JSON files that the benchmarks wrote."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+_VARIANTS = ("eager", "stock compile", "stock compile, reduce-overhead", "sparsecomp", "sparsecomp, reduce-overhead")
+_CONV_COLUMNS = {
+    "cuDNN fp32": "dense fp32 nchw",
+    "TF32": "dense tf32 channels_last",
+    "fp16": "dense fp16 channels_last",
+    "binary": "binary",
+    "binary from bytes": "binary from bytes",
+    "event": "event",
+    "skip": "skip",
+}
+
+
+def markdown(results: Path = RESULTS) -> str:
+    """All tables as Markdown, with the machine in front.
+
+    Args:
+        results: folder with ``snn_sew_resnet34.json`` and ``snn_conv.json``.
+
+    Raises:
+        FileNotFoundError: a result file is missing; run ``python -m bench snn`` on a GPU first.
+    """
+    network = json.loads((results / "snn_sew_resnet34.json").read_text())
+    layers = json.loads((results / "snn_conv.json").read_text())
+    machine = layers["machine"]
+    parts = [
+        f"Measured on one {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}; milliseconds.",
+        _network(network["result"]),
+        _layers([row for row in layers["result"] if row["case"].startswith("conv")]),
+        _linears([row for row in layers["result"] if row["case"].startswith("linear")]),
+        *(_single(row) for row in layers["result"] if "dtype" not in row),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _network(result: dict[str, Any]) -> str:
+    t, n, _, h, w = result["shape"]
+    rates = result["rates"].values()
+    title = (
+        f"SEW-ResNet-34, T={t}, batch {n}, {h}×{w}, inference; every layer fires at "
+        f"{min(rates):.1%} to {max(rates):.1%}. channels_last, except eager:"
+    )
+    rows = [["precision", *_VARIANTS]]
+    for precision in ("fp32", "tf32", "fp16"):
+        times = [result["ms"].get(f"{precision}/{variant}") for variant in _VARIANTS]
+        rows.append([precision + (" (ours: exact)" if precision == "fp32" else ""), *map(_ms, times)])
+    return title + "\n\n" + _grid(rows)
+
+
+def _layers(rows: list[dict[str, Any]]) -> str:
+    title = (
+        "3×3 convolutions, batch 128, channels_last, no bias; prescan and packing of the weight included, except "
+        "`from bytes` (spikes that the neuron already wrote as bytes). `clustered`: nine of ten 8×8 blocks are empty:"
+    )
+    grid = [["layer", "dtype", "spikes", *_CONV_COLUMNS, "gate"]]
+    for row in rows:
+        spikes = f"{row['density']:.1%}" + (" clustered" if row["spikes"] == "clustered" else "")
+        times = [_ms(row["ms"].get(key)) for key in _CONV_COLUMNS.values()]
+        grid.append([row["case"].removeprefix("conv 3x3 "), row["dtype"], spikes, *times, row["chosen"]["strategy"]])
+    return title + "\n\n" + _grid(grid)
+
+
+def _linears(rows: list[dict[str, Any]]) -> str:
+    columns = {"cuBLAS fp32": "dense fp32", "TF32": "dense tf32", "fp16": "dense fp16", "binary": "binary"}
+    columns["event"] = "event"
+    grid = [["linear", "dtype", "density", *columns, "gate"]]
+    for row in rows:
+        times = [_ms(row["ms"].get(key)) for key in columns.values()]
+        case = row["case"].removeprefix("linear ")
+        grid.append([case, row["dtype"], f"{row['density']:.0%}", *times, row["chosen"]["strategy"]])
+    return _grid(grid)
+
+
+def _single(row: dict[str, Any]) -> str:
+    figures = row.get("ms") or row["us"]
+    unit = "ms" if "ms" in row else "µs"
+    return f"{row['case']}: " + ", ".join(f"{name} {value:.3g} {unit}" for name, value in figures.items()) + "."
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}" if value < 1 else f"{value:.2f}"
+
+
+def _grid(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
