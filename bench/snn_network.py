@@ -73,7 +73,8 @@ def measure(net: nn.Module, x: torch.Tensor, precision: str, variant: Variant) -
     ours = variant.backend == "sparsecomp"
     call = model
     if ours:
-        options: dict[str, Any] = {"precision": "tf32" if precision == "tf32" else "auto", "mode": variant.mode or "default"}
+        options: dict[str, Any] = {"precision": "tf32" if precision == "tf32" else "auto"}
+        options["mode"] = variant.mode or "default"
         call = torch.compile(model, backend="sparsecomp", options=options)
     elif variant.backend is not None:
         call = torch.compile(model, backend=variant.backend, mode=variant.mode)

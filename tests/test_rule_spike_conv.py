@@ -278,9 +278,9 @@ def test_passes_are_linear_in_the_size_of_the_graph():
     inputs = (_signal(1, 2, 2, 2), _signal(2, 2, 1, 1))
     torch.compile(Deep(), backend=lambda gm, _: graphs.append(gm) or gm)(*inputs)
     assert len(graphs[0].graph.nodes) > 10_000
-    start = time.perf_counter()
+    start = time.process_time()  # the passes are one thread; other processes on the machine do not count
     report = pipeline.run(graphs[0], Options())
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
     assert len(report.sites) == 2000
 
 
