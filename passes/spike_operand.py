@@ -139,7 +139,8 @@ def _spike_fact(op: CanonicalOp, ctx: Context) -> SparsityFact | Refusal:
         return fact
     if fact.fits_int8:
         return refuse(Why.SCALED, scale=fact.scale)
-    return refuse(Why.WRONG_DOMAIN, detail=f"{fact.described()}; {_explained(op, ctx)}")
+    reason = ctx.analysis.why_not(op.input) if isinstance(op.input, fx.Node) else None
+    return refuse(Why.WRONG_DOMAIN, detail="; ".join([fact.described(), *([str(reason)] if reason else [])]))
 
 
 def _explained(op: CanonicalOp, ctx: Context) -> str:
