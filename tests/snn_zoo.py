@@ -13,7 +13,7 @@ import sparsecomp.ops
 from sparsecomp.backend import input_values
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
-from sparsecomp.report import Report, merge
+from sparsecomp.report import Report
 
 WEIGHT_RULES = ("spike_conv", "spike_linear")
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
@@ -202,8 +202,3 @@ def sixteenths(model: nn.Module, seed: int = 0, bound: int = 16) -> nn.Module:
 def images(*shape: int, seed: int = 0) -> Tensor:
     """Pixels that are multiples of 1/4."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)) / 4
-
-
-def merged(reports: list[Report]) -> Report:
-    """One report of all graphs."""
-    return merge(reports, "test")

@@ -202,6 +202,8 @@ def test_the_random_stream_is_eagers(poisson):
             expected = model(x)
             torch.manual_seed(seed)
             torch.testing.assert_close(call(x), expected, rtol=0, atol=0)
+    # nothing bounds a Poisson count of unknown rate
+    assert call.rewritten() == (0 if poisson else 1)
 
 
 @pytest.mark.parametrize("groups,stride,dilation", [(1, 2, 1), (4, 1, 2), (8, 1, 1)])
