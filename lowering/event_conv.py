@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sparsecomp.lowering.launch import Launcher
 from sparsecomp.lowering.templates.event_conv import event_conv_kernel, events_kernel, pack_event_weight_kernel
-from sparsecomp.lowering.weight_cache import kept
 from sparsecomp.lowering.window import Selection, Window, pixel_strides
 
 SPARSEST_OVERFLOW = 16
@@ -122,11 +121,7 @@ def accumulate(
 
 
 def event_weight(weight: Tensor, block: int) -> Tensor:
-    """``weight`` as ``event_conv_kernel`` reads it, by blocks of ``block`` output channels; kept until it changes."""
-    return kept(weight, ("event", block), lambda: _pack(weight, block))
-
-
-def _pack(weight: Tensor, block: int) -> Tensor:
+    """``weight`` as ``event_conv_kernel`` reads it, by blocks of ``block`` output channels."""
     w = weight if weight.dim() == 4 else weight[:, :, None, None]
     k, c, r, s = w.shape
     depth = r * s * c

@@ -13,7 +13,6 @@ from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel
 from sparsecomp.lowering.templates.binary_conv_hopper import binary_conv_hopper_kernel
 from sparsecomp.lowering.templates.pack_weight import pack_weight_kernel
 from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided_kernel
-from sparsecomp.lowering.weight_cache import kept
 from sparsecomp.lowering.window import Selection, Window, pixel_strides
 from sparsecomp.ops.weights import digit_bits, largest_mantissa, padded_channels
 
@@ -42,7 +41,7 @@ def _convolve(
     channels_last: bool,
 ) -> Tensor:  # fmt: skip
     """One strategy, and after it the binary convolution of what the strategy left (decided on the device)."""
-    planes, scale = packed_weight(weight, digits)
+    planes, scale = pack_weight(weight, digits)
     out = window.empty_output(x, weight.shape[0], weight.dtype, channels_last)
     select = None
     if strategy == "event" and event_conv.serves(x, window, groups):
@@ -54,13 +53,11 @@ def _convolve(
     return out
 
 
-def packed_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
-    """``pack_weight``, kept between eager calls until the weight is written to or replaced."""
-    return kept(weight, ("binary", digits), lambda: pack_weight(weight, digits))
-
-
 def pack_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
-    """CUDA implementation of ``sparsecomp::pack_weight``; see ``split_weight``."""
+    """CUDA implementation of ``sparsecomp::pack_weight``; see ``split_weight``.
+
+    Every call packs anew: nothing shows that a weight was written to through ``.data``, so nothing can be kept.
+    """
     w = weight if weight.dim() == 4 else weight[:, :, None, None]
     k, c, r, s = w.shape
     cp = padded_channels(c)
@@ -88,7 +85,7 @@ def to_bytes(x: Tensor, select: Selection | None = None) -> Tensor:
         count, limit = (None, 0) if select is None else (select.count, select.limit)
         _cast_flat((triton.cdiv(x.numel(), 4096),), (x, out, x.numel(), count, limit), {"BLOCK": 4096})
     else:
-        grid = (n, triton.cdiv(h * w, 64), triton.cdiv(c, 64))
+        grid = (n * triton.cdiv(h * w, 64), triton.cdiv(c, 64))
         _cast_strided(grid, (x, out, c, w, h * w, *x.stride()), {"BC": 64, "BP": 64})
     return view
 

@@ -116,12 +116,16 @@ def test_nothing_is_written_when_the_list_overflows(device):
     assert (out == 7).all()
 
 
-def test_weight_is_packed_again_after_a_write(device):
-    weight = normal((16, 16, 1, 1)).to(device)
-    first = event_conv.event_weight(weight, 16)
-    assert event_conv.event_weight(weight, 16) is first
-    weight.mul_(2)
-    assert torch.equal(event_conv.event_weight(weight, 16), first * 2)
+@pytest.mark.parametrize("strategy", ["event", "skip", "binary"])
+def test_a_write_that_bumps_no_version_counter_is_seen(device, strategy):
+    x, layer = channels_last(spikes((1, 16, 5, 5), 0.02)).to(device), torch.nn.Conv2d(16, 16, 3, bias=False).to(device)
+    with torch.no_grad():
+        layer.weight.copy_(normal((16, 16, 3, 3)))
+    args = ((1, 1), (1, 1), (1, 1), 1, 3, strategy)
+    before, version = spike_conv.conv2d(x, layer.weight, None, *args), layer.weight._version
+    layer.weight.data.mul_(2)
+    assert layer.weight._version == version
+    assert torch.equal(spike_conv.conv2d(x, layer.weight, None, *args), before * 2)
 
 
 def test_rows_too_long_for_the_event_code_take_the_binary_path(device):
