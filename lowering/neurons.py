@@ -24,7 +24,7 @@ def lif(
         copy = x.contiguous()
         dense = lif(copy, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset)
         return spikes.copy_(dense[0]), last.copy_(dense[1])
-    if v is not None and v.stride() != last.stride():
+    if v is not None and (v.shape, v.stride()) != (last.shape, last.stride()):
         v = torch.empty_like(last).copy_(v)
     numel = last.numel()
     arguments = (

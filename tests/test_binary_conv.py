@@ -194,6 +194,21 @@ def test_compiles_to_int8_tensor_core_instructions(capability):
     assert instruction in printed
 
 
+def test_compiles_for_one_output_channel():
+    """Triton makes a constant of an argument that is 1."""
+    printed = compile_in_subprocess(
+        """
+        from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel as kernel
+        pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", bias_ptr="*fp32", out_ptr="*fp32")
+        constants = dict(count_ptr=None, rows_ptr=None, R=1, S=1, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True,
+                         BM=64, BN=32, BK=32, K=1, H=1, W=1, OH=1, OW=1)
+        types = {n: pointers.get(n, "i32") for n in kernel.arg_names}
+        print(len(build(kernel, types, constants, 90, num_warps=4).asm["cubin"]) > 0)
+        """
+    )
+    assert printed.split() == ["True"]
+
+
 @pytest.mark.parametrize("digits", [2, 3, 4])
 def test_hopper_kernel_compiles_without_spills_and_overlaps_its_products(digits):
     printed = compile_in_subprocess(

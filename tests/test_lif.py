@@ -87,8 +87,25 @@ def test_batch_norm_inside_equals_batch_norm_in_front():
     assert torch.equal(inside, in_front)
 
 
-def test_opcheck():
-    torch.library.opcheck(torch.ops.sparsecomp.lif.default, arguments(sample("channels_last"), v=True, norm=True))
+@pytest.mark.parametrize("other_layout", [False, True])
+def test_opcheck(other_layout):
+    args = arguments(sample("channels_last"), v=True, norm=True)
+    start = args[1].contiguous() if other_layout else args[1]
+    torch.library.opcheck(torch.ops.sparsecomp.lif.default, (args[0], start, *args[2:]))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_first_membrane_is_broadcast(device):
+    from sparsecomp.lowering.neurons import lif
+
+    x = sample(shape=(3, 4, 5, 1, 1))
+    rest = arguments(x)[2:]
+    start = torch.full((1, 5, 1, 1), 0.3)
+    assert start.stride() == x[0].stride()
+    expected, last = ops.lif(x, start, *rest)
+    spikes, v = lif(*on(device, (x, start, *rest)))
+    assert torch.equal(spikes.cpu(), expected)
+    torch.testing.assert_close(v.cpu(), last, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -101,7 +118,11 @@ def test_compiles(capability):
         constants = dict(STEPS=4, CHARGE="lif", DECAY_INPUT=True, SOFT_RESET=False, HAS_V=False, HAS_NORM=True,
                          HAS_WEIGHT=True, HAS_BIAS=True, BLOCK=1024)
         types = {{n: pointers.get(n, floats.get(n, "i32")) for n in kernel.arg_names}}
-        print(build(kernel, types, constants, {capability}, num_warps=4).asm["ptx"].count("st.global"))
+        built = build(kernel, types, constants, {capability}, num_warps=4)
+        wide = [f"extsi %{{step}}" in built.asm["ttir"] for step in ("x_step", "spikes_step")]
+        print(built.asm["ptx"].count("st.global"), *wide)
         """
     )
-    assert int(printed) >= 5
+    stores, *wide = printed.split()
+    assert int(stores) >= 5
+    assert wide == ["True", "True"], "the offset of a time step must not overflow 32 bits"

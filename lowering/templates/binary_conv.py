@@ -59,7 +59,7 @@ def binary_conv_kernel(
     x_ptrs = x_ptr + x_row[:, None] + chan[None, :]
     depth = R * S * CP
     w_ptrs = w_ptr + k.to(tl.int64)[None, :] * depth + chan[:, None]
-    plane = K.to(tl.int64) * depth
+    plane = tl.cast(K, tl.int64) * depth
     acc0 = tl.zeros((BM, BN), tl.int32)
     acc1 = tl.zeros((BM, BN), tl.int32)
     acc2 = tl.zeros((BM, BN), tl.int32)

@@ -27,6 +27,9 @@ def lif_kernel(
         gain = 1.0 / tl.sqrt(tl.load(var_ptr + c, mask=mask, other=0.0).to(tl.float32) + eps)
         if HAS_WEIGHT:
             gain = gain * tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    # offsets of later steps pass 2^31 where a whole layer does
+    x_step = tl.cast(x_step, tl.int64)
+    spikes_step = tl.cast(spikes_step, tl.int64)
     rest = reset
     if SOFT_RESET:
         rest = 0.0

@@ -26,9 +26,10 @@ def cast_strided_kernel(
     x_ptr, out_ptr, C, W, P, stride_n, stride_c, stride_h, stride_w, BC: tl.constexpr, BP: tl.constexpr
 ):
     """out[n, p, c] = int8(x[n, c, p]) for any strides; P = H·W pixels an image. Tiles are transposed on chip."""
-    image = tl.program_id(0).to(tl.int64)
-    p = tl.program_id(1) * BP + tl.arange(0, BP)
-    c = tl.program_id(2) * BC + tl.arange(0, BC)
+    blocks = tl.cdiv(P, BP)
+    image = (tl.program_id(0) // blocks).to(tl.int64)
+    p = (tl.program_id(0) % blocks) * BP + tl.arange(0, BP)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
     mask = (c[:, None] < C) & (p[None, :] < P)
     pixel = (p // W).to(tl.int64) * stride_h + (p % W).to(tl.int64) * stride_w
     src = x_ptr + image * stride_n + c.to(tl.int64)[:, None] * stride_c + pixel[None, :]

@@ -73,7 +73,7 @@ def _reference(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_
         spikes[step] = fired
         spike = fired.to(h.dtype)
         v = h - spike * threshold if reset is None else spike * reset + (1.0 - spike) * h
-    return spikes, v
+    return spikes, torch.empty_like(x[0]).copy_(v)
 
 
 def _normalised(x, mean, var, weight, bias, eps):
