@@ -81,3 +81,54 @@ def test_mixed_devices_and_dtypes_raise_what_the_dense_operator_raises():
     with pytest.raises(RuntimeError) as eager:
         F.conv2d(x.half(), w, b, *WINDOW[:4])
     assert str(ours.value) == str(eager.value)
+
+
+@pytest.mark.parametrize("rows", [(0,), (), (2, 0)])
+def test_linear_gradients_of_an_empty_or_single_input(rows):
+    x, w = torch.ones(*rows, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    got = torch.autograd.grad(ops.spike_linear(x, w, None, 3, "binary").sum(), (x, w))
+    for g, e in zip(got, torch.autograd.grad(F.linear(x, w).sum(), (x, w)), strict=True):
+        torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("layer", ["conv2d", "linear"])
+def test_a_second_derivative_is_refused_rather_than_wrong(layer):
+    x, w, _ = sample(torch.float64)
+    if layer == "linear":
+        x, w = x.detach().flatten(1).requires_grad_(), w.detach().flatten(1)[:, :1].expand(8, 672).requires_grad_()
+        out = ops.spike_linear(x, w, None, 3, "binary")
+    else:
+        out = ops.spike_conv2d(x, w, None, *WINDOW)
+    torch.autograd.grad(out.sum(), w, retain_graph=True)
+    with pytest.raises(NotImplementedError, match="create_graph"):
+        torch.autograd.grad(out.square().sum(), w, create_graph=True)
+
+
+def _misfits():
+    x, w, b = (t.detach() for t in sample())
+    yield "channels", (x[:, :8].contiguous(), w, b)
+    yield "input dtype", (x.half(), w, b)
+    yield "weight dtype", (x, w.half(), None)
+    yield "bias dtype", (x, w, b.half())
+    yield "bias size", (x, w, b[:4])
+
+
+@pytest.mark.parametrize("operands", [pytest.param(operands, id=name) for name, operands in _misfits()])
+def test_kernels_see_only_operands_that_the_dense_operator_takes(operands):
+    from sparsecomp.ops.spike_conv import _cuda_conv2d, _cuda_linear
+
+    with pytest.raises(RuntimeError) as eager:
+        F.conv2d(*operands, *WINDOW[:4])
+    with pytest.raises(RuntimeError) as ours:
+        _cuda_conv2d(*operands, *WINDOW)
+    assert str(ours.value) == str(eager.value)
+    x, w, b = operands
+    with pytest.raises(RuntimeError):
+        _cuda_linear(x.flatten(1), w.flatten(1)[:, :5], b, 3, "binary")
+
+
+def test_a_double_layer_keeps_double_precision():
+    from sparsecomp.ops.spike_conv import _cuda_conv2d
+
+    x, w, b = (t.detach() for t in sample(torch.float64))
+    torch.testing.assert_close(_cuda_conv2d(x, w, b, *WINDOW), F.conv2d(x, w, b, *WINDOW[:4]), rtol=0, atol=0)

@@ -18,6 +18,8 @@ from torch import Tensor
 from sparsecomp.ops.library import library
 from sparsecomp.ops.weights import join_weight, padded_channels, split_weight
 
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 library.define(
     "spike_conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
     "int groups, int digits, str strategy) -> Tensor",
@@ -95,13 +97,34 @@ def _widened(x: Tensor, weight: Tensor) -> Tensor:
     return x.to(weight.dtype) if x.dtype is torch.int8 else x
 
 
+def _kernels_take(x: Tensor, weight: Tensor, bias: Tensor | None, channels: int, rank: int) -> bool:
+    """Whether the kernels take these operands, which may have changed since the graph was captured.
+
+    The dense operator takes all others, or raises what eager raises.
+    """
+    same = [weight] if bias is None else [weight, bias]
+    return (
+        weight.dtype in KERNEL_DTYPES
+        and weight.dim() == rank
+        and (x.dtype is torch.int8 or x.dtype is weight.dtype)
+        and channels == weight.shape[1]
+        and all(operand.dtype is weight.dtype and operand.device == x.device for operand in same)
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+
+
 def _cuda_conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy):
+    batched = x.dim() == 4 and x.shape[1] % groups == 0 and weight.shape[0] % groups == 0
+    if not batched or not _kernels_take(x, weight, bias, x.shape[1] // groups, 4):
+        return _reference_conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy)
     from sparsecomp.lowering import spike_conv  # loads Triton
 
     return spike_conv.conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy)
 
 
 def _cuda_linear(x, weight, bias, digits, strategy):
+    if x.dim() == 0 or x.shape[-1] == 0 or not _kernels_take(x, weight, bias, x.shape[-1], 2):
+        return _reference_linear(x, weight, bias, digits, strategy)
     from sparsecomp.lowering import spike_conv  # loads Triton
 
     return spike_conv.linear(x, weight, bias, digits, strategy)
@@ -180,7 +203,16 @@ def _save_conv2d(ctx, inputs, output):
     ctx.geometry = (stride, padding, dilation, groups)
 
 
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # under create_graph
+        raise NotImplementedError(
+            "sparsecomp keeps spikes as bytes, through which a backward cannot be differentiated again: "
+            "use implementation='dense' with create_graph=True"
+        )
+
+
 def _backward_conv2d(ctx, grad):
+    _refuse_second_derivative()
     x8, weight = ctx.saved_tensors
     stride, padding, dilation, groups = ctx.geometry
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
@@ -197,10 +229,12 @@ def _save_linear(ctx, inputs, output):
 
 
 def _backward_linear(ctx, grad):
+    _refuse_second_derivative()
     x8, weight = ctx.saved_tensors
-    rows = grad.reshape(-1, grad.shape[-1])
+    rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+    inputs = x8.to(weight.dtype).reshape(rows.shape[0], x8.shape[-1])
     grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-    grad_w = rows.t() @ x8.to(weight.dtype).reshape(rows.shape[0], -1) if ctx.needs_input_grad[1] else None
+    grad_w = rows.t() @ inputs if ctx.needs_input_grad[1] else None
     grad_b = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return grad_x, grad_w, grad_b, None, None
 
