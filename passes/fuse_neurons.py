@@ -47,7 +47,7 @@ RULE = Rule("fuse_neurons", consider)
 def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Context) -> str | None:
     if x.device.type != "cuda" and ctx.options.neurons != "fuse":
         return "on the CPU the operator is no Triton kernel, and nothing is gained"
-    if torch.is_grad_enabled():
+    if ctx.gradients:
         return "gradients are enabled, so the operator keeps its own backward; use torch.no_grad()"
     if x.dtype is not torch.float32 or x.dim() < 3:
         return f"{x.dtype} input of {x.dim()} dimensions; the kernel takes float32 of three and more"

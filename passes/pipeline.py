@@ -100,7 +100,13 @@ def _run_rule(rule: Rule, ctx: Context) -> int:
         return 0
     if not ctx.report.graph_before:
         ctx.report.graph_before = _compat.readable(ctx.gm, TAG)
-    changes = [change for node, plan, site in plans if (change := _apply(node, plan, site, ctx)) is not None]
+    changes: list[_Change] = []
+    replaced: dict[fx.Node, fx.Node] = {}
+    for node, plan, site in plans:
+        change = _apply(node, plan, site, ctx, replaced)
+        if change is not None:
+            changes.append(change)
+            replaced.update((old, new) for old, new, _ in change.uses)
     try:
         _verify(ctx)
     except Exception as error:
@@ -145,13 +151,21 @@ class _Change:
         _erase(node for node in dict.fromkeys((*(old for old, _, _ in self.uses), *self.dead)) if not node.users)
 
 
-def _apply(node: fx.Node, plan: Plan, site: Site, ctx: Context) -> _Change | None:
-    """Carry out one plan, or leave the graph as it was."""
+def _apply(
+    node: fx.Node, plan: Plan, site: Site, ctx: Context, replaced: Mapping[fx.Node, fx.Node]
+) -> _Change | None:
+    """Carry out one plan, or leave the graph as it was.
+
+    A plan may name nodes that earlier ones have `replaced`: it reads what took their place.
+    """
     graph, marker = ctx.gm.graph, node.prev
     try:
         with graph.inserting_before(node):
             replacements = plan.build()
         added = _between(marker, node)
+        for new in added:
+            for stale in replaced.keys() & set(new.all_input_nodes):
+                new.replace_input_with(stale, replaced[stale])
         _annotate(added, replacements, f"{site.rule}: {plan.reason}", ctx.options.verify)
     except Exception as error:
         _erase(reversed(_between(marker, node)))

@@ -113,6 +113,7 @@ class Context:
         values: real tensors behind placeholders and attributes, where the capture knows them.
         densities: measured ones, by `site_key`.
         eager: the result runs op by op, not through Inductor.
+        gradients: somebody may ask for gradients: they are enabled here, or within the graph, or it runs in any mode.
     """
 
     gm: fx.GraphModule
@@ -122,6 +123,11 @@ class Context:
     values: Mapping[fx.Node, torch.Tensor] = field(default_factory=dict)
     densities: Mapping[str, Density] = field(default_factory=dict)
     eager: bool = False
+    gradients: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        turned_on = (node.args[0] for node in self.gm.graph.nodes if _compat.sets_grad_mode(node))
+        self.gradients = self.eager or torch.is_grad_enabled() or any(turned_on)
 
     def fact(self, value: object, reader: fx.Node) -> SparsityFact | None:
         """What is known about the values of an argument when `reader` reads it."""

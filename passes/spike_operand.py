@@ -155,7 +155,7 @@ def _binarised(x: fx.Node, scale: fx.Node | float, like: fx.Node, ctx: Context) 
     """
     graph, tensor = like.graph, example(x)
     ones = call(graph, like, torch.Tensor.to, call(graph, like, torch.ne, x, 0), tensor.dtype)
-    if not (ctx.eager or torch.is_grad_enabled()):
+    if not ctx.gradients:
         return ones
     zero = call(graph, like, torch.sub, x, call(graph, like, torch.Tensor.detach, x))
     return call(graph, like, torch.add, ones, call(graph, like, torch.div, zero, scale))

@@ -29,6 +29,7 @@ __all__ = [
     "propagate_fakes",
     "readable",
     "register_logger",
+    "sets_grad_mode",
     "size_hint",
     "tree_leaves",
 ]
@@ -94,6 +95,11 @@ def conv_tf32() -> bool:
 def matmul_tf32() -> bool:
     """Whether the user lets float32 matrix products run in TF32."""
     return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def sets_grad_mode(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's switches gradients on or off, by its first argument."""
+    return node.target in (torch._C._set_grad_enabled, torch.set_grad_enabled)
 
 
 def is_fake(value: object) -> bool:

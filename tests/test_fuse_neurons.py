@@ -153,3 +153,36 @@ def test_a_write_in_between_is_seen(where):
     assert ("batch-norm included" in site(report, "fuse_neurons").reason) == (where in ("nowhere", "spikes", "view"))
     narrowed = [s for s in report.sites if s.rule == "narrow_spikes"]
     assert bool(narrowed) == (where not in ("spikes", "view"))
+
+
+def test_a_neuron_that_reads_another_one_reads_the_fused_one():
+    node = neuron.LIFNode(step_mode="m")
+
+    def model(x):
+        return node(node(x)), node.v
+
+    with torch.no_grad():
+        expected = model(_input())
+        functional.reset_net(node)
+        found, report = rewritten(model, _input(), neurons="fuse")
+    for ours, eager in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+    assert [found.rewritten for found in report.sites] == [True, True]
+    assert "sj_lif" not in report.graph_after, "the replaced operator would run as well"
+
+
+def test_gradients_enabled_inside_the_graph_are_kept():
+    node, scale = neuron.LIFNode(step_mode="m"), torch.ones(1, requires_grad=True)
+
+    def model(x):
+        with torch.enable_grad():
+            return node(x * scale)
+
+    with torch.no_grad():
+        found, report = rewritten(model, _input(), neurons="fuse")
+        functional.reset_net(node)
+        expected = model(_input())
+    assert not site(report, "fuse_neurons").rewritten
+    ours, eager = (torch.autograd.grad(out.sum(), scale)[0] for out in (found, expected))
+    torch.testing.assert_close(ours, eager)
+    assert eager.item() != 0
