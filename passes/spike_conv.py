@@ -1,4 +1,4 @@
-"""conv2d whose input is spikes becomes `sparsecomp::spike_conv2d`.
+"""conv2d or conv1d whose input is spikes becomes `sparsecomp::spike_conv2d`; conv1d as an image of height one.
 
 A dense convolution multiplies floats; a spike is a small whole number, so the product can run on int8 tensor cores,
 exactly, at a fraction of the float32 time. Whether that pays at this shape is the gate's business.
@@ -15,19 +15,19 @@ from sparsecomp.passes.canonicalize import CanonicalOp, op_of
 from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, example, refuse, sizes
 from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked
 
-_UNSUPPORTED = ("conv1d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_UNSUPPORTED = ("conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
-    """Judge one node: every conv2d is a candidate; other convolutions are, if spikes reach them."""
-    if hooked(node, ctx, torch.nn.Conv2d):
+    """Judge one node: every conv1d and conv2d is a candidate; other convolutions are, if spikes reach them."""
+    if hooked(node, ctx, torch.nn.Conv1d) or hooked(node, ctx, torch.nn.Conv2d):
         return refuse(Why.HOOKED)
     op = op_of(node)
     if op is None:
         return None
     if op.name in _UNSUPPORTED:
         return refuse(Why.UNSUPPORTED_OP, op=op.name) if ctx.fact(op.input, op.node) is not None else None
-    if op.name != "conv2d":
+    if op.name not in ("conv1d", "conv2d"):
         return None
     operands = check(op, ctx)
     if isinstance(operands, Refusal):
@@ -53,23 +53,27 @@ def _build(operands: Operands, geometry: tuple[list[int], ...], strategy: str, c
 
     multi_step = operands.op.step_mode == "m"
     frames = emit(torch.flatten, x, 0, 1) if multi_step else x
+    flat = operands.op.name == "conv1d"
+    if flat:
+        frames, weight = emit(torch.unsqueeze, frames, -2), emit(torch.unsqueeze, weight, -2)
     target = torch.ops.sparsecomp.spike_conv2d.default
     out = emit(target, frames, weight, bias, *geometry, groups, operands.digits, strategy)
+    out = emit(torch.squeeze, out, -2) if flat else out
     return emit(torch.unflatten, out, 0, (emit(torch.Tensor.size, x, 0), -1)) if multi_step else out
 
 
 def _geometry(op: CanonicalOp) -> tuple[list[int], list[int], list[int]] | Refusal:
     """Stride, padding and dilation as pairs; string paddings resolved."""
-    stride, dilation = _pair(op.get("stride", 1)), _pair(op.get("dilation", 1))
+    stride, dilation = _pair(op, "stride", 1), _pair(op, "dilation", 1)
     mode = op.get("padding_mode") or "zeros"
     if mode != "zeros":
         return refuse(Why.PADDING_MODE, mode=mode)
     padding = op.get("padding", 0)
     if not isinstance(padding, str):
-        return stride, _pair(padding), dilation
+        return stride, _pair(op, "padding", 0), dilation
     if padding == "valid":
         return stride, [0, 0], dilation
-    kernel = sizes(op.get("weight"))
+    kernel = _image(op, sizes(op.get("weight")))
     if padding != "same" or kernel is None:
         return refuse(Why.PADDING, padding=padding)
     totals = [dilation[i] * (kernel[2 + i] - 1) for i in range(2)]
@@ -80,13 +84,13 @@ def _geometry(op: CanonicalOp) -> tuple[list[int], list[int], list[int]] | Refus
 
 def _site(operands: Operands, geometry: tuple[list[int], ...], ctx: Context) -> gate.SiteInfo | Refusal:
     op = operands.op
-    x, weight = sizes(op.input), sizes(op.get("weight"))
+    x, weight = _image(op, sizes(op.input)), _image(op, sizes(op.get("weight")))
     if x is None or weight is None:
         return refuse(Why.UNKNOWN_SHAPE)
     if op.step_mode == "m":
         x = [x[0] * x[1], *x[2:]]
     if len(x) != 4:
-        return refuse(Why.UNSUPPORTED_OP, op="conv2d without a batch dimension")
+        return refuse(Why.UNSUPPORTED_OP, op=f"{op.name} without a batch dimension")
     stride, padding, dilation = geometry
     out = [(x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1 for i in range(2)]
     density, _ = ctx.density(op.node)
@@ -102,8 +106,15 @@ def _is_channels_last(x: torch.Tensor) -> bool:
     return isinstance(x, torch.Tensor) and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
-def _pair(value: object) -> list[int]:
-    if isinstance(value, int):
-        return [value, value]
-    pair = list(value)  # pyright: ignore[reportArgumentType]
-    return pair * 2 if len(pair) == 1 else pair
+def _image(op: CanonicalOp, size: list[int] | None) -> list[int] | None:
+    """A shape as the two-dimensional operator sees it: a signal is an image of height one."""
+    return size if size is None or op.name == "conv2d" else [*size[:-1], 1, size[-1]]
+
+
+def _pair(op: CanonicalOp, name: str, idle: int) -> list[int]:
+    """A window parameter by rows and columns; `idle` is its value for the rows of a signal, and its default."""
+    value = op.get(name, idle)
+    values = [value] if isinstance(value, int) else list(value)
+    if op.name == "conv1d":
+        return [idle, *values]
+    return values * 2 if len(values) == 1 else values

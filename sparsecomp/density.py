@@ -8,7 +8,7 @@ from torch import fx
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.rule import Density, site_key
 
-_LAYERS = ("conv2d", "linear")
+_LAYERS = ("conv1d", "conv2d", "linear")
 
 
 class DensityRecorder(fx.Interpreter):

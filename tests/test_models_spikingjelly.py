@@ -128,14 +128,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "OTTT VGG": (_ottt_vgg, (1, 3, 32, 32), 4),
     # 3 convolutions in each of 2 cells, 1 between them, and 2 linears
     "SNASNet": (_snasnet, (1, 3, 32, 32), 9),
-    # 4 convolutions of the patch embedding and the head, on the mean of 16 tokens; the rest is conv1d and matmul
-    "Spikformer": (_spikformer, (4, 1, 3, 16, 16), 5),
-    # 9 convolutions of the patch embeddings and the head, on the mean of 16 tokens; the rest is conv1d and matmul
-    "QKFormer token": (lambda: _qkformer("token"), IMAGE, 10),
-    "QKFormer channel": (lambda: _qkformer("channel"), IMAGE, 10),
-    # embeddings 3 + 3 + 3, two blocks of 3, 2 beside the attention, and the head
-    "MaxFormer": (_maxformer, IMAGE, 18),
-    "MaxFormer CIFAR": (lambda: _maxformer(cifar=True), IMAGE, 16),
+    # 4 convolutions of the patch embedding, 4 conv1d of the block, and the head, on the mean of 16 tokens
+    "Spikformer": (_spikformer, (4, 1, 3, 16, 16), 9),
+    # 9 convolutions of the patch embeddings, 12 conv1d of the three blocks, and the head, on the mean of 16 tokens
+    "QKFormer token": (lambda: _qkformer("token"), IMAGE, 22),
+    "QKFormer channel": (lambda: _qkformer("channel"), IMAGE, 22),
+    # embeddings 3 + 3 + 3, two blocks of 3, 2 beside the attention, its conv1d, and the head
+    "MaxFormer": (_maxformer, IMAGE, 19),
+    "MaxFormer CIFAR": (lambda: _maxformer(cifar=True), IMAGE, 18),
     # patch embedding 4, attention 4, perceptron 2, head 1 (the mean of 4 steps)
     "Spike-driven Transformer": (_sdt, IMAGE, 11),
 }
@@ -168,7 +168,9 @@ BETWEEN = {
     "MS-ResNet-18": {"{0, 1}": 17},
     "VGG-11 LIF": {"{0, 1}": 9},
     # each block adds two sums of two, so that stage 2 starts from 4
-    "QKFormer token": {"{0, 1}": 5, "integers 0..4": 4, "integers 0..64 x 0.0625": 1},
+    "QKFormer token": {
+        "{0, 1}": 11, "integers 0..2": 3, "integers 0..3": 3, "integers 0..4": 4, "integers 0..64 x 0.0625": 1,
+    },  # fmt: skip
     "Spike-driven Transformer": {"{0, 1}": 10, "integers 0..4 x 0.25": 1},
 }
 

@@ -56,6 +56,15 @@ def test_conv2d_equals_eager_to_the_bit(geometry, size):
     _same(OnSpikes(layer), _signal(2, 16, *size))
 
 
+@pytest.mark.parametrize(
+    "geometry",
+    [{}, {"stride": 2}, {"padding": 2, "dilation": 2}, {"groups": 4}, {"bias": False}, {"padding": "same"}],
+    ids=str,
+)
+def test_conv1d_equals_eager_to_the_bit(geometry):
+    _same(OnSpikes(dyadic(nn.Conv1d(16, 12, 3, **geometry))), _signal(2, 16, 11))
+
+
 def test_reflected_spikes_are_spikes():
     _same(OnSpikes(dyadic(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"))), _signal(1, 4, 6, 6))
 
@@ -194,9 +203,9 @@ def _with_weight(value: float) -> nn.Module:
         (OnSpikes(nn.Conv2d(4, 4, 3)), _signal(4, 6, 6), "without a batch dimension"),
         (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: (s + s) * 0.3), _signal(1, 4, 6, 6), ""),
         (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: s + 0.1), _signal(1, 4, 6, 6), ""),
-        (OnSpikes(nn.Conv1d(4, 4, 3)), _signal(1, 4, 6), "conv1d on spikes is not supported"),
+        (OnSpikes(nn.Conv3d(4, 4, 3)), _signal(1, 4, 6, 6, 6), "conv3d on spikes is not supported"),
     ],
-    ids=["analog", "float64", "same-even", "inf", "nan", "unbatched", "0.3 counts", "shifted", "conv1d"],
+    ids=["analog", "float64", "same-even", "inf", "nan", "unbatched", "0.3 counts", "shifted", "conv3d"],
 )  # fmt: skip
 def test_what_is_left_dense_says_why(module, x, reason):
     message = _refused(module, x)
