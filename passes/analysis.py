@@ -300,7 +300,7 @@ class _Run:
         for argument in node.all_input_nodes:
             self.groups.union(node, argument, reinterpreted=True)
         hooked = module is not None and has_hooks(module)
-        why = "has forward hooks, which may change its result" if hooked else "is opaque to the analysis"
+        why = "has hooks, which may change its result" if hooked else "is opaque to the analysis"
         self._record(node, Lost(LostKind.OPAQUE, f"`{name}` {why}"))
 
     def _record(self, node: fx.Node, result: Result) -> None:

@@ -224,8 +224,10 @@ def _module_of(node: fx.Node, modules: Mapping[str, nn.Module] | None) -> nn.Mod
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Forward hooks may replace a module's result, so nothing is known about it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Forward hooks may replace a module's result, backward hooks its gradients, so nothing is known about either."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _module_op(node: fx.Node, module: nn.Module | None) -> CanonicalOp | None:

@@ -42,7 +42,7 @@ class Why(Enum):
     WEIGHT_NOT_FINITE = "the weight has NaN or infinite values, which a zero must turn into NaN"
     GATE = "it would not pay: {detail}"
     FORCED_DENSE = "implementation='dense' was asked for"
-    HOOKED = "the module has forward hooks"
+    HOOKED = "the module has hooks"
     NOT_FOLDED = "batch-norm stays: {detail}"
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     FAILED = "the rule failed and the site was left as it was: {detail}"

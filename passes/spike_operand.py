@@ -43,7 +43,7 @@ class Operands:
 
 
 def hooked(node: fx.Node, ctx: Context, layer: type[torch.nn.Module]) -> bool:
-    """Whether a node calls a layer whose forward hooks could replace its input or result."""
+    """Whether a node calls a layer whose hooks could replace its input, result or gradients."""
     if node.op != "call_module":
         return False
     module = ctx.gm.get_submodule(str(node.target))

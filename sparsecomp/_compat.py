@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "FakeTensorMode",
+    "ambient_modes",
     "cache_key",
     "compile_fx",
     "conv_tf32",
@@ -95,6 +96,13 @@ def conv_tf32() -> bool:
 def matmul_tf32() -> bool:
     """Whether the user lets float32 matrix products run in TF32."""
     return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def ambient_modes() -> tuple[Any, ...]:
+    """The modes of this thread under which operators mean something else."""
+    devices = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
 def sets_grad_mode(node: fx.Node) -> bool:

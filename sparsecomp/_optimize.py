@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from sparsecomp._explain import measured_densities
 from sparsecomp.backend import compile_graph, note_device
-from sparsecomp.module_capture import CaptureError, capture, share_attributes
+from sparsecomp.module_capture import Assumptions, CaptureError, capture, share_attributes
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.passes.rule import Density
@@ -36,8 +36,8 @@ def optimize(model: nn.Module, example_inputs: Any = None, *, mode: str | None =
 
     Returns:
         A module with the same state_dict keys, buffers, hooks and submodules. It can be copied and pickled if `model`
-        can. In another mode (train or eval) than `model` has now, or under autocast, the traced form steps aside for
-        the original `forward`.
+        can. In another mode (train or eval) than `model` has now, under autocast, or once its layers have other hooks,
+        children or plain attributes than now, the traced form steps aside for the original `forward`.
 
     Raises:
         OptionError: an unknown option or value.
@@ -64,7 +64,7 @@ class Optimized(nn.Module):
     def __init__(self, original: nn.Module, options: Options, report: Report) -> None:
         super().__init__()
         self.__dict__.update(
-            _original=original, _options=options, _densities={}, _graph=None, _inputs=0, _modes=(), _compiled=None,
+            _original=original, _options=options, _densities={}, _graph=None, _inputs=0, _assumed=None, _compiled=None,
             _backend=None, _report=report, training=original.training,
         )  # fmt: skip
         self._share()
@@ -76,8 +76,7 @@ class Optimized(nn.Module):
 
     def use_graph(self, gm: fx.GraphModule, inputs: int) -> None:
         """Run `gm` for calls with `inputs` positional arguments."""
-        modes = tuple((module, module.training) for module in self._original.modules())
-        self.__dict__.update(_graph=gm, _inputs=inputs, _modes=modes)
+        self.__dict__.update(_graph=gm, _inputs=inputs, _assumed=Assumptions(gm, self._original))
 
     def use_compile(self, densities: Mapping[str, Density]) -> None:
         """Run the original under torch.compile with our backend."""
@@ -139,7 +138,7 @@ class Optimized(nn.Module):
         devices = {value.device.type for value in args if isinstance(value, torch.Tensor)}
         if any(torch.is_autocast_enabled(device) for device in devices):
             return False
-        return all(module.training is mode for module, mode in self._modes)
+        return self._assumed.hold()
 
 
 class _Backend:

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from sparsecomp import _compat, neurons
 from sparsecomp.density import DensityRecorder
+from sparsecomp.passes.canonicalize import has_hooks
 from sparsecomp.passes.rule import Density
 from sparsecomp.state import undone
 
@@ -58,13 +59,58 @@ def share_attributes(gm: fx.GraphModule, model: nn.Module) -> None:
         gm.__dict__[table] = model.__dict__[table]
 
 
+class Assumptions:
+    """What a graph took for granted of a model: its modes, and more of the modules whose Python it does not call.
+
+    Of those, tracing has read the plain attributes, and which children, parameters and hooks there are. Tensors may
+    change; the graph looks them up.
+    """
+
+    def __init__(self, gm: fx.GraphModule, model: nn.Module) -> None:
+        called = [gm.get_submodule(str(node.target)) for node in gm.graph.nodes if node.op == "call_module"]
+        opaque = {inner for module in called for inner in module.modules()}
+        self._training = [(module, module.training) for module in model.modules()]
+        self._read = [
+            (module, type(module), module is model, _plain(module), _absent(module), tuple(module._modules.items()))
+            for module in model.modules()
+            if module not in opaque
+        ]
+
+    def hold(self) -> bool:
+        """Whether the model still is as it was."""
+        return all(module.training is mode for module, mode in self._training) and all(
+            type(module) is kind
+            and (is_root or not has_hooks(module))
+            and "forward" not in module.__dict__
+            and _same(module.__dict__, attributes)
+            and all(module._parameters.get(name) is None for name in absent)
+            and all(module._modules.get(name) is child for name, child in children)
+            for module, kind, is_root, attributes, absent, children in self._read
+        )
+
+
 class _Tracer(fx.Tracer):
     """Neurons are leaves; parameters without an example take their defaults."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__()
         self._inputs = inputs
+        self._modes = _compat.ambient_modes()
         self.record_stack_traces = True
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node, unless it would forget the context that its call stands in."""
+        if _compat.ambient_modes() != self._modes:
+            raise CaptureError("the model switches gradients or autocast, which a graph of modules would forget")
+        return super().create_node(*args, **kwargs)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a submodule, unless tracing would run its hooks once and for all."""
+        if has_hooks(m) and not self.is_leaf_module(m, self.path_of_module(m)):
+            raise CaptureError(f"{self.path_of_module(m)} has hooks")
+        return super().call_module(m, forward, args, kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # spikingjelly's layers test the number of dimensions, which a stand-in does not have
@@ -105,10 +151,29 @@ class _ExampleRecorder(DensityRecorder):
         return result
 
 
+def _plain(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, value) for name, value in module.__dict__.items() if _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float | str | None) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _absent(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, value in module._parameters.items() if value is None)
+
+
+def _same(found: Mapping[str, Any], expected: tuple[tuple[str, Any], ...]) -> bool:
+    # identity first: it is cheap, and true of NaN
+    return all((now := found.get(name)) is value or now == value for name, value in expected)
+
+
 def _trace(model: nn.Module, inputs: int) -> fx.GraphModule:
     with undone(model) as snapshot:
         try:
             graph = _Tracer(inputs).trace(model)
+        except CaptureError:
+            raise
         except Exception as error:
             raise CaptureError(f"symbolic tracing failed: {error}") from error
         changed = snapshot.changed()

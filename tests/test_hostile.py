@@ -1,8 +1,14 @@
 """What a hostile user does: states, modes and inputs that no single part expects. The oracle is the eager model."""
 
+import copy
+
+import pytest
 import torch
 from rewriting import Surrogate, rewritten, site
 from torch import nn
+from torch.nn.utils import prune
+
+import sparsecomp
 
 
 def _signal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -24,3 +30,121 @@ def test_gradients_enabled_inside_the_graph_pass_through_scaled_spikes():
     found.sum().backward()
     expected.sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+
+
+class _Spikes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x > 0).to(x.dtype)
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Flatten(), nn.Linear(16 * 16, 4))
+    block = nn.Sequential(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), _Spikes())
+    return nn.Sequential(nn.Conv2d(3, 16, 3), _Spikes(), block, nn.AvgPool2d(1), head).eval()
+
+
+def _change_stride(model):
+    model[2][0].stride = (2, 2)
+    model[4][1] = nn.Linear(64, 4)
+
+
+def _replace_block(model):
+    model[2] = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Tanh())
+
+
+def _override_forward(model):
+    conv = model[2][0]
+    conv.forward = lambda x: nn.Conv2d.forward(conv, x) * 2
+
+
+def _add_bias(model):
+    model[2][0].bias = nn.Parameter(torch.ones(16))
+
+
+def _parametrize(model):
+    nn.utils.parametrize.register_parametrization(model[2][0], "weight", nn.Tanh())
+
+
+def _prune(model):
+    prune.l1_unstructured(model[2][0], "weight", amount=0.5)
+    model[2][0].weight_orig.mul_(3)
+
+
+def _assign_data(model):
+    weight = model[2][0].weight
+    weight.data = weight.data.flip(0)
+    weight.data.mul_(-2)
+
+
+def _tie(model):
+    model[2][0].weight = nn.Parameter(model[2][0].weight.detach() * 0.5)
+
+
+CHANGES = [
+    _change_stride, _replace_block, _override_forward, _add_bias, _parametrize, _prune, _assign_data, _tie,
+    nn.Module.double, nn.Module.train,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_an_optimized_model_follows_later_changes_of_its_original(change):
+    model, x = _network(), _signal(2, 3, 8, 8)
+    model[2][0].register_parameter("bias", None)
+    optimized = sparsecomp.optimize(model, x, implementation="binary")
+    assert optimized.report.capture.startswith("symbolic trace")
+    with torch.no_grad():
+        change(model)
+        x = x.to(model[0].weight.dtype)
+        found, expected = optimized(x), model(x)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(copy.deepcopy(optimized)(x), expected)
+
+
+def _hook(model: nn.Module, where: str, kind: str) -> list[str]:
+    """The calls of a hook that counts its calls."""
+    calls: list[str] = []
+    getattr(model.get_submodule(where), f"register_{kind}_hook")(lambda *_: calls.append(where))
+    return calls
+
+
+@pytest.mark.parametrize("where", ["2", "2.0", "2.1", "2.2"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_are_called_as_often_as_in_eager(where, when, kind):
+    eager, model, x = _network(), _network(), _signal(2, 3, 8, 8).requires_grad_()
+    expected = _hook(eager, where, kind)
+    found = _hook(model, where, kind) if when == "before" else None
+    optimized = sparsecomp.optimize(model, x.detach(), implementation="binary")
+    found = _hook(model, where, kind) if found is None else found
+    found.clear()
+    for _ in range(2):
+        for network in (eager, optimized):
+            (network(x) + network(x)).sum().backward()
+        assert len(found) == len(expected)
+
+
+class _FrozenEncoder(nn.Module):
+    def __init__(self, context) -> None:
+        super().__init__()
+        self.context, self.encoder, self.head = context, nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.context():
+            x = (self.encoder(x) > 0).float()
+        return self.head(x) + self._shift(x)
+
+    def _shift(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.encoder.weight.mean() * x.mean()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_contexts_inside_forward_are_kept(context):
+    model, x = _FrozenEncoder(context), _signal(2, 3, 8, 8)
+    optimized = sparsecomp.optimize(model, x, implementation="binary")
+    expected, found = model(x), optimized(x)
+    torch.testing.assert_close(found, expected)
+    grads = torch.autograd.grad(expected.sum(), list(model.parameters()), allow_unused=True)
+    ours = torch.autograd.grad(found.sum(), list(model.parameters()), allow_unused=True)
+    assert [grad is None for grad in ours] == [grad is None for grad in grads] == [True, True, False, False]
