@@ -40,6 +40,7 @@ class Why(Enum):
     DTYPE = "dtype {dtype} stays dense: only float32, float16 and bfloat16 have kernels"
     MIXED_DTYPES = "input {input}, weight {weight}: the dense operator decides what to raise"
     WEIGHT_NOT_FINITE = "the weight has NaN or infinite values, which a zero must turn into NaN"
+    WEIGHT_RANGE = "a channel's weights differ so much that small ones would be lost: no {precision} result"
     GATE = "it would not pay: {detail}"
     FORCED_DENSE = "implementation='dense' was asked for"
     HOOKED = "the module has hooks"

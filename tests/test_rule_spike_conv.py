@@ -14,6 +14,7 @@ from rewriting import AttributeLIF, ConvNet, OnSpikes, Surrogate, SurrogateLIF, 
 from torch import nn
 
 from sparsecomp.errors import RuleError
+from sparsecomp.ops.weights import join_weight, split_weight
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline, spike_conv
 from sparsecomp.passes.rule import Rule
@@ -224,13 +225,38 @@ def test_precision_sets_the_weight_digits(precision, digits):
     assert f"{digits}, 'binary')" in report.graph_after
 
 
-def test_weights_of_wide_range_get_a_fourth_digit():
-    layer = nn.Linear(2**19, 1, bias=False)  # one weight against 2^19 tiny ones: the greatest is 724 times the rms
+@pytest.mark.parametrize("outlier", [1.0, 10.0, 100.0, 1e3, 1e4, 1e6, 1e20, 1e38])
+@pytest.mark.parametrize(("precision", "bound"), [("exact", 1e-6), ("tf32", 3e-4)])
+def test_an_outlier_that_never_fires_costs_no_precision(outlier, precision, bound):
+    """Weights in as many bytes as the compiler says, against float64; the one great weight meets no spike."""
+    layer = nn.Conv2d(16, 32, 3, bias=False)
     with torch.no_grad():
-        layer.weight.fill_(1e-9)
-        layer.weight[0, 0] = 1.0
-    _, report = rewritten(OnSpikes(layer), _signal(1, 2**19))
-    assert "4, 'binary')" in report.graph_after
+        layer.weight.copy_(_signal(32, 16, 3, 3))
+        layer.weight[:, 0, 0, 0] = outlier
+    x = _signal(4, 16, 8, 8)
+    x[:, 0] = -1
+    _, report = rewritten(OnSpikes(layer), x, precision=precision)
+    found = site(report, "spike_conv")
+    if not found.rewritten:
+        assert outlier > 1e3 and "differ so much" in found.reason
+        return
+    digits = next(count for count in (2, 3, 4) if f"{count}, 'binary')" in report.graph_after)
+    weight = join_weight(*split_weight(layer.weight.detach(), digits), (3, 3), 16)
+    expected = F.conv2d(spikes(x).double(), layer.weight.double())
+    assert (F.conv2d(spikes(x).double(), weight) - expected).norm() / expected.norm() < bound
+
+
+@pytest.mark.parametrize("channels", [64, 512])
+def test_ordinary_weights_need_no_further_digit(channels):
+    """Normal and uniform weights, pruned or not, and channels of zeros."""
+    for weight in (_signal(64, channels, 3, 3), torch.rand(64, channels, 3, 3) - 0.5):
+        layer = nn.Conv2d(channels, 64, 3)
+        pruned = weight * (torch.rand(weight.shape) < 0.1)
+        pruned[3] = 0
+        for value in (weight, pruned):
+            layer.weight.data = value
+            _, report = rewritten(OnSpikes(layer), _signal(1, channels, 4, 4))
+            assert "3, 'binary')" in report.graph_after
 
 
 def test_a_disabled_rule_does_not_run():
