@@ -24,6 +24,7 @@ __all__ = [
     "conv_tf32",
     "fake_of",
     "graph_break_reasons",
+    "inside_transform",
     "is_fake",
     "isolated_compile",
     "matmul_tf32",
@@ -96,6 +97,11 @@ def conv_tf32() -> bool:
 def matmul_tf32() -> bool:
     """Whether the user lets float32 matrix products run in TF32."""
     return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def inside_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad, …) is at work, of which our operators know nothing."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def ambient_modes() -> tuple[Any, ...]:

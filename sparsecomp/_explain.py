@@ -64,7 +64,7 @@ def captured(
         return captures[-1].run
 
     breaks: list[str] = []
-    with undone(model), _compat.graph_break_reasons(breaks):
+    with undone(model, args, kwargs), _compat.graph_break_reasons(breaks):
         _compat.isolated_compile(function, backend)(*args, **kwargs)
     return captures, breaks
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from sparsecomp import _compat
 from sparsecomp._explain import measured_densities
 from sparsecomp.backend import compile_graph, note_device
 from sparsecomp.module_capture import Assumptions, CaptureError, capture, share_attributes
@@ -136,7 +137,7 @@ class Optimized(nn.Module):
 
     def _as_captured(self, args: Sequence[Any]) -> bool:
         devices = {value.device.type for value in args if isinstance(value, torch.Tensor)}
-        if any(torch.is_autocast_enabled(device) for device in devices):
+        if _compat.inside_transform() or any(torch.is_autocast_enabled(device) for device in devices):
             return False
         return self._assumed.hold()
 
@@ -191,7 +192,7 @@ def _compiled(model: nn.Module, args: tuple[Any, ...] | None, options: Options, 
         return optimized
     try:
         optimized.use_compile(measured_densities(model, args))
-        with undone(model):
+        with undone(model, args):
             optimized(*args)
     except Exception as error:
         if options.strict:

@@ -173,7 +173,7 @@ class _Clock:
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _SparsityHooks | _Clock) -> None:
-    with undone(model), torch.no_grad():
+    with undone(model, args, kwargs), torch.no_grad():
         handles = []
         try:
             for module in hooks.modules:

@@ -47,7 +47,7 @@ def capture(model: nn.Module, args: Sequence[Any]) -> ModuleCapture:
     """
     gm = _trace(model, len(args))
     _check(model, gm, args)
-    with undone(model):
+    with undone(model, args):
         recorder = _ExampleRecorder(gm)
         recorder.run(*args)
     return ModuleCapture(gm, recorder.attributes, recorder.densities)
@@ -199,7 +199,7 @@ def _check(model: nn.Module, gm: fx.GraphModule, args: Sequence[Any]) -> None:
 
 def _twice(model: nn.Module, function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     """The outputs of two calls in a row, from the state the model is in."""
-    with undone(model), torch.no_grad():
+    with undone(model, args), torch.no_grad():
         return [leaf for _ in range(2) for leaf in _compat.tree_leaves(function(*args))]
 
 

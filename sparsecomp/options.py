@@ -64,7 +64,7 @@ class Options:
         if unknown:
             raise OptionError(f"disable={self.disable!r}: unknown rules {unknown}; the rules are {', '.join(RULES)}")
         object.__setattr__(self, "disable", tuple(sorted(self.disable)))
-        if not isinstance(self.inductor, Mapping):
+        if not isinstance(self.inductor, Mapping) or not all(isinstance(name, str) for name in self.inductor):
             raise OptionError(f"inductor={self.inductor!r}: use a dict of Inductor configuration names and values")
 
     @classmethod
@@ -76,8 +76,10 @@ class Options:
         """
         if isinstance(options, Options):
             given: dict[str, Any] = {item.name: getattr(options, item.name) for item in fields(cls)}
-        else:
+        elif options is None or isinstance(options, Mapping):
             given = dict(options or {})
+        else:
+            raise OptionError(f"options={options!r}: use a dict of option names and values")
         known = [item.name for item in fields(cls)]
         unknown = [name for name in given if name not in known]
         if unknown:

@@ -1,6 +1,7 @@
 """What a hostile user does: states, modes and inputs that no single part expects. The oracle is the eager model."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -148,3 +149,63 @@ def test_contexts_inside_forward_are_kept(context):
     grads = torch.autograd.grad(expected.sum(), list(model.parameters()), allow_unused=True)
     ours = torch.autograd.grad(found.sum(), list(model.parameters()), allow_unused=True)
     assert [grad is None for grad in ours] == [grad is None for grad in grads] == [True, True, False, False]
+
+
+class _Careless(nn.Module):
+    """Writes wherever it can: through `.data`, to its weight, to its input, and draws from every generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.generator = nn.Conv2d(4, 4, 3), torch.Generator().manual_seed(0)
+        self.register_buffer("written", torch.zeros(3))
+        self.register_buffer("moved", torch.tensor([0.0, float("nan")]))
+        self.register_buffer("sparse", torch.eye(3).to_sparse_csr())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.written.data.add_(1)
+        self.moved.data = torch.ones(5)
+        with torch.no_grad():
+            self.conv.weight.mul_(0.5)
+        x.mul_(2)
+        noise = torch.rand(1, generator=self.generator) + random.random()
+        return self.conv((x > 0).to(x.dtype)) + noise
+
+
+@pytest.mark.parametrize("look", [sparsecomp.explain, sparsecomp.profile, sparsecomp.optimize])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_looking_at_a_model_leaves_no_mark(look):
+    model, x = _Careless(), _signal(1, 4, 6, 6)
+    moved, memory = model.moved, model.moved.data_ptr()
+
+    def marks():
+        tensors = [model.written, model.moved, model.conv.weight.detach(), x, model.generator.get_state()]
+        return [tensor.clone() for tensor in tensors], random.getstate(), torch.get_rng_state()
+
+    tensors, numbers, torch_numbers = marks()
+    look(model, x)
+    found, found_numbers, found_torch_numbers = marks()
+    torch.testing.assert_close(found, tensors, rtol=0, atol=0, equal_nan=True)
+    assert found_numbers == numbers and torch.equal(found_torch_numbers, torch_numbers)
+    assert model.moved is moved and moved.data_ptr() == memory
+
+
+def test_a_lazy_model_can_be_explained():
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), _Spikes(), nn.LazyConv2d(4, 1))
+    report = sparsecomp.explain(model, _signal(1, 4, 5, 5))
+    assert [site.rule for site in report.sites].count("spike_conv") == 2
+
+
+def test_transforms_of_an_optimized_model_equal_those_of_the_original():
+    model, x = _network(), _signal(5, 3, 8, 8)
+    optimized = sparsecomp.optimize(model, x, implementation="binary")
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def per_sample(network):
+        def loss(values, sample):
+            return torch.func.functional_call(network, values, (sample[None],)).square().sum()
+
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+
+    found, expected = per_sample(optimized), per_sample(model)
+    assert expected["4.1.weight"].abs().sum() > 0
+    torch.testing.assert_close(found, expected)

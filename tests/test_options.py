@@ -70,3 +70,9 @@ def test_the_cache_key_tells_options_apart_and_is_stable():
 def test_torch_compile_passes_the_error_on():
     with pytest.raises(Exception, match="unknown options"):
         torch.compile(lambda x: x + 1, backend="sparsecomp", options={"nonsense": 1})(torch.ones(2))
+
+
+@pytest.mark.parametrize("options", ["exact", 5, [("mode", "default")], {"inductor": {1: 2, "max_autotune": True}}])
+def test_options_of_a_wrong_type_raise(options):
+    with pytest.raises(OptionError, match="dict"):
+        Options.parse(None, options)
