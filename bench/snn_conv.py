@@ -12,19 +12,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bench.table import BATCH, CLUSTERED
 from bench.timing import graph_ms
-from sparsecomp import gate
 from sparsecomp.lowering import spike_conv
 from sparsecomp.ops import lif, pack_weight, spike_conv2d, spike_linear
 
 STAGES = ((64, 56), (128, 28), (256, 14), (512, 7))
-BATCH = 128
 COPIES = 4
 """Inputs rotated through, so that no call finds its own input in the L2 cache."""
 
 
 def run() -> Iterator[dict[str, Any]]:
-    """All cases, as they are measured: milliseconds by implementation, the gate's choice, the error of each of ours."""
+    """All cases, as they are measured: milliseconds by implementation and the error of each of ours."""
     for dtype, densities in ((torch.float32, (0.15, 0.05, 0.01, 0.001)), (torch.float16, (0.15, 0.01, 0.001))):
         for channels, size in STAGES:
             for density in densities:
@@ -86,7 +85,7 @@ def _independent(shape: tuple[int, ...], density: float) -> torch.Tensor:
 def _clustered(shape: tuple[int, ...], density: float) -> torch.Tensor:
     """Nine of ten 8×8 blocks of pixels are empty; the rest hold independent spikes."""
     n, _, h, w = shape
-    alive = torch.rand(n, 1, -(-h // 8), -(-w // 8), device="cuda") < 0.1
+    alive = torch.rand(n, 1, -(-h // 8), -(-w // 8), device="cuda") < CLUSTERED
     mask = alive.repeat_interleave(8, 2).repeat_interleave(8, 3)[:, :, :h, :w]
     return _independent(shape, density) * mask
 
@@ -119,7 +118,6 @@ def _conv_row(
     as_bytes = [x.to(torch.int8) for x in inputs]
     _time_ours(row, "binary from bytes", as_bytes, exact, lambda x: ours(x, "binary"))
     row["ms"]["of which packing the weight"] = graph_ms([lambda: pack_weight(weight, digits)] * COPIES)
-    row["chosen"] = _chosen(row, dtype, density, c, size, size)
     return _printed(row)
 
 
@@ -136,7 +134,6 @@ def _linear_row(m: int, density: float, dtype: torch.dtype, features: int = 4096
     exact = F.linear(inputs[0].double(), weight.double())
     for strategy in ("binary", "event"):
         _time_ours(row, strategy, inputs, exact, lambda x, s=strategy: spike_linear(x, weight, None, digits, s))
-    row["chosen"] = _chosen(row, dtype, density, features, 1, 1, n=m, r=1)
     return _printed(row)
 
 
@@ -159,20 +156,8 @@ def _time_ours(row: dict, name: str, inputs: list, exact: torch.Tensor, call: Ca
     row["ms"][name] = graph_ms([lambda x=x: call(x) for x in inputs])
 
 
-def _chosen(row: dict, dtype: torch.dtype, density: float, c: int, h: int, w: int, n: int = BATCH, r: int = 3) -> dict:
-    """What the gate picks in a compiled graph when torch's default precision is the rival, and that it never loses."""
-    half = dtype is torch.float16
-    share = density * 0.1 if row["spikes"] == "clustered" else density
-    site = gate.SiteInfo(
-        device="cuda", itemsize=2 if half else 4, n=n, c=c, h=h, w=w, k=c, r=r, s=r, out_h=h, out_w=w, groups=1,
-        digits=2 if half else 3, density=share, active=None, tf32=not half and r == 3, channels_last=True, fused=False,
-    )  # fmt: skip
-    return {"strategy": gate.decide(site).strategy, "reason": gate.decide(site).reason}
-
-
 def _printed(row: dict[str, Any]) -> dict[str, Any]:
     times = ", ".join(f"{name} {ms:.4f}" for name, ms in row["ms"].items())
     errors = ", ".join(f"{name} {error:.0e}" for name, error in row["error"].items())
-    print(f"{row['case']} {row['dtype']} {row['spikes']} {row['density']:.3f}: {times} | errors {errors} | "
-          f"gate: {row['chosen']['strategy']}", flush=True)  # fmt: skip
+    print(f"{row['case']} {row['dtype']} {row['spikes']} {row['density']:.3f}: {times} | errors {errors}", flush=True)
     return row

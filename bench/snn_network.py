@@ -87,6 +87,7 @@ def measure(net: nn.Module, x: torch.Tensor, precision: str, variant: Variant) -
         found: dict[str, Any] = {"compile_s": round(time.perf_counter() - start, 1), "ms": round(eager_ms(step), 3)}
     if ours:
         report = sparsecomp.last_report()
+        assert report is not None
         found["sites"] = {"rewritten": len(report.rewritten), "all": len(report.sites)}
     return found | {"out": out}
 

@@ -1,9 +1,16 @@
 """The README's table of results, made from the JSON files that the benchmarks wrote."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from sparsecomp import gate
+
+BATCH = 128
+CLUSTERED = 0.1
+"""Share of 8×8 blocks that hold spikes in a clustered case, and the pixels whose 3×3 window meets one."""
+ACTIVE_IF_CLUSTERED = 0.16
 RESULTS = Path(__file__).parent / "results"
 _VARIANTS = ("eager", "stock compile", "stock compile, reduce-overhead", "sparsecomp", "sparsecomp, reduce-overhead")
 _CONV_COLUMNS = {
@@ -39,6 +46,25 @@ def markdown(results: Path = RESULTS) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def decision(row: dict[str, Any], fused: bool = False) -> tuple[gate.Decision, float]:
+    """What the gate picks for a measured layer, and the time of its rival.
+
+    ``fused``: in a compiled graph, where the neuron writes bytes; run op by op otherwise. The rival is the dense
+    operator at torch's default precision: TF32 for convolutions, float32 for linear layers.
+    """
+    half, linear = row["dtype"] == "float16", row["case"].startswith("linear")
+    numbers = [int(number) for number in re.findall(r"\d+", row["case"])]
+    n, c, size, r = (numbers[0], numbers[1], 1, 1) if linear else (BATCH, numbers[2], numbers[4], 3)
+    clustered = row["spikes"] == "clustered"
+    site = gate.SiteInfo(
+        device="cuda", itemsize=2 if half else 4, n=n, c=c, h=size, w=size, k=c, r=r, s=r, out_h=size, out_w=size,
+        groups=1, digits=2 if half else 3, density=row["density"] * (CLUSTERED if clustered else 1),
+        active=ACTIVE_IF_CLUSTERED if clustered else 1.0, tf32=not half and not linear, channels_last=True, fused=fused,
+    )  # fmt: skip
+    rival = "fp16" if half else "fp32" if linear else "tf32"
+    return gate.decide(site), row["ms"][f"dense {rival}" + ("" if linear else " channels_last")]
+
+
 def _network(result: dict[str, Any]) -> str:
     t, n, _, h, w = result["shape"]
     rates = result["rates"].values()
@@ -62,7 +88,7 @@ def _layers(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         spikes = f"{row['density']:.1%}" + (" clustered" if row["spikes"] == "clustered" else "")
         times = [_ms(row["ms"].get(key)) for key in _CONV_COLUMNS.values()]
-        grid.append([row["case"].removeprefix("conv 3x3 "), row["dtype"], spikes, *times, row["chosen"]["strategy"]])
+        grid.append([row["case"].removeprefix("conv 3x3 "), row["dtype"], spikes, *times, decision(row)[0].strategy])
     return title + "\n\n" + _grid(grid)
 
 
@@ -73,7 +99,7 @@ def _linears(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         times = [_ms(row["ms"].get(key)) for key in columns.values()]
         case = row["case"].removeprefix("linear ")
-        grid.append([case, row["dtype"], f"{row['density']:.0%}", *times, row["chosen"]["strategy"]])
+        grid.append([case, row["dtype"], f"{row['density']:.0%}", *times, decision(row)[0].strategy])
     return _grid(grid)
 
 

@@ -8,31 +8,40 @@ from dataclasses import dataclass
 
 MIN_CHANNELS_PER_GROUP = 16
 CHANNEL_MULTIPLE = 16
+EVENT_CAPACITY = 0.05
+"""Densest input for the event path: its list holds a sixteenth of the elements; beyond, the work is done twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
     """Rates in operations or bytes a second; a multiply-accumulate is two operations.
 
-    Convolutions: the 3x3 stages of a ResNet at batch 128 (`bench/results`). `narrow` is the share of a rate that 64
-    output channels and fewer reach. `event` counts only the products of events, with float32 weights; `listing` is the
-    time, in seconds, to list a convolution's active pixels.
+    Convolutions: the 3x3 stages of a ResNet at batch 128 (`bench/results`). `narrow_*` is the share of a rate that 64
+    output channels and fewer reach. `event_*` count only the products of events. The last three are seconds: `finding`
+    events and `listing` active pixels beyond the traffic, and one `step` of the reduction in a tile that nothing
+    overlaps, which is what a layer with few active pixels waits for.
     """
 
     bandwidth: float = 3.0e12
     dense_fp32: float = 80e12
     dense_tf32_nchw: float = 200e12
-    dense_tf32_nhwc: float = 350e12
+    dense_tf32_nhwc: float = 330e12
     dense_half_nchw: float = 350e12
     dense_half_nhwc: float = 620e12
     int8: float = 1100e12
-    narrow: float = 0.7
-    event: float = 4.6e12
-    listing: float = 15e-6
+    int8_two_digits: float = 850e12
+    narrow_int8: float = 0.65
+    narrow_tf32: float = 0.45
+    narrow_half: float = 0.65
+    event_fp32: float = 5.3e12
+    event_half: float = 8e12
     matmul_fp32: float = 50e12
     matmul_tf32: float = 430e12
-    matmul_half: float = 720e12
-    min_gain: float = 1.05
+    matmul_half: float = 800e12
+    min_gain: float = 1.03
+    finding: float = 35e-6
+    listing: float = 15e-6
+    step: float = 0.6e-6
 
 
 H100 = Constants()
@@ -93,7 +102,7 @@ def decide(site: SiteInfo, constants: Constants = H100) -> Decision:
         return Decision("dense", 1.0, refusal)
     dense = _dense_seconds(site, constants)
     times = {"binary": _binary_seconds(site, constants)}
-    if site.density is not None and site.groups == 1:
+    if site.density is not None and site.density < EVENT_CAPACITY and site.groups == 1:
         times["event"] = _event_seconds(site, constants)
     if site.active is not None:
         times["skip"] = _skip_seconds(site, constants)
@@ -136,8 +145,11 @@ def _operations(site: SiteInfo) -> float:
 
 def _bytes(site: SiteInfo, input_itemsize: int, weight_itemsize: int) -> float:
     inputs = _inputs(site) * input_itemsize
-    weights = site.k * (site.c // site.groups) * site.r * site.s * weight_itemsize
-    return inputs + weights + site.n * site.k * site.out_h * site.out_w * site.itemsize
+    return inputs + _weights(site) * weight_itemsize + site.n * site.k * site.out_h * site.out_w * site.itemsize
+
+
+def _weights(site: SiteInfo) -> int:
+    return site.k * (site.c // site.groups) * site.r * site.s
 
 
 def _inputs(site: SiteInfo) -> int:
@@ -148,16 +160,22 @@ def _dense_rate(site: SiteInfo, constants: Constants) -> float:
     if site.h == site.w == 1:
         tensor_core = constants.matmul_half if site.itemsize == 2 else constants.matmul_tf32
         return tensor_core if site.itemsize == 2 or site.tf32 else constants.matmul_fp32
-    if site.itemsize == 4 and not site.tf32:
-        return constants.dense_fp32
-    share = _share(site, constants)
     if site.itemsize == 2:
-        return share * (constants.dense_half_nhwc if site.channels_last else constants.dense_half_nchw)
-    return share * (constants.dense_tf32_nhwc if site.channels_last else constants.dense_tf32_nchw)
+        rate = constants.dense_half_nhwc if site.channels_last else constants.dense_half_nchw
+        return rate * _narrow(site, constants.narrow_half)
+    if site.tf32:
+        rate = constants.dense_tf32_nhwc if site.channels_last else constants.dense_tf32_nchw
+        return rate * _narrow(site, constants.narrow_tf32)
+    return constants.dense_fp32
 
 
-def _share(site: SiteInfo, constants: Constants) -> float:
-    return constants.narrow if site.k // site.groups <= 64 else 1.0
+def _int8_seconds(site: SiteInfo, constants: Constants) -> float:
+    rate = constants.int8_two_digits if site.digits == 2 else constants.int8
+    return _operations(site) * site.digits / (rate * _narrow(site, constants.narrow_int8))
+
+
+def _narrow(site: SiteInfo, share: float) -> float:
+    return share if site.k // site.groups <= 64 else 1.0
 
 
 def _dense_seconds(site: SiteInfo, constants: Constants) -> float:
@@ -168,21 +186,30 @@ def _dense_seconds(site: SiteInfo, constants: Constants) -> float:
 
 
 def _binary_seconds(site: SiteInfo, constants: Constants) -> float:
-    traffic = _bytes(site, 1, site.digits + site.itemsize) / constants.bandwidth
-    seconds = max(traffic, _operations(site) * site.digits / (constants.int8 * _share(site, constants)))
+    traffic = _bytes(site, 1, site.digits) / constants.bandwidth
+    seconds = _packing_seconds(site, constants) + max(traffic, _int8_seconds(site, constants))
     # unfused, a prescan reads the input at full width and writes it as bytes
     return seconds + (0.0 if site.fused else _inputs(site) * (site.itemsize + 1) / constants.bandwidth)
+
+
+def _packing_seconds(site: SiteInfo, constants: Constants) -> float:
+    """Every call splits the weight anew: it is read twice and written in bytes."""
+    return _weights(site) * (2 * site.itemsize + site.digits) / constants.bandwidth
 
 
 def _skip_seconds(site: SiteInfo, constants: Constants) -> float:
     assert site.active is not None
     # the prescan reads the input and lists pixels; then only listed rows are multiplied, but all are written
-    traffic = _bytes(site, site.itemsize + 2, site.digits + site.itemsize) / constants.bandwidth
-    work = _operations(site) * site.digits / (constants.int8 * _share(site, constants))
-    return traffic + work * site.active + constants.listing
+    traffic = _bytes(site, site.itemsize + 2, site.digits) / constants.bandwidth
+    wait = site.r * site.s * (site.c // site.groups) / 64 * constants.step
+    work = max(_int8_seconds(site, constants) * site.active, wait)
+    return _packing_seconds(site, constants) + traffic + work + constants.listing
 
 
 def _event_seconds(site: SiteInfo, constants: Constants) -> float:
     assert site.density is not None
-    traffic = _bytes(site, 2 * site.itemsize, site.itemsize) / constants.bandwidth
-    return traffic + _operations(site) * site.density / constants.event
+    rate = constants.event_half if site.itemsize == 2 else constants.event_fp32
+    # single-row stores and loads reach three quarters of the bandwidth
+    traffic = _bytes(site, site.itemsize, site.itemsize) / (0.75 * constants.bandwidth)
+    packing = 2 * _packing_seconds(site, constants)  # the fallback's form of the weight is made too
+    return packing + constants.finding + traffic + _operations(site) * site.density / rate

@@ -1,9 +1,12 @@
 """The gate is a pure function: its decisions follow from numbers one can work out by hand."""
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
 
+from bench import table
 from sparsecomp import gate
 
 STAGE1 = gate.SiteInfo(
@@ -78,3 +81,36 @@ def test_estimates_are_within_half_of_the_measured_times(stage, tf32, itemsize, 
     width = 128 * c * size * size * (itemsize - 1) / gate.H100.bandwidth
     assert gate._dense_seconds(site, gate.H100) - width == pytest.approx(dense * 1e-3, rel=0.5)
     assert gate._binary_seconds(site, gate.H100) == pytest.approx(binary * 1e-3, rel=0.5)
+
+
+ROWS = [row for row in json.loads((table.RESULTS / "snn_conv.json").read_text())["result"] if "dtype" in row]
+
+
+def _named(row: dict) -> str:
+    return "{case} {dtype} {density} {spikes}".format(**row)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=_named)
+def test_what_the_gate_chooses_was_measured_not_slower_than_dense(row):
+    decision, dense = table.decision(row)
+    chosen = dense if decision.strategy == "dense" else row["ms"][decision.strategy]
+    assert dense / chosen > 0.95
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row["case"].startswith("conv")], ids=_named)
+def test_what_it_chooses_in_a_compiled_graph_was_measured_not_slower_than_dense(row):
+    decision, dense = table.decision({**row, "density": 0.15, "spikes": "independent"}, fused=True)
+    itemsize = 2 if row["dtype"] == "float16" else 4
+    c, size = (int(number) for number in re.search(r"->(\d+) @(\d+)", row["case"]).groups())
+    width = 128 * c * size * size * (itemsize - 1) / gate.H100.bandwidth * 1e3  # the bytes the neuron need not write
+    chosen = dense + width if decision.strategy == "dense" else row["ms"]["binary from bytes"]
+    assert (dense + width) / chosen > 0.95
+    assert (decision.strategy == "binary") == (itemsize == 4)
+
+
+def test_the_gate_finds_most_of_the_measured_gains():
+    found = [table.decision(row) for row in ROWS]
+    gains = [min(row["ms"][s] for s in ("binary", "event", "skip") if s in row["ms"]) for row in ROWS]
+    worth = [(d, dense / ours) for (d, dense), ours in zip(found, gains, strict=True) if dense / ours > 1.25]
+    taken = [d.strategy != "dense" for d, _ in worth]
+    assert len(worth) >= 10 and sum(taken) / len(taken) > 0.75
