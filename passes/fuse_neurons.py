@@ -100,12 +100,12 @@ def _batch_norm(
 
 def _read_only_by(node: fx.Node, args: Mapping[str, Any], x_seq: fx.Node) -> bool:
     """Whether all that is read of `x_seq`, apart from the neuron, is the shape of its first membrane."""
-    template = args["v_init"] if _initial(args["v_init"])[0] is None else None
-    for user in x_seq.users:
-        reads_shape = template is not None and set(user.users) <= {template}
-        if user is not node and user is not template and not reads_shape:
-            return False
-    return True
+    v = args["v_init"]
+    templates = {v} if isinstance(v, fx.Node) and _initial(v)[0] is None and set(v.users) == {node} else set()
+    # what nobody reads may still matter: the graph's output, or a write
+    return all(
+        user is node or user in templates or (user.users and set(user.users) <= templates) for user in x_seq.users
+    )
 
 
 def _orphans(

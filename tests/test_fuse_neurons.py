@@ -186,3 +186,24 @@ def test_gradients_enabled_inside_the_graph_are_kept():
     ours, eager = (torch.autograd.grad(out.sum(), scale)[0] for out in (found, expected))
     torch.testing.assert_close(ours, eager)
     assert eager.item() != 0
+
+
+@pytest.mark.parametrize("also", ["current", "normalised", "first step", "template"])
+def test_what_is_read_besides_the_neuron_stays(also):
+    norm, node = nn.BatchNorm2d(3).eval(), neuron.LIFNode(step_mode="m")
+    norm.running_mean.fill_(0.25)
+
+    def model(x):
+        normalised = norm(x.flatten(0, 1))
+        current = normalised.view_as(x)
+        node.v = torch.zeros_like(current[0]) if also == "template" else 0.0
+        start = node.v
+        spikes = node(current)
+        return spikes, {"current": current, "normalised": normalised, "first step": current[0], "template": start}[also]
+
+    with torch.no_grad():
+        expected = model(_input())
+        found, report = rewritten(model, _input(), neurons="fuse")
+    assert "batch-norm included" not in site(report, "fuse_neurons").reason
+    for ours, eager in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0, atol=0)
