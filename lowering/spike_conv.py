@@ -1,13 +1,14 @@
 """CUDA implementations of the spike convolution ops: prescan, packed weights, kernel choice and launch."""
 
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from sparsecomp.lowering import event_conv, skip_conv
-from sparsecomp.lowering.config import ConvConfig, hopper_config, portable_config
+from sparsecomp.lowering.config import hopper_config, portable_config
 from sparsecomp.lowering.launch import Launcher
 from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel
 from sparsecomp.lowering.templates.binary_conv_hopper import binary_conv_hopper_kernel
@@ -105,41 +106,50 @@ def binary_conv2d(
     """Write the binary convolution of int8 ``x`` to ``out``, all of it or what ``select`` says."""
     if out.numel() == 0:
         return
-    n, c, h, w = x.shape
-    digits, k, depth = planes.shape
-    _, _, oh, ow = out.shape
-    m = n * oh * ow
-    r, s = window.kernel
     x = x.contiguous(memory_format=torch.channels_last)
-    unpadded = c // groups == depth // (r * s)
-    hopper = unpadded and x.is_cuda and _is_hopper(x.device)
-    choose = hopper_config if hopper else portable_config
-    config = choose(m, k // groups, depth // (r * s), digits)
-    launch(x, planes, scale, bias, out, (m, h, w, oh, ow, c, k), (*window.stride, *window.padding, *window.dilation),
-           pixel_strides(out), window.kernel, groups, config, hopper, select)  # fmt: skip
-
-
-def launch(
-    x, planes, scale, bias, out, sizes, window, out_strides, kernel, groups, config: ConvConfig, hopper: bool,
-    select: Selection | None = None,
-) -> None:  # fmt: skip
-    """Launch the binary convolution with one configuration, on Hopper's own kernel or the portable one."""
-    m, _, _, _, _, c, k = sizes
-    digits, _, depth = planes.shape
-    r, s = kernel
-    cp = depth // (r * s)
-    grid = (triton.cdiv(m, config.block_m) * triton.cdiv(k // groups, config.block_n) * groups,)
+    plan = _plan(
+        x.shape, planes.shape, out.shape, pixel_strides(out), window, groups, bias is not None,
+        x.is_cuda and _is_hopper(x.device),
+    )  # fmt: skip
     selected = (None, None, 0) if select is None else (select.count, select.rows, select.limit)
-    arguments = (x, planes, scale, bias, out, *sizes, cp, *window, *out_strides, *selected)
-    constants = {
-        "R": r, "S": s, "GROUPS": groups, "DIGITS": digits, "HAS_BIAS": bias is not None,
+    arguments = (x, planes, scale, bias, out, *plan.numbers, *selected)
+    plan.kernel(plan.grid, arguments, plan.constants, **plan.options)
+
+
+class _Plan(NamedTuple):
+    """Everything about a launch that sizes alone decide."""
+
+    kernel: Launcher
+    grid: tuple[int, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    x: tuple[int, ...], planes: tuple[int, ...], out: tuple[int, ...], out_strides: tuple[int, int, int],
+    window: Window, groups: int, has_bias: bool, hopper: bool,
+) -> _Plan:  # fmt: skip
+    """The launch for operands of these shapes, on Hopper's own kernel or the portable one."""
+    _, c, h, w = x
+    digits, k, depth = planes
+    n, _, oh, ow = out
+    r, s = window.kernel
+    cp, m = depth // (r * s), n * oh * ow
+    hopper = hopper and cp == c // groups
+    config = (hopper_config if hopper else portable_config)(m, k // groups, cp, digits)
+    grid = (triton.cdiv(m, config.block_m) * triton.cdiv(k // groups, config.block_n) * groups,)
+    numbers = (m, h, w, oh, ow, c, k, cp, *window.stride, *window.padding, *window.dilation, *out_strides)
+    constants: dict[str, Any] = {
+        "R": r, "S": s, "GROUPS": groups, "DIGITS": digits, "HAS_BIAS": has_bias,
         "BM": config.block_m, "BN": config.block_n, "BK": config.block_k,
     }  # fmt: skip
     if hopper:
-        _binary_conv_hopper(grid, arguments, {**constants, "STAGES": config.stages, "num_warps": config.warps})
-    else:
-        constants["EVEN_C"] = cp == c // groups
-        _binary_conv(grid, arguments, constants, num_warps=config.warps, num_stages=config.stages)
+        constants |= {"STAGES": config.stages, "num_warps": config.warps}
+        return _Plan(_binary_conv_hopper, grid, numbers, constants, {})
+    constants["EVEN_C"] = cp == c // groups
+    return _Plan(_binary_conv, grid, numbers, constants, {"num_warps": config.warps, "num_stages": config.stages})
 
 
 @cache

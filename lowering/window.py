@@ -1,6 +1,7 @@
 """What every convolution kernel takes besides tensors: the geometry, and a choice of rows made on the device."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,16 +17,21 @@ class Window(NamedTuple):
     dilation: tuple[int, int]
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
-        oh, ow = (
-            (size + 2 * p - d * (r - 1) - 1) // s + 1 for size, r, s, p, d in zip((height, width), *self, strict=True)
-        )
-        return oh, ow
+        return _output_size(self, height, width)
 
     def empty_output(self, x: Tensor, channels: int, dtype: torch.dtype, channels_last: bool) -> Tensor:
         """The uninitialised output (N, channels, OH, OW) of a convolution of ``x`` (N, C, H, W)."""
         size = (x.shape[0], channels, *self.output_size(*x.shape[2:]))
         layout = torch.channels_last if channels_last else torch.contiguous_format
         return torch.empty(size, dtype=dtype, device=x.device, memory_format=layout)
+
+
+@lru_cache(maxsize=4096)
+def _output_size(window: Window, height: int, width: int) -> tuple[int, int]:
+    oh, ow = (
+        (size + 2 * p - d * (r - 1) - 1) // s + 1 for size, r, s, p, d in zip((height, width), *window, strict=True)
+    )
+    return oh, ow
 
 
 @dataclass(frozen=True)
