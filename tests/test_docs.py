@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import table as results
 from sparsecomp.options import RULES, Options
 from sparsecomp.report import Report
 
@@ -74,3 +75,7 @@ def test_continuous_integration_runs_the_command_of_the_readme() -> None:
 
 def test_the_place_for_results_is_there() -> None:
     assert README.index("<!-- results -->") < README.index("<!-- /results -->")
+
+
+def test_the_results_are_the_benchmarks_own() -> None:
+    assert results.markdown() in README
