@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MethodDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -183,6 +184,8 @@ def sizes(node: object) -> list[int] | None:
 
 def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     """A new call with the stack trace and module stack of `like`; the pipeline computes its example value."""
-    node = graph.call_function(target, args)
+    # a method by name: a graph that names its descriptor cannot be pickled
+    is_method = isinstance(target, MethodDescriptorType)
+    node = graph.call_method(target.__name__, args) if is_method else graph.call_function(target, args)
     node.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "tensor_meta")}
     return node

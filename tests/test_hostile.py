@@ -1,6 +1,7 @@
 """What a hostile user does: states, modes and inputs that no single part expects. The oracle is the eager model."""
 
 import copy
+import pickle
 import random
 
 import pytest
@@ -209,3 +210,35 @@ def test_transforms_of_an_optimized_model_equal_those_of_the_original():
     found, expected = per_sample(optimized), per_sample(model)
     assert expected["4.1.weight"].abs().sum() > 0
     torch.testing.assert_close(found, expected)
+
+
+class _Scaled(nn.Module):
+    """Every form of input that a rule must turn into whole numbers: scaled, and scaled by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.first, self.second = nn.Parameter(torch.tensor(0.3)), nn.Conv2d(4, 8, 3), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        spikes = (x > 0).to(x.dtype)
+        return self.first(spikes * self.factor), self.second(spikes.flatten(2).transpose(1, 2) * 0.7)
+
+
+@pytest.mark.parametrize("copied", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy])
+def test_optimized_models_with_scales_are_copied(copied):
+    model, x = _Scaled(), _signal(2, 4, 6, 6)
+    optimized = sparsecomp.optimize(model, x, implementation="binary")
+    assert optimized.report.capture.startswith("symbolic trace") and len(optimized.report.rewritten) == 2
+    found = copied(optimized)
+    for ours, eager in zip(found(x), model(x), strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert found._as_captured((x,)), "the copy must run its graph, not the original"
+
+
+def test_an_optimized_multi_step_model_is_pickled():
+    layer = pytest.importorskip("spikingjelly.activation_based.layer")
+    model = nn.Sequential(layer.Conv2d(3, 8, 3, step_mode="m"), _Spikes(), layer.Conv2d(8, 4, 3, step_mode="m"))
+    x = _signal(4, 2, 3, 8, 8)
+    optimized = sparsecomp.optimize(model, x, implementation="binary")
+    assert optimized.report.capture.startswith("symbolic trace")
+    torch.testing.assert_close(pickle.loads(pickle.dumps(optimized))(x), model(x))
