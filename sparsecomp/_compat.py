@@ -101,7 +101,7 @@ def matmul_tf32() -> bool:
 
 def inside_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad, …) is at work, of which our operators know nothing."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None
 
 
 def ambient_modes() -> tuple[Any, ...]:
