@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
+_MOST_REMEMBERED = 4096
+"""Signatures kept by a launcher; with ever new sizes the oldest is forgotten and derived again."""
 
 
 class Launcher:
@@ -57,6 +59,8 @@ class Launcher:
             return
         compiled = self._kernel[grid](*arguments, **constants, **options)
         if compiled is not None:  # the interpreter compiles nothing
+            if len(self._remembered) >= _MOST_REMEMBERED:
+                self._remembered.pop(next(iter(self._remembered)), None)
             tail = tuple(constants[name] for name in self._kernel.arg_names[len(arguments) :])
             self._remembered[key] = (compiled, tail)
 
