@@ -47,7 +47,8 @@ def test_what_triton_specialises_on_is_another_signature():
     launcher = Launcher(kernel)
     x = torch.zeros(64)
     for tensor, n, a, warps in (
-        (x, 8, 1, 4), (x.double(), 8, 1, 4), (x[1:], 8, 1, 4), (x, 9, 1, 4), (x, 8, 0, 4), (x, 8, 1, 8), (None, 8, 1, 4),
+        (x, 8, 1, 4), (x.double(), 8, 1, 4), (x[1:], 8, 1, 4), (None, 8, 1, 4),
+        (x, 9, 1, 4), (x, 8, 0, 4), (x, 8, 1, 8),
     ):  # fmt: skip
         launcher((1,), (x, tensor, n), {"A": a, "B": 2}, num_warps=warps)
     assert kernel.compilations == 7
