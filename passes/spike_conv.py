@@ -13,7 +13,7 @@ import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat, gate
 from sparsecomp.passes.canonicalize import CanonicalOp, op_of
 from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, example, refuse, sizes
-from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked
+from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked, writes_bytes
 
 _UNSUPPORTED = ("conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 
@@ -98,7 +98,7 @@ def _site(operands: Operands, geometry: tuple[list[int], ...], ctx: Context) -> 
         device=operands.device, itemsize=operands.dtype.itemsize,
         n=x[0], c=x[1], h=x[2], w=x[3], k=weight[0], r=weight[2], s=weight[3], out_h=out[0], out_w=out[1],
         groups=op.get("groups", 1), digits=operands.digits, density=density.share, active=density.active,
-        tf32=_compat.conv_tf32(), channels_last=_is_channels_last(example(op.input)), fused=not ctx.eager,
+        tf32=_compat.conv_tf32(), channels_last=_is_channels_last(example(op.input)), fused=writes_bytes(operands, ctx),
     )  # fmt: skip
 
 

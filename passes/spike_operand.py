@@ -104,6 +104,15 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     return Plan(lambda: {node: build(strategy)}, reason, strategy, operands.precision, gain)
 
 
+def writes_bytes(operands: Operands, ctx: Context) -> bool:
+    """Whether the input's producer can be expected to write bytes instead of full-width spikes.
+
+    It does under Inductor, but only where every reader of the spikes takes bytes. In half precision most layers stay
+    dense, so the spikes are written at full width all the same and the bytes would come on top.
+    """
+    return not ctx.eager and operands.dtype is torch.float32
+
+
 def build_inputs(operands: Operands, ctx: Context) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """Input, weight and bias of the sparse operator: whole numbers, with any scale moved to the weight."""
     op, node, graph = operands.op, operands.op.node, operands.op.node.graph
