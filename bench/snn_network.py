@@ -66,7 +66,7 @@ def measure(net: nn.Module, x: torch.Tensor, precision: str, variant: Variant) -
     if precision == "fp16":
         model, x = model.half(), x.half()
     if variant.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         x = x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, x.shape[:2])
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.benchmark = True
