@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bench import table
+from bench import cpu, table
 from bench.networks import PRECISIONS
 from bench.timing import machine
 
@@ -15,18 +15,21 @@ from bench.timing import machine
 def main() -> int:
     """Run the benchmarks named on the command line; 2 if there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("suite", choices=("snn", "snn-conv", "snn-network", "table"))
+    parser.add_argument("suite", choices=("snn", "snn-conv", "snn-network", "cpu", "table"))
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the JSON files")
     parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.suite == "table":
         print(table.markdown(arguments.out), end="")
+        return 0
+    if arguments.suite == "cpu":
+        save(arguments.out / "cpu.json", cpu.run())
         return 0
     if not torch.cuda.is_available():
         print("the benchmarks need a CUDA device; none was found", file=sys.stderr)
         return 2
-    arguments.out.mkdir(parents=True, exist_ok=True)
     from bench import snn_conv, snn_network  # they load Triton
 
     if arguments.suite in ("snn", "snn-conv"):

@@ -40,11 +40,12 @@ def eager_ms(call: Callable[[], Any], warmup: int = 3, repeats: int = 10, inner:
 
 
 def machine() -> dict[str, str]:
-    """Card, driver-visible versions and interpreter behind the figures."""
+    """Card (or the word that there is none), versions and interpreter behind the figures."""
     import triton
 
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
