@@ -32,7 +32,6 @@ class Origin(Enum):
     SPIKE = "spike"
     RELU = "relu"
     MASK = "mask"
-    FORMAT = "format"
     UNKNOWN = "unknown"
 
 

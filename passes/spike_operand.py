@@ -212,7 +212,7 @@ def _autocast(dtype: torch.dtype) -> bool:
 
 
 def _weight_range(weight: object, ctx: Context) -> float | None:
-    """Largest ratio of a channel's greatest weight to the median of its others; None if a weight is not finite.
+    """Largest ratio of a channel's greatest weight to the median of its non-zero ones; None if a weight is not finite.
 
     Not to their mean or root mean square: one outlier would hide in either, while its input may never fire.
     Weights whose values the capture does not know (computed, or still fake) count as ordinary.

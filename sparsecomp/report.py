@@ -28,7 +28,7 @@ class Site:
         density_source: "measured", "assumed" or "unknown".
         implementation: "dense" or the sparse implementation.
         precision: the numeric mode, empty for a dense site.
-        expected_gain: estimated speed-up over dense; 1.0 for a dense site, None where there is no estimate.
+        expected_gain: estimated speed-up over dense; None for a dense site, or where there is no estimate.
     """
 
     rule: str

@@ -20,7 +20,6 @@ class FactChecker(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, analysis: Analysis | None = None) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.analysis = analysis or analyse(gm)
-        self.checked = 0
 
     def run_node(self, n: fx.Node) -> Any:
         for argument in n.all_input_nodes:
@@ -41,7 +40,6 @@ class FactChecker(fx.Interpreter):
         value = self.env.get(node)
         if fact is None or not isinstance(value, torch.Tensor):
             return
-        self.checked += 1
         factor = fact.scale
         if isinstance(factor, str):
             factor = self._factor(factor)

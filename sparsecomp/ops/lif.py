@@ -10,8 +10,6 @@ from torch import Tensor
 
 from sparsecomp.ops.library import library
 
-CHARGES = ("if", "lif", "plif")
-
 library.define(
     "lif(Tensor x, Tensor? v, float v0, Tensor? mean, Tensor? var, Tensor? weight, Tensor? bias, float eps, "
     "str charge, float tau, Tensor? rate, bool decay_input, float threshold, float? reset) -> (Tensor, Tensor)",
