@@ -106,7 +106,7 @@ def _linears(rows: list[dict[str, Any]]) -> str:
 def _single(row: dict[str, Any]) -> str:
     figures = row.get("ms") or row["us"]
     unit = "ms" if "ms" in row else "µs"
-    return f"{row['case']}: " + ", ".join(f"{name} {value:.3g} {unit}" for name, value in figures.items()) + "."
+    return f"{row['case']}: " + ", ".join(f"{name} {_plain(value)} {unit}" for name, value in figures.items()) + "."
 
 
 def _ms(value: float | None) -> str:
@@ -116,3 +116,7 @@ def _ms(value: float | None) -> str:
 def _grid(rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -130,7 +130,7 @@ class Optimized(nn.Module):
 
     def _share(self) -> None:
         for name, value in self._original.__dict__.items():
-            if name in _SHARED or name.endswith("_hooks") or name.startswith("_forward_hooks"):
+            if name in _SHARED or "_hooks" in name:
                 self.__dict__[name] = value
         if self._graph is not None:
             share_attributes(self._graph, self._original)

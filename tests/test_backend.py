@@ -54,6 +54,21 @@ def test_training_end_to_end():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may rewrite this network")
+@pytest.mark.parametrize("strategy", ["event", "skip"])
+@pytest.mark.parametrize("layer", [nn.Conv2d(16, 16, 3, padding=1), nn.Linear(8, 16)], ids=["conv2d", "linear"])
+def test_event_and_skip_go_through_inductor_with_gradients(strategy, layer):
+    model, x = OnSpikes(dyadic(layer)), torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    expected = model(x)
+    seed = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad(expected, layer.parameters(), seed)
+    found = torch.compile(model, backend="sparsecomp", options={"implementation": strategy})(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for ours, eager in zip(torch.autograd.grad(found, layer.parameters(), seed), gradients, strict=True):
+        torch.testing.assert_close(ours, eager)
+    rule = "spike_conv" if isinstance(layer, nn.Conv2d) else "spike_linear"
+    assert site(sparsecomp.last_report(), rule).implementation == strategy
+
+
 def test_without_a_rewrite_inductor_gets_the_graph_untouched(monkeypatch):
     seen = []
 

@@ -59,6 +59,7 @@ def test_a_convolution_behind_still_sees_spikes():
         ({}, 4, False, "on the CPU"),
         ({"neurons": "fuse"}, 65, False, "65 time steps"),
         ({"neurons": "fuse"}, 4, True, "gradients are enabled"),
+        ({"neurons": "fuse", "implementation": "dense"}, 4, False, "'dense' was asked for"),
     ],
 )
 def test_what_stays_an_operator_says_why(options, steps, grad, reason):

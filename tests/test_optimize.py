@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from rewriting import AttributeLIF, ConvNet, dyadic, site, spikes
+from rewriting import AttributeLIF, ConvNet, OnSpikes, dyadic, site, spikes
 from torch import nn
 
 import sparsecomp
@@ -235,3 +235,20 @@ def test_sinabs_is_rewritten_at_the_level_of_modules():
         found = optimized(x)
         model[1].reset_states()
         torch.testing.assert_close(found, model(x))
+
+
+def test_a_later_pre_hook_with_keywords_runs():
+    model = OnSpikes(nn.Conv2d(4, 4, 3))
+    x = torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+    optimized = sparsecomp.optimize(model, x, implementation="binary")
+    seen = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(len(args)), with_kwargs=True)
+    torch.testing.assert_close(optimized(x), model(x))
+    assert seen == [1, 1]
+
+
+def test_locations_are_the_users_lines():
+    model = OnSpikes(nn.Conv2d(4, 4, 3))
+    optimized = sparsecomp.optimize(model, torch.randn(1, 4, 6, 6), implementation="binary")
+    location = site(optimized.report, "spike_conv").location
+    assert "module_capture" not in location

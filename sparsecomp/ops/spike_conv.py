@@ -29,6 +29,16 @@ library.define(
     "spike_linear(Tensor x, Tensor weight, Tensor? bias, int digits, str strategy) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# What event and skip lower to: Inductor takes no operator that has a decomposition as it is.
+library.define(
+    "spike_conv2d_sparse(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
+    "int groups, int digits, str strategy) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
+library.define(
+    "spike_linear_sparse(Tensor x, Tensor weight, Tensor? bias, int digits, str strategy) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
 library.define("pack_weight(Tensor weight, int digits) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 library.define(
     "spike_conv2d_packed(Tensor x, Tensor planes, Tensor scale, Tensor? bias, int[2] kernel, SymInt[2] stride, "
@@ -169,7 +179,9 @@ def _cuda_packed(x, planes, scale, bias, kernel, stride, padding, dilation, grou
 
 def _decompose_conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy):
     if strategy != "binary":
-        return NotImplemented
+        return torch.ops.sparsecomp.spike_conv2d_sparse.default(
+            x, weight, bias, stride, padding, dilation, groups, digits, strategy
+        )
     # eager's memory format, whatever rule torch has for it, read off the dense operator's fake
     dense = F.conv2d(_widened(x, weight), weight, bias, stride, padding, dilation, groups)
     channels_last = _is_channels_last(dense)
@@ -182,7 +194,7 @@ def _decompose_conv2d(x, weight, bias, stride, padding, dilation, groups, digits
 
 def _decompose_linear(x, weight, bias, digits, strategy):
     if strategy != "binary":
-        return NotImplemented
+        return torch.ops.sparsecomp.spike_linear_sparse.default(x, weight, bias, digits, strategy)
     x8 = x.to(torch.int8).reshape(-1, x.shape[-1], 1, 1)
     planes, scale = torch.ops.sparsecomp.pack_weight.default(weight, digits)
     out = torch.ops.sparsecomp.spike_conv2d_packed.default(
@@ -242,6 +254,8 @@ def _backward_linear(ctx, grad):
 for _name, _cpu, _cuda, _fake, _save, _backward in (
     ("spike_conv2d", _reference_conv2d, _cuda_conv2d, _reference_conv2d, _save_conv2d, _backward_conv2d),
     ("spike_linear", _reference_linear, _cuda_linear, _reference_linear, _save_linear, _backward_linear),
+    ("spike_conv2d_sparse", _reference_conv2d, _cuda_conv2d, _reference_conv2d, None, None),
+    ("spike_linear_sparse", _reference_linear, _cuda_linear, _reference_linear, None, None),
     ("pack_weight", split_weight, _cuda_pack_weight, _fake_pack_weight, None, None),
     ("spike_conv2d_packed", _reference_packed, _cuda_packed, _fake_packed, None, None),
 ):
