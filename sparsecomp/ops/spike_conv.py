@@ -31,8 +31,8 @@ library.define(
 )
 # What event and skip lower to: Inductor takes no operator that has a decomposition as it is.
 library.define(
-    "spike_conv2d_sparse(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
-    "int groups, int digits, str strategy) -> Tensor",
+    "spike_conv2d_sparse(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, "
+    "SymInt[2] dilation, int groups, int digits, str strategy) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
 library.define(
