@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from bench.networks import PRECISIONS
 from sparsecomp import gate
 
 BATCH = 128
@@ -73,7 +74,7 @@ def _network(result: dict[str, Any]) -> str:
         f"{min(rates):.1%} to {max(rates):.1%}. channels_last, except eager:"
     )
     rows = [["precision", *_VARIANTS]]
-    for precision in ("fp32", "tf32", "fp16"):
+    for precision in PRECISIONS:
         times = [result["ms"].get(f"{precision}/{variant}") for variant in _VARIANTS]
         rows.append([precision + (" (ours: exact)" if precision == "fp32" else ""), *map(_ms, times)])
     return title + "\n\n" + _grid(rows)

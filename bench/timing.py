@@ -25,18 +25,13 @@ def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
     return statistics.median(times)
 
 
-def eager_ms(call: Callable[[], Any], warmup: int = 3, repeats: int = 10, inner: int = 1) -> float:
+def eager_ms(call: Callable[[], Any], warmup: int = 3, repeats: int = 10) -> float:
     """Median milliseconds of one call as the host issues it, launch gaps included."""
     for _ in range(warmup):
         call()
     torch.cuda.synchronize()
-
-    def several() -> None:
-        for _ in range(inner):
-            call()
-
     stream = torch.cuda.current_stream()
-    return statistics.median(_elapsed_ms(several, stream) / inner for _ in range(repeats))
+    return statistics.median(_elapsed_ms(call, stream) for _ in range(repeats))
 
 
 def machine() -> dict[str, str]:

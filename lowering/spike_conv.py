@@ -46,7 +46,7 @@ def _convolve(
     out = window.empty_output(x, weight.shape[0], weight.dtype, channels_last)
     select = None
     if strategy == "event" and event_conv.serves(x, window, groups):
-        x = x if _is_channels_last(x) else to_bytes(x)
+        x = x if _lies_dense_nhwc(x) else to_bytes(x)
         select = event_conv.conv2d(x, weight, bias, window, out)
     elif strategy == "skip":
         x, select = skip_conv.list_rows(x, scale, bias, window, out)
@@ -82,7 +82,7 @@ def to_bytes(x: Tensor, select: Selection | None = None) -> Tensor:
     view = out.permute(0, 3, 1, 2)
     if x.numel() == 0:
         return view
-    if _is_channels_last(x):
+    if _lies_dense_nhwc(x):
         count, limit = (None, 0) if select is None else (select.count, select.limit)
         _cast_flat((triton.cdiv(x.numel(), 4096),), (x, out, x.numel(), count, limit), {"BLOCK": 4096})
     else:
@@ -157,7 +157,7 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _is_channels_last(x: Tensor) -> bool:
+def _lies_dense_nhwc(x: Tensor) -> bool:
     return x.permute(0, 2, 3, 1).is_contiguous()
 
 

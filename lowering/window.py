@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsecomp.ops.geometry import output_size
+
 
 class Window(NamedTuple):
     """The geometry of a convolution: kernel size, stride, padding and dilation, rows before columns."""
@@ -16,22 +18,16 @@ class Window(NamedTuple):
     padding: tuple[int, int]
     dilation: tuple[int, int]
 
-    def output_size(self, height: int, width: int) -> tuple[int, int]:
-        return _output_size(self, height, width)
-
     def empty_output(self, x: Tensor, channels: int, dtype: torch.dtype, channels_last: bool) -> Tensor:
         """The uninitialised output (N, channels, OH, OW) of a convolution of ``x`` (N, C, H, W)."""
-        size = (x.shape[0], channels, *self.output_size(*x.shape[2:]))
+        size = (x.shape[0], channels, *_output_size(self, *x.shape[2:]))
         layout = torch.channels_last if channels_last else torch.contiguous_format
         return torch.empty(size, dtype=dtype, device=x.device, memory_format=layout)
 
 
 @lru_cache(maxsize=4096)
-def _output_size(window: Window, height: int, width: int) -> tuple[int, int]:
-    oh, ow = (
-        (size + 2 * p - d * (r - 1) - 1) // s + 1 for size, r, s, p, d in zip((height, width), *window, strict=True)
-    )
-    return oh, ow
+def _output_size(window: Window, height: int, width: int) -> tuple[int, ...]:
+    return tuple(output_size((height, width), *window))
 
 
 @dataclass(frozen=True)

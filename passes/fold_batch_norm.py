@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from sparsecomp.passes.canonicalize import CanonicalOp, op_of
-from sparsecomp.passes.rule import Context, Plan, Rule, Verdict, Why, call, example, refuse
+from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.rule import Context, Plan, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.spike_operand import attribute
 
 
@@ -31,7 +31,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return refuse(Why.NOT_FOLDED, detail="the convolution's result has other consumers")
     if not all(ctx.analysis.unchanged(read, conv) for read in (conv, *conv.all_input_nodes)):
         return refuse(Why.NOT_FOLDED, detail="what the convolution read is written to in place")
-    x = example(conv)
+    x = example_of(conv)
     if x is None or x.dtype is not torch.float32:
         return refuse(Why.NOT_FOLDED, detail="folding would round half-precision weights a second time")
     reason, dead = "one pass over memory less", (op.input, conv)

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operator)
-from sparsecomp.passes.canonicalize import CanonicalOp, op_of
-from sparsecomp.passes.rule import Context, Plan, Rule, Verdict, Why, call, example, refuse
+from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.rule import Context, Plan, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.spike_operand import attribute
 
 MAX_STEPS = 64
@@ -29,7 +29,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     op = op_of(node)
     if op is None or op.name not in _CHARGES:
         return None
-    x = example(node.args[0])
+    x = example_of(node.args[0])
     if x is None:
         return refuse(Why.UNKNOWN_SHAPE)
     args = _arguments(node)
@@ -91,7 +91,7 @@ def _batch_norm(
         return None
     if op.name != "batch_norm" or len(op.node.users) != 1 or op.get("training") or op.get("running_mean") is None:
         return None
-    before = example(op.input)
+    before = example_of(op.input)
     if before is None or before.dtype is not torch.float32 or before.shape[1:] != x.shape[2:]:
         return None
     unchanged = ctx.analysis.unchanged

@@ -18,8 +18,9 @@ from sparsecomp.errors import RuleError
 from sparsecomp.options import Options
 from sparsecomp.passes import fold_batch_norm, fuse_neurons, narrow_spikes, spike_conv, spike_linear
 from sparsecomp.passes.analysis import Analysis, analyse
+from sparsecomp.passes.canonicalize import example_of
 from sparsecomp.passes.location import user_location
-from sparsecomp.passes.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, example, module_path, refuse
+from sparsecomp.passes.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, module_path, refuse
 from sparsecomp.report import PassRecord, Report, Site
 
 log = logging.getLogger("sparsecomp")
@@ -211,7 +212,7 @@ def _inputs_known(node: fx.Node) -> bool:
 
 def _check_same(old: fx.Node, new: fx.Node) -> None:
     """A replacement has the dtype, device, shape and memory format of what it replaces."""
-    a, b = example(old), new.meta.get("example_value")
+    a, b = example_of(old), new.meta.get("example_value")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return
     if (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):

@@ -168,14 +168,9 @@ def module_path(node: fx.Node) -> str:
     return _DYNAMO_ROOT.sub("", list(stack.values())[-1][0])
 
 
-def example(node: object) -> Any:
-    """The example tensor of a node (fake, real or metadata), None if the graph carries none."""
-    return example_of(node)
-
-
 def sizes(node: object) -> list[int] | None:
     """The shape a node had in the example, None if unknown."""
-    tensor = example(node)
+    tensor = example_of(node)
     if tensor is None:
         return None
     hints = [_compat.size_hint(size) for size in tensor.shape]

@@ -11,8 +11,9 @@ from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat, gate
-from sparsecomp.passes.canonicalize import CanonicalOp, op_of
-from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, example, refuse, sizes
+from sparsecomp.ops.geometry import is_channels_last, output_size
+from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked, writes_bytes
 
 _UNSUPPORTED = ("conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -91,19 +92,16 @@ def _site(operands: Operands, geometry: tuple[list[int], ...], ctx: Context) -> 
         x = [x[0] * x[1], *x[2:]]
     if len(x) != 4:
         return refuse(Why.UNSUPPORTED_OP, op=f"{op.name} without a batch dimension")
-    stride, padding, dilation = geometry
-    out = [(x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1 for i in range(2)]
+    out = output_size(x[2:], weight[2:], *geometry)
+    spikes = example_of(op.input)
     density, _ = ctx.density(op.node)
     return gate.SiteInfo(
         device=operands.device, itemsize=operands.dtype.itemsize,
         n=x[0], c=x[1], h=x[2], w=x[3], k=weight[0], r=weight[2], s=weight[3], out_h=out[0], out_w=out[1],
         groups=op.get("groups", 1), digits=operands.digits, density=density.share, active=density.active,
-        tf32=_compat.conv_tf32(), channels_last=_is_channels_last(example(op.input)), fused=writes_bytes(operands, ctx),
+        tf32=_compat.conv_tf32(), fused=writes_bytes(operands, ctx),
+        channels_last=isinstance(spikes, torch.Tensor) and is_channels_last(spikes),
     )  # fmt: skip
-
-
-def _is_channels_last(x: torch.Tensor) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def _image(op: CanonicalOp, size: list[int] | None) -> list[int] | None:

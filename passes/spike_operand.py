@@ -14,9 +14,9 @@ from torch import fx
 
 from sparsecomp import _compat, gate
 from sparsecomp.ops.spike_conv import KERNEL_DTYPES
-from sparsecomp.passes.canonicalize import CanonicalOp, has_hooks
+from sparsecomp.passes.canonicalize import CanonicalOp, example_of, has_hooks
 from sparsecomp.passes.facts import SparsityFact, is_dyadic
-from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, example, refuse
+from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, refuse
 
 _DIGITS = {"exact": 3, "tf32": 2, "half": 2}
 _RANGE = 20.0
@@ -62,7 +62,7 @@ def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     fact = _spike_fact(op, ctx)
     if isinstance(fact, Refusal):
         return fact
-    x, weight, out = example(op.input), example(op.get("weight")), example(op.node)
+    x, weight, out = example_of(op.input), example_of(op.get("weight")), example_of(op.node)
     if x is None or weight is None:
         return refuse(Why.UNKNOWN_SHAPE)
     dtype = x.dtype if out is None else out.dtype
@@ -144,7 +144,7 @@ def attribute(op: CanonicalOp, name: str) -> fx.Node | None:
 
 def cast(value: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     """`value` in `dtype`, as autocast would cast it."""
-    tensor = example(value)
+    tensor = example_of(value)
     if tensor is not None and tensor.dtype == dtype:
         return value
     return call(like.graph, like, torch.Tensor.to, value, dtype)
@@ -173,7 +173,7 @@ def _binarised(x: fx.Node, scale: fx.Node | float, like: fx.Node, ctx: Context) 
 
     Dividing would be simpler, but fast division gives 0.99999994 for f / f, which a cast to int8 makes 0.
     """
-    graph, tensor = like.graph, example(x)
+    graph, tensor = like.graph, example_of(x)
     ones = call(graph, like, torch.Tensor.to, call(graph, like, torch.ne, x, 0), tensor.dtype)
     if not ctx.gradients:
         return ones
@@ -196,7 +196,7 @@ def _scale_node(scale: float | str, like: fx.Node, ctx: Context) -> fx.Node | fl
 
 def _get_attr(target: str, value: torch.Tensor, like: fx.Node) -> fx.Node:
     node = like.graph.get_attr(target)
-    node.meta["example_value"] = _compat.fake_of(value, beside=example(like.all_input_nodes[0]))
+    node.meta["example_value"] = _compat.fake_of(value, beside=example_of(like.all_input_nodes[0]))
     return node
 
 

@@ -6,6 +6,7 @@ import types
 from typing import Any
 
 import torch
+from rewriting import Surrogate
 from torch import fx, nn
 
 
@@ -27,22 +28,8 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> list[tuple[f
     return graphs
 
 
-class Step(torch.autograd.Function):
-    """A hand-written surrogate gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return (x >= 0).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return grads[0] * (x.abs() < 1).to(x.dtype)
-
-
 def _step(v: torch.Tensor) -> torch.Tensor:
-    return Step.apply(v - 0.5)  # type: ignore[no-any-return]
+    return Surrogate.apply(v - 0.5)  # type: ignore[no-any-return]
 
 
 def _heaviside(v: torch.Tensor) -> torch.Tensor:

@@ -70,17 +70,16 @@ class OneStep(nn.Module):
         return self.head(spikes.flatten(1))
 
 
+def _layers() -> tuple[nn.Conv2d, nn.Conv2d, nn.Linear, nn.Module]:
+    return nn.Conv2d(2, 8, 3), nn.Conv2d(8, 16, 3), nn.Linear(256, 5), Fire()
+
+
 class CallersTuple(nn.Module):
     """The same, the state in a tuple that the caller carries."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2, self.head, self.fire = (
-            nn.Conv2d(2, 8, 3),
-            nn.Conv2d(8, 16, 3),
-            nn.Linear(256, 5),
-            Fire(),
-        )
+        self.conv1, self.conv2, self.head, self.fire = _layers()
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         first = 0.5 * state[0] + self.conv1(x)
@@ -95,12 +94,7 @@ class Written(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2, self.head, self.fire = (
-            nn.Conv2d(2, 8, 3),
-            nn.Conv2d(8, 16, 3),
-            nn.Linear(256, 5),
-            Fire(),
-        )
+        self.conv1, self.conv2, self.head, self.fire = _layers()
 
     def lif(self, current: Tensor) -> Tensor:
         out, v = torch.zeros_like(current), torch.zeros_like(current[0])

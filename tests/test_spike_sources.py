@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from fact_checker import check, fact_at
-from snn_fixtures import FIRE, GATHER, HandLIF, NeuronConv, Step, capture, stub_torchvision
+from rewriting import Surrogate
+from snn_fixtures import FIRE, GATHER, HandLIF, NeuronConv, capture, stub_torchvision
 from torch import nn
 
 from sparsecomp.passes.analysis import Analysis, analyse
@@ -55,7 +56,7 @@ def test_batch_norm_between_spikes_and_conv_is_the_reason() -> None:
             self.norm, self.conv = nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.conv(self.norm(Step.apply(x)))
+            return self.conv(self.norm(Surrogate.apply(x)))
 
     analysis = analysed(Model(), torch.randn(2, 2, 8, 8))
     assert fact_at(analysis, "conv2d") is None
@@ -71,7 +72,7 @@ def test_dropout_ends_the_domain_in_training_only(train: bool, binary: bool) -> 
             self.drop, self.conv = nn.Dropout(0.5), nn.Conv2d(2, 2, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.conv(self.drop(Step.apply(x)))
+            return self.conv(self.drop(Surrogate.apply(x)))
 
     fact = conv_input(analysed(Model(), torch.randn(2, 2, 8, 8), train=train))
     assert fact is not None and fact.is_binary == binary and fact.exact_zeros

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsecomp.ops.geometry import is_channels_last, output_size
 from sparsecomp.ops.library import library
 from sparsecomp.ops.weights import join_weight, padded_channels, split_weight
 
@@ -140,12 +141,6 @@ def _cuda_linear(x, weight, bias, digits, strategy):
     return spike_conv.linear(x, weight, bias, digits, strategy)
 
 
-def _output_size(x: Tensor, kernel, stride, padding, dilation) -> list:
-    return [
-        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)
-    ]
-
-
 def _cuda_pack_weight(weight, digits):
     from sparsecomp.lowering import spike_conv  # loads Triton
 
@@ -166,7 +161,7 @@ def _reference_packed(x, planes, scale, bias, kernel, stride, padding, dilation,
 
 
 def _fake_packed(x, planes, scale, bias, kernel, stride, padding, dilation, groups, dtype, channels_last):
-    size = [x.shape[0], planes.shape[1], *_output_size(x, kernel, stride, padding, dilation)]
+    size = [x.shape[0], planes.shape[1], *output_size(x.shape[2:], kernel, stride, padding, dilation)]
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return x.new_empty(size, dtype=dtype).to(memory_format=layout)
 
@@ -184,7 +179,7 @@ def _decompose_conv2d(x, weight, bias, stride, padding, dilation, groups, digits
         )
     # eager's memory format, whatever rule torch has for it, read off the dense operator's fake
     dense = F.conv2d(_widened(x, weight), weight, bias, stride, padding, dilation, groups)
-    channels_last = _is_channels_last(dense)
+    channels_last = is_channels_last(dense)
     x8 = x.to(torch.int8, memory_format=torch.channels_last)
     planes, scale = torch.ops.sparsecomp.pack_weight.default(weight, digits)
     return torch.ops.sparsecomp.spike_conv2d_packed.default(
@@ -201,10 +196,6 @@ def _decompose_linear(x, weight, bias, digits, strategy):
         x8, planes, scale, bias, [1, 1], [1, 1], [0, 0], [1, 1], 1, weight.dtype, True
     )
     return out.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _is_channels_last(out: Tensor) -> bool:
-    return out.is_contiguous(memory_format=torch.channels_last) and not out.is_contiguous()
 
 
 def _save_conv2d(ctx, inputs, output):
