@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the JSON files")
     parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--data", type=Path, help="folder with spikes/ of real maps, for more cases")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.suite == "table":
@@ -34,7 +35,7 @@ def main() -> int:
 
     if arguments.suite in ("snn", "snn-conv"):
         rows = []
-        for row in snn_conv.run():
+        for row in snn_conv.run(arguments.data and arguments.data / "spikes"):
             rows.append(row)
             save(arguments.out / "snn_conv.json", rows)
     if arguments.suite in ("snn", "snn-network"):

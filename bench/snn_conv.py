@@ -7,28 +7,40 @@ costs in a compiled graph, where the neuron writes bytes.
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bench.table import BATCH, CLUSTERED
+from bench import spike_maps
 from bench.timing import graph_ms
 from sparsecomp.lowering import spike_conv
 from sparsecomp.ops import lif, pack_weight, spike_conv2d, spike_linear
 
+BATCH = 128
+CLUSTERED = 0.1
+"""Share of 8×8 blocks that hold spikes in a clustered case."""
 STAGES = ((64, 56), (128, 28), (256, 14), (512, 7))
 COPIES = 4
 """Inputs rotated through, so that no call finds its own input in the L2 cache."""
 
 
-def run() -> Iterator[dict[str, Any]]:
-    """All cases, as they are measured: milliseconds by implementation and the error of each of ours."""
+def run(data: Path | None = None) -> Iterator[dict[str, Any]]:
+    """All cases, as they are measured: milliseconds by implementation and the error of each of ours.
+
+    Args:
+        data: folder of real spike maps, for cases of their own; see ``bench.spike_maps``.
+    """
     for dtype, densities in ((torch.float32, (0.15, 0.05, 0.01, 0.001)), (torch.float16, (0.15, 0.01, 0.001))):
         for channels, size in STAGES:
             for density in densities:
-                yield _conv_row(channels, size, density, dtype, _independent)
-            yield _conv_row(channels, size, 0.2, dtype, _clustered)
+                yield _conv_row(_rotated(_independent, channels, size, density), "independent", dtype)
+            yield _conv_row(_rotated(_clustered, channels, size, 0.2), "clustered", dtype)
+    if data is not None:
+        for name, layer in spike_maps.layers(data):
+            inputs = [spike_maps.batch_of(layer, BATCH).cuda() for _ in range(COPIES)]
+            yield _conv_row(inputs, name, torch.float32)
     yield _prescan_row()
     yield _host_row()
     for m in (512, 4096):
@@ -90,18 +102,25 @@ def _clustered(shape: tuple[int, ...], density: float) -> torch.Tensor:
     return _independent(shape, density) * mask
 
 
-def _conv_row(
-    c: int, size: int, density: float, dtype: torch.dtype, make: Callable[[tuple[int, ...], float], torch.Tensor]
-) -> dict[str, Any]:
+def _rotated(make: Callable[..., torch.Tensor], channels: int, size: int, density: float) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    inputs = [make((BATCH, c, size, size), density).to(dtype).contiguous(memory_format=torch.channels_last)
-              for _ in range(COPIES)]  # fmt: skip
+    return [make((BATCH, channels, size, size), density) for _ in range(COPIES)]
+
+
+def _active(x: torch.Tensor) -> float:
+    """Share of output pixels whose 3×3 window holds a spike."""
+    return F.max_pool2d(x.amax(1, keepdim=True), 3, 1, 1).mean().item()
+
+
+def _conv_row(maps: list[torch.Tensor], spikes: str, dtype: torch.dtype) -> dict[str, Any]:
+    inputs = [x.to(dtype).contiguous(memory_format=torch.channels_last) for x in maps]
+    c, size = inputs[0].shape[1], inputs[0].shape[2]
     weight = (torch.randn(c, c, 3, 3, device="cuda") * 0.05).to(dtype).contiguous(memory_format=torch.channels_last)
     digits = 3 if dtype is torch.float32 else 2
     window = ([1, 1], [1, 1], [1, 1], 1)
     row: dict[str, Any] = {
-        "case": f"conv 3x3 {c}->{c} @{size}x{size}", "dtype": str(dtype)[6:], "density": density,
-        "spikes": make.__name__.strip("_"), "ms": {}, "error": {},
+        "case": f"conv 3x3 {c}->{c} @{size}x{size}", "dtype": str(dtype)[6:], "spikes": spikes,
+        "density": maps[0].mean().item(), "active": _active(maps[0]), "ms": {}, "error": {},
     }  # fmt: skip
 
     def dense(x: torch.Tensor) -> torch.Tensor:
@@ -159,5 +178,5 @@ def _time_ours(row: dict, name: str, inputs: list, exact: torch.Tensor, call: Ca
 def _printed(row: dict[str, Any]) -> dict[str, Any]:
     times = ", ".join(f"{name} {ms:.4f}" for name, ms in row["ms"].items())
     errors = ", ".join(f"{name} {error:.0e}" for name, error in row["error"].items())
-    print(f"{row['case']} {row['dtype']} {row['spikes']} {row['density']:.3f}: {times} | errors {errors}", flush=True)
+    print(f"{row['case']} {row['dtype']} {row['spikes']} {row['density']:.4f}: {times} | errors {errors}", flush=True)
     return row

@@ -8,10 +8,6 @@ from typing import Any
 from bench.networks import PRECISIONS
 from sparsecomp import gate
 
-BATCH = 128
-CLUSTERED = 0.1
-"""Share of 8×8 blocks that hold spikes in a clustered case, and the pixels whose 3×3 window meets one."""
-ACTIVE_IF_CLUSTERED = 0.16
 RESULTS = Path(__file__).parent / "results"
 _VARIANTS = ("eager", "stock compile", "stock compile, reduce-overhead", "sparsecomp", "sparsecomp, reduce-overhead")
 _CONV_COLUMNS = {
@@ -55,12 +51,11 @@ def decision(row: dict[str, Any], fused: bool = False) -> tuple[gate.Decision, f
     """
     half, linear = row["dtype"] == "float16", row["case"].startswith("linear")
     numbers = [int(number) for number in re.findall(r"\d+", row["case"])]
-    n, c, size, r = (numbers[0], numbers[1], 1, 1) if linear else (BATCH, numbers[2], numbers[4], 3)
-    clustered = row["spikes"] == "clustered"
+    n, c, size, r = (numbers[0], numbers[1], 1, 1) if linear else (128, numbers[2], numbers[4], 3)
     site = gate.SiteInfo(
         device="cuda", itemsize=2 if half else 4, n=n, c=c, h=size, w=size, k=c, r=r, s=r, out_h=size, out_w=size,
-        groups=1, digits=2 if half else 3, density=row["density"] * (CLUSTERED if clustered else 1),
-        active=ACTIVE_IF_CLUSTERED if clustered else 1.0, tf32=not half and not linear, channels_last=True, fused=fused,
+        groups=1, digits=2 if half else 3, density=row["density"], active=row.get("active"),
+        tf32=not half and not linear, channels_last=True, fused=fused,
     )  # fmt: skip
     rival = "fp16" if half else "fp32" if linear else "tf32"
     return gate.decide(site), row["ms"][f"dense {rival}" + ("" if linear else " channels_last")]
@@ -83,11 +78,12 @@ def _network(result: dict[str, Any]) -> str:
 def _layers(rows: list[dict[str, Any]]) -> str:
     title = (
         "3×3 convolutions, batch 128, channels_last, no bias; prescan and packing of the weight included, except "
-        "`from bytes` (spikes that the neuron already wrote as bytes). `clustered`: nine of ten 8×8 blocks are empty:"
+        "`from bytes` (spikes that the neuron already wrote as bytes). `clustered`: nine of ten 8×8 blocks are empty; "
+        "`vgg9`, `resnet19`: real maps of trained networks (Prosperity's, MIT licence), rolled about to fill the batch:"
     )
     grid = [["layer", "dtype", "spikes", *_CONV_COLUMNS, "gate"]]
     for row in rows:
-        spikes = f"{row['density']:.1%}" + (" clustered" if row["spikes"] == "clustered" else "")
+        spikes = f"{row['density']:.1%}" + ("" if row["spikes"] == "independent" else f" {row['spikes']}")
         times = [_ms(row["ms"].get(key)) for key in _CONV_COLUMNS.values()]
         grid.append([row["case"].removeprefix("conv 3x3 "), row["dtype"], spikes, *times, decision(row)[0].strategy])
     return title + "\n\n" + _grid(grid)

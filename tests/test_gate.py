@@ -99,7 +99,7 @@ def test_what_the_gate_chooses_was_measured_not_slower_than_dense(row):
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row["case"].startswith("conv")], ids=_named)
 def test_what_it_chooses_in_a_compiled_graph_was_measured_not_slower_than_dense(row):
-    decision, dense = table.decision({**row, "density": 0.15, "spikes": "independent"}, fused=True)
+    decision, dense = table.decision({**row, "density": 0.15, "active": 1.0}, fused=True)
     itemsize = 2 if row["dtype"] == "float16" else 4
     c, size = (int(number) for number in re.search(r"->(\d+) @(\d+)", row["case"]).groups())
     width = 128 * c * size * size * (itemsize - 1) / gate.H100.bandwidth * 1e3  # the bytes the neuron need not write
