@@ -14,3 +14,7 @@ class OptionError(SparsecompError, ValueError):
 
 class RuleError(SparsecompError, RuntimeError):
     """A rewrite rule failed unexpectedly; raised only under ``options={"strict": True}``."""
+
+
+class FormatError(SparsecompError, ValueError):
+    """A sparse matrix's arrays, layout, file or partner in an operation do not fit what the format can hold."""

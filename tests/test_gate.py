@@ -105,7 +105,7 @@ def test_what_it_chooses_in_a_compiled_graph_was_measured_not_slower_than_dense(
     width = 128 * c * size * size * (itemsize - 1) / gate.H100.bandwidth * 1e3  # the bytes the neuron need not write
     chosen = dense + width if decision.strategy == "dense" else row["ms"]["binary from bytes"]
     assert (dense + width) / chosen > 0.95
-    assert (decision.strategy == "binary") == (itemsize == 4)
+    assert decision.strategy == ("binary" if itemsize == 4 and size >= 7 else "dense")
 
 
 def test_the_gate_finds_most_of_the_measured_gains():
