@@ -18,3 +18,15 @@ class RuleError(SparsecompError, RuntimeError):
 
 class FormatError(SparsecompError, ValueError):
     """A sparse matrix's arrays, layout, file or partner in an operation do not fit what the format can hold."""
+
+
+class SignatureError(SparsecompError, ValueError):
+    """A kernel signature holds a size or share that no call can have, or one that is not known yet."""
+
+
+class CacheError(SparsecompError, ValueError):
+    """A file of tuning results cannot be read or is not what it should be; nothing of it was taken."""
+
+
+class TuningError(SparsecompError, RuntimeError):
+    """No candidate of an operation could be used."""

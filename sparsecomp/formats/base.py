@@ -1,0 +1,462 @@
+"""What every sparse matrix does, whatever its format.
+
+A format says how its arrays become triplets and how triplets become its arrays; conversions, dense and foreign
+layouts, elementwise arithmetic, files and inspection follow from that. Matrices do not change: every method returns
+a new one, which may share arrays with the old.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from os import PathLike
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparsecomp.errors import FormatError
+from sparsecomp.formats import drawing, files, triplets
+from sparsecomp.formats.checks import check_shape, check_tensor, check_values
+from sparsecomp.formats.compare import allclose
+from sparsecomp.formats.indices import choose_index_dtype, index_dtype_for
+from sparsecomp.formats.statistics import Statistics, statistics_of
+from sparsecomp.formats.triplets import Triplets
+
+Matrix = TypeVar("Matrix", bound="SparseMatrix")
+FORMATS: dict[str, type["SparseMatrix"]] = {}
+
+
+class SparseMatrix(ABC):
+    """A matrix of `shape` that stores some of its elements; those it does not store are 0.
+
+    With a batch, `values` have one more dimension in front and all matrices share one pattern. Values are float16,
+    bfloat16, float32 or float64; indices int32, or int64 where a dimension or the number of stored elements exceeds
+    2**31 - 1 or the caller says so.
+
+    The constructors check nothing; `from_arrays` does. Arrays given to a constructor are kept, not copied.
+
+    Attributes:
+        values: the stored elements; each format says how they lie.
+        shape: rows and columns, as the user sees them; blocks and groups may reach beyond and hold zeros there.
+    """
+
+    ARRAYS: ClassVar[tuple[str, ...]]
+    LAYOUT: ClassVar[tuple[str, ...]] = ()
+    VALUE_DIMS: ClassVar[int] = 1
+    TORCH_LAYOUT: ClassVar[torch.layout | None] = None
+    SCIPY_FORMAT: ClassVar[str | None] = None
+
+    values: Tensor
+    shape: tuple[int, int]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "ARRAYS" in vars(cls):
+            FORMATS[cls.__name__] = cls
+
+    # -- what a format defines
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Check every invariant of the format.
+
+        Raises:
+            FormatError: names the first one that is broken, and where.
+        """
+
+    @classmethod
+    @abstractmethod
+    def _from_triplets(
+        cls, elements: Triplets, index_dtype: torch.dtype | None, at_least: torch.dtype, **layout: Any
+    ) -> Self:
+        """The matrix of these elements; `index_dtype` and `at_least` as in `choose_index_dtype`."""
+
+    @abstractmethod
+    def _triplets(self) -> Triplets:
+        """The stored elements in the shape, sorted; blocks and groups leave their zeros out."""
+
+    @abstractmethod
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        """Row and column, int64, of each value of a compact matrix: they broadcast to `values` without its batch."""
+
+    @classmethod
+    @abstractmethod
+    def _from_native_torch(cls, tensor: Tensor) -> Self:
+        """The matrix in a tensor of `TORCH_LAYOUT`, unchecked."""
+
+    @classmethod
+    @abstractmethod
+    def _from_native_scipy(cls, matrix: Any) -> Self:
+        """The matrix in a scipy matrix of `SCIPY_FORMAT`, copied, unchecked, repeated positions summed."""
+
+    @property
+    @abstractmethod
+    def index_dtype(self) -> torch.dtype:
+        """dtype of the indices."""
+
+    @property
+    @abstractmethod
+    def mT(self) -> "SparseMatrix":
+        """The transposed matrix; CSR, CSC, BSR and BCSC share their arrays with it, COO and N:M make new ones."""
+
+    # -- properties
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.values.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def batch(self) -> int | None:
+        """Number of matrices that share the pattern; None without a batch dimension."""
+        return self.values.shape[0] if self.values.dim() > self.VALUE_DIMS else None
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What a conversion to this format must be told besides the format: block, or n and m."""
+        return {name: getattr(self, name) for name in self.LAYOUT}
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """The arrays by attribute name, in the constructor's order."""
+        return {name: getattr(self, name) for name in self.ARRAYS}
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Shape rounded up to whole blocks or groups."""
+        return self.shape
+
+    @cached_property
+    def nnz(self) -> int:
+        """Stored elements in the shape, of one matrix of a batch; stored zeros count. Reads from the device once."""
+        this = self.compact()
+        if this.padded_shape == this.shape:
+            return this._stored
+        row, col = this._positions()
+        return int(((row < self.shape[0]) & (col < self.shape[1])).sum())
+
+    @property
+    def _stored(self) -> int:
+        """Values held for one matrix of a batch, spare capacity and those beyond the shape included."""
+        return math.prod(self.values.shape[self.values.dim() - self.VALUE_DIMS :])
+
+    @property
+    def sparsity(self) -> float:
+        """Share of elements that are not stored, 0 to 1; 0 for a matrix without elements."""
+        numel = self.shape[0] * self.shape[1]
+        return 1 - self.nnz / numel if numel else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, spare capacity left out."""
+        return sum(array.numel() * array.element_size() for array in self.compact().arrays.values())
+
+    # -- conversions
+
+    @classmethod
+    def from_dense(
+        cls, dense: Tensor, threshold: float = 0.0, *, index_dtype: torch.dtype | None = None, **layout: Any
+    ) -> Self:
+        """The elements of `dense` whose magnitude exceeds `threshold`.
+
+        NaN is kept; -0.0 is a zero and left out. In a batch, an element is stored if any matrix needs it.
+
+        Args:
+            dense: (rows, columns) or (batch, rows, columns).
+            threshold: 0 or more.
+            index_dtype: int32 or int64; by default chosen by size.
+            layout: `block=(height, width)` for BSR and BCSC, `n=` and `m=` for N:M.
+
+        Raises:
+            FormatError: wrong dtype or dimensions, negative threshold, layout or index dtype that does not fit.
+        """
+        check_tensor("dense", dense)
+        return cls._from_triplets(triplets.of_dense(dense, threshold), index_dtype, torch.int32, **layout)
+
+    @classmethod
+    def from_torch(cls, tensor: Tensor, *, index_dtype: torch.dtype | None = None, **layout: Any) -> Self:
+        """The matrix in a torch tensor of any layout: strided, COO, CSR, CSC, BSR, BSC. May share its memory.
+
+        A batch of compressed tensors must share one pattern; a batch of COO ones gets the union of its patterns.
+
+        Args:
+            tensor: (rows, columns) or (batch, rows, columns).
+            index_dtype: int32 or int64; by default chosen by size.
+            layout: as for `from_dense`.
+
+        Raises:
+            FormatError: the tensor breaks an invariant of its layout, or has dense dimensions.
+        """
+        if not isinstance(tensor, Tensor) or tensor.layout is torch.strided:
+            return cls.from_dense(tensor, index_dtype=index_dtype, **layout)
+        native = next((kind for kind in FORMATS.values() if kind.TORCH_LAYOUT is tensor.layout), None)
+        if native is None:
+            raise FormatError(f"tensor has layout {tensor.layout}, needs strided or one of torch's sparse layouts")
+        matrix = native._from_native_torch(tensor)
+        matrix.validate()
+        return matrix._cast(index_dtype_for(*matrix.shape, matrix._stored)).to(cls, index_dtype=index_dtype, **layout)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, *, index_dtype: torch.dtype | None = None, **layout: Any) -> Self:
+        """The matrix in a `scipy.sparse` array or matrix of any format, copied; repeated positions are summed.
+
+        Args:
+            matrix: of float16, float32 or float64.
+            index_dtype: int32 or int64; by default chosen by size.
+            layout: as for `from_dense`.
+
+        Raises:
+            FormatError: no scipy matrix, another dtype, indices out of range.
+        """
+        if not hasattr(matrix, "tocoo") or len(getattr(matrix, "shape", ())) != 2:
+            raise FormatError(f"matrix is a {type(matrix).__name__}, needs a two-dimensional scipy.sparse matrix")
+        native = next((kind for kind in FORMATS.values() if kind.SCIPY_FORMAT == matrix.format), None)
+        if native is None:
+            return cls.from_scipy(matrix.tocoo(), index_dtype=index_dtype, **layout)
+        if matrix.dtype.name not in ("float16", "float32", "float64"):
+            raise FormatError(f"matrix has dtype {matrix.dtype}, needs float16, float32 or float64: use astype")
+        return native._from_native_scipy(matrix).to(cls, index_dtype=index_dtype, **layout)
+
+    def to(self, target: type[Matrix], *, index_dtype: torch.dtype | None = None, **layout: Any) -> Matrix:
+        """This matrix in another format; itself if it is that already. Runs on the matrix's device.
+
+        Zeros that a block or a group holds as filler are dropped on the way out of BSR, BCSC and N:M; zeros that COO,
+        CSR and CSC store are kept.
+
+        Args:
+            target: COO, CSR, CSC, BSR, BCSC or NM.
+            index_dtype: int32 or int64; by default this matrix's, or int64 where that is too narrow.
+            layout: as for `from_dense`; by default this matrix's own, if `target` has such.
+
+        Raises:
+            FormatError: the matrix does not fit the layout or the index dtype.
+        """
+        known = {name: value for name, value in self.layout.items() if name in target.LAYOUT}
+        wanted = {**known, **layout}
+        same = isinstance(self, target) and wanted == self.layout
+        direct = self if same else self._direct(target, wanted)
+        if direct is None:
+            return target._from_triplets(self._triplets(), index_dtype, self.index_dtype, **wanted)
+        return direct._cast(choose_index_dtype(index_dtype, self.index_dtype, *self.shape, self._stored))
+
+    def _direct(self, target: type[Matrix], layout: Mapping[str, Any]) -> Matrix | None:
+        """A conversion that does not go through triplets, where there is one."""
+        return None
+
+    def _cast(self, index_dtype: torch.dtype) -> Self:
+        """The matrix with indices of this dtype; itself if they are."""
+        if index_dtype is self.index_dtype:
+            return self
+        return self._with(**{name: array.to(index_dtype) for name, array in self.arrays.items() if name != "values"})
+
+    def to_dense(self) -> Tensor:
+        """Dense tensor (rows, columns), or (batch, rows, columns), of the values' dtype."""
+        this = self.compact()
+        dense = triplets.to_dense(*this._positions(), this.values, this.padded_shape)
+        rows, cols = self.shape
+        return dense if self.padded_shape == self.shape else dense[..., :rows, :cols].contiguous()
+
+    @abstractmethod
+    def to_torch(self) -> Tensor:
+        """A torch tensor of the same layout.
+
+        Torch has no N:M layout, and no blocks that do not divide the shape: those become CSR (BCSC: CSC).
+        """
+
+    @abstractmethod
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse` array of the same format, without its batch dimension.
+
+        scipy has no BCSC (it becomes BSR), no N:M and no blocks that do not divide the shape (they become CSR), and no
+        half precision: float16 and bfloat16 become float32, which holds them exactly.
+
+        Raises:
+            FormatError: the matrix is a batch: use `unbatch`.
+            ImportError: scipy is not installed.
+        """
+
+    def to_device(self, device: torch.device | str) -> Self:
+        """The matrix with its arrays on `device`; itself if they are there."""
+        device = torch.device(device)
+        return self if self.device == device else self._with(**{k: v.to(device) for k, v in self.arrays.items()})
+
+    def with_values(self, values: Tensor) -> Self:
+        """The same pattern with other values.
+
+        Args:
+            values: of the shape of `self.values`, or with a batch dimension added or changed; the same device.
+
+        Raises:
+            FormatError: another shape, dtype or device.
+        """
+        check_values("values", values, self.VALUE_DIMS)
+        needed = self.values.shape[self.values.dim() - self.VALUE_DIMS :]
+        if values.shape[values.dim() - self.VALUE_DIMS :] != needed:
+            raise FormatError(f"values have shape {tuple(values.shape)}, need {tuple(needed)}, or that with a batch")
+        if values.device != self.device:
+            raise FormatError(f"values are on {values.device}, the matrix on {self.device}: move them to one device")
+        return self._with(values=values)
+
+    def compact(self) -> Self:
+        """The matrix without the spare capacity that a slice of rows carries; itself if it has none."""
+        return self
+
+    def unbatch(self) -> list[Self]:
+        """The matrices of a batch, sharing arrays; a list of itself without a batch."""
+        return [self] if self.batch is None else [self._with(values=values) for values in self.values.unbind()]
+
+    # -- arithmetic
+
+    def __add__(self, other: Tensor | float) -> Tensor:
+        """Dense sum with a dense tensor or a number, broadcast as torch does."""
+        if not isinstance(other, Tensor | int | float):
+            return NotImplemented
+        self._check_partner(other)
+        return self.to_dense() + other
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Tensor | float) -> Self:
+        """Elementwise product with a dense tensor that broadcasts to the shape, or a number; the pattern stays.
+
+        Elements that are not stored stay zero, even where `other` is infinite or NaN. A `other` of (batch, rows,
+        columns) makes a batch. The dtype is what torch promotes to.
+
+        Raises:
+            FormatError: `other` does not broadcast to the shape, is elsewhere, or its dtype leads out of the four.
+        """
+        if not isinstance(other, Tensor | int | float):
+            return NotImplemented
+        self._check_partner(other)
+        this = self.compact()
+        product = this.values * (this._gather(other) if isinstance(other, Tensor) and other.dim() else other)
+        if this.padded_shape != this.shape:
+            row, col = this._positions()
+            product = product.masked_fill((row >= self.shape[0]) | (col >= self.shape[1]), 0)
+        check_values("product", product, self.VALUE_DIMS)
+        return this._with(values=product)
+
+    __rmul__ = __mul__
+
+    def _gather(self, dense: Tensor) -> Tensor:
+        """Elements of `dense` at the stored positions; those beyond the shape read the last row or column."""
+        rows, cols = self.shape
+        batch = dense.shape[:-2]
+        fits = dense.dim() <= 3 and all(
+            given in (1, needed) for given, needed in zip(dense.shape[::-1], (cols, rows), strict=False)
+        )
+        if self.batch is not None and batch:
+            fits = fits and (batch[0] == 1 or self.batch in (1, batch[0]))
+        if not fits:
+            raise FormatError(
+                f"other has shape {tuple(dense.shape)}, which does not broadcast to the matrix's {self.shape}"
+                + (f" with batch {self.batch}" if self.batch is not None else "")
+            )
+        row, col = self._positions()
+        return dense.expand(*batch, rows, cols)[..., row.clamp(max=rows - 1), col.clamp(max=cols - 1)]
+
+    def _check_partner(self, other: Tensor | float) -> None:
+        if isinstance(other, Tensor) and other.dim():
+            check_tensor("other", other)
+            if other.device != self.device:
+                raise FormatError(f"other is on {other.device}, the matrix on {self.device}: move one of them")
+
+    def allclose(
+        self, other: "SparseMatrix | Tensor", rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+    ) -> bool:
+        """Whether all elements are equal as `torch.allclose` says, in any two formats; nothing is made dense.
+
+        Args:
+            other: a sparse matrix, or a dense tensor (rows, columns) or (batch, rows, columns).
+            rtol: relative tolerance, of `other`'s magnitude.
+            atol: absolute tolerance.
+            equal_nan: whether NaN equals NaN.
+
+        Raises:
+            FormatError: another shape, batch or device.
+        """
+        if isinstance(other, Tensor):
+            check_tensor("other", other)
+        elements = triplets.of_dense(other, 0.0) if isinstance(other, Tensor) else other._triplets()
+        return allclose(self._triplets(), elements, rtol, atol, equal_nan)
+
+    # -- files
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a safetensors file; a good file of that name is replaced only by a whole new one.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        this = self.compact()
+        files.save(path, type(this).__name__, this.shape, this.layout, this.arrays)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], device: torch.device | str = "cpu") -> Self:
+        """Read a file that `save` wrote, and validate it.
+
+        Args:
+            path: the file.
+            device: where the arrays go.
+
+        Raises:
+            FormatError: truncated, altered, of a newer version, or of another format than this class
+                (`SparseMatrix.load` reads all).
+            OSError: the file cannot be read.
+        """
+        stored = files.load(path)
+        kind = FORMATS.get(stored.format)
+        if kind is None or not issubclass(kind, cls):
+            raise FormatError(f"{path} holds {stored.format}, not {cls.__name__}: load it by {stored.format}.load")
+        if set(stored.arrays) != set(kind.ARRAYS) or set(stored.layout) != set(kind.LAYOUT):
+            raise FormatError(f"{path} does not hold what {stored.format} needs: it was altered")
+        matrix = kind._from_stored(stored)
+        matrix.validate()
+        return matrix.to_device(device)
+
+    @classmethod
+    def _from_stored(cls, stored: files.Stored) -> Self:
+        """The matrix in a file, unchecked."""
+        return cls(*(stored.arrays[name] for name in cls.ARRAYS), shape=check_shape(stored.shape))  # pyright: ignore
+
+    # -- inspection
+
+    def statistics(self) -> Statistics:
+        """Size, sparsity and how the stored elements spread over the rows."""
+        return statistics_of(self)
+
+    def summary(self) -> str:
+        """`statistics` as lines to read."""
+        return str(self.statistics())
+
+    def visualize(self, width: int = 64, height: int = 32) -> str:
+        """A map in characters, at most `width` by `height`: the darker, the more elements are stored there."""
+        return drawing.characters(self._triplets(), width, height)
+
+    def spy(self, path: str | PathLike[str]) -> None:
+        """Draw where elements are stored to an image file of any kind that matplotlib writes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        drawing.image(self._triplets(), path)
+
+    def _row_counts(self) -> Tensor:
+        """Number of stored elements of at least each row that has any: int64."""
+        row, col = torch.broadcast_tensors(*self.compact()._positions())
+        return row[(row < self.shape[0]) & (col < self.shape[1])].unique(return_counts=True)[1]
+
+    def __repr__(self) -> str:
+        batch = "" if self.batch is None else f"batch={self.batch}, "
+        layout = "".join(f"{name}={value}, " for name, value in self.layout.items())
+        return f"{type(self).__name__}({batch}shape={self.shape}, {layout}dtype={self.dtype}, device='{self.device}')"
+
+    def _with(self, **changed: Tensor) -> Self:
+        """The matrix with some of its arrays replaced."""
+        return type(self)(*{**self.arrays, **changed}.values(), shape=self.shape)  # pyright: ignore

@@ -1,0 +1,95 @@
+"""Index arithmetic that every format shares: the width of an index, pointers and rows, sorting and grouping.
+
+Positions are computed in int64; where rows times columns exceeds even that, pairs are sorted in two steps instead of
+by one number, so that nothing wraps.
+"""
+
+import torch
+from torch import Tensor
+
+from sparsecomp.errors import FormatError
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+_INT32_MAX = torch.iinfo(torch.int32).max
+_INT64_MAX = torch.iinfo(torch.int64).max
+
+
+def index_dtype_for(*sizes: int) -> torch.dtype:
+    """The narrower of int32 and int64 that can hold every size (a dimension or a number of stored elements)."""
+    return torch.int32 if max(sizes, default=0) <= _INT32_MAX else torch.int64
+
+
+def choose_index_dtype(forced: torch.dtype | None, at_least: torch.dtype | None, *sizes: int) -> torch.dtype:
+    """The index dtype of a new matrix.
+
+    Args:
+        forced: what the caller asked for, or None.
+        at_least: the dtype of the matrix it is made from, or None; kept unless `sizes` need a wider one.
+        sizes: dimensions and numbers of stored elements that must fit.
+
+    Raises:
+        FormatError: `forced` is no index dtype, or too narrow.
+    """
+    needed = index_dtype_for(*sizes)
+    if forced is None:
+        return torch.int64 if torch.int64 in (needed, at_least) else torch.int32
+    if forced not in INDEX_DTYPES:
+        raise FormatError(f"index dtype is {forced}, needs torch.int32 or torch.int64")
+    if needed is torch.int64 and forced is torch.int32:
+        raise FormatError(f"size {max(sizes)} does not fit in int32 indices: use index_dtype=torch.int64")
+    return forced
+
+
+def rows_of(pointers: Tensor, count: int) -> Tensor:
+    """Row of each of `count` entries, int64, from pointers (rows + 1,) that begin at 0 and end at `count`."""
+    rows = torch.arange(pointers.numel() - 1, device=pointers.device)
+    return torch.repeat_interleave(rows, pointers.diff(), output_size=count)
+
+
+def pointers_of(rows: Tensor, n_rows: int, dtype: torch.dtype) -> Tensor:
+    """Pointers (n_rows + 1,) of `dtype` into ascending `rows` (entries,)."""
+    edges = torch.arange(n_rows + 1, dtype=rows.dtype, device=rows.device)
+    return torch.searchsorted(rows.contiguous(), edges, out_int32=dtype is torch.int32)
+
+
+def pair_keys(major: Tensor, minor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    """One number a pair that orders pairs by (major, minor), or None where the numbers would exceed int64."""
+    numel = shape[0] * shape[1]
+    if numel > _INT64_MAX:
+        return None
+    dtype = index_dtype_for(numel)
+    return major.to(dtype) * shape[1] + minor.to(dtype)
+
+
+def sort_order(major: Tensor, minor: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    """Stable permutation (entries,), int64, that sorts pairs by (major, minor); None if they ascend strictly already.
+
+    Reads one flag from the device.
+    """
+    keys = pair_keys(major, minor, shape)
+    if keys is None:
+        by_minor = torch.sort(minor, stable=True).indices
+        return by_minor[torch.sort(major[by_minor], stable=True).indices]
+    if bool((keys[1:] > keys[:-1]).all()):
+        return None
+    return torch.sort(keys, stable=True).indices
+
+
+def first_of_group(major: Tensor, minor: Tensor) -> Tensor:
+    """True (entries,) at the first of each run of equal pairs; the pairs are sorted."""
+    first = torch.ones(major.shape, dtype=torch.bool, device=major.device)
+    torch.logical_or(major[1:] != major[:-1], minor[1:] != minor[:-1], out=first[1:])
+    return first
+
+
+def take(values: Tensor, dim: int, order: Tensor | None) -> Tensor:
+    """`values` permuted along `dim`; as they are if `order` is None."""
+    return values if order is None else values.index_select(dim, order)
+
+
+def sum_groups(values: Tensor, dim: int, group: Tensor, n_groups: int) -> Tensor:
+    """Sum of `values` along `dim` by group (entries,); half precision accumulates in float32."""
+    wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    shape = list(values.shape)
+    shape[dim] = n_groups
+    return wide.new_zeros(shape).index_add(dim, group, wide).to(values.dtype)

@@ -1,0 +1,101 @@
+"""Triplets (row, column, value), the form through which every format converts to every other."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsecomp.errors import FormatError
+from sparsecomp.formats.checks import check_threshold, check_values
+from sparsecomp.formats.indices import first_of_group, sort_order, sum_groups, take
+
+
+class Triplets(NamedTuple):
+    """Elements sorted by row, then column, each position once.
+
+    Attributes:
+        row: (nnz,) int32 or int64.
+        col: (nnz,) of the same dtype.
+        values: (nnz,) or, with a batch, (batch, nnz).
+        shape: rows and columns.
+    """
+
+    row: Tensor
+    col: Tensor
+    values: Tensor
+    shape: tuple[int, int]
+
+
+def of_dense(dense: Tensor, threshold: float) -> Triplets:
+    """Elements whose magnitude exceeds `threshold`, and NaN; with a batch, where any of its matrices has one.
+
+    Args:
+        dense: (rows, columns) or (batch, rows, columns).
+        threshold: at 0, both 0.0 and -0.0 are left out.
+
+    Raises:
+        FormatError: wrong dtype or dimensions, a negative threshold.
+    """
+    mask = kept(dense, threshold)
+    row, col = mask.nonzero(as_tuple=True)
+    return Triplets(row, col, dense[..., row, col], (dense.shape[-2], dense.shape[-1]))
+
+
+def kept(dense: Tensor, threshold: float) -> Tensor:
+    """Where `of_dense` keeps an element: bool (rows, columns)."""
+    check_values("dense", dense, 2)
+    check_threshold(threshold)
+    mask = ~(dense.abs() <= threshold)
+    return mask.any(0) if mask.dim() == 3 else mask
+
+
+def coalesced(row: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) -> Triplets:
+    """Sorted, with the values of equal positions summed; the arrays themselves if nothing is to do."""
+    order = sort_order(row, col, shape)
+    if order is None:
+        return Triplets(row, col, values, shape)
+    row, col, values = row[order], col[order], take(values, -1, order)
+    first = first_of_group(row, col)
+    if not bool(first.all()):
+        group = first.cumsum(0) - 1
+        row, col = row[first], col[first]
+        values = sum_groups(values, values.dim() - 1, group, row.numel())
+    return Triplets(row, col, values, shape)
+
+
+def of_batched_coo(tensor: Tensor) -> Triplets:
+    """Triplets of a coalesced sparse COO tensor of two sparse dimensions, or three of which the first is a batch.
+
+    Raises:
+        FormatError: other dimensions.
+    """
+    if tensor.dense_dim() or tensor.sparse_dim() not in (2, 3):
+        raise FormatError(
+            f"tensor has {tensor.sparse_dim()} sparse and {tensor.dense_dim()} dense dimensions, "
+            "needs 2 sparse ones, or 3 with a batch"
+        )
+    *batch, row, col = tensor.indices().unbind()
+    shape = (tensor.shape[-2], tensor.shape[-1])
+    if not batch:
+        return Triplets(row, col, tensor.values(), shape)
+    order = sort_order(row, col, shape)
+    item, row, col, values = (take(array, 0, order) for array in (batch[0], row, col, tensor.values()))
+    first = first_of_group(row, col)
+    row, col, group = row[first], col[first], first.cumsum(0) - 1
+    shared = values.new_zeros((tensor.shape[0], row.numel()))
+    return Triplets(row, col, shared.index_put((item, group), values), shape)
+
+
+def without_filler(triplets: Triplets, inside: Tensor | None = None) -> Triplets:
+    """The elements that are not zero in every matrix of the batch, and `inside` (nnz,) if that is given."""
+    values = triplets.values
+    keep = ((values != 0) if values.dim() == 1 else (values != 0).any(0)) & (True if inside is None else inside)
+    return Triplets(triplets.row[keep], triplets.col[keep], values[..., keep], triplets.shape)
+
+
+def to_dense(row: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Dense (rows, columns), or (batch, rows, columns): `values` at positions that broadcast, zero elsewhere."""
+    batch = values.shape[: values.dim() - torch.broadcast_tensors(row, col)[0].dim()]
+    dense = values.new_zeros((*batch, *shape))
+    dense[..., row, col] = values
+    return dense
