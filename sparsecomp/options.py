@@ -1,14 +1,11 @@
 """What a user may ask of the compiler, parsed strictly: a misspelt option must not pass for a default."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sparsecomp.errors import OptionError
-
-RULES = ("fuse_neurons", "spike_conv", "spike_linear", "fold_batch_norm", "narrow_spikes")
-"""Every rewrite rule, in the order in which they run."""
+from sparsecomp.settings import RULES, Settings
 
 _CHOICES = {
     "precision": ("auto", "exact", "tf32", "half"),
@@ -17,8 +14,6 @@ _CHOICES = {
     "mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
 }
 _FLAGS = ("strict", "verify")
-_DISABLE_ENV = "SPARSECOMP_DISABLE_PASSES"
-_DEBUG_ENV = "SPARSECOMP_DEBUG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +82,9 @@ class Options:
         if mode is not None:
             given["mode"] = mode
         parsed = cls(**given)
-        disable = tuple(dict.fromkeys((*parsed.disable, *_disabled_by_environment())))
-        verify = parsed.verify or _debug_from_environment()
+        settings = Settings.from_environment()
+        disable = tuple(dict.fromkeys((*parsed.disable, *settings.disable_passes)))
+        verify = parsed.verify or settings.debug
         values = {item.name: getattr(parsed, item.name) for item in fields(cls)}
         return cls(**{**values, "disable": disable, "verify": verify})
 
@@ -101,23 +97,3 @@ class Options:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _disabled_by_environment() -> tuple[str, ...]:
-    text = os.environ.get(_DISABLE_ENV, "").strip()
-    if text == "all":
-        return RULES
-    names = tuple(name.strip() for name in text.split(",")) if text else ()
-    unknown = [name for name in names if name not in RULES]
-    if unknown:
-        raise OptionError(
-            f"{_DISABLE_ENV}={text!r}: unknown rules {unknown}; use 'all' or a comma-separated list of {RULES}"
-        )
-    return names
-
-
-def _debug_from_environment() -> bool:
-    text = os.environ.get(_DEBUG_ENV, "0")
-    if text not in ("0", "1"):
-        raise OptionError(f"{_DEBUG_ENV}={text!r}: use 0 or 1")
-    return text == "1"

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from bench import table as results
+from sparsecomp import settings
 from sparsecomp.options import RULES, Options
 from sparsecomp.report import Report
+from sparsecomp.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -52,7 +54,8 @@ def test_every_rule() -> None:
 def test_every_environment_variable() -> None:
     sources = [path for name in ("sparsecomp", "passes", "lowering") for path in (ROOT / name).rglob("*.py")]
     read = {name for path in sources for name in re.findall(r"SPARSECOMP_[A-Z_]+", path.read_text())}
-    assert read == {name for name in table("environment variable") if name.startswith("SPARSECOMP_")}
+    assert f"\n{settings.markdown()}\n\n" in README
+    assert read == set(table("environment variable")) == {item.metadata["variable"] for item in fields(Settings)}
 
 
 def test_every_column_of_the_report() -> None:
