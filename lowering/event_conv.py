@@ -1,35 +1,86 @@
-"""Event-driven convolution: launches of ``templates.event_conv``."""
+"""Event-driven convolution as three operations: find the events, pack the weight, accumulate."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from sparsecomp.lowering.launch import Launcher
-from sparsecomp.lowering.templates.event_conv import event_conv_kernel, events_kernel, pack_event_weight_kernel
+from sparsecomp.lowering import dispatch
+from sparsecomp.lowering.signature import Device, KernelSignature
+from sparsecomp.lowering.template import Operation
 from sparsecomp.lowering.window import Selection, Window, pixel_strides
+from sparsecomp.ops.geometry import output_size
 
 SPARSEST_OVERFLOW = 16
 """The event list holds one in this many inputs; beyond, the binary convolution is faster anyhow."""
+CHANNELS_A_BLOCK = 256
+"""Most output channels that one program accumulates."""
 
 _MAX_WORDS = 1024
 _MAX_STRETCHES = 11
-
-_find = Launcher(events_kernel)
-_accumulate = Launcher(event_conv_kernel)
-_pack_weight = Launcher(pack_event_weight_kernel)
+_TRIAL_DENSITY = 0.01
+"""Density of the inputs that configurations are measured on: where events can win over dense, see the gate."""
 
 
-@dataclass(frozen=True)
-class EventConfig:
-    """Output pixels, events in flight and output channels of a block, warps, and programs a multiprocessor."""
+class FindEvents(NamedTuple):
+    """Rows of an image ``w`` pixels wide with ``c`` channels, whose events go to a list of ``capacity``."""
 
-    pixels: int
-    events: int
-    channels: int
-    warps: int
-    programs: int
+    rows: int
+    w: int
+    c: int
+    capacity: int
+    dtype: str
+
+
+class PackEvents(NamedTuple):
+    """A weight (k, c, r, s) with its strides, stored by blocks of ``block`` output channels."""
+
+    k: int
+    c: int
+    stride_k: int
+    stride_c: int
+    stride_r: int
+    stride_s: int
+    r: int
+    s: int
+    block: int
+    dtype: str
+
+
+class Accumulate(NamedTuple):
+    """An event-driven convolution but for its addresses: fields of ``BinaryConv``, ``block`` of ``PackEvents``."""
+
+    capacity: int
+    n: int
+    h: int
+    w: int
+    oh: int
+    ow: int
+    c: int
+    k: int
+    stride_h: int
+    stride_w: int
+    pad_h: int
+    pad_w: int
+    dil_h: int
+    dil_w: int
+    out_pixel: int
+    out_channel: int
+    out_image: int
+    r: int
+    s: int
+    block: int
+    processors: int
+    has_bias: bool
+    dtype: str
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The kernel's run-time numbers, in its order."""
+        return (self.capacity, self.n * self.oh * self.ow, *self[2:17])
 
 
 @dataclass(frozen=True)
@@ -43,14 +94,6 @@ class Events:
     @property
     def capacity(self) -> int:
         return self.codes.shape[0]
-
-
-def event_config(out_channels: int, channels_last: bool) -> EventConfig:
-    """The configuration to use without measuring: one warp a program, few pixels, all channels it can hold."""
-    channels = min(max(triton.next_power_of_2(out_channels), 16), 256)
-    # neighbouring pixels of one channel make a whole memory sector where the output is not channels-last
-    pixels = max(256 // channels, 1) if channels_last else 8
-    return EventConfig(pixels, 2, channels, 1, 128)
 
 
 def serves(x: Tensor, window: Window, groups: int) -> bool:
@@ -76,11 +119,10 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, out: 
     Returns:
         The selection under which another kernel must write ``out``: everything, when there were too many events.
     """
-    config = event_config(out.shape[1], not out.is_contiguous())
-    packed = event_weight(weight, config.channels)
+    packed = event_weight(weight)
     events = find_events(x)
     if out.numel():
-        accumulate(events, packed, bias, x, window, out, config)
+        _accumulate(events, packed, bias, x, window, out)
     return Selection(events.total, events.capacity)
 
 
@@ -90,44 +132,114 @@ def find_events(x: Tensor) -> Events:
     codes = torch.empty((x.numel() // SPARSEST_OVERFLOW,), dtype=torch.int32, device=x.device)
     starts = torch.empty((n * h, w + 1), dtype=torch.int32, device=x.device)
     total = torch.zeros((1,), dtype=torch.int32, device=x.device)
-    words = triton.cdiv(c, 32)
-    block = triton.next_power_of_2(w * words)
     if x.numel():
-        arguments = (x, codes, starts, total, w, c, codes.shape[0])
-        warps = min(max(block // 32, 1), 16)
-        _find((n * h,), arguments, {"WORDS": words, "BLOCK": block}, num_warps=warps)
+        problem = FindEvents(n * h, w, c, codes.shape[0], str(x.dtype)[6:])
+        dispatch.run(FIND_EVENTS, problem, x, codes, starts, total)
     return Events(codes, starts, total)
 
 
-def accumulate(
-    events: Events, packed: Tensor, bias: Tensor | None, x: Tensor, window: Window, out: Tensor, config: EventConfig
-) -> None:
-    """Launch the accumulation with one configuration; ``packed`` is from :func:`event_weight`."""
-    _, c, h, w = x.shape
-    n, k, oh, ow = out.shape
-    m = n * oh * ow
-    blocks = triton.cdiv(m, config.pixels) * triton.cdiv(k, config.channels)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    r, s = window.kernel
-    arguments = (
-        events.codes, events.starts, events.total, packed, bias, out, events.capacity, m, h, w, oh, ow, c, k,
-        *window.stride, *window.padding, *window.dilation, *pixel_strides(out),
-    )  # fmt: skip
-    constants = {
-        "R": r, "S": s, "SPAN": s if window.dilation[1] == 1 else 1, "HAS_BIAS": bias is not None,
-        "P": config.pixels, "E": config.events, "KS": config.channels,
-    }  # fmt: skip
-    _accumulate((min(blocks, processors * config.programs),), arguments, constants, num_warps=config.warps)
-
-
-def event_weight(weight: Tensor, block: int) -> Tensor:
-    """``weight`` as ``event_conv_kernel`` reads it, by blocks of ``block`` output channels."""
+def event_weight(weight: Tensor) -> Tensor:
+    """``weight`` as ``event_conv_kernel`` reads it, by blocks of :func:`block_of` output channels."""
     w = weight if weight.dim() == 4 else weight[:, :, None, None]
     k, c, r, s = w.shape
-    depth = r * s * c
+    depth, block = r * s * c, block_of(k)
     out = torch.empty((triton.cdiv(k, block), depth + 1, block), dtype=w.dtype, device=w.device)
     largest = torch.linalg.vector_norm(w, float("inf"), dim=(1, 2, 3)) if depth else w.new_zeros(k)
     if k:
-        grid = (triton.cdiv(depth + 1, 32), out.shape[0])
-        _pack_weight(grid, (w, largest, out, k, c, depth, *w.stride()), {"S": s, "BD": 32, "KS": block})
+        problem = PackEvents(k, c, *w.stride(), r, s, block, str(w.dtype)[6:])
+        dispatch.run(PACK_EVENTS, problem, w, largest, out)
     return out
+
+
+def block_of(out_channels: int) -> int:
+    """Output channels a program accumulates: all, up to ``CHANNELS_A_BLOCK``, as a power of two from 16 on."""
+    return min(max(triton.next_power_of_2(out_channels), 16), CHANNELS_A_BLOCK)
+
+
+def _accumulate(
+    events: Events, packed: Tensor, bias: Tensor | None, x: Tensor, window: Window, out: Tensor
+) -> None:
+    n, c, h, w = x.shape
+    _, k, oh, ow = out.shape
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    problem = Accumulate(
+        events.capacity, n, h, w, oh, ow, c, k, *window.stride, *window.padding, *window.dilation,
+        *pixel_strides(out), *window.kernel, packed.shape[2], processors, bias is not None, str(out.dtype)[6:],
+    )  # fmt: skip
+    dispatch.run(ACCUMULATE, problem, events.codes, events.starts, events.total, packed, bias, out)
+
+
+def _find_signature(problem: FindEvents, device: Device) -> KernelSignature:
+    sizes = (("rows", problem.rows), ("w", problem.w), ("c", problem.c))
+    return KernelSignature("find_events", device, dtypes=(problem.dtype, "int32"), sizes=sizes)
+
+
+def _pack_signature(problem: PackEvents, device: Device) -> KernelSignature:
+    sizes = (("k", problem.k), ("c", problem.c))
+    return KernelSignature("pack_events", device, dtypes=(problem.dtype,), sizes=sizes)
+
+
+def _accumulate_signature(problem: Accumulate, device: Device) -> KernelSignature:
+    names = ("c", "k", "r", "s", "stride_h", "stride_w", "dil_w", "block", "processors")
+    return KernelSignature(
+        "event_conv", device, dtypes=(problem.dtype,), accumulator="float32", index="int32",
+        layouts=("nhwc", "nhwc" if problem.out_channel == 1 else "nchw"),
+        epilogue="bias" if problem.has_bias else "",
+        sizes=(("n", problem.n), ("h", problem.h), ("w", problem.w)),
+        parameters=tuple((name, getattr(problem, name)) for name in names), density=_TRIAL_DENSITY,
+    )  # fmt: skip
+
+
+def _representative(signature: KernelSignature) -> Accumulate:
+    sizes, given = dict(signature.sizes), dict(signature.parameters)
+    n, h, w = (int(sizes[name]) for name in ("n", "h", "w"))
+    c, k, r, s, stride_h, stride_w, dil_w, block, processors = (int(given[name]) for name in list(given)[:9])
+    padding = (r // 2, dil_w * (s // 2))
+    oh, ow = output_size((h, w), (r, s), (stride_h, stride_w), padding, (1, dil_w))
+    strides = (k, 1, k * oh * ow) if signature.layouts[1] == "nhwc" else (1, oh * ow, k * oh * ow)
+    return Accumulate(
+        n * c * h * w // SPARSEST_OVERFLOW, n, h, w, oh, ow, c, k, stride_h, stride_w, *padding, 1, dil_w, *strides,
+        r, s, block, processors, signature.epilogue == "bias", signature.dtypes[0],
+    )  # fmt: skip
+
+
+def _operands(problem: Accumulate, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    p, random = problem, torch.Generator(device).manual_seed(seed)
+    x = torch.rand(p.n, p.h, p.w, p.c, generator=random, device=device) < _TRIAL_DENSITY
+    events = find_events(x.float().permute(0, 3, 1, 2))
+    weight = torch.randn(p.k, p.c, p.r, p.s, generator=random, device=device).to(getattr(torch, p.dtype))
+    bias = torch.randn(p.k, generator=random, device=device).to(weight.dtype) if p.has_bias else None
+    out = torch.full((p.n * p.out_image,), float("nan"), dtype=weight.dtype, device=device)
+    out = out.as_strided((p.n, p.k, p.oh, p.ow), (p.out_image, p.out_channel, p.ow * p.out_pixel, p.out_pixel))
+    return events.codes, events.starts, events.total, event_weight(weight), bias, out
+
+
+def _reference(problem: Accumulate, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """The dense convolution of what the lists say, in float64."""
+    codes, starts, _, packed, bias, _ = operands
+    assert codes is not None and starts is not None and packed is not None
+    p = problem
+    x = _listed(codes, starts, p)
+    weight = packed[:, :-1].transpose(1, 2).reshape(-1, p.r, p.s, p.c)[: p.k].permute(0, 3, 1, 2).double()
+    geometry = ((p.stride_h, p.stride_w), (p.pad_h, p.pad_w), (p.dil_h, p.dil_w))
+    return (F.conv2d(x, weight, None if bias is None else bias.double(), *geometry),)
+
+
+def _listed(codes: Tensor, starts: Tensor, p: Accumulate) -> Tensor:
+    """The input (n, c, h, w) in float64 that an event list stands for."""
+    first = starts[:, 0].long()
+    counts = starts[:, -1] - first
+    rows = torch.arange(len(first), device=codes.device).repeat_interleave(counts)
+    before = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    code = codes[first.repeat_interleave(counts) + torch.arange(len(rows), device=codes.device) - before]
+    x = torch.zeros(p.n * p.h, p.w * p.c, dtype=torch.float64, device=codes.device)
+    x[rows, (code & 0xFFFF).long()] = (code & -0x10000).view(torch.float32).double()
+    return x.view(p.n, p.h, p.w, p.c).permute(0, 3, 1, 2)
+
+
+FIND_EVENTS = Operation("find_events", _find_signature)
+PACK_EVENTS = Operation("pack_events", _pack_signature)
+ACCUMULATE = Operation(
+    "event_conv", _accumulate_signature, _representative, _operands, (5,), _reference,
+    lambda problem: {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[problem.dtype],
+)  # fmt: skip

@@ -1,72 +1,157 @@
-"""Launches a kernel with little host work: what Triton derives from the arguments is derived once a signature.
+"""A kernel launch in all but its tensors, with little host work.
 
-Triton binds, specialises and hashes every argument of every launch, tens of microseconds for the kernels here. A launch
-of the same signature (dtypes, alignment, sizes, constants, device) compiles to the same kernel, so it is remembered and
-called directly.
+Triton binds, specialises and hashes every argument of every launch and asks the driver about every pointer, tens of
+microseconds for the kernels here. A ``Launch`` knows everything but the addresses: it lets Triton compile and launch
+once, and then fills the addresses into the parameter block that Triton's own launcher would build, and calls the
+driver.
 """
 
+import ctypes
+import struct
+import threading
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-_MOST_REMEMBERED = 4096
-"""Signatures kept by a launcher; with ever new sizes the oldest is forgotten and derived again."""
+_FORMATS = {
+    "i1": "<b", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<B", "u8": "<B", "u16": "<H", "u32": "<I",
+    "u64": "<Q", "fp32": "<f", "f32": "<f", "fp64": "<d",
+}  # fmt: skip
 
 
-class Launcher:
-    """A Triton or Gluon kernel with its remembered launches.
+class Launch:
+    """One launch of a kernel, callable with its tensors.
 
     Args:
-        kernel: a ``@triton.jit`` or ``@gluon.jit`` function whose run-time arguments come before its constants.
+        kernel: a ``@triton.jit`` or ``@gluon.jit`` function: tensors first, then numbers, then constants.
+        grid: programs along each axis.
+        numbers: its run-time numbers, in its order.
+        constants: its ``constexpr`` arguments by name, ``num_warps`` too if it is one.
+        options: Triton's own, such as ``num_warps``.
+
+    A launch belongs to one device. Its tensors always have the dtypes of the first call, and are None in the same
+    places.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any], **options: int
+    ) -> None:
         self._kernel = kernel
-        self._remembered: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._grid = grid
+        self._numbers = numbers
+        self._named = {**constants, **options}
+        self._direct: _DirectLaunch | None = None
+        self._undecided = True
 
-    def __call__(
-        self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], **options: int
-    ) -> None:
-        """Launch over ``grid`` on the device of the first argument, on its current stream.
-
-        Args:
-            arguments: tensors, numbers and None, in the kernel's order.
-            constants: all the kernel's ``constexpr`` arguments by name.
-            options: Triton's own, such as ``num_warps``.
-        """
-        device = arguments[0].device.index
-        if device is None or device == torch.cuda.current_device():
-            self._launch(device, grid, arguments, constants, options)
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on the current stream of the device of the first tensor."""
+        direct = self._direct
+        if direct is not None:
+            pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+            if direct(pointers):
+                return
+        first = tensors[0]
+        assert first is not None
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                self._through_triton(tensors)
         else:
-            with torch.cuda.device(device):
-                self._launch(device, grid, arguments, constants, options)
+            self._through_triton(tensors)
 
-    def _launch(
-        self,
-        device: int | None,
-        grid: tuple[int, ...],
-        arguments: tuple[Any, ...],
-        constants: dict[str, Any],
-        options: dict[str, int],
-    ) -> None:
-        key = (device, *map(_specialised, arguments), *constants.values(), *options.values())
-        found = self._remembered.get(key)
-        if found is not None:
-            compiled, tail = found
-            compiled[grid + (1,) * (3 - len(grid))](*arguments, *tail)
-            return
-        compiled = self._kernel[grid](*arguments, **constants, **options)
-        if compiled is not None:  # the interpreter compiles nothing
-            if len(self._remembered) >= _MOST_REMEMBERED:
-                self._remembered.pop(next(iter(self._remembered)), None)
-            tail = tuple(constants[name] for name in self._kernel.arg_names[len(arguments) :])
-            self._remembered[key] = (compiled, tail)
+    def _through_triton(self, tensors: tuple[Tensor | None, ...]) -> None:
+        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._named)
+        aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
+        if self._undecided and aligned and compiled is not None:  # the interpreter compiles nothing
+            self._undecided = False
+            first = tensors[0]
+            assert first is not None
+            arguments = [*tensors, *self._numbers]
+            self._direct = _DirectLaunch.of(compiled, self._grid, arguments, first.get_device())
 
 
-def _specialised(argument: Any) -> Any:
-    """What Triton compiles a kernel for; numbers stand for themselves, since sizes recur."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
-    return argument
+class _DirectLaunch:
+    """Calls ``cuLaunchKernel`` with a parameter block of its own.
+
+    The block is what Triton's launchers (3.6 to 3.9) build: the arguments that are no constants, in order, and two
+    scratch pointers. The kernel was compiled for addresses that are multiples of 16; others go through Triton.
+    """
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...], pointers: int, slots: list[bytes], device: int) -> None:
+        from triton import knobs
+        from triton.runtime import driver
+
+        self._keep_loaded = compiled
+        self._device = device
+        self._stream_of = driver.active.get_current_stream
+        self._hooks = knobs.runtime
+        self._pointers = pointers
+        self._values = (ctypes.c_uint64 * len(slots))(*(int.from_bytes(slot, "little") for slot in slots))
+        base = ctypes.addressof(self._values)
+        self._parameters = (ctypes.c_void_p * len(slots))(*(base + 8 * i for i in range(len(slots))))
+        size = [ctypes.c_uint(extent) for extent in (*grid, *(1,) * (3 - len(grid)))]
+        block = [ctypes.c_uint(32 * compiled.metadata.num_warps), ctypes.c_uint(1), ctypes.c_uint(1)]
+        self._head = (ctypes.c_void_p(compiled.function), *size, *block, ctypes.c_uint(compiled.metadata.shared))
+        self._launch = _driver().cuLaunchKernel
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, compiled: Any, grid: tuple[int, ...], arguments: list[Any], device: int) -> "_DirectLaunch | None":
+        """None where the kernel needs more than a plain launch, which stays Triton's business."""
+        metadata = compiled.metadata
+        special = (
+            metadata.num_ctas != 1
+            or metadata.launch_cooperative_grid
+            or metadata.launch_pdl
+            or metadata.global_scratch_size
+            or metadata.profile_scratch_size
+        )
+        types = list(compiled.src.signature.values())[: len(arguments)]
+        passed = [(kind, value) for kind, value in zip(types, arguments, strict=True) if kind != "constexpr"]
+        known = all(kind.startswith("*") or kind in _FORMATS for kind, _ in passed)
+        if special or not known or 0 in grid:
+            return None
+        slots = [_slot(kind, value) for kind, value in passed] + [bytes(8), bytes(8)]
+        pointers = sum(kind.startswith("*") for kind, _ in passed)
+        if pointers != sum(isinstance(value, Tensor) for value in arguments):
+            return None
+        return cls(compiled, grid, pointers, slots, device)
+
+    def __call__(self, pointers: list[int]) -> bool:
+        """Launch; False if this launch must go through Triton."""
+        misaligned = 0
+        for pointer in pointers:
+            misaligned |= pointer
+        hooks = self._hooks
+        if (
+            misaligned % _ALIGNMENT
+            or torch.cuda.current_device() != self._device
+            or _calls(hooks.launch_enter_hook)
+            or _calls(hooks.launch_exit_hook)
+        ):
+            return False
+        stream = ctypes.c_void_p(self._stream_of(self._device))
+        with self._lock:
+            self._values[: self._pointers] = pointers
+            status = self._launch(*self._head, stream, self._parameters, None)
+        if status:
+            raise RuntimeError(f"cuLaunchKernel failed with CUDA error {status}: see CUDA's documentation of CUresult")
+        return True
+
+
+def _slot(kind: str, value: Any) -> bytes:
+    packed = struct.pack("<Q", value.data_ptr()) if kind.startswith("*") else struct.pack(_FORMATS[kind], value)
+    return packed.ljust(8, b"\0")
+
+
+def _calls(hook: Any) -> Any:
+    """Whether a profiler listens to launches: Triton keeps a chain of hooks, or one of the user's own."""
+    return getattr(hook, "calls", hook)
+
+
+@cache
+def _driver() -> ctypes.PyDLL:
+    # PyDLL keeps the interpreter's lock: a launch takes a few microseconds, less than taking the lock again can
+    return ctypes.PyDLL("libcuda.so.1")

@@ -1,8 +1,8 @@
-"""What makes a tuning result valid for another call: a signature, exact where kernels differ and bucketed where they do not.
+"""What makes a tuning result valid for another call: exact where kernels differ, bucketed where they do not.
 
 Two calls with one signature share their tuned configuration. Sizes fall into buckets of powers of two, density into
-steps of a factor of two, and rows by their mean length and how uneven they are, so that a model whose batch changes does
-not tune for ever. A signature names the device and the compiler; each candidate carries the hash of its own source
+steps of a factor of two, and rows by their mean length and how uneven they are, so that a model whose batch changes
+does not tune for ever. A signature names the device and the compiler; each candidate carries the hash of its own source
 (``template.Template.version``), so that a changed kernel is timed again and the others are not.
 """
 

@@ -1,15 +1,52 @@
-"""Convolution on non-idle pixels only: launches of ``templates.skip_conv``."""
+"""Convolution on non-idle pixels only, as two operations: scan the pixels, list the rows they reach."""
+
+from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from sparsecomp.lowering.launch import Launcher
-from sparsecomp.lowering.templates.skip_conv import list_rows_kernel, scan_pixels_kernel
+from sparsecomp.lowering import dispatch
+from sparsecomp.lowering.signature import Device, KernelSignature
+from sparsecomp.lowering.template import Operation
 from sparsecomp.lowering.window import Selection, Window, pixel_strides
 
-_list_rows = Launcher(list_rows_kernel)
-_scan_pixels = Launcher(scan_pixels_kernel)
+
+class ScanPixels(NamedTuple):
+    """An input (n, c, pixels of rows w wide) of any strides."""
+
+    n: int
+    c: int
+    w: int
+    pixels: int
+    stride_n: int
+    stride_c: int
+    stride_h: int
+    stride_w: int
+    dtype: str
+
+
+class ListRows(NamedTuple):
+    """The output pixels ``m`` of a convolution; other fields as in ``BinaryConv``."""
+
+    m: int
+    h: int
+    w: int
+    oh: int
+    ow: int
+    k: int
+    stride_h: int
+    stride_w: int
+    pad_h: int
+    pad_w: int
+    dil_h: int
+    dil_w: int
+    out_pixel: int
+    out_channel: int
+    out_image: int
+    r: int
+    s: int
+    has_bias: bool
+    dtype: str
 
 
 def list_rows(x: Tensor, scale: Tensor, bias: Tensor | None, window: Window, out: Tensor) -> tuple[Tensor, Selection]:
@@ -27,14 +64,11 @@ def list_rows(x: Tensor, scale: Tensor, bias: Tensor | None, window: Window, out
     m = n * oh * ow
     rows = torch.empty((m,), dtype=torch.int32, device=x.device)
     if out.numel():
-        r, s = window.kernel
-        block = 128
-        arguments = (
-            active, rows, count, scale, bias, out, m, *x.shape[2:], oh, ow, k,
-            *window.stride, *window.padding, *window.dilation, *pixel_strides(out),
+        problem = ListRows(
+            m, *x.shape[2:], oh, ow, k, *window.stride, *window.padding, *window.dilation, *pixel_strides(out),
+            *window.kernel, bias is not None, str(out.dtype)[6:],
         )  # fmt: skip
-        constants = {"R": r, "S": s, "HAS_BIAS": bias is not None, "BM": block, "BN": 32}
-        _list_rows((triton.cdiv(m, block),), arguments, constants)
+        dispatch.run(LIST_ROWS, problem, active, rows, count, scale, bias, out)
     return x8, Selection(count, 0, rows)
 
 
@@ -44,9 +78,20 @@ def scan_pixels(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x8 = torch.empty((n, h, w, c), dtype=torch.int8, device=x.device)
     active = torch.empty((n, h, w), dtype=torch.int8, device=x.device)
     count = torch.empty((1,), dtype=torch.int32, device=x.device)
-    channels = min(triton.next_power_of_2(max(c, 1)), 128)
-    pixels = max(4096 // channels, 16)
-    # at least one program, which clears the counter
-    grid = (max(triton.cdiv(n * h * w, pixels), 1),)
-    _scan_pixels(grid, (x, x8, active, count, n, c, w, max(h * w, 1), *x.stride()), {"BP": pixels, "BC": channels})
+    problem = ScanPixels(n, c, w, max(h * w, 1), *x.stride(), str(x.dtype)[6:])
+    dispatch.run(SCAN_PIXELS, problem, x, x8, active, count)
     return x8.permute(0, 3, 1, 2), active, count
+
+
+def _scan_signature(problem: ScanPixels, device: Device) -> KernelSignature:
+    sizes = (("n", problem.n), ("c", problem.c), ("pixels", problem.pixels))
+    return KernelSignature("scan_pixels", device, dtypes=(problem.dtype, "int8"), sizes=sizes)
+
+
+def _list_signature(problem: ListRows, device: Device) -> KernelSignature:
+    sizes = (("m", problem.m), ("k", problem.k))
+    return KernelSignature("list_rows", device, dtypes=(problem.dtype,), sizes=sizes)
+
+
+SCAN_PIXELS = Operation("scan_pixels", _scan_signature)
+LIST_ROWS = Operation("list_rows", _list_signature)

@@ -1,7 +1,7 @@
 """A kernel as one declared object, and an operation that several kernels can carry out.
 
-A template says which problems its kernel takes, in which configurations, what each would cost, and how to launch it. Its
-file in ``templates/`` is all that has to change for a new kernel: ``of_operation`` finds it there.
+A template says which problems its kernel takes, in which configurations, what each would cost, and how to launch it.
+Its file in ``templates/`` is all that has to change for a new kernel: ``of_operation`` finds it there.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class Config(Mapping[str, int]):
     __repr__ = __str__
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Template(Generic[P]):
     """A kernel.
 
@@ -93,9 +93,11 @@ class Candidate(Generic[P]):
         return f"{self.template.name}@{self.template.version}:{self.config}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation(Generic[P]):
     """What kernels compute, apart from how.
+
+    Two operations are never equal: an operation is a name for its kernels, and one of each stands in its module.
 
     Attributes:
         name: as in ``Template.op``.
@@ -106,16 +108,18 @@ class Operation(Generic[P]):
             kernel's order; results are filled with NaN or a value that no result has.
         results: positions of the tensors that the kernel writes.
         reference: the right results in float64 (or exact integers), from the operands before the kernel ran.
-        tolerance: largest relative Frobenius error of a result; 0 where results are exact.
+        tolerance: largest relative Frobenius error of a result of a problem; 0 where results are exact.
+
+    The last five are left out of an operation whose problems have one candidate each: there is nothing to measure.
     """
 
     name: str
     signature: Callable[[P, Device], KernelSignature]
-    representative: Callable[[KernelSignature], P]
-    operands: Callable[[P, torch.device, int], tuple[Tensor | None, ...]]
-    results: tuple[int, ...]
-    reference: Callable[[P, tuple[Tensor | None, ...]], tuple[Tensor, ...]]
-    tolerance: Callable[[P], float]
+    representative: Callable[[KernelSignature], P] | None = None
+    operands: Callable[[P, torch.device, int], tuple[Tensor | None, ...]] | None = None
+    results: tuple[int, ...] = ()
+    reference: Callable[[P, tuple[Tensor | None, ...]], tuple[Tensor, ...]] | None = None
+    tolerance: Callable[[P], float] | None = None
 
     def candidates(self, problem: P, device: Device) -> list[Candidate[P]]:
         """Every template in every configuration that can run ``problem``, in the templates' order."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import sympy
 import torch
 from torch import fx
 from torch._dynamo.utils import counters
@@ -32,6 +33,7 @@ __all__ = [
     "readable",
     "register_logger",
     "sets_grad_mode",
+    "size_expression",
     "size_hint",
     "tree_leaves",
 ]
@@ -192,3 +194,8 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any]) 
         return cast(Any, torch.compile)(function, backend=backend, isolate_recompiles=True)
     torch.compiler.reset()
     return torch.compile(function, backend=backend)
+
+
+def size_expression(size: int | torch.SymInt) -> int | sympy.Expr:
+    """A size as the expression over Dynamo's symbols that it stands for; a number stands for itself."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -124,7 +124,7 @@ def test_half_precision_rounds_once(device, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("layout", ["nchw", "channels_last", "sliced"])
 def test_prescan_casts_any_layout(device, dtype, layout):
-    from sparsecomp.lowering.spike_conv import to_bytes
+    from sparsecomp.lowering.packing import to_bytes
 
     x = spikes((2, 70, 9, 5), 0.4, device, high=4).to(dtype)
     if layout == "channels_last":
@@ -140,7 +140,7 @@ def test_prescan_casts_any_layout(device, dtype, layout):
 @pytest.mark.parametrize("digits", [2, 3, 4])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "linear"])
 def test_pack_weight_kernel_equals_split_weight(device, digits, layout):
-    from sparsecomp.lowering.spike_conv import pack_weight
+    from sparsecomp.lowering.packing import pack_weight
 
     w = torch.randn(6, 40, 3, 2, generator=torch.Generator().manual_seed(3))
     w[0] = 0

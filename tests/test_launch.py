@@ -1,64 +1,133 @@
-"""What a launcher remembers, and that it hands a kernel the same arguments the second time."""
+"""A launch through the driver passes what Triton's own launcher would, and steps aside where it must."""
 
+import ctypes
+import struct
+from types import SimpleNamespace
+
+import pytest
 import torch
+import triton
 
 from sparsecomp.lowering import launch
-from sparsecomp.lowering.launch import Launcher
+from sparsecomp.lowering.launch import Launch
 
 
-class Compiled:
-    def __init__(self, calls):
-        self.calls = calls
+class Driver:
+    """Stands for libcuda: reads the parameter block as the GPU would."""
 
-    def __getitem__(self, grid):
-        return lambda *arguments: self.calls.append((grid, arguments))
+    def __init__(self, sizes, status=0):
+        self.sizes, self.status, self.calls = sizes, status, []
+
+    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
+        block = [ctypes.string_at(parameters[i], size) for i, size in enumerate(self.sizes)]
+        head = (function.value, gx.value, gy.value, gz.value, bx.value, by.value, bz.value, shared.value, stream.value)
+        self.calls.append((head, block, len(parameters)))
+        return self.status
 
 
 class Kernel:
-    """Stands for a Triton function: `kernel[grid](*arguments, **constants)` compiles and launches."""
+    """Stands for a Triton function: `kernel[grid](*arguments, **named)` compiles, launches and returns the compiled."""
 
-    arg_names = ["x", "n", "A", "B"]
-
-    def __init__(self):
-        self.compilations, self.calls = 0, []
+    def __init__(self, signature, **metadata):
+        plain = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "num_warps": 8, "shared": 512}
+        scratch = {"global_scratch_size": 0, "profile_scratch_size": 0}
+        self.calls = []
+        self.compiled = SimpleNamespace(
+            metadata=SimpleNamespace(**{**plain, **scratch, **metadata}),
+            src=SimpleNamespace(signature=dict(enumerate(signature))), function=0x7F00DEADBEEF,
+        )  # fmt: skip
 
     def __getitem__(self, grid):
         def run(*arguments, **named):
-            self.compilations += 1
-            self.calls.append((grid, (*arguments, *(named[name] for name in self.arg_names[len(arguments) :]))))
-            return Compiled(self.calls)
+            self.calls.append((grid, arguments, named))
+            return self.compiled
 
         return run
 
 
-def test_the_second_launch_of_a_signature_compiles_nothing_and_passes_the_same():
-    kernel = Kernel()
-    launcher = Launcher(kernel)
-    x = torch.zeros(8)
+@pytest.fixture
+def driver(monkeypatch):
+    """Eight-byte pointers and a 4-, an 8- and a 4-byte number; two scratch pointers."""
+    driver = Driver([8, 8, 4, 8, 4, 8, 8])
+    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the device number of a CPU tensor
+    active = SimpleNamespace(get_current_stream=lambda device: 0xABC)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+    return driver
+
+
+SIGNATURE = ("*fp32", "constexpr", "*i8", "i32", "i64", "constexpr", "fp32", "constexpr")
+
+
+def made(kernel):
+    return Launch(kernel, (5, 2), (-7, 2**40, 1, 0.5), {"BLOCK": 64}, num_warps=8)
+
+
+def aligned(size, dtype=torch.float32):
+    return torch.zeros(size + 64, dtype=dtype)[: size + 32]
+
+
+def test_the_first_launch_is_tritons_and_the_next_pass_the_same_to_the_driver(driver):
+    kernel = Kernel(SIGNATURE)
+    run = made(kernel)
     for _ in range(3):
-        launcher((5,), (x, 8), {"B": 2, "A": 1}, num_warps=4)
-    assert kernel.compilations == 1
-    assert [arguments[1:] for _, arguments in kernel.calls] == [(8, 1, 2)] * 3
-    assert [grid for grid, _ in kernel.calls] == [(5,), (5, 1, 1), (5, 1, 1)]
+        x, y = aligned(8), aligned(8, torch.int8)
+        run(x, None, y)
+        last = (x.data_ptr(), y.data_ptr())
+    assert [(grid, named) for grid, _, named in kernel.calls] == [((5, 2), {"BLOCK": 64, "num_warps": 8})]
+    head, block, length = driver.calls[-1]
+    assert head == (0x7F00DEADBEEF, 5, 2, 1, 8 * 32, 1, 1, 512, 0xABC)
+    assert struct.unpack("<Q", block[0]) + struct.unpack("<Q", block[1]) == last
+    assert struct.unpack("<i", block[2]) == (-7,)
+    assert struct.unpack("<q", block[3]) == (2**40,)
+    assert struct.unpack("<f", block[4]) == (0.5,)
+    assert block[5:] == [bytes(8), bytes(8)] and length == 7
+    assert len(driver.calls) == 2
 
 
-def test_what_triton_specialises_on_is_another_signature():
-    kernel = Kernel()
-    launcher = Launcher(kernel)
-    x = torch.zeros(64)
-    for tensor, n, a, warps in (
-        (x, 8, 1, 4), (x.double(), 8, 1, 4), (x[1:], 8, 1, 4), (None, 8, 1, 4),
-        (x, 9, 1, 4), (x, 8, 0, 4), (x, 8, 1, 8),
-    ):  # fmt: skip
-        launcher((1,), (x, tensor, n), {"A": a, "B": 2}, num_warps=warps)
-    assert kernel.compilations == 7
+@pytest.mark.parametrize(
+    "metadata",
+    [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"launch_pdl": True}, {"global_scratch_size": 64}],
+)
+def test_what_needs_more_than_a_plain_launch_stays_with_triton(driver, metadata):
+    kernel = Kernel(SIGNATURE, **metadata)
+    run = made(kernel)
+    for _ in range(3):
+        run(aligned(8), None, aligned(8, torch.int8))
+    assert len(kernel.calls) == 3 and not driver.calls
 
 
-def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(launch, "_MOST_REMEMBERED", 3)
-    kernel = Kernel()
-    launcher = Launcher(kernel)
-    for n in (1, 2, 3, 4, 4, 1):
-        launcher((1,), (torch.zeros(1), n), {"A": 1, "B": 2})
-    assert kernel.compilations == 5
-    assert len(launcher._remembered) == 3
+def test_an_address_that_triton_would_compile_another_kernel_for_goes_through_triton(driver):
+    kernel = Kernel(SIGNATURE)
+    run = made(kernel)
+    x, y = aligned(8), aligned(8, torch.int8)
+    run(x[1:], None, y)  # nothing can be learnt from this one
+    run(x, None, y)
+    run(x, None, y[3:])
+    run(x, None, y)
+    assert len(kernel.calls) == 3 and len(driver.calls) == 1
+
+
+def test_a_profiler_that_listens_to_triton_hears_every_launch(driver):
+    from triton import knobs
+
+    kernel = Kernel(SIGNATURE)
+    run = made(kernel)
+    x, y = aligned(8), aligned(8, torch.int8)
+    run(x, None, y)
+    knobs.runtime.launch_enter_hook.add(print)
+    try:
+        run(x, None, y)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(print)
+    run(x, None, y)
+    assert len(kernel.calls) == 2 and len(driver.calls) == 1
+
+
+def test_a_failing_launch_raises(driver):
+    driver.status = 719
+    run = made(Kernel(SIGNATURE))
+    x, y = aligned(8), aligned(8, torch.int8)
+    run(x, None, y)
+    with pytest.raises(RuntimeError, match="719"):
+        run(x, None, y)

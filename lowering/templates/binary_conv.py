@@ -8,14 +8,20 @@ it with every byte plane of the weight, each into its own int32 accumulator, and
 import triton
 import triton.language as tl
 
+from sparsecomp.lowering.binary_conv import BinaryConv
+from sparsecomp.lowering.binary_cost import binary_conv_cost
+from sparsecomp.lowering.launch import Launch
+from sparsecomp.lowering.limits import fits_registers, fits_shared
+from sparsecomp.lowering.signature import Device
+from sparsecomp.lowering.template import Config, Template
+
 
 @triton.jit
 def binary_conv_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, count_ptr, rows_ptr,
     M, H, W, OH, OW, C, K, CP,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
-    out_pixel, out_channel, out_image,
-    count_ptr, rows_ptr, limit,
+    out_pixel, out_channel, out_image, limit,
     R: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_C: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -102,3 +108,34 @@ def binary_conv_kernel(
     out_row = image.to(tl.int64) * out_image + pixel.to(tl.int64) * out_pixel
     out_ptrs = out_ptr + out_row[:, None] + (k.to(tl.int64) * out_channel)[None, :]
     tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & col_ok[None, :])
+
+
+def _space(problem: BinaryConv, device: Device) -> list[Config]:
+    p = problem
+    return [
+        Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
+        for bm in (64, 128) for bn in (32, 64, 128) for bk in (32, 64, 128) for warps in (4, 8) for stages in (3, 4)
+        if p.cp % bk == 0
+        and fits_registers(bm * bn * p.digits, warps)
+        and fits_shared(stages * bk * (bm + p.digits * bn), device)
+    ]  # fmt: skip
+
+
+def _prepare(problem: BinaryConv, config: Config) -> Launch:
+    p = problem
+    grid = (triton.cdiv(p.m, config["BM"]) * triton.cdiv(p.k // p.groups, config["BN"]) * p.groups,)
+    constants = {**p.constants, "EVEN_C": p.cp == p.c // p.groups}
+    constants |= {name: config[name] for name in ("BM", "BN", "BK")}
+    options = {"num_warps": config["warps"], "num_stages": config["stages"]}
+    return Launch(binary_conv_kernel, grid, p.numbers, constants, **options)
+
+
+BINARY_CONV = Template(
+    name="binary_conv",
+    op="binary_conv",
+    sources=(binary_conv_kernel,),
+    refuse=lambda problem, device: None,
+    space=_space,
+    cost=binary_conv_cost(hopper=False),
+    prepare=_prepare,
+)

@@ -10,10 +10,18 @@ the protocol of CUTLASS's multistage Hopper main loop (``sm90_mma_multistage_gmm
 fence there drains the copies in flight and costs 7 % (H100).
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from sparsecomp.lowering.binary_conv import BinaryConv
+from sparsecomp.lowering.binary_cost import binary_conv_cost
+from sparsecomp.lowering.launch import Launch
+from sparsecomp.lowering.limits import fits_registers, fits_shared
+from sparsecomp.lowering.signature import Device
+from sparsecomp.lowering.template import Config, Template
 
 # renamed in Triton 3.8
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -52,11 +60,10 @@ def _next_step(r, s, c, S: gl.constexpr, CP, BK: gl.constexpr):
 
 @gluon.jit
 def binary_conv_hopper_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, count_ptr, rows_ptr,
     M, H, W, OH, OW, C, K, CP,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
-    out_pixel, out_channel, out_image,
-    count_ptr, rows_ptr, limit,
+    out_pixel, out_channel, out_image, limit,
     R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
@@ -177,3 +184,42 @@ def binary_conv_hopper_kernel(
     out_offset = (out_rows // (OH * OW)).to(gl.int64) * out_image + (out_rows % (OH * OW)).to(gl.int64) * out_pixel
     out_ptrs = out_ptr + out_offset[:, None] + (k.to(gl.int64) * out_channel)[None, :]
     gl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=out_ok[:, None] & (cols < kg)[None, :])
+
+
+def _refuse(problem: BinaryConv, device: Device) -> str | None:
+    if not device.is_hopper:
+        return f"needs compute capability 9.x, not {device.capability or 'no GPU'}"
+    if problem.cp != problem.c // problem.groups:
+        return f"{problem.c // problem.groups} channels a group would need padding to {problem.cp}"
+    return None
+
+
+def _space(problem: BinaryConv, device: Device) -> list[Config]:
+    p = problem
+    return [
+        Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
+        for bm, warps in ((64, 4), (128, 4), (128, 8), (256, 8)) for bn in (32, 64, 128) for bk in (32, 64, 128)
+        for stages in (3, 4, 5, 6)
+        if p.cp % bk == 0
+        and fits_registers(bm * bn * p.digits, warps)
+        and fits_shared(stages * bk * (bm + p.digits * bn), device)
+    ]  # fmt: skip
+
+
+def _prepare(problem: BinaryConv, config: Config) -> Launch:
+    p = problem
+    grid = (triton.cdiv(p.m, config["BM"]) * triton.cdiv(p.k // p.groups, config["BN"]) * p.groups,)
+    constants = {**p.constants, **{name: config[name] for name in ("BM", "BN", "BK")}}
+    constants |= {"STAGES": config["stages"], "num_warps": config["warps"]}
+    return Launch(binary_conv_hopper_kernel, grid, p.numbers, constants)
+
+
+BINARY_CONV_HOPPER = Template(
+    name="binary_conv_hopper",
+    op="binary_conv",
+    sources=(binary_conv_hopper_kernel, _load_weights, _load_inputs, _next_step),
+    refuse=_refuse,
+    space=_space,
+    cost=binary_conv_cost(hopper=True),
+    prepare=_prepare,
+)

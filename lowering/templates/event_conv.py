@@ -7,8 +7,15 @@ image row lie together and in order; ``starts`` tells where those of each pixel 
 are then one stretch of the list, whose weight rows follow from the place alone.
 """
 
+import sympy
 import triton
 import triton.language as tl
+
+from sparsecomp.lowering.cost import Cost, sizes
+from sparsecomp.lowering.event_conv import Accumulate, FindEvents, PackEvents
+from sparsecomp.lowering.launch import Launch
+from sparsecomp.lowering.signature import Device
+from sparsecomp.lowering.template import Config, Template
 
 
 @triton.jit
@@ -174,3 +181,77 @@ def pack_event_weight_kernel(
     w = tl.where((d == DEPTH)[:, None], poison[None, :], w.to(tl.float32))
     dst = out_ptr + (slab.to(tl.int64) * (DEPTH + 1) + d)[:, None] * KS + tl.arange(0, KS)[None, :]
     tl.store(dst, w.to(out_ptr.dtype.element_ty), mask=(d <= DEPTH)[:, None])
+
+
+def _prepare_find(problem: FindEvents, config: Config) -> Launch:
+    rows, w, c, capacity, _ = problem
+    words = triton.cdiv(c, 32)
+    block = triton.next_power_of_2(w * words)
+    constants = {"WORDS": words, "BLOCK": block}
+    return Launch(events_kernel, (rows,), (w, c, capacity), constants, num_warps=min(max(block // 32, 1), 16))
+
+
+def _prepare_pack(problem: PackEvents, config: Config) -> Launch:
+    k, c, *strides, r, s, block, _ = problem
+    depth = r * s * c
+    grid = (triton.cdiv(depth + 1, 32), triton.cdiv(k, block))
+    return Launch(pack_event_weight_kernel, grid, (k, c, depth, *strides), {"S": s, "BD": 32, "KS": block})
+
+
+def _prepare_accumulate(problem: Accumulate, config: Config) -> Launch:
+    p = problem
+    blocks = triton.cdiv(p.n * p.oh * p.ow, config["P"]) * triton.cdiv(p.k, p.block)
+    constants = {"R": p.r, "S": p.s, "SPAN": p.s if p.dil_w == 1 else 1, "HAS_BIAS": p.has_bias}
+    constants |= {"P": config["P"], "E": config["E"], "KS": p.block}
+    grid = (min(blocks, p.processors * config["programs"]),)
+    return Launch(event_conv_kernel, grid, p.numbers, constants, num_warps=config["warps"])
+
+
+def _accumulate_space(problem: Accumulate, device: Device) -> list[Config]:
+    """Few pixels of all channels a program; whole memory sectors of one channel where the output is channels-first."""
+    pixels = (1, 2, 4) if problem.out_channel == 1 else (4, 8, 16)
+    return [
+        Config(P=p, E=e, warps=warps, programs=128)
+        for p in pixels for e in (1, 2, 4) for warps in (1, 2, 4)
+        if p * e * problem.block <= 2048 * warps
+    ]  # fmt: skip
+
+
+_rows, _w, _c, _itemsize = sizes("rows w c itemsize")
+_k, _r, _s = sizes("k r s")
+_n, _oh, _ow, _p, _e, _warps, _block, _channel = sizes("n oh ow P E warps block out_channel")
+# what was best untuned: as many pixels as fill 256 lanes with channels, or 8 of channels-first; two events; one warp
+_best_pixels = sympy.Piecewise((sympy.Max(sympy.floor(256 / _block), 1), sympy.Eq(_channel, 1)), (8, True))
+
+FIND_EVENTS = Template(
+    name="find_events",
+    op="find_events",
+    sources=(events_kernel, _popcount),
+    refuse=lambda problem, device: None,
+    space=lambda problem, device: [Config()],
+    cost=Cost(bytes=_rows * _w * _c * _itemsize),
+    prepare=_prepare_find,
+)
+
+PACK_EVENTS = Template(
+    name="pack_events",
+    op="pack_events",
+    sources=(pack_event_weight_kernel,),
+    refuse=lambda problem, device: None,
+    space=lambda problem, device: [Config()],
+    cost=Cost(bytes=2 * _k * _c * _r * _s * _itemsize),
+    prepare=_prepare_pack,
+)
+
+ACCUMULATE = Template(
+    name="event_conv",
+    op="event_conv",
+    sources=(event_conv_kernel, _gather),
+    refuse=lambda problem, device: None,
+    space=_accumulate_space,
+    cost=Cost(
+        bytes=_n * _oh * _ow * _k * _itemsize,
+        seconds=1e-6 * (abs(sympy.log(_p / _best_pixels)) + abs(sympy.log(_e / 2)) + sympy.log(_warps)),
+    ),
+    prepare=_prepare_accumulate,
+)

@@ -4,8 +4,14 @@ Inductor compiles the same chain to several kernels, because each time step read
 membrane stays in a register: the input is read once, and spikes are written as bytes.
 """
 
+import sympy
 import triton
 import triton.language as tl
+
+from sparsecomp.lowering.cost import Cost, sizes
+from sparsecomp.lowering.launch import Launch
+from sparsecomp.lowering.neurons import Lif
+from sparsecomp.lowering.template import Config, Template
 
 
 @triton.jit
@@ -57,3 +63,29 @@ def lif_kernel(
             v = spike * reset + (1.0 - spike) * h
         tl.store(spikes_ptr + step * spikes_step + offset, fired.to(tl.int8), mask=mask)
     tl.store(last_ptr + offset, v.to(last_ptr.dtype.element_ty), mask=mask)
+
+
+def _prepare(problem: Lif, config: Config) -> Launch:
+    constants = {**problem.constants, "BLOCK": config["BLOCK"]}
+    grid = (triton.cdiv(problem.numel, config["BLOCK"]),)
+    return Launch(lif_kernel, grid, problem[:10], constants, num_warps=config["warps"])
+
+
+_numel, _steps, _block, _warps, _processors = sizes("numel steps BLOCK warps processors")
+
+LIF = Template(
+    name="lif",
+    op="lif",
+    sources=(lif_kernel,),
+    refuse=lambda problem, device: None,
+    space=lambda problem, device: [
+        Config(BLOCK=block, warps=warps) for block in (256, 512, 1024, 2048) for warps in (2, 4, 8)
+        if 4 <= block // (32 * warps) <= 16
+    ],
+    # float32 in and one byte out a step; a wave of blocks that fills the card part-way wastes the rest of it
+    cost=Cost(
+        bytes=_numel * (5 * _steps + 4),
+        seconds=sympy.ceiling(_numel / (_block * _processors * 16 / _warps)) * 2e-7 + 1e-10 * abs(_block - 1024),
+    ),
+    prepare=_prepare,
+)

@@ -1,7 +1,14 @@
 """Weights split in signed bytes, one launch a layer: ``sparsecomp.ops.weights.split_weight`` on CUDA."""
 
+import sympy
 import triton
 import triton.language as tl
+
+from sparsecomp.lowering.cost import Cost, sizes
+from sparsecomp.lowering.launch import Launch
+from sparsecomp.lowering.packing import PackWeight
+from sparsecomp.lowering.template import Config, Template
+from sparsecomp.ops.weights import digit_bits, largest_mantissa
 
 
 @triton.jit
@@ -53,3 +60,29 @@ def _channel(
     c = j % CP
     offset = k * stride_k + c * stride_c + (tap // S) * stride_r + (tap % S) * stride_s
     return tl.load(w_ptr + offset, mask=(j < depth) & (c < C), other=0.0).to(tl.float32)
+
+
+def _prepare(problem: PackWeight, config: Config) -> Launch:
+    p = problem
+    constants = {"R": p.r, "S": p.s, "DIGITS": p.digits, "BITS": digit_bits(p.digits)}
+    constants |= {"TOP": largest_mantissa(p.digits), "BLOCK": config["BLOCK"]}
+    return Launch(pack_weight_kernel, (p.k,), p[:7], constants, num_warps=config["warps"])
+
+
+_k, _c, _r, _s, _digits, _itemsize, _block, _processors = sizes("k c r s digits itemsize BLOCK processors")
+
+PACK_WEIGHT = Template(
+    name="pack_weight",
+    op="pack_weight",
+    sources=(pack_weight_kernel, _channel),
+    refuse=lambda problem, device: None,
+    space=lambda problem, device: [
+        Config(BLOCK=block, warps=warps) for block in (512, 1024, 2048, 4096) for warps in (4, 8)
+    ],
+    # a program reads its channel twice, a block at a time
+    cost=Cost(
+        bytes=_k * _c * _r * _s * (2 * _itemsize + _digits),
+        seconds=sympy.ceiling(_k / (4 * _processors)) * sympy.ceiling(_c * _r * _s / _block) * (1e-6 + 4e-10 * _block),
+    ),
+    prepare=_prepare,
+)

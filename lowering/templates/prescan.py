@@ -3,12 +3,18 @@
 In a compiled graph Inductor fuses this cast into the neuron's own kernel; these kernels serve eager calls.
 """
 
+import sympy
 import triton
 import triton.language as tl
 
+from sparsecomp.lowering.cost import Cost, sizes
+from sparsecomp.lowering.launch import Launch
+from sparsecomp.lowering.packing import Cast, CastStrided
+from sparsecomp.lowering.template import Config, Template
+
 
 @triton.jit
-def cast_flat_kernel(x_ptr, out_ptr, numel, count_ptr, limit, BLOCK: tl.constexpr):
+def cast_flat_kernel(x_ptr, out_ptr, count_ptr, numel, limit, BLOCK: tl.constexpr):
     """out[i] = int8(x[i]) for dense memory that already lies channels-last; with count_ptr, if *count_ptr > limit."""
     if count_ptr is not None:
         count = tl.load(count_ptr)
@@ -36,3 +42,49 @@ def cast_strided_kernel(
     value = tl.load(src, mask=mask, other=0.0).to(tl.float32).to(tl.int8)
     dst = out_ptr + image * P * C + p.to(tl.int64)[None, :] * C + c[:, None]
     tl.store(dst, value, mask=mask)
+
+
+def _prepare_flat(problem: Cast, config: Config) -> Launch:
+    grid = (triton.cdiv(problem.numel, config["BLOCK"]),)
+    constants = {"BLOCK": config["BLOCK"]}
+    return Launch(cast_flat_kernel, grid, (problem.numel, problem.limit), constants, num_warps=config["warps"])
+
+
+def _prepare_strided(problem: CastStrided, config: Config) -> Launch:
+    p, bc, bp = problem, config["BC"], config["BP"]
+    grid = (p.n * triton.cdiv(p.h * p.w, bp), triton.cdiv(p.c, bc))
+    return Launch(cast_strided_kernel, grid, (p.c, p.w, p.h * p.w, *p[4:8]), {"BC": bc, "BP": bp})
+
+
+_numel, _itemsize, _block, _processors = sizes("numel itemsize BLOCK processors")
+_n, _c, _h, _w, _bc, _bp = sizes("n c h w BC BP")
+
+CAST_FLAT = Template(
+    name="cast_flat",
+    op="cast",
+    sources=(cast_flat_kernel,),
+    refuse=lambda problem, device: None,
+    space=lambda problem, device: [
+        Config(BLOCK=block, warps=warps) for block in (1024, 2048, 4096, 8192) for warps in (4, 8)
+    ],
+    # each program starts, reads and ends: few large blocks, unless they leave processors idle
+    cost=Cost(
+        bytes=_numel * (_itemsize + 1),
+        seconds=sympy.ceiling(_numel / (_block * _processors)) * 2e-8 + 1e-10 * abs(_block - 4096),
+    ),
+    prepare=_prepare_flat,
+)
+
+CAST_STRIDED = Template(
+    name="cast_strided",
+    op="cast_strided",
+    sources=(cast_strided_kernel,),
+    refuse=lambda problem, device: None,
+    space=lambda problem, device: [Config(BC=bc, BP=bp) for bc in (32, 64, 128) for bp in (32, 64, 128)],
+    # tiles that reach past the channels or pixels are read in vain
+    cost=Cost(
+        bytes=_n * sympy.ceiling(_c / _bc) * _bc * sympy.ceiling(_h * _w / _bp) * _bp * (_itemsize + 1),
+        seconds=1e-10 * (abs(_bc - 64) + abs(_bp - 64)),
+    ),
+    prepare=_prepare_strided,
+)

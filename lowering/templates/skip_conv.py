@@ -9,6 +9,11 @@ little.
 import triton
 import triton.language as tl
 
+from sparsecomp.lowering.cost import Cost, sizes
+from sparsecomp.lowering.launch import Launch
+from sparsecomp.lowering.skip_conv import ListRows, ScanPixels
+from sparsecomp.lowering.template import Config, Template
+
 
 @triton.jit
 def scan_pixels_kernel(
@@ -78,3 +83,41 @@ def list_rows_kernel(
             out_ptrs = out_ptr + out_row[:, None] + (k.to(tl.int64) * out_channel)[None, :]
             filled = tl.broadcast_to(value[None, :], (BM, BN))
             tl.store(out_ptrs, filled.to(out_ptr.dtype.element_ty), mask=idle[:, None] & (k < K)[None, :])
+
+
+def _prepare_scan(problem: ScanPixels, config: Config) -> Launch:
+    n, c, w, pixels, *strides, _ = problem
+    channels = min(triton.next_power_of_2(max(c, 1)), 128)
+    block = max(4096 // channels, 16)
+    # at least one program, which clears the counter
+    grid = (max(triton.cdiv(n * pixels, block), 1),)
+    return Launch(scan_pixels_kernel, grid, (n, c, w, pixels, *strides), {"BP": block, "BC": channels})
+
+
+def _prepare_list(problem: ListRows, config: Config) -> Launch:
+    p, block = problem, 128
+    constants = {"R": p.r, "S": p.s, "HAS_BIAS": p.has_bias, "BM": block, "BN": 32}
+    return Launch(list_rows_kernel, (triton.cdiv(p.m, block),), p[:15], constants)
+
+
+_n, _c, _pixels, _m, _k, _itemsize = sizes("n c pixels m k itemsize")
+
+SCAN_PIXELS = Template(
+    name="scan_pixels",
+    op="scan_pixels",
+    sources=(scan_pixels_kernel,),
+    refuse=lambda problem, device: None,
+    space=lambda problem, device: [Config()],
+    cost=Cost(bytes=_n * _pixels * _c * (_itemsize + 1)),
+    prepare=_prepare_scan,
+)
+
+LIST_ROWS = Template(
+    name="list_rows",
+    op="list_rows",
+    sources=(list_rows_kernel,),
+    refuse=lambda problem, device: None,
+    space=lambda problem, device: [Config()],
+    cost=Cost(bytes=_m * (_k * _itemsize + 5)),
+    prepare=_prepare_list,
+)

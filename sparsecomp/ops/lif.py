@@ -54,7 +54,7 @@ def lif(
     )
 
 
-def _reference(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset):
+def reference(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset):
     if mean is not None:
         x = _normalised(x, mean, var, weight, bias, eps)
     v = torch.full_like(x[0], v0) if v is None else v
@@ -92,6 +92,6 @@ def _fake(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input
     return torch.empty_like(x, dtype=torch.int8), torch.empty_like(x[0])
 
 
-library.impl("lif", _reference, "CPU")
+library.impl("lif", reference, "CPU")
 library.impl("lif", _cuda, "CUDA")
 torch.library.register_fake("sparsecomp::lif", _fake, lib=library)

@@ -1,0 +1,157 @@
+"""The binary convolution as an operation: int8 inputs with byte-split weights, joined in float32."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsecomp.lowering import dispatch
+from sparsecomp.lowering.signature import Device, KernelSignature
+from sparsecomp.lowering.template import Operation
+from sparsecomp.lowering.window import Selection, Window, pixel_strides
+from sparsecomp.ops.geometry import output_size
+from sparsecomp.ops.weights import join_weight, padded_channels
+
+_TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+"""Relative error of a result: int32 sums are exact, so it is the rounding of the join and of the result's dtype."""
+
+
+class BinaryConv(NamedTuple):
+    """Everything about a binary convolution but its addresses.
+
+    Attributes:
+        n, h, w, oh, ow: images, input and output maps.
+        c, k: channels of input and output.
+        cp: input channels of a group as padded in the packed weight.
+        r, s: kernel, and the geometry as in ``Window``.
+        out_pixel, out_channel, out_image: strides of the output.
+        groups, digits: as in ``sparsecomp.ops.spike_conv2d``.
+        has_bias: a bias is added.
+        dtype: of output and bias.
+        select: ``"all"`` outputs, all if ``"count"`` exceeds ``limit``, or the listed ``"rows"``.
+    """
+
+    n: int
+    h: int
+    w: int
+    oh: int
+    ow: int
+    c: int
+    k: int
+    cp: int
+    r: int
+    s: int
+    stride_h: int
+    stride_w: int
+    pad_h: int
+    pad_w: int
+    dil_h: int
+    dil_w: int
+    out_pixel: int
+    out_channel: int
+    out_image: int
+    groups: int
+    digits: int
+    has_bias: bool
+    dtype: str
+    select: str
+    limit: int
+
+    @property
+    def m(self) -> int:
+        """Output pixels."""
+        return self.n * self.oh * self.ow
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The run-time numbers of the kernels, in their order."""
+        return (self.m, self.h, self.w, self.oh, self.ow, self.c, self.k, self.cp, *self[10:19], self.limit)
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """What every kernel is specialised on, whatever the configuration."""
+        return {"R": self.r, "S": self.s, "GROUPS": self.groups, "DIGITS": self.digits, "HAS_BIAS": self.has_bias}
+
+
+def run(
+    x: Tensor, planes: Tensor, scale: Tensor, bias: Tensor | None, window: Window, groups: int, out: Tensor,
+    select: Selection | None = None,
+) -> None:  # fmt: skip
+    """Write the binary convolution of int8 ``x`` to ``out``, all of it or what ``select`` says."""
+    if out.numel() == 0:
+        return
+    x = x.contiguous(memory_format=torch.channels_last)
+    n, c, h, w = x.shape
+    digits, k, depth = planes.shape
+    count, rows, limit = (None, None, 0) if select is None else (select.count, select.rows, select.limit)
+    problem = BinaryConv(
+        n, h, w, *out.shape[2:], c, k, depth // (window.kernel[0] * window.kernel[1]), *window.kernel,
+        *window.stride, *window.padding, *window.dilation, *pixel_strides(out), groups, digits, bias is not None,
+        _name(out.dtype), "all" if count is None else "count" if rows is None else "rows", limit,
+    )  # fmt: skip
+    dispatch.run(BINARY_CONV, problem, x, planes, scale, bias, out, count, rows)
+
+
+def _signature(problem: BinaryConv, device: Device) -> KernelSignature:
+    names = ("c", "k", "r", "s", "stride_h", "stride_w", "groups", "digits", "select")
+    return KernelSignature(
+        "binary_conv", device, dtypes=("int8", problem.dtype), accumulator="int32",
+        layouts=("nhwc", "nhwc" if problem.out_channel == 1 else "nchw"),
+        epilogue="bias" if problem.has_bias else "",
+        sizes=(("n", problem.n), ("h", problem.h), ("w", problem.w)),
+        parameters=tuple((name, getattr(problem, name)) for name in names),
+    )  # fmt: skip
+
+
+def _representative(signature: KernelSignature) -> BinaryConv:
+    """A convolution with padding by half its kernel, at the signature's sizes."""
+    sizes, given = dict(signature.sizes), dict(signature.parameters)
+    n, h, w = (int(sizes[name]) for name in ("n", "h", "w"))
+    c, k, r, s, stride_h, stride_w, groups, digits = (int(given[name]) for name in list(given)[:8])
+    padding = (r // 2, s // 2)
+    oh, ow = output_size((h, w), (r, s), (stride_h, stride_w), padding, (1, 1))
+    strides = (k, 1, k * oh * ow) if signature.layouts[1] == "nhwc" else (1, oh * ow, k * oh * ow)
+    return BinaryConv(
+        n, h, w, oh, ow, c, k, padded_channels(c // groups), r, s, stride_h, stride_w, *padding, 1, 1, *strides,
+        groups, digits, signature.epilogue == "bias", signature.dtypes[1], str(given["select"]), 0,
+    )  # fmt: skip
+
+
+def _operands(problem: BinaryConv, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    random = torch.Generator(device).manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
+        return torch.randint(low, high, shape, generator=random, device=device, dtype=dtype)
+
+    p, dtype = problem, getattr(torch, problem.dtype)
+    x = (integers(0, 7, p.n, p.h, p.w, p.c) == 0).to(torch.int8).permute(0, 3, 1, 2)
+    planes = integers(-128, 128, p.digits, p.k, p.r * p.s * p.cp)
+    planes.view(p.digits, p.k, p.r * p.s, p.cp)[..., p.c // p.groups :] = 0
+    scale = 2.0 ** integers(-30, -25, p.k, dtype=torch.float32)
+    bias = integers(-8, 9, p.k, dtype=dtype) if p.has_bias else None
+    out = torch.full((p.n * p.out_image,), float("nan"), dtype=dtype, device=device)
+    out = out.as_strided((p.n, p.k, p.oh, p.ow), (p.out_image, p.out_channel, p.ow * p.out_pixel, p.out_pixel))
+    if p.select == "all":
+        return x, planes, scale, bias, out, None, None
+    rows = torch.arange(p.m, dtype=torch.int32, device=device) if p.select == "rows" else None
+    count = torch.full((1,), max(p.m, p.limit + 1), dtype=torch.int32, device=device)
+    return x, planes, scale, bias, out, count, rows
+
+
+def _reference(problem: BinaryConv, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    x, planes, scale, bias, *_ = operands
+    assert x is not None and planes is not None and scale is not None
+    p = problem
+    weight = join_weight(planes, scale, (p.r, p.s), p.c // p.groups)
+    geometry = ((p.stride_h, p.stride_w), (p.pad_h, p.pad_w), (p.dil_h, p.dil_w), p.groups)
+    return (F.conv2d(x.double(), weight, None if bias is None else bias.double(), *geometry),)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+BINARY_CONV = Operation(
+    "binary_conv", _signature, _representative, _operands, (4,), _reference, lambda problem: _TOLERANCE[problem.dtype]
+)

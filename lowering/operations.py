@@ -1,0 +1,21 @@
+"""Every operation by name, for tuning ahead of any call."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from sparsecomp.lowering.binary_conv import BINARY_CONV
+from sparsecomp.lowering.event_conv import ACCUMULATE, FIND_EVENTS, PACK_EVENTS
+from sparsecomp.lowering.neurons import LIF
+from sparsecomp.lowering.packing import CAST, CAST_STRIDED, PACK_WEIGHT
+from sparsecomp.lowering.skip_conv import LIST_ROWS, SCAN_PIXELS
+from sparsecomp.lowering.template import Operation
+
+
+@cache
+def operations() -> Mapping[str, Operation[Any]]:
+    """Operation by name."""
+    every = (
+        BINARY_CONV, PACK_WEIGHT, CAST, CAST_STRIDED, LIF, FIND_EVENTS, PACK_EVENTS, ACCUMULATE, SCAN_PIXELS, LIST_ROWS
+    )  # fmt: skip
+    return {operation.name: operation for operation in every}

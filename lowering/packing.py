@@ -1,0 +1,178 @@
+"""The light first passes as operations: weights to signed bytes, spikes to one byte an element."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsecomp.lowering import dispatch
+from sparsecomp.lowering.signature import Device, KernelSignature
+from sparsecomp.lowering.template import Operation
+from sparsecomp.lowering.window import Selection
+from sparsecomp.ops.weights import padded_channels, split_weight
+
+
+class PackWeight(NamedTuple):
+    """A weight (k, c, r, s) with its strides, to be split in ``digits`` bytes; ``cp`` channels are stored."""
+
+    k: int
+    c: int
+    cp: int
+    stride_k: int
+    stride_c: int
+    stride_r: int
+    stride_s: int
+    r: int
+    s: int
+    digits: int
+    dtype: str
+
+
+class Cast(NamedTuple):
+    """``numel`` whole numbers of dense memory to int8, all or only if a count exceeds ``limit``."""
+
+    numel: int
+    limit: int
+    counted: bool
+    dtype: str
+
+
+class CastStrided(NamedTuple):
+    """Whole numbers (n, c, h, w) of any strides to int8 in channels-last memory."""
+
+    n: int
+    c: int
+    h: int
+    w: int
+    stride_n: int
+    stride_c: int
+    stride_h: int
+    stride_w: int
+    dtype: str
+
+
+def pack_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
+    """CUDA implementation of ``sparsecomp::pack_weight``; see ``split_weight``.
+
+    Every call packs anew: nothing shows that a weight was written to through ``.data``, so nothing can be kept.
+    """
+    w = weight if weight.dim() == 4 else weight[:, :, None, None]
+    k, c, r, s = w.shape
+    cp = padded_channels(c)
+    planes = torch.empty((digits, k, r * s * cp), dtype=torch.int8, device=w.device)
+    scale = torch.empty((k,), dtype=torch.float32, device=w.device)
+    if k:
+        problem = PackWeight(k, c, cp, *w.stride(), r, s, digits, str(w.dtype)[6:])
+        dispatch.run(PACK_WEIGHT, problem, w, planes, scale)
+    return planes, scale
+
+
+def to_bytes(x: Tensor, select: Selection | None = None) -> Tensor:
+    """The prescan: ``x`` (N, C, H, W) of small integers as int8, channels last.
+
+    ``select``: the result is only needed, and in dense memory only made, where it says so.
+    """
+    if x.dtype is torch.int8:
+        return x.contiguous(memory_format=torch.channels_last)
+    n, c, h, w = x.shape
+    out = torch.empty((n, h, w, c), dtype=torch.int8, device=x.device)
+    view = out.permute(0, 3, 1, 2)
+    if x.numel() == 0:
+        return view
+    if lies_dense_nhwc(x):
+        count, limit = (None, 0) if select is None else (select.count, select.limit)
+        dispatch.run(CAST, Cast(x.numel(), limit, count is not None, str(x.dtype)[6:]), x, out, count)
+    else:
+        dispatch.run(CAST_STRIDED, CastStrided(n, c, h, w, *x.stride(), str(x.dtype)[6:]), x, out)
+    return view
+
+
+def lies_dense_nhwc(x: Tensor) -> bool:
+    """Whether ``x`` (N, C, H, W) fills its memory in channels-last order."""
+    return x.permute(0, 2, 3, 1).is_contiguous()
+
+
+def _pack_signature(problem: PackWeight, device: Device) -> KernelSignature:
+    layout = "channels last" if problem.stride_c == 1 else "channels first"
+    return KernelSignature(
+        "pack_weight", device, dtypes=(problem.dtype, "int8"), layouts=(layout,),
+        sizes=(("k", problem.k), ("c", problem.c)),
+        parameters=(("taps", problem.r * problem.s), ("digits", problem.digits)),
+    )  # fmt: skip
+
+
+def _pack_representative(signature: KernelSignature) -> PackWeight:
+    sizes, given = dict(signature.sizes), dict(signature.parameters)
+    k, c, taps = int(sizes["k"]), int(sizes["c"]), int(given["taps"])
+    strides = (taps * c, 1, c, c) if signature.layouts[0] == "channels last" else (taps * c, taps, 1, 1)
+    return PackWeight(k, c, padded_channels(c), *strides, taps, 1, int(given["digits"]), signature.dtypes[0])
+
+
+def _pack_operands(problem: PackWeight, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    p, random = problem, torch.Generator(device).manual_seed(seed)
+    extent = 1 + (p.k - 1) * p.stride_k + (p.c - 1) * p.stride_c + (p.r - 1) * p.stride_r + (p.s - 1) * p.stride_s
+    memory = torch.randn(extent, generator=random, device=device, dtype=getattr(torch, p.dtype))
+    w = memory.as_strided((p.k, p.c, p.r, p.s), (p.stride_k, p.stride_c, p.stride_r, p.stride_s))
+    planes = torch.full((p.digits, p.k, p.r * p.s * p.cp), 77, dtype=torch.int8, device=device)
+    return w, planes, torch.full((p.k,), float("nan"), device=device)
+
+
+def _pack_reference(problem: PackWeight, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    assert operands[0] is not None
+    return split_weight(operands[0], problem.digits)
+
+
+def _cast_signature(problem: Cast, device: Device) -> KernelSignature:
+    counted = (("counted", int(problem.counted)),)
+    return KernelSignature(
+        "cast", device, dtypes=(problem.dtype, "int8"), sizes=(("numel", problem.numel),), parameters=counted
+    )
+
+
+def _cast_representative(signature: KernelSignature) -> Cast:
+    counted = bool(dict(signature.parameters)["counted"])
+    return Cast(int(dict(signature.sizes)["numel"]), 0, counted, signature.dtypes[0])
+
+
+def _cast_operands(problem: Cast, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    x = _whole_numbers((problem.numel,), problem.dtype, device, seed)
+    count = torch.full((1,), problem.limit + 1, dtype=torch.int32, device=device) if problem.counted else None
+    return x, torch.full((problem.numel,), 77, dtype=torch.int8, device=device), count
+
+
+def _strided_signature(problem: CastStrided, device: Device) -> KernelSignature:
+    sizes = tuple(zip("nchw", problem[:4], strict=True))
+    innermost = min(zip(problem[5:8], "chw", strict=True))[1]
+    return KernelSignature("cast_strided", device, dtypes=(problem.dtype, "int8"), layouts=(innermost,), sizes=sizes)
+
+
+def _strided_representative(signature: KernelSignature) -> CastStrided:
+    n, c, h, w = (int(size) for _, size in signature.sizes)
+    order = {"w": (c * h * w, h * w, w, 1), "h": (c * h * w, h * w, 1, h), "c": (c * h * w, 1, w * c, c)}
+    return CastStrided(n, c, h, w, *order[signature.layouts[0]], signature.dtypes[0])
+
+
+def _strided_operands(problem: CastStrided, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    shape, strides = problem[:4], problem[4:8]
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    x = _whole_numbers((extent,), problem.dtype, device, seed).as_strided(shape, strides)
+    n, c, h, w = shape
+    return x, torch.full((n, h, w, c), 77, dtype=torch.int8, device=device)
+
+
+def _whole_numbers(shape: tuple[int, ...], dtype: str, device: torch.device, seed: int) -> Tensor:
+    random = torch.Generator(device).manual_seed(seed)
+    return torch.randint(-127, 77, shape, generator=random, device=device).to(getattr(torch, dtype))
+
+
+PACK_WEIGHT = Operation(
+    "pack_weight", _pack_signature, _pack_representative, _pack_operands, (1, 2), _pack_reference, lambda _: 0.0
+)
+CAST = Operation(
+    "cast", _cast_signature, _cast_representative, _cast_operands, (1,),
+    lambda problem, operands: (operands[0].to(torch.int8),), lambda _: 0.0,
+)  # fmt: skip
+CAST_STRIDED = Operation(
+    "cast_strided", _strided_signature, _strided_representative, _strided_operands, (1,),
+    lambda problem, operands: (operands[0].permute(0, 2, 3, 1).to(torch.int8),), lambda _: 0.0,
+)  # fmt: skip
