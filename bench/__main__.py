@@ -15,7 +15,7 @@ from bench.timing import machine
 def main() -> int:
     """Run the benchmarks named on the command line; 2 if there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("suite", choices=("snn", "snn-conv", "snn-network", "cpu", "table"))
+    parser.add_argument("suite", choices=("snn", "snn-conv", "snn-network", "tuning", "cpu", "table"))
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the JSON files")
     parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
@@ -31,13 +31,18 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("the benchmarks need a CUDA device; none was found", file=sys.stderr)
         return 2
-    from bench import snn_conv, snn_network  # they load Triton
+    from bench import snn_conv, snn_network, tuning  # they load Triton
 
     if arguments.suite in ("snn", "snn-conv"):
         rows = []
         for row in snn_conv.run(arguments.data and arguments.data / "spikes"):
             rows.append(row)
             save(arguments.out / "snn_conv.json", rows)
+    if arguments.suite == "tuning":
+        rows = []
+        for row in tuning.run():
+            rows.append(row)
+            save(arguments.out / "tuning.json", rows)
     if arguments.suite in ("snn", "snn-network"):
         for result in snn_network.run(arguments.network, precisions=tuple(arguments.precision)):
             save(arguments.out / f"snn_{arguments.network}.json", result)

@@ -5,7 +5,6 @@ does packing the weight, which a graph repeats in every replay to see new values
 costs in a compiled graph, where the neuron writes bytes.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import torch.nn.functional as F
 
 from bench import spike_maps
 from bench.timing import graph_ms
-from sparsecomp.lowering import spike_conv
-from sparsecomp.ops import lif, pack_weight, spike_conv2d, spike_linear
+from sparsecomp.lowering.packing import to_bytes
+from sparsecomp.ops import pack_weight, spike_conv2d, spike_linear
 
 BATCH = 128
 CLUSTERED = 0.1
@@ -42,7 +41,6 @@ def run(data: Path | None = None) -> Iterator[dict[str, Any]]:
             inputs = [spike_maps.batch_of(layer, BATCH).cuda() for _ in range(COPIES)]
             yield _conv_row(inputs, name, torch.float32)
     yield _prescan_row()
-    yield _host_row()
     for m in (512, 4096):
         for dtype in (torch.float32, torch.float16):
             for density in (0.2, 0.05, 0.01):
@@ -54,40 +52,10 @@ def _prescan_row() -> dict[str, Any]:
     inputs = [_independent((BATCH, 64, 56, 56), 0.15).contiguous(memory_format=torch.channels_last)
               for _ in range(COPIES)]  # fmt: skip
     read = graph_ms([lambda x=x: x.amax() for x in inputs])
-    cast = graph_ms([lambda x=x: spike_conv.to_bytes(x) for x in inputs])
+    cast = graph_ms([lambda x=x: to_bytes(x) for x in inputs])
     row = {"case": "prescan of 128x64x56x56 fp32", "ms": {"read once (amax)": read, "prescan": cast}}
     print(row, flush=True)
     return row
-
-
-def _host_row() -> dict[str, Any]:
-    """Host microseconds of one eager call, on inputs so small that the device is never the limit."""
-    x = _independent((1, 64, 8, 8), 0.1).contiguous(memory_format=torch.channels_last)
-    weight = torch.randn(64, 64, 3, 3, device="cuda")
-    currents = torch.randn(4, 1, 64, 8, 8, device="cuda")
-    neuron = (None, 0.0, None, None, None, None, 0.0, "lif", 2.0, None, True, 1.0, 0.0)
-    calls: dict[str, Callable[[], Any]] = {
-        name: lambda name=name: spike_conv2d(x, weight, None, [1, 1], [1, 1], [1, 1], 1, 3, name)
-        for name in ("binary", "event", "skip")
-    }
-    calls |= {"lif": lambda: lif(currents, *neuron), "pack_weight": lambda: pack_weight(weight, 3)}
-    calls["dense conv2d"] = lambda: F.conv2d(x, weight, None, 1, 1)
-    row = {"case": "host microseconds of one eager call", "us": {name: _host_us(call) for name, call in calls.items()}}
-    print(row, flush=True)
-    return row
-
-
-def _host_us(call: Callable[[], Any], calls: int = 200) -> float:
-    with torch.no_grad():
-        for _ in range(10):
-            call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        took = time.perf_counter() - start
-        torch.cuda.synchronize()
-    return round(took / calls * 1e6, 1)
 
 
 def _independent(shape: tuple[int, ...], density: float) -> torch.Tensor:

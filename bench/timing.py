@@ -2,6 +2,7 @@
 
 import platform
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,25 @@ def eager_ms(call: Callable[[], Any], warmup: int = 3, repeats: int = 10) -> flo
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream()
     return statistics.median(_elapsed_ms(call, stream) for _ in range(repeats))
+
+
+def host_us(call: Callable[[], Any], calls: int = 200, repeats: int = 5) -> float:
+    """Host microseconds of one eager call without gradients, the best of ``repeats`` means.
+
+    ``call`` must be so short on the device that the host never waits for it.
+    """
+    found = []
+    with torch.no_grad():
+        for _ in range(10):
+            call()
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            found.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return round(min(found), 1)
 
 
 def machine() -> dict[str, str]:

@@ -7,7 +7,7 @@ A graph in which nothing was rewritten goes to Inductor exactly as it came.
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,23 @@ def compile_graph(
         return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, None), report
     with _compat.cache_key(f"sparsecomp:{sources_hash()}:{options.cache_key()}"):
         decompositions = sparsecomp.ops.decompositions
-        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions), report
+        compiled = _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions)
+    return (_tuning(compiled, report) if options.mode.startswith("max-autotune") else compiled), report
+
+
+def _tuning(compiled: Callable[..., Any], report: Report) -> Callable[..., Any]:
+    """``compiled``, tuning all candidates of a kernel for each signature it meets for the first time.
+
+    Under CUDA graphs that is in the warm-up call: nothing is measured during capture.
+    """
+    from sparsecomp.lowering.autotune import effort_scope  # not for those who tune nothing
+
+    @wraps(compiled)
+    def run(*arguments: Any) -> Any:
+        with effort_scope("full", note=report.note):
+            return compiled(*arguments)
+
+    return run
 
 
 def input_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, torch.Tensor]:

@@ -1,0 +1,175 @@
+"""What tuning finds over the default configuration, what a launch costs the host, and that a second process tunes nothing.
+
+Every candidate of every problem of the spiking suite is timed, so that the cost model can be held against the times.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.timing import host_us
+from sparsecomp.lowering.autotune import Tuner, effort_scope
+from sparsecomp.lowering.binary_conv import BinaryConv
+from sparsecomp.lowering.cache import TuningCache
+from sparsecomp.lowering.ceilings import ceilings_of
+from sparsecomp.lowering.cost import rank
+from sparsecomp.lowering.event_conv import SPARSEST_OVERFLOW, Accumulate, block_of
+from sparsecomp.lowering.neurons import Lif
+from sparsecomp.lowering.operations import operations
+from sparsecomp.lowering.packing import Cast, PackWeight
+from sparsecomp.lowering.signature import device_of
+from sparsecomp.ops import lif, pack_weight, spike_conv2d, spike_linear
+from sparsecomp.settings import Settings
+
+STAGES = ((64, 56), (128, 28), (256, 14), (512, 7))
+
+
+def problems() -> Iterator[tuple[str, Any]]:
+    """The spiking suite: stages of a ResNet at several batches and precisions, its stride-2 layers, linear layers."""
+    for digits, dtype in ((3, "float32"), (2, "float32"), (2, "float16")):
+        for c, size in STAGES:
+            yield "binary_conv", _conv(128, c, size, c, 3, 1, digits, dtype)
+    for c, size in STAGES:
+        yield "binary_conv", _conv(8, c, size, c, 3, 1, 3, "float32")
+    for c, size in STAGES[:3]:
+        yield "binary_conv", _conv(128, c, size, 2 * c, 3, 2, 3, "float32")
+    yield "binary_conv", _conv(128, 64, 56, 128, 1, 2, 3, "float32")
+    for rows in (512, 4096):
+        yield "binary_conv", _conv(rows, 4096, 1, 4096, 1, 1, 3, "float32")
+    for c, size in STAGES:
+        numel = 32 * c * size * size
+        yield "lif", Lif(
+            numel, numel, numel, c, 1, 0.0, 1e-5, 2.0, 1.0, 0.0, 4, "lif", True, False, False, True, True, True
+        )  # fmt: skip
+        yield "pack_weight", PackWeight(c, c, c, 9 * c, 1, 3 * c, c, 3, 3, 3, "float32")
+        yield "cast", Cast(128 * c * size * size, 0, False, "float32")
+        yield "event_conv", _events(c, size)
+
+
+def _conv(n: int, c: int, size: int, k: int, r: int, stride: int, digits: int, dtype: str) -> BinaryConv:
+    pad = r // 2
+    out = (size + 2 * pad - r) // stride + 1
+    strides = (k, 1, k * out * out)
+    return BinaryConv(
+        n, size, size, out, out, c, k, c, r, r, stride, stride, pad, pad, 1, 1, *strides, 1, digits, False, dtype,
+        "all", 0,
+    )  # fmt: skip
+
+
+def _events(c: int, size: int) -> Accumulate:
+    strides = (c, 1, c * size * size)
+    capacity = 128 * c * size * size // SPARSEST_OVERFLOW
+    return Accumulate(
+        capacity, 128, size, size, size, size, c, c, 1, 1, 1, 1, 1, 1, *strides, 3, 3, block_of(c), 132, False,
+        "float32",
+    )  # fmt: skip
+
+
+def run() -> Iterator[dict[str, Any]]:
+    """One row a problem, with the time of each candidate; then a summary, host times, and a second process."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        cache = TuningCache(Path(folder) / "bench.sqlite")
+        for name, problem in problems():
+            rows.append(_row(cache, name, problem))
+            yield rows[-1]
+    yield _printed({"case": "summary", **summary(rows)})
+    yield _printed({"case": "host microseconds of one eager call of a tuned op", "us": _host()})
+    yield _printed({"case": "second process", **_second_process()})
+
+
+def _row(cache: TuningCache, name: str, problem: Any) -> dict[str, Any]:
+    device, tuner = torch.device("cuda", 0), Tuner(cache, Settings())
+    operation, where = operations()[name], device_of(device)
+    candidates = operation.candidates(problem, where)
+    with effort_scope("full", note=print):
+        chosen = tuner.choose(operation, problem, device).candidate
+    entry = cache.get(operation.signature(problem, where))
+    assert entry is not None
+    default = rank(candidates, problem, ceilings_of(device))[0]
+    times = {f"{one.template.name}:{one.config}": entry.times[one.name] for one in candidates if one.name in entry.times}
+    row = {
+        "case": name, "problem": problem._asdict(), "ms": times, "tuned": f"{chosen.template.name}:{chosen.config}",
+        "default": f"{default.template.name}:{default.config}", "rejected": dict(entry.rejected),
+    }  # fmt: skip
+    gain = times[row["default"]] / times[row["tuned"]]
+    print(f"{name} {tuple(problem)}: {row['tuned']} {times[row['tuned']]:.4f} ms, {gain:.3f} x the default", flush=True)
+    return row
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Gain of the tuned over the default configurations: geometric mean and least."""
+    gains = [row["ms"][row["default"]] / row["ms"][row["tuned"]] for row in rows]
+    return {"gain": exp(sum(map(log, gains)) / len(gains)), "least": min(gains), "most": max(gains), "cases": len(gains)}
+
+
+def _host() -> dict[str, float]:
+    """Host time of ops on inputs so small that the device is never the limit."""
+    x = (torch.rand(1, 64, 8, 8, device="cuda") < 0.1).float().contiguous(memory_format=torch.channels_last)
+    weight, matrix = torch.randn(64, 64, 3, 3, device="cuda"), torch.randn(64, 64, device="cuda")
+    currents = torch.randn(4, 1, 64, 8, 8, device="cuda")
+    planes, scale = pack_weight(weight, 3)
+    spikes, rows, one = x.to(torch.int8), (torch.rand(64, 64, device="cuda") < 0.1).float(), [1, 1]
+    packed = torch.ops.sparsecomp.spike_conv2d_packed.default
+    neuron = (None, 0.0, None, None, None, None, 0.0, "lif", 2.0, None, True, 1.0, 0.0)
+    calls = {
+        "lif": lambda: lif(currents, *neuron),
+        "pack_weight": lambda: pack_weight(weight, 3),
+        "spike_conv2d_packed": lambda: packed(
+            spikes, planes, scale, None, [3, 3], one, one, one, 1, torch.float32, True
+        ),
+        "spike_linear": lambda: spike_linear(rows, matrix, None, 3, "binary"),
+    }
+    for strategy in ("binary", "event", "skip"):
+        calls[f"spike_conv2d {strategy}"] = lambda s=strategy: spike_conv2d(x, weight, None, one, one, one, 1, 3, s)
+    calls["conv2d (cuDNN)"] = lambda: torch.nn.functional.conv2d(x, weight, None, 1, 1)
+    calls["relu"] = lambda: torch.relu(currents)
+    return {name: host_us(call) for name, call in calls.items()}
+
+
+_CHILD = """
+import json, torch, triton, sparsecomp
+from bench import networks
+from bench.snn_network import Variant, measure
+from sparsecomp.lowering import autotune
+compiled = []
+triton.knobs.compilation.listener = lambda *args, cache_hit=False, **kw: compiled.append(cache_hit)
+torch.manual_seed(0)
+net = networks.spiking_resnet34().cuda()
+x = torch.rand(4, 8, 3, 64, 64, device="cuda")
+networks.make_fire(net, x)
+found = measure(net, x, "fp32", Variant("sparsecomp", "sparsecomp", mode="max-autotune-no-cudagraphs"))
+report = sparsecomp.last_report()
+print(json.dumps({
+    "timings": autotune.tuner().stats.timings, "triton compilations": compiled.count(False),
+    "compile_s": found["compile_s"], "passes_s": sum(step.seconds for step in report.passes),
+}))
+"""
+
+
+def _second_process() -> dict[str, Any]:
+    """The same network compiled by two processes that share their caches."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {
+            "SPARSECOMP_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "SPARSECOMP_AUTOTUNE": "quick",
+        }  # fmt: skip
+        done = [
+            subprocess.run([sys.executable, "-c", _CHILD], env=env, capture_output=True, text=True, check=True)
+            for _ in range(2)
+        ]
+    first, second = (json.loads(child.stdout.splitlines()[-1]) for child in done)
+    return {"first": first, "second": second}
+
+
+def _printed(row: dict[str, Any]) -> dict[str, Any]:
+    print(row, flush=True)
+    return row
