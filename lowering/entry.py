@@ -5,9 +5,8 @@ The same checks stand between files, databases, other processes and a live cache
 """
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ _MAX_TEXT = 1000
 _MAX_CANDIDATES = 10_000
 _MAX_FIELDS = 200
 _MAX_FACTS = 10_000
+_LARGEST = 1e300
 _REQUIRED = {"op", "gpu", "capability", "triton"}
 _FIELD = re.compile(r"[a-z_]{1,40}|(size|parameter)\.\w{1,80}", re.ASCII)
 
@@ -49,7 +49,7 @@ class Entry:
     @cached_property
     def key(self) -> str:
         """As ``KernelSignature.key``."""
-        return json.dumps(dict(sorted(self.fields.items())), separators=(",", ":"))
+        return compact(dict(sorted(self.fields.items())))
 
     @cached_property
     def best(self) -> str | None:
@@ -112,7 +112,11 @@ def dump(entries: Iterable[Entry], facts: Iterable[Fact]) -> Iterator[str]:
 
 def _lines(items: Iterable[Entry | Fact]) -> Iterator[str]:
     for number, item in enumerate(items):
-        yield f"{',' if number else ''}\n  {json.dumps(item.to_json(), allow_nan=False)}"
+        yield f"{',' if number else ''}\n  {compact(item.to_json())}"
+
+
+compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+"""A value as JSON in one line."""
 
 
 def parse(text: str | bytes) -> Document:
@@ -123,7 +127,7 @@ def parse(text: str | bytes) -> Document:
     """
     if len(text) > MAX_BYTES:
         raise CacheError(f"{len(text)} bytes of tuning results: at most {MAX_BYTES} are read")
-    root = loads(text)
+    root = loads(text, object_pairs_hook=_object)
     if not isinstance(root, dict) or root.get("kind") != KIND:
         raise CacheError(f"this is no file of tuning results: its kind must be {KIND!r}")
     if root.get("version") != VERSION or isinstance(root["version"], bool):
@@ -136,14 +140,14 @@ def parse(text: str | bytes) -> Document:
     return Document(entries, facts)
 
 
-def loads(text: str | bytes) -> Any:
-    """JSON without NaN, infinity or names that occur twice.
+def loads(text: str | bytes, **hooks: Any) -> Any:
+    """As ``json.loads``.
 
     Raises:
-        CacheError: not that.
+        CacheError: this is no JSON.
     """
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        return json.loads(text, **hooks)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CacheError(f"this is no JSON of tuning results: {error}") from None
 
@@ -157,9 +161,9 @@ def entry_of(raw: object, where: str) -> Entry:
     _keys(raw, {"fields", "times", "verified", "rejected"}, where)
     entry = Entry(
         _fields(raw["fields"], where),
-        _mapping(raw["times"], _positive, f"{where}, times"),
+        _numbers(raw["times"], f"{where}, times"),
         frozenset(_names(raw["verified"], f"{where}, verified")),
-        _mapping(raw["rejected"], _text, f"{where}, rejected"),
+        _texts(raw["rejected"], f"{where}, rejected"),
     )
     both = entry.verified & entry.rejected.keys()
     if both:
@@ -179,8 +183,9 @@ def fact(name: str, device: Device, values: Mapping[str, float]) -> Fact:
 def _fact_of(raw: object, where: str) -> Fact:
     _keys(raw, {"name", "device", "values"}, where)
     _keys(raw["device"], {"name", "capability", "triton"}, f"{where}, device")
-    device = Device(**{name: _text(text, where) for name, text in raw["device"].items()})
-    return Fact(_text(raw["name"], where), device, _mapping(raw["values"], _positive, f"{where}, values"))
+    device = Device(**_texts(raw["device"], f"{where}, device"))
+    (name,) = _printable([raw["name"]], f"{where}, name")
+    return Fact(name, device, _numbers(raw["values"], f"{where}, values"))
 
 
 def sentence(text: str) -> str:
@@ -195,31 +200,42 @@ def _last(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fields(raw: object, where: str) -> dict[str, str]:
-    found = _mapping(raw, _text, f"{where}, fields", _MAX_FIELDS)
-    missing = _REQUIRED - found.keys()
-    if missing:
-        raise CacheError(f"{where}: the field {min(missing)!r} is missing")
-    for name in found:
-        if not _is_field(name):
-            raise CacheError(f"{where}: {name!r} is no name of a signature's field")
+    found = _texts(raw, f"{where}, fields", _MAX_FIELDS)
+    fault = _fault_of_names(tuple(found))
+    if fault is not None:
+        raise CacheError(f"{where}: {fault}")
     return found
 
 
 @lru_cache(maxsize=1024)
-def _is_field(name: str) -> bool:
-    return _FIELD.fullmatch(name) is not None
+def _fault_of_names(names: tuple[str, ...]) -> str | None:
+    """What is wrong with a signature's field names, of which there are few sets."""
+    missing = _REQUIRED.difference(names)
+    if missing:
+        return f"the field {min(missing)!r} is missing"
+    strange = [name for name in names if not _FIELD.fullmatch(name)]
+    return f"{strange[0]!r} is no name of a signature's field" if strange else None
 
 
-def _mapping(
-    raw: object, value: Callable[[object, str], Any], where: str, most: int = _MAX_CANDIDATES
-) -> dict[str, Any]:
+def _texts(raw: object, where: str, most: int = _MAX_CANDIDATES) -> dict[str, str]:
+    found = _mapping(raw, where, most)
+    _printable(list(found.values()), where)
+    return found
+
+
+def _numbers(raw: object, where: str) -> dict[str, float]:
+    return {name: _positive(value, where) for name, value in _mapping(raw, where, _MAX_CANDIDATES).items()}
+
+
+def _mapping(raw: object, where: str, most: int) -> dict[str, Any]:
     if not isinstance(raw, dict) or len(raw) > most:
         raise CacheError(f"{where}: needs an object of at most {most} values")
-    return {_text(name, where): value(item, where) for name, item in raw.items()}
+    _printable(list(raw), where)
+    return raw
 
 
 def _names(raw: object, where: str) -> list[str]:
-    names = [_text(name, where) for name in _list(raw, where, _MAX_CANDIDATES)]
+    names = _printable(_list(raw, where, _MAX_CANDIDATES), where)
     _no_twins(names, where)
     return names
 
@@ -230,14 +246,20 @@ def _list(raw: object, where: str, most: int = 10**7) -> list[Any]:
     return raw
 
 
-def _text(raw: object, where: str) -> str:
-    if not isinstance(raw, str) or len(raw) > _MAX_TEXT or not raw.isprintable():
+def _printable(raw: list[Any], where: str) -> list[str]:
+    """Checks all texts at once: there are millions in a large file."""
+    try:
+        whole = "".join(raw)
+        good = whole.isprintable() and (len(whole) <= _MAX_TEXT or max(map(len, raw)) <= _MAX_TEXT)
+    except TypeError:
+        good = False
+    if not good:
         raise CacheError(f"{where}: {_shown(raw)} is no printable text of at most {_MAX_TEXT} letters")
     return raw
 
 
 def _positive(raw: object, where: str) -> float:
-    if not isinstance(raw, int | float) or isinstance(raw, bool) or not 0 < raw < math.inf or raw > 1e300:
+    if not isinstance(raw, int | float) or isinstance(raw, bool) or not 0 < raw <= _LARGEST:
         raise CacheError(f"{where}: {_shown(raw)} is no finite positive number")
     return float(raw)
 
@@ -257,10 +279,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice in an object")
     return found
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")
 
 
 def _shown(raw: object) -> str:

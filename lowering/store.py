@@ -5,7 +5,6 @@ permission, no space, a file system without locks) the contents are copied to me
 Either way one warning says so.
 """
 
-import json
 import os
 import sqlite3
 import time
@@ -20,7 +19,7 @@ from weakref import WeakSet
 from filelock import FileLock
 
 from sparsecomp.errors import CacheError
-from sparsecomp.lowering.entry import Document, Entry, Fact, entry_of, fact, loads
+from sparsecomp.lowering.entry import Document, Entry, Fact, compact, entry_of, fact, loads
 from sparsecomp.lowering.signature import Device
 
 T = TypeVar("T")
@@ -413,7 +412,7 @@ def _page(db: sqlite3.Connection, op: str | None, after: str) -> list[tuple[str,
 
 
 def _row(entry: Entry) -> tuple[str, str, str, float, int]:
-    body = json.dumps(entry.results(), separators=(",", ":"), allow_nan=False)
+    body = compact(entry.results())
     return entry.key, entry.fields["op"], body, time.time(), len(entry.key) + len(body)
 
 
@@ -426,7 +425,7 @@ def _entry(key: str, body: str) -> Entry | None:
 
 def _fact_row(item: Fact) -> tuple[str, str, str, str, str]:
     device = item.device
-    return item.name, device.name, device.capability, device.triton, json.dumps(item.values)
+    return item.name, device.name, device.capability, device.triton, compact(dict(item.values))
 
 
 def _fact(name: str, gpu: str, capability: str, triton: str, body: str) -> Fact | None:
