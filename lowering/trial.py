@@ -23,7 +23,7 @@ class Trial:
     """
 
     def __init__(self, operation: Operation[Any], problem: Any, device: torch.device) -> None:
-        assert operation.operands is not None, f"{operation.name} has several candidates but no operands to time them on"
+        assert operation.operands is not None, f"{operation.name} has no operands to be timed on"
         assert operation.reference is not None and operation.tolerance is not None, f"{operation.name} has no reference"
         self._operands = partial(operation.operands, problem, device)
         self._reference = partial(operation.reference, problem)
