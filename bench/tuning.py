@@ -1,4 +1,4 @@
-"""What tuning finds over the default configuration, what a launch costs the host, and that a second process tunes nothing.
+"""What tuning finds over the defaults, what a launch costs the host, and that a second process tunes nothing.
 
 Every candidate of every problem of the spiking suite is timed, so that the cost model can be held against the times.
 """
@@ -95,7 +95,8 @@ def _row(cache: TuningCache, name: str, problem: Any) -> dict[str, Any]:
     entry = cache.get(operation.signature(problem, where))
     assert entry is not None
     default = rank(candidates, problem, ceilings_of(device))[0]
-    times = {f"{one.template.name}:{one.config}": entry.times[one.name] for one in candidates if one.name in entry.times}
+    timed = [one for one in candidates if one.name in entry.times]
+    times = {f"{one.template.name}:{one.config}": entry.times[one.name] for one in timed}
     row = {
         "case": name, "problem": problem._asdict(), "ms": times, "tuned": f"{chosen.template.name}:{chosen.config}",
         "default": f"{default.template.name}:{default.config}", "rejected": dict(entry.rejected),
@@ -108,7 +109,8 @@ def _row(cache: TuningCache, name: str, problem: Any) -> dict[str, Any]:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Gain of the tuned over the default configurations: geometric mean and least."""
     gains = [row["ms"][row["default"]] / row["ms"][row["tuned"]] for row in rows]
-    return {"gain": exp(sum(map(log, gains)) / len(gains)), "least": min(gains), "most": max(gains), "cases": len(gains)}
+    mean = exp(sum(map(log, gains)) / len(gains))
+    return {"gain": mean, "least": min(gains), "most": max(gains), "cases": len(gains)}
 
 
 def _host() -> dict[str, float]:

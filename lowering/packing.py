@@ -89,7 +89,7 @@ def to_bytes(x: Tensor, select: Selection | None = None) -> Tensor:
 
 def lies_dense_nhwc(x: Tensor) -> bool:
     """Whether ``x`` (N, C, H, W) fills its memory in channels-last order."""
-    return x.permute(0, 2, 3, 1).is_contiguous()
+    return x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _pack_signature(problem: PackWeight, device: Device) -> KernelSignature:

@@ -1,5 +1,7 @@
 """CUDA implementations of the spike convolution ops: which operations make up each strategy."""
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from sparsecomp.lowering import binary_conv, event_conv, skip_conv
@@ -47,16 +49,17 @@ def _convolve(
 
 def _returns_channels_last(x: Tensor, weight: Tensor) -> bool:
     """Whether ``conv2d`` on CUDA answers in channels-last memory: it does when either operand suggests it."""
-    return _suggests_channels_last(x) or _suggests_channels_last(weight)
+    return _suggests_channels_last(x.shape, x.stride()) or _suggests_channels_last(weight.shape, weight.stride())
 
 
-def _suggests_channels_last(x: Tensor) -> bool:
+@lru_cache(maxsize=4096)
+def _suggests_channels_last(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """c10's ``suggest_memory_format`` rule for four dimensions: strides grow along C, W, H, N."""
-    if x.stride(1) == 0:
+    if stride[1] == 0:
         return False
     least = 0
     for d in (1, 3, 2, 0):
-        if x.stride(d) < least or (d == 0 and least == x.stride(1)):
+        if stride[d] < least or (d == 0 and least == stride[1]):
             return False
-        least = x.stride(d) * max(x.shape[d], 1)
+        least = stride[d] * max(shape[d], 1)
     return True

@@ -110,11 +110,19 @@ def binary_conv_kernel(
     tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & col_ok[None, :])
 
 
+def _refuse(problem: BinaryConv, device: Device) -> str | None:
+    if device.is_hopper and problem.cp == problem.c // problem.groups:
+        return "binary_conv_hopper takes it, and was faster at every size measured on an H100"
+    return None
+
+
 def _space(problem: BinaryConv, device: Device) -> list[Config]:
     p = problem
+    narrow = p.k // p.groups <= 32
     return [
         Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
-        for bm in (64, 128) for bn in (32, 64, 128) for bk in (32, 64, 128) for warps in (4, 8) for stages in (3, 4)
+        for bm in (64, 128) for bn in ((32,) if narrow else (64, 128))
+        for bk in ((64, 128) if p.cp % 64 == 0 else (32,)) for warps in (4, 8) for stages in (3, 4)
         if p.cp % bk == 0
         and fits_registers(bm * bn * p.digits, warps)
         and fits_shared(stages * bk * (bm + p.digits * bn), device)
@@ -134,7 +142,7 @@ BINARY_CONV = Template(
     name="binary_conv",
     op="binary_conv",
     sources=(binary_conv_kernel,),
-    refuse=lambda problem, device: None,
+    refuse=_refuse,
     space=_space,
     cost=binary_conv_cost(hopper=False),
     prepare=_prepare,

@@ -196,10 +196,11 @@ def _refuse(problem: BinaryConv, device: Device) -> str | None:
 
 def _space(problem: BinaryConv, device: Device) -> list[Config]:
     p = problem
+    narrow = p.k // p.groups <= 32
     return [
         Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
-        for bm, warps in ((64, 4), (128, 4), (128, 8), (256, 8)) for bn in (32, 64, 128) for bk in (32, 64, 128)
-        for stages in (3, 4, 5, 6)
+        for bm, warps in ((64, 4), (128, 4), (128, 8), (256, 8)) for bn in ((32,) if narrow else (64, 128))
+        for bk in ((64, 128) if p.cp % 64 == 0 else (32,)) for stages in (3, 4, 6)
         if p.cp % bk == 0
         and fits_registers(bm * bn * p.digits, warps)
         and fits_shared(stages * bk * (bm + p.digits * bn), device)
