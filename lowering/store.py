@@ -334,7 +334,7 @@ def _copied(path: Path) -> sqlite3.Connection | None:
         try:
             source = _connect(f"{path.absolute().as_uri()}?{way}", uri=True)
             try:
-                source.backup(memory)
+                source.backup(memory, progress=_until(time.monotonic() + _PATIENCE))
             finally:
                 source.close()
             _check(memory, thoroughly=True)
@@ -343,6 +343,16 @@ def _copied(path: Path) -> sqlite3.Connection | None:
         else:
             return memory
     return None
+
+
+def _until(deadline: float) -> Callable[[int, int, int], None]:
+    """For a backup, which else waits for a locked database for ever."""
+
+    def check(status: int, remaining: int, total: int) -> None:
+        if remaining and time.monotonic() > deadline:
+            raise sqlite3.OperationalError("it is locked")
+
+    return check
 
 
 def _is_broken(error: sqlite3.DatabaseError) -> bool:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparsecomp import cache
     from sparsecomp._explain import explain
     from sparsecomp._optimize import optimize
     from sparsecomp._profile import profile
@@ -38,6 +39,8 @@ _HOME = {
     "sparsecomp_backend": "backend",
 }
 
+_MODULES = ("cache",)
+
 __all__ = [
     "OptionError",
     "Options",
@@ -45,6 +48,7 @@ __all__ = [
     "RuleError",
     "Site",
     "SparsecompError",
+    "cache",
     "explain",
     "last_report",
     "optimize",
@@ -55,6 +59,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"sparsecomp.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'sparsecomp' has no attribute {name!r}")
     value = getattr(import_module(f"sparsecomp.{_HOME[name]}"), name)

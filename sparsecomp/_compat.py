@@ -31,6 +31,7 @@ __all__ = [
     "matmul_tf32",
     "propagate_fakes",
     "readable",
+    "register_artifact",
     "register_logger",
     "sets_grad_mode",
     "size_expression",
@@ -199,3 +200,29 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any]) 
 def size_expression(size: int | torch.SymInt) -> int | sympy.Expr:
     """A size as the expression over Dynamo's symbols that it stands for; a number stands for itself."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def register_artifact(name: str, load: Callable[[bytes], None]) -> Callable[[str, bytes], None] | None:
+    """Take part in `torch.compiler.save_cache_artifacts` under `name`, once a process.
+
+    `load` gets each content that `load_cache_artifacts` finds under the name.
+
+    Returns:
+        What records a key and its content, or None where torch does not offer this.
+    """
+    try:
+        from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
+
+        @CacheArtifactFactory.register
+        class Artifact(CacheArtifact):
+            @staticmethod
+            def type() -> str:
+                return name
+
+            def populate_cache(self) -> None:
+                load(self.content)
+
+        record = CacheArtifactManager.record_artifact
+    except (ImportError, AttributeError, TypeError):
+        return None
+    return lambda key, content: record(name, key, content)

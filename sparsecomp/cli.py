@@ -1,0 +1,302 @@
+"""The commands of ``python -m sparsecomp``: look into the tuning cache, carry it, fill it, and the demo.
+
+Each command makes one JSON value and may show it as a table; a failure is one line on stderr and exit code 2.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import sparsecomp
+from sparsecomp import cache
+from sparsecomp.errors import CacheError, OptionError, SparsecompError
+from sparsecomp.lowering.cache import Entry, default_cache
+from sparsecomp.lowering.signature import device_of
+from sparsecomp.options import Options
+from sparsecomp.settings import Effort, Settings
+
+_WIDTH = 160
+"""Of tables that do not go to a terminal."""
+
+_LISTED = 100
+_COLUMNS = ("id", "op", "gpu", "triton", "problem", "best", "ms", "candidates")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code."""
+    parsed = _parser().parse_args(arguments)
+    if parsed.cache_dir is not None:
+        os.environ["SPARSECOMP_CACHE_DIR"] = parsed.cache_dir
+    try:
+        return parsed.run(parsed) or 0
+    except (SparsecompError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sparsecomp", description="The commands of sparsecomp.")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print one JSON value and nothing else")
+    common.add_argument("--cache-dir", metavar="DIR", help="use the tuning results in this directory")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_cache_commands(commands.add_parser("cache", help="look at and carry tuning results"), common)
+    env = commands.add_parser("env", parents=[common], help="versions, devices, settings, what is known of the card")
+    env.set_defaults(run=_env)
+    tune = commands.add_parser("tune", parents=[common], help="measure the kernels that a model uses, ahead of its use")
+    tune.add_argument("target", metavar="MODEL.py:factory", help="factory() returns (model, example inputs)")
+    tune.add_argument("--effort", choices=get_args(Effort), default="full", help="how many candidates to measure")
+    tune.set_defaults(run=_tune)
+    demo = commands.add_parser(
+        "demo", parents=[common], help="train a small spiking network on digits, compile it, compare"
+    )
+    demo.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is one")
+    demo.add_argument(
+        "--implementation", default="auto", help="auto: what pays, where it pays; binary, event, skip: at every site"
+    )
+    demo.set_defaults(run=lambda given: _demo(given, demo))
+    return parser
+
+
+def _add_cache_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="cache_command", required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, parents=[common], help=text)
+        command.set_defaults(run=run)
+        return command
+
+    ls = add("ls", _ls, "list the entries")
+    ls.add_argument("--op", help="of this operation only")
+    ls.add_argument("--limit", type=int, default=_LISTED, help=f"the most entries to list, {_LISTED} by default")
+    show = add("show", _show, "one entry with all its candidates")
+    show.add_argument("id", help="as listed, or the beginning of it")
+    add("export", _export, "write everything to a JSON file").add_argument("path", type=Path)
+    imports = add("import", _import, "add an exported file, or another cache's database; own results stay")
+    imports.add_argument("path", type=Path)
+    prune = add("prune", _prune, "drop entries beyond the cache's bounds")
+    prune.add_argument(
+        "--only-device", metavar="DEVICE", help="and those of any GPU or Triton but this device's, such as cuda"
+    )
+    add("clear", _clear, "drop everything")
+    add("stats", _stats, "how much is stored, and where")
+
+
+def _ls(given: argparse.Namespace) -> None:
+    entries = default_cache().entries(given.op)
+    listed = list(islice(entries, max(given.limit, 0)))
+    _print_entries(given, listed)
+    if not given.json and next(entries, None) is not None:
+        print(f"the first {len(listed)}; --limit lists more")
+
+
+def _print_entries(given: argparse.Namespace, entries: Iterable[Entry]) -> None:
+    summaries = [_summary(entry) for entry in entries]
+    if given.json:
+        return _print_json(summaries)
+    _print_table(_COLUMNS, ([summary[column] for column in _COLUMNS] for summary in summaries))
+
+
+def _summary(entry: Entry) -> dict[str, Any]:
+    fields = entry.fields
+    named = [f"{name.partition('.')[2]}={value}" for name, value in fields.items() if "." in name]
+    shares = [f"{name}={fields[name]}" for name in ("density", "rows") if fields.get(name, "unknown") != "unknown"]
+    return {
+        "id": _id(entry),
+        "op": fields["op"],
+        "gpu": fields["gpu"],
+        "triton": fields["triton"],
+        "problem": " ".join([fields.get("dtypes", ""), *named, *shares]),
+        "best": entry.best,
+        "ms": None if entry.best is None else entry.times[entry.best],
+        "candidates": len(entry.times.keys() | entry.rejected.keys()),
+    }
+
+
+def _id(entry: Entry) -> str:
+    return sha256(entry.key.encode()).hexdigest()[:12]
+
+
+def _show(given: argparse.Namespace) -> None:
+    found = [entry for entry in default_cache().entries() if _id(entry).startswith(given.id)]
+    if len(found) != 1:
+        raise CacheError(f"{len(found)} entries have an id that begins with {given.id!r}: `cache ls` lists the ids")
+    (entry,) = found
+    if given.json:
+        return _print_json({"id": _id(entry), "best": entry.best, **entry.to_json()})
+    _print_table(("field", "value"), ((name, value) for name, value in entry.fields.items() if value))
+    names = sorted(entry.times.keys() | entry.rejected.keys() | entry.verified, key=lambda name: _rank(entry, name))
+    _print_table(("candidate", "ms", "state"), ((name, entry.times.get(name), _state(entry, name)) for name in names))
+
+
+def _rank(entry: Entry, name: str) -> tuple[bool, float, str]:
+    return name in entry.rejected, entry.times.get(name, float("inf")), name
+
+
+def _state(entry: Entry, name: str) -> str:
+    if name in entry.rejected:
+        return f"rejected: {entry.rejected[name]}"
+    return "best" if name == entry.best else "verified" if name in entry.verified else "not verified"
+
+
+def _export(given: argparse.Namespace) -> None:
+    _print_count(given, cache.export(given.path), f"exported to {given.path}")
+
+
+def _import(given: argparse.Namespace) -> None:
+    _print_count(given, cache.merge(given.path), f"read from {given.path}")
+
+
+def _prune(given: argparse.Namespace) -> None:
+    device = None if given.only_device is None else device_of(_present(given.only_device))
+    _print_count(given, cache.prune(device), "dropped")
+
+
+def _clear(given: argparse.Namespace) -> None:
+    _print_count(given, cache.clear(), "dropped")
+
+
+def _print_count(given: argparse.Namespace, count: int, what: str) -> None:
+    if given.json:
+        return _print_json({"entries": count})
+    print(f"{count} {'entry' if count == 1 else 'entries'} {what}")
+
+
+def _present(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise OptionError(f"{text!r} is no device: use cuda, cuda:1 or cpu") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"{text!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _stats(given: argparse.Namespace) -> None:
+    _print_pairs(given, _stored())
+
+
+def _stored() -> dict[str, Any]:
+    found = asdict(cache.stats())
+    return {name: found[name] for name in ("path", "writable", "entries", "bytes")}
+
+
+def _env(given: argparse.Namespace) -> None:
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    found: dict[str, Any] = {
+        "sparsecomp": sparsecomp.__version__,
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "devices": [f"{device.name} ({device.major}.{device.minor})" for device in devices],
+        "settings": asdict(Settings.from_environment()),
+        "cache": _stored(),
+        "facts": [fact.to_json() for fact in default_cache().facts()],
+    }
+    if given.json:
+        return _print_json(found)
+    rows = [(name, found[name]) for name in ("sparsecomp", "torch", "triton", "python", "platform")]
+    rows += [("device", name) for name in found["devices"] or ["no CUDA device"]]
+    rows += [(f"{group} {name}", value) for group in ("settings", "cache") for name, value in found[group].items()]
+    for fact in default_cache().facts():
+        rows += [(f"{fact.name} {name}, {fact.device.name}", value) for name, value in fact.values.items()]
+    _print_table(("what", "value"), rows)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _tune(given: argparse.Namespace) -> None:
+    before = {entry.key: entry for entry in default_cache().entries()}
+    with _others_failures(given.target):
+        model, inputs = _factory(given.target)()
+        cache.warmup(model, inputs, given.effort)
+    tuned = [entry for entry in default_cache().entries() if before.get(entry.key) != entry]
+    _print_entries(given, tuned)
+    if not given.json:
+        print(f"{len(tuned)} kernel signatures tuned; results are in {cache.stats().path or 'memory'}")
+
+
+@contextmanager
+def _others_failures(target: str) -> Iterator[None]:
+    """Whatever goes wrong in the user's file is told in one line."""
+    try:
+        yield
+    except SparsecompError:
+        raise
+    except Exception as error:
+        raise OptionError(f"{target}: {type(error).__name__}: {error}") from error
+
+
+def _factory(target: str) -> Callable[[], tuple[Any, Any]]:
+    file, colon, name = target.rpartition(":")
+    if not colon or not Path(file).is_file():
+        raise OptionError(f"{target!r}: needs MODEL.py:factory, a file and the name of a function in it")
+    path = Path(file).resolve()
+    spec = spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{file}: this is no Python file")
+    module = module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # as for a script
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    if not callable(getattr(module, name, None)):
+        raise OptionError(f"{file} has no function {name!r}")
+    return getattr(module, name)
+
+
+def _demo(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    try:
+        Options(implementation=given.implementation)
+    except OptionError as error:
+        parser.error(str(error))
+
+    from sparsecomp.demo import run  # loads Inductor and scikit-learn
+
+    return run(device=given.device, implementation=given.implementation, as_json=given.json)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def _print_pairs(given: argparse.Namespace, pairs: dict[str, Any]) -> None:
+    if given.json:
+        return _print_json(pairs)
+    _print_table(("what", "value"), pairs.items())
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(Text(_written(value), overflow="fold") for value in row))
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+
+
+def _written(value: Any) -> str:
+    if value is None or value == ():
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
