@@ -177,6 +177,7 @@ class SparseMatrix(ABC):
             FormatError: wrong dtype or dimensions, negative threshold, layout or index dtype that does not fit.
         """
         check_tensor("dense", dense)
+        cls._check_layout(layout)
         return cls._from_triplets(triplets.of_dense(dense, threshold), index_dtype, torch.int32, **layout)
 
     @classmethod
@@ -200,7 +201,8 @@ class SparseMatrix(ABC):
             raise FormatError(f"tensor has layout {tensor.layout}, needs strided or one of torch's sparse layouts")
         matrix = native._from_native_torch(tensor)
         matrix.validate()
-        return matrix._cast(index_dtype_for(*matrix.shape, matrix._stored)).to(cls, index_dtype=index_dtype, **layout)
+        by_size = matrix._cast(index_dtype_for(*matrix.shape, matrix._stored))
+        return by_size.to(cls, index_dtype=index_dtype, **layout)
 
     @classmethod
     def from_scipy(cls, matrix: Any, *, index_dtype: torch.dtype | None = None, **layout: Any) -> Self:
@@ -216,12 +218,14 @@ class SparseMatrix(ABC):
         """
         if not hasattr(matrix, "tocoo") or len(getattr(matrix, "shape", ())) != 2:
             raise FormatError(f"matrix is a {type(matrix).__name__}, needs a two-dimensional scipy.sparse matrix")
-        native = next((kind for kind in FORMATS.values() if kind.SCIPY_FORMAT == matrix.format), None)
+        native = next((kind for kind in FORMATS.values() if matrix.format == kind.SCIPY_FORMAT), None)
         if native is None:
             return cls.from_scipy(matrix.tocoo(), index_dtype=index_dtype, **layout)
         if matrix.dtype.name not in ("float16", "float32", "float64"):
             raise FormatError(f"matrix has dtype {matrix.dtype}, needs float16, float32 or float64: use astype")
-        return native._from_native_scipy(matrix).to(cls, index_dtype=index_dtype, **layout)
+        converted = native._from_native_scipy(matrix)
+        by_size = converted._cast(index_dtype_for(*converted.shape, converted._stored))
+        return by_size.to(cls, index_dtype=index_dtype, **layout)
 
     def to(self, target: type[Matrix], *, index_dtype: torch.dtype | None = None, **layout: Any) -> Matrix:
         """This matrix in another format; itself if it is that already. Runs on the matrix's device.
@@ -239,11 +243,19 @@ class SparseMatrix(ABC):
         """
         known = {name: value for name, value in self.layout.items() if name in target.LAYOUT}
         wanted = {**known, **layout}
+        target._check_layout(wanted)
         same = isinstance(self, target) and wanted == self.layout
         direct = self if same else self._direct(target, wanted)
         if direct is None:
             return target._from_triplets(self._triplets(), index_dtype, self.index_dtype, **wanted)
         return direct._cast(choose_index_dtype(index_dtype, self.index_dtype, *self.shape, self._stored))
+
+    @classmethod
+    def _check_layout(cls, layout: Mapping[str, Any]) -> None:
+        if unknown := layout.keys() - set(cls.LAYOUT):
+            raise FormatError(f"{cls.__name__} has no {', '.join(sorted(unknown))}: leave it out")
+        if missing := set(cls.LAYOUT) - layout.keys():
+            raise FormatError(f"{cls.__name__} needs {', '.join(f'{name}=' for name in sorted(missing))}")
 
     def _direct(self, target: type[Matrix], layout: Mapping[str, Any]) -> Matrix | None:
         """A conversion that does not go through triplets, where there is one."""

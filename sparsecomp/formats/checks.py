@@ -73,7 +73,7 @@ def check_values(name: str, values: Tensor, dims: int) -> None:
     if values.dtype not in VALUE_DTYPES:
         raise FormatError(f"{name} has dtype {values.dtype}, needs float16, bfloat16, float32 or float64: convert it")
     if values.dim() not in (dims, dims + 1):
-        raise FormatError(f"{name} has shape {tuple(values.shape)}, needs {dims} dimensions, or {dims + 1} with a batch")
+        raise FormatError(f"{name} has shape {tuple(values.shape)}, needs {dims} dimensions; {dims + 1} with a batch")
 
 
 def check_indices(indices: Mapping[str, Tensor], values: Tensor, *sizes: int) -> None:
@@ -106,3 +106,11 @@ def in_range(name: str, index: Tensor, size: int) -> Invariant:
         (index < 0) | (index >= size),
         lambda place: f"{name}[{place}] is {int(index.flatten()[place])}, needs 0 to {size - 1}",
     )
+
+
+def check_slice(start: int, stop: int, size: int, step: int = 1) -> None:
+    """Raise FormatError unless 0 <= start <= stop <= size, and both are at a block's edge."""
+    if not 0 <= start <= stop <= size:
+        raise FormatError(f"slice is {start} to {stop}, needs 0 <= start <= stop <= {size}")
+    if start % step or (stop % step and stop != size):
+        raise FormatError(f"slice is {start} to {stop}, needs multiples of the block's {step}, or {size} as its end")

@@ -6,9 +6,18 @@ import torch
 from torch import Tensor
 
 from sparsecomp.formats.base import SparseMatrix
-from sparsecomp.formats.checks import Invariant, check_indices, check_length, check_shape, check_values, in_range, require
+from sparsecomp.formats.checks import (
+    Invariant,
+    check_indices,
+    check_length,
+    check_shape,
+    check_slice,
+    check_values,
+    in_range,
+    require,
+)
 from sparsecomp.formats.foreign import scipy_sparse, tensor_of, to_numpy
-from sparsecomp.formats.indices import choose_index_dtype, first_of_group, index_dtype_for, pointers_of
+from sparsecomp.formats.indices import choose_index_dtype
 from sparsecomp.formats.triplets import Triplets, coalesced, of_batched_coo
 
 
@@ -141,7 +150,7 @@ class COO(SparseMatrix):
             item = torch.arange(self.batch, device=self.device).repeat_interleave(self.row.numel())
             indices = torch.cat([item[None], indices.repeat(1, self.batch)])
             values, shape = values.flatten(), (self.batch, *shape)
-        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.coo_array`; half precision becomes float32.
@@ -157,7 +166,6 @@ class COO(SparseMatrix):
     def _from_triplets(
         cls, elements: Triplets, index_dtype: torch.dtype | None, at_least: torch.dtype, **layout: Any
     ) -> Self:
-        refuse_layout(cls, layout)
         dtype = choose_index_dtype(index_dtype, at_least, *elements.shape, elements.row.numel())
         return cls(elements.row.to(dtype), elements.col.to(dtype), elements.values, elements.shape)
 
@@ -173,6 +181,6 @@ class COO(SparseMatrix):
 
     @classmethod
     def _from_native_scipy(cls, matrix: Any) -> Self:
-        dtype = index_dtype_for(*matrix.shape, matrix.nnz)
-        row, col = tensor_of(matrix.row).to(dtype), tensor_of(matrix.col).to(dtype)
-        return cls.from_triplets(row, col, tensor_of(matrix.data), check_shape(matrix.shape))
+        return cls.from_triplets(
+            tensor_of(matrix.row), tensor_of(matrix.col), tensor_of(matrix.data), check_shape(matrix.shape)
+        )

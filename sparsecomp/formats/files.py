@@ -33,7 +33,11 @@ class Stored(NamedTuple):
 
 
 def save(
-    path: str | PathLike[str], name: str, shape: tuple[int, int], layout: Mapping[str, Any], arrays: Mapping[str, Tensor]
+    path: str | PathLike[str],
+    name: str,
+    shape: tuple[int, int],
+    layout: Mapping[str, Any],
+    arrays: Mapping[str, Tensor],
 ) -> None:
     """Write a file whole or not at all: beside its place first, then moved there.
 

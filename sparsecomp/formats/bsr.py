@@ -1,0 +1,250 @@
+"""BSR and BCSC: dense blocks compressed by rows and by columns of blocks.
+
+Blocks need not divide the shape: the last ones reach beyond it and hold zeros there.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparsecomp.errors import FormatError
+from sparsecomp.formats.checks import check_shape
+from sparsecomp.formats.compressed import Compressed
+from sparsecomp.formats.csr import CSC, CSR
+from sparsecomp.formats.files import Stored
+from sparsecomp.formats.foreign import scipy_sparse, to_numpy
+from sparsecomp.formats.indices import choose_index_dtype, first_of_group, sort_order, take
+from sparsecomp.formats.triplets import Triplets, without_filler
+
+
+class _Blocks(Compressed):
+    """Entries are blocks."""
+
+    LAYOUT = ("block",)
+    VALUE_DIMS = 3
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Height and width of a block."""
+        height, width = self.values.shape[-2:]
+        return height, width
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks."""
+        (rows, cols), (height, width) = self.shape, self.block
+        return -(-rows // height), -(-cols // width)
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Shape rounded up to whole blocks."""
+        (lines, columns), (height, width) = self.grid, self.block
+        return lines * height, columns * width
+
+    def _check_blocks(self) -> None:
+        if 0 in self.values.shape[-2:]:
+            raise FormatError(f"values have blocks of {tuple(self.values.shape[-2:])}, need 1 or more each way")
+
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        majors, minors = self._majors(), self.indices.long()
+        line, column = (majors, minors) if self.MAJOR == 0 else (minors, majors)
+        height, width = self.block
+        row = (line * height)[:, None, None] + torch.arange(height, device=self.device)[:, None]
+        col = (column * width)[:, None, None] + torch.arange(width, device=self.device)
+        return row, col
+
+    @classmethod
+    def _from_triplets(
+        cls, elements: Triplets, index_dtype: torch.dtype | None, at_least: torch.dtype, **layout: Any
+    ) -> Self:
+        row, col, values, shape = elements
+        height, width = block = _check_block(layout["block"])
+        line, column = row.div(height, rounding_mode="floor"), col.div(width, rounding_mode="floor")
+        majors, minors = (line, column) if cls.MAJOR == 0 else (column, line)
+        n_minors = -(-shape[1 - cls.MAJOR] // block[1 - cls.MAJOR])
+        n_majors = -(-shape[cls.MAJOR] // block[cls.MAJOR])
+        order = sort_order(majors, minors, (n_majors, n_minors))
+        majors, minors, row, col = (take(index, 0, order) for index in (majors, minors, row, col))
+        first = first_of_group(majors, minors)
+        group, majors, minors = first.cumsum(0) - 1, majors[first], minors[first]
+        blocks = values.new_zeros((*values.shape[:-1], majors.numel(), height, width))
+        blocks[..., group, row.remainder(height).long(), col.remainder(width).long()] = take(values, -1, order)
+        dtype = choose_index_dtype(index_dtype, at_least, *shape, majors.numel() * height * width)
+        return cls._of_sorted(majors, minors, blocks, shape, dtype)
+
+    def _triplets(self) -> Triplets:
+        this = self.compact()
+        row, col = (index.flatten().to(self.index_dtype) for index in torch.broadcast_tensors(*this._positions()))
+        found = without_filler(Triplets(row, col, this.values.flatten(this._entry_dim), self.shape))
+        order = sort_order(found.row, found.col, self.shape)
+        return Triplets(*(take(index, 0, order) for index in found[:2]), take(found.values, -1, order), self.shape)
+
+    @classmethod
+    def _from_stored(cls, stored: Stored) -> Self:
+        matrix = cls(*(stored.arrays[name] for name in cls.ARRAYS), shape=check_shape(stored.shape))
+        if list(matrix.values.shape[-2:]) != stored.layout["block"]:
+            raise FormatError(f"the file has block {stored.layout['block']} and values {tuple(matrix.values.shape)}")
+        return matrix
+
+
+class BSR(_Blocks):
+    """Blocks row by row.
+
+    Attributes:
+        crow: (rows of blocks + 1,) int32 or int64: row i of blocks holds blocks crow[i] to crow[i + 1] - 1.
+            0 <= crow[0] and crow[-1] <= len(col); blocks outside are spare capacity of any content.
+        col: (blocks,) of the same dtype: column of blocks, ascending in each row, each once.
+        values: (blocks, height, width) or (batch, blocks, height, width), of any strides; 0 beyond the shape.
+        shape: rows and columns of elements.
+    """
+
+    ARRAYS = ("crow", "col", "values")
+    MAJOR = 0
+    TORCH_LAYOUT = torch.sparse_bsr
+    SCIPY_FORMAT = "bsr"
+
+    @property
+    def crow(self) -> Tensor:
+        """Pointers (rows of blocks + 1,)."""
+        return self.pointers
+
+    @property
+    def col(self) -> Tensor:
+        """Columns of blocks (blocks,)."""
+        return self.indices
+
+    @classmethod
+    def from_arrays(
+        cls,
+        crow: Tensor,
+        col: Tensor,
+        values: Tensor,
+        shape: tuple[int, int],
+        *,
+        coalesce: bool = False,
+        check: bool = True,
+    ) -> Self:
+        """The matrix in these arrays, which are kept and not copied unless `coalesce` reorders them.
+
+        Args:
+            crow: (rows of blocks + 1,) int32 or int64.
+            col: (blocks,) of the same dtype.
+            values: (blocks, height, width) or (batch, blocks, height, width).
+            shape: rows and columns of elements, which blocks may exceed by less than a block.
+            coalesce: sort blocks that do not ascend, and sum repeated ones, instead of raising.
+            check: False skips validation; wrong arrays then give wrong results.
+
+        Raises:
+            FormatError: the first invariant that is broken.
+        """
+        return cls._checked(crow, col, values, shape, coalesce, check)
+
+    def slice_rows(self, start: int, stop: int) -> Self:
+        """Rows `start` to `stop` - 1, sharing every array; nothing is copied or read.
+
+        Raises:
+            FormatError: not 0 <= start <= stop <= rows, or not at the edges of blocks.
+        """
+        return self._slice(start, stop)
+
+    def to_torch(self) -> Tensor:
+        """A torch tensor in BSR layout; in CSR layout where blocks do not divide the shape, which torch's must."""
+        return super().to_torch() if self.padded_shape == self.shape else self.to(CSR).to_torch()
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.bsr_array`; a `csr_array` where blocks do not divide the shape, which scipy's must.
+
+        Half precision becomes float32.
+
+        Raises:
+            FormatError: the matrix is a batch: use `unbatch`.
+            ImportError: scipy is not installed.
+        """
+        if self.padded_shape != self.shape or 0 in self.shape:
+            return self.to(CSR).to_scipy()
+        this = self.compact()
+        return scipy_sparse().bsr_array(to_numpy(this.values, this.indices, this.pointers), shape=self.shape)
+
+
+class BCSC(_Blocks):
+    """Blocks column by column.
+
+    Attributes:
+        ccol: (columns of blocks + 1,) int32 or int64: column i of blocks holds blocks ccol[i] to ccol[i + 1] - 1.
+            0 <= ccol[0] and ccol[-1] <= len(row); blocks outside are spare capacity of any content.
+        row: (blocks,) of the same dtype: row of blocks, ascending in each column, each once.
+        values: (blocks, height, width) or (batch, blocks, height, width), of any strides; 0 beyond the shape.
+        shape: rows and columns of elements.
+    """
+
+    ARRAYS = ("ccol", "row", "values")
+    MAJOR = 1
+    TORCH_LAYOUT = torch.sparse_bsc
+
+    @property
+    def ccol(self) -> Tensor:
+        """Pointers (columns of blocks + 1,)."""
+        return self.pointers
+
+    @property
+    def row(self) -> Tensor:
+        """Rows of blocks (blocks,)."""
+        return self.indices
+
+    @classmethod
+    def from_arrays(
+        cls,
+        ccol: Tensor,
+        row: Tensor,
+        values: Tensor,
+        shape: tuple[int, int],
+        *,
+        coalesce: bool = False,
+        check: bool = True,
+    ) -> Self:
+        """The matrix in these arrays; as `BSR.from_arrays`, with rows for columns.
+
+        Args:
+            ccol: (columns of blocks + 1,) int32 or int64.
+            row: (blocks,) of the same dtype.
+            values: (blocks, height, width) or (batch, blocks, height, width).
+            shape: rows and columns of elements, which blocks may exceed by less than a block.
+            coalesce: sort blocks that do not ascend, and sum repeated ones, instead of raising.
+            check: False skips validation; wrong arrays then give wrong results.
+
+        Raises:
+            FormatError: the first invariant that is broken.
+        """
+        return cls._checked(ccol, row, values, shape, coalesce, check)
+
+    def slice_cols(self, start: int, stop: int) -> Self:
+        """Columns `start` to `stop` - 1, sharing every array; nothing is copied or read.
+
+        Raises:
+            FormatError: not 0 <= start <= stop <= columns, or not at the edges of blocks.
+        """
+        return self._slice(start, stop)
+
+    def to_torch(self) -> Tensor:
+        """A torch tensor in BSC layout; in CSC layout where blocks do not divide the shape, which torch's must."""
+        return super().to_torch() if self.padded_shape == self.shape else self.to(CSC).to_torch()
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.bsr_array` of the same blocks: scipy has no BCSC. Otherwise as `BSR.to_scipy`."""
+        return self.to(BSR).to_scipy()
+
+
+BSR.TWIN, BCSC.TWIN = BCSC, BSR
+
+
+def _check_block(block: Any) -> tuple[int, int]:
+    """`block` as (height, width).
+
+    Raises:
+        FormatError: neither an int nor two, of 1 or more.
+    """
+    sizes = (block, block) if type(block) is int else block
+    if type(sizes) not in (tuple, list) or len(sizes) != 2 or any(type(n) is not int or n < 1 for n in sizes):
+        raise FormatError(f"block is {block!r}, needs (height, width) of 1 or more")
+    return sizes[0], sizes[1]

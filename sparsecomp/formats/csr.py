@@ -1,0 +1,177 @@
+"""CSR and CSC: elements compressed by rows and by columns."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparsecomp.formats.compressed import Compressed
+from sparsecomp.formats.foreign import scipy_sparse, to_numpy
+from sparsecomp.formats.indices import choose_index_dtype, sort_order, take
+from sparsecomp.formats.triplets import Triplets
+
+
+class _Elements(Compressed):
+    """Entries are single values."""
+
+    @classmethod
+    def _from_triplets(
+        cls, elements: Triplets, index_dtype: torch.dtype | None, at_least: torch.dtype, **layout: Any
+    ) -> Self:
+        row, col, values, shape = elements
+        dtype = choose_index_dtype(index_dtype, at_least, *shape, row.numel())
+        if cls.MAJOR == 0:
+            return cls._of_sorted(row, col, values, shape, dtype)
+        by_col = torch.sort(col, stable=True)
+        return cls._of_sorted(by_col.values, row[by_col.indices], take(values, -1, by_col.indices), shape, dtype)
+
+    def _triplets(self) -> Triplets:
+        this = self.compact()
+        majors, minors = this._majors().to(self.index_dtype), this.indices
+        if self.MAJOR == 0:
+            return Triplets(majors, minors, this.values, self.shape)
+        order = sort_order(minors, majors, self.shape)
+        return Triplets(take(minors, 0, order), take(majors, 0, order), take(this.values, -1, order), self.shape)
+
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        majors, minors = self._majors(), self.indices.long()
+        return (majors, minors) if self.MAJOR == 0 else (minors, majors)
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse` array of the same format; half precision becomes float32.
+
+        Raises:
+            FormatError: the matrix is a batch: use `unbatch`.
+            ImportError: scipy is not installed.
+        """
+        this = self.compact()
+        kind = getattr(scipy_sparse(), f"{self.SCIPY_FORMAT}_array")
+        return kind(to_numpy(this.values, this.indices, this.pointers), shape=self.shape)
+
+
+class CSR(_Elements):
+    """Elements row by row.
+
+    Attributes:
+        crow: (rows + 1,) int32 or int64: row i holds entries crow[i] to crow[i + 1] - 1. 0 <= crow[0] and
+            crow[-1] <= len(col); entries outside are spare capacity of any content.
+        col: (entries,) of the same dtype, ascending in each row, each once.
+        values: (entries,) or (batch, entries).
+        shape: rows and columns.
+    """
+
+    ARRAYS = ("crow", "col", "values")
+    MAJOR = 0
+    TORCH_LAYOUT = torch.sparse_csr
+    SCIPY_FORMAT = "csr"
+
+    @property
+    def crow(self) -> Tensor:
+        """Pointers (rows + 1,)."""
+        return self.pointers
+
+    @property
+    def col(self) -> Tensor:
+        """Columns (entries,)."""
+        return self.indices
+
+    @classmethod
+    def from_arrays(
+        cls,
+        crow: Tensor,
+        col: Tensor,
+        values: Tensor,
+        shape: tuple[int, int],
+        *,
+        coalesce: bool = False,
+        check: bool = True,
+    ) -> Self:
+        """The matrix in these arrays, which are kept and not copied unless `coalesce` reorders them.
+
+        Args:
+            crow: (rows + 1,) int32 or int64.
+            col: (entries,) of the same dtype.
+            values: (entries,) or (batch, entries).
+            shape: rows and columns.
+            coalesce: sort columns that do not ascend, and sum values of repeated ones, instead of raising.
+            check: False skips validation; wrong arrays then give wrong results.
+
+        Raises:
+            FormatError: the first invariant that is broken.
+        """
+        return cls._checked(crow, col, values, shape, coalesce, check)
+
+    def slice_rows(self, start: int, stop: int) -> Self:
+        """Rows `start` to `stop` - 1, sharing every array; nothing is copied or read.
+
+        Raises:
+            FormatError: not 0 <= start <= stop <= rows.
+        """
+        return self._slice(start, stop)
+
+    def _row_counts(self) -> Tensor:
+        return self.crow.diff().long()
+
+
+class CSC(_Elements):
+    """Elements column by column.
+
+    Attributes:
+        ccol: (columns + 1,) int32 or int64: column i holds entries ccol[i] to ccol[i + 1] - 1. 0 <= ccol[0] and
+            ccol[-1] <= len(row); entries outside are spare capacity of any content.
+        row: (entries,) of the same dtype, ascending in each column, each once.
+        values: (entries,) or (batch, entries).
+        shape: rows and columns.
+    """
+
+    ARRAYS = ("ccol", "row", "values")
+    MAJOR = 1
+    TORCH_LAYOUT = torch.sparse_csc
+    SCIPY_FORMAT = "csc"
+
+    @property
+    def ccol(self) -> Tensor:
+        """Pointers (columns + 1,)."""
+        return self.pointers
+
+    @property
+    def row(self) -> Tensor:
+        """Rows (entries,)."""
+        return self.indices
+
+    @classmethod
+    def from_arrays(
+        cls,
+        ccol: Tensor,
+        row: Tensor,
+        values: Tensor,
+        shape: tuple[int, int],
+        *,
+        coalesce: bool = False,
+        check: bool = True,
+    ) -> Self:
+        """The matrix in these arrays; as `CSR.from_arrays`, with rows for columns.
+
+        Args:
+            ccol: (columns + 1,) int32 or int64.
+            row: (entries,) of the same dtype.
+            values: (entries,) or (batch, entries).
+            shape: rows and columns.
+            coalesce: sort rows that do not ascend, and sum values of repeated ones, instead of raising.
+            check: False skips validation; wrong arrays then give wrong results.
+
+        Raises:
+            FormatError: the first invariant that is broken.
+        """
+        return cls._checked(ccol, row, values, shape, coalesce, check)
+
+    def slice_cols(self, start: int, stop: int) -> Self:
+        """Columns `start` to `stop` - 1, sharing every array; nothing is copied or read.
+
+        Raises:
+            FormatError: not 0 <= start <= stop <= columns.
+        """
+        return self._slice(start, stop)
+
+
+CSR.TWIN, CSC.TWIN = CSC, CSR

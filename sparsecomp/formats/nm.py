@@ -1,0 +1,222 @@
+"""N:M: each row holds N values in each group of M columns."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparsecomp.errors import FormatError
+from sparsecomp.formats.base import SparseMatrix
+from sparsecomp.formats.checks import Invariant, check_shape, check_slice, check_tensor, check_values, require
+from sparsecomp.formats.csr import CSC, CSR
+from sparsecomp.formats.files import Stored
+from sparsecomp.formats.triplets import Triplets, kept, to_dense, without_filler
+
+_MAX_M = 16
+
+
+class NM(SparseMatrix):
+    """N values in each group of M columns of each row: 2:4 and its kin. A group with fewer holds zeros.
+
+    The last group may reach beyond the columns and holds zeros there.
+
+    Attributes:
+        values: (rows, groups * n) or (batch, rows, groups * n).
+        indices: (rows, groups * n) uint8: each value's column within its group, ascending, each once.
+        shape: rows and columns; groups = ceil(columns / m).
+        n: values in a group, 1 to m.
+        m: columns in a group, 1 to 16.
+    """
+
+    ARRAYS = ("values", "indices")
+    LAYOUT = ("n", "m")
+    VALUE_DIMS = 2
+
+    def __init__(self, values: Tensor, indices: Tensor, shape: tuple[int, int], n: int, m: int) -> None:
+        self.values, self.indices, self.shape, self.n, self.m = values, indices, shape, n, m
+
+    @classmethod
+    def from_arrays(
+        cls, values: Tensor, indices: Tensor, shape: tuple[int, int], n: int, m: int, *, check: bool = True
+    ) -> Self:
+        """The matrix in these arrays, which are kept and not copied.
+
+        Args:
+            values: (rows, groups * n) or (batch, rows, groups * n).
+            indices: (rows, groups * n) uint8, ascending in each group, below m.
+            shape: rows and columns.
+            n: values in a group, 1 to m.
+            m: columns in a group, 1 to 16.
+            check: False skips validation; wrong arrays then give wrong results.
+
+        Raises:
+            FormatError: the first invariant that is broken.
+        """
+        matrix = cls(values, indices, check_shape(shape), n, m)
+        if check:
+            matrix.validate()
+        return matrix
+
+    @classmethod
+    def from_dense(
+        cls, dense: Tensor, threshold: float = 0.0, *, index_dtype: torch.dtype | None = None, **layout: Any
+    ) -> Self:
+        """The elements of `dense` whose magnitude exceeds `threshold`; see `SparseMatrix.from_dense`.
+
+        Nothing is pruned: a group of `m` with more than `n` such elements is an error.
+
+        Args:
+            dense: (rows, columns) or (batch, rows, columns).
+            threshold: 0 or more.
+            index_dtype: nothing: indices are uint8.
+            layout: `n=` and `m=`.
+
+        Raises:
+            FormatError: a group holds more than n; wrong dtype, dimensions, n or m.
+        """
+        check_tensor("dense", dense)
+        cls._check_layout(layout)
+        return cls._pack(dense, kept(dense, threshold), **layout)
+
+    @classmethod
+    def _pack(cls, dense: Tensor, mask: Tensor, n: int, m: int) -> Self:
+        """The elements of `dense` under `mask` (rows, columns), and as many zeros as fill each group."""
+        _check_nm(n, m)
+        rows, cols = mask.shape
+        groups = -(-cols // m)
+        padding = (0, groups * m - cols)
+        grouped = torch.nn.functional.pad(mask, padding).view(rows, groups, m)
+        full = grouped.sum(-1) > n
+        require([Invariant(f"a group of {m} holds at most {n}: prune first, or use another format", full, _place(groups))])
+        # the stored first, in their order, then the zeros that fill up
+        rank = torch.where(grouped, 0, m) + torch.arange(m, device=mask.device)
+        chosen = (rank.sort(-1).values[..., :n] % m).sort(-1).values
+        values = torch.nn.functional.pad(dense, padding).view(*dense.shape[:-1], groups, m)
+        values = values.masked_fill(~grouped, 0).gather(-1, chosen.expand(*values.shape[:-1], n))
+        return cls(values.flatten(-2), chosen.flatten(-2).to(torch.uint8), (rows, cols), n, m)
+
+    def validate(self) -> None:
+        """Check every invariant: dtypes, sizes, devices, ranges, order, zeros beyond the shape.
+
+        Raises:
+            FormatError: names the first one that is broken, and where.
+        """
+        check_shape(self.shape)
+        _check_nm(self.n, self.m)
+        check_values("values", self.values, 2)
+        check_tensor("indices", self.indices)
+        if self.indices.dtype is not torch.uint8:
+            raise FormatError(f"indices have dtype {self.indices.dtype}, need torch.uint8")
+        if self.indices.device != self.device:
+            raise FormatError(f"indices are on {self.indices.device}, values on {self.device}: move them to one device")
+        needed = (self.shape[0], self._groups * self.n)
+        for name, array in (("values", self.values), ("indices", self.indices)):
+            if array.shape[-2:] != needed or (name == "indices" and array.dim() != 2):
+                raise FormatError(f"{name} have shape {tuple(array.shape)}, need {needed} (rows, groups * n)")
+        self._check_contents()
+
+    def _check_contents(self) -> None:
+        index = self.indices.view(self.shape[0], self._groups, self.n)
+        row, col = self._positions()
+        beyond = (col >= self.shape[1]) & (self.values != 0)
+        require(
+            [
+                Invariant(f"indices must be below {self.m}", index >= self.m, _place(self._groups, self.n)),
+                Invariant(
+                    "indices must ascend in each group, each once",
+                    (index[..., 1:] <= index[..., :-1]).any(-1),
+                    _place(self._groups),
+                ),
+                Invariant(f"values beyond the {self.shape[1]} columns must be 0", beyond, _place(self._groups, self.n)),
+            ]
+        )
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """uint8: a position within a group."""
+        return self.indices.dtype
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Shape with the columns rounded up to whole groups."""
+        return self.shape[0], self._groups * self.m
+
+    @property
+    def _groups(self) -> int:
+        return -(-self.shape[1] // self.m)
+
+    def compressed(self) -> tuple[Tensor, Tensor]:
+        """Values (rows, groups * n) and their columns within groups, uint8, for a kernel to pack: 2 bits each in 2:4.
+
+        Both contiguous; how hardware interleaves them is the kernel's business.
+        """
+        return self.values.contiguous(), self.indices.contiguous()
+
+    @property
+    def mT(self) -> CSC:
+        """The transposed matrix as CSC: groups run along rows only. A group's zeros are left out."""
+        return self.to(CSR).mT  # pyright: ignore[reportReturnType]
+
+    def slice_rows(self, start: int, stop: int) -> Self:
+        """Rows `start` to `stop` - 1, sharing every array; nothing is copied or read.
+
+        Raises:
+            FormatError: not 0 <= start <= stop <= rows.
+        """
+        check_slice(start, stop, self.shape[0])
+        shape = (stop - start, self.shape[1])
+        return type(self)(self.values[..., start:stop, :], self.indices[start:stop], shape, self.n, self.m)
+
+    def to_torch(self) -> Tensor:
+        """A torch tensor in CSR layout, without the zeros of groups: torch has no N:M layout."""
+        return self.to(CSR).to_torch()
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.csr_array`, without the zeros of groups; otherwise as `CSR.to_scipy`."""
+        return self.to(CSR).to_scipy()
+
+    @classmethod
+    def _from_triplets(
+        cls, elements: Triplets, index_dtype: torch.dtype | None, at_least: torch.dtype, **layout: Any
+    ) -> Self:
+        row, col = elements.row.long(), elements.col.long()
+        mask = to_dense(row, col, torch.ones_like(row, dtype=torch.bool), elements.shape)
+        return cls._pack(to_dense(row, col, elements.values, elements.shape), mask, **layout)
+
+    def _triplets(self) -> Triplets:
+        row, col = (index.flatten() for index in torch.broadcast_tensors(*self._positions()))
+        return without_filler(Triplets(row, col, self.values.flatten(-2), self.shape))
+
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        rows, groups = self.shape[0], self._groups
+        starts = torch.arange(groups, device=self.device) * self.m
+        col = starts[:, None] + self.indices.view(rows, groups, self.n)
+        return torch.arange(rows, device=self.device)[:, None], col.flatten(-2)
+
+    def _cast(self, index_dtype: torch.dtype) -> Self:
+        return self
+
+    @classmethod
+    def _from_native_torch(cls, tensor: Tensor) -> Self:
+        raise NotImplementedError("torch has no N:M layout")
+
+    @classmethod
+    def _from_native_scipy(cls, matrix: Any) -> Self:
+        raise NotImplementedError("scipy has no N:M format")
+
+    @classmethod
+    def _from_stored(cls, stored: Stored) -> Self:
+        return cls(stored.arrays["values"], stored.arrays["indices"], check_shape(stored.shape), **stored.layout)
+
+    def _with(self, **changed: Tensor) -> Self:
+        return type(self)(*{**self.arrays, **changed}.values(), self.shape, self.n, self.m)
+
+
+def _check_nm(n: int, m: int) -> None:
+    if type(n) is not int or type(m) is not int or not 1 <= n <= m <= _MAX_M:
+        raise FormatError(f"n is {n!r} and m {m!r}, need ints with 1 <= n <= m <= {_MAX_M}")
+
+
+def _place(groups: int, size: int = 1):
+    """Describes a flat position in (..., groups, size)."""
+    return lambda at: f"not so in row {at // (groups * size)}, group {at // size % groups} (rows of a batch counted on)"
