@@ -1,4 +1,4 @@
-"""Sparse matrices: COO, CSR, CSC, BSR, BCSC and N:M, conversions between them, files and inspection.
+"""Sparse matrices: COO, CSR, CSC, BSR, BCSC and N:M, conversions between them, batches, files and inspection.
 
     csr = CSR.from_dense(weight)
     bsr = csr.to(BSR, block=(16, 16))
@@ -6,7 +6,11 @@
 """
 
 from sparsecomp.formats.base import SparseMatrix
+from sparsecomp.formats.batch import Ragged, ragged, stack
+from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSC, CSR
+from sparsecomp.formats.nm import NM
+from sparsecomp.formats.statistics import Statistics
 
-__all__ = ["COO", "CSC", "CSR", "SparseMatrix"]
+__all__ = ["BCSC", "BSR", "COO", "CSC", "CSR", "NM", "Ragged", "SparseMatrix", "Statistics", "ragged", "stack"]

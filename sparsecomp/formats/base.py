@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from os import PathLike
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -58,6 +58,10 @@ class SparseMatrix(ABC):
     # -- what a format defines
 
     @abstractmethod
+    def __init__(self, *arrays: Tensor, shape: tuple[int, int]) -> None:
+        """Keep the arrays, in the order of `ARRAYS`; check nothing."""
+
+    @abstractmethod
     def validate(self) -> None:
         """Check every invariant of the format.
 
@@ -81,14 +85,14 @@ class SparseMatrix(ABC):
         """Row and column, int64, of each value of a compact matrix: they broadcast to `values` without its batch."""
 
     @classmethod
-    @abstractmethod
     def _from_native_torch(cls, tensor: Tensor) -> Self:
-        """The matrix in a tensor of `TORCH_LAYOUT`, unchecked."""
+        """The matrix in a tensor of `TORCH_LAYOUT`, unchecked; a format without one needs no such method."""
+        raise NotImplementedError
 
     @classmethod
-    @abstractmethod
     def _from_native_scipy(cls, matrix: Any) -> Self:
-        """The matrix in a scipy matrix of `SCIPY_FORMAT`, copied, unchecked, repeated positions summed."""
+        """The matrix in a scipy matrix of `SCIPY_FORMAT`, copied and checked, repeated positions summed; likewise."""
+        raise NotImplementedError
 
     @property
     @abstractmethod
@@ -245,7 +249,7 @@ class SparseMatrix(ABC):
         wanted = {**known, **layout}
         target._check_layout(wanted)
         same = isinstance(self, target) and wanted == self.layout
-        direct = self if same else self._direct(target, wanted)
+        direct = cast(Matrix, self) if same else self._direct(target, wanted)
         if direct is None:
             return target._from_triplets(self._triplets(), index_dtype, self.index_dtype, **wanted)
         return direct._cast(choose_index_dtype(index_dtype, self.index_dtype, *self.shape, self._stored))
@@ -435,7 +439,7 @@ class SparseMatrix(ABC):
     @classmethod
     def _from_stored(cls, stored: files.Stored) -> Self:
         """The matrix in a file, unchecked."""
-        return cls(*(stored.arrays[name] for name in cls.ARRAYS), shape=check_shape(stored.shape))  # pyright: ignore
+        return cls(*(stored.arrays[name] for name in cls.ARRAYS), shape=check_shape(stored.shape))
 
     # -- inspection
 
@@ -471,4 +475,4 @@ class SparseMatrix(ABC):
 
     def _with(self, **changed: Tensor) -> Self:
         """The matrix with some of its arrays replaced."""
-        return type(self)(*{**self.arrays, **changed}.values(), shape=self.shape)  # pyright: ignore
+        return type(self)(*{**self.arrays, **changed}.values(), shape=self.shape)

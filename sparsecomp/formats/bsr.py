@@ -78,7 +78,8 @@ class _Blocks(Compressed):
         row, col = (index.flatten().to(self.index_dtype) for index in torch.broadcast_tensors(*this._positions()))
         found = without_filler(Triplets(row, col, this.values.flatten(this._entry_dim), self.shape))
         order = sort_order(found.row, found.col, self.shape)
-        return Triplets(*(take(index, 0, order) for index in found[:2]), take(found.values, -1, order), self.shape)
+        row, col = take(found.row, 0, order), take(found.col, 0, order)
+        return Triplets(row, col, take(found.values, -1, order), self.shape)
 
     @classmethod
     def _from_stored(cls, stored: Stored) -> Self:

@@ -128,7 +128,7 @@ class Compressed(SparseMatrix):
         pointers, entries = self.pointers, self.indices.numel()
         require(
             [
-                Invariant(f"{name} must not be negative", pointers[:1] < 0, lambda _: f"its first is {int(pointers[0])}"),
+                Invariant(f"{name} must not be negative", pointers[:1] < 0, lambda _: f"begins at {int(pointers[0])}"),
                 Invariant(
                     f"{name} must not decrease",
                     pointers[1:] < pointers[:-1],
@@ -261,11 +261,13 @@ class Compressed(SparseMatrix):
 
 
 def _shared(index: Tensor) -> Tensor:
-    """The one row of a batch of indices.
+    """The one row of a batch of indices; zeros for a batch of none, where all entries are spare capacity then.
 
     Raises:
-        FormatError: the rows differ, or there are none.
+        FormatError: the rows differ.
     """
-    if not index.shape[0] or bool((index != index[:1]).any()):
+    if not index.shape[0]:
+        return index.new_zeros(index.shape[1])
+    if bool((index != index[:1]).any()):
         raise FormatError("the matrices of the batch have different patterns: convert them one by one, then stack")
     return index[0]

@@ -8,7 +8,8 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.checks import Invariant, check_shape, check_slice, check_tensor, check_values, require
-from sparsecomp.formats.csr import CSC, CSR
+from sparsecomp.formats.compressed import Compressed
+from sparsecomp.formats.csr import CSR
 from sparsecomp.formats.files import Stored
 from sparsecomp.formats.triplets import Triplets, kept, to_dense, without_filler
 
@@ -86,8 +87,8 @@ class NM(SparseMatrix):
         groups = -(-cols // m)
         padding = (0, groups * m - cols)
         grouped = torch.nn.functional.pad(mask, padding).view(rows, groups, m)
-        full = grouped.sum(-1) > n
-        require([Invariant(f"a group of {m} holds at most {n}: prune first, or use another format", full, _place(groups))])
+        need = f"a group of {m} holds at most {n}: prune first, or use another format"
+        require([Invariant(need, grouped.sum(-1) > n, _place(groups))])
         # the stored first, in their order, then the zeros that fill up
         rank = torch.where(grouped, 0, m) + torch.arange(m, device=mask.device)
         chosen = (rank.sort(-1).values[..., :n] % m).sort(-1).values
@@ -153,9 +154,9 @@ class NM(SparseMatrix):
         return self.values.contiguous(), self.indices.contiguous()
 
     @property
-    def mT(self) -> CSC:
+    def mT(self) -> Compressed:
         """The transposed matrix as CSC: groups run along rows only. A group's zeros are left out."""
-        return self.to(CSR).mT  # pyright: ignore[reportReturnType]
+        return self.to(CSR).mT
 
     def slice_rows(self, start: int, stop: int) -> Self:
         """Rows `start` to `stop` - 1, sharing every array; nothing is copied or read.
@@ -197,19 +198,12 @@ class NM(SparseMatrix):
         return self
 
     @classmethod
-    def _from_native_torch(cls, tensor: Tensor) -> Self:
-        raise NotImplementedError("torch has no N:M layout")
-
-    @classmethod
-    def _from_native_scipy(cls, matrix: Any) -> Self:
-        raise NotImplementedError("scipy has no N:M format")
-
-    @classmethod
     def _from_stored(cls, stored: Stored) -> Self:
         return cls(stored.arrays["values"], stored.arrays["indices"], check_shape(stored.shape), **stored.layout)
 
     def _with(self, **changed: Tensor) -> Self:
-        return type(self)(*{**self.arrays, **changed}.values(), self.shape, self.n, self.m)
+        arrays = {**self.arrays, **changed}
+        return type(self)(arrays["values"], arrays["indices"], self.shape, self.n, self.m)
 
 
 def _check_nm(n: int, m: int) -> None:
@@ -219,4 +213,4 @@ def _check_nm(n: int, m: int) -> None:
 
 def _place(groups: int, size: int = 1):
     """Describes a flat position in (..., groups, size)."""
-    return lambda at: f"not so in row {at // (groups * size)}, group {at // size % groups} (rows of a batch counted on)"
+    return lambda at: f"not so in row {at // (groups * size)} (counted through a batch), group {at // size % groups}"
