@@ -326,11 +326,15 @@ def _note(text: str, level: int) -> None:
 
 
 def _hindrance() -> str | None:
-    if torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         return "tuning cannot run during CUDA graph capture"
     if torch.compiler.is_compiling() or _compat.is_fake(torch.empty(0)):
         return "tuning cannot run while a graph is traced"
     return None
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
