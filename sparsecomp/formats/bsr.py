@@ -47,7 +47,7 @@ class _Blocks(Compressed):
             raise FormatError(f"values have blocks of {tuple(self.values.shape[-2:])}, need 1 or more each way")
 
     def _positions(self) -> tuple[Tensor, Tensor]:
-        majors, minors = self._majors(), self.indices.long()
+        majors, minors = self._majors().long(), self.indices.long()
         line, column = (majors, minors) if self.MAJOR == 0 else (minors, majors)
         height, width = self.block
         row = (line * height)[:, None, None] + torch.arange(height, device=self.device)[:, None]

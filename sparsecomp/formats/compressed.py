@@ -96,8 +96,8 @@ class Compressed(SparseMatrix):
         return type(self)(self.pointers - first, self.indices[first:last], values, shape=self.shape)
 
     def _majors(self) -> Tensor:
-        """Major of each entry of a compact matrix, int64."""
-        return rows_of(self.pointers, self.indices.numel())
+        """Major of each entry of a compact matrix, of the index dtype."""
+        return rows_of(self.pointers, self.indices.numel(), self.index_dtype)
 
     # -- invariants
 
@@ -183,7 +183,7 @@ class Compressed(SparseMatrix):
         order = sort_order(majors, minors, self._grid_of_majors)
         if order is None:
             return self
-        majors, minors, values = majors[order], minors[order], take(self.values, dim, order)
+        majors, minors, values = take(majors, 0, order), take(minors, 0, order), take(self.values, dim, order)
         first = first_of_group(majors, minors)
         group = first.cumsum(0) - 1
         majors, minors = majors[first], minors[first]
@@ -212,7 +212,7 @@ class Compressed(SparseMatrix):
             return None
         this = self.compact()
         by_minor = torch.sort(this.indices, stable=True)
-        majors = this._majors().to(self.index_dtype)[by_minor.indices]
+        majors = take(this._majors(), 0, by_minor.indices)
         values = take(this.values, this._entry_dim, by_minor.indices)
         return self.TWIN._of_sorted(by_minor.values, majors, values, self.shape, self.index_dtype)
 

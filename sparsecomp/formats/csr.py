@@ -22,19 +22,19 @@ class _Elements(Compressed):
         dtype = choose_index_dtype(index_dtype, at_least, *shape, row.numel())
         if cls.MAJOR == 0:
             return cls._of_sorted(row, col, values, shape, dtype)
-        by_col = torch.sort(col, stable=True)
-        return cls._of_sorted(by_col.values, row[by_col.indices], take(values, -1, by_col.indices), shape, dtype)
+        col, order = torch.sort(col, stable=True)
+        return cls._of_sorted(col, take(row, 0, order), take(values, -1, order), shape, dtype)
 
     def _triplets(self) -> Triplets:
         this = self.compact()
-        majors, minors = this._majors().to(self.index_dtype), this.indices
+        majors, minors = this._majors(), this.indices
         if self.MAJOR == 0:
             return Triplets(majors, minors, this.values, self.shape)
         order = sort_order(minors, majors, self.shape)
         return Triplets(take(minors, 0, order), take(majors, 0, order), take(this.values, -1, order), self.shape)
 
     def _positions(self) -> tuple[Tensor, Tensor]:
-        majors, minors = self._majors(), self.indices.long()
+        majors, minors = self._majors().long(), self.indices.long()
         return (majors, minors) if self.MAJOR == 0 else (minors, majors)
 
     def to_scipy(self) -> Any:

@@ -40,9 +40,9 @@ def choose_index_dtype(forced: torch.dtype | None, at_least: torch.dtype | None,
     return forced
 
 
-def rows_of(pointers: Tensor, count: int) -> Tensor:
-    """Row of each of `count` entries, int64, from pointers (rows + 1,) that begin at 0 and end at `count`."""
-    rows = torch.arange(pointers.numel() - 1, device=pointers.device)
+def rows_of(pointers: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Row of each of `count` entries, of `dtype`, from pointers (rows + 1,) that begin at 0 and end at `count`."""
+    rows = torch.arange(pointers.numel() - 1, dtype=dtype, device=pointers.device)
     return torch.repeat_interleave(rows, pointers.diff(), output_size=count)
 
 

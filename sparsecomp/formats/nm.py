@@ -1,5 +1,6 @@
 """N:M: each row holds N values in each group of M columns."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -88,13 +89,14 @@ class NM(SparseMatrix):
         padding = (0, groups * m - cols)
         grouped = torch.nn.functional.pad(mask, padding).view(rows, groups, m)
         need = f"a group of {m} holds at most {n}: prune first, or use another format"
-        require([Invariant(need, grouped.sum(-1) > n, _place(groups))])
-        # the stored first, in their order, then the zeros that fill up
-        rank = torch.where(grouped, 0, m) + torch.arange(m, device=mask.device)
-        chosen = (rank.sort(-1).values[..., :n] % m).sort(-1).values
-        values = torch.nn.functional.pad(dense, padding).view(*dense.shape[:-1], groups, m)
-        values = values.masked_fill(~grouped, 0).gather(-1, chosen.expand(*values.shape[:-1], n))
-        return cls(values.flatten(-2), chosen.flatten(-2).to(torch.uint8), (rows, cols), n, m)
+        free = n - grouped.sum(-1, keepdim=True)
+        require([Invariant(need, free < 0, _place(rows, groups))])
+        # the stored, and the first zeros as filler: exactly n a group, in order
+        chosen = grouped | ((~grouped).cumsum(-1) <= free)
+        values = torch.nn.functional.pad(dense, padding).view(*dense.shape[:-1], groups, m).masked_fill(~grouped, 0)
+        values = values[..., chosen].view(*dense.shape[:-1], groups * n)
+        places = torch.arange(m, dtype=torch.uint8, device=mask.device).expand_as(chosen)
+        return cls(values, places[chosen].view(rows, groups * n), (rows, cols), n, m)
 
     def validate(self) -> None:
         """Check every invariant: dtypes, sizes, devices, ranges, order, zeros beyond the shape.
@@ -118,17 +120,17 @@ class NM(SparseMatrix):
 
     def _check_contents(self) -> None:
         index = self.indices.view(self.shape[0], self._groups, self.n)
-        row, col = self._positions()
-        beyond = (col >= self.shape[1]) & (self.values != 0)
+        beyond = (self._positions()[1] >= self.shape[1]) & (self.values != 0)
+        slot = _place(self.shape[0], self._groups, self.n)
         require(
             [
-                Invariant(f"indices must be below {self.m}", index >= self.m, _place(self._groups, self.n)),
+                Invariant(f"indices must be below {self.m}", index >= self.m, slot),
                 Invariant(
                     "indices must ascend in each group, each once",
                     (index[..., 1:] <= index[..., :-1]).any(-1),
-                    _place(self._groups),
+                    _place(self.shape[0], self._groups),
                 ),
-                Invariant(f"values beyond the {self.shape[1]} columns must be 0", beyond, _place(self._groups, self.n)),
+                Invariant(f"values beyond the {self.shape[1]} columns must be 0", beyond, slot),
             ]
         )
 
@@ -211,6 +213,6 @@ def _check_nm(n: int, m: int) -> None:
         raise FormatError(f"n is {n!r} and m {m!r}, need ints with 1 <= n <= m <= {_MAX_M}")
 
 
-def _place(groups: int, size: int = 1):
-    """Describes a flat position in (..., groups, size)."""
-    return lambda at: f"not so in row {at // (groups * size)} (counted through a batch), group {at // size % groups}"
+def _place(rows: int, groups: int, size: int = 1) -> Callable[[int], str]:
+    """Describes a flat position in (..., rows, groups, size)."""
+    return lambda at: f"not so in row {at // (groups * size) % rows}, group {at // size % groups}"

@@ -58,7 +58,7 @@ class Statistics:
         lines = [
             f"{self.format} {batch}{self.shape[0]} x {self.shape[1]}{layout}, {_short(self.dtype)} values, "
             f"{_short(self.index_dtype)} indices, {self.nbytes} bytes",
-            f"{self.nnz} stored, sparsity {self.sparsity:.2%}",
+            f"{self.nnz} stored, sparsity {self.sparsity:.3%}",
             f"a row: {self.row_min} to {self.row_max}, mean {self.row_mean:.4g}, deviation {self.row_std:.4g}",
         ]
         lines += [f"{bounds:>13} a row: {rows} rows" for bounds, rows in self._bins() if rows]

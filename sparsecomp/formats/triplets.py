@@ -54,7 +54,7 @@ def coalesced(row: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) 
     order = sort_order(row, col, shape)
     if order is None:
         return Triplets(row, col, values, shape)
-    row, col, values = row[order], col[order], take(values, -1, order)
+    row, col, values = take(row, 0, order), take(col, 0, order), take(values, -1, order)
     first = first_of_group(row, col)
     if not bool(first.all()):
         group = first.cumsum(0) - 1
