@@ -1,17 +1,18 @@
 """What a candidate should cost: a roofline of expressions over sizes and configuration, against the card's ceilings.
 
-The estimate need not be a time to believe in; it has to put the good configurations first, so that few are measured, and
-to know on which side of dense a problem falls. Expressions are sympy's, so that they can be solved for a break-even point
-and may keep a size that is only known at run time.
+The estimate need not be a time to believe in; it has to put the good configurations first, so that few are measured,
+and to know on which side of dense a problem falls. Expressions are sympy's, so that they can be solved for a break-even
+point and may keep a size that is only known at run time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import sympy
 
+from sparsecomp.errors import SignatureError
 from sparsecomp.lowering.ceilings import Ceilings
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ _ITEM_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 
 def sizes(names: str) -> tuple[sympy.Symbol, ...]:
     """Symbols for the numbers that a cost depends on, by the names of a problem's and a configuration's fields.
 
-    ``itemsize`` stands for the bytes of a problem's ``dtype``, ``processors`` for the card's multiprocessors.
+    ``itemsize`` stands for the bytes of a problem's ``dtype``; a field of ``Ceilings``, such as ``processors``, for the
+    card's.
     """
     return tuple(sympy.Symbol(name, nonnegative=True) for name in names.split())
 
@@ -34,7 +36,7 @@ class Cost:
 
     Attributes:
         bytes: device memory traffic.
-        operations: arithmetic; a multiply-accumulate counts two.
+        operations: arithmetic, which overlaps the traffic; a multiply-accumulate counts two.
         rate: name of the ceiling that bounds the arithmetic, a field of ``Ceilings``.
         launches: kernel launches.
         seconds: what the above do not cover, such as waves that leave processors idle, in seconds.
@@ -46,28 +48,36 @@ class Cost:
     launches: sympy.Expr = sympy.Integer(1)
     seconds: sympy.Expr = sympy.Integer(0)
 
-    def expression(self, ceilings: Ceilings) -> sympy.Expr:
-        """Seconds on a card: the longer of traffic and arithmetic, the launches, and the rest."""
+    def expression(self, ceilings: Ceilings, **values: float | sympy.Expr) -> sympy.Expr:
+        """Seconds on a card: the longer of traffic and arithmetic, the launches, and the rest.
+
+        Args:
+            values: numbers, or expressions such as Dynamo's sizes, for symbols by name; others stay as they are.
+        """
         traffic = self.bytes / ceilings.bandwidth
         arithmetic = self.operations / getattr(ceilings, self.rate)
-        return sympy.Max(traffic, arithmetic) + self.launches * ceilings.launch + self.seconds
+        total = sympy.Max(traffic, arithmetic) + self.launches * ceilings.launch + self.seconds
+        known = {**vars(ceilings), **values}
+        return total.subs({symbol: known[str(symbol)] for symbol in total.free_symbols if str(symbol) in known})
 
     def estimate(self, values: Mapping[str, Any], ceilings: Ceilings) -> float:
         """Seconds for the given numbers; names that the expressions do not use are ignored.
 
         Raises:
-            KeyError: a number that the expressions need is missing.
+            SignatureError: a number that the expressions need is missing.
         """
         names, function = _compiled(self, ceilings)
-        known = {**asdict(ceilings), **values}
-        return float(function(*(known[name] for name in names)))
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise SignatureError(f"the cost depends on {', '.join(missing)}: give a number for each")
+        return float(function(*[values[name] for name in names]))
 
 
 @lru_cache(maxsize=256)
 def _compiled(cost: Cost, ceilings: Ceilings) -> tuple[tuple[str, ...], Callable[..., float]]:
     expression = cost.expression(ceilings)
     symbols = sorted(expression.free_symbols, key=str)
-    return tuple(map(str, symbols)), sympy.lambdify(symbols, expression, modules="math")
+    return tuple(map(str, symbols)), sympy.lambdify(symbols, expression, modules="math", cse=True)
 
 
 def seconds(candidate: "Candidate[Any]", problem: Any, ceilings: Ceilings) -> float:
@@ -83,13 +93,41 @@ def rank(candidates: "Sequence[Candidate[Any]]", problem: Any, ceilings: Ceiling
     return sorted(candidates, key=lambda candidate: seconds(candidate, problem, ceilings))
 
 
+def waves(tiles: sympy.Expr, processors: sympy.Expr) -> sympy.Expr:
+    """Tiles that the busiest of ``processors`` computes one after another."""
+    return sympy.ceiling(tiles / processors)
+
+
 def break_even(cost: sympy.Expr, rival: sympy.Expr, unknown: sympy.Symbol) -> sympy.Expr | None:
-    """Where ``cost`` meets ``rival``, for a cost linear in ``unknown`` (a density) and a rival free of it.
+    """Greatest ``unknown`` (a density) at which ``cost`` is no more than a ``rival`` that does not depend on it.
+
+    Args:
+        cost: a sum, and maximum, of terms that grow linearly with ``unknown``.
 
     Returns:
-        The value as an expression over whatever else is symbolic, such as a batch; None where ``unknown`` costs nothing.
+        An expression over whatever else is symbolic, such as a batch: negative where ``cost`` is always more, and
+        infinite where it never is. None where ``unknown`` costs nothing.
+
+    Raises:
+        ValueError: ``cost`` is not of that form.
     """
-    slope = sympy.diff(cost, unknown)
-    if slope == 0:
+    if not cost.has(unknown):
         return None
-    return sympy.simplify((rival - cost.subs(unknown, 0)) / slope)
+    bounds = []
+    for branch in _branches(cost, unknown):
+        slope, at_zero = sympy.diff(branch, unknown), branch.subs(unknown, 0)
+        if slope.has(unknown):
+            raise ValueError(f"{cost} is not linear in {unknown}: give it as a sum of linear terms and maxima of them")
+        if slope == 0:
+            bounds.append(sympy.Piecewise((sympy.oo, at_zero <= rival), (-sympy.oo, True)))
+        else:
+            bounds.append((rival - at_zero) / slope)
+    return sympy.Min(*bounds)
+
+
+def _branches(cost: sympy.Expr, unknown: sympy.Symbol) -> list[sympy.Expr]:
+    """Expressions that ``cost`` is the maximum of, with no maximum over ``unknown`` left in them."""
+    maximum = next((found for found in cost.atoms(sympy.Max) if found.has(unknown)), None)
+    if maximum is None:
+        return [cost]
+    return [branch for part in maximum.args for branch in _branches(cost.xreplace({maximum: part}), unknown)]
