@@ -374,6 +374,16 @@ def test_with_values_keeps_the_pattern() -> None:
         matrix.with_values(torch.ones(2, dtype=torch.int64))
 
 
+def test_a_matrix_moves_as_a_whole() -> None:
+    for name, layout in LAYOUTS.items():
+        matrix = kind(name).from_dense(torch.eye(4), **layout)
+        assert matrix.to_device("cpu") is matrix
+        moved = matrix.to_device("meta")
+        assert {array.device.type for array in moved.arrays.values()} == {"meta"} and moved.layout == layout
+        with pytest.raises(FormatError, match="move one"):
+            _ = matrix * torch.ones(4, device="meta")
+
+
 def test_allclose_is_torchs_over_all_formats() -> None:
     dense = random_dense((6, 8), 0.4, torch.float64)
     near = dense + (dense != 0) * 1e-9
@@ -383,10 +393,8 @@ def test_allclose_is_torchs_over_all_formats() -> None:
         matrix = kind(name).from_dense(dense, **layout)
         for other in (near, far):
             for target in LAYOUTS:
-                assert matrix.allclose(kind(target).from_dense(other, **LAYOUTS[target])) == torch.allclose(
-                    dense, other
-                )
-            assert matrix.allclose(other) == torch.allclose(dense, other)
+                assert matrix.allclose(kind(target).from_dense(other, **LAYOUTS[target])) == (other is near)
+            assert matrix.allclose(other) == torch.allclose(dense, other) == (other is near)
         assert matrix.allclose(far, atol=0.1)
     with pytest.raises(FormatError, match="shapes are"):
         COO.from_dense(dense).allclose(dense.mT)

@@ -252,7 +252,7 @@ class SparseMatrix(ABC):
         direct = cast(Matrix, self) if same else self._direct(target, wanted)
         if direct is None:
             return target._from_triplets(self._triplets(), index_dtype, self.index_dtype, **wanted)
-        return direct._cast(choose_index_dtype(index_dtype, self.index_dtype, *self.shape, self._stored))
+        return direct._cast(choose_index_dtype(index_dtype, self.index_dtype, *self.shape, direct._stored))
 
     @classmethod
     def _check_layout(cls, layout: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from sparsecomp.formats.compressed import Compressed
 from sparsecomp.formats.csr import CSC, CSR
 from sparsecomp.formats.files import Stored
 from sparsecomp.formats.foreign import scipy_sparse, to_numpy
-from sparsecomp.formats.indices import choose_index_dtype, first_of_group, sort_order, take
+from sparsecomp.formats.indices import choose_index_dtype, groups_of, sort_order, take
 from sparsecomp.formats.triplets import Triplets, without_filler
 
 
@@ -66,8 +66,8 @@ class _Blocks(Compressed):
         n_majors = -(-shape[cls.MAJOR] // block[cls.MAJOR])
         order = sort_order(majors, minors, (n_majors, n_minors))
         majors, minors, row, col = (take(index, 0, order) for index in (majors, minors, row, col))
-        first = first_of_group(majors, minors)
-        group, majors, minors = first.cumsum(0) - 1, majors[first], minors[first]
+        first, group = groups_of(majors, minors)
+        majors, minors = take(majors, 0, first), take(minors, 0, first)
         blocks = values.new_zeros((*values.shape[:-1], majors.numel(), height, width))
         blocks[..., group, row.remainder(height).long(), col.remainder(width).long()] = take(values, -1, order)
         dtype = choose_index_dtype(index_dtype, at_least, *shape, majors.numel() * height * width)

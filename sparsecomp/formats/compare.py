@@ -3,7 +3,7 @@
 import torch
 
 from sparsecomp.errors import FormatError
-from sparsecomp.formats.indices import first_of_group, sort_order, take
+from sparsecomp.formats.indices import groups_of, sort_order, take
 from sparsecomp.formats.triplets import Triplets
 
 
@@ -24,7 +24,7 @@ def allclose(one: Triplets, other: Triplets, rtol: float, atol: float, equal_nan
     col = torch.cat([one.col.long(), other.col.long()])
     order = sort_order(row, col, one.shape)
     row, col = take(row, 0, order), take(col, 0, order)
-    group = first_of_group(row, col).cumsum(0) - 1
+    _, group = groups_of(row, col)
     if order is not None:
         group = torch.empty_like(group).index_copy_(0, order, group)
     dtype = torch.promote_types(one.values.dtype, other.values.dtype)

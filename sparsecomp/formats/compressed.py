@@ -26,7 +26,7 @@ from sparsecomp.formats.checks import (
     require,
 )
 from sparsecomp.formats.foreign import tensor_of
-from sparsecomp.formats.indices import first_of_group, pointers_of, rows_of, sort_order, sum_groups, take
+from sparsecomp.formats.indices import groups_of, pointers_of, rows_of, sort_order, sum_groups, take
 
 
 class Compressed(SparseMatrix):
@@ -184,9 +184,8 @@ class Compressed(SparseMatrix):
         if order is None:
             return self
         majors, minors, values = take(majors, 0, order), take(minors, 0, order), take(self.values, dim, order)
-        first = first_of_group(majors, minors)
-        group = first.cumsum(0) - 1
-        majors, minors = majors[first], minors[first]
+        first, group = groups_of(majors, minors)
+        majors, minors = take(majors, 0, first), take(minors, 0, first)
         values = sum_groups(values, dim, group, minors.numel())
         return self._of_sorted(majors, minors, values, self.shape, self.index_dtype)
 

@@ -75,11 +75,14 @@ def sort_order(major: Tensor, minor: Tensor, shape: tuple[int, int]) -> Tensor |
     return torch.sort(keys, stable=True).indices
 
 
-def first_of_group(major: Tensor, minor: Tensor) -> Tensor:
-    """True (entries,) at the first of each run of equal pairs; the pairs are sorted."""
+def groups_of(major: Tensor, minor: Tensor) -> tuple[Tensor, Tensor]:
+    """Runs of equal pairs among sorted ones: where each begins (groups,), and which each pair is in (entries,); int64.
+
+    Reads the number of groups from the device.
+    """
     first = torch.ones(major.shape, dtype=torch.bool, device=major.device)
     torch.logical_or(major[1:] != major[:-1], minor[1:] != minor[:-1], out=first[1:])
-    return first
+    return first.nonzero().squeeze(1), first.cumsum(0) - 1
 
 
 def take(values: Tensor, dim: int, order: Tensor | None) -> Tensor:

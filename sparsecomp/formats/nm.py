@@ -89,14 +89,14 @@ class NM(SparseMatrix):
         padding = (0, groups * m - cols)
         grouped = torch.nn.functional.pad(mask, padding).view(rows, groups, m)
         need = f"a group of {m} holds at most {n}: prune first, or use another format"
-        free = n - grouped.sum(-1, keepdim=True)
+        free = n - grouped.sum(-1, keepdim=True, dtype=torch.int8)
         require([Invariant(need, free < 0, _place(rows, groups))])
         # the stored, and the first zeros as filler: exactly n a group, in order
-        chosen = grouped | ((~grouped).cumsum(-1) <= free)
-        values = torch.nn.functional.pad(dense, padding).view(*dense.shape[:-1], groups, m).masked_fill(~grouped, 0)
-        values = values[..., chosen].view(*dense.shape[:-1], groups * n)
-        places = torch.arange(m, dtype=torch.uint8, device=mask.device).expand_as(chosen)
-        return cls(values, places[chosen].view(rows, groups * n), (rows, cols), n, m)
+        chosen = grouped | ((~grouped).cumsum(-1, dtype=torch.int8) <= free)
+        places = chosen.flatten().nonzero().squeeze(1)
+        values = torch.nn.functional.pad(dense.masked_fill(~mask, 0), padding).flatten(-2).index_select(-1, places)
+        indices = places.remainder(m).to(torch.uint8).view(rows, groups * n)
+        return cls(values.view(*dense.shape[:-1], groups * n), indices, (rows, cols), n, m)
 
     def validate(self) -> None:
         """Check every invariant: dtypes, sizes, devices, ranges, order, zeros beyond the shape.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.checks import check_threshold, check_values
-from sparsecomp.formats.indices import first_of_group, sort_order, sum_groups, take
+from sparsecomp.formats.indices import groups_of, sort_order, sum_groups, take
 
 
 class Triplets(NamedTuple):
@@ -55,10 +55,9 @@ def coalesced(row: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) 
     if order is None:
         return Triplets(row, col, values, shape)
     row, col, values = take(row, 0, order), take(col, 0, order), take(values, -1, order)
-    first = first_of_group(row, col)
-    if not bool(first.all()):
-        group = first.cumsum(0) - 1
-        row, col = row[first], col[first]
+    first, group = groups_of(row, col)
+    if first.numel() < row.numel():
+        row, col = take(row, 0, first), take(col, 0, first)
         values = sum_groups(values, values.dim() - 1, group, row.numel())
     return Triplets(row, col, values, shape)
 
@@ -80,8 +79,8 @@ def of_batched_coo(tensor: Tensor) -> Triplets:
         return Triplets(row, col, tensor.values(), shape)
     order = sort_order(row, col, shape)
     item, row, col, values = (take(array, 0, order) for array in (batch[0], row, col, tensor.values()))
-    first = first_of_group(row, col)
-    row, col, group = row[first], col[first], first.cumsum(0) - 1
+    first, group = groups_of(row, col)
+    row, col = take(row, 0, first), take(col, 0, first)
     shared = values.new_zeros((tensor.shape[0], row.numel()))
     return Triplets(row, col, shared.index_put((item, group), values), shape)
 
