@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import inf
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -28,7 +28,7 @@ from sparsecomp.lowering.measure import measure_ms
 from sparsecomp.lowering.progress import Progress
 from sparsecomp.lowering.signature import KernelSignature, device_of
 from sparsecomp.lowering.template import Candidate, Operation
-from sparsecomp.lowering.trial import Trial
+from sparsecomp.lowering.trial import fault, first_line, timed_operands
 from sparsecomp.settings import Effort, Settings
 
 P = TypeVar("P", bound=NamedTuple)
@@ -202,7 +202,7 @@ class Tuner:
             except TuningError:
                 raise
             except Exception as error:
-                _note(f"tuning of {task.operation.name} failed: {_first_line(error)}", logging.WARNING)
+                _note(f"tuning of {task.operation.name} failed: {first_line(error)}", logging.WARNING)
             # what the budget left out stays out in this process
             self._tuned.add((task.signature.key, effort))
 
@@ -219,19 +219,23 @@ class Tuner:
 
     def _time(self, task: "_Task", effort: Effort, results: "_Results") -> None:
         untimed, limits = task.untimed(results.known, effort), _LIMITS[effort]
+        if not untimed:
+            return
         deadline = self._clock() + limits.seconds
-        trial = Trial(task.operation, task.problem, task.device)
+        operands = timed_operands(task.operation, task.problem, task.device)
         with Progress(f"tuning {task.operation.name}", len(untimed)) as progress:
             for candidate in untimed:
                 fastest = task.fastest(results.known)
                 best = inf if fastest is None else results.known.times[fastest.name]
                 self.stats.timings += 1
                 try:
-                    took = self._measure(trial.calls(candidate), best=best, samples=limits.samples)
+                    launch = candidate.template.prepare(task.problem, candidate.config)
+                    calls = [partial(launch, *each) for each in operands]
+                    took = self._measure(calls, best=best, samples=limits.samples)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:
-                    _reject(task, candidate, _first_line(error), results)
+                    _reject(task, candidate, first_line(error), results)
                 else:
                     results.add(times={candidate.name: max(took, _SHORTEST_MS)})
                 progress.advance()
@@ -241,19 +245,12 @@ class Tuner:
     def _check(self, task: "_Task", results: "_Results") -> None:
         """Check the fastest until it is right."""
         while (candidate := task.unchecked(results.known)) is not None:
-            # a trial each: a wrong kernel may have written to any of its operands
-            trial = Trial(task.operation, task.problem, task.device)
             self.stats.checks += 1
-            try:
-                fault = trial.fault(candidate)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                fault = _first_line(error)
-            if fault is None:
+            why = fault(task.operation, task.problem, task.device, candidate)
+            if why is None:
                 results.add(verified=frozenset({candidate.name}))
             else:
-                _reject(task, candidate, fault, results)
+                _reject(task, candidate, why, results)
 
 
 class _Results:
@@ -313,7 +310,7 @@ def _reject(task: _Task, candidate: Candidate[Any], why: str, results: _Results)
         _synchronize(task.device)
     except Exception as error:
         raise TuningError(
-            f"{candidate.name} made the GPU unusable ({_first_line(error)}): it is rejected from now on; start the "
+            f"{candidate.name} made the GPU unusable ({first_line(error)}): it is rejected from now on; start the "
             "process anew"
         ) from error
 
@@ -351,8 +348,3 @@ def _quiet(device: torch.device) -> Iterator[None]:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _first_line(error: Exception) -> str:
-    line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {line}"

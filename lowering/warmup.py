@@ -39,15 +39,12 @@ def warmup(target: Target, example_inputs: Any = None, effort: Effort = "full") 
         SignatureError: fields that are no signature's.
         ValueError: a model without example inputs.
     """
-    dispatch.forget()
-    try:
-        with effort_scope(effort) as chosen:
-            if isinstance(target, nn.Module):
-                _run(target, example_inputs)
-            else:
-                _tune(target)
-    finally:
-        dispatch.forget()  # defaults that were prepared before
+    dispatch.forget()  # defaults that are prepared already
+    with effort_scope(effort) as chosen:
+        if isinstance(target, nn.Module):
+            _run(target, example_inputs)
+        else:
+            _tune(target)
     return chosen
 
 
@@ -72,7 +69,10 @@ def _problem(signature: KernelSignature) -> tuple[Operation[Any], Any]:
     if operation is None or operation.representative is None:
         tuned = sorted(name for name, operation in _operations().items() if operation.representative is not None)
         raise TuningError(f"{signature.op!r} is no operation that is tuned; these are: {', '.join(tuned)}")
-    problem = operation.representative(signature)
+    try:
+        problem = operation.representative(signature)
+    except (KeyError, ValueError) as error:
+        raise TuningError(f"{dict(signature.fields)} stands for no problem of {signature.op}: {error!r}") from None
     if operation.signature(problem, signature.device).fields != signature.fields:
         raise TuningError(f"{dict(signature.fields)} stands for no problem of {signature.op}: it gives {problem}")
     return operation, problem
