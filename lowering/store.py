@@ -349,7 +349,7 @@ def _until(deadline: float) -> Callable[[int, int, int], None]:
     """For a backup, which else waits for a locked database for ever."""
 
     def check(status: int, remaining: int, total: int) -> None:
-        if remaining and time.monotonic() > deadline:
+        if status != sqlite3.SQLITE_DONE and time.monotonic() > deadline:
             raise sqlite3.OperationalError("it is locked")
 
     return check
