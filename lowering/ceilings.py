@@ -8,7 +8,6 @@ from functools import cache
 
 import torch
 
-from sparsecomp import _compat
 from sparsecomp.lowering.cache import default_cache
 from sparsecomp.lowering.signature import device_of
 
@@ -59,7 +58,8 @@ def ceilings_of(device: torch.device) -> Ceilings:
     """
     if device.type != "cuda":
         return H100
-    if torch.cuda.is_current_stream_capturing() or _compat.is_fake(torch.empty(0)):
+    traced = type(torch.empty(0)) is not torch.Tensor
+    if traced or torch.cuda.is_current_stream_capturing():
         return _stored(device) or _proportional(device)
     try:
         return _settled(device)

@@ -101,6 +101,7 @@ def _site(operands: Operands, geometry: tuple[list[int], ...], ctx: Context) -> 
         groups=op.get("groups", 1), digits=operands.digits, density=density.share, active=density.active,
         tf32=_compat.conv_tf32(), fused=writes_bytes(operands, ctx),
         channels_last=isinstance(spikes, torch.Tensor) and is_channels_last(spikes),
+        stride=(geometry[0][0], geometry[0][1]),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ A layer is linear in its input, so a scale in front of the spikes may move to th
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,6 +13,9 @@ import torch
 from torch import fx
 
 from sparsecomp import _compat, gate
+from sparsecomp.lowering.cache import default_cache
+from sparsecomp.lowering.ceilings import H100, Ceilings, ceilings_of
+from sparsecomp.lowering.signature import device_of
 from sparsecomp.ops.spike_conv import KERNEL_DTYPES
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, has_hooks
 from sparsecomp.passes.facts import SparsityFact, is_dyadic
@@ -89,19 +92,32 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     forced = ctx.options.implementation
     if forced == "dense":
         return refuse(Why.FORCED_DENSE)
+    ceilings, measured = _card(operands, site)
     if forced != "auto":
-        strategy, gain, reason = forced, gate.estimate(site, forced), f"implementation={forced!r} was asked for"
+        strategy, reason = forced, f"implementation={forced!r} was asked for"
+        gain = gate.estimate(site, forced, ceilings)
     elif site.device == "cuda" and not _triton_available():
         ctx.report.note("Triton is not installed: everything stays dense")
         return refuse(Why.GATE, detail="Triton is not installed")
     else:
-        decision = gate.decide(site)
+        decision = gate.decide(site, ceilings, measured)
         strategy, gain, reason = decision.strategy, decision.expected_gain, decision.reason
     if strategy == "dense":
         return refuse(Why.GATE, detail=reason)
     node = operands.op.node
     reason = f"input is {operands.fact.described()}; {reason}"
     return Plan(lambda: {node: build(strategy)}, reason, strategy, operands.precision, gain)
+
+
+def _card(operands: Operands, site: gate.SiteInfo) -> tuple[Ceilings, Mapping[str, float] | None]:
+    """The ceilings of the site's card, and the times of the site's implementations that the tuning cache has for it."""
+    x = example_of(operands.op.input)
+    if x is None or x.device.type != "cuda" or not (torch.cuda.is_available() and _triton_available()):
+        return H100, None
+    entry = default_cache().get(site.signature(device_of(x.device)))
+    if entry is None:
+        return ceilings_of(x.device), None
+    return ceilings_of(x.device), {name: ms for name, ms in entry.times.items() if name not in entry.rejected}
 
 
 def writes_bytes(operands: Operands, ctx: Context) -> bool:

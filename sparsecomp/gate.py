@@ -1,50 +1,43 @@
-"""Whether a rewrite pays: a roofline estimate of the dense operator against each sparse implementation.
+"""Whether a rewrite pays: measured times, else a roofline estimate, of the dense operator and each sparse one.
 
-Pure functions of plain numbers, so that a decision can be tested and explained without a GPU. The constants are
-measured on one H100 and stand in one place; on other GPUs only their ratios matter.
+Pure functions of a site, the card's ceilings and what was measured, so that a decision can be tested and explained
+without a GPU. What kernels reach of a ceiling was measured on one H100; other cards are taken to reach the same share.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+
+from sparsecomp.lowering.ceilings import H100, Ceilings
+from sparsecomp.lowering.cost import Cost, break_even, sizes
+from sparsecomp.lowering.signature import Device, KernelSignature, Size, density_bucket
 
 MIN_CHANNELS_PER_GROUP = 16
 CHANNEL_MULTIPLE = 16
 EVENT_CAPACITY = 0.05
 """Densest input for the event path: its list holds a sixteenth of the elements; beyond, the work is done twice."""
+MIN_GAIN = 1.03
+"""Least speed-up for which a site is rewritten."""
 
+# Operations a second on an H100 (`bench/results`); another card is taken to reach the same share of its ceilings.
+_CONV_RATES = {"fp32": (80e12, 80e12), "tf32": (200e12, 330e12), "half": (350e12, 620e12)}
+"""cuDNN's, at the 3×3 stages of a ResNet at batch 128, for channels-first and channels-last input."""
+_MATMUL_RATES = {"fp32": 50e12, "tf32": 430e12, "half": 800e12}
+_BINARY_RATES = {2: 850e12, 3: 1100e12, 4: 1100e12}
+"""By digits, at the same stages as cuDNN's; the products of every digit count."""
+_NARROW = {"fp32": 1.0, "tf32": 0.45, "half": 0.65, "int8": 0.65}
+"""Share of these rates that 64 output channels and fewer reach."""
+_EVENT_RATES = {4: 5.3e12, 2: 8e12}
+"""By item size; only the products of events count. They wait for weights from memory."""
 
-@dataclass(frozen=True, slots=True)
-class Constants:
-    """Rates in operations or bytes a second; a multiply-accumulate is two operations.
-
-    Convolutions: the 3x3 stages of a ResNet at batch 128 (`bench/results`). `narrow_*` is the share of a rate that 64
-    output channels and fewer reach. `event_*` count only the products of events. The last three are seconds: `finding`
-    events and `listing` active pixels beyond the traffic, and one `step` of the reduction in a tile that nothing
-    overlaps, which is what a layer with few active pixels waits for.
-    """
-
-    bandwidth: float = 3.0e12
-    dense_fp32: float = 80e12
-    dense_tf32_nchw: float = 200e12
-    dense_tf32_nhwc: float = 330e12
-    dense_half_nchw: float = 350e12
-    dense_half_nhwc: float = 620e12
-    int8: float = 1100e12
-    int8_two_digits: float = 850e12
-    narrow_int8: float = 0.65
-    narrow_tf32: float = 0.45
-    narrow_half: float = 0.65
-    event_fp32: float = 5.3e12
-    event_half: float = 8e12
-    matmul_fp32: float = 50e12
-    matmul_tf32: float = 430e12
-    matmul_half: float = 800e12
-    min_gain: float = 1.03
-    finding: float = 35e-6
-    listing: float = 15e-6
-    step: float = 0.6e-6
-
-
-H100 = Constants()
+# Seconds, alike on all cards.
+_FINDING = 35e-6
+"""To find events, beyond the traffic."""
+_LISTING = 15e-6
+"""To list active pixels, beyond the traffic."""
+_STEP = 0.6e-6
+"""One step of the reduction in a tile that nothing overlaps: what a layer with few active pixels waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +57,7 @@ class SiteInfo:
         tf32: the dense operator would run in TF32.
         channels_last: the input lies in channels_last (or is a linear layer's).
         fused: the cast to bytes costs no pass of its own, since Inductor or the neuron makes it.
+        stride: of the window, rows and columns.
     """
 
     device: str
@@ -84,6 +78,20 @@ class SiteInfo:
     tf32: bool
     channels_last: bool
     fused: bool
+    stride: tuple[int, int] = (1, 1)
+
+    def signature(self, device: Device) -> KernelSignature:
+        """Under which the times of this site's implementations on ``device`` are kept; bfloat16 counts as float16."""
+        names = ("c", "k", "r", "s", "groups", "digits", "tf32", "fused")
+        parameters = {name: int(getattr(self, name)) for name in names}
+        stride = {"stride_h": self.stride[0], "stride_w": self.stride[1]}
+        return KernelSignature(
+            "spike_conv2d", device, dtypes=(f"float{8 * self.itemsize}",),
+            layouts=("nhwc" if self.channels_last else "nchw",),
+            sizes=(("n", self.n), ("h", self.h), ("w", self.w)),
+            parameters=(*parameters.items(), *stride.items(), ("active", density_bucket(self.active))),
+            density=self.density,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,36 +103,119 @@ class Decision:
     reason: str
 
 
-def decide(site: SiteInfo, constants: Constants = H100) -> Decision:
-    """The fastest implementation of `site` by estimate; dense unless another wins by a margin."""
+# Sites' numbers by name, then what :func:`_numbers` adds, then the card's.
+_FIELDS = "itemsize n c h w k r s out_h out_w groups digits density active fused"
+_itemsize, _n, _c, _h, _w, _k, _r, _s, _out_h, _out_w, _groups, _digits, _density, _active, _fused = sizes(_FIELDS)
+_dense_share, _int8_share, _event_share = sizes("dense_share int8_share event_share")
+_bandwidth, _int8 = sizes("bandwidth int8")
+
+_inputs = _n * _c * _h * _w
+_weights = _k * _c / _groups * _r * _s
+_operations = 2 * _n * _out_h * _out_w * _weights
+_products = _operations * _digits / _int8_share
+_packing = _weights * (2 * _itemsize + _digits)  # every call splits the weight anew: it is read twice, written in bytes
+
+
+def _bytes(input_itemsize: Size, weight_itemsize: Size) -> sympy.Expr:
+    return _inputs * input_itemsize + _weights * weight_itemsize + _n * _k * _out_h * _out_w * _itemsize
+
+
+_NONE = sympy.Integer(0)  # the rates were measured with the launches in them
+
+_DENSE = {
+    rate: Cost(
+        _bytes(_itemsize, _itemsize), _operations / _dense_share, rate, _NONE,
+        # whoever makes the spikes writes them at full width, where a fused site has them written as bytes
+        _fused * _inputs * (_itemsize - 1) / _bandwidth,
+    )
+    for rate in _MATMUL_RATES
+}  # fmt: skip
+
+_SPARSE = {
+    "binary": Cost(
+        _bytes(1, _digits), _products, "int8", _NONE,
+        # unfused, a prescan reads the input at full width and writes it as bytes
+        (_packing + (1 - _fused) * _inputs * (_itemsize + 1)) / _bandwidth,
+    ),
+    "event": Cost(
+        _NONE, _operations * _density / _event_share, "bandwidth", _NONE,
+        # the fallback's form of the weight is made too; single-row stores and loads reach 3/4 of the bandwidth
+        (2 * _packing + _bytes(_itemsize, _itemsize) / 0.75) / _bandwidth + _FINDING,
+    ),
+    "skip": Cost(
+        _NONE, _NONE, "int8", _NONE,
+        # the prescan reads the input and lists pixels; then only listed rows are multiplied, but all are written
+        (_packing + _bytes(_itemsize + 2, _digits)) / _bandwidth + _LISTING
+        + sympy.Max(_products / _int8 * _active, _r * _s * _c / _groups / 64 * _STEP),
+    ),
+}  # fmt: skip
+
+
+def decide(site: SiteInfo, ceilings: Ceilings = H100, measured: Mapping[str, float] | None = None) -> Decision:
+    """The fastest implementation of `site`; dense unless another wins by a margin.
+
+    Args:
+        measured: milliseconds by implementation, of sites with this one's signature. They decide if `dense` and another
+            that can serve the site are among them; estimates do otherwise.
+    """
     refusal = _unsuitable(site)
     if refusal is not None:
         return Decision("dense", 1.0, refusal)
-    dense = _dense_seconds(site, constants)
-    times = {"binary": _binary_seconds(site, constants)}
-    if site.density is not None and site.density < EVENT_CAPACITY and site.groups == 1:
-        times["event"] = _event_seconds(site, constants)
-    if site.active is not None:
-        times["skip"] = _skip_seconds(site, constants)
-    strategy = min(times, key=lambda name: times[name])
-    gain = dense / times[strategy]
-    estimate = f"estimated {times[strategy] * 1e6:.1f} us against {dense * 1e6:.1f} us dense"
-    if gain < constants.min_gain:
-        return Decision("dense", gain, f"{strategy} would not pay: {estimate}")
-    return Decision(strategy, gain, estimate)
+    able = ("dense", *_able(site))
+    known = {name: measured[name] for name in able if measured and name in measured}
+    if "dense" in known and len(known) > 1:
+        return _fastest(known, lambda ms: f"{ms:.3f} ms", "measured")
+    times = {name: seconds(site, name, ceilings) * 1e6 for name in able}
+    decision = _fastest(times, lambda us: f"{us:.1f} us", "estimated")
+    below = event_pays_below(site, ceilings)
+    return decision if below is None else replace(decision, reason=f"{decision.reason}; {_described(below)}")
 
 
-def estimate(site: SiteInfo, strategy: str, constants: Constants = H100) -> float:
+def estimate(site: SiteInfo, strategy: str, ceilings: Ceilings = H100) -> float:
     """The expected speed-up of a forced implementation (1.0 on the CPU, where operators run their references)."""
     if site.device != "cuda":
         return 1.0
-    if strategy == "event" and site.density is not None:
-        seconds = _event_seconds(site, constants)
-    elif strategy == "skip" and site.active is not None:
-        seconds = _skip_seconds(site, constants)
-    else:
-        seconds = _binary_seconds(site, constants)
-    return _dense_seconds(site, constants) / seconds
+    needed = {"event": site.density, "skip": site.active}
+    known = needed.get(strategy, 1.0) is not None
+    return seconds(site, "dense", ceilings) / seconds(site, strategy if known else "binary", ceilings)
+
+
+def seconds(site: SiteInfo, strategy: str, ceilings: Ceilings = H100) -> float:
+    """The estimate for one implementation; `event` needs the site's density and `skip` its active share."""
+    return _cost(site, strategy).estimate(_numbers(site), ceilings)
+
+
+def expression(site: SiteInfo, strategy: str, ceilings: Ceilings = H100, **symbols: sympy.Expr) -> sympy.Expr:
+    """As :func:`seconds`, with expressions in place of the site's fields of those names, such as a symbolic batch."""
+    return _cost(site, strategy).expression(ceilings, **{**_numbers(site), **symbols})
+
+
+def event_pays_below(site: SiteInfo, ceilings: Ceilings = H100) -> float | None:
+    """Density below which events are the fastest by estimate, 0 if nowhere; None where they cannot serve the site."""
+    if "event" not in _able(site):
+        return None
+    rival = min(seconds(site, name, ceilings) for name in ("dense", *_able(site)) if name != "event")
+    event = expression(site, "event", ceilings, density=_density)
+    return max(0.0, min(EVENT_CAPACITY, float(break_even(event, sympy.Float(rival), _density))))
+
+
+def _described(below: float) -> str:
+    return f"event pays below {below:.2%} density" if below >= 5e-5 else "event pays at no density"
+
+
+def _fastest(times: Mapping[str, float], text: Callable[[float], str], source: str) -> Decision:
+    strategy = min((name for name in times if name != "dense"), key=lambda name: times[name])
+    gain = times["dense"] / times[strategy]
+    reason = f"{source} {text(times[strategy])} against {text(times['dense'])} dense"
+    if gain < MIN_GAIN:
+        return Decision("dense", gain, f"{strategy} would not pay: {reason}")
+    return Decision(strategy, gain, reason)
+
+
+def _able(site: SiteInfo) -> list[str]:
+    """The sparse implementations that can serve a site, by what is known of its input."""
+    sparse = site.density is not None and site.density < EVENT_CAPACITY and site.groups == 1
+    return ["binary", *(["event"] if sparse else []), *(["skip"] if site.active is not None else [])]
 
 
 def _unsuitable(site: SiteInfo) -> str | None:
@@ -138,78 +229,26 @@ def _unsuitable(site: SiteInfo) -> str | None:
     return None
 
 
-def _operations(site: SiteInfo) -> float:
-    rows = site.n * site.out_h * site.out_w
-    return 2.0 * rows * site.k * (site.c // site.groups) * site.r * site.s
+def _cost(site: SiteInfo, strategy: str) -> Cost:
+    return _DENSE[_precision(site)] if strategy == "dense" else _SPARSE[strategy]
 
 
-def _bytes(site: SiteInfo, input_itemsize: int, weight_itemsize: int) -> float:
-    inputs = _inputs(site) * input_itemsize
-    return inputs + _weights(site) * weight_itemsize + site.n * site.k * site.out_h * site.out_w * site.itemsize
+def _precision(site: SiteInfo) -> str:
+    return "half" if site.itemsize == 2 else "tf32" if site.tf32 else "fp32"
 
 
-def _weights(site: SiteInfo) -> int:
-    return site.k * (site.c // site.groups) * site.r * site.s
-
-
-def _inputs(site: SiteInfo) -> int:
-    return site.n * site.c * site.h * site.w
-
-
-def _dense_rate(site: SiteInfo, constants: Constants) -> float:
+def _numbers(site: SiteInfo) -> dict[str, float]:
+    """What the costs depend on: the site's numbers, and which share of the ceilings its kernels reach."""
+    precision = _precision(site)
+    narrow = _NARROW if site.k // site.groups <= 64 else dict.fromkeys(_NARROW, 1.0)
     if site.h == site.w == 1:
-        tensor_core = constants.matmul_half if site.itemsize == 2 else constants.matmul_tf32
-        return tensor_core if site.itemsize == 2 or site.tf32 else constants.matmul_fp32
-    if site.itemsize == 2:
-        rate = constants.dense_half_nhwc if site.channels_last else constants.dense_half_nchw
-        return rate * _narrow(site, constants.narrow_half)
-    if site.tf32:
-        rate = constants.dense_tf32_nhwc if site.channels_last else constants.dense_tf32_nchw
-        return rate * _narrow(site, constants.narrow_tf32)
-    return constants.dense_fp32
-
-
-def _int8_seconds(site: SiteInfo, constants: Constants) -> float:
-    rate = constants.int8_two_digits if site.digits == 2 else constants.int8
-    return _operations(site) * site.digits / (rate * _narrow(site, constants.narrow_int8))
-
-
-def _narrow(site: SiteInfo, share: float) -> float:
-    return share if site.k // site.groups <= 64 else 1.0
-
-
-def _dense_seconds(site: SiteInfo, constants: Constants) -> float:
-    traffic = _bytes(site, site.itemsize, site.itemsize) / constants.bandwidth
-    seconds = max(traffic, _operations(site) / _dense_rate(site, constants))
-    # whoever makes the spikes writes them at full width, where a fused site has them written as bytes
-    return seconds + (_inputs(site) * (site.itemsize - 1) / constants.bandwidth if site.fused else 0.0)
-
-
-def _binary_seconds(site: SiteInfo, constants: Constants) -> float:
-    traffic = _bytes(site, 1, site.digits) / constants.bandwidth
-    seconds = _packing_seconds(site, constants) + max(traffic, _int8_seconds(site, constants))
-    # unfused, a prescan reads the input at full width and writes it as bytes
-    return seconds + (0.0 if site.fused else _inputs(site) * (site.itemsize + 1) / constants.bandwidth)
-
-
-def _packing_seconds(site: SiteInfo, constants: Constants) -> float:
-    """Every call splits the weight anew: it is read twice and written in bytes."""
-    return _weights(site) * (2 * site.itemsize + site.digits) / constants.bandwidth
-
-
-def _skip_seconds(site: SiteInfo, constants: Constants) -> float:
-    assert site.active is not None
-    # the prescan reads the input and lists pixels; then only listed rows are multiplied, but all are written
-    traffic = _bytes(site, site.itemsize + 2, site.digits) / constants.bandwidth
-    wait = site.r * site.s * (site.c // site.groups) / 64 * constants.step
-    work = max(_int8_seconds(site, constants) * site.active, wait)
-    return _packing_seconds(site, constants) + traffic + work + constants.listing
-
-
-def _event_seconds(site: SiteInfo, constants: Constants) -> float:
-    assert site.density is not None
-    rate = constants.event_half if site.itemsize == 2 else constants.event_fp32
-    # single-row stores and loads reach three quarters of the bandwidth
-    traffic = _bytes(site, site.itemsize, site.itemsize) / (0.75 * constants.bandwidth)
-    packing = 2 * _packing_seconds(site, constants)  # the fallback's form of the weight is made too
-    return packing + constants.finding + traffic + _operations(site) * site.density / rate
+        dense = _MATMUL_RATES[precision]
+    else:
+        dense = _CONV_RATES[precision][site.channels_last] * narrow[precision]
+    shares = {
+        "dense_share": dense / getattr(H100, precision),
+        "int8_share": _BINARY_RATES[site.digits] * narrow["int8"] / H100.int8,
+        "event_share": _EVENT_RATES[site.itemsize] / H100.bandwidth,
+    }
+    fields = {name: getattr(site, name) for name in _FIELDS.split()}
+    return shares | {name: float(value) for name, value in fields.items() if value is not None}

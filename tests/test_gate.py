@@ -3,24 +3,38 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import sympy
+import torch
+from torch import fx
 
 from bench import table
 from sparsecomp import gate
+from sparsecomp._compat import FakeTensorMode
+from sparsecomp.lowering.cache import TuningCache
+from sparsecomp.lowering.ceilings import H100
+from sparsecomp.lowering.cost import break_even
+from sparsecomp.lowering.signature import Device
+from sparsecomp.passes import spike_operand
+from sparsecomp.passes.canonicalize import CanonicalOp
 
 STAGE1 = gate.SiteInfo(
     device="cuda", itemsize=4, n=128, c=64, h=56, w=56, k=64, r=3, s=3, out_h=56, out_w=56, groups=1, digits=3,
     density=None, active=None, tf32=False, channels_last=False, fused=True,
 )  # fmt: skip
+QUIET = replace(STAGE1, n=1024, c=512, k=512, h=7, w=7, out_h=7, out_w=7, density=0.001)
 
 
 def test_a_float32_convolution_is_worth_the_int8_tensor_cores():
     decision = gate.decide(STAGE1)
     operations = 2 * 128 * 56 * 56 * 64 * 64 * 9
     assert decision.strategy == "binary"
-    assert decision.expected_gain == pytest.approx(gate.H100.int8 / (3 * gate.H100.dense_fp32), rel=0.5)
-    assert operations / gate.H100.dense_fp32 > 1e-4
+    # 1100 of int8 operations for three digits against 80 of float32, both in 1e12 a second
+    assert decision.expected_gain == pytest.approx(1100 / (3 * 80), rel=0.5)
+    assert decision.reason.endswith(f"against {gate.seconds(STAGE1, 'dense') * 1e6:.1f} us dense")
+    assert gate.seconds(STAGE1, "dense") == pytest.approx(operations / 80e12, rel=0.15)
 
 
 def test_the_cpu_stays_dense():
@@ -46,9 +60,8 @@ def test_a_rewrite_that_does_not_pay_is_not_made():
 
 
 def test_events_win_only_where_there_are_few():
-    quiet = replace(STAGE1, density=0.001, n=1024, c=512, k=512, h=7, w=7, out_h=7, out_w=7)
-    assert gate.decide(quiet).strategy == "event"
-    assert gate.decide(replace(quiet, density=0.5)).strategy == "binary"
+    assert gate.decide(QUIET).strategy == "event"
+    assert gate.decide(replace(QUIET, density=0.5)).strategy == "binary"
 
 
 def test_idle_pixels_are_skipped_where_most_are():
@@ -58,6 +71,84 @@ def test_idle_pixels_are_skipped_where_most_are():
 
 def test_a_forced_implementation_promises_nothing_on_the_cpu():
     assert gate.estimate(replace(STAGE1, device="cpu"), "event") == 1.0
+
+
+def test_the_reason_names_the_density_at_which_events_stop_to_win():
+    below = gate.event_pays_below(QUIET)
+    assert f"event pays below {below:.2%} density" in gate.decide(QUIET).reason
+    assert gate.decide(replace(QUIET, density=0.99 * below)).strategy == "event"
+    assert gate.decide(replace(QUIET, density=1.01 * below)).strategy == "binary"
+    assert gate.event_pays_below(replace(QUIET, density=None)) is None
+    assert "no density" in gate.decide(replace(QUIET, n=1)).reason
+
+
+def test_the_break_even_density_of_a_symbolic_batch_holds_at_every_batch():
+    batch, density = sympy.Symbol("s0", integer=True, positive=True), sympy.Symbol("density", nonnegative=True)
+    event = gate.expression(QUIET, "event", H100, n=batch, density=density)
+    dense = gate.expression(QUIET, "dense", H100, n=batch)
+    bound = break_even(event, dense, density)
+    assert bound.free_symbols == {batch}
+    assert bound.subs(batch, 1) < 0
+    for n in (64, 128, 4096):
+        there = replace(QUIET, n=n, density=float(bound.subs(batch, n)))
+        assert gate.seconds(there, "event") == pytest.approx(gate.seconds(there, "dense"), rel=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["dense", "binary", "event", "skip"])
+def test_on_a_card_of_half_the_rates_everything_but_waiting_takes_twice_as_long(strategy):
+    rates = {name: getattr(H100, name) / 2 for name in ("bandwidth", "fp32", "tf32", "half", "int8")}
+    site = replace(QUIET, active=1.0)
+    waiting = {"event": 35e-6, "skip": 15e-6}.get(strategy, 0.0)
+    slower = gate.seconds(site, strategy, replace(H100, **rates)) - waiting
+    assert slower == pytest.approx(2 * (gate.seconds(site, strategy) - waiting))
+
+
+def test_measured_times_win_over_estimates():
+    assert gate.decide(STAGE1).strategy == "binary"
+    slow = gate.decide(STAGE1, measured={"dense": 0.2, "binary": 0.21})
+    assert (slow.strategy, slow.expected_gain) == ("dense", pytest.approx(0.2 / 0.21))
+    assert slow.reason == "binary would not pay: measured 0.210 ms against 0.200 ms dense"
+    fast = gate.decide(STAGE1, measured={"dense": 0.2, "binary": 0.11})
+    assert (fast.strategy, fast.reason) == ("binary", "measured 0.110 ms against 0.200 ms dense")
+
+
+@pytest.mark.parametrize("measured", [{}, {"binary": 9.0}, {"dense": 1e-6}, {"dense": 1.0, "event": 1e-6}])
+def test_times_that_leave_nothing_to_compare_change_nothing(measured):
+    """Without the density, events cannot be told to serve the site."""
+    assert gate.decide(STAGE1, measured=measured) == gate.decide(STAGE1)
+
+
+def test_the_signature_holds_whatever_changes_the_times():
+    device = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
+    key = STAGE1.signature(device).key
+    assert replace(STAGE1, n=100, h=50, w=60).signature(device).key == key
+    others = (
+        {"n": 129}, {"c": 128}, {"k": 128}, {"r": 1}, {"s": 1}, {"stride": (2, 2)}, {"groups": 4}, {"digits": 2},
+        {"itemsize": 2}, {"tf32": True}, {"channels_last": True}, {"fused": False}, {"density": 0.1}, {"active": 0.1},
+    )  # fmt: skip
+    keys = {replace(STAGE1, **change).signature(device).key for change in others}
+    assert len(keys | {key}) == 1 + len(others)
+
+
+def test_the_tuning_cache_is_asked_for_sites_on_a_gpu_only(monkeypatch):
+    device, found = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0"), TuningCache(None)
+    found.put(
+        STAGE1.signature(device), times={"dense": 0.2, "binary": 0.11, "skip": 0.01}, rejected={"skip": "it is wrong"}
+    )
+    monkeypatch.setattr(spike_operand, "default_cache", lambda: found)
+    monkeypatch.setattr(spike_operand, "device_of", lambda where: device)
+    monkeypatch.setattr(spike_operand, "ceilings_of", lambda where: replace(H100, processors=1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def card(where: str):
+        x = fx.Graph().placeholder("x")
+        with FakeTensorMode():
+            x.meta["example_value"] = torch.empty(128, 64, 56, 56, device=where)
+        op = CanonicalOp("conv2d", {"input": x}, x)
+        return spike_operand._card(SimpleNamespace(op=op), replace(STAGE1, device=where))
+
+    assert card("cuda") == (replace(H100, processors=1), {"dense": 0.2, "binary": 0.11})
+    assert card("cpu") == (H100, None)
 
 
 MEASURED = [  # 3x3 stages at batch 128 on an H100, ms: dense in the precision named, binary with its digits
@@ -78,9 +169,9 @@ def test_estimates_are_within_half_of_the_measured_times(stage, tf32, itemsize, 
         STAGE1, c=c, k=c, h=size, w=size, out_h=size, out_w=size,
         tf32=tf32, itemsize=itemsize, digits=digits, channels_last=True,
     )  # fmt: skip
-    width = 128 * c * size * size * (itemsize - 1) / gate.H100.bandwidth
-    assert gate._dense_seconds(site, gate.H100) - width == pytest.approx(dense * 1e-3, rel=0.5)
-    assert gate._binary_seconds(site, gate.H100) == pytest.approx(binary * 1e-3, rel=0.5)
+    width = 128 * c * size * size * (itemsize - 1) / H100.bandwidth
+    assert gate.seconds(site, "dense") - width == pytest.approx(dense * 1e-3, rel=0.5)
+    assert gate.seconds(site, "binary") == pytest.approx(binary * 1e-3, rel=0.5)
 
 
 ROWS = [row for row in json.loads((table.RESULTS / "snn_conv.json").read_text())["result"] if "dtype" in row]
@@ -102,7 +193,7 @@ def test_what_it_chooses_in_a_compiled_graph_was_measured_not_slower_than_dense(
     decision, dense = table.decision({**row, "density": 0.15, "active": 1.0}, fused=True)
     itemsize = 2 if row["dtype"] == "float16" else 4
     c, size = (int(number) for number in re.search(r"->(\d+) @(\d+)", row["case"]).groups())
-    width = 128 * c * size * size * (itemsize - 1) / gate.H100.bandwidth * 1e3  # the bytes the neuron need not write
+    width = 128 * c * size * size * (itemsize - 1) / H100.bandwidth * 1e3  # the bytes the neuron need not write
     chosen = dense + width if decision.strategy == "dense" else row["ms"]["binary from bytes"]
     assert (dense + width) / chosen > 0.95
     assert decision.strategy == ("binary" if itemsize == 4 and size >= 7 else "dense")
