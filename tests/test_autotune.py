@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import pytest
 import torch
+from kernel_devices import KERNEL_DEVICES
 from torch import nn
 from tuning_operations import Bench, Triple
 
@@ -368,6 +370,25 @@ def test_without_a_gpu_one_run_is_timed():
     runs = []
     took = measure_ms([lambda: runs.append(threading.Event().wait(0.02)), lambda: runs.append(None)])
     assert 20 <= took < 2000 and len(runs) == 1
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+def test_on_a_gpu_twice_the_bytes_take_twice_the_time(device):
+    def copies(size):
+        memory = [torch.zeros(2, size, dtype=torch.uint8, device=device) for _ in range(2)]
+        return [partial(pair[0].copy_, pair[1]) for pair in memory]
+
+    assert 1.6 < measure_ms(copies(2**28)) / measure_ms(copies(2**27)) < 2.4
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+def test_a_real_capture_is_noticed(device):
+    bench, notes, x = Bench({16: 3.0, 32: 2.0}), [], torch.zeros(1, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        assert choose(tuner(bench), bench, notes=notes) == (16, "default")
+    assert len(notes) == 1 and not bench.ran
 
 
 def test_progress_shows_after_a_second_on_a_terminal_alone(monkeypatch, capsys):
