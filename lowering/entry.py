@@ -152,7 +152,7 @@ def loads(text: str | bytes, **hooks: Any) -> Any:
         raise CacheError(f"this is no JSON of tuning results: {error}") from None
 
 
-def entry_of(raw: object, where: str) -> Entry:
+def entry_of(raw: Any, where: str) -> Entry:
     """An entry from JSON values.
 
     Raises:
@@ -180,7 +180,7 @@ def fact(name: str, device: Device, values: Mapping[str, float]) -> Fact:
     return _fact_of(Fact(name, device, values).to_json(), f"fact {name!r}")
 
 
-def _fact_of(raw: object, where: str) -> Fact:
+def _fact_of(raw: Any, where: str) -> Fact:
     _keys(raw, {"name", "device", "values"}, where)
     _keys(raw["device"], {"name", "capability", "triton"}, f"{where}, device")
     device = Device(**_texts(raw["device"], f"{where}, device"))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from filelock import FileLock
@@ -445,7 +445,7 @@ def _fact(name: str, gpu: str, capability: str, triton: str, body: str) -> Fact 
         return None
 
 
-def _object(body: str) -> dict[str, object]:
+def _object(body: str) -> dict[str, Any]:
     found = loads(body)
     if not isinstance(found, dict):
         raise CacheError("a stored row is no object")

@@ -4,15 +4,18 @@ Results of the GPU's kernels are measured once and kept in ``SPARSECOMP_CACHE_DI
 JSON; nothing of them is evaluated, and a file with one bad value is refused whole.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from sparsecomp.lowering.cache import Miss, Stats, default_cache
 from sparsecomp.lowering.signature import Device, KernelSignature
 from sparsecomp.settings import Effort
+
+if TYPE_CHECKING:
+    from sparsecomp.lowering.autotune import Chosen
 
 __all__ = ["clear", "explain_miss", "export", "import_", "merge", "prune", "stats", "warmup"]
 
@@ -71,13 +74,26 @@ def clear() -> int:
 
 
 def warmup(
-    model_or_signatures: nn.Module | Iterable[KernelSignature], example_inputs: Any = None, effort: Effort = "full"
-) -> Any:
-    """Tune ahead of use: what a model launches for its example inputs, or the kernels of these signatures.
+    model_or_signatures: nn.Module | Iterable[KernelSignature | Mapping[str, str]],
+    example_inputs: Any = None,
+    effort: Effort = "full",
+) -> "list[Chosen]":
+    """Tune ahead of use, on this machine.
+
+    Args:
+        model_or_signatures: a model, which is compiled and run once on ``example_inputs`` and left as it was; or
+            signatures, or their fields as in an exported file.
+        example_inputs: a tensor or a tuple of positional arguments.
+        effort: ``"quick"`` measures a few promising candidates, ``"full"`` all.
+
+    Returns:
+        What was chosen for each signature that has several candidates.
 
     Raises:
-        TuningError: no kernel of an operation could be used.
+        TuningError: an operation is unknown, or none of its kernels could be used.
+        SignatureError: fields that are no signature's.
+        ValueError: a model without example inputs.
     """
-    from sparsecomp.lowering.autotune import warmup as tune  # loads Inductor
+    from sparsecomp.lowering.warmup import warmup as tune  # loads Inductor
 
     return tune(model_or_signatures, example_inputs, effort)

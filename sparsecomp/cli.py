@@ -1,6 +1,6 @@
 """The commands of ``python -m sparsecomp``: look into the tuning cache, carry it, fill it, and the demo.
 
-Each command makes one JSON value and may show it as a table; a failure is one line on stderr and exit code 2.
+Each command makes one JSON value and may show it as a table; a failure is a message on stderr and exit code 2.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,7 +29,7 @@ from sparsecomp.errors import CacheError, OptionError, SparsecompError
 from sparsecomp.lowering.cache import Entry, default_cache
 from sparsecomp.lowering.signature import device_of
 from sparsecomp.options import Options
-from sparsecomp.settings import Effort, Settings
+from sparsecomp.settings import Settings
 
 _WIDTH = 160
 """Of tables that do not go to a terminal."""
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     env.set_defaults(run=_env)
     tune = commands.add_parser("tune", parents=[common], help="measure the kernels that a model uses, ahead of its use")
     tune.add_argument("target", metavar="MODEL.py:factory", help="factory() returns (model, example inputs)")
-    tune.add_argument("--effort", choices=get_args(Effort), default="full", help="how many candidates to measure")
+    tune.add_argument("--effort", choices=("quick", "full"), default="full", help="how many candidates to measure")
     tune.set_defaults(run=_tune)
     demo = commands.add_parser(
         "demo", parents=[common], help="train a small spiking network on digits, compile it, compare"
