@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from json import loads
 from pathlib import Path
 from uuid import uuid4
 from weakref import WeakSet
 
 from sparsecomp.errors import CacheError
-from sparsecomp.lowering.entry import MAX_BYTES, Document, Entry, Fact, dump, entry_of, fact, parse, sentence
+from sparsecomp.lowering.entry import MAX_BYTES, Document, Entry, Fact, dump, entry_of, fact, loads, parse, sentence
 from sparsecomp.lowering.signature import Device, KernelSignature
 from sparsecomp.lowering.store import CacheWarning, Store, Totals, read_database
 from sparsecomp.settings import Settings
@@ -126,6 +125,7 @@ class TuningCache:
         times: Mapping[str, float] | None = None,
         verified: Iterable[str] = (),
         rejected: Mapping[str, str] | None = None,
+        postponed: Mapping[str, str] | None = None,
     ) -> Entry:
         """Add results to the entry of ``signature``; candidates not named keep theirs.
 
@@ -133,6 +133,7 @@ class TuningCache:
             times: milliseconds by candidate.
             verified: candidates whose results the reference confirmed.
             rejected: why a candidate must not be used; overrides ``verified``.
+            postponed: the effort whose time budget left a candidate out.
 
         Returns:
             The entry with what other processes have added, too.
@@ -143,7 +144,9 @@ class TuningCache:
         """
         reasons = {name: sentence(why) for name, why in (rejected or {}).items()}
         confirmed = sorted(set(verified) - reasons.keys())
-        results = {"times": dict(times or {}), "verified": confirmed, "rejected": reasons}
+        results = {
+            "times": dict(times or {}), "verified": confirmed, "rejected": reasons, "postponed": dict(postponed or {}),
+        }  # fmt: skip
         fields = dict(_canonical(signature).fields)
         (entry,) = self._write(Document([entry_of({"fields": fields, **results}, "put")], []))
         return entry
@@ -180,10 +183,10 @@ class TuningCache:
         """Which fields differ from the nearest entry; None if ``signature`` has an entry."""
         if self._store.entry(signature.key) is not None:
             return None
-        wanted = signature.fields.items()
+        wanted = set(signature.fields.items())
         keys = self._store.keys(signature.op) or self._store.keys()
-        nearest = max(keys, key=lambda key: len(wanted & loads(key).items()), default=None)
-        entry = self._store.entry(nearest) if nearest is not None else None
+        ranked = sorted(keys, key=lambda key: _likeness(wanted, key), reverse=True)
+        entry = next(filter(None, map(self._store.entry, ranked)), None)
         if entry is None:
             return Miss(None, ())
         names = sorted(signature.fields.keys() | entry.fields.keys())
@@ -304,6 +307,14 @@ class TuningCache:
 def _canonical(signature: KernelSignature) -> KernelSignature:
     """The first equal signature, whose key is derived already: callers make the same signature anew for each call."""
     return signature
+
+
+def _likeness(wanted: set[tuple[str, str]], key: str) -> int:
+    """How many fields a key has in common; less than none if it is damaged."""
+    try:
+        return len(wanted.intersection(loads(key).items()))
+    except (CacheError, AttributeError, TypeError):
+        return -1
 
 
 def _forget_choices() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
+from zlib import crc32
 
 from filelock import FileLock
 
@@ -30,17 +31,17 @@ VERSION = 1
 _SCHEMA = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
     "CREATE TABLE entries (key TEXT PRIMARY KEY, op TEXT NOT NULL, body TEXT NOT NULL,"
-    " used REAL NOT NULL, size INTEGER NOT NULL)",
+    " used REAL NOT NULL, size INTEGER NOT NULL, crc INTEGER NOT NULL)",
     "CREATE INDEX by_use ON entries (used, size)",
     "CREATE INDEX by_op ON entries (op, key)",
     "CREATE TABLE facts (name TEXT, gpu TEXT, capability TEXT, triton TEXT, body TEXT NOT NULL,"
-    " PRIMARY KEY (name, gpu, capability, triton))",
+    " crc INTEGER NOT NULL, PRIMARY KEY (name, gpu, capability, triton))",
     f"INSERT INTO meta VALUES ('version', {VERSION})",
 )
 _TABLES = {"meta", "entries", "facts"}
 _PUT = (
-    "INSERT INTO entries VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
-    " SET body = excluded.body, used = excluded.used, size = excluded.size"
+    "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
+    " SET body = excluded.body, used = excluded.used, size = excluded.size, crc = excluded.crc"
 )
 _PATIENCE = 30.0
 """Seconds to wait for another process's transaction."""
@@ -50,6 +51,10 @@ _PAGE = 1000
 
 class CacheWarning(UserWarning):
     """Tuning results could not be read, or will not be kept."""
+
+
+_FAILURES = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""What SQLite raises; the latter if the text of its own error holds bytes of a damaged file."""
 
 
 class _BrokenError(sqlite3.DatabaseError):
@@ -95,8 +100,7 @@ class Store:
 
     def entry(self, key: str) -> Entry | None:
         """The entry of a signature's key; None if there is none, or none that passes the checks."""
-        row = self._run(lambda db: db.execute("SELECT body FROM entries WHERE key = ?", (key,)).fetchone())
-        return _entry(key, row[0]) if row else None
+        return self._run(lambda db: _stored(db, key))
 
     def entries(self, op: str | None = None) -> Iterator[Entry]:
         """All entries, or one operation's, in the order of their keys."""
@@ -142,7 +146,7 @@ class Store:
                 merged = [_merged(db, entry, keep) for entry in document.entries]
                 db.executemany(_PUT, map(_row, merged))
                 verb = "IGNORE" if keep else "REPLACE"
-                db.executemany(f"INSERT OR {verb} INTO facts VALUES (?, ?, ?, ?, ?)", map(_fact_row, document.facts))
+                db.executemany(f"INSERT OR {verb} INTO facts VALUES (?, ?, ?, ?, ?, ?)", map(_fact_row, document.facts))
                 return merged, _evict(db, self._most)
 
         return self._run(write)
@@ -186,8 +190,8 @@ class Store:
             for rescue in (self._rebuild, self._retreat):
                 try:
                     return operation(self._open())
-                except sqlite3.DatabaseError as error:
-                    if self._in_memory or isinstance(error, sqlite3.ProgrammingError | sqlite3.IntegrityError):
+                except _FAILURES as error:
+                    if self._in_memory or isinstance(error, sqlite3.ProgrammingError):
                         raise
                     rescue(error)
             return operation(self._open())
@@ -200,24 +204,24 @@ class Store:
             else:
                 try:
                     self._connection = _from_file(self.path, suspect=False)
-                except (OSError, sqlite3.DatabaseError) as error:
+                except (OSError, *_FAILURES) as error:
                     self._retreat(error)
         assert self._connection is not None
         return self._connection
 
-    def _rebuild(self, error: sqlite3.DatabaseError) -> None:
+    def _rebuild(self, error: Exception) -> None:
         if not _is_broken(error):
             return self._retreat(error)
         assert self.path is not None
         self.close()
-        with suppress(OSError, sqlite3.DatabaseError):  # opening fails again, and then retreats
+        with suppress(OSError, *_FAILURES):  # opening fails again, and then retreats
             self._connection = _from_file(self.path, suspect=True)
             self._opened += 1
 
     def _retreat(self, error: Exception) -> None:
         """Go on in memory, with a copy of what can be read."""
         assert self.path is not None
-        copy = _copied(self.path)
+        copy = None if _is_broken(error) else _copied(self.path)
         self.close()
         self._connection, self._in_memory = copy or _prepared(":memory:"), True
         self._opened += 1
@@ -263,12 +267,9 @@ def read_database(path: Path) -> Document:
     copy = _copied(path)
     if copy is None:
         raise CacheError(f"{path} is no readable database of tuning results of this version")
-    rows = copy.execute("SELECT key, body FROM entries").fetchall()
-    entries = [entry_of({"fields": loads(key), **_object(body)}, f"{path}, {key[:80]!r}") for key, body in rows]
-    facts = [
-        fact(name, Device(gpu, capability, triton), _object(body))
-        for name, gpu, capability, triton, body in copy.execute("SELECT * FROM facts")
-    ]
+    rows = copy.execute("SELECT key, body, crc FROM entries").fetchall()
+    entries = [_checked_entry(*row) for row in rows]
+    facts = [_checked_fact(*row) for row in copy.execute("SELECT * FROM facts")]
     copy.close()
     return Document(entries, facts)
 
@@ -279,7 +280,7 @@ def _from_file(path: Path, suspect: bool) -> sqlite3.Connection:
     with FileLock(f"{path}.lock", timeout=_PATIENCE):
         try:
             return _prepared(path, suspect)
-        except sqlite3.DatabaseError as error:
+        except _FAILURES as error:
             if not _is_broken(error):
                 raise
             aside = _set_aside(path)
@@ -310,7 +311,14 @@ def _prepared(path: Path | str, suspect: bool = False) -> sqlite3.Connection:
 
 def _connect(path: Path | str, uri: bool = False) -> sqlite3.Connection:
     # transactions are begun by hand; the store's lock stands for the check of threads
-    return sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False, uri=uri)
+    db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False, uri=uri)
+    db.text_factory = _decoded
+    return db
+
+
+def _decoded(text: bytes) -> str:
+    """Damaged text is text, too: the row's checksum tells."""
+    return text.decode(errors="replace")
 
 
 def _tables(db: sqlite3.Connection) -> set[str]:
@@ -323,7 +331,7 @@ def _check(db: sqlite3.Connection, thoroughly: bool) -> None:
     (version,) = db.execute("SELECT max(value) FROM meta WHERE name = 'version'").fetchone()
     if version != VERSION:
         raise _BrokenError(f"it has version {version!r}, this sparsecomp reads {VERSION}")
-    if thoroughly and (found := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+    if thoroughly and (found := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
         raise _BrokenError(str(found))
 
 
@@ -338,7 +346,7 @@ def _copied(path: Path) -> sqlite3.Connection | None:
             finally:
                 source.close()
             _check(memory, thoroughly=True)
-        except sqlite3.DatabaseError:
+        except _FAILURES:
             memory.close()
         else:
             return memory
@@ -355,17 +363,11 @@ def _until(deadline: float) -> Callable[[int, int, int], None]:
     return check
 
 
-def _is_broken(error: sqlite3.DatabaseError) -> bool:
+def _is_broken(error: Exception) -> bool:
+    if isinstance(error, _BrokenError | UnicodeDecodeError):
+        return True
     code = getattr(error, "sqlite_errorcode", None)
-    return (
-        isinstance(error, _BrokenError)
-        or code is not None
-        and code & 0xFF
-        in (
-            sqlite3.SQLITE_CORRUPT,
-            sqlite3.SQLITE_NOTADB,
-        )
-    )
+    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _set_aside(path: Path) -> Path:
@@ -391,8 +393,7 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def _merged(db: sqlite3.Connection, entry: Entry, keep: bool) -> Entry:
-    row = db.execute("SELECT body FROM entries WHERE key = ?", (entry.key,)).fetchone()
-    stored = _entry(entry.key, row[0]) if row else None
+    stored = _stored(db, entry.key)
     if stored is None:
         return entry
     return entry.updated(stored) if keep else stored.updated(entry)
@@ -402,7 +403,7 @@ def _evict(db: sqlite3.Connection, most: Totals) -> list[str]:
     count, size = _totals(db)
     gone: list[str] = []
     if count > most.entries or size > most.bytes:
-        for key, bytes_ in db.execute("SELECT key, size FROM entries ORDER BY used, rowid"):
+        for key, bytes_ in db.execute("SELECT key, CAST(size AS INTEGER) FROM entries ORDER BY used, rowid"):
             if count <= most.entries and size <= most.bytes:
                 break
             gone.append(key)
@@ -412,37 +413,67 @@ def _evict(db: sqlite3.Connection, most: Totals) -> list[str]:
 
 
 def _totals(db: sqlite3.Connection) -> Totals:
-    return Totals(*db.execute("SELECT count(*), coalesce(sum(size), 0) FROM entries").fetchone())
+    count, size = db.execute("SELECT count(*), total(size) FROM entries").fetchone()
+    return Totals(count, int(size))
 
 
-def _page(db: sqlite3.Connection, op: str | None, after: str) -> list[tuple[str, str]]:
+def _page(db: sqlite3.Connection, op: str | None, after: str) -> list[tuple[str, str, int]]:
     where, values = ("op = ? AND", (op,)) if op is not None else ("", ())
-    query = f"SELECT key, body FROM entries WHERE {where} key > ? ORDER BY key LIMIT {_PAGE}"
+    query = f"SELECT key, body, crc FROM entries WHERE {where} key > ? ORDER BY key LIMIT {_PAGE}"
     return db.execute(query, (*values, after)).fetchall()
 
 
-def _row(entry: Entry) -> tuple[str, str, str, float, int]:
+def _row(entry: Entry) -> tuple[str, str, str, float, int, int]:
     body = compact(entry.results())
-    return entry.key, entry.fields["op"], body, time.time(), len(entry.key) + len(body)
+    return entry.key, entry.fields["op"], body, time.time(), len(entry.key) + len(body), _crc(entry.key, body)
 
 
-def _entry(key: str, body: str) -> Entry | None:
+def _stored(db: sqlite3.Connection, key: str) -> Entry | None:
+    row = db.execute("SELECT body, crc FROM entries WHERE key = ?", (key,)).fetchone()
+    return _entry(key, *row) if row else None
+
+
+def _entry(key: str, body: str, crc: int) -> Entry | None:
     try:
-        return entry_of({"fields": loads(key), **_object(body)}, "a stored entry")
+        return _checked_entry(key, body, crc)
     except CacheError:
         return None
 
 
-def _fact_row(item: Fact) -> tuple[str, str, str, str, str]:
-    device = item.device
-    return item.name, device.name, device.capability, device.triton, compact(dict(item.values))
+def _checked_entry(key: str, body: str, crc: int) -> Entry:
+    """The entry of a row, which may come from anywhere.
+
+    Raises:
+        CacheError: it makes no sense, or was damaged.
+    """
+    _match(crc, key, body)
+    return entry_of({"fields": loads(key), **_object(body)}, f"the entry of {key[:80]!r}")
 
 
-def _fact(name: str, gpu: str, capability: str, triton: str, body: str) -> Fact | None:
+def _fact_row(item: Fact) -> tuple[str, str, str, str, str, int]:
+    texts = (item.name, item.device.name, item.device.capability, item.device.triton, compact(dict(item.values)))
+    return *texts, _crc(*texts)
+
+
+def _fact(*row: Any) -> Fact | None:
     try:
-        return fact(name, Device(gpu, capability, triton), _object(body))
+        return _checked_fact(*row)
     except CacheError:
         return None
+
+
+def _checked_fact(name: str, gpu: str, capability: str, triton: str, body: str, crc: int) -> Fact:
+    _match(crc, name, gpu, capability, triton, body)
+    return fact(name, Device(gpu, capability, triton), _object(body))
+
+
+def _crc(*texts: str) -> int:
+    return crc32("\0".join(texts).encode())
+
+
+def _match(crc: int, *texts: object) -> None:
+    if not all(isinstance(text, str) for text in texts) or crc != _crc(*map(str, texts)):
+        raise CacheError(f"the row of {str(texts[0])[:80]!r} was damaged")
 
 
 def _object(body: str) -> dict[str, Any]:

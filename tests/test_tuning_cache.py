@@ -11,9 +11,11 @@ import tempfile
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -121,7 +123,7 @@ def test_stats_count_lookups_and_what_is_stored(cache: TuningCache) -> None:
     cache.get(signature())
     found = cache.stats()
     assert (found.hits, found.misses, found.entries, found.path, found.writable) == (2, 1, 1, cache.path, True)
-    assert found.bytes == len(signature().key) + len('{"times":{"a":1.0},"verified":[],"rejected":{}}')
+    assert found.bytes == len(signature().key) + len('{"times":{"a":1.0},"verified":[],"rejected":{},"postponed":{}}')
 
 
 def test_a_hit_takes_microseconds_and_writes_nothing(cache: TuningCache, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +175,7 @@ def test_what_a_process_only_read_counts_as_used_when_it_closes(tmp_path: Path) 
 
 def test_bytes_are_bounded(tmp_path: Path) -> None:
     size = TuningCache(None).put(signature(0), times={"a": 1.0})
-    one = len(size.key) + len('{"times":{"a":1.0},"verified":[],"rejected":{}}')
+    one = len(size.key) + len('{"times":{"a":1.0},"verified":[],"rejected":{},"postponed":{}}')
     cache = TuningCache(tmp_path / "tuning.sqlite", max_bytes=5 * one)
     for number in range(9):
         cache.put(signature(number), times={"a": 1.0})
@@ -401,6 +403,37 @@ def test_a_file_that_breaks_while_it_is_open_is_set_aside_once_for_all(tmp_path:
         assert entry is not None and entry.times == {"b": 1.0}
 
 
+def test_bytes_altered_anywhere_never_crash_nor_change_a_result(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    cache = TuningCache(path)
+    for number in range(40):
+        cache.put(signature(number), times={"a": 1.0 + number}, verified=["a"])
+    cache.put_fact("ceilings", H100, {"fp32": 6e13})
+    cache.close()
+    good, random = path.read_bytes(), Random(0)
+    found = 0
+    for _ in range(100):
+        altered = bytearray(good)
+        for _ in range(random.choice([1, 5, 50])):
+            altered[random.randrange(len(good))] = random.randrange(256)
+        path.write_bytes(altered[: random.choice([len(good), random.randrange(len(good))])])
+        cache = TuningCache(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            entries = [cache.get(signature(number)) for number in range(40)]
+            assert all(entry is None or entry.times == {"a": 1.0 + n} for n, entry in enumerate(entries))
+            assert cache.fact("ceilings", H100) in (None, {"fp32": 6e13})
+            cache.explain_miss(signature(40))
+            cache.put(signature(40), times={"z": 1.0})
+            exported = cache.export(tmp_path / "x.json")
+        assert TuningCache(None).import_(tmp_path / "x.json") == exported
+        cache.close()
+        for name in tmp_path.iterdir():
+            name.unlink()
+        found += sum(entry is not None for entry in entries)
+    assert 0 < found < 100 * 40
+
+
 def test_an_empty_file_is_an_empty_cache(tmp_path: Path) -> None:
     (tmp_path / "tuning.sqlite").touch()
     cache = TuningCache(tmp_path / "tuning.sqlite")
@@ -408,13 +441,14 @@ def test_an_empty_file_is_an_empty_cache(tmp_path: Path) -> None:
     assert TuningCache(tmp_path / "tuning.sqlite").get(signature()) is not None
 
 
-@pytest.mark.parametrize("body", ["", "[]", "{}", "[" * 5000, '{"times":{"a":NaN},"verified":[],"rejected":{}}'])
+@pytest.mark.parametrize("body", ["", "[]", "{}", "[" * 5000, '{"times":{"a":NaN},"verified":[],"rejected":{},"postponed":{}}'])
 def test_a_row_that_makes_no_sense_is_a_miss(cache: TuningCache, body: str) -> None:
     cache.put(signature(0), times={"a": 1.0})
     cache.put(signature(1), times={"a": 1.0})
     assert cache.path is not None
     with sqlite3.connect(cache.path) as db:
-        db.execute("UPDATE entries SET body = ? WHERE key = ?", (body, signature(0).key))
+        crc = zlib.crc32(f"{signature(0).key}\0{body}".encode())
+        db.execute("UPDATE entries SET body = ?, crc = ? WHERE key = ?", (body, crc, signature(0).key))
     fresh = TuningCache(cache.path)
     assert fresh.get(signature(0)) is None and len(list(fresh.entries())) == 1
     assert fresh.put(signature(0), times={"b": 1.0}).times == {"b": 1.0}
@@ -649,11 +683,13 @@ def test_a_database_of_others_is_checked_as_well_and_left_alone(cache: TuningCac
     other.put(signature(), times={"a": 1.0})
     other.put(signature(1), times={"a": 1.0})
     other.close()
-    with sqlite3.connect(path) as db:
-        db.execute("UPDATE entries SET body = replace(body, '1.0', '-1.0') WHERE rowid = 2")
-    db.close()
-    with pytest.raises(CacheError, match="positive"):
-        cache.merge(path)
+    body = '{"times":{"a":-1.0},"verified":[],"rejected":{},"postponed":{}}'
+    for crc, message in ((0, "damaged"), (zlib.crc32(f"{signature(1).key}\0{body}".encode()), "positive")):
+        with sqlite3.connect(path) as db:
+            db.execute("UPDATE entries SET body = ?, crc = ? WHERE rowid = 2", (body, crc))
+        db.close()
+        with pytest.raises(CacheError, match=message):
+            cache.merge(path)
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(CacheError, match="no readable database"):
         cache.merge(path)
