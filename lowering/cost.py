@@ -98,21 +98,19 @@ def waves(tiles: sympy.Expr, processors: sympy.Expr) -> sympy.Expr:
     return sympy.ceiling(tiles / processors)
 
 
-def break_even(cost: sympy.Expr, rival: sympy.Expr, unknown: sympy.Symbol) -> sympy.Expr | None:
+def break_even(cost: sympy.Expr, rival: sympy.Expr, unknown: sympy.Symbol) -> sympy.Expr:
     """Greatest ``unknown`` (a density) at which ``cost`` is no more than a ``rival`` that does not depend on it.
 
     Args:
         cost: a sum, and maximum, of terms that grow linearly with ``unknown``.
 
     Returns:
-        An expression over whatever else is symbolic, such as a batch: negative where ``cost`` is always more, and
-        infinite where it never is. None where ``unknown`` costs nothing.
+        An expression over whatever else is symbolic, such as a batch: negative where ``cost`` is always more, infinite
+        where it never is.
 
     Raises:
         ValueError: ``cost`` is not of that form.
     """
-    if not cost.has(unknown):
-        return None
     bounds = []
     for branch in _branches(cost, unknown):
         slope, at_zero = sympy.diff(branch, unknown), branch.subs(unknown, 0)
@@ -130,4 +128,5 @@ def _branches(cost: sympy.Expr, unknown: sympy.Symbol) -> list[sympy.Expr]:
     maximum = next((found for found in cost.atoms(sympy.Max) if found.has(unknown)), None)
     if maximum is None:
         return [cost]
-    return [branch for part in maximum.args for branch in _branches(cost.xreplace({maximum: part}), unknown)]
+    parts = [sympy.sympify(cost.xreplace({maximum: part})) for part in maximum.args]
+    return [branch for part in parts for branch in _branches(part, unknown)]
