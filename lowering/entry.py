@@ -39,12 +39,14 @@ class Entry:
         times: milliseconds by candidate's name.
         verified: candidates whose results the reference confirmed.
         rejected: why a candidate must not be used, by name.
+        postponed: the effort whose time budget ended before a candidate was timed, by name.
     """
 
     fields: Mapping[str, str]
     times: Mapping[str, float] = field(default_factory=dict)
     verified: frozenset[str] = frozenset()
     rejected: Mapping[str, str] = field(default_factory=dict)
+    postponed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def key(self) -> str:
@@ -70,7 +72,10 @@ class Entry:
         verified = (self.verified | newer.verified) - rejected.keys()
         if len(verified) > _MAX_CANDIDATES:
             verified &= times.keys()
-        return Entry(self.fields, times, verified, rejected)
+        known = times.keys() | verified | rejected.keys()
+        waiting = dict(self.postponed) | dict(newer.postponed)
+        postponed = {name: effort for name, effort in waiting.items() if name not in known}
+        return Entry(self.fields, times, verified, rejected, _last(postponed))
 
     def to_json(self) -> dict[str, Any]:
         """The entry as JSON values."""
@@ -78,7 +83,10 @@ class Entry:
 
     def results(self) -> dict[str, Any]:
         """As :meth:`to_json`, without the fields."""
-        return {"times": dict(self.times), "verified": sorted(self.verified), "rejected": dict(self.rejected)}
+        return {
+            "times": dict(self.times), "verified": sorted(self.verified), "rejected": dict(self.rejected),
+            "postponed": dict(self.postponed),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -158,12 +166,13 @@ def entry_of(raw: Any, where: str) -> Entry:
     Raises:
         CacheError: a value out of its domain, at ``where``.
     """
-    _keys(raw, {"fields", "times", "verified", "rejected"}, where)
+    _keys(raw, {"fields", "times", "verified", "rejected", "postponed"}, where)
     entry = Entry(
         _fields(raw["fields"], where),
         _numbers(raw["times"], f"{where}, times"),
         frozenset(_names(raw["verified"], f"{where}, verified")),
         _texts(raw["rejected"], f"{where}, rejected"),
+        _texts(raw["postponed"], f"{where}, postponed"),
     )
     both = entry.verified & entry.rejected.keys()
     if both:

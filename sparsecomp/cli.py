@@ -141,7 +141,8 @@ def _show(given: argparse.Namespace) -> None:
     if given.json:
         return _print_json({"id": _id(entry), "best": entry.best, **entry.to_json()})
     _print_table(("field", "value"), ((name, value) for name, value in entry.fields.items() if value))
-    names = sorted(entry.times.keys() | entry.rejected.keys() | entry.verified, key=lambda name: _rank(entry, name))
+    names = entry.times.keys() | entry.rejected.keys() | entry.verified | entry.postponed.keys()
+    names = sorted(names, key=lambda name: _rank(entry, name))
     _print_table(("candidate", "ms", "state"), ((name, entry.times.get(name), _state(entry, name)) for name in names))
 
 
@@ -152,6 +153,8 @@ def _rank(entry: Entry, name: str) -> tuple[bool, float, str]:
 def _state(entry: Entry, name: str) -> str:
     if name in entry.rejected:
         return f"rejected: {entry.rejected[name]}"
+    if name in entry.postponed:
+        return "not measured yet"
     return "best" if name == entry.best else "verified" if name in entry.verified else "not verified"
 
 

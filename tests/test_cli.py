@@ -19,6 +19,8 @@ from sparsecomp.lowering.signature import Device, KernelSignature
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 FAST = "conv@1:BK=64"
 SLOW = "conv@1:BK=32"
+LATER = "conv@1:BK=128"
+STATES = ("best", "not verified", "not measured yet", "rejected: relative error 1e-1")
 
 
 def signature(op: str = "binary_conv", size: int = 100, device: Device = H100) -> KernelSignature:
@@ -31,6 +33,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPARSECOMP_CACHE_DIR", str(tmp_path / "cache"))
     times, rejected = {FAST: 0.125, SLOW: 0.5, "wrong@1:BK=16": 0.1}, {"wrong@1:BK=16": "relative error 1e-1"}
     default_cache().put(signature(), times=times, verified=[FAST], rejected=rejected)
+    default_cache().put(signature(), postponed={LATER: "quick"})
     default_cache().put(signature("lif"), times={"lif@2:BLOCK=[bold]": 1.0})
     default_cache().put_fact("ceilings", H100, {"bandwidth": 3.0e12})
     return tmp_path
@@ -62,7 +65,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["fields"] == signature().fields and shown["best"] == FAST and shown["times"][SLOW] == 0.5
     lines = printed(capsys, "cache", "show", first[:8]).splitlines()
     states = [line for line in lines if "BK=" in line]
-    for state, line in zip(("best", "not verified", "rejected: relative error 1e-1"), states, strict=True):
+    for state, line in zip(STATES, states, strict=True):
         assert state in line
     assert "[bold]" in printed(capsys, "cache", "show", second)
 

@@ -441,7 +441,9 @@ def test_an_empty_file_is_an_empty_cache(tmp_path: Path) -> None:
     assert TuningCache(tmp_path / "tuning.sqlite").get(signature()) is not None
 
 
-@pytest.mark.parametrize("body", ["", "[]", "{}", "[" * 5000, '{"times":{"a":NaN},"verified":[],"rejected":{},"postponed":{}}'])
+@pytest.mark.parametrize(
+    "body", ["", "[]", "{}", "[" * 5000, '{"times":{"a":NaN},"verified":[],"rejected":{},"postponed":{}}']
+)
 def test_a_row_that_makes_no_sense_is_a_miss(cache: TuningCache, body: str) -> None:
     cache.put(signature(0), times={"a": 1.0})
     cache.put(signature(1), times={"a": 1.0})
