@@ -128,5 +128,5 @@ def _branches(cost: sympy.Expr, unknown: sympy.Symbol) -> list[sympy.Expr]:
     maximum = next((found for found in cost.atoms(sympy.Max) if found.has(unknown)), None)
     if maximum is None:
         return [cost]
-    parts = [sympy.sympify(cost.xreplace({maximum: part})) for part in maximum.args]
+    parts: list[Any] = [cost.xreplace({maximum: part}) for part in maximum.args]
     return [branch for part in parts for branch in _branches(part, unknown)]
