@@ -74,7 +74,7 @@ class _Limits(NamedTuple):
     seconds: float
 
 
-_LIMITS: dict[Effort, _Limits] = {"quick": _Limits(6, 15, 2.0), "full": _Limits(None, 60, 30.0)}
+_LIMITS: dict[Effort, _Limits] = {"quick": _Limits(6, 15, 10.0), "full": _Limits(None, 60, 30.0)}
 """By effort: the most candidates (the cheapest by the cost model), timed calls of one, and seconds for a problem."""
 
 
@@ -215,7 +215,7 @@ class Tuner:
             self._check(task, results)
         finally:
             new = results.new
-            self._cache.put(task.signature, times=new.times, verified=new.verified, rejected=new.rejected)
+            self._cache.put(task.signature, new.times, new.verified, new.rejected, new.postponed)
 
     def _time(self, task: "_Task", effort: Effort, results: "_Results") -> None:
         untimed, limits = task.untimed(results.known, effort), _LIMITS[effort]
@@ -240,6 +240,8 @@ class Tuner:
                     results.add(times={candidate.name: max(took, _SHORTEST_MS)})
                 progress.advance()
                 if self._clock() > deadline:
+                    left = [one.name for one in untimed if one.name not in results.known.times]
+                    results.add(postponed=dict.fromkeys(left, effort))
                     break
 
     def _check(self, task: "_Task", results: "_Results") -> None:
@@ -278,10 +280,10 @@ class _Task:
 
     def untimed(self, known: Entry, effort: Effort) -> list[Candidate[Any]]:
         """What the effort wants timed and is not, in the order of expectation."""
-        if all(candidate.name in known.times or candidate.name in known.rejected for candidate in self.candidates):
+        if not any(_is_open(candidate, known, effort) for candidate in self.candidates):
             return []
         wanted = self.ranked()[: _LIMITS[effort].candidates]
-        return [one for one in wanted if one.name not in known.times and one.name not in known.rejected]
+        return [candidate for candidate in wanted if _is_open(candidate, known, effort)]
 
     def fastest(self, known: Entry) -> Candidate[Any] | None:
         timed = [one for one in self.candidates if one.name in known.times and one.name not in known.rejected]
@@ -301,6 +303,13 @@ class _Task:
                 return Choice(candidate, "default")
         reasons = "; ".join(f"{candidate.name}: {known.rejected[candidate.name]}" for candidate in self.candidates)
         raise TuningError(f"every kernel of {self.operation.name} was rejected for {self.problem}: {reasons}")
+
+
+def _is_open(candidate: Candidate[Any], known: Entry, effort: Effort) -> bool:
+    """Whether a candidate was neither timed nor rejected, nor left out by the budget of as great an effort."""
+    if candidate.name in known.times or candidate.name in known.rejected:
+        return False
+    return known.postponed.get(candidate.name) not in (effort, "full")
 
 
 def _reject(task: _Task, candidate: Candidate[Any], why: str, results: _Results) -> None:

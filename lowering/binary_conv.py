@@ -108,7 +108,8 @@ def _representative(signature: KernelSignature) -> BinaryConv:
     """A convolution with padding by half its kernel, at the signature's sizes."""
     sizes, given = dict(signature.sizes), dict(signature.parameters)
     n, h, w = (int(sizes[name]) for name in ("n", "h", "w"))
-    c, k, r, s, stride_h, stride_w, groups, digits = (int(given[name]) for name in list(given)[:8])
+    names = "c k r s stride_h stride_w groups digits"
+    c, k, r, s, stride_h, stride_w, groups, digits = (int(given[name]) for name in names.split())
     padding = (r // 2, s // 2)
     oh, ow = output_size((h, w), (r, s), (stride_h, stride_w), padding, (1, 1))
     strides = (k, 1, k * oh * ow) if signature.layouts[1] == "nhwc" else (1, oh * ow, k * oh * ow)

@@ -1,5 +1,6 @@
 """From a problem to its launch: chosen and prepared once, then found in one dictionary lookup."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -7,7 +8,6 @@ import torch
 from torch import Tensor
 
 from sparsecomp.lowering import autotune
-from sparsecomp.lowering.launch import Launch
 from sparsecomp.lowering.template import Operation
 
 P = TypeVar("P", bound=NamedTuple)
@@ -34,11 +34,11 @@ def forget() -> None:
     _remembered.cache_clear()
 
 
-def _prepare(operation: Operation[P], problem: P, device: torch.device) -> Launch:
+def _prepare(operation: Operation[P], problem: P, device: torch.device) -> Callable[..., None]:
     candidate = autotune.tuner().choose(operation, problem, device).candidate
     return candidate.template.prepare(problem, candidate.config)
 
 
 @lru_cache(maxsize=8192)
-def _remembered(operation: Operation[P], problem: P, device: torch.device, effort: str | None) -> Launch:
+def _remembered(operation: Operation[P], problem: P, device: torch.device, effort: str | None) -> Callable[..., None]:
     return _prepare(operation, problem, device)

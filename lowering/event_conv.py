@@ -193,7 +193,8 @@ def _accumulate_signature(problem: Accumulate, device: Device) -> KernelSignatur
 def _representative(signature: KernelSignature) -> Accumulate:
     sizes, given = dict(signature.sizes), dict(signature.parameters)
     n, h, w = (int(sizes[name]) for name in ("n", "h", "w"))
-    c, k, r, s, stride_h, stride_w, dil_w, block, processors = (int(given[name]) for name in list(given)[:9])
+    names = "c k r s stride_h stride_w dil_w block processors"
+    c, k, r, s, stride_h, stride_w, dil_w, block, processors = (int(given[name]) for name in names.split())
     padding = (r // 2, dil_w * (s // 2))
     oh, ow = output_size((h, w), (r, s), (stride_h, stride_w), padding, (1, dil_w))
     strides = (k, 1, k * oh * ow) if signature.layouts[1] == "nhwc" else (1, oh * ow, k * oh * ow)

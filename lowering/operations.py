@@ -9,6 +9,7 @@ from sparsecomp.lowering.event_conv import ACCUMULATE, FIND_EVENTS, PACK_EVENTS
 from sparsecomp.lowering.neurons import LIF
 from sparsecomp.lowering.packing import CAST, CAST_STRIDED, PACK_WEIGHT
 from sparsecomp.lowering.skip_conv import LIST_ROWS, SCAN_PIXELS
+from sparsecomp.lowering.strategies import SPIKE_CONV
 from sparsecomp.lowering.template import Operation
 
 
@@ -16,6 +17,7 @@ from sparsecomp.lowering.template import Operation
 def operations() -> Mapping[str, Operation[Any]]:
     """Operation by name."""
     every = (
-        BINARY_CONV, PACK_WEIGHT, CAST, CAST_STRIDED, LIF, FIND_EVENTS, PACK_EVENTS, ACCUMULATE, SCAN_PIXELS, LIST_ROWS
+        BINARY_CONV, PACK_WEIGHT, CAST, CAST_STRIDED, LIF, FIND_EVENTS, PACK_EVENTS, ACCUMULATE, SCAN_PIXELS, LIST_ROWS,
+        SPIKE_CONV,
     )  # fmt: skip
     return {operation.name: operation for operation in every}

@@ -147,7 +147,8 @@ def _strided_signature(problem: CastStrided, device: Device) -> KernelSignature:
 
 
 def _strided_representative(signature: KernelSignature) -> CastStrided:
-    n, c, h, w = (int(size) for _, size in signature.sizes)
+    sizes = dict(signature.sizes)
+    n, c, h, w = (int(sizes[name]) for name in "nchw")
     order = {"w": (c * h * w, h * w, w, 1), "h": (c * h * w, h * w, 1, h), "c": (c * h * w, 1, w * c, c)}
     return CastStrided(n, c, h, w, *order[signature.layouts[0]], signature.dtypes[0])
 

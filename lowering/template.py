@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from sparsecomp.lowering.cost import Cost
-from sparsecomp.lowering.launch import Launch
 from sparsecomp.lowering.signature import Device, KernelSignature
 
 P = TypeVar("P", bound=NamedTuple)
@@ -62,7 +61,7 @@ class Template(Generic[P]):
         refuse: why it cannot run a problem on a device, or None if it can. Looks at nothing else.
         space: the legal configurations for a problem on a device, within its shared memory and registers.
         cost: what a configuration costs, as expressions; see :mod:`sparsecomp.lowering.cost`.
-        prepare: the launch for a problem in a configuration.
+        prepare: what runs a problem in a configuration, called with the operation's tensors; mostly a ``Launch``.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Template(Generic[P]):
     refuse: Callable[[P, Device], str | None]
     space: Callable[[P, Device], Sequence[Config]]
     cost: Cost
-    prepare: Callable[[P, Config], Launch]
+    prepare: Callable[[P, Config], Callable[..., None]]
 
     @cached_property
     def version(self) -> str:

@@ -13,9 +13,11 @@ import torch
 from torch import fx
 
 from sparsecomp import _compat, gate
+from sparsecomp.lowering.autotune import scoped_effort, tuner
 from sparsecomp.lowering.cache import default_cache
 from sparsecomp.lowering.ceilings import H100, Ceilings, ceilings_of
 from sparsecomp.lowering.signature import device_of
+from sparsecomp.lowering.strategies import SPIKE_CONV
 from sparsecomp.ops.spike_conv import KERNEL_DTYPES
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, has_hooks
 from sparsecomp.passes.facts import SparsityFact, is_dyadic
@@ -110,14 +112,18 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
 
 
 def _card(operands: Operands, site: gate.SiteInfo) -> tuple[Ceilings, Mapping[str, float] | None]:
-    """The ceilings of the site's card, and the times of the site's implementations that the tuning cache has for it."""
+    """The ceilings of the site's card, and the times of its implementations, measured now where tuning is asked for."""
     x = example_of(operands.op.input)
     if x is None or x.device.type != "cuda" or not (torch.cuda.is_available() and _triton_available()):
         return H100, None
+    if scoped_effort() is not None:
+        tuner().choose(SPIKE_CONV, site, x.device)
     entry = default_cache().get(site.signature(device_of(x.device)))
     if entry is None:
         return ceilings_of(x.device), None
-    return ceilings_of(x.device), {name: ms for name, ms in entry.times.items() if name not in entry.rejected}
+    # a candidate is named after its strategy, before the version
+    times = {name.partition("@")[0]: ms for name, ms in entry.times.items() if name not in entry.rejected}
+    return ceilings_of(x.device), times
 
 
 def writes_bytes(operands: Operands, ctx: Context) -> bool:

@@ -7,6 +7,7 @@ A graph in which nothing was rewritten goes to Inductor exactly as it came.
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +18,14 @@ from torch import fx
 
 import sparsecomp.ops
 from sparsecomp import _compat
+from sparsecomp.lowering import artifact
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.passes.rule import Density
 from sparsecomp.report import Report, remember
 
 log = logging.getLogger("sparsecomp")
+artifact.install()
 
 NO_CUDA = "no CUDA device: every site stays dense unless an implementation is forced"
 
@@ -56,7 +59,11 @@ def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, densities: Mapping[str, Density]
 ) -> tuple[Callable[..., Any], Report]:
     """Rewrite and compile one graph; `densities` are measured ones, by `passes.rule.site_key`."""
-    report = pipeline.run(gm, options, values=input_values(gm, example_inputs), densities=densities)
+    notes: list[str] = []
+    with _effort(options, notes.append):
+        report = pipeline.run(gm, options, values=input_values(gm, example_inputs), densities=densities)
+    for note in notes:
+        report.note(note)
     note_device(report)
     remember(report)
     log.info("%d of %d sites rewritten", len(report.rewritten), len(report.sites))
@@ -65,22 +72,27 @@ def compile_graph(
     with _compat.cache_key(f"sparsecomp:{sources_hash()}:{options.cache_key()}"):
         decompositions = sparsecomp.ops.decompositions
         compiled = _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions)
-    return (_tuning(compiled, report) if options.mode.startswith("max-autotune") else compiled), report
-
-
-def _tuning(compiled: Callable[..., Any], report: Report) -> Callable[..., Any]:
-    """``compiled``, tuning all candidates of a kernel for each signature it meets for the first time.
-
-    Under CUDA graphs that is in the warm-up call: nothing is measured during capture.
-    """
-    from sparsecomp.lowering.autotune import effort_scope  # not for those who tune nothing
 
     @wraps(compiled)
     def run(*arguments: Any) -> Any:
-        with effort_scope("full", note=report.note):
+        # under CUDA graphs kernels are tuned in the warm-up call: nothing can be measured during capture
+        with _effort(options, report.note):
             return compiled(*arguments)
 
-    return run
+    return (run if _tunes(options) else compiled), report
+
+
+def _tunes(options: Options) -> bool:
+    return options.mode.startswith("max-autotune")
+
+
+def _effort(options: Options, note: Callable[[str], None]) -> AbstractContextManager[Any]:
+    """Within it all candidates of a kernel are measured at its signature's first launch, under max-autotune."""
+    if not _tunes(options):
+        return nullcontext()
+    from sparsecomp.lowering.autotune import effort_scope  # not for those who tune nothing
+
+    return effort_scope("full", note=note)
 
 
 def input_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, torch.Tensor]:

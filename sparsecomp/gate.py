@@ -11,12 +11,11 @@ import sympy
 
 from sparsecomp.lowering.ceilings import H100, Ceilings
 from sparsecomp.lowering.cost import Cost, break_even, sizes
-from sparsecomp.lowering.signature import Device, KernelSignature, Size, density_bucket
+from sparsecomp.lowering.signature import Size
+from sparsecomp.lowering.strategies import EVENT_CAPACITY, SiteInfo, able
 
 MIN_CHANNELS_PER_GROUP = 16
 CHANNEL_MULTIPLE = 16
-EVENT_CAPACITY = 0.05
-"""Densest input for the event path: its list holds a sixteenth of the elements; beyond, the work is done twice."""
 MIN_GAIN = 1.03
 """Least speed-up for which a site is rewritten."""
 
@@ -38,60 +37,6 @@ _LISTING = 15e-6
 """To list active pixels, beyond the traffic."""
 _STEP = 0.6e-6
 """One step of the reduction in a tile that nothing overlaps: what a layer with few active pixels waits for."""
-
-
-@dataclass(frozen=True, slots=True)
-class SiteInfo:
-    """One convolution (or linear layer, as a 1x1 convolution of a 1x1 map).
-
-    Attributes:
-        device: "cuda" or "cpu".
-        itemsize: bytes of an input element, 4 or 2.
-        n, c, h, w: input shape.
-        k, r, s: output channels and kernel.
-        out_h, out_w: output map.
-        groups: convolution groups.
-        digits: int8 digits the weights are split into.
-        density: share of non-zero inputs, None if unknown.
-        active: share of output pixels whose window holds a non-zero input, None if unknown.
-        tf32: the dense operator would run in TF32.
-        channels_last: the input lies in channels_last (or is a linear layer's).
-        fused: the cast to bytes costs no pass of its own, since Inductor or the neuron makes it.
-        stride: of the window, rows and columns.
-    """
-
-    device: str
-    itemsize: int
-    n: int
-    c: int
-    h: int
-    w: int
-    k: int
-    r: int
-    s: int
-    out_h: int
-    out_w: int
-    groups: int
-    digits: int
-    density: float | None
-    active: float | None
-    tf32: bool
-    channels_last: bool
-    fused: bool
-    stride: tuple[int, int] = (1, 1)
-
-    def signature(self, device: Device) -> KernelSignature:
-        """Under which the times of this site's implementations on ``device`` are kept; bfloat16 counts as float16."""
-        names = ("c", "k", "r", "s", "groups", "digits", "tf32", "fused")
-        parameters = {name: int(getattr(self, name)) for name in names}
-        stride = {"stride_h": self.stride[0], "stride_w": self.stride[1]}
-        return KernelSignature(
-            "spike_conv2d", device, dtypes=(f"float{8 * self.itemsize}",),
-            layouts=("nhwc" if self.channels_last else "nchw",),
-            sizes=(("n", self.n), ("h", self.h), ("w", self.w)),
-            parameters=(*parameters.items(), *stride.items(), ("active", density_bucket(self.active))),
-            density=self.density,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +106,11 @@ def decide(site: SiteInfo, ceilings: Ceilings = H100, measured: Mapping[str, flo
     refusal = _unsuitable(site)
     if refusal is not None:
         return Decision("dense", 1.0, refusal)
-    able = ("dense", *_able(site))
-    known = {name: measured[name] for name in able if measured and name in measured}
+    names = able(site)
+    known = {name: measured[name] for name in names if measured and name in measured}
     if "dense" in known and len(known) > 1:
         return _fastest(known, lambda ms: f"{ms:.3f} ms", "measured")
-    times = {name: seconds(site, name, ceilings) * 1e6 for name in able}
+    times = {name: seconds(site, name, ceilings) * 1e6 for name in names}
     decision = _fastest(times, lambda us: f"{us:.1f} us", "estimated")
     below = event_pays_below(site, ceilings)
     return decision if below is None else replace(decision, reason=f"{decision.reason}; {_described(below)}")
@@ -192,9 +137,9 @@ def expression(site: SiteInfo, strategy: str, ceilings: Ceilings = H100, **symbo
 
 def event_pays_below(site: SiteInfo, ceilings: Ceilings = H100) -> float | None:
     """Density below which events are the fastest by estimate, 0 if nowhere; None where they cannot serve the site."""
-    if "event" not in _able(site):
+    if "event" not in able(site):
         return None
-    rival = min(seconds(site, name, ceilings) for name in ("dense", *_able(site)) if name != "event")
+    rival = min(seconds(site, name, ceilings) for name in able(site) if name != "event")
     event = expression(site, "event", ceilings, density=_density)
     return max(0.0, min(EVENT_CAPACITY, float(break_even(event, sympy.Float(rival), _density))))
 
@@ -210,12 +155,6 @@ def _fastest(times: Mapping[str, float], text: Callable[[float], str], source: s
     if gain < MIN_GAIN:
         return Decision("dense", gain, f"{strategy} would not pay: {reason}")
     return Decision(strategy, gain, reason)
-
-
-def _able(site: SiteInfo) -> list[str]:
-    """The sparse implementations that can serve a site, by what is known of its input."""
-    sparse = site.density is not None and site.density < EVENT_CAPACITY and site.groups == 1
-    return ["binary", *(["event"] if sparse else []), *(["skip"] if site.active is not None else [])]
 
 
 def _unsuitable(site: SiteInfo) -> str | None:

@@ -179,13 +179,16 @@ def test_forced_tuning_times_all_anew_once_a_signature():
 
 
 def test_the_budget_ends_tuning_with_the_best_so_far():
-    bench, cache = Bench({16: 3.0, 32: 2.0, 64: 1.0, 128: 4.0}, seconds=1.5), TuningCache(None)
+    bench, cache = Bench({16: 3.0, 32: 2.0, 64: 1.0, 128: 4.0}, seconds=7.5), TuningCache(None)
     tuned = tuner(bench, cache)
-    assert choose(tuned, bench, "quick") == (32, "tuned"), "two seconds: over after the second candidate"
+    assert choose(tuned, bench, "quick") == (32, "tuned"), "ten seconds: over after the second candidate"
     assert choose(tuned, bench, "quick", Triple(7)) == (32, "tuned"), "the bucket's budget is spent"
     assert bench.timed == [16, 32]
-    assert choose(tuner(bench, cache), bench, "quick") == (64, "tuned"), "another process goes on"
+    assert choose(tuner(bench, cache), bench, "quick") == (32, "tuned"), "in every process"
+    assert bench.timed == [16, 32]
+    assert choose(tuner(bench, cache), bench, "full") == (64, "tuned"), "more effort goes on"
     assert bench.timed == [16, 32, 64, 128]
+    assert entry(cache, bench).postponed == {}
 
 
 def test_an_interrupt_keeps_what_was_measured():

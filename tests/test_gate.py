@@ -24,7 +24,7 @@ STAGE1 = gate.SiteInfo(
     device="cuda", itemsize=4, n=128, c=64, h=56, w=56, k=64, r=3, s=3, out_h=56, out_w=56, groups=1, digits=3,
     density=None, active=None, tf32=False, channels_last=False, fused=True,
 )  # fmt: skip
-QUIET = replace(STAGE1, n=1024, c=512, k=512, h=7, w=7, out_h=7, out_w=7, density=0.001)
+QUIET = STAGE1._replace(n=1024, c=512, k=512, h=7, w=7, out_h=7, out_w=7, density=0.001)
 
 
 def test_a_float32_convolution_is_worth_the_int8_tensor_cores():
@@ -38,7 +38,7 @@ def test_a_float32_convolution_is_worth_the_int8_tensor_cores():
 
 
 def test_the_cpu_stays_dense():
-    decision = gate.decide(replace(STAGE1, device="cpu"))
+    decision = gate.decide(STAGE1._replace(device="cpu"))
     assert (decision.strategy, decision.expected_gain) == ("dense", 1.0)
     assert "CPU" in decision.reason
 
@@ -48,38 +48,38 @@ def test_the_cpu_stays_dense():
     [({"groups": 64}, "1 channels a group"), ({"c": 3}, "3 -> 64 channels"), ({"k": 10}, "64 -> 10 channels")],
 )
 def test_channels_that_cannot_fill_a_tensor_core_stay_dense(change, reason):
-    decision = gate.decide(replace(STAGE1, **change))
+    decision = gate.decide(STAGE1._replace(**change))
     assert decision.strategy == "dense"
     assert reason in decision.reason
 
 
 def test_a_rewrite_that_does_not_pay_is_not_made():
-    decision = gate.decide(replace(STAGE1, itemsize=2, channels_last=True))
+    decision = gate.decide(STAGE1._replace(itemsize=2, channels_last=True))
     assert decision.strategy == "dense"
     assert "would not pay" in decision.reason
 
 
 def test_events_win_only_where_there_are_few():
     assert gate.decide(QUIET).strategy == "event"
-    assert gate.decide(replace(QUIET, density=0.5)).strategy == "binary"
+    assert gate.decide(QUIET._replace(density=0.5)).strategy == "binary"
 
 
 def test_idle_pixels_are_skipped_where_most_are():
-    assert gate.decide(replace(STAGE1, active=0.1, density=0.02)).strategy == "skip"
-    assert gate.decide(replace(STAGE1, active=1.0, density=0.2)).strategy == "binary"
+    assert gate.decide(STAGE1._replace(active=0.1, density=0.02)).strategy == "skip"
+    assert gate.decide(STAGE1._replace(active=1.0, density=0.2)).strategy == "binary"
 
 
 def test_a_forced_implementation_promises_nothing_on_the_cpu():
-    assert gate.estimate(replace(STAGE1, device="cpu"), "event") == 1.0
+    assert gate.estimate(STAGE1._replace(device="cpu"), "event") == 1.0
 
 
 def test_the_reason_names_the_density_at_which_events_stop_to_win():
     below = gate.event_pays_below(QUIET)
     assert f"event pays below {below:.2%} density" in gate.decide(QUIET).reason
-    assert gate.decide(replace(QUIET, density=0.99 * below)).strategy == "event"
-    assert gate.decide(replace(QUIET, density=1.01 * below)).strategy == "binary"
-    assert gate.event_pays_below(replace(QUIET, density=None)) is None
-    assert "no density" in gate.decide(replace(QUIET, n=1)).reason
+    assert gate.decide(QUIET._replace(density=0.99 * below)).strategy == "event"
+    assert gate.decide(QUIET._replace(density=1.01 * below)).strategy == "binary"
+    assert gate.event_pays_below(QUIET._replace(density=None)) is None
+    assert "no density" in gate.decide(QUIET._replace(n=1)).reason
 
 
 def test_the_break_even_density_of_a_symbolic_batch_holds_at_every_batch():
@@ -90,14 +90,14 @@ def test_the_break_even_density_of_a_symbolic_batch_holds_at_every_batch():
     assert bound.free_symbols == {batch}
     assert bound.subs(batch, 1) < 0
     for n in (64, 128, 4096):
-        there = replace(QUIET, n=n, density=float(bound.subs(batch, n)))
+        there = QUIET._replace(n=n, density=float(bound.subs(batch, n)))
         assert gate.seconds(there, "event") == pytest.approx(gate.seconds(there, "dense"), rel=1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["dense", "binary", "event", "skip"])
 def test_on_a_card_of_half_the_rates_everything_but_waiting_takes_twice_as_long(strategy):
     rates = {name: getattr(H100, name) / 2 for name in ("bandwidth", "fp32", "tf32", "half", "int8")}
-    site = replace(QUIET, active=1.0)
+    site = QUIET._replace(active=1.0)
     waiting = {"event": 35e-6, "skip": 15e-6}.get(strategy, 0.0)
     slower = gate.seconds(site, strategy, replace(H100, **rates)) - waiting
     assert slower == pytest.approx(2 * (gate.seconds(site, strategy) - waiting))
@@ -121,12 +121,12 @@ def test_times_that_leave_nothing_to_compare_change_nothing(measured):
 def test_the_signature_holds_whatever_changes_the_times():
     device = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
     key = STAGE1.signature(device).key
-    assert replace(STAGE1, n=100, h=50, w=60).signature(device).key == key
+    assert STAGE1._replace(n=100, h=50, w=60).signature(device).key == key
     others = (
         {"n": 129}, {"c": 128}, {"k": 128}, {"r": 1}, {"s": 1}, {"stride": (2, 2)}, {"groups": 4}, {"digits": 2},
         {"itemsize": 2}, {"tf32": True}, {"channels_last": True}, {"fused": False}, {"density": 0.1}, {"active": 0.1},
     )  # fmt: skip
-    keys = {replace(STAGE1, **change).signature(device).key for change in others}
+    keys = {STAGE1._replace(**change).signature(device).key for change in others}
     assert len(keys | {key}) == 1 + len(others)
 
 
@@ -145,7 +145,7 @@ def test_the_tuning_cache_is_asked_for_sites_on_a_gpu_only(monkeypatch):
         with FakeTensorMode():
             x.meta["example_value"] = torch.empty(128, 64, 56, 56, device=where)
         op = CanonicalOp("conv2d", {"input": x}, x)
-        return spike_operand._card(SimpleNamespace(op=op), replace(STAGE1, device=where))
+        return spike_operand._card(SimpleNamespace(op=op), STAGE1._replace(device=where))
 
     assert card("cuda") == (replace(H100, processors=1), {"dense": 0.2, "binary": 0.11})
     assert card("cpu") == (H100, None)
@@ -165,8 +165,8 @@ MEASURED = [  # 3x3 stages at batch 128 on an H100, ms: dense in the precision n
 @pytest.mark.parametrize(("stage", "tf32", "itemsize", "digits", "dense", "binary"), MEASURED)
 def test_estimates_are_within_half_of_the_measured_times(stage, tf32, itemsize, digits, dense, binary):
     c, size = stage
-    site = replace(
-        STAGE1, c=c, k=c, h=size, w=size, out_h=size, out_w=size,
+    site = STAGE1._replace(
+        c=c, k=c, h=size, w=size, out_h=size, out_w=size,
         tf32=tf32, itemsize=itemsize, digits=digits, channels_last=True,
     )  # fmt: skip
     width = 128 * c * size * size * (itemsize - 1) / H100.bandwidth

@@ -12,8 +12,10 @@ from sparsecomp.lowering.neurons import LIF, Lif
 from sparsecomp.lowering.operations import operations
 from sparsecomp.lowering.packing import CAST, CAST_STRIDED, PACK_WEIGHT, Cast, CastStrided, PackWeight
 from sparsecomp.lowering.signature import Device, device_of
+from sparsecomp.lowering.strategies import SPIKE_CONV, SiteInfo
 from sparsecomp.lowering.template import of_operation
-from sparsecomp.lowering.trial import Trial
+from sparsecomp.lowering.trial import fault
+from sparsecomp.lowering.warmup import signature_of
 
 CONV = BinaryConv(
     2, 6, 5, 6, 5, 64, 64, 64, 3, 3, 1, 1, 1, 1, 1, 1, 64, 1, 64 * 30, 1, 3, True, "float32", "all", 0
@@ -44,6 +46,16 @@ PROBLEMS = [
         ),
         id="event_conv",
     ),
+    pytest.param(
+        SPIKE_CONV,
+        SiteInfo("cuda", 4, 2, 32, 9, 7, 16, 3, 3, 5, 4, 1, 3, 0.04, 0.5, False, True, True, (2, 2)),
+        id="strategies of a convolution",
+    ),
+    pytest.param(
+        SPIKE_CONV,
+        SiteInfo("cuda", 4, 6, 32, 1, 1, 16, 1, 1, 1, 1, 1, 3, None, None, False, True, False),
+        id="strategies of a linear layer",
+    ),
 ]  # fmt: skip
 
 
@@ -55,10 +67,8 @@ def test_configurations_match_the_reference_on_poisoned_results(operation, probl
     candidates = operation.candidates(problem, device_of(where))
     if device == "cpu":
         candidates = [candidates[0], candidates[len(candidates) // 2], candidates[-1]]
-    trial = Trial(operation, problem, where)
-    assert {candidate.name: trial.fault(candidate) for candidate in candidates} == {
-        candidate.name: None for candidate in candidates
-    }
+    faults = {candidate.name: fault(operation, problem, where, candidate) for candidate in candidates}
+    assert faults == dict.fromkeys(faults)
 
 
 @pytest.mark.parametrize(("operation", "problem"), PROBLEMS)
@@ -67,6 +77,8 @@ def test_the_representative_of_a_signature_has_that_signature(operation, problem
     stand_in = operation.representative(signature)
     assert operation.signature(stand_in, signature.device).key == signature.key
     assert type(stand_in) is type(problem)
+    from_text = operation.representative(signature_of(signature.fields))
+    assert operation.signature(from_text, signature.device).key == signature.key
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0", "10.0", ""])
