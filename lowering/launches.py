@@ -1,0 +1,38 @@
+"""Several launches that carry out one problem together, with a workspace that lives for one call."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsecomp.lowering.launch import Launch
+
+
+class Step(NamedTuple):
+    """A launch, and which tensors it takes: positions among the call's tensors followed by the workspaces."""
+
+    launch: Launch
+    takes: tuple[int, ...]
+
+
+class Launches(Launch):
+    """Launches in order, callable with its tensors like one.
+
+    Args:
+        workspaces: shape and dtype of each tensor that is allocated, uninitialised, in each call.
+        steps: the launches, in order.
+    """
+
+    def __init__(self, workspaces: Sequence[tuple[tuple[int, ...], torch.dtype]], steps: Sequence[Step]) -> None:
+        self._workspaces = workspaces
+        self._steps = steps
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch all on the current stream of the device of the first tensor."""
+        first = tensors[0]
+        assert first is not None
+        own = [torch.empty(shape, dtype=dtype, device=first.device) for shape, dtype in self._workspaces]
+        every = (*tensors, *own)
+        for launch, takes in self._steps:
+            launch(*[every[position] for position in takes])

@@ -1,0 +1,158 @@
+"""CSR times dense, rows shared out among programs: each gathers the rows of ``dense`` that its nonzeros point at.
+
+Best while rows are alike: the program with the longest row ends last. Programs of the same columns run side by side, so
+that their slab of ``dense`` stays in L2, and as they walk ascending columns together, partly in L1.
+"""
+
+import sympy
+import torch
+import triton
+import triton.language as tl
+
+from sparsecomp.lowering.cost import Cost, sizes
+from sparsecomp.lowering.launch import Launch
+from sparsecomp.lowering.launches import Launches, Step
+from sparsecomp.lowering.signature import Device
+from sparsecomp.lowering.spmm_csr import SpmmCsr, unsupported
+from sparsecomp.lowering.template import Config, Template
+from sparsecomp.lowering.templates.epilogue import finish
+from sparsecomp.lowering.templates.gather import gather_rows
+
+DENSE = 3
+"""Position of the dense operand among the tensors."""
+
+
+@triton.jit
+def spmm_csr_rows_kernel(
+    crow_ptr, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
+    M, N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, BR: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A program finishes BR rows by BN columns of out; see ``gather_rows`` for E and ``finish`` for the epilogue."""
+    row_blocks = tl.cdiv(M, BR)
+    col_blocks = tl.cdiv(N, BN)
+    slab = tl.program_id(0) // row_blocks
+    batch = (slab // col_blocks).to(tl.int64)
+    rows = (tl.program_id(0) % row_blocks) * BR + tl.arange(0, BR)
+    cols = (slab % col_blocks) * BN + tl.arange(0, BN)
+    begin = tl.load(crow_ptr + rows, mask=rows < M, other=0)
+    end = tl.load(crow_ptr + rows + 1, mask=rows < M, other=0)
+    acc = gather_rows(
+        begin, end, col_ptr, values_ptr + batch * values_b, dense_ptr + batch * dense_b, cols, N, dense_k, dense_n,
+        BR, E, BN,
+    )  # fmt: skip
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    finish(
+        acc, bias_ptr, residual_ptr, out_ptr, batch, rows, cols, mask,
+        out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def copy_rows_kernel(
+    dense_ptr, rows_ptr, K, N, dense_b, dense_k, dense_n, rows_k, BK: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """rows[b, k, n] = dense[b, k, n], with row k of batch b at (b·K + k)·rows_k. Tiles are transposed on chip."""
+    col_blocks = tl.cdiv(N, BN)
+    row_blocks = tl.cdiv(K, BK)
+    block = tl.program_id(0)
+    batch = (block // (row_blocks * col_blocks)).to(tl.int64)
+    k = (block // col_blocks % row_blocks) * BK + tl.arange(0, BK)
+    n = (block % col_blocks) * BN + tl.arange(0, BN)
+    mask = (k < K)[:, None] & (n < N)[None, :]
+    k = k.to(tl.int64)[:, None]
+    n = n.to(tl.int64)[None, :]
+    value = tl.load(dense_ptr + batch * dense_b + k * dense_k + n * dense_n, mask=mask)
+    tl.store(rows_ptr + (batch * K + k) * rows_k + n, value, mask=mask)
+
+
+def copied(problem: SpmmCsr) -> tuple[tuple[tuple[int, ...], torch.dtype], Launch, SpmmCsr]:
+    """A workspace, the launch (dense, workspace) that copies dense to it row by row, and the problem with it."""
+    p = problem
+    count = 1 if p.dense_batch == 0 else p.batch
+    width = triton.cdiv(p.n, 8) * 8
+    grid = (count * triton.cdiv(p.k, 64) * triton.cdiv(p.n, 64),)
+    numbers = (p.k, p.n, p.dense_batch, p.dense_row, p.dense_col, width)
+    launch = Launch(copy_rows_kernel, grid, numbers, {"BK": 64, "BN": 64}, num_warps=4)
+    row_major = p._replace(dense_batch=0 if count == 1 else p.k * width, dense_row=width, dense_col=1)
+    return ((count * max(p.k, 1), width), getattr(torch, p.dense_dtype)), launch, row_major
+
+
+def gather_configs(problem: SpmmCsr) -> list[Config]:
+    """Tiles of rows by entries by columns that fill one to four warps, without and with a row-major copy of dense."""
+    n = triton.next_power_of_2(problem.n)
+    wide = n >= 64
+    columns = (64, 128, 256, 512) if wide else (max(n, 1),)
+    copies = (0, 1) if problem.dense_col != 1 and problem.n > 1 and problem.k > 0 else (0,)
+    return [
+        Config(BR=br, E=e, BN=bn, warps=warps, COPY=copy)
+        for copy in copies for bn in columns if bn <= n
+        for br in ((1, 2, 4) if wide else (1, 2, 4, 8, 16)) for e in ((2, 4, 8) if wide else (4, 8, 16, 32))
+        for warps in (1, 2, 4) if 4 <= br * e * bn // (32 * warps) <= 32
+    ]  # fmt: skip
+
+
+def _refuse(problem: SpmmCsr, device: Device) -> str | None:
+    return unsupported(problem.dtype, problem.dense_dtype, problem.output.dtype)
+
+
+def _space(problem: SpmmCsr, device: Device) -> list[Config]:
+    return gather_configs(problem)
+
+
+def _prepare(problem: SpmmCsr, config: Config) -> Launch:
+    if config["COPY"]:
+        workspace, copy, row_major = copied(problem)
+        return Launches([workspace], [Step(copy, (DENSE, 7)), Step(_main(row_major, config), (0, 1, 2, 7, 4, 5, 6))])
+    return _main(problem, config)
+
+
+def _main(problem: SpmmCsr, config: Config) -> Launch:
+    p = problem
+    grid = (triton.cdiv(p.m, config["BR"]) * triton.cdiv(p.n, config["BN"]) * p.batch,)
+    numbers = (p.m, p.n, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
+    constants = {**p.output.constants, **{name: config[name] for name in ("BR", "E", "BN")}}
+    return Launch(spmm_csr_rows_kernel, grid, numbers, constants, num_warps=config["warps"])
+
+
+_m, _k, _n, _batch, _nnz, _variation, _col, _itemsize = sizes("m k n batch nnz variation dense_col itemsize")
+_br, _e, _bn, _warps, _copy, _processors = sizes("BR E BN warps COPY processors")
+
+mean = _nnz / _m
+"""Entries a row."""
+_sector = 32
+# what one nonzero pulls through L2: whole sectors, of one column each where columns are not neighbours
+pulled = sympy.Piecewise(
+    (sympy.Max(_n * _itemsize, _sector), sympy.Eq(_col, 1) | sympy.Eq(_copy, 1) | sympy.Le(_n, 1)),
+    (_n * _sector, True),
+)
+copying = _copy * (2 * _batch * _k * _n * _itemsize / 2.5e12 + 3e-6)
+"""Seconds to copy dense."""
+traffic = _batch * _nnz * pulled / 7.0e12
+"""Seconds to gather: L2 with some help of L1."""
+
+
+def walk_seconds(steps: sympy.Expr, programs: sympy.Expr) -> sympy.Expr:
+    """Seconds of ``programs`` that make ``steps`` dependent loads each, as many at a time as registers allow."""
+    registers = 40 + 2.5 * _br * _e * _bn / (32 * _warps)
+    resident = sympy.Min(32, 65536 / (registers * 32 * _warps))
+    return sympy.Max(programs / (_processors * resident), 1) * (steps * 7e-7 + 1.5e-6)
+
+
+# a block of rows is as long as its longest, and the last program ends when the longest row does
+_longest = sympy.Min(mean * (1 + _variation * (0.3 + 0.5 * sympy.log(_br + 1))), _k)
+_last = sympy.Min(mean * (1 + 4 * _variation), _k)
+_programs = sympy.ceiling(_m / _br) * sympy.ceiling(_n / _bn) * _batch
+
+SPMM_CSR_ROWS = Template(
+    name="spmm_csr_rows",
+    op="spmm_csr",
+    sources=(spmm_csr_rows_kernel, copy_rows_kernel, gather_rows, finish),
+    refuse=_refuse,
+    space=_space,
+    cost=Cost(
+        bytes=_batch * (_nnz * (_itemsize + 4) + (_k + _m) * _n * _itemsize),
+        seconds=sympy.Max(traffic, walk_seconds(_longest / _e, _programs), _last / _e * 7e-7) + copying,
+    ),
+    prepare=_prepare,
+)
