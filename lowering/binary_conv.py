@@ -85,11 +85,11 @@ def run(
     n, c, h, w = x.shape
     digits, k, depth = planes.shape
     count, rows, limit = (None, None, 0) if select is None else (select.count, select.rows, select.limit)
-    problem = BinaryConv(
+    problem = BinaryConv._make((
         n, h, w, *out.shape[2:], c, k, depth // (window.kernel[0] * window.kernel[1]), *window.kernel,
         *window.stride, *window.padding, *window.dilation, *pixel_strides(out), groups, digits, bias is not None,
         _name(out.dtype), "all" if count is None else "count" if rows is None else "rows", limit,
-    )  # fmt: skip
+    ))  # fmt: skip
     dispatch.run(BINARY_CONV, problem, x, planes, scale, bias, out, count, rows)
 
 
@@ -113,10 +113,10 @@ def _representative(signature: KernelSignature) -> BinaryConv:
     padding = (r // 2, s // 2)
     oh, ow = output_size((h, w), (r, s), (stride_h, stride_w), padding, (1, 1))
     strides = (k, 1, k * oh * ow) if signature.layouts[1] == "nhwc" else (1, oh * ow, k * oh * ow)
-    return BinaryConv(
+    return BinaryConv._make((
         n, h, w, oh, ow, c, k, padded_channels(c // groups), r, s, stride_h, stride_w, *padding, 1, 1, *strides,
         groups, digits, signature.epilogue == "bias", signature.dtypes[1], str(given["select"]), 0,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def _operands(problem: BinaryConv, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:

@@ -146,7 +146,7 @@ def event_weight(weight: Tensor) -> Tensor:
     out = torch.empty((triton.cdiv(k, block), depth + 1, block), dtype=w.dtype, device=w.device)
     largest = torch.linalg.vector_norm(w, float("inf"), dim=(1, 2, 3)) if depth else w.new_zeros(k)
     if k:
-        problem = PackEvents(k, c, *w.stride(), r, s, block, str(w.dtype)[6:])
+        problem = PackEvents._make((k, c, *w.stride(), r, s, block, str(w.dtype)[6:]))
         dispatch.run(PACK_EVENTS, problem, w, largest, out)
     return out
 
@@ -162,10 +162,10 @@ def _accumulate(
     n, c, h, w = x.shape
     _, k, oh, ow = out.shape
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    problem = Accumulate(
+    problem = Accumulate._make((
         events.capacity, n, h, w, oh, ow, c, k, *window.stride, *window.padding, *window.dilation,
         *pixel_strides(out), *window.kernel, packed.shape[2], processors, bias is not None, str(out.dtype)[6:],
-    )  # fmt: skip
+    ))  # fmt: skip
     dispatch.run(ACCUMULATE, problem, events.codes, events.starts, events.total, packed, bias, out)
 
 

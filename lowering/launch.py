@@ -83,9 +83,10 @@ class _DirectLaunch:
         from triton import knobs
         from triton.runtime import driver
 
+        active: Any = driver.active
         self._keep_loaded = compiled
         self._device = device
-        self._stream_of = driver.active.get_current_stream
+        self._stream_of = active.get_current_stream
         self._hooks = knobs.runtime
         self._pointers = pointers
         self._values = (ctypes.c_uint64 * len(slots))(*(int.from_bytes(slot, "little") for slot in slots))

@@ -62,7 +62,7 @@ def pack_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
     planes = torch.empty((digits, k, r * s * cp), dtype=torch.int8, device=w.device)
     scale = torch.empty((k,), dtype=torch.float32, device=w.device)
     if k:
-        problem = PackWeight(k, c, cp, *w.stride(), r, s, digits, str(w.dtype)[6:])
+        problem = PackWeight._make((k, c, cp, *w.stride(), r, s, digits, str(w.dtype)[6:]))
         dispatch.run(PACK_WEIGHT, problem, w, planes, scale)
     return planes, scale
 
@@ -83,7 +83,7 @@ def to_bytes(x: Tensor, select: Selection | None = None) -> Tensor:
         count, limit = (None, 0) if select is None else (select.count, select.limit)
         dispatch.run(CAST, Cast(x.numel(), limit, count is not None, str(x.dtype)[6:]), x, out, count)
     else:
-        dispatch.run(CAST_STRIDED, CastStrided(n, c, h, w, *x.stride(), str(x.dtype)[6:]), x, out)
+        dispatch.run(CAST_STRIDED, CastStrided._make((n, c, h, w, *x.stride(), str(x.dtype)[6:])), x, out)
     return view
 
 
@@ -161,6 +161,16 @@ def _strided_operands(problem: CastStrided, device: torch.device, seed: int) -> 
     return x, torch.full((n, h, w, c), 77, dtype=torch.int8, device=device)
 
 
+def _cast_reference(problem: Cast, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    assert operands[0] is not None
+    return (operands[0].to(torch.int8),)
+
+
+def _strided_reference(problem: CastStrided, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    assert operands[0] is not None
+    return (operands[0].permute(0, 2, 3, 1).to(torch.int8),)
+
+
 def _whole_numbers(shape: tuple[int, ...], dtype: str, device: torch.device, seed: int) -> Tensor:
     random = torch.Generator(device).manual_seed(seed)
     return torch.randint(-127, 77, shape, generator=random, device=device).to(getattr(torch, dtype))
@@ -170,10 +180,9 @@ PACK_WEIGHT = Operation(
     "pack_weight", _pack_signature, _pack_representative, _pack_operands, (1, 2), _pack_reference, lambda _: 0.0
 )
 CAST = Operation(
-    "cast", _cast_signature, _cast_representative, _cast_operands, (1,),
-    lambda problem, operands: (operands[0].to(torch.int8),), lambda _: 0.0,
-)  # fmt: skip
+    "cast", _cast_signature, _cast_representative, _cast_operands, (1,), _cast_reference, lambda _: 0.0
+)
 CAST_STRIDED = Operation(
-    "cast_strided", _strided_signature, _strided_representative, _strided_operands, (1,),
-    lambda problem, operands: (operands[0].permute(0, 2, 3, 1).to(torch.int8),), lambda _: 0.0,
+    "cast_strided", _strided_signature, _strided_representative, _strided_operands, (1,), _strided_reference,
+    lambda _: 0.0,
 )  # fmt: skip

@@ -158,6 +158,6 @@ def row_bucket(rows: Rows | None) -> str:
 def _bound(size: Size, values: Mapping[str, int]) -> Size:
     if not isinstance(size, sympy.Expr):
         return size
-    known = {symbol: values[str(symbol)] for symbol in size.free_symbols if str(symbol) in values}
-    bound = size.subs(known)
+    known = [(symbol, values[str(symbol)]) for symbol in size.free_symbols if str(symbol) in values]
+    bound = size.subs(known, simultaneous=True)
     return int(bound) if bound.is_Integer else bound

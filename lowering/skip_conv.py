@@ -64,10 +64,10 @@ def list_rows(x: Tensor, scale: Tensor, bias: Tensor | None, window: Window, out
     m = n * oh * ow
     rows = torch.empty((m,), dtype=torch.int32, device=x.device)
     if out.numel():
-        problem = ListRows(
+        problem = ListRows._make((
             m, *x.shape[2:], oh, ow, k, *window.stride, *window.padding, *window.dilation, *pixel_strides(out),
             *window.kernel, bias is not None, str(out.dtype)[6:],
-        )  # fmt: skip
+        ))  # fmt: skip
         dispatch.run(LIST_ROWS, problem, active, rows, count, scale, bias, out)
     return x8, Selection(count, 0, rows)
 
@@ -78,7 +78,7 @@ def scan_pixels(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x8 = torch.empty((n, h, w, c), dtype=torch.int8, device=x.device)
     active = torch.empty((n, h, w), dtype=torch.int8, device=x.device)
     count = torch.empty((1,), dtype=torch.int32, device=x.device)
-    problem = ScanPixels(n, c, w, max(h * w, 1), *x.stride(), str(x.dtype)[6:])
+    problem = ScanPixels._make((n, c, w, max(h * w, 1), *x.stride(), str(x.dtype)[6:]))
     dispatch.run(SCAN_PIXELS, problem, x, x8, active, count)
     return x8.permute(0, 3, 1, 2), active, count
 
