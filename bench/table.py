@@ -25,10 +25,10 @@ def markdown(results: Path = RESULTS) -> str:
     """All tables as Markdown, with the machine in front.
 
     Args:
-        results: folder with ``snn_sew_resnet34.json`` and ``snn_conv.json``.
+        results: folder with ``snn_sew_resnet34.json``, ``snn_conv.json`` and ``tuning.json``.
 
     Raises:
-        FileNotFoundError: a result file is missing; run ``python -m bench snn`` on a GPU first.
+        FileNotFoundError: a result file is missing; run ``python -m bench snn`` and ``tuning`` on a GPU first.
     """
     network = json.loads((results / "snn_sew_resnet34.json").read_text())
     layers = json.loads((results / "snn_conv.json").read_text())
@@ -39,6 +39,7 @@ def markdown(results: Path = RESULTS) -> str:
         _layers([row for row in layers["result"] if row["case"].startswith("conv")]),
         _linears([row for row in layers["result"] if row["case"].startswith("linear")]),
         *(_single(row) for row in layers["result"] if "dtype" not in row),
+        _tuning(json.loads((results / "tuning.json").read_text())["result"]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -98,6 +99,28 @@ def _linears(rows: list[dict[str, Any]]) -> str:
         case = row["case"].removeprefix("linear ")
         grid.append([case, row["dtype"], f"{row['density']:.0%}", *times, decision(row)[0].strategy])
     return _grid(grid)
+
+
+def _tuning(rows: list[dict[str, Any]]) -> str:
+    from bench import tuning  # loads Triton
+
+    found = tuning.summary([row for row in rows if "problem" in row])
+    host = next(row for row in rows if "us" in row)
+    process = next(row for row in rows if row["case"] == "second process")
+    return "\n\n".join([
+        f"Tuned against default configurations, {found['cases']} problems of the spiking suite: "
+        f"{found['gain']:.3f} times as fast in the geometric mean, {found['least']:.2f} to {found['most']:.2f}.",
+        _single(host),
+        "Spiking ResNet-34 under `max-autotune-no-cudagraphs`, with empty caches and then in another process: "
+        + "; ".join(_process(process[which]) for which in ("first", "second")) + ".",
+    ])  # fmt: skip
+
+
+def _process(figures: dict[str, Any]) -> str:
+    return (
+        f"{figures['timings']} timings, {figures['triton compilations']} Triton compilations, "
+        f"{figures['compile_s']:.1f} s to the first result, {figures['passes_s']:.2f} s of it in our passes"
+    )
 
 
 def _single(row: dict[str, Any]) -> str:
