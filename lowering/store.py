@@ -38,7 +38,11 @@ _SCHEMA = (
     " crc INTEGER NOT NULL, PRIMARY KEY (name, gpu, capability, triton))",
     f"INSERT INTO meta VALUES ('version', {VERSION})",
 )
-_TABLES = {"meta", "entries", "facts"}
+_TABLES = {
+    "meta": ["name", "value"],
+    "entries": ["key", "op", "body", "used", "size", "crc"],
+    "facts": ["name", "gpu", "capability", "triton", "body", "crc"],
+}
 _PUT = (
     "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
     " SET body = excluded.body, used = excluded.used, size = excluded.size, crc = excluded.crc"
@@ -321,18 +325,22 @@ def _decoded(text: bytes) -> str:
     return text.decode(errors="replace")
 
 
-def _tables(db: sqlite3.Connection) -> set[str]:
-    return {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+def _tables(db: sqlite3.Connection) -> dict[str, list[str]]:
+    """Columns by table."""
+    names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    columns = "SELECT name FROM pragma_table_info(?)"
+    return {table: [name for (name,) in db.execute(columns, (table,))] for table in names}
 
 
 def _check(db: sqlite3.Connection, thoroughly: bool) -> None:
-    if not _tables(db) >= _TABLES:
-        raise _BrokenError(f"its tables are {sorted(_tables(db))}")
+    found = _tables(db)
+    if any(found.get(table) != columns for table, columns in _TABLES.items()):
+        raise _BrokenError(f"its tables are {found}")
     (version,) = db.execute("SELECT max(value) FROM meta WHERE name = 'version'").fetchone()
     if version != VERSION:
         raise _BrokenError(f"it has version {version!r}, this sparsecomp reads {VERSION}")
-    if thoroughly and (found := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
-        raise _BrokenError(str(found))
+    if thoroughly and (fault := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
+        raise _BrokenError(str(fault))
 
 
 def _copied(path: Path) -> sqlite3.Connection | None:

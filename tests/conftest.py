@@ -1,8 +1,15 @@
-"""Triton reads TRITON_INTERPRET when it is imported, so it is set before anything else."""
+"""Triton reads TRITON_INTERPRET when it is imported, so it is set before anything else.
+
+Tests keep their tuning results to themselves: what a user's cache holds must not decide what they run.
+"""
 
 import os
+import tempfile
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+_cache = tempfile.TemporaryDirectory(prefix="sparsecomp-tests-", ignore_cleanup_errors=True)
+os.environ["SPARSECOMP_CACHE_DIR"] = _cache.name

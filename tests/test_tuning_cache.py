@@ -341,6 +341,12 @@ def _another_version(path: Path) -> None:
     db.close()
 
 
+def _another_column(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE entries DROP COLUMN crc")
+    db.close()
+
+
 def _without_a_version(path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("DELETE FROM meta")
@@ -363,6 +369,7 @@ BROKEN = {
     "another database": lambda path: (path.unlink(), _another_database(path)),
     "another version": _another_version,
     "without a version": _without_a_version,
+    "another column": _another_column,
 }
 
 
