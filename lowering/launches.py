@@ -10,10 +10,10 @@ from sparsecomp.lowering.launch import Launch
 
 
 class Step(NamedTuple):
-    """A launch, and which tensors it takes: positions among the call's tensors followed by the workspaces."""
+    """A launch, and which tensors it takes: positions among the call's tensors followed by the workspaces, or None."""
 
     launch: Launch
-    takes: tuple[int, ...]
+    takes: tuple[int | None, ...]
 
 
 class Launches(Launch):
@@ -35,4 +35,4 @@ class Launches(Launch):
         own = [torch.empty(shape, dtype=dtype, device=first.device) for shape, dtype in self._workspaces]
         every = (*tensors, *own)
         for launch, takes in self._steps:
-            launch(*[every[position] for position in takes])
+            launch(*[None if position is None else every[position] for position in takes])

@@ -8,7 +8,11 @@ from sparsecomp.lowering.binary_conv import BINARY_CONV
 from sparsecomp.lowering.event_conv import ACCUMULATE, FIND_EVENTS, PACK_EVENTS
 from sparsecomp.lowering.neurons import LIF
 from sparsecomp.lowering.packing import CAST, CAST_STRIDED, PACK_WEIGHT
+from sparsecomp.lowering.sddmm import SDDMM
 from sparsecomp.lowering.skip_conv import LIST_ROWS, SCAN_PIXELS
+from sparsecomp.lowering.spmm_bsr import SPMM_BSR
+from sparsecomp.lowering.spmm_csr import SPMM_CSR
+from sparsecomp.lowering.spmm_nm import SPMM_NM
 from sparsecomp.lowering.strategies import SPIKE_CONV
 from sparsecomp.lowering.template import Operation
 
