@@ -87,7 +87,12 @@ class _DirectLaunch:
         self._keep_loaded = compiled
         self._device = device
         self._stream_of = active.get_current_stream
+        self._stream = ctypes.c_void_p()
+        self._several = torch.cuda.device_count() != 1
+        # who listens to launches hears them from Triton only
         self._hooks = knobs.runtime
+        self._enter, self._leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        self._entering, self._leaving = _listeners(self._enter), _listeners(self._leave)
         self._pointers = pointers
         self._values = (ctypes.c_uint64 * len(slots))(*(int.from_bytes(slot, "little") for slot in slots))
         base = ctypes.addressof(self._values)
@@ -122,21 +127,24 @@ class _DirectLaunch:
 
     def __call__(self, pointers: list[int]) -> bool:
         """Launch; False if this launch must go through Triton."""
-        misaligned = 0
+        together = 0
         for pointer in pointers:
-            misaligned |= pointer
-        hooks = self._hooks
+            together |= pointer
         if (
-            misaligned % _ALIGNMENT
-            or torch.cuda.current_device() != self._device
-            or _calls(hooks.launch_enter_hook)
-            or _calls(hooks.launch_exit_hook)
+            together % _ALIGNMENT
+            or self._entering
+            or self._leaving
+            or self._hooks.launch_enter_hook is not self._enter
+            or self._hooks.launch_exit_hook is not self._leave
+            or (self._several and torch.cuda.current_device() != self._device)
         ):
             return False
-        stream = ctypes.c_void_p(self._stream_of(self._device))
+        stream = self._stream_of(self._device)
         with self._lock:
+            if stream != (self._stream.value or 0):
+                self._stream = ctypes.c_void_p(stream)
             self._values[: self._pointers] = pointers
-            status = self._launch(*self._head, stream, self._parameters, None)
+            status = self._launch(*self._head, self._stream, self._parameters, None)
         if status:
             raise RuntimeError(f"cuLaunchKernel failed with CUDA error {status}: see CUDA's documentation of CUresult")
         return True
@@ -147,9 +155,9 @@ def _slot(kind: str, value: Any) -> bytes:
     return packed.ljust(8, b"\0")
 
 
-def _calls(hook: Any) -> Any:
-    """Whether a profiler listens to launches: Triton keeps a chain of hooks, or one of the user's own."""
-    return getattr(hook, "calls", hook)
+def _listeners(hook: Any) -> list[Any]:
+    """Triton's own list of them, which grows as they come; the one there is where a hook was put in its place."""
+    return getattr(hook, "calls", [] if hook is None else [hook])
 
 
 @cache
