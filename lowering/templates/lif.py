@@ -71,7 +71,7 @@ def _prepare(problem: Lif, config: Config) -> Launch:
     return Launch(lif_kernel, grid, problem[:10], constants, num_warps=config["warps"])
 
 
-_numel, _steps, _block, _warps, _processors = sizes("numel steps BLOCK warps processors")
+_numel, _steps, _block, _warps = sizes("numel steps BLOCK warps")
 
 LIF = Template(
     name="lif",
@@ -82,10 +82,10 @@ LIF = Template(
         Config(BLOCK=block, warps=warps) for block in (256, 512, 1024, 2048) for warps in (2, 4, 8)
         if 4 <= block // (32 * warps) <= 16
     ],
-    # float32 in and one byte out a step; a wave of blocks that fills the card part-way wastes the rest of it
+    # float32 in and one byte out a step; the fewer elements a thread and a block, the more blocks hide their loads
     cost=Cost(
         bytes=_numel * (5 * _steps + 4),
-        seconds=sympy.ceiling(_numel / (_block * _processors * 16 / _warps)) * 2e-7 + 1e-10 * abs(_block - 1024),
+        seconds=5e-8 * _block / (32 * _warps) + 1e-10 * _block,
     ),
     prepare=_prepare,
 )
