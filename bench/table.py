@@ -111,7 +111,8 @@ def _tuning(rows: list[dict[str, Any]]) -> str:
         f"Tuned against default configurations, {found['cases']} problems of the spiking suite: "
         f"{found['gain']:.3f} times as fast in the geometric mean, {found['least']:.2f} to {found['most']:.2f}.",
         _single(host),
-        "Spiking ResNet-34 under `max-autotune-no-cudagraphs`, with empty caches and then in another process: "
+        "Spiking ResNet-34 under `max-autotune-no-cudagraphs`, with empty caches of ours and "
+        "Inductor's, and then in another process: "
         + "; ".join(_process(process[which]) for which in ("first", "second")) + ".",
     ])  # fmt: skip
 

@@ -4,7 +4,6 @@ Inductor compiles the same chain to several kernels, because each time step read
 membrane stays in a register: the input is read once, and spikes are written as bytes.
 """
 
-import sympy
 import triton
 import triton.language as tl
 
