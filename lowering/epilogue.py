@@ -78,7 +78,7 @@ def output_of(
             raise FormatError(f"bias_axis is {bias_axis!r}, needs 'row' or 'column'")
         needed = out.shape[-2 if bias_axis == "row" else -1]
         if bias.dim() != 1 or bias.shape[0] != needed or not bias.is_contiguous():
-            raise FormatError(f"bias has shape {tuple(bias.shape)}, needs ({needed},), contiguous, along the {bias_axis}s")
+            raise FormatError(f"bias has shape {tuple(bias.shape)}, needs ({needed},), contiguous: one a {bias_axis}")
     if residual is not None and residual.shape != out.shape:
         raise FormatError(f"residual has shape {tuple(residual.shape)}, needs that of out, {tuple(out.shape)}")
     return Output(

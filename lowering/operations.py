@@ -22,6 +22,6 @@ def operations() -> Mapping[str, Operation[Any]]:
     """Operation by name."""
     every = (
         BINARY_CONV, PACK_WEIGHT, CAST, CAST_STRIDED, LIF, FIND_EVENTS, PACK_EVENTS, ACCUMULATE, SCAN_PIXELS, LIST_ROWS,
-        SPIKE_CONV,
+        SPIKE_CONV, SPMM_CSR, SPMM_BSR, SPMM_NM, SDDMM,
     )  # fmt: skip
     return {operation.name: operation for operation in every}

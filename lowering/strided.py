@@ -61,7 +61,7 @@ def random_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, 
 
 
 def gather_product(row: Tensor, col: Tensor, values: Tensor, dense: Tensor, rows: int) -> Tensor:
-    """The float64 product of entries (row, col, values (batch, entries)) with ``dense`` (batch, k, n), the plain way."""
+    """The float64 product of entries (row, col, values (batch, entries)) with ``dense`` (batch, k, n)."""
     out = torch.zeros((*dense.shape[:-2], rows, dense.shape[-1]), dtype=torch.float64, device=dense.device)
     step = max(_CHUNK // max(dense.shape[-1] * dense.shape[0], 1), 1)
     for start in range(0, row.numel(), step):

@@ -15,7 +15,11 @@ from sparsecomp.lowering.template import of_operation
 def captured(call: Callable[[], None]):
     """The operation, problem and tensors that ``call`` would dispatch."""
     found = []
-    with mock.patch.object(dispatch, "run", lambda operation, problem, *tensors: found.append((operation, problem, tensors))):
+
+    def note(operation, problem, *tensors):
+        found.append((operation, problem, tensors))
+
+    with mock.patch.object(dispatch, "run", note):
         call()
     return found[0] if found else None
 

@@ -44,7 +44,7 @@ def product_kernel(
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out = epilogue(a @ b). bad: (batch · tiles,) int8, by program: whether a sum of the tile is not finite; or None."""
+    """out = epilogue(a @ b). bad: (programs,) int8, whether a sum of the program's tile is not finite; or None."""
     batch, block_m, block_n = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     rows = block_m * BM + tl.arange(0, BM)
     cols = block_n * BN + tl.arange(0, BN)

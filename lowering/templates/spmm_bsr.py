@@ -1,4 +1,4 @@
-"""BSR times dense on tensor cores: a block row is one deep product of its blocks, laid side by side, with gathered rows.
+"""BSR times dense on tensor cores: a block row is one deep product of its blocks, side by side, with gathered rows.
 
 The depth of a block row is the columns of all its blocks. A step takes BK of it, several small blocks or a part of a
 large one, and the rows of ``dense`` that they meet, so that blocks of 4 feed tensor cores as whole steps too. Blocks
@@ -92,7 +92,7 @@ def _space(problem: SpmmBsr, device: Device) -> list[Config]:
         Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
         for bm in heights for bn in columns for bk in ((32, 64) if itemsize == 4 else (32, 64, 128))
         for warps in (2, 4, 8) for stages in _STAGES
-        if 8 <= bm * bn // (32 * warps) and fits_registers(bm * bn * (2 if itemsize == 4 else 1), warps)
+        if bm * bn >= 256 * warps and fits_registers(bm * bn * (2 if itemsize == 4 else 1), warps)
         and (bn >= 8 * warps or bm >= 64) and (itemsize == 2 or (bm + bn) * bk <= 256 * 32 * warps // 4)
         and fits_shared((stages // 2 + 1 + (itemsize == 4)) * bk * (bm + bn) * itemsize, device)
     ]  # fmt: skip

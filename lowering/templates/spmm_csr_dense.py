@@ -1,9 +1,10 @@
 """CSR times dense on tensor cores: S is written out densely, then multiplied.
 
-On a card whose tensor cores outrun its gathers this is the fastest way down to a few percent of nonzeros, once dense
-has many columns. A written-out zero times an infinity would be NaN where a sparse product has nothing: every tile with a
-sum that is not finite is computed again by gathering, by a third launch that finds nothing to do otherwise. So results
-are those of the gathering kernels whatever the values, the host never waits, and finite data pay one empty launch.
+On a card whose tensor cores outrun its gathers this is the fastest way down to a few percent of nonzeros, once
+``dense`` has many columns. A written-out zero times an infinity would be NaN where a sparse product has nothing: every
+tile with a sum that is not finite is computed again by gathering, by a third launch that finds nothing to do otherwise.
+So results are those of the gathering kernels whatever the values, the host never waits, and finite data pay one empty
+launch.
 """
 
 import sympy
@@ -68,7 +69,7 @@ def repair_kernel(
         return
     batch, block_m, block_n = tile_of(tile, M, N, BM, BN, GROUP)
     first = block_m * BM + tl.program_id(0) % (BM // ROWS) * ROWS
-    for place in range(0, (ROWS // BR) * (BN // WIDE)):
+    for place in range((ROWS // BR) * (BN // WIDE)):
         rows = first + place // (BN // WIDE) * BR + tl.arange(0, BR)
         cols = block_n * BN + place % (BN // WIDE) * WIDE + tl.arange(0, WIDE)
         begin = tl.load(crow_ptr + rows, mask=rows < M, other=0)

@@ -1,10 +1,10 @@
 """CSR times dense for uneven rows: every program gets as many rows and nonzeros together as any other.
 
-Ends of rows and nonzeros form one list of M + nnz tokens (a row's end behind its nonzeros), cut in chunks of T. A binary
-search over ``crow`` finds where a chunk begins (merge path: Merrill and Garland, "Merge-based parallel sparse
+Ends of rows and nonzeros form one list of M + nnz tokens (a row's end behind its nonzeros), cut in chunks of T. A
+binary search over ``crow`` finds where a chunk begins (merge path: Merrill and Garland, "Merge-based parallel sparse
 matrix-vector multiplication", SC 2016). Rows within a chunk are finished there. The pieces of rows that span chunks go
-to a workspace, and a second small kernel adds them in order: no atomics, so results repeat bit for bit, and the epilogue
-is applied once.
+to a workspace, and a second small kernel adds them in order: no atomics, so that results repeat bit for bit, and the
+epilogue is applied once.
 """
 
 import sympy
@@ -96,7 +96,7 @@ def finish_rows_kernel(
     M, N, chunks, out_b, out_m, out_n, res_b, res_m, res_n, scale,
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, T: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Finishes the row, if any, that began before chunk c and ends in it: its pieces 1 from where it began, and piece 0."""
+    """Finishes the row, if any, that began before chunk c and ends in it: pieces 1 since it began, and piece 0 of c."""
     chunk = (tl.program_id(0) % chunks).to(tl.int64)
     slab = tl.program_id(0) // chunks
     col_blocks = tl.cdiv(N, BN)

@@ -149,6 +149,8 @@ def _refuse(problem: SpmmNM, device: Device) -> str | None:
 def _space(problem: SpmmNM, device: Device) -> list[Config]:
     """BK is the depth of a step, groups padded to powers of two."""
     p, wide = problem, triton.next_power_of_2(problem.group)
+    # float32 is split in two; older cards hold both operands of a product in registers
+    held = 1 if p.dtype != "float32" else 2 if device.is_hopper else 3
     itemsize = 4 if p.dtype == "float32" else 2
     n = max(triton.next_power_of_2(p.n), 16)
     m = max(triton.next_power_of_2(p.m), 16)
@@ -159,7 +161,7 @@ def _space(problem: SpmmNM, device: Device) -> list[Config]:
         for bm, bn in shapes for bk in ((32, 64) if itemsize == 4 else (64, 128, 256)) for warps in (4, 8)
         for stages in (3, 4, 5)
         if bm * bk <= 64 * 32 * warps and bm * bn >= 64 * warps and (bk <= 64 or bn <= 32)
-        and fits_registers(bm * bn * (2 if itemsize == 4 else 1) + bm * bk, warps)
+        and fits_registers(bm * bn * held + bm * bk, warps)
         and fits_shared((stages + 1) * bk * (bm + bn) * itemsize, device)
     ]  # fmt: skip
     return found or [Config(BM=16, BN=16, BK=64, G=64 // wide, warps=4, stages=3)]
