@@ -112,8 +112,8 @@ def _bsr_row(block: int, n: int, dtype: torch.dtype, size: int = 4096, sparsity:
     calls = [lambda v=v, d=d: spmm_bsr.run(crow, col, v, d, out) for v, d in zip(values, dense, strict=True)]
     _time_ours(row, calls, out, full[0].double() @ dense[0].double())
     if block >= 16:  # torch's kernel takes no smaller ones
-        rows = [d.mT.contiguous() for d in dense]
-        _time_peer(row, "torch bsr", lambda: [lambda s=s, x=x: F.linear(x, s) for s, x in zip(theirs, rows, strict=True)])
+        pairs = [(s, d.mT.contiguous()) for s, d in zip(theirs, dense, strict=True)]
+        _time_peer(row, "torch bsr", lambda: [lambda s=s, x=x: F.linear(x, s) for s, x in pairs])
     _time_dense(row, full, dense)
     return _printed(row)
 
