@@ -29,7 +29,7 @@ class Sddmm(NamedTuple):
         scale: of the product.
         dtype: of a and b.
         out_dtype: of the values.
-        index: dtype of the indices.
+        index_dtype: of the indices.
     """
 
     m: int
@@ -48,7 +48,7 @@ class Sddmm(NamedTuple):
     scale: float
     dtype: str
     out_dtype: str
-    index: str
+    index_dtype: str
 
 
 def run(
@@ -96,7 +96,7 @@ def _signature(problem: Sddmm, device: Device) -> KernelSignature:
     p = problem
     entries = min(p.nnz, p.m * p.n)
     return KernelSignature(
-        "sddmm", device, dtypes=(p.dtype, p.out_dtype), accumulator="float32", formats=("csr",), index=p.index,
+        "sddmm", device, dtypes=(p.dtype, p.out_dtype), accumulator="float32", formats=("csr",), index=p.index_dtype,
         layouts=(layout_of(problem[6:9], p.d), layout_of(problem[9:12], p.d)),
         sizes=(("m", p.m), ("n", p.n), ("d", p.d), ("batch", p.batch)),
         density=density_of(entries, p.m, p.n), rows=rows_of(entries, p.m, p.variation),
@@ -107,13 +107,17 @@ def _representative(signature: KernelSignature) -> Sddmm:
     d, batch = (int(dict(signature.sizes)[name]) for name in ("d", "batch"))
     m, n, entries, variation = sizes_and_entries(signature, "m", "n")
     a, b = strides_from(signature.layouts[0], m, d), strides_from(signature.layouts[1], n, d)
-    return Sddmm(m, n, d, batch, entries, variation, *a, *b, entries, 1.0, *signature.dtypes, signature.index)
+    operands, out = signature.dtypes
+    return Sddmm(
+        m, n, d, batch, entries, variation, *a, *b, out_batch=entries, scale=1.0, dtype=operands, out_dtype=out,
+        index_dtype=signature.index,
+    )  # fmt: skip
 
 
 def _operands(problem: Sddmm, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     p, random = problem, torch.Generator(device).manual_seed(seed)
     entries = min(p.nnz, p.m * p.n)
-    pattern = random_pattern(p.m, p.n, entries, p.variation, p.index, random)
+    pattern = random_pattern(p.m, p.n, entries, p.variation, p.index_dtype, random)
     col = torch.zeros(p.nnz, dtype=pattern.col.dtype, device=device)
     col[:entries] = pattern.col
     a = random_tensor((p.batch, p.m, p.d), problem[6:9], p.dtype, random)

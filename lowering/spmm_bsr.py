@@ -40,7 +40,7 @@ class SpmmBsr(NamedTuple):
         dense_batch, dense_row, dense_col: strides of dense.
         dtype: of values and dense.
         dense_dtype: of dense; kernels want the same.
-        index: dtype of the indices.
+        index_dtype: of the indices.
         output: the output and its epilogue.
     """
 
@@ -63,7 +63,7 @@ class SpmmBsr(NamedTuple):
     dense_col: int
     dtype: str
     dense_dtype: str
-    index: str
+    index_dtype: str
     output: Output
 
 
@@ -100,7 +100,7 @@ def run(
         )
     if out.numel() == 0:
         return
-    strides = values.stride() if batched else (0, *values.stride())
+    strides = (values.stride(0) if batched else 0, values.stride(-3), values.stride(-2), values.stride(-1))
     k = dense.shape[-2]
     problem = SpmmBsr(
         m, k, n, out.shape[0] if out.dim() == 3 else 1, height, width, block_rows, -(-k // width), col.numel(),
@@ -114,7 +114,7 @@ def _signature(problem: SpmmBsr, device: Device) -> KernelSignature:
     entries = min(p.blocks, p.block_rows * p.block_columns)
     return KernelSignature(
         "spmm_bsr", device, dtypes=(p.dtype, p.dense_dtype, p.output.dtype), accumulator="float32",
-        formats=(f"bsr{p.height}x{p.width}",), index=p.index,
+        formats=(f"bsr{p.height}x{p.width}",), index=p.index_dtype,
         layouts=(
             "rows" if p.values_col == 1 else "columns", layout_of(problem[14:17], p.n), layout_of(p.output.strides, p.n)
         ),
@@ -138,14 +138,14 @@ def _representative(signature: KernelSignature) -> SpmmBsr:
     output = output_from_text(signature.epilogue, signature.dtypes[2], out)
     return SpmmBsr(
         m, k, n, batch, height, width, rows, columns, blocks, variation, blocks * area, area, *within, *dense,
-        *signature.dtypes[:2], signature.index, output,
+        dtype=signature.dtypes[0], dense_dtype=signature.dtypes[1], index_dtype=signature.index, output=output,
     )  # fmt: skip
 
 
 def _operands(problem: SpmmBsr, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     p, random = problem, torch.Generator(device).manual_seed(seed)
     entries = min(p.blocks, p.block_rows * p.block_columns)
-    pattern = random_pattern(p.block_rows, p.block_columns, entries, p.variation, p.index, random)
+    pattern = random_pattern(p.block_rows, p.block_columns, entries, p.variation, p.index_dtype, random)
     col = torch.zeros(p.blocks, dtype=pattern.col.dtype, device=device)
     col[:entries] = pattern.col
 

@@ -41,7 +41,7 @@ class SpmmCsr(NamedTuple):
         dense_batch, dense_row, dense_col: strides of dense; 0 by batch if shared.
         dtype: of the values.
         dense_dtype: of dense.
-        index: dtype of the indices.
+        index_dtype: of the indices.
         output: the output and its epilogue.
     """
 
@@ -57,7 +57,7 @@ class SpmmCsr(NamedTuple):
     dense_col: int
     dtype: str
     dense_dtype: str
-    index: str
+    index_dtype: str
     output: Output
 
 
@@ -130,7 +130,7 @@ def _signature(problem: SpmmCsr, device: Device) -> KernelSignature:
     entries = min(p.nnz, p.m * p.k)
     return KernelSignature(
         "spmm_csr", device, dtypes=(p.dtype, p.dense_dtype, p.output.dtype), accumulator="float32", formats=("csr",),
-        index=p.index, layouts=(layout_of(problem[7:10], p.n), layout_of(p.output.strides, p.n)),
+        index=p.index_dtype, layouts=(layout_of(problem[7:10], p.n), layout_of(p.output.strides, p.n)),
         epilogue=p.output.text, sizes=(("m", p.m), ("k", p.k), ("n", p.n), ("batch", p.batch)),
         density=density_of(entries, p.m, p.k), rows=rows_of(entries, p.m, p.variation),
     )  # fmt: skip
@@ -141,12 +141,16 @@ def _representative(signature: KernelSignature) -> SpmmCsr:
     m, k, entries, variation = sizes_and_entries(signature, "m", "k")
     dense, out = strides_from(signature.layouts[0], k, n), strides_from(signature.layouts[1], m, n)
     output = output_from_text(signature.epilogue, signature.dtypes[2], out)
-    return SpmmCsr(m, k, n, batch, entries, variation, entries, *dense, *signature.dtypes[:2], signature.index, output)
+    values, dense_dtype, _ = signature.dtypes
+    return SpmmCsr(
+        m, k, n, batch, entries, variation, entries, *dense, dtype=values, dense_dtype=dense_dtype,
+        index_dtype=signature.index, output=output,
+    )  # fmt: skip
 
 
 def _operands(problem: SpmmCsr, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     p, random = problem, torch.Generator(device).manual_seed(seed)
-    pattern = random_pattern(p.m, p.k, min(p.nnz, p.m * p.k), p.variation, p.index, random)
+    pattern = random_pattern(p.m, p.k, min(p.nnz, p.m * p.k), p.variation, p.index_dtype, random)
     col = torch.zeros(p.nnz, dtype=pattern.col.dtype, device=device)
     col[: pattern.col.numel()] = pattern.col
     values = random_tensor((p.batch, p.nnz), (p.values_batch, 1), p.dtype, random)

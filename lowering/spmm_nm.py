@@ -117,7 +117,11 @@ def _representative(signature: KernelSignature) -> SpmmNM:
     k, row = groups * group, groups * keep
     dense, out = strides_from(signature.layouts[0], k, n), strides_from(signature.layouts[1], m, n)
     output = output_from_text(signature.epilogue, signature.dtypes[2], out)
-    return SpmmNM(m, k, n, batch, keep, group, groups, m * row, row, row, *dense, *signature.dtypes[:2], output)
+    values, dense_dtype, _ = signature.dtypes
+    return SpmmNM(
+        m, k, n, batch, keep, group, groups, m * row, row, row, *dense, dtype=values, dense_dtype=dense_dtype,
+        output=output,
+    )  # fmt: skip
 
 
 def _operands(problem: SpmmNM, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
