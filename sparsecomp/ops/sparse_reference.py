@@ -1,0 +1,149 @@
+"""Sparse products in plain torch: what the CPU runs, what every kernel is held against, and float64 on any device.
+
+Sums are float32, or float64 for float64. Entries of S that are not stored are never multiplied, so 0 · inf cannot
+arise but within a stored block.
+"""
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsecomp.formats.indices import rows_of
+from sparsecomp.ops.patterns import Compressed, Layout, compressed, elements_of
+
+_CHUNK = 2**22
+"""Elements of blocks gathered at a time, at least."""
+
+
+def product(
+    values: Tensor, pattern: Sequence[Tensor], dense: Tensor, layout: Layout, transpose: bool, out_dtype: torch.dtype
+) -> Tensor:
+    """op(S) @ dense in the dtype it is summed in; shapes as in ``sparsecomp.ops.spmm``."""
+    wide = _accumulator(values.dtype, out_dtype)
+    matrix = _nm_by_rows(values, pattern, layout) if layout.format == "nm" and not transpose else None
+    matrix = compressed(values, pattern, layout, transpose) if matrix is None else matrix
+    one = _block_product if layout.format == "bsr" else _element_product
+    matrix, dense = matrix._replace(values=matrix.values.to(wide)), dense.to(wide)
+    if matrix.values.dim() == (4 if layout.format == "bsr" else 2):
+        parts = [
+            one(matrix._replace(values=part), dense[item] if dense.dim() == 3 else dense)
+            for item, part in enumerate(matrix.values)
+        ]
+        return torch.stack(parts) if parts else dense.new_zeros((0, matrix.shape[0], dense.shape[-1]))
+    if dense.dim() == 2:
+        return one(matrix, dense)
+    beside = dense.transpose(0, 1)  # all of the batch side by side
+    out = one(matrix, beside.reshape(beside.shape[0], beside.shape[1] * beside.shape[2]))
+    return out.view(matrix.shape[0], *beside.shape[1:]).transpose(0, 1)
+
+
+def sampled(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout, out_dtype: torch.dtype) -> Tensor:
+    """a @ b.mT at the stored places, of the shape of the values, in the dtype it is summed in."""
+    wide = _accumulator(a.dtype, out_dtype)
+    a, b = a.to(wide), b.to(wide)
+    if a.dim() == 3 or b.dim() == 3:
+        batch = a.shape[0] if a.dim() == 3 else b.shape[0]
+        pairs = zip(a if a.dim() == 3 else [a] * batch, b if b.dim() == 3 else [b] * batch, strict=True)
+        parts = [sampled(one, other, pattern, layout, out_dtype) for one, other in pairs]
+        return torch.stack(parts) if parts else sampled(a[0:0].sum(0), b[0:0].sum(0), pattern, layout, wide)[None][:0]
+    if layout.format == "bsr":
+        return sampled_blocks(a, b, pattern, layout)
+    if layout.format == "csr":
+        return _sampled_elements(a, b, pattern[0], pattern[1])
+    pointers, columns = elements_of(pattern, layout)
+    whole = F.pad(b, (0, 0, 0, -b.shape[0] % layout.block[1]))
+    found = _sampled_elements(a, whole, pointers, columns)
+    return found.masked_fill(columns >= layout.shape[1], 0).view(pattern[0].shape)
+
+
+def sampled_blocks(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Tensor:
+    """a @ b.mT at the stored blocks, some blocks at a time: (blocks, height, width). Beyond the shape it is 0."""
+    pointers, indices = pattern[:2]
+    height, width = layout.block
+    left, right = _in_blocks(a, height), _in_blocks(b, width)
+    first, lines = _lines(pointers, indices)
+    out = a.new_zeros((indices.numel(), height, width))
+    for part in _parts(lines.numel(), (height + width) * a.shape[1], out.numel()):
+        line, column = lines[part], indices[first + part.start : first + part.stop]
+        torch.bmm(left[line], right[column].mT, out=out[first + part.start : first + part.stop])
+    return out
+
+
+def _accumulator(*dtypes: torch.dtype) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _nm_by_rows(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Compressed:
+    pointers, columns = elements_of(pattern, layout)
+    flat = values.flatten(-2)
+    if layout.shape[1] % layout.block[1]:
+        inside = columns < layout.shape[1]
+        counts = inside.view(pattern[0].shape).sum(1).cumsum(0)
+        pointers = F.pad(counts, (1, 0)).to(pointers.dtype)
+        columns, flat = columns[inside], flat[..., inside]
+    return Compressed(pointers, columns, flat, layout.shape, "even")
+
+
+def _element_product(matrix: Compressed, dense: Tensor) -> Tensor:
+    return _torch_csr(matrix.pointers, matrix.indices, matrix.values, matrix.shape) @ dense
+
+
+def _block_product(matrix: Compressed, dense: Tensor) -> Tensor:
+    """Some blocks at a time, so that what is gathered stays within the size of the operands."""
+    _, height, width = matrix.values.shape
+    first, lines = _lines(matrix.pointers, matrix.indices)
+    right = _in_blocks(dense, width)
+    out = dense.new_zeros((matrix.pointers.numel() - 1, height, dense.shape[1]))
+    for part in _parts(lines.numel(), (height + width) * dense.shape[1], matrix.values.numel()):
+        stored = slice(first + part.start, first + part.stop)
+        out.index_add_(0, lines[part], torch.bmm(matrix.values[stored], right[matrix.indices[stored]]))
+    return out.flatten(0, 1)[: matrix.shape[0]]
+
+
+def _sampled_elements(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor) -> Tensor:
+    out = a.new_zeros(indices.numel())
+    pattern = _torch_csr(pointers, indices, out, (a.shape[0], b.shape[0]))
+    first = int(pointers[0])
+    if pattern.values().numel() and a.shape[1]:
+        found = torch.sparse.sampled_addmm(pattern, a.contiguous(), b.contiguous().mT, beta=0.0).values()
+        out[first : first + found.numel()] = found
+    return out
+
+
+def _torch_csr(pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """torch's own matrix, without spare capacity; reads from the device."""
+    _quiet()
+    first, last = torch.stack([pointers[0], pointers[-1]]).tolist()
+    return torch.sparse_csr_tensor(
+        pointers - first, indices[first:last], values[first:last], shape, check_invariants=False
+    )
+
+
+@cache
+def _quiet() -> None:
+    """Have torch say once, to nobody, that its CSR matrices are in beta."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], torch.zeros(0, dtype=torch.int64), torch.zeros(0), (1, 1))
+
+
+def _lines(pointers: Tensor, indices: Tensor) -> tuple[int, Tensor]:
+    """Where the stored blocks begin, and the row of blocks of each; reads from the device."""
+    first, last = torch.stack([pointers[0], pointers[-1]]).tolist()
+    return first, rows_of(pointers - first, last - first, indices.dtype)
+
+
+def _in_blocks(dense: Tensor, size: int) -> Tensor:
+    """Rows in groups of `size`, padded with zeros: (groups, size, columns)."""
+    padded = F.pad(dense, (0, 0, 0, -dense.shape[0] % size))
+    return padded.reshape(padded.shape[0] // size, size, dense.shape[1])
+
+
+def _parts(count: int, each: int, budget: int) -> list[slice]:
+    """0..count in slices that hold `budget` elements of `each`, or a chunk."""
+    step = max(max(budget, _CHUNK) // max(each, 1), 1)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
