@@ -42,6 +42,19 @@ def spiking_resnet34() -> nn.Module:
     return net.eval()
 
 
+def small() -> nn.Module:
+    """Three spiking convolutions, multi-step, random weights, in evaluation mode."""
+    from spikingjelly.activation_based import functional, layer, neuron
+
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = []
+    for inputs, outputs in ((3, 64), (64, 64), (64, 128)):
+        blocks += [layer.Conv2d(inputs, outputs, 3, padding=1), layer.BatchNorm2d(outputs), neuron.LIFNode()]
+    net = nn.Sequential(*blocks)
+    functional.set_step_mode(net, "m")
+    return net.eval()
+
+
 def make_fire(net: nn.Module, x: Tensor, rate: float = 0.12) -> dict[str, float]:
     """Set batch-norm statistics from ``x`` and every neuron's threshold so that its layer fires at ``rate``.
 

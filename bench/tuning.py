@@ -85,7 +85,8 @@ def run() -> Iterator[dict[str, Any]]:
             yield rows[-1]
     yield _printed({"case": "summary", **summary(rows)})
     yield _printed({"case": "host microseconds of one eager call of a tuned op", "us": _host()})
-    yield _printed({"case": "second process", **_second_process()})
+    yield _printed({"case": "second process", **_twice("small", SPARSECOMP_AUTOTUNE="quick")})
+    yield _printed({"case": "share of the passes", **_twice("spiking_resnet34")})
 
 
 def _row(cache: TuningCache, name: str, problem: Any) -> dict[str, Any]:
@@ -153,16 +154,15 @@ def _host() -> dict[str, float]:
 
 
 _CHILD = """
-import json, torch, triton, sparsecomp
+import json, sys, torch, triton, sparsecomp
 from bench import networks  # thresholds as they are: whether it fires makes no difference to what is compiled
 from bench.snn_network import Variant, measure
 from sparsecomp.lowering import autotune
 compiled = []
 triton.knobs.compilation.listener = lambda *args, cache_hit=False, **kw: compiled.append(cache_hit)
-torch.manual_seed(0)
-net = networks.spiking_resnet34().cuda()
+net = getattr(networks, sys.argv[1])().cuda()
 x = torch.rand(4, 8, 3, 64, 64, device="cuda")
-found = measure(net, x, "fp32", Variant("sparsecomp", "sparsecomp", mode="max-autotune-no-cudagraphs"))
+found = measure(net, x, "fp32", Variant("sparsecomp", "sparsecomp"))
 report = sparsecomp.last_report()
 print(json.dumps({
     "timings": autotune.tuner().stats.timings, "triton compilations": compiled.count(False),
@@ -171,19 +171,15 @@ print(json.dumps({
 """
 
 
-def _second_process() -> dict[str, Any]:
-    """The same network compiled by two processes that share their caches; Triton's is the user's."""
+def _twice(network: str, **environment: str) -> dict[str, Any]:
+    """A network compiled by two processes that share caches, empty for the first."""
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {
-            "SPARSECOMP_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            "SPARSECOMP_AUTOTUNE": "quick",
-        }  # fmt: skip
-        done = [
-            subprocess.run([sys.executable, "-c", _CHILD], env=env, capture_output=True, text=True, check=True)
-            for _ in range(2)
-        ]
+        caches = ("SPARSECOMP_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        env = os.environ | {name: f"{folder}/{name}" for name in caches} | environment
+        command = [sys.executable, "-c", _CHILD, network]
+        done = [subprocess.run(command, env=env, capture_output=True, text=True, check=True) for _ in range(2)]
     first, second = (json.loads(child.stdout.splitlines()[-1]) for child in done)
-    return {"first": first, "second": second}
+    return {"network": network, "first": first, "second": second}
 
 
 def _printed(row: dict[str, Any]) -> dict[str, Any]:

@@ -257,13 +257,14 @@ print([name for name in set(sys.modules) - before if name.startswith(("triton", 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_measured_ceilings_are_plausible_soon_there_and_leave_no_trace():
     torch.cuda.init()
-    before = torch.cuda.get_rng_state(), torch.backends.cuda.matmul.fp32_precision, torch.cuda.memory_allocated()
-    measure(CUDA)  # loads the libraries
+    before = [torch.cuda.get_rng_state(), torch.backends.cuda.matmul.fp32_precision]
+    measure(CUDA)  # loads the libraries, which keep their workspaces
+    before.append(torch.cuda.memory_allocated())
     start = time.perf_counter()
     found = measure(CUDA)
     assert time.perf_counter() - start < 0.5
     assert torch.equal(torch.cuda.get_rng_state(), before[0])
-    assert (torch.backends.cuda.matmul.fp32_precision, torch.cuda.memory_allocated()) == before[1:]
+    assert (torch.backends.cuda.matmul.fp32_precision, torch.cuda.memory_allocated()) == tuple(before[1:])
     assert found.fp32 <= found.tf32 < found.half < found.int8
     assert 5e-7 < found.launch < 2e-5
     if torch.cuda.get_device_name(CUDA) in ceilings_module.KNOWN:
