@@ -11,15 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsecomp import cache
+    from sparsecomp import cache, formats, nn
     from sparsecomp._explain import explain
     from sparsecomp._optimize import optimize
     from sparsecomp._profile import profile
     from sparsecomp.backend import sparsecomp_backend
-    from sparsecomp.errors import OptionError, RuleError, SparsecompError
+    from sparsecomp.errors import OptionError, PatternError, RuleError, SparsecompError, SparseOperatorError
     from sparsecomp.neurons import register_neuron
     from sparsecomp.options import Options
     from sparsecomp.report import Report, Site, last_report
+    from sparsecomp.sparse_tensor import SparseTensor
 
 __version__ = "0.1.0"
 
@@ -27,9 +28,12 @@ __version__ = "0.1.0"
 _HOME = {
     "OptionError": "errors",
     "Options": "options",
+    "PatternError": "errors",
     "Report": "report",
     "RuleError": "errors",
     "Site": "report",
+    "SparseOperatorError": "errors",
+    "SparseTensor": "sparse_tensor",
     "SparsecompError": "errors",
     "explain": "_explain",
     "last_report": "report",
@@ -39,18 +43,23 @@ _HOME = {
     "sparsecomp_backend": "backend",
 }
 
-_MODULES = ("cache",)
+_MODULES = ("cache", "formats", "nn")
 
 __all__ = [
     "OptionError",
     "Options",
+    "PatternError",
     "Report",
     "RuleError",
     "Site",
+    "SparseOperatorError",
+    "SparseTensor",
     "SparsecompError",
     "cache",
     "explain",
+    "formats",
     "last_report",
+    "nn",
     "optimize",
     "profile",
     "register_neuron",

@@ -28,6 +28,7 @@ __all__ = [
     "inside_transform",
     "is_fake",
     "isolated_compile",
+    "make_wrapper",
     "matmul_tf32",
     "propagate_fakes",
     "readable",
@@ -37,6 +38,7 @@ __all__ = [
     "size_expression",
     "size_hint",
     "tree_leaves",
+    "without_torch_function",
 ]
 
 
@@ -226,3 +228,15 @@ def register_artifact(name: str, load: Callable[[bytes], None]) -> Callable[[str
     except (ImportError, AttributeError, TypeError):
         return None
     return lambda key, content: record(name, key, content)
+
+
+def make_wrapper(
+    cls: type, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> Any:
+    """A tensor of a subclass that holds other tensors and has no memory of its own."""
+    make = cast(Any, torch.Tensor)._make_wrapper_subclass
+    return make(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+without_torch_function = cast(Any, torch._C).DisableTorchFunctionSubclass
+"""Context within which torch's functions do not ask tensor subclasses; Dynamo knows it by its own name."""

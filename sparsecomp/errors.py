@@ -30,3 +30,11 @@ class CacheError(SparsecompError, ValueError):
 
 class TuningError(SparsecompError, RuntimeError):
     """No candidate of an operation could be used."""
+
+
+class SparseOperatorError(SparsecompError, RuntimeError):
+    """An operator that a SparseTensor does not take; nothing was made dense behind the caller's back."""
+
+
+class PatternError(SparsecompError, ValueError):
+    """Two SparseTensors, such as a parameter and its gradient, store different elements where they must not."""

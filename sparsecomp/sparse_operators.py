@@ -1,0 +1,253 @@
+"""What a SparseTensor does below autograd: products through its arrays, elementwise operators on its values.
+
+Out of place, only operators that map zero to zero are taken, so that a result means the same as the dense one. In
+place, every elementwise operator acts on the stored values: an optimizer adds its epsilon to them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsecomp.errors import PatternError, SparseOperatorError
+from sparsecomp.ops.patterns import elements_of
+from sparsecomp.ops.sddmm import sddmm
+from sparsecomp.ops.sparse_rows import gradient_of_arrays, rows_of_arrays
+from sparsecomp.ops.spmm import spmm
+from sparsecomp.sparse_pattern import is_traced
+
+aten, ours = torch.ops.aten, torch.ops.sparsecomp
+OPERATORS: dict[Any, Callable[..., Any]] = {}
+"""By overload: what takes the class SparseTensor, the overload and its arguments."""
+
+_KEEPS_ZERO = {
+    aten.abs.default, aten.neg.default, aten.sqrt.default, aten.sign.default, aten.tanh.default, aten.relu.default,
+    aten.clone.default, aten.mul.Scalar, aten.div.Scalar, aten.zeros_like.default, aten.empty_like.default,
+    aten.nan_to_num.default, aten.square.default,
+}  # fmt: skip
+_OF_TWO = {aten.add.Tensor, aten.sub.Tensor, aten.maximum.default, aten.minimum.default, aten.lerp.Scalar}
+_OF_THREE = {aten.addcmul.default}
+_IN_PLACE = {aten.zero_.default, aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+
+
+def _implements(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        OPERATORS.update(dict.fromkeys(overloads, handler))
+        return handler
+
+    return register
+
+
+def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator on the stored values of one pattern.
+
+    Raises:
+        SparseOperatorError: one that would store more, or that is not known.
+        PatternError: other operands store other elements.
+    """
+    in_place = func in _IN_PLACE or (torch.Tag.pointwise in func.tags and func._schema.name.endswith("_"))
+    first = args[0] if args else None
+    sparse = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
+    dense = [value for value in args if isinstance(value, Tensor) and not isinstance(value, cls) and value.dim()]
+    if dense or not isinstance(first, cls) or not (in_place or _keeps_zero(cls, func, args)):
+        raise unsupported(cls, func, args)
+    for other in sparse[1:]:
+        _agree(first, other, adapt=in_place)
+    plain = [value._values if isinstance(value, cls) else value for value in args]
+    named = {name: value._values if isinstance(value, cls) else value for name, value in kwargs.items()}
+    named.pop("memory_format", None)
+    result = func(*plain, **named)
+    out = kwargs.get("out")
+    return first if in_place else out if out is not None else first.with_values(result)
+
+
+def unsupported(cls: Any, func: Any, args: Any) -> SparseOperatorError:
+    """The error for an operator that no SparseTensor takes."""
+    found = next((value for value in args if isinstance(value, cls)), None)
+    what = f"{found.format} SparseTensor of shape {tuple(found.shape)}" if found is not None else "SparseTensor"
+    return SparseOperatorError(
+        f"{func} does not take a {what} with these operands: call to_dense() first, which makes a dense copy"
+    )
+
+
+def _keeps_zero(cls: Any, func: Any, args: Any) -> bool:
+    if func in _KEEPS_ZERO:
+        return True
+    if func in (aten.mul.Tensor, aten.div.Tensor):
+        return not isinstance(args[1], cls) or func is aten.mul.Tensor
+    if func is aten.pow.Tensor_Scalar:
+        return args[1] > 0
+    needed = 2 if func in _OF_TWO else 3 if func in _OF_THREE else None
+    return needed is not None and all(isinstance(value, cls) for value in args[:needed])
+
+
+def _agree(first: Any, other: Any, adapt: bool) -> None:
+    """Have `first` store what `other` stores, where its mode lets it.
+
+    Raises:
+        PatternError: the patterns differ, and must not.
+    """
+    if first._transpose == other._transpose and first._pattern.same_as(other._pattern):
+        return
+    if not adapt or first._mode.value == "exact":
+        raise PatternError(
+            f"{first!r} and {other!r} store different elements: give both one pattern, or make the parameter with "
+            "AllowGrowth or AllowShrinkage"
+        )
+    first._adopt(other)
+
+
+@_implements(aten.detach.default, aten.alias.default)
+def _detach(cls: Any, func: Any, tensor: Any) -> Any:
+    return tensor.with_values(func(tensor._values))
+
+
+@_implements(aten.t.default)
+def _t(cls: Any, func: Any, tensor: Any) -> Any:
+    return cls._make(tensor._values, tensor._pattern, not tensor._transpose, tensor._mode)
+
+
+@_implements(aten.transpose.int)
+def _transpose(cls: Any, func: Any, tensor: Any, one: int, other: int) -> Any:
+    return _t(cls, func, tensor) if one % 2 != other % 2 else _detach(cls, aten.alias.default, tensor)
+
+
+@_implements(aten.permute.default)
+def _permute(cls: Any, func: Any, tensor: Any, dims: Any) -> Any:
+    return _transpose(cls, func, tensor, 0, dims[0])
+
+
+@_implements(aten._to_copy.default)
+def _to_copy(cls: Any, func: Any, tensor: Any, *, device: Any = None, memory_format: Any = None, **kwargs: Any) -> Any:
+    values = func(tensor._values, device=device, **kwargs)
+    return cls._make(values, tensor._pattern.to(values.device), tensor._transpose, tensor._mode)
+
+
+@_implements(aten.copy_.default)
+def _copy(cls: Any, func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(target, cls) or not isinstance(source, cls):
+        raise unsupported(cls, func, (target, source))
+    here = source if source.device == target.device else source.to(target.device)
+    if target._mode.value == "exact":
+        _agree(target, here, adapt=False)
+    elif not target.same_pattern(here):
+        target._adopt(here)
+    target._values.copy_(here._values, non_blocking)
+    return target
+
+
+@_implements(aten.is_same_size.default)
+def _is_same_size(cls: Any, func: Any, one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape
+
+
+@_implements(aten.linalg_vector_norm.default)
+def _vector_norm(
+    cls: Any, func: Any, tensor: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> Tensor:
+    if dim is not None or keepdim or ord <= 0:
+        raise unsupported(cls, func, (tensor,))
+    return func(tensor._pattern.without_filler(tensor._values), ord, **kwargs)
+
+
+@_implements(aten.sum.default)
+def _sum(cls: Any, func: Any, tensor: Any, **kwargs: Any) -> Tensor:
+    return func(tensor._pattern.without_filler(tensor._values), **kwargs)
+
+
+@_implements(ours.sparse_matmul.default)
+def _sparse_matmul(
+    cls: Any, func: Any, sparse: Any, dense: Any, bias: Any, residual: Any, linear: bool, bias_axis: str,
+    activation: str, scale: float, dtype: Any,
+) -> Tensor:  # fmt: skip
+    others = [value for value in (dense, bias, residual) if isinstance(value, cls)]
+    if not isinstance(sparse, cls) or others:
+        raise unsupported(cls, func, (sparse, dense, bias, residual))
+    values, pattern, layout, transpose = _operands(sparse)
+
+    def product(right: Tensor, bias_axis: str, residual: Tensor | None, by_column: bool) -> Tensor:
+        return spmm(
+            values, pattern, right, layout, transpose=transpose, bias=bias, bias_axis=bias_axis, residual=residual,
+            activation=activation, scale=scale, dtype=dtype, by_column=by_column,
+        )  # fmt: skip
+
+    m = sparse.shape[0]
+    if not linear:
+        size = (*dense.shape[:-2], m, dense.shape[-1])
+        flat = dense if dense.dim() == 2 else dense.flatten(0, -3)
+        beside = residual if residual is None or dense.dim() == 2 else residual.flatten(0, -3)
+        return product(flat, bias_axis, beside, False).view(size)
+    rows = dense.reshape(dense.shape[:-1].numel(), dense.shape[-1])
+    beside = None if residual is None else residual.reshape(rows.shape[0], m).mT
+    flipped = "row" if bias_axis == "column" else "column"
+    return product(rows.mT, flipped, beside, True).mT.view(*dense.shape[:-1], m)
+
+
+@_implements(ours.sparse_sampled.default)
+def _sparse_sampled(cls: Any, func: Any, sparse: Any, grad: Tensor, dense: Tensor, linear: bool, scale: float) -> Any:
+    _, pattern, layout, transpose = _operands(sparse)
+    if linear:
+        a = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1]).mT
+        b = dense.reshape(dense.shape[:-1].numel(), dense.shape[-1]).mT
+    elif dense.dim() == 2:
+        a, b = grad, dense
+    else:  # a sum over the batch is a product over all its columns
+        a, b = (matrix.movedim(-2, 0).flatten(1) for matrix in (grad, dense))
+    a, b = (b, a) if transpose else (a, b)
+    return sparse.with_values(sddmm(a, b, pattern, layout, scale=scale).to(sparse.dtype))
+
+
+@_implements(ours.sparse_to_dense.default)
+def _sparse_to_dense(cls: Any, func: Any, sparse: Any) -> Tensor:
+    row, col = sparse._pattern.places(sparse._values)
+    rows, cols = sparse._pattern.layout.shape
+    dense = sparse._values.new_zeros(sparse._pattern.padded_shape).index_put((row, col), sparse._values)[:rows, :cols]
+    return (dense.mT if _by_columns(sparse) else dense).contiguous()
+
+
+@_implements(ours.sparse_gather.default)
+def _sparse_gather(cls: Any, func: Any, sparse: Any, dense: Tensor) -> Any:
+    row, col = sparse._pattern.places(sparse._values)
+    rows, cols = sparse._pattern.layout.shape
+    stored = dense.mT if _by_columns(sparse) else dense
+    if 0 in (rows, cols):
+        return sparse.with_values(torch.zeros_like(sparse._values))
+    found = stored[row.clamp(max=rows - 1), col.clamp(max=cols - 1)]
+    return sparse.with_values(sparse._pattern.without_filler(found))
+
+
+@_implements(ours.sparse_rows.default)
+def _sparse_rows(cls: Any, func: Any, sparse: Any, index: Tensor) -> Tensor:
+    pointers, columns, longest = _by_row_elements(cls, func, sparse)
+    return rows_of_arrays(pointers, columns, sparse._values.flatten(), index, longest, sparse.shape[1])
+
+
+@_implements(ours.sparse_rows_gradient.default)
+def _sparse_rows_gradient(cls: Any, func: Any, sparse: Any, index: Tensor, grad: Tensor) -> Any:
+    pointers, columns, longest = _by_row_elements(cls, func, sparse)
+    found = gradient_of_arrays(pointers, columns, index, grad, longest, sparse.shape[1])
+    return sparse.with_values(found.view(sparse._values.shape))
+
+
+def _operands(sparse: Any) -> tuple[Tensor, tuple[Tensor, ...], Any, bool]:
+    """Values, pattern, layout and whether to transpose it; the transpose is kept from its first use on."""
+    pattern = sparse._pattern
+    transpose = _by_columns(sparse)
+    if transpose and not is_traced(sparse._values, *pattern.arrays):
+        pattern.keep_transposed()
+    return sparse._values, pattern.operands(), pattern.layout, transpose
+
+
+def _by_columns(sparse: Any) -> bool:
+    return sparse._pattern.stored_by_columns(sparse._transpose)
+
+
+def _by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor, int]:
+    """Pointers and columns of elements by rows, and entries of the longest row."""
+    pattern = sparse._pattern
+    if _by_columns(sparse) or pattern.layout.format == "bsr":
+        raise unsupported(cls, func, (sparse,))
+    if pattern.layout.format == "nm":
+        return *elements_of(pattern.arrays, pattern.layout), pattern.arrays[0].shape[1]
+    return *pattern.arrays, sparse.shape[1] if is_traced(*pattern.arrays) else pattern.longest()

@@ -1,0 +1,232 @@
+"""A sparse matrix that is a `torch.Tensor`: a parameter, an operand of products, a graph's input.
+
+It stores values and a pattern. Products with it run sparse, forward and backward; its gradient is one of the same
+pattern. Elementwise operators that keep zeros at zero act on the stored values, in-place ones always do, since they
+cannot store more; whatever else would have to make it dense raises instead and names `to_dense()`.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsecomp import _compat
+from sparsecomp.errors import FormatError, PatternError
+from sparsecomp.formats import CSR, SparseMatrix
+from sparsecomp.formats.files import Stored
+from sparsecomp.ops.patterns import OWN_ARRAYS
+from sparsecomp.ops.sparse_matmul import to_dense
+from sparsecomp.sparse_functions import FUNCTIONS
+from sparsecomp.sparse_operators import OPERATORS, elementwise
+from sparsecomp.sparse_pattern import FORMATS, Pattern, carried, is_traced
+
+
+class PatternMode(Enum):
+    """Whether a parameter takes a gradient (or an update) that stores other elements.
+
+    With `GROWTH` the other may store more, and the parameter stores zeros there from then on; with `SHRINKAGE` it may
+    store less, and the parameter forgets the rest; with `EXACT` it must store the same.
+    """
+
+    EXACT = "exact"
+    GROWTH = "growth"
+    SHRINKAGE = "shrinkage"
+
+
+class SparseTensor(Tensor):
+    """A matrix of one of `sparsecomp.formats` as a tensor.
+
+    Args:
+        matrix: without a batch; its arrays are kept, not copied, except that COO's rows become pointers.
+        requires_grad: whether it takes a gradient.
+        mode: whether it takes one of another pattern.
+
+    Raises:
+        FormatError: the matrix is a batch, or no sparse matrix.
+    """
+
+    _values: Tensor
+    _pattern: Pattern
+    _transpose: bool
+    _mode: PatternMode
+
+    @staticmethod
+    def __new__(
+        cls, matrix: SparseMatrix, requires_grad: bool = False, mode: PatternMode = PatternMode.EXACT
+    ) -> "SparseTensor":
+        if not isinstance(matrix, SparseMatrix):
+            raise FormatError(f"matrix is a {type(matrix).__name__}, needs one of sparsecomp.formats: see from_dense")
+        values, pattern = Pattern.of(matrix)
+        return cls._make(values, pattern, False, mode, requires_grad)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def _make(
+        cls, values: Tensor, pattern: Pattern, transpose: bool, mode: PatternMode, requires_grad: bool = False
+    ) -> "SparseTensor":
+        rows_first = transpose == (pattern.format in ("CSC", "BCSC"))
+        shape = pattern.layout.shape if rows_first else pattern.layout.shape[::-1]
+        self = _compat.make_wrapper(cls, shape, values.dtype, values.device, requires_grad)
+        self._values, self._pattern, self._transpose, self._mode = values, pattern, transpose, mode
+        return self
+
+    @classmethod
+    def from_dense(
+        cls, dense: Tensor, format: type[SparseMatrix] = CSR, threshold: float = 0.0, **layout: Any
+    ) -> "SparseTensor":
+        """What `format.from_dense` stores of a dense (rows, columns) tensor, as a tensor that needs no gradient."""
+        return cls(format.from_dense(dense.detach(), threshold, **layout))
+
+    # -- what it holds
+
+    @property
+    def format(self) -> str:
+        """Name of the format; a transposed tensor keeps it."""
+        return self._pattern.format
+
+    @property
+    def matrix(self) -> SparseMatrix:
+        """The matrix in `sparsecomp.formats`; shares the arrays where its format allows."""
+        return self._pattern.matrix(self._values.detach(), self._transpose)
+
+    def values(self) -> Tensor:
+        """The stored values as the layout by rows has them (blocks and groups with their filler), without gradient."""
+        return self._values.detach()
+
+    def with_values(self, values: Tensor) -> "SparseTensor":
+        """The same pattern with other values, of any dtype and the shape of `values()`."""
+        return type(self)._make(values, self._pattern, self._transpose, self._mode)
+
+    def with_mode(self, mode: PatternMode) -> "SparseTensor":
+        """The same values and pattern, of another mode and without gradient."""
+        return type(self)._make(self._values.detach(), self._pattern, self._transpose, mode)
+
+    def same_pattern(self, other: "SparseTensor") -> bool:
+        """Whether both store the same elements; reads from the device unless they share their pattern."""
+        return self._transpose == other._transpose and self._pattern.same_as(other._pattern)
+
+    def _check_gradient(self, grad: "SparseTensor") -> None:
+        """Raise PatternError if the mode forbids a gradient of this pattern."""
+        if self.same_pattern(grad):
+            return
+        if self._mode is PatternMode.EXACT or self._transpose != grad._transpose:
+            raise PatternError(
+                f"the gradient stores other elements than {self!r}: give it the parameter's pattern, or make the "
+                "parameter with AllowGrowth or AllowShrinkage"
+            )
+        carried(self._values.detach(), self._pattern, grad._pattern, self._mode is PatternMode.GROWTH)
+
+    def _adopt(self, other: "SparseTensor") -> None:
+        """Store what `other` stores from now on, as the mode allows."""
+        self._check_gradient(other)
+        self._values = carried(self._values, self._pattern, other._pattern, self._mode is PatternMode.GROWTH)
+        self._pattern = other._pattern
+
+    def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The dense tensor (rows, columns). Its gradient comes back at the stored elements only."""
+        dense = to_dense(self)
+        return dense if dtype is None else dense.to(dtype)
+
+    # -- torch's protocols
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        pattern, values = self._pattern, self._values
+        if not is_traced(values, *pattern.arrays) and (
+            self.requires_grad or pattern.stored_by_columns(self._transpose)
+        ):
+            # a compiled graph cannot keep what it computes, so the transpose is computed before it is traced
+            pattern.keep_transposed()
+        names = [f"_own{index}" for index in range(len(pattern.arrays))]
+        names += [f"_transposed{index}" for index in range(len(pattern.transposed or ()))]
+        return ["_values", *names], (pattern.format, pattern.layout, self._transpose, self._mode)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiled graph depends on besides the arrays."""
+        return repr(self.__tensor_flatten__())
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
+    ) -> "SparseTensor":
+        format, layout, transpose, mode = context
+        own = tuple(inner[f"_own{index}"] for index in range(OWN_ARRAYS[layout.format]))
+        kept = tuple(inner[f"_transposed{index}"] for index in range(3)) if "_transposed0" in inner else None
+        return cls._make(inner["_values"], Pattern(format, layout, own, kept), transpose, mode)
+
+    def __getattr__(self, name: str) -> Any:
+        # the arrays under the names that __tensor_flatten__ gives them
+        if name.startswith("_own") and name[4:].isdigit():
+            return self._pattern.arrays[int(name[4:])]
+        if name.startswith("_transposed") and name[11:].isdigit() and self._pattern.transposed is not None:
+            return self._pattern.transposed[int(name[11:])]
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        handler = FUNCTIONS.get(func)
+        if handler is not None:
+            return handler(cls, *args, **(kwargs or {}))
+        with _compat.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        handler = OPERATORS.get(func)
+        if handler is not None:
+            return handler(cls, func, *args, **(kwargs or {}))
+        return elementwise(cls, func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SparseTensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only a SparseTensor that is a leaf of the graph can be copied deeply: detach() it")
+        copied = self.with_values(self._values.detach().clone()).requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        _as_parameter(copied, isinstance(self, nn.Parameter))
+        if self.grad is not None:
+            copied.grad = self.grad.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        base = self._pattern.matrix(self._values.detach(), False)
+        layout = {name: list(value) if isinstance(value, tuple) else value for name, value in base.layout.items()}
+        how = (self._transpose, self.requires_grad, isinstance(self, nn.Parameter), self._mode.value)
+        return rebuild, (self.format, dict(base.arrays), list(base.shape), layout, *how)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        gradient = ", requires_grad=True" if self.requires_grad else ""
+        stored = f"{self._values.numel()} values"
+        return f"SparseTensor({self.format}, shape={tuple(self.shape)}, {stored}, dtype={self.dtype}{gradient})"
+
+
+def rebuild(
+    format: str, arrays: dict[str, Tensor], shape: list[int], layout: dict[str, Any], transpose: bool,
+    requires_grad: bool, parameter: bool, mode: str,
+) -> SparseTensor:  # fmt: skip
+    """A SparseTensor from what a file of `torch.save` holds, checked.
+
+    Raises:
+        FormatError: the arrays are no matrix of this format.
+    """
+    kind = FORMATS.get(format)
+    if kind is None or set(arrays) != set(kind.ARRAYS) or set(layout) != set(kind.LAYOUT):
+        raise FormatError(f"a SparseTensor of format {format!r} with arrays {sorted(arrays)} cannot be read")
+    matrix = kind._from_stored(Stored(format, shape, layout, arrays))
+    matrix.validate()
+    values, pattern = Pattern.of(matrix)
+    found = SparseTensor._make(values, pattern, transpose, PatternMode(mode), requires_grad)
+    return _as_parameter(found, parameter)
+
+
+def _as_parameter(tensor: SparseTensor, parameter: bool) -> SparseTensor:
+    if parameter:
+        cast(Any, tensor)._is_param = True  # what nn.Parameter does to tensors of other classes
+    return tensor
+
+
+torch.serialization.add_safe_globals([rebuild])
