@@ -1,44 +1,56 @@
 """The cost model against every configuration that was measured: `bench/results/tuning.json`."""
 
 import json
-from math import exp, log
+from statistics import geometric_mean
 
 import pytest
 
 from bench.table import RESULTS
-from bench.tuning import ranked
+from bench.tuning import H100_DEVICE, problem_of, ranked
+from sparsecomp.lowering.ceilings import H100
+from sparsecomp.lowering.cost import seconds
+from sparsecomp.lowering.operations import operations
 
 ROWS = [row for row in json.loads((RESULTS / "tuning.json").read_text())["result"] if "problem" in row]
-NOISE = 1.02
-"""Two timings of one candidate differ by as much."""
+ORDERS = [ranked(row) for row in ROWS]
+"""Of each problem's candidates, the cheapest by cost first."""
+CASES = sorted({row["case"] for row in ROWS})
 
 
-def losses(rows, first):
-    """How much slower than the fastest the best of the ``first`` candidates by cost is."""
-    return [min(row["ms"][name] for name in ranked(row)[:first]) / min(row["ms"].values()) for row in rows]
+def losses(case: str | None = None) -> list[float]:
+    """How many times the fastest's time the first by cost takes, for each problem of a kernel, or of all."""
+    rows = zip(ROWS, ORDERS, strict=True)
+    return [row["ms"][order[0]] / min(row["ms"].values()) for row, order in rows if case in (None, row["case"])]
 
 
-def mean(numbers):
-    return exp(sum(map(log, numbers)) / len(numbers))
-
-
-def test_the_suite_is_there():
+def test_all_that_was_measured_is_ranked():
     assert len(ROWS) >= 38 and sum(len(row["ms"]) for row in ROWS) >= 800
+    for row, order in zip(ROWS, ORDERS, strict=True):
+        assert sorted(order) == sorted(row["ms"]), row["problem"]
 
 
-def test_the_best_is_among_the_first_three_by_cost():
-    found = [loss <= NOISE for loss in losses(ROWS, 3)]
-    assert sum(found) / len(found) >= 0.8
-    exactly = [loss == 1 for loss in losses(ROWS, 3)]
-    assert sum(exactly) / len(exactly) >= 0.6
+def test_the_fastest_is_among_the_first_three_by_cost():
+    found = [min(row["ms"], key=row["ms"].get) in order[:3] for row, order in zip(ROWS, ORDERS, strict=True)]
+    assert sum(found) / len(found) >= 0.8  # 32 of 38
 
 
-def test_choosing_by_cost_alone_costs_little():
-    alone = losses(ROWS, 1)
-    assert mean(alone) <= 1.04
-    assert max(alone) <= 1.15
+def test_the_default_configuration_is_nearly_the_fastest():
+    assert geometric_mean(losses()) <= 1.03  # 1.020
+    assert max(losses()) <= 1.15  # 1.126
 
 
-@pytest.mark.parametrize("case", sorted({row["case"] for row in ROWS}))
+@pytest.mark.parametrize("case", CASES)
 def test_no_kernel_is_ranked_badly(case):
-    assert mean(losses([row for row in ROWS if row["case"] == case], 1)) <= 1.06
+    assert geometric_mean(losses(case)) <= 1.04  # binary_conv 1.027, pack_weight 1.027
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_estimates_of_the_fastest_are_times_to_believe_in(case):
+    """0.93 to 1.28 of the measured times: implementations and templates are compared by them."""
+    for row in ROWS:
+        if row["case"] == case:
+            fastest = min(row["ms"], key=row["ms"].get)
+            problem = problem_of(row)
+            candidates = operations()[case].candidates(problem, H100_DEVICE)
+            chosen = next(one for one in candidates if f"{one.template.name}:{one.config}" == fastest)
+            assert seconds(chosen, problem, H100) * 1e3 == pytest.approx(row["ms"][fastest], rel=0.35), row["problem"]

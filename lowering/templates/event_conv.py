@@ -219,9 +219,15 @@ def _accumulate_space(problem: Accumulate, device: Device) -> list[Config]:
 
 _rows, _w, _c, _itemsize = sizes("rows w c itemsize")
 _k, _r, _s = sizes("k r s")
-_n, _oh, _ow, _p, _e, _warps, _block, _channel = sizes("n oh ow P E warps block out_channel")
-# what was best untuned: as many pixels as fill 256 lanes with channels, or 8 of channels-first; two events; one warp
-_best_pixels = sympy.Piecewise((sympy.Max(sympy.floor(256 / _block), 1), sympy.Eq(_channel, 1)), (8, True))
+_n, _oh, _ow, _processors = sizes("n oh ow processors")
+_p, _e, _warps, _block, _channel = sizes("P E warps block out_channel")
+# what was best on an H100: as many pixels as fill 192 lanes with channels, or 8 of channels-first; two events; one
+# warp; what is twice or half of that takes some 15 % more
+_best_pixels = sympy.Piecewise((sympy.Max(sympy.floor(192 / _block), 1), sympy.Eq(_channel, 1)), (8, True))
+_misfit = abs(sympy.log(_p / _best_pixels)) + abs(sympy.log(_e / 2)) + sympy.log(_warps)
+# of one processor: 12 ns a pixel to find its stretches of the list, and 8.3e10 bytes a second of weight rows, for
+# events as dense as those that configurations are measured on, one in a hundred inputs
+_accumulating = _n * _oh * _ow / _processors * (1.2e-8 + 0.01 * _r * _s * _c * _k * _itemsize / 8.3e10)
 
 FIND_EVENTS = Template(
     name="find_events",
@@ -251,7 +257,7 @@ ACCUMULATE = Template(
     space=_accumulate_space,
     cost=Cost(
         bytes=_n * _oh * _ow * _k * _itemsize,
-        seconds=1e-6 * (abs(sympy.log(_p / _best_pixels)) + abs(sympy.log(_e / 2)) + sympy.log(_warps)),
+        seconds=3e-6 + _accumulating * (1 + 0.2 * _misfit),
     ),
     prepare=_prepare_accumulate,
 )

@@ -81,10 +81,11 @@ LIF = Template(
         Config(BLOCK=block, warps=warps) for block in (256, 512, 1024, 2048) for warps in (2, 4, 8)
         if 4 <= block // (32 * warps) <= 16
     ],
-    # float32 in and one byte out a step; the fewer elements a thread and a block, the more blocks hide their loads
+    # float32 in and one byte out a step; 3 µs to start and end; the fewer elements a thread, which holds those of all
+    # steps, and the fewer a block, the more blocks there are to hide loads
     cost=Cost(
         bytes=_numel * (5 * _steps + 4),
-        seconds=5e-8 * _block / (32 * _warps) + 1e-10 * _block,
+        seconds=3e-6 + 1e-8 * (_block / (32 * _warps)) ** 2 + 4e-10 * _block,
     ),
     prepare=_prepare,
 )

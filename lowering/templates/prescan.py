@@ -56,8 +56,11 @@ def _prepare_strided(problem: CastStrided, config: Config) -> Launch:
     return Launch(cast_strided_kernel, grid, (p.c, p.w, p.h * p.w, *p[4:8]), {"BC": bc, "BP": bp})
 
 
-_numel, _itemsize, _block, _warps = sizes("numel itemsize BLOCK warps")
+_numel, _itemsize, _block, _warps, _bandwidth = sizes("numel itemsize BLOCK warps bandwidth")
 _n, _c, _h, _w, _bc, _bp = sizes("n c h w BC BP")
+_cast_bytes = _numel * (_itemsize + 1)
+# more than eight elements a thread leave fewer threads to hide loads; blocks of 2048 are a shade better than others
+_cast_misfit = 0.04 * sympy.Max(sympy.log(_block / (256 * _warps)), 0) + 0.004 * abs(sympy.log(_block / 2048))
 
 CAST_FLAT = Template(
     name="cast_flat",
@@ -67,11 +70,8 @@ CAST_FLAT = Template(
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (1024, 2048, 4096, 8192) for warps in (4, 8)
     ],
-    # eight elements a thread are one 16-byte load of bytes: the best on an H100, as are 2048 elements a block
-    cost=Cost(
-        bytes=_numel * (_itemsize + 1),
-        seconds=1e-8 * abs(sympy.log(_block / (256 * _warps))) + 1e-9 * abs(sympy.log(_block / 2048)),
-    ),
+    # 3 µs to start and end
+    cost=Cost(bytes=_cast_bytes, seconds=3e-6 + _cast_bytes / _bandwidth * _cast_misfit),
     prepare=_prepare_flat,
 )
 
