@@ -16,7 +16,7 @@ from torch import fx
 from sparsecomp import _compat
 from sparsecomp.errors import RuleError
 from sparsecomp.options import Options
-from sparsecomp.passes import fold_batch_norm, fuse_neurons, narrow_spikes, spike_conv, spike_linear
+from sparsecomp.passes import fold_batch_norm, fuse_neurons, narrow_spikes, sparse_matmul, spike_conv, spike_linear
 from sparsecomp.passes.analysis import Analysis, analyse
 from sparsecomp.passes.canonicalize import example_of
 from sparsecomp.passes.location import user_location
@@ -28,6 +28,7 @@ _compat.register_logger("sparsecomp")
 
 RULES: tuple[Rule, ...] = (
     fuse_neurons.RULE,
+    sparse_matmul.RULE,
     spike_conv.RULE,
     spike_linear.RULE,
     fold_batch_norm.RULE,

@@ -47,6 +47,7 @@ class Why(Enum):
     HOOKED = "the module has hooks"
     NOT_FOLDED = "batch-norm stays: {detail}"
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
+    SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
     FAILED = "the rule failed and the site was left as it was: {detail}"
 
 

@@ -66,9 +66,10 @@ def unsupported(cls: Any, func: Any, args: Any) -> SparseOperatorError:
     """The error for an operator that no SparseTensor takes."""
     found = next((value for value in args if isinstance(value, cls)), None)
     what = f"{found.format} SparseTensor of shape {tuple(found.shape)}" if found is not None else "SparseTensor"
-    return SparseOperatorError(
-        f"{func} does not take a {what} with these operands: call to_dense() first, which makes a dense copy"
-    )
+    advice = "call to_dense() first, which makes a dense copy"
+    if func.namespace == "c10d":
+        advice = "sparsecomp.nn.synchronize() sends what is stored; or call to_dense() first"
+    return SparseOperatorError(f"{func} does not take a {what} with these operands: {advice}")
 
 
 def _keeps_zero(cls: Any, func: Any, args: Any) -> bool:

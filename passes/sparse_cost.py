@@ -1,0 +1,163 @@
+"""Whether a product with a sparse weight is faster sparse or dense: the kernels' own estimates against a roofline.
+
+On a CPU, and where no kernel takes the dtypes, the product stays sparse, as it was written.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsecomp import _compat
+from sparsecomp.lowering import cost
+from sparsecomp.lowering.ceilings import H100, Ceilings, ceilings_of
+from sparsecomp.lowering.epilogue import Output
+from sparsecomp.lowering.random_sparse import SKEWS
+from sparsecomp.lowering.signature import Device, device_of
+from sparsecomp.sparse_tensor import SparseTensor
+
+_MATMUL_SHARE = {"fp32": 50e12 / H100.fp32, "tf32": 430e12 / H100.tf32, "half": 800e12 / H100.half}
+"""Shares of the ceilings that cuBLAS reaches on large products (`bench/results`)."""
+_MARGIN = 1.1
+"""Least speed-up of dense for which a sparse product is made dense: the estimate is no measurement."""
+
+
+class Decision(NamedTuple):
+    """Which way a product runs.
+
+    Attributes:
+        dense: with the weight made dense.
+        kernel: the sparse implementation.
+        gain: estimated speed-up over dense; None without an estimate.
+        reason: for the report.
+    """
+
+    dense: bool
+    kernel: str
+    gain: float | None
+    reason: str
+
+
+class Product(NamedTuple):
+    """A product S (m, k) times dense (k, n), as kernels see it.
+
+    Attributes:
+        device: "cuda" or another.
+        format: "csr", "bsr" or "nm", of S by rows; an N:M matrix that is multiplied transposed is "csr".
+        block: height and width, or n and m.
+        m, k, n, batch: sizes.
+        entries: stored elements, or blocks of "bsr".
+        skew: how uneven the rows are.
+        dtype: of all operands.
+        linear: dense's columns lie contiguous, and the result's.
+        bias, residual: whether there are such.
+        activation: of the epilogue.
+        described: for the report.
+    """
+
+    device: torch.device
+    format: str
+    block: tuple[int, int]
+    m: int
+    k: int
+    n: int
+    batch: int
+    entries: int
+    skew: str
+    dtype: torch.dtype
+    linear: bool
+    bias: bool
+    residual: bool
+    activation: str
+    described: str
+
+    @classmethod
+    def of(
+        cls, sparse: SparseTensor, dense: list[int], linear: bool, out: Any, bias: bool, residual: Any, activation: str
+    ) -> "Product":
+        """The product of `sparse` with a tensor of shape `dense`, as `sparsecomp.ops.sparse_matmul` has it."""
+        pattern = sparse._pattern
+        layout, transpose = pattern.layout, pattern.stored_by_columns(sparse._transpose)
+        m, k = sparse.shape
+        leading = torch.Size(dense[:-1] if linear else dense[:-2]).numel()
+        entries = pattern.arrays[-1].numel()
+        stored = entries * (layout.block[0] * layout.block[1] if layout.format == "bsr" else 1)
+        share = 1 - stored / max(m * k, 1)
+        return cls(
+            device=out.device, format="csr" if layout.format == "nm" and transpose else layout.format,
+            block=layout.block[::-1] if layout.format == "bsr" and transpose else layout.block, m=m, k=k,
+            n=leading if linear else dense[-1], batch=1 if linear else leading, entries=entries,
+            skew=layout.skews[transpose], dtype=out.dtype, linear=linear, bias=bias, residual=residual is not None,
+            activation=activation, described=f"{sparse.format} {m}x{k} at {share:.1%} sparsity",
+        )  # fmt: skip
+
+
+def decide(product: Product) -> Decision:
+    """The faster way by estimate, and the kernel."""
+    kernel = f"spmm_{product.format}"
+    if product.device.type != "cuda":
+        return Decision(False, f"{kernel} (reference)", None, "no CUDA device: sparse as written")
+    if product.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return Decision(False, f"{kernel} (reference)", None, f"no kernel of {product.dtype}: sparse as written")
+    return compare(product, device_of(product.device), ceilings_of(product.device))
+
+
+def compare(product: Product, device: Device, ceilings: Ceilings) -> Decision:
+    """`decide` for a CUDA device of these ceilings."""
+    sparse, kernel = sparse_seconds(product, device, ceilings)
+    dense = dense_seconds(product, ceilings)
+    reason = f"estimated {sparse * 1e6:.1f} us against {dense * 1e6:.1f} us dense"
+    if sparse > _MARGIN * dense:
+        return Decision(True, "dense", 1.0, f"{kernel} would not pay: {reason}")
+    return Decision(False, kernel, dense / sparse, reason)
+
+
+def dense_seconds(product: Product, ceilings: Ceilings) -> float:
+    """Seconds to write the weight out and multiply densely."""
+    p, size = product, product.dtype.itemsize
+    width = p.block[0] * p.block[1] if p.format == "bsr" else 1
+    written = p.m * p.k * size + p.entries * width * (2 * size + 4)
+    rate = "half" if size == 2 else "tf32" if _compat.matmul_tf32() else "fp32"
+    traffic = size * (p.m * p.k + p.batch * (p.k + p.m) * p.n)
+    operations = 2 * p.m * p.k * p.n * p.batch / (_MATMUL_SHARE[rate] * getattr(ceilings, rate))
+    return written / ceilings.bandwidth + max(traffic / ceilings.bandwidth, operations) + 3 * ceilings.launch
+
+
+def sparse_seconds(product: Product, device: Device, ceilings: Ceilings) -> tuple[float, str]:
+    """Seconds of the best candidate by its own cost, and its template's name; loads Triton.
+
+    Infinite if no kernel takes the product.
+    """
+    operation, problem = _problem(product)
+    times = [
+        (cost.seconds(candidate, problem, ceilings), candidate.template.name)
+        for candidate in operation.candidates(problem, device)
+    ]
+    return min(times, default=(float("inf"), f"spmm_{product.format}"))
+
+
+def _problem(product: Product) -> tuple[Any, Any]:
+    from sparsecomp.lowering import spmm_bsr, spmm_csr, spmm_nm
+
+    p, name = product, str(product.dtype)[6:]
+    right = (p.k * p.n, 1, p.k) if p.linear else (p.k * p.n, p.n, 1)
+    strides = (p.m * p.n, 1, p.m) if p.linear else (p.m * p.n, p.n, 1)
+    axis = ("row" if p.linear else "column") if p.bias else ""
+    output = Output(
+        strides, name, name if p.bias else "", axis, name if p.residual else "", strides if p.residual else (0, 0, 0),
+        p.activation, 1.0,
+    )  # fmt: skip
+    if p.format == "nm":
+        keep, group = p.block
+        groups = -(-p.k // group)
+        return spmm_nm.SPMM_NM, spmm_nm.SpmmNM(
+            p.m, p.k, p.n, p.batch, keep, group, groups, 0, groups * keep, groups * keep, *right, name, name, output
+        )
+    if p.format == "bsr":
+        height, width = p.block
+        return spmm_bsr.SPMM_BSR, spmm_bsr.SpmmBsr(
+            p.m, p.k, p.n, p.batch, height, width, -(-p.m // height), -(-p.k // width), p.entries, SKEWS[p.skew],
+            0, height * width, width, 1, *right, name, name, "int32", output,
+        )  # fmt: skip
+    return spmm_csr.SPMM_CSR, spmm_csr.SpmmCsr(
+        p.m, p.k, p.n, p.batch, p.entries, SKEWS[p.skew], 0, *right, name, name, "int32", output
+    )
