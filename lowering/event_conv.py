@@ -21,7 +21,7 @@ CHANNELS_A_BLOCK = 256
 
 _MAX_WORDS = 1024
 _MAX_STRETCHES = 11
-_TRIAL_DENSITY = 0.01
+TRIAL_DENSITY = 0.01
 """Density of the inputs that configurations are measured on: where events can win over dense, see the gate."""
 
 
@@ -186,7 +186,7 @@ def _accumulate_signature(problem: Accumulate, device: Device) -> KernelSignatur
         layouts=("nhwc", "nhwc" if problem.out_channel == 1 else "nchw"),
         epilogue="bias" if problem.has_bias else "",
         sizes=(("n", problem.n), ("h", problem.h), ("w", problem.w)),
-        parameters=tuple((name, getattr(problem, name)) for name in names), density=_TRIAL_DENSITY,
+        parameters=tuple((name, getattr(problem, name)) for name in names), density=TRIAL_DENSITY,
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def _representative(signature: KernelSignature) -> Accumulate:
 
 def _operands(problem: Accumulate, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     p, random = problem, torch.Generator(device).manual_seed(seed)
-    x = torch.rand(p.n, p.h, p.w, p.c, generator=random, device=device) < _TRIAL_DENSITY
+    x = torch.rand(p.n, p.h, p.w, p.c, generator=random, device=device) < TRIAL_DENSITY
     events = find_events(x.float().permute(0, 3, 1, 2))
     weight = torch.randn(p.k, p.c, p.r, p.s, generator=random, device=device).to(getattr(torch, p.dtype))
     bias = torch.randn(p.k, generator=random, device=device).to(weight.dtype) if p.has_bias else None

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from sparsecomp.lowering.cost import Cost, sizes
-from sparsecomp.lowering.event_conv import Accumulate, FindEvents, PackEvents
+from sparsecomp.lowering.event_conv import TRIAL_DENSITY, Accumulate, FindEvents, PackEvents
 from sparsecomp.lowering.launch import Launch
 from sparsecomp.lowering.signature import Device
 from sparsecomp.lowering.template import Config, Template
@@ -225,9 +225,8 @@ _p, _e, _warps, _block, _channel = sizes("P E warps block out_channel")
 # warp; what is twice or half of that takes some 15 % more
 _best_pixels = sympy.Piecewise((sympy.Max(sympy.floor(192 / _block), 1), sympy.Eq(_channel, 1)), (8, True))
 _misfit = abs(sympy.log(_p / _best_pixels)) + abs(sympy.log(_e / 2)) + sympy.log(_warps)
-# of one processor: 12 ns a pixel to find its stretches of the list, and 8.3e10 bytes a second of weight rows, for
-# events as dense as those that configurations are measured on, one in a hundred inputs
-_accumulating = _n * _oh * _ow / _processors * (1.2e-8 + 0.01 * _r * _s * _c * _k * _itemsize / 8.3e10)
+# of one processor: 12 ns a pixel to find its stretches of the list, and 8.3e10 bytes a second of weight rows
+_accumulating = _n * _oh * _ow / _processors * (1.2e-8 + TRIAL_DENSITY * _r * _s * _c * _k * _itemsize / 8.3e10)
 
 FIND_EVENTS = Template(
     name="find_events",
