@@ -15,11 +15,11 @@ from bench.timing import machine
 def main() -> int:
     """Run the benchmarks named on the command line; 2 if there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("suite", choices=("snn", "snn-conv", "snn-network", "tuning", "cpu", "table"))
+    parser.add_argument("suite", choices=("snn", "snn-conv", "snn-network", "tuning", "spmm", "cpu", "table"))
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the JSON files")
     parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
-    parser.add_argument("--data", type=Path, help="folder with spikes/ of real maps, for more cases")
+    parser.add_argument("--data", type=Path, help="folder with spikes/ and matrices/ of real ones, for more cases")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.suite == "table":
@@ -31,18 +31,18 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("the benchmarks need a CUDA device; none was found", file=sys.stderr)
         return 2
-    from bench import snn_conv, snn_network, tuning  # they load Triton
+    from bench import snn_conv, snn_network, spmm, tuning  # they load Triton
 
     if arguments.suite in ("snn", "snn-conv"):
         rows = []
         for row in snn_conv.run(arguments.data and arguments.data / "spikes"):
             rows.append(row)
             save(arguments.out / "snn_conv.json", rows)
-    if arguments.suite == "tuning":
+    if arguments.suite in ("tuning", "spmm"):
         rows = []
-        for row in tuning.run():
+        for row in tuning.run() if arguments.suite == "tuning" else spmm.run(arguments.data):
             rows.append(row)
-            save(arguments.out / "tuning.json", rows)
+            save(arguments.out / f"{arguments.suite}.json", rows)
     if arguments.suite in ("snn", "snn-network"):
         for result in snn_network.run(arguments.network, precisions=tuple(arguments.precision)):
             save(arguments.out / f"snn_{arguments.network}.json", result)

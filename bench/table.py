@@ -25,10 +25,10 @@ def markdown(results: Path = RESULTS) -> str:
     """All tables as Markdown, with the machine in front.
 
     Args:
-        results: folder with ``snn_sew_resnet34.json``, ``snn_conv.json`` and ``tuning.json``.
+        results: folder with ``snn_sew_resnet34.json``, ``snn_conv.json``, ``tuning.json`` and ``spmm.json``.
 
     Raises:
-        FileNotFoundError: a result file is missing; run ``python -m bench snn`` and ``tuning`` on a GPU first.
+        FileNotFoundError: a result file is missing; run ``python -m bench`` on a GPU first.
     """
     network = json.loads((results / "snn_sew_resnet34.json").read_text())
     layers = json.loads((results / "snn_conv.json").read_text())
@@ -40,6 +40,7 @@ def markdown(results: Path = RESULTS) -> str:
         _linears([row for row in layers["result"] if row["case"].startswith("linear")]),
         *(_single(row) for row in layers["result"] if "dtype" not in row),
         _tuning(json.loads((results / "tuning.json").read_text())["result"]),
+        _products(json.loads((results / "spmm.json").read_text())["result"]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -116,6 +117,20 @@ def _tuning(rows: list[dict[str, Any]]) -> str:
         f"Spiking ResNet-34, compiled by a second process: our passes take {share['second']['passes_s']:.2f} of "
         f"{share['second']['compile_s']:.1f} s.",
     ])  # fmt: skip
+
+
+def _products(rows: list[dict[str, Any]]) -> str:
+    """Sparse products: what an untuned call runs beside its peer and dense operators."""
+    peers = ("cuSPARSE", "torch bsr", "torch 2:4", "sampled_addmm")
+    grid = [["sparse product", "columns", "dtype", "ours", "peer", "ms", "dense fp32", "dense tf32", "dense fp16"]]
+    for row in rows:
+        if "chosen" not in row.get("ms", {}):
+            continue
+        peer = next((name for name in peers if name in row["ms"]), None)
+        dense = [_ms(row["ms"].get(f"dense {precision}")) for precision in PRECISIONS]
+        times = [_ms(row["ms"]["chosen"]), peer or "–", _ms(row["ms"].get(peer)), *dense]
+        grid.append([row["case"], str(row.get("n", row.get("d", "–"))), row["dtype"], *times])
+    return "Sparse products, CUDA graph replays; ours is what an untuned call runs:\n\n" + _grid(grid)
 
 
 _TWICE = ("second process", "share of the passes")

@@ -7,8 +7,8 @@ from sparsecomp.lowering.cost import sizes
 _bm, _bn, _bk, _warps, _stages, _processors, _itemsize = sizes("BM BN BK warps stages processors itemsize")
 _half = sympy.Piecewise((1, sympy.Eq(_itemsize, 2)), (0, True))
 
-RATE = 3.6e12 * _half + 0.55e12 * (1 - _half)
-"""Operations a second of one processor at large tiles: 16-bit, or float32 as three TF32 products."""
+RATE = 5.6e12 * _half + 0.29e12 * (1 - _half)
+"""Operations a second of one processor at large tiles, on an H100: 16-bit, or float32 as three TF32 products."""
 _FILL = 6e10
 """Bytes a second from L2 to one processor."""
 
@@ -21,7 +21,7 @@ def product_seconds(tiles: sympy.Expr, depth: sympy.Expr, expand: sympy.Expr | f
     copies = (_bm + _bn) * _bk * _itemsize / _FILL
     shared = _stages * _bk * (_bm + _bn) * _itemsize
     resident = sympy.Max(sympy.floor(sympy.Min(220e3 / shared, 16 / _warps)), 1)
-    step = sympy.Max(products, copies) + 1.5e-7 / resident + expand
+    step = sympy.Max(products, copies) + 1e-7 / resident + expand
     waves = sympy.ceiling(tiles / (_processors * resident))
     busy = sympy.Min(resident, sympy.Max(tiles / _processors, 1))
     tail = 2e-6 + _bm * _bn * _itemsize / _FILL

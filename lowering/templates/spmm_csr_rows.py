@@ -128,8 +128,8 @@ pulled = sympy.Piecewise(
 )
 copying = _copy * (2 * _batch * _k * _n * _itemsize / 2.5e12 + 3e-6)
 """Seconds to copy dense."""
-traffic = _batch * _nnz * pulled / 7.0e12
-"""Seconds to gather: L2 with some help of L1."""
+traffic = _batch * _nnz * (2.1e-13 * _n + 3e-14 * pulled)
+"""Seconds to gather on an H100: for each product, and for each byte that comes through L2."""
 
 
 def walk_seconds(steps: sympy.Expr, programs: sympy.Expr) -> sympy.Expr:
