@@ -3,11 +3,13 @@
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from bench import table as results
-from sparsecomp import settings
+from sparsecomp import formats, settings
 from sparsecomp.options import RULES, Options
 from sparsecomp.report import Report
 from sparsecomp.settings import Settings
@@ -82,3 +84,17 @@ def test_the_place_for_results_is_there() -> None:
 
 def test_the_results_are_the_benchmarks_own() -> None:
     assert results.markdown() in README
+
+
+def test_the_sparse_example_runs_and_its_file_holds_the_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = README.split("## Sparse weights")[1].split("\n## ")[0]
+    code = re.search(r"```python\n(.*?)```", section, re.S)
+    assert code is not None
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code.group(1), names)
+    weight = names["pruned"][0].weight
+    stored = formats.CSR.load("weight.safetensors")
+    assert stored.nnz == round(0.1 * 512 * 256)
+    assert torch.equal(stored.to_dense(), weight.to_dense())
+    assert torch.equal(weight.grad.to_dense() != 0, weight.to_dense() != 0)
