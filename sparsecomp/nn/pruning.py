@@ -67,6 +67,6 @@ def _largest_in_groups(weight: Tensor, n: int, m: int) -> Tensor:
     """True for the n largest of each m columns of a row."""
     rows, cols = weight.shape
     padded = torch.nn.functional.pad(weight.abs().float(), (0, -cols % m), value=-1.0)
-    best = padded.view(rows, -1, m).topk(n, sorted=False).indices
+    best = padded.view(rows, padded.shape[1] // m, m).topk(n, sorted=False).indices
     mask = torch.zeros(rows, padded.shape[1] // m, m, dtype=torch.bool, device=weight.device)
-    return mask.scatter(-1, best, True).view(rows, -1)[:, :cols]
+    return mask.scatter(-1, best, True).flatten(1)[:, :cols]

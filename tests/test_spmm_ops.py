@@ -1,0 +1,281 @@
+"""Sparse products as operators, held against scipy in float64, closed forms and finite differences."""
+
+import json
+import math
+from importlib import import_module
+
+import numpy as np
+import pytest
+import scipy.sparse
+import scipy.special
+import torch
+from kernel_devices import KERNEL_DEVICES
+from torch import Tensor
+
+from sparsecomp.errors import FormatError
+from sparsecomp.formats import BSR, CSR, NM, SparseMatrix
+from sparsecomp.ops import Layout, sddmm, spmm
+from sparsecomp.ops.patterns import transposed_arrays
+from sparsecomp.sparse_pattern import Pattern
+
+KINDS = {"csr": (CSR, {}), "bsr": (BSR, {"block": (2, 3)}), "nm": (NM, {"n": 4, "m": 4}), "2:4": (NM, {"n": 2, "m": 4})}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def sample(kind: str, rows: int = 37, cols: int = 53, dtype: torch.dtype = torch.float64, density: float = 0.2):
+    """A dense matrix with empty rows, and values, pattern and layout of it."""
+    generator = torch.Generator().manual_seed(rows)
+    dense = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
+    dense *= torch.rand(rows, cols, generator=generator) < density
+    if kind == "2:4":
+        padded = torch.nn.functional.pad(dense, (0, -cols % 4)).view(rows, -(-cols // 4), 4)
+        small = padded.abs().argsort(-1, descending=True)[..., 2:]
+        dense = padded.scatter(-1, small, 0.0).flatten(1)[:, :cols]
+    dense[1::5] = 0
+    dense = dense.to(dtype)
+    format, layout = KINDS[kind]
+    return dense, *arrays(format.from_dense(dense, **layout))
+
+
+def arrays(matrix: SparseMatrix) -> tuple[Tensor, list[Tensor], Layout]:
+    values, pattern = Pattern.of(matrix)
+    return values, list(pattern.arrays), pattern.layout
+
+
+def lying(how: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A random tensor of these strides."""
+    full = torch.randn(*shape[:-2], shape[-1] * 2, shape[-2] * 2, generator=torch.Generator().manual_seed(1)).to(dtype)
+    by_column = full[..., : shape[-1], : shape[-2]].mT
+    return {"rows": by_column.contiguous(), "columns": by_column.mT.contiguous().mT, "strided": full.mT[..., ::2, ::2]}[
+        how
+    ]
+
+
+def relative(found: Tensor, right: np.ndarray) -> float:
+    return float(np.linalg.norm(found.double().numpy() - right) / max(np.linalg.norm(right), 1e-30))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_product_is_scipys(kind, dtype, transpose):
+    dense, values, pattern, layout = sample(kind, dtype=dtype)
+    matrix = scipy.sparse.csr_array(dense.double().numpy())
+    matrix = matrix.T if transpose else matrix
+    for how in ("rows", "columns", "strided"):
+        right = lying(how, (matrix.shape[1], 6), dtype)
+        kept = transposed_arrays(pattern, layout)
+        for given in (pattern, [*pattern, *kept]):
+            out = spmm(values, given, right, layout, transpose=transpose, by_column=how == "columns")
+            assert out.dtype is dtype and out.stride() == ((1, out.shape[0]) if how == "columns" else (6, 1))
+            assert relative(out, matrix @ right.double().numpy()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["csr", "bsr", "2:4"])
+def test_batches_of_values_and_of_dense(kind):
+    dense, values, pattern, layout = sample(kind)
+    right = torch.randn(3, 53, 4, dtype=torch.float64)
+    many = torch.stack([values, 2 * values, -values])
+    singles = dense.numpy() @ right.numpy()
+    assert relative(spmm(values, pattern, right, layout), singles) < 1e-13
+    scaled = singles * np.array([1.0, 2.0, -1.0])[:, None, None]
+    assert relative(spmm(many, pattern, right, layout), scaled) < 1e-13
+    assert relative(spmm(many, pattern, right[0], layout)[1], 2 * (dense.numpy() @ right[0].numpy())) < 1e-13
+
+
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: x * scipy.special.ndtr(x),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x * scipy.special.expit(x),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("axis", ["row", "column"])
+def test_the_epilogue(activation, axis):
+    dense, values, pattern, layout = sample("csr", dtype=torch.float16)
+    right, residual = torch.randn(53, 4).half(), torch.randn(37, 4)
+    bias = torch.randn(37 if axis == "row" else 4).bfloat16()
+    out = spmm(
+        values, pattern, right, layout, bias=bias, bias_axis=axis, residual=residual, activation=activation, scale=0.5,
+        dtype=torch.float32,
+    )  # fmt: skip
+    added = bias.double().numpy()[:, None] if axis == "row" else bias.double().numpy()
+    wanted = ACTIVATIONS[activation](0.5 * (dense.double().numpy() @ right.double().numpy()) + added + residual.numpy())
+    assert out.dtype is torch.float32 and relative(out, wanted) < 1e-6
+
+
+def test_what_is_not_stored_is_not_multiplied():
+    dense, values, pattern, layout = sample("csr")
+    right = torch.full((53, 2), math.inf, dtype=torch.float64)
+    out = spmm(values, pattern, right, layout)
+    assert (out[1::5] == 0).all()
+    one = (dense != 0).sum(1) == 1
+    assert torch.equal(out[one], dense[one].sum(1, keepdim=True).expand(-1, 2) * math.inf)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_by_finite_differences(kind, transpose):
+    _, values, pattern, layout = sample(kind, 7, 10, density=0.4)
+    rows, cols = layout.shape[::-1] if transpose else layout.shape
+    values, right, bias, residual = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in (values.shape, (2, cols, 3), (rows,), (2, rows, 3))
+    )
+    for activation in ACTIVATIONS if kind == "csr" else ("none",):
+
+        def product(*given: Tensor, activation: str = activation) -> Tensor:
+            return spmm(
+                given[0], pattern, given[1], layout, transpose=transpose, bias=given[2], bias_axis="row",
+                residual=given[3], activation=activation, scale=0.5,
+            )  # fmt: skip
+
+        assert torch.autograd.gradcheck(product, (values, right, bias, residual))
+    plain = (values, right)
+    assert torch.autograd.gradgradcheck(lambda v, d: spmm(v, pattern, d, layout, transpose=transpose), plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_product_and_its_gradients(kind):
+    dense, _, pattern, layout = sample(kind, 7, 10, density=0.4)
+    a, b = (torch.randn(2, size, 4, dtype=torch.float64, requires_grad=True) for size in (7, 10))
+    found = sddmm(a, b, pattern, layout, scale=0.5)
+    whole = 0.5 * (a @ b.mT).detach()
+    back = [Pattern("NM" if layout.format == "nm" else "BSR" if layout.format == "bsr" else "CSR", layout, tuple(pattern))
+            .matrix(item.detach(), False).to_dense() for item in found]  # fmt: skip
+    stored = torch.stack(back) != 0
+    assert torch.equal(stored[0] | (dense == 0), torch.ones_like(stored[0]))
+    torch.testing.assert_close(torch.stack(back), whole * stored)
+    assert torch.autograd.gradcheck(lambda a, b: sddmm(a, b, pattern, layout, scale=0.5), (a, b))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck(kind):
+    _, values, pattern, layout = sample(kind, 7, 10, density=0.4, dtype=torch.float32)
+    right, bias, residual = torch.randn(10, 3, requires_grad=True), torch.randn(3), torch.randn(7, 3)
+    values.requires_grad_()
+    rest = (False, "column", "relu", 2.0, None, True)
+    torch.library.opcheck(torch.ops.sparsecomp.spmm.default, (values, pattern, right, bias, residual, *layout, *rest))
+    a, b = torch.randn(7, 4, requires_grad=True), torch.randn(10, 4, requires_grad=True)
+    torch.library.opcheck(torch.ops.sparsecomp.sddmm.default, (a, b, pattern, *layout, 0.5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "cols", "n"), [(0, 5, 3), (5, 0, 3), (0, 0, 2), (1, 1, 1), (6, 4, 0), (8, 12, 2)])
+def test_empty_and_tiny_matrices(kind, rows, cols, n):
+    dense, values, pattern, layout = sample(kind, rows, cols, density=1.1 if rows == 1 and kind != "2:4" else 0.0)
+    for transpose in (False, True):
+        left = dense.mT if transpose else dense
+        right = torch.randn(left.shape[1], n, dtype=torch.float64, requires_grad=True)
+        given = values.clone().requires_grad_()
+        out = spmm(given, pattern, right, layout, transpose=transpose, activation="relu")
+        torch.testing.assert_close(out, (left @ right).relu())
+        out.sum().backward()
+        assert given.grad.shape == values.shape and right.grad.shape == right.shape
+
+
+def test_int64_indices_and_spare_capacity():
+    dense, values, (crow, col), layout = sample("csr")
+    spare = torch.full((3,), 7, dtype=torch.int64)
+    pattern = [crow.long() + 3, torch.cat([spare, col.long(), spare])]
+    wide = torch.cat([torch.full((3,), math.nan), values, torch.full((3,), math.nan)]).double().requires_grad_()
+    right = torch.randn(53, 4, dtype=torch.float64, requires_grad=True)
+    for transpose, operand in ((False, right), (True, right[:37])):
+        left = dense.mT if transpose else dense
+        out = spmm(wide, pattern, operand, layout, transpose=transpose)
+        torch.testing.assert_close(out, left @ operand)
+        grad, _ = torch.autograd.grad(out.sum(), (wide, right))
+        assert (grad[:3] == 0).all() and (grad[-3:] == 0).all() and grad.isfinite().all()
+
+
+def test_a_pattern_used_twice_adds_up_and_empty_rows_give_nothing():
+    dense, values, pattern, layout = sample("csr", 20, 20, density=0.08)
+    values.requires_grad_()
+    right = torch.randn(20, 3, dtype=torch.float64, requires_grad=True)
+    out = spmm(values, pattern, spmm(values, pattern, right, layout), layout)
+    weights = torch.randn_like(out)
+    found = torch.autograd.grad((out * weights).sum(), (values, right))
+    left = dense.clone().requires_grad_()
+    wanted = torch.autograd.grad((left @ (left @ right) * weights).sum(), (left, right))
+    torch.testing.assert_close(found[0], wanted[0][dense != 0])
+    torch.testing.assert_close(found[1], wanted[1])
+    unread = (dense == 0).all(0)
+    assert unread.any() and (found[1][unread] == 0).all()
+
+
+def test_backward_keeps_to_what_is_stored(tmp_path):
+    n, nnz, columns = 110_000, 860_000, 8
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(n * n, (nnz,), generator=generator).unique()
+    row, col = places // n, (places % n).int()
+    pattern = [torch.searchsorted(row, torch.arange(n + 1), out_int32=True), col]
+    layout = Layout("csr", (1, 1), (n, n))
+    pattern += transposed_arrays(pattern, layout)
+    values = torch.randn(col.numel(), generator=generator).requires_grad_()
+    right = torch.randn(n, columns, generator=generator).requires_grad_()
+    out = spmm(values, pattern, right, layout)
+    grad = torch.ones_like(out)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        grads = torch.autograd.grad(out, (values, right), grad)
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = [
+        event
+        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if event["name"] == "[memory]"
+    ]
+    held = np.cumsum([event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])])
+    sizes = {"nnz": 4 * col.numel(), "dense": 4 * n * columns}
+    assert held.max() >= sum(4 * g.numel() for g in grads)
+    assert held.max() <= 3 * sizes["nnz"] + 2 * sizes["dense"] + 8 * n
+    matrix = scipy.sparse.csr_array((values.detach().double().numpy(), col, pattern[0]), shape=(n, n))
+    assert relative(out.detach(), matrix @ right.detach().double().numpy()) < 2e-6
+    assert relative(grads[1], matrix.T @ np.ones((n, columns))) < 2e-6
+    assert relative(grads[0], right.detach().double().sum(1).numpy()[col]) < 2e-6
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("kind", ["csr", "bsr", "2:4"])
+def test_kernels_behind_the_operators(kind, transpose, device):
+    """The CUDA implementations; the interpreter runs them on a CPU."""
+    dense, values, pattern, layout = sample(kind, 32, 48, dtype=torch.float32)
+    if kind == "bsr":
+        values, pattern, layout = arrays(BSR.from_dense(dense, block=(16, 16)))
+    values, pattern = values.to(device), [array.to(device) for array in pattern]
+    left = (dense.mT if transpose else dense).double()
+    right, residual = torch.randn(left.shape[1], 16), torch.randn(left.shape[0], 16)
+    bias = torch.randn(left.shape[0])
+    out = import_module("sparsecomp.ops.spmm")._cuda(
+        values, pattern, right.to(device), bias.to(device), residual.to(device), *layout, transpose, "row", "relu", 0.5,
+        None, True,
+    )  # fmt: skip
+    wanted = (0.5 * (left @ right.double()) + bias[:, None] + residual).relu()
+    assert relative(out.cpu(), wanted.numpy()) < 2e-6 and out.stride(0) == 1
+    a, b = torch.randn(32, 16), torch.randn(48, 16)
+    found = import_module("sparsecomp.ops.sddmm")._cuda(a.to(device), b.to(device), pattern, *layout, 0.5)
+    again = sddmm(a.double(), b.double(), [array.cpu() for array in pattern], layout, scale=0.5)
+    assert relative(found.cpu(), again.numpy()) < 2e-6
+
+
+def test_errors_say_what_is_needed():
+    _, values, pattern, layout = sample("csr")
+    right = torch.randn(53, 4, dtype=torch.float64)
+    wrong = [
+        (dict(dense=right[:50]), "needs \\(53, n\\)"),
+        (dict(dense=right.float()), "convert one"),
+        (dict(bias=torch.randn(5)), "one a column"),
+        (dict(residual=torch.randn(3, 3)), "needs the result's"),
+        (dict(activation="tanh"), "need one of"),
+        (dict(values=values[:-1]), "values have shape"),
+        (dict(pattern=pattern[:1]), "the pattern has 1 arrays"),
+        (dict(layout=layout._replace(format="coo")), "needs one of"),
+        (dict(layout=layout._replace(shape=(40, 53))), "one more than rows"),
+    ]
+    for change, message in wrong:
+        with pytest.raises(FormatError, match=message):
+            spmm(**{"values": values, "pattern": pattern, "dense": right, "layout": layout, **change})
+    with pytest.raises(FormatError, match="do not give"):
+        sddmm(right, right, pattern, layout)
