@@ -61,7 +61,7 @@ def _addmm(cls: type, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
     bias, residual, axis = None, None, "column"
     if beta != 0:  # as torch: otherwise the input is not read
         scaled = input if beta == 1 else input * beta
-        if scaled.dim() == 1 or (scaled.shape[0] == 1 and shape[0] != 1):
+        if scaled.dim() < 2 or (scaled.shape[0] == 1 and shape[0] != 1):
             bias = scaled.expand(1, shape[1])[0] if scaled.dim() == 2 else scaled.expand(shape[1])
         elif scaled.shape[1] == 1 and shape[1] != 1:
             bias, axis = scaled.expand(shape[0], 1)[:, 0], "row"

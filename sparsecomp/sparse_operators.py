@@ -46,8 +46,9 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
         SparseOperatorError: one that would store more, or that is not known.
         PatternError: other operands store other elements.
     """
+    first, out = args[0] if args else None, kwargs.get("out")
     in_place = func in _IN_PLACE or (torch.Tag.pointwise in func.tags and func._schema.name.endswith("_"))
-    first = args[0] if args else None
+    in_place = in_place or (func is aten.maximum.out and out is first)  # how AMSGrad updates its state
     sparse = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
     dense = [value for value in args if isinstance(value, Tensor) and not isinstance(value, cls) and value.dim()]
     if dense or not isinstance(first, cls) or not (in_place or _keeps_zero(cls, func, args)):
@@ -58,8 +59,7 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     named = {name: value._values if isinstance(value, cls) else value for name, value in kwargs.items()}
     named.pop("memory_format", None)
     result = func(*plain, **named)
-    out = kwargs.get("out")
-    return first if in_place else out if out is not None else first.with_values(result)
+    return first if in_place else first.with_values(result)
 
 
 def unsupported(cls: Any, func: Any, args: Any) -> SparseOperatorError:

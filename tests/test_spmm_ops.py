@@ -42,7 +42,7 @@ def arrays(matrix: SparseMatrix) -> tuple[Tensor, list[Tensor], Layout]:
     return values, list(pattern.arrays), pattern.layout
 
 
-def lying(how: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def lying(how: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """A random tensor of these strides."""
     full = torch.randn(*shape[:-2], shape[-1] * 2, shape[-2] * 2, generator=torch.Generator().manual_seed(1)).to(dtype)
     by_column = full[..., : shape[-1], : shape[-2]].mT
@@ -144,8 +144,8 @@ def test_sampled_product_and_its_gradients(kind):
     a, b = (torch.randn(2, size, 4, dtype=torch.float64, requires_grad=True) for size in (7, 10))
     found = sddmm(a, b, pattern, layout, scale=0.5)
     whole = 0.5 * (a @ b.mT).detach()
-    back = [Pattern("NM" if layout.format == "nm" else "BSR" if layout.format == "bsr" else "CSR", layout, tuple(pattern))
-            .matrix(item.detach(), False).to_dense() for item in found]  # fmt: skip
+    format = {"csr": "CSR", "bsr": "BSR", "nm": "NM"}[layout.format]
+    back = [Pattern(format, layout, tuple(pattern)).matrix(item.detach(), False).to_dense() for item in found]
     stored = torch.stack(back) != 0
     assert torch.equal(stored[0] | (dense == 0), torch.ones_like(stored[0]))
     torch.testing.assert_close(torch.stack(back), whole * stored)

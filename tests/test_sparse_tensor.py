@@ -1,0 +1,321 @@
+"""SparseTensor as a tensor: products, training, state, files, and refusal of whatever would make it dense."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matrices import LAYOUTS
+from torch import Tensor, nn
+
+from sparsecomp import SparseTensor, formats
+from sparsecomp.errors import FormatError, PatternError, SparseOperatorError
+
+FORMATS = {**LAYOUTS, "BSR": {"block": (2, 2)}, "BCSC": {"block": (2, 2)}, "NM": {"n": 1, "m": 2}}
+
+
+def masked(rows: int, cols: int, name: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight that the format stores exactly, and its mask."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, cols, generator=generator)
+    if name == "NM":
+        kept = weight.view(rows, cols // 2, 2).abs().argmax(-1, keepdim=True)
+        mask = torch.zeros(rows, cols // 2, 2).scatter(-1, kept, 1.0).view(rows, cols)
+    elif name in ("BSR", "BCSC"):
+        blocks = (torch.rand(rows // 2, cols // 2, generator=generator) < 0.5).float()
+        mask = blocks.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    else:
+        mask = (torch.rand(rows, cols, generator=generator) < 0.4).float()
+    return weight * mask, mask
+
+
+def tensor(rows: int = 6, cols: int = 8, name: str = "CSR", **layout: object) -> SparseTensor:
+    weight = masked(rows, cols, name)[0]
+    return SparseTensor.from_dense(weight, getattr(formats, name), **(layout or FORMATS[name]))
+
+
+class Pair:
+    """A network with sparse weights, and the same with masked dense ones."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.sparse = nn.Sequential(nn.Linear(10, 12), nn.GELU(), nn.Linear(12, 6))
+        self.dense, self.masks = copy.deepcopy(self.sparse), {}
+        for layer in (0, 2):
+            weight, self.masks[layer] = masked(*self.sparse[layer].weight.shape, name, layer)
+            self.dense[layer].weight = nn.Parameter(weight.clone())
+            format = getattr(formats, name)
+            self.sparse[layer].weight = nn.Parameter(SparseTensor.from_dense(weight, format, **FORMATS[name]))
+
+    def gradients(self, forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+        F.mse_loss(forward(x), y).backward()
+        F.mse_loss(self.dense(x), y).backward()
+
+    def check(self) -> None:
+        for layer, mask in self.masks.items():
+            found, wanted = self.sparse[layer].weight, self.dense[layer].weight
+            assert type(found) is SparseTensor and isinstance(found, nn.Parameter)
+            assert type(found.grad) is SparseTensor and found.grad.same_pattern(found)
+            torch.testing.assert_close(found.grad.to_dense(), wanted.grad * mask)
+            torch.testing.assert_close(found.detach().to_dense(), wanted.detach())
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+def train(pair: Pair, forward: Callable[[Tensor], Tensor], optimizer: str, steps: int = 3) -> None:
+    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in (pair.sparse, pair.dense)]
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for _ in range(2):  # gradients accumulate
+            x, y = torch.randn(5, 10, generator=generator), torch.randn(5, 6, generator=generator)
+            pair.gradients(forward, x, y)
+        for layer, mask in pair.masks.items():
+            pair.dense[layer].weight.grad.mul_(mask)
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.05) for model in (pair.sparse, pair.dense)]
+        torch.testing.assert_close(*norms)
+        for each in optimizers:
+            each.step()
+        pair.check()
+        for each in optimizers:
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_training_equals_that_of_masked_dense_weights(name, optimizer):
+    pair = Pair(name)
+    train(pair, pair.sparse, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "aot_eager") for name in FORMATS), ("CSR", "inductor"), ("BSR", "sparsecomp")]
+)
+def test_training_compiled_whole(name, backend):
+    torch._dynamo.reset()
+    pair = Pair(name)
+    train(pair, torch.compile(pair.sparse, fullgraph=True, backend=backend), "adamw", steps=2)
+    assert pair.sparse[0].weight._pattern.transposed is not None  # computed once, before the graph was traced
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": lambda w, x: F.linear(x[0], w),
+    "linear of a vector": lambda w, x: F.linear(x[0, 0], w),
+    "linear of 3 dimensions": lambda w, x: F.linear(x, w, x[0, 0, :6]),
+    "w @ x": lambda w, x: w @ x[0].t(),
+    "w @ batch": lambda w, x: w @ x.mT,
+    "w @ vector": lambda w, x: w @ x[0, 0],
+    "x @ w.t": lambda w, x: x @ w.t(),
+    "x @ w.mT": lambda w, x: torch.matmul(x, w.mT),
+    "vector @ w": lambda w, x: x[0, 0, :6] @ w,
+    "x @ w": lambda w, x: x[0, :, :6].matmul(w),
+    "w.t @ x": lambda w, x: w.t() @ x[0, :, :6].mT,
+    "mm": lambda w, x: torch.mm(w, x[0].t()),
+    "w.mm": lambda w, x: w.mm(x[0].t()),
+    "w.T mm": lambda w, x: w.T.mm(x[0, :, :6].t()),
+    "mv": lambda w, x: torch.mv(w, x[0, 0]),
+    "addmm": lambda w, x: torch.addmm(x[0, :3, 0], w, x[0].t(), alpha=0.5, beta=2),
+    "addmm by row": lambda w, x: torch.addmm(x[0, 0, :6, None], w, x[0].t()),
+    "addmm of a matrix": lambda w, x: x[0, :, :6].addmm(x[0], w.t()),
+    "addmm of a row, sparse right": lambda w, x: torch.addmm(x[0, :1, :6], x[0], w.t(), beta=0.5),
+    "addmm of a scalar": lambda w, x: torch.addmm(x[0, 0, 0], w, x[0].t()),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_spelling_of_a_product_and_its_gradients(product):
+    for name in FORMATS:
+        weight, mask = masked(6, 8, name)
+        sparse = SparseTensor.from_dense(weight, getattr(formats, name), **FORMATS[name]).requires_grad_()
+        dense = weight.clone().requires_grad_()
+        xs = [torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(2)).requires_grad_() for _ in range(2)]
+        out, wanted = PRODUCTS[product](sparse, xs[0]), PRODUCTS[product](dense, xs[1])
+        assert type(out) is Tensor and out.shape == wanted.shape
+        torch.testing.assert_close(out, wanted)
+        out.square().sum().backward()
+        wanted.square().sum().backward()
+        torch.testing.assert_close(sparse.grad.to_dense(), dense.grad * mask)
+        torch.testing.assert_close(xs[0].grad, xs[1].grad)
+
+
+def test_an_input_of_addmm_with_beta_0_is_not_read():
+    weight = tensor()
+    found = torch.addmm(torch.full((3,), float("nan")), weight, torch.ones(8, 3), beta=0)
+    torch.testing.assert_close(found, weight.to_dense() @ torch.ones(8, 3))
+
+
+DENSE_ONLY: dict[str, Callable[[SparseTensor], object]] = {
+    "add a number": lambda w: w + 1.0,
+    "add a dense tensor": lambda w: w + torch.ones(6, 8),
+    "be added to one": lambda w: torch.ones(6, 8).add_(w),
+    "multiply by one": lambda w: w * torch.ones(6, 8),
+    "exp": lambda w: w.exp(),
+    "cos": lambda w: torch.cos(w),
+    "divide two": lambda w: w / w,
+    "index": lambda w: w[0],
+    "iterate": lambda w: list(w),
+    "reshape": lambda w: w.view(-1),
+    "cat": lambda w: torch.cat([w, w]),
+    "stack": lambda w: torch.stack([w]),
+    "sum of rows": lambda w: w.sum(0),
+    "largest": lambda w: w.max(),
+    "where": lambda w: torch.where(torch.ones(6, 8) > 0, w, w),
+    "einsum": lambda w: torch.einsum("ij,jk->ik", w, torch.ones(8, 2)),
+    "product of two": lambda w: w @ w.t(),
+    "sparse input": lambda w: F.linear(w, torch.ones(2, 8)),
+    "batched product": lambda w: torch.bmm(torch.ones(1, 2, 6), w.unsqueeze(0)),
+    "copy into a dense one": lambda w: torch.zeros(6, 8).copy_(w),
+    "copy from a dense one": lambda w: w.copy_(torch.zeros(6, 8)),
+    "clamp": lambda w: w.clamp(min=0.5),
+    "embedding with options": lambda w: F.embedding(torch.tensor([0]), w, padding_idx=0),
+    "pow 0": lambda w: w**0,
+}
+
+
+@pytest.mark.parametrize("what", DENSE_ONLY)
+def test_what_would_make_it_dense_raises(what):
+    with pytest.raises(SparseOperatorError, match="to_dense"):
+        DENSE_ONLY[what](tensor())
+
+
+def test_elementwise_operators_that_keep_zeros():
+    for name in FORMATS:
+        weight = tensor(name=name)
+        dense = weight.to_dense()
+        for function in (
+            lambda w: w * 3, lambda w: w / 2, lambda w: -w, lambda w: w + w * 2, lambda w: w - w, lambda w: w.abs(),
+            lambda w: w.abs().sqrt(), lambda w: w * w, lambda w: w**2, lambda w: w.clone(), lambda w: w.relu(),
+            lambda w: torch.zeros_like(w), lambda w: w.t() * 2, lambda w: w.sum(), lambda w: w.norm(),
+            lambda w: torch.linalg.vector_norm(w, float("inf")),
+        ):  # fmt: skip
+            found, wanted = function(weight), function(dense)
+            torch.testing.assert_close(found.to_dense() if isinstance(found, SparseTensor) else found, wanted)
+
+
+def test_blocks_and_groups_beyond_the_shape_count_for_nothing():
+    dense = torch.randn(5, 7)
+    x = torch.randn(3, 7)
+    for name, layout in (("BSR", {"block": (2, 3)}), ("BCSC", {"block": (3, 2)}), ("NM", {"n": 4, "m": 4})):
+        weight = SparseTensor.from_dense(dense, getattr(formats, name), **layout)
+        with torch.no_grad():
+            weight.fill_(2.0)
+        torch.testing.assert_close(weight.to_dense(), torch.full((5, 7), 2.0))
+        torch.testing.assert_close(weight.sum(), torch.tensor(70.0))
+        torch.testing.assert_close(F.linear(x, weight), 2 * x.sum(1, keepdim=True).expand(3, 5))
+        torch.testing.assert_close(weight.t() @ torch.ones(5, 2), torch.full((7, 2), 10.0))
+        weight.matrix.validate()
+
+
+def test_different_patterns_do_not_mix():
+    one, other = tensor(), SparseTensor.from_dense(torch.eye(6, 8))
+    with pytest.raises(PatternError, match="different elements"):
+        one + other
+    with pytest.raises(PatternError, match="different elements"):
+        one.copy_(other)
+    with pytest.raises(PatternError, match="different elements"):
+        one.add_(other)
+    leaf = one.clone().requires_grad_()
+    with pytest.raises(PatternError, match="gradient"):
+        leaf.grad = other
+    with pytest.raises(PatternError, match="SparseTensor"):
+        leaf.grad = torch.zeros(6, 8)
+    same = SparseTensor(one.matrix.to(formats.CSR))  # other arrays, the same pattern
+    torch.testing.assert_close((one + same).to_dense(), 2 * one.to_dense())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_copies_moves_and_files(name, tmp_path):
+    weight = nn.Parameter(tensor(name=name))
+    dense = weight.detach().to_dense()
+    copied = copy.deepcopy(weight)
+    with torch.no_grad():
+        copied.mul_(2)
+    assert isinstance(copied, nn.Parameter) and copied.requires_grad
+    assert torch.equal(copied.detach().to_dense(), 2 * dense)
+    assert torch.equal(weight.detach().to_dense(), dense)
+    torch.save({"w": weight, "t": weight.detach().t()}, tmp_path / "w.pt")
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True)
+    again = pickle.loads(pickle.dumps(weight))
+    for other in (loaded["w"], again):
+        assert isinstance(other, nn.Parameter) and other.format == name and other.same_pattern(weight)
+        assert torch.equal(other.detach().to_dense(), dense)
+    assert torch.equal(loaded["t"].to_dense(), dense.mT)
+    half = weight.detach().to(torch.bfloat16)
+    assert half.dtype is torch.bfloat16 and torch.equal(half.to_dense(), dense.bfloat16())
+    x = torch.randn(2, 8).bfloat16()
+    torch.testing.assert_close(F.linear(x, half), F.linear(x, dense.bfloat16()))
+    assert weight.to("meta").device.type == "meta" and weight.to("meta")._pattern.arrays[0].device.type == "meta"
+
+
+def test_a_module_keeps_its_state():
+    one, other = (nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 2)) for _ in range(2))
+    for model in (one, other):
+        model[0].weight = nn.Parameter(tensor())
+    with torch.no_grad():
+        other[0].weight.mul_(3)
+    state = other.state_dict()
+    assert isinstance(state["0.weight"], SparseTensor)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    one.load_state_dict(torch.load(buffer, weights_only=True))
+    x = torch.randn(3, 8)
+    assert torch.equal(one(x), other(x))
+    one.double()
+    assert isinstance(one[0].weight, nn.Parameter) and one[0].weight.dtype is torch.float64
+    torch.testing.assert_close(one(x.double()).float(), other(x))
+    one.requires_grad_(False)
+    assert not one[0].weight.requires_grad
+    one[0].weight = nn.Parameter(SparseTensor.from_dense(torch.eye(6, 8)))
+    with pytest.raises(RuntimeError, match="different elements"):
+        one.float().load_state_dict(state)
+    one.load_state_dict(state, assign=True)
+    assert torch.equal(one(x), other(x))
+
+
+def test_a_file_with_wrong_arrays_is_refused():
+    from sparsecomp.sparse_tensor import rebuild
+
+    arrays = dict(tensor().matrix.arrays)
+    how = ([6, 8], {}, False, False, False, "exact")
+    with pytest.raises(FormatError, match="ascend|lie in the shape"):
+        rebuild("CSR", {**arrays, "col": arrays["col"] + 7}, *how)
+    with pytest.raises(FormatError, match="cannot be read"):
+        rebuild("CSR", {"values": arrays["values"]}, *how)
+    with pytest.raises(FormatError, match="cannot be read"):
+        rebuild("ELL", arrays, *how)
+
+
+def test_autocast_casts_as_for_dense_weights():
+    weight = nn.Parameter(tensor())
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = F.linear(x, weight, torch.zeros(6))
+    assert out.dtype is torch.bfloat16
+    torch.testing.assert_close(out.float(), F.linear(x, weight.detach().to_dense()), rtol=2e-2, atol=2e-2)
+    out.float().sum().backward()
+    assert weight.grad.dtype is torch.float32
+    wanted = (weight.detach().to_dense() != 0) * x.bfloat16().float().sum(0)
+    torch.testing.assert_close(weight.grad.to_dense(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_to_dense_has_a_gradient_at_the_pattern():
+    for name in FORMATS:
+        weight = tensor(name=name).requires_grad_()
+        factor = torch.randn(8, 6)
+        (weight.t().to_dense() * factor).sum().backward()
+        torch.testing.assert_close(weight.grad.to_dense(), factor.t() * masked(6, 8, name)[1])
+
+
+def test_a_batch_or_a_dense_tensor_is_no_sparse_tensor():
+    with pytest.raises(FormatError, match="from_dense"):
+        SparseTensor(torch.eye(3))
+    with pytest.raises(FormatError, match="unbatch"):
+        SparseTensor(formats.CSR.from_dense(torch.ones(2, 3, 3)))
