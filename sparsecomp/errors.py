@@ -38,3 +38,11 @@ class SparseOperatorError(SparsecompError, RuntimeError):
 
 class PatternError(SparsecompError, ValueError):
     """Two SparseTensors, such as a parameter and its gradient, store different elements where they must not."""
+
+
+class MaskError(SparsecompError, ValueError):
+    """A mask, or the scores that make one, do not fit their weight; the old mask stays."""
+
+
+class ScheduleError(SparsecompError, ValueError):
+    """A sparsity, amnesty rate, cycle or layer budget lies outside its domain."""

@@ -1,0 +1,85 @@
+"""A weight's mask, kept as a bool tensor with its two index lists, so that no caller computes ``1 - mask``."""
+
+import torch
+
+from sparsecomp.errors import MaskError
+
+_INT32_MAX = 2**31 - 1
+
+
+def checked_mask(mask: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """``mask`` as a fresh bool tensor; MaskError for another shape or device, or a value other than 0 and 1."""
+    if mask.shape != shape:
+        raise MaskError(f"the mask has shape {tuple(mask.shape)}; {tuple(shape)} is needed: build it from its weight")
+    if mask.device != device:
+        raise MaskError(f"the mask is on {mask.device}, its weight on {device}: move it with mask.to({str(device)!r})")
+    if mask.dtype == torch.bool:
+        return mask.detach().clone(memory_format=torch.contiguous_format)
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise MaskError("the mask holds values other than 0 and 1: compare the scores with a threshold first")
+    return mask.detach().to(torch.bool).contiguous()
+
+
+class SparseMask(torch.nn.Module):
+    """The partition of a weight's elements in active (True) and pruned (False).
+
+    The mask is a persistent bool buffer of the weight's shape, so state_dict, deepcopy and ``to`` carry it. The index
+    lists are flat positions in ascending order, int32 where the weight has fewer than 2**31 elements. They are
+    computed once for each state of the mask: only their first use after a change synchronises with the host.
+
+    Raises MaskError for a mask of another shape or device, or with a value other than 0 and 1; the old mask stays.
+    """
+
+    mask: torch.Tensor
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", checked_mask(mask, mask.shape, mask.device))
+        self._cached_for: tuple[torch.Tensor, int] | None = None
+        self._active = self._pruned = torch.empty(0, dtype=torch.int32)
+
+    def update(self, mask: torch.Tensor) -> None:
+        """Take another partition of the same shape and device, in the same storage."""
+        self.mask.copy_(checked_mask(mask, self.mask.shape, self.mask.device))
+
+    @property
+    def active(self) -> torch.Tensor:
+        """Flat positions of the active elements, int32 or int64, ascending."""
+        self._refresh()
+        return self._active
+
+    @property
+    def pruned(self) -> torch.Tensor:
+        """Flat positions of the pruned elements, int32 or int64, ascending."""
+        self._refresh()
+        return self._pruned
+
+    @property
+    def sparsity(self) -> float:
+        """Share of pruned elements; 0 for an empty mask."""
+        return self.pruned.numel() / max(self.mask.numel(), 1)
+
+    def apply_(self, weight: torch.Tensor) -> torch.Tensor:
+        """Zero the pruned elements of ``weight`` in place, NaN and infinity too; MaskError if it does not fit."""
+        if weight.shape != self.mask.shape or weight.device != self.mask.device:
+            raise MaskError(
+                f"the weight is {tuple(weight.shape)} on {weight.device}, the mask {tuple(self.mask.shape)} on "
+                f"{self.mask.device}: use the mask of this weight"
+            )
+        with torch.no_grad():
+            return weight.masked_fill_(~self.mask, 0)
+
+    def _refresh(self) -> None:
+        state = (self.mask, self.mask._version)
+        if self._cached_for is not None and self._cached_for[0] is state[0] and self._cached_for[1] == state[1]:
+            return
+        index = torch.int32 if self.mask.numel() <= _INT32_MAX else torch.int64
+        flat = self.mask.reshape(-1)
+        self._active, self._pruned = (part.nonzero().reshape(-1).to(index) for part in (flat, ~flat))
+        self._cached_for = state
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "SparseMask":
+        copy = SparseMask(self.mask)
+        copy.train(self.training)
+        memo[id(self)] = copy
+        return copy
