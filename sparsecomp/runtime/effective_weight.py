@@ -5,7 +5,7 @@ forward pass costs no more than a dense one; both hold the same bits.
 """
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from sparsecomp.errors import MaskError
 from sparsecomp.runtime.mask import SparseMask
@@ -46,9 +46,8 @@ class _EffectiveWeight(torch.autograd.Function):
         return weight.reshape(-1).index_copy(0, pruned.long(), theta).reshape(weight.shape)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        (pruned,) = ctx.saved_tensors
+    def backward(ctx, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        (pruned,), (grad,) = ctx.saved_tensors, grad_outputs
         flat = grad.reshape(-1)
         of_weight = flat.index_fill(0, pruned.long(), 0).reshape(grad.shape) if ctx.needs_input_grad[0] else None
         of_theta = flat.index_select(0, pruned) if ctx.needs_input_grad[1] else None
