@@ -86,6 +86,8 @@ def _set_grad(cls: type, tensor: Any, grad: Any) -> None:
         if not isinstance(grad, cls):
             raise PatternError("the gradient of a SparseTensor must be a SparseTensor, not a dense tensor")
         tensor._check_gradient(grad)
+        # what an optimizer clones from it as its state must change its pattern as the parameter does
+        grad = grad if grad._mode is tensor._mode else grad.with_mode(tensor._mode)
     with _compat.without_torch_function():
         Tensor.grad.__set__(tensor, grad)  # pyright: ignore[reportAttributeAccessIssue]
 
