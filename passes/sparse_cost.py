@@ -82,9 +82,10 @@ class Product(NamedTuple):
         entries = pattern.arrays[-1].numel()
         stored = entries * (layout.block[0] * layout.block[1] if layout.format == "bsr" else 1)
         share = 1 - stored / max(m * k, 1)
+        block = layout.block
         return cls(
             device=out.device, format="csr" if layout.format == "nm" and transpose else layout.format,
-            block=layout.block[::-1] if layout.format == "bsr" and transpose else layout.block, m=m, k=k,
+            block=(block[1], block[0]) if layout.format == "bsr" and transpose else block, m=m, k=k,
             n=leading if linear else dense[-1], batch=1 if linear else leading, entries=entries,
             skew=layout.skews[transpose], dtype=out.dtype, linear=linear, bias=bias, residual=residual is not None,
             activation=activation, described=f"{sparse.format} {m}x{k} at {share:.1%} sparsity",

@@ -109,7 +109,8 @@ def _product(node: fx.Node) -> _Chain | None:
     if node.target is _MATMUL and not _is_default_call(node):
         return None
     if node.target is _MATMUL:
-        sparse, dense, bias, residual, linear, _, activation, scale, _ = node.args
+        arguments: Any = node.args
+        sparse, dense, bias, residual, linear, _, activation, scale, _ = arguments
         chain = _Chain((node,), sparse, False, dense, linear, bias, residual, activation, scale)
         return chain if _is_sparse(sparse) else None
     op = op_of(node)

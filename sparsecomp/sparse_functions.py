@@ -80,7 +80,7 @@ def _embedding(
     return sparse_rows(weight, input)
 
 
-@_handles(Tensor.grad.__set__)  # pyright: ignore[reportAttributeAccessIssue]
+@_handles(Tensor.grad.__set__)  # pyright: ignore
 def _set_grad(cls: type, tensor: Any, grad: Any) -> None:
     if isinstance(tensor, cls) and grad is not None:
         if not isinstance(grad, cls):
@@ -89,7 +89,7 @@ def _set_grad(cls: type, tensor: Any, grad: Any) -> None:
         # what an optimizer clones from it as its state must change its pattern as the parameter does
         grad = grad if grad._mode is tensor._mode else grad.with_mode(tensor._mode)
     with _compat.without_torch_function():
-        Tensor.grad.__set__(tensor, grad)  # pyright: ignore[reportAttributeAccessIssue]
+        Tensor.grad.__set__(tensor, grad)  # pyright: ignore
 
 
 def _product(

@@ -59,6 +59,7 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     named = {name: value._values if isinstance(value, cls) else value for name, value in kwargs.items()}
     named.pop("memory_format", None)
     result = func(*plain, **named)
+    assert first is not None
     return first if in_place else first.with_values(result)
 
 

@@ -67,7 +67,8 @@ class Pattern:
             row = rows_of(self.arrays[0], self.arrays[1].numel(), self.arrays[1].dtype)
             found = COO(row, self.arrays[1], values, self.layout.shape)
         else:
-            by_rows = (BSR if self.layout.format == "bsr" else CSR)(*self.arrays, values, shape=self.layout.shape)
+            pointers, indices = self.arrays
+            by_rows = (BSR if self.layout.format == "bsr" else CSR)(pointers, indices, values, self.layout.shape)
             found = by_rows.mT if self.format in _BY_COLUMNS else by_rows
         return found.mT if transpose else found
 

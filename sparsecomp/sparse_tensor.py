@@ -123,7 +123,8 @@ class SparseTensor(Tensor):
     def _adopt(self, other: "SparseTensor") -> None:
         """Store what `other` stores from now on, as the mode allows."""
         self._check_gradient(other)
-        self._values = carried(self._values, self._pattern, other._pattern, self._mode is PatternMode.GROWTH)
+        grown = carried(self._values, self._pattern, other._pattern, self._mode is PatternMode.GROWTH)
+        self._values = grown  # pyright: ignore[reportIncompatibleMethodOverride]
         self._pattern = other._pattern
 
     def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -185,7 +186,8 @@ class SparseTensor(Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only a SparseTensor that is a leaf of the graph can be copied deeply: detach() it")
-        copied = self.with_values(self._values.detach().clone()).requires_grad_(self.requires_grad)
+        copied = self.with_values(self._values.detach().clone())
+        copied.requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         _as_parameter(copied, isinstance(self, nn.Parameter))
         if self.grad is not None:
