@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._logging._internal import register_log
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, maybe_get_fake_mode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
@@ -149,8 +149,9 @@ def propagate_fakes(node: fx.Node) -> Any:
     """
     examples = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["example_value"])
     args, kwargs = examples
-    fakes = [value for value in _tensors(examples) if is_fake(value)]
-    mode = cast(Any, fakes[0]).fake_mode if fakes else FakeTensorMode()
+    # a wrapper subclass is no fake itself, but holds some
+    modes = [mode for value in _tensors(examples) if (mode := maybe_get_fake_mode(value)) is not None]
+    mode = modes[0] if modes else FakeTensorMode()
     with mode, torch.no_grad():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)

@@ -1,0 +1,254 @@
+"""The rule that fuses a sparse product and what follows it: every spelling, what it leaves alone, and its report."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import rewritten, site
+from torch import Tensor, nn
+
+from sparsecomp import SparseTensor, formats, optimize
+from sparsecomp.lowering.ceilings import H100
+from sparsecomp.lowering.signature import Device
+from sparsecomp.nn import SparseLinear
+from sparsecomp.passes import sparse_cost, sparse_matmul
+from sparsecomp.passes.sparse_cost import Decision, Product, compare
+
+CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
+
+
+class Layers(nn.Module):
+    """Weights for a forward that a test gives."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], format: str = "CSR", **layout: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linear = nn.Linear(8, 6)
+        how = layout or {"sparsity": 0.5}
+        self.sparse = SparseLinear.from_linear(linear, getattr(formats, format), **how)
+        self.linear = nn.Linear(8, 6)
+        self.linear.weight = self.sparse.weight
+        self.weight, self.bias = self.sparse.weight, nn.Parameter(torch.randn(3))
+        self.norm = nn.LayerNorm(6)
+        self.does = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.does(self, x)
+
+
+def calls(gm_text: str) -> list[str]:
+    """The arguments of each fused operator in a graph's code, from the flag that says linear on."""
+    lines = [line for line in gm_text.splitlines() if "sparsecomp.sparse_matmul.default(" in line]
+    return [line.split("sparse_matmul.default(")[1].split(");")[0].split(")")[0] for line in lines]
+
+
+X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3))
+
+SPELLINGS: dict[str, tuple[Callable[[Any, Tensor], Any], str, str]] = {
+    "module": (lambda m, x: m.sparse(x), "bias", "True, 'column', 'none', 1.0"),
+    "torch's module": (lambda m, x: F.relu(m.linear(x)), "bias, relu", "True, 'column', 'relu', 1.0"),
+    "functional": (lambda m, x: F.linear(x, m.weight).relu(), "relu", "True, 'column', 'relu', 1.0"),
+    "in place": (lambda m, x: m.sparse(x).relu_(), "bias, relu", "True, 'column', 'relu', 1.0"),
+    "operator": (lambda m, x: torch.relu(m.weight @ x.mT), "relu", "False, 'column', 'relu', 1.0"),
+    "method": (lambda m, x: x.matmul(m.weight.t()) + m.sparse.bias, "bias", "True, 'column', 'none', 1.0"),
+    "transposed": (lambda m, x: F.silu(x[..., :6] @ m.weight), "silu", "True, 'column', 'silu', 1.0"),
+    "mm": (lambda m, x: torch.mm(m.weight, x[0].t()) + x[0, :, :6].t(), "residual", "False, 'column', 'none', 1.0"),
+    "addmm": (
+        lambda m, x: F.gelu(torch.addmm(m.bias, m.weight, x[0].t(), alpha=0.5), approximate="tanh"),
+        "bias, gelu_tanh",
+        "False, 'column', 'gelu_tanh', 0.5",
+    ),
+    "addmm, sparse right": (
+        lambda m, x: torch.addmm(x[0, :, :6], x[0], m.weight.mT),
+        "residual",
+        "True, 'column', 'none', 1.0",
+    ),
+    "residual first": (
+        lambda m, x: F.relu(x[..., :6] + m.sparse(x)),
+        "bias, residual, relu",
+        "True, 'column', 'relu', 1.0",
+    ),
+    "all": (
+        lambda m, x: F.gelu((F.linear(x, m.weight) + x[..., :6]) + m.sparse.bias),
+        "bias, residual, gelu",
+        "True, 'column', 'gelu', 1.0",
+    ),
+    "added in place": (lambda m, x: m.sparse(x).add_(x[..., :6]), "bias, residual", "True, 'column', 'none', 1.0"),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_becomes_one_operator(spelling):
+    forward, fused, arguments = SPELLINGS[spelling]
+    model = Layers(forward)
+    with torch.no_grad():
+        out, report = rewritten(model, X, implementation="auto", strict=True)
+        wanted = model(X)
+    assert out.shape == wanted.shape and out.stride() == wanted.stride()
+    torch.testing.assert_close(out, wanted)
+    found = site(report, "sparse_matmul")
+    assert found.rewritten and found.implementation == "csr" and len(report.rewritten) == 1
+    assert re.match(r"CSR (6x8|8x6) at 50.0% sparsity by spmm_csr", found.reason)
+    assert f"fused with {fused};" in found.reason
+    assert len(calls(report.graph_after)) == 1 and arguments in calls(report.graph_after)[0]
+
+
+@pytest.mark.parametrize(
+    ("format", "layout", "kernel"),
+    [("COO", {}, "csr"), ("CSC", {}, "csr"), ("BSR", {"block": 2, "sparsity": 0.5}, "bsr"),
+     ("BCSC", {"block": 2, "sparsity": 0.5}, "bsr"), ("NM", {"n": 2, "m": 4}, "nm")],
+)  # fmt: skip
+def test_every_format_through_the_backend_with_gradients(format, layout, kernel):
+    torch._dynamo.reset()
+    model = Layers(lambda m, x: torch.relu(m.sparse(x) + x[..., :6]), format, **layout)
+    compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
+    grads = []
+    for call in (compiled, model):
+        x = X.clone().requires_grad_()
+        out = call(x)
+        out.square().sum().backward()
+        grads.append((out, x.grad, model.weight.grad.to_dense(), model.sparse.bias.grad))
+        model.zero_grad()
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted)
+    _, report = rewritten(model, X, implementation="auto")
+    assert f"by spmm_{kernel} (reference), fused with bias, residual, relu" in site(report, "sparse_matmul").reason
+    assert site(report, "sparse_matmul").implementation == kernel
+
+
+LEFT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "read twice": (lambda m, x: (lambda y: F.relu(y) + y.sum())(m.sparse(x)), "bias;"),
+    "gelu that needs a gradient": (lambda m, x: F.gelu(m.sparse(x)), "bias;"),
+    "added to itself": (lambda m, x: (lambda y: y + y)(m.sparse(x)), "bias;"),
+    "broadcast": (lambda m, x: m.sparse(x) + x[:1, :, :6], "bias;"),
+    "another activation": (lambda m, x: torch.tanh(m.sparse(x)), "bias;"),
+    "scaled sum": (lambda m, x: torch.add(m.sparse(x), x[..., :6], alpha=2), "bias;"),
+    "added to in place": (lambda m, x: x[..., :6].clone().add_(m.sparse(x)), "bias;"),
+    "second residual": (lambda m, x: m.sparse(x) + x[..., :6] + x[..., 2:], "bias, residual;"),
+    "layer norm between": (lambda m, x: F.relu(m.norm(m.sparse(x))), "bias;"),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_cannot_be_fused_stays_outside(what):
+    forward, fused = LEFT[what]
+    model = Layers(forward)
+    out, report = rewritten(model, X, implementation="auto", strict=True)
+    torch.testing.assert_close(out, model(X))
+    assert f"fused with {fused}" in site(report, "sparse_matmul").reason
+    out.sum().backward()
+    found = model.weight.grad.to_dense()
+    model.zero_grad()
+    model(X).sum().backward()
+    torch.testing.assert_close(found, model.weight.grad.to_dense())
+
+
+def test_an_operand_that_changes_meanwhile_is_read_before():
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = m.sparse(x)
+        x.mul_(2)
+        return F.relu(y + x[..., :6])
+
+    model = Layers(forward)
+    out, report = rewritten(model, X, implementation="auto", strict=True)
+    torch.testing.assert_close(out, model(X))
+    assert "written to before the result is complete" in site(report, "sparse_matmul").reason
+
+
+def test_what_stays_as_written_says_why():
+    model = Layers(lambda m, x: torch.addmm(m.bias, m.weight, x[0].t(), beta=0.5))
+    out, report = rewritten(model, X, implementation="auto", strict=True)
+    torch.testing.assert_close(out, model(X))
+    assert site(report, "sparse_matmul").reason == (
+        "the sparse product stays as it was written: addmm in this form is not fused"
+    )
+    model = Layers(lambda m, x: m.sparse(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, report = rewritten(model, X, implementation="auto", strict=True)
+        assert out.dtype is torch.bfloat16
+        torch.testing.assert_close(out, model(X))
+    assert not site(report, "sparse_matmul").rewritten
+    _, report = rewritten(model, X, implementation="dense")
+    assert "implementation='dense'" in site(report, "sparse_matmul").reason
+    _, report = rewritten(model, X, implementation="auto", disable=("sparse_matmul",))
+    assert not [found for found in report.sites if found.rule == "sparse_matmul"]
+
+
+def test_a_batch_of_another_size_needs_no_other_graph():
+    torch._dynamo.reset()
+    model = Layers(lambda m, x: F.relu(m.sparse(x) + x[..., :6]))
+    compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, dynamic=True)
+    for rows in (2, 5, 7):
+        x = torch.randn(rows, 3, 8)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("spelling", ["torch's module", "all", "addmm", "transposed", "added in place"])
+def test_dense_where_that_is_faster(spelling, monkeypatch):
+    monkeypatch.setattr(sparse_matmul, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    model = Layers(SPELLINGS[spelling][0])
+    out, report = rewritten(model, X, implementation="auto", strict=True)
+    torch.testing.assert_close(out, model(X))
+    found = site(report, "sparse_matmul")
+    assert found.rewritten and found.implementation == "dense" and "dense is faster" in found.reason
+    assert "sparse_to_dense" in report.graph_after and not calls(report.graph_after)
+    out.sum().backward()
+    grad = model.weight.grad
+    assert isinstance(grad, SparseTensor)
+    model.zero_grad()
+    model(X).sum().backward()
+    torch.testing.assert_close(grad.to_dense(), model.weight.grad.to_dense())
+
+
+def test_optimize_rewrites_op_by_op():
+    model = Layers(lambda m, x: F.gelu(m.linear(x)) + m.sparse(x)).eval().requires_grad_(False)
+    better = optimize(model, X)
+    torch.testing.assert_close(better(X), model(X))
+    reasons = [found.reason for found in better.report.rewritten]
+    assert any("fused with bias, gelu" in reason for reason in reasons)
+    assert any("fused with bias, residual" in reason for reason in reasons)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    torch.testing.assert_close(better(X), model(X))
+
+
+def product(share: float, n: int, dtype: torch.dtype, format: str = "csr", size: int = 4096) -> Product:
+    """A linear layer of a square weight that stores this share, in blocks of 32 by 32 for bsr."""
+    block = {"csr": (1, 1), "bsr": (32, 32), "nm": (2, 4)}[format]
+    entries = math.ceil(share * size * size / (1024 if format == "bsr" else 1))
+    return Product(
+        torch.device("cuda"), format, block, size, size, n, 1, entries, "even", dtype, True, True, False, "relu", "W"
+    )
+
+
+def test_the_estimate_takes_the_side_that_was_measured():
+    """At the ends, where an H100's table of times leaves no doubt (`bench/results/spmm.json`)."""
+    half, full = torch.float16, torch.float32
+    for share, n, dtype, format, dense in (
+        (0.5, 4096, half, "csr", True), (0.1, 4096, half, "csr", True), (0.01, 16, half, "csr", False),
+        (0.01, 512, full, "csr", False), (0.05, 512, half, "bsr", False), (0.5, 4096, half, "bsr", True),
+    ):  # fmt: skip
+        decision = compare(product(share, n, dtype, format), CARD, H100)
+        assert decision.dense is dense, (share, n, dtype, format, decision)
+        assert "estimated" in decision.reason and ("would not pay" in decision.reason) is dense
+    nothing = compare(product(0.0, 512, full), CARD, H100)
+    assert not nothing.dense and nothing.gain > 1
+    assert sparse_cost.dense_seconds(product(0.5, 4096, half), H100) > 2 * 4096**3 / H100.half
+
+
+def test_the_numbers_of_a_product_are_the_tensors():
+    dense = torch.zeros(6, 8)
+    dense[0] = 1
+    out = torch.empty(2, 3, 6)
+    found = Product.of(SparseTensor.from_dense(dense), [2, 3, 8], True, out, True, None, "relu")
+    assert (found.format, found.m, found.k, found.n, found.batch, found.entries) == ("csr", 6, 8, 6, 1, 8)
+    assert found.skew == "skewed"  # one row of 8 and five of none: deviation over mean is sqrt(5)
+    blocks = SparseTensor.from_dense(torch.ones(6, 8), formats.BSR, block=(2, 4))
+    found = Product.of(blocks.t(), [4, 6, 5], False, torch.empty(4, 8, 5), False, None, "none")
+    assert (found.format, found.block, found.m, found.k, found.n, found.batch) == ("bsr", (4, 2), 8, 6, 5, 4)
+    assert found.entries == 6 and "at 0.0% sparsity" in found.described
