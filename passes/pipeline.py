@@ -28,8 +28,8 @@ _compat.register_logger("sparsecomp")
 
 RULES: tuple[Rule, ...] = (
     fuse_neurons.RULE,
-    sparse_matmul.RULE,
     spike_conv.RULE,
+    sparse_matmul.RULE,
     spike_linear.RULE,
     fold_batch_norm.RULE,
     narrow_spikes.RULE,

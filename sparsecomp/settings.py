@@ -14,7 +14,7 @@ from platformdirs import user_cache_dir
 
 from sparsecomp.errors import OptionError
 
-RULES = ("fuse_neurons", "sparse_matmul", "spike_conv", "spike_linear", "fold_batch_norm", "narrow_spikes")
+RULES = ("fuse_neurons", "spike_conv", "sparse_matmul", "spike_linear", "fold_batch_norm", "narrow_spikes")
 """Every rewrite rule, in the order in which they run."""
 
 Effort = Literal["none", "quick", "full"]
