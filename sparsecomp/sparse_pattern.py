@@ -103,8 +103,10 @@ class Pattern:
     def same_as(self, other: "Pattern") -> bool:
         """Whether both store the same elements in the same order.
 
-        Arrays that are not the same memory are compared, which reads from the device; while a graph is traced they
-        have no contents, and equal sizes count.
+        Arrays that are not the same memory are compared, which reads from the device.
+
+        Raises:
+            PatternError: a graph is being traced, in which arrays have no contents to compare.
         """
         if self is other:
             return True
@@ -141,7 +143,10 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
     if is_traced(one, other):
-        return True
+        raise PatternError(
+            "within a compiled graph it cannot be told whether two SparseTensors store the same elements: do this, "
+            "such as an optimizer's step, outside of torch.compile"
+        )
     return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
 
 

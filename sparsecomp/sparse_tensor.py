@@ -38,6 +38,8 @@ class PatternMode(Enum):
 class SparseTensor(Tensor):
     """A matrix of one of `sparsecomp.formats` as a tensor.
 
+    `torch.load(weights_only=True)` reads one once `sparsecomp.sparse_tensor` has been imported.
+
     Args:
         matrix: without a batch; its arrays are kept, not copied, except that COO's rows become pointers.
         requires_grad: whether it takes a gradient.
@@ -150,6 +152,7 @@ class SparseTensor(Tensor):
         return repr(self.__tensor_flatten__())
 
     @classmethod
+    @torch.compiler.disable  # Dynamo would compile it wherever it runs outside of a graph, as in a backward
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> "SparseTensor":
@@ -175,6 +178,7 @@ class SparseTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
+    @torch.compiler.disable  # as above: an optimizer's step that breaks the graph runs it
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         handler = OPERATORS.get(func)
         if handler is not None:

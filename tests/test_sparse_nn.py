@@ -123,7 +123,6 @@ def test_an_embedding_looks_rows_up_and_learns(format, layout, compiled):
     torch.testing.assert_close(layer.weight.grad.to_dense(), dense.grad * stored)
     torch.optim.Adam(layer.parameters(), lr=0.1).step()
     assert layer(index[:0]).shape == (0, 3, 5)
-    torch.library.opcheck(torch.ops.sparsecomp.sparse_rows.default, (torch.randn(4, 3), torch.tensor([1, 2])))
 
 
 def adam_by_hand(weight: torch.Tensor, grads: list[torch.Tensor], lr: float) -> torch.Tensor:
@@ -159,6 +158,24 @@ def test_a_parameter_grows_with_its_gradient(format, layout, step):
         parameter.grad = SparseTensor(small)
     x = torch.randn(3, 8)
     torch.testing.assert_close(F.linear(x, parameter), x @ parameter.detach().to_dense().T)
+
+
+@pytest.mark.parametrize("format", [CSR, CSC])
+def test_a_compiled_layer_follows_its_pattern(format):
+    torch._dynamo.reset()
+    layer = SparseLinear.from_linear(nn.Linear(6, 6), format, mask=torch.eye(6), mode=AllowGrowth)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 6)
+    for pattern in (torch.eye(6), torch.ones(6, 6).tril(), torch.ones(6, 6)):
+        layer.weight.grad = SparseTensor(format.from_dense(pattern))
+        torch.optim.SGD([layer.weight], lr=0.1).step()
+        layer.zero_grad()
+        dense = layer.weight.detach().to_dense()
+        out = compiled(x)
+        torch.testing.assert_close(out, F.linear(x, dense, layer.bias))
+        out.sum().backward()
+        torch.testing.assert_close(layer.weight.grad.to_dense(), x.sum(0).expand(6, 6) * pattern)
+        assert layer.weight.matrix.nnz == pattern.sum()
 
 
 def test_a_parameter_shrinks_with_its_gradient_and_an_exact_one_does_not():

@@ -319,3 +319,25 @@ def test_a_batch_or_a_dense_tensor_is_no_sparse_tensor():
         SparseTensor(torch.eye(3))
     with pytest.raises(FormatError, match="unbatch"):
         SparseTensor(formats.CSR.from_dense(torch.ones(2, 3, 3)))
+
+
+def test_one_weight_used_twice_in_a_compiled_graph_and_two_patterns_that_cannot_be_compared():
+    torch._dynamo.reset()
+    weight = nn.Parameter(tensor(8, 8))
+
+    def twice(x: Tensor) -> Tensor:
+        return F.relu(F.linear(x, weight)) @ weight
+
+    grads = []
+    for call in (torch.compile(twice, backend="aot_eager", fullgraph=True), twice):
+        call(torch.ones(3, 8)).square().sum().backward()
+        grads.append(weight.grad.to_dense())
+        weight.grad = None
+    torch.testing.assert_close(*grads)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        twice(torch.ones(3, 8)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(Exception, match=r"outside of torch\.compile"):
+        torch.compile(step, backend="aot_eager")(torch.optim.SGD([weight], lr=0.1))

@@ -10,8 +10,10 @@ import scipy.sparse
 import scipy.special
 import torch
 from kernel_devices import KERNEL_DEVICES
+from matrices import FOLDER, REAL
 from torch import Tensor
 
+from bench.matrices import read
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM, SparseMatrix
 from sparsecomp.ops import Layout, sddmm, spmm
@@ -69,6 +71,16 @@ def test_the_product_is_scipys(kind, dtype, transpose):
             out = spmm(values, given, right, layout, transpose=transpose, by_column=how == "columns")
             assert out.dtype is dtype and out.stride() == ((1, out.shape[0]) if how == "columns" else (6, 1))
             assert relative(out, matrix @ right.double().numpy()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("real", REAL)
+def test_real_matrices(real):
+    stored = read(FOLDER / real.file).to(CSR)
+    matrix = stored.with_values(torch.randn(stored.nnz, dtype=torch.float64)).to_scipy()
+    values, own, layout = arrays(CSR.from_scipy(matrix))
+    for transpose, left in ((False, matrix), (True, matrix.T)):
+        right = torch.randn(left.shape[1], 4, dtype=torch.float64)
+        assert relative(spmm(values, own, right, layout, transpose=transpose), left @ right.numpy()) < 1e-13
 
 
 @pytest.mark.parametrize("kind", ["csr", "bsr", "2:4"])
@@ -161,6 +173,26 @@ def test_opcheck(kind):
     torch.library.opcheck(torch.ops.sparsecomp.spmm.default, (values, pattern, right, bias, residual, *layout, *rest))
     a, b = torch.randn(7, 4, requires_grad=True), torch.randn(10, 4, requires_grad=True)
     torch.library.opcheck(torch.ops.sparsecomp.sddmm.default, (a, b, pattern, *layout, 0.5))
+
+
+def test_opcheck_of_the_operators_that_take_one_sparse_tensor():
+    """Given a dense tensor they mean the dense product."""
+    ours, weight = torch.ops.sparsecomp, torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    x, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3, 5), (4,)))
+    residual = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    for activation in ("relu", "gelu"):
+        rest = (True, "column", activation, 0.5, None)
+        torch.library.opcheck(ours.sparse_matmul.default, (weight, x, bias, residual, *rest))
+        given = (weight, x, bias, residual)
+        assert torch.autograd.gradcheck(lambda *g, rest=rest: ours.sparse_matmul.default(*g, *rest), given)
+    grad = torch.randn(2, 3, 4, dtype=torch.float64)
+    torch.library.opcheck(ours.sparse_sampled.default, (weight.detach(), grad, x.detach(), True, 0.5))
+    torch.library.opcheck(ours.sparse_to_dense.default, (weight,))
+    torch.library.opcheck(ours.sparse_gather.default, (weight.detach(), torch.randn(4, 5)))
+    torch.library.opcheck(ours.sparse_rows.default, (weight, torch.tensor([[1, 2]])))
+    torch.library.opcheck(
+        ours.sparse_rows_gradient.default, (weight.detach(), torch.tensor([1, 2]), torch.randn(2, 5).double())
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
