@@ -38,7 +38,7 @@ class PatternMode(Enum):
 class SparseTensor(Tensor):
     """A matrix of one of `sparsecomp.formats` as a tensor.
 
-    `torch.load(weights_only=True)` reads one once `sparsecomp.sparse_tensor` has been imported.
+    Gradients end here: none reaches the matrix's own values. `torch.load(weights_only=True)` reads one once `sparsecomp.sparse_tensor` has been imported.
 
     Args:
         matrix: without a batch; its arrays are kept, not copied, except that COO's rows become pointers.
@@ -61,7 +61,7 @@ class SparseTensor(Tensor):
         if not isinstance(matrix, SparseMatrix):
             raise FormatError(f"matrix is a {type(matrix).__name__}, needs one of sparsecomp.formats: see from_dense")
         values, pattern = Pattern.of(matrix)
-        return cls._make(values, pattern, False, mode, requires_grad)
+        return cls._make(values.detach(), pattern, False, mode, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -314,6 +314,14 @@ def test_to_dense_has_a_gradient_at_the_pattern():
         torch.testing.assert_close(weight.grad.to_dense(), factor.t() * masked(6, 8, name)[1])
 
 
+def test_values_that_are_a_parameter_already_are_shared():
+    values = nn.Parameter(torch.ones(6))
+    weight = SparseTensor(formats.CSR.from_dense(torch.eye(6)).with_values(values), requires_grad=True)
+    (torch.ones(2, 6) @ weight).sum().backward()
+    assert torch.equal(weight.grad.to_dense(), 2 * torch.eye(6)) and weight._pattern.transposed is not None
+    assert values.grad is None and weight.values().data_ptr() == values.data_ptr()
+
+
 def test_a_batch_or_a_dense_tensor_is_no_sparse_tensor():
     with pytest.raises(FormatError, match="from_dense"):
         SparseTensor(torch.eye(3))
