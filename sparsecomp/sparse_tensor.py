@@ -38,7 +38,8 @@ class PatternMode(Enum):
 class SparseTensor(Tensor):
     """A matrix of one of `sparsecomp.formats` as a tensor.
 
-    Gradients end here: none reaches the matrix's own values. `torch.load(weights_only=True)` reads one once `sparsecomp.sparse_tensor` has been imported.
+    Gradients end here: none reaches the matrix's own values. `torch.load(weights_only=True)` reads one once
+    `sparsecomp.sparse_tensor` has been imported.
 
     Args:
         matrix: without a batch; its arrays are kept, not copied, except that COO's rows become pointers.
