@@ -22,6 +22,7 @@ from sparsecomp.ops.spike_conv import KERNEL_DTYPES
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, has_hooks
 from sparsecomp.passes.facts import SparsityFact, is_dyadic
 from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, refuse
+from sparsecomp.sparse_tensor import SparseTensor
 
 _DIGITS = {"exact": 3, "tf32": 2, "half": 2}
 _RANGE = 20.0
@@ -70,6 +71,8 @@ def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     x, weight, out = example_of(op.input), example_of(op.get("weight")), example_of(op.node)
     if x is None or weight is None:
         return refuse(Why.UNKNOWN_SHAPE)
+    if isinstance(weight, SparseTensor):
+        return refuse(Why.SPARSE_AS_WRITTEN, detail="its weight has no dense form to split")
     dtype = x.dtype if out is None else out.dtype
     if dtype not in KERNEL_DTYPES:
         return refuse(Why.DTYPE, dtype=dtype)

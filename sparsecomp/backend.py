@@ -27,7 +27,7 @@ from sparsecomp.report import Report, remember
 log = logging.getLogger("sparsecomp")
 artifact.install()
 
-NO_CUDA = "no CUDA device: every site stays dense unless an implementation is forced"
+NO_CUDA = "no CUDA device: every site stays as written unless an implementation is forced"
 
 
 def sparsecomp_backend(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from rewriting import rewritten, site
 from torch import Tensor, nn
 
+import sparsecomp
 from sparsecomp import SparseTensor, formats, optimize
 from sparsecomp.lowering.ceilings import H100
 from sparsecomp.lowering.signature import Device
@@ -226,8 +227,8 @@ def product(share: float, n: int, dtype: torch.dtype, format: str = "csr", size:
     )
 
 
-def test_the_estimate_takes_the_side_that_was_measured():
-    """At the ends, where an H100's table of times leaves no doubt (`bench/results/spmm.json`)."""
+def test_the_estimate_is_sure_at_the_ends():
+    """Where the share of nonzeros and the width leave no doubt: dense for many of both, sparse for few."""
     half, full = torch.float16, torch.float32
     for share, n, dtype, format, dense in (
         (0.5, 4096, half, "csr", True), (0.1, 4096, half, "csr", True), (0.01, 16, half, "csr", False),
@@ -252,3 +253,21 @@ def test_the_numbers_of_a_product_are_the_tensors():
     found = Product.of(blocks.t(), [4, 6, 5], False, torch.empty(4, 8, 5), False, None, "none")
     assert (found.format, found.block, found.m, found.k, found.n, found.batch) == ("bsr", (4, 2), 8, 6, 5, 4)
     assert found.entries == 6 and "at 0.0% sparsity" in found.described
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_spikes_into_a_sparse_weight_are_a_sparse_product(autocast):
+    torch._dynamo.reset()
+    layer = SparseLinear.from_linear(nn.Linear(64, 32), sparsity=0.9)
+    options = {"implementation": "binary", "strict": True}
+    compiled = torch.compile(lambda x: layer((x >= 0.5).to(x.dtype)), backend="sparsecomp", options=options)
+    x = torch.rand(8, 64)
+    expected = (x >= 0.5).double() @ layer.weight.to_dense().double().T + layer.bias.double()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out = compiled(x)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2 if autocast else 1e-6)
+    sites = {found.rule: found for found in sparsecomp.last_report().sites}
+    if autocast:
+        assert "no dense form" in sites["spike_linear"].reason
+    else:
+        assert sites["sparse_matmul"].implementation == "csr"
