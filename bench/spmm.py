@@ -21,7 +21,7 @@ from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.lowering import autotune, dispatch, sddmm, spmm_bsr, spmm_csr, spmm_nm
 from sparsecomp.lowering.ceilings import ceilings_of
 from sparsecomp.lowering.cost import rank
-from sparsecomp.lowering.signature import device_of
+from sparsecomp.lowering.signature import device_of, evenness
 from sparsecomp.lowering.template import of_operation
 from sparsecomp.lowering.trial import relative_error
 
@@ -70,16 +70,11 @@ def _random_csr(m: int, k: int, sparsity: float) -> CSR:
     return CSR.from_dense((torch.rand(m, k, device="cuda") > sparsity).float())
 
 
-def _skew(matrix: CSR) -> str:
-    variation = matrix.statistics().row_variation
-    return "even" if variation < 0.5 else "mixed" if variation < 2 else "skewed"
-
-
 def _csr_row(case: str, matrix: CSR, n: int, dtype: torch.dtype) -> dict[str, Any]:
     (m, k), crow, col = matrix.shape, matrix.crow, matrix.col
     values = [torch.randn(col.numel(), device="cuda").to(dtype) for _ in range(COPIES)]
     dense = [torch.randn(k, n, device="cuda").to(dtype) for _ in range(COPIES)]
-    out, skew = torch.empty(m, n, dtype=dtype, device="cuda"), _skew(matrix)
+    out, skew = torch.empty(m, n, dtype=dtype, device="cuda"), evenness(matrix.statistics().row_variation)
     row = _row(case, dtype, n=n, shape=[m, k], nnz=col.numel(), skew=skew)
     exact = _torch_csr(matrix, values[0].double()) @ dense[0].double()
     calls = [

@@ -8,13 +8,11 @@ from torch import Tensor
 
 from sparsecomp.lowering import dispatch
 from sparsecomp.lowering.signature import Device, KernelSignature
+from sparsecomp.lowering.strided import dtype_name
 from sparsecomp.lowering.template import Operation
-from sparsecomp.lowering.window import Selection, Window, pixel_strides
+from sparsecomp.lowering.window import TOLERANCE, Selection, Window, dense_strides, pixel_strides, poisoned_output
 from sparsecomp.ops.geometry import output_size
 from sparsecomp.ops.weights import join_weight, padded_channels
-
-_TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
-"""Relative error of a result: int32 sums are exact, so it is the rounding of the join and of the result's dtype."""
 
 
 class BinaryConv(NamedTuple):
@@ -63,6 +61,10 @@ class BinaryConv(NamedTuple):
         """Output pixels."""
         return self.n * self.oh * self.ow
 
+    def grid(self, pixels: int, channels: int) -> tuple[int]:
+        """Programs for blocks of so many output pixels by output channels."""
+        return (-(-self.m // pixels) * -(-(self.k // self.groups) // channels) * self.groups,)
+
     @property
     def numbers(self) -> tuple[int, ...]:
         """The run-time numbers of the kernels, in their order."""
@@ -88,7 +90,7 @@ def run(
     problem = BinaryConv._make((
         n, h, w, *out.shape[2:], c, k, depth // (window.kernel[0] * window.kernel[1]), *window.kernel,
         *window.stride, *window.padding, *window.dilation, *pixel_strides(out), groups, digits, bias is not None,
-        _name(out.dtype), "all" if count is None else "count" if rows is None else "rows", limit,
+        dtype_name(out), "all" if count is None else "count" if rows is None else "rows", limit,
     ))  # fmt: skip
     dispatch.run(BINARY_CONV, problem, x, planes, scale, bias, out, count, rows)
 
@@ -112,7 +114,7 @@ def _representative(signature: KernelSignature) -> BinaryConv:
     c, k, r, s, stride_h, stride_w, groups, digits = (int(given[name]) for name in names.split())
     padding = (r // 2, s // 2)
     oh, ow = output_size((h, w), (r, s), (stride_h, stride_w), padding, (1, 1))
-    strides = (k, 1, k * oh * ow) if signature.layouts[1] == "nhwc" else (1, oh * ow, k * oh * ow)
+    strides = dense_strides(signature.layouts[1], k, oh, ow)
     return BinaryConv._make((
         n, h, w, oh, ow, c, k, padded_channels(c // groups), r, s, stride_h, stride_w, *padding, 1, 1, *strides,
         groups, digits, signature.epilogue == "bias", signature.dtypes[1], str(given["select"]), 0,
@@ -131,8 +133,7 @@ def _operands(problem: BinaryConv, device: torch.device, seed: int) -> tuple[Ten
     planes.view(p.digits, p.k, p.r * p.s, p.cp)[..., p.c // p.groups :] = 0
     scale = 2.0 ** integers(-30, -25, p.k, dtype=torch.float32)
     bias = integers(-8, 9, p.k, dtype=dtype) if p.has_bias else None
-    out = torch.full((p.n * p.out_image,), float("nan"), dtype=dtype, device=device)
-    out = out.as_strided((p.n, p.k, p.oh, p.ow), (p.out_image, p.out_channel, p.ow * p.out_pixel, p.out_pixel))
+    out = poisoned_output((p.n, p.k, p.oh, p.ow), (p.out_pixel, p.out_channel, p.out_image), dtype, device)
     if p.select == "all":
         return x, planes, scale, bias, out, None, None
     rows = torch.arange(p.m, dtype=torch.int32, device=device) if p.select == "rows" else None
@@ -149,10 +150,6 @@ def _reference(problem: BinaryConv, operands: tuple[Tensor | None, ...]) -> tupl
     return (F.conv2d(x.double(), weight, None if bias is None else bias.double(), *geometry),)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 BINARY_CONV = Operation(
-    "binary_conv", _signature, _representative, _operands, (4,), _reference, lambda problem: _TOLERANCE[problem.dtype]
+    "binary_conv", _signature, _representative, _operands, (4,), _reference, lambda problem: TOLERANCE[problem.dtype]
 )

@@ -10,11 +10,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from uuid import uuid4
 from weakref import WeakSet
 
 from sparsecomp.errors import CacheError
@@ -22,6 +20,7 @@ from sparsecomp.lowering.entry import MAX_BYTES, Document, Entry, Fact, dump, en
 from sparsecomp.lowering.signature import Device, KernelSignature
 from sparsecomp.lowering.store import CacheWarning, Store, Totals, read_database
 from sparsecomp.settings import Settings
+from sparsecomp.whole_file import written_whole
 
 __all__ = ["CacheWarning", "Entry", "Fact", "Miss", "Stats", "TuningCache", "default_cache", "observers"]
 
@@ -333,19 +332,11 @@ def _read_file(path: Path, size: int = MAX_BYTES + 1) -> bytes:
 
 
 def _write_file(path: Path, pieces: Iterable[str]) -> None:
-    """Write beside the file first, then move it there."""
-    partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
-        with open(partial, "x", encoding="utf-8") as file:
+        with written_whole(path) as partial, open(partial, "x", encoding="utf-8") as file:
             file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
     except OSError as error:
         raise CacheError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 _caches: WeakSet[TuningCache] = WeakSet()

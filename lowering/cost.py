@@ -11,14 +11,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import sympy
+import torch
 
 from sparsecomp.errors import SignatureError
 from sparsecomp.lowering.ceilings import Ceilings
 
 if TYPE_CHECKING:
     from sparsecomp.lowering.template import Candidate
-
-_ITEM_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
 def sizes(names: str) -> tuple[sympy.Symbol, ...]:
@@ -84,7 +83,7 @@ def seconds(candidate: "Candidate[Any]", problem: Any, ceilings: Ceilings) -> fl
     """Estimated seconds of a candidate for a problem (a NamedTuple)."""
     numbers = {**problem._asdict(), **candidate.config}
     if "dtype" in numbers:
-        numbers["itemsize"] = _ITEM_SIZES[numbers["dtype"]]
+        numbers["itemsize"] = getattr(torch, numbers["dtype"]).itemsize
     return candidate.template.cost.estimate(numbers, ceilings)
 
 

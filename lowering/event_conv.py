@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sparsecomp.lowering import dispatch
 from sparsecomp.lowering.signature import Device, KernelSignature
+from sparsecomp.lowering.strided import dtype_name
 from sparsecomp.lowering.template import Operation
-from sparsecomp.lowering.window import Selection, Window, pixel_strides
+from sparsecomp.lowering.window import TOLERANCE, Selection, Window, dense_strides, pixel_strides, poisoned_output
 from sparsecomp.ops.geometry import output_size
 
 SPARSEST_OVERFLOW = 16
@@ -133,7 +134,7 @@ def find_events(x: Tensor) -> Events:
     starts = torch.empty((n * h, w + 1), dtype=torch.int32, device=x.device)
     total = torch.zeros((1,), dtype=torch.int32, device=x.device)
     if x.numel():
-        problem = FindEvents(n * h, w, c, codes.shape[0], str(x.dtype)[6:])
+        problem = FindEvents(n * h, w, c, codes.shape[0], dtype_name(x))
         dispatch.run(FIND_EVENTS, problem, x, codes, starts, total)
     return Events(codes, starts, total)
 
@@ -146,7 +147,7 @@ def event_weight(weight: Tensor) -> Tensor:
     out = torch.empty((triton.cdiv(k, block), depth + 1, block), dtype=w.dtype, device=w.device)
     largest = torch.linalg.vector_norm(w, float("inf"), dim=(1, 2, 3)) if depth else w.new_zeros(k)
     if k:
-        problem = PackEvents._make((k, c, *w.stride(), r, s, block, str(w.dtype)[6:]))
+        problem = PackEvents._make((k, c, *w.stride(), r, s, block, dtype_name(w)))
         dispatch.run(PACK_EVENTS, problem, w, largest, out)
     return out
 
@@ -164,7 +165,7 @@ def _accumulate(
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     problem = Accumulate._make((
         events.capacity, n, h, w, oh, ow, c, k, *window.stride, *window.padding, *window.dilation,
-        *pixel_strides(out), *window.kernel, packed.shape[2], processors, bias is not None, str(out.dtype)[6:],
+        *pixel_strides(out), *window.kernel, packed.shape[2], processors, bias is not None, dtype_name(out),
     ))  # fmt: skip
     dispatch.run(ACCUMULATE, problem, events.codes, events.starts, events.total, packed, bias, out)
 
@@ -197,7 +198,7 @@ def _representative(signature: KernelSignature) -> Accumulate:
     c, k, r, s, stride_h, stride_w, dil_w, block, processors = (int(given[name]) for name in names.split())
     padding = (r // 2, dil_w * (s // 2))
     oh, ow = output_size((h, w), (r, s), (stride_h, stride_w), padding, (1, dil_w))
-    strides = (k, 1, k * oh * ow) if signature.layouts[1] == "nhwc" else (1, oh * ow, k * oh * ow)
+    strides = dense_strides(signature.layouts[1], k, oh, ow)
     return Accumulate(
         n * c * h * w // SPARSEST_OVERFLOW, n, h, w, oh, ow, c, k, stride_h, stride_w, *padding, 1, dil_w, *strides,
         r, s, block, processors, signature.epilogue == "bias", signature.dtypes[0],
@@ -210,8 +211,8 @@ def _operands(problem: Accumulate, device: torch.device, seed: int) -> tuple[Ten
     events = find_events(x.float().permute(0, 3, 1, 2))
     weight = torch.randn(p.k, p.c, p.r, p.s, generator=random, device=device).to(getattr(torch, p.dtype))
     bias = torch.randn(p.k, generator=random, device=device).to(weight.dtype) if p.has_bias else None
-    out = torch.full((p.n * p.out_image,), float("nan"), dtype=weight.dtype, device=device)
-    out = out.as_strided((p.n, p.k, p.oh, p.ow), (p.out_image, p.out_channel, p.ow * p.out_pixel, p.out_pixel))
+    strides = (p.out_pixel, p.out_channel, p.out_image)
+    out = poisoned_output((p.n, p.k, p.oh, p.ow), strides, weight.dtype, device)
     return events.codes, events.starts, events.total, event_weight(weight), bias, out
 
 
@@ -242,5 +243,5 @@ FIND_EVENTS = Operation("find_events", _find_signature)
 PACK_EVENTS = Operation("pack_events", _pack_signature)
 ACCUMULATE = Operation(
     "event_conv", _accumulate_signature, _representative, _operands, (5,), _reference,
-    lambda problem: {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[problem.dtype],
+    lambda problem: TOLERANCE[problem.dtype],
 )  # fmt: skip

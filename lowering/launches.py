@@ -16,7 +16,7 @@ class Step(NamedTuple):
     takes: tuple[int | None, ...]
 
 
-class Launches(Launch):
+class Launches:
     """Launches in order, callable with its tensors like one.
 
     Args:

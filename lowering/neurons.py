@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsecomp.lowering import dispatch
 from sparsecomp.lowering.signature import Device, KernelSignature
+from sparsecomp.lowering.strided import random_tensor, strided
 from sparsecomp.lowering.template import Operation
 from sparsecomp.ops.lif import reference
 
@@ -105,11 +106,10 @@ def _operands(problem: Lif, device: torch.device, seed: int) -> tuple[Tensor | N
     def normal(size: int, given: bool = True) -> Tensor | None:
         return torch.randn(size, generator=random, device=device) if given else None
 
-    x = torch.randn((p.steps - 1) * p.x_step + p.numel, generator=random, device=device)
-    x = x.as_strided((p.steps, p.numel), (p.x_step, 1))
+    x = random_tensor((p.steps, p.numel), (p.x_step, 1), "float32", random)
     var = torch.rand(p.channels, generator=random, device=device) + 0.5 if p.has_norm else None
-    spikes = torch.full(((p.steps - 1) * p.spikes_step + p.numel,), 77, dtype=torch.int8, device=device)
-    spikes = spikes.as_strided((p.steps, p.numel), (p.spikes_step, 1))
+    poison = torch.tensor(77, dtype=torch.int8, device=device)
+    spikes = strided((p.steps, p.numel), (p.spikes_step, 1), poison.repeat)
     rate = torch.full((1,), 0.5, device=device) if p.charge == "plif" else None
     last = torch.full((p.numel,), float("nan"), device=device)
     return (

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsecomp.lowering import dispatch
 from sparsecomp.lowering.signature import Device, KernelSignature
+from sparsecomp.lowering.strided import dtype_name, random_tensor, strided
 from sparsecomp.lowering.template import Operation
 from sparsecomp.lowering.window import Selection
 from sparsecomp.ops.weights import padded_channels, split_weight
@@ -62,7 +63,7 @@ def pack_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
     planes = torch.empty((digits, k, r * s * cp), dtype=torch.int8, device=w.device)
     scale = torch.empty((k,), dtype=torch.float32, device=w.device)
     if k:
-        problem = PackWeight._make((k, c, cp, *w.stride(), r, s, digits, str(w.dtype)[6:]))
+        problem = PackWeight._make((k, c, cp, *w.stride(), r, s, digits, dtype_name(w)))
         dispatch.run(PACK_WEIGHT, problem, w, planes, scale)
     return planes, scale
 
@@ -81,9 +82,9 @@ def to_bytes(x: Tensor, select: Selection | None = None) -> Tensor:
         return view
     if lies_dense_nhwc(x):
         count, limit = (None, 0) if select is None else (select.count, select.limit)
-        dispatch.run(CAST, Cast(x.numel(), limit, count is not None, str(x.dtype)[6:]), x, out, count)
+        dispatch.run(CAST, Cast(x.numel(), limit, count is not None, dtype_name(x)), x, out, count)
     else:
-        dispatch.run(CAST_STRIDED, CastStrided._make((n, c, h, w, *x.stride(), str(x.dtype)[6:])), x, out)
+        dispatch.run(CAST_STRIDED, CastStrided._make((n, c, h, w, *x.stride(), dtype_name(x))), x, out)
     return view
 
 
@@ -110,9 +111,7 @@ def _pack_representative(signature: KernelSignature) -> PackWeight:
 
 def _pack_operands(problem: PackWeight, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     p, random = problem, torch.Generator(device).manual_seed(seed)
-    extent = 1 + (p.k - 1) * p.stride_k + (p.c - 1) * p.stride_c + (p.r - 1) * p.stride_r + (p.s - 1) * p.stride_s
-    memory = torch.randn(extent, generator=random, device=device, dtype=getattr(torch, p.dtype))
-    w = memory.as_strided((p.k, p.c, p.r, p.s), (p.stride_k, p.stride_c, p.stride_r, p.stride_s))
+    w = random_tensor((p.k, p.c, p.r, p.s), (p.stride_k, p.stride_c, p.stride_r, p.stride_s), p.dtype, random)
     planes = torch.full((p.digits, p.k, p.r * p.s * p.cp), 77, dtype=torch.int8, device=device)
     return w, planes, torch.full((p.k,), float("nan"), device=device)
 
@@ -135,7 +134,7 @@ def _cast_representative(signature: KernelSignature) -> Cast:
 
 
 def _cast_operands(problem: Cast, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
-    x = _whole_numbers((problem.numel,), problem.dtype, device, seed)
+    x = _whole_numbers(problem.numel, problem.dtype, device, seed)
     count = torch.full((1,), problem.limit + 1, dtype=torch.int32, device=device) if problem.counted else None
     return x, torch.full((problem.numel,), 77, dtype=torch.int8, device=device), count
 
@@ -154,10 +153,8 @@ def _strided_representative(signature: KernelSignature) -> CastStrided:
 
 
 def _strided_operands(problem: CastStrided, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
-    shape, strides = problem[:4], problem[4:8]
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    x = _whole_numbers((extent,), problem.dtype, device, seed).as_strided(shape, strides)
-    n, c, h, w = shape
+    n, c, h, w = problem[:4]
+    x = strided((n, c, h, w), problem[4:8], lambda size: _whole_numbers(size, problem.dtype, device, seed))
     return x, torch.full((n, h, w, c), 77, dtype=torch.int8, device=device)
 
 
@@ -171,9 +168,9 @@ def _strided_reference(problem: CastStrided, operands: tuple[Tensor | None, ...]
     return (operands[0].permute(0, 2, 3, 1).to(torch.int8),)
 
 
-def _whole_numbers(shape: tuple[int, ...], dtype: str, device: torch.device, seed: int) -> Tensor:
+def _whole_numbers(size: int, dtype: str, device: torch.device, seed: int) -> Tensor:
     random = torch.Generator(device).manual_seed(seed)
-    return torch.randint(-127, 77, shape, generator=random, device=device).to(getattr(torch, dtype))
+    return torch.randint(-127, 77, (size,), generator=random, device=device).to(getattr(torch, dtype))
 
 
 PACK_WEIGHT = Operation(

@@ -148,11 +148,15 @@ def density_bucket(density: float | None) -> str:
 
 
 def row_bucket(rows: Rows | None) -> str:
-    """Mean nonzeros a row as a power of two, and whether rows are even, mixed or skewed (variation 0.5 and 2)."""
+    """Mean nonzeros a row as a power of two, and their :func:`evenness`."""
     if rows is None:
         return "unknown"
-    evenness = "even" if rows.variation < 0.5 else "mixed" if rows.variation < 2 else "skewed"
-    return f"{size_bucket(math.ceil(rows.mean))} {evenness}"
+    return f"{size_bucket(math.ceil(rows.mean))} {evenness(rows.variation)}"
+
+
+def evenness(variation: float) -> str:
+    """How uneven rows are whose entries have this deviation over mean: ``"even"``, ``"mixed"`` or ``"skewed"``."""
+    return "even" if variation < 0.5 else "mixed" if variation < 2 else "skewed"
 
 
 def _bound(size: Size, values: Mapping[str, int]) -> Size:

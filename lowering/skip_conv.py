@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsecomp.lowering import dispatch
 from sparsecomp.lowering.signature import Device, KernelSignature
+from sparsecomp.lowering.strided import dtype_name
 from sparsecomp.lowering.template import Operation
 from sparsecomp.lowering.window import Selection, Window, pixel_strides
 
@@ -66,7 +67,7 @@ def list_rows(x: Tensor, scale: Tensor, bias: Tensor | None, window: Window, out
     if out.numel():
         problem = ListRows._make((
             m, *x.shape[2:], oh, ow, k, *window.stride, *window.padding, *window.dilation, *pixel_strides(out),
-            *window.kernel, bias is not None, str(out.dtype)[6:],
+            *window.kernel, bias is not None, dtype_name(out),
         ))  # fmt: skip
         dispatch.run(LIST_ROWS, problem, active, rows, count, scale, bias, out)
     return x8, Selection(count, 0, rows)
@@ -78,7 +79,7 @@ def scan_pixels(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x8 = torch.empty((n, h, w, c), dtype=torch.int8, device=x.device)
     active = torch.empty((n, h, w), dtype=torch.int8, device=x.device)
     count = torch.empty((1,), dtype=torch.int32, device=x.device)
-    problem = ScanPixels._make((n, c, w, max(h * w, 1), *x.stride(), str(x.dtype)[6:]))
+    problem = ScanPixels._make((n, c, w, max(h * w, 1), *x.stride(), dtype_name(x)))
     dispatch.run(SCAN_PIXELS, problem, x, x8, active, count)
     return x8.permute(0, 3, 1, 2), active, count
 

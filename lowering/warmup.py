@@ -10,6 +10,7 @@ from torch import nn
 from sparsecomp.errors import SignatureError, TuningError
 from sparsecomp.lowering import autotune, dispatch
 from sparsecomp.lowering.autotune import Chosen, effort_scope
+from sparsecomp.lowering.random_sparse import SKEWS
 from sparsecomp.lowering.signature import Device, KernelSignature, Rows, device_of
 from sparsecomp.lowering.template import Operation
 from sparsecomp.settings import Effort
@@ -18,7 +19,6 @@ from sparsecomp.state import undone
 Target = nn.Module | Iterable[KernelSignature | Mapping[str, str]]
 
 _OF_DEVICE = ("gpu", "capability", "triton")
-_VARIATIONS = {"even": 0.0, "mixed": 1.0, "skewed": 4.0}
 
 
 def warmup(target: Target, example_inputs: Any = None, effort: Effort = "full") -> list[Chosen]:
@@ -117,7 +117,7 @@ def _density(text: str) -> float | None:
 
 def _rows(text: str) -> Rows | None:
     mean, _, evenness = text.partition(" ")
-    return None if text == "unknown" else Rows(int(mean), _VARIATIONS[evenness])
+    return None if text == "unknown" else Rows(int(mean), SKEWS[evenness])
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -30,6 +30,10 @@ def _output_size(window: Window, height: int, width: int) -> tuple[int, ...]:
     return tuple(output_size((height, width), *window))
 
 
+TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+"""Relative Frobenius error of a convolution on spikes by dtype of its result: mostly that result's rounding."""
+
+
 @dataclass(frozen=True)
 class Selection:
     """Work that the device itself chose, for kernels whose grid cannot depend on it.
@@ -47,7 +51,18 @@ class Selection:
 
 def pixel_strides(out: Tensor) -> tuple[int, int, int]:
     """Strides of a dense (N, K, OH, OW) output by pixel, channel and image, in either memory format."""
-    _, k, oh, ow = out.shape
-    if out.is_contiguous():
-        return 1, oh * ow, k * oh * ow
-    return k, 1, k * oh * ow
+    return dense_strides("nchw" if out.is_contiguous() else "nhwc", *out.shape[1:])
+
+
+def dense_strides(layout: str, k: int, oh: int, ow: int) -> tuple[int, int, int]:
+    """Strides by pixel, channel and image of a dense output that lies in ``"nchw"`` or ``"nhwc"``."""
+    return (1, oh * ow, k * oh * ow) if layout == "nchw" else (k, 1, k * oh * ow)
+
+
+def poisoned_output(
+    shape: tuple[int, int, int, int], strides: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """An output (N, K, OH, OW) of these :func:`pixel_strides`, full of NaN."""
+    pixel, channel, image = strides
+    memory = torch.full((shape[0] * image,), float("nan"), dtype=dtype, device=device)
+    return memory.as_strided(shape, (image, channel, shape[3] * pixel, pixel))

@@ -18,7 +18,7 @@ from sparsecomp.lowering.cache import default_cache
 from sparsecomp.lowering.ceilings import H100, Ceilings, ceilings_of
 from sparsecomp.lowering.signature import device_of
 from sparsecomp.lowering.strategies import SPIKE_CONV
-from sparsecomp.ops.spike_conv import KERNEL_DTYPES
+from sparsecomp.ops.library import KERNEL_DTYPES
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, has_hooks
 from sparsecomp.passes.facts import SparsityFact, is_dyadic
 from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, refuse

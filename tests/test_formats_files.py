@@ -8,7 +8,7 @@ import torch
 from matrices import LAYOUTS
 from safetensors.torch import save_file
 
-from sparsecomp import formats
+from sparsecomp import formats, whole_file
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import COO, CSR, SparseMatrix, files
 
@@ -112,7 +112,8 @@ def test_a_failed_save_leaves_the_old_file_and_no_other(saved, monkeypatch, step
             arguments[1].write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(files.os if step == "replace" else files, step, fail)
+    home = {"save_file": files, "_sync": whole_file, "replace": whole_file.os}[step]
+    monkeypatch.setattr(home, step, fail)
     with pytest.raises(OSError, match="no space left"):
         CSR.from_dense(torch.eye(3)).save(saved)
     assert CSR.load(saved).shape == (2, 2)

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -329,28 +329,16 @@ def test_a_fork_while_another_thread_writes_does_not_hang(cache: TuningCache) ->
 # Accidents
 
 
-def _another_database(path: Path) -> None:
-    with sqlite3.connect(path) as db:
-        db.execute("CREATE TABLE poems (line TEXT)")
-    db.close()
+def _executed(statement: str) -> Callable[[Path], None]:
+    def execute(path: Path) -> None:
+        with sqlite3.connect(path) as db:
+            db.execute(statement)
+        db.close()
+
+    return execute
 
 
-def _another_version(path: Path) -> None:
-    with sqlite3.connect(path) as db:
-        db.execute("UPDATE meta SET value = 999")
-    db.close()
-
-
-def _another_column(path: Path) -> None:
-    with sqlite3.connect(path) as db:
-        db.execute("ALTER TABLE entries DROP COLUMN crc")
-    db.close()
-
-
-def _without_a_version(path: Path) -> None:
-    with sqlite3.connect(path) as db:
-        db.execute("DELETE FROM meta")
-    db.close()
+_another_database = _executed("CREATE TABLE poems (line TEXT)")
 
 
 def _overwritten(path: Path) -> None:
@@ -367,9 +355,9 @@ BROKEN = {
     "half of it": lambda path: os.truncate(path, path.stat().st_size // 2 // 4096 * 4096),
     "pages overwritten": _overwritten,
     "another database": lambda path: (path.unlink(), _another_database(path)),
-    "another version": _another_version,
-    "without a version": _without_a_version,
-    "another column": _another_column,
+    "another version": _executed("UPDATE meta SET value = 999"),
+    "without a version": _executed("DELETE FROM meta"),
+    "another column": _executed("ALTER TABLE entries DROP COLUMN crc"),
 }
 
 

@@ -131,11 +131,10 @@ def _space(problem: BinaryConv, device: Device) -> list[Config]:
 
 def _prepare(problem: BinaryConv, config: Config) -> Launch:
     p = problem
-    grid = (triton.cdiv(p.m, config["BM"]) * triton.cdiv(p.k // p.groups, config["BN"]) * p.groups,)
     constants = {**p.constants, "EVEN_C": p.cp == p.c // p.groups}
     constants |= {name: config[name] for name in ("BM", "BN", "BK")}
     options = {"num_warps": config["warps"], "num_stages": config["stages"]}
-    return Launch(binary_conv_kernel, grid, p.numbers, constants, **options)
+    return Launch(binary_conv_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants, **options)
 
 
 BINARY_CONV = Template(

@@ -10,7 +10,6 @@ the protocol of CUTLASS's multistage Hopper main loop (``sm90_mma_multistage_gmm
 fence there drains the copies in flight and costs 7 % (H100).
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -209,10 +208,9 @@ def _space(problem: BinaryConv, device: Device) -> list[Config]:
 
 def _prepare(problem: BinaryConv, config: Config) -> Launch:
     p = problem
-    grid = (triton.cdiv(p.m, config["BM"]) * triton.cdiv(p.k // p.groups, config["BN"]) * p.groups,)
     constants = {**p.constants, **{name: config[name] for name in ("BM", "BN", "BK")}}
     constants |= {"STAGES": config["stages"], "num_warps": config["warps"]}
-    return Launch(binary_conv_hopper_kernel, grid, p.numbers, constants)
+    return Launch(binary_conv_hopper_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants)
 
 
 BINARY_CONV_HOPPER = Template(

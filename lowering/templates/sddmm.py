@@ -73,7 +73,7 @@ def _space(problem: Sddmm, device: Device) -> list[Config]:
     ]  # fmt: skip
 
 
-def _prepare(problem: Sddmm, config: Config) -> Launch:
+def _prepare(problem: Sddmm, config: Config) -> Launch | Launches:
     if not config["COPY"]:
         return _main(problem, config)
     p, width = problem, triton.cdiv(problem.d, 8) * 8

@@ -51,7 +51,7 @@ def _space(problem: Sddmm, device: Device) -> list[Config]:
     return dense_product.tiles(problem.m, problem.n, problem.dtype, device)
 
 
-def _prepare(problem: Sddmm, config: Config) -> Launch:
+def _prepare(problem: Sddmm, config: Config) -> Launches:
     p = problem
     strides = (p.a_batch, p.a_row, p.a_col, p.b_batch, p.b_col, p.b_row)
     output = (p.m * p.n, p.n, 1, 0, 0, 0, 1.0)

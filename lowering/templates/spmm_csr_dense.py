@@ -105,7 +105,7 @@ def _space(problem: SpmmCsr, device: Device) -> list[Config]:
     return dense_product.tiles(problem.m, problem.n, problem.dtype, device)
 
 
-def _prepare(problem: SpmmCsr, config: Config) -> Launch:
+def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     p, width = problem, _width(problem)
     matrices = 1 if p.values_batch == 0 else p.batch
     densify = Launch(

@@ -145,7 +145,7 @@ def _space(problem: SpmmCsr, device: Device) -> list[Config]:
     ]  # fmt: skip
 
 
-def _prepare(problem: SpmmCsr, config: Config) -> Launch:
+def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     p = problem
     pieces = ((p.batch, _chunks(p, config["T"]), 2, p.n), torch.float32)
     if not config["COPY"]:

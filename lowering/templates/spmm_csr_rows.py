@@ -100,7 +100,7 @@ def _space(problem: SpmmCsr, device: Device) -> list[Config]:
     return gather_configs(problem)
 
 
-def _prepare(problem: SpmmCsr, config: Config) -> Launch:
+def _prepare(problem: SpmmCsr, config: Config) -> Launch | Launches:
     if config["COPY"]:
         workspace, copy, row_major = copied(problem)
         return Launches([workspace], [Step(copy, (DENSE, 7)), Step(_main(row_major, config), (0, 1, 2, 7, 4, 5, 6))])

@@ -167,7 +167,7 @@ def _space(problem: SpmmNM, device: Device) -> list[Config]:
     return found or [Config(BM=16, BN=16, BK=64, G=64 // wide, warps=4, stages=3)]
 
 
-def _prepare(problem: SpmmNM, config: Config) -> Launch:
+def _prepare(problem: SpmmNM, config: Config) -> Launches:
     p = problem
     tiles = p.batch * tile_count(p.m, p.n, config)
     numbers = (p.m, p.n, p.k, p.groups, *problem[7:13], *p.output.numbers)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
+from sparsecomp.whole_file import written_whole
 
 VERSION = 1
 _KEY = "sparsecomp"
@@ -55,15 +55,11 @@ def save(
     }
     header["digest"] = _digest(header, own)
     target = Path(path).resolve()
-    partial = target.with_name(f".{target.name}.{uuid4().hex}.partial")
     try:
-        save_file(own, partial, {_KEY: json.dumps(header)})
-        _sync(partial)
-        os.replace(partial, target)
+        with written_whole(target) as partial:
+            save_file(own, partial, {_KEY: json.dumps(header)})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load(path: str | PathLike[str]) -> Stored:
@@ -101,12 +97,3 @@ def _digest(header: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {array.dtype} {tuple(array.shape)}".encode())
         digest.update(array.view(torch.uint8).numpy().data if array.numel() else b"")
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Have the file on the disk before its name is."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

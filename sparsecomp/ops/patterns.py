@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.indices import index_dtype_for, pointers_of, rows_of
+from sparsecomp.lowering.signature import evenness
 
 OWN_ARRAYS = {"csr": 2, "bsr": 2, "nm": 1}
 VALUE_DIMS = {"csr": 1, "bsr": 3, "nm": 2}
@@ -37,6 +38,17 @@ class Layout(NamedTuple):
     block: tuple[int, int]
     shape: tuple[int, int]
     skews: tuple[str, str] = ("even", "even")
+
+
+def layout_of(format: str, block: Sequence[int], shape: Sequence[int], skews: Sequence[str]) -> Layout:
+    """The layout that an operator's arguments say.
+
+    Raises:
+        FormatError: block, shape or skews do not have two entries.
+    """
+    if len(block) != 2 or len(shape) != 2 or len(skews) != 2:
+        raise FormatError(f"block {block}, shape {shape} and skews {skews} need two entries each")
+    return Layout(format, (block[0], block[1]), (shape[0], shape[1]), (skews[0], skews[1]))
 
 
 class Compressed(NamedTuple):
@@ -121,5 +133,4 @@ def skew_of(pointers: Tensor) -> str:
     if not counts.numel():
         return "even"
     mean, deviation = torch.stack([counts.mean(), counts.std(correction=0)]).tolist()
-    variation = deviation / mean if mean else 0.0
-    return "even" if variation < 0.5 else "mixed" if variation < 2 else "skewed"
+    return evenness(deviation / mean if mean else 0.0)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops import sparse_reference
-from sparsecomp.ops.library import library
-from sparsecomp.ops.patterns import VALUE_DIMS, Layout, elements_of
-from sparsecomp.ops.spmm import KERNEL_DTYPES, _layout, is_by_column, spmm
+from sparsecomp.ops.library import KERNEL_DTYPES, library
+from sparsecomp.ops.patterns import VALUE_DIMS, Layout, elements_of, layout_of
+from sparsecomp.ops.spmm import is_by_column, spmm
 
 library.define(
     "sddmm(Tensor a, Tensor b, Tensor[] pattern, str format, SymInt[] block, SymInt[] shape, str[] skews, "
@@ -55,13 +55,13 @@ def _check(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> t
 
 
 def _reference(a, b, pattern, format, block, shape, skews, scale):
-    layout = _layout(format, block, shape, skews)
+    layout = layout_of(format, block, shape, skews)
     _check(a, b, pattern, layout)
     return (sparse_reference.sampled(a, b, pattern, layout, a.dtype) * scale).to(a.dtype)
 
 
 def _cuda(a, b, pattern, format, block, shape, skews, scale):
-    layout = _layout(format, block, shape, skews)
+    layout = layout_of(format, block, shape, skews)
     size = _check(a, b, pattern, layout)
     if a.dtype not in KERNEL_DTYPES or format == "bsr":
         return _reference(a, b, pattern, format, block, shape, skews, scale)
@@ -80,13 +80,13 @@ def _cuda(a, b, pattern, format, block, shape, skews, scale):
 
 
 def _fake(a, b, pattern, format, block, shape, skews, scale):
-    return a.new_empty(_check(a, b, pattern, _layout(format, block, shape, skews)))
+    return a.new_empty(_check(a, b, pattern, layout_of(format, block, shape, skews)))
 
 
 def _save(ctx, inputs, output):
     a, b, pattern, *layout, scale = inputs
     ctx.save_for_backward(a, b, *pattern)
-    ctx.how = _layout(*layout), scale
+    ctx.how = layout_of(*layout), scale
 
 
 def _backward(ctx, grad):

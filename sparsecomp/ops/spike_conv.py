@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.ops.geometry import is_channels_last, output_size
-from sparsecomp.ops.library import library
+from sparsecomp.ops.library import KERNEL_DTYPES, library
 from sparsecomp.ops.weights import join_weight, padded_channels, split_weight
-
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 library.define(
     "spike_conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "

@@ -14,10 +14,8 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.lowering.epilogue import ACTIVATIONS
 from sparsecomp.ops import sparse_reference
-from sparsecomp.ops.library import library
-from sparsecomp.ops.patterns import VALUE_DIMS, Layout, check_pattern, compressed
-
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from sparsecomp.ops.library import KERNEL_DTYPES, library
+from sparsecomp.ops.patterns import VALUE_DIMS, Layout, check_pattern, compressed, layout_of
 
 library.define(
     "spmm(Tensor values, Tensor[] pattern, Tensor dense, Tensor? bias, Tensor? residual, str format, SymInt[] block, "
@@ -81,12 +79,6 @@ def before_activation(grad: Tensor, activation: str, saved: Tensor | None) -> Te
     return aten.gelu_backward.default(grad, saved, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def _layout(format: str, block: Sequence[int], shape: Sequence[int], skews: Sequence[str]) -> Layout:
-    if len(block) != 2 or len(shape) != 2 or len(skews) != 2:
-        raise FormatError(f"block {block}, shape {shape} and skews {skews} need two entries each")
-    return Layout(format, (block[0], block[1]), (shape[0], shape[1]), (skews[0], skews[1]))
-
-
 def _result_shape(values: Tensor, pattern, dense, bias, residual, layout: Layout, transpose, bias_axis, activation):
     """Shape of the result, after all checks that look at no contents."""
     check_pattern(values, pattern, layout)
@@ -126,7 +118,7 @@ def _reference(
     values, pattern, dense, bias, residual, format, block, shape, skews, transpose, bias_axis, activation, scale,
     dtype, by_column,
 ):  # fmt: skip
-    layout = _layout(format, block, shape, skews)
+    layout = layout_of(format, block, shape, skews)
     size = _result_shape(values, pattern, dense, bias, residual, layout, transpose, bias_axis, activation)
     dtype = dense.dtype if dtype is None else dtype
     product = sparse_reference.product(values, pattern, dense, layout, transpose, dtype)
@@ -138,7 +130,7 @@ def _cuda(
     values, pattern, dense, bias, residual, format, block, shape, skews, transpose, bias_axis, activation, scale,
     dtype, by_column,
 ):  # fmt: skip
-    layout = _layout(format, block, shape, skews)
+    layout = layout_of(format, block, shape, skews)
     size = _result_shape(values, pattern, dense, bias, residual, layout, transpose, bias_axis, activation)
     dtype = dense.dtype if dtype is None else dtype
     given = [operand.dtype for operand in (values, bias, residual) if operand is not None]
@@ -174,7 +166,7 @@ def _fake(
     values, pattern, dense, bias, residual, format, block, shape, skews, transpose, bias_axis, activation, scale,
     dtype, by_column,
 ):  # fmt: skip
-    layout = _layout(format, block, shape, skews)
+    layout = layout_of(format, block, shape, skews)
     size = _result_shape(values, pattern, dense, bias, residual, layout, transpose, bias_axis, activation)
     return _empty(values, size, dense.dtype if dtype is None else dtype, by_column)
 
@@ -186,7 +178,7 @@ def _save(ctx, inputs, output):
     saved = (bias, residual, None) if smooth else (None, None, output if activation == "relu" else None)
     ctx.save_for_backward(values, dense, *pattern, *saved)
     ctx.kinds = [None if operand is None else (operand.dtype, operand.shape) for operand in (bias, residual)]
-    ctx.how = _layout(*layout), transpose, bias_axis, activation, scale, by_column, output.dtype, smooth
+    ctx.how = layout_of(*layout), transpose, bias_axis, activation, scale, by_column, output.dtype, smooth
 
 
 def _backward(ctx, grad):
