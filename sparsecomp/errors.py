@@ -32,6 +32,10 @@ class TuningError(SparsecompError, RuntimeError):
     """No candidate of an operation could be used."""
 
 
+class LibraryError(SparsecompError, RuntimeError):
+    """A library of the GPU's maker is missing or too old, or refused a call."""
+
+
 class SparseOperatorError(SparsecompError, RuntimeError):
     """An operator that a SparseTensor does not take; nothing was made dense behind the caller's back."""
 
