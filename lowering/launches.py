@@ -8,6 +8,9 @@ from torch import Tensor
 
 from sparsecomp.lowering.launch import Launch
 
+Workspace = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
+
 
 class Step(NamedTuple):
     """A launch, and which tensors it takes: positions among the call's tensors followed by the workspaces, or None."""
@@ -24,7 +27,7 @@ class Launches:
         steps: the launches, in order.
     """
 
-    def __init__(self, workspaces: Sequence[tuple[tuple[int, ...], torch.dtype]], steps: Sequence[Step]) -> None:
+    def __init__(self, workspaces: Sequence[Workspace], steps: Sequence[Step]) -> None:
         self._workspaces = workspaces
         self._steps = steps
 

@@ -1,7 +1,7 @@
-"""Dense times dense on tensor cores, for what has been written out densely: a piece of other templates.
+"""Dense times dense of 16-bit numbers on tensor cores: a piece of templates that write a sparse operand out densely.
 
-float32 runs as three TF32 products. A tile can tell whether all its sums are finite, for those who must not multiply a
-zero that they wrote out themselves with an infinity.
+A tile can tell whether all its sums are finite, for those who must not multiply a zero that they wrote out themselves
+with an infinity.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,8 @@ from sparsecomp.lowering.templates.epilogue import dot, finish, precision
 
 GROUP = 8
 """Row blocks whose tiles run side by side, to share columns of the second operand in L2."""
-_HALF = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4),
+_TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4),
          (64, 64, 64, 4, 4), (64, 32, 64, 4, 5), (64, 16, 128, 4, 4), (32, 16, 128, 4, 4))  # fmt: skip
-_FLOAT = ((128, 128, 32, 8, 3), (64, 128, 32, 4, 3), (128, 64, 32, 4, 3), (64, 64, 32, 4, 4), (64, 32, 32, 4, 4),
-          (64, 16, 64, 4, 4), (32, 16, 64, 4, 4))  # fmt: skip
 
 
 @triton.jit
@@ -77,15 +75,14 @@ def product_kernel(
 SOURCES = (product_kernel, tile_of, dot, finish)
 
 
-def tiles(m: int, n: int, dtype: str, device: Device) -> list[Config]:
+def tiles(m: int, n: int, device: Device) -> list[Config]:
     """Tiles for a product of ``m`` rows by ``n`` columns that are no wider than it, or the narrowest."""
-    shapes, itemsize = (_FLOAT, 4) if dtype == "float32" else (_HALF, 2)
     fitting = [
         Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
-        for bm, bn, bk, warps, stages in shapes
-        if bn < 2 * n and bm < 2 * m and fits_shared((stages + (itemsize == 4)) * bk * (bm + bn) * itemsize, device)
+        for bm, bn, bk, warps, stages in _TILES
+        if bn < 2 * n and bm < 2 * m and fits_shared(stages * bk * (bm + bn) * 2, device)
     ]
-    bm, bn, bk, warps, stages = shapes[-1]
+    bm, bn, bk, warps, stages = _TILES[-1]
     return fitting or [Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)]
 
 

@@ -13,11 +13,13 @@ _FILL = 6e10
 """Bytes a second from L2 to one processor."""
 
 
-def product_seconds(tiles: sympy.Expr, depth: sympy.Expr, expand: sympy.Expr | float = 0.0) -> sympy.Expr:
+def product_seconds(
+    tiles: sympy.Expr, depth: sympy.Expr, expand: sympy.Expr | float = 0.0, rate: sympy.Expr | float = RATE
+) -> sympy.Expr:  # fmt: skip
     """Seconds of ``tiles`` tiles of BM by BN that walk ``depth`` in steps of BK, with ``expand`` more a step."""
     # tiles of fewer than 64 rows use the older instructions, and small tiles reach less of the rate
     efficiency = sympy.Min(1, sympy.sqrt(_bm * _bn) / 128) * sympy.Piecewise((0.5, _bm < 64), (1, True))
-    products = 2 * _bm * _bn * _bk / (RATE * efficiency)
+    products = 2 * _bm * _bn * _bk / (rate * efficiency)
     copies = (_bm + _bn) * _bk * _itemsize / _FILL
     shared = _stages * _bk * (_bm + _bn) * _itemsize
     resident = sympy.Max(sympy.floor(sympy.Min(220e3 / shared, 16 / _warps)), 1)

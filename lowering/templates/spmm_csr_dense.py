@@ -19,7 +19,7 @@ from sparsecomp.lowering.signature import Device
 from sparsecomp.lowering.spmm_csr import SpmmCsr, unsupported
 from sparsecomp.lowering.template import Config, Template
 from sparsecomp.lowering.templates import dense_product
-from sparsecomp.lowering.templates.dense_product import GROUP, tile_of
+from sparsecomp.lowering.templates.dense_product import GROUP, tile_count, tile_of
 from sparsecomp.lowering.templates.epilogue import finish
 from sparsecomp.lowering.templates.gather import gather_rows
 from sparsecomp.lowering.templates.product_cost import product_seconds
@@ -76,7 +76,7 @@ def repair_kernel(
         end = tl.load(crow_ptr + rows + 1, mask=rows < M, other=0)
         acc = gather_rows(
             begin, end, col_ptr, values_ptr + batch * values_b, dense_ptr + batch * dense_b, cols, N, dense_k, dense_n,
-            BR, E, WIDE,
+            BR, 1, E, WIDE,
         )  # fmt: skip
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         finish(
@@ -91,6 +91,8 @@ def _width(problem: SpmmCsr) -> int:
 
 def _refuse(problem: SpmmCsr, device: Device) -> str | None:
     p = problem
+    if p.dtype == "float32":
+        return "float32 is split in halves: spmm_csr_halves"
     if p.dtype != p.dense_dtype:
         return f"tensor cores multiply one dtype, not {p.dtype} with {p.dense_dtype}"
     matrices = 1 if p.values_batch == 0 else p.batch
@@ -102,7 +104,7 @@ def _refuse(problem: SpmmCsr, device: Device) -> str | None:
 
 
 def _space(problem: SpmmCsr, device: Device) -> list[Config]:
-    return dense_product.tiles(problem.m, problem.n, problem.dtype, device)
+    return dense_product.tiles(problem.m, problem.n, device)
 
 
 def _prepare(problem: SpmmCsr, config: Config) -> Launches:
@@ -116,15 +118,21 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     product = dense_product.product_launch(
         (p.batch, p.m, p.n, p.k), strides, p.output.numbers, p.output.constants, p.dtype, config
     )
-    count = p.batch * dense_product.tile_count(p.m, p.n, config)
-    constants = {"ROWS": _REPAIR_ROWS, "BR": 2, "E": 4, "WIDE": min(config["BN"], 64), "GROUP": GROUP}
-    constants |= {**p.output.constants, "BM": config["BM"], "BN": config["BN"]}
-    numbers = (p.m, p.n, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
-    repair = Launch(repair_kernel, (count * (config["BM"] // _REPAIR_ROWS),), numbers, constants, num_warps=4)
+    repair, flags = repair_launch(p, config)
     full = ((matrices, p.m, width), getattr(torch, p.dtype))
     steps = [Step(densify, (0, 1, 2, 7)), Step(product, (7, 3, 4, 5, 6, 8)),
              Step(repair, (0, 1, 2, 3, 4, 5, 6, 8))]  # fmt: skip
-    return Launches([full, ((count,), torch.int8)], steps)
+    return Launches([full, ((flags,), torch.int8)], steps)
+
+
+def repair_launch(problem: SpmmCsr, config: Config) -> tuple[Launch, int]:
+    """The launch that gathers flagged tiles, and how many flags there are; takes the seven tensors and the flags."""
+    p = problem
+    flags = p.batch * tile_count(p.m, p.n, config)
+    constants = {"ROWS": _REPAIR_ROWS, "BR": 2, "E": 4, "WIDE": min(config["BN"], 64), "GROUP": GROUP}
+    constants |= {**p.output.constants, "BM": config["BM"], "BN": config["BN"]}
+    numbers = (p.m, p.n, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
+    return Launch(repair_kernel, (flags * (config["BM"] // _REPAIR_ROWS),), numbers, constants, num_warps=4), flags
 
 
 _m, _k, _n, _batch, _nnz, _values_batch, _itemsize = sizes("m k n batch nnz values_batch itemsize")

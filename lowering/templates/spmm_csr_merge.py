@@ -24,7 +24,7 @@ from sparsecomp.lowering.templates.gather import gather_rows
 
 _MOST_WORKSPACE = 2**27
 """Elements of float32."""
-_TOKENS = (128, 256, 512, 1024)
+_TOKENS = (64, 128, 256, 512, 1024)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def spmm_csr_merge_kernel(
     crow_ptr, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr, pieces_ptr,
     M, N, chunks, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
-    T: tl.constexpr, BR: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
+    T: tl.constexpr, BR: tl.constexpr, U: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program does chunk c by BN columns, BR rows at a time.
 
@@ -79,7 +79,7 @@ def spmm_csr_merge_kernel(
         end = tl.where(known, tl.minimum(end, entry1), begin)
         acc = gather_rows(
             begin, end, col_ptr, values_ptr + batch * values_b, dense_ptr + batch * dense_b, cols, N, dense_k, dense_n,
-            BR, E, BN,
+            BR, U, E, BN,
         )  # fmt: skip
         ended = row < row1
         tl.store(piece, acc, mask=(ended & earlier)[:, None] & inside)
@@ -140,8 +140,8 @@ def _space(problem: SpmmCsr, device: Device) -> list[Config]:
     return [
         Config(**config, T=tokens)
         for config in rows.gather_configs(problem) for tokens in _TOKENS
-        if config["BR"] in (2, 4, 16) and config["E"] >= 4 and config["warps"] < 4 and config["BN"] <= 128
-        and problem.batch * _chunks(problem, tokens) * 2 * problem.n <= _MOST_WORKSPACE
+        if config["BR"] in (1, 2, 4, 16) and config["U"] * config["E"] >= 4 and config["warps"] < 4
+        and config["BN"] <= 128 and problem.batch * _chunks(problem, tokens) * 2 * problem.n <= _MOST_WORKSPACE
     ]  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def _main(problem: SpmmCsr, config: Config) -> Launch:
     p, chunks = problem, _chunks(problem, config["T"])
     grid = (chunks * triton.cdiv(p.n, config["BN"]) * p.batch,)
     numbers = (p.m, p.n, chunks, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
-    constants = {**p.output.constants, **{name: config[name] for name in ("T", "BR", "E", "BN")}}
+    constants = {**p.output.constants, **{name: config[name] for name in ("T", "BR", "U", "E", "BN")}}
     return Launch(spmm_csr_merge_kernel, grid, numbers, constants, num_warps=config["warps"])
 
 
@@ -174,11 +174,11 @@ def _finish(problem: SpmmCsr, config: Config) -> Launch:
 
 
 _m, _k, _n, _batch, _nnz, _itemsize = sizes("m k n batch nnz itemsize")
-_br, _e, _bn, _t, _variation, _processors = sizes("BR E BN T variation processors")
+_br, _u, _e, _bn, _t, _variation, _processors = sizes("BR U E BN T variation processors")
 
 _pieces = _batch * (_m + _nnz) / _t * 2 * _n * 4
 # a block of rows is as long as its longest; a chunk's blocks follow one another
-_steps = sympy.Min(_t * (1 + _variation / 4) / _br, _t) / _e + _t * _m / (_m + _nnz) / _br
+_steps = sympy.Min(_t * (1 + _variation / 4) / _br, _t) / (_u * _e) + _t * _m / (_m + _nnz) / _br
 
 SPMM_CSR_MERGE = Template(
     name="spmm_csr_merge",

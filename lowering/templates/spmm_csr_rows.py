@@ -26,9 +26,10 @@ DENSE = 3
 def spmm_csr_rows_kernel(
     crow_ptr, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
     M, N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, BR: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BR: tl.constexpr, U: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program finishes BR rows by BN columns of out; see ``gather_rows`` for E and ``finish`` for the epilogue."""
+    """A program finishes BR rows by BN columns of out; see ``gather_rows`` for U and E, and ``finish``."""
     row_blocks = tl.cdiv(M, BR)
     col_blocks = tl.cdiv(N, BN)
     slab = tl.program_id(0) // row_blocks
@@ -39,7 +40,7 @@ def spmm_csr_rows_kernel(
     end = tl.load(crow_ptr + rows + 1, mask=rows < M, other=0)
     acc = gather_rows(
         begin, end, col_ptr, values_ptr + batch * values_b, dense_ptr + batch * dense_b, cols, N, dense_k, dense_n,
-        BR, E, BN,
+        BR, U, E, BN,
     )  # fmt: skip
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     finish(
@@ -85,11 +86,21 @@ def gather_configs(problem: SpmmCsr) -> list[Config]:
     columns = (64, 128, 256, 512) if wide else (max(n, 1),)
     copies = (0, 1) if problem.dense_col != 1 and problem.n > 1 and problem.k > 0 else (0,)
     return [
-        Config(BR=br, E=e, BN=bn, warps=warps, COPY=copy)
+        Config(BR=br, U=u, E=e, BN=bn, warps=warps, COPY=copy)
         for copy in copies for bn in columns if bn <= n
-        for br in ((1, 2, 4) if wide else (1, 2, 4, 8, 16)) for e in ((2, 4, 8) if wide else (4, 8, 16, 32))
-        for warps in (1, 2, 4) if 4 <= br * e * bn // (32 * warps) <= 32
+        for br in ((1, 2, 4) if wide else (1, 2, 4, 8, 16)) for u in (1, 2, 4, 8, 16)
+        for e in ((1, 2, 4, 8) if wide else (4, 8, 16, 32)) for warps in (1, 2, 4)
+        if _balanced(br, u, e, bn, warps)
     ]  # fmt: skip
+
+
+def _balanced(rows: int, unroll: int, entries: int, columns: int, warps: int) -> bool:
+    """Whether threads have work and registers for it, and a sum over ``unroll`` stays within a thread."""
+    elements = rows * unroll * entries * columns // (32 * warps)
+    if unroll == 1:
+        return entries > 1 and 4 <= elements <= 32
+    # vectors of four along the columns, then along the entries
+    return warps == 1 and entries == max(128 // columns, 1) and rows <= 2 and 8 <= elements <= 64
 
 
 def _refuse(problem: SpmmCsr, device: Device) -> str | None:
@@ -111,12 +122,12 @@ def _main(problem: SpmmCsr, config: Config) -> Launch:
     p = problem
     grid = (triton.cdiv(p.m, config["BR"]) * triton.cdiv(p.n, config["BN"]) * p.batch,)
     numbers = (p.m, p.n, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
-    constants = {**p.output.constants, **{name: config[name] for name in ("BR", "E", "BN")}}
+    constants = {**p.output.constants, **{name: config[name] for name in ("BR", "U", "E", "BN")}}
     return Launch(spmm_csr_rows_kernel, grid, numbers, constants, num_warps=config["warps"])
 
 
 _m, _k, _n, _batch, _nnz, _variation, _col, _itemsize = sizes("m k n batch nnz variation dense_col itemsize")
-_br, _e, _bn, _warps, _copy, _processors = sizes("BR E BN warps COPY processors")
+_br, _u, _e, _bn, _warps, _copy, _processors = sizes("BR U E BN warps COPY processors")
 
 mean = _nnz / _m
 """Entries a row."""
@@ -136,7 +147,7 @@ _measured = sympy.Piecewise((0.88, sympy.Eq(_itemsize, 2)), (0.6, True))
 
 def walk_seconds(steps: sympy.Expr, programs: sympy.Expr) -> sympy.Expr:
     """Seconds of ``programs`` that make ``steps`` dependent loads each, as many at a time as registers allow."""
-    registers = 40 + 2.5 * _br * _e * _bn / (32 * _warps)
+    registers = 40 + (1 + 1.5 * _u) * _br * _e * _bn / (32 * _warps)
     resident = sympy.Min(32, 65536 / (registers * 32 * _warps))
     return sympy.Max(programs / (_processors * resident), 1) * (steps * 7e-7 + 1.5e-6)
 
@@ -154,7 +165,9 @@ SPMM_CSR_ROWS = Template(
     space=_space,
     cost=Cost(
         bytes=_batch * (_nnz * (_itemsize + 4) + (_k + _m) * _n * _itemsize),
-        seconds=_measured * sympy.Max(traffic, walk_seconds(_longest / _e, _programs), _last / _e * 7e-7) + copying,
+        seconds=copying + _measured * sympy.Max(
+            traffic, walk_seconds(_longest / (_u * _e), _programs), _last / (_u * _e) * 7e-7
+        ),
     ),
     prepare=_prepare,
 )
