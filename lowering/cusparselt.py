@@ -103,7 +103,7 @@ class Library:
 def check(name: str, status: int) -> None:
     """Raise LibraryError if a function of the library returned anything but success."""
     if status:
-        known = f"CUSPARSE_STATUS_{_STATUSES[status]}" if status < len(_STATUSES) else "a status that is not known"
+        known = f"CUSPARSE_STATUS_{_STATUSES[status]}" if 0 < status < len(_STATUSES) else "a status that is not known"
         raise LibraryError(f"{name} returned {known} ({status})")
 
 
@@ -218,6 +218,11 @@ def handle_of(device: torch.device) -> Handle:
     """
     with torch.cuda.device(device):
         return make_handle(load())
+
+
+def current_handle(device: torch.device | None = None) -> Handle:
+    """The handle of a CUDA device, by default the current one; see `handle_of`."""
+    return handle_of(torch.device("cuda", torch.cuda.current_device()) if device is None else device)
 
 
 def make_handle(library: Library) -> Handle:
