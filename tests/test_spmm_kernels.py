@@ -601,7 +601,7 @@ from sparsecomp.lowering.templates.spmm_nm import nm_repair_kernel, spmm_nm_kern
 depth, half = (32, False) if "{precision}" == "tf32x3" else (64, True)
 tall, low = (128, 64) if half or {capability} == 90 else (64, 32)
 for kernel, sizes, warps in (
-    (halves_product_kernel, dict(BM=128, BN=128, BK=32, GROUP=8, a_k=1, b_n=1, col_factor_ptr=None), 8)
+    (halves_product_kernel, dict(BM=128, BN=2 * low, BK=32, GROUP=8, a_k=1, b_n=1, col_factor_ptr=None), 8)
     if not half else (product_kernel, dict(BM=128, BN=128, BK=depth, GROUP=8, a_k=1, b_n=1), 8),
     (spmm_bsr_kernel, dict(HEIGHT=64, WIDTH=64, WHOLE=True, BM=64, BN=128, BK=depth, values_j=1), 8),
     (spmm_bsr_kernel, dict(HEIGHT=16, WIDTH=16, WHOLE=True, BM=16, BN=128, BK=depth, values_j=1), 4),

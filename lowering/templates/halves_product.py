@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from sparsecomp.lowering.launch import Launch
-from sparsecomp.lowering.limits import fits_shared
+from sparsecomp.lowering.limits import fits_registers, fits_shared
 from sparsecomp.lowering.signature import Device
 from sparsecomp.lowering.template import Config
 from sparsecomp.lowering.templates.dense_product import GROUP, tile_count, tile_of
@@ -27,7 +27,7 @@ WIDTH = 64
 RATE = 1.5e12
 """Operations a second of one processor of an H100 at large tiles."""
 _TILES = ((128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4),
-          (64, 64, 64, 4, 4), (64, 32, 64, 4, 4), (64, 16, 64, 4, 4), (32, 16, 64, 4, 4))  # fmt: skip
+          (128, 64, 32, 8, 4), (64, 64, 64, 4, 4), (64, 32, 64, 4, 4), (64, 16, 64, 4, 4), (32, 16, 64, 4, 4))  # fmt: skip
 
 
 @triton.jit
@@ -119,12 +119,13 @@ def halves_product_kernel(
         b_high = tl.load(b, mask=col_ok, other=0.0)
         b_less = tl.load(b + b_low, mask=col_ok, other=0.0)
         a_less = tl.load(a + a_low, mask=row_ok, other=0.0)
-        large = tl.dot(a_high, b_high, large)
         small = tl.dot(a_high, b_less, small)
         small = tl.dot(a_less, b_high, small)
+        # tensor cores cut sums off instead of rounding them, so that a long sum is not left to them
+        large += tl.dot(a_high, b_high) * 2048.0
         a += a_step
         b += b_step
-    acc = large + small * 0.00048828125  # 2^-11
+    acc = (large + small) * 0.00048828125  # 2^-11
     mask = row_ok & col_ok
     if bad_ptr is not None:
         # NaN and infinity alone are not equal to themselves less themselves
@@ -150,10 +151,13 @@ def padded(depth: int) -> int:
 
 def tiles(m: int, n: int, device: Device) -> list[Config]:
     """Tiles for a product of ``m`` rows by ``n`` columns that are no wider than it, or the narrowest."""
+    # operands lie in registers before Hopper, beside three sums
+    held = 4 if device.capability.startswith("8.") else 3
     fitting = [
         Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
         for bm, bn, bk, warps, stages in _TILES
         if bn < 2 * n and bm < 2 * m and fits_shared(stages * bk * (bm + bn) * 4, device)
+        and fits_registers(held * bm * bn, warps)
     ]
     bm, bn, bk, warps, stages = _TILES[-1]
     return fitting or [Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)]

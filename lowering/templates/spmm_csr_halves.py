@@ -79,6 +79,11 @@ def _matrices(problem: SpmmCsr) -> int:
     return p.batch if p.values_batch or (_scales_rows(p) and p.dense_batch) else 1
 
 
+def _entries(problem: SpmmCsr) -> int:
+    """Entries that a program takes together: those of most rows."""
+    return min(max(triton.next_power_of_2(int(1.15 * problem.nnz / max(problem.m, 1))), 128), 1024)
+
+
 def _refuse(problem: SpmmCsr, device: Device) -> str | None:
     p = problem
     if (p.dtype, p.dense_dtype) != ("float32", "float32"):
@@ -104,7 +109,7 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     densify = Launch(
         densify_halves_kernel, (matrices * p.m,),
         (p.m, p.values_batch, rows if sets > 1 else 0, width, matrices * p.m * width),
-        {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": 128}, num_warps=4,
+        {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": _entries(p)}, num_warps=4,
     )  # fmt: skip
     a = (p.m * width if matrices > 1 else 0, width, 1, matrices * p.m * width)
     b = (rows * length if sets > 1 else 0, *((length, 1) if by_row else (1, length)), sets * rows * length)
