@@ -52,23 +52,16 @@ def spmm_bsr_kernel(
     row_ok = (within < HEIGHT)[:, None]
     acc = tl.zeros((BM, BN), tl.float32)
     for start in range(0, depth, BK):
-        if WIDTH % BK == 0:
-            # a step lies within one block, whose column all of it shares
-            block = tl.cast(start // WIDTH, tl.int64)
-            j = start % WIDTH + turn
-            k = tl.load(col_ptr + first + block).to(tl.int64) * WIDTH + j
-            ok = turn < BK
-            a = tl.load(a_rows + block * values_block + (j.to(tl.int64) * values_j)[None, :], mask=row_ok, other=0.0)
-        else:
-            at = start + turn
-            ok = at < depth
-            blocks = (at // WIDTH).to(tl.int64)
-            j = at % WIDTH
-            k = tl.load(col_ptr + first + blocks, mask=ok, other=0).to(tl.int64) * WIDTH + j
-            a = tl.load(
-                a_rows + (blocks * values_block + j.to(tl.int64) * values_j)[None, :],
-                mask=row_ok & ok[None, :], other=0.0,
-            )  # fmt: skip
+        at = start + turn
+        ok = at < depth
+        block = at // WIDTH
+        j = at % WIDTH
+        # a vector even where all of it is one block: loads of single numbers are not made ahead
+        k = tl.load(col_ptr + first + block, mask=ok, other=0).to(tl.int64) * WIDTH + j
+        a = tl.load(
+            a_rows + (block.to(tl.int64) * values_block + j.to(tl.int64) * values_j)[None, :],
+            mask=row_ok & ok[None, :], other=0.0,
+        )  # fmt: skip
         stored = ok if WHOLE else ok & (k < K)
         b = tl.load(b_cols + (k * dense_k)[:, None], mask=stored[:, None] & col_ok, other=0.0)
         acc = dot(a, b, acc, PRECISION)

@@ -154,7 +154,7 @@ def walk_seconds(steps: sympy.Expr, programs: sympy.Expr) -> sympy.Expr:
 
 # a block of rows is as long as its longest, and the last program ends when the longest row does
 _longest = sympy.Min(mean * (1 + _variation * (0.3 + 0.5 * sympy.log(_br + 1))), _k)
-_last = sympy.Min(mean * (1 + 4 * _variation), _k)
+_last = sympy.Min(mean * (1 + 4 * _variation) + 60 * _variation * sympy.sqrt(mean), _k)
 _programs = sympy.ceiling(_m / _br) * sympy.ceiling(_n / _bn) * _batch
 
 SPMM_CSR_ROWS = Template(
@@ -165,8 +165,8 @@ SPMM_CSR_ROWS = Template(
     space=_space,
     cost=Cost(
         bytes=_batch * (_nnz * (_itemsize + 4) + (_k + _m) * _n * _itemsize),
-        seconds=copying + _measured * sympy.Max(
-            traffic, walk_seconds(_longest / (_u * _e), _programs), _last / (_u * _e) * 7e-7
+        seconds=copying + sympy.Max(
+            _measured * traffic, _measured * walk_seconds(_longest / (_u * _e), _programs), _last / (_u * _e) * 9e-7
         ),
     ),
     prepare=_prepare,
