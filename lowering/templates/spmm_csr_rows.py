@@ -149,12 +149,12 @@ def walk_seconds(steps: sympy.Expr, programs: sympy.Expr) -> sympy.Expr:
     """Seconds of ``programs`` that make ``steps`` dependent loads each, as many at a time as registers allow."""
     registers = 40 + (1 + 1.5 * _u) * _br * _e * _bn / (32 * _warps)
     resident = sympy.Min(32, 65536 / (registers * 32 * _warps))
-    return sympy.Max(programs / (_processors * resident), 1) * (steps * 7e-7 + 1.5e-6)
+    return sympy.Max(programs / (_processors * resident), 1) * (sympy.Max(steps, 0.5) * 7e-7 + 1.5e-6)
 
 
 # a block of rows is as long as its longest, and the last program ends when the longest row does
 _longest = sympy.Min(mean * (1 + _variation * (0.3 + 0.5 * sympy.log(_br + 1))), _k)
-_last = sympy.Min(mean * (1 + 4 * _variation) + 60 * _variation * sympy.sqrt(mean), _k)
+_last = sympy.Min(mean * (1 + 4 * _variation) + 30 * _variation * sympy.sqrt(mean), _k)
 _programs = sympy.ceiling(_m / _br) * sympy.ceiling(_n / _bn) * _batch
 
 SPMM_CSR_ROWS = Template(
