@@ -18,7 +18,7 @@ from sparsecomp import _compat
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.sparse_cost import Product, decide
-from sparsecomp.passes.spike_operand import attribute
+from sparsecomp.passes.spike_operand import attribute, cast
 from sparsecomp.sparse_tensor import SparseTensor
 
 _SMOOTH = ("gelu", "gelu_tanh", "silu")
@@ -149,11 +149,20 @@ def _extended(chain: _Chain, ctx: Context) -> _Chain:
     """The product with all that can be fused behind it."""
     while len(chain.nodes[-1].users) == 1 and chain.activation == "none":
         user = next(iter(chain.nodes[-1].users))
-        longer = _with(chain, user, ctx)
+        longer = None if _autocast_changes(chain.nodes[-1], user) else _with(chain, user, ctx)
         if longer is None:
             return chain
         chain = replace(longer, nodes=(*chain.nodes, user))
     return chain
+
+
+def _autocast_changes(first: fx.Node, last: fx.Node) -> bool:
+    """Whether autocast is switched between two nodes: a product that moved across would have another dtype."""
+    while first is not last:
+        first = first.next
+        if _compat.sets_autocast(first):
+            return True
+    return False
 
 
 def _with(chain: _Chain, user: fx.Node, ctx: Context) -> _Chain | None:
@@ -175,10 +184,11 @@ def _with(chain: _Chain, user: fx.Node, ctx: Context) -> _Chain | None:
 
 def _added(chain: _Chain, other: Any, reader: fx.Node) -> _Chain | None:
     """The chain with another tensor added, as bias by column or as residual, whichever it can be."""
-    given, result = example_of(other), example_of(reader)
-    if not isinstance(other, fx.Node) or given is None or result is None or given.dtype is not result.dtype:
+    given, result, product = example_of(other), example_of(reader), example_of(chain.nodes[0])
+    if not isinstance(other, fx.Node) or given is None or result is None or _is_sparse(other):
         return None
-    if _is_sparse(other):
+    casts = reader is chain.nodes[0] and _autocast_dtype(chain)  # a product under autocast casts what it adds
+    if result.dtype is not product.dtype or not (given.dtype is result.dtype or casts):
         return None
     shape, wanted = _shape(given), _shape(result)
     if len(shape) == 1 and shape == wanted[-1:] and chain.bias is None:
@@ -190,6 +200,14 @@ def _added(chain: _Chain, other: Any, reader: fx.Node) -> _Chain | None:
 
 def _shape(tensor: Any) -> list[Any]:
     return [_compat.size_expression(size) for size in tensor.shape]
+
+
+def _autocast_dtype(chain: _Chain) -> torch.dtype | None:
+    """What autocast casts the operands to: only it makes half results of other operands. None where it does not."""
+    dtype = example_of(chain.nodes[0]).dtype
+    operands = {example_of(chain.sparse).dtype, example_of(chain.dense).dtype}
+    lower = dtype in (torch.float16, torch.bfloat16) and operands != {dtype}
+    return dtype if lower and operands <= {torch.float32, torch.float16, torch.bfloat16} else None
 
 
 def _differentiated(chain: _Chain, ctx: Context) -> bool:
@@ -211,7 +229,7 @@ def _problem(chain: _Chain, ctx: Context) -> Product | Refusal:
     shape, size = sizes(chain.dense), sizes(chain.sparse)
     if dense is None or out is None or shape is None or size is None:
         return refuse(Why.UNKNOWN_SHAPE)
-    if not dense.dtype == sparse.dtype == out.dtype:
+    if not (dense.dtype == sparse.dtype == out.dtype or _autocast_dtype(chain)):
         return refuse(Why.MIXED_DTYPES, input=dense.dtype, weight=sparse.dtype)
     if dense.device != sparse.device:
         return refuse(Why.MIXED_DTYPES, input=dense.device, weight=sparse.device)
@@ -221,24 +239,30 @@ def _problem(chain: _Chain, ctx: Context) -> Product | Refusal:
 
 def _build(chain: _Chain, node: fx.Node) -> fx.Node:
     sparse, bias = _operand(chain, "weight", chain.sparse), _operand(chain, "bias", chain.bias)
+    dense, dtype = chain.dense, _autocast_dtype(chain)
+    if dtype is not None:
+        sparse, dense = cast(sparse, dtype, node), cast(dense, dtype, node)
     if chain.flip:
         sparse = call(node.graph, node, torch.Tensor.t, sparse)
     return call(
-        node.graph, node, _MATMUL, sparse, chain.dense, bias, chain.residual, chain.linear, "column",
+        node.graph, node, _MATMUL, sparse, dense, bias, chain.residual, chain.linear, "column",
         chain.activation, chain.scale, None,
     )  # fmt: skip
 
 
 def _build_dense(chain: _Chain, node: fx.Node) -> fx.Node:
     """The chain as written, with the sparse operand made dense first."""
-    sparse = _operand(chain, "weight", chain.sparse)
+    sparse, dtype = _operand(chain, "weight", chain.sparse), _autocast_dtype(chain)
     weight = call(node.graph, node, torch.ops.sparsecomp.sparse_to_dense.default, sparse)
     first, *rest = chain.nodes
+    copies = {chain.sparse: weight}
     if first.op == "call_module":
         made = call(node.graph, node, F.linear, chain.dense, weight, _operand(chain, "bias", chain.bias))
     else:
-        made = node.graph.node_copy(first, lambda old: weight if old is chain.sparse else old)
-    copies = {first: made}
+        if dtype is not None:
+            copies = {old: cast(copies.get(old, old), dtype, node) for old in first.all_input_nodes}
+        made = node.graph.node_copy(first, lambda old: copies.get(old, old))
+    copies[first] = made
     for old in rest:
         copies[old] = node.graph.node_copy(old, lambda argument: copies.get(argument, argument))
     return copies[chain.nodes[-1]]

@@ -34,6 +34,7 @@ __all__ = [
     "readable",
     "register_artifact",
     "register_logger",
+    "sets_autocast",
     "sets_grad_mode",
     "size_expression",
     "size_hint",
@@ -119,6 +120,11 @@ def ambient_modes() -> tuple[Any, ...]:
 def sets_grad_mode(node: fx.Node) -> bool:
     """Whether a node of Dynamo's switches gradients on or off, by its first argument."""
     return node.target in (torch._C._set_grad_enabled, torch.set_grad_enabled)
+
+
+def sets_autocast(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's begins or ends autocast."""
+    return node.target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
 
 def is_fake(value: object) -> bool:

@@ -35,7 +35,7 @@ def _linear(cls: type, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return _product(weight, input, bias, None, True, "column", 1.0)
 
 
-@_handles(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.mv, Tensor.mv)
+@_handles(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 def _matmul(cls: type, input: Tensor, other: Tensor) -> Tensor:
     if isinstance(input, cls) and isinstance(other, cls):
         raise SparseOperatorError("a product of two SparseTensors is not supported: make one dense by to_dense()")
@@ -44,6 +44,12 @@ def _matmul(cls: type, input: Tensor, other: Tensor) -> Tensor:
     if other.dim() == 1:
         return _product(input, other, None, None, True, "column", 1.0)
     return _product(input, other, None, None, False, "column", 1.0)
+
+
+@_handles(torch.mv, Tensor.mv)
+def _mv(cls: type, input: Tensor, vec: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):  # torch's does not know mv, though it does on a GPU
+        return _matmul(cls, input, vec)
 
 
 @_handles(Tensor.__rmatmul__)
@@ -96,7 +102,12 @@ def _product(
     sparse: Tensor, dense: Tensor, bias: Tensor | None, residual: Tensor | None, linear: bool, axis: str, scale: float
 ) -> Tensor:
     device = dense.device.type
-    if torch.is_autocast_enabled(device) and dense.is_floating_point():
+    if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        sparse, dense = sparse.to(dtype), dense.to(dtype)
+        sparse, dense = _autocast(sparse, dtype), _autocast(dense, dtype)
     return sparse_matmul(sparse, dense, bias, residual, linear=linear, bias_axis=axis, scale=scale)
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor as torch's own products take it under autocast, which leaves float64 alone."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor

@@ -293,17 +293,32 @@ def test_a_file_with_wrong_arrays_is_refused():
         rebuild("ELL", arrays, *how)
 
 
-def test_autocast_casts_as_for_dense_weights():
-    weight = nn.Parameter(tensor())
-    x = torch.randn(4, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = F.linear(x, weight, torch.zeros(6))
-    assert out.dtype is torch.bfloat16
-    torch.testing.assert_close(out.float(), F.linear(x, weight.detach().to_dense()), rtol=2e-2, atol=2e-2)
-    out.float().sum().backward()
-    assert weight.grad.dtype is torch.float32
-    wanted = (weight.detach().to_dense() != 0) * x.bfloat16().float().sum(0)
-    torch.testing.assert_close(weight.grad.to_dense(), wanted, rtol=2e-2, atol=2e-2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_under_autocast_are_those_of_dense_weights(compiled, dtype):
+    """The dtype is what torch's own product has, the error within what rounding to it allows."""
+    torch._dynamo.reset()
+    bound = 2 * torch.finfo(dtype).eps
+    weight, mask = masked(6, 8, "CSR")
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(2))
+    for product in PRODUCTS.values() if not compiled else [PRODUCTS["linear of 3 dimensions"], PRODUCTS["addmm"]]:
+        sparse = nn.Parameter(SparseTensor.from_dense(weight))
+        call = torch.compile(product, backend="aot_eager", fullgraph=True) if compiled else product
+        exact, dense = weight.double().requires_grad_(), weight.clone()
+        wanted = product(exact, x.double())
+        with torch.autocast("cpu", dtype):
+            out, torchs = call(sparse, x), product(dense, x)
+        assert out.dtype is torchs.dtype and out.shape == torchs.shape
+        assert (out - wanted).norm() <= bound * wanted.norm()
+        out.double().square().sum().backward()
+        wanted.square().sum().backward()
+        assert sparse.grad.dtype is torch.float32
+        grad = exact.grad * mask
+        assert (sparse.grad.to_dense() - grad).norm() <= 3 * bound * grad.norm()
+    with torch.autocast("cpu", dtype):
+        assert F.linear(x.double(), SparseTensor.from_dense(weight.double())).dtype is torch.float64
+        assert F.linear(x.half(), SparseTensor.from_dense(weight)).dtype is dtype
+        assert F.linear(x.to("meta"), SparseTensor.from_dense(weight).to("meta")).dtype is torch.float32
 
 
 def test_to_dense_has_a_gradient_at_the_pattern():
