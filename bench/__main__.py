@@ -7,15 +7,17 @@ from pathlib import Path
 
 import torch
 
-from bench import cpu, table
+from bench import cpu, prune_minilm, table
 from bench.networks import PRECISIONS
 from bench.timing import machine
+
+SUITES = ("snn", "snn-conv", "snn-network", "tuning", "spmm", "cpu", "prune-minilm", "table")
 
 
 def main() -> int:
     """Run the benchmarks named on the command line; 2 if there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("suite", choices=("snn", "snn-conv", "snn-network", "tuning", "spmm", "cpu", "table"))
+    parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the JSON files")
     parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
@@ -27,6 +29,11 @@ def main() -> int:
         return 0
     if arguments.suite == "cpu":
         save(arguments.out / "cpu.json", cpu.run())
+        return 0
+    if arguments.suite == "prune-minilm":
+        rows = list(prune_minilm.run())
+        save(arguments.out / "prune_minilm.json", rows)
+        print(prune_minilm.table(rows))
         return 0
     if not torch.cuda.is_available():
         print("the benchmarks need a CUDA device; none was found", file=sys.stderr)

@@ -74,7 +74,7 @@ def _network(result: dict[str, Any]) -> str:
     for precision in PRECISIONS:
         times = [result["ms"].get(f"{precision}/{variant}") for variant in _VARIANTS]
         rows.append([precision + (" (ours: exact)" if precision == "fp32" else ""), *map(_ms, times)])
-    return title + "\n\n" + _grid(rows)
+    return title + "\n\n" + markdown_grid(rows)
 
 
 def _layers(rows: list[dict[str, Any]]) -> str:
@@ -88,7 +88,7 @@ def _layers(rows: list[dict[str, Any]]) -> str:
         spikes = f"{row['density']:.1%}" + ("" if row["spikes"] == "independent" else f" {row['spikes']}")
         times = [_ms(row["ms"].get(key)) for key in _CONV_COLUMNS.values()]
         grid.append([row["case"].removeprefix("conv 3x3 "), row["dtype"], spikes, *times, decision(row)[0].strategy])
-    return title + "\n\n" + _grid(grid)
+    return title + "\n\n" + markdown_grid(grid)
 
 
 def _linears(rows: list[dict[str, Any]]) -> str:
@@ -99,7 +99,7 @@ def _linears(rows: list[dict[str, Any]]) -> str:
         times = [_ms(row["ms"].get(key)) for key in columns.values()]
         case = row["case"].removeprefix("linear ")
         grid.append([case, row["dtype"], f"{row['density']:.0%}", *times, decision(row)[0].strategy])
-    return _grid(grid)
+    return markdown_grid(grid)
 
 
 def _tuning(rows: list[dict[str, Any]]) -> str:
@@ -130,7 +130,7 @@ def _products(rows: list[dict[str, Any]]) -> str:
         dense = [_ms(row["ms"].get(f"dense {precision}")) for precision in PRECISIONS]
         times = [_ms(row["ms"]["chosen"]), peer or "–", _ms(row["ms"].get(peer)), *dense]
         grid.append([row["case"], str(row.get("n", row.get("d", "–"))), row["dtype"], *times])
-    return "Sparse products, CUDA graph replays; ours is what an untuned call runs:\n\n" + _grid(grid)
+    return "Sparse products, CUDA graph replays; ours is what an untuned call runs:\n\n" + markdown_grid(grid)
 
 
 _TWICE = ("second process", "share of the passes")
@@ -153,7 +153,7 @@ def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}" if value < 1 else f"{value:.2f}"
 
 
-def _grid(rows: list[list[str]]) -> str:
+def markdown_grid(rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
 
