@@ -8,6 +8,7 @@ which did not change between 0.7.1 and 0.10.0 in what is used here; meanings are
 
 import ctypes
 import importlib.util
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _STATUSES = (
     "EXECUTION_FAILED", "INTERNAL_ERROR", "MATRIX_TYPE_NOT_SUPPORTED", "ZERO_PIVOT", "NOT_SUPPORTED",
     "INSUFFICIENT_RESOURCES",
 )  # fmt: skip
+_REBINDING = ((0, 8),)
+"""Versions whose plans were seen to read the bias's address at each product (0.8.0, H100); no document promises it."""
 _OPAQUE_BYTES, _OPAQUE_ALIGNMENT = 16384, 64
 """Room for an opaque structure: they had 11024 bytes at most, 1024 or 512 in the versions above."""
 _ALIGNMENT = 16
@@ -61,6 +64,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cusparseLtSpMMACompressedSize2": (_P, _P, _P, _P),
     "cusparseLtSpMMACompress2": (_P, _P, _I, _I, _P, _P, _P, _P),
 }
+_DESTROY_SELECTION = "cusparseLtMatmulAlgSelectionDestroy"
+"""Of 0.8 and later: earlier selections hold nothing to be freed."""
 
 
 class Library:
@@ -80,11 +85,19 @@ class Library:
                 raise LibraryError(f"{SONAME} has no function {name}: install cuSPARSELt 0.7 or later")
             function.argtypes, function.restype = arguments, ctypes.c_int
         self.functions = functions
+        self.destroy_selection = getattr(functions, _DESTROY_SELECTION, None)
+        if self.destroy_selection is not None:
+            self.destroy_selection.argtypes, self.destroy_selection.restype = (_P,), ctypes.c_int
         self.matmul: Callable[..., int] = functions.cusparseLtMatmul
         self.version = tuple(self._property(which) for which in range(3))
         if not _OLDEST <= self.version[:2] < _BEFORE:
             found = ".".join(map(str, self.version))
             raise LibraryError(f"{SONAME} is version {found}: 0.7 or later of 0.x is needed")
+
+    @property
+    def rebinds(self) -> bool:
+        """Whether a plan takes another bias after it was made."""
+        return self.version[:2] in _REBINDING
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function.
@@ -222,6 +235,9 @@ def handle_of(device: torch.device) -> Handle:
 
 def current_handle(device: torch.device | None = None) -> Handle:
     """The handle of a CUDA device, by default the current one; see `handle_of`."""
+    load()
+    if not torch.cuda.is_available():
+        raise LibraryError("cuSPARSELt was found, but no CUDA device")
     return handle_of(torch.device("cuda", torch.cuda.current_device()) if device is None else device)
 
 
@@ -233,10 +249,13 @@ def make_handle(library: Library) -> Handle:
 
 
 class Plan:
-    """A product made ready: with its device current, callable with addresses.
+    """A product made ready, which may take a quarter of a second: with its device current, callable with addresses.
 
     Args:
-        bias: address of the bias. It is a part of what the library makes ready, so that another takes another plan.
+        bias: address of the bias, if the product has one.
+
+    Attributes:
+        workspace_bytes: memory that a call needs.
 
     Raises:
         LibraryError: the library does not take the product, or not with this algorithm.
@@ -245,7 +264,7 @@ class Plan:
     def __init__(
         self, handle: Handle, product: Product, algorithm: Algorithm, bias: int | None = None, scale: float = 1.0
     ) -> None:
-        self._handle = handle
+        self._handle, self._bias = handle, bias
         self._parts = _Parts(handle, product, bias)
         self._parts.select(algorithm)
         self._memory = Opaque()
@@ -255,20 +274,32 @@ class Plan:
         handle.call("cusparseLtMatmulGetWorkspace", self._memory, ctypes.byref(size))
         self.workspace_bytes = size.value
         self._scale, self._one, self._zero = ctypes.c_float(scale), ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self._lock = threading.Lock()
 
     def __call__(
-        self, compressed: int, dense: int, residual: int | None, out: int, workspace: int | None, stream: int
-    ) -> None:
+        self, compressed: int, dense: int, bias: int | None, residual: int | None, out: int, workspace: int | None,
+        stream: int,
+    ) -> None:  # fmt: skip
         """Queue the product on a stream; everything is an address, of memory that the stream may use.
+
+        Args:
+            bias: where it is not the plan's, the library must be one that `rebinds`.
 
         Raises:
             LibraryError: with the library's status.
         """
         beta = self._zero if residual is None else self._one
-        status = self._handle.library.matmul(
-            self._handle.memory, self._memory, ctypes.byref(self._scale), compressed, dense, ctypes.byref(beta),
-            out if residual is None else residual, out, workspace, ctypes.byref(ctypes.c_void_p(stream)), 1,
-        )  # fmt: skip
+        library = self._handle.library
+        with self._lock:
+            if bias != self._bias:
+                if not library.rebinds:
+                    raise LibraryError(f"a plan of cuSPARSELt {library.version} keeps its bias: make one for each")
+                self._parts.bind(bias)
+                self._bias = bias
+            status = library.matmul(
+                self._handle.memory, self._memory, ctypes.byref(self._scale), compressed, dense, ctypes.byref(beta),
+                out if residual is None else residual, out, workspace, ctypes.byref(ctypes.c_void_p(stream)), 1,
+            )  # fmt: skip
         if status:
             check("cusparseLtMatmul", status)
 
@@ -289,12 +320,18 @@ class _Parts:
         if p.relu:
             self._describe(_RELU, ctypes.c_int(1))
         if p.bias:
-            self._describe(_BIAS_POINTER, ctypes.c_void_p(bias))
+            self.bind(bias)
         handle.call("cusparseLtMatmulAlgSelectionInit", self.selection, self.matmul, _DEFAULT_SELECTION)
+        if handle.library.destroy_selection is not None:
+            self.selection.destroyed_by(handle.library.destroy_selection)
 
     def _describe(self, attribute: int, value: Any) -> None:
         size = ctypes.sizeof(value)
         self._handle.call("cusparseLtMatmulDescSetAttribute", self.matmul, attribute, ctypes.byref(value), size)
+
+    def bind(self, bias: int | None) -> None:
+        """Say where the bias is."""
+        self._describe(_BIAS_POINTER, ctypes.c_void_p(bias))
 
     def select(self, algorithm: Algorithm) -> None:
         """Choose an algorithm; what is left at its default is not set."""
@@ -305,6 +342,7 @@ class _Parts:
             self._set(_SPLIT_K_MODE, algorithm.split_k_mode)
 
     def algorithms(self) -> int:
+        """How many there are to choose from."""
         value = ctypes.c_int()
         self._handle.call(
             "cusparseLtMatmulAlgGetAttribute", self.selection, _ALGORITHMS, ctypes.byref(value), ctypes.sizeof(value)

@@ -7,9 +7,6 @@ anew. Inside ``frozen_weights`` this is left out.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -18,30 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsecomp.lowering import cost, cusparselt, dispatch, spmm_nm
+from sparsecomp.lowering import cost, cusparselt, dispatch
 from sparsecomp.lowering.ceilings import ceilings_of
 from sparsecomp.lowering.epilogue import output_of
+from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.lowering.signature import Device, KernelSignature, device_of
 from sparsecomp.lowering.spmm_csr import TOLERANCE
 from sparsecomp.lowering.spmm_nm import SPMM_NM, SpmmNM
 from sparsecomp.lowering.strided import dtype_name, strides_of
 from sparsecomp.lowering.template import Operation
-
-_frozen: ContextVar[bool] = ContextVar("sparsecomp_frozen_weights", default=False)
-
-
-@contextmanager
-def frozen_weights() -> Iterator[None]:
-    """Trust that 2:4 weights are written to only in ways that autograd counts, and not between replays of a graph.
-
-    Products in here (in this thread, and in CUDA graphs captured here) do not look whether the copy that they multiply
-    still is the weight's. A graph captured in here keeps the weights as they are.
-    """
-    token = _frozen.set(True)
-    try:
-        yield
-    finally:
-        _frozen.reset(token)
 
 
 def run(
@@ -78,7 +60,7 @@ def run(
     if width != 2 * problem.groups or refusal(problem, values.device) is not None:
         return False
     copy = COPIES.of(values, indices)
-    kept = None if _frozen.get() else copy.fingerprint
+    kept = None if are_frozen() else copy.fingerprint
     dispatch.run(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
     return True
 

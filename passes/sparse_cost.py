@@ -106,7 +106,7 @@ def compare(product: Product, device: Device, ceilings: Ceilings) -> Decision:
     """`decide` for a CUDA device of these ceilings."""
     sparse, kernel = sparse_seconds(product, device, ceilings)
     dense = dense_seconds(product, ceilings)
-    reason = f"estimated {sparse * 1e6:.1f} us against {dense * 1e6:.1f} us dense"
+    reason = f"estimated {sparse * 1e6:.1f} us against {dense * 1e6:.1f} us dense{_not_by_library(product, device)}"
     if sparse > _MARGIN * dense:
         return Decision(True, "dense", 1.0, f"{kernel} would not pay: {reason}")
     return Decision(False, kernel, dense / sparse, reason)
@@ -129,11 +129,29 @@ def sparse_seconds(product: Product, device: Device, ceilings: Ceilings) -> tupl
     Infinite if no kernel takes the product.
     """
     operation, problem = _problem(product)
-    times = [
-        (cost.seconds(candidate, problem, ceilings), candidate.template.name)
-        for candidate in operation.candidates(problem, device)
-    ]
+    candidates = operation.candidates(problem, device)
+    if _is_semi_structured(product):
+        candidates += _semi_structured().candidates(problem, device)
+    times = [(cost.seconds(candidate, problem, ceilings), candidate.template.name) for candidate in candidates]
     return min(times, default=(float("inf"), f"spmm_{product.format}"))
+
+
+def _is_semi_structured(product: Product) -> bool:
+    return product.format == "nm" and product.block == (2, 4)
+
+
+def _semi_structured() -> Any:
+    from sparsecomp.lowering.semi_structured import SEMI_STRUCTURED
+
+    return SEMI_STRUCTURED
+
+
+def _not_by_library(product: Product, device: Device) -> str:
+    """For the report: why sparse tensor cores are out of the question for a 2:4 weight; nothing if they are not."""
+    if not _is_semi_structured(product):
+        return ""
+    reasons = _semi_structured().refusals(_problem(product)[1], device).values()
+    return "".join(f"; not on sparse tensor cores: {reason}" for reason in reasons)
 
 
 def _problem(product: Product) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """A library with cuSPARSELt's functions that works on the host's memory, called through the C ABI as the real one is.
 
-It records structures by address, refuses what the documentation says the real one refuses, and computes in float32. Its
-compressed form is its own: the values of each group of four that are not zero, at the first places, and where they were.
+It records structures by address, refuses what the documentation says the real one refuses, and computes in float32.
+Its compressed form is its own: two values of each group of four, and then where they were.
 """
 
 import ctypes
@@ -39,7 +39,8 @@ class FakeLibrary:
     def __init__(self, version=(0, 8, 0), algorithms=4, drop=()):
         self._version, self._algorithms = version, algorithms
         self.structures, self.calls, self.products, self.faults = {}, {}, [], []
-        for name, arguments in cusparselt._SIGNATURES.items():
+        signatures = {**cusparselt._SIGNATURES, cusparselt._DESTROY_SELECTION: (ctypes.c_void_p,)}
+        for name, arguments in signatures.items():
             if name not in drop:
                 setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(self._recorded(name)))
 
@@ -90,6 +91,9 @@ class FakeLibrary:
     def _MatmulAlgSelectionInit(self, handle, memory, matmul, default):
         self.structures[memory] = {0: 0, 3: 1, 4: 0}
 
+    def _MatmulAlgSelectionDestroy(self, memory):
+        del self.structures[memory]
+
     def _MatmulAlgSetAttribute(self, handle, memory, attribute, data, size):
         self.structures[memory][attribute] = ctypes.c_int.from_address(data).value
 
@@ -100,7 +104,9 @@ class FakeLibrary:
         chosen = self.structures[selection]
         if chosen[0] >= self._algorithms or chosen[0] % 2 and chosen[3] != 1:
             return NOT_SUPPORTED
-        self.structures[memory] = (dict(self.structures[matmul]), dict(chosen))
+        described = self.structures[matmul]
+        # 0.8 reads it at each product; that others do is not known
+        self.structures[memory] = (described if self._version[1] == 8 else dict(described), dict(chosen))
 
     def _MatmulPlanDestroy(self, memory):
         del self.structures[memory]
@@ -130,9 +136,11 @@ class FakeLibrary:
         rows, cols, _, kind, _ = product["a"]
         values = tensor_at(a, rows * cols // 2, _DTYPES[kind]).view(rows, -1, 2).float()
         places = tensor_at(a + rows * cols, rows * cols // 2, torch.uint8).view(rows, -1, 2).long()
-        weight = torch.zeros(rows, cols // 4, 4).scatter_(-1, places, values).view(rows, cols)
-        out = matrix_at(d, product["d"])
-        result = ctypes.c_float.from_address(alpha).value * (weight @ matrix_at(b, product["b"]).float())
+        out, dense = matrix_at(d, product["d"]), matrix_at(b, product["b"]).float()
+        place = (places + 4 * torch.arange(cols // 4)[:, None]).view(rows, -1)
+        # what is not stored is not multiplied
+        sums = torch.stack([one @ dense[at] for one, at in zip(values.view(rows, -1), place, strict=True)])
+        result = ctypes.c_float.from_address(alpha).value * sums
         if ctypes.c_float.from_address(beta).value:
             result += matrix_at(c, product["d"]).float()
         if product.get("bias"):

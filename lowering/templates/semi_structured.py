@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from sparsecomp.errors import LibraryError
 from sparsecomp.lowering import cusparselt
@@ -26,7 +27,7 @@ from sparsecomp.lowering.templates.dense_product import GROUP, tile_count, tile_
 from sparsecomp.lowering.templates.epilogue import dot, finish, precision
 from sparsecomp.lowering.templates.spmm_nm import _put, nm_repair_kernel, spmm_nm_kernel, spread
 
-_PARTS = 512
+_MOST_PARTS = 512
 """Parts of the values with a fingerprint each, and programs that take it."""
 _WORDS = 1024
 """Words of 64 bits that a program reads in a step."""
@@ -40,8 +41,9 @@ _SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @triton.jit
-def fingerprint_kernel(words_ptr, out_ptr, words, steps, PARTS: tl.constexpr, B: tl.constexpr):
-    """out[part] = sum of the part's words, each scrambled with its position (MurmurHash3's finaliser, public domain)."""
+def fingerprint_kernel(values_ptr, out_ptr, words, steps, PARTS: tl.constexpr, B: tl.constexpr):
+    """out[part] = sum of the part's words, each scrambled with its position by MurmurHash3's finaliser."""
+    words_ptr = values_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     first = tl.program_id(0).to(tl.int64) * B
     total = tl.zeros((B,), tl.uint64)
     for step in range(steps):
@@ -51,20 +53,27 @@ def fingerprint_kernel(words_ptr, out_ptr, words, steps, PARTS: tl.constexpr, B:
         word = (word ^ (word >> 33)) * 0xFF51AFD7ED558CCD
         word = (word ^ (word >> 33)) * 0xC4CEB9FE1A85EC53
         total += word ^ (word >> 33)
-    tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0).to(tl.int64, bitcast=True))
+    parts_ptr = out_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.store(parts_ptr + tl.program_id(0), tl.sum(total, 0).to(tl.int64, bitcast=True))
 
 
 @triton.jit
 def guarded_kernel(
-    values_ptr, indices_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr, bad_ptr, now_ptr, kept_ptr,
+    values_ptr, indices_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr, scratch_ptr, kept_ptr,
     M, N, K, groups, values_b, values_m, indices_m, dense_b, dense_k, dense_n,
     out_b, out_m, out_n, res_b, res_m, res_n, scale,
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """What ``spmm_nm_kernel`` and then ``nm_repair_kernel`` do for a tile of a 2:4 product, if now is not kept."""
+    """What ``spmm_nm_kernel`` and then ``nm_repair_kernel`` do for a tile of a 2:4 product, if values have changed.
+
+    scratch: PARTS fingerprints of the values as they are, and a byte a tile; kept: those of the values as they were.
+    """
+    now_ptr = scratch_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    bad_ptr = (now_ptr + PARTS).to(tl.pointer_type(tl.int8), bitcast=True)
+    known_ptr = kept_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     part = tl.arange(0, PARTS)
-    differ = (tl.load(now_ptr + part) != tl.load(kept_ptr + part)).to(tl.int32)
+    differ = (tl.load(now_ptr + part) != tl.load(known_ptr + part)).to(tl.int32)
     if tl.sum(differ, 0) == 0:
         return
     spmm_nm_kernel(
@@ -83,16 +92,22 @@ def guarded_kernel(
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """(parts,) int64 of contiguous values, whose bytes are a multiple of 8."""
-    out = torch.empty(_PARTS, dtype=torch.int64, device=values.device)
-    _fingerprint(values.numel() * values.element_size() // 8)(values.detach().view(-1).view(torch.int64), out)
+    """(8 · parts,) uint8 of contiguous values, whose bytes are a multiple of 8."""
+    words = values.numel() * values.element_size() // 8
+    out = torch.empty(8 * _parts(words), dtype=torch.uint8, device=values.device)
+    _fingerprint(words, values.dtype)(values, out)
     return out
 
 
+def _parts(words: int) -> int:
+    return min(triton.next_power_of_2(triton.cdiv(words, _WORDS)), _MOST_PARTS)
+
+
 @lru_cache(maxsize=1024)
-def _fingerprint(words: int) -> Launch:
-    constants = {"PARTS": _PARTS, "B": _WORDS}
-    return Launch(fingerprint_kernel, (_PARTS,), (words, triton.cdiv(words, _PARTS * _WORDS)), constants, num_warps=4)
+def _fingerprint(words: int, dtype: torch.dtype) -> Launch:
+    parts = _parts(words)
+    numbers = (words, triton.cdiv(words, parts * _WORDS))
+    return Launch(fingerprint_kernel, (parts,), numbers, {"PARTS": parts, "B": _WORDS}, num_warps=4)
 
 
 class _Guarded:
@@ -102,9 +117,10 @@ class _Guarded:
         self._scale, self._finish = problem.output.scale, _SMOOTH.get(problem.output.activation)
         self._product = product_of(problem)
         self._algorithm = Algorithm(config["algorithm"], config["split_k"], config["split_k_mode"])
-        self._guard, tiles = _guard(problem)
-        self._tiles = tiles
-        # an address is a part of a plan; biases that come and go push one another out
+        words = problem.m * problem.groups // 2
+        self._fingerprint, self._parts = _fingerprint(words, getattr(torch, problem.dtype)), _parts(words)
+        self._guard, self._tiles = _guard(problem, self._parts)
+        # where an address is a part of a plan, biases that come and go push one another out
         self._plans = lru_cache(maxsize=64)(self._plan)
 
     def _plan(self, device: torch.device, bias: int | None) -> Plan:
@@ -114,32 +130,43 @@ class _Guarded:
         self, values: Tensor, indices: Tensor, compressed: Tensor, kept: Tensor | None, dense: Tensor,
         bias: Tensor | None, residual: Tensor | None, out: Tensor,
     ) -> None:  # fmt: skip
-        if values.is_cuda and values.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(values.device):
+        device = values.device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
                 return self(values, indices, compressed, kept, dense, bias, residual, out)
-        now = None if kept is None else fingerprint(values)
-        plan = self._plans(values.device, None if bias is None else bias.data_ptr())
-        size = plan.workspace_bytes
-        workspace = torch.empty(size, dtype=torch.uint8, device=values.device) if size else None
+        at = None if bias is None else bias.data_ptr()
+        plan = self._plans(device, None if at is None or cusparselt.load().rebinds else at)
+        own = self._guard_bytes
+        scratch = torch.empty(own + plan.workspace_bytes, dtype=torch.uint8, device=device)
+        if kept is not None:
+            self._fingerprint(values, scratch)
         plan(
-            compressed.data_ptr(), dense.data_ptr(), None if residual is None else residual.data_ptr(),
-            out.data_ptr(), None if workspace is None else workspace.data_ptr(), cusparselt.stream_of(values),
+            compressed.data_ptr(), dense.data_ptr(), at, None if residual is None else residual.data_ptr(),
+            out.data_ptr(), scratch.data_ptr() + own, _stream_of(device),
         )  # fmt: skip
         if self._finish is not None:
             self._finish(out)
         if kept is not None:
-            bad = torch.empty(self._tiles, dtype=torch.int8, device=values.device)
-            self._guard(values, indices, dense, bias, residual, out, bad, now, kept)
+            self._guard(values, indices, dense, bias, residual, out, scratch, kept)
+
+    @property
+    def _guard_bytes(self) -> int:
+        """Fingerprints and the tiles' flags, so many that the workspace behind them is aligned."""
+        return -(-(8 * self._parts + self._tiles) // 256) * 256
 
 
-def _guard(problem: SpmmNM) -> tuple[Launch, int]:
+def _stream_of(device: torch.device) -> int:
+    return driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
+
+
+def _guard(problem: SpmmNM, parts: int) -> tuple[Launch, int]:
     p = problem
     tile = Config(BM=128 if p.m > 64 else 64, BN=max(min(triton.next_power_of_2(p.n), 128), 16))
     numbers = (p.m, p.n, p.k, p.groups, *problem[7:13], *p.output.numbers)
     constants = {**p.output.constants, **tile, "PRECISION": precision(p.dtype), "G": 16, "GROUP": GROUP}
-    constants |= {"PARTS": _PARTS, "E": max(1024 // tile["BN"], 8)}
+    constants |= {"PARTS": parts, "E": max(1024 // tile["BN"], 8)}
     tiles = tile_count(p.m, p.n, tile)
-    return Launch(guarded_kernel, (tiles,), numbers, constants, num_warps=8, num_stages=2), tiles
+    return Launch(guarded_kernel, (tiles,), numbers, constants, num_warps=8, num_stages=3), tiles
 
 
 def product_of(problem: SpmmNM) -> Product:
@@ -196,28 +223,24 @@ def _unlike(problem: SpmmNM) -> str | None:
 
 @lru_cache(maxsize=8192)
 def _algorithms(product: Product) -> tuple[Algorithm, ...]:
-    """Those that the library makes a plan of, on the current device; raises LibraryError if it takes no such product."""
-    handle = cusparselt.current_handle()
-    found = []
-    for number in range(cusparselt.algorithms(handle, product)):
-        for split_k, mode in _splits(product):
-            try:
-                Plan(handle, product, Algorithm(number, split_k, mode), bias=16 if product.bias else None)
-            except LibraryError:
-                continue
-            found.append(Algorithm(number, split_k, mode))
-    return tuple(found)
+    """Those that the library says it has, on the current device; of some with parts it makes no plan.
+
+    Raises:
+        LibraryError: it takes no such product.
+    """
+    numbers = range(cusparselt.algorithms(cusparselt.current_handle(), product))
+    return tuple(Algorithm(number, *split) for split in _splits(product) for number in numbers)
 
 
 def _splits(product: Product) -> list[tuple[int, int]]:
-    """Parts of k, and how their sums are joined (in one kernel or two), worth a try where tiles leave processors idle."""
+    """Parts of k and how their sums are joined, in one kernel or two: worth a try where tiles leave processors idle."""
     small = triton.cdiv(product.m, 128) * triton.cdiv(product.n, 128) < 132
     return [(1, 0), *((parts, mode) for parts in (2, 4) for mode in (1, 2) if small and product.k >= 1024 * parts)]
 
 
 def _unable(product: Product) -> str | None:
     try:
-        return None if _algorithms(product) else "cuSPARSELt makes no plan of it"
+        return None if _algorithms(product) else "cuSPARSELt has no algorithm for it"
     except LibraryError as error:
         return str(error)
 
@@ -242,9 +265,18 @@ SEMI_STRUCTURED = Template(
     name="cusparselt",
     op="semi_structured",
     sources=(
-        fingerprint_kernel, guarded_kernel, spmm_nm_kernel, nm_repair_kernel, spread, _put, tile_of, dot, finish,
-        Plan, _Guarded,
-    ),  # fmt: skip
+        fingerprint_kernel,
+        guarded_kernel,
+        spmm_nm_kernel,
+        nm_repair_kernel,
+        spread,
+        _put,
+        tile_of,
+        dot,
+        finish,
+        Plan,
+        _Guarded,
+    ),
     refuse=_refuse,
     space=_space,
     cost=Cost(

@@ -4,6 +4,7 @@ Importing this package registers them under ``torch.ops.sparsecomp`` and needs n
 their kernels on first use.
 """
 
+from sparsecomp.lowering.frozen import frozen_weights
 from sparsecomp.ops.lif import lif
 from sparsecomp.ops.patterns import Layout
 from sparsecomp.ops.sddmm import sddmm
@@ -16,6 +17,7 @@ from sparsecomp.ops.weights import split_weight
 __all__ = [
     "Layout",
     "decompositions",
+    "frozen_weights",
     "lif",
     "pack_weight",
     "sddmm",

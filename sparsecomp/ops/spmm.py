@@ -145,8 +145,10 @@ def _cuda(
         "bias": bias, "bias_axis": bias_axis, "residual": residual, "activation": activation, "scale": scale
     }  # fmt: skip
     if format == "nm" and not transpose:
-        from sparsecomp.lowering import spmm_nm  # loads Triton
+        from sparsecomp.lowering import semi_structured, spmm_nm  # load Triton
 
+        if layout.block == (2, 4) and semi_structured.run(values, pattern[0], dense, out, **finish):
+            return out
         spmm_nm.run(values, pattern[0], layout.block[0], layout.block[1], dense, out, **finish)
         return out
     matrix = compressed(values, pattern, layout, transpose)
