@@ -10,6 +10,8 @@ Names load on first use, so that `import sparsecomp` needs neither Triton nor In
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from sparsecomp import cache, formats, nn
     from sparsecomp._explain import explain
@@ -75,6 +77,14 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"sparsecomp.{_HOME[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _rebuild(*stored: Any) -> Any:
+    return import_module("sparsecomp.sparse_tensor").rebuild(*stored)
+
+
+# so that torch.load(weights_only=True) reads a SparseTensor, which loads only then
+torch.serialization.add_safe_globals([(_rebuild, "sparsecomp.sparse_tensor.rebuild")])
 
 
 def __dir__() -> list[str]:

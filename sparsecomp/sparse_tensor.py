@@ -39,7 +39,7 @@ class SparseTensor(Tensor):
     """A matrix of one of `sparsecomp.formats` as a tensor.
 
     Gradients end here: none reaches the matrix's own values. `torch.load(weights_only=True)` reads one once
-    `sparsecomp.sparse_tensor` has been imported.
+    `sparsecomp` has been imported.
 
     Args:
         matrix: without a batch; its arrays are kept, not copied, except that COO's rows become pointers.
@@ -234,6 +234,3 @@ def _as_parameter(tensor: SparseTensor, parameter: bool) -> SparseTensor:
     if parameter:
         cast(Any, tensor)._is_param = True  # what nn.Parameter does to tensors of other classes
     return tensor
-
-
-torch.serialization.add_safe_globals([rebuild])

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -278,6 +280,24 @@ def test_a_module_keeps_its_state():
         one.float().load_state_dict(state)
     one.load_state_dict(state, assign=True)
     assert torch.equal(one(x), other(x))
+
+
+def test_a_fresh_process_reads_weights_and_an_optimizers_state_after_import_sparsecomp(tmp_path):
+    weight = nn.Parameter(tensor())
+    optimizer = torch.optim.Adam([weight])
+    (torch.ones(1, 6) @ weight).sum().backward()
+    optimizer.step()
+    torch.save({"weight": weight, "state": optimizer.state_dict(), "dense": weight.to_dense()}, tmp_path / "w.pt")
+    code = """
+import sys, torch, sparsecomp
+assert "sparsecomp.sparse_tensor" not in sys.modules
+found = torch.load(sys.argv[1], weights_only=True)
+moments = found["state"]["state"][0]["exp_avg"]
+torch.testing.assert_close(moments.to_dense(), 0.1 * (found["dense"] != 0))
+print(torch.equal(found["weight"].to_dense(), found["dense"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "w.pt"], capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def test_a_file_with_wrong_arrays_is_refused():
