@@ -5,7 +5,9 @@ the cost model expects most of; ``chosen`` is what an untuned call runs. Errors 
 against cuSPARSE in float64 (dense float64 for blocks and N:M).
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -21,19 +23,23 @@ from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.lowering import autotune, dispatch, sddmm, spmm_bsr, spmm_csr, spmm_nm
 from sparsecomp.lowering.ceilings import ceilings_of
 from sparsecomp.lowering.cost import rank
+from sparsecomp.lowering.random_sparse import random_pattern
 from sparsecomp.lowering.signature import device_of, evenness
 from sparsecomp.lowering.template import of_operation
 from sparsecomp.lowering.trial import relative_error
+from sparsecomp.passes import sparse_cost
 
 COPIES = 3
 """Sets of operands rotated through, so that no call finds its own in the L2 cache."""
-SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
-FILES = (
+SPARSITIES = (0.7, 0.8, 0.9, 0.95, 0.98)
+COLUMNS = (128, 512, 2048)
+PRUNED = (
     "dlmc_rn50_mag0.7_b2g2.smtx", "dlmc_transformer_mag0.9_enc2_ffn1.smtx", "dlmc_transformer_vd0.98_dec5_ffn1.smtx",
-    "bcsstk13.mtx.gz", "ca-CondMat.mtx.gz", "p2p-Gnutella31.mtx.gz",
 )  # fmt: skip
+GRAPHS = ("bcsstk13.mtx.gz", "ca-CondMat.mtx.gz", "p2p-Gnutella31.mtx.gz")
 
 Call = Callable[[], Any]
+Case = Callable[[], dict[str, Any]]
 
 
 def run(data: Path | None = None) -> Iterator[dict[str, Any]]:
@@ -42,40 +48,85 @@ def run(data: Path | None = None) -> Iterator[dict[str, Any]]:
     Args:
         data: folder with ``matrices/`` of real ones, for cases of their own; see ``bench.matrices``.
     """
+    rows = []
+    for case in cases(data):
+        rows.append(case())
+        yield rows[-1]
+    yield from summaries(rows)
+
+
+def cases(data: Path | None = None) -> list[Case]:
+    """What ``run`` measures, one callable a row; those of one group stand side by side."""
     torch.manual_seed(0)
-    for dtype in (torch.float32, torch.float16):
-        for sparsity in SPARSITIES if dtype is torch.float32 else (0.7, 0.9, 0.95, 0.99):
-            yield _csr_row(f"csr 4096x4096 {sparsity:.0%}", _random_csr(4096, 4096, sparsity), 512, dtype)
-        for n in (1, 16, 4096):
-            yield _csr_row("csr 4096x4096 90%", _random_csr(4096, 4096, 0.9), n, dtype)
-    if data is not None:
-        for name in FILES:
-            matrix = matrices.read(data / "matrices" / name).to(CSR)
-            yield _csr_row(name.split(".mtx")[0].removesuffix(".smtx"), matrix.to_device("cuda"), 128, torch.float32)
-    for n in (512, 4096):
-        for block in (4, 8, 16, 32, 64, 128):
-            yield _bsr_row(block, n, torch.float16)
-    for block in (16, 64):
-        yield _bsr_row(block, 512, torch.float32)
-    for keep, group, shape in ((2, 4, (4096, 4096, 4096)), (2, 4, (11008, 4096, 16)), (1, 4, (11008, 4096, 16))):
-        yield _nm_row(keep, group, *shape)
-    for dtype in (torch.float32, torch.float16):
-        for sparsity in (0.8, 0.9, 0.95, 0.99):
-            yield _sddmm_row(sparsity, 512, dtype)
-    yield _epilogue_row()
-    yield _host_row()
+    found: list[Case] = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for n in COLUMNS:
+            found += [partial(_random_row, sparsity, n, dtype) for sparsity in SPARSITIES]
+            found += [partial(_file_row, "pruned", data, name, n, dtype) for name in PRUNED if data]
+    for n in (32, 64, 128, 256):
+        found += [partial(_file_row, "graph", data, name, n, torch.float32) for name in GRAPHS if data]
+        found.append(partial(_skewed_row, n))
+    for n in (1, 16, 4096):
+        found += [partial(_random_row, 0.9, n, dtype, "csr width") for dtype in (torch.float32, torch.float16)]
+    for block in (4, 8, 16, 32, 64, 128):
+        found += [partial(_bsr_row, block, 512, torch.float16, sparsity=sparsity) for sparsity in (0.8, 0.9, 0.95)]
+        found.append(partial(_bsr_row, block, 4096, torch.float16))
+    found += [partial(_bsr_row, block, 512, torch.float32) for block in (16, 64)]
+    shapes = ((2, 4, 4096, 4096, 4096), (2, 4, 11008, 4096, 16), (1, 4, 11008, 4096, 16))
+    found += [partial(_nm_row, *shape) for shape in shapes]
+    for dtype in (torch.float32, torch.bfloat16):
+        found += [partial(_sddmm_row, sparsity, 512, dtype) for sparsity in (0.8, 0.9, 0.95, 0.99)]
+    return [*found, _epilogue_row, _host_row]
+
+
+def summaries(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Speed over each group's peer, and that of compiled models over dense: geometric mean, least and most."""
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        times = row.get("ms", {})
+        peer = next((times[name] for name in PEERS if name in times), None)
+        if "chosen" in times and peer is not None:
+            groups.setdefault(f"{row['group']} {row['dtype']} over its peer", []).append(peer / times["chosen"])
+        if "compiled" in times:
+            groups.setdefault("compiled over dense", []).append(times["dense"] / times["compiled"])
+    for name, gains in groups.items():
+        summary = {"mean": round(statistics.geometric_mean(gains), 2), "least": round(min(gains), 2)}
+        row = {"case": f"speed of {name}", "cases": len(gains), **summary, "most": round(max(gains), 2)}
+        print(row, flush=True)
+        yield row
+
+
+PEERS = ("cuSPARSE", "torch bsr", "torch 2:4", "sampled_addmm")
+
+
+def _random_row(sparsity: float, n: int, dtype: torch.dtype, group: str = "pruned") -> dict[str, Any]:
+    return _csr_row(f"csr 4096x4096 {sparsity:.0%}", group, _random_csr(4096, 4096, sparsity), n, dtype)
+
+
+def _file_row(group: str, data: Path, name: str, n: int, dtype: torch.dtype) -> dict[str, Any]:
+    matrix = matrices.read(data / "matrices" / name).to(CSR).to_device("cuda")
+    return _csr_row(name.split(".mtx")[0].removesuffix(".smtx"), group, matrix, n, dtype)
+
+
+def _skewed_row(n: int) -> dict[str, Any]:
+    """Most rows are empty, and a hundredth of them hold a third of a million entries."""
+    random = torch.Generator("cuda").manual_seed(0)
+    pattern = random_pattern(2**16, 2**16, 2**20, 4, "int32", random)
+    ones = torch.ones(pattern.col.numel(), device="cuda")
+    matrix = CSR.from_arrays(pattern.crow, pattern.col, ones, (2**16, 2**16))
+    return _csr_row("skewed 65536x65536", "graph", matrix, n, torch.float32)
 
 
 def _random_csr(m: int, k: int, sparsity: float) -> CSR:
     return CSR.from_dense((torch.rand(m, k, device="cuda") > sparsity).float())
 
 
-def _csr_row(case: str, matrix: CSR, n: int, dtype: torch.dtype) -> dict[str, Any]:
+def _csr_row(case: str, group: str, matrix: CSR, n: int, dtype: torch.dtype) -> dict[str, Any]:
     (m, k), crow, col = matrix.shape, matrix.crow, matrix.col
     values = [torch.randn(col.numel(), device="cuda").to(dtype) for _ in range(COPIES)]
     dense = [torch.randn(k, n, device="cuda").to(dtype) for _ in range(COPIES)]
     out, skew = torch.empty(m, n, dtype=dtype, device="cuda"), evenness(matrix.statistics().row_variation)
-    row = _row(case, dtype, n=n, shape=[m, k], nnz=col.numel(), skew=skew)
+    row = _row(case, group, dtype, n=n, shape=[m, k], nnz=col.numel(), skew=skew)
     exact = _torch_csr(matrix, values[0].double()) @ dense[0].double()
     calls = [
         lambda v=v, d=d: spmm_csr.run(crow, col, v, d, out, skew=skew) for v, d in zip(values, dense, strict=True)
@@ -86,6 +137,7 @@ def _csr_row(case: str, matrix: CSR, n: int, dtype: torch.dtype) -> dict[str, An
     if m * k <= 2**26:
         full = [s.to_dense() for s in theirs]
         _time_dense(row, full, dense)
+        _compiled(row, "csr", (1, 1), (m, k, n), col.numel(), dtype, skew)
     return _printed(row)
 
 
@@ -101,7 +153,7 @@ def _bsr_row(block: int, n: int, dtype: torch.dtype, size: int = 4096, sparsity:
     values = [torch.randn(pattern.values.shape, device="cuda").to(dtype) for _ in range(COPIES)]
     dense = [torch.randn(size, n, device="cuda").to(dtype) for _ in range(COPIES)]
     out = torch.empty(size, n, dtype=dtype, device="cuda")
-    row = _row(f"bsr {size}x{size} {sparsity:.0%} block {block}", dtype, n=n)
+    row = _row(f"bsr {size}x{size} {sparsity:.0%} block {block}", f"bsr {block}", dtype, n=n)
     theirs = [torch.sparse_bsr_tensor(crow, col, v, (size, size)) for v in values]
     full = [s.to_dense() for s in theirs]
     calls = [lambda v=v, d=d: spmm_bsr.run(crow, col, v, d, out) for v, d in zip(values, dense, strict=True)]
@@ -110,6 +162,7 @@ def _bsr_row(block: int, n: int, dtype: torch.dtype, size: int = 4096, sparsity:
         pairs = [(s, d.mT.contiguous()) for s, d in zip(theirs, dense, strict=True)]
         _time_peer(row, "torch bsr", lambda: [lambda s=s, x=x: F.linear(x, s) for s, x in pairs])
     _time_dense(row, full, dense)
+    _compiled(row, "bsr", (block, block), (size, size, n), col.numel(), dtype, "even")
     return _printed(row)
 
 
@@ -122,7 +175,7 @@ def _nm_row(keep: int, group: int, m: int, k: int, n: int) -> dict[str, Any]:
     formats = [NM.from_dense(weight, n=keep, m=group) for weight in weights]
     x = [torch.randn(n, k, device="cuda").half() for _ in range(COPIES)]
     out = torch.empty(n, m, dtype=torch.float16, device="cuda")
-    row = _row(f"{keep}:{group} {m}x{k}", torch.float16, n=n)
+    row = _row(f"{keep}:{group} {m}x{k}", "n:m emulated", torch.float16, n=n)
     calls = [
         lambda f=f, a=a: spmm_nm.run(f.values, f.indices, keep, group, a.mT, out.mT)
         for f, a in zip(formats, x, strict=True)
@@ -144,7 +197,7 @@ def _sddmm_row(sparsity: float, d: int, dtype: torch.dtype, size: int = 4096) ->
     a = [torch.randn(size, d, device="cuda").to(dtype) for _ in range(COPIES)]
     b = [torch.randn(size, d, device="cuda").to(dtype) for _ in range(COPIES)]
     out = torch.empty(pattern.col.numel(), dtype=dtype, device="cuda")
-    row = _row(f"sddmm {size}x{size} {sparsity:.0%}", dtype, d=d)
+    row = _row(f"sddmm {size}x{size} {sparsity:.0%}", "sddmm", dtype, d=d)
     rows = torch.repeat_interleave(torch.arange(size, device="cuda"), pattern.crow.diff())
     exact = (a[0].double() @ b[0].double().mT)[rows, pattern.col.long()]
     pairs = list(zip(a, b, strict=True))
@@ -177,8 +230,11 @@ def _epilogue_row() -> dict[str, Any]:
         "bias+residual+relu fused": lambda d: spmm_csr.run(*arrays, d, out, residual=residual, **fused),
         "bias+residual+relu apart": lambda d: torch.relu(bare(d) + bias[:, None] + residual),
     }
-    times = {name: graph_ms([lambda d=d, f=f: f(d) for d in dense]) for name, f in variants.items()}
-    row = _row("epilogue csr 4096x4096 95%", torch.float32, n=n)
+    calls = {name: [lambda d=d, f=f: f(d) for d in dense] for name, f in variants.items()}
+    # in turns, so that a drifting clock favours none
+    turns = [{name: graph_ms(call, 10) for name, call in calls.items()} for _ in range(5)]
+    times = {name: statistics.median(turn[name] for turn in turns) for name in calls}
+    row = _row("epilogue csr 4096x4096 95%", "epilogue", torch.float32, n=n)
     return _printed(row | {"ms": times})
 
 
@@ -202,8 +258,25 @@ def _host_row() -> dict[str, Any]:
     return row
 
 
-def _row(case: str, dtype: torch.dtype, **facts: Any) -> dict[str, Any]:
-    return {"case": case, "dtype": str(dtype)[6:], **facts, "ms": {}, "error": {}, "config": {}}
+def _row(case: str, group: str, dtype: torch.dtype, **facts: Any) -> dict[str, Any]:
+    return {"case": case, "group": group, "dtype": str(dtype)[6:], **facts, "ms": {}, "error": {}, "config": {}}
+
+
+def _compiled(
+    row: dict[str, Any], layout: str, block: tuple[int, int], sizes: tuple[int, int, int], entries: int,
+    dtype: torch.dtype, skew: str,
+) -> None:  # fmt: skip
+    """What a compiled model with a constant weight runs, by the rule's estimate: this product or a dense one."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    product = sparse_cost.Product(
+        device, layout, block, *sizes, 1, entries, skew, dtype, linear=False, bias=False, residual=False,
+        activation="none", described="", constant=True,
+    )  # fmt: skip
+    decision = sparse_cost.decide(product)
+    times = row["ms"]
+    times["dense"] = times["dense fp32" if dtype is torch.float32 else "dense fp16"]
+    times["compiled"] = times["dense"] if decision.dense else times["chosen"]
+    row["config"]["compiled"] = decision.kernel
 
 
 def _time_ours(row: dict[str, Any], calls: Sequence[Call], out: Tensor, exact: Tensor) -> None:

@@ -165,7 +165,7 @@ SPMM_CSR_ROWS = Template(
     space=_space,
     cost=Cost(
         bytes=_batch * (_nnz * (_itemsize + 4) + (_k + _m) * _n * _itemsize),
-        seconds=copying + sympy.Max(
+        seconds=copying + 3e-6 + sympy.Max(
             _measured * traffic, _measured * walk_seconds(_longest / (_u * _e), _programs), _last / (_u * _e) * 9e-7
         ),
     ),
