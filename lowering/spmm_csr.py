@@ -26,7 +26,7 @@ from sparsecomp.lowering.strided import (
 from sparsecomp.lowering.template import Operation
 
 TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
-"""Relative Frobenius error of a product by dtype of its result: sums are float32, TF32 is multiplied thrice."""
+"""Relative Frobenius error of a product by dtype of its result; float32 runs as three products of its halves."""
 
 
 class SpmmCsr(NamedTuple):
