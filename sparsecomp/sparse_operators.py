@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sparsecomp.errors import PatternError, SparseOperatorError
@@ -68,8 +69,9 @@ def unsupported(cls: Any, func: Any, args: Any) -> SparseOperatorError:
     found = next((value for value in args if isinstance(value, cls)), None)
     what = f"{found.format} SparseTensor of shape {tuple(found.shape)}" if found is not None else "SparseTensor"
     advice = "call to_dense() first, which makes a dense copy"
-    if func.namespace == "c10d":
-        advice = "sparsecomp.nn.synchronize() sends what is stored; or call to_dense() first"
+    if dist.is_available() and dist.is_initialized():
+        # DistributedDataParallel flattens parameters and gradients to dense buffers
+        advice = f"sparsecomp.nn.synchronize(model) before DistributedDataParallel sends what is stored; or {advice}"
     return SparseOperatorError(f"{func} does not take a {what} with these operands: {advice}")
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsecomp import SparseTensor, optimize
-from sparsecomp.errors import FormatError, PatternError
+from sparsecomp.errors import FormatError, PatternError, SparseOperatorError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM
 from sparsecomp.nn import (
     AllowGrowth,
@@ -223,9 +223,29 @@ def _process(rank: int, port: int) -> None:
     other = nn.Sequential(SparseLinear(CSR.from_dense(torch.eye(4) if rank else torch.eye(4).flip(0))))
     with pytest.raises(PatternError, match="different elements of 0.weight"):
         synchronize(other)
+    _refused_as_it_is(rank)
     _train_as_one(rank)
     gc.collect()  # the last owner of a process group must not be DistributedDataParallel: its end would never come
     dist.destroy_process_group()
+
+
+def _refused_as_it_is(rank: int) -> None:
+    """Without `synchronize` every process gets an error, at construction or, if told not to broadcast, in backward."""
+    model = _model()
+    with torch.no_grad():
+        model[0].weight.mul_(1 + rank)
+    before = model[0].weight.detach().to_dense()
+    for frozen in (False, True):
+        model[0].weight.requires_grad_(not frozen)
+        with pytest.raises(SparseOperatorError, match=r"sparsecomp\.nn\.synchronize"):
+            nn.parallel.DistributedDataParallel(model)
+    model[0].weight.requires_grad_()
+    for as_view in (False, True):
+        both = nn.parallel.DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=as_view)
+        with pytest.raises(SparseOperatorError, match=r"sparsecomp\.nn\.synchronize"):
+            both(torch.ones(2, 8)).sum().backward()
+        model.zero_grad()
+    assert torch.equal(model[0].weight.detach().to_dense(), before)
 
 
 def _train_as_one(rank: int) -> None:

@@ -1,7 +1,8 @@
 """Sparse parameters under data parallelism.
 
 DistributedDataParallel copies parameters and gradients through flat dense buffers, which a SparseTensor has none of.
-What is stored is sent instead: the values once, and the gradients' after each backward.
+What is stored is sent instead: the values once, and the gradients' after each backward. Without `synchronize` every
+process gets a SparseOperatorError: when it is wrapped, or in the first backward where that does not broadcast.
 """
 
 from typing import Any, cast
