@@ -11,7 +11,7 @@ from bench import cpu, prune_minilm, table
 from bench.networks import PRECISIONS
 from bench.timing import machine
 
-SUITES = ("snn", "snn-conv", "snn-network", "tuning", "spmm", "cpu", "prune-minilm", "table")
+SUITES = ("snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "cpu", "prune-minilm", "table")
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("the benchmarks need a CUDA device; none was found", file=sys.stderr)
         return 2
-    from bench import snn_conv, snn_network, spmm, tuning  # they load Triton
+    from bench import semi_structured, snn_conv, snn_network, spmm, tuning  # they load Triton
 
     if arguments.suite in ("snn", "snn-conv"):
         rows = []
@@ -50,6 +50,11 @@ def main() -> int:
         for row in tuning.run() if arguments.suite == "tuning" else spmm.run(arguments.data):
             rows.append(row)
             save(arguments.out / f"{arguments.suite}.json", rows)
+    if arguments.suite == "semi-structured":
+        rows = []
+        for row in semi_structured.run():
+            rows.append(row)
+            save(arguments.out / "semi_structured.json", rows)
     if arguments.suite in ("snn", "snn-network"):
         for result in snn_network.run(arguments.network, precisions=tuple(arguments.precision)):
             save(arguments.out / f"snn_{arguments.network}.json", result)

@@ -6,6 +6,7 @@ the values on the device, and where it is not that of the copy, an ordinary kern
 anew. Inside ``frozen_weights`` this is left out.
 """
 
+import logging
 import weakref
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,15 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import LibraryError
 from sparsecomp.lowering import cost, cusparselt, dispatch
 from sparsecomp.lowering.ceilings import ceilings_of
-from sparsecomp.lowering.epilogue import output_of
+from sparsecomp.lowering.epilogue import finished, output_of
 from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.lowering.signature import Device, KernelSignature, device_of
 from sparsecomp.lowering.spmm_csr import TOLERANCE
 from sparsecomp.lowering.spmm_nm import SPMM_NM, SpmmNM
 from sparsecomp.lowering.strided import dtype_name, strides_of
 from sparsecomp.lowering.template import Operation
+
+log = logging.getLogger("sparsecomp")
+
+_failed: set[tuple[SpmmNM, torch.device]] = set()
+"""Products that the library refused when it came to it."""
 
 
 def run(
@@ -57,11 +64,17 @@ def run(
         m, k, n, 1, 2, 4, -(-k // 4), 0, values.stride(0), width, *strides_of(dense), dtype_name(values),
         dtype_name(dense), described,
     )  # fmt: skip
-    if width != 2 * problem.groups or refusal(problem, values.device) is not None:
+    where = problem, values.device
+    if width != 2 * problem.groups or refusal(*where) is not None or (_failed and where in _failed):
         return False
     copy = COPIES.of(values, indices)
     kept = None if are_frozen() else copy.fingerprint
-    dispatch.run(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
+    try:
+        dispatch.run(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
+    except LibraryError as error:  # such as an algorithm, tuned for sizes much like these, that does not take them
+        _failed.add(where)
+        log.warning("%s: ordinary tensor cores multiply %s from now on", error, problem)
+        return False
     return True
 
 
@@ -155,7 +168,9 @@ def _copied(values: Tensor, indices: Tensor, state: tuple[int, ...], capturing: 
     if not values.is_cuda or capturing:
         return Copy(compressed, fingerprint, state, 0, None)
     stream = torch.cuda.current_stream(values.device)
-    return Copy(compressed, fingerprint, state, stream.cuda_stream, stream.record_event())
+    ready = torch.cuda.Event()
+    ready.record(stream)
+    return Copy(compressed, fingerprint, state, stream.cuda_stream, ready)
 
 
 def copied(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,12 +181,16 @@ def copied(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """
     from sparsecomp.lowering.templates.semi_structured import fingerprint
 
-    m, width = values.shape
     with torch.no_grad():
-        groups = values.new_zeros((m, width // 2, 4))
-        groups.scatter_(-1, indices.view(m, -1, 2).long(), values.detach().view(m, -1, 2))
-        compressed = cusparselt.compress(cusparselt.current_handle(values.device), groups.view(m, -1))
-        return compressed, fingerprint(values)
+        weight = spread(values.detach(), indices)
+        return cusparselt.compress(cusparselt.current_handle(values.device), weight), fingerprint(values)
+
+
+def spread(values: Tensor, indices: Tensor) -> Tensor:
+    """The dense weight (m, k) of values and indices (m, k / 2)."""
+    m, width = values.shape
+    groups = values.new_zeros((m, width // 2, 4))
+    return groups.scatter_(-1, indices.view(m, -1, 2).long(), values.view(m, -1, 2)).view(m, -1)
 
 
 def _signature(problem: SpmmNM, device: Device) -> KernelSignature:
@@ -193,8 +212,10 @@ def _operands(problem: SpmmNM, device: torch.device, seed: int) -> tuple[Tensor 
 
 
 def _reference(problem: SpmmNM, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    assert SPMM_NM.reference is not None and operands[0] is not None
-    return SPMM_NM.reference(problem, (operands[0][None], operands[1], *operands[4:]))
+    values, indices, _, _, dense, bias, residual, _ = operands
+    assert values is not None and indices is not None and dense is not None
+    product = spread(values.double(), indices) @ dense.double()
+    return (finished(problem.output, product, bias, residual),)
 
 
 def _tolerance(problem: SpmmNM) -> float:

@@ -299,6 +299,21 @@ def test_a_library_that_refuses_a_shape_is_quoted(monkeypatch, library):
     assert not Case("cpu").run()
 
 
+def test_a_library_that_fails_late_is_not_asked_again(monkeypatch, library):
+    asked = []
+
+    def refuse(self, algorithm):
+        asked.append(algorithm)
+        cusparselt.check("cusparseLtMatmulPlanInit", 10)
+
+    monkeypatch.setattr(semi_structured, "_failed", set())
+    monkeypatch.setattr(cusparselt._Parts, "select", refuse)
+    case = Case("cpu")
+    for _ in range(2):
+        assert not case.run() and case.out.isnan().all()
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"version": (0, 6, 3)}, "version 0.6.3: 0.7 or later"), ({"version": (1, 0, 0)}, "version 1.0.0"),
     ({"drop": ("cusparseLtSpMMACompress2",)}, "no function cusparseLtSpMMACompress2"),
