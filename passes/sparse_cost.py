@@ -52,6 +52,7 @@ class Product(NamedTuple):
         bias, residual: whether there are such.
         activation: of the epilogue.
         described: for the report.
+        constant: whether a dense copy of S can be kept from call to call.
     """
 
     device: torch.device
@@ -69,6 +70,7 @@ class Product(NamedTuple):
     residual: bool
     activation: str
     described: str
+    constant: bool = False
 
     @classmethod
     def of(
@@ -113,14 +115,15 @@ def compare(product: Product, device: Device, ceilings: Ceilings) -> Decision:
 
 
 def dense_seconds(product: Product, ceilings: Ceilings) -> float:
-    """Seconds to write the weight out and multiply densely."""
+    """Seconds to multiply densely, and to write the weight out if that is not done once for all calls."""
     p, size = product, product.dtype.itemsize
     width = p.block[0] * p.block[1] if p.format == "bsr" else 1
     written = p.m * p.k * size + p.entries * width * (2 * size + 4)
     rate = "half" if size == 2 else "tf32" if _compat.matmul_tf32() else "fp32"
     traffic = size * (p.m * p.k + p.batch * (p.k + p.m) * p.n)
     operations = 2 * p.m * p.k * p.n * p.batch / (_MATMUL_SHARE[rate] * getattr(ceilings, rate))
-    return written / ceilings.bandwidth + max(traffic / ceilings.bandwidth, operations) + 3 * ceilings.launch
+    product_seconds = max(traffic / ceilings.bandwidth, operations) + ceilings.launch
+    return product_seconds if p.constant else product_seconds + written / ceilings.bandwidth + 2 * ceilings.launch
 
 
 def sparse_seconds(product: Product, device: Device, ceilings: Ceilings) -> tuple[float, str]:
