@@ -7,7 +7,7 @@ before it give; padding is dropped. ``python -m bench prune-minilm`` takes some 
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
@@ -50,7 +50,10 @@ class Pruned(NamedTuple):
 
 
 def run(
-    texts: int = EVALUATION, calibration: int = CALIBRATION, amounts: tuple[float | str, ...] = AMOUNTS
+    texts: int = EVALUATION,
+    calibration: int = CALIBRATION,
+    amounts: tuple[float | str, ...] = AMOUNTS,
+    methods: tuple[str, ...] = METHODS,
 ) -> Iterator[dict[str, Any]]:
     """One row a method: the mean cosine between its embeddings and the dense model's, by amount of pruning.
 
@@ -60,7 +63,7 @@ def run(
     first, second = paragraphs()
     batches, tests = tokenized(first[:calibration], tokenizer), tokenized(second[:texts], tokenizer)
     dense = embeddings(model, tests)
-    for method in METHODS:
+    for method in methods:
         cosines = {}
         for amount in amounts:
             if amount != "2:4" or "DSnoT" not in method:
@@ -134,7 +137,7 @@ def pruned_model(model: nn.Module, batches: list[Batch], method: str, amount: fl
             pruned = pruned_layer(layer.weight, inputs[name], method, amount, generator)
             layer.weight.copy_(pruned.weight)
             if pruned.shift is not None:
-                layer.bias += pruned.shift
+                layer.bias.add_(pruned.shift)
         calls = [((block(*args, **kwargs), *args[1:]), kwargs) for args, kwargs in calls]
     return model
 
@@ -216,10 +219,11 @@ def _layer_inputs(
 ) -> dict[str, torch.Tensor]:
     """What each layer of a block reads, (tokens, fan_in), padding left out."""
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
-    hooks = [
-        layer.register_forward_pre_hook(lambda module, args, into=seen[name]: into.append(args[0]))
-        for name, layer in layers.items()
-    ]
+
+    def keeper(into: list[torch.Tensor]) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        return lambda module, args: into.append(args[0])
+
+    hooks = [layer.register_forward_pre_hook(keeper(seen[name])) for name, layer in layers.items()]
     for args, kwargs in calls:
         block(*args, **kwargs)
     for hook in hooks:
