@@ -16,7 +16,15 @@ from torch import fx
 from sparsecomp import _compat
 from sparsecomp.errors import RuleError
 from sparsecomp.options import Options
-from sparsecomp.passes import fold_batch_norm, fuse_neurons, narrow_spikes, sparse_matmul, spike_conv, spike_linear
+from sparsecomp.passes import (
+    fold_batch_norm,
+    fuse_neurons,
+    masked_weight,
+    narrow_spikes,
+    sparse_matmul,
+    spike_conv,
+    spike_linear,
+)
 from sparsecomp.passes.analysis import Analysis, analyse
 from sparsecomp.passes.canonicalize import example_of
 from sparsecomp.passes.location import user_location
@@ -31,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     spike_conv.RULE,
     sparse_matmul.RULE,
     spike_linear.RULE,
+    masked_weight.RULE,
     fold_batch_norm.RULE,
     narrow_spikes.RULE,
 )

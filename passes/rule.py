@@ -48,6 +48,7 @@ class Why(Enum):
     NOT_FOLDED = "batch-norm stays: {detail}"
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
+    MASKED_AS_WRITTEN = "the masked weight stays as it was written: {detail}"
     FAILED = "the rule failed and the site was left as it was: {detail}"
 
 

@@ -1,0 +1,202 @@
+"""Layers on a masked weight: in inference the weight is folded; in training it is left to Inductor, with the reason.
+
+Without gradients a weight that is a formula of parameters and buffers is a constant until one of them changes. It is
+computed once, packed in the format that is estimated to be the fastest, and made anew when a source's version says so
+(`sparsecomp.ops.folded_weight`). With gradients the multiplication by the mask is one elementwise operator, which
+Inductor fuses by itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+import sparsecomp.ops.masked_linear  # noqa: F401  (registers the operators)
+from sparsecomp import _compat
+from sparsecomp.lowering.frozen import are_frozen
+from sparsecomp.ops.folded_weight import FOLDS, formula
+from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.masked_fold import Choice, choose
+from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.spike_operand import cast
+from sparsecomp.passes.weight_formula import (
+    Formula,
+    factors,
+    formula_of,
+    has_writes,
+    is_mask,
+    is_view,
+    writes_elsewhere,
+)
+
+_CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+_WEIGHTS = {"linear": "weight", "matmul": "other", **dict.fromkeys(_CONVOLUTIONS, "weight")}
+"""By operator: the argument that is a weight."""
+_NOT_FOLDED = (
+    "addmm", "baddbmm", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
+    "multi_head_attention_forward",
+)  # fmt: skip
+_LEAST = 1 << 17
+"""Elements of a weight from which on a fold pays: the call of an operator takes a core 10 to 15 us more than that of
+Inductor's kernel, and so does the multiplication of so many elements (torch 2.13, one core)."""
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: every layer whose weight is masked in the graph is a site."""
+    op = op_of(node)
+    if op is None or op.module is not None or op.name not in (*_WEIGHTS, *_NOT_FOLDED):
+        return None
+    weights = [op.get(_WEIGHTS[op.name])] if op.name in _WEIGHTS else node.all_input_nodes
+    for weight in weights:
+        masked = formula_of(weight, node, ctx) if isinstance(weight, fx.Node) else None
+        verdict = None if masked is None else _judged(op, masked, ctx)
+        if verdict is not None:
+            return verdict
+    return None
+
+
+def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
+    values = _constants(masked, ctx)
+    evidence = _evidence(masked, values, ctx)
+    if evidence is not True:
+        return evidence or None
+    if ctx.options.implementation == "dense":
+        return refuse(Why.FORCED_DENSE)
+    problem = _varies(masked, op.node, values, ctx) or _unfit(op, masked, ctx)
+    if problem is not None:
+        return refuse(Why.MASKED_AS_WRITTEN, detail=problem)
+    return _folded(op, masked, values, ctx)
+
+
+RULE = Rule("masked_weight", consider)
+
+
+def _constants(masked: Formula, ctx: Context) -> dict[fx.Node, torch.Tensor]:
+    """The values of the sources that stay from call to call, as far as they are known."""
+    return {node: value for node in masked.sources if (value := _constant(node, ctx)) is not None}
+
+
+def _constant(node: fx.Node, ctx: Context) -> torch.Tensor | None:
+    value = ctx.values.get(node)
+    if value is None or _compat.is_fake(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    # Dynamo's mark on the parameters and buffers of modules
+    static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+    return value if static or isinstance(value, torch.nn.Parameter) or node.op == "get_attr" else None
+
+
+def _evidence(masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> bool | Refusal:
+    """Whether the formula masks a weight; a refusal where it multiplies by a buffer that is no mask."""
+    products = list(factors(masked))
+    if has_writes(masked) or any(_is_binary(factor, masked, ctx) for pair in products for factor in pair):
+        return True
+    if not products or len(values) < len(masked.sources):
+        return False
+    known = masked.values(values)
+    if any(is_mask(known[factor]) for pair in products for factor in pair):
+        return True
+    buffers = [node for node in masked.sources if not isinstance(values[node], torch.nn.Parameter)]
+    alike = [node for node in buffers if values[node].shape == example_of(masked.result).shape]
+    if not alike:
+        return False
+    return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{alike[0].target}` holds other values than 0 and 1")
+
+
+def _is_binary(factor: fx.Node, masked: Formula, ctx: Context) -> bool:
+    fact, example = ctx.fact(factor, masked.result), example_of(factor)
+    return (fact is not None and fact.is_binary) or (example is not None and example.dtype is torch.bool)
+
+
+def _varies(
+    masked: Formula, layer: fx.Node, values: Mapping[fx.Node, torch.Tensor], ctx: Context
+) -> str | None:
+    """Why the weight is no constant in this graph; None if it is."""
+    for source in masked.sources:
+        if source.op not in ("placeholder", "get_attr"):
+            return f"it depends on `{source.name}`, which is computed in each call"
+        if source not in values:
+            return f"`{source.target}` is no parameter or buffer, but an input of the graph"
+        if values[source].is_inference():
+            return f"`{source.target}` was made in inference mode, so that no version tells of its changes"
+    written = writes_elsewhere(masked, layer, ctx)
+    if written is not None:
+        return f"`{written.name}` may be written to in this graph"
+    if ctx.gradients and any(_needs_gradient(read, values) for read in (*layer.all_input_nodes, *masked.sources)):
+        return (
+            "it may need a gradient where the graph runs op by op" if ctx.eager else
+            f"in training its {masked.spelled()} is elementwise, which Inductor fuses into one kernel"
+        )  # fmt: skip
+    return None
+
+
+def _needs_gradient(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> bool:
+    return bool(getattr(values.get(node, example_of(node)), "requires_grad", False))
+
+
+def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
+    """Why a fold would not pay, or cannot be expressed; None if it may."""
+    shape = sizes(masked.result)
+    if example_of(op.node) is None or shape is None or sizes(op.input) is None:
+        return "shapes are unknown"
+    if ctx.eager:
+        return "the graph runs op by op and may be asked for gradients"
+    if op.name in _NOT_FOLDED or len(shape) != 2 + _CONVOLUTIONS.get(op.name, 0):
+        return f"{op.name} in this form takes no folded weight"
+    elements = example_of(masked.result).numel()
+    if elements < _LEAST:
+        return f"its {elements} elements are masked faster than an operator is called (from {_LEAST} on it is folded)"
+    if isinstance(op.get("padding"), str) and op.get("padding") != "valid":
+        return f"padding={op.get('padding')!r} is not symmetric for every size"
+    replayed = ctx.options.mode in ("reduce-overhead", "max-autotune") or ctx.options.inductor.get("triton.cudagraphs")
+    if replayed and example_of(op.node).device.type == "cuda" and not are_frozen():
+        return "a replayed CUDA graph asks for no versions: compile and call within sparsecomp.ops.frozen_weights()"
+    return None
+
+
+def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Verdict:
+    dtype = example_of(op.node).dtype
+    weight = masked.values(values)[masked.result]
+    assert isinstance(weight, torch.Tensor)
+    weight = weight.to(dtype)
+    choice = choose(op, weight.mT if op.name == "matmul" else weight, ctx)
+    base, outside = masked.base(), [user for user in masked.readers() if not _is_layer(user)]
+    beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
+    if choice.format == "dense" and beside is not None:
+        return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{beside.name}` reads it too, so it is computed all the same")
+    reason = (
+        f"{masked.spelled()} of parameters and buffers is folded, and made anew when a version counter moves; "
+        f"{choice.described} by {choice.kernel}: {choice.reason}"
+    )
+    unused = () if outside else tuple(reversed(masked.nodes))
+    return Plan(lambda: {op.node: _build(op, masked, choice, values)}, reason, choice.name, "", choice.gain, unused)
+
+
+def _is_layer(node: fx.Node) -> bool:
+    op = op_of(node)
+    return op is not None and op.name in _WEIGHTS
+
+
+def _build(op: CanonicalOp, masked: Formula, choice: Choice, values: Mapping[fx.Node, torch.Tensor]) -> fx.Node:
+    node, dtype = op.node, example_of(op.node).dtype
+    cast_to = None if example_of(masked.result).dtype is dtype else dtype
+    name = formula(masked.module(cast_to, flip=op.name == "matmul"))
+    if are_frozen():  # a warm-up in a CUDA graph's memory must find the weight made
+        FOLDS.of([values[source] for source in masked.sources], name, choice.format, choice.block)
+    x, bias = cast(op.input, dtype, node), op.get("bias")
+    bias = None if bias is None else cast(bias, dtype, node)
+    sources = list(masked.sources)
+    if op.name not in _CONVOLUTIONS:
+        target: Any = torch.ops.sparsecomp.folded_linear.default
+        return call(node.graph, node, target, x, sources, bias, name, choice.format, list(choice.block))
+    window = [_window(op, parameter) for parameter in ("stride", "padding", "dilation")]
+    target = torch.ops.sparsecomp.folded_conv.default
+    return call(node.graph, node, target, x, sources, bias, name, *window, op.get("groups", 1))
+
+
+def _window(op: CanonicalOp, parameter: str) -> list[Any]:
+    value = op.get(parameter)
+    if value == "valid":
+        value = 0
+    values = [value] if isinstance(value, int) else list(value)
+    return values * _CONVOLUTIONS[op.name] if len(values) == 1 else values

@@ -1,0 +1,82 @@
+"""Linear layers and convolutions whose weight is a formula of constant tensors; see `sparsecomp.ops.folded_weight`.
+
+The operators mean exactly ``linear`` and ``conv`` of the computed weight. They take the formula's sources, not its
+result, so that the weight that is kept never becomes a buffer of the graph, whose memory Inductor would use again.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsecomp.ops.folded_weight import FOLDS, Packed, computed
+from sparsecomp.ops.library import library
+from sparsecomp.ops.spmm import spmm
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+library.define(
+    "folded_linear(Tensor x, Tensor[] sources, Tensor? bias, str formula, str format, int[2] block) -> Tensor",
+    tags=_TAGS,
+)
+library.define(
+    "folded_conv(Tensor x, Tensor[] sources, Tensor? bias, str formula, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation, SymInt groups) -> Tensor",
+    tags=_TAGS,
+)
+_CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+
+
+def folded_linear(
+    x: Tensor, sources: list[Tensor], bias: Tensor | None, formula: str, format: str, block: tuple[int, int]
+) -> Tensor:
+    """``F.linear(x, weight, bias)`` of a computed weight (m, k).
+
+    Args:
+        x: (…, k), of the weight's dtype.
+        sources: of the formula.
+        bias: (m,) or None.
+        formula: a name from `sparsecomp.ops.folded_weight.formula`.
+        format: "dense", "csr", "bsr" or "nm", in which the weight is kept. A sparse product adds in another order than
+            a dense one, and multiplies no zero of the weight: an infinite x gives NaN in fewer places.
+        block: (height, width) of bsr, (n, m) of nm, else (1, 1).
+
+    Returns:
+        (…, m). It has no gradient.
+
+    Raises:
+        FormatError: an unknown formula or format.
+    """
+    return torch.ops.sparsecomp.folded_linear.default(x, sources, bias, formula, format, block)
+
+
+def _linear(x, sources, bias, formula, format, block):
+    weight = FOLDS.of(sources, formula, format, (block[0], block[1]))
+    return F.linear(x, weight.values, bias) if weight.layout is None else _sparse(x, weight, bias)
+
+
+def _sparse(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    assert weight.layout is not None
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    out = spmm(weight.values, weight.pattern, rows.mT, weight.layout, bias=bias, bias_axis="row", by_column=True)
+    return out.mT.view(*x.shape[:-1], weight.layout.shape[0])
+
+
+def _conv(x, sources, bias, formula, stride, padding, dilation, groups):
+    weight = FOLDS.of(sources, formula, "dense", (1, 1)).values
+    return _CONVOLUTIONS[weight.dim()](x, weight, bias, stride, padding, dilation, groups)
+
+
+def _fake_linear(x, sources, bias, formula, format, block):
+    return F.linear(x, computed(sources, formula), bias)
+
+
+def _fake_conv(x, sources, bias, formula, stride, padding, dilation, groups):
+    weight = computed(sources, formula)
+    return _CONVOLUTIONS[weight.dim()](x, weight, bias, stride, padding, dilation, groups)
+
+
+for _name, _function, _fake in (("folded_linear", _linear, _fake_linear), ("folded_conv", _conv, _fake_conv)):
+    library.impl(_name, _function, "CPU")
+    library.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)

@@ -1,0 +1,105 @@
+"""The rule for masked weights: every spelling, what is folded, what is left and why, and that changes are seen."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import rewritten, site
+from torch import Tensor, nn
+
+
+SHAPES = {"linear": (384, 352), "conv2d": (128, 128, 3, 3)}
+INPUTS = {"linear": (3, 5, 352), "conv2d": (2, 128, 5, 4)}
+
+
+class Masked(nn.Module):
+    """A layer whose weight a test gives."""
+
+    def __init__(self, effective: Callable[[Any], Tensor], layer: str = "linear", values: Any = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        shape = SHAPES[layer]
+        mask = torch.rand(shape, generator=generator) > 0.7
+        self.weight = nn.Parameter(torch.randn(shape, generator=generator))
+        self.phi = nn.Parameter(torch.randn(shape, generator=generator))
+        self.theta = nn.Parameter(torch.randn(int((~mask).sum()), generator=generator))
+        self.bias = nn.Parameter(torch.randn(shape[0], generator=generator))
+        self.register_buffer("mask", mask)
+        self.register_buffer("numbers", mask.float() if values is None else torch.where(mask, *values))
+        self.register_buffer("index", (~mask).flatten().nonzero()[:, 0])
+        self.register_buffer("places", (~mask).nonzero().t().contiguous())
+        self.effective, self.layer = effective, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.effective(self)
+        return F.linear(x, weight, self.bias) if self.layer == "linear" else F.conv2d(x, weight, self.bias, padding=1)
+
+
+def by_setitem(m: Any) -> Tensor:
+    weight = m.weight.clone()
+    weight[~m.mask] = m.theta
+    return weight
+
+
+def by_view(m: Any) -> Tensor:
+    weight = torch.zeros_like(m.weight)
+    weight.view(-1)[m.index] = m.theta
+    return m.mask * m.weight + weight
+
+
+SPELLINGS: dict[str, Callable[[Any], Tensor]] = {
+    "mask * weight": lambda m: m.mask * m.weight,
+    "numbers * weight": lambda m: m.numbers * m.weight,
+    "weight * mask.float()": lambda m: m.weight * m.mask.float(),
+    "mul method": lambda m: m.weight.mul(m.mask.to(m.weight.dtype)),
+    "blend": lambda m: m.numbers * m.weight + (1 - m.numbers) * m.phi,
+    "blend, inverted": lambda m: m.mask * m.weight + ~m.mask * m.phi,
+    "where": lambda m: torch.where(m.mask, m.weight, 0),
+    "where phi": lambda m: torch.where(m.mask, m.weight, m.phi),
+    "where not": lambda m: torch.where(~m.mask, 0.0, m.weight),
+    "where of numbers": lambda m: torch.where(m.numbers > 0.5, m.weight, m.phi),
+    "masked_fill": lambda m: m.weight.masked_fill(~m.mask, 0),
+    "masked_scatter": lambda m: m.weight.masked_scatter(~m.mask, m.theta),
+    "index_put": lambda m: m.weight.index_put(tuple(m.places), m.theta),
+    "scatter": lambda m: m.weight.flatten().scatter(0, m.index, m.theta).view_as(m.weight),
+    "index_copy": lambda m: m.weight.flatten().index_copy(0, m.index, m.theta).view(m.weight.shape),
+    "setitem": by_setitem,
+    "setitem of a view": by_view,
+    "in place": lambda m: m.weight.clone().mul_(m.mask),
+    "twice": lambda m: m.weight * m.mask * (m.weight.abs() > 0.1),
+}
+FACTORS = ("weight", "theta", "phi", "bias")
+
+
+@pytest.mark.parametrize("layer", SHAPES)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_is_folded_once_and_gives_eager_bits(spelling, layer):
+    model = Masked(SPELLINGS[spelling], layer)
+    x = torch.randn(INPUTS[layer], generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found, report = rewritten(model, x, implementation="auto", strict=True)
+        assert torch.equal(found, model(x))
+    done = site(report, "masked_weight")
+    assert done.rewritten and done.implementation == "folded dense"
+    size = "x".join(map(str, SHAPES[layer]))
+    assert f"{size} at" in done.reason and f"sparsity by torch's {layer}: " in done.reason
+    assert f"sparsecomp.folded_{layer.removesuffix('2d')}.default(" in report.graph_after
+
+
+@pytest.mark.parametrize("layer", SHAPES)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_training_is_left_alone_with_eager_gradients(spelling, layer):
+    model = Masked(SPELLINGS[spelling], layer)
+    x = torch.randn(INPUTS[layer], generator=torch.Generator().manual_seed(2))
+    grads = []
+    for call in (lambda x: rewritten(model, x, implementation="auto", strict=True)[0], model):
+        given = x.clone().requires_grad_()
+        out = call(given)
+        out.square().mean().backward()
+        grads.append([out, given.grad, *(getattr(model, name).grad for name in FACTORS)])
+        model.zero_grad()
+    for found, wanted in zip(*grads, strict=True):
+        assert (found is None) == (wanted is None)
+        assert found is None or torch.equal(found, wanted)
