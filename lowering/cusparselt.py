@@ -34,6 +34,8 @@ _REBINDING = ((0, 8),)
 _OPAQUE_BYTES, _OPAQUE_ALIGNMENT = 16384, 64
 """Room for an opaque structure: they had 11024 bytes at most, 1024 or 512 in the versions above."""
 _ALIGNMENT = 16
+SOME_BIAS = _ALIGNMENT
+"""Stands for an address that is bound later: a plan made with none has no bias for good."""
 """Of every matrix, in bytes."""
 
 _TYPES = {"float16": 2, "bfloat16": 14}  # cudaDataType
@@ -361,7 +363,7 @@ def algorithms(handle: Handle, product: Product) -> int:
     Raises:
         LibraryError: it does not take the product.
     """
-    return _Parts(handle, product, bias=_ALIGNMENT).algorithms()
+    return _Parts(handle, product, bias=SOME_BIAS).algorithms()
 
 
 def compress(handle: Handle, weight: Tensor, into: Tensor | None = None) -> Tensor:

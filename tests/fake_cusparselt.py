@@ -105,6 +105,8 @@ class FakeLibrary:
         if chosen[0] >= self._algorithms or chosen[0] % 2 and chosen[3] != 1:
             return NOT_SUPPORTED
         described = self.structures[matmul]
+        if described.get("bias") is None:
+            described = {**described, "bias": None}  # one that is bound later counts for nothing
         # 0.8 reads it at each product; that others do is not known
         self.structures[memory] = (described if self._version[1] == 8 else dict(described), dict(chosen))
 
