@@ -15,11 +15,13 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._logging._internal import register_log
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, maybe_get_fake_mode
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "FakeTensorMode",
     "ambient_modes",
+    "below_autograd",
     "cache_key",
     "compile_fx",
     "conv_tf32",
@@ -30,6 +32,7 @@ __all__ = [
     "isolated_compile",
     "make_wrapper",
     "matmul_tf32",
+    "plain_eager",
     "propagate_fakes",
     "readable",
     "register_artifact",
@@ -108,6 +111,20 @@ def matmul_tf32() -> bool:
 def inside_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad, …) is at work, of which our operators know nothing."""
     return cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None
+
+
+def plain_eager() -> bool:
+    """Whether an operator called now means just itself: nothing traces, transforms or watches the calls."""
+    return not (
+        torch.compiler.is_compiling()
+        or cast(Any, torch._C)._len_torch_dispatch_stack()
+        or inside_transform()
+        or forward_ad._current_level >= 0
+    )
+
+
+below_autograd = cast(Any, torch._C)._AutoDispatchBelowADInplaceOrView
+"""Context within which operators neither record gradients nor views."""
 
 
 def ambient_modes() -> tuple[Any, ...]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
-from sparsecomp.ops.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse_rows import sparse_rows
+from sparsecomp.sparse_operators import product
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """By torch's function: what takes the class SparseTensor and the function's arguments."""
@@ -105,7 +105,7 @@ def _product(
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         sparse, dense = _autocast(sparse, dtype), _autocast(dense, dtype)
-    return sparse_matmul(sparse, dense, bias, residual, linear=linear, bias_axis=axis, scale=scale)
+    return product(sparse, dense, bias, residual, linear, axis, "none", scale, None)
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

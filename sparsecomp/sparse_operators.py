@@ -5,23 +5,27 @@ place, every elementwise operator acts on the stored values: an optimizer adds i
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
 from sparsecomp.ops.patterns import elements_of
 from sparsecomp.ops.sddmm import sddmm
+from sparsecomp.ops.sparse_matmul import backward, save
 from sparsecomp.ops.sparse_rows import gradient_of_arrays, rows_of_arrays
-from sparsecomp.ops.spmm import spmm
+from sparsecomp.ops.spmm import run
 from sparsecomp.sparse_pattern import is_traced
 
 aten, ours = torch.ops.aten, torch.ops.sparsecomp
 OPERATORS: dict[Any, Callable[..., Any]] = {}
 """By overload: what takes the class SparseTensor, the overload and its arguments."""
 
+_PLAIN = (Tensor, nn.Parameter, type(None))
 _KEEPS_ZERO = {
     aten.abs.default, aten.neg.default, aten.sqrt.default, aten.sign.default, aten.tanh.default, aten.relu.default,
     aten.clone.default, aten.mul.Scalar, aten.div.Scalar, aten.zeros_like.default, aten.empty_like.default,
@@ -168,24 +172,62 @@ def _sparse_matmul(
     others = [value for value in (dense, bias, residual) if isinstance(value, cls)]
     if not isinstance(sparse, cls) or others:
         raise unsupported(cls, func, (sparse, dense, bias, residual))
+    return _multiplied(ours.spmm.default, sparse, dense, bias, residual, linear, bias_axis, activation, scale, dtype)
+
+
+def _multiplied(
+    spmm: Callable[..., Tensor], sparse: Any, dense: Tensor, bias: Tensor | None, residual: Tensor | None,
+    linear: bool, bias_axis: str, activation: str, scale: float, dtype: Any,
+) -> Tensor:  # fmt: skip
+    """`sparse_matmul` by the operator `spmm`."""
     values, pattern, layout, transpose = _operands(sparse)
-
-    def product(right: Tensor, bias_axis: str, residual: Tensor | None, by_column: bool) -> Tensor:
-        return spmm(
-            values, pattern, right, layout, transpose=transpose, bias=bias, bias_axis=bias_axis, residual=residual,
-            activation=activation, scale=scale, dtype=dtype, by_column=by_column,
-        )  # fmt: skip
-
-    m = sparse.shape[0]
+    m = layout.shape[1 if transpose else 0]
+    size = dense.shape
     if not linear:
-        size = (*dense.shape[:-2], m, dense.shape[-1])
         flat = dense if dense.dim() == 2 else dense.flatten(0, -3)
         beside = residual if residual is None or dense.dim() == 2 else residual.flatten(0, -3)
-        return product(flat, bias_axis, beside, False).view(size)
-    rows = dense.reshape(dense.shape[:-1].numel(), dense.shape[-1])
+        how = (transpose, bias_axis, activation, scale, dtype, False)
+        return spmm(values, pattern, flat, bias, beside, *layout, *how).view(*size[:-2], m, size[-1])
+    rows = dense if dense.dim() == 2 else dense.reshape(size[:-1].numel(), size[-1])
     beside = None if residual is None else residual.reshape(rows.shape[0], m).mT
-    flipped = "row" if bias_axis == "column" else "column"
-    return product(rows.mT, flipped, beside, True).mT.view(*dense.shape[:-1], m)
+    how = (transpose, "row" if bias_axis == "column" else "column", activation, scale, dtype, True)
+    out = spmm(values, pattern, rows.mT, bias, beside, *layout, *how).mT
+    return out if dense.dim() == 2 else out.view(*size[:-1], m)
+
+
+class _Product(torch.autograd.Function):
+    """`sparse_matmul` with its gradients, without the ways of torch's dispatcher through Python."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        # a setup_context of its own would have torch inspect the signature in each call
+        out = _computed(*arguments)
+        save(ctx, arguments, out)
+        return out
+
+    backward = staticmethod(backward)
+
+
+def _computed(*arguments: Any) -> Tensor:
+    with _compat.below_autograd():
+        return _multiplied(partial(run, arguments[1].device.type), *arguments)
+
+
+def product(sparse: Any, dense: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
+    """The operator `sparse_matmul` with a SparseTensor; where nobody is to see the operator, at less host time.
+
+    Args:
+        rest: the operator's other arguments, in order.
+    """
+    arguments = (sparse, dense, bias, residual, *rest)
+    if dense.device.type not in ("cpu", "cuda") or not _compat.plain_eager():
+        return ours.sparse_matmul.default(*arguments)
+    if any(type(operand) not in _PLAIN for operand in (sparse._values, dense, bias, residual)):
+        return ours.sparse_matmul.default(*arguments)
+    if not torch.is_grad_enabled():
+        return _computed(*arguments)
+    with _compat.without_torch_function():
+        return cast(Tensor, _Product.apply(*arguments))
 
 
 @_implements(ours.sparse_sampled.default)

@@ -311,3 +311,20 @@ def test_errors_say_what_is_needed():
             spmm(**{"values": values, "pattern": pattern, "dense": right, "layout": layout, **change})
     with pytest.raises(FormatError, match="do not give"):
         sddmm(right, right, pattern, layout)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_around_the_operators_changes_nothing(kind):
+    """They say themselves what they compute in; the plain torch they are written in must not be cast."""
+    dense, values, pattern, layout = sample(kind, dtype=torch.float32)
+    right, a, b = torch.randn(53, 4), torch.randn(37, 8), torch.randn(53, 8)
+    values.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, sampled = spmm(values, pattern, right, layout), sddmm(a, b, pattern, layout)
+        (grad,) = torch.autograd.grad(out, values, right[:37])
+        whole = torch.ops.sparsecomp.sparse_matmul.default(dense, right, None, None, False, "row", "none", 1.0, None)
+    matrix = dense.double().numpy()
+    assert out.dtype is whole.dtype is torch.float32 and relative(whole, matrix @ right.double().numpy()) < 2e-6
+    assert relative(out.detach(), matrix @ right.double().numpy()) < 2e-6
+    torch.testing.assert_close(sampled, sddmm(a.double(), b.double(), pattern, layout).float())
+    torch.testing.assert_close(grad, sddmm(right[:37].double(), right.double(), pattern, layout).float())

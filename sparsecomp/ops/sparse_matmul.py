@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import library
+from sparsecomp.ops.library import library, without_autocast
 from sparsecomp.ops.spmm import before_activation, epilogue, epilogue_gradients
 
 library.define(
@@ -61,20 +61,24 @@ def _dense(sparse, dense, bias, residual, linear, bias_axis, activation, scale, 
         raise FormatError(f"sparse {tuple(sparse.shape)} and dense {tuple(dense.shape)} are no matrices")
     wide = torch.float64 if sparse.dtype is torch.float64 else torch.float32
     left, right = (dense, sparse.mT) if linear else (sparse, dense)
-    out = epilogue(left.to(wide) @ right.to(wide), bias, residual, bias_axis, activation, scale)
+    with without_autocast(dense):
+        product = left.to(wide) @ right.to(wide)
+    out = epilogue(product, bias, residual, bias_axis, activation, scale)
     return out.to(dense.dtype if dtype is None else dtype).contiguous()
 
 
 def _dense_sampled(sparse, grad, dense, linear, scale):
-    if linear:
-        found = grad.flatten(0, -2).mT @ dense.flatten(0, -2) if grad.dim() > 1 else grad[:, None] * dense
-    else:
-        found = grad @ dense.mT
-        found = found.flatten(0, -3).sum(0) if found.dim() > 2 else found
+    if linear and grad.dim() == 1:
+        return (grad[:, None] * dense * scale).to(sparse.dtype).contiguous()
+    with without_autocast(dense):
+        found = grad.flatten(0, -2).mT @ dense.flatten(0, -2) if linear else grad @ dense.mT
+    if not linear and found.dim() > 2:
+        found = found.flatten(0, -3).sum(0)
     return (found * scale).to(sparse.dtype).contiguous()
 
 
-def _save(ctx, inputs, output):
+def save(ctx, inputs, output):
+    """What `backward` needs of a product's operands and result."""
     sparse, dense, bias, residual, linear, bias_axis, activation, scale, _ = inputs
     smooth = activation not in ("none", "relu")
     saved = (bias, residual, None) if smooth else (None, None, output if activation == "relu" else None)
@@ -83,7 +87,8 @@ def _save(ctx, inputs, output):
     ctx.how = linear, bias_axis, activation, scale, output.dtype
 
 
-def _backward(ctx, grad):
+def backward(ctx, grad):
+    """Gradients by all arguments of `sparse_matmul`, from that by its result."""
     sparse, dense, bias, residual, saved = ctx.saved_tensors
     linear, bias_axis, activation, scale, dtype = ctx.how
     if activation not in ("none", "relu"):
@@ -125,7 +130,7 @@ def _save_sparse(ctx, inputs, output):
 
 
 for _name, _function, _setup, _gradient in (
-    ("sparse_matmul", _dense, _save, _backward),
+    ("sparse_matmul", _dense, save, backward),
     ("sparse_sampled", _dense_sampled, None, _backward_sampled),
     ("sparse_to_dense", lambda sparse: sparse.clone(), _save_sparse, _backward_to_dense),
     ("sparse_gather", lambda sparse, dense: dense.clone(), None, _backward_gather),

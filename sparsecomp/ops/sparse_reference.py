@@ -5,7 +5,7 @@ arise but within a stored block.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.formats.indices import rows_of
+from sparsecomp.ops.library import without_autocast
 from sparsecomp.ops.patterns import Compressed, Layout, compressed, elements_of
 
 _CHUNK = 2**22
@@ -28,6 +29,12 @@ def product(
     matrix = compressed(values, pattern, layout, transpose) if matrix is None else matrix
     one = _block_product if layout.format == "bsr" else _element_product
     matrix, dense = matrix._replace(values=matrix.values.to(wide)), dense.to(wide)
+    with without_autocast(dense):
+        return _by_items(matrix, dense, one, layout)
+
+
+def _by_items(matrix: Compressed, dense: Tensor, one: Callable[[Compressed, Tensor], Tensor], layout: Layout) -> Tensor:
+    """The product of a batch of values or dense tensors by `one`, which takes a single one of each."""
     if matrix.values.dim() == (4 if layout.format == "bsr" else 2):
         parts = [
             one(matrix._replace(values=part), dense[item] if dense.dim() == 3 else dense)
@@ -50,6 +57,11 @@ def sampled(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout, out
         pairs = zip(a if a.dim() == 3 else [a] * batch, b if b.dim() == 3 else [b] * batch, strict=True)
         parts = [sampled(one, other, pattern, layout, out_dtype) for one, other in pairs]
         return torch.stack(parts) if parts else sampled(a[0:0].sum(0), b[0:0].sum(0), pattern, layout, wide)[None][:0]
+    with without_autocast(a):
+        return _sampled_once(a, b, pattern, layout)
+
+
+def _sampled_once(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Tensor:
     if layout.format == "bsr":
         return sampled_blocks(a, b, pattern, layout)
     if layout.format == "csr":

@@ -61,6 +61,15 @@ def spmm(
     )
 
 
+def run(device: str, *arguments: Any) -> Tensor:
+    """The operator's implementation for "cpu" or "cuda", for a caller that is below autograd and in a hurry.
+
+    Args:
+        arguments: all of the operator's, in order.
+    """
+    return _IMPLEMENTATIONS[device](*arguments)
+
+
 def epilogue(
     product: Tensor, bias: Tensor | None, residual: Tensor | None, bias_axis: str, activation: str, scale: float
 ) -> Tensor:
@@ -239,8 +248,8 @@ def is_by_column(dense: Tensor) -> bool:
     return dense.stride(-2) == 1 and dense.stride(-1) != 1
 
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"CPU": _reference, "CUDA": _cuda}
+_IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"cpu": _reference, "cuda": _cuda}
 for _key, _function in _IMPLEMENTATIONS.items():
-    library.impl("spmm", _function, _key)
+    library.impl("spmm", _function, _key.upper())
 torch.library.register_fake("sparsecomp::spmm", _fake, lib=library)
 torch.library.register_autograd("sparsecomp::spmm", _backward, setup_context=_save, lib=library)
