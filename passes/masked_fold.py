@@ -16,7 +16,7 @@ _MARGIN = 1.1
 """Least estimated speed-up over dense for which a weight is packed sparse: the estimate is no measurement."""
 _BLOCKS = (16, 32, 64)
 _FULL = 0.5
-"""Least share of non-zero elements in the blocks that hold any, for which a weight counts as one of blocks."""
+"""A weight counts as one of blocks if more than this share of the elements of blocks that hold any is not zero."""
 
 
 class Choice(NamedTuple):
@@ -90,7 +90,7 @@ def _forms(weight: Tensor) -> list[tuple[str, tuple[int, int], int, str]]:
         if all(length % size == 0 for length in weight.shape):
             blocks = stored.unflatten(1, (-1, size)).unflatten(0, (-1, size)).any(-1).any(1)
             entries, skew = _counted(blocks)
-            if forms[0][2] >= _FULL * entries * size * size:
+            if forms[0][2] > _FULL * entries * size * size:
                 forms.append(("bsr", (size, size), entries, skew))
     if weight.shape[1] % 4 == 0 and int(stored.unflatten(1, (-1, 4)).sum(-1).amax()) <= 2:
         forms.append(("nm", (2, 4), weight.numel() // 2, "even"))

@@ -16,6 +16,7 @@ import sparsecomp.ops.masked_linear  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.ops.folded_weight import FOLDS, formula
+from sparsecomp.options import Options
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked_fold import Choice, choose
 from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
@@ -60,7 +61,7 @@ def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
     values = _constants(masked, ctx)
     evidence = _evidence(masked, values, ctx)
     if evidence is not True:
-        return evidence or None
+        return evidence if isinstance(evidence, Refusal) else None
     if ctx.options.implementation == "dense":
         return refuse(Why.FORCED_DENSE)
     problem = _varies(masked, op.node, values, ctx) or _unfit(op, masked, ctx)
@@ -137,21 +138,28 @@ def _needs_gradient(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> bo
 def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
     """Why a fold would not pay, or cannot be expressed; None if it may."""
     shape = sizes(masked.result)
-    if example_of(op.node) is None or shape is None or sizes(op.input) is None:
-        return "shapes are unknown"
     if ctx.eager:
         return "the graph runs op by op and may be asked for gradients"
-    if op.name in _NOT_FOLDED or len(shape) != 2 + _CONVOLUTIONS.get(op.name, 0):
-        return f"{op.name} in this form takes no folded weight"
+    if op.name in _NOT_FOLDED:
+        return f"{op.name} takes no folded weight"
+    if example_of(op.node) is None or shape is None or sizes(op.input) is None:
+        return "shapes are unknown"
+    if len(shape) != 2 + _CONVOLUTIONS.get(op.name, 0):
+        return f"{op.name} with a weight of {len(shape)} dimensions takes no folded one"
     elements = example_of(masked.result).numel()
     if elements < _LEAST:
         return f"its {elements} elements are masked faster than an operator is called (from {_LEAST} on it is folded)"
     if isinstance(op.get("padding"), str) and op.get("padding") != "valid":
         return f"padding={op.get('padding')!r} is not symmetric for every size"
-    replayed = ctx.options.mode in ("reduce-overhead", "max-autotune") or ctx.options.inductor.get("triton.cudagraphs")
-    if replayed and example_of(op.node).device.type == "cuda" and not are_frozen():
+    if replays(ctx.options, example_of(op.node).device) and not are_frozen():
         return "a replayed CUDA graph asks for no versions: compile and call within sparsecomp.ops.frozen_weights()"
     return None
+
+
+def replays(options: Options, device: torch.device) -> bool:
+    """Whether torch.compile replays CUDA graphs under these options, which runs no code of the host's."""
+    asked = options.mode in ("reduce-overhead", "max-autotune") or bool(options.inductor.get("triton.cudagraphs"))
+    return asked and device.type == "cuda"
 
 
 def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Verdict:
@@ -160,7 +168,8 @@ def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Ten
     assert isinstance(weight, torch.Tensor)
     weight = weight.to(dtype)
     choice = choose(op, weight.mT if op.name == "matmul" else weight, ctx)
-    base, outside = masked.base(), [user for user in masked.readers() if not _is_layer(user)]
+    base, readers = masked.base(), masked.readers()
+    outside = [user for user in readers if not _is_layer(user)]
     beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
     if choice.format == "dense" and beside is not None:
         return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{beside.name}` reads it too, so it is computed all the same")
@@ -168,7 +177,8 @@ def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Ten
         f"{masked.spelled()} of parameters and buffers is folded, and made anew when a version counter moves; "
         f"{choice.described} by {choice.kernel}: {choice.reason}"
     )
-    unused = () if outside else tuple(reversed(masked.nodes))
+    last = max(readers, key=ctx.analysis.order.__getitem__) is op.node
+    unused = tuple(reversed(masked.nodes)) if last and not outside else ()
     return Plan(lambda: {op.node: _build(op, masked, choice, values)}, reason, choice.name, "", choice.gain, unused)
 
 
@@ -181,8 +191,8 @@ def _build(op: CanonicalOp, masked: Formula, choice: Choice, values: Mapping[fx.
     node, dtype = op.node, example_of(op.node).dtype
     cast_to = None if example_of(masked.result).dtype is dtype else dtype
     name = formula(masked.module(cast_to, flip=op.name == "matmul"))
-    if are_frozen():  # a warm-up in a CUDA graph's memory must find the weight made
-        FOLDS.of([values[source] for source in masked.sources], name, choice.format, choice.block)
+    # made now: the first call may run in the memory of a CUDA graph
+    FOLDS.of([values[source] for source in masked.sources], name, choice.format, choice.block)
     x, bias = cast(op.input, dtype, node), op.get("bias")
     bias = None if bias is None else cast(bias, dtype, node)
     sources = list(masked.sources)

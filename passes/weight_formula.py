@@ -7,6 +7,7 @@ operators in front of the weight are taken as they are, as a formula.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -62,14 +63,14 @@ class Formula:
         """Who reads intermediate results or the weight, besides the formula."""
         return [user for node in self.nodes for user in node.users if user not in self.nodes]
 
-    def values(self, known: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, object]:
+    def values(self, known: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, Any]:
         """What every node gives for these values of the sources."""
-        found: dict[fx.Node, object] = {source: known[source] for source in self.sources}
-        runner = fx.Interpreter(self.result.graph.owning_module, garbage_collect_values=False)  # pyright: ignore
+        found: dict[fx.Node, Any] = {source: known[source] for source in self.sources}
         with torch.no_grad():
             for node in self.nodes:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda inner: found[inner])
-                found[node] = getattr(runner, node.op)(node.target, args, kwargs)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+                function: Any = getattr(type(args[0]), node.target) if node.op == "call_method" else node.target
+                found[node] = function(*args, **kwargs)
         return found
 
     def module(self, dtype: torch.dtype | None, flip: bool) -> fx.GraphModule:
@@ -77,8 +78,10 @@ class Formula:
         graph, copies = fx.Graph(), {}
         for index, source in enumerate(self.sources):
             copies[source] = graph.placeholder(f"source_{index}")
-        for node in self.nodes:
-            copies[node] = graph.node_copy(node, lambda old: copies[old])
+        for index, node in enumerate(self.nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda old: copies[old])
+            # named by its place, so that the same formula elsewhere reads the same
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, f"value_{index}")
         result = copies[self.result]
         result = result if dtype is None else graph.call_method("to", (result, dtype))
         graph.output(graph.call_method("transpose", (result, 0, 1)) if flip else result)

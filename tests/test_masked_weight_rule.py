@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from rewriting import rewritten, site
 from torch import Tensor, nn
 
-
 SHAPES = {"linear": (384, 352), "conv2d": (128, 128, 3, 3)}
 INPUTS = {"linear": (3, 5, 352), "conv2d": (2, 128, 5, 4)}
 

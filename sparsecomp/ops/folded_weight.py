@@ -10,7 +10,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -159,7 +159,7 @@ class Folds:
         kept = _Kept(
             weight, tuple(weakref.ref(source, forget) for source in sources),
             tuple(source.detach() for source in sources), tuple(source._version for source in sources),
-            stream.cuda_stream if stream else 0, stream.record_event() if stream else None,
+            stream.cuda_stream if stream else 0, cast(torch.cuda.Event, stream.record_event()) if stream else None,
         )  # fmt: skip
         self._kept[key] = kept
         return kept
