@@ -22,6 +22,8 @@ from sparsecomp.passes.masked_fold import Choice, choose
 from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.spike_operand import cast
 from sparsecomp.passes.weight_formula import (
+    CONVOLUTIONS,
+    LAYERS,
     Formula,
     factors,
     formula_of,
@@ -31,9 +33,6 @@ from sparsecomp.passes.weight_formula import (
     writes_elsewhere,
 )
 
-_CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
-_WEIGHTS = {"linear": "weight", "matmul": "other", **dict.fromkeys(_CONVOLUTIONS, "weight")}
-"""By operator: the argument that is a weight."""
 _NOT_FOLDED = (
     "addmm", "baddbmm", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
     "multi_head_attention_forward",
@@ -46,9 +45,9 @@ Inductor's kernel, and so does the multiplication of so many elements (torch 2.1
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every layer whose weight is masked in the graph is a site."""
     op = op_of(node)
-    if op is None or op.module is not None or op.name not in (*_WEIGHTS, *_NOT_FOLDED):
+    if op is None or op.module is not None or op.name not in (*LAYERS, *_NOT_FOLDED):
         return None
-    weights = [op.get(_WEIGHTS[op.name])] if op.name in _WEIGHTS else node.all_input_nodes
+    weights = [op.get(LAYERS[op.name])] if op.name in LAYERS else node.all_input_nodes
     for weight in weights:
         masked = formula_of(weight, node, ctx) if isinstance(weight, fx.Node) else None
         verdict = None if masked is None else _judged(op, masked, ctx)
@@ -144,7 +143,7 @@ def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
         return f"{op.name} takes no folded weight"
     if example_of(op.node) is None or shape is None or sizes(op.input) is None:
         return "shapes are unknown"
-    if len(shape) != 2 + _CONVOLUTIONS.get(op.name, 0):
+    if len(shape) != 2 + CONVOLUTIONS.get(op.name, 0):
         return f"{op.name} with a weight of {len(shape)} dimensions takes no folded one"
     elements = example_of(masked.result).numel()
     if elements < _LEAST:
@@ -184,7 +183,7 @@ def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Ten
 
 def _is_layer(node: fx.Node) -> bool:
     op = op_of(node)
-    return op is not None and op.name in _WEIGHTS
+    return op is not None and op.name in LAYERS
 
 
 def _build(op: CanonicalOp, masked: Formula, choice: Choice, values: Mapping[fx.Node, torch.Tensor]) -> fx.Node:
@@ -196,7 +195,7 @@ def _build(op: CanonicalOp, masked: Formula, choice: Choice, values: Mapping[fx.
     x, bias = cast(op.input, dtype, node), op.get("bias")
     bias = None if bias is None else cast(bias, dtype, node)
     sources = list(masked.sources)
-    if op.name not in _CONVOLUTIONS:
+    if op.name not in CONVOLUTIONS:
         target: Any = torch.ops.sparsecomp.folded_linear.default
         return call(node.graph, node, target, x, sources, bias, name, choice.format, list(choice.block))
     window = [_window(op, parameter) for parameter in ("stride", "padding", "dilation")]
@@ -209,4 +208,4 @@ def _window(op: CanonicalOp, parameter: str) -> list[Any]:
     if value == "valid":
         value = 0
     values = [value] if isinstance(value, int) else list(value)
-    return values * _CONVOLUTIONS[op.name] if len(values) == 1 else values
+    return values * CONVOLUTIONS[op.name] if len(values) == 1 else values

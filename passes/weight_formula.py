@@ -33,6 +33,12 @@ _PURE = _VIEWS | _WRITES | frozenset({
 })  # fmt: skip
 
 
+CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+"""By operator: dimensions of the image."""
+LAYERS = {"linear": "weight", "matmul": "other", **dict.fromkeys(CONVOLUTIONS, "weight")}
+"""By operator that can have a folded weight: the argument that is it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Formula:
     """How a weight is computed.
@@ -105,12 +111,20 @@ def formula_of(weight: fx.Node, layer: fx.Node, ctx: Context) -> Formula | None:
 
 
 def writes_elsewhere(formula: Formula, layer: fx.Node, ctx: Context) -> fx.Node | None:
-    """What the graph may write to beside the formula's own intermediate results; None if there is nothing."""
-    inside = {ctx.analysis.order[node] for node in formula.nodes} | {-1}
+    """A source that is written to, or an intermediate result that something else may write to; None if there is none.
+
+    The analysis knows the last write only. So where the formula writes itself, nobody but layers may read on the way.
+    """
+    order = ctx.analysis.order
+    inside = {order[node] for node in formula.nodes} | {-1}
     for node in formula.nodes:
         last = ctx.analysis.last_writes.get(node, -1)
-        if last not in inside and last < ctx.analysis.order[layer]:
+        if last not in inside and last < order[layer]:
             return node
+    if any(op.inplace for node in formula.nodes if (op := op_of(node)) is not None):
+        meanwhile = (user for user in formula.readers() if order[user] < order[layer])
+        if any((op := op_of(user)) is None or op.name not in LAYERS for user in meanwhile):
+            return formula.result
     return next((source for source in formula.sources if not ctx.analysis.unchanged(source, source)), None)
 
 

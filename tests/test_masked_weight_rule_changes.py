@@ -178,9 +178,31 @@ def _write_through_alias(m: Any, x: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
+def _write_between(m: Any, x: Tensor) -> Tensor:
+    weight = m.weight.clone()
+    weight[0].zero_()
+    return F.linear(x, weight.mul_(m.mask))
+
+
+def _write_a_diagonal_between(m: Any, x: Tensor) -> Tensor:
+    weight = m.weight.clone()
+    weight.diagonal().add_(1)
+    weight[~m.mask] = 0
+    return F.linear(x, weight)
+
+
+def _write_after(m: Any, x: Tensor) -> Tensor:
+    weight = m.mask * m.weight
+    weight.diagonal().add_(1)
+    return F.linear(x, weight)
+
+
 @pytest.mark.parametrize(
     ("forward", "why"),
     [
+        (_write_between, "may be written to in this graph"),
+        (_write_a_diagonal_between, "may be written to in this graph"),
+        (_write_after, "may be written to in this graph"),
         (_flip_mask, "may be written to in this graph"),
         (_flip_later, "may be written to in this graph"),
         (_write_through_alias, "may be written to in this graph"),

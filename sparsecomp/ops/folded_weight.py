@@ -1,9 +1,10 @@
 """Weights that are a formula of other tensors, such as mask * weight: computed once, packed, and kept.
 
 Such a weight is made anew when one of its sources has another version, other memory or another shape. Version counters
-tell of everything that autograd counts: optimizers, ``load_state_dict``, operators in place. They miss writes through
-``.data`` and the replay of a CUDA graph that holds a training step; ``torch.autograd.graph.increment_version`` tells of
-those. What a CUDA graph captures is computed from the sources in each replay, except within ``frozen_weights``.
+tell of all that autograd counts: optimizers, ``load_state_dict``, operators in place, compiled or not. They miss writes
+to a parameter's memory under another name, such as ``.data`` or a flat buffer, and the replay of a CUDA graph that
+holds a training step: after those, call ``torch.autograd.graph.increment_version`` on what was written to. What a CUDA
+graph captures is computed from the sources in each replay, except within ``frozen_weights``.
 """
 
 import hashlib
