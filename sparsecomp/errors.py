@@ -50,3 +50,19 @@ class MaskError(SparsecompError, ValueError):
 
 class ScheduleError(SparsecompError, ValueError):
     """A sparsity, amnesty rate, cycle or layer budget lies outside its domain."""
+
+
+class ConfigError(SparsecompError, ValueError):
+    """A setting of the training cycle is unknown, of another type or outside its domain."""
+
+
+class CheckpointError(SparsecompError, ValueError):
+    """A checkpoint is damaged, of another model, config or data, or cannot hold a value; nothing was changed."""
+
+
+class DataError(SparsecompError, RuntimeError):
+    """The data ended before the training cycle did, or gave no batch at all."""
+
+
+class DivergedError(SparsecompError, ArithmeticError):
+    """The loss or a weight became NaN or infinite; checkpoints written before it are good."""

@@ -1,0 +1,56 @@
+"""Which weights stay at the end of a RESU phase: resurrected ones compete apart from the active ones."""
+
+import torch
+
+from sparsecomp.errors import MaskError
+from sparsecomp.runtime.pruners import n_of_m_mask
+from sparsecomp.runtime.selection import select_top
+
+
+def amnesty_mask(weight: torch.Tensor, mask: torch.Tensor, rate: float) -> torch.Tensor:
+    """The new mask, bool of the weight's shape, with exactly as many True as ``mask`` has.
+
+    ``weight`` is the effective one, with theta in its pruned positions, so all scores |w| come from one tensor. With K
+    kept weights, the best min(round(rate * K), number of theta that are not 0) of the pruned positions come back and
+    the best active weights fill the rest. A group that is too short is filled from what is left of the other. Equal
+    scores go to the lowest index. MaskError for parts that do not fit, NaN or infinity, or a rate outside [0, 1].
+    """
+    scores = _scores(weight, mask, rate).reshape(-1)
+    active = mask.reshape(-1)
+    keep = int(active.sum())
+    back = _resurrected(scores, active, round(rate * keep))
+    left = keep - int(back.sum())
+    best = select_top(scores.masked_fill(~active, -torch.inf), left)
+    return (back | best).reshape(mask.shape)
+
+
+def amnesty_n_of_m(weight: torch.Tensor, mask: torch.Tensor, rate: float, keep: int, group: int) -> torch.Tensor:
+    """As ``amnesty_mask`` for groups of which ``keep`` stay: the best theta compete in their groups with the active.
+
+    So no more than round(rate * K) weights come back, and fewer where active ones are larger. MaskError also if the
+    group does not divide the input channels.
+    """
+    scores = _scores(weight, mask, rate)
+    active = mask.reshape(-1)
+    back = _resurrected(scores.reshape(-1), active, round(rate * int(active.sum()))).reshape(mask.shape)
+    # an active weight of 0 goes before a pruned one without amnesty
+    return n_of_m_mask(scores.masked_fill(~(mask | back), -1), keep, group)
+
+
+def _scores(weight: torch.Tensor, mask: torch.Tensor, rate: float) -> torch.Tensor:
+    if mask.shape != weight.shape or mask.dtype != torch.bool or mask.device != weight.device:
+        raise MaskError(
+            f"a {mask.dtype} mask {tuple(mask.shape)} on {mask.device} for a weight {tuple(weight.shape)} on "
+            f"{weight.device}: give the bool mask of this weight"
+        )
+    if not 0 <= rate <= 1:
+        raise MaskError(f"the amnesty rate is {rate}: it lies in [0, 1]")
+    scores = weight.detach().abs()
+    if not bool(scores.isfinite().all()):
+        raise MaskError("the weight holds NaN or infinity, which have no rank: lower the learning rate and go back")
+    return scores
+
+
+def _resurrected(scores: torch.Tensor, active: torch.Tensor, most: int) -> torch.Tensor:
+    candidates = ~active & (scores > 0)
+    return select_top(scores.masked_fill(~candidates, -torch.inf), min(most, int(candidates.sum())))
