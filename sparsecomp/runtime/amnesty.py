@@ -7,21 +7,22 @@ from sparsecomp.runtime.pruners import n_of_m_mask
 from sparsecomp.runtime.selection import select_top
 
 
-def amnesty_mask(weight: torch.Tensor, mask: torch.Tensor, rate: float) -> torch.Tensor:
-    """The new mask, bool of the weight's shape, with exactly as many True as ``mask`` has.
+def amnesty_mask(weight: torch.Tensor, mask: torch.Tensor, keep: int, rate: float) -> torch.Tensor:
+    """The new mask, bool of the weight's shape, with exactly ``keep`` True.
 
-    ``weight`` is the effective one, with theta in its pruned positions, so all scores |w| come from one tensor. With K
-    kept weights, the best min(round(rate * K), number of theta that are not 0) of the pruned positions come back and
-    the best active weights fill the rest. A group that is too short is filled from what is left of the other. Equal
-    scores go to the lowest index. MaskError for parts that do not fit, NaN or infinity, or a rate outside [0, 1].
+    ``weight`` is the effective one, with theta in its pruned positions, so all scores |w| come from one tensor. The
+    best min(round(rate * keep), number of theta that are not 0) of the pruned positions come back and the best active
+    weights fill the rest. A group that is too short is filled from what is left of the other. Equal scores go to the
+    lowest index. MaskError for parts that do not fit, NaN or infinity, a count or a rate outside its domain.
     """
     scores = _scores(weight, mask, rate).reshape(-1)
+    if not 0 <= keep <= scores.numel():
+        raise MaskError(f"{keep} of {scores.numel()} weights are to be kept: the count lies between 0 and the size")
     active = mask.reshape(-1)
-    keep = int(active.sum())
-    back = _resurrected(scores, active, round(rate * keep))
-    left = keep - int(back.sum())
-    best = select_top(scores.masked_fill(~active, -torch.inf), left)
-    return (back | best).reshape(mask.shape)
+    chosen = _resurrected(scores, active, round(rate * keep))
+    best = min(keep - int(chosen.sum()), int(active.sum()))
+    chosen |= select_top(scores.masked_fill(~active, -torch.inf), best)
+    return (chosen | select_top(scores.masked_fill(chosen, -torch.inf), keep - int(chosen.sum()))).reshape(mask.shape)
 
 
 def amnesty_n_of_m(weight: torch.Tensor, mask: torch.Tensor, rate: float, keep: int, group: int) -> torch.Tensor:
