@@ -1,0 +1,128 @@
+"""Checkpoints of a training run in one safetensors file: a tree of plain values in JSON, its tensors beside it.
+
+Nothing is pickled, so reading a file runs no code of it. A file is written whole or not at all, and a digest makes an
+altered one an error.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sparsecomp.errors import CheckpointError
+from sparsecomp.whole_file import written_whole
+
+VERSION = 1
+_KEY = "sparsecomp.checkpoint"
+
+
+def save_tree(path: str | PathLike[str], tree: Mapping[str, Any]) -> None:
+    """Write a tree of dicts, lists, tuples, str, int, float, bool, None and tensors; tensors are copied to the CPU.
+
+    Raises:
+        CheckpointError: the tree holds something else.
+        OSError: the file cannot be written.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    header = {"version": VERSION, "tree": _packed(tree, tensors, "")}
+    header["digest"] = _digest(header, tensors)
+    try:
+        with written_whole(Path(path).resolve()) as partial:
+            save_file(tensors, partial, {_KEY: json.dumps(header)})
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+
+
+def load_tree(path: str | PathLike[str]) -> dict[str, Any]:
+    """Read what ``save_tree`` wrote, tensors on the CPU.
+
+    Raises:
+        CheckpointError: no whole checkpoint, of another version, or altered.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb"):
+        pass  # a missing or forbidden file is an OSError, not a bad file
+    try:
+        with safe_open(os.fspath(path), "pt") as file:
+            header = json.loads((file.metadata() or {})[_KEY])
+            # copies: the file may change under a mapping
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        version, digest = header["version"], header.pop("digest", None)
+        if version == VERSION and digest == _digest(header, tensors):
+            return _unpacked(header["tree"], tensors)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is no whole safetensors file ({error}): it was truncated or altered") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has no readable header of a checkpoint: it is another file") from error
+    if version != VERSION:
+        raise CheckpointError(f"{path} has version {version}, this sparsecomp reads version {VERSION}")
+    raise CheckpointError(f"{path} was altered: its contents do not match its digest")
+
+
+def check_same_model(state: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """CheckpointError unless ``state`` has the names, shapes and dtypes of the model's state_dict."""
+    own = {name: _form(value) for name, value in model.state_dict().items()}
+    theirs = {name: _form(value) for name, value in state.items()}
+    if own == theirs:
+        return
+    differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+    name = differing[0]
+    raise CheckpointError(
+        f"the checkpoint is of another model: {len(differing)} entries differ, such as {name}, which is "
+        f"{theirs.get(name, 'missing')} in the file and {own.get(name, 'missing')} here. Build the model it was made of"
+    )
+
+
+def _form(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _packed(value: Any, tensors: dict[str, torch.Tensor], place: str) -> Any:
+    """JSON for ``value``: [kind, content] where JSON has no such kind, and the value itself where it has."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            raise CheckpointError(f"{place} is a tensor of layout {value.layout}: a checkpoint holds strided ones")
+        # safetensors refuses tensors that share memory or have gaps
+        tensors[place] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return ["tensor", place]
+    if isinstance(value, Mapping):
+        return ["dict", [[_key(key, place), _packed(part, tensors, f"{place}/{key}")] for key, part in value.items()]]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_packed(part, tensors, f"{place}/{at}") for at, part in enumerate(value)]]
+    raise CheckpointError(f"{place} is a {type(value).__name__}: a checkpoint holds tensors and JSON's types alone")
+
+
+def _key(key: Any, place: str) -> str | int:
+    if type(key) not in (str, int):
+        raise CheckpointError(f"{place} has the key {key!r}: keys are str or int")
+    return key
+
+
+def _unpacked(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _unpacked(part, tensors) for key, part in content}
+    parts = [_unpacked(part, tensors) for part in content]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def _digest(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of the header, and of each tensor's name, dtype, shape and bytes."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return digest.hexdigest()
