@@ -83,11 +83,13 @@ def _constant(node: fx.Node, ctx: Context) -> torch.Tensor | None:
         return None
     # Dynamo's mark on the parameters and buffers of modules
     static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
-    return value if static or isinstance(value, torch.nn.Parameter) or node.op == "get_attr" else None
+    return value if static or _is_parameter(node, ctx) or node.op == "get_attr" else None
 
 
 def _evidence(masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> bool | Refusal:
     """Whether the formula masks a weight; a refusal where it multiplies by a buffer that is no mask."""
+    if len(values) < len(masked.sources) and not any(_is_parameter(source, ctx) for source in masked.sources):
+        return False  # masked activations
     products = list(factors(masked))
     if has_writes(masked) or any(_is_binary(factor, masked, ctx) for pair in products for factor in pair):
         return True
@@ -96,11 +98,15 @@ def _evidence(masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Cont
     known = masked.values(values)
     if any(is_mask(known[factor]) for pair in products for factor in pair):
         return True
-    buffers = [node for node in masked.sources if not isinstance(values[node], torch.nn.Parameter)]
+    buffers = [node for node in masked.sources if not _is_parameter(node, ctx)]
     alike = [node for node in buffers if values[node].shape == example_of(masked.result).shape]
     if not alike:
         return False
     return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{alike[0].target}` holds other values than 0 and 1")
+
+
+def _is_parameter(node: fx.Node, ctx: Context) -> bool:
+    return isinstance(ctx.values.get(node), torch.nn.Parameter)
 
 
 def _is_binary(factor: fx.Node, masked: Formula, ctx: Context) -> bool:

@@ -1,5 +1,6 @@
 """The rule for masked weights: every spelling, what is folded, what is left and why, and that changes are seen."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -102,3 +103,48 @@ def test_training_is_left_alone_with_eager_gradients(spelling, layer):
     for found, wanted in zip(*grads, strict=True):
         assert (found is None) == (wanted is None)
         assert found is None or torch.equal(found, wanted)
+
+
+def _drawn(seed: int) -> list[tuple[str, int, float]]:
+    """Steps in place and out of place, each with a mask and a number."""
+    draw = random.Random(seed)
+    steps = ("mul", "mul_", "masked_fill", "masked_fill_", "set", "row", "view", "alias", "back", "where", "where")
+    return [(draw.choice(steps), draw.randrange(4), draw.choice((0.0, 0.25))) for _ in range(draw.randint(1, 4))]
+
+
+def _by_steps(m: Any, steps: list[tuple[str, int, float]]) -> Tensor:
+    weight = m.weight.clone()
+    for step, which, number in steps:
+        mask = (m.mask, ~m.mask, m.numbers > 0, m.phi.abs() > 0.5)[which]
+        if step in ("mul", "mul_"):
+            weight = getattr(weight, step)(mask)
+        elif step.startswith("masked_fill"):
+            weight = getattr(weight, step)(mask, number)
+        elif step == "set":
+            weight[mask] = number
+        elif step == "row":
+            weight[which].mul_(2)
+        elif step == "view":
+            weight.view(-1)[m.index] = number
+        elif step == "alias":
+            weight.diagonal().add_(1)
+        elif step == "back":
+            weight = (weight.t() + number).t().contiguous()
+        else:
+            weight = torch.where(mask, weight, m.phi)
+    return weight
+
+
+def test_random_formulas_fold_to_eager_bits_or_stay():
+    folded, x = [], torch.randn(2, 352, generator=torch.Generator().manual_seed(2))
+    for seed in range(30):
+        steps = _drawn(seed)
+        model = Masked(lambda m, steps=steps: _by_steps(m, steps))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            wanted = model(x)
+            found, report = rewritten(model, x, implementation="auto", strict=True, verify=False)
+        assert torch.equal(found, wanted), steps
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        folded.append(len(report.rewritten))
+    assert 12 <= sum(folded) < 30, folded

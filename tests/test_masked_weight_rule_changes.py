@@ -245,6 +245,14 @@ def test_a_mask_that_comes_to_hold_other_numbers_is_followed(compiled):
     assert made() == 1
 
 
+def test_masked_activations_are_no_sites():
+    def attention(x: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(x @ x.mT, -1) @ x.masked_fill(mask, 0)
+
+    _, report = rewritten(attention, inputs(4, 5, 8), inputs(5, 8) > 0, implementation="auto", strict=True)
+    assert not [found for found in report.sites if found.rule == "masked_weight"]
+
+
 def test_weights_that_no_mask_touches_are_no_sites():
     norm = nn.utils.parametrizations.weight_norm(nn.Linear(352, 384))
     with torch.no_grad():
