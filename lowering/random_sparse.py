@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.signature import KernelSignature, Rows, density_bucket, row_bucket
 
-SKEWS = {"even": 0, "mixed": 1, "skewed": 4}
+SKEWS = {"even": 0, "mixed": 1, "skewed": 4, "extreme": 32}
 """Deviation over mean of a row's entries that stands for each word of ``signature.row_bucket``."""
 
 

@@ -154,9 +154,12 @@ def row_bucket(rows: Rows | None) -> str:
     return f"{size_bucket(math.ceil(rows.mean))} {evenness(rows.variation)}"
 
 
+_EVENNESS = {"even": 0.5, "mixed": 2, "skewed": 16}
+
+
 def evenness(variation: float) -> str:
-    """How uneven rows are whose entries have this deviation over mean: ``"even"``, ``"mixed"`` or ``"skewed"``."""
-    return "even" if variation < 0.5 else "mixed" if variation < 2 else "skewed"
+    """How uneven rows are whose entries have this deviation over mean: even, mixed, skewed or extreme."""
+    return next((name for name, below in _EVENNESS.items() if variation < below), "extreme")
 
 
 def _bound(size: Size, values: Mapping[str, int]) -> Size:

@@ -77,7 +77,8 @@ def run(
         bias: (m,) with bias_axis "row", (n,) with "column".
         residual: of the shape of ``out`` and any strides.
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
-        skew: how uneven the rows are: "even", "mixed" or "skewed" (deviation over mean below 0.5, below 2, or above).
+        skew: how uneven the rows are: "even", "mixed", "skewed" or "extreme" (deviation over mean below 0.5, below 2,
+            below 16, or above).
 
     Raises:
         FormatError: shapes that do not belong together, or an unknown word.

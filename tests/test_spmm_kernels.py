@@ -242,6 +242,12 @@ def test_csr_rows_that_span_many_chunks_and_many_empty_rows(device, long):
         out.fill_(torch.nan)
         template.prepare(problem, config)(*tensors)
         assert error(out, expected) <= 1e-6, config
+    rows = next(one for one in of_operation("spmm_csr") if one.name == "spmm_csr_rows")
+    ahead = [config for config in rows.space(problem, device_of(out.device)) if config["AHEAD"]]
+    for config in (ahead[0], ahead[-1]):
+        out.fill_(torch.nan)
+        rows.prepare(problem, config)(*tensors)
+        assert error(out, expected) <= 1e-6, config
 
 
 def tridiagonal(rows, device):
@@ -567,8 +573,9 @@ from sparsecomp.lowering.templates.spmm_csr_dense import densify_kernel, repair_
 from sparsecomp.lowering.templates.spmm_csr_halves import densify_halves_kernel
 from sparsecomp.lowering.templates.halves_product import halves_product_kernel, split_rows_kernel
 for kernel, index, epilogue, sizes, warps in (
-    (spmm_csr_rows_kernel, "*i32", PLAIN, dict(BR=1, U=1, E=8, BN=128), 1),
-    (spmm_csr_rows_kernel, "*i64", FULL, dict(BR=4, U=1, E=32, BN=1), 1),
+    (spmm_csr_rows_kernel, "*i32", PLAIN, dict(BR=1, U=1, E=8, BN=128, GROUP=0), 1),
+    (spmm_csr_rows_kernel, "*i32", PLAIN, dict(BR=2, U=8, E=2, BN=64, GROUP=8), 1),
+    (spmm_csr_rows_kernel, "*i64", FULL, dict(BR=4, U=1, E=32, BN=1, GROUP=0), 1),
     (spmm_csr_merge_kernel, "*i32", PLAIN, dict(T=256, BR=1, U=8, E=1, BN=128), 2),
     (finish_rows_kernel, "*i64", FULL, dict(T=256, E=8, BN=128), 2),
     (repair_kernel, "*i32", PLAIN, dict(BM=128, BN=128, GROUP=8, ROWS=16, BR=2, E=4, WIDE=64), 4),
@@ -582,7 +589,7 @@ for kernel, index, epilogue, sizes, warps in (
     print(stack(built), vectors)
 """
     )
-    assert printed.split() == ["0", "True"] * 9
+    assert printed.split() == ["0", "True"] * 10
 
 
 @pytest.mark.parametrize(

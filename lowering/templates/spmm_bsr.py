@@ -93,6 +93,7 @@ def _space(problem: SpmmBsr, device: Device) -> list[Config]:
         for bm in heights for bn in columns for bk in ((32, 64) if itemsize == 4 else (32, 64, 128))
         for warps in (2, 4, 8) for stages in _STAGES
         if bm * bn >= 256 * warps and fits_registers(bm * bn * (2 if itemsize == 4 else 1), warps)
+        and (warps > 2 or bm == 16)
         and (bn >= 8 * warps or bm >= 64) and (itemsize == 2 or (bm + bn) * bk <= 256 * 32 * warps // 4)
         and fits_shared((stages // 2 + 1 + (itemsize == 4)) * bk * (bm + bn) * itemsize, device)
     ]  # fmt: skip

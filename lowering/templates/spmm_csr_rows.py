@@ -1,7 +1,8 @@
 """CSR times dense, rows shared out among programs: each gathers the rows of ``dense`` that its nonzeros point at.
 
-Best while rows are alike: the program with the longest row ends last. Programs of the same columns run side by side, so
-that their slab of ``dense`` stays in L2, and as they walk ascending columns together, partly in L1.
+Best while rows are alike: the program with the longest row ends last. Where rows are uneven, long ones can be done by
+programs of their own that start before all others. Programs of the same columns run side by side, so that their slab of
+``dense`` stays in L2, and as they walk ascending columns together, partly in L1.
 """
 
 import sympy
@@ -20,29 +21,82 @@ from sparsecomp.lowering.templates.gather import gather_rows
 
 DENSE = 3
 """Position of the dense operand among the tensors."""
+_GROUP = 8
+"""Rows that a program looks at for long ones."""
+_LONG = 128
+"""Entries from which a row is long, unless most rows are."""
 
 
 @triton.jit
 def spmm_csr_rows_kernel(
     crow_ptr, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
-    M, N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+    M, N, ahead, long_from, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BR: tl.constexpr, U: tl.constexpr, E: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """A program finishes BR rows by BN columns of out; see ``gather_rows`` for U and E, and ``finish``.
+
+    With GROUP, the first ``ahead`` programs look at GROUP rows each and finish those of ``long_from`` entries or more,
+    which the others leave out.
+    """
+    pid = tl.program_id(0)
+    height = BR if GROUP == 0 else tl.where(pid < ahead, GROUP, BR)
+    pid = pid if GROUP == 0 else tl.where(pid < ahead, pid, pid - ahead)
+    blocks = tl.cdiv(M, height)
+    col_blocks = tl.cdiv(N, BN)
+    slab = pid // blocks
+    first = pid % blocks * height
+    batch = (slab // col_blocks).to(tl.int64)
+    cols = (slab % col_blocks) * BN + tl.arange(0, BN)
+    if GROUP == 0:
+        rows = first + tl.arange(0, BR)
+        begin = tl.load(crow_ptr + rows, mask=rows < M, other=0)
+        end = tl.load(crow_ptr + rows + 1, mask=rows < M, other=0)
+        _finish_rows(
+            begin, end, rows, rows < M, cols, batch, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
+            N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+            BIAS_ROWS, ACTIVATION, BR, U, E, BN,
+        )  # fmt: skip
+    elif tl.program_id(0) < ahead:
+        every = first + tl.arange(0, GROUP)
+        begins = tl.load(crow_ptr + every, mask=every < M, other=0)
+        ends = tl.load(crow_ptr + every + 1, mask=every < M, other=0)
+        longest = tl.max(ends - begins, 0)
+        stop = tl.where(longest >= long_from, tl.minimum(first + GROUP, M), first)
+        for one in range(first, stop):
+            row = one + tl.arange(0, 1)
+            one_begin = tl.load(crow_ptr + row)
+            one_end = tl.load(crow_ptr + row + 1)
+            long = one_end - one_begin >= long_from
+            _finish_rows(
+                one_begin, tl.where(long, one_end, one_begin), row, long, cols, batch, col_ptr, values_ptr, dense_ptr,
+                bias_ptr, residual_ptr, out_ptr, N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b,
+                res_m, res_n, scale, BIAS_ROWS, ACTIVATION, 1, BR * U, E, BN,
+            )  # fmt: skip
+    else:
+        rows = first + tl.arange(0, BR)
+        begin = tl.load(crow_ptr + rows, mask=rows < M, other=0)
+        end = tl.load(crow_ptr + rows + 1, mask=rows < M, other=0)
+        short = end - begin < long_from
+        _finish_rows(
+            begin, tl.where(short, end, begin), rows, (rows < M) & short, cols, batch, col_ptr, values_ptr, dense_ptr,
+            bias_ptr, residual_ptr, out_ptr, N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m,
+            res_n, scale, BIAS_ROWS, ACTIVATION, BR, U, E, BN,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish_rows(
+    begin, end, rows, wanted, cols, batch, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
+    N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
     BR: tl.constexpr, U: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A program finishes BR rows by BN columns of out; see ``gather_rows`` for U and E, and ``finish``."""
-    row_blocks = tl.cdiv(M, BR)
-    col_blocks = tl.cdiv(N, BN)
-    slab = tl.program_id(0) // row_blocks
-    batch = (slab // col_blocks).to(tl.int64)
-    rows = (tl.program_id(0) % row_blocks) * BR + tl.arange(0, BR)
-    cols = (slab % col_blocks) * BN + tl.arange(0, BN)
-    begin = tl.load(crow_ptr + rows, mask=rows < M, other=0)
-    end = tl.load(crow_ptr + rows + 1, mask=rows < M, other=0)
     acc = gather_rows(
         begin, end, col_ptr, values_ptr + batch * values_b, dense_ptr + batch * dense_b, cols, N, dense_k, dense_n,
         BR, U, E, BN,
     )  # fmt: skip
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    mask = wanted[:, None] & (cols < N)[None, :]
     finish(
         acc, bias_ptr, residual_ptr, out_ptr, batch, rows, cols, mask,
         out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
@@ -108,7 +162,11 @@ def _refuse(problem: SpmmCsr, device: Device) -> str | None:
 
 
 def _space(problem: SpmmCsr, device: Device) -> list[Config]:
-    return gather_configs(problem)
+    uneven = problem.variation > 0 and problem.n > 1
+    return [
+        Config(**config, AHEAD=ahead)
+        for config in gather_configs(problem) for ahead in ((0, 1) if uneven and config["U"] > 1 else (0,))
+    ]  # fmt: skip
 
 
 def _prepare(problem: SpmmCsr, config: Config) -> Launch | Launches:
@@ -120,14 +178,18 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launch | Launches:
 
 def _main(problem: SpmmCsr, config: Config) -> Launch:
     p = problem
-    grid = (triton.cdiv(p.m, config["BR"]) * triton.cdiv(p.n, config["BN"]) * p.batch,)
-    numbers = (p.m, p.n, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
-    constants = {**p.output.constants, **{name: config[name] for name in ("BR", "U", "E", "BN")}}
+    slabs = triton.cdiv(p.n, config["BN"]) * p.batch
+    group = _GROUP if config["AHEAD"] else 0
+    ahead = triton.cdiv(p.m, group) * slabs if group else 0
+    grid = (ahead + triton.cdiv(p.m, config["BR"]) * slabs,)
+    long_from = max(_LONG, 4 * p.nnz // max(p.m, 1))
+    numbers = (p.m, p.n, ahead, long_from, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
+    constants = {**p.output.constants, "GROUP": group, **{name: config[name] for name in ("BR", "U", "E", "BN")}}
     return Launch(spmm_csr_rows_kernel, grid, numbers, constants, num_warps=config["warps"])
 
 
 _m, _k, _n, _batch, _nnz, _variation, _col, _itemsize = sizes("m k n batch nnz variation dense_col itemsize")
-_br, _u, _e, _bn, _warps, _copy, _processors = sizes("BR U E BN warps COPY processors")
+_br, _u, _e, _bn, _warps, _copy, _ahead, _processors = sizes("BR U E BN warps COPY AHEAD processors")
 
 mean = _nnz / _m
 """Entries a row."""
@@ -152,21 +214,29 @@ def walk_seconds(steps: sympy.Expr, programs: sympy.Expr) -> sympy.Expr:
     return sympy.Max(programs / (_processors * resident), 1) * (sympy.Max(steps, 0.5) * 7e-7 + 1.5e-6)
 
 
-# a block of rows is as long as its longest, and the last program ends when the longest row does
-_longest = sympy.Min(mean * (1 + _variation * (0.3 + 0.5 * sympy.log(_br + 1))), _k)
-_last = sympy.Min(mean * (1 + 4 * _variation) + 30 * _variation * sympy.sqrt(mean), _k)
+# a block of rows is as long as its longest
+_uneven = sympy.Min(mean * (1 + _variation * (0.3 + 0.5 * sympy.log(_br + 1))), _k)
+_longest = sympy.Piecewise((_uneven, sympy.Eq(_ahead, 0)), (sympy.Min(_uneven, sympy.Max(_LONG, 4 * mean)), True))
 _programs = sympy.ceiling(_m / _br) * sympy.ceiling(_n / _bn) * _batch
+# the last program ends when the longest row does, which starts anywhere, or at first
+_most = sympy.Min(mean * (1 + 4 * _variation + _variation**2) + 30 * _variation * sympy.sqrt(mean), _k)
+_last = _most / (_u * _e) * 9e-7
+_tail = sympy.Piecewise((0.3 * _last, _variation > 0), (0, True))
+_looking = _ahead * walk_seconds(sympy.Integer(0), sympy.ceiling(_m / _GROUP) * sympy.ceiling(_n / _bn) * _batch)
+# the fewer bytes each warp has under way, the slower
+_flow = traffic * (1 + 600 / (_br * _u * _e * _bn * _itemsize / _warps))
+_body = _measured * sympy.Max(_flow, walk_seconds(_longest / (_u * _e), _programs))
 
 SPMM_CSR_ROWS = Template(
     name="spmm_csr_rows",
     op="spmm_csr",
-    sources=(spmm_csr_rows_kernel, copy_rows_kernel, gather_rows, finish),
+    sources=(spmm_csr_rows_kernel, _finish_rows, copy_rows_kernel, gather_rows, finish),
     refuse=_refuse,
     space=_space,
     cost=Cost(
         bytes=_batch * (_nnz * (_itemsize + 4) + (_k + _m) * _n * _itemsize),
-        seconds=copying + 3e-6 + sympy.Max(
-            _measured * traffic, _measured * walk_seconds(_longest / (_u * _e), _programs), _last / (_u * _e) * 9e-7
+        seconds=copying + 3e-6 + sympy.Piecewise(
+            (sympy.Max(_body, _last) + _tail, sympy.Eq(_ahead, 0)), (sympy.Max(_body, _last / _br) + _looking, True)
         ),
     ),
     prepare=_prepare,
