@@ -189,7 +189,7 @@ SPMM_CSR_MERGE = Template(
     cost=Cost(
         bytes=_batch * (_nnz * (_itemsize + 4) + (_k + _m) * _n * _itemsize) + 2 * _pieces,
         launches=sympy.Integer(2),
-        seconds=7e-6 + rows.copying + 1.3 * sympy.Max(
+        seconds=1.1e-5 + rows.copying + 1.3 * sympy.Max(
             rows.traffic, rows.walk_seconds(_steps, _batch * (_m + _nnz) / _t * sympy.ceiling(_n / _bn))
         ),
     ),
