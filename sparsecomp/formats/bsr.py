@@ -14,7 +14,7 @@ from sparsecomp.formats.compressed import Compressed
 from sparsecomp.formats.csr import CSC, CSR
 from sparsecomp.formats.files import Stored
 from sparsecomp.formats.foreign import scipy_sparse, to_numpy
-from sparsecomp.formats.indices import choose_index_dtype, groups_of, sort_order, take
+from sparsecomp.formats.indices import choose_index_dtype, groups_of, sorted_pairs, take
 from sparsecomp.formats.triplets import Triplets, without_filler
 
 
@@ -64,8 +64,8 @@ class _Blocks(Compressed):
         majors, minors = (line, column) if cls.MAJOR == 0 else (column, line)
         n_minors = -(-shape[1 - cls.MAJOR] // block[1 - cls.MAJOR])
         n_majors = -(-shape[cls.MAJOR] // block[cls.MAJOR])
-        order = sort_order(majors, minors, (n_majors, n_minors))
-        majors, minors, row, col = (take(index, 0, order) for index in (majors, minors, row, col))
+        majors, minors, order = sorted_pairs(majors, minors, (n_majors, n_minors))
+        row, col = take(row, 0, order), take(col, 0, order)
         first, group = groups_of(majors, minors)
         majors, minors = take(majors, 0, first), take(minors, 0, first)
         blocks = values.new_zeros((*values.shape[:-1], majors.numel(), height, width))
@@ -77,8 +77,7 @@ class _Blocks(Compressed):
         this = self.compact()
         row, col = (index.flatten().to(self.index_dtype) for index in torch.broadcast_tensors(*this._positions()))
         found = without_filler(Triplets(row, col, this.values.flatten(this._entry_dim), self.shape))
-        order = sort_order(found.row, found.col, self.shape)
-        row, col = take(found.row, 0, order), take(found.col, 0, order)
+        row, col, order = sorted_pairs(found.row, found.col, self.shape)
         return Triplets(row, col, take(found.values, -1, order), self.shape)
 
     @classmethod

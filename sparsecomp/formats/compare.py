@@ -3,7 +3,7 @@
 import torch
 
 from sparsecomp.errors import FormatError
-from sparsecomp.formats.indices import groups_of, sort_order, take
+from sparsecomp.formats.indices import groups_of, sorted_pairs
 from sparsecomp.formats.triplets import Triplets
 
 
@@ -22,8 +22,7 @@ def allclose(one: Triplets, other: Triplets, rtol: float, atol: float, equal_nan
         raise FormatError(f"one matrix is on {one.values.device}, the other on {other.values.device}: move one of them")
     row = torch.cat([one.row.long(), other.row.long()])
     col = torch.cat([one.col.long(), other.col.long()])
-    order = sort_order(row, col, one.shape)
-    row, col = take(row, 0, order), take(col, 0, order)
+    row, col, order = sorted_pairs(row, col, one.shape)
     _, group = groups_of(row, col)
     if order is not None:
         group = torch.empty_like(group).index_copy_(0, order, group)

@@ -26,7 +26,16 @@ from sparsecomp.formats.checks import (
     require,
 )
 from sparsecomp.formats.foreign import tensor_of
-from sparsecomp.formats.indices import groups_of, pointers_of, rows_of, sort_order, sum_groups, take
+from sparsecomp.formats.indices import (
+    groups_of,
+    has_repeats,
+    pointers_of,
+    rows_of,
+    sorted_keys,
+    sorted_pairs,
+    sum_groups,
+    take,
+)
 
 
 class Compressed(SparseMatrix):
@@ -180,13 +189,14 @@ class Compressed(SparseMatrix):
     def _coalesced(self) -> Self:
         """A compact matrix with its entries sorted, those of one place summed."""
         majors, minors, dim = self._majors(), self.indices, self._entry_dim
-        order = sort_order(majors, minors, self._grid_of_majors)
+        majors, minors, order = sorted_pairs(majors, minors, self._grid_of_majors)
         if order is None:
             return self
-        majors, minors, values = take(majors, 0, order), take(minors, 0, order), take(self.values, dim, order)
-        first, group = groups_of(majors, minors)
-        majors, minors = take(majors, 0, first), take(minors, 0, first)
-        values = sum_groups(values, dim, group, minors.numel())
+        values = take(self.values, dim, order)
+        if has_repeats(majors, minors):
+            first, group = groups_of(majors, minors)
+            majors, minors = take(majors, 0, first), take(minors, 0, first)
+            values = sum_groups(values, dim, group, minors.numel())
         return self._of_sorted(majors, minors, values, self.shape, self.index_dtype)
 
     # -- conversions
@@ -210,10 +220,9 @@ class Compressed(SparseMatrix):
         if not issubclass(self.TWIN, target) or layout != self.layout:
             return None
         this = self.compact()
-        by_minor = torch.sort(this.indices, stable=True)
-        majors = take(this._majors(), 0, by_minor.indices)
-        values = take(this.values, this._entry_dim, by_minor.indices)
-        return self.TWIN._of_sorted(by_minor.values, majors, values, self.shape, self.index_dtype)
+        minors, order = sorted_keys(this.indices, this._grid_of_majors[1])
+        majors, values = take(this._majors(), 0, order), take(this.values, this._entry_dim, order)
+        return self.TWIN._of_sorted(minors, majors, values, self.shape, self.index_dtype)
 
     def _slice(self, start: int, stop: int) -> Self:
         """Majors of the rows (or columns) `start` to `stop` - 1, sharing indices and values."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsecomp.formats.compressed import Compressed
 from sparsecomp.formats.foreign import scipy_sparse, to_numpy
-from sparsecomp.formats.indices import choose_index_dtype, sort_order, take
+from sparsecomp.formats.indices import choose_index_dtype, sorted_keys, sorted_pairs, take
 from sparsecomp.formats.triplets import Triplets
 
 
@@ -22,7 +22,7 @@ class _Elements(Compressed):
         dtype = choose_index_dtype(index_dtype, at_least, *shape, row.numel())
         if cls.MAJOR == 0:
             return cls._of_sorted(row, col, values, shape, dtype)
-        col, order = torch.sort(col, stable=True)
+        col, order = sorted_keys(col, shape[1])
         return cls._of_sorted(col, take(row, 0, order), take(values, -1, order), shape, dtype)
 
     def _triplets(self) -> Triplets:
@@ -30,8 +30,8 @@ class _Elements(Compressed):
         majors, minors = this._majors(), this.indices
         if self.MAJOR == 0:
             return Triplets(majors, minors, this.values, self.shape)
-        order = sort_order(minors, majors, self.shape)
-        return Triplets(take(minors, 0, order), take(majors, 0, order), take(this.values, -1, order), self.shape)
+        row, col, order = sorted_pairs(minors, majors, self.shape)
+        return Triplets(row, col, take(this.values, -1, order), self.shape)
 
     def _positions(self) -> tuple[Tensor, Tensor]:
         majors, minors = self._majors().long(), self.indices.long()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.checks import check_threshold, check_values
-from sparsecomp.formats.indices import groups_of, sort_order, sum_groups, take
+from sparsecomp.formats.indices import groups_of, has_repeats, sorted_pairs, sum_groups, take
 
 
 class Triplets(NamedTuple):
@@ -51,12 +51,12 @@ def kept(dense: Tensor, threshold: float) -> Tensor:
 
 def coalesced(row: Tensor, col: Tensor, values: Tensor, shape: tuple[int, int]) -> Triplets:
     """Sorted, with the values of equal positions summed; the arrays themselves if nothing is to do."""
-    order = sort_order(row, col, shape)
+    row, col, order = sorted_pairs(row, col, shape)
     if order is None:
         return Triplets(row, col, values, shape)
-    row, col, values = take(row, 0, order), take(col, 0, order), take(values, -1, order)
-    first, group = groups_of(row, col)
-    if first.numel() < row.numel():
+    values = take(values, -1, order)
+    if has_repeats(row, col):
+        first, group = groups_of(row, col)
         row, col = take(row, 0, first), take(col, 0, first)
         values = sum_groups(values, values.dim() - 1, group, row.numel())
     return Triplets(row, col, values, shape)
@@ -77,8 +77,8 @@ def of_batched_coo(tensor: Tensor) -> Triplets:
     shape = (tensor.shape[-2], tensor.shape[-1])
     if not batch:
         return Triplets(row, col, tensor.values(), shape)
-    order = sort_order(row, col, shape)
-    item, row, col, values = (take(array, 0, order) for array in (batch[0], row, col, tensor.values()))
+    row, col, order = sorted_pairs(row, col, shape)
+    item, values = take(batch[0], 0, order), take(tensor.values(), 0, order)
     first, group = groups_of(row, col)
     row, col = take(row, 0, first), take(col, 0, first)
     shared = values.new_zeros((tensor.shape[0], row.numel()))
