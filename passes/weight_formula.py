@@ -75,7 +75,8 @@ class Formula:
         with torch.no_grad():
             for node in self.nodes:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
-                function: Any = getattr(type(args[0]), node.target) if node.op == "call_method" else node.target
+                is_method = node.op == "call_method"
+                function: Any = getattr(torch.Tensor, str(node.target)) if is_method else node.target
                 found[node] = function(*args, **kwargs)
         return found
 

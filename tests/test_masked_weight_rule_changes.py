@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from rewriting import rewritten, site
 from test_masked_weight_rule import SPELLINGS, Masked
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.utils import parametrize, prune
 
 import sparsecomp
@@ -547,3 +548,17 @@ def test_a_capture_takes_the_kept_weight_only_where_that_is_promised(frozen, mon
     assert (found is kept.weight) == frozen
     if not frozen:
         assert found.layout is None and torch.equal(found.values, sources[0] * sources[1])
+
+
+def test_a_cached_graph_folds_the_weight_of_the_model_it_runs_for():
+    from torch._inductor.utils import fresh_cache
+
+    with torch.no_grad(), fresh_cache():
+        for kind in ("miss", "hit"):
+            torch._dynamo.reset()
+            counters.clear()
+            model = Masked(SPELLINGS["blend"])
+            model.weight.mul_(2 if kind == "hit" else 1)
+            found = torch.compile(model, backend="sparsecomp", fullgraph=True)(X)
+            torch.testing.assert_close(found, model(X), rtol=1e-5, atol=1e-4)
+            assert counters["aot_autograd"][f"autograd_cache_{kind}"] == 1
