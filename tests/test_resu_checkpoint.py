@@ -47,7 +47,8 @@ def test_damaged_and_foreign_files(tmp_path):
     path = tmp_path / "run"
     save_tree(path, {"weight": torch.ones(50), "step": 3})
     whole = path.read_bytes()
-    for damaged in (b"", whole[:-1], whole[: len(whole) // 2], whole[:-4] + b"\0\0\0\0", whole.replace(b"step", b"stop")):
+    half = whole[: len(whole) // 2]
+    for damaged in (b"", half, whole[:-1], whole[:-4] + b"\0\0\0\0", whole.replace(b"step", b"stop")):
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError):
             load_tree(path)
