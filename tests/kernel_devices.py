@@ -1,4 +1,4 @@
-"""Where kernel tests run: on the CPU through Triton's interpreter, or on a real CUDA device."""
+"""Where tests run: operators on the CPU or a CUDA device, kernels through Triton's interpreter or on that device."""
 
 import os
 
@@ -20,3 +20,9 @@ KERNEL_DEVICES = [
         marks=[pytest.mark.gpu, pytest.mark.skipif(not _has_cuda or _interpreting, reason="no CUDA device")],
     ),
 ]
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not _has_cuda, reason="no CUDA device")]),
+]
+"""For operators: what a CPU runs is plain torch."""

@@ -9,7 +9,7 @@ import pytest
 import scipy.sparse
 import scipy.special
 import torch
-from kernel_devices import KERNEL_DEVICES
+from kernel_devices import DEVICES, KERNEL_DEVICES
 from matrices import FOLDER, REAL
 from torch import Tensor
 
@@ -328,3 +328,42 @@ def test_autocast_around_the_operators_changes_nothing(kind):
     assert relative(out.detach(), matrix @ right.double().numpy()) < 2e-6
     torch.testing.assert_close(sampled, sddmm(a.double(), b.double(), pattern, layout).float())
     torch.testing.assert_close(grad, sddmm(right[:37].double(), right.double(), pattern, layout).float())
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_spare_capacity_holds_reaches_nothing_in_the_references(device, everywhere, monkeypatch):
+    """Also where, as on a GPU, it is not looked at where entries begin and end."""
+    reference = import_module("sparsecomp.ops.sparse_reference")
+    if everywhere:
+        monkeypatch.setattr(reference, "_bounds", lambda pointers, indices: (0, indices.numel()))
+    spare = torch.full((3,), 2**30, dtype=torch.int32)
+    pointers, indices = torch.tensor([3, 5, 5, 8], dtype=torch.int32), torch.tensor([0, 2, 0, 1, 2], dtype=torch.int32)
+    pattern = [pointers.to(device), torch.cat([spare, indices, spare]).to(device)]
+    layout = Layout("bsr", (2, 3), (6, 9))
+    a, b = torch.randn(6, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    dense = torch.randn(9, 5, dtype=torch.float64)
+    values = torch.full((11, 2, 3), math.nan, dtype=torch.float64)
+    values[3:8] = torch.randn(5, 2, 3, dtype=torch.float64)
+    dense[0, 0] = b[0, 0] = math.inf
+    given = [tensor.to(device) for tensor in (a, b, dense, values)]
+    sampled = import_module("sparsecomp.ops.sddmm").sddmm(given[0], given[1], pattern, layout).cpu()
+    product = spmm(given[3], pattern, given[2], layout).cpu()
+    places = [(0, 0), (0, 2), (2, 0), (2, 1), (2, 2)]
+    assert (sampled[:3] == 0).all() and (sampled[8:] == 0).all()
+    wanted, whole_product = torch.zeros(6, 5, dtype=torch.float64), a @ b.mT
+    for entry, (line, column) in enumerate(places, 3):
+        rows, cols = slice(2 * line, 2 * line + 2), slice(3 * column, 3 * column + 3)
+        torch.testing.assert_close(sampled[entry], whole_product[rows, cols])
+        wanted[rows] += values[entry] @ dense[cols]
+    torch.testing.assert_close(product, wanted)
+    assert torch.equal(product[2:4], torch.zeros(2, 5, dtype=torch.float64))
+    of_elements = reference.gathered_elements(given[0], given[1], *pattern_of_elements(device)).cpu()
+    torch.testing.assert_close(of_elements[2:5], whole_product[[0, 3, 5], [1, 8, 2]])
+    assert (of_elements[:2] == 0).all() and (of_elements[5:] == 0).all()
+
+
+def pattern_of_elements(device: str) -> tuple[Tensor, Tensor]:
+    """Three elements of a (6, 9) matrix between spare capacity."""
+    pointers = torch.tensor([2, 3, 3, 3, 4, 4, 5], dtype=torch.int64)
+    return pointers.to(device), torch.tensor([99, 99, 1, 8, 2, 99], dtype=torch.int64).to(device)

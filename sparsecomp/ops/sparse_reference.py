@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.formats.indices import rows_of
 from sparsecomp.ops.library import without_autocast
 from sparsecomp.ops.patterns import Compressed, Layout, compressed, elements_of
 
@@ -73,15 +72,33 @@ def _sampled_once(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layou
 
 
 def sampled_blocks(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Tensor:
-    """a @ b.mT at the stored blocks, some blocks at a time: (blocks, height, width). Beyond the shape it is 0."""
-    pointers, indices = pattern[:2]
+    """a @ b.mT at the stored blocks, some blocks at a time: (blocks, height, width). Beyond the shape it is 0.
+
+    Reads nothing from the device.
+    """
     height, width = layout.block
     left, right = _in_blocks(a, height), _in_blocks(b, width)
-    first, lines = _lines(pointers, indices)
-    out = a.new_zeros((indices.numel(), height, width))
+    out = a.new_zeros((pattern[1].numel(), height, width))
+    if 0 in layout.shape:
+        return out
+    found, lines, columns, spare = _entries(*pattern[:2])
+    stored = out[found]
     for part in _parts(lines.numel(), (height + width) * a.shape[1], out.numel()):
-        line, column = lines[part], indices[first + part.start : first + part.stop]
-        torch.bmm(left[line], right[column].mT, out=out[first + part.start : first + part.stop])
+        torch.bmm(left[lines[part]], right[columns[part]].mT, out=stored[part])
+    stored.masked_fill_(spare[:, None, None], 0)
+    return out
+
+
+def gathered_elements(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor) -> Tensor:
+    """a @ b.mT at the stored elements, some at a time: (entries,). Reads nothing from the device."""
+    out = a.new_zeros(indices.numel())
+    if 0 in (a.shape[0], b.shape[0]):
+        return out
+    found, lines, columns, spare = _entries(pointers, indices)
+    stored = out[found]
+    for part in _parts(lines.numel(), 2 * a.shape[1], out.numel()):
+        torch.sum(a[lines[part]] * b[columns[part]], 1, out=stored[part])
+    stored.masked_fill_(spare, 0)
     return out
 
 
@@ -107,16 +124,20 @@ def _element_product(matrix: Compressed, dense: Tensor) -> Tensor:
 def _block_product(matrix: Compressed, dense: Tensor) -> Tensor:
     """Some blocks at a time, so that what is gathered stays within the size of the operands."""
     _, height, width = matrix.values.shape
-    first, lines = _lines(matrix.pointers, matrix.indices)
     right = _in_blocks(dense, width)
-    out = dense.new_zeros((matrix.pointers.numel() - 1, height, dense.shape[1]))
-    for part in _parts(lines.numel(), (height + width) * dense.shape[1], matrix.values.numel()):
-        stored = slice(first + part.start, first + part.stop)
-        out.index_add_(0, lines[part], torch.bmm(matrix.values[stored], right[matrix.indices[stored]]))
-    return out.flatten(0, 1)[: matrix.shape[0]]
+    lines = matrix.pointers.numel() - 1
+    out = dense.new_zeros((lines + 1, height, dense.shape[1]))  # the last line takes what spare capacity gives
+    if 0 not in matrix.shape:
+        found, line, column, spare = _entries(matrix.pointers, matrix.indices)
+        values, line = matrix.values[found], line.masked_fill(spare, lines)
+        for part in _parts(line.numel(), (height + width) * dense.shape[1], matrix.values.numel()):
+            out.index_add_(0, line[part], torch.bmm(values[part], right[column[part]]))
+    return out[:lines].flatten(0, 1)[: matrix.shape[0]]
 
 
 def _sampled_elements(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor) -> Tensor:
+    if a.is_cuda:  # torch's own needs to know where the entries end
+        return gathered_elements(a, b, pointers, indices)
     out = a.new_zeros(indices.numel())
     pattern = _torch_csr(pointers, indices, out, (a.shape[0], b.shape[0]))
     first = int(pointers[0])
@@ -143,10 +164,18 @@ def _quiet() -> None:
         torch.sparse_csr_tensor([0, 0], torch.zeros(0, dtype=torch.int64), torch.zeros(0), (1, 1))
 
 
-def _lines(pointers: Tensor, indices: Tensor) -> tuple[int, Tensor]:
-    """Where the stored blocks begin, and the row of blocks of each; reads from the device."""
-    first, last = torch.stack([pointers[0], pointers[-1]]).tolist()
-    return first, rows_of(pointers - first, last - first, indices.dtype)
+def _entries(pointers: Tensor, indices: Tensor) -> tuple[slice, Tensor, Tensor, Tensor]:
+    """Which entries to look at, their rows and columns, and which are spare capacity, of any row and column."""
+    first, last = _bounds(pointers, indices)
+    places = torch.arange(first, last, dtype=pointers.dtype, device=pointers.device)
+    lines = torch.searchsorted(pointers.contiguous(), places, right=True) - 1
+    spare = (places < pointers[0]) | (places >= pointers[-1])
+    return slice(first, last), lines.clamp(0, pointers.numel() - 2), indices[first:last].masked_fill(spare, 0), spare
+
+
+def _bounds(pointers: Tensor, indices: Tensor) -> tuple[int, int]:
+    """Where to look for entries: where they are, but all over on a GPU, from which that is not read."""
+    return (0, indices.numel()) if indices.is_cuda else (int(pointers[0]), int(pointers[-1]))
 
 
 def _in_blocks(dense: Tensor, size: int) -> Tensor:
