@@ -23,6 +23,9 @@ from sparsecomp.sparse_tensor import SparseTensor
 
 _SMOOTH = ("gelu", "gelu_tanh", "silu")
 _MATMUL = torch.ops.sparsecomp.sparse_matmul.default
+COPIES = "dense copy"
+"""The implementation, for the report, that keeps a dense copy of the weight."""
+_COPY_MATMUL = torch.ops.sparsecomp.dense_copy_matmul.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,9 @@ def _plan(chain: _Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     decision = decide(product)
     fused = f", fused with {', '.join(chain.fused)}" if chain.fused else ""
     dead = tuple(reversed(chain.nodes[:-1]))
+    if decision.dense and product.constant:
+        reason = f"{product.described}: a dense copy is kept; {decision.reason}"
+        return Plan(lambda: {node: _build_copy(chain, node)}, reason, COPIES, "", decision.gain, dead)
     if decision.dense:
         reason = f"{product.described}: {decision.reason}"
         return Plan(lambda: {node: _build_dense(chain, node)}, reason, "dense", "", decision.gain, dead)
@@ -234,7 +240,18 @@ def _problem(chain: _Chain, ctx: Context) -> Product | Refusal:
     if dense.device != sparse.device:
         return refuse(Why.MIXED_DTYPES, input=dense.device, weight=sparse.device)
     operand = sparse.t() if chain.flip else sparse
-    return Product.of(operand, shape, chain.linear, out, chain.bias is not None, chain.residual, chain.activation)
+    product = Product.of(operand, shape, chain.linear, out, chain.bias is not None, chain.residual, chain.activation)
+    return product._replace(constant=_constant(chain, ctx))
+
+
+def _constant(chain: _Chain, ctx: Context) -> bool:
+    """Whether the sparse operand is the graph's own, as it is, from call to call."""
+    given = not isinstance(chain.sparse, fx.Node) or chain.sparse.op in ("placeholder", "get_attr")
+    product = _product(chain.nodes[0])  # what its own node has fused must be a linear layer's bias
+    assert product is not None
+    plain = (product.residual, product.activation, product.scale) == (None, "none", 1.0)
+    plain = plain and (product.linear or product.bias is None)
+    return given and plain and not _differentiated(chain, ctx) and _autocast_dtype(chain) is None
 
 
 def _build(chain: _Chain, node: fx.Node) -> fx.Node:
@@ -248,6 +265,21 @@ def _build(chain: _Chain, node: fx.Node) -> fx.Node:
         node.graph, node, _MATMUL, sparse, dense, bias, chain.residual, chain.linear, "column",
         chain.activation, chain.scale, None,
     )  # fmt: skip
+
+
+def _build_copy(chain: _Chain, node: fx.Node) -> fx.Node:
+    """The product by a copy of the sparse operand that is kept, and behind it the rest as written."""
+    sparse, first, *rest = _operand(chain, "weight", chain.sparse), *chain.nodes
+    if chain.flip:
+        sparse = call(node.graph, node, torch.Tensor.t, sparse)
+    product = _product(first)
+    assert product is not None
+    bias = _operand(chain, "bias", product.bias)
+    made = call(node.graph, node, _COPY_MATMUL, sparse, chain.dense, bias, chain.linear)
+    copies = {first: made}
+    for old in rest:
+        copies[old] = node.graph.node_copy(old, lambda argument: copies.get(argument, argument))
+    return copies[chain.nodes[-1]]
 
 
 def _build_dense(chain: _Chain, node: fx.Node) -> fx.Node:

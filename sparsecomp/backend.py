@@ -22,7 +22,9 @@ from sparsecomp.lowering import artifact
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.passes.rule import Density
+from sparsecomp.passes.sparse_matmul import COPIES
 from sparsecomp.report import Report, remember
+from sparsecomp.sparse_tensor import SparseTensor
 
 log = logging.getLogger("sparsecomp")
 artifact.install()
@@ -73,13 +75,24 @@ def compile_graph(
         decompositions = sparsecomp.ops.decompositions
         compiled = _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions)
 
+    copies = any(site.implementation == COPIES for site in report.rewritten)
+
     @wraps(compiled)
     def run(*arguments: Any) -> Any:
+        if copies:
+            _note_writes(arguments)
         # under CUDA graphs kernels are tuned in the warm-up call: nothing can be measured during capture
         with _effort(options, report.note):
             return compiled(*arguments)
 
-    return (run if _tunes(options) else compiled), report
+    return (run if _tunes(options) or copies else compiled), report
+
+
+def _note_writes(arguments: Sequence[Any]) -> None:
+    """The graph sees what sparse weights are made of, not their own version counters."""
+    for argument in arguments:
+        if isinstance(argument, SparseTensor):
+            argument.note_writes()
 
 
 def _tunes(options: Options) -> bool:

@@ -65,6 +65,8 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     named.pop("memory_format", None)
     result = func(*plain, **named)
     assert first is not None
+    if in_place:
+        written(first._values)
     return first if in_place else first.with_values(result)
 
 
@@ -142,7 +144,14 @@ def _copy(cls: Any, func: Any, target: Any, source: Any, non_blocking: bool = Fa
     elif not target.same_pattern(here):
         target._adopt(here)
     target._values.copy_(here._values, non_blocking)
+    written(target._values)
     return target
+
+
+def written(values: Tensor) -> None:
+    """Have a version counter tell of a write below autograd, which counts none."""
+    if not values.is_inference() and not is_traced(values):
+        torch.autograd.graph.increment_version(values)
 
 
 @_implements(aten.is_same_size.default)
@@ -228,6 +237,18 @@ def product(sparse: Any, dense: Tensor, bias: Tensor | None, residual: Tensor | 
         return _computed(*arguments)
     with _compat.without_torch_function():
         return cast(Tensor, _Product.apply(*arguments))
+
+
+@_implements(ours.dense_copy_matmul.default)
+def _dense_copy_matmul(cls: Any, func: Any, sparse: Any, dense: Any, bias: Any, linear: bool) -> Tensor:
+    if not isinstance(sparse, cls) or isinstance(dense, cls) or isinstance(bias, cls):
+        raise unsupported(cls, func, (sparse, dense, bias))
+    pattern = sparse._pattern
+    if not is_traced(sparse._values):
+        sparse.note_writes()
+    return ours.dense_copy_product.default(
+        sparse._values, pattern.arrays, dense, bias, *pattern.layout, _by_columns(sparse), linear
+    )
 
 
 @_implements(ours.sparse_sampled.default)

@@ -19,7 +19,7 @@ from sparsecomp.formats.files import Stored
 from sparsecomp.ops.patterns import OWN_ARRAYS
 from sparsecomp.ops.sparse_matmul import to_dense
 from sparsecomp.sparse_functions import FUNCTIONS
-from sparsecomp.sparse_operators import OPERATORS, elementwise
+from sparsecomp.sparse_operators import OPERATORS, elementwise, written
 from sparsecomp.sparse_pattern import FORMATS, Pattern, carried, is_traced
 
 
@@ -111,6 +111,14 @@ class SparseTensor(Tensor):
     def same_pattern(self, other: "SparseTensor") -> bool:
         """Whether both store the same elements; reads from the device unless they share their pattern."""
         return self._transpose == other._transpose and self._pattern.same_as(other._pattern)
+
+    def note_writes(self) -> None:
+        """Have the values' version counter tell of writes that only this tensor's counts: those of compiled graphs."""
+        with _compat.without_torch_function():
+            version = self._version
+        if version != self.__dict__.get("_noted", 0):
+            self._noted = version
+            written(self._values)
 
     def _check_gradient(self, grad: "SparseTensor") -> None:
         """Raise PatternError if the mode forbids a gradient of this pattern."""

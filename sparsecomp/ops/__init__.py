@@ -5,6 +5,7 @@ their kernels on first use.
 """
 
 from sparsecomp.lowering.frozen import frozen_weights
+from sparsecomp.ops.dense_copy import dense_copy_matmul
 from sparsecomp.ops.lif import lif
 from sparsecomp.ops.patterns import Layout
 from sparsecomp.ops.sddmm import sddmm
@@ -17,6 +18,7 @@ from sparsecomp.ops.weights import split_weight
 __all__ = [
     "Layout",
     "decompositions",
+    "dense_copy_matmul",
     "frozen_weights",
     "lif",
     "pack_weight",

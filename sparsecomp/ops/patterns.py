@@ -30,8 +30,8 @@ class Layout(NamedTuple):
         format: "csr", "bsr" or "nm".
         block: (height, width) of bsr, (n, m) of nm, (1, 1) of csr.
         shape: rows and columns.
-        skews: how uneven the rows are, and the columns: "even", "mixed", "skewed" or "extreme", for entries (or blocks) a row
-            whose deviation over mean is below 0.5, below 2, or above. Only speed depends on it.
+        skews: how uneven the rows are, and the columns: "even", "mixed", "skewed" or "extreme", for entries (or blocks)
+            a row whose deviation over mean is below 0.5, below 2, below 16, or above. Only speed depends on it.
     """
 
     format: str
