@@ -1,0 +1,152 @@
+"""The state of one prunable weight: dense, sparse, or resurrecting, with theta in the weight's own memory.
+
+During a RESU phase theta lies in the pruned positions of the parameter, so that a forward pass is the plain one, whoever
+reads the parameter sees W_eff, and dL/dW_eff is the parameter's gradient: its gather at P is theta's. Had the active
+part and theta been two tensors, a frozen W would have had no gradient at all and theta none to take its own from.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsecomp.errors import MaskError
+from sparsecomp.runtime.effective_weight import gather_pruned, load_theta_
+from sparsecomp.runtime.mask import SparseMask, checked_mask
+
+
+class Mode(IntEnum):
+    """What a weight's elements are: all trained; the pruned ones zero; or theta in place of the pruned ones."""
+
+    DENSE = 0
+    SPARSE = 1
+    RESU = 2
+
+
+class MaskedWeight(nn.Module):
+    """Mask and mode of a weight, which every method takes: the module it belongs to keeps it as its parameter.
+
+    The mask and the mode are persistent buffers, so that state_dict, deepcopy and ``to`` carry them. It starts DENSE,
+    with all elements active. Nothing of it reads from the device but what reads the mask's index lists first.
+
+    Args:
+        weight: of any shape.
+    """
+
+    code: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.mask = SparseMask(torch.ones_like(weight, dtype=torch.bool, requires_grad=False))
+        self.register_buffer("code", torch.zeros((), dtype=torch.uint8))
+        self._mode = Mode.DENSE
+
+    @property
+    def mode(self) -> Mode:
+        """The weight's mode."""
+        return self._mode
+
+    def effective(self, weight: Tensor) -> Tensor:
+        """The weight as the function has it: itself, but SPARSE, where pruned elements are zero whatever it holds.
+
+        So a step of momentum or decay on a pruned element changes no result; its gradient is zero.
+        """
+        return torch.where(self.mask.mask, weight, 0) if self._mode is Mode.SPARSE else weight
+
+    def apply_(self, weight: Tensor) -> None:
+        """Zero the pruned elements of a SPARSE weight in place; leave others alone."""
+        if self._mode is Mode.SPARSE:
+            self.mask.apply_(weight)
+
+    def prune_(self, weight: Tensor, mask: Tensor) -> None:
+        """Take ``mask`` (True: active) and zero the rest of a DENSE or SPARSE weight, which is SPARSE then.
+
+        Raises:
+            MaskError: the mask does not fit, or the weight is in its RESU phase; nothing is changed.
+        """
+        self._expect(Mode.DENSE, Mode.SPARSE, advice="commit_ ends the RESU phase")
+        self._take(weight, mask)
+
+    def enter_resu_(self, weight: Tensor, theta: Tensor | None = None) -> None:
+        """Begin the RESU phase of a SPARSE weight, with ``theta`` (1-d, ascending flat positions) at its pruned places.
+
+        Without ``theta`` it is zero, so that the function stays the same to the bit; any other changes it.
+
+        Raises:
+            MaskError: the weight has no mask yet, or theta is not one number a pruned element; nothing is changed.
+        """
+        self._expect(Mode.SPARSE, advice="a RESU phase needs a mask: call prune_ first")
+        self._check(weight)
+        if theta is None:
+            self.mask.apply_(weight)
+        else:
+            load_theta_(weight, theta, self.mask)
+        self._switch(Mode.RESU)
+
+    def theta(self, weight: Tensor) -> Tensor:
+        """A copy of theta, 1-d; MaskError outside of a RESU phase."""
+        self._expect(Mode.RESU, advice="enter_resu_ begins one")
+        return gather_pruned(weight.detach(), self.mask)
+
+    def theta_grad(self, weight: Tensor) -> Tensor:
+        """dL/dtheta: the weight's gradient at the pruned places, 1-d.
+
+        Raises:
+            MaskError: there is none, because no backward pass reached the weight or it is frozen.
+        """
+        self._expect(Mode.RESU, advice="enter_resu_ begins one")
+        if weight.grad is None:
+            frozen = "" if weight.requires_grad else " (requires_grad is False: freeze the active part otherwise)"
+            raise MaskError(f"the weight has no gradient{frozen}, so theta has none: call backward first")
+        return gather_pruned(weight.grad, self.mask)
+
+    def commit_(self, weight: Tensor, mask: Tensor) -> None:
+        """End the RESU phase with another ``mask``: what it keeps stays, the rest becomes zero, the weight SPARSE.
+
+        Raises:
+            MaskError: the mask does not fit, or there is no RESU phase; nothing is changed.
+        """
+        self._expect(Mode.RESU, advice="enter_resu_ begins one")
+        self._take(weight, mask)
+
+    def densify_(self, weight: Tensor) -> None:
+        """Make all elements active, with the values they have (zero, or theta), and the weight DENSE."""
+        self._check(weight)
+        self.apply_(weight)
+        self.mask.update(torch.ones_like(self.mask.mask))
+        self._switch(Mode.DENSE)
+
+    def extra_repr(self) -> str:
+        return f"{self._mode.name}, {tuple(self.mask.mask.shape)}"
+
+    def _take(self, weight: Tensor, mask: Tensor) -> None:
+        self._check(weight)
+        self.mask.update(mask)
+        self._switch(Mode.SPARSE)
+        self.mask.apply_(weight)
+
+    def _switch(self, mode: Mode) -> None:
+        self._mode = mode
+        self.code.fill_(int(mode))
+
+    def _expect(self, *modes: Mode, advice: str) -> None:
+        if self._mode not in modes:
+            wanted = " or ".join(mode.name for mode in modes)
+            raise MaskError(f"the weight is {self._mode.name}, {wanted} is needed: {advice}")
+
+    def _check(self, weight: Tensor) -> None:
+        if weight.shape != self.mask.mask.shape or weight.device != self.mask.mask.device:
+            raise MaskError(
+                f"the weight is {tuple(weight.shape)} on {weight.device}, the mask {tuple(self.mask.mask.shape)} on "
+                f"{self.mask.mask.device}: give the weight that this was made for"
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        code, mask = state_dict.get(f"{prefix}code"), state_dict.get(f"{prefix}mask.mask")
+        if code is not None and int(code) not in list(Mode):
+            raise MaskError(f"{prefix}code is {int(code)}: it is one of {', '.join(f'{m:d} ({m.name})' for m in Mode)}")
+        if mask is not None:
+            checked_mask(mask, self.mask.mask.shape, mask.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._mode = Mode(int(self.code))
