@@ -472,6 +472,17 @@ def test_a_weight_that_no_longer_fits_its_format_is_still_right():
         mask[:] = True
 
 
+def test_an_operand_that_needs_a_gradient_is_refused():
+    operator, mask, weight = torch.ops.sparsecomp.folded_linear.default, inputs(96, 64) > 0, inputs(96, 64)
+    arguments = (name_of_product(), "dense", [1, 1])
+    operator(inputs(2, 64), [mask, weight], None, *arguments)
+    for x, source in ((inputs(2, 64).requires_grad_(), weight), (inputs(2, 64), weight.clone().requires_grad_())):
+        with pytest.raises(NotImplementedError, match="no gradient"):
+            operator(x, [mask, source], None, *arguments)
+        with torch.no_grad():
+            operator(x, [mask, source], None, *arguments)
+
+
 def test_an_unknown_formula_is_an_error_that_says_what_to_do():
     with pytest.raises(sparsecomp.errors.FormatError, match="compile the model here"):
         torch.ops.sparsecomp.folded_linear.default(X, [X], None, "none", "dense", [1, 1])
