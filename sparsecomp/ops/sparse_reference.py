@@ -151,9 +151,9 @@ def _torch_csr(pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[i
     """torch's own matrix, without spare capacity; reads from the device."""
     _quiet()
     first, last = torch.stack([pointers[0], pointers[-1]]).tolist()
-    return torch.sparse_csr_tensor(
-        pointers - first, indices[first:last], values[first:last], shape, check_invariants=False
-    )
+    # its products take arrays as contiguous, whatever their strides
+    stored = indices[first:last].contiguous(), values[first:last].contiguous()
+    return torch.sparse_csr_tensor((pointers - first).contiguous(), *stored, shape, check_invariants=False)
 
 
 @cache
