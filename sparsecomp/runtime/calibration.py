@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from sparsecomp.errors import MaskError
-from sparsecomp.nn.resu import masked_weights
+from sparsecomp.runtime.layers import masked_weights
 from sparsecomp.runtime.pruners import unfolded
 from sparsecomp.runtime.sparsegpt import input_products
 
@@ -165,13 +165,14 @@ class _Watch(TorchFunctionMode):
             return tokens.transpose(0, 1) if module.batch_first and tokens.dim() == 3 else tokens
 
         inputs = [by_batch(call.arguments[name]) for name in ("query", "key", "value")]
-        self._add(module.in_proj_weight, *inputs)
-        separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        for weight, tokens in zip(separate, inputs, strict=True):
-            self._add(weight, tokens)
+        # the parameters themselves: within a forward pass an attribute may read as the effective weight
+        own = dict(module.named_parameters())
+        self._add(own.get("in_proj_weight"), *inputs)
+        for name, tokens in zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), inputs, strict=True):
+            self._add(own.get(name), tokens)
         # with the identity as its output projection the attention returns what reaches that projection
         width = call.arguments["out_proj_weight"].shape[1]
         identity = torch.eye(width, dtype=inputs[0].dtype, device=inputs[0].device)
         call.arguments.update(out_proj_weight=identity, out_proj_bias=None)
         attended = functional.multi_head_attention_forward(*call.args, **call.kwargs)[0]
-        self._add(module.out_proj.weight, by_batch(attended))
+        self._add(own["out_proj.weight"], by_batch(attended))

@@ -72,7 +72,7 @@ class RESUConfig:
             if type(getattr(self, name)) not in (int, float):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: give a float")
         try:
-            self.sparsity(0), self.amnesty(0)
+            _ = self.sparsity(0), self.amnesty(0)
         except ScheduleError as error:
             raise ConfigError(f"sparsity or amnesty of the cycle: {error}") from error
         if not isinstance(self.skip, tuple) or not all(isinstance(name, str) for name in self.skip):
@@ -122,7 +122,9 @@ class RESUConfig:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, 1)
                 raise ConfigError(f"the setting {key!r} is unknown: " + (f"{near[0]!r}?" if near else ", ".join(known)))
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+        taken: dict[str, Any] = dict(settings)
+        taken.update((key, tuple(value)) for key, value in settings.items() if isinstance(value, list))
+        return cls(**taken)
 
 
 _COUNTS = {

@@ -30,6 +30,14 @@ class Replicas:
         dist.broadcast(sent, dist.get_global_rank(self.group, 0), group=self.group)
         return sent.to(tensor.dtype)
 
+    def mean(self, value: torch.Tensor) -> float:
+        """The mean of a scalar over the processes; waits for the device."""
+        if self.group is None:
+            return float(value)
+        sent = value.clone()
+        dist.all_reduce(sent, group=self.group)
+        return float(sent) / self.count
+
     def any(self, flag: torch.Tensor) -> bool:
         """Whether the flag of any process is True; waits for the device."""
         if self.group is None:
@@ -46,6 +54,8 @@ class Replicas:
 
 def bare(model: nn.Module) -> nn.Module:
     """The model within DistributedDataParallel and torch.compile: its names and state are those of a checkpoint."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-    return model
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner

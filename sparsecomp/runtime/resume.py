@@ -19,6 +19,7 @@ def save_run(trainer: "RESUTrainer", path: str | PathLike[str]) -> None:
         "steps": trainer.steps,
         "phase": str(trainer.cycle.phase),
         "cycle": trainer.cycle.cycle,
+        "loss_sum": trainer.loss_sum,
         "random": random_state(trainer.batches.generators()),
         "data": trainer.batches.position(),
     }
@@ -53,7 +54,7 @@ def restore_run(trainer: "RESUTrainer", path: str | PathLike[str]) -> None:
     trainer.scaler.load_state_dict(run["scaler"])
     trainer.cycle.load_state_dict(run["cycle"])
     trainer.steps = own["steps"]
-    trainer.loss_sum.copy_(run["loss_sum"])
+    trainer.loss_sum.copy_(own["loss_sum"])
     trainer.optimizer.zero_grad(set_to_none=True)
     set_random_state(own["random"], trainer.batches.generators())
 
@@ -67,7 +68,6 @@ def _shared(trainer: "RESUTrainer") -> dict[str, Any]:
         "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
         "scaler": trainer.scaler.state_dict(),
         "cycle": trainer.cycle.state_dict(),
-        "loss_sum": trainer.loss_sum,
     }
 
 

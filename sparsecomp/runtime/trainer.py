@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparsecomp.errors import ConfigError, DivergedError
-from sparsecomp.nn.resu import masked_weights, wrap_module
+from sparsecomp.runtime.layers import masked_weights, wrap_module
 from sparsecomp.runtime.adamw import RESUAdamW
 from sparsecomp.runtime.batches import BatchStream, Data
 from sparsecomp.runtime.calibration import Statistics, TokenMask, calibrate
@@ -83,7 +83,8 @@ class RESUTrainer:
 
         Raises:
             DataError: the data ended early, or an epoch has no batch.
-            DivergedError: the loss is NaN or infinite. The step with it is not taken, if ``check_every`` is 1.
+            DivergedError: the loss is NaN or infinite. The step with it is not taken, if ``check_every`` is 1;
+                batch norm's statistics have seen its batch.
         """
         self.model.train()
         self._call("on_start")
@@ -100,7 +101,7 @@ class RESUTrainer:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a checkpoint of the whole run; under DistributedDataParallel all processes call it, and each writes
-        its own random states beside the first one's file.
+        its random states and place in the data beside the first one's file.
 
         Raises:
             DivergedError: a weight is NaN or infinite, so that the file before stays.
@@ -158,7 +159,7 @@ class RESUTrainer:
         ended, cycle, steps = self.cycle.phase, self.cycle.cycle, self.cycle.step
         self.cycle.advance(self._statistics)
         if ended in (Phase.TRAIN, Phase.RESU, Phase.FINETUNE):
-            loss = float(self.loss_sum) / steps if steps else float("nan")
+            loss = self.replicas.mean(self.loss_sum) / steps if steps else float("nan")
             self.history.phases.append(PhaseRecord(cycle, str(ended), steps, loss))
             self.loss_sum.zero_()
         if ended is Phase.COMMIT:
