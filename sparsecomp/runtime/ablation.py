@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sparsecomp.errors import MaskError
-from sparsecomp.nn.resu import masked_weights
+from sparsecomp.runtime.layers import masked_weights
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from sparsecomp.errors import ConfigError
-from sparsecomp.nn.resu import masked_weights
 from sparsecomp.runtime.adamw import RESUAdamW
 from sparsecomp.runtime.amnesty import amnesty_mask, amnesty_n_of_m
 from sparsecomp.runtime.budgets import erk_budget, uniform_budget
@@ -27,6 +26,7 @@ from sparsecomp.runtime.calibration import InputStatistics, Statistics
 from sparsecomp.runtime.config import RESUConfig
 from sparsecomp.runtime.history import CycleReport, History, LayerReport
 from sparsecomp.runtime.layer_pruning import bias_of, dsnot, lost_output, pruned_layer
+from sparsecomp.runtime.layers import masked_weights
 from sparsecomp.runtime.masked_weight import MaskedWeight
 from sparsecomp.runtime.replicas import Replicas, bare
 

@@ -1,6 +1,6 @@
 """The state of one prunable weight: dense, sparse, or resurrecting, with theta in the weight's own memory.
 
-During a RESU phase theta lies in the pruned positions of the parameter, so that a forward pass is the plain one, whoever
+During a RESU phase theta lies in the pruned positions of the parameter. So a forward pass is the plain one, whoever
 reads the parameter sees W_eff, and dL/dW_eff is the parameter's gradient: its gather at P is theta's. Had the active
 part and theta been two tensors, a frozen W would have had no gradient at all and theta none to take its own from.
 """

@@ -1,35 +1,40 @@
-"""The step on theta: only weights whose gradients agree over time move, so that noise resurrects little."""
+"""The steps on theta: only weights whose gradients agree over time move, so that noise resurrects little.
+
+C = |m| / (v + delta), with m and v the moving averages of g and |g|, tells how much a gradient agrees with itself; it
+lies in [0, 1]. C is 1 at the first step whatever the gradient, so nothing moves during the first round(1 / (1 - beta))
+steps. Pure noise has a mean C of about 0.23 at beta = 0.9.
+"""
+
+import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsecomp.errors import MaskError
+from sparsecomp.runtime.selection import select_top
 
 
 class RESUUpdater:
-    """Selective SGD on theta with C = |m| / (v + delta), m and v the moving averages of g and |g|; C is in [0, 1].
+    """Selective SGD on theta as a vector of its own: elements with C > ``tau`` move by -lr * g.
 
-    C is 1 at the first step whatever the gradient, so nothing moves during the first round(1 / (1 - beta)) steps.
-    After it, elements with C > ``tau`` move by -lr * g; the others stay bit for bit, as no decay or momentum acts.
-    Pure noise has a mean C of about 0.23 at beta = 0.9. MaskError for a setting outside its domain.
+    Others stay bit for bit, as no decay or momentum acts. MaskError for a setting outside its domain.
     """
 
-    def __init__(
-        self, theta: torch.Tensor, lr: float, beta: float = 0.9, tau: float = 0.5, delta: float = 1e-12
-    ) -> None:
-        if not (lr >= 0 and 0 <= beta < 1 and 0 <= tau <= 1 and delta > 0):
-            raise MaskError(f"lr {lr}, beta {beta}, tau {tau}, delta {delta}: lr >= 0, beta in [0, 1), tau in [0, 1]")
+    def __init__(self, theta: Tensor, lr: float, beta: float = 0.9, tau: float = 0.5, delta: float = 1e-12) -> None:
+        _check(lr=lr, beta=beta, tau=tau, delta=delta)
         self.theta, self.lr, self.beta, self.tau, self.delta = theta, lr, beta, tau, delta
         self.mean = torch.zeros_like(theta, dtype=torch.float32, requires_grad=False)
         self.size = torch.zeros_like(self.mean)
         self.steps = 0
         self.warm_up = round(1 / (1 - beta))
 
-    def consistency(self) -> torch.Tensor:
+    def consistency(self) -> Tensor:
         """C of each element, fp32 of theta's shape; 0 before the first step."""
         return self.mean.abs() / (self.size + self.delta)
 
     @torch.no_grad()
-    def step(self, gradient: torch.Tensor) -> None:
+    def step(self, gradient: Tensor) -> None:
         """Take dL/dtheta, of theta's shape (the gather of dL/dW_eff at P); MaskError for another shape."""
         if gradient.shape != self.theta.shape:
             raise MaskError(f"the gradient is {tuple(gradient.shape)}, theta {tuple(self.theta.shape)}: gather it at P")
@@ -40,3 +45,99 @@ class RESUUpdater:
         if self.steps > self.warm_up:
             moved = (self.theta - self.lr * wide).to(self.theta.dtype)
             self.theta.copy_(torch.where(self.consistency() > self.tau, moved, self.theta))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages and the number of steps; theta is its owner's."""
+        return {"mean": self.mean, "size": self.size, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; MaskError if it is of another number of elements."""
+        _same_size(state["mean"], self.mean)
+        self.mean.copy_(state["mean"])
+        self.size.copy_(state["size"])
+        self.steps = state["steps"]
+
+
+class RESUSelective:
+    """Selective AdamW on theta in its weight's memory, at the flat positions ``pruned``.
+
+    Three float32 numbers a pruned element are kept: m (also Adam's first moment, so ``betas[0]`` is C's beta), v, and
+    the second moment. Selected are the elements with C > ``tau``, or with ``select`` "top" the share ``amount`` of
+    largest C (at least one of any; ties to the lowest position). Selected ones decay by 1 - lr * weight_decay and move
+    by Adam's step; all others stay bit for bit. The number of steps is on the device, so a step can be captured.
+
+    Raises:
+        MaskError: a setting outside its domain.
+    """
+
+    SLOTS = ("mean", "size", "square")
+
+    def __init__(
+        self, pruned: Tensor, *, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, tau: float = 0.5, delta: float = 1e-12, select: str = "threshold",
+        amount: float = 0.1,
+    ) -> None:  # fmt: skip
+        _check(lr=lr, beta=betas[0], tau=tau, delta=delta)
+        if select not in ("threshold", "top") or not 0 <= amount <= 1 or not 0 <= betas[1] < 1:
+            raise MaskError(f"select {select!r}, amount {amount}, betas {betas}: threshold or top, a share, below 1")
+        self.pruned, self.lr, self.betas, self.eps, self.weight_decay = pruned, lr, betas, eps, weight_decay
+        self.tau, self.delta, self.select, self.amount = tau, delta, select, amount
+        self.mean, self.size, self.square = (
+            torch.zeros(pruned.shape, dtype=torch.float32, device=pruned.device) for _ in self.SLOTS
+        )  # fmt: skip
+        self.steps = torch.zeros((), dtype=torch.int64, device=pruned.device)
+        self.warm_up = round(1 / (1 - betas[0]))
+
+    def consistency(self) -> Tensor:
+        """C of each pruned element, fp32; 0 before the first step."""
+        return self.mean.abs() / (self.size + self.delta)
+
+    @torch.no_grad()
+    def step(self, weight: Tensor, gradient: Tensor) -> None:
+        """Move theta within ``weight`` (contiguous), by dL/dW_eff of its shape."""
+        if gradient.shape != weight.shape:
+            raise MaskError(f"the gradient is {tuple(gradient.shape)}, the weight {tuple(weight.shape)}: give dL/dW")
+        g = gradient.reshape(-1).index_select(0, self.pruned).float()
+        self._average(g)
+        flat = weight.view(-1)
+        theta = flat.index_select(0, self.pruned)
+        flat.index_copy_(0, self.pruned.long(), torch.where(self._selected(), self._moved(theta), theta))
+
+    def _average(self, g: Tensor) -> None:
+        self.mean.lerp_(g, 1 - self.betas[0])
+        self.size.lerp_(g.abs(), 1 - self.betas[0])
+        self.square.lerp_(g.square(), 1 - self.betas[1])
+        self.steps += 1
+
+    def _selected(self) -> Tensor:
+        warm = self.steps > self.warm_up
+        if self.select == "threshold":
+            return (self.consistency() > self.tau) & warm
+        count = min(math.ceil(self.amount * self.pruned.numel()), self.pruned.numel())
+        return select_top(self.consistency(), count) & warm
+
+    def _moved(self, theta: Tensor) -> Tensor:
+        one, two = (1 - beta ** self.steps.double() for beta in self.betas)
+        step = (self.mean / one.float()) / ((self.square / two.float()).sqrt() + self.eps)
+        return (theta.float() * (1 - self.lr * self.weight_decay) - self.lr * step).to(theta.dtype)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averages and the number of steps; theta is in its weight."""
+        return {"steps": self.steps, **{name: getattr(self, name) for name in self.SLOTS}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; MaskError if it is of another number of elements."""
+        for name in self.SLOTS:
+            _same_size(state[name], getattr(self, name))
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
+def _check(*, lr: float, beta: float, tau: float, delta: float) -> None:
+    if not (lr >= 0 and 0 <= beta < 1 and 0 <= tau <= 1 and delta > 0):
+        raise MaskError(f"lr {lr}, beta {beta}, tau {tau}, delta {delta}: lr >= 0, beta in [0, 1), tau in [0, 1]")
+
+
+def _same_size(saved: Tensor, here: Tensor) -> None:
+    if saved.shape != here.shape:
+        raise MaskError(f"the state is of {tuple(saved.shape)} elements, theta of {tuple(here.shape)}: another mask's")

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparsecomp.errors import ConfigError, DivergedError
-from sparsecomp.runtime.layers import masked_weights, wrap_module
 from sparsecomp.runtime.adamw import RESUAdamW
 from sparsecomp.runtime.batches import BatchStream, Data
 from sparsecomp.runtime.calibration import Statistics, TokenMask, calibrate
@@ -19,6 +18,7 @@ from sparsecomp.runtime.callbacks import Callback
 from sparsecomp.runtime.config import RESUConfig
 from sparsecomp.runtime.cycle import Phase, RESUCycle
 from sparsecomp.runtime.history import History, PhaseRecord
+from sparsecomp.runtime.layers import masked_weights, wrap_module
 from sparsecomp.runtime.replicas import Replicas, bare
 from sparsecomp.runtime.resume import restore_run, save_run
 
