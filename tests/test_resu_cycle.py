@@ -173,6 +173,9 @@ def test_counts_are_exact_in_every_phase(name):
                 assert masked.mask.mask.sum() == before[key].sum()
             if ended is not Phase.RESU and masked.mode is not Mode.DENSE:
                 assert masked.effective(weight)[~masked.mask.mask].eq(0).all()
+            if ended in (Phase.PRUNE, Phase.COMMIT, Phase.FINETUNE):
+                moments = [cycle.optimizer.state[weight][part] for part in ("exp_avg", "exp_avg_sq")]
+                assert all(part[~masked.mask.mask].eq(0).all() and part.ne(0).any() for part in moments)
             if name == "2:4" and ended is Phase.COMMIT:
                 assert (masked.mask.mask.unflatten(1, (-1, 4)).sum(2) == 2).all()
     one = ["train", "prune", "stabilize", "resu", "commit"]

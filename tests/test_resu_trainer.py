@@ -65,7 +65,8 @@ def _tensors(value, place=""):
 def _end(trainer):
     history = trainer.fit().to_dict()
     state = [trainer.core.state_dict(), trainer.optimizer.state_dict(), history, trainer.batches.position()]
-    return _tensors([*state, torch.get_rng_state(), random.getstate(), trainer.scaler.state_dict()])
+    rest = [trainer.scaler.state_dict(), trainer.cycle.resurrected()]
+    return _tensors([*state, torch.get_rng_state(), random.getstate(), *rest])
 
 
 def _same(ours, theirs):
