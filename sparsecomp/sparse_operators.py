@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
 from sparsecomp.ops.patterns import elements_of
-from sparsecomp.ops.sddmm import sddmm
+from sparsecomp.ops.sddmm import run as run_sddmm
 from sparsecomp.ops.sparse_matmul import backward, save
 from sparsecomp.ops.sparse_rows import gradient_of_arrays, rows_of_arrays
-from sparsecomp.ops.spmm import run
+from sparsecomp.ops.spmm import run as run_spmm
 from sparsecomp.sparse_pattern import is_traced
 
 aten, ours = torch.ops.aten, torch.ops.sparsecomp
@@ -214,12 +214,26 @@ class _Product(torch.autograd.Function):
         save(ctx, arguments, out)
         return out
 
-    backward = staticmethod(backward)
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return backward(ctx, *grads, _by_sparse, _by_dense)
+
+
+def _by_sparse(sparse: Any, grad: Tensor, dense: Tensor, linear: bool, scale: float) -> Any:
+    if torch.is_grad_enabled() or not _is_plain(sparse, grad, dense):
+        return ours.sparse_sampled.default(sparse, grad, dense, linear, scale)
+    with _compat.below_autograd(), _compat.without_torch_function():
+        return _sampled(partial(run_sddmm, grad.device.type), sparse, grad, dense, linear, scale)
+
+
+def _by_dense(sparse: Any, grad: Tensor, linear: bool, scale: float) -> Tensor:
+    flipped = sparse.t() if torch.is_grad_enabled() else _t(type(sparse), None, sparse)
+    return product(flipped, grad, None, None, linear, "column", "none", scale, None)
 
 
 def _computed(*arguments: Any) -> Tensor:
     with _compat.below_autograd():
-        return _multiplied(partial(run, arguments[1].device.type), *arguments)
+        return _multiplied(partial(run_spmm, arguments[1].device.type), *arguments)
 
 
 def product(sparse: Any, dense: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
@@ -229,9 +243,7 @@ def product(sparse: Any, dense: Tensor, bias: Tensor | None, residual: Tensor | 
         rest: the operator's other arguments, in order.
     """
     arguments = (sparse, dense, bias, residual, *rest)
-    if dense.device.type not in ("cpu", "cuda") or not _compat.plain_eager():
-        return ours.sparse_matmul.default(*arguments)
-    if any(type(operand) not in _PLAIN for operand in (sparse._values, dense, bias, residual)):
+    if not _is_plain(sparse, dense, bias, residual):
         return ours.sparse_matmul.default(*arguments)
     if not torch.is_grad_enabled():
         return _computed(*arguments)
@@ -251,8 +263,22 @@ def _dense_copy_matmul(cls: Any, func: Any, sparse: Any, dense: Any, bias: Any, 
     )
 
 
+def _is_plain(sparse: Any, dense: Tensor, *others: Tensor | None) -> bool:
+    """Whether operators on these compute at once, and nobody looks on."""
+    if dense.device.type not in ("cpu", "cuda") or not _compat.plain_eager():
+        return False
+    return all(type(operand) in _PLAIN for operand in (sparse._values, dense, *others))
+
+
 @_implements(ours.sparse_sampled.default)
 def _sparse_sampled(cls: Any, func: Any, sparse: Any, grad: Tensor, dense: Tensor, linear: bool, scale: float) -> Any:
+    return _sampled(ours.sddmm.default, sparse, grad, dense, linear, scale)
+
+
+def _sampled(
+    sddmm: Callable[..., Tensor], sparse: Any, grad: Tensor, dense: Tensor, linear: bool, scale: float
+) -> Any:  # fmt: skip
+    """`sparse_sampled` by the operator `sddmm`."""
     _, pattern, layout, transpose = _operands(sparse)
     if linear:
         a = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1]).mT
@@ -262,7 +288,7 @@ def _sparse_sampled(cls: Any, func: Any, sparse: Any, grad: Tensor, dense: Tenso
     else:  # a sum over the batch is a product over all its columns
         a, b = (matrix.movedim(-2, 0).flatten(1) for matrix in (grad, dense))
     a, b = (b, a) if transpose else (a, b)
-    return sparse.with_values(sddmm(a, b, pattern, layout, scale=scale).to(sparse.dtype))
+    return sparse.with_values(sddmm(a, b, pattern, *layout, scale).to(sparse._values.dtype))
 
 
 @_implements(ours.sparse_to_dense.default)

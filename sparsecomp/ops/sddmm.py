@@ -3,7 +3,8 @@
 It is the gradient of `sparsecomp.ops.spmm` by its values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ def sddmm(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout, *, sc
         FormatError: operands that do not belong together.
     """
     return torch.ops.sparsecomp.sddmm.default(a, b, pattern, *layout, scale)
+
+
+def run(device: str, *arguments: Any) -> Tensor:
+    """The operator's implementation for "cpu" or "cuda", as `sparsecomp.ops.spmm.run`."""
+    return _IMPLEMENTATIONS[device](*arguments)
 
 
 def _check(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
@@ -105,7 +111,8 @@ def _backward(ctx, grad):
     return *grads, [None] * len(pattern), None, None, None, None, None
 
 
-library.impl("sddmm", _reference, "CPU")
-library.impl("sddmm", _cuda, "CUDA")
+_IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"cpu": _reference, "cuda": _cuda}
+for _key, _function in _IMPLEMENTATIONS.items():
+    library.impl("sddmm", _function, _key.upper())
 torch.library.register_fake("sparsecomp::sddmm", _fake, lib=library)
 torch.library.register_autograd("sparsecomp::sddmm", _backward, setup_context=_save, lib=library)

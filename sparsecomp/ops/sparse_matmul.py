@@ -87,8 +87,21 @@ def save(ctx, inputs, output):
     ctx.how = linear, bias_axis, activation, scale, output.dtype
 
 
-def backward(ctx, grad):
-    """Gradients by all arguments of `sparse_matmul`, from that by its result."""
+def _by_sparse(sparse: Tensor, grad: Tensor, dense: Tensor, linear: bool, scale: float) -> Tensor:
+    return torch.ops.sparsecomp.sparse_sampled.default(sparse, grad, dense, linear, scale)
+
+
+def _by_dense(sparse: Tensor, grad: Tensor, linear: bool, scale: float) -> Tensor:
+    return sparse_matmul(sparse.t(), grad, linear=linear, scale=scale)
+
+
+def backward(ctx, grad, by_sparse=_by_sparse, by_dense=_by_dense):
+    """Gradients by all arguments of `sparse_matmul`, from that by its result.
+
+    Args:
+        by_sparse: the sampled product that is the gradient by the sparse operand.
+        by_dense: the product with the transpose.
+    """
     sparse, dense, bias, residual, saved = ctx.saved_tensors
     linear, bias_axis, activation, scale, dtype = ctx.how
     if activation not in ("none", "relu"):
@@ -102,9 +115,9 @@ def backward(ctx, grad):
     narrow = grad.to(dense.dtype)
     grad_sparse = grad_dense = None
     if wants[0]:
-        grad_sparse = torch.ops.sparsecomp.sparse_sampled.default(sparse, narrow, dense, linear, scale)
+        grad_sparse = by_sparse(sparse, narrow, dense, linear, scale)
     if wants[1]:
-        grad_dense = sparse_matmul(sparse.t(), narrow, linear=linear, scale=scale)
+        grad_dense = by_dense(sparse, narrow, linear, scale)
     return grad_sparse, grad_dense, grad_bias, grad_residual, None, None, None, None, None
 
 
