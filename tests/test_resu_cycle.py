@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from sparsecomp.errors import ConfigError, MaskError
-from sparsecomp.runtime.layers import masked_weights, wrap_module
 from sparsecomp.runtime.ablation import ablate
 from sparsecomp.runtime.adamw import RESUAdamW
 from sparsecomp.runtime.calibration import InputStatistics, calibrate
 from sparsecomp.runtime.config import RESUConfig
 from sparsecomp.runtime.cycle import Phase, RESUCycle
 from sparsecomp.runtime.layer_pruning import best_of_rows
+from sparsecomp.runtime.layers import masked_weights, wrap_module
 from sparsecomp.runtime.masked_weight import Mode
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sparsecomp.errors import CheckpointError, ConfigError, DataError, DivergedError
-from sparsecomp.runtime.layers import masked_weights, wrap_module
 from sparsecomp.runtime.batches import BatchStream
 from sparsecomp.runtime.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
 from sparsecomp.runtime.config import RESUConfig
+from sparsecomp.runtime.layers import masked_weights, wrap_module
 from sparsecomp.runtime.trainer import RESUTrainer
 
 _CONFIG = RESUConfig(cycles=2, train_steps=3, resu_steps=14, finetune_steps=2, pruner="wanda", calibration_batches=2)
@@ -257,6 +257,29 @@ def test_low_precision_prunes_as_exactly():
         trainer = _trainer(config)
         assert trainer.fit().cycles[-1].kept == 28
         assert all(value.dtype == torch.float32 for value in trainer.core.parameters())
+
+
+def test_a_compiled_model_trains_the_same():
+    """Masks and modes change under a compiled graph; the phases' losses and the counts say that it noticed."""
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    config = RESUConfig.from_dict({**_CONFIG.to_dict(), "resu_steps": 12})
+    plain, compiled = (
+        _trainer(config, make(wrap_module(_model())), loss=loss) for make in (nn.Module.train, _compiled)
+    )
+    torch.manual_seed(2)
+    wanted = plain.fit()
+    torch.manual_seed(2)
+    found = compiled.fit()
+    assert [report.kept for report in found.cycles] == [report.kept for report in wanted.cycles]
+    for ours, theirs in zip(found.phases, wanted.phases, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
+
+
+def _compiled(model):
+    return torch.compile(model, backend="aot_eager")
 
 
 def _process(rank: int, port: int, folder: str) -> None:
