@@ -6,9 +6,20 @@ their kernels on first use.
 
 from sparsecomp.lowering.frozen import frozen_weights
 from sparsecomp.ops.dense_copy import dense_copy_matmul
+from sparsecomp.ops.effective_weight import effective_weight, split_pruned
 from sparsecomp.ops.lif import lif
+from sparsecomp.ops.masked_ops import (
+    gather_pruned,
+    masked_add,
+    masked_blend,
+    masked_mul,
+    scatter_pruned,
+    select_largest,
+    tournament,
+)
 from sparsecomp.ops.patterns import Layout
 from sparsecomp.ops.sddmm import sddmm
+from sparsecomp.ops.selective_step import selective_step
 from sparsecomp.ops.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse_rows import sparse_rows
 from sparsecomp.ops.spike_conv import decompositions, pack_weight, spike_conv2d, spike_linear
@@ -19,14 +30,24 @@ __all__ = [
     "Layout",
     "decompositions",
     "dense_copy_matmul",
+    "effective_weight",
     "frozen_weights",
+    "gather_pruned",
     "lif",
+    "masked_add",
+    "masked_blend",
+    "masked_mul",
     "pack_weight",
+    "scatter_pruned",
     "sddmm",
+    "select_largest",
+    "selective_step",
     "sparse_matmul",
     "sparse_rows",
     "spike_conv2d",
     "spike_linear",
+    "split_pruned",
     "split_weight",
     "spmm",
+    "tournament",
 ]
