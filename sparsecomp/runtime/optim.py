@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import MaskError
+from sparsecomp.ops.selective_step import adamw_moved, selective_step
 from sparsecomp.runtime.selection import select_top
 
 
@@ -97,29 +98,28 @@ class RESUSelective:
         """Move theta within ``weight`` (contiguous), by dL/dW_eff of its shape."""
         if gradient.shape != weight.shape:
             raise MaskError(f"the gradient is {tuple(gradient.shape)}, the weight {tuple(weight.shape)}: give dL/dW")
-        g = gradient.reshape(-1).index_select(0, self.pruned).float()
-        self._average(g)
-        flat = weight.view(-1)
-        theta = flat.index_select(0, self.pruned)
-        flat.index_copy_(0, self.pruned.long(), torch.where(self._selected(), self._moved(theta), theta))
+        self.steps += 1
+        if self.select == "threshold":
+            selective_step(
+                weight, gradient, self.pruned, self.mean, self.size, self.square, self.steps, lr=self.lr,
+                betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, tau=self.tau, delta=self.delta,
+                warm_up=self.warm_up,
+            )  # fmt: skip
+        else:
+            self._step_of_the_top(weight, gradient)
 
-    def _average(self, g: Tensor) -> None:
+    def _step_of_the_top(self, weight: Tensor, gradient: Tensor) -> None:
+        g = gradient.reshape(-1).index_select(0, self.pruned).float()
         self.mean.lerp_(g, 1 - self.betas[0])
         self.size.lerp_(g.abs(), 1 - self.betas[0])
         self.square.lerp_(g.square(), 1 - self.betas[1])
-        self.steps += 1
-
-    def _selected(self) -> Tensor:
-        warm = self.steps > self.warm_up
-        if self.select == "threshold":
-            return (self.consistency() > self.tau) & warm
         count = min(math.ceil(self.amount * self.pruned.numel()), self.pruned.numel())
-        return select_top(self.consistency(), count) & warm
-
-    def _moved(self, theta: Tensor) -> Tensor:
-        one, two = (1 - beta ** self.steps.double() for beta in self.betas)
-        step = (self.mean / one.float()) / ((self.square / two.float()).sqrt() + self.eps)
-        return (theta.float() * (1 - self.lr * self.weight_decay) - self.lr * step).to(theta.dtype)
+        selected = select_top(self.consistency(), count) & (self.steps > self.warm_up)
+        theta = weight.view(-1).index_select(0, self.pruned)
+        moved = adamw_moved(
+            theta, self.mean, self.square, self.steps, self.lr, *self.betas, self.eps, self.weight_decay
+        )  # fmt: skip
+        weight.view(-1).index_copy_(0, self.pruned.long(), torch.where(selected, moved, theta))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages and the number of steps; theta is in its weight."""
