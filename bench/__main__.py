@@ -12,7 +12,7 @@ from bench.networks import PRECISIONS
 from bench.timing import machine
 
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist}
-SUITES = ("snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "cpu", *STUDIES, "table")
+SUITES = ("snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu", *STUDIES, "table")
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("the benchmarks need a CUDA device; none was found", file=sys.stderr)
         return 2
-    from bench import semi_structured, snn_conv, snn_network, spmm, tuning  # they load Triton
+    from bench import resu, semi_structured, snn_conv, snn_network, spmm, tuning  # they load Triton
 
     if arguments.suite in ("snn", "snn-conv"):
         rows = []
@@ -52,11 +52,11 @@ def main() -> int:
         for row in tuning.run() if arguments.suite == "tuning" else spmm.run(arguments.data):
             rows.append(row)
             save(arguments.out / f"{arguments.suite}.json", rows)
-    if arguments.suite == "semi-structured":
+    if arguments.suite in ("semi-structured", "resu"):
         rows = []
-        for row in semi_structured.run():
+        for row in semi_structured.run() if arguments.suite == "semi-structured" else resu.run():
             rows.append(row)
-            save(arguments.out / "semi_structured.json", rows)
+            save(arguments.out / f"{arguments.suite.replace('-', '_')}.json", rows)
     if arguments.suite in ("snn", "snn-network"):
         for result in snn_network.run(arguments.network, precisions=tuple(arguments.precision)):
             save(arguments.out / f"snn_{arguments.network}.json", result)

@@ -36,7 +36,7 @@ def selective_step(
     torch.ops.sparsecomp.selective_step_.default(weight, grad, pruned, mean, size, square, steps, *numbers)
 
 
-def _reference(
+def reference(
     weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up
 ):
     g = grad.reshape(-1).index_select(0, pruned).float()
@@ -61,12 +61,12 @@ def adamw_moved(
 
 def _cuda(weight, grad, pruned, *rest):
     if weight.dtype not in KERNEL_DTYPES or grad.dtype not in KERNEL_DTYPES:
-        return _reference(weight, grad, pruned, *rest)
+        return reference(weight, grad, pruned, *rest)
     from sparsecomp.lowering import selective_step  # loads Triton
 
     return selective_step.run(weight, grad.contiguous(), pruned, *rest)
 
 
-library.impl("selective_step_", _reference, "CPU")
+library.impl("selective_step_", reference, "CPU")
 library.impl("selective_step_", _cuda, "CUDA")
 torch.library.register_fake("sparsecomp::selective_step_", lambda *arguments: None, lib=library)
