@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BCSC, BSR, NM, SparseMatrix
+from sparsecomp.runtime.selection import select_top
 
 
 def pruned(
@@ -23,6 +24,7 @@ def pruned(
 
     Raises:
         FormatError: neither or both are given, or do not fit.
+        MaskError: a weight to be ranked holds NaN.
     """
     weight = weight.detach()
     if (mask is None) == (sparsity is None) and not (mask is None and format is NM):
@@ -58,15 +60,11 @@ def _largest(weight: Tensor, sparsity: float, layout: dict[str, Any]) -> Tensor:
 
 def _top(scores: Tensor, sparsity: float) -> Tensor:
     kept = scores.numel() - round(sparsity * scores.numel())
-    mask = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
-    mask[scores.flatten().topk(kept, sorted=False).indices] = True
-    return mask.view(scores.shape)
+    return select_top(scores.flatten(), kept, refuse_nan=True).view(scores.shape)
 
 
 def _largest_in_groups(weight: Tensor, n: int, m: int) -> Tensor:
     """True for the n largest of each m columns of a row."""
     rows, cols = weight.shape
     padded = torch.nn.functional.pad(weight.abs().float(), (0, -cols % m), value=-1.0)
-    best = padded.view(rows, padded.shape[1] // m, m).topk(n, sorted=False).indices
-    mask = torch.zeros(rows, padded.shape[1] // m, m, dtype=torch.bool, device=weight.device)
-    return mask.scatter(-1, best, True).flatten(1)[:, :cols]
+    return select_top(padded.view(rows, padded.shape[1] // m, m), n, refuse_nan=True).flatten(1)[:, :cols]

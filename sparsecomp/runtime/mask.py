@@ -1,5 +1,8 @@
 """A weight's mask, kept as a bool tensor with its two index lists, so that no caller computes ``1 - mask``."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from sparsecomp.errors import MaskError
@@ -37,6 +40,7 @@ class SparseMask(torch.nn.Module):
         self.register_buffer("mask", checked_mask(mask, mask.shape, mask.device))
         self._cached_for: tuple[torch.Tensor, int] | None = None
         self._active = self._pruned = torch.empty(0, dtype=torch.int32)
+        self.register_load_state_dict_pre_hook(check_before_load)
 
     def update(self, mask: torch.Tensor) -> None:
         """Take another partition of the same shape and device, in the same storage."""
@@ -69,6 +73,12 @@ class SparseMask(torch.nn.Module):
         with torch.no_grad():
             return weight.masked_fill_(~self.mask, 0)
 
+    def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
+        """MaskError unless the mask in ``state`` (of state_dict; none is no error) has this shape and only 0 and 1."""
+        saved = state.get(f"{prefix}mask")
+        if saved is not None:
+            checked_mask(saved, self.mask.shape, saved.device)
+
     def _refresh(self) -> None:
         state = (self.mask, self.mask._version)
         if self._cached_for is not None and self._cached_for[0] is state[0] and self._cached_for[1] == state[1]:
@@ -83,3 +93,8 @@ class SparseMask(torch.nn.Module):
         copy.train(self.training)
         memo[id(self)] = copy
         return copy
+
+
+def check_before_load(module: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """The hook by which a module with ``check_state`` refuses a state before any of it is taken."""
+    module.check_state(state, prefix)

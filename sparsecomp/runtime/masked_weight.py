@@ -5,6 +5,7 @@ reads the parameter sees W_eff, and dL/dW_eff is the parameter's gradient: its g
 part and theta been two tensors, a frozen W would have had no gradient at all and theta none to take its own from.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsecomp.errors import MaskError
 from sparsecomp.runtime.effective_weight import gather_pruned, load_theta_
-from sparsecomp.runtime.mask import SparseMask, checked_mask
+from sparsecomp.runtime.mask import SparseMask, check_before_load
 
 
 class Mode(IntEnum):
@@ -41,6 +42,8 @@ class MaskedWeight(nn.Module):
         self.mask = SparseMask(torch.ones_like(weight, dtype=torch.bool, requires_grad=False))
         self.register_buffer("code", torch.zeros((), dtype=torch.uint8))
         self._mode = Mode.DENSE
+        self.register_load_state_dict_pre_hook(check_before_load)
+        self.register_load_state_dict_post_hook(_read_mode)
 
     @property
     def mode(self) -> Mode:
@@ -117,6 +120,13 @@ class MaskedWeight(nn.Module):
         self.mask.update(torch.ones_like(self.mask.mask))
         self._switch(Mode.DENSE)
 
+    def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
+        """MaskError if ``state`` (of state_dict) holds a mask that does not fit, or a mode that there is not."""
+        code = state.get(f"{prefix}code")
+        if code is not None and int(code) not in list(Mode):
+            raise MaskError(f"{prefix}code is {int(code)}: it is one of {', '.join(f'{m:d} ({m.name})' for m in Mode)}")
+        self.mask.check_state(state, f"{prefix}mask.")
+
     def extra_repr(self) -> str:
         return f"{self._mode.name}, {tuple(self.mask.mask.shape)}"
 
@@ -142,11 +152,6 @@ class MaskedWeight(nn.Module):
                 f"{self.mask.mask.device}: give the weight that this was made for"
             )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        code, mask = state_dict.get(f"{prefix}code"), state_dict.get(f"{prefix}mask.mask")
-        if code is not None and int(code) not in list(Mode):
-            raise MaskError(f"{prefix}code is {int(code)}: it is one of {', '.join(f'{m:d} ({m.name})' for m in Mode)}")
-        if mask is not None:
-            checked_mask(mask, self.mask.mask.shape, mask.device)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._mode = Mode(int(self.code))
+
+def _read_mode(masked: MaskedWeight, _: Any) -> None:
+    masked._mode = Mode(int(masked.code))

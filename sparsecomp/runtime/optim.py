@@ -6,6 +6,7 @@ steps. Pure noise has a mean C of about 0.23 at beta = 0.9.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,8 +53,8 @@ class RESUUpdater:
         return {"mean": self.mean, "size": self.size, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; MaskError if it is of another number of elements."""
-        _same_size(state["mean"], self.mean)
+        """Go on from a saved state; MaskError, with nothing taken, if it is of another number of elements."""
+        _check_state(state, {"mean": self.mean, "size": self.size})
         self.mean.copy_(state["mean"])
         self.size.copy_(state["size"])
         self.steps = state["steps"]
@@ -81,13 +82,19 @@ class RESUSelective:
         _check(lr=lr, beta=betas[0], tau=tau, delta=delta)
         if select not in ("threshold", "top") or not 0 <= amount <= 1 or not 0 <= betas[1] < 1:
             raise MaskError(f"select {select!r}, amount {amount}, betas {betas}: threshold or top, a share, below 1")
+        if not (eps >= 0 and weight_decay >= 0):
+            raise MaskError(f"eps {eps}, weight_decay {weight_decay}: neither is negative")
         self.pruned, self.lr, self.betas, self.eps, self.weight_decay = pruned, lr, betas, eps, weight_decay
         self.tau, self.delta, self.select, self.amount = tau, delta, select, amount
         self.mean, self.size, self.square = (
             torch.zeros(pruned.shape, dtype=torch.float32, device=pruned.device) for _ in self.SLOTS
         )  # fmt: skip
         self.steps = torch.zeros((), dtype=torch.int64, device=pruned.device)
-        self.warm_up = round(1 / (1 - betas[0]))
+
+    @property
+    def warm_up(self) -> int:
+        """Steps before anything moves."""
+        return round(1 / (1 - self.betas[0]))
 
     def consistency(self) -> Tensor:
         """C of each pruned element, fp32; 0 before the first step."""
@@ -95,18 +102,24 @@ class RESUSelective:
 
     @torch.no_grad()
     def step(self, weight: Tensor, gradient: Tensor) -> None:
-        """Move theta within ``weight`` (contiguous), by dL/dW_eff of its shape."""
+        """Move theta within ``weight``, of any memory format, by dL/dW_eff of its shape."""
         if gradient.shape != weight.shape:
             raise MaskError(f"the gradient is {tuple(gradient.shape)}, the weight {tuple(weight.shape)}: give dL/dW")
         self.steps += 1
+        memory = weight.contiguous()
         if self.select == "threshold":
             selective_step(
-                weight, gradient, self.pruned, self.mean, self.size, self.square, self.steps, lr=self.lr,
+                memory, gradient.contiguous(), self.pruned, self.mean, self.size, self.square, self.steps, lr=self.lr,
                 betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, tau=self.tau, delta=self.delta,
                 warm_up=self.warm_up,
             )  # fmt: skip
         else:
-            self._step_of_the_top(weight, gradient)
+            self._step_of_the_top(memory, gradient)
+        if weight.is_contiguous():
+            # a kernel's write is not counted by itself
+            torch.autograd.graph.increment_version(weight)
+        else:
+            weight.copy_(memory)
 
     def _step_of_the_top(self, weight: Tensor, gradient: Tensor) -> None:
         g = gradient.reshape(-1).index_select(0, self.pruned).float()
@@ -122,15 +135,16 @@ class RESUSelective:
         weight.view(-1).index_copy_(0, self.pruned.long(), torch.where(selected, moved, theta))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages and the number of steps; theta is in its weight."""
-        return {"steps": self.steps, **{name: getattr(self, name) for name in self.SLOTS}}
+        """The averages, the number of steps and the positions; theta is in its weight."""
+        return {"pruned": self.pruned, "steps": self.steps, **{name: getattr(self, name) for name in self.SLOTS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; MaskError if it is of another number of elements."""
-        for name in self.SLOTS:
-            _same_size(state[name], getattr(self, name))
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
+        """Go on from a saved state; MaskError, with nothing taken, if it is of other positions."""
+        _check_state(state, self.state_dict())
+        if not torch.equal(state["pruned"].to(self.pruned.device), self.pruned):
+            raise MaskError("the state is of another mask, with other positions: load the model, with its masks, first")
+        for name in ("steps", *self.SLOTS):
+            getattr(self, name).copy_(state[name])
 
 
 def _check(*, lr: float, beta: float, tau: float, delta: float) -> None:
@@ -138,6 +152,9 @@ def _check(*, lr: float, beta: float, tau: float, delta: float) -> None:
         raise MaskError(f"lr {lr}, beta {beta}, tau {tau}, delta {delta}: lr >= 0, beta in [0, 1), tau in [0, 1]")
 
 
-def _same_size(saved: Tensor, here: Tensor) -> None:
-    if saved.shape != here.shape:
-        raise MaskError(f"the state is of {tuple(saved.shape)} elements, theta of {tuple(here.shape)}: another mask's")
+def _check_state(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    for name, tensor in own.items():
+        saved = state.get(name)
+        if not isinstance(saved, Tensor) or saved.shape != tensor.shape:
+            has = tuple(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
+            raise MaskError(f"{name} of the state is {has}, theta's {tuple(tensor.shape)}: it is of another mask")
