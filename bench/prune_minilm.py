@@ -29,10 +29,14 @@ METHODS = (
     "magnitude + bias shift",
     "Wanda",
     "Wanda + DSnoT",
+    "Wanda + DSnoT to 0.1",
     "Wanda + bias shift",
     "SparseGPT",
     "SparseGPT + bias shift",
 )
+_THRESHOLDS = {"DSnoT": 0.0, "DSnoT to 0.1": 0.1}
+"""Mean error of a row, per token, at which DSnoT stops. The published 0.1 is of a sum over a text's tokens."""
+
 CALIBRATION, EVALUATION = 128, 256
 _BATCH = 32
 _LONGEST = 128
@@ -156,9 +160,9 @@ def pruned_layer(
         mask = ranked_mask(weight, tokens, ranking, amount, generator)
         new = weight * mask
     mean = tokens.mean(0)
-    if repair == "DSnoT":
+    if repair in _THRESHOLDS:
         scores = pruners.wanda_scores(weight, pruners.input_norms(tokens))
-        mask = dsnot_mask(weight, mask, scores, mean, tokens.var(0))
+        mask = dsnot_mask(weight, mask, scores, mean, tokens.var(0), _THRESHOLDS[repair])
         new = weight * mask
     # what the mean output lost: after SparseGPT, kept weights moved too
     shift = bias_shift(weight - new, torch.zeros_like(mask), mean) if repair == "bias shift" else None
