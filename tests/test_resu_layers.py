@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import nn
 
 from sparsecomp.errors import MaskError
@@ -115,6 +116,30 @@ def test_wrapping_keeps_parameters_hooks_and_the_function():
         wrap_module(model, skip=["x"])
 
 
+def test_layers_that_cannot_be_wrapped_are_refused_and_the_model_stays():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.MultiheadAttention(4, 2))
+    torch.nn.utils.prune.random_unstructured(model[1], "weight", 0.5)
+    with pytest.raises(MaskError, match="weight of 1 is no parameter"):
+        wrap_module(model)
+    with pytest.raises(MaskError, match="part of an attention"):
+        wrap_module(model, skip=["1", "2.out_proj"])
+    assert [type(module) for module in model] == [nn.Linear, nn.Linear, nn.MultiheadAttention]
+    wrap_module(model, skip=["1", "2"])
+    assert list(masked_weights(model)) == ["0.weight"]
+
+
+def test_classes_derived_from_the_layers_and_shared_projections_keep_what_they_are():
+    class Own(RESUMultiheadAttention):
+        pass
+
+    attention = Own(8, 2, kdim=6, vdim=6)
+    assert type(attention) is Own and len(masked_weights(attention)) == 4
+    tied = nn.MultiheadAttention(8, 2, kdim=6, vdim=6)
+    tied.v_proj_weight = tied.k_proj_weight
+    weights = wrap_module(tied).masked_weights()
+    assert weights["k_proj_weight"][1] is weights["v_proj_weight"][1] and len(masked_weights(tied)) == 3
+
+
 @pytest.mark.parametrize("optimizer", [
     lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.Adam(p, 0.1),
     lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1),
@@ -193,9 +218,14 @@ def test_masks_and_modes_are_carried(carry, tmp_path):
     broken["0.masked.code"] = torch.tensor(7, dtype=torch.uint8)
     with pytest.raises(MaskError, match="code is 7"):
         other.load_state_dict(broken)
-    broken = model.state_dict() | {"0.masked.mask.mask": torch.full((3, 2, 3, 3), 3)}
+    broken = {"weight": torch.zeros(3, 2, 3, 3), "masked.mask.mask": torch.full((3, 2, 3, 3), 3)}
+    layer, bits = other[0], other[0].weight.detach().clone()
     with pytest.raises(MaskError, match="other than 0 and 1"):
-        other.load_state_dict(broken)
+        layer.load_state_dict(broken, strict=False)
+    assert torch.equal(layer.weight, bits), "refused before anything is taken"
+    for bad in (torch.full((3, 2, 3, 3), 0.5), torch.ones(3, 2, 3)):
+        with pytest.raises(MaskError):
+            layer.masked.mask.load_state_dict({"mask": bad})
 
 
 @pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 10}])
@@ -225,7 +255,8 @@ def test_attention_is_pruned_truly_and_in_the_fast_path(sizes, training):
     assert attention.mode is Mode.SPARSE and RESUMultiheadAttention(8, 2)(q[:, :, :8], q, q)[0].shape == q.shape
 
 
-def test_a_transformer_layer_reads_no_pruned_weight_in_its_fast_path():
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_transformer_layer_reads_no_pruned_weight_in_its_fast_path(loaded):
     torch.manual_seed(0)
     layer = wrap_module(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
     pruned(layer)
@@ -235,7 +266,10 @@ def test_a_transformer_layer_reads_no_pruned_weight_in_its_fast_path():
         for weight, masked in masked_weights(layer).values():
             weight.add_(~masked.mask.mask)
         x = torch.randn(2, 5, 8)
-        torch.testing.assert_close(layer.eval()(x), reference(x))
+        if loaded:
+            state, layer = layer.state_dict(), wrap_module(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+            layer.eval().load_state_dict(state)
+        torch.testing.assert_close((layer if loaded else layer.eval())(x), reference(x))
 
 
 def test_autocast_scaling_accumulation_and_tied_weights():
@@ -267,6 +301,27 @@ def test_compiled_layers_follow_their_phases(backend):
     for weight, masked in masked_weights(model).values():
         masked.commit_(weight, half(weight, 3))
     torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sparsecomp"])
+def test_compiled_attention_follows_its_phases(backend):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer, x = wrap_module(nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)), torch.randn(2, 5, 8)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    pruned(layer)
+    with torch.no_grad():
+        for weight, masked in masked_weights(layer).values():
+            weight.add_(~masked.mask.mask)
+    sparse = compiled(x)
+    torch.testing.assert_close(sparse, copy.deepcopy(layer).eval()(x))
+    for weight, masked in masked_weights(layer).values():
+        masked.enter_resu_(weight)
+        with torch.no_grad():
+            weight[~masked.mask.mask] = 0.5
+    resurrected = compiled(x)
+    torch.testing.assert_close(resurrected, copy.deepcopy(layer).eval()(x))
+    assert (resurrected - sparse).abs().max() > 0.01
 
 
 def _replica(rank, path, results):

@@ -214,3 +214,129 @@ def test_schedulers_and_loss_scaling_reach_theta():
     scheduler.step()
     step(model, optimizer)
     assert optimizer._selective[weight].lr == 0.01
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_fused_step_sees_unscaled_gradients_too(fused):
+    models = [model_of(), model_of()]
+    for model, scale in zip(models, (1.0, 1024.0), strict=True):
+        prune(model)
+        for weight, masked in masked_weights(model).values():
+            masked.enter_resu_(weight)
+        optimizer, scaler = RESUAdamW(model, lr=0.02, fused=fused), torch.amp.GradScaler("cpu", init_scale=scale)
+        for _ in range(13):
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(model(X), Y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert any(masked.theta(weight).any() for weight, masked in masked_weights(models[0]).values())
+    # powers of two scale exactly
+    assert all(torch.equal(one, other) for one, other in zip(*(m.parameters() for m in models), strict=True))
+
+
+@pytest.mark.parametrize("select", ["threshold", "top"])
+def test_other_memory_formats_take_the_same_steps(select):
+    images = torch.randn(6, 4, 5, 5, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for memory in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = wrap_module(nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh())).to(memory_format=memory)
+        optimizer = RESUAdamW(model, lr=0.02, select=select, amount=0.5)
+        for number in range(16):
+            if number == 2:
+                prune(model)
+            if number == 4:
+                model[0].masked.enter_resu_(model[0].weight)
+            optimizer.zero_grad()
+            model(images).square().sum().backward()
+            optimizer.step()
+        ends.append(model[0].weight)
+        assert model[0].masked.theta(model[0].weight).any()
+    assert not ends[1].is_contiguous()
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+def test_theta_of_another_mask_starts_anew_and_moves_no_active_element():
+    model = wrap_module(nn.Linear(6, 3))
+    optimizer, weight, masked = RESUAdamW(model, lr=0.1, train_active=False), model.weight, model.masked
+    left = torch.tensor([1, 1, 1, 0, 0, 0], dtype=torch.bool).expand(3, 6)
+    masked.prune_(weight, left)
+    for mask in (~left, left):
+        masked.enter_resu_(weight)
+        kept = weight[masked.mask.mask].clone()
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+        assert torch.equal(weight[masked.mask.mask], kept)
+        # gradients of 2, from the 11th step on: -lr each
+        torch.testing.assert_close(masked.theta(weight), torch.full((9,), -0.2))
+        saved = optimizer.state_dict()
+        masked.commit_(weight, mask)
+    with pytest.raises(MaskError, match="another mask"):
+        RESUAdamW(model).load_state_dict(saved)
+    masked.prune_(weight, ~left), masked.enter_resu_(weight)
+    RESUAdamW(model).load_state_dict(saved)
+
+
+def test_a_refused_step_or_state_changes_nothing():
+    model = model_of()
+    optimizer = RESUAdamW(model, lr=0.05)
+    prune(model)
+    for weight, masked in masked_weights(model).values():
+        masked.enter_resu_(weight)
+    step(model, optimizer)
+    F.cross_entropy(model(X), Y).backward()
+    model[2].weight.requires_grad_(False)
+    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
+    with pytest.raises(MaskError, match="never move"):
+        optimizer.step()
+    late = RESUAdamW(model)
+    model[2].weight.requires_grad_(True)
+    with pytest.raises(MaskError, match="never move"):
+        late.step()
+    state = optimizer.state_dict()
+    state["theta"]["9"] = state["theta"]["0"]
+    with pytest.raises(MaskError, match="theta of parameter 9"):
+        optimizer.load_state_dict(state)
+    for p, (value, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value) and torch.equal(p.grad, gradient)
+    optimizer.step()
+    for p, (_, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.grad, gradient), "a step leaves whole gradients"
+
+
+def test_copies_go_on_by_themselves_and_hooks_run_once_a_step():
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    model, steps = model_of(), []
+    optimizer = RESUAdamW(model, lr=0.02)
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    prune(model)
+    for weight, masked in masked_weights(model).values():
+        masked.enter_resu_(weight)
+    for _ in range(12):
+        step(model, optimizer)
+    assert len(steps) == 12
+    other, again = copy.deepcopy((model, optimizer))
+    step(model, optimizer), step(other, again)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(one is not two for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_maximize_and_accumulated_gradients_reach_theta():
+    ends = []
+    for maximize, parts in ((False, 1), (True, 1), (False, 2)):
+        model = model_of()
+        optimizer = RESUAdamW(model, lr=0.02, maximize=maximize)
+        prune(model)
+        for weight, masked in masked_weights(model).values():
+            masked.enter_resu_(weight)
+        for _ in range(13):
+            optimizer.zero_grad()
+            for x, y in zip(X.chunk(parts), Y.chunk(parts), strict=True):
+                (F.cross_entropy(model(x), y) / parts * (-1 if maximize else 1)).backward()
+            optimizer.step()
+        weight, masked = masked_weights(model)["0.weight"]
+        ends.append(masked.theta(weight))
+    assert ends[0].any() and torch.equal(ends[0], ends[1])
+    torch.testing.assert_close(ends[2], ends[0], atol=2e-4, rtol=1e-3)

@@ -5,7 +5,7 @@ valid. Each has a `sparsecomp.runtime.masked_weight.MaskedWeight` beside each we
 effective. Outside of a layer's own forward its ``weight`` is the parameter, as ever.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Self, cast
 
 import torch.nn.functional as F
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from sparsecomp.errors import MaskError
+from sparsecomp.runtime.attention import PROJECTIONS, RESUMultiheadAttention, adopt_attention
+from sparsecomp.runtime.layer_state import Masked, guard_loading, settled, shared_mask
 from sparsecomp.runtime.masked_weight import MaskedWeight, Mode
-
-Masked = dict[str, tuple[nn.Parameter, MaskedWeight]]
-"""Weights and what is known of them, by the names of ``named_parameters``."""
 
 
 class _OneWeight(nn.Module):
@@ -36,7 +35,7 @@ class _OneWeight(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """As torch's; to be evaluated, pruned elements are zeroed in memory, for those who read it directly."""
-        return _settled(super().train(mode), mode)
+        return settled(super().train(mode), mode)
 
 
 class RESULinear(_OneWeight, nn.Linear):
@@ -59,75 +58,6 @@ class RESUConv2d(_OneWeight, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         return self._conv_forward(input, self.masked.effective(self.weight), self.bias)
-
-
-def _seen_through(name: str) -> Any:
-    """A parameter that reads as its effective weight while the module's forward runs."""
-
-    def get(self: Any) -> Any:
-        parameters = self.__dict__["_parameters"]
-        if name not in parameters:
-            raise AttributeError(name)
-        weight = parameters[name]
-        return weight if weight is None or self.__dict__.get("_within") is None else self._within(name, weight)
-
-    return property(get)
-
-
-class _Projection(NonDynamicallyQuantizableLinear):
-    weight = _seen_through("weight")
-
-
-_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-
-class RESUMultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` whose projections can be pruned and resurrected; takes the same arguments.
-
-    Attributes:
-        masked: by the parameter's name, with ``out_proj`` for the output projection.
-    """
-
-    in_proj_weight = _seen_through("in_proj_weight")
-    q_proj_weight = _seen_through("q_proj_weight")
-    k_proj_weight = _seen_through("k_proj_weight")
-    v_proj_weight = _seen_through("v_proj_weight")
-    masked: nn.ModuleDict
-    _within: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _adopt_attention(self, {})
-
-    @property
-    def mode(self) -> Mode:
-        """The mode of the projections' weights, which change it together unless taken one by one; the latest."""
-        return max(masked.mode for _, masked in self.masked_weights().values())
-
-    def masked_weights(self) -> Masked:
-        """The projections' weights, by their names in this module."""
-        names = {"out_proj": "out_proj.weight"}
-        own = dict(self.named_parameters())
-        return {
-            name: (own[name], cast(MaskedWeight, masked))
-            for name, masked in ((names.get(key, key), masked) for key, masked in self.masked.items())
-        }
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        projection: Any = self.out_proj
-        self._within = self._effective
-        projection._within = lambda _, weight: self._effective("out_proj", weight)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self._within = projection._within = None
-
-    def _effective(self, name: str, weight: Tensor) -> Tensor:
-        return cast(MaskedWeight, self.masked[name]).effective(weight)
-
-    def train(self, mode: bool = True) -> Self:
-        """As torch's; to be evaluated, pruned elements are zeroed in memory, for fused kernels that read it."""
-        return _settled(super().train(mode), mode)
 
 
 def wrap_module(model: nn.Module, skip: Iterable[str] = ()) -> nn.Module:
@@ -161,7 +91,7 @@ def wrap_module(model: nn.Module, skip: Iterable[str] = ()) -> nn.Module:
         _check_own_weights(name, module)
     for module in taken.values():
         module.__class__ = _ADOPT[type(module)]
-        adopt = _adopt_attention if isinstance(module, RESUMultiheadAttention) else _adopt_one
+        adopt = adopt_attention if isinstance(module, RESUMultiheadAttention) else _adopt_one
         adopt(module, known)
     return model
 
@@ -179,32 +109,9 @@ def masked_weights(model: nn.Module) -> Masked:
     return found
 
 
-def _settled(module: Any, training: bool) -> Any:
-    if not training:
-        for weight, masked in module.masked_weights().values():
-            masked.apply_(weight)
-    return module
-
-
-def _guard_loading(module: nn.Module) -> None:
-    """Refuse a bad mask before the weight is taken; settle what an optimizer left in pruned elements after."""
-    module.register_load_state_dict_pre_hook(_check_before_load)
-    module.register_load_state_dict_post_hook(_settle_after_load)
-
-
-def _check_before_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, MaskedWeight):
-            part.check_state(state, f"{prefix}{name}.")
-
-
-def _settle_after_load(module: Any, _: Any) -> None:
-    _settled(module, module.training)
-
-
 def _check_own_weights(name: str, module: nn.Module) -> None:
-    own = dict(module.named_parameters())
-    for weight in ("weight", *_PROJECTIONS, "out_proj.weight"):
+    own = dict(module.named_parameters(remove_duplicate=False))
+    for weight in ("weight", *PROJECTIONS, "out_proj.weight"):
         value: Any = module
         for part in weight.split("."):
             value = getattr(value, part, None)
@@ -216,21 +123,8 @@ def _check_own_weights(name: str, module: nn.Module) -> None:
 
 
 def _adopt_one(module: nn.Module, known: dict[int, MaskedWeight]) -> None:
-    module.masked = _known(cast(Tensor, module.weight), known)
-    _guard_loading(module)
-
-
-def _adopt_attention(module: nn.Module, known: dict[int, MaskedWeight]) -> None:
-    own = dict(module.named_parameters(recurse=False))
-    projection = cast(nn.Linear, module.out_proj)
-    found = {name: _known(own[name], known) for name in _PROJECTIONS if name in own}
-    module.masked = nn.ModuleDict({**found, "out_proj": _known(projection.weight, known)})
-    _guard_loading(module)
-    projection.__class__ = _Projection
-
-
-def _known(weight: Tensor, known: dict[int, MaskedWeight]) -> MaskedWeight:
-    return known.setdefault(id(weight), MaskedWeight(weight))
+    module.masked = shared_mask(cast(Tensor, module.weight), known)
+    guard_loading(module)
 
 
 _ADOPT: dict[type[nn.Module], type[nn.Module]] = {
