@@ -1,49 +1,63 @@
 """RESU on a GPU: the effective weight, training steps and folded masks beside eager PyTorch, Inductor and dense layers.
 
-Times are of CUDA graph replays. A floor is the bytes that must move over the bandwidth of a copy of the same machine.
-What cannot run is recorded with its reason.
+Times are of CUDA graph replays. A floor is the bytes that must move over the bandwidth of a copy on the same machine:
+of a gathered operand those of its whole rows, since at 70 % of 4-byte elements (1 - 0.3^8) every sector of 32 bytes
+holds a pruned one. A row that fails says why and stops no other.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.timing import graph_ms
+import sparsecomp
+from bench.timing import graph_ms, host_us
 from sparsecomp import ops
 from sparsecomp.lowering.trial import first_line
 from sparsecomp.nn import RESULinear, masked_weights, wrap_module
-from sparsecomp.ops.effective_weight import pruned_before
 from sparsecomp.ops.selective_step import reference
 from sparsecomp.runtime import RESUAdamW
 
 SPARSITY = 0.7
-Row = dict[str, Any]
+COPIES = 3
+"""Sets of operands rotated through, where one of them would fit the L2 cache."""
 STEP: dict[str, Any] = {
-    "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "tau": 0.5, "delta": 1e-12, "warm_up": 10,
+    "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "tau": 0.5, "delta": 1e-12, "warm_up": 10,
 }  # fmt: skip
+
+Row = dict[str, Any]
+Call = Callable[[], Any]
 
 
 def run() -> Iterator[Row]:
-    """All rows, as they are measured."""
-    torch.manual_seed(0)
+    """All rows, as they are measured; milliseconds unless said otherwise."""
     for case in cases():
+        torch.manual_seed(0)
+        torch._dynamo.reset()
         torch.cuda.empty_cache()
-        yield case()
+        try:
+            row = case()
+        except Exception as error:
+            row = {"case": f"{case.func.__name__.strip('_')} {case.args}", "failed": first_line(error)}
+        print(row, flush=True)
+        yield row
 
 
-def cases() -> list[Callable[[], Row]]:
+def cases() -> list[partial[Row]]:
     """What ``run`` measures, one callable a row."""
-    found: list[Callable[[], Row]] = [lambda size=size: _effective(size) for size in (4096, 8192)]
-    found += [lambda dtype=dtype: _forward(dtype) for dtype in (torch.float32, torch.bfloat16)]
-    found += [lambda size=size: _step(size) for size in (4096, 8192)]
-    found += [lambda dtype=dtype: _training(dtype) for dtype in (torch.float32, torch.bfloat16)]
-    for dtype in (torch.float16, torch.float32):
-        found += [lambda share=share, dtype=dtype: _constant(share, dtype) for share in (0.5, 0.7, 0.9)]
-    found += [lambda rows=rows: _two_of_four(rows) for rows in (2048, 4096)]
-    return [*found, _memory]
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    found = [partial(_effective_weight, size, dtype) for dtype in (f32, bf16) for size in (4096, 8192)]
+    found += [partial(_its_gradients, size) for size in (4096, 8192)]
+    found += [partial(_forward, dtype) for dtype in (bf16, f32)]
+    found += [partial(_selective_step, size, dtype) for dtype in (f32, bf16) for size in (4096, 8192)]
+    found += [partial(_backward_and_step, dtype) for dtype in (bf16, f32)]
+    found += [partial(_training, form, dtype) for form in ("mask", "theta") for dtype in (bf16, f32)]
+    found += [partial(_constant, share, dtype) for dtype in (f16, bf16, f32) for share in (0.5, 0.7, 0.9)]
+    found += [partial(_two_of_four, rows, dtype) for dtype in (f16, bf16) for rows in (1024, 2048, 4096)]
+    return [*found, partial(_memory), partial(_host)]
 
 
 def _masked(size: int, dtype: torch.dtype = torch.float32, sparsity: float = SPARSITY) -> tuple[Tensor, ...]:
@@ -54,6 +68,7 @@ def _masked(size: int, dtype: torch.dtype = torch.float32, sparsity: float = SPA
     return weight, mask, torch.randn(pruned.numel(), device="cuda").to(dtype), pruned
 
 
+@cache
 def _bandwidth() -> float:
     """Bytes a second of a large copy, both ways counted."""
     one = torch.empty(2**28, device="cuda", dtype=torch.uint8)
@@ -61,122 +76,147 @@ def _bandwidth() -> float:
     return 2 * one.numel() / (graph_ms([lambda: two.copy_(one)] * 3) * 1e-3)
 
 
-def _timed(row: Row, name: str, call: Callable[[], Any]) -> None:
-    try:
-        for _ in range(3):
-            call()
-        row["ms"][name] = graph_ms([call] * 3, 10)
-    except Exception as error:
-        row.setdefault("left out", {})[name] = first_line(error)
+def _row(case: str, **variants: Call | Sequence[Call]) -> Row:
+    return _timed({"case": case, "ms": {}}, **variants)
 
 
-def _finished(row: Row, rival: str, ours: str = "ours", **floors: float) -> Row:
-    times = row["ms"]
-    if ours in times and rival in times:
-        row["gain"] = times[rival] / times[ours]
-    row |= {f"over {name}": times[ours] / floor for name, floor in floors.items() if ours in times}
-    print({key: value for key, value in row.items()}, flush=True)
+def _timed(row: Row, **variants: Call | Sequence[Call]) -> Row:
+    """Each variant's time; the names' underscores are spaces. One that cannot run is left out with its reason."""
+    for key, calls in variants.items():
+        name, rotated = key.replace("_", " "), [calls] * 3 if callable(calls) else list(calls)
+        try:
+            for call in rotated * 2:
+                call()
+            row["ms"][name] = graph_ms(rotated, 10)
+        except Exception as error:
+            row.setdefault("left out", {})[name] = first_line(error)
     return row
 
 
-def _effective(size: int) -> Row:
-    weight, mask, theta, pruned = _masked(size)
-    before, shares, where = pruned_before(mask), mask.float(), pruned.long()
+def _against(row: Row, rival: str, floor_bytes: float | None = None) -> Row:
+    """How many times as fast as a rival ours is, and how many times the floor it takes."""
+    times = row["ms"]
+    if "ours" in times and rival in times:
+        row[f"gain over {rival}"] = round(times[rival] / times["ours"], 3)
+    if floor_bytes is not None:
+        times["floor"] = floor_bytes / _bandwidth() * 1e3
+        if "ours" in times:
+            row["over floor"] = round(times["ours"] / times["floor"], 3)
+    return row
+
+
+def _effective_weight(size: int, dtype: torch.dtype) -> Row:
+    weight, mask, theta, pruned = _masked(size, dtype)
+    shares, where = mask.to(dtype), pruned.long()
 
     def eager() -> Tensor:
         phi = torch.zeros_like(weight).view(-1).index_copy(0, where, theta).view_as(weight)
         return shares * weight + (1 - shares) * phi
 
-    row: Row = {"case": f"effective weight {size}x{size} float32, 70 %", "ms": {}}
-    _timed(row, "ours", lambda: ops.effective_weight(weight, theta, mask, before))
-    _timed(row, "eager", eager)
-    _timed(row, "inductor", torch.compile(eager, dynamic=False))
-    row["error"] = float((ops.effective_weight(weight, theta, mask, before) - eager()).abs().max())
-    floor = (mask.numel() * 9 + theta.numel() * 4) / _bandwidth() * 1e3
-    return _finished(row, "inductor", floor=floor)
+    def ours() -> Tensor:
+        with ops.frozen_weights():
+            return ops.effective_weight(weight, theta, mask)
+
+    row = _row(
+        f"effective weight {size}x{size} {_name(dtype)}, {SPARSITY:.0%}", ours=ours,
+        ours_with_the_mask_packed_in_each_call=lambda: ops.effective_weight(weight, theta, mask), eager=eager,
+        inductor=torch.compile(eager, dynamic=False),
+    )  # fmt: skip
+    row["error"] = float((ours() - eager()).abs().max())
+    item = weight.itemsize
+    return _against(row, "inductor", mask.numel() * (2 * item + 1 / 8) + theta.numel() * item)
+
+
+def _its_gradients(size: int) -> Row:
+    grad, mask, theta, pruned = _masked(size)
+    shares, where = mask.float(), pruned.long()
+
+    def eager() -> tuple[Tensor, Tensor]:
+        return grad * shares, (grad * (1 - shares)).view(-1)[where]
+
+    def ours() -> tuple[Tensor, Tensor]:
+        with ops.frozen_weights():
+            return ops.split_pruned(grad, mask, theta.numel())
+
+    row = _row(
+        f"gradients of the effective weight {size}x{size} float32, {SPARSITY:.0%}", ours=ours, eager=eager,
+        inductor=torch.compile(eager, dynamic=False),
+    )  # fmt: skip
+    row["error"] = float((ours()[1] - eager()[1]).abs().max())
+    return _against(row, "inductor", mask.numel() * (8 + 1 / 8) + theta.numel() * 4)
+
+
+def _resu_linear(dtype: torch.dtype) -> RESULinear:
+    layer = wrap_module(nn.Linear(4096, 4096, bias=False, device="cuda", dtype=dtype))
+    assert isinstance(layer, RESULinear)
+    layer.masked.prune_(layer.weight, torch.rand(4096, 4096, device="cuda") > SPARSITY)
+    layer.masked.enter_resu_(layer.weight)
+    return layer
 
 
 def _forward(dtype: torch.dtype) -> Row:
-    layer = nn.Linear(4096, 4096, device="cuda", dtype=dtype)
-    resu = wrap_module(nn.Linear(4096, 4096, device="cuda", dtype=dtype))
-    assert isinstance(resu, RESULinear)
-    resu.masked.prune_(resu.weight, torch.rand_like(resu.weight.float()) > SPARSITY)
-    resu.masked.enter_resu_(resu.weight)
+    dense = [nn.Linear(4096, 4096, bias=False, device="cuda", dtype=dtype) for _ in range(COPIES)]
+    resu = [_resu_linear(dtype) for _ in range(COPIES)]
     x = torch.randn(1024, 4096, device="cuda").to(dtype)
-    row: Row = {"case": f"RESU linear forward, 4096x4096, 1024 rows, {str(dtype)[6:]}", "ms": {}}
     with torch.no_grad():
-        _timed(row, "ours", lambda: resu(x))
-        _timed(row, "dense linear", lambda: layer(x))
-    return _finished(row, "dense linear")
+        row = _row(
+            f"RESU linear forward, 4096x4096, 1024 rows, {_name(dtype)}", ours=[partial(layer, x) for layer in resu],
+            dense_linear=[partial(layer, x) for layer in dense],
+        )  # fmt: skip
+    return _against(row, "dense linear")
 
 
-def _step(size: int) -> Row:
-    weight, mask, theta, pruned = _masked(size)
-    grad, before = torch.randn_like(weight), pruned_before(mask)
-    slots = [torch.zeros(pruned.numel(), device="cuda") for _ in range(3)]
-    steps = torch.full((), 20, device="cuda")
-    held, own = torch.empty_like(theta), [slot.clone() for slot in slots]
-    numbers = STEP["lr"], *STEP["betas"], *(STEP[name] for name in ("eps", "weight_decay", "tau", "delta", "warm_up"))
-    everything = torch.arange(pruned.numel(), device="cuda")
-    def shared() -> None:
-        ops.selective_step(weight, grad, pruned, *slots, steps, **STEP)
+def _selective_step(size: int, dtype: torch.dtype) -> Row:
+    """Behind a backward pass that is the dense layer's: theta lies in the weight, its gradient in the weight's."""
+    weight, mask, _, pruned = _masked(size, dtype)
+    grad = torch.randn(size, size, device="cuda").to(dtype)
+    slots = [torch.rand(pruned.numel(), device="cuda") for _ in range(3)]
+    steps, rate = torch.full((), 20, device="cuda"), torch.full((), 1e-3, device="cuda", dtype=torch.float64)
+    settings = *STEP["betas"], *(STEP[name] for name in ("eps", "weight_decay", "tau", "delta", "warm_up"))
 
-    def apart() -> None:
-        """The separate form: gradients of W and theta, and the step on theta."""
-        grad * mask
-        held.copy_(grad.view(-1)[pruned.long()])
-        reference(theta, held, everything, *own, steps, *numbers)
+    def eager(count: int | None = None) -> None:
+        reference(weight, grad, pruned, *slots, steps, rate, *settings, count)
 
-    row: Row = {"case": f"RESU backward of the weight and selective AdamW step, {size}x{size} float32, 70 %", "ms": {}}
-    _timed(row, "ours", shared)
-    _timed(row, "eager composition, shared", lambda: reference(weight, grad, pruned, *own, steps, *numbers))
-    _timed(row, "eager composition, separate", apart)
-    _timed(row, "gradients of the separate form", lambda: ops.split_pruned(grad, mask, theta.numel(), before))
-    floor = (pruned.numel() * (4 + 3 * 8) + mask.numel() * 12) / _bandwidth() * 1e3
-    return _finished(row, "eager composition, shared", floor=floor)
+    row = _row(
+        f"selective AdamW step on theta {size}x{size} {_name(dtype)}, {SPARSITY:.0%}",
+        ours=lambda: ops.selective_step(weight, grad, pruned, *slots, steps, lr=rate, **STEP), eager=eager,
+        inductor=torch.compile(eager, dynamic=False), top_tenth=lambda: eager(pruned.numel() // 10),
+    )  # fmt: skip
+    floor = 28 * pruned.numel() + 3 * weight.itemsize * mask.numel()
+    return _against(_against(row, "eager"), "inductor", floor)
 
 
-class _Separate(nn.Module):
-    """What a user writes: mask * weight + (1 - mask) * phi, with theta scattered to phi."""
+def _backward_and_step(dtype: torch.dtype) -> Row:
+    """Both products of the backward pass included; the eager composition keeps theta apart, as people write it."""
+    weight, mask, theta, pruned = _masked(4096, dtype)
+    x, out = (torch.randn(1024, 4096, device="cuda").to(dtype) for _ in range(2))
+    shares, where, everything = mask.to(dtype), pruned.long(), torch.arange(pruned.numel(), device="cuda")
+    slots, apart = ([torch.rand(pruned.numel(), device="cuda") for _ in range(3)] for _ in range(2))
+    steps, rate = torch.full((), 20, device="cuda"), torch.full((), 1e-3, device="cuda", dtype=torch.float64)
+    settings = *STEP["betas"], *(STEP[name] for name in ("eps", "weight_decay", "tau", "delta", "warm_up"))
 
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        weight, mask, theta, pruned = _masked(size, dtype)
-        self.weight, self.theta = nn.Parameter(weight), nn.Parameter(theta)
-        self.mask: Tensor
-        self.where: Tensor
-        self.register_buffer("mask", mask.to(dtype))
-        self.register_buffer("where", pruned.long())
+    def products() -> tuple[Tensor, Tensor]:
+        return out @ weight, out.mT @ x
 
-    def forward(self, x: Tensor) -> Tensor:
-        phi = torch.zeros_like(self.weight).view(-1).index_copy(0, self.where, self.theta).view_as(self.weight)
-        return F.linear(x, self.mask * self.weight + (1 - self.mask) * phi)
+    def ours() -> None:
+        ops.selective_step(weight, products()[1], pruned, *slots, steps, lr=rate, **STEP)
 
+    def eager() -> Tensor:
+        whole = products()[1]
+        of_theta = (whole * (1 - shares)).view(-1)[where]
+        reference(theta, of_theta, everything, *apart, steps, rate, *settings, None)
+        return whole * shares
 
-def _training(dtype: torch.dtype) -> Row:
-    user = _Separate(4096, dtype)
-    resu = wrap_module(nn.Linear(4096, 4096, bias=False, device="cuda", dtype=dtype))
-    assert isinstance(resu, RESULinear)
-    with torch.no_grad():
-        resu.weight.copy_(user.weight)
-    resu.masked.prune_(resu.weight, user.mask > 0)
-    resu.masked.enter_resu_(resu.weight, user.theta)
-    x = torch.randn(1024, 4096, device="cuda").to(dtype)
-    out = torch.randn(1024, 4096, device="cuda").to(dtype)
-
-    def step(layer: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-        return lambda: layer(x).backward(out)
-
-    row: Row = {"case": f"masked linear, forward and backward, 4096x4096, 1024 rows, {str(dtype)[6:]}", "ms": {}}
-    _timed(row, "ours", step(resu))
-    _timed(row, "user's code, eager", step(user))
-    _timed(row, "user's code, inductor", step(torch.compile(user, dynamic=False)))
-    torch._dynamo.reset()
-    _timed(row, "user's code, sparsecomp", step(torch.compile(user, backend="sparsecomp", dynamic=False)))
-    return _finished(row, "user's code, inductor")
+    case = f"RESU backward and selective AdamW step, 4096x4096, 1024 rows, {_name(dtype)}, {SPARSITY:.0%}"
+    row = _row(case, ours=ours, eager=eager, products_alone=products)
+    times = row["ms"]
+    if {"ours", "eager", "products alone"} <= times.keys():
+        gain = (times["eager"] - times["products alone"]) / max(times["ours"] - times["products alone"], 1e-6)
+        row["gain over eager without the products"] = round(gain, 3)
+    return _against(row, "eager")
 
 
-class _Constant(nn.Module):
+class _Masked(nn.Module):
     """A pruned layer as users keep it: a weight and a mask."""
 
     def __init__(self, weight: Tensor, mask: Tensor) -> None:
@@ -186,77 +226,130 @@ class _Constant(nn.Module):
         self.register_buffer("mask", mask)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(F.linear(x, self.mask * self.weight))
+        return F.linear(x, self.mask * self.weight)
 
 
-def _folded(case: str, layer: _Constant, rows: int) -> Row:
-    dense = nn.Sequential(nn.Linear(4096, 4096, bias=False, device="cuda", dtype=layer.weight.dtype), nn.ReLU())
-    with torch.no_grad():
-        dense[0].weight.copy_(layer.weight * layer.mask)
-    x = torch.randn(rows, 4096, device="cuda").to(layer.weight.dtype)
-    row: Row = {"case": case, "ms": {}}
+class _WithTheta(_Masked):
+    """mask * weight + (1 - mask) * phi, with theta scattered to phi."""
+
+    def __init__(self, weight: Tensor, mask: Tensor, theta: Tensor, where: Tensor) -> None:
+        super().__init__(weight, mask)
+        self.theta = nn.Parameter(theta)
+        self.where: Tensor
+        self.register_buffer("where", where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        phi = torch.zeros_like(self.weight).view(-1).index_copy(0, self.where, self.theta).view_as(self.weight)
+        return F.linear(x, self.mask * self.weight + (1 - self.mask) * phi)
+
+
+def _training(form: str, dtype: torch.dtype) -> Row:
+    weight, mask, theta, pruned = _masked(4096, dtype)
+    user = _Masked(weight, mask.to(dtype))
+    if form == "theta":
+        user = _WithTheta(weight, mask.to(dtype), theta, pruned.long())
+    x = torch.randn(1024, 4096, device="cuda").to(dtype).requires_grad_()
+    out = torch.randn(1024, 4096, device="cuda").to(dtype)
+
+    def step(layer: Callable[[Tensor], Tensor]) -> Call:
+        return lambda: layer(x).backward(out)
+
+    row = _row(
+        f"masked linear ({form}), forward and backward, 4096x4096, 1024 rows, {_name(dtype)}",
+        ours=step(torch.compile(user, backend="sparsecomp", dynamic=False)), eager=step(user),
+        resu_layer=step(_resu_linear(dtype)),
+    )  # fmt: skip
+    row["chosen"] = _choice()
+    torch._dynamo.reset()
+    return _against(_timed(row, inductor=step(torch.compile(user, dynamic=False))), "inductor")
+
+
+def _constant(sparsity: float, dtype: torch.dtype) -> Row:
+    weight, mask, *_ = _masked(4096, dtype, sparsity)
+    return _folded(f"{sparsity:.0%}", _Masked(weight, mask), 2048)
+
+
+def _two_of_four(rows: int, dtype: torch.dtype) -> Row:
+    weight = (torch.randn(4096, 4096, device="cuda") / 64).to(dtype)
+    mask = torch.zeros(4096, 1024, 4, dtype=torch.bool, device="cuda")
+    mask.scatter_(-1, weight.view(4096, 1024, 4).abs().topk(2).indices, True)
+    return _folded("2:4", _Masked(weight, mask.view(4096, 4096)), rows)
+
+
+def _folded(pattern: str, masked: _Masked, rows: int) -> Row:
+    dtype = masked.weight.dtype
+    dense = nn.Linear(4096, 4096, bias=False, device="cuda", dtype=dtype)
+    inputs = [torch.randn(rows, 4096, device="cuda").to(dtype) for _ in range(COPIES)]
+    layer = nn.Sequential(masked, nn.ReLU())
     with torch.no_grad(), ops.frozen_weights():
-        ours = torch.compile(layer, backend="sparsecomp", dynamic=False)
-        _timed(row, "ours", lambda: ours(x))
+        dense.weight.copy_(masked.weight * masked.mask)
+        compiled = torch.compile(layer, backend="sparsecomp", dynamic=False)
+        case = f"constant mask, inference, {pattern}, 4096x4096, {rows} rows, {_name(dtype)}"
+        row = _row(case, ours=[partial(compiled, x) for x in inputs])
         row["chosen"] = _choice()
-        stock = torch.compile(dense, dynamic=False)
-        _timed(row, "inductor, dense folded", lambda: stock(x))
-        unfolded = torch.compile(layer, dynamic=False)
-        _timed(row, "inductor, user's code", lambda: unfolded(x))
-    return _finished(row, "inductor, dense folded")
+        stock = {"inductor, dense folded": nn.Sequential(dense, nn.ReLU()), "inductor, as written": layer}
+        for name, model in stock.items():
+            torch._dynamo.reset()
+            theirs = torch.compile(model, dynamic=False)
+            _timed(row, **{name: [partial(theirs, x) for x in inputs]})
+        row["error"] = float((compiled(inputs[0]) - F.relu(dense(inputs[0]))).abs().max())
+    return _against(row, "inductor, dense folded")
 
 
 def _choice() -> str:
-    import sparsecomp
-
     report = sparsecomp.last_report()
     sites = [site for site in (report.sites if report else []) if site.rule == "masked_weight"]
     return "; ".join(f"{site.implementation}: {site.reason}" for site in sites)
 
 
-def _constant(sparsity: float, dtype: torch.dtype) -> Row:
-    torch._dynamo.reset()
-    weight, mask, *_ = _masked(4096, dtype, sparsity)
-    case = f"constant mask, inference, {sparsity:.0%}, 4096x4096, 2048 rows, {str(dtype)[6:]}"
-    return _folded(case, _Constant(weight, mask), 2048)
-
-
-def _two_of_four(rows: int) -> Row:
-    torch._dynamo.reset()
-    weight = torch.randn(4096, 4096, device="cuda").half() / 64
-    mask = torch.zeros(4096, 1024, 4, dtype=torch.bool, device="cuda")
-    mask.scatter_(-1, weight.view(4096, 1024, 4).abs().topk(2).indices, True)
-    layer = _Constant(weight, mask.view(4096, 4096))
-    return _folded(f"constant mask, inference, 2:4, 4096x4096, {rows} rows, float16", layer, rows)
-
-
 def _memory() -> Row:
-    def peak(prepare: Callable[[nn.Module], torch.optim.Optimizer]) -> float:
-        torch.cuda.empty_cache()
-        model = nn.Sequential(*(nn.Linear(4096, 4096, device="cuda") for _ in range(8)))
-        optimizer = prepare(model)
-        x = torch.randn(256, 4096, device="cuda")
-        for count in range(3):
-            optimizer.zero_grad(set_to_none=True)
-            model(x).square().mean().backward()
-            optimizer.step()
-            if not count:
-                torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated() / 2**20
-
-    def resu(model: nn.Module) -> torch.optim.Optimizer:
-        wrap_module(model)
-        for weight, masked in masked_weights(model).values():
-            masked.prune_(weight, torch.rand_like(weight) > SPARSITY)
-            masked.enter_resu_(weight)
-        return RESUAdamW(model)
-
-    row: Row = {"case": "peak memory of a training step, 8 layers of 4096x4096, float32, 70 %", "MiB": {}}
-    row["MiB"]["dense, AdamW"] = peak(lambda model: torch.optim.AdamW(model.parameters()))
-    row["MiB"]["RESU phase, RESUAdamW"] = peak(resu)
+    row: Row = {"case": f"peak memory of a training step, 8 layers of 4096x4096, float32, {SPARSITY:.0%}", "MiB": {}}
+    figures = row["MiB"]
+    figures["dense, AdamW"] = _peak(lambda model: torch.optim.AdamW(model.parameters()))
+    figures["RESU phase, RESUAdamW"] = _peak(_in_resu)
     elements = 8 * 4096**2
-    row["MiB"]["allowed: two slots a pruned element and a bit an element"] = (
-        row["MiB"]["dense, AdamW"] + (elements * SPARSITY * 8 + elements / 8) / 2**20
+    figures["allowed: two slots a pruned element and a bit an element"] = (
+        figures["dense, AdamW"] + (elements * SPARSITY * 8 + elements / 8) / 2**20
     )
-    print(row, flush=True)
     return row
+
+
+def _in_resu(model: nn.Module) -> torch.optim.Optimizer:
+    wrap_module(model)
+    for weight, masked in masked_weights(model).values():
+        masked.prune_(weight, torch.rand_like(weight) > SPARSITY)
+        masked.enter_resu_(weight)
+    return RESUAdamW(model)
+
+
+def _peak(prepare: Callable[[nn.Module], torch.optim.Optimizer]) -> float:
+    """MiB at the worst moment of a step, once all states exist."""
+    torch.cuda.empty_cache()
+    model = nn.Sequential(*(nn.Linear(4096, 4096, device="cuda") for _ in range(8)))
+    optimizer = prepare(model)
+    x = torch.randn(256, 4096, device="cuda")
+    for count in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+        optimizer.step()
+        if not count:
+            torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated() / 2**20
+
+
+def _host() -> Row:
+    """Host time of ops on operands so small that the device is never the limit."""
+    weight, mask, theta, pruned = _masked(64)
+    grad, slots = weight.clone(), [torch.zeros(pruned.numel(), device="cuda") for _ in range(3)]
+    steps, rate = torch.full((), 20, device="cuda"), torch.full((), 1e-3, device="cuda")
+    calls: dict[str, Call] = {
+        "effective_weight": lambda: ops.effective_weight(weight, theta, mask),
+        "split_pruned": lambda: ops.split_pruned(grad, mask, theta.numel()),
+        "selective_step": lambda: ops.selective_step(weight, grad, pruned, *slots, steps, lr=rate, **STEP),
+        "torch.where": lambda: torch.where(mask, weight, grad),
+    }
+    return {"case": "host microseconds of one eager call", "us": {name: host_us(call) for name, call in calls.items()}}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype)[6:]

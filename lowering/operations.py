@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from sparsecomp.lowering.binary_conv import BINARY_CONV
-from sparsecomp.lowering.effective_weight import EFFECTIVE_GRADIENTS, EFFECTIVE_WEIGHT
+from sparsecomp.lowering.effective_weight import MERGE, PACK_MASK, SPLIT
 from sparsecomp.lowering.event_conv import ACCUMULATE, FIND_EVENTS, PACK_EVENTS
 from sparsecomp.lowering.neurons import LIF
 from sparsecomp.lowering.packing import CAST, CAST_STRIDED, PACK_WEIGHT
@@ -24,6 +24,6 @@ def operations() -> Mapping[str, Operation[Any]]:
     """Operation by name."""
     every = (
         BINARY_CONV, PACK_WEIGHT, CAST, CAST_STRIDED, LIF, FIND_EVENTS, PACK_EVENTS, ACCUMULATE, SCAN_PIXELS, LIST_ROWS,
-        SPIKE_CONV, SPMM_CSR, SPMM_BSR, SPMM_NM, SDDMM, EFFECTIVE_WEIGHT, EFFECTIVE_GRADIENTS, SELECTIVE_STEP,
+        SPIKE_CONV, SPMM_CSR, SPMM_BSR, SPMM_NM, SDDMM, PACK_MASK, MERGE, SPLIT, SELECTIVE_STEP,
     )  # fmt: skip
     return {operation.name: operation for operation in every}

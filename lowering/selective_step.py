@@ -15,97 +15,102 @@ from sparsecomp.lowering.template import Operation
 class SelectiveStep(NamedTuple):
     """A step but for addresses; see ``sparsecomp.ops.selective_step``.
 
+    The learning rate and the number of the step are read on the device, so that a schedule makes no new problems.
+
     Attributes:
         pruned: elements of theta.
-        keep, gain: 1 - lr · weight_decay, and lr.
-        log2_beta, log2_beta2: logarithms of the betas; the kernel raises them to the number of steps.
+        numel: elements of the weight.
     """
 
     pruned: int
+    numel: int
     warm_up: int
     beta: float
     beta2: float
-    log2_beta: float
-    log2_beta2: float
-    keep: float
-    gain: float
-    eps: float
     tau: float
     delta: float
+    eps: float
+    weight_decay: float
     dtype: str
     grad_dtype: str
     index_dtype: str
+    rate_dtype: str
 
 
 def run(
-    weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up
-) -> None:
-    """See ``sparsecomp.ops.selective_step``."""
+    weight: Tensor, grad: Tensor, pruned: Tensor, slots: tuple[Tensor, Tensor, Tensor], steps: Tensor, lr: Tensor, *,
+    betas: tuple[float, float], tau: float, delta: float, eps: float, weight_decay: float, warm_up: int,
+) -> None:  # fmt: skip
+    """See ``sparsecomp.ops.selective_step``; all tensors are contiguous."""
     if not pruned.numel():
         return
     problem = SelectiveStep(
-        pruned.numel(), warm_up, beta, beta2, _log2(beta), _log2(beta2), 1 - lr * weight_decay, lr, eps, tau, delta,
-        dtype_name(weight), dtype_name(grad), dtype_name(pruned),
+        pruned.numel(), weight.numel(), warm_up, *betas, tau, delta, eps, weight_decay, dtype_name(weight),
+        dtype_name(grad), dtype_name(pruned), dtype_name(lr),
     )  # fmt: skip
-    dispatch.run(SELECTIVE_STEP, problem, weight, grad, pruned, mean, size, square, steps)
-
-
-def _log2(beta: float) -> float:
-    # so small that its first power is nothing already
-    return math.log2(beta) if beta else -1e4
+    dispatch.run(SELECTIVE_STEP, problem, weight, grad, pruned, *slots, steps, lr)
 
 
 def _signature(problem: SelectiveStep, device: Device) -> KernelSignature:
     p = problem
     return KernelSignature(
-        "selective_step", device, dtypes=(p.dtype, p.grad_dtype), accumulator="float32", index=p.index_dtype,
-        sizes=(("pruned", p.pruned),),
+        "selective_step", device, dtypes=(p.dtype, p.grad_dtype, p.rate_dtype), accumulator="float32",
+        index=p.index_dtype, sizes=(("pruned", p.pruned),), density=p.pruned / p.numel,
     )  # fmt: skip
 
 
 def _representative(signature: KernelSignature) -> SelectiveStep:
-    dtype, grad = signature.dtypes
+    pruned = int(dict(signature.sizes)["pruned"])
+    numel = max(int(pruned / (signature.density or 1)), pruned)
+    dtype, grad, rate = signature.dtypes
     return SelectiveStep(
-        int(dict(signature.sizes)["pruned"]), 10, 0.9, 0.999, _log2(0.9), _log2(0.999), 1.0, 1e-3, 1e-8, 0.5, 1e-12,
-        dtype, grad, signature.index,
+        pruned, numel, 10, 0.9, 0.999, 0.5, 1e-12, 1e-8, 0.0, dtype, grad, signature.index, rate
     )  # fmt: skip
 
 
 def _operands(problem: SelectiveStep, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     p, random = problem, torch.Generator(device).manual_seed(seed)
-    count = -(-p.pruned * 10 // 7)
 
     def normal(size: int, dtype: str = "float32") -> Tensor:
         return torch.randn(size, generator=random, device=device).to(getattr(torch, dtype))
 
-    where = torch.rand(count, generator=random, device=device).argsort()[: p.pruned].sort().values
-    pruned = where.to(getattr(torch, p.index_dtype))
-    steps = torch.full((), 20, device=device)
+    order = torch.rand(p.numel, generator=random, device=device).argsort()
+    pruned = order[: p.pruned].sort().values.to(getattr(torch, p.index_dtype))
+    lr = torch.full((), 0.01, dtype=getattr(torch, p.rate_dtype), device=device)
     return (
-        normal(count, p.dtype), normal(count, p.grad_dtype), pruned, normal(p.pruned), normal(p.pruned).abs() + 1,
-        normal(p.pruned).square(), steps,
+        normal(p.numel, p.dtype), normal(p.numel, p.grad_dtype), pruned, normal(p.pruned), normal(p.pruned).abs() + 1,
+        normal(p.pruned).square(), torch.full((), 20, device=device), lr,
     )  # fmt: skip
 
 
 def _reference(problem: SelectiveStep, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     p = problem
-    weight, grad, pruned, mean, size, square, steps = (one.clone() for one in operands if one is not None)
-    kind = weight.dtype
-    g = grad.view(-1)[pruned.long()].double()
+    weight, grad, pruned, mean, size, square, steps, lr = (one.clone() for one in operands if one is not None)
+    where = pruned.long()
+    g = grad[where].double()
     mean, size, square = (
         old.double().lerp(new, 1 - beta)
         for old, new, beta in ((mean, g, p.beta), (size, g.abs(), p.beta), (square, g.square(), p.beta2))
     )
-    one, two = (-math.expm1(int(steps) * math.log(beta)) if beta else 1.0 for beta in (p.beta, p.beta2))
-    theta = weight.view(-1)[pruned.long()].double()
-    moved = theta * p.keep - p.gain * (mean / one) / ((square / two).sqrt() + p.eps)
-    chosen = (mean.float().abs() / (size.float() + p.delta) > p.tau) & (steps > p.warm_up)
+    one, two = (1 - base ** int(steps) for base in (p.beta, p.beta2))
+    theta, rate = weight[where].double(), float(lr)
+    update = (mean / one) / ((square / two).sqrt() + p.eps)
+    moved = theta * (1 - rate * p.weight_decay) - rate * update
+    chosen = (mean.abs() / (size + p.delta) > p.tau) & (steps > p.warm_up)
     out = weight.double()
-    out.view(-1)[pruned.long()] = torch.where(chosen, moved.to(kind).double(), theta)
+    out[where] = torch.where(chosen, moved, theta)
     return out, mean, size, square
 
 
+# an element whose consistency rounds to the other side of tau moves by a step more or less
+_TOLERANCE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3}
+
 SELECTIVE_STEP = Operation(
     "selective_step", _signature, _representative, _operands, (0, 3, 4, 5), _reference,
-    lambda problem: 1e-5 if problem.dtype == "float32" else 4e-3,
+    lambda problem: _TOLERANCE[problem.dtype],
 )  # fmt: skip
+
+
+def log_of(beta: float) -> float:
+    """The logarithm of a decay, which is so small for 0 that its first power is nothing."""
+    return math.log(beta) if beta else -1e4

@@ -1,4 +1,7 @@
-"""The selective AdamW step, one element of theta a lane."""
+"""The selective AdamW step on theta, one pass over the pruned elements.
+
+Positions and averages are read in whole vectors, gradient and weight are gathered; the weight only where it moves.
+"""
 
 import sympy
 import triton
@@ -6,58 +9,87 @@ import triton.language as tl
 
 from sparsecomp.lowering.cost import Cost, sizes
 from sparsecomp.lowering.launch import Launch
-from sparsecomp.lowering.selective_step import SelectiveStep
+from sparsecomp.lowering.selective_step import SelectiveStep, log_of
+from sparsecomp.lowering.signature import Device
 from sparsecomp.lowering.template import Config, Template
 
 
 @triton.jit
-def selective_step_kernel(
-    weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, steps_ptr,
-    pruned, warm_up, beta, beta2, log2_beta, log2_beta2, keep, gain, eps, tau, delta, B: tl.constexpr,
-):  # fmt: skip
-    """See ``sparsecomp.ops.selective_step``: the averages are written, and theta where it is selected."""
-    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    inside = at < pruned
-    place = tl.load(pruned_ptr + at, mask=inside, other=0).to(tl.int64)
-    g = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.load(mean_ptr + at, mask=inside, other=0.0)
-    size = tl.load(size_ptr + at, mask=inside, other=0.0)
-    square = tl.load(square_ptr + at, mask=inside, other=0.0)
-    mean += (1.0 - beta) * (g - mean)
-    size += (1.0 - beta) * (tl.abs(g) - size)
-    square += (1.0 - beta2) * (g * g - square)
-    tl.store(mean_ptr + at, mean, mask=inside)
-    tl.store(size_ptr + at, size, mask=inside)
-    tl.store(square_ptr + at, square, mask=inside)
-    steps = tl.load(steps_ptr)
-    warm = tl.zeros((B,), tl.int64) + steps > warm_up
-    selected = inside & warm & (tl.abs(mean) / (size + delta) > tau)
-    # in float32 a power next to 1 would leave few digits of what it lacks to 1
-    first = (1.0 - tl.exp2(steps.to(tl.float64) * log2_beta)).to(tl.float32)
-    second = (1.0 - tl.exp2(steps.to(tl.float64) * log2_beta2)).to(tl.float32)
+def averages(mean_ptr, size_ptr, square_ptr, at, ok, g, gain, gain2):
+    """The averages of g, |g| and g², moved on in memory."""
+    mean = tl.load(mean_ptr + at, mask=ok, other=0.0)
+    size = tl.load(size_ptr + at, mask=ok, other=0.0)
+    square = tl.load(square_ptr + at, mask=ok, other=0.0)
+    mean += gain * (g - mean)
+    size += gain * (tl.abs(g) - size)
+    square += gain2 * (g * g - square)
+    tl.store(mean_ptr + at, mean, mask=ok)
+    tl.store(size_ptr + at, size, mask=ok)
+    tl.store(square_ptr + at, square, mask=ok)
+    return mean, size, square
+
+
+@triton.jit
+def move(weight_ptr, place, selected, mean, square, step, rate, log_beta, log_beta2, eps, weight_decay):
+    """AdamW's step in memory, where selected; the numbers that hold for all in float64, where they are next to 1."""
+    power = tl.cast(step, tl.float64)
+    first = (1.0 / (1.0 - tl.exp(power * log_beta))).to(tl.float32)
+    second = (1.0 / (1.0 - tl.exp(power * log_beta2))).to(tl.float32)
+    keep = (1.0 - rate * weight_decay).to(tl.float32)
     theta = tl.load(weight_ptr + place, mask=selected, other=0.0).to(tl.float32)
-    moved = theta * keep - gain * (mean / first) / (tl.sqrt(square / second) + eps)
-    tl.store(weight_ptr + place, moved.to(weight_ptr.dtype.element_ty), mask=selected)
+    update = tl.div_rn(mean * first, tl.sqrt_rn(square * second) + eps)
+    theta = theta * keep - rate.to(tl.float32) * update
+    tl.store(weight_ptr + place, theta.to(weight_ptr.dtype.element_ty), mask=selected)
+
+
+@triton.jit
+def selective_step_kernel(
+    weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr,
+    pruned, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See ``sparsecomp.ops.selective_step``."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < pruned
+    place = tl.load(pruned_ptr + at, mask=ok, other=0).to(tl.int64)
+    g = tl.load(grad_ptr + place, mask=ok, other=0.0).to(tl.float32)
+    mean, size, square = averages(mean_ptr, size_ptr, square_ptr, at, ok, g, gain, gain2)
+    step = tl.load(step_ptr)
+    # NaN is above nothing
+    selected = ok & (tl.div_rn(tl.abs(mean), size + delta) > tau) & (at >= tl.where(step > warm_up, 0, pruned))
+    rate = tl.load(rate_ptr).to(tl.float64)
+    move(weight_ptr, place, selected, mean, square, step, rate, log_beta, log_beta2, eps, weight_decay)
 
 
 def _prepare(problem: SelectiveStep, config: Config) -> Launch:
-    grid = (triton.cdiv(problem.pruned, config["B"]),)
-    return Launch(selective_step_kernel, grid, problem[:11], {"B": config["B"]}, num_warps=config["warps"])
+    p = problem
+    numbers = (
+        p.pruned, p.warm_up, 1 - p.beta, 1 - p.beta2, log_of(p.beta), log_of(p.beta2), p.tau, p.delta, p.eps,
+        p.weight_decay,
+    )  # fmt: skip
+    grid = (triton.cdiv(p.pruned, config["BLOCK"]),)
+    return Launch(selective_step_kernel, grid, numbers, {"BLOCK": config["BLOCK"]}, num_warps=config["warps"])
 
 
-_pruned, _itemsize, _block, _warps = sizes("pruned itemsize B warps")
+def _space(problem: SelectiveStep, device: Device) -> list[Config]:
+    blocks, warps = (256, 512, 1024, 2048), (2, 4, 8)
+    return [Config(BLOCK=b, warps=w) for b in blocks for w in warps if 4 <= b // (32 * w) <= 16]
+
+
+_pruned, _numel, _itemsize, _block, _warps = sizes("pruned numel itemsize BLOCK warps")
+
+# averages in and out, positions, and the sectors of gradient and weight that hold a pruned element
+_sectors = 3 * _itemsize * _numel * (1 - (1 - _pruned / _numel) ** (32 / _itemsize))
 
 SELECTIVE_STEP = Template(
     name="selective_step",
     op="selective_step",
-    sources=(selective_step_kernel,),
+    sources=(selective_step_kernel, averages, move),
     refuse=lambda problem, device: None,
-    space=lambda problem, device: [
-        Config(B=block, warps=warps) for block in (512, 1024, 2048) for warps in (4, 8) if block // (32 * warps) >= 4
-    ],
-    # three averages in and out, positions, and whole sectors of gradient and weight
+    space=_space,
+    # the fewer elements a thread, whose loads follow one another, the more threads hide them
     cost=Cost(
-        bytes=_pruned * (28 + 4.3 * _itemsize), seconds=sympy.Abs(_block - 1024) * 1e-10 + sympy.Abs(_warps - 4) * 1e-8
+        bytes=28 * _pruned + _sectors,
+        seconds=1e-8 * _block / (32 * _warps) + 1e-8 * abs(sympy.log(_block / 512)),
     ),
     prepare=_prepare,
 )

@@ -1,7 +1,7 @@
-"""M*W + (1-M)*Phi(theta) in one pass, and its gradients in another: no Phi(theta), no 1-M, no dense index list.
+"""The effective weight of a pruned layer, M * W + (1 - M) * Phi(theta), as one operator, and its inverse.
 
-Where an element of theta goes follows from how many pruned elements lie before it. ``pruned_before`` counts them for
-each block of the flat weight once for a mask; within a block the kernel counts.
+Theta is one number a pruned element, in ascending flat order; Phi puts each in its place. Both operators copy bits and
+compute nothing, so they and their gradients are exact in every dtype, and each is the other's gradient.
 """
 
 from typing import Any
@@ -9,123 +9,193 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsecomp.ops.library import KERNEL_DTYPES, library
+from sparsecomp.errors import MaskError
+from sparsecomp.ops.folded_weight import FOLDS, named_formula
+from sparsecomp.ops.library import library
 
-BLOCK = 1024
-"""Elements of the flat weight that one count stands for."""
-
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+library.define("effective_weight(Tensor weight, Tensor theta, Tensor mask) -> Tensor", tags=_TAGS)
 library.define(
-    "effective_weight(Tensor weight, Tensor theta, Tensor mask, Tensor before) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.define(
-    "effective_weight_gradients(Tensor grad, Tensor mask, Tensor before, SymInt pruned) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "split_pruned(Tensor whole, Tensor mask, SymInt pruned, bool active, bool rest) -> (Tensor, Tensor)", tags=_TAGS
 )
 
-
-def pruned_before(mask: Tensor) -> Tensor:
-    """Pruned elements in front of each block of ``BLOCK``, (blocks,) int64, of a bool mask; reads nothing back."""
-    flat = mask.reshape(-1)
-    blocks = -(-flat.numel() // BLOCK)
-    counts = torch.nn.functional.pad(~flat, (0, blocks * BLOCK - flat.numel())).view(blocks, BLOCK).sum(1)
-    return counts.cumsum(0) - counts
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST = 2**31 - 2**16
+"""Elements that the kernels' 32-bit ranks can count."""
 
 
-def effective_weight(weight: Tensor, theta: Tensor, mask: Tensor, before: Tensor | None = None) -> Tensor:
-    """The weight where ``mask`` (bool, of its shape) is True, and theta in order where it is not.
+def effective_weight(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+    """where(mask, weight, Phi(theta)), in one pass and without a Phi(theta) in memory.
+
+    NaN or infinity in a pruned element of the weight does not reach the result.
 
     Args:
-        weight: of any shape; NaN in a pruned element does not reach the result.
-        theta: (pruned,) of the weight's dtype, in ascending flat order; how many there are is not checked.
-        before: ``pruned_before(mask)``, to be kept with a mask that is used more than once.
+        weight: of any shape and floating dtype.
+        theta: (pruned elements,), of the weight's dtype, in ascending flat order.
+        mask: bool of the weight's shape, True where the weight is active.
 
     Returns:
-        A tensor of the weight's shape, contiguous. Gradients are copies: of W at active elements, of theta at the rest.
+        Contiguous, of the weight's shape and dtype. Gradients flow to weight, where it is active, and to theta.
+
+    Raises:
+        MaskError: operands that do not belong together. On CUDA the mask's pruned elements are not counted, which would
+            wait for the device: a theta of another length gives NaN at all of them.
+
+    What the mask's bits say is kept as long as the mask and worked out anew when its version changes; in the capture of
+    a CUDA graph it becomes part of the graph, unless within `sparsecomp.ops.frozen_weights`.
     """
-    before = pruned_before(mask) if before is None else before
-    return torch.ops.sparsecomp.effective_weight.default(weight, theta, mask, before)
+    return torch.ops.sparsecomp.effective_weight.default(weight, theta, mask)
 
 
 def split_pruned(
-    whole: Tensor, mask: Tensor, pruned: int, before: Tensor | None = None, *, active: bool = True
-) -> tuple[Tensor | None, Tensor]:
-    """The two parts that ``effective_weight`` puts together: ``whole`` with zeros where ``mask`` is False, and theta.
+    whole: Tensor, mask: Tensor, pruned: int, *, active: bool = True, rest: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The inverse: (where(mask, whole, 0), the pruned elements as a vector in ascending flat order), in one pass.
 
     Args:
-        whole: of the mask's shape.
-        pruned: how many elements of the mask are False; not checked.
-        before: as of ``effective_weight``.
-        active: False leaves the first part out: None stands for it.
+        whole: of any shape and floating dtype.
+        mask: bool of its shape.
+        pruned: how many elements the mask prunes; given, since counting them would wait for the device.
+        active, rest: which of the two are wanted; the other is an empty tensor.
 
-    Returns:
-        The active part, contiguous, and (pruned,) the rest in ascending flat order. Both have gradients.
+    Raises:
+        MaskError: as in `effective_weight`; with another number of pruned elements, the vector is NaN on CUDA.
     """
-    if not active and not whole.is_cuda:
-        return None, whole.masked_select(~mask)
-    before = pruned_before(mask) if before is None else before
-    kept, theta = torch.ops.sparsecomp.effective_weight_gradients.default(whole, mask, before, pruned)
-    return kept if active else None, theta
+    return torch.ops.sparsecomp.split_pruned.default(whole, mask, pruned, active, rest)
 
 
-def _forward(weight, theta, mask, before):
+def _check(whole: Tensor, mask: Tensor, pruned: int) -> None:
+    if mask.dtype is not torch.bool or mask.shape != whole.shape or mask.device != whole.device:
+        raise MaskError(
+            f"the mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}, the weight {tuple(whole.shape)} on "
+            f"{whole.device}: a bool mask of the weight's shape is needed"
+        )
+    if not whole.dtype.is_floating_point:
+        raise MaskError(f"the weight is {whole.dtype}: a floating dtype is needed")
+    if not 0 <= pruned <= whole.numel():
+        raise MaskError(f"{pruned} of {whole.numel()} elements cannot be pruned: gather theta again with this mask")
+
+
+def _check_merge(weight: Tensor, theta: Tensor, mask: Tensor) -> None:
+    if theta.dim() != 1 or theta.dtype != weight.dtype or theta.device != weight.device:
+        raise MaskError(
+            f"theta is {theta.dtype} {tuple(theta.shape)} on {theta.device}, the weight {weight.dtype} on "
+            f"{weight.device}: a vector of the weight's dtype on its device is needed"
+        )
+    _check(weight, mask, theta.shape[0])
+
+
+def _check_count(mask: Tensor, pruned: int) -> None:
+    found = mask.numel() - int(mask.sum())
+    if found != pruned:
+        raise MaskError(f"the mask prunes {found} elements, not {pruned}: gather theta again after a change of it")
+
+
+def _merge_cpu(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+    _check_merge(weight, theta, mask)
+    _check_count(mask, theta.shape[0])
+    return _merged(weight, theta, mask)
+
+
+def _split_cpu(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    _check(whole, mask, pruned)
+    _check_count(mask, pruned)
+    return _split(whole, mask, pruned, active, rest)
+
+
+def _merged(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
     return weight.contiguous().masked_scatter(~mask, theta)
 
 
-def _gradients(grad, mask, before, pruned):
-    return grad.contiguous().masked_fill(~mask, 0), grad.masked_select(~mask)
+def _split(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    kept = torch.where(mask, whole, 0).contiguous() if active else whole.new_empty(0)
+    if not rest:
+        return kept, whole.new_empty(0)
+    # `whole[~mask]` would wait for the device; what is active goes to a place behind the end
+    gone = ~mask.reshape(-1)
+    place = (gone.cumsum(0) - 1).masked_fill_(~gone, pruned)
+    return kept, whole.new_empty(pruned + 1).scatter_(0, place, whole.reshape(-1))[:pruned].clone()
 
 
-def _cuda_forward(weight, theta, mask, before):
-    if weight.dtype not in KERNEL_DTYPES:
-        return _forward(weight, theta, mask, before)
-    from sparsecomp.lowering import effective_weight  # loads Triton
-
-    return effective_weight.forward(weight.contiguous(), theta.contiguous(), mask.contiguous(), before)
+def _fits_kernels(whole: Tensor) -> bool:
+    return whole.dtype in _KERNEL_DTYPES and 0 < whole.numel() <= _MOST
 
 
-def _cuda_gradients(grad, mask, before, pruned):
-    if grad.dtype not in KERNEL_DTYPES:
-        return _gradients(grad, mask, before, pruned)
-    from sparsecomp.lowering import effective_weight  # loads Triton
+def _merge_cuda(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+    _check_merge(weight, theta, mask)
+    if not _fits_kernels(weight):
+        return _merged(weight, theta, mask)
+    from sparsecomp.lowering import effective_weight as lowered  # loads Triton
 
-    return effective_weight.gradients(grad.contiguous(), mask.contiguous(), before, pruned)
-
-
-def _fake_gradients(grad, mask, before, pruned):
-    return torch.empty_like(grad, memory_format=torch.contiguous_format), grad.new_empty(pruned)
+    return lowered.merge(weight.contiguous(), theta.contiguous(), _ranks_of(mask))
 
 
-def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, theta, mask, before = inputs
-    ctx.save_for_backward(mask, before)
+def _split_cuda(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    _check(whole, mask, pruned)
+    if not _fits_kernels(whole):
+        return _split(whole, mask, pruned, active, rest)
+    from sparsecomp.lowering import effective_weight as lowered  # loads Triton
+
+    return lowered.split(whole.contiguous(), _ranks_of(mask), pruned, active, rest)
+
+
+def _ranks(mask: Tensor) -> Tensor:
+    from sparsecomp.lowering import effective_weight as lowered  # loads Triton
+
+    return lowered.ranks(mask.contiguous())
+
+
+_RANKS = named_formula("ranks of a mask", _ranks)
+
+
+def _ranks_of(mask: Tensor) -> Tensor:
+    return FOLDS.of([mask], _RANKS, "dense", (1, 1)).values
+
+
+def _fake_merge(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+    _check_merge(weight, theta, mask)
+    return weight.new_empty(weight.shape)
+
+
+def _fake_split(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    _check(whole, mask, pruned)
+    return whole.new_empty(whole.shape if active else (0,)), whole.new_empty(pruned if rest else 0)
+
+
+def _save_merge(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, theta, mask = inputs
+    ctx.save_for_backward(mask)
     ctx.pruned = theta.shape[0]
 
 
-def _backward(ctx: Any, grad: Tensor) -> Any:
-    mask, before = ctx.saved_tensors
-    found = torch.ops.sparsecomp.effective_weight_gradients.default(grad, mask, before, ctx.pruned)
-    return (*(one if wanted else None for one, wanted in zip(found, ctx.needs_input_grad, strict=False)), None, None)
+def _merge_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (mask,) = ctx.saved_tensors
+    active, rest = ctx.needs_input_grad[:2]
+    of_weight, of_theta = split_pruned(grad, mask, ctx.pruned, active=active, rest=rest)
+    return of_weight if active else None, of_theta if rest else None, None
 
 
-def _save_gradients(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[1:3])
+def _save_split(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, mask, pruned, active, rest = inputs
+    ctx.save_for_backward(mask)
+    ctx.how = pruned, active, rest
 
 
-def _backward_gradients(ctx: Any, of_weight: Tensor, of_theta: Tensor) -> Any:
-    # two copies that share nothing: the adjoint puts them back where they came from
-    return torch.ops.sparsecomp.effective_weight.default(of_weight, of_theta, *ctx.saved_tensors), None, None, None
+def _split_backward(ctx: Any, of_active: Tensor, of_rest: Tensor) -> tuple[Tensor | None, ...]:
+    (mask,) = ctx.saved_tensors
+    pruned, active, rest = ctx.how
+    if not active:
+        of_active = of_rest.new_zeros(mask.shape)
+    if not rest:
+        of_rest = of_active.new_zeros(pruned)
+    return effective_weight(of_active, of_rest, mask), None, None, None, None
 
 
-library.impl("effective_weight", _forward, "CPU")
-library.impl("effective_weight", _cuda_forward, "CUDA")
-library.impl("effective_weight_gradients", _gradients, "CPU")
-library.impl("effective_weight_gradients", _cuda_gradients, "CUDA")
-torch.library.register_fake(
-    "sparsecomp::effective_weight", lambda weight, *rest: weight.new_empty(weight.shape), lib=library
-)
-torch.library.register_fake("sparsecomp::effective_weight_gradients", _fake_gradients, lib=library)
-torch.library.register_autograd("sparsecomp::effective_weight", _backward, setup_context=_save, lib=library)
-torch.library.register_autograd(
-    "sparsecomp::effective_weight_gradients", _backward_gradients, setup_context=_save_gradients, lib=library
-)
+library.impl("effective_weight", _merge_cpu, "CPU")
+library.impl("effective_weight", _merge_cuda, "CUDA")
+torch.library.register_fake("sparsecomp::effective_weight", _fake_merge, lib=library)
+torch.library.register_autograd("sparsecomp::effective_weight", _merge_backward, setup_context=_save_merge, lib=library)
+library.impl("split_pruned", _split_cpu, "CPU")
+library.impl("split_pruned", _split_cuda, "CUDA")
+torch.library.register_fake("sparsecomp::split_pruned", _fake_split, lib=library)
+torch.library.register_autograd("sparsecomp::split_pruned", _split_backward, setup_context=_save_split, lib=library)

@@ -1,72 +1,141 @@
-"""The selective AdamW step on theta where it lies in its weight: gather, averages, selection, step, one pass."""
+"""Selective AdamW on theta in its weight's memory, as one operator: gather, averages, consistency, selection, step.
+
+In plain torch it is some forty passes over vectors of the pruned elements' length; on CUDA it is one, unless elements
+compete for a number of places.
+"""
 
 import math
 
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import MaskError
 from sparsecomp.ops.library import KERNEL_DTYPES, library
+from sparsecomp.ops.masked_ops import select_largest
 
 library.define(
-    "selective_step_(Tensor(a!) weight, Tensor grad, Tensor pruned, Tensor(b!) mean, Tensor(c!) size, "
-    "Tensor(d!) square, Tensor steps, float lr, float beta, float beta2, float eps, float weight_decay, float tau, "
-    "float delta, int warm_up) -> ()",
+    "selective_step(Tensor(a!) weight, Tensor grad, Tensor pruned, Tensor(b!) mean, Tensor(c!) size, "
+    "Tensor(d!) square, Tensor steps, Tensor lr, float beta, float beta2, float eps, float weight_decay, float tau, "
+    "float delta, int warm_up, SymInt? count) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
 
 
+@torch.no_grad()
 def selective_step(
     weight: Tensor, grad: Tensor, pruned: Tensor, mean: Tensor, size: Tensor, square: Tensor, steps: Tensor, *,
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, tau: float, delta: float, warm_up: int,
+    lr: Tensor | float, betas: tuple[float, float], eps: float, weight_decay: float, tau: float, delta: float,
+    warm_up: int, count: int | None = None,
 ) -> None:  # fmt: skip
-    """Move theta within ``weight``, in place, and its averages.
+    """Move theta, the elements of `weight` at the flat positions `pruned`, where their gradients agree over time.
 
-    With g the gradient at the pruned places: m = lerp(m, g, 1-b1), v = lerp(v, |g|, 1-b1), s = lerp(s, g^2, 1-b2).
-    Where |m| / (v + delta) > tau and more than ``warm_up`` steps are done, theta becomes
-    theta * (1 - lr * weight_decay) - lr * (m / (1-b1^steps)) / (sqrt(s / (1-b2^steps)) + eps); elsewhere it stays bit
-    for bit.
+    In place, with g = grad at P: averages m of g and v of |g| by betas[0], s of g² by betas[1]; C = m.abs() / (v +
+    delta). Where C > tau, or among the `count` largest C (ties to the first), and after `warm_up` steps, theta becomes
+    theta · (1 - lr · weight_decay) - lr · (m / (1 - betas[0]^steps)) / (sqrt(s / (1 - betas[1]^steps)) + eps). All else
+    of the weight keeps its bits. It can be captured in a CUDA graph, whose replays read `steps` and a tensor `lr` anew.
 
     Args:
-        weight: contiguous, float32, float16, bfloat16 or float64.
-        grad: of its shape, contiguous.
-        pruned: (p,) flat positions, int32 or int64, each once.
-        mean, size, square: (p,) float32: m, v and s.
-        steps: int64, 0-d on the device of ``weight``: steps done, this one included.
+        weight: float32, float16, bfloat16 or float64, of any shape.
+        grad: dL/dW_eff, of the weight's shape.
+        pruned: (n,) flat positions, int32 or int64, none twice; ascending ones are fastest.
+        mean, size, square: (n,) float32, contiguous: m, v and s.
+        steps: 0-d integer on the weight's device: steps done, this one included.
+        lr: a number, or a 0-d tensor on the weight's device.
+        count: None to select by tau.
+
+    Raises:
+        MaskError: tensors that do not belong together.
+
+    The kernel differs from the same formulae in plain torch by a few roundings of float32. An element whose C rounds to
+    the other side of tau moves, or stays, instead.
     """
-    numbers = (lr, *betas, eps, weight_decay, tau, delta, warm_up)
-    torch.ops.sparsecomp.selective_step_.default(weight, grad, pruned, mean, size, square, steps, *numbers)
+    if not isinstance(lr, Tensor):
+        lr = torch.full((), lr, dtype=torch.float64, device=weight.device)
+    torch.ops.sparsecomp.selective_step.default(
+        weight, grad, pruned, mean, size, square, steps, lr, *betas, eps, weight_decay, tau, delta, warm_up, count
+    )
+
+
+def adamw_moved(
+    theta: Tensor, mean: Tensor, square: Tensor, steps: Tensor, lr: Tensor | float, beta: float, beta2: float,
+    eps: float, weight_decay: float,
+) -> Tensor:  # fmt: skip
+    """AdamW's step of all elements (n,), from their averages, in theta's dtype."""
+    wide = theta.to(torch.promote_types(theta.dtype, torch.float32))
+    one, two = (-torch.expm1(steps.double() * math.log(b)) if b else torch.ones_like(steps) for b in (beta, beta2))
+    step = (mean / one.float()) / ((square / two.float()).sqrt() + eps)
+    if isinstance(lr, Tensor):
+        keep, lr = (1 - lr.double() * weight_decay).to(wide.dtype), lr.to(wide.dtype)
+    else:
+        keep = 1 - lr * weight_decay
+    return (wide * keep - lr * step).to(theta.dtype)
+
+
+def _check(weight, grad, pruned, mean, size, square, steps, lr, count) -> None:
+    slots = (mean, size, square)
+    if grad.shape != weight.shape or pruned.dim() != 1 or any(slot.shape != pruned.shape for slot in slots):
+        raise MaskError(
+            f"the weight is {tuple(weight.shape)}, its gradient {tuple(grad.shape)}; there are {tuple(pruned.shape)} "
+            f"positions and averages of {', '.join(str(tuple(slot.shape)) for slot in slots)}: each must match"
+        )
+    if any(slot.dtype is not torch.float32 or not slot.is_contiguous() for slot in slots):
+        raise MaskError("the averages are contiguous float32 vectors: make them with torch.zeros")
+    if not weight.dtype.is_floating_point or pruned.dtype not in (torch.int32, torch.int64):
+        raise MaskError(f"the weight is {weight.dtype}, positions are {pruned.dtype}: floating, and int32 or int64")
+    if steps.dim() or lr.dim() or steps.dtype.is_floating_point:
+        raise MaskError(f"steps is {steps.dtype} {tuple(steps.shape)}, lr {tuple(lr.shape)}: 0-d, steps an integer")
+    if any(tensor.device != weight.device for tensor in (grad, pruned, *slots, steps, lr)):
+        raise MaskError(f"all tensors of a step must be on the weight's device, {weight.device}")
+    if count is not None and not 0 <= count <= pruned.shape[0]:
+        raise MaskError(f"{count} of {pruned.shape[0]} elements cannot be selected: the count is at most their number")
 
 
 def reference(
-    weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up
-):
+    weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count
+) -> None:  # fmt: skip
+    """The operator in plain torch, with its arguments in the schema's order."""
+    _check(weight, grad, pruned, mean, size, square, steps, lr, count)
     g = grad.reshape(-1).index_select(0, pruned).float()
     mean.lerp_(g, 1 - beta)
     size.lerp_(g.abs(), 1 - beta)
     square.lerp_(g.square(), 1 - beta2)
-    theta = weight.view(-1).index_select(0, pruned)
-    selected = (mean.abs() / (size + delta) > tau) & (steps > warm_up)
+    consistency = mean.abs() / (size + delta)
+    selected = consistency > tau if count is None else select_largest(consistency, count)
+    theta = weight.reshape(-1).index_select(0, pruned)
     moved = adamw_moved(theta, mean, square, steps, lr, beta, beta2, eps, weight_decay)
-    weight.view(-1).index_copy_(0, pruned.long(), torch.where(selected, moved, theta))
+    theta = torch.where(selected & (steps > warm_up), moved, theta)
+    if weight.is_contiguous():
+        weight.view(-1).index_copy_(0, pruned.long(), theta)
+    else:
+        weight.copy_(weight.reshape(-1).index_copy(0, pruned.long(), theta).view(weight.shape))
 
 
-def adamw_moved(
-    theta: Tensor, mean: Tensor, square: Tensor, steps: Tensor, lr: float, beta: float, beta2: float, eps: float,
-    weight_decay: float,
-) -> Tensor:  # fmt: skip
-    """AdamW's step of all elements (p,), from their averages, in theta's dtype."""
-    one, two = (-torch.expm1(steps.double() * math.log(b)) if b else torch.ones_like(steps) for b in (beta, beta2))
-    step = (mean / one.float()) / ((square / two.float()).sqrt() + eps)
-    return (theta.float() * (1 - lr * weight_decay) - lr * step).to(theta.dtype)
+def _cuda(
+    weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count
+) -> None:  # fmt: skip
+    # a sort of all consistencies costs more than the passes that a kernel would save
+    if weight.dtype not in KERNEL_DTYPES or grad.dtype not in KERNEL_DTYPES or count is not None:
+        return reference(
+            weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up,
+            count,
+        )  # fmt: skip
+    _check(weight, grad, pruned, mean, size, square, steps, lr, count)
+    from sparsecomp.lowering import selective_step as lowered  # loads Triton
+
+    dense = weight.contiguous()
+    lowered.run(
+        dense, grad.contiguous(), pruned.contiguous(), (mean, size, square), steps, lr, betas=(beta, beta2), tau=tau,
+        delta=delta, eps=eps, weight_decay=weight_decay, warm_up=warm_up,
+    )  # fmt: skip
+    if dense is not weight:
+        weight.copy_(dense)
+    torch.autograd.graph.increment_version([one for one in (weight, mean, size, square) if not one.is_inference()])
 
 
-def _cuda(weight, grad, pruned, *rest):
-    if weight.dtype not in KERNEL_DTYPES or grad.dtype not in KERNEL_DTYPES:
-        return reference(weight, grad, pruned, *rest)
-    from sparsecomp.lowering import selective_step  # loads Triton
-
-    return selective_step.run(weight, grad.contiguous(), pruned, *rest)
+def _fake(weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm, count):
+    _check(weight, grad, pruned, mean, size, square, steps, lr, count)
 
 
-library.impl("selective_step_", reference, "CPU")
-library.impl("selective_step_", _cuda, "CUDA")
-torch.library.register_fake("sparsecomp::selective_step_", lambda *arguments: None, lib=library)
+library.impl("selective_step", reference, "CPU")
+library.impl("selective_step", _cuda, "CUDA")
+torch.library.register_fake("sparsecomp::selective_step", _fake, lib=library)
