@@ -16,10 +16,9 @@ import sparsecomp.ops.masked_linear  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.ops.folded_weight import FOLDS, formula
-from sparsecomp.options import Options
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked_fold import Choice, choose
-from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, replays, sizes
 from sparsecomp.passes.spike_operand import cast
 from sparsecomp.passes.weight_formula import (
     CONVOLUTIONS,
@@ -159,12 +158,6 @@ def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
     if replays(ctx.options, example_of(op.node).device) and not are_frozen():
         return "a replayed CUDA graph asks for no versions: compile and call within sparsecomp.ops.frozen_weights()"
     return None
-
-
-def replays(options: Options, device: torch.device) -> bool:
-    """Whether torch.compile replays CUDA graphs under these options, which runs no code of the host's."""
-    asked = options.mode in ("reduce-overhead", "max-autotune") or bool(options.inductor.get("triton.cudagraphs"))
-    return asked and device.type == "cuda"
 
 
 def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Verdict:

@@ -186,3 +186,9 @@ def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     node = graph.call_method(target.__name__, args) if is_method else graph.call_function(target, args)
     node.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "tensor_meta")}
     return node
+
+
+def replays(options: Options, device: torch.device) -> bool:
+    """Whether torch.compile replays CUDA graphs under these options, which runs no code of the host's."""
+    asked = options.mode in ("reduce-overhead", "max-autotune") or bool(options.inductor.get("triton.cudagraphs"))
+    return asked and device.type == "cuda"

@@ -18,7 +18,7 @@ from sparsecomp.sparse_tensor import SparseTensor
 _MATMUL_SHARE = {"fp32": 50e12 / H100.fp32, "tf32": 430e12 / H100.tf32, "half": 800e12 / H100.half}
 """Shares of the ceilings that cuBLAS reaches on large products (`bench/results`)."""
 _MARGIN = 1.1
-"""Least speed-up of dense for which a sparse product is made dense: the estimate is no measurement."""
+"""Least speed-up of dense for which a sparse product is made dense in each call: the estimate is no measurement."""
 
 
 class Decision(NamedTuple):
@@ -109,7 +109,7 @@ def compare(product: Product, device: Device, ceilings: Ceilings) -> Decision:
     sparse, kernel = sparse_seconds(product, device, ceilings)
     dense = dense_seconds(product, ceilings)
     reason = f"estimated {sparse * 1e6:.1f} us against {dense * 1e6:.1f} us dense{_not_by_library(product, device)}"
-    if sparse > _MARGIN * dense:
+    if sparse > (1.0 if product.constant else _MARGIN) * dense:
         return Decision(True, "dense", 1.0, f"{kernel} would not pay: {reason}")
     return Decision(False, kernel, dense / sparse, reason)
 

@@ -2,7 +2,7 @@
 
 A product is written as linear, matmul, `@`, mm, addmm or a module, with the sparse operand on either side; behind it
 may stand an added bias, an added residual and an activation, each read by nobody else. On CUDA, where the estimate says
-that dense is faster, the weight is made dense in the graph instead.
+that dense is faster, the weight is made dense in the graph instead, or in inference once for all calls.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,9 @@ from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
+from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
-from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, replays, sizes
 from sparsecomp.passes.sparse_cost import Product, decide
 from sparsecomp.passes.spike_operand import attribute, cast
 from sparsecomp.sparse_tensor import SparseTensor
@@ -245,13 +246,14 @@ def _problem(chain: _Chain, ctx: Context) -> Product | Refusal:
 
 
 def _constant(chain: _Chain, ctx: Context) -> bool:
-    """Whether the sparse operand is the graph's own, as it is, from call to call."""
+    """Whether the sparse operand is the graph's own from call to call, and a write to it would be seen."""
     given = not isinstance(chain.sparse, fx.Node) or chain.sparse.op in ("placeholder", "get_attr")
     product = _product(chain.nodes[0])  # what its own node has fused must be a linear layer's bias
     assert product is not None
     plain = (product.residual, product.activation, product.scale) == (None, "none", 1.0)
     plain = plain and (product.linear or product.bias is None)
-    return given and plain and not _differentiated(chain, ctx) and _autocast_dtype(chain) is None
+    seen = are_frozen() or not replays(ctx.options, example_of(chain.sparse).device)
+    return given and plain and seen and not _differentiated(chain, ctx) and _autocast_dtype(chain) is None
 
 
 def _build(chain: _Chain, node: fx.Node) -> fx.Node:

@@ -23,6 +23,7 @@ from sparsecomp.ops.folded_weight import FOLDS
 from sparsecomp.options import Options
 from sparsecomp.passes import masked_fold, masked_weight
 from sparsecomp.passes.masked_fold import Choice, compare
+from sparsecomp.passes.rule import replays
 
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 
@@ -536,10 +537,10 @@ def test_forms_are_those_that_hold_the_weight():
 def test_where_cuda_graphs_are_replayed():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     replayed = {mode for mode in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-                if masked_weight.replays(Options(mode=mode), cuda)}  # fmt: skip
+                if replays(Options(mode=mode), cuda)}  # fmt: skip
     assert replayed == {"reduce-overhead", "max-autotune"}
-    assert masked_weight.replays(Options(inductor={"triton.cudagraphs": True}), cuda)
-    assert not masked_weight.replays(Options(mode="reduce-overhead"), cpu)
+    assert replays(Options(inductor={"triton.cudagraphs": True}), cuda)
+    assert not replays(Options(mode="reduce-overhead"), cpu)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

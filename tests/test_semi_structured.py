@@ -472,7 +472,8 @@ def test_algorithms_of_the_library(cuda):
         assert candidates
         for candidate in candidates[:: max(len(candidates) // 12, 1)]:
             why = fault(SEMI_STRUCTURED, given, cuda, candidate)
-            assert why is None or "MatmulPlanInit returned" in why, (candidate, why)
+            refused = why is not None and ("MatmulPlanInit returned" in why or "AlgSetAttribute returned" in why)
+            assert why is None or refused, (candidate, why)
 
 
 @on_gpu
@@ -506,7 +507,9 @@ def test_a_graph_without_a_call_before_it(cuda):
 
 
 @on_gpu
-def test_streams_wait_for_the_copy(cuda):
+def test_streams_wait_for_the_copy(cuda, monkeypatch):
+    monkeypatch.setattr(semi_structured, "_slower", lambda problem, device: None)
+    semi_structured.refusal.cache_clear()
     case = Case(cuda, 2048, 2048, 64)
     torch.cuda.synchronize()
     case.run()

@@ -134,6 +134,9 @@ _walk = sympy.ceiling(_tiles / (_processors * _resident)) * (sympy.ceiling(_dept
 # gathering columns instead of rows pulls a sector for every element that is no neighbour
 _strided = sympy.Piecewise((1, sympy.Eq(_dense_col, 1)), (1.3, True))
 
+# rows of narrow blocks are read in pieces
+_narrow = sympy.Piecewise((3.2, _width < 8), (2.1, _width < 16), (1, True))
+
 SPMM_BSR = Template(
     name="spmm_bsr",
     op="spmm_bsr",
@@ -142,7 +145,7 @@ SPMM_BSR = Template(
     space=_space,
     cost=Cost(
         bytes=_batch * (_blocks * _height * _width * _itemsize + (_k + _m) * _n * _itemsize),
-        seconds=_strided * _walk,
+        seconds=_strided * _narrow * _walk,
     ),
     prepare=_prepare,
 )

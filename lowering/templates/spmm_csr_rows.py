@@ -142,7 +142,7 @@ def gather_configs(problem: SpmmCsr) -> list[Config]:
     return [
         Config(BR=br, U=u, E=e, BN=bn, warps=warps, COPY=copy)
         for copy in copies for bn in columns if bn <= n
-        for br in ((1, 2, 4) if wide else (1, 2, 4, 8, 16)) for u in (1, 2, 4, 8, 16)
+        for br in ((2, 1, 4) if wide else (1, 2, 4, 8, 16)) for u in (1, 2, 4, 8, 16)
         for e in ((1, 2, 4, 8) if wide else (4, 8, 16, 32)) for warps in (1, 2, 4)
         if _balanced(br, u, e, bn, warps)
     ]  # fmt: skip
@@ -154,7 +154,8 @@ def _balanced(rows: int, unroll: int, entries: int, columns: int, warps: int) ->
     if unroll == 1:
         return entries > 1 and 4 <= elements <= 32
     # vectors of four along the columns, then along the entries
-    return warps == 1 and entries == max(128 // columns, 1) and rows <= 2 and 8 <= elements <= 64
+    deep = unroll <= 4 or entries > 1  # measured: whole rows of many columns in depth leave too few warps
+    return warps == 1 and entries == max(128 // columns, 1) and rows <= 2 and 8 <= elements <= 64 and deep
 
 
 def _refuse(problem: SpmmCsr, device: Device) -> str | None:
