@@ -27,6 +27,8 @@ COPIES = 3
 STEP: dict[str, Any] = {
     "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "tau": 0.5, "delta": 1e-12, "warm_up": 10,
 }  # fmt: skip
+_REST = {key: value for key, value in STEP.items() if key != "betas"} | {"beta": 0.9, "beta2": 0.999}
+"""The same for the reference."""
 
 Row = dict[str, Any]
 Call = Callable[[], Any]
@@ -66,6 +68,16 @@ def _masked(size: int, dtype: torch.dtype = torch.float32, sparsity: float = SPA
     pruned = (~mask).reshape(-1).nonzero().reshape(-1).int()
     weight = torch.randn(size, size, device="cuda").to(dtype) / size**0.5
     return weight, mask, torch.randn(pruned.numel(), device="cuda").to(dtype), pruned
+
+
+def _slots(pruned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, third = (torch.rand(pruned.numel(), device="cuda") for _ in range(3))
+    return first, second, third
+
+
+def _clock() -> tuple[Tensor, Tensor]:
+    """The number of steps and the learning rate."""
+    return torch.full((), 20, device="cuda"), torch.full((), 1e-3, device="cuda", dtype=torch.float64)
 
 
 @cache
@@ -170,17 +182,20 @@ def _selective_step(size: int, dtype: torch.dtype) -> Row:
     """Behind a backward pass that is the dense layer's: theta lies in the weight, its gradient in the weight's."""
     weight, mask, _, pruned = _masked(size, dtype)
     grad = torch.randn(size, size, device="cuda").to(dtype)
-    slots = [torch.rand(pruned.numel(), device="cuda") for _ in range(3)]
-    steps, rate = torch.full((), 20, device="cuda"), torch.full((), 1e-3, device="cuda", dtype=torch.float64)
-    settings = *STEP["betas"], *(STEP[name] for name in ("eps", "weight_decay", "tau", "delta", "warm_up"))
+    slots = _slots(pruned)
+    steps, rate = _clock()
 
     def eager(count: int | None = None) -> None:
-        reference(weight, grad, pruned, *slots, steps, rate, *settings, count)
+        reference(weight, grad, pruned, *slots, steps, rate, **_REST, count=count)
 
+    def ours(count: int | None = None) -> None:
+        ops.selective_step(weight, grad, pruned, *slots, steps, lr=rate, **STEP, count=count)
+
+    tenth = pruned.numel() // 10
     row = _row(
         f"selective AdamW step on theta {size}x{size} {_name(dtype)}, {SPARSITY:.0%}",
-        ours=lambda: ops.selective_step(weight, grad, pruned, *slots, steps, lr=rate, **STEP), eager=eager,
-        inductor=torch.compile(eager, dynamic=False), top_tenth=lambda: eager(pruned.numel() // 10),
+        ours=ours, eager=eager, inductor=torch.compile(eager, dynamic=False), top_tenth=partial(ours, tenth),
+        top_tenth_eager=partial(eager, tenth),
     )  # fmt: skip
     floor = 28 * pruned.numel() + 3 * weight.itemsize * mask.numel()
     return _against(_against(row, "eager"), "inductor", floor)
@@ -191,9 +206,8 @@ def _backward_and_step(dtype: torch.dtype) -> Row:
     weight, mask, theta, pruned = _masked(4096, dtype)
     x, out = (torch.randn(1024, 4096, device="cuda").to(dtype) for _ in range(2))
     shares, where, everything = mask.to(dtype), pruned.long(), torch.arange(pruned.numel(), device="cuda")
-    slots, apart = ([torch.rand(pruned.numel(), device="cuda") for _ in range(3)] for _ in range(2))
-    steps, rate = torch.full((), 20, device="cuda"), torch.full((), 1e-3, device="cuda", dtype=torch.float64)
-    settings = *STEP["betas"], *(STEP[name] for name in ("eps", "weight_decay", "tau", "delta", "warm_up"))
+    slots, apart = _slots(pruned), _slots(pruned)
+    steps, rate = _clock()
 
     def products() -> tuple[Tensor, Tensor]:
         return out @ weight, out.mT @ x
@@ -204,7 +218,7 @@ def _backward_and_step(dtype: torch.dtype) -> Row:
     def eager() -> Tensor:
         whole = products()[1]
         of_theta = (whole * (1 - shares)).view(-1)[where]
-        reference(theta, of_theta, everything, *apart, steps, rate, *settings, None)
+        reference(theta, of_theta, everything, *apart, steps, rate, **_REST, count=None)
         return whole * shares
 
     case = f"RESU backward and selective AdamW step, 4096x4096, 1024 rows, {_name(dtype)}, {SPARSITY:.0%}"
@@ -340,8 +354,8 @@ def _peak(prepare: Callable[[nn.Module], torch.optim.Optimizer]) -> float:
 def _host() -> Row:
     """Host time of ops on operands so small that the device is never the limit."""
     weight, mask, theta, pruned = _masked(64)
-    grad, slots = weight.clone(), [torch.zeros(pruned.numel(), device="cuda") for _ in range(3)]
-    steps, rate = torch.full((), 20, device="cuda"), torch.full((), 1e-3, device="cuda")
+    grad, slots = weight.clone(), _slots(pruned)
+    steps, rate = _clock()
     calls: dict[str, Call] = {
         "effective_weight": lambda: ops.effective_weight(weight, theta, mask),
         "split_pruned": lambda: ops.split_pruned(grad, mask, theta.numel()),

@@ -92,8 +92,9 @@ def test_the_tuner_can_check_every_candidate(device):
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     sizes, numbers = (2000, 3000), (10, 0.9, 0.999, 0.5, 1e-12, 1e-8, 0.1)
     problems = [
-        lowered.SelectiveStep(*sizes, *numbers, "float32", "float32", "int32", "float64"),
-        lowered.SelectiveStep(*sizes, *numbers, "float16", "float32", "int64", "float32"),
+        lowered.SelectiveStep(phase, *sizes, *numbers, *dtypes)
+        for phase in ("whole", "average", "move")
+        for dtypes in (("float32", "float32", "int32", "float64"), ("float16", "float32", "int64", "float32"))
     ]
     for problem in problems:
         candidates = lowered.SELECTIVE_STEP.candidates(problem, device_of(where))
@@ -118,15 +119,15 @@ def test_a_rate_on_the_device_is_the_same_as_a_number(device):
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_count_takes_the_most_consistent_and_of_equals_the_first(device):
+@pytest.mark.parametrize(("step", "device"), STEPS)
+def test_a_count_takes_the_most_consistent_and_of_equals_the_first(step, device):
     weight, pruned, slots, steps = start(device)
     before, noise = weight.clone(), 3.0
     for count in range(12):
         grad = torch.full_like(weight, 1.0)
         grad.view(-1)[pruned[:50].long()] += noise * (-1) ** count
         steps += 1
-        selective_step(weight, grad, pruned, *slots, steps, **SETTINGS, count=70)
+        step(weight, grad, pruned, *slots, steps, **SETTINGS, count=70)
     moved = (weight != before).reshape(-1).nonzero().reshape(-1)
     assert torch.equal(moved, pruned[50:120].long())
 
@@ -211,16 +212,18 @@ def test_the_kernel_builds_with_whole_vectors(capability, element):
     printed = compile_in_subprocess(
         f"""
         from sparsecomp.lowering.templates.selective_step import selective_step_kernel as kernel
+        constants = dict(BLOCK=512, PHASE="whole", consistency_ptr=None, selected_ptr=None)
         types = {{n: "*fp32" if n.endswith("_ptr") else "fp32" for n in kernel.arg_names}}
         types |= dict(weight_ptr="{element}", grad_ptr="{element}", pruned_ptr="*i32", step_ptr="*i64")
-        types |= dict(rate_ptr="*fp64", pruned="i32", warm_up="i32", BLOCK="constexpr")
+        types |= dict(rate_ptr="*fp64", pruned="i32", warm_up="i32")
+        types |= dict.fromkeys(constants, "constexpr")
         aligned = {{(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
-                   if types[n].startswith("*") or n == "pruned"}}
-        source = ASTSource(kernel, types, dict(BLOCK=512), aligned)
+                   if types[n].startswith("*")}}
+        source = ASTSource(kernel, types, constants, aligned)
         ptx = triton.compile(source, target=GPUTarget("cuda", {capability}, 32), options=dict(num_warps=4)).asm["ptx"]
         print(ptx.count("ld.global.v4"), ptx.count("st.global.v4"), ".local" not in ptx)
         """
     )
     loads, stores, clean = printed.split()
-    # positions and three averages; the averages back
+    # positions and three averages, and the averages back, whatever the number of elements
     assert int(loads) == 4 and int(stores) == 3 and clean == "True"

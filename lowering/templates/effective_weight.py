@@ -23,7 +23,7 @@ def pack_mask_kernel(mask_ptr, table_ptr, numel, words, ROWS: tl.constexpr):
     row = tl.arange(0, ROWS)
     bit = tl.arange(0, 32)[None, :]
     local = row[:, None] * 32 + bit
-    inside = local < numel - first * 32
+    inside = local < tl.minimum(numel - first * 32, ROWS * 32).to(tl.int32)
     active = tl.load(mask_ptr + first * 32 + local, mask=inside, other=0) != 0
     word = tl.sum(active.to(tl.int32) << bit, 1)
     pruned = tl.sum((inside & ~active).to(tl.int32), 1)
@@ -60,7 +60,7 @@ def merge_kernel(
     first = tl.program_id(0).to(tl.int64) * ROWS
     active, place = places(table_ptr, first, words, ROWS)
     local = tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    inside = local < numel - first * 32
+    inside = local < tl.minimum(numel - first * 32, ROWS * 32).to(tl.int32)
     known = tl.load(table_ptr + 2 * tl.cast(words, tl.int64) + 1) == pruned
     limit = tl.where(known, pruned, 0)
     # whole vectors are faster than single elements, unless most of them are not needed
@@ -76,7 +76,7 @@ def split_kernel(whole_ptr, table_ptr, active_ptr, rest_ptr, numel, pruned, word
     first = tl.program_id(0).to(tl.int64) * ROWS
     active, place = places(table_ptr, first, words, ROWS)
     local = tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    inside = local < numel - first * 32
+    inside = local < tl.minimum(numel - first * 32, ROWS * 32).to(tl.int32)
     whole = tl.load(whole_ptr + first * 32 + local, mask=inside, other=0)
     if active_ptr is not None:
         tl.store(active_ptr + first * 32 + local, tl.where(active, whole, 0), mask=inside)

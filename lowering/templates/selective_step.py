@@ -43,21 +43,53 @@ def move(weight_ptr, place, selected, mean, square, step, rate, log_beta, log_be
 
 
 @triton.jit
-def selective_step_kernel(
-    weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr,
-    pruned, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay, BLOCK: tl.constexpr,
+def block_of_step(
+    weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr, selected_ptr,
+    at, ok, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """See ``sparsecomp.ops.selective_step``."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok = at < pruned
+    """The elements ``at`` of theta, where ``ok``."""
     place = tl.load(pruned_ptr + at, mask=ok, other=0).to(tl.int64)
-    g = tl.load(grad_ptr + place, mask=ok, other=0.0).to(tl.float32)
-    mean, size, square = averages(mean_ptr, size_ptr, square_ptr, at, ok, g, gain, gain2)
-    step = tl.load(step_ptr)
-    # NaN is above nothing
-    selected = ok & (tl.div_rn(tl.abs(mean), size + delta) > tau) & (at >= tl.where(step > warm_up, 0, pruned))
-    rate = tl.load(rate_ptr).to(tl.float64)
-    move(weight_ptr, place, selected, mean, square, step, rate, log_beta, log_beta2, eps, weight_decay)
+    if PHASE == "move":
+        mean = tl.load(mean_ptr + at, mask=ok, other=0.0)
+        square = tl.load(square_ptr + at, mask=ok, other=0.0)
+        selected = tl.load(selected_ptr + at, mask=ok, other=0) != 0
+    else:
+        g = tl.load(grad_ptr + place, mask=ok, other=0.0).to(tl.float32)
+        mean, size, square = averages(mean_ptr, size_ptr, square_ptr, at, ok, g, gain, gain2)
+        consistency = tl.div_rn(tl.abs(mean), size + delta)
+        # NaN is above nothing
+        selected = ok & (consistency > tau)
+        if PHASE == "average":
+            tl.store(consistency_ptr + at, consistency, mask=ok)
+    if PHASE != "average":
+        step = tl.load(step_ptr)
+        selected = selected & (tl.zeros_like(at) < tl.where(step > warm_up, 1, 0))
+        rate = tl.load(rate_ptr).to(tl.float64)
+        move(weight_ptr, place, selected, mean, square, step, rate, log_beta, log_beta2, eps, weight_decay)
+
+
+@triton.jit
+def selective_step_kernel(
+    weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr, selected_ptr,
+    pruned, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
+    PHASE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See ``sparsecomp.ops.selective_step``, and ``SelectiveStep`` for the phases."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    # a bound that is no multiple of a vector's length would break all vectors up, not only the last block's
+    if first + BLOCK <= pruned:
+        block_of_step(
+            weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr,
+            selected_ptr, at, tl.full((BLOCK,), 1, tl.int1), warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps,
+            weight_decay, PHASE,
+        )  # fmt: skip
+    else:
+        block_of_step(
+            weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr,
+            selected_ptr, at, at < pruned, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
+            PHASE,
+        )  # fmt: skip
 
 
 def _prepare(problem: SelectiveStep, config: Config) -> Launch:
@@ -67,7 +99,8 @@ def _prepare(problem: SelectiveStep, config: Config) -> Launch:
         p.weight_decay,
     )  # fmt: skip
     grid = (triton.cdiv(p.pruned, config["BLOCK"]),)
-    return Launch(selective_step_kernel, grid, numbers, {"BLOCK": config["BLOCK"]}, num_warps=config["warps"])
+    constants = {"PHASE": p.phase, "BLOCK": config["BLOCK"]}
+    return Launch(selective_step_kernel, grid, numbers, constants, num_warps=config["warps"])
 
 
 def _space(problem: SelectiveStep, device: Device) -> list[Config]:
@@ -83,7 +116,7 @@ _sectors = 3 * _itemsize * _numel * (1 - (1 - _pruned / _numel) ** (32 / _itemsi
 SELECTIVE_STEP = Template(
     name="selective_step",
     op="selective_step",
-    sources=(selective_step_kernel, averages, move),
+    sources=(selective_step_kernel, block_of_step, averages, move),
     refuse=lambda problem, device: None,
     space=_space,
     # the fewer elements a thread, whose loads follow one another, the more threads hide them

@@ -1,7 +1,7 @@
 """Selective AdamW on theta in its weight's memory, as one operator: gather, averages, consistency, selection, step.
 
-In plain torch it is some forty passes over vectors of the pruned elements' length; on CUDA it is one, unless elements
-compete for a number of places.
+In plain torch it is some forty passes over vectors of the pruned elements' length; on CUDA it is one. Where elements
+compete for a number of places it is two, with a sort between them.
 """
 
 import math
@@ -113,8 +113,7 @@ def reference(
 def _cuda(
     weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count
 ) -> None:  # fmt: skip
-    # a sort of all consistencies costs more than the passes that a kernel would save
-    if weight.dtype not in KERNEL_DTYPES or grad.dtype not in KERNEL_DTYPES or count is not None:
+    if weight.dtype not in KERNEL_DTYPES or grad.dtype not in KERNEL_DTYPES:
         return reference(
             weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up,
             count,
@@ -125,7 +124,7 @@ def _cuda(
     dense = weight.contiguous()
     lowered.run(
         dense, grad.contiguous(), pruned.contiguous(), (mean, size, square), steps, lr, betas=(beta, beta2), tau=tau,
-        delta=delta, eps=eps, weight_decay=weight_decay, warm_up=warm_up,
+        delta=delta, eps=eps, weight_decay=weight_decay, warm_up=warm_up, count=count,
     )  # fmt: skip
     if dense is not weight:
         weight.copy_(dense)
