@@ -1,20 +1,22 @@
 """AdamW that knows the phases of a model's masked weights, so that no stale momentum or decay moves a pruned one."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from sparsecomp.errors import MaskError
-from sparsecomp.runtime.effective_weight import load_theta_
+from sparsecomp.runtime.effective_weight import gather_pruned, load_theta_
 from sparsecomp.runtime.layers import masked_weights
 from sparsecomp.runtime.masked_weight import MaskedWeight, Mode
 from sparsecomp.runtime.optim import RESUSelective
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_NOWHERE = (torch.empty(0), torch.empty(0))
+"""Stands for moments that are still to be loaded."""
 _OWN = ("_masked", "_theta", "_theta_lr", "_train_active", "_selective", "_known")
 
 
@@ -63,51 +65,73 @@ class RESUAdamW(torch.optim.AdamW):
         groups = {p: group for group in self.param_groups for p in group["params"]}
         self._check_thetas(groups)
         live = [one for one in self._masked.items() if one[1].mode is not Mode.DENSE and one[0].grad is not None]
+        phases: dict[Tensor, Tensor] = {}
+        for weight, masked in live:
+            self._forget_pruned(weight, masked)
+            assert weight.grad is not None
+            if masked.mode is Mode.SPARSE:
+                # a module that is not wrapped may have sent some to a weight it shares
+                masked.mask.apply_(weight.grad)
+            else:
+                phases[weight], weight.grad = weight.grad, None
         # torch runs a step's hooks around the step of each class: ours has run them
         step = inspect.unwrap(torch.optim.AdamW.step, stop=lambda function: not getattr(function, "hooked", False))
-        with ExitStack() as hidden:
-            for weight, masked in live:
-                self._forget_pruned(weight, masked)
-                hidden.enter_context(self._active_alone(weight, masked))
+        try:
             step(self)
-        for weight, masked in live:
-            if masked.mode is Mode.RESU:
-                self._step_theta(weight, masked, groups[weight])
+        finally:
+            for weight, gradient in phases.items():
+                weight.grad = gradient
+        for weight in phases:
+            self._step_in_resu(weight, self._masked[weight], groups[weight])
         return loss
 
-    @contextmanager
-    def _active_alone(self, weight: Tensor, masked: MaskedWeight) -> Iterator[None]:
-        """Hide theta, or in its phase all that is not to be trained, from AdamW; the gradient is whole again after."""
-        gradient = weight.grad
-        assert gradient is not None
-        if masked.mode is Mode.SPARSE:
-            # a module that is not wrapped may have sent some to a weight it shares
-            masked.mask.apply_(gradient)
-            yield
-        elif not self._train_active:
-            weight.grad = None
-            try:
-                yield
-            finally:
-                weight.grad = gradient
-        else:
-            theta, of_theta = masked.theta(weight), masked.theta_grad(weight)
-            masked.mask.apply_(gradient)
-            try:
-                yield
-            finally:
-                # decay has reached theta too
-                load_theta_(weight, theta, masked.mask)
-                load_theta_(gradient, of_theta, masked.mask)
+    def _step_in_resu(self, weight: Tensor, masked: MaskedWeight, group: dict[str, Any]) -> None:
+        """Theta by its own step and active elements by AdamW, whose moments at pruned places are theta's averages.
 
-    def _step_theta(self, weight: Tensor, masked: MaskedWeight, group: dict[str, Any]) -> None:
+        One weight after another, so that what is kept meanwhile is of one weight.
+        """
+        state = self._moments_of(weight, group)
+        gradient, selective = weight.grad, self._selective_of(weight, masked, group)
+        assert gradient is not None
+        selective.step(weight, -gradient if group["maximize"] else gradient)
+        if not self._train_active:
+            return
+        parts = [weight, *(state[name] for name in _MOMENTS if name in state)]
+        kept = [gather_pruned(part.detach(), masked.mask) for part in parts]
+        beta1, beta2 = group["betas"]
+        largest = [state["max_exp_avg_sq"]] if group["amsgrad"] else []
+        adamw(
+            [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], largest, [state["step"]], foreach=False,
+            capturable=group["capturable"], amsgrad=group["amsgrad"], beta1=beta1, beta2=beta2, lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
+        )  # fmt: skip
+        for part, old in zip(parts, kept, strict=True):
+            load_theta_(part, old, masked.mask)
+
+    def _moments_of(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """AdamW's state of a weight, made as torch makes it if there is none."""
+        state = self.state[weight]
+        if not state:
+            device = weight.device if group["capturable"] or group["fused"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for name in _MOMENTS[: 3 if group["amsgrad"] else 2]:
+                state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        return state
+
+    def _selective_of(self, weight: Tensor, masked: MaskedWeight, group: dict[str, Any]) -> RESUSelective:
         pruned, found = masked.mask.pruned, self._selective.get(weight)
         if found is None or (found.pruned is not pruned and not _same(found.pruned, pruned)):
-            found = self._selective[weight] = RESUSelective(pruned, **self._theta)
+            found = self._selective[weight] = RESUSelective(pruned, whole=self._whole(weight), **self._theta)
         found.pruned, found.betas, found.eps = pruned, group["betas"], group["eps"]
         found.lr = float(group["lr"]) if self._theta_lr is None else self._theta_lr
-        assert weight.grad is not None
-        found.step(weight, -weight.grad if group["maximize"] else weight.grad)
+        return found
+
+    def _whole(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        """AdamW's two moments, where theta's averages can be kept in them: in float32, as the weight lies in memory."""
+        state = self.state[weight]
+        if weight.dtype is not torch.float32 or not weight.is_contiguous() or "exp_avg" not in state:
+            return None
+        return state["exp_avg"], state["exp_avg_sq"]
 
     def _check_thetas(self, groups: dict[Tensor, Any]) -> None:
         for weight, masked in self._masked.items():
@@ -119,10 +143,11 @@ class RESUAdamW(torch.optim.AdamW):
 
     def _forget_pruned(self, weight: Tensor, masked: MaskedWeight) -> None:
         """Zero the moments of pruned elements once for each state of the mask."""
-        pruned = masked.mask.pruned
-        if self._known.get(weight) is not pruned:
+        pruned, known = masked.mask.pruned, self._known.get(weight)
+        # a copy of the model lists the same positions again
+        if known is None or (known is not pruned and not _same(known, pruned)):
             self._zero_moments(weight, pruned)
-            self._known[weight] = pruned
+        self._known[weight] = pruned
 
     def reset(self, weight: Tensor, positions: Tensor) -> None:
         """Forget the moments of a weight's elements (flat positions), and all that is known of its theta."""
@@ -158,10 +183,16 @@ class RESUAdamW(torch.optim.AdamW):
             if int(number) >= len(parameters) or parameters[int(number)] not in self._masked:
                 raise MaskError(f"the state has a theta of parameter {number}, which is no masked weight here")
             weight = parameters[int(number)]
-            thetas[weight] = RESUSelective(self._masked[weight].mask.pruned, **self._theta)
+            kept = {"whole": _NOWHERE} if "mean" not in state else {}
+            thetas[weight] = RESUSelective(self._masked[weight].mask.pruned, **kept, **self._theta)
             thetas[weight].load_state_dict(state)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "theta"})
-        self._selective, self._known = thetas, {}
+        for weight, selective in thetas.items():
+            if selective.whole is not None:
+                selective.whole = self._whole(weight)
+        self._selective = thetas
+        # of a RESU phase they are theta's averages
+        self._known = {weight: self._masked[weight].mask.pruned for weight in thetas}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}

@@ -39,7 +39,8 @@ class SparseMask(torch.nn.Module):
         super().__init__()
         self.register_buffer("mask", checked_mask(mask, mask.shape, mask.device))
         self._cached_for: tuple[torch.Tensor, int] | None = None
-        self._active = self._pruned = torch.empty(0, dtype=torch.int32)
+        # whichever list has been asked for since the mask changed
+        self._lists: dict[bool, torch.Tensor] = {}
         self.register_load_state_dict_pre_hook(check_before_load)
 
     def update(self, mask: torch.Tensor) -> None:
@@ -49,14 +50,12 @@ class SparseMask(torch.nn.Module):
     @property
     def active(self) -> torch.Tensor:
         """Flat positions of the active elements, int32 or int64, ascending."""
-        self._refresh()
-        return self._active
+        return self._positions(True)
 
     @property
     def pruned(self) -> torch.Tensor:
         """Flat positions of the pruned elements, int32 or int64, ascending."""
-        self._refresh()
-        return self._pruned
+        return self._positions(False)
 
     @property
     def sparsity(self) -> float:
@@ -79,14 +78,15 @@ class SparseMask(torch.nn.Module):
         if saved is not None:
             checked_mask(saved, self.mask.shape, saved.device)
 
-    def _refresh(self) -> None:
-        state = (self.mask, self.mask._version)
-        if self._cached_for is not None and self._cached_for[0] is state[0] and self._cached_for[1] == state[1]:
-            return
-        index = torch.int32 if self.mask.numel() <= _INT32_MAX else torch.int64
-        flat = self.mask.reshape(-1)
-        self._active, self._pruned = (part.nonzero().reshape(-1).to(index) for part in (flat, ~flat))
-        self._cached_for = state
+    def _positions(self, active: bool) -> torch.Tensor:
+        known, version = self._cached_for or (None, 0)
+        if known is not self.mask or version != self.mask._version:
+            self._lists, self._cached_for = {}, (self.mask, self.mask._version)
+        if active not in self._lists:
+            index = torch.int32 if self.mask.numel() <= _INT32_MAX else torch.int64
+            flat = self.mask.reshape(-1)
+            self._lists[active] = (flat if active else ~flat).nonzero().reshape(-1).to(index)
+        return self._lists[active]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "SparseMask":
         copy = SparseMask(self.mask)

@@ -64,20 +64,20 @@ class RESUSelective:
     """Selective AdamW on theta in its weight's memory, at the flat positions ``pruned``.
 
     Three float32 numbers a pruned element are kept: m (also Adam's first moment, so ``betas[0]`` is C's beta), v, and
-    the second moment. Selected are the elements with C > ``tau``, or with ``select`` "top" the share ``amount`` of
-    largest C (at least one of any; ties to the lowest position). Selected ones decay by 1 - lr * weight_decay and move
-    by Adam's step; all others stay bit for bit. The number of steps is on the device, so a step can be captured.
+    the second moment. With ``whole``, m and the second moment are kept at the pruned places of these two tensors of the
+    weight's shape, float32 and contiguous, such as another optimizer's moments. Selected are the elements with
+    C > ``tau``, or with ``select`` "top" the share ``amount`` of largest C (at least one of any; ties to the lowest
+    position). Selected ones decay by 1 - lr * weight_decay and move by Adam's step; all others stay bit for bit. The
+    number of steps is on the device, so a step can be captured.
 
     Raises:
         MaskError: a setting outside its domain.
     """
 
-    SLOTS = ("mean", "size", "square")
-
     def __init__(
         self, pruned: Tensor, *, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, tau: float = 0.5, delta: float = 1e-12, select: str = "threshold",
-        amount: float = 0.1,
+        amount: float = 0.1, whole: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         _check(lr=lr, beta=betas[0], tau=tau, delta=delta)
         if select not in ("threshold", "top") or not 0 <= amount <= 1 or not 0 <= betas[1] < 1:
@@ -86,9 +86,11 @@ class RESUSelective:
             raise MaskError(f"eps {eps}, weight_decay {weight_decay}: neither is negative")
         self.pruned, self.lr, self.betas, self.eps, self.weight_decay = pruned, lr, betas, eps, weight_decay
         self.tau, self.delta, self.select, self.amount = tau, delta, select, amount
-        self.mean, self.size, self.square = (
-            torch.zeros(pruned.shape, dtype=torch.float32, device=pruned.device) for _ in self.SLOTS
-        )  # fmt: skip
+        self.whole = whole
+        self.slots = {
+            name: torch.zeros(pruned.shape, dtype=torch.float32, device=pruned.device)
+            for name in (("size",) if whole is not None else ("mean", "size", "square"))
+        }
         self.steps = torch.zeros((), dtype=torch.int64, device=pruned.device)
 
     @property
@@ -98,7 +100,14 @@ class RESUSelective:
 
     def consistency(self) -> Tensor:
         """C of each pruned element, fp32; 0 before the first step."""
-        return self.mean.abs() / (self.size + self.delta)
+        return self._averages()[0].abs() / (self.slots["size"] + self.delta)
+
+    def _averages(self) -> tuple[Tensor, Tensor]:
+        """m and the second moment, (pruned,): themselves, or copies of what the whole tensors have there."""
+        if self.whole is None:
+            return self.slots["mean"], self.slots["square"]
+        mean, square = (whole.view(-1).index_select(0, self.pruned) for whole in self.whole)
+        return mean, square
 
     @torch.no_grad()
     def step(self, weight: Tensor, gradient: Tensor) -> None:
@@ -106,45 +115,48 @@ class RESUSelective:
         if gradient.shape != weight.shape:
             raise MaskError(f"the gradient is {tuple(gradient.shape)}, the weight {tuple(weight.shape)}: give dL/dW")
         self.steps += 1
-        memory = weight.contiguous()
+        memory, (mean, square) = weight.contiguous(), self._averages()
         if self.select == "threshold":
             selective_step(
-                memory, gradient.contiguous(), self.pruned, self.mean, self.size, self.square, self.steps, lr=self.lr,
+                memory, gradient.contiguous(), self.pruned, mean, self.slots["size"], square, self.steps, lr=self.lr,
                 betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, tau=self.tau, delta=self.delta,
                 warm_up=self.warm_up,
             )  # fmt: skip
         else:
-            self._step_of_the_top(memory, gradient)
+            self._step_of_the_top(memory, gradient, mean, square)
+        for whole, part in zip(self.whole or (), (mean, square), strict=False):
+            whole.view(-1).index_copy_(0, self.pruned.long(), part)
         if weight.is_contiguous():
             # a kernel's write is not counted by itself
             torch.autograd.graph.increment_version(weight)
         else:
             weight.copy_(memory)
 
-    def _step_of_the_top(self, weight: Tensor, gradient: Tensor) -> None:
+    def _step_of_the_top(self, weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
         g = gradient.reshape(-1).index_select(0, self.pruned).float()
-        self.mean.lerp_(g, 1 - self.betas[0])
-        self.size.lerp_(g.abs(), 1 - self.betas[0])
-        self.square.lerp_(g.square(), 1 - self.betas[1])
+        mean.lerp_(g, 1 - self.betas[0])
+        self.slots["size"].lerp_(g.abs(), 1 - self.betas[0])
+        square.lerp_(g.square(), 1 - self.betas[1])
+        consistency = mean.abs() / (self.slots["size"] + self.delta)
         count = min(math.ceil(self.amount * self.pruned.numel()), self.pruned.numel())
-        selected = select_top(self.consistency(), count) & (self.steps > self.warm_up)
+        selected = select_top(consistency, count) & (self.steps > self.warm_up)
         theta = weight.view(-1).index_select(0, self.pruned)
         moved = adamw_moved(
-            theta, self.mean, self.square, self.steps, self.lr, *self.betas, self.eps, self.weight_decay
+            theta, mean, square, self.steps, self.lr, *self.betas, self.eps, self.weight_decay
         )  # fmt: skip
         weight.view(-1).index_copy_(0, self.pruned.long(), torch.where(selected, moved, theta))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages, the number of steps and the positions; theta is in its weight."""
-        return {"pruned": self.pruned, "steps": self.steps, **{name: getattr(self, name) for name in self.SLOTS}}
+        return {"pruned": self.pruned, "steps": self.steps, **self.slots}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; MaskError, with nothing taken, if it is of other positions."""
         _check_state(state, self.state_dict())
         if not torch.equal(state["pruned"].to(self.pruned.device), self.pruned):
             raise MaskError("the state is of another mask, with other positions: load the model, with its masks, first")
-        for name in ("steps", *self.SLOTS):
-            getattr(self, name).copy_(state[name])
+        for name, tensor in {"steps": self.steps, **self.slots}.items():
+            tensor.copy_(state[name])
 
 
 def _check(*, lr: float, beta: float, tau: float, delta: float) -> None:
