@@ -25,7 +25,8 @@ def markdown(results: Path = RESULTS) -> str:
     """All tables as Markdown, with the machine in front.
 
     Args:
-        results: folder with ``snn_sew_resnet34.json``, ``snn_conv.json``, ``tuning.json`` and ``spmm.json``.
+        results: folder with ``snn_sew_resnet34.json``, ``snn_conv.json``, ``tuning.json``, ``spmm.json``,
+            ``semi_structured.json`` and ``resu.json``.
 
     Raises:
         FileNotFoundError: a result file is missing; run ``python -m bench`` on a GPU first.
@@ -40,7 +41,12 @@ def markdown(results: Path = RESULTS) -> str:
         _linears([row for row in layers["result"] if row["case"].startswith("linear")]),
         *(_single(row) for row in layers["result"] if "dtype" not in row),
         _tuning(json.loads((results / "tuning.json").read_text())["result"]),
-        _products(json.loads((results / "spmm.json").read_text())["result"]),
+        *(
+            table(json.loads((results / name).read_text())["result"])
+            for name, table in (
+                ("spmm.json", _products), ("semi_structured.json", _semi_structured), ("resu.json", _resu)
+            )
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -120,17 +126,73 @@ def _tuning(rows: list[dict[str, Any]]) -> str:
 
 
 def _products(rows: list[dict[str, Any]]) -> str:
-    """Sparse products: what an untuned call runs beside its peer and dense operators."""
-    peers = ("cuSPARSE", "torch bsr", "torch 2:4", "sampled_addmm")
-    grid = [["sparse product", "columns", "dtype", "ours", "peer", "ms", "dense fp32", "dense tf32", "dense fp16"]]
+    """Sparse products: what an untuned call takes, and how many times as fast it is as its peer."""
+    groups: dict[tuple[str, str], dict[int, str]] = {}
+    sampled = [["sampled product, depth 512", "dtype", "ours", "sampled_addmm", "dense"]]
     for row in rows:
-        if "chosen" not in row.get("ms", {}):
+        times = row.get("ms", {})
+        if "chosen" not in times:
             continue
-        peer = next((name for name in peers if name in row["ms"]), None)
-        dense = [_ms(row["ms"].get(f"dense {precision}")) for precision in PRECISIONS]
-        times = [_ms(row["ms"]["chosen"]), peer or "–", _ms(row["ms"].get(peer)), *dense]
-        grid.append([row["case"], str(row.get("n", row.get("d", "–"))), row["dtype"], *times])
-    return "Sparse products, CUDA graph replays; ours is what an untuned call runs:\n\n" + markdown_grid(grid)
+        if "d" in row:
+            dense = times.get("dense fp32" if row["dtype"] == "float32" else "dense fp16")
+            figures = [_ms(times["chosen"]), _ms(times.get("sampled_addmm")), _ms(dense)]
+            sampled.append([row["case"].removeprefix("sddmm "), row["dtype"], *figures])
+        else:
+            groups.setdefault((row["case"], row["dtype"]), {})[row["n"]] = _beside_peer(times)
+    columns = sorted({n for found in groups.values() for n in found})
+    table = [["sparse times dense", "dtype", *(f"{n} columns" for n in columns)]]
+    table += [[*key, *(found.get(n, "–") for n in columns)] for key, found in groups.items()]
+    summaries = [["geometric mean, least and most", "cases", "mean", "least", "most"]]
+    summaries += [
+        [row["case"], str(row["cases"]), *(f"{row[name]:.2f}" for name in ("mean", "least", "most"))]
+        for row in rows if "mean" in row
+    ]  # fmt: skip
+    return "\n\n".join([
+        "Sparse products, CUDA graph replays: milliseconds of an untuned call and, in brackets, how many times as fast "
+        "as its peer it is (cuSPARSE for CSR, torch's Triton kernel for BSR, cuSPARSELt for 2:4):",
+        markdown_grid(table), markdown_grid(sampled), markdown_grid(summaries),
+        *(_single(row) for row in rows if row.get("group") == "epilogue" or "us" in row),
+    ])  # fmt: skip
+
+
+def _beside_peer(times: dict[str, float]) -> str:
+    from bench import spmm  # loads Triton
+
+    peer = next((times[name] for name in spmm.PEERS if name in times), None)
+    return _ms(times["chosen"]) + (f" ({peer / times['chosen']:.2f})" if peer else "")
+
+
+def _semi_structured(rows: list[dict[str, Any]]) -> str:
+    """2:4 layers on sparse tensor cores beside dense ones."""
+    names = ("dense", "torch 2:4", "ordinary", "ours", "ours tuned", "ours tuned, frozen")
+    table = [["2:4 linear + bias + ReLU", "rows", "dtype", *names]]
+    for row in rows:
+        if "rows" in row:
+            times = [_ms(row["ms"].get(name)) for name in names]
+            table.append([row["case"].removeprefix("2:4 "), str(row["rows"]), row["dtype"], *times])
+    host = next(row for row in rows if "us" in row)
+    return "\n\n".join([
+        "2:4 weights by cuSPARSELt; `ours` checks in each call that the weight is still what was compressed, `frozen` "
+        "(`ops.frozen_weights()`) does not; `ordinary` is the same weight on ordinary tensor cores:",
+        markdown_grid(table), _single(host),
+    ])  # fmt: skip
+
+
+def _resu(rows: list[dict[str, Any]]) -> str:
+    """RESU: each row as it was measured."""
+    table = [["RESU", "ours", "beside", "gain", "over the bytes' floor"]]
+    others = []
+    for row in rows:
+        times, gain = row.get("ms", {}), next((key for key in row if key.startswith("gain over ")), None)
+        if "ours" not in times or gain is None:
+            others.append(row)
+            continue
+        rivals = [f"{name} {_ms(ms)}" for name, ms in times.items() if name not in ("ours", "floor")]
+        floor = f"{row['over floor']:.2f}" if "over floor" in row else "–"
+        table.append([row["case"], _ms(times["ours"]), ", ".join(rivals), f"{row[gain]:.2f}", floor])
+    lines = [_single(row) for row in others if {"us", "MiB"} & row.keys()]
+    title = "RESU, CUDA graph replays; `gain` is over the rival that its target names:"
+    return "\n\n".join([title, markdown_grid(table), *lines])
 
 
 _TWICE = ("second process", "share of the passes")
@@ -144,8 +206,8 @@ def _process(figures: dict[str, Any]) -> str:
 
 
 def _single(row: dict[str, Any]) -> str:
-    figures = row.get("ms") or row["us"]
-    unit = "ms" if "ms" in row else "µs"
+    unit = next(unit for unit in ("ms", "us", "MiB") if unit in row)
+    figures, unit = row[unit], "µs" if unit == "us" else unit
     return f"{row['case']}: " + ", ".join(f"{name} {_plain(value)} {unit}" for name, value in figures.items()) + "."
 
 

@@ -154,7 +154,8 @@ def _balanced(rows: int, unroll: int, entries: int, columns: int, warps: int) ->
     if unroll == 1:
         return entries > 1 and 4 <= elements <= 32
     # vectors of four along the columns, then along the entries
-    deep = unroll <= 4 or entries > 1  # measured: whole rows of many columns in depth leave too few warps
+    # measured: many columns in depth leave too few warps, and few ones are better spread over entries
+    deep = columns >= 32 and (unroll <= 4 or entries > 1)
     return warps == 1 and entries == max(128 // columns, 1) and rows <= 2 and 8 <= elements <= 64 and deep
 
 
@@ -226,7 +227,9 @@ _tail = sympy.Piecewise((0.3 * _last, _variation > 0), (0, True))
 _looking = _ahead * walk_seconds(sympy.Integer(0), sympy.ceiling(_m / _GROUP) * sympy.ceiling(_n / _bn) * _batch)
 # the fewer bytes each warp has under way, the slower
 _flow = traffic * (1 + 600 / (_br * _u * _e * _bn * _itemsize / _warps))
-_body = _measured * sympy.Max(_flow, walk_seconds(_longest / (_u * _e), _programs))
+# rows that end early leave many columns' loads idle
+_idle = sympy.Piecewise((1.25, (_variation > 0) & (_bn > 64) & (_u > 2)), (1, True))
+_body = _measured * sympy.Max(_idle * _flow, walk_seconds(_longest / (_u * _e), _programs))
 
 SPMM_CSR_ROWS = Template(
     name="spmm_csr_rows",
