@@ -167,7 +167,7 @@ def _space(problem: SpmmCsr, device: Device) -> list[Config]:
     uneven = problem.variation > 0 and problem.n > 1
     return [
         Config(**config, AHEAD=ahead)
-        for config in gather_configs(problem) for ahead in ((0, 1) if uneven and config["U"] > 1 else (0,))
+        for config in gather_configs(problem) for ahead in ((0, 1) if uneven and (config["U"] > 1 or problem.n < 32) else (0,))
     ]  # fmt: skip
 
 
@@ -228,8 +228,8 @@ _looking = _ahead * walk_seconds(sympy.Integer(0), sympy.ceiling(_m / _GROUP) * 
 # the fewer bytes each warp has under way, the slower
 _flow = traffic * (1 + 600 / (_br * _u * _e * _bn * _itemsize / _warps))
 # rows that end early leave many columns' loads idle
-_idle = sympy.Piecewise((1.25, (_variation > 0) & (_bn > 64) & (_u > 2)), (1, True))
-_body = _measured * sympy.Max(_idle * _flow, walk_seconds(_longest / (_u * _e), _programs))
+_idle = sympy.Piecewise((1.6, (_variation > 0) & (_bn > 64) & (_u > 2)), (1, True))
+_body = _measured * _idle * sympy.Max(_flow, walk_seconds(_longest / (_u * _e), _programs))
 
 SPMM_CSR_ROWS = Template(
     name="spmm_csr_rows",
