@@ -164,10 +164,10 @@ def _refuse(problem: SpmmCsr, device: Device) -> str | None:
 
 
 def _space(problem: SpmmCsr, device: Device) -> list[Config]:
-    uneven = problem.variation > 0 and problem.n > 1
+    uneven, narrow = problem.variation > 0 and problem.n > 1, problem.n < 32
     return [
         Config(**config, AHEAD=ahead)
-        for config in gather_configs(problem) for ahead in ((0, 1) if uneven and (config["U"] > 1 or problem.n < 32) else (0,))
+        for config in gather_configs(problem) for ahead in (0, 1) if not ahead or uneven and (narrow or config["U"] > 1)
     ]  # fmt: skip
 
 
@@ -228,7 +228,7 @@ _looking = _ahead * walk_seconds(sympy.Integer(0), sympy.ceiling(_m / _GROUP) * 
 # the fewer bytes each warp has under way, the slower
 _flow = traffic * (1 + 600 / (_br * _u * _e * _bn * _itemsize / _warps))
 # rows that end early leave many columns' loads idle
-_idle = sympy.Piecewise((1.6, (_variation > 0) & (_bn > 64) & (_u > 2)), (1, True))
+_idle = sympy.Piecewise((1.6, (_variation > 0) & (_bn > 64) & (_u * _e > 2)), (1, True))
 _body = _measured * _idle * sympy.Max(_flow, walk_seconds(_longest / (_u * _e), _programs))
 
 SPMM_CSR_ROWS = Template(
