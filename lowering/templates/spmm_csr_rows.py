@@ -228,7 +228,7 @@ _looking = _ahead * walk_seconds(sympy.Integer(0), sympy.ceiling(_m / _GROUP) * 
 # the fewer bytes each warp has under way, the slower
 _flow = traffic * (1 + 600 / (_br * _u * _e * _bn * _itemsize / _warps))
 # rows that end early leave many columns' loads idle
-_idle = sympy.Piecewise((1.6, (_variation > 0) & (_bn > 64) & (_u * _e > 2)), (1, True))
+_idle = sympy.Piecewise((1.6, (_variation > 0) & (_bn > 64) & (_u * _e > 2) & (mean > 4)), (1, True))
 _body = _measured * _idle * sympy.Max(_flow, walk_seconds(_longest / (_u * _e), _programs))
 
 SPMM_CSR_ROWS = Template(
