@@ -191,10 +191,16 @@ def _selective_step(size: int, dtype: torch.dtype) -> Row:
     def ours(count: int | None = None) -> None:
         ops.selective_step(weight, grad, pruned, *slots, steps, lr=rate, **STEP, count=count)
 
+    moments = [torch.rand(size, size, device="cuda") for _ in range(2)]
+
+    def in_moments() -> None:
+        own = moments[0], slots[1], moments[1]
+        ops.selective_step(weight, grad, pruned, *own, steps, lr=rate, **STEP, whole=True)
+
     tenth = pruned.numel() // 10
     row = _row(
         f"selective AdamW step on theta {size}x{size} {_name(dtype)}, {SPARSITY:.0%}",
-        ours=ours, eager=eager, inductor=torch.compile(eager, dynamic=False), top_tenth=partial(ours, tenth),
+        ours=ours, eager=eager, inductor=torch.compile(eager, dynamic=False), in_AdamW_moments=in_moments, top_tenth=partial(ours, tenth),
         top_tenth_eager=partial(eager, tenth),
     )  # fmt: skip
     floor = 28 * pruned.numel() + 3 * weight.itemsize * mask.numel()

@@ -19,15 +19,17 @@ class SelectiveStep(NamedTuple):
     The learning rate and the number of the step are read on the device, so that a schedule makes no new problems.
 
     Attributes:
-        phase: "whole" selects by tau; "average" leaves the weight alone and gives the consistencies, "move" then moves
+        phase: "all" selects by tau; "average" leaves the weight alone and gives the consistencies, "move" then moves
             what was selected by them.
         pruned: elements of theta.
         numel: elements of the weight.
+        whole: 1 if mean and square have the weight's shape, 0 if theta's.
     """
 
     phase: str
     pruned: int
     numel: int
+    whole: int
     warm_up: int
     beta: float
     beta2: float
@@ -44,20 +46,20 @@ class SelectiveStep(NamedTuple):
 def run(
     weight: Tensor, grad: Tensor, pruned: Tensor, slots: tuple[Tensor, Tensor, Tensor], steps: Tensor, lr: Tensor, *,
     betas: tuple[float, float], tau: float, delta: float, eps: float, weight_decay: float, warm_up: int,
-    count: int | None = None,
+    count: int | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
     """See ``sparsecomp.ops.selective_step``; all tensors are contiguous."""
     if not pruned.numel():
         return
     problem = SelectiveStep(
-        "whole", pruned.numel(), weight.numel(), warm_up, *betas, tau, delta, eps, weight_decay, dtype_name(weight),
-        dtype_name(grad), dtype_name(pruned), dtype_name(lr),
+        "all", pruned.numel(), weight.numel(), int(whole), warm_up, *betas, tau, delta, eps, weight_decay,
+        dtype_name(weight), dtype_name(grad), dtype_name(pruned), dtype_name(lr),
     )  # fmt: skip
     operands = (weight, grad, pruned, *slots, steps, lr)
     if count is None:
         dispatch.run(SELECTIVE_STEP, problem, *operands, None, None)
         return
-    consistency = torch.empty_like(slots[0])
+    consistency = torch.empty_like(slots[1])
     dispatch.run(SELECTIVE_STEP, problem._replace(phase="average"), *operands, consistency, None)
     selected = select_largest(consistency, count).view(torch.uint8)
     dispatch.run(SELECTIVE_STEP, problem._replace(phase="move"), *operands, None, selected)
@@ -68,7 +70,7 @@ def _signature(problem: SelectiveStep, device: Device) -> KernelSignature:
     return KernelSignature(
         "selective_step", device, dtypes=(p.dtype, p.grad_dtype, p.rate_dtype), accumulator="float32",
         index=p.index_dtype, sizes=(("pruned", p.pruned),), density=p.pruned / p.numel,
-        parameters=(("phase", p.phase),),
+        parameters=(("phase", p.phase), ("whole", p.whole)),
     )  # fmt: skip
 
 
@@ -76,9 +78,10 @@ def _representative(signature: KernelSignature) -> SelectiveStep:
     pruned = int(dict(signature.sizes)["pruned"])
     numel = max(int(pruned / (signature.density or 1)), pruned)
     dtype, grad, rate = signature.dtypes
-    phase = str(dict(signature.parameters)["phase"])
+    given = dict(signature.parameters)
     return SelectiveStep(
-        phase, pruned, numel, 10, 0.9, 0.999, 0.5, 1e-12, 1e-8, 0.0, dtype, grad, signature.index, rate
+        str(given["phase"]), pruned, numel, int(given["whole"]), 10, 0.9, 0.999, 0.5, 1e-12, 1e-8, 0.0, dtype, grad,
+        signature.index, rate,
     )  # fmt: skip
 
 
@@ -91,9 +94,10 @@ def _operands(problem: SelectiveStep, device: torch.device, seed: int) -> tuple[
     order = torch.rand(p.numel, generator=random, device=device).argsort()
     pruned = order[: p.pruned].sort().values.to(getattr(torch, p.index_dtype))
     lr = torch.full((), 0.01, dtype=getattr(torch, p.rate_dtype), device=device)
+    moments = p.numel if p.whole else p.pruned
     return (
-        normal(p.numel, p.dtype), normal(p.numel, p.grad_dtype), pruned, normal(p.pruned), normal(p.pruned).abs() + 1,
-        normal(p.pruned).square(), torch.full((), 20, device=device), lr,
+        normal(p.numel, p.dtype), normal(p.numel, p.grad_dtype), pruned, normal(moments), normal(p.pruned).abs() + 1,
+        normal(moments).square(), torch.full((), 20, device=device), lr,
         torch.empty(p.pruned, device=device) if p.phase == "average" else None,
         (torch.rand(p.pruned, generator=random, device=device) > 0.5).view(torch.uint8) if p.phase == "move" else None,
     )  # fmt: skip
@@ -103,18 +107,17 @@ def _reference(problem: SelectiveStep, operands: tuple[Tensor | None, ...]) -> t
     p = problem
     weight, grad, pruned, mean, size, square, steps, lr, *last = (one.clone() for one in operands if one is not None)
     where = pruned.long()
-    g = grad[where].double()
+    g, own = grad[where].double(), where if p.whole else torch.arange(p.pruned, device=where.device)
     mean, size, square = mean.double(), size.double(), square.double()
     if p.phase != "move":
-        mean, size, square = (
-            old.lerp(new, 1 - beta)
-            for old, new, beta in ((mean, g, p.beta), (size, g.abs(), p.beta), (square, g.square(), p.beta2))
-        )
-    chosen = last[0].bool() if p.phase == "move" else mean.abs() / (size + p.delta) > p.tau
+        mean[own] = mean[own].lerp(g, 1 - p.beta)
+        size = size.lerp(g.abs(), 1 - p.beta)
+        square[own] = square[own].lerp(g.square(), 1 - p.beta2)
+    chosen = last[0].bool() if p.phase == "move" else mean[own].abs() / (size + p.delta) > p.tau
     moves = p.phase != "average" and int(steps) > p.warm_up
     one, two = (1 - base ** int(steps) for base in (p.beta, p.beta2))
     theta, rate = weight[where].double(), float(lr)
-    update = (mean / one) / ((square / two).sqrt() + p.eps)
+    update = (mean[own] / one) / ((square[own] / two).sqrt() + p.eps)
     moved = theta * (1 - rate * p.weight_decay) - rate * update
     out = weight.double()
     out[where] = torch.where(chosen, moved, theta) if moves else theta

@@ -92,9 +92,12 @@ def test_the_tuner_can_check_every_candidate(device):
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     sizes, numbers = (2000, 3000), (10, 0.9, 0.999, 0.5, 1e-12, 1e-8, 0.1)
     problems = [
-        lowered.SelectiveStep(phase, *sizes, *numbers, *dtypes)
-        for phase in ("whole", "average", "move")
-        for dtypes in (("float32", "float32", "int32", "float64"), ("float16", "float32", "int64", "float32"))
+        lowered.SelectiveStep(phase, *sizes, whole, *numbers, *dtypes)
+        for phase in ("all", "average", "move")
+        for whole, *dtypes in (
+            (0, "float32", "float32", "int32", "float64"),
+            (1, "float16", "float32", "int64", "float32"),
+        )
     ]
     for problem in problems:
         candidates = lowered.SELECTIVE_STEP.candidates(problem, device_of(where))
@@ -132,6 +135,24 @@ def test_a_count_takes_the_most_consistent_and_of_equals_the_first(step, device)
     assert torch.equal(moved, pruned[50:120].long())
 
 
+@pytest.mark.parametrize(("step", "device"), STEPS)
+@pytest.mark.parametrize("count", [None, 300])
+def test_averages_may_lie_in_the_weight_s_own_moments(step, device, count):
+    weight, pruned, slots, steps = start(device)
+    held, size = weight.clone(), slots[1].clone()
+    moments = [torch.full_like(weight, 7.0) for _ in range(2)]
+    for moment in moments:
+        moment.view(-1)[pruned.long()] = 0
+    for grad in gradients(14):
+        steps += 1
+        step(weight, grad.to(device), pruned, *slots, steps, **SETTINGS, count=count)
+        step(held, grad.to(device), pruned, moments[0], size, moments[1], steps, **SETTINGS, count=count, whole=True)
+    assert torch.equal(held, weight) and torch.equal(size, slots[1])
+    for moment, slot in zip(moments, (slots[0], slots[2]), strict=True):
+        assert torch.equal(moment.view(-1)[pruned.long()], slot)
+        assert int((moment == 7).sum()) == weight.numel() - pruned.numel()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_weight_of_any_strides_and_what_is_written_is_counted(device):
     weight, pruned, slots, steps = start(device)
@@ -164,7 +185,7 @@ def test_bad_operands_are_named_and_the_operator_is_well_formed():
     for count in (None, 3):
         torch.library.opcheck(
             torch.ops.sparsecomp.selective_step.default,
-            (weight, weight.clone(), pruned, *slots, steps + 1, torch.tensor(0.1), *numbers, count),
+            (weight, weight.clone(), pruned, *slots, steps + 1, torch.tensor(0.1), *numbers, count, False),
         )
     unlike = [slots[0], slots[1][1:], slots[2]]
     for call in (
@@ -175,6 +196,7 @@ def test_bad_operands_are_named_and_the_operator_is_well_formed():
         lambda: selective_step(weight, weight, pruned, *slots, steps.float(), **SETTINGS),
         lambda: selective_step(weight, weight, pruned, *slots, steps.to("meta"), **SETTINGS),
         lambda: selective_step(weight, weight, pruned, *slots, steps, **SETTINGS, count=len(pruned) + 1),
+        lambda: selective_step(weight, weight, pruned, *slots, steps, **SETTINGS, whole=True),
     ):
         with pytest.raises(MaskError, match="match|averages|floating|0-d|device|selected"):
             call()
@@ -212,7 +234,7 @@ def test_the_kernel_builds_with_whole_vectors(capability, element):
     printed = compile_in_subprocess(
         f"""
         from sparsecomp.lowering.templates.selective_step import selective_step_kernel as kernel
-        constants = dict(BLOCK=512, PHASE="whole", consistency_ptr=None, selected_ptr=None)
+        constants = dict(BLOCK=512, PHASE="all", WHOLE=False, consistency_ptr=None, selected_ptr=None)
         types = {{n: "*fp32" if n.endswith("_ptr") else "fp32" for n in kernel.arg_names}}
         types |= dict(weight_ptr="{element}", grad_ptr="{element}", pruned_ptr="*i32", step_ptr="*i64")
         types |= dict(rate_ptr="*fp64", pruned="i32", warm_up="i32")

@@ -15,17 +15,17 @@ from sparsecomp.lowering.template import Config, Template
 
 
 @triton.jit
-def averages(mean_ptr, size_ptr, square_ptr, at, ok, g, gain, gain2):
-    """The averages of g, |g| and g², moved on in memory."""
-    mean = tl.load(mean_ptr + at, mask=ok, other=0.0)
+def averages(mean_ptr, size_ptr, square_ptr, at, own, ok, g, gain, gain2):
+    """The averages of g, |g| and g², moved on in memory: the second at ``at``, the others at ``own``."""
+    mean = tl.load(mean_ptr + own, mask=ok, other=0.0)
     size = tl.load(size_ptr + at, mask=ok, other=0.0)
-    square = tl.load(square_ptr + at, mask=ok, other=0.0)
+    square = tl.load(square_ptr + own, mask=ok, other=0.0)
     mean += gain * (g - mean)
     size += gain * (tl.abs(g) - size)
     square += gain2 * (g * g - square)
-    tl.store(mean_ptr + at, mean, mask=ok)
+    tl.store(mean_ptr + own, mean, mask=ok)
     tl.store(size_ptr + at, size, mask=ok)
-    tl.store(square_ptr + at, square, mask=ok)
+    tl.store(square_ptr + own, square, mask=ok)
     return mean, size, square
 
 
@@ -45,17 +45,19 @@ def move(weight_ptr, place, selected, mean, square, step, rate, log_beta, log_be
 @triton.jit
 def block_of_step(
     weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr, selected_ptr,
-    at, ok, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay, PHASE: tl.constexpr,
+    at, ok, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
+    WHOLE: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """The elements ``at`` of theta, where ``ok``."""
     place = tl.load(pruned_ptr + at, mask=ok, other=0).to(tl.int64)
+    own = place if WHOLE else at
     if PHASE == "move":
-        mean = tl.load(mean_ptr + at, mask=ok, other=0.0)
-        square = tl.load(square_ptr + at, mask=ok, other=0.0)
+        mean = tl.load(mean_ptr + own, mask=ok, other=0.0)
+        square = tl.load(square_ptr + own, mask=ok, other=0.0)
         selected = tl.load(selected_ptr + at, mask=ok, other=0) != 0
     else:
         g = tl.load(grad_ptr + place, mask=ok, other=0.0).to(tl.float32)
-        mean, size, square = averages(mean_ptr, size_ptr, square_ptr, at, ok, g, gain, gain2)
+        mean, size, square = averages(mean_ptr, size_ptr, square_ptr, at, own, ok, g, gain, gain2)
         consistency = tl.div_rn(tl.abs(mean), size + delta)
         # NaN is above nothing
         selected = ok & (consistency > tau)
@@ -72,7 +74,7 @@ def block_of_step(
 def selective_step_kernel(
     weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr, selected_ptr,
     pruned, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
-    PHASE: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """See ``sparsecomp.ops.selective_step``, and ``SelectiveStep`` for the phases."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -82,13 +84,13 @@ def selective_step_kernel(
         block_of_step(
             weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr,
             selected_ptr, at, tl.full((BLOCK,), 1, tl.int1), warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps,
-            weight_decay, PHASE,
+            weight_decay, WHOLE, PHASE,
         )  # fmt: skip
     else:
         block_of_step(
             weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr,
             selected_ptr, at, at < pruned, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
-            PHASE,
+            WHOLE, PHASE,
         )  # fmt: skip
 
 
@@ -99,7 +101,7 @@ def _prepare(problem: SelectiveStep, config: Config) -> Launch:
         p.weight_decay,
     )  # fmt: skip
     grid = (triton.cdiv(p.pruned, config["BLOCK"]),)
-    constants = {"PHASE": p.phase, "BLOCK": config["BLOCK"]}
+    constants = {"WHOLE": bool(p.whole), "PHASE": p.phase, "BLOCK": config["BLOCK"]}
     return Launch(selective_step_kernel, grid, numbers, constants, num_warps=config["warps"])
 
 
@@ -108,9 +110,10 @@ def _space(problem: SelectiveStep, device: Device) -> list[Config]:
     return [Config(BLOCK=b, warps=w) for b in blocks for w in warps if 4 <= b // (32 * w) <= 16]
 
 
-_pruned, _numel, _itemsize, _block, _warps = sizes("pruned numel itemsize BLOCK warps")
+_pruned, _numel, _whole, _itemsize, _block, _warps = sizes("pruned numel whole itemsize BLOCK warps")
 
-# averages in and out, positions, and the sectors of gradient and weight that hold a pruned element
+# averages in and out, of whole moments all of them; positions; the sectors of gradient and weight that hold a pruned
+# element
 _sectors = 3 * _itemsize * _numel * (1 - (1 - _pruned / _numel) ** (32 / _itemsize))
 
 SELECTIVE_STEP = Template(
@@ -121,7 +124,7 @@ SELECTIVE_STEP = Template(
     space=_space,
     # the fewer elements a thread, whose loads follow one another, the more threads hide them
     cost=Cost(
-        bytes=28 * _pruned + _sectors,
+        bytes=28 * _pruned + _sectors + 16 * _whole * (_numel - _pruned),
         seconds=1e-8 * _block / (32 * _warps) + 1e-8 * abs(sympy.log(_block / 512)),
     ),
     prepare=_prepare,

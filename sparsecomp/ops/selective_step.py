@@ -16,7 +16,7 @@ from sparsecomp.ops.masked_ops import select_largest
 library.define(
     "selective_step(Tensor(a!) weight, Tensor grad, Tensor pruned, Tensor(b!) mean, Tensor(c!) size, "
     "Tensor(d!) square, Tensor steps, Tensor lr, float beta, float beta2, float eps, float weight_decay, float tau, "
-    "float delta, int warm_up, SymInt? count) -> ()",
+    "float delta, int warm_up, SymInt? count, bool whole) -> ()",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
 
@@ -25,7 +25,7 @@ library.define(
 def selective_step(
     weight: Tensor, grad: Tensor, pruned: Tensor, mean: Tensor, size: Tensor, square: Tensor, steps: Tensor, *,
     lr: Tensor | float, betas: tuple[float, float], eps: float, weight_decay: float, tau: float, delta: float,
-    warm_up: int, count: int | None = None,
+    warm_up: int, count: int | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
     """Move theta, the elements of `weight` at the flat positions `pruned`, where their gradients agree over time.
 
@@ -39,6 +39,8 @@ def selective_step(
         grad: dL/dW_eff, of the weight's shape.
         pruned: (n,) flat positions, int32 or int64, none twice; ascending ones are fastest.
         mean, size, square: (n,) float32, contiguous: m, v and s.
+        whole: mean and square have the weight's shape instead, and the averages lie at `pruned`, such as in the moments
+            that AdamW keeps for the weight; nothing else of them is read or written.
         steps: 0-d integer on the weight's device: steps done, this one included.
         lr: a number, or a 0-d tensor on the weight's device.
         count: None to select by tau.
@@ -52,8 +54,9 @@ def selective_step(
     if not isinstance(lr, Tensor):
         lr = torch.full((), lr, dtype=torch.float64, device=weight.device)
     torch.ops.sparsecomp.selective_step.default(
-        weight, grad, pruned, mean, size, square, steps, lr, *betas, eps, weight_decay, tau, delta, warm_up, count
-    )
+        weight, grad, pruned, mean, size, square, steps, lr, *betas, eps, weight_decay, tau, delta, warm_up, count,
+        whole,
+    )  # fmt: skip
 
 
 def adamw_moved(
@@ -71,15 +74,16 @@ def adamw_moved(
     return (wide * keep - lr * step).to(theta.dtype)
 
 
-def _check(weight, grad, pruned, mean, size, square, steps, lr, count) -> None:
-    slots = (mean, size, square)
-    if grad.shape != weight.shape or pruned.dim() != 1 or any(slot.shape != pruned.shape for slot in slots):
+def _check(weight, grad, pruned, mean, size, square, steps, lr, count, whole) -> None:
+    slots, shape = (mean, size, square), weight.shape if whole else pruned.shape
+    fits = (mean.shape, size.shape, square.shape) == (shape, pruned.shape, shape)
+    if grad.shape != weight.shape or pruned.dim() != 1 or not fits:
         raise MaskError(
             f"the weight is {tuple(weight.shape)}, its gradient {tuple(grad.shape)}; there are {tuple(pruned.shape)} "
             f"positions and averages of {', '.join(str(tuple(slot.shape)) for slot in slots)}: each must match"
         )
     if any(slot.dtype is not torch.float32 or not slot.is_contiguous() for slot in slots):
-        raise MaskError("the averages are contiguous float32 vectors: make them with torch.zeros")
+        raise MaskError("the averages are contiguous and float32: make them with torch.zeros")
     if not weight.dtype.is_floating_point or pruned.dtype not in (torch.int32, torch.int64):
         raise MaskError(f"the weight is {weight.dtype}, positions are {pruned.dtype}: floating, and int32 or int64")
     if steps.dim() or lr.dim() or steps.dtype.is_floating_point:
@@ -91,14 +95,21 @@ def _check(weight, grad, pruned, mean, size, square, steps, lr, count) -> None:
 
 
 def reference(
-    weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count
+    weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count,
+    whole=False,
 ) -> None:  # fmt: skip
     """The operator in plain torch, with its arguments in the schema's order."""
-    _check(weight, grad, pruned, mean, size, square, steps, lr, count)
+    _check(weight, grad, pruned, mean, size, square, steps, lr, count, whole)
+    moments = (mean, square)
+    if whole:
+        mean, square = (one.view(-1).index_select(0, pruned) for one in moments)
     g = grad.reshape(-1).index_select(0, pruned).float()
     mean.lerp_(g, 1 - beta)
     size.lerp_(g.abs(), 1 - beta)
     square.lerp_(g.square(), 1 - beta2)
+    if whole:
+        for one, part in zip(moments, (mean, square), strict=True):
+            one.view(-1).index_copy_(0, pruned.long(), part)
     consistency = mean.abs() / (size + delta)
     selected = consistency > tau if count is None else select_largest(consistency, count)
     theta = weight.reshape(-1).index_select(0, pruned)
@@ -111,28 +122,32 @@ def reference(
 
 
 def _cuda(
-    weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count
+    weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count,
+    whole,
 ) -> None:  # fmt: skip
     if weight.dtype not in KERNEL_DTYPES or grad.dtype not in KERNEL_DTYPES:
         return reference(
             weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up,
-            count,
+            count, whole,
         )  # fmt: skip
-    _check(weight, grad, pruned, mean, size, square, steps, lr, count)
+    _check(weight, grad, pruned, mean, size, square, steps, lr, count, whole)
     from sparsecomp.lowering import selective_step as lowered  # loads Triton
 
     dense = weight.contiguous()
     lowered.run(
         dense, grad.contiguous(), pruned.contiguous(), (mean, size, square), steps, lr, betas=(beta, beta2), tau=tau,
-        delta=delta, eps=eps, weight_decay=weight_decay, warm_up=warm_up, count=count,
+        delta=delta, eps=eps, weight_decay=weight_decay, warm_up=warm_up, count=count, whole=whole,
     )  # fmt: skip
     if dense is not weight:
         weight.copy_(dense)
     torch.autograd.graph.increment_version([one for one in (weight, mean, size, square) if not one.is_inference()])
 
 
-def _fake(weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm, count):
-    _check(weight, grad, pruned, mean, size, square, steps, lr, count)
+def _fake(
+    weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count,
+    whole,
+) -> None:  # fmt: skip
+    _check(weight, grad, pruned, mean, size, square, steps, lr, count, whole)
 
 
 library.impl("selective_step", reference, "CPU")
