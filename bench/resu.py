@@ -200,8 +200,8 @@ def _selective_step(size: int, dtype: torch.dtype) -> Row:
     tenth = pruned.numel() // 10
     row = _row(
         f"selective AdamW step on theta {size}x{size} {_name(dtype)}, {SPARSITY:.0%}",
-        ours=ours, eager=eager, inductor=torch.compile(eager, dynamic=False), in_AdamW_moments=in_moments, top_tenth=partial(ours, tenth),
-        top_tenth_eager=partial(eager, tenth),
+        ours=ours, eager=eager, inductor=torch.compile(eager, dynamic=False), in_AdamW_moments=in_moments,
+        top_tenth=partial(ours, tenth), top_tenth_eager=partial(eager, tenth),
     )  # fmt: skip
     floor = 28 * pruned.numel() + 3 * weight.itemsize * mask.numel()
     return _against(_against(row, "eager"), "inductor", floor)
