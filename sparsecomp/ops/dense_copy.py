@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.ops.folded_weight import FOLDS, named_formula
 from sparsecomp.ops.library import library
-from sparsecomp.ops.patterns import OWN_ARRAYS, Layout, layout_of
+from sparsecomp.ops.patterns import Layout, layout_of
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 library.define("dense_copy_matmul(Tensor sparse, Tensor dense, Tensor? bias, bool linear) -> Tensor", tags=_TAGS)
@@ -54,12 +54,12 @@ def _fake_product(values, pattern, dense, bias, format, block, shape, skews, tra
 
 
 def _written_out(layout: Layout, transpose: bool, values: Tensor, *pattern: Tensor) -> Tensor:
-    own = pattern[: OWN_ARRAYS[layout.format]]
     if layout.format == "nm":
-        matrix = NM.from_arrays(values, *own, layout.shape, *layout.block, check=False)
+        n, m = layout.block
+        matrix = NM.from_arrays(values, pattern[0], layout.shape, n, m, check=False)
     else:
         kind = BSR if layout.format == "bsr" else CSR
-        matrix = kind.from_arrays(own[0], own[1], values, layout.shape, check=False)
+        matrix = kind.from_arrays(pattern[0], pattern[1], values, layout.shape, check=False)
     dense = matrix.to_dense()
     return dense.mT.contiguous() if transpose else dense
 
