@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import MaskError
-from sparsecomp.ops.selective_step import adamw_moved, selective_step
-from sparsecomp.runtime.selection import select_top
+from sparsecomp.ops.selective_step import selective_step
 
 
 class RESUUpdater:
@@ -100,14 +99,8 @@ class RESUSelective:
 
     def consistency(self) -> Tensor:
         """C of each pruned element, fp32; 0 before the first step."""
-        return self._averages()[0].abs() / (self.slots["size"] + self.delta)
-
-    def _averages(self) -> tuple[Tensor, Tensor]:
-        """m and the second moment, (pruned,): themselves, or copies of what the whole tensors have there."""
-        if self.whole is None:
-            return self.slots["mean"], self.slots["square"]
-        mean, square = (whole.view(-1).index_select(0, self.pruned) for whole in self.whole)
-        return mean, square
+        mean = self.slots["mean"] if self.whole is None else self.whole[0].view(-1).index_select(0, self.pruned)
+        return mean.abs() / (self.slots["size"] + self.delta)
 
     @torch.no_grad()
     def step(self, weight: Tensor, gradient: Tensor) -> None:
@@ -115,36 +108,14 @@ class RESUSelective:
         if gradient.shape != weight.shape:
             raise MaskError(f"the gradient is {tuple(gradient.shape)}, the weight {tuple(weight.shape)}: give dL/dW")
         self.steps += 1
-        memory, (mean, square) = weight.contiguous(), self._averages()
-        if self.select == "threshold":
-            selective_step(
-                memory, gradient.contiguous(), self.pruned, mean, self.slots["size"], square, self.steps, lr=self.lr,
-                betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, tau=self.tau, delta=self.delta,
-                warm_up=self.warm_up,
-            )  # fmt: skip
-        else:
-            self._step_of_the_top(memory, gradient, mean, square)
-        for whole, part in zip(self.whole or (), (mean, square), strict=False):
-            whole.view(-1).index_copy_(0, self.pruned.long(), part)
-        if weight.is_contiguous():
-            # a kernel's write is not counted by itself
-            torch.autograd.graph.increment_version(weight)
-        else:
-            weight.copy_(memory)
-
-    def _step_of_the_top(self, weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
-        g = gradient.reshape(-1).index_select(0, self.pruned).float()
-        mean.lerp_(g, 1 - self.betas[0])
-        self.slots["size"].lerp_(g.abs(), 1 - self.betas[0])
-        square.lerp_(g.square(), 1 - self.betas[1])
-        consistency = mean.abs() / (self.slots["size"] + self.delta)
-        count = min(math.ceil(self.amount * self.pruned.numel()), self.pruned.numel())
-        selected = select_top(consistency, count) & (self.steps > self.warm_up)
-        theta = weight.view(-1).index_select(0, self.pruned)
-        moved = adamw_moved(
-            theta, mean, square, self.steps, self.lr, *self.betas, self.eps, self.weight_decay
+        mean, square = self.whole or (self.slots["mean"], self.slots["square"])
+        size = self.pruned.numel()
+        selective_step(
+            weight, gradient, self.pruned, mean, self.slots["size"], square, self.steps, lr=self.lr, betas=self.betas,
+            eps=self.eps, weight_decay=self.weight_decay, tau=self.tau, delta=self.delta, warm_up=self.warm_up,
+            count=min(math.ceil(self.amount * size), size) if self.select == "top" else None,
+            whole=self.whole is not None,
         )  # fmt: skip
-        weight.view(-1).index_copy_(0, self.pruned.long(), torch.where(selected, moved, theta))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages, the number of steps and the positions; theta is in its weight."""
