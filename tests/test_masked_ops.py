@@ -88,6 +88,7 @@ def test_bad_operands_are_named():
     for call in (
         lambda: masked_mul(weight, mask.float()), lambda: masked_add(weight, other, mask[:2]),
         lambda: masked_blend(weight, other.double(), mask), lambda: tournament(weight, mask, 36, 0.5),
+        lambda: masked_add(weight, other.double(), mask), lambda: masked_add(weight, other[None], mask),
         lambda: tournament(weight, mask, 3, 1.5), lambda: scatter_pruned(torch.zeros(2), mask),
     ):  # fmt: skip
         with pytest.raises(MaskError, match="needed|prunes"):

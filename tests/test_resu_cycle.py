@@ -12,9 +12,12 @@ from sparsecomp.runtime.adamw import RESUAdamW
 from sparsecomp.runtime.calibration import InputStatistics, calibrate
 from sparsecomp.runtime.config import RESUConfig
 from sparsecomp.runtime.cycle import Phase, RESUCycle
+from sparsecomp.runtime.history import CycleReport
 from sparsecomp.runtime.layer_pruning import best_of_rows
 from sparsecomp.runtime.layers import masked_weights, wrap_module
 from sparsecomp.runtime.masked_weight import Mode
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class _Network(nn.Module):
@@ -285,11 +288,31 @@ def test_ablation_takes_the_resurrected_out_and_puts_them_back():
         ablate(model, {"head.weight": chosen["conv.weight"]}, lambda network: 0.0)
 
 
+@pytest.mark.parametrize("name", ["magnitude", "wanda", "dsnot", "sparsegpt"])
+def test_layers_of_nothing_and_layers_without_a_kept_weight(name):
+    torch.manual_seed(0)
+    model = wrap_module(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 0), nn.Linear(0, 3)))
+    inputs, bias = torch.randn(8, 6), model[2].bias.detach().clone()
+    cycle = _cycle(model, cycles=1, train_steps=0, finetune_steps=0, sparsity_end=0.99, **PRUNERS[name])
+    while not cycle.done:
+        while cycle.steps_left:
+            cycle.count_step()
+        cycle.advance(lambda: calibrate(model, [inputs], model, products=name == "sparsegpt"))
+    assert cycle.history.cycles[0].kept == 0 and not model[0].weight.any()
+    assert torch.equal(model(inputs), bias.expand(8, 3))
+    assert CycleReport(0, 0, 0, 0, 0, 0, 0, ()).sparsity == 0
+
+
 def test_what_cannot_be_pruned():
     with pytest.raises(ConfigError, match="wrap_module"):
         _cycle(nn.Linear(3, 2))
     with pytest.raises(ConfigError, match="groups of 4 do not divide the inputs of 0.weight"):
         _cycle(wrap_module(nn.Sequential(nn.Linear(6, 2), nn.Linear(4, 4))), **PRUNERS["2:4"])
+    frozen = wrap_module(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
+    frozen[1].weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="1.weight have requires_grad False"):
+        _cycle(frozen)
+    assert len(_cycle(frozen, resu_steps=0).resurrected()) == 2 and len(_cycle(frozen, skip=("1",)).resurrected()) == 1
     cycle = _cycle(skip=("attention", "head"))
     _next(cycle), _next(cycle)
     assert cycle.model.head.weight.ne(0).all() and cycle.model.attention.out_proj.weight.ne(0).all()

@@ -228,6 +228,34 @@ def test_masks_and_modes_are_carried(carry, tmp_path):
             layer.masked.mask.load_state_dict({"mask": bad})
 
 
+def test_modes_follow_buffers_that_others_write():
+    model = layers()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    pruned(model)
+    for weight, masked in masked_weights(model).values():
+        masked.apply_(weight)
+    average.update_parameters(model)
+    # an average of dense weights and sparse ones
+    average.update_parameters(layers())
+    average.update_parameters(model)
+    average.eval()
+    for (weight, masked), (_, known) in zip(
+        masked_weights(average).values(), masked_weights(model).values(), strict=True
+    ):
+        assert masked.mode is Mode.SPARSE and torch.equal(masked.mask.mask, known.mask.mask)
+        assert weight[~masked.mask.mask].eq(0).all() and weight[masked.mask.mask].ne(0).any()
+    average.module[0].masked.code.fill_(7)
+    with pytest.raises(MaskError, match="code is 7"):
+        average.eval()
+
+
+def test_all_that_a_weight_keeps_is_on_its_device():
+    model = wrap_module(nn.Linear(3, 2, device="meta")).train()
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"} and model.mode is Mode.DENSE
+    model.load_state_dict(pruned(wrap_module(nn.Linear(3, 2))).state_dict(), assign=True)
+    assert model.mode is Mode.SPARSE
+
+
 @pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 10}])
 @pytest.mark.parametrize("training", [True, False])
 def test_attention_is_pruned_truly_and_in_the_fast_path(sizes, training):

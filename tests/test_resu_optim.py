@@ -256,6 +256,41 @@ def test_other_memory_formats_take_the_same_steps(select):
     torch.testing.assert_close(ends[0], ends[1])
 
 
+@pytest.mark.parametrize("kinds", [("float32", "channels_last"), ("channels_last", "float32"), ("float64", "float32")])
+def test_a_saved_theta_goes_on_in_another_memory_format_and_dtype(kinds):
+    images = torch.randn(6, 4, 5, 5, generator=torch.Generator().manual_seed(0))
+
+    def converted(model, kind):
+        memory = torch.channels_last if kind == "channels_last" else torch.contiguous_format
+        return model.to(torch.float64 if kind == "float64" else torch.float32, memory_format=memory)
+
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(images.to(model[0].weight.dtype)).square().sum().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    model = converted(wrap_module(nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh())), kinds[0])
+    optimizer = RESUAdamW(model, lr=0.02)
+    prune(model)
+    model[0].masked.enter_resu_(model[0].weight)
+    steps(model, optimizer, 14)
+    other = converted(copy.deepcopy(model), kinds[1])
+    again = RESUAdamW(other, lr=0.02)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = model[0].masked.theta(model[0].weight)
+    steps(model, optimizer, 4), steps(other, again, 4)
+    assert (model[0].masked.theta(model[0].weight) - before).abs().max() > 0.01
+    torch.testing.assert_close(model[0].weight, other[0].weight, check_dtype=False, atol=1e-5, rtol=1e-4)
+    lost = optimizer.state_dict()
+    del lost["state"][0]
+    for state in lost["theta"].values():
+        state.pop("mean", None)
+    with pytest.raises(MaskError, match="no averages|is of another mask"):
+        RESUAdamW(other, lr=0.02).load_state_dict(lost)
+
+
 def test_theta_of_another_mask_starts_anew_and_moves_no_active_element():
     model = wrap_module(nn.Linear(6, 3))
     optimizer, weight, masked = RESUAdamW(model, lr=0.1, train_active=False), model.weight, model.masked

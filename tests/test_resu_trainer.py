@@ -20,6 +20,8 @@ from sparsecomp.runtime.config import RESUConfig
 from sparsecomp.runtime.layers import masked_weights, wrap_module
 from sparsecomp.runtime.trainer import RESUTrainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _CONFIG = RESUConfig(cycles=2, train_steps=3, resu_steps=14, finetune_steps=2, pruner="wanda", calibration_batches=2)
 
 
@@ -283,6 +285,7 @@ def _compiled(model):
 
 
 def _process(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
     _train_in_two(rank, folder)

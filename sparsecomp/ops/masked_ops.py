@@ -32,7 +32,7 @@ def masked_add(weight: Tensor, other: Tensor, mask: Tensor) -> Tensor:
 
     The gradient of `other` is zero where it is not added.
     """
-    _check(weight, mask)
+    _check_two(weight, other, mask)
     return torch.where(mask, weight + other, weight)
 
 
@@ -41,12 +41,7 @@ def masked_blend(weight: Tensor, phi: Tensor, mask: Tensor) -> Tensor:
 
     Gradients are exact, and zero where an operand is not taken.
     """
-    _check(weight, mask)
-    if phi.shape != weight.shape or phi.dtype != weight.dtype:
-        raise MaskError(
-            f"phi is {phi.dtype} {tuple(phi.shape)}, the weight {weight.dtype} {tuple(weight.shape)}: two of a kind "
-            "are needed"
-        )
+    _check_two(weight, phi, mask)
     return torch.where(mask, weight, phi)
 
 
@@ -97,6 +92,15 @@ def _first(able: Tensor, count: Tensor | int, order: Tensor) -> Tensor:
 def _leading(able: Tensor, count: Tensor | int) -> Tensor:
     """The first `count` of the True."""
     return able & (able.cumsum(0) <= count)
+
+
+def _check_two(weight: Tensor, other: Tensor, mask: Tensor) -> None:
+    _check(weight, mask)
+    if other.shape != weight.shape or other.dtype != weight.dtype:
+        raise MaskError(
+            f"the other operand is {other.dtype} {tuple(other.shape)}, the weight {weight.dtype} "
+            f"{tuple(weight.shape)}: two of a kind are needed"
+        )
 
 
 def _check(weight: Tensor, mask: Tensor) -> None:

@@ -129,9 +129,11 @@ class RESUAdamW(torch.optim.AdamW):
     def _whole(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
         """AdamW's two moments, where theta's averages can be kept in them: in float32, as the weight lies in memory."""
         state = self.state[weight]
-        if weight.dtype is not torch.float32 or not weight.is_contiguous() or "exp_avg" not in state:
+        if "exp_avg" not in state:
             return None
-        return state["exp_avg"], state["exp_avg_sq"]
+        kept = (weight, state["exp_avg"], state["exp_avg_sq"])
+        fits = all(part.dtype is torch.float32 and part.is_contiguous() for part in kept)
+        return kept[1:] if fits else None
 
     def _check_thetas(self, groups: dict[Tensor, Any]) -> None:
         for weight, masked in self._masked.items():
@@ -183,6 +185,8 @@ class RESUAdamW(torch.optim.AdamW):
             if int(number) >= len(parameters) or parameters[int(number)] not in self._masked:
                 raise MaskError(f"the state has a theta of parameter {number}, which is no masked weight here")
             weight = parameters[int(number)]
+            if "mean" not in state and "exp_avg" not in state_dict["state"].get(int(number), {}):
+                raise MaskError(f"the state has no averages of the theta of parameter {number}: give a whole state")
             kept = {"whole": _NOWHERE} if "mean" not in state else {}
             thetas[weight] = RESUSelective(self._masked[weight].mask.pruned, **kept, **self._theta)
             thetas[weight].load_state_dict(state)
@@ -190,9 +194,16 @@ class RESUAdamW(torch.optim.AdamW):
         for weight, selective in thetas.items():
             if selective.whole is not None:
                 selective.whole = self._whole(weight)
+                if selective.whole is None:
+                    self._copy_averages(weight, selective)
         self._selective = thetas
         # of a RESU phase they are theta's averages
         self._known = {weight: self._masked[weight].mask.pruned for weight in thetas}
+
+    def _copy_averages(self, weight: Tensor, selective: RESUSelective) -> None:
+        """Give theta the averages that AdamW's moments hold, for a weight of another dtype or memory format."""
+        for name, moment in (("mean", "exp_avg"), ("square", "exp_avg_sq")):
+            selective.slots[name] = gather_pruned(self.state[weight][moment], self._masked[weight].mask).float()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}

@@ -36,7 +36,7 @@ class InputStatistics:
 
     def add(self, tokens: torch.Tensor) -> None:
         """Take tokens of shape (count, fan_in)."""
-        if not len(tokens):
+        if not tokens.numel():
             return
         variance, mean = torch.var_mean(tokens.float(), 0, correction=0)
         total = self.count + len(tokens)
@@ -146,7 +146,8 @@ class _Watch(TorchFunctionMode):
             self.found[name] = tuple(make)
         for statistics, part in zip(self.found[name], parts, strict=True):
             fits = self.valid is not None and part.shape[:-1] == self.valid.shape
-            statistics.add(part[self.valid] if fits else part.reshape(-1, part.shape[-1]))
+            # no -1: a fan-in may be 0
+            statistics.add(part[self.valid] if fits else part.reshape(part.shape[:-1].numel(), part.shape[-1]))
 
     def _enter_attention(self, module: nn.Module, inputs: Any) -> None:
         assert isinstance(module, nn.MultiheadAttention)

@@ -79,7 +79,8 @@ class _Layer:
 class RESUCycle:
     """The cycle over a wrapped model whose optimizer is RESUAdamW; ``model`` may be within DistributedDataParallel.
 
-    Raises ConfigError where the model has no masked weight, or one that the config's n_of_m does not divide.
+    Raises ConfigError where the model has no masked weight, one that the config's n_of_m does not divide, or one that
+    is frozen though there are RESU steps.
     """
 
     model: nn.Module
@@ -99,6 +100,12 @@ class RESUCycle:
         uneven = [name for name, layer in self._layers.items() if layer.weight.shape[1] % group]
         if uneven:
             raise ConfigError(f"groups of {group} do not divide the inputs of {', '.join(uneven)}: put them in skip")
+        frozen = [name for name, layer in self._layers.items() if not layer.weight.requires_grad]
+        if frozen and self.config.resu_steps:
+            raise ConfigError(
+                f"{', '.join(frozen)} have requires_grad False, so nothing pruned there could come back: set it to "
+                "True, put their modules in skip, or take no RESU steps"
+            )
 
     @property
     def done(self) -> bool:

@@ -49,8 +49,8 @@ class CycleReport:
 
     @property
     def sparsity(self) -> float:
-        """Share of all masked weights that is pruned, by the count."""
-        return 1 - self.kept / self.size
+        """Share of all masked weights that is pruned, by the count; 0 where there is none."""
+        return 1 - self.kept / self.size if self.size else 0.0
 
 
 @dataclass

@@ -29,7 +29,8 @@ def pruned_layer(
     """
     if config.n_of_m is not None:
         return weight, pruners.n_of_m_mask(_scores(weight, parts), *config.n_of_m)
-    if not parts or config.pruner == "magnitude":
+    # where nothing is kept, nothing can make up for what is gone
+    if not parts or not keep or config.pruner == "magnitude":
         return weight, pruners.magnitude_mask(weight, keep)
     if config.pruner == "wanda":
         return weight, best_of_rows(_scores(weight, parts), keep)

@@ -88,6 +88,10 @@ class SparseMask(torch.nn.Module):
             self._lists[active] = (flat if active else ~flat).nonzero().reshape(-1).to(index)
         return self._lists[active]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a buffer read from a file counts its versions anew, so these lists could pass for those of a later mask
+        return {**self.__dict__, "_cached_for": None, "_lists": {}}
+
     def __deepcopy__(self, memo: dict[int, object]) -> "SparseMask":
         copy = SparseMask(self.mask)
         copy.train(self.training)

@@ -7,7 +7,7 @@ part and theta been two tensors, a frozen W would have had no gradient at all an
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ class MaskedWeight(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.mask = SparseMask(torch.ones_like(weight, dtype=torch.bool, requires_grad=False))
-        self.register_buffer("code", torch.zeros((), dtype=torch.uint8))
+        # beside the mask: NCCL broadcasts no buffer of the CPU
+        self.register_buffer("code", torch.zeros((), dtype=torch.uint8, device=weight.device))
         self._mode = Mode.DENSE
         self.register_load_state_dict_pre_hook(check_before_load)
         self.register_load_state_dict_post_hook(_read_mode)
@@ -49,6 +50,11 @@ class MaskedWeight(nn.Module):
     def mode(self) -> Mode:
         """The weight's mode."""
         return self._mode
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's; the mode is read anew, as others may have written its buffer: averaged models, broadcasts."""
+        _read_mode(self)
+        return super().train(mode)
 
     def effective(self, weight: Tensor) -> Tensor:
         """The weight as the function has it: itself, but SPARSE, where pruned elements are zero whatever it holds.
@@ -153,5 +159,8 @@ class MaskedWeight(nn.Module):
             )
 
 
-def _read_mode(masked: MaskedWeight, _: Any) -> None:
-    masked._mode = Mode(int(masked.code))
+def _read_mode(masked: MaskedWeight, _: Any = None) -> None:
+    # a buffer of the meta device holds nothing yet, one from to_empty anything
+    if not masked.code.is_meta:
+        masked.check_state({"code": masked.code})
+        masked._mode = Mode(int(masked.code))
