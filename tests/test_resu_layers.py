@@ -214,10 +214,15 @@ def test_masks_and_modes_are_carried(carry, tmp_path):
     ):
         assert found.mode is known.mode and torch.equal(found.mask.mask, known.mask.mask)
         assert torch.equal(theirs.float(), mine.to(theirs.dtype).float()) and found is not known
-    broken = model.state_dict()
-    broken["0.masked.code"] = torch.tensor(7, dtype=torch.uint8)
-    with pytest.raises(MaskError, match="code is 7"):
-        other.load_state_dict(broken)
+    for code in (torch.tensor(7), torch.tensor(1.5), torch.tensor(torch.nan), torch.tensor([1, 1]), 3):
+        with pytest.raises(MaskError, match="code is"):
+            other.load_state_dict({**model.state_dict(), "0.masked.code": code})
+    for missing in ("0.masked.code", "0.masked.mask.mask"):
+        with pytest.raises(MaskError, match="give both"):
+            other.load_state_dict({k: v for k, v in model.state_dict().items() if k != missing}, strict=False)
+    floats = {k: v.float() if k.endswith("mask.mask") else v for k, v in model.state_dict().items()}
+    other.load_state_dict(floats, assign=True)
+    assert other[0].masked.mask.mask.dtype is torch.bool and torch.equal(other[0].weight, model[0].weight)
     broken = {"weight": torch.zeros(3, 2, 3, 3), "masked.mask.mask": torch.full((3, 2, 3, 3), 3)}
     layer, bits = other[0], other[0].weight.detach().clone()
     with pytest.raises(MaskError, match="other than 0 and 1"):

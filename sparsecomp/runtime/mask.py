@@ -42,6 +42,7 @@ class SparseMask(torch.nn.Module):
         # whichever list has been asked for since the mask changed
         self._lists: dict[bool, torch.Tensor] = {}
         self.register_load_state_dict_pre_hook(check_before_load)
+        self.register_load_state_dict_post_hook(_keep_bool)
 
     def update(self, mask: torch.Tensor) -> None:
         """Take another partition of the same shape and device, in the same storage."""
@@ -102,3 +103,8 @@ class SparseMask(torch.nn.Module):
 def check_before_load(module: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """The hook by which a module with ``check_state`` refuses a state before any of it is taken."""
     module.check_state(state, prefix)
+
+
+def _keep_bool(module: Any, _: Any) -> None:
+    # a state that is assigned, not copied, brings its own dtype
+    module.mask = module.mask.to(torch.bool)

@@ -127,11 +127,14 @@ class MaskedWeight(nn.Module):
         self._switch(Mode.DENSE)
 
     def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """MaskError if ``state`` (of state_dict) holds a mask that does not fit, or a mode that there is not."""
+        """MaskError if ``state`` (of state_dict) holds a mask that does not fit, a mode that there is not, or one
+        of the two alone."""
         code = state.get(f"{prefix}code")
-        if code is not None and int(code) not in list(Mode):
-            raise MaskError(f"{prefix}code is {int(code)}: it is one of {', '.join(f'{m:d} ({m.name})' for m in Mode)}")
+        if code is not None:
+            _check_code(code, f"{prefix}code")
         self.mask.check_state(state, f"{prefix}mask.")
+        if (code is None) != (f"{prefix}mask.mask" not in state):
+            raise MaskError(f"the state has one of {prefix}code and {prefix}mask.mask: give both, or none")
 
     def extra_repr(self) -> str:
         return f"{self._mode.name}, {tuple(self.mask.mask.shape)}"
@@ -159,8 +162,14 @@ class MaskedWeight(nn.Module):
             )
 
 
+def _check_code(code: Any, name: str) -> None:
+    value = code.item() if isinstance(code, Tensor) and code.dim() == 0 else code
+    if not isinstance(value, int | float) or value not in list(Mode):
+        raise MaskError(f"{name} is {value}: it is one of {', '.join(f'{m:d} ({m.name})' for m in Mode)}")
+
+
 def _read_mode(masked: MaskedWeight, _: Any = None) -> None:
     # a buffer of the meta device holds nothing yet, one from to_empty anything
     if not masked.code.is_meta:
-        masked.check_state({"code": masked.code})
+        _check_code(masked.code, "code")
         masked._mode = Mode(int(masked.code))
