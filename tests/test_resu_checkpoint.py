@@ -29,6 +29,14 @@ def test_every_kind_of_value_comes_back(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_keys_that_look_like_places_hold_their_own_tensors(tmp_path):
+    tree = {"a": {"b": torch.ones(2)}, "a/b": torch.zeros(3), 1: torch.ones(1), "1": torch.zeros(1)}
+    save_tree(tmp_path / "run", tree)
+    loaded = load_tree(tmp_path / "run")
+    assert loaded["a"]["b"].equal(torch.ones(2)) and loaded["a/b"].equal(torch.zeros(3))
+    assert loaded[1].equal(torch.ones(1)) and loaded["1"].equal(torch.zeros(1))
+
+
 def test_floats_keep_their_bits(tmp_path):
     values = torch.randn(100, dtype=torch.float64).exp().tolist() + [5e-324, -0.0]
     save_tree(tmp_path / "run", {"values": values})

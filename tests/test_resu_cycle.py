@@ -303,9 +303,26 @@ def test_layers_of_nothing_and_layers_without_a_kept_weight(name):
     assert CycleReport(0, 0, 0, 0, 0, 0, 0, ()).sparsity == 0
 
 
+@pytest.mark.parametrize("phase", [Phase.PRUNE, Phase.COMMIT])
+def test_a_weight_of_nan_leaves_the_other_layers_alone(phase):
+    model = wrap_module(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)))
+    cycle = _cycle(model, train_steps=0, resu_steps=0)
+    while cycle.phase is not phase:
+        cycle.advance(dict)
+    with torch.no_grad():
+        model[1].weight[0, 0] = torch.nan
+    before, mode = copy.deepcopy(model.state_dict()), model[0].mode
+    with pytest.raises(MaskError, match="NaN"):
+        cycle.advance(dict)
+    assert all(torch.equal(value.nan_to_num(), before[name].nan_to_num()) for name, value in model.state_dict().items())
+    assert model[0].mode is mode and cycle.phase is phase
+
+
 def test_what_cannot_be_pruned():
     with pytest.raises(ConfigError, match="wrap_module"):
-        _cycle(nn.Linear(3, 2))
+        RESUCycle(nn.Linear(3, 2), RESUAdamW(_network()), RESUConfig())
+    with pytest.raises(MaskError, match="wrap_module"):
+        RESUAdamW(nn.Linear(3, 2))
     with pytest.raises(ConfigError, match="groups of 4 do not divide the inputs of 0.weight"):
         _cycle(wrap_module(nn.Sequential(nn.Linear(6, 2), nn.Linear(4, 4))), **PRUNERS["2:4"])
     frozen = wrap_module(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))

@@ -242,6 +242,8 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
         _same(before, other.core.state_dict())
     with pytest.raises(ConfigError, match="skip"):
         _trainer(RESUConfig(skip=("0", "4")))
+    with pytest.raises(ConfigError, match="metric"):
+        _trainer(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
 def test_callbacks_say_what_happens(tmp_path, caplog, capsys):

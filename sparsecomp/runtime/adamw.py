@@ -35,8 +35,9 @@ class RESUAdamW(torch.optim.AdamW):
         options: of `torch.optim.AdamW`, such as ``betas``, ``weight_decay`` or ``fused``.
 
     Raises:
-        MaskError: a setting of theta's step outside its domain, or, in a step, a weight in its RESU phase whose theta
-            could never move, as it has requires_grad False or is no parameter of this optimizer; nothing is changed.
+        MaskError: a model that is not wrapped, a setting of theta's step outside its domain, or, in a step, a weight in
+            its RESU phase whose theta could never move, as it has requires_grad False or is no parameter of this
+            optimizer; nothing is changed.
     """
 
     def __init__(
@@ -44,10 +45,13 @@ class RESUAdamW(torch.optim.AdamW):
         train_active: bool = True, tau: float = 0.5, delta: float = 1e-12, select: str = "threshold",
         amount: float = 0.1, **options: Any,
     ) -> None:  # fmt: skip
+        weights = masked_weights(model)
+        if not weights:
+            raise MaskError("the model has no masked weight, and later ones would go unseen: call wrap_module before")
         super().__init__([p for p in model.parameters() if p.requires_grad], lr=lr, **options)
         # so GradScaler unscales the gradients before any step: a fused AdamW would do it by itself, for itself alone
         self._step_supports_amp_scaling = False
-        self._masked = {weight: masked for weight, masked in masked_weights(model).values()}
+        self._masked = {weight: masked for weight, masked in weights.values()}
         self._theta = {"tau": tau, "delta": delta, "select": select, "amount": amount, "weight_decay": theta_decay}
         self._theta_lr, self._train_active = theta_lr, train_active
         self._selective: dict[Tensor, RESUSelective] = {}

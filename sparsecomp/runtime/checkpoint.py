@@ -92,8 +92,10 @@ def _packed(value: Any, tensors: dict[str, torch.Tensor], place: str) -> Any:
         if value.layout != torch.strided:
             raise CheckpointError(f"{place} is a tensor of layout {value.layout}: a checkpoint holds strided ones")
         # safetensors refuses tensors that share memory or have gaps
-        tensors[place] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return ["tensor", place]
+        # numbered, as a key may hold what separates places
+        name = f"{len(tensors)}{place}"
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return ["tensor", name]
     if isinstance(value, Mapping):
         return ["dict", [[_key(key, place), _packed(part, tensors, f"{place}/{key}")] for key, part in value.items()]]
     if type(value) in (list, tuple):

@@ -166,11 +166,15 @@ class RESUCycle:
         shapes = {name: layer.weight.shape for name, layer in self._layers.items()}
         budget = erk_budget if self.config.budget == "erk" else uniform_budget
         keep = budget(shapes, self.config.sparsity(self.cycle))
+        pruned = {}
         for name, layer in self._layers.items():
             layer.parts = statistics.get(name, ())
             layer.calibrated = bool(layer.parts)
             layer.before = layer.masked.effective(layer.weight).detach().clone()
-            values, mask = pruned_layer(layer.before, keep[name], layer.parts, self.config)
+            pruned[name] = pruned_layer(layer.before, keep[name], layer.parts, self.config)
+        # a layer that cannot be ranked has raised by now, and no other has changed
+        for name, (values, mask) in pruned.items():
+            layer = self._layers[name]
             layer.weight.copy_(self._replicas.decided(values))
             self._take(layer, self._replicas.decided(mask))
 
@@ -197,10 +201,12 @@ class RESUCycle:
     @torch.no_grad()
     def _commit(self) -> CycleReport:
         layers, moved = [], 0
+        # all before any is taken: a weight of NaN raises
+        masks = {name: self._amnesty(layer) for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
             before = layer.mask.clone()
             moved += int((layer.weight.masked_fill(before, 0) != 0).sum())
-            mask = self._replicas.decided(self._amnesty(layer))
+            mask = self._replicas.decided(masks[name])
             layer.masked.commit_(layer.weight, mask)
             self.optimizer.reset(layer.weight, layer.masked.mask.pruned)
             layer.forget()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from sparsecomp.errors import ConfigError, DivergedError
 from sparsecomp.runtime.adamw import RESUAdamW
@@ -41,7 +41,8 @@ class RESUTrainer:
         token_mask: gives a batch's bool mask of real tokens, so that calibration drops padding.
 
     Under DistributedDataParallel each process gives its own share of the data and calls everything alike; the first
-    process decides the masks. Raises ConfigError for a model without a weight to prune.
+    process decides the masks. Raises ConfigError for a model without a weight to prune, or a scheduler that steps by a
+    metric.
     """
 
     def __init__(
@@ -61,10 +62,13 @@ class RESUTrainer:
         if not masked_weights(self.core):
             if model is not self.core:
                 raise ConfigError("no module is wrapped: call wrap_module before DistributedDataParallel or compile")
-            wrap_module(model, skip=config.skip)
+            if not masked_weights(wrap_module(model, skip=config.skip)):
+                raise ConfigError("the model has no weight to prune: skip less of it, or give one with linear layers")
         self.optimizer = RESUAdamW(self.core, **optimizer)
         self.cycle = RESUCycle(model, self.optimizer, config)
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            raise ConfigError("ReduceLROnPlateau steps by a metric, of which a step has none: step it in a callback")
         self.callbacks = list(callbacks)
         self.replicas = Replicas(model)
         self.device = next(self.core.parameters()).device
