@@ -51,7 +51,7 @@ class RESUAdamW(torch.optim.AdamW):
         super().__init__([p for p in model.parameters() if p.requires_grad], lr=lr, **options)
         # so GradScaler unscales the gradients before any step: a fused AdamW would do it by itself, for itself alone
         self._step_supports_amp_scaling = False
-        self._masked = {weight: masked for weight, masked in weights.values()}
+        self._masked: dict[Tensor, MaskedWeight] = {weight: masked for weight, masked in weights.values()}
         self._theta = {"tau": tau, "delta": delta, "select": select, "amount": amount, "weight_decay": theta_decay}
         self._theta_lr, self._train_active = theta_lr, train_active
         self._selective: dict[Tensor, RESUSelective] = {}
