@@ -79,9 +79,8 @@ class Product(NamedTuple):
         """The product of `sparse` with a tensor of shape `dense`, as `sparsecomp.ops.sparse_matmul` has it."""
         pattern = sparse._pattern
         layout, transpose = pattern.layout, pattern.stored_by_columns(sparse._transpose)
-        m, k = sparse.shape
+        m, k, entries = map(_expected, (*sparse.shape, pattern.arrays[-1].numel()))
         leading = torch.Size(dense[:-1] if linear else dense[:-2]).numel()
-        entries = pattern.arrays[-1].numel()
         stored = entries * (layout.block[0] * layout.block[1] if layout.format == "bsr" else 1)
         share = 1 - stored / max(m * k, 1)
         block = layout.block
@@ -92,6 +91,11 @@ class Product(NamedTuple):
             skew=layout.skews[transpose], dtype=out.dtype, linear=linear, bias=bias, residual=residual is not None,
             activation=activation, described=f"{sparse.format} {m}x{k} at {share:.1%} sparsity",
         )  # fmt: skip
+
+
+def _expected(size: int | torch.SymInt) -> int:
+    """A size as it was in the example; 0 if it had none."""
+    return _compat.size_hint(size) or 0
 
 
 def decide(product: Product) -> Decision:

@@ -25,6 +25,7 @@ __all__ = [
     "cache_key",
     "compile_fx",
     "conv_tf32",
+    "described",
     "fake_of",
     "graph_break_reasons",
     "inside_transform",
@@ -162,6 +163,13 @@ def size_hint(size: int | torch.SymInt) -> int | None:
         return size
     hint = size.node.hint if size.node.has_hint() else None
     return None if hint is None else int(hint)
+
+
+def described(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What a compiled graph may take for granted of a tensor, with both the symbols of sizes and their values."""
+    layout = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    sizes = [(str(size), size_hint(size)) for size in layout]
+    return tensor.dtype, tensor.device, sizes
 
 
 def propagate_fakes(node: fx.Node) -> Any:

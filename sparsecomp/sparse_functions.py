@@ -15,6 +15,7 @@ from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
 from sparsecomp.ops.sparse_rows import sparse_rows
 from sparsecomp.sparse_operators import product
+from sparsecomp.sparse_pattern import is_traced
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """By torch's function: what takes the class SparseTensor and the function's arguments."""
@@ -91,7 +92,8 @@ def _set_grad(cls: type, tensor: Any, grad: Any) -> None:
     if isinstance(tensor, cls) and grad is not None:
         if not isinstance(grad, cls):
             raise PatternError("the gradient of a SparseTensor must be a SparseTensor, not a dense tensor")
-        tensor._check_gradient(grad)
+        if not is_traced(tensor._values, grad._values):  # a tracer's copies of what was checked when it was set
+            tensor._check_gradient(grad)
         # what an optimizer clones from it as its state must change its pattern as the parameter does
         grad = grad if grad._mode is tensor._mode else grad.with_mode(tensor._mode)
     with _compat.without_torch_function():

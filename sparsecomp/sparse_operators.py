@@ -5,6 +5,7 @@ place, every elementwise operator acts on the stored values: an optimizer adds i
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -57,7 +58,11 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     sparse = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
     dense = [value for value in args if isinstance(value, Tensor) and not isinstance(value, cls) and value.dim()]
     if dense or not isinstance(first, cls) or not (in_place or _keeps_zero(cls, func, args)):
-        raise unsupported(cls, func, args)
+        # inference mode hands over whole what is made of other operators
+        composed = func.decompose(*args, **kwargs)
+        if composed is NotImplemented:
+            raise unsupported(cls, func, args)
+        return composed
     for other in sparse[1:]:
         _agree(first, other, adapt=in_place)
     plain = [value._values if isinstance(value, cls) else value for value in args]
@@ -66,6 +71,8 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*plain, **named)
     assert first is not None
     if in_place:
+        # what lies beyond the shape meets zeros in products, which only finite numbers survive
+        first._pattern.clear_filler(first._values)
         written(first._values)
     return first if in_place else first.with_values(result)
 
@@ -110,12 +117,20 @@ def _agree(first: Any, other: Any, adapt: bool) -> None:
 
 @_implements(aten.detach.default, aten.alias.default)
 def _detach(cls: Any, func: Any, tensor: Any) -> Any:
-    return tensor.with_values(func(tensor._values))
+    with _as_view_of(tensor):
+        return tensor.with_values(func(tensor._values))
+
+
+def _as_view_of(tensor: Any) -> AbstractContextManager[Any]:
+    """In inference mode, a view of a tensor made outside of it must be no inference tensor."""
+    outside = torch.is_inference_mode_enabled() and not tensor.is_inference()
+    return torch.inference_mode(False) if outside else nullcontext()
 
 
 @_implements(aten.t.default)
 def _t(cls: Any, func: Any, tensor: Any) -> Any:
-    return cls._make(tensor._values, tensor._pattern, not tensor._transpose, tensor._mode)
+    with _as_view_of(tensor):
+        return cls._make(tensor._values, tensor._pattern, not tensor._transpose, tensor._mode)
 
 
 @_implements(aten.transpose.int)
@@ -165,7 +180,10 @@ def _vector_norm(
 ) -> Tensor:
     if dim is not None or keepdim or ord <= 0:
         raise unsupported(cls, func, (tensor,))
-    return func(tensor._pattern.without_filler(tensor._values), ord, **kwargs)
+    stored = tensor._pattern.without_filler(tensor._values)
+    # torch has no largest of nothing, but zeros are not nothing
+    stored = stored if stored.numel() or not tensor.numel() else stored.new_zeros(1)
+    return func(stored, ord, **kwargs)
 
 
 @_implements(aten.sum.default)

@@ -79,7 +79,8 @@ class Pattern:
     def keep_transposed(self) -> None:
         """Compute the arrays of the transpose, once; reads from the device."""
         if self.transposed is None:
-            self.transposed = transposed_arrays(self.arrays, self.layout)
+            with torch.inference_mode(False):  # a backward may need them later
+                self.transposed = transposed_arrays(self.arrays, self.layout)
             self.layout = self.layout._replace(skews=(self.layout.skews[0], skew_of(self.transposed[0])))
 
     def longest(self) -> int:
@@ -133,8 +134,16 @@ class Pattern:
         """The values with 0 where blocks and groups reach beyond the shape."""
         if self.padded_shape == self.layout.shape:
             return values
+        return values.masked_fill(self._filler(values), 0)
+
+    def clear_filler(self, values: Tensor) -> None:
+        """`without_filler` in place."""
+        if self.padded_shape != self.layout.shape:
+            values.masked_fill_(self._filler(values), 0)
+
+    def _filler(self, values: Tensor) -> Tensor:
         (row, col), (rows, cols) = self.places(values), self.layout.shape
-        return values.masked_fill((row >= rows) | (col >= cols), 0)
+        return (row >= rows) | (col >= cols)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -157,8 +157,10 @@ class SparseTensor(Tensor):
         return ["_values", *names], (pattern.format, pattern.layout, self._transpose, self._mode)
 
     def _stable_hash_for_caching(self) -> str:
-        """What a compiled graph depends on besides the arrays."""
-        return repr(self.__tensor_flatten__())
+        """What a compiled graph depends on; torch's cache knows nothing else of the arrays."""
+        names, context = self.__tensor_flatten__()
+        arrays = [_compat.described(getattr(self, name)) for name in names]
+        return repr((names, context, arrays, self.requires_grad))
 
     @classmethod
     @torch.compiler.disable  # Dynamo would compile it wherever it runs outside of a graph, as in a backward

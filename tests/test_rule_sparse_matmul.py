@@ -316,3 +316,15 @@ def test_spikes_into_a_sparse_weight_are_a_sparse_product(autocast):
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2 if autocast else 1e-6)
     sites = {found.rule: found for found in sparsecomp.last_report().sites}
     assert sites["sparse_matmul"].implementation == "csr"
+
+
+def test_matrices_of_other_numbers_of_entries_are_fused_too():
+    """From the second on, sizes of the arrays are symbols of the graph."""
+    compiled = torch.compile(
+        lambda x, weight: F.relu(F.linear(x, weight)), backend="sparsecomp", fullgraph=True, options={"strict": True}
+    )
+    for stored in (2, 3, 5):
+        dense = torch.zeros(6, 8)
+        dense[:, :stored] = torch.arange(1.0, 6 * stored + 1).view(6, stored)
+        torch.testing.assert_close(compiled(X, SparseTensor.from_dense(dense)), F.relu(X @ dense.T))
+        assert [site.implementation for site in sparsecomp.last_report().sites] == ["csr"]

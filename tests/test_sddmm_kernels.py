@@ -99,6 +99,19 @@ def test_what_is_not_finite_reaches_its_own_places_only(device):
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_large_times_small_is_in_range_however_large_and_small(device):
+    """A large number that meets a zero must not hide the small ones of its row."""
+    crow, col, rows, cols = pattern(12, 15, 0.5, device=device)
+    a, b = torch.zeros(12, 16, device=device), torch.zeros(15, 16, device=device)
+    a[:, 0], a[:, 1], b[:, 2], b[:, 1] = 1e-34, 1e-40, 1e34, 1e25
+    a[3, :3], b[4, :3] = torch.tensor([3e38, 0.0, 0.0]), torch.tensor([1e-25, 0.0, 0.0])
+    out = torch.empty(col.numel(), device=device)
+    expected = (a.cpu().double() @ b.cpu().double().T)[rows, cols]
+    for name, got in schedules(lambda: sddmm.run(crow, col, a, b, out), out):
+        assert ((got.cpu().double() - expected).abs() <= 2.0**-18 * expected.abs() + 2.0**-149).all(), name
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_edges(device):
     """Nothing stored, no depth, one element, and one row that holds everything."""
     crow, col = (torch.tensor(x, dtype=torch.int64, device=device) for x in ([0, 1], [0]))

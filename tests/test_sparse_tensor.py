@@ -384,3 +384,59 @@ def test_one_weight_used_twice_in_a_compiled_graph_and_two_patterns_that_cannot_
 
     with pytest.raises(Exception, match=r"outside of torch\.compile"):
         torch.compile(step, backend="aot_eager")(torch.optim.SGD([weight], lr=0.1))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_views_and_copies_in_inference_mode_and_training_after_it(name):
+    weight, x = tensor(name=name), torch.randn(3, 8)
+    dense = weight.to_dense()
+    parameter = nn.Parameter(weight)
+    with torch.inference_mode():
+        torch.testing.assert_close(F.linear(x, parameter), x @ dense.T)
+        torch.testing.assert_close(dense @ x.T, parameter.detach() @ x.T)
+        torch.testing.assert_close(x[:, :6] @ parameter.t().T, x[:, :6] @ dense)
+        assert torch.equal(parameter.to(torch.float64).to_dense(), dense.double())
+        with pytest.raises(SparseOperatorError, match="to_dense"):
+            torch.exp(parameter)
+    x.requires_grad_()
+    torch.compiler.reset()
+    torch.compile(lambda x: F.linear(x, parameter).sum(), backend="aot_eager", fullgraph=True)(x).backward()
+    torch.testing.assert_close(x.grad, dense.sum(0).expand(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("BSR", {"block": (4, 3)}), ("BCSC", {"block": (4, 3)}), ("NM", {"n": 4, "m": 4})]
+)
+def test_infinities_written_in_place_stay_within_the_shape(name, layout):
+    """Ones times infinity are infinity; the filler of blocks and groups, times the padding's zeros, would be NaN."""
+    weight = SparseTensor.from_dense(torch.ones(5, 7), getattr(formats, name), **layout).fill_(torch.inf)
+    assert (weight @ torch.ones(7, 2) == torch.inf).all() and (torch.ones(2, 5) @ weight == torch.inf).all()
+    weight.matrix.validate()
+
+
+def test_the_largest_of_nothing_stored_is_0():
+    weight = nn.Parameter(SparseTensor.from_dense(torch.zeros(4, 6)))
+    F.linear(torch.ones(3, 6), weight).sum().backward()
+    assert nn.utils.clip_grad_norm_([weight], 1.0, norm_type=torch.inf) == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_graph_is_compiled_anew_while_a_parameter_holds_a_compiled_gradient(name):
+    torch.compiler.reset()
+    parameter, x = nn.Parameter(tensor(name=name)), torch.randn(3, 8)
+    compiled = torch.compile(lambda x: F.linear(x, parameter).relu(), backend="aot_eager", fullgraph=True)
+    compiled(x).sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), (x @ parameter.to_dense().T).relu())
+
+
+def test_caches_of_compiled_graphs_tell_numbers_of_entries_apart():
+    """One shape and evenness of rows, other sizes of the arrays: a graph of the first must not run the second."""
+    x = torch.randn(3, 8)
+    for stored in (2, 3, 5):
+        torch.compiler.reset()
+        dense = torch.zeros(6, 8)
+        dense[:, :stored] = torch.randn(6, stored)
+        weight = SparseTensor.from_dense(dense)
+        compiled = torch.compile(lambda x, weight: F.linear(x, weight).relu(), backend="inductor", fullgraph=True)
+        torch.testing.assert_close(compiled(x, weight), (x @ dense.T).relu())

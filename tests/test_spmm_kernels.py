@@ -296,6 +296,23 @@ def test_csr_of_values_from_1e_minus_24_to_1e12(device):
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_csr_at_the_ends_of_float32s_range(device, layout):
+    """Large times small: only the product is in range. A large number that meets a zero hides none that does not."""
+    sparse, dense = torch.zeros(3, 70), torch.zeros(70, 9)
+    sparse[0, 0] = 3e38
+    sparse[1, 1:3] = torch.tensor([1e-34, 1e-40])
+    sparse[2, 4] = 1e-38
+    dense[0], dense[2], dense[3], dense[4] = 1e-20, 1e25, 1e34, 1e-3
+    matrix = scipy.sparse.csr_array(sparse.numpy())
+    arrays = [torch.from_numpy(array).to(device) for array in (matrix.indptr, matrix.indices, matrix.data)]
+    given, out = laid_out(dense.to(device), layout), torch.empty(3, 9, device=device)
+    expected = exact(matrix, dense)
+    for name, got in schedules(lambda: spmm_csr.run(*arrays, given, out), out):
+        assert ((got.cpu().double() - expected).abs() <= 2.0**-18 * expected + 2.0**-149).all(), name
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_csr_at_99_9_percent_sparsity(device):
     arrays, matrix = csr(150, 400, 0.001, device=device)
     dense, out = random(400, 16, seed=1).to(device), torch.empty(150, 16, device=device)

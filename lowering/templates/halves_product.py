@@ -133,9 +133,14 @@ def halves_product_kernel(
         # NaN and infinity alone are not equal to themselves less themselves
         odd = tl.where((acc - acc == 0.0) | ~mask, 0, 1)
         tl.store(bad_ptr + tl.program_id(0), tl.max(tl.max(odd, 1), 0).to(tl.int8))
-    acc *= tl.load(row_factor_ptr + batch * row_b + rows, mask=rows < M, other=0.0)[:, None]
+    row_factor = tl.load(row_factor_ptr + batch * row_b + rows, mask=rows < M, other=0.0)[:, None]
     if col_factor_ptr is not None:
-        acc *= tl.load(col_factor_ptr + batch * col_b + cols, mask=cols < N, other=0.0)[None, :]
+        col_factor = tl.load(col_factor_ptr + batch * col_b + cols, mask=cols < N, other=0.0)[None, :]
+        # of a small and a large one only the product is sure to stay in range; of two alike, one after the other
+        opposed = (row_factor < 1.0) != (col_factor < 1.0)
+        acc = acc * tl.where(opposed, row_factor * col_factor, row_factor) * tl.where(opposed, 1.0, col_factor)
+    else:
+        acc *= row_factor
     finish(
         acc, bias_ptr, residual_ptr, out_ptr, batch, rows, cols, mask,
         out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
