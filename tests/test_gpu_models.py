@@ -13,6 +13,11 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def exact_convolutions(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 class Net(nn.Module):
     """Two hand-written leaky neurons around a convolution, over four time steps."""
 
@@ -39,7 +44,6 @@ class Net(nn.Module):
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_compiled_equals_eager_bit_for_bit_with_dyadic_weights(mode, channels_last):
-    torch.backends.cudnn.allow_tf32 = False
     torch._dynamo.reset()
     net = dyadic(Net()).cuda().eval()
     x = torch.randint(-4, 5, (64, 3, 56, 56), device="cuda").float() / 4
@@ -55,7 +59,6 @@ def test_compiled_equals_eager_bit_for_bit_with_dyadic_weights(mode, channels_la
 
 
 def test_training_gradients_equal_eager():
-    torch.backends.cudnn.allow_tf32 = False
     torch._dynamo.reset()
     torch.manual_seed(0)
     conv = nn.Conv2d(64, 64, 3, padding=1).cuda()
@@ -78,7 +81,6 @@ def test_spikingjelly_neurons_fuse():
     neuron, layer, functional = (
         pytest.importorskip(f"spikingjelly.activation_based.{name}") for name in ("neuron", "layer", "functional")
     )
-    torch.backends.cudnn.allow_tf32 = False
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = nn.Sequential(

@@ -31,9 +31,10 @@ _MOST_PARTS = 512
 """Parts of the values with a fingerprint each, and programs that take it."""
 _WORDS = 1024
 """Words of 64 bits that a program reads in a step."""
-_OFFERED = (6, 7, 4, 1, 5, 3, 2, 0)
-"""Algorithms, the fastest at 4096 cubed first (0.8.0, H100: 0.127 to 0.320 ms). The library has fifty, of which these
-are among the fastest; number 36 of 0.8.0 ended the process's CUDA context there with an illegal instruction."""
+_OFFERED = {"float16": (6, 7, 4, 1, 5, 3, 2, 0), "bfloat16": (7, 4, 6, 1, 5, 3, 2, 0)}
+"""Algorithms, the fastest at 4096 cubed first (0.8.0, H100: 0.127 to 0.320 ms in float16). The library has fifty, of
+which these are among the fastest; number 36 of 0.8.0 ended the process's CUDA context there with an illegal
+instruction."""
 _MOST = 2**31 - 1
 """Elements of an operand: the library is not known to count further."""
 _SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
@@ -232,7 +233,7 @@ def _algorithms(product: Product) -> tuple[Algorithm, ...]:
         LibraryError: it takes no such product.
     """
     count = cusparselt.algorithms(cusparselt.current_handle(), product)
-    numbers = [number for number in _OFFERED if number < count]
+    numbers = [number for number in _OFFERED[product.dtype] if number < count]
     return tuple(Algorithm(number, *split) for split in _splits(product) for number in numbers)
 
 
@@ -250,19 +251,25 @@ def _unable(product: Product) -> str | None:
 
 
 def _space(problem: SpmmNM, device: Device) -> list[Config]:
-    found = _algorithms(product_of(problem))
-    return [Config(algorithm=one.number, split_k=one.split_k, split_k_mode=one.split_k_mode) for one in found]
+    found, bfloat16 = _algorithms(product_of(problem)), int(problem.dtype == "bfloat16")
+    return [
+        Config(
+            algorithm=one.number, split_k=one.split_k, split_k_mode=one.split_k_mode, bfloat16=bfloat16,
+            place=_OFFERED[problem.dtype].index(one.number),
+        )
+        for one in found
+    ]  # fmt: skip
 
 
-_m, _k, _n, _itemsize, _algorithm, _split_k = sizes("m k n itemsize algorithm split_k")
+_m, _k, _n, _itemsize, _split_k, _bfloat16, _place = sizes("m k n itemsize split_k bfloat16 place")
 _half, _processors, _bandwidth = sizes("half processors bandwidth")
 
-# 4096 cubed took 0.128 ms on an H100 with the best algorithm (torch 2.11): 1.47 of the dense rate
-_tile = 2 * 128 * 128 * _k / _split_k / (1.5 * _half / _processors)
+# 4096 cubed took 0.127 ms on an H100 with the best algorithm (0.8.0), 1.5 times the dense rate; in bfloat16 0.173
+_tile = (1 + 0.35 * _bfloat16) * 2 * 128 * 128 * _k / _split_k / (1.5 * _half / _processors)
 _waves = sympy.ceiling(sympy.ceiling(_m / 128) * sympy.ceiling(_n / 128) * _split_k / _processors)
 _traffic = _itemsize * (_m * _k * sympy.Rational(9, 16) + (_k + _m) * _n)
-_places = [(1e-9 * place, sympy.Eq(_algorithm, number)) for place, number in enumerate(_OFFERED)]
-_order = sympy.Piecewise(*_places, (1e-6, True)) + 3e-6 * (_split_k - 1)
+# in parts only where it is measured: many algorithms refuse them, and only when a plan is made
+_order = 1e-9 * _place + 1e-3 * (_split_k - 1)
 _guard_bytes = _m * _k / 2 * _itemsize
 
 SEMI_STRUCTURED = Template(
