@@ -27,7 +27,7 @@ COPIES = 3
 STEP: dict[str, Any] = {
     "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "tau": 0.5, "delta": 1e-12, "warm_up": 10,
 }  # fmt: skip
-_REST = {key: value for key, value in STEP.items() if key != "betas"} | {"beta": 0.9, "beta2": 0.999}
+_REST: dict[str, Any] = {key: value for key, value in STEP.items() if key != "betas"} | {"beta": 0.9, "beta2": 0.999}
 """The same for the reference."""
 
 Row = dict[str, Any]

@@ -234,7 +234,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return backward(ctx, *grads, _by_sparse, _by_dense)
+        (grad,) = grads
+        return backward(ctx, grad, _by_sparse, _by_dense)
 
 
 def _by_sparse(sparse: Any, grad: Tensor, dense: Tensor, linear: bool, scale: float) -> Any:
