@@ -32,9 +32,12 @@ def test_densities_fall_into_factors_of_two(density, bucket):
 
 @pytest.mark.parametrize(
     ("rows", "bucket"),
-    [(None, "unknown"), (Rows(33.0, 0.1), "64 even"), (Rows(64, 0.5), "64 mixed"), (Rows(3, 40), "4 skewed")],
-)
-def test_rows_are_even_mixed_or_skewed(rows, bucket):
+    [
+        (None, "unknown"), (Rows(33.0, 0.1), "64 even"), (Rows(64, 0.5), "64 mixed"), (Rows(3, 2), "4 skewed"),
+        (Rows(3, 15.9), "4 skewed"), (Rows(3, 16), "4 extreme"),
+    ],
+)  # fmt: skip
+def test_rows_are_even_mixed_skewed_or_extreme(rows, bucket):
     assert row_bucket(rows) == bucket
 
 
