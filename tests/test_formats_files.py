@@ -8,7 +8,7 @@ import torch
 from matrices import LAYOUTS
 from safetensors.torch import save_file
 
-from sparsecomp import formats, whole_file
+from sparsecomp import formats, tensor_file, whole_file
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import COO, CSR, SparseMatrix, files
 
@@ -112,7 +112,7 @@ def test_a_failed_save_leaves_the_old_file_and_no_other(saved, monkeypatch, step
             arguments[1].write_bytes(b"half")
         raise OSError("no space left")
 
-    home = {"save_file": files, "_sync": whole_file, "replace": whole_file.os}[step]
+    home = {"save_file": tensor_file, "_sync": whole_file, "replace": whole_file.os}[step]
     monkeypatch.setattr(home, step, fail)
     with pytest.raises(OSError, match="no space left"):
         CSR.from_dense(torch.eye(3)).save(saved)

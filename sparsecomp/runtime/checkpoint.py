@@ -4,23 +4,18 @@ Nothing is pickled, so reading a file runs no code of it. A file is written whol
 altered one an error.
 """
 
-import hashlib
-import json
-import os
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from sparsecomp import tensor_file
 from sparsecomp.errors import CheckpointError
-from sparsecomp.whole_file import written_whole
 
-VERSION = 1
-_KEY = "sparsecomp.checkpoint"
+_KIND = tensor_file.Kind(
+    "sparsecomp.checkpoint", 1, CheckpointError, "has no readable header of a checkpoint: it is another file"
+)
 
 
 def save_tree(path: str | PathLike[str], tree: Mapping[str, Any]) -> None:
@@ -31,13 +26,8 @@ def save_tree(path: str | PathLike[str], tree: Mapping[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
-    header = {"version": VERSION, "tree": _packed(tree, tensors, "")}
-    header["digest"] = _digest(header, tensors)
-    try:
-        with written_whole(Path(path).resolve()) as partial:
-            save_file(tensors, partial, {_KEY: json.dumps(header)})
-    except SafetensorError as error:
-        raise OSError(f"{path} could not be written: {error}") from error
+    packed = _packed(tree, tensors, "")
+    tensor_file.write(path, _KIND, {"tree": packed}, tensors)
 
 
 def load_tree(path: str | PathLike[str]) -> dict[str, Any]:
@@ -47,23 +37,11 @@ def load_tree(path: str | PathLike[str]) -> dict[str, Any]:
         CheckpointError: no whole checkpoint, of another version, or altered.
         OSError: the file cannot be read.
     """
-    with open(path, "rb"):
-        pass  # a missing or forbidden file is an OSError, not a bad file
+    header, tensors = tensor_file.read(path, _KIND)
     try:
-        with safe_open(os.fspath(path), "pt") as file:
-            header = json.loads((file.metadata() or {})[_KEY])
-            # copies: the file may change under a mapping
-            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-        version, digest = header["version"], header.pop("digest", None)
-        if version == VERSION and digest == _digest(header, tensors):
-            return _unpacked(header["tree"], tensors)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is no whole safetensors file ({error}): it was truncated or altered") from error
+        return _unpacked(header["tree"], tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has no readable header of a checkpoint: it is another file") from error
-    if version != VERSION:
-        raise CheckpointError(f"{path} has version {version}, this sparsecomp reads version {VERSION}")
-    raise CheckpointError(f"{path} was altered: its contents do not match its digest")
+        raise CheckpointError(f"{path} {_KIND.unreadable}") from error
 
 
 def check_same_model(state: Mapping[str, Any], model: torch.nn.Module) -> None:
@@ -91,10 +69,9 @@ def _packed(value: Any, tensors: dict[str, torch.Tensor], place: str) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             raise CheckpointError(f"{place} is a tensor of layout {value.layout}: a checkpoint holds strided ones")
-        # safetensors refuses tensors that share memory or have gaps
         # numbered, as a key may hold what separates places
         name = f"{len(tensors)}{place}"
-        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        tensors[name] = value
         return ["tensor", name]
     if isinstance(value, Mapping):
         return ["dict", [[_key(key, place), _packed(part, tensors, f"{place}/{key}")] for key, part in value.items()]]
@@ -119,12 +96,3 @@ def _unpacked(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {key: _unpacked(part, tensors) for key, part in content}
     parts = [_unpacked(part, tensors) for part in content]
     return tuple(parts) if kind == "tuple" else parts
-
-
-def _digest(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of the header, and of each tensor's name, dtype, shape and bytes."""
-    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
-    return digest.hexdigest()
