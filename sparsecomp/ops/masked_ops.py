@@ -52,7 +52,8 @@ def select_largest(scores: Tensor, count: Tensor | int) -> Tensor:
     """
     values = scores.detach().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = values.sort(descending=True, stable=True).indices
-    return _first(torch.ones_like(order, dtype=torch.bool), count, order)
+    leading = _leading(torch.ones_like(order, dtype=torch.bool), count)
+    return torch.zeros_like(leading).scatter_(0, order, leading)
 
 
 def tournament(weight: Tensor, mask: Tensor, keep: int, rate: float) -> Tensor:
@@ -83,10 +84,6 @@ def tournament(weight: Tensor, mask: Tensor, keep: int, rate: float) -> Tensor:
     chosen |= _leading(active, keep - chosen.sum())
     chosen |= _leading(~chosen, keep - chosen.sum())
     return torch.zeros_like(chosen).scatter_(0, order, chosen).reshape(weight.shape)
-
-
-def _first(able: Tensor, count: Tensor | int, order: Tensor) -> Tensor:
-    return torch.zeros_like(able).scatter_(0, order, _leading(able, count))
 
 
 def _leading(able: Tensor, count: Tensor | int) -> Tensor:

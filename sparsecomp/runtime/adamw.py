@@ -124,7 +124,7 @@ class RESUAdamW(torch.optim.AdamW):
 
     def _selective_of(self, weight: Tensor, masked: MaskedWeight, group: dict[str, Any]) -> RESUSelective:
         pruned, found = masked.mask.pruned, self._selective.get(weight)
-        if found is None or (found.pruned is not pruned and not _same(found.pruned, pruned)):
+        if found is None or not _same(found.pruned, pruned):
             found = self._selective[weight] = RESUSelective(pruned, whole=self._whole(weight), **self._theta)
         found.pruned, found.betas, found.eps = pruned, group["betas"], group["eps"]
         found.lr = float(group["lr"]) if self._theta_lr is None else self._theta_lr
@@ -151,7 +151,7 @@ class RESUAdamW(torch.optim.AdamW):
         """Zero the moments of pruned elements once for each state of the mask."""
         pruned, known = masked.mask.pruned, self._known.get(weight)
         # a copy of the model lists the same positions again
-        if known is None or (known is not pruned and not _same(known, pruned)):
+        if known is None or not _same(known, pruned):
             self._zero_moments(weight, pruned)
         self._known[weight] = pruned
 
@@ -214,4 +214,5 @@ class RESUAdamW(torch.optim.AdamW):
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return one.device == other.device and torch.equal(one, other)
+    # comparing values waits for the device
+    return one is other or (one.device == other.device and torch.equal(one, other))

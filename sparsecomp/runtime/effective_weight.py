@@ -20,7 +20,7 @@ def scatter_pruned(theta: torch.Tensor, mask: SparseMask) -> torch.Tensor:
 
 def gather_pruned(weight: torch.Tensor, mask: SparseMask) -> torch.Tensor:
     """The inverse of Phi: the pruned elements of ``weight`` (the mask's shape) as a 1-d tensor, in ascending order."""
-    _check_weight(weight, mask)
+    mask.check_weight(weight)
     return weight.reshape(-1).index_select(0, mask.pruned)
 
 
@@ -31,7 +31,7 @@ def effective_weight(weight: torch.Tensor, theta: torch.Tensor, mask: SparseMask
     dtype. The gradient of W is that of its active part, zero at P; theta's is the gather of dL/dW_eff at P. Both are
     copies, hence exact. Raises MaskError for parts that do not fit one another.
     """
-    _check_weight(weight, mask)
+    mask.check_weight(weight)
     _check_theta(theta, mask)
     if theta.dtype != weight.dtype:
         raise MaskError(f"theta is {theta.dtype}, the weight {weight.dtype}: convert theta with theta.to(weight.dtype)")
@@ -60,18 +60,10 @@ def load_theta_(weight: torch.Tensor, theta: torch.Tensor, mask: SparseMask) -> 
     The gradient of the buffer is then the dense one: ``gather_pruned`` of it is theta's, the rest is W's.
     Raises MaskError for parts that do not fit one another, with the weight unchanged.
     """
-    _check_weight(weight, mask)
+    mask.check_weight(weight)
     _check_theta(theta, mask)
     with torch.no_grad():
         return weight.masked_scatter_(~mask.mask, theta.to(weight.dtype))
-
-
-def _check_weight(weight: torch.Tensor, mask: SparseMask) -> None:
-    if weight.shape != mask.mask.shape or weight.device != mask.mask.device:
-        raise MaskError(
-            f"the weight is {tuple(weight.shape)} on {weight.device}, the mask {tuple(mask.mask.shape)} on "
-            f"{mask.mask.device}: use the mask of this weight"
-        )
 
 
 def _check_theta(theta: torch.Tensor, mask: SparseMask) -> None:

@@ -63,13 +63,17 @@ class SparseMask(torch.nn.Module):
         """Share of pruned elements; 0 for an empty mask."""
         return self.pruned.numel() / max(self.mask.numel(), 1)
 
-    def apply_(self, weight: torch.Tensor) -> torch.Tensor:
-        """Zero the pruned elements of ``weight`` in place, NaN and infinity too; MaskError if it does not fit."""
+    def check_weight(self, weight: torch.Tensor) -> None:
+        """MaskError unless ``weight`` has the mask's shape and device."""
         if weight.shape != self.mask.shape or weight.device != self.mask.device:
             raise MaskError(
                 f"the weight is {tuple(weight.shape)} on {weight.device}, the mask {tuple(self.mask.shape)} on "
                 f"{self.mask.device}: use the mask of this weight"
             )
+
+    def apply_(self, weight: torch.Tensor) -> torch.Tensor:
+        """Zero the pruned elements of ``weight`` in place, NaN and infinity too; MaskError if it does not fit."""
+        self.check_weight(weight)
         with torch.no_grad():
             return weight.masked_fill_(~self.mask, 0)
 

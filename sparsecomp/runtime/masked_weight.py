@@ -86,7 +86,7 @@ class MaskedWeight(nn.Module):
             MaskError: the weight has no mask yet, or theta is not one number a pruned element; nothing is changed.
         """
         self._expect(Mode.SPARSE, advice="a RESU phase needs a mask: call prune_ first")
-        self._check(weight)
+        self.mask.check_weight(weight)
         if theta is None:
             self.mask.apply_(weight)
         else:
@@ -121,7 +121,7 @@ class MaskedWeight(nn.Module):
 
     def densify_(self, weight: Tensor) -> None:
         """Make all elements active, with the values they have (zero, or theta), and the weight DENSE."""
-        self._check(weight)
+        self.mask.check_weight(weight)
         self.apply_(weight)
         self.mask.update(torch.ones_like(self.mask.mask))
         self._switch(Mode.DENSE)
@@ -140,7 +140,7 @@ class MaskedWeight(nn.Module):
         return f"{self._mode.name}, {tuple(self.mask.mask.shape)}"
 
     def _take(self, weight: Tensor, mask: Tensor) -> None:
-        self._check(weight)
+        self.mask.check_weight(weight)
         self.mask.update(mask)
         self._switch(Mode.SPARSE)
         self.mask.apply_(weight)
@@ -153,13 +153,6 @@ class MaskedWeight(nn.Module):
         if self._mode not in modes:
             wanted = " or ".join(mode.name for mode in modes)
             raise MaskError(f"the weight is {self._mode.name}, {wanted} is needed: {advice}")
-
-    def _check(self, weight: Tensor) -> None:
-        if weight.shape != self.mask.mask.shape or weight.device != self.mask.mask.device:
-            raise MaskError(
-                f"the weight is {tuple(weight.shape)} on {weight.device}, the mask {tuple(self.mask.mask.shape)} on "
-                f"{self.mask.mask.device}: give the weight that this was made for"
-            )
 
 
 def _check_code(code: Any, name: str) -> None:
