@@ -34,9 +34,9 @@ _REBINDING = ((0, 8),)
 _OPAQUE_BYTES, _OPAQUE_ALIGNMENT = 16384, 64
 """Room for an opaque structure: they had 11024 bytes at most, 1024 or 512 in the versions above."""
 _ALIGNMENT = 16
+"""Of every matrix, in bytes."""
 SOME_BIAS = _ALIGNMENT
 """Stands for an address that is bound later: a plan made with none has no bias for good."""
-"""Of every matrix, in bytes."""
 
 _TYPES = {"float16": 2, "bfloat16": 14}  # cudaDataType
 _COLUMN_MAJOR, _ROW_MAJOR = 1, 2

@@ -121,7 +121,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], Copy]] = {}
-        self._captured: dict[int, Copy] = {}
+        self._captured: set[Copy] = set()
 
     def of(self, values: Tensor, indices: Tensor) -> Copy:
         """The copy of a weight, made anew if it was written to since; safe to read on the current stream."""
@@ -130,7 +130,7 @@ class Copies:
         capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
         if copy is not None and reference is not None and reference() is values and copy.state == state:
             if capturing:
-                self._captured[id(copy)] = copy
+                self._captured.add(copy)
             elif copy.ready is not None:
                 _await(copy, values.device)
             return copy

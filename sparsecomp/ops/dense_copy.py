@@ -5,7 +5,7 @@ said in `sparsecomp.ops.folded_weight`. Like there, the operators take what the 
 is a buffer of a graph.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -44,8 +44,13 @@ def _matmul(sparse: Tensor, dense: Tensor, bias: Tensor | None, linear: bool) ->
 
 def _product(values, pattern, dense, bias, format, block, shape, skews, transpose, linear):
     layout = layout_of(format, block, shape, skews)
-    name = named_formula(f"dense {layout} {transpose}", partial(_written_out, layout, transpose))
-    return _matmul(FOLDS.of([values, *pattern], name, "dense", (1, 1)).values, dense, bias, linear)
+    copy = FOLDS.of([values, *pattern], _formula_of(layout, transpose), "dense", (1, 1)).values
+    return _matmul(copy, dense, bias, linear)
+
+
+@lru_cache(maxsize=8192)
+def _formula_of(layout: Layout, transpose: bool) -> str:
+    return named_formula(f"dense {layout} {transpose}", partial(_written_out, layout, transpose))
 
 
 def _fake_product(values, pattern, dense, bias, format, block, shape, skews, transpose, linear):

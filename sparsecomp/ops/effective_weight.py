@@ -64,12 +64,17 @@ def split_pruned(
     return torch.ops.sparsecomp.split_pruned.default(whole, mask, pruned, active, rest)
 
 
-def _check(whole: Tensor, mask: Tensor, pruned: int) -> None:
-    if mask.dtype is not torch.bool or mask.shape != whole.shape or mask.device != whole.device:
+def check_mask(weight: Tensor, mask: Tensor) -> None:
+    """MaskError unless `mask` is bool, of the weight's shape and on its device."""
+    if mask.dtype is not torch.bool or mask.shape != weight.shape or mask.device != weight.device:
         raise MaskError(
-            f"the mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}, the weight {tuple(whole.shape)} on "
-            f"{whole.device}: a bool mask of the weight's shape is needed"
+            f"the mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}, the weight {tuple(weight.shape)} on "
+            f"{weight.device}: a bool mask of the weight's shape is needed"
         )
+
+
+def _check(whole: Tensor, mask: Tensor, pruned: int) -> None:
+    check_mask(whole, mask)
     if not whole.dtype.is_floating_point:
         raise MaskError(f"the weight is {whole.dtype}: a floating dtype is needed")
     if not 0 <= pruned <= whole.numel():

@@ -131,7 +131,7 @@ class Folds:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], _Kept] = {}
-        self._captured: list[_Kept] = []
+        self._captured: set[_Kept] = set()
         self.made = 0
 
     def of(self, sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int]) -> Packed:
@@ -143,7 +143,7 @@ class Folds:
         if any(source.is_cuda for source in sources) and torch.cuda.is_current_stream_capturing():
             if kept is None or not are_frozen() or not kept.current(sources):
                 return self._make(sources, name, "dense", block)
-            self._captured.append(kept)
+            self._captured.add(kept)
             return kept.weight
         if kept is None or not kept.current(sources):
             kept = self._keep(key, sources, self._make(sources, name, format, block))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import MaskError
-from sparsecomp.ops.effective_weight import effective_weight, split_pruned
+from sparsecomp.ops.effective_weight import check_mask, effective_weight, split_pruned
 
 
 def scatter_pruned(theta: Tensor, mask: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def gather_pruned(whole: Tensor, mask: Tensor, pruned: int) -> Tensor:
 
 def masked_mul(weight: Tensor, mask: Tensor) -> Tensor:
     """mask * weight, but zero at pruned elements whatever the weight holds there; so is the gradient."""
-    _check(weight, mask)
+    check_mask(weight, mask)
     return torch.where(mask, weight, 0)
 
 
@@ -60,9 +60,8 @@ def tournament(weight: Tensor, mask: Tensor, keep: int, rate: float) -> Tensor:
     """Which elements stay at the end of a RESU phase: the active and the resurrected compete apart, by |weight|.
 
     The best min(round(rate * keep), pruned elements that are not 0) of the pruned come back, the best active fill the
-    rest, and a group that is too short is filled from what is left of all. Ties go to the lowest index. It gives what
-    `sparsecomp.runtime.amnesty.amnesty_mask` gives, which reads its counts from the device and refuses NaN; here NaN
-    ranks last.
+    rest, and a group that is too short is filled from what is left of all. Ties go to the lowest index. NaN ranks last;
+    `sparsecomp.runtime.amnesty.amnesty_mask` refuses it, for which it waits for the device.
 
     Args:
         weight: the effective one, with theta at its pruned elements.
@@ -73,7 +72,7 @@ def tournament(weight: Tensor, mask: Tensor, keep: int, rate: float) -> Tensor:
     Returns:
         bool of the weight's shape.
     """
-    _check(weight, mask)
+    check_mask(weight, mask)
     if not 0 <= keep <= weight.numel() or not 0 <= rate <= 1:
         raise MaskError(f"keep {keep} of {weight.numel()}, rate {rate}: a count up to the size and a share are needed")
     scores = weight.detach().reshape(-1).abs()
@@ -92,17 +91,9 @@ def _leading(able: Tensor, count: Tensor | int) -> Tensor:
 
 
 def _check_two(weight: Tensor, other: Tensor, mask: Tensor) -> None:
-    _check(weight, mask)
+    check_mask(weight, mask)
     if other.shape != weight.shape or other.dtype != weight.dtype:
         raise MaskError(
             f"the other operand is {other.dtype} {tuple(other.shape)}, the weight {weight.dtype} "
             f"{tuple(weight.shape)}: two of a kind are needed"
-        )
-
-
-def _check(weight: Tensor, mask: Tensor) -> None:
-    if mask.dtype is not torch.bool or mask.shape != weight.shape or mask.device != weight.device:
-        raise MaskError(
-            f"the mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}, the weight {tuple(weight.shape)} on "
-            f"{weight.device}: a bool mask of the weight's shape is needed"
         )

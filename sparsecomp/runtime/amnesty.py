@@ -3,6 +3,8 @@
 import torch
 
 from sparsecomp.errors import MaskError
+from sparsecomp.ops.effective_weight import check_mask
+from sparsecomp.ops.masked_ops import tournament
 from sparsecomp.runtime.pruners import n_of_m_mask
 from sparsecomp.runtime.selection import select_top
 
@@ -15,14 +17,8 @@ def amnesty_mask(weight: torch.Tensor, mask: torch.Tensor, keep: int, rate: floa
     weights fill the rest. A group that is too short is filled from what is left of the other. Equal scores go to the
     lowest index. MaskError for parts that do not fit, NaN or infinity, a count or a rate outside its domain.
     """
-    scores = _scores(weight, mask, rate).reshape(-1)
-    if not 0 <= keep <= scores.numel():
-        raise MaskError(f"{keep} of {scores.numel()} weights are to be kept: the count lies between 0 and the size")
-    active = mask.reshape(-1)
-    chosen = _resurrected(scores, active, round(rate * keep))
-    best = min(keep - int(chosen.sum()), int(active.sum()))
-    chosen |= select_top(scores.masked_fill(~active, -torch.inf), best)
-    return (chosen | select_top(scores.masked_fill(chosen, -torch.inf), keep - int(chosen.sum()))).reshape(mask.shape)
+    _check(weight, mask, rate)
+    return tournament(weight, mask, keep, rate)
 
 
 def amnesty_n_of_m(weight: torch.Tensor, mask: torch.Tensor, rate: float, keep: int, group: int) -> torch.Tensor:
@@ -31,25 +27,20 @@ def amnesty_n_of_m(weight: torch.Tensor, mask: torch.Tensor, rate: float, keep: 
     So no more than round(rate * K) weights come back, and fewer where active ones are larger. MaskError also if the
     group does not divide the input channels.
     """
-    scores = _scores(weight, mask, rate)
+    _check(weight, mask, rate)
+    scores = weight.detach().abs()
     active = mask.reshape(-1)
     back = _resurrected(scores.reshape(-1), active, round(rate * int(active.sum()))).reshape(mask.shape)
     # an active weight of 0 goes before a pruned one without amnesty
     return n_of_m_mask(scores.masked_fill(~(mask | back), -1), keep, group)
 
 
-def _scores(weight: torch.Tensor, mask: torch.Tensor, rate: float) -> torch.Tensor:
-    if mask.shape != weight.shape or mask.dtype != torch.bool or mask.device != weight.device:
-        raise MaskError(
-            f"a {mask.dtype} mask {tuple(mask.shape)} on {mask.device} for a weight {tuple(weight.shape)} on "
-            f"{weight.device}: give the bool mask of this weight"
-        )
+def _check(weight: torch.Tensor, mask: torch.Tensor, rate: float) -> None:
+    check_mask(weight, mask)
     if not 0 <= rate <= 1:
         raise MaskError(f"the amnesty rate is {rate}: it lies in [0, 1]")
-    scores = weight.detach().abs()
-    if not bool(scores.isfinite().all()):
+    if not bool(weight.isfinite().all()):
         raise MaskError("the weight holds NaN or infinity, which have no rank: lower the learning rate and go back")
-    return scores
 
 
 def _resurrected(scores: torch.Tensor, active: torch.Tensor, most: int) -> torch.Tensor:
