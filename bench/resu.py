@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsecomp
-from bench.timing import graph_ms, host_us
+from bench.timing import graph_ms, guarded, host_us
 from sparsecomp import ops
 from sparsecomp.lowering.trial import first_line
 from sparsecomp.nn import RESULinear, masked_weights, wrap_module
@@ -96,13 +96,14 @@ def _timed(row: Row, **variants: Call | Sequence[Call]) -> Row:
     """Each variant's time; the names' underscores are spaces. One that cannot run is left out with its reason."""
     for key, calls in variants.items():
         name, rotated = key.replace("_", " "), [calls] * 3 if callable(calls) else list(calls)
-        try:
-            for call in rotated * 2:
-                call()
-            row["ms"][name] = graph_ms(rotated, 10)
-        except Exception as error:
-            row.setdefault("left out", {})[name] = first_line(error)
+        guarded(row, name, partial(_time, row["ms"], name, rotated))
     return row
+
+
+def _time(times: dict[str, float], name: str, rotated: list[Call]) -> None:
+    for call in rotated * 2:
+        call()
+    times[name] = graph_ms(rotated, 10)
 
 
 def _against(row: Row, rival: str, floor_bytes: float | None = None) -> Row:

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.timing import eager_ms, graph_ms, host_us
+from bench.timing import eager_ms, graph_ms, guarded, host_us
 from sparsecomp import ops
 from sparsecomp.formats import NM
 from sparsecomp.lowering import autotune, cusparselt, dispatch, semi_structured, spmm_nm
-from sparsecomp.lowering.trial import first_line, relative_error
+from sparsecomp.lowering.trial import relative_error
 from sparsecomp.passes import sparse_cost
 
 COPIES = 3
@@ -90,7 +90,7 @@ def _row(size: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
     # a plan may take a quarter of a second, and there are fifty algorithms
     for effort in ("none", "full" if rows == size else "quick"):
         name = "ours" if effort == "none" else "ours tuned"
-        _guarded(row, name, lambda name=name, effort=effort: _time_ours(row, name, effort, operands))
+        guarded(row, name, lambda name=name, effort=effort: _time_ours(row, name, effort, operands))
     times = ", ".join(f"{name} {ms:.4f}" for name, ms in row["ms"].items())
     print(f"{row['case']} x {rows} {row['dtype']}: {times} | {row.get('left out', '')}", flush=True)
     return row
@@ -133,15 +133,7 @@ def _timed(row: dict[str, Any], name: str, make: Callable[[], list[Call]]) -> No
         row["ms"][name] = graph_ms(calls, 10)
         row["eager"][name] = eager_ms(calls[0])
 
-    _guarded(row, name, measure)
-
-
-def _guarded(row: dict[str, Any], name: str, measure: Call) -> None:
-    """Whatever cannot run is left out with its reason, and the rest goes on."""
-    try:
-        measure()
-    except Exception as error:
-        row.setdefault("left out", {})[name] = first_line(error)
+    guarded(row, name, measure)
 
 
 def _host_row() -> dict[str, Any]:
@@ -155,8 +147,8 @@ def _host_row() -> dict[str, Any]:
         "torch 2:4 + relu": lambda: _of_torch([small])[0],
     }  # fmt: skip
     for name, make in calls.items():
-        _guarded(row, name, lambda name=name, make=make: row["us"].update({name: host_us(make())}))
+        guarded(row, name, lambda name=name, make=make: row["us"].update({name: host_us(make())}))
     with ops.frozen_weights():
-        _guarded(row, "ours, frozen", lambda: row["us"].update({"ours, frozen": host_us(small.ours)}))
+        guarded(row, "ours, frozen", lambda: row["us"].update({"ours, frozen": host_us(small.ours)}))
     print(f"{row['case']}: {row['us']} {row.get('left out', '')}", flush=True)
     return row

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from sparsecomp.lowering.trial import first_line
+
 
 def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
     """Median milliseconds of one call, replayed as a CUDA graph of all ``calls`` (one for each rotated input)."""
@@ -52,6 +54,14 @@ def host_us(call: Callable[[], Any], calls: int = 200, repeats: int = 5) -> floa
             found.append((time.perf_counter() - start) / calls * 1e6)
     torch.cuda.synchronize()
     return round(min(found), 1)
+
+
+def guarded(row: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:
+    """Take a figure of a row; one that cannot be taken is left out with its reason, and the rest goes on."""
+    try:
+        measure()
+    except Exception as error:
+        row.setdefault("left out", {})[name] = first_line(error)
 
 
 def machine() -> dict[str, str]:

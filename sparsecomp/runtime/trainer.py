@@ -137,7 +137,8 @@ class RESUTrainer:
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         self._check(total)
-        before = self.scaler.get_scale()
+        # the scale waits for the device
+        before = 0.0 if self.scheduler is None else self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
