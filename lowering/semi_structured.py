@@ -21,6 +21,7 @@ from sparsecomp.lowering import cost, cusparselt, dispatch
 from sparsecomp.lowering.ceilings import ceilings_of
 from sparsecomp.lowering.epilogue import finished, output_of
 from sparsecomp.lowering.frozen import are_frozen
+from sparsecomp.lowering.ready import Ready
 from sparsecomp.lowering.signature import Device, KernelSignature, device_of
 from sparsecomp.lowering.spmm_csr import TOLERANCE
 from sparsecomp.lowering.spmm_nm import SPMM_NM, SpmmNM
@@ -105,15 +106,13 @@ class Copy:
         compressed: uint8, opaque.
         fingerprint: of the values that it was made of; see ``templates.semi_structured.fingerprint``.
         state: versions and addresses that values and indices had.
-        stream: on which it was made.
-        ready: recorded on that stream when it was made, None off CUDA.
+        ready: where and when it was made.
     """
 
     compressed: Tensor
     fingerprint: Tensor
     state: tuple[int, ...]
-    stream: int
-    ready: torch.cuda.Event | None
+    ready: Ready
 
 
 class Copies:
@@ -131,10 +130,10 @@ class Copies:
         if copy is not None and reference is not None and reference() is values and copy.state == state:
             if capturing:
                 self._captured.add(copy)
-            elif copy.ready is not None:
-                _await(copy, values.device)
+            else:
+                copy.ready.await_(copy.compressed, copy.fingerprint)
             return copy
-        copy = _copied(values, indices, state, capturing)
+        copy = Copy(*copied(values, indices), state, Ready.now(values.device))
         if not capturing:  # in a graph each replay makes it anew, in memory of the graph's
             key = id(values)
             self._known[key] = weakref.ref(values, lambda dead: self._forget(key, dead)), copy
@@ -152,25 +151,6 @@ COPIES = Copies()
 def _state(values: Tensor, indices: Tensor) -> tuple[int, ...]:
     versions = (0 if tensor.is_inference() else tensor._version for tensor in (values, indices))
     return values.data_ptr(), indices.data_ptr(), *versions
-
-
-def _await(copy: Copy, device: torch.device) -> None:
-    stream = torch.cuda.current_stream(device)
-    if stream.cuda_stream != copy.stream:
-        assert copy.ready is not None
-        stream.wait_event(copy.ready)
-        copy.compressed.record_stream(stream)
-        copy.fingerprint.record_stream(stream)
-
-
-def _copied(values: Tensor, indices: Tensor, state: tuple[int, ...], capturing: bool) -> Copy:
-    compressed, fingerprint = copied(values, indices)
-    if not values.is_cuda or capturing:
-        return Copy(compressed, fingerprint, state, 0, None)
-    stream = torch.cuda.current_stream(values.device)
-    ready = torch.cuda.Event()
-    ready.record(stream)
-    return Copy(compressed, fingerprint, state, stream.cuda_stream, ready)
 
 
 def copied(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

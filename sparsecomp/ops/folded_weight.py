@@ -11,7 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.lowering.frozen import are_frozen
+from sparsecomp.lowering.ready import Ready
 from sparsecomp.ops.patterns import Layout, skew_of
 
 _FORMULAS: dict[str, Callable[..., Tensor]] = {}
@@ -92,15 +93,14 @@ class _Kept:
         sources: the tensors.
         memory: aliases of theirs, which no other tensor can get the memory of.
         versions: of the sources.
-        stream, ready: where it was made, and the event behind it; None off CUDA.
+        ready: where and when it was made.
     """
 
     weight: Packed
     sources: tuple["weakref.ref[Tensor]", ...]
     memory: tuple[Tensor, ...]
     versions: tuple[int, ...]
-    stream: int
-    ready: torch.cuda.Event | None
+    ready: Ready
 
     def current(self, sources: Sequence[Tensor]) -> bool:
         """Whether it still is what the formula gives."""
@@ -109,17 +109,6 @@ class _Kept:
             known() is source and source._version == version and source.is_set_to(memory)
             for source, known, version, memory in made_of
         )
-
-    def await_(self) -> Packed:
-        """The weight, safe to read on the current stream."""
-        if self.ready is None:
-            return self.weight
-        stream = torch.cuda.current_stream(self.weight.values.device)
-        if stream.cuda_stream != self.stream:
-            stream.wait_event(self.ready)
-            for tensor in (self.weight.values, *self.weight.pattern):
-                tensor.record_stream(stream)
-        return self.weight
 
 
 class Folds:
@@ -135,7 +124,7 @@ class Folds:
         self.made = 0
 
     def of(self, sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int]) -> Packed:
-        """The weight that a formula gives now, packed."""
+        """The weight that a formula gives now, packed; safe to read on the current stream."""
         if any(source.is_inference() for source in sources):
             return self._make(sources, name, format, block)  # such tensors have no version
         key = (name, format, block, *map(id, sources))
@@ -147,7 +136,8 @@ class Folds:
             return kept.weight
         if kept is None or not kept.current(sources):
             kept = self._keep(key, sources, self._make(sources, name, format, block))
-        return kept.await_()
+        kept.ready.await_(kept.weight.values, *kept.weight.pattern)
+        return kept.weight
 
     def _make(self, sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int]) -> Packed:
         self.made += 1
@@ -159,12 +149,10 @@ class Folds:
             if found is not None and dead in found.sources:
                 del self._kept[key]
 
-        made = weight.values
-        stream = torch.cuda.current_stream(made.device) if made.is_cuda else None
         kept = _Kept(
             weight, tuple(weakref.ref(source, forget) for source in sources),
             tuple(source.detach() for source in sources), tuple(source._version for source in sources),
-            stream.cuda_stream if stream else 0, cast(torch.cuda.Event, stream.record_event()) if stream else None,
+            Ready.now(weight.values.device),
         )  # fmt: skip
         self._kept[key] = kept
         return kept
