@@ -107,7 +107,7 @@ def _in_halves(
     return workspaces, [*steps, Step(product, (6, 8, 7, 9, None, None, 5, None))]
 
 
-_m, _n, _d, _batch, _nnz, _itemsize, _bm, _bn = sizes("m n d batch nnz itemsize BM BN")
+_m, _n, _d, _batch, _nnz, _itemsize = sizes("m n d batch nnz itemsize")
 
 # float32 runs in halves, and its operands are split before
 _rate = sympy.Piecewise((halves_product.RATE, sympy.Eq(_itemsize, 4)), (RATE, True))
@@ -121,7 +121,7 @@ SDDMM_DENSE = Template(
     cost=Cost(
         bytes=_batch * (_m * _n * 4 + _nnz * 40),
         launches=sympy.Integer(2),
-        seconds=product_seconds(sympy.ceiling(_m / _bm) * sympy.ceiling(_n / _bn) * _batch, _d, rate=_rate) + 5e-6,
+        seconds=product_seconds(_d, rate=_rate) + 5e-6,
     ),
     prepare=_prepare,
 )

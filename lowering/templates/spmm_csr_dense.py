@@ -136,12 +136,11 @@ def repair_launch(problem: SpmmCsr, config: Config) -> tuple[Launch, int]:
 
 
 _m, _k, _n, _batch, _nnz, _values_batch, _itemsize = sizes("m k n batch nnz values_batch itemsize")
-_bm, _bn = sizes("BM BN")
 
-_matrices = sympy.Piecewise((1, sympy.Eq(_values_batch, 0)), (_batch, True))
-_tiles = sympy.ceiling(_m / _bm) * sympy.ceiling(_n / _bn) * _batch
+MATRICES = sympy.Piecewise((1, sympy.Eq(_values_batch, 0)), (_batch, True))
+"""How many are written out."""
 # the matrix is written once; the product then finds much of it in L2
-_writing = _matrices * (_m * _k * _itemsize + _nnz * (_itemsize + 4)) / 2.5e12
+_writing = MATRICES * (_m * _k * _itemsize + _nnz * (_itemsize + 4)) / 2.5e12
 _measured = 0.7
 """Share of the estimate that products took on an H100."""
 
@@ -152,9 +151,9 @@ SPMM_CSR_DENSE = Template(
     refuse=_refuse,
     space=_space,
     cost=Cost(
-        bytes=_matrices * _m * _k * _itemsize + _batch * (_k + _m) * _n * _itemsize,
+        bytes=MATRICES * _m * _k * _itemsize + _batch * (_k + _m) * _n * _itemsize,
         launches=sympy.Integer(2),
-        seconds=_measured * (_writing + product_seconds(_tiles, _k)),
+        seconds=_measured * (_writing + product_seconds(_k)),
     ),
     prepare=_prepare,
 )

@@ -19,7 +19,7 @@ from sparsecomp.lowering.templates import halves_product
 from sparsecomp.lowering.templates.gather import gather_rows
 from sparsecomp.lowering.templates.halves_product import RATE, finite_size, halved, lift_of, padded, power_of_two
 from sparsecomp.lowering.templates.product_cost import product_seconds
-from sparsecomp.lowering.templates.spmm_csr_dense import MOST_WORKSPACE, repair_kernel, repair_launch
+from sparsecomp.lowering.templates.spmm_csr_dense import MATRICES, MOST_WORKSPACE, repair_kernel, repair_launch
 
 
 @triton.jit
@@ -131,11 +131,9 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     return Launches(workspaces, steps)
 
 
-_m, _k, _n, _batch, _nnz, _values_batch, _bm, _bn = sizes("m k n batch nnz values_batch BM BN")
+_m, _k, _n, _batch, _nnz = sizes("m k n batch nnz")
 
-_matrices_cost = sympy.Piecewise((1, sympy.Eq(_values_batch, 0)), (_batch, True))
-_tiles = sympy.ceiling(_m / _bm) * sympy.ceiling(_n / _bn) * _batch
-_writing = (_matrices_cost * (_m * _k * 4 + 2 * _nnz * 8) + _batch * _k * _n * 12) / 2.5e12
+_writing = (MATRICES * (_m * _k * 4 + 2 * _nnz * 8) + _batch * _k * _n * 12) / 2.5e12
 _measured = 0.75
 """Share of the estimate that products took on an H100."""
 
@@ -146,9 +144,9 @@ SPMM_CSR_HALVES = Template(
     refuse=_refuse,
     space=_space,
     cost=Cost(
-        bytes=_matrices_cost * _m * _k * 4 + _batch * (_k + _m) * _n * 4,
+        bytes=MATRICES * _m * _k * 4 + _batch * (_k + _m) * _n * 4,
         launches=sympy.Integer(4),
-        seconds=_measured * (_writing + product_seconds(_tiles, _k, rate=RATE)),
+        seconds=_measured * (_writing + product_seconds(_k, rate=RATE)),
     ),
     prepare=_prepare,
 )

@@ -185,10 +185,9 @@ def _prepare(problem: SpmmNM, config: Config) -> Launches:
 
 
 _m, _k, _n, _batch, _keep, _group, _groups, _itemsize = sizes("m k n batch keep group groups itemsize")
-_bm, _bn, _bk, _warps, _g = sizes("BM BN BK warps G")
+_bm, _bk, _g = sizes("BM BK G")
 
 _stored = _m * _k * _keep / _group * (_itemsize + 1)
-_tiles = sympy.ceiling(_m / _bm) * sympy.ceiling(_n / _bn) * _batch
 # a step's values are spread by selects of every place with every value
 _spreading = _bm * _bk * _keep * 3 / 2.0e11
 
@@ -201,7 +200,7 @@ SPMM_NM = Template(
     cost=Cost(
         bytes=_batch * (_stored + (_k + _m) * _n * _itemsize),
         launches=sympy.Integer(2),
-        seconds=product_seconds(_tiles, sympy.ceiling(_groups / _g) * _bk, _spreading),
+        seconds=product_seconds(sympy.ceiling(_groups / _g) * _bk, _spreading),
     ),
     prepare=_prepare,
 )
