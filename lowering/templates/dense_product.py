@@ -14,7 +14,7 @@ from sparsecomp.lowering.launch import Launch
 from sparsecomp.lowering.limits import fits_shared
 from sparsecomp.lowering.signature import Device
 from sparsecomp.lowering.template import Config
-from sparsecomp.lowering.templates.epilogue import dot, finish, precision
+from sparsecomp.lowering.templates.epilogue import dot, finish, flag, precision
 
 GROUP = 8
 """Row blocks whose tiles run side by side, to share columns of the second operand in L2."""
@@ -36,6 +36,12 @@ def tile_of(pid, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def tile_at(ptr, batch, rows, cols, of_batch, of_row, of_col):
+    """Pointers (rows, cols) into a matrix of a batch, by its strides."""
+    return ptr + batch * of_batch + rows.to(tl.int64)[:, None] * of_row + cols.to(tl.int64)[None, :] * of_col
+
+
+@triton.jit
 def product_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, bad_ptr,
     M, N, K, a_b, a_m, a_k, b_b, b_k, b_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
@@ -49,8 +55,8 @@ def product_kernel(
     depth = tl.arange(0, BK)
     row_ok = (rows < M)[:, None]
     col_ok = (cols < N)[None, :]
-    a = a_ptr + batch * a_b + rows.to(tl.int64)[:, None] * a_m + depth.to(tl.int64)[None, :] * a_k
-    b = b_ptr + batch * b_b + depth.to(tl.int64)[:, None] * b_k + cols.to(tl.int64)[None, :] * b_n
+    a = tile_at(a_ptr, batch, rows, depth, a_b, a_m, a_k)
+    b = tile_at(b_ptr, batch, depth, cols, b_b, b_k, b_n)
     a_step = tl.cast(a_k, tl.int64) * BK
     b_step = tl.cast(b_k, tl.int64) * BK
     acc = tl.zeros((BM, BN), tl.float32)
@@ -62,17 +68,14 @@ def product_kernel(
         a += a_step
         b += b_step
     mask = row_ok & col_ok
-    if bad_ptr is not None:
-        # NaN and infinity alone are not equal to themselves less themselves
-        odd = tl.where((acc - acc == 0.0) | ~mask, 0, 1)
-        tl.store(bad_ptr + tl.program_id(0), tl.max(tl.max(odd, 1), 0).to(tl.int8))
+    flag(acc, mask, bad_ptr)
     finish(
         acc, bias_ptr, residual_ptr, out_ptr, batch, rows, cols, mask,
         out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
     )  # fmt: skip
 
 
-SOURCES = (product_kernel, tile_of, dot, finish)
+SOURCES = (product_kernel, tile_of, tile_at, dot, flag, finish)
 
 
 def tiles(m: int, n: int, device: Device) -> list[Config]:

@@ -1,4 +1,4 @@
-"""Pieces that the products share: the epilogue, and a dot product at the precision of its operands."""
+"""Pieces that the products share: a dot product at the precision of its operands, and what is done with sums."""
 
 import triton
 import triton.language as tl
@@ -37,6 +37,15 @@ def finish(
         value = value * tl.sigmoid(value)
     out = out_ptr + batch * out_b + m * out_m + n * out_n
     tl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def flag(acc, mask, bad_ptr):
+    """bad[program] = whether a sum under ``mask`` is not finite, as int8; nothing if bad is None."""
+    if bad_ptr is not None:
+        # NaN and infinity alone are not equal to themselves less themselves
+        odd = tl.where((acc - acc == 0.0) | ~mask, 0, 1)
+        tl.store(bad_ptr + tl.program_id(0), tl.max(tl.max(odd, 1), 0).to(tl.int8))
 
 
 @triton.jit

@@ -19,8 +19,8 @@ from sparsecomp.lowering.launch import Launch
 from sparsecomp.lowering.limits import fits_registers, fits_shared
 from sparsecomp.lowering.signature import Device
 from sparsecomp.lowering.template import Config
-from sparsecomp.lowering.templates.dense_product import GROUP, tile_count, tile_of
-from sparsecomp.lowering.templates.epilogue import finish
+from sparsecomp.lowering.templates.dense_product import GROUP, tile_at, tile_count, tile_of
+from sparsecomp.lowering.templates.epilogue import finish, flag
 
 WIDTH = 64
 """The shared dimension of both operands is padded with zeros to a multiple of this."""
@@ -110,8 +110,8 @@ def halves_product_kernel(
     depth = tl.arange(0, BK)
     row_ok = (rows < M)[:, None]
     col_ok = (cols < N)[None, :]
-    a = a_ptr + batch * a_b + rows.to(tl.int64)[:, None] * a_m + depth.to(tl.int64)[None, :] * a_k
-    b = b_ptr + batch * b_b + depth.to(tl.int64)[:, None] * b_k + cols.to(tl.int64)[None, :] * b_n
+    a = tile_at(a_ptr, batch, rows, depth, a_b, a_m, a_k)
+    b = tile_at(b_ptr, batch, depth, cols, b_b, b_k, b_n)
     a_step = tl.cast(a_k, tl.int64) * BK
     b_step = tl.cast(b_k, tl.int64) * BK
     large = tl.zeros((BM, BN), tl.float32)
@@ -129,10 +129,7 @@ def halves_product_kernel(
         b += b_step
     acc = (large + small) * 0.00048828125  # 2^-11
     mask = row_ok & col_ok
-    if bad_ptr is not None:
-        # NaN and infinity alone are not equal to themselves less themselves
-        odd = tl.where((acc - acc == 0.0) | ~mask, 0, 1)
-        tl.store(bad_ptr + tl.program_id(0), tl.max(tl.max(odd, 1), 0).to(tl.int8))
+    flag(acc, mask, bad_ptr)
     row_factor = tl.load(row_factor_ptr + batch * row_b + rows, mask=rows < M, other=0.0)[:, None]
     if col_factor_ptr is not None:
         col_factor = tl.load(col_factor_ptr + batch * col_b + cols, mask=cols < N, other=0.0)[None, :]
@@ -148,7 +145,7 @@ def halves_product_kernel(
 
 
 SPLIT_SOURCES = (split_rows_kernel, halved, finite_size, lift_of, power_of_two)
-SOURCES = (*SPLIT_SOURCES, halves_product_kernel, tile_of, finish)
+SOURCES = (*SPLIT_SOURCES, halves_product_kernel, tile_of, tile_at, flag, finish)
 
 
 def padded(depth: int) -> int:

@@ -24,7 +24,7 @@ from sparsecomp.lowering.signature import Device
 from sparsecomp.lowering.spmm_nm import SpmmNM
 from sparsecomp.lowering.template import Config, Template
 from sparsecomp.lowering.templates.dense_product import GROUP, tile_count, tile_of
-from sparsecomp.lowering.templates.epilogue import dot, finish, precision
+from sparsecomp.lowering.templates.epilogue import dot, finish, flag, precision
 from sparsecomp.lowering.templates.spmm_nm import _put, nm_repair_kernel, spmm_nm_kernel, spread
 
 _MOST_PARTS = 512
@@ -284,6 +284,7 @@ SEMI_STRUCTURED = Template(
         _put,
         tile_of,
         dot,
+        flag,
         finish,
         Plan,
         _Guarded,

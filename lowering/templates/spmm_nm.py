@@ -18,7 +18,7 @@ from sparsecomp.lowering.spmm_csr import unsupported
 from sparsecomp.lowering.spmm_nm import SpmmNM
 from sparsecomp.lowering.template import Config, Template
 from sparsecomp.lowering.templates.dense_product import GROUP, tile_count, tile_of
-from sparsecomp.lowering.templates.epilogue import dot, finish, precision
+from sparsecomp.lowering.templates.epilogue import dot, finish, flag, precision
 from sparsecomp.lowering.templates.product_cost import product_seconds
 
 _REPAIR_ROWS = 16
@@ -96,8 +96,7 @@ def spmm_nm_kernel(
         b = tl.load(b_cols + k.to(tl.int64)[:, None] * dense_k, mask=ok[:, None] & col_ok, other=0.0)
         acc = dot(a, b, acc, PRECISION)
     mask = row_ok & col_ok
-    odd = tl.where((acc - acc == 0.0) | ~mask, 0, 1)
-    tl.store(bad_ptr + tl.program_id(0), tl.max(tl.max(odd, 1), 0).to(tl.int8))
+    flag(acc, mask, bad_ptr)
     finish(
         acc, bias_ptr, residual_ptr, out_ptr, batch, rows, cols, mask,
         out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
@@ -194,7 +193,7 @@ _spreading = _bm * _bk * _keep * 3 / 2.0e11
 SPMM_NM = Template(
     name="spmm_nm",
     op="spmm_nm",
-    sources=(spmm_nm_kernel, nm_repair_kernel, spread, _put, tile_of, dot, finish),
+    sources=(spmm_nm_kernel, nm_repair_kernel, spread, _put, tile_of, dot, flag, finish),
     refuse=_refuse,
     space=_space,
     cost=Cost(
