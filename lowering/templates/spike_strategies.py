@@ -5,6 +5,7 @@ to estimate, so that no cost is declared here.
 """
 
 from functools import partial
+from typing import Any
 
 import sympy
 import torch.nn.functional as F
@@ -14,6 +15,15 @@ from sparsecomp.lowering import spike_conv, strategies
 from sparsecomp.lowering.cost import Cost
 from sparsecomp.lowering.strategies import SiteInfo, padding
 from sparsecomp.lowering.template import Config, Template
+from sparsecomp.lowering.templates import binary_conv, binary_conv_hopper, event_conv, pack_weight, prescan, skip_conv
+
+# Templates that a module holds by name are taken for its own: here they stay in tuples.
+_BINARY = (
+    pack_weight.PACK_WEIGHT, prescan.CAST_FLAT, prescan.CAST_STRIDED, binary_conv.BINARY_CONV,
+    binary_conv_hopper.BINARY_CONV_HOPPER,
+)  # fmt: skip
+_EVENT = (*_BINARY, event_conv.FIND_EVENTS, event_conv.PACK_EVENTS, event_conv.ACCUMULATE)
+_SKIP = (*_BINARY, skip_conv.SCAN_PIXELS, skip_conv.LIST_ROWS)
 
 
 def _dense(site: SiteInfo, x: Tensor, x8: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -28,12 +38,12 @@ def _sparse(strategy: str, site: SiteInfo, x: Tensor, x8: Tensor, weight: Tensor
     out.set_(spike_conv.conv2d(x8 if site.fused else x, weight, None, *window, site.digits, strategy))
 
 
-def _template(strategy: str) -> Template[SiteInfo]:
+def _template(strategy: str, *kernels: Template[Any]) -> Template[SiteInfo]:
     run = _dense if strategy == "dense" else partial(_sparse, strategy)
     return Template(
         name=strategy,
         op="spike_conv2d",
-        sources=(),
+        sources=tuple(source for kernel in kernels for source in kernel.sources),
         refuse=lambda site, device: None if strategy in strategies.able(site) else "it cannot serve this input",
         space=lambda site, device: [Config()],
         cost=Cost(bytes=sympy.Integer(0)),
@@ -41,4 +51,7 @@ def _template(strategy: str) -> Template[SiteInfo]:
     )
 
 
-DENSE, BINARY, EVENT, SKIP = map(_template, ("dense", "binary", "event", "skip"))
+DENSE = _template("dense")
+BINARY = _template("binary", *_BINARY)
+EVENT = _template("event", *_EVENT)
+SKIP = _template("skip", *_SKIP)
