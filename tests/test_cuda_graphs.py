@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_devices import graph_of
 
 import sparsecomp.ops as ops
 
@@ -12,24 +13,12 @@ pytestmark = [
 ]
 
 
-def captured(call):
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            out = call()
-    torch.cuda.synchronize()
-    return graph, out
-
-
 @pytest.mark.parametrize("strategy", ["binary", "event", "skip"])
 @pytest.mark.parametrize("later_density", [0.0, 0.02, 0.9])
 def test_convolution_replays_on_new_values(strategy, later_density):
     x = (torch.rand(2, 32, 9, 9, device="cuda") < 0.02).float().contiguous(memory_format=torch.channels_last)
     w = torch.randn(48, 32, 3, 3, device="cuda")
-    graph, out = captured(lambda: ops.spike_conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, 3, strategy))
+    graph, out = graph_of(lambda: ops.spike_conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, 3, strategy))
     x.copy_(torch.rand_like(x) < later_density)
     w.copy_(torch.randn_like(w))
     graph.replay()
@@ -41,7 +30,7 @@ def test_convolution_replays_on_new_values(strategy, later_density):
 @pytest.mark.parametrize("strategy", ["binary", "event", "skip"])
 def test_linear_replays_on_new_values(strategy):
     x, w = (torch.rand(70, 64, device="cuda") < 0.02).float(), torch.randn(96, 64, device="cuda")
-    graph, out = captured(lambda: ops.spike_linear(x, w, None, 3, strategy))
+    graph, out = graph_of(lambda: ops.spike_linear(x, w, None, 3, strategy))
     x.copy_(torch.rand_like(x) < 0.3)
     w.copy_(torch.randn_like(w))
     graph.replay()
@@ -53,7 +42,7 @@ def test_linear_replays_on_new_values(strategy):
 def test_neuron_replays_on_new_values():
     x = torch.randn(4, 2, 8, 5, 5, device="cuda")
     args = (None, 0.0, None, None, None, None, 0.0, "lif", 2.0, None, True, 0.5, 0.0)
-    graph, (spikes, last) = captured(lambda: ops.lif(x, *args))
+    graph, (spikes, last) = graph_of(lambda: ops.lif(x, *args))
     x.copy_(2 * torch.randn_like(x))
     graph.replay()
     torch.cuda.synchronize()

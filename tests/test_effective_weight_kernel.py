@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compile_kernel import compile_in_subprocess
-from kernel_devices import DEVICES, KERNEL_DEVICES
+from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of
 
 from sparsecomp.errors import MaskError
 from sparsecomp.lowering import effective_weight as lowered
@@ -160,10 +160,7 @@ def test_a_cuda_graph_reads_the_mask_anew_unless_it_was_promised_to_stay(frozen)
         return whole, *split_pruned(whole, mask, theta.shape[0])
 
     with frozen_weights() if frozen else torch.no_grad():
-        both()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            whole, kept, rest = both()
+        graph, (whole, kept, rest) = graph_of(both)
     mask.copy_(mask.flip(0))
     weight.neg_()
     graph.replay()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compile_kernel import compile_in_subprocess
-from kernel_devices import DEVICES, KERNEL_DEVICES
+from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of
 
 from sparsecomp.errors import MaskError
 from sparsecomp.lowering import selective_step as lowered
@@ -213,10 +213,7 @@ def test_a_cuda_graph_reads_steps_rate_and_gradient_anew():
         steps.add_(1)
         selective_step(weight, grad, pruned, *slots, steps, **{**SETTINGS, "lr": rate})
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = graph_of(step)
     for held in (steps, *slots):
         held.zero_()
     for place, new in enumerate(gradients(14, (300, 500))):

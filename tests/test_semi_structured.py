@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from fake_cusparselt import half_of_each_four, installed
-from kernel_devices import KERNEL_DEVICES
+from kernel_devices import KERNEL_DEVICES, graph_of
 
 from sparsecomp import ops
 from sparsecomp.errors import FormatError, LibraryError
@@ -424,19 +424,6 @@ for element in ("*fp16", "*bf16"):
     assert printed.split() == ["True"] * 3
 
 
-def captured(call):
-    """A CUDA graph of a call, after one call outside of it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
 @pytest.fixture
 def cuda(monkeypatch):
     """The real library on a GPU."""
@@ -479,7 +466,7 @@ def test_algorithms_of_the_library(cuda):
 @on_gpu
 def test_a_graph_sees_new_inputs_biases_and_weights(cuda):
     case = Case(cuda, 256, 512, 128)
-    graph = captured(lambda: case.run(activation="relu"))
+    graph, _ = graph_of(lambda: case.run(activation="relu"))
     for factor in (1.0, -2.0):
         case.dense.copy_(torch.randn_like(case.dense))
         case.bias.copy_(torch.randn_like(case.bias))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_devices import DEVICES
+from kernel_devices import DEVICES, graph_of
 from torch import Tensor, nn
 
 import sparsecomp
@@ -158,16 +158,7 @@ def recorded(call: Callable[[], list[Tensor]], device: str) -> tuple[Callable[[]
                 old.copy_(new)
 
         return again, results
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            results = call()
-    torch.cuda.synchronize()
+    graph, results = graph_of(call)
 
     def replay() -> None:
         graph.replay()
