@@ -1,9 +1,9 @@
-"""Layers on a masked weight: in inference the weight is folded; in training it is left to Inductor, with the reason.
+"""Layers on a masked weight: in inference the weight is folded, in training one with a theta is merged in one pass.
 
 Without gradients a weight that is a formula of parameters and buffers is a constant until one of them changes. It is
 computed once, packed in the format that is estimated to be the fastest, and made anew when a source's version says so
-(`sparsecomp.ops.folded_weight`). With gradients the multiplication by the mask is one elementwise operator, which
-Inductor fuses by itself.
+(`sparsecomp.ops.folded_weight`). With gradients the multiplication by a mask is one elementwise operator, which
+Inductor fuses by itself; what scatters a vector to the pruned elements it does not (`sparsecomp.passes.merged_weight`).
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.ops.folded_weight import FOLDS, formula
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked_fold import Choice, choose
+from sparsecomp.passes.merged_weight import merge
 from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, replays, sizes
 from sparsecomp.passes.spike_operand import cast
 from sparsecomp.passes.weight_formula import (
@@ -27,6 +28,7 @@ from sparsecomp.passes.weight_formula import (
     factors,
     formula_of,
     has_writes,
+    is_layer,
     is_mask,
     is_view,
     writes_elsewhere,
@@ -62,7 +64,11 @@ def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
         return evidence if isinstance(evidence, Refusal) else None
     if ctx.options.implementation == "dense":
         return refuse(Why.FORCED_DENSE)
-    problem = _varies(masked, op.node, values, ctx) or _unfit(op, masked, ctx)
+    problem = _varies(masked, op.node, values, ctx)
+    if problem is None and ctx.gradients and _needs_gradient(op.node, masked, values):
+        merged = merge(op, masked, values, ctx)
+        return merged if isinstance(merged, Plan) else refuse(Why.MASKED_AS_WRITTEN, detail=merged)
+    problem = problem or _unfit(op, masked, ctx)
     if problem is not None:
         return refuse(Why.MASKED_AS_WRITTEN, detail=problem)
     return _folded(op, masked, values, ctx)
@@ -125,18 +131,12 @@ def _varies(
         if values[source].is_inference():
             return f"`{source.target}` was made in inference mode, so that no version tells of its changes"
     written = writes_elsewhere(masked, layer, ctx)
-    if written is not None:
-        return f"`{written.name}` may be written to in this graph"
-    if ctx.gradients and any(_needs_gradient(read, values) for read in (*layer.all_input_nodes, *masked.sources)):
-        return (
-            "it may need a gradient where the graph runs op by op" if ctx.eager else
-            f"in training its {masked.spelled()} is elementwise, which Inductor fuses into one kernel"
-        )  # fmt: skip
-    return None
+    return None if written is None else f"`{written.name}` may be written to in this graph"
 
 
-def _needs_gradient(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> bool:
-    return bool(getattr(values.get(node, example_of(node)), "requires_grad", False))
+def _needs_gradient(layer: fx.Node, masked: Formula, values: Mapping[fx.Node, torch.Tensor]) -> bool:
+    read = (values.get(node, example_of(node)) for node in (*layer.all_input_nodes, *masked.sources))
+    return any(getattr(value, "requires_grad", False) for value in read)
 
 
 def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
@@ -166,8 +166,8 @@ def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Ten
     assert isinstance(weight, torch.Tensor)
     weight = weight.to(dtype)
     choice = choose(op, weight.mT if op.name == "matmul" else weight, ctx)
-    base, readers = masked.base(), masked.readers()
-    outside = [user for user in readers if not _is_layer(user)]
+    base = masked.base()
+    outside = [user for user in masked.readers() if not is_layer(user)]
     beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
     if choice.format == "dense" and beside is not None:
         return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{beside.name}` reads it too, so it is computed all the same")
@@ -175,14 +175,8 @@ def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Ten
         f"{masked.spelled()} of parameters and buffers is folded, and made anew when a version counter moves; "
         f"{choice.described} by {choice.kernel}: {choice.reason}"
     )
-    last = max(readers, key=ctx.analysis.order.__getitem__) is op.node
-    unused = tuple(reversed(masked.nodes)) if last and not outside else ()
+    unused = masked.unread_after(op.node, ctx)
     return Plan(lambda: {op.node: _build(op, masked, choice, values)}, reason, choice.name, "", choice.gain, unused)
-
-
-def _is_layer(node: fx.Node) -> bool:
-    op = op_of(node)
-    return op is not None and op.name in LAYERS
 
 
 def _build(op: CanonicalOp, masked: Formula, choice: Choice, values: Mapping[fx.Node, torch.Tensor]) -> fx.Node:

@@ -69,6 +69,13 @@ class Formula:
         """Who reads intermediate results or the weight, besides the formula."""
         return [user for node in self.nodes for user in node.users if user not in self.nodes]
 
+    def unread_after(self, layer: fx.Node, ctx: Context) -> tuple[fx.Node, ...]:
+        """What nothing reads any more once a layer, and all before it, read something else; the last first."""
+        readers = self.readers()
+        last = max(readers, key=ctx.analysis.order.__getitem__) is layer
+        others = any(reader is not layer and not is_layer(reader) for reader in readers)
+        return tuple(reversed(self.nodes)) if last and not others else ()
+
     def values(self, known: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, Any]:
         """What every node gives for these values of the sources."""
         found: dict[fx.Node, Any] = {source: known[source] for source in self.sources}
@@ -133,6 +140,12 @@ def is_view(node: fx.Node) -> bool:
     """Whether a call may give its first argument's memory again."""
     op = op_of(node)
     return op is not None and op.name in _VIEWS
+
+
+def is_layer(node: fx.Node) -> bool:
+    """Whether a call can have a folded weight."""
+    op = op_of(node)
+    return op is not None and op.name in LAYERS
 
 
 def has_writes(formula: Formula) -> bool:

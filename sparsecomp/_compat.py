@@ -128,6 +128,22 @@ below_autograd = cast(Any, torch._C)._AutoDispatchBelowADInplaceOrView
 """Context within which operators neither record gradients nor views."""
 
 
+def in_backward() -> bool:
+    """Whether a backward pass calls, which on CUDA is another thread than the one that asked for it."""
+    return cast(Any, torch._C)._current_graph_task_id() != -1
+
+
+@contextmanager
+def above_autograd() -> Iterator[None]:
+    """Within an operator: the operators that it calls record gradients and views again."""
+    core: Any = torch._C
+    excluded = core._dispatch_tls_local_exclude_set()
+    for key in (core.DispatchKey.AutogradFunctionality, core.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
 def ambient_modes() -> tuple[Any, ...]:
     """The modes of this thread under which operators mean something else."""
     devices = ("cpu", "cuda")

@@ -553,7 +553,7 @@ def test_a_capture_takes_the_kept_weight_only_where_that_is_promised(frozen, mon
     sources = [inputs(96, 64, seed=4).as_subclass(OnCuda), inputs(96, 64, seed=5)]
     folds, name = folded_weight.Folds(), name_of_product()
     weight = folded_weight.packed(inputs(96, 64), "csr", (1, 1))
-    kept = folds._keep((name, "csr", (1, 1), *map(id, sources)), sources, weight)
+    kept = folds._keep(folded_weight.key_of(sources, name, "csr", (1, 1)), sources, weight)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with frozen_weights() if frozen else nullcontext():
         found = folds.of(sources, name, "csr", (1, 1))

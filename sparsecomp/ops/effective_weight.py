@@ -90,22 +90,30 @@ def _check_merge(weight: Tensor, theta: Tensor, mask: Tensor) -> None:
     _check(weight, mask, theta.shape[0])
 
 
-def _check_count(mask: Tensor, pruned: int) -> None:
-    found = mask.numel() - int(mask.sum())
-    if found != pruned:
-        raise MaskError(f"the mask prunes {found} elements, not {pruned}: gather theta again after a change of it")
+_POSITIONS = named_formula("pruned positions of a mask", lambda mask: (~mask).reshape(-1).nonzero()[:, 0])
+
+
+def _positions(mask: Tensor, pruned: int) -> Tensor:
+    found = FOLDS.of([mask], _POSITIONS, "dense", (1, 1)).values
+    if found.shape[0] != pruned:
+        raise MaskError(f"the mask prunes {found.shape[0]} elements, not {pruned}: gather theta again after a change")
+    return found
 
 
 def _merge_cpu(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
     _check_merge(weight, theta, mask)
-    _check_count(mask, theta.shape[0])
-    return _merged(weight, theta, mask)
+    out = weight.clone(memory_format=torch.contiguous_format)
+    out.view(-1).index_copy_(0, _positions(mask, theta.shape[0]), theta)
+    return out
 
 
 def _split_cpu(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
     _check(whole, mask, pruned)
-    _check_count(mask, pruned)
-    return _split(whole, mask, pruned, active, rest)
+    positions, nothing = _positions(mask, pruned), whole.new_empty(0)
+    kept = whole.clone(memory_format=torch.contiguous_format) if active else nothing
+    if active:
+        kept.view(-1).index_fill_(0, positions, 0)
+    return kept, whole.reshape(-1).index_select(0, positions) if rest else nothing
 
 
 def _merged(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:

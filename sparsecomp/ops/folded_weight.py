@@ -36,16 +36,25 @@ def named_formula(name: str, function: Callable[..., Tensor]) -> str:
     return name
 
 
-def computed(sources: Sequence[Tensor], name: str) -> Tensor:
-    """What the formula of that name gives.
+def named(name: str) -> Callable[..., Tensor]:
+    """The function of the sources that a name means.
 
     Raises:
         FormatError: no graph of this process has that formula.
     """
     if name not in _FORMULAS:
         raise FormatError(f"formula {name!r} is unknown in this process: compile the model here")
+    return _FORMULAS[name]
+
+
+def computed(sources: Sequence[Tensor], name: str) -> Tensor:
+    """What the formula of that name gives.
+
+    Raises:
+        FormatError: as in `named`.
+    """
     with torch.no_grad():
-        return _FORMULAS[name](*sources)
+        return named(name)(*sources)
 
 
 class Packed(NamedTuple):
@@ -106,9 +115,19 @@ class _Kept:
         """Whether it still is what the formula gives."""
         made_of = zip(sources, self.sources, self.versions, self.memory, strict=True)
         return all(
-            known() is source and source._version == version and source.is_set_to(memory)
+            source._version == version and _unchanged(known(), source, version) and source.is_set_to(memory)
             for source, known, version, memory in made_of
         )
+
+
+def key_of(sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int]) -> tuple[object, ...]:
+    """What a packed weight is found by."""
+    return (name, format, block, *(source.data_ptr() for source in sources))
+
+
+def _unchanged(known: Tensor | None, source: Tensor, version: int) -> bool:
+    """Whether a source is a known tensor, or an alias of one that is as it was, such as a backward pass is given."""
+    return known is source or (known is not None and known._version == version)
 
 
 class Folds:
@@ -127,7 +146,7 @@ class Folds:
         """The weight that a formula gives now, packed; safe to read on the current stream."""
         if any(source.is_inference() for source in sources):
             return self._make(sources, name, format, block)  # such tensors have no version
-        key = (name, format, block, *map(id, sources))
+        key = key_of(sources, name, format, block)
         kept = self._kept.get(key)
         if any(source.is_cuda for source in sources) and torch.cuda.is_current_stream_capturing():
             if kept is None or not are_frozen() or not kept.current(sources):

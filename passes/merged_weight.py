@@ -1,0 +1,162 @@
+"""Where a masked weight is trained: formulas that are the effective weight of a weight and a theta become one operator.
+
+Which part of a formula that is, is found by trying (see `sparsecomp.ops.merged_weight`); here it is made sure that the
+formula is linear in what is trained, so that trying proves it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import takewhile
+
+import torch
+from torch import fx
+
+import sparsecomp.ops.merged_weight  # noqa: F401  (registers the operators)
+from sparsecomp.lowering.frozen import are_frozen
+from sparsecomp.ops.merged_weight import Form, merging
+from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.rule import Context, Plan, call, replays
+from sparsecomp.passes.weight_formula import Formula, formula_of, is_layer, is_view
+
+LEAST = 1 << 20
+"""Elements of a weight from which on merging pays, in two operators a step; of fewer Inductor's kernels are as fast."""
+_CASTS = ("to", "type_as", "float", "double", "half", "bfloat16")
+_LINEAR = {
+    "add": (0, 1), "sub": (0, 1), "rsub": (0, 1), "neg": (0,), "clone": (0,), "mul": (0, 1), "div": (0,),
+    "where": (1, 2), "masked_fill": (0,), "masked_scatter": (0, 2), "index_put": (0, 2), "index_copy": (0, 3),
+    "index_fill": (0,), "scatter": (0, 3), "setitem": (0, 2), **dict.fromkeys(_CASTS, (0,)),
+}  # fmt: skip
+"""By operator: the places of arguments whose sum, each times constants, is the result."""
+_SHAPES = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+"""Operators that read no values of their first argument."""
+
+
+def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Plan | str:
+    """The plan to train a layer's weight as an effective weight, or why it is trained as it was written.
+
+    Args:
+        op: the layer.
+        values: of the sources that stay from call to call.
+    """
+    for core in _inner(masked.result):
+        part = formula_of(core, op.node, ctx)
+        trained = None if part is None else _trained(part, values)
+        if part is None or trained is None or not _selectors(part, trained) or not _is_linear(part, trained):
+            continue
+        problem = _unfit(part, op.node, masked, ctx)
+        if problem is not None:
+            return problem
+        name = _named(part, trained, values)
+        if name is not None:
+            return _plan(op, masked, core, (*trained, *_selectors(part, trained)), name, ctx)
+    return f"in training its {masked.spelled()} is elementwise, which Inductor fuses into one kernel"
+
+
+def _inner(result: fx.Node) -> Iterator[fx.Node]:
+    """The weight, and what it is a view or a cast of."""
+    node = result
+    while True:
+        yield node
+        op = op_of(node)
+        if op is None or not (is_view(node) or op.name in _CASTS) or not isinstance(op.input, fx.Node):
+            return
+        node = op.input
+
+
+def _trained(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> tuple[fx.Node, fx.Node] | None:
+    """The weight and theta of a formula; None if it has no such two sources."""
+    found = [node for node in part.sources if isinstance(values[node], torch.nn.Parameter)]
+    result, examples = example_of(part.result), [example_of(node) for node in found]
+    if len(found) != 2 or result is None or any(one is None or one.dtype is not result.dtype for one in examples):
+        return None
+    whole = [node for node, one in zip(found, examples, strict=True) if one.shape == result.shape]
+    if len(whole) != 1 or not result.dtype.is_floating_point:
+        return None
+    return whole[0], next(node for node in found if node is not whole[0])
+
+
+def _selectors(part: Formula, trained: tuple[fx.Node, fx.Node]) -> list[fx.Node]:
+    return [node for node in part.sources if node not in trained]
+
+
+def _is_linear(part: Formula, trained: tuple[fx.Node, fx.Node]) -> bool:
+    """Whether each step gives, of what depends on the trained, a sum of it times constants."""
+    moving = set(trained)
+    for node in part.nodes:
+        op = op_of(node)
+        read = [argument for argument in node.all_input_nodes if _base(argument) in moving]
+        if op is None or not read or (op.name in _SHAPES and read == [op.input]):
+            continue
+        if not is_view(node) and not _is_linear_step(op, read):
+            return False
+        moving.add(_base(node))
+        if op.inplace and isinstance(op.input, fx.Node):
+            moving.add(_base(op.input))
+    return True
+
+
+def _is_linear_step(op: CanonicalOp, read: list[fx.Node]) -> bool:
+    args = op.node.args
+    places = [place for place, argument in enumerate(args) if argument in read]
+    by_name = any(argument in read for argument in op.node.kwargs.values())
+    # torch.where's arguments are in another order as a method; a product of two would be none of constants
+    if by_name or "reduce" in op.node.kwargs or (op.name == "where" and op.node.op == "call_method"):
+        return False
+    nested = set(read) - {args[place] for place in places}
+    alone = op.name != "mul" or len(places) == 1
+    return not nested and alone and set(places) <= set(_LINEAR.get(op.name, ()))
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a node's memory may be that of."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _unfit(part: Formula, layer: fx.Node, masked: Formula, ctx: Context) -> str | None:
+    """Why merging would not pay, or cannot be expressed; None if it may."""
+    example = example_of(part.result)
+    if ctx.eager:
+        return "it may need a gradient where the graph runs op by op"
+    if any(type(size) is not int for size in example.shape):
+        return "its sizes are dynamic"
+    if example.numel() < LEAST:
+        return f"Inductor trains its {example.numel()} elements as fast (from {LEAST} on they are merged)"
+    if replays(ctx.options, example.device) and not are_frozen():
+        return "a replayed CUDA graph asks for no versions: compile and call within sparsecomp.ops.frozen_weights()"
+    beside = next((user for user in masked.readers() if user is not layer and not is_layer(user)), None)
+    if beside is not None:
+        return f"`{beside.name}` reads it too, so it is computed all the same"
+    return None
+
+
+def _named(part: Formula, trained: tuple[fx.Node, fx.Node], values: Mapping[fx.Node, torch.Tensor]) -> str | None:
+    """What the operator knows the formula by; None if it is not the effective weight."""
+    weight, theta = (example_of(node) for node in trained)
+    form = Form(tuple(weight.shape), tuple(theta.shape), weight.dtype, weight.device)
+    selectors = _selectors(part, trained)
+    ordered = replace(part, sources=(*trained, *selectors))
+    return merging(ordered.module(None, flip=False), form, [values[node] for node in selectors])
+
+
+def _plan(op: CanonicalOp, masked: Formula, core: fx.Node, reads: tuple[fx.Node, ...], name: str, ctx: Context) -> Plan:
+    weight, theta, *selectors = reads
+
+    def build() -> dict[fx.Node, fx.Node]:
+        graph, target = op.node.graph, torch.ops.sparsecomp.merged_weight.default
+        args = (weight, theta, selectors, name)
+        # another layer on the same weight may have it already
+        made = next((user for user in weight.users if user.target is target and user.args == args), None)
+        copies = {core: made or call(graph, core, target, *args)}
+        for node in reversed(list(takewhile(lambda node: node is not core, _inner(masked.result)))):
+            copies[node] = graph.node_copy(node, lambda old: copies.get(old, old))
+        return {op.node: graph.node_copy(op.node, lambda old: copies.get(old, old))}
+
+    size = "x".join(map(str, example_of(core).shape))
+    reason = (
+        f"in training the {size} {masked.spelled()} of `{weight.target}` and `{theta.target}` is one pass, and its "
+        f"gradients another; proved for the masks and positions as they are, and again when they change; for finite "
+        f"values"
+    )
+    return Plan(build, reason, "merged", "", None, masked.unread_after(op.node, ctx))

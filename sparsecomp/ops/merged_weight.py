@@ -1,0 +1,165 @@
+"""Effective weights that a model writes in plain torch, trained as `sparsecomp.ops.effective_weight`.
+
+People write M * W + (1 - M) * Phi(theta) in many ways, by masks and by lists of positions. A way is not recognised by
+its operators but tried: it is linear in the weight and in theta, so that where it gives the effective weight of random
+numbers it gives that of all. The masks and positions it reads are buffers, which may change between calls: what was
+proved holds as long as their versions, and is tried again after that. Where it no longer holds, or where a CUDA graph
+is captured whose replays could not ask, the operators compute what was written.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from sparsecomp import _compat
+from sparsecomp.lowering.frozen import are_frozen
+from sparsecomp.ops.effective_weight import effective_weight, split_pruned
+from sparsecomp.ops.folded_weight import FOLDS, computed, formula, named, named_formula
+from sparsecomp.ops.library import library
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+library.define("merged_weight(Tensor weight, Tensor theta, Tensor[] selectors, str formula) -> Tensor", tags=_TAGS)
+library.define(
+    "merged_weight_grads(Tensor grad, SymInt[] theta, Tensor[] selectors, str formula, bool active, bool rest) "
+    "-> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+_PROBES = 4
+"""Sets of random numbers. Two numbers of a set are the same bfloat16 in one case of a hundred."""
+
+
+class Form(NamedTuple):
+    """What a formula is given beside its selectors: tensors of one dtype on one device.
+
+    Attributes:
+        weight, theta: shapes.
+    """
+
+    weight: tuple[int, ...]
+    theta: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def merging(gm: fx.GraphModule, form: Form, selectors: list[Tensor]) -> str | None:
+    """A name for the function ``(weight, theta, *selectors)`` that a graph computes; None unless it is the effective
+    weight now.
+
+    Args:
+        gm: without attributes, pure, and linear in both of the first arguments.
+        form: what they are like.
+        selectors: what it reads else.
+
+    Returns:
+        What `merged_weight` is to be given as `formula`.
+    """
+    name = named_formula(f"{formula(gm)} of {form}", gm.forward)
+    named_formula(_proof_of(name), lambda *selectors: _proved(gm.forward, form, selectors))
+    return None if _mask_of(selectors, name) is None else name
+
+
+def merged_weight(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str) -> Tensor:
+    """What a formula gives, in one pass where it is the effective weight of `weight` and `theta`.
+
+    Args:
+        weight, theta, selectors: as the formula was proved with.
+        formula: from `merging`.
+
+    Returns:
+        Of the weight's shape and dtype. Gradients flow to weight and theta.
+
+    Raises:
+        FormatError: an unknown formula.
+    """
+    return torch.ops.sparsecomp.merged_weight.default(weight, theta, selectors, formula)
+
+
+def _proof_of(name: str) -> str:
+    return f"proof of {name}"
+
+
+def _proved(function: Callable[..., Tensor], form: Form, selectors: tuple[Tensor, ...]) -> Tensor:
+    """The mask of which a function is the effective weight; no elements if it is none."""
+    factory: dict[str, Any] = {"dtype": form.dtype, "device": form.device}
+    random = torch.Generator(form.device).manual_seed(0)
+    nothing = torch.empty(0, dtype=torch.bool, device=form.device)
+    mask = function(torch.ones(form.weight, **factory), torch.zeros(form.theta, **factory), *selectors) == 1
+    if mask.numel() - int(mask.sum()) != torch.Size(form.theta).numel():
+        return nothing
+    for _ in range(_PROBES):
+        weight, theta = (torch.randn(shape, generator=random, **factory) for shape in (form.weight, form.theta))
+        if not torch.equal(function(weight, theta, *selectors), effective_weight(weight, theta.reshape(-1), mask)):
+            return nothing
+    return mask
+
+
+def _mask_of(selectors: list[Tensor], name: str) -> Tensor | None:
+    """The mask if the proof holds for what the selectors hold now."""
+    if selectors[0].is_cuda and torch.cuda.is_current_stream_capturing() and not are_frozen():
+        return None
+    mask = FOLDS.of(selectors, _proof_of(name), "dense", (1, 1)).values
+    return mask if mask.numel() else None
+
+
+def _merge(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str) -> Tensor:
+    mask = _mask_of(selectors, formula)
+    if mask is None:
+        return computed([weight, theta, *selectors], formula).clone(memory_format=torch.contiguous_format)
+    return effective_weight(weight, theta.reshape(-1), mask)
+
+
+def _grads(
+    grad: Tensor, theta: list[int], selectors: list[Tensor], formula: str, active: bool, rest: bool
+) -> tuple[Tensor, Tensor]:
+    mask = _mask_of(selectors, formula)
+    if mask is None:
+        return _grads_as_written(grad, theta, selectors, formula, active, rest)
+    whole, vector = split_pruned(grad, mask, torch.Size(theta).numel(), active=active, rest=rest)
+    return whole, vector.view(theta) if rest else vector
+
+
+def _grads_as_written(
+    grad: Tensor, theta: list[int], selectors: list[Tensor], formula: str, active: bool, rest: bool
+) -> tuple[Tensor, Tensor]:
+    with _compat.above_autograd():
+        inputs = torch.zeros_like(grad, requires_grad=active), grad.new_zeros(theta).requires_grad_(rest)
+        out = named(formula)(*inputs, *selectors)
+        wanted = [one for one in inputs if one.requires_grad]
+        found = list(torch.autograd.grad(out, wanted, grad, materialize_grads=True))
+    nothing = grad.new_empty(0)
+    whole, vector = found.pop(0) if active else nothing, found.pop(0) if rest else nothing
+    return whole.clone(memory_format=torch.contiguous_format), vector.clone(memory_format=torch.contiguous_format)
+
+
+def _fake_merge(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str) -> Tensor:
+    return weight.new_empty(weight.shape)
+
+
+def _fake_grads(
+    grad: Tensor, theta: list[int], selectors: list[Tensor], formula: str, active: bool, rest: bool
+) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape if active else (0,)), grad.new_empty(theta if rest else (0,))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, theta, selectors, ctx.formula = inputs
+    ctx.theta = theta.shape
+    ctx.save_for_backward(*selectors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    active, rest = ctx.needs_input_grad[:2]
+    of_weight, of_theta = torch.ops.sparsecomp.merged_weight_grads.default(
+        grad, ctx.theta, list(ctx.saved_tensors), ctx.formula, active, rest
+    )
+    return of_weight if active else None, of_theta if rest else None, [None] * len(ctx.saved_tensors), None
+
+
+for _device in ("CPU", "CUDA"):
+    library.impl("merged_weight", _merge, _device)
+    library.impl("merged_weight_grads", _grads, _device)
+torch.library.register_fake("sparsecomp::merged_weight", _fake_merge, lib=library)
+torch.library.register_fake("sparsecomp::merged_weight_grads", _fake_grads, lib=library)
+torch.library.register_autograd("sparsecomp::merged_weight", _backward, setup_context=_save, lib=library)

@@ -1,0 +1,287 @@
+"""The rule for effective weights in training: spellings that are merged, exact gradients, changed masks, what is left."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import rewritten, site
+from test_masked_weight_rule import INPUTS, SPELLINGS, Masked
+from torch import Tensor, nn
+
+import sparsecomp
+from sparsecomp.ops.folded_weight import FOLDS
+from sparsecomp.passes import merged_weight
+
+NAMES = ("weight", "theta", "phi", "bias")
+
+
+def _scattered(m: Any) -> Tensor:
+    return torch.zeros_like(m.weight).view(-1).index_copy(0, m.index, m.theta).view_as(m.weight)
+
+
+def _phi_by_mask(m: Any) -> Tensor:
+    phi = torch.zeros_like(m.weight)
+    phi[~m.mask] = m.theta
+    return phi
+
+
+def _phi_in_place(m: Any) -> Tensor:
+    return torch.zeros_like(m.weight).masked_scatter_(~m.mask, m.theta).add_(m.weight * m.mask)
+
+
+def _rows(m: Any) -> Tensor:
+    flat = m.weight.reshape(-1, 1)
+    return flat.scatter(0, m.index[:, None], m.theta[:, None]).reshape(m.weight.shape)
+
+
+MERGED: dict[str, Callable[[Any], Tensor]] = {
+    **{name: SPELLINGS[name] for name in ("masked_scatter", "index_put", "scatter", "index_copy", "setitem")},
+    "setitem of a view": SPELLINGS["setitem of a view"],
+    "blend of numbers": lambda m: m.numbers * m.weight + (1 - m.numbers) * _scattered(m),
+    "blend of a mask": lambda m: m.mask * m.weight + ~m.mask * _scattered(m),
+    "sum": lambda m: torch.where(m.mask, m.weight, 0) + _scattered(m),
+    "where": lambda m: torch.where(m.mask, m.weight, _phi_by_mask(m)),
+    "where of numbers": lambda m: torch.where(m.numbers > 0.5, m.weight, _scattered(m)),
+    "difference": lambda m: m.weight - (1 - m.numbers) * (m.weight - _scattered(m)),
+    "masked_fill": lambda m: m.weight.masked_fill(~m.mask, 0) + _phi_by_mask(m),
+    "in place": _phi_in_place,
+    "column": _rows,
+    "alias": lambda m: m.weight.clone().view(-1).index_copy_(0, m.index, m.theta).view(m.weight.shape),
+}
+EXACT = set(MERGED) - {"difference"}
+"""Spellings that round nothing themselves."""
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(merged_weight, "LEAST", 1)
+
+
+def trained(call: Callable[[Tensor], Tensor], model: Any, x: Tensor) -> list[Tensor | None]:
+    """The result and all gradients."""
+    model.zero_grad()
+    given = x.clone().requires_grad_()
+    out = call(given)
+    out.square().mean().backward()
+    return [out.detach(), given.grad, *(getattr(model, name).grad for name in NAMES)]
+
+
+def agree(found: list[Tensor | None], wanted: list[Tensor | None], exact: bool = True) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, **({"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}))
+
+
+def judged(model: Any, x: Tensor, **options: Any) -> Any:
+    """The site of a model's last layer, whose results and gradients have been compared with eager ones."""
+    reports = []
+
+    def call(x: Tensor) -> Tensor:
+        out, report = rewritten(model, x, **{"implementation": "auto", "strict": True, **options})
+        reports.append(report)
+        return out
+
+    agree(trained(call, model, x), trained(model, model, x))
+    found = site(reports[0], "masked_weight")
+    if found.rewritten:
+        assert "sparsecomp.merged_weight.default(" in reports[0].graph_after
+    return found
+
+
+@pytest.mark.parametrize("layer", ["linear", "conv2d"])
+@pytest.mark.parametrize("spelling", MERGED)
+def test_spellings_are_merged_with_eager_gradients(spelling, layer):
+    model = Masked(MERGED[spelling], layer)
+    x = torch.randn(INPUTS[layer], generator=torch.Generator().manual_seed(2))
+    if spelling in EXACT:
+        found = judged(model, x)
+        assert found.rewritten and found.implementation == "merged"
+        size = "x".join(map(str, model.weight.shape))
+        assert f"in training the {size} " in found.reason and "for finite values" in found.reason
+    else:
+        assert not judged(model, x).rewritten
+
+
+X = torch.randn(INPUTS["linear"], generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def compiled():
+    """A model that is trained through the backend, and how often its proof was made in a step."""
+    torch._dynamo.reset()
+    model = Masked(MERGED["blend of numbers"])
+    run = torch.compile(model, backend="sparsecomp", fullgraph=True)
+
+    def proofs() -> int:
+        before = FOLDS.made
+        agree(trained(run, model, X), trained(model, model, X), exact=False)
+        assert site(sparsecomp.last_report(), "masked_weight").implementation == "merged"
+        return FOLDS.made - before
+
+    proofs()
+    assert proofs() == 0
+    return model, proofs
+
+
+def _prune(model: Any, mask: Tensor) -> None:
+    """Other elements, as many of them."""
+    with torch.no_grad():
+        model.mask.copy_(mask)
+        model.numbers.copy_(mask.float())
+        model.index.copy_((~mask).flatten().nonzero()[:, 0])
+
+
+def test_weights_may_change_without_another_proof(compiled):
+    model, proofs = compiled
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        assert proofs() == 0
+        optimizer.step()
+
+
+def test_another_mask_is_proved_once(compiled):
+    model, proofs = compiled
+    _prune(model, model.mask.flip(0))
+    assert proofs() == 2  # the proof and the positions
+    assert proofs() == 0
+
+
+@pytest.mark.parametrize("break_it", ["order", "mask", "half", "twice"])
+def test_a_formula_that_becomes_another_is_computed_as_written(compiled, break_it):
+    model, proofs = compiled
+    with torch.no_grad():
+        if break_it == "order":
+            model.index.copy_(model.index.flip(0))
+        elif break_it == "mask":
+            model.numbers.copy_(1 - model.numbers)
+        elif break_it == "half":
+            model.numbers.mul_(0.5)
+        else:
+            model.index[1] = model.index[0]
+            model.theta[1] = model.theta[0]
+    assert proofs() in (1, 2)  # with the positions of a mask that might have been
+    assert proofs() == 0
+    model.numbers.copy_(model.mask.float())
+    model.index.copy_((~model.mask).flatten().nonzero()[:, 0])
+    assert proofs() == 2
+    assert proofs() == 0
+
+
+def test_a_mask_that_prunes_fewer_is_followed():
+    torch._dynamo.reset()
+    model = Masked(MERGED["masked_scatter"])
+    run = torch.compile(model, backend="sparsecomp")
+    agree(trained(run, model, X), trained(model, model, X), exact=False)
+    model.mask[:10] = True
+    agree(trained(run, model, X), trained(model, model, X), exact=False)
+    model.mask[:10] = False
+    with pytest.raises(RuntimeError):
+        run(X)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "theta"])
+def test_one_of_the_two_may_be_frozen(frozen):
+    model = Masked(MERGED["blend of a mask"])
+    getattr(model, frozen).requires_grad_(False)
+    assert judged(model, X).rewritten
+
+
+def test_in_half_precision():
+    model = Masked(MERGED["index_copy"]).bfloat16()
+    assert judged(model, X.bfloat16()).rewritten
+
+
+def test_under_autocast():
+    model = Masked(MERGED["masked_scatter"])
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x).float()
+
+    run = torch.compile(Cast(), backend="sparsecomp")
+    torch._dynamo.reset()
+    agree(trained(run, model, X), trained(Cast(), model, X), exact=False)
+    assert site(sparsecomp.last_report(), "masked_weight").implementation == "merged"
+
+
+class Other(nn.Module):
+    """A layer that reads its effective weight in a way of the test's."""
+
+    def __init__(self, forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        inner = Masked(MERGED["setitem"])
+        self.weight, self.theta, self.phi, self.bias = inner.weight, inner.theta, inner.phi, inner.bias
+        self.register_buffer("mask", inner.mask)
+        self.register_buffer("index", inner.index)
+        self.register_buffer("numbers", inner.numbers)
+        self.call = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x, self.weight.masked_scatter(~self.mask, self.theta))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, x, w: x @ w.t(),
+        lambda m, x, w: x.double() @ w.double().mT,
+        lambda m, x, w: torch.addmm(m.bias, x.flatten(0, 1), w.t()),
+        lambda m, x, w: F.linear(x, w, m.bias) + F.linear(x.neg(), w),
+        lambda m, x, w: F.linear(x, w[:128]),
+    ],
+)
+def test_other_layers_and_views_of_the_weight(call):
+    assert judged(Other(call), X).rewritten
+
+
+def test_two_layers_share_one_merged_weight():
+    model = Other(lambda m, x, w: F.linear(x, w, m.bias) + F.linear(x.neg(), w))
+    _, report = rewritten(model, X, implementation="auto", strict=True)
+    calls = [line for line in report.graph_after.splitlines() if "sparsecomp.merged_weight" in line and "#" not in line]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda m, x, w: F.linear(x, w) + w.square().mean(), "reads it too"),
+        (lambda m, x, w: F.linear(x, w * m.phi), "elementwise"),
+        (lambda m, x, w: F.linear(x, w.abs() * m.mask), "elementwise"),
+        (lambda m, x, w: F.linear(x, w * 2 * m.mask), "elementwise"),
+        (lambda m, x, w: F.linear(x, m.weight * m.mask), "elementwise"),
+        (lambda m, x, w: F.linear(x, m.numbers * m.weight + (1 - m.numbers) * m.phi), "elementwise"),
+        (lambda m, x, w: F.linear(x, torch.where(m.weight > 0, m.weight, w)), "elementwise"),
+        (lambda m, x, w: F.linear(x, m.weight.flatten().index_copy(0, m.index.flip(0), m.theta).view_as(m.weight)), ""),
+        (lambda m, x, w: F.linear(x, torch.where(m.weight != 0, w, 0)), "elementwise"),
+        (lambda m, x, w: F.linear(x, m.weight.masked_scatter(~m.mask, m.theta * m.theta)), "elementwise"),
+    ],
+)
+def test_what_is_trained_as_it_was_written(call, why):
+    found = judged(Other(call), X)
+    assert not found.rewritten and why in found.reason
+
+
+def test_a_square_weight_that_is_transposed_is_left():
+    model = Masked(lambda m: m.weight)
+    with torch.no_grad():
+        model.weight = nn.Parameter(torch.randn(352, 352))
+        model.bias = nn.Parameter(torch.randn(352))
+        model.mask = torch.rand(352, 352) > 0.5
+        model.theta = nn.Parameter(torch.randn(int((~model.mask).sum())))
+    model.effective = lambda m: m.weight.t().masked_scatter(~m.mask, m.theta)
+    assert not judged(model, X).rewritten
+    model.effective = lambda m: m.weight.masked_scatter(~m.mask, m.theta).t()
+    assert judged(model, X).rewritten
+
+
+def test_small_weights_are_left(monkeypatch):
+    monkeypatch.undo()
+    assert "as fast (from" in judged(Masked(MERGED["setitem"]), X).reason
