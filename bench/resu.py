@@ -55,6 +55,7 @@ def cases() -> list[partial[Row]]:
     found += [partial(_its_gradients, size) for size in (4096, 8192)]
     found += [partial(_forward, dtype) for dtype in (bf16, f32)]
     found += [partial(_selective_step, size, dtype) for dtype in (f32, bf16) for size in (4096, 8192)]
+    found += [partial(_selection, dtype) for dtype in (f32, bf16)]
     found += [partial(_backward_and_step, dtype) for dtype in (bf16, f32)]
     found += [partial(_training, form, dtype) for form in ("mask", "theta") for dtype in (bf16, f32)]
     found += [partial(_constant, share, dtype) for dtype in (f16, bf16, f32) for share in (0.5, 0.7, 0.9)]
@@ -206,6 +207,19 @@ def _selective_step(size: int, dtype: torch.dtype) -> Row:
     )  # fmt: skip
     floor = 28 * pruned.numel() + 3 * weight.itemsize * mask.numel()
     return _against(_against(row, "eager"), "inductor", floor)
+
+
+def _selection(dtype: torch.dtype) -> Row:
+    """A tenth of a step's consistencies, which are as many as 70 % of a weight of 4096x4096."""
+    numel = 11_700_000
+    scores = [torch.rand(numel, device="cuda").to(dtype) for _ in range(COPIES)]
+    count = numel // 10
+    row = _row(
+        f"selection of a tenth of {numel} {_name(dtype)}", ours=[partial(ops.select_largest, x, count) for x in scores],
+        sort=[partial(torch.sort, x, descending=True, stable=True) for x in scores],
+        topk=[partial(torch.topk, x, count, sorted=False) for x in scores],
+    )  # fmt: skip
+    return _against(_against(row, "topk"), "sort", numel * (scores[0].itemsize + 1))
 
 
 def _backward_and_step(dtype: torch.dtype) -> Row:

@@ -9,6 +9,15 @@ from torch import Tensor
 
 from sparsecomp.errors import MaskError
 from sparsecomp.ops.effective_weight import check_mask, effective_weight, split_pruned
+from sparsecomp.ops.library import KERNEL_DTYPES, library
+
+library.define(
+    "select_largest(Tensor scores, Tensor count) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
+
+_MOST = 2**31 - 2**16
+"""Scores that the kernels' 32-bit ranks can count."""
 
 
 def scatter_pruned(theta: Tensor, mask: Tensor) -> Tensor:
@@ -48,12 +57,33 @@ def masked_blend(weight: Tensor, phi: Tensor, mask: Tensor) -> Tensor:
 def select_largest(scores: Tensor, count: Tensor | int) -> Tensor:
     """True at the `count` largest of a vector, which a 0-d tensor on its device may give; ties to the lowest index.
 
-    NaN ranks with minus infinity, a count outside of 0..size as the nearest of the two.
+    NaN ranks with minus infinity, a count outside of 0..size as the nearest of the two. It can be captured in a CUDA
+    graph, whose replays read scores and a tensor `count` anew.
     """
-    values = scores.detach().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if not isinstance(count, Tensor):
+        count = torch.full((), count, device=scores.device)
+    return torch.ops.sparsecomp.select_largest.default(scores.detach(), count)
+
+
+def select_by_sorting(scores: Tensor, count: Tensor) -> Tensor:
+    """`select_largest` in plain torch, on any device."""
+    values = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = values.sort(descending=True, stable=True).indices
     leading = _leading(torch.ones_like(order, dtype=torch.bool), count)
     return torch.zeros_like(leading).scatter_(0, order, leading)
+
+
+def _select_cuda(scores: Tensor, count: Tensor) -> Tensor:
+    fits = scores.dtype in KERNEL_DTYPES and 0 < scores.numel() <= _MOST and count.device == scores.device
+    if not fits:
+        return select_by_sorting(scores, count)
+    from sparsecomp.lowering import select_largest as lowered  # loads Triton
+
+    return lowered.run(scores.contiguous(), count)
+
+
+def _fake_select(scores: Tensor, count: Tensor) -> Tensor:
+    return scores.new_empty(scores.shape, dtype=torch.bool)
 
 
 def tournament(weight: Tensor, mask: Tensor, keep: int, rate: float) -> Tensor:
@@ -97,3 +127,8 @@ def _check_two(weight: Tensor, other: Tensor, mask: Tensor) -> None:
             f"the other operand is {other.dtype} {tuple(other.shape)}, the weight {weight.dtype} "
             f"{tuple(weight.shape)}: two of a kind are needed"
         )
+
+
+library.impl("select_largest", select_by_sorting, "CPU")
+library.impl("select_largest", _select_cuda, "CUDA")
+torch.library.register_fake("sparsecomp::select_largest", _fake_select, lib=library)

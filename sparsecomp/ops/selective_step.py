@@ -1,7 +1,7 @@
 """Selective AdamW on theta in its weight's memory, as one operator: gather, averages, consistency, selection, step.
 
 In plain torch it is some forty passes over vectors of the pruned elements' length; on CUDA it is one. Where elements
-compete for a number of places it is two, with a sort between them.
+compete for a number of places it is two, with a selection between them.
 """
 
 import math
