@@ -1,16 +1,20 @@
-"""The rule for effective weights in training: spellings that are merged, exact gradients, changed masks, what is left."""
+"""Effective weights in training: spellings that are merged, exact gradients, changed masks, what is left."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_devices import DEVICES, graph_of
 from rewriting import rewritten, site
 from test_masked_weight_rule import INPUTS, SPELLINGS, Masked
 from torch import Tensor, nn
 
 import sparsecomp
+from sparsecomp.ops import frozen_weights
 from sparsecomp.ops.folded_weight import FOLDS
 from sparsecomp.passes import merged_weight
 
@@ -72,7 +76,8 @@ def agree(found: list[Tensor | None], wanted: list[Tensor | None], exact: bool =
     for one, other in zip(found, wanted, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
-            torch.testing.assert_close(one, other, **({"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}))
+            rtol, atol = (0.0, 0.0) if exact else (1e-4, 1e-6)
+            torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
 def judged(model: Any, x: Tensor, **options: Any) -> Any:
@@ -285,3 +290,43 @@ def test_a_square_weight_that_is_transposed_is_left():
 def test_small_weights_are_left(monkeypatch):
     monkeypatch.undo()
     assert "as fast (from" in judged(Masked(MERGED["setitem"]), X).reason
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spelling", ["blend of numbers", "masked_scatter", "index_copy"])
+def test_on_a_gpu(spelling, dtype, device):
+    torch._dynamo.reset()
+    model, x = Masked(MERGED[spelling]).to(device, dtype), X.to(device, dtype)
+    run = torch.compile(model, backend="sparsecomp", fullgraph=True)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
+    prune, shuffle = partial(_prune, model, model.mask.flip(0)), partial(model.index.copy_, model.index.flip(0))
+    for change in (lambda: None, prune, shuffle):
+        change()
+        for found, wanted in zip(trained(run, model, x), trained(model, model, x), strict=True):
+            assert (found is None) == (wanted is None)
+            if found is not None:
+                torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance / 10)
+    assert site(sparsecomp.last_report(), "masked_weight").implementation == "merged"
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_captured_step_follows_the_mask_unless_it_was_promised_to_stay(frozen, device):
+    torch._dynamo.reset()
+    model, x = Masked(MERGED["blend of numbers"]).to(device), X.to(device)
+    run, read = torch.compile(model, backend="sparsecomp", fullgraph=True), (model.weight, model.theta)
+
+    def step(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        out = call(x)
+        return [out, *torch.autograd.grad(out.square().mean(), read)]
+
+    with frozen_weights() if frozen else nullcontext():
+        graph, found = graph_of(lambda: step(run))
+    with torch.no_grad():
+        model.weight.mul_(2)
+        model.theta.neg_()
+    if not frozen:
+        _prune(model, model.mask.flip(0))
+    graph.replay()
+    torch.testing.assert_close(found, step(model), rtol=1e-4, atol=1e-5)
