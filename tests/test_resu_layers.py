@@ -169,6 +169,10 @@ def test_momentum_of_any_optimizer_revives_no_pruned_weight(optimizer):
             if "bias" in name:
                 bias.copy_(model.get_parameter(name))
     torch.testing.assert_close(model(IMAGES), plain(IMAGES))
+    # as a plain model loads it
+    saved = model.state_dict()
+    assert all(torch.equal(saved[name], parameter) for name, parameter in plain.named_parameters())
+    step()
     model.eval()
     assert all(not weight[~masked.mask.mask].any() for weight, masked in masked_weights(model).values())
 

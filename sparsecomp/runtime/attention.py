@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from sparsecomp.runtime.layer_state import Masked, guard_loading, settled, shared_mask
+from sparsecomp.runtime.layer_state import Masked, guard_state, settled, shared_mask
 from sparsecomp.runtime.masked_weight import MaskedWeight, Mode
 
 
@@ -88,5 +88,5 @@ def adopt_attention(module: nn.Module, known: dict[int, MaskedWeight]) -> None:
     projection = cast(nn.Linear, module.out_proj)
     found = {name: shared_mask(own[name], known) for name in PROJECTIONS if name in own}
     module.masked = nn.ModuleDict({**found, "out_proj": shared_mask(projection.weight, known)})
-    guard_loading(module)
+    guard_state(module)
     projection.__class__ = _Projection

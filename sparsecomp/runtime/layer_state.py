@@ -26,8 +26,10 @@ def settled(module: Any, training: bool) -> Any:
     return module
 
 
-def guard_loading(module: nn.Module) -> None:
-    """Refuse a bad mask before the weight is taken; settle what an optimizer left in pruned elements after."""
+def guard_state(module: nn.Module) -> None:
+    """Refuse a bad mask before a weight is loaded; settle what an optimizer left in pruned elements after, and before
+    a state is saved, which a plain layer may load."""
+    module.register_state_dict_pre_hook(_settle_before_save)
     module.register_load_state_dict_pre_hook(_check_before_load)
     module.register_load_state_dict_post_hook(_settle_after_load)
 
@@ -40,3 +42,7 @@ def _check_before_load(module: nn.Module, state: Mapping[str, Any], prefix: str,
 
 def _settle_after_load(module: Any, _: Any) -> None:
     settled(module, module.training)
+
+
+def _settle_before_save(module: Any, *_: Any) -> None:
+    settled(module, training=False)

@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from sparsecomp.errors import MaskError
 from sparsecomp.runtime.attention import PROJECTIONS, RESUMultiheadAttention, adopt_attention
-from sparsecomp.runtime.layer_state import Masked, guard_loading, settled, shared_mask
+from sparsecomp.runtime.layer_state import Masked, guard_state, settled, shared_mask
 from sparsecomp.runtime.masked_weight import MaskedWeight, Mode
 
 
@@ -124,7 +124,7 @@ def _check_own_weights(name: str, module: nn.Module) -> None:
 
 def _adopt_one(module: nn.Module, known: dict[int, MaskedWeight]) -> None:
     module.masked = shared_mask(cast(Tensor, module.weight), known)
-    guard_loading(module)
+    guard_state(module)
 
 
 _ADOPT: dict[type[nn.Module], type[nn.Module]] = {
