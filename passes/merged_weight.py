@@ -4,6 +4,7 @@ Which part of a formula that is, is found by trying (see `sparsecomp.ops.merged_
 formula is linear in what is trained, so that trying proves it.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
@@ -18,8 +19,10 @@ from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.rule import Context, Plan, call, replays
 from sparsecomp.passes.weight_formula import Formula, formula_of, is_layer, is_view
 
-LEAST = 1 << 20
-"""Elements of a weight from which on merging pays, in two operators a step; of fewer Inductor's kernels are as fast."""
+LEAST = {"cpu": 1 << 20, "cuda": 1 << 23}
+"""By device: elements of a weight from which on merging pays. On an H100 the device then has work for longer than the
+host needs for the two operators of a step (100 us); replays of CUDA graphs need no host."""
+_LEAST_REPLAYED = 1 << 20
 _CASTS = ("to", "type_as", "float", "double", "half", "bfloat16")
 _LINEAR = {
     "add": (0, 1), "sub": (0, 1), "rsub": (0, 1), "neg": (0,), "clone": (0,), "mul": (0, 1), "div": (0,),
@@ -121,9 +124,11 @@ def _unfit(part: Formula, layer: fx.Node, masked: Formula, ctx: Context) -> str 
         return "it may need a gradient where the graph runs op by op"
     if any(type(size) is not int for size in example.shape):
         return "its sizes are dynamic"
-    if example.numel() < LEAST:
-        return f"Inductor trains its {example.numel()} elements as fast (from {LEAST} on they are merged)"
-    if replays(ctx.options, example.device) and not are_frozen():
+    replayed = replays(ctx.options, example.device)
+    least = _LEAST_REPLAYED if replayed else LEAST.get(example.device.type, sys.maxsize)
+    if example.numel() < least:
+        return f"Inductor trains its {example.numel()} elements as fast (from {least} on they are merged)"
+    if replayed and not are_frozen():
         return "a replayed CUDA graph asks for no versions: compile and call within sparsecomp.ops.frozen_weights()"
     beside = next((user for user in masked.readers() if user is not layer and not is_layer(user)), None)
     if beside is not None:

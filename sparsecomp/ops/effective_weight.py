@@ -90,7 +90,28 @@ def _check_merge(weight: Tensor, theta: Tensor, mask: Tensor) -> None:
     _check(weight, mask, theta.shape[0])
 
 
-_POSITIONS = named_formula("pruned positions of a mask", lambda mask: (~mask).reshape(-1).nonzero()[:, 0])
+def merge_at(weight: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
+    """`effective_weight` by the flat positions of the pruned elements, without checks."""
+    out = weight.clone(memory_format=torch.contiguous_format)
+    out.view(-1).index_copy_(0, positions, theta)
+    return out
+
+
+def split_at(whole: Tensor, positions: Tensor, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    """`split_pruned` likewise."""
+    nothing = whole.new_empty(0)
+    kept = whole.clone(memory_format=torch.contiguous_format) if active else nothing
+    if active:
+        kept.view(-1).index_fill_(0, positions, 0)
+    return kept, whole.reshape(-1).index_select(0, positions) if rest else nothing
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """The flat positions of the pruned elements; waits for the device."""
+    return (~mask).reshape(-1).nonzero()[:, 0]
+
+
+_POSITIONS = named_formula("pruned positions of a mask", positions_of)
 
 
 def _positions(mask: Tensor, pruned: int) -> Tensor:
@@ -102,18 +123,12 @@ def _positions(mask: Tensor, pruned: int) -> Tensor:
 
 def _merge_cpu(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
     _check_merge(weight, theta, mask)
-    out = weight.clone(memory_format=torch.contiguous_format)
-    out.view(-1).index_copy_(0, _positions(mask, theta.shape[0]), theta)
-    return out
+    return merge_at(weight, theta, _positions(mask, theta.shape[0]))
 
 
 def _split_cpu(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
     _check(whole, mask, pruned)
-    positions, nothing = _positions(mask, pruned), whole.new_empty(0)
-    kept = whole.clone(memory_format=torch.contiguous_format) if active else nothing
-    if active:
-        kept.view(-1).index_fill_(0, positions, 0)
-    return kept, whole.reshape(-1).index_select(0, positions) if rest else nothing
+    return split_at(whole, _positions(mask, pruned), active, rest)
 
 
 def _merged(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
@@ -130,38 +145,48 @@ def _split(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -
     return kept, whole.new_empty(pruned + 1).scatter_(0, place, whole.reshape(-1))[:pruned].clone()
 
 
-def _fits_kernels(whole: Tensor) -> bool:
+def fits_kernels(whole: Tensor) -> bool:
+    """Whether the kernels can merge and split a weight like this one, on CUDA."""
     return whole.dtype in _KERNEL_DTYPES and 0 < whole.numel() <= _MOST
 
 
-def _merge_cuda(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
-    _check_merge(weight, theta, mask)
-    if not _fits_kernels(weight):
-        return _merged(weight, theta, mask)
+def merge_by(weight: Tensor, theta: Tensor, table: Tensor) -> Tensor:
+    """`effective_weight` by the kernel and what `ranks_of` a mask are, without checks."""
     from sparsecomp.lowering import effective_weight as lowered  # loads Triton
 
-    return lowered.merge(weight.contiguous(), theta.contiguous(), _ranks_of(mask))
+    return lowered.merge(weight.contiguous(), theta.contiguous(), table)
 
 
-def _split_cuda(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
-    _check(whole, mask, pruned)
-    if not _fits_kernels(whole):
-        return _split(whole, mask, pruned, active, rest)
+def split_by(whole: Tensor, table: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    """`split_pruned` likewise."""
     from sparsecomp.lowering import effective_weight as lowered  # loads Triton
 
-    return lowered.split(whole.contiguous(), _ranks_of(mask), pruned, active, rest)
+    return lowered.split(whole.contiguous(), table, pruned, active, rest)
 
 
-def _ranks(mask: Tensor) -> Tensor:
+def ranks_of(mask: Tensor) -> Tensor:
+    """A mask on CUDA as its kernels read it."""
     from sparsecomp.lowering import effective_weight as lowered  # loads Triton
 
     return lowered.ranks(mask.contiguous())
 
 
-_RANKS = named_formula("ranks of a mask", _ranks)
+def _merge_cuda(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+    _check_merge(weight, theta, mask)
+    return merge_by(weight, theta, _ranks(mask)) if fits_kernels(weight) else _merged(weight, theta, mask)
 
 
-def _ranks_of(mask: Tensor) -> Tensor:
+def _split_cuda(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    _check(whole, mask, pruned)
+    if not fits_kernels(whole):
+        return _split(whole, mask, pruned, active, rest)
+    return split_by(whole, _ranks(mask), pruned, active, rest)
+
+
+_RANKS = named_formula("ranks of a mask", ranks_of)
+
+
+def _ranks(mask: Tensor) -> Tensor:
     return FOLDS.of([mask], _RANKS, "dense", (1, 1)).values
 
 

@@ -15,7 +15,15 @@ from torch import Tensor, fx
 
 from sparsecomp import _compat
 from sparsecomp.lowering.frozen import are_frozen
-from sparsecomp.ops.effective_weight import effective_weight, split_pruned
+from sparsecomp.ops.effective_weight import (
+    fits_kernels,
+    merge_at,
+    merge_by,
+    positions_of,
+    ranks_of,
+    split_at,
+    split_by,
+)
 from sparsecomp.ops.folded_weight import FOLDS, computed, formula, named, named_formula
 from sparsecomp.ops.library import library
 
@@ -57,7 +65,7 @@ def merging(gm: fx.GraphModule, form: Form, selectors: list[Tensor]) -> str | No
     """
     name = named_formula(f"{formula(gm)} of {form}", gm.forward)
     named_formula(_proof_of(name), lambda *selectors: _proved(gm.forward, form, selectors))
-    return None if _mask_of(selectors, name) is None else name
+    return None if _pruned(selectors, name) is None else name
 
 
 def merged_weight(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str) -> Tensor:
@@ -81,42 +89,54 @@ def _proof_of(name: str) -> str:
 
 
 def _proved(function: Callable[..., Tensor], form: Form, selectors: tuple[Tensor, ...]) -> Tensor:
-    """The mask of which a function is the effective weight; no elements if it is none."""
+    """The mask of which a function is the effective weight, as the kernel reads it on CUDA, else its positions; 0-d if
+    it is none."""
     factory: dict[str, Any] = {"dtype": form.dtype, "device": form.device}
     random = torch.Generator(form.device).manual_seed(0)
-    nothing = torch.empty(0, dtype=torch.bool, device=form.device)
+    nothing = torch.empty((), device=form.device)
     mask = function(torch.ones(form.weight, **factory), torch.zeros(form.theta, **factory), *selectors) == 1
     if mask.numel() - int(mask.sum()) != torch.Size(form.theta).numel():
         return nothing
+    by_kernel = form.device.type == "cuda" and fits_kernels(torch.empty(form.weight, dtype=form.dtype, device="meta"))
+    pruned = ranks_of(mask) if by_kernel else positions_of(mask)
     for _ in range(_PROBES):
         weight, theta = (torch.randn(shape, generator=random, **factory) for shape in (form.weight, form.theta))
-        if not torch.equal(function(weight, theta, *selectors), effective_weight(weight, theta.reshape(-1), mask)):
+        if not torch.equal(function(weight, theta, *selectors), _merge_pruned(weight, theta, pruned)):
             return nothing
-    return mask
+    return pruned
 
 
-def _mask_of(selectors: list[Tensor], name: str) -> Tensor | None:
-    """The mask if the proof holds for what the selectors hold now."""
+def _merge_pruned(weight: Tensor, theta: Tensor, pruned: Tensor) -> Tensor:
+    # called as functions: operators within operators would take the host as long again
+    merge = merge_at if pruned.dim() == 1 else merge_by
+    return merge(weight, theta.reshape(-1), pruned)
+
+
+def _pruned(selectors: list[Tensor], name: str) -> Tensor | None:
+    """What `_proved` found for what the selectors hold now; None if the formula is to be computed as it was written."""
     if selectors[0].is_cuda and torch.cuda.is_current_stream_capturing() and not are_frozen():
         return None
-    mask = FOLDS.of(selectors, _proof_of(name), "dense", (1, 1)).values
-    return mask if mask.numel() else None
+    pruned = FOLDS.of(selectors, _proof_of(name), "dense", (1, 1)).values
+    return pruned if pruned.dim() else None
 
 
 def _merge(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str) -> Tensor:
-    mask = _mask_of(selectors, formula)
-    if mask is None:
+    pruned = _pruned(selectors, formula)
+    if pruned is None:
         return computed([weight, theta, *selectors], formula).clone(memory_format=torch.contiguous_format)
-    return effective_weight(weight, theta.reshape(-1), mask)
+    return _merge_pruned(weight, theta, pruned)
 
 
 def _grads(
     grad: Tensor, theta: list[int], selectors: list[Tensor], formula: str, active: bool, rest: bool
 ) -> tuple[Tensor, Tensor]:
-    mask = _mask_of(selectors, formula)
-    if mask is None:
+    pruned = _pruned(selectors, formula)
+    if pruned is None:
         return _grads_as_written(grad, theta, selectors, formula, active, rest)
-    whole, vector = split_pruned(grad, mask, torch.Size(theta).numel(), active=active, rest=rest)
+    if pruned.dim() == 1:
+        whole, vector = split_at(grad, pruned, active, rest)
+    else:
+        whole, vector = split_by(grad, pruned, torch.Size(theta).numel(), active, rest)
     return whole, vector.view(theta) if rest else vector
 
 
