@@ -58,7 +58,7 @@ def cases() -> list[partial[Row]]:
     found += [partial(_selection, dtype) for dtype in (f32, bf16)]
     found += [partial(_backward_and_step, dtype) for dtype in (bf16, f32)]
     found += [partial(_training, "mask", 4096, dtype) for dtype in (bf16, f32)]
-    found += [partial(_training, "theta", size, dtype) for size in (1024, 2048, 4096) for dtype in (bf16, f32)]
+    found += [partial(_training, "theta", size, dtype) for size in (2048, 4096, 8192) for dtype in (bf16, f32)]
     found += [partial(_constant, share, dtype) for dtype in (f16, bf16, f32) for share in (0.5, 0.7, 0.9)]
     found += [partial(_two_of_four, rows, dtype) for dtype in (f16, bf16) for rows in (1024, 2048, 4096)]
     return [*found, partial(_memory), partial(_host)]

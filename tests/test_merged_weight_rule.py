@@ -241,6 +241,10 @@ class Other(nn.Module):
         lambda m, x, w: torch.addmm(m.bias, x.flatten(0, 1), w.t()),
         lambda m, x, w: F.linear(x, w, m.bias) + F.linear(x.neg(), w),
         lambda m, x, w: F.linear(x, w[:128]),
+        lambda m, x, w: F.embedding(torch.arange(15).view(3, 5), w) * x,
+        lambda m, x, w: F.multi_head_attention_forward(
+            *[x[..., :128]] * 3, 128, 4, w[:, :128], None, None, None, False, 0.0, m.phi[:128, :128], None
+        )[0],
     ],
 )
 def test_other_layers_and_views_of_the_weight(call):
