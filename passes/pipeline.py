@@ -146,6 +146,7 @@ def _considered(rule: Rule, node: fx.Node, ctx: Context) -> Plan | Refusal | Non
 class _Change:
     """One plan carried out. What it replaced stays in the graph, unused, until the whole rule has been verified."""
 
+    node: fx.Node
     added: list[fx.Node]
     uses: list[tuple[fx.Node, fx.Node, list[fx.Node]]]
     dead: tuple[fx.Node, ...]
@@ -158,8 +159,12 @@ class _Change:
         _erase(reversed(self.added))
 
     def finish(self) -> None:
-        """Erase what was replaced."""
-        _erase(node for node in dict.fromkeys((*(old for old, _, _ in self.uses), *self.dead)) if not node.users)
+        """Erase what was replaced, and what only that read."""
+        _erase(old for old in dict.fromkeys((*(old for old, _, _ in self.uses), self.node)) if not old.users)
+        # all or nothing: a write has no users itself, but what it writes to may have
+        dead = dict.fromkeys(self.dead)
+        if all(user in dead for node in dead for user in node.users):
+            _erase(dead)
 
 
 def _apply(
@@ -183,7 +188,7 @@ def _apply(
         _failed(site.rule, error, ctx, [site])
         return None
     uses = [(old, new, old.replace_all_uses_with(new)) for old, new in replacements.items()]
-    return _Change(added, uses, (node, *plan.dead))
+    return _Change(node, added, uses, plan.dead)
 
 
 def _annotate(added: list[fx.Node], replacements: Mapping[fx.Node, fx.Node], tag: str, verify: bool) -> None:
