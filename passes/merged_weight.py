@@ -30,6 +30,8 @@ _LINEAR = {
     "index_fill": (0,), "scatter": (0, 3), "setitem": (0, 2), **dict.fromkeys(_CASTS, (0,)),
 }  # fmt: skip
 """By operator: the places of arguments whose sum, each times constants, is the result."""
+_ROUNDING = {"reduce", "rounding_mode"}
+"""Arguments that make an operator of these another."""
 _SHAPES = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 """Operators that read no values of their first argument."""
 
@@ -41,7 +43,7 @@ def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tenso
         op: the layer.
         values: of the sources that stay from call to call.
     """
-    for core in _inner(masked.result):
+    for core in _inner(masked, ctx):
         part = formula_of(core, op.node, ctx)
         trained = None if part is None else _trained(part, values)
         if part is None or trained is None or not _selectors(part, trained) or not _is_linear(part, trained):
@@ -55,25 +57,33 @@ def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tenso
     return f"in training its {masked.spelled()} is elementwise, which Inductor fuses into one kernel"
 
 
-def _inner(result: fx.Node) -> Iterator[fx.Node]:
+def _inner(masked: Formula, ctx: Context) -> Iterator[fx.Node]:
     """The weight, and what it is a view or a cast of."""
-    node = result
+    node, order = masked.result, ctx.analysis.order
+    last = max((order[node] for node in masked.nodes if (op := op_of(node)) is not None and op.inplace), default=-1)
     while True:
         yield node
         op = op_of(node)
         if op is None or not (is_view(node) or op.name in _CASTS) or not isinstance(op.input, fx.Node):
             return
+        if order[node] < last:
+            return  # a copy may have been made of something else than what was written later
         node = op.input
 
 
 def _trained(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> tuple[fx.Node, fx.Node] | None:
-    """The weight and theta of a formula; None if it has no such two sources."""
-    found = [node for node in part.sources if isinstance(values[node], torch.nn.Parameter)]
+    """The weight and theta of a formula; None if it has no such two sources, or if its result is no plain array."""
+
+    def is_trained(value: torch.Tensor) -> bool:
+        return isinstance(value, torch.nn.Parameter) or value.requires_grad  # a buffer may be trained too
+
+    found = [node for node in part.sources if is_trained(values[node])]
     result, examples = example_of(part.result), [example_of(node) for node in found]
     if len(found) != 2 or result is None or any(one is None or one.dtype is not result.dtype for one in examples):
         return None
     whole = [node for node, one in zip(found, examples, strict=True) if one.shape == result.shape]
-    if len(whole) != 1 or not result.dtype.is_floating_point:
+    # what a convolution makes of another memory format has that too
+    if len(whole) != 1 or not result.dtype.is_floating_point or not result.is_contiguous():
         return None
     return whole[0], next(node for node in found if node is not whole[0])
 
@@ -83,14 +93,17 @@ def _selectors(part: Formula, trained: tuple[fx.Node, fx.Node]) -> list[fx.Node]
 
 
 def _is_linear(part: Formula, trained: tuple[fx.Node, fx.Node]) -> bool:
-    """Whether each step gives, of what depends on the trained, a sum of it times constants."""
-    moving = set(trained)
+    """Whether each step gives, of what depends on the trained, a sum of it times constants, and passes gradients."""
+    moving, dtype = set(trained), example_of(part.result).dtype
     for node in part.nodes:
         op = op_of(node)
+        if op is not None and op.name == "detach":
+            return False  # its values tell nothing of gradients
         read = [argument for argument in node.all_input_nodes if _base(argument) in moving]
         if op is None or not read or (op.name in _SHAPES and read == [op.input]):
             continue
-        if not is_view(node) and not _is_linear_step(op, read):
+        written = op.input if op.inplace else node
+        if not _holds(written, dtype) or (not is_view(node) and not _is_linear_step(op, read)):
             return False
         moving.add(_base(node))
         if op.inplace and isinstance(op.input, fx.Node):
@@ -103,17 +116,25 @@ def _is_linear_step(op: CanonicalOp, read: list[fx.Node]) -> bool:
     places = [place for place, argument in enumerate(args) if argument in read]
     by_name = any(argument in read for argument in op.node.kwargs.values())
     # torch.where's arguments are in another order as a method; a product of two would be none of constants
-    if by_name or "reduce" in op.node.kwargs or (op.name == "where" and op.node.op == "call_method"):
+    if by_name or not _ROUNDING.isdisjoint(op.node.kwargs) or (op.name == "where" and op.node.op == "call_method"):
         return False
     nested = set(read) - {args[place] for place in places}
     alone = op.name != "mul" or len(places) == 1
     return not nested and alone and set(places) <= set(_LINEAR.get(op.name, ()))
 
 
+def _holds(node: object, dtype: torch.dtype) -> bool:
+    """Whether a node's dtype has every number of another, small and large ones too, unlike integers."""
+    example = example_of(node)
+    return example is None or torch.promote_types(example.dtype, dtype) is example.dtype
+
+
 def _base(node: fx.Node) -> fx.Node:
     """What a node's memory may be that of."""
-    while is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+    while (op := op_of(node)) is not None and isinstance(op.input, fx.Node):
+        if not (is_view(node) or op.inplace or op.name in _CASTS):
+            break
+        node = op.input
     return node
 
 
@@ -124,6 +145,8 @@ def _unfit(part: Formula, layer: fx.Node, masked: Formula, ctx: Context) -> str 
         return "it may need a gradient where the graph runs op by op"
     if any(type(size) is not int for size in example.shape):
         return "its sizes are dynamic"
+    if any(ctx.analysis.order[masked.nodes[0]] < switch < ctx.analysis.order[layer] for switch in ctx.switches):
+        return "gradients are switched on or off on the way"
     replayed = replays(ctx.options, example.device)
     least = _LEAST_REPLAYED if replayed else LEAST.get(example.device.type, sys.maxsize)
     if example.numel() < least:
@@ -151,10 +174,11 @@ def _plan(op: CanonicalOp, masked: Formula, core: fx.Node, reads: tuple[fx.Node,
     def build() -> dict[fx.Node, fx.Node]:
         graph, target = op.node.graph, torch.ops.sparsecomp.merged_weight.default
         args = (weight, theta, selectors, name)
-        # another layer on the same weight may have it already
-        made = next((user for user in weight.users if user.target is target and user.args == args), None)
+        # another layer on the same weight may have it already, with its gradients unless they were switched off there
+        others = () if ctx.switches else weight.users
+        made = next((user for user in others if user.target is target and user.args == args), None)
         copies = {core: made or call(graph, core, target, *args)}
-        for node in reversed(list(takewhile(lambda node: node is not core, _inner(masked.result)))):
+        for node in reversed(list(takewhile(lambda node: node is not core, _inner(masked, ctx)))):
             copies[node] = graph.node_copy(node, lambda old: copies.get(old, old))
         return {op.node: graph.node_copy(op.node, lambda old: copies.get(old, old))}
 

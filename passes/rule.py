@@ -117,6 +117,7 @@ class Context:
         values: real tensors behind placeholders and attributes, where the capture knows them.
         densities: measured ones, by `site_key`.
         eager: the result runs op by op, not through Inductor.
+        switches: the positions at which the graph switches gradients or inference mode on or off.
         gradients: somebody may ask for gradients: they are enabled here, or within the graph, or it runs in any mode.
     """
 
@@ -127,10 +128,14 @@ class Context:
     values: Mapping[fx.Node, torch.Tensor] = field(default_factory=dict)
     densities: Mapping[str, Density] = field(default_factory=dict)
     eager: bool = False
+    switches: tuple[int, ...] = field(init=False)
     gradients: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        turned_on = (node.args[0] for node in self.gm.graph.nodes if _compat.sets_grad_mode(node))
+        nodes = self.gm.graph.nodes
+        switches = [node for node in nodes if _compat.sets_grad_mode(node) or _compat.sets_inference_mode(node)]
+        self.switches = tuple(self.analysis.order[node] for node in switches)
+        turned_on = (node.args[0] for node in switches if _compat.sets_grad_mode(node))
         self.gradients = self.eager or torch.is_grad_enabled() or any(turned_on)
 
     def fact(self, value: object, reader: fx.Node) -> SparsityFact | None:

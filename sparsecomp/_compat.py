@@ -156,6 +156,12 @@ def sets_grad_mode(node: fx.Node) -> bool:
     return node.target in (torch._C._set_grad_enabled, torch.set_grad_enabled)
 
 
+def sets_inference_mode(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's begins or ends inference mode."""
+    modes = torch.autograd.grad_mode
+    return node.target in (modes._enter_inference_mode, modes._exit_inference_mode)
+
+
 def sets_autocast(node: fx.Node) -> bool:
     """Whether a node of Dynamo's begins or ends autocast."""
     return node.target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)

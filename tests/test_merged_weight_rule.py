@@ -278,6 +278,119 @@ def test_what_is_trained_as_it_was_written(call, why):
     assert not found.rewritten and why in found.reason
 
 
+def _theta_without_gradients(m: Any) -> Tensor:
+    with torch.no_grad():
+        phi = _phi_by_mask(m)
+    return m.mask * m.weight + phi
+
+
+def _theta_in_inference(m: Any) -> Tensor:
+    with torch.inference_mode():
+        phi = _phi_by_mask(m)
+    return m.mask * m.weight + phi
+
+
+def _written_without_gradients(m: Any) -> Tensor:
+    weight = m.weight.clone()
+    with torch.no_grad():
+        weight[~m.mask] = m.theta
+    return weight
+
+
+def _written_through_detach(m: Any) -> Tensor:
+    phi = torch.zeros_like(m.weight)
+    phi.detach()[~m.mask] = m.theta
+    return m.mask * m.weight + phi
+
+
+@pytest.mark.parametrize(
+    "effective",
+    [
+        lambda m: m.weight.masked_scatter(~m.mask, m.theta.detach()),
+        lambda m: m.weight.masked_scatter(~m.mask, m.theta).detach(),
+        lambda m: m.weight.masked_scatter(~m.mask, 2 * m.theta - m.theta.detach()),
+        _theta_without_gradients,
+        _theta_in_inference,
+        _written_without_gradients,
+        _written_through_detach,
+    ],
+)
+def test_gradients_that_are_cut_off_stay_so(effective):
+    assert not judged(Masked(effective), X).rewritten
+
+
+def _first_without_gradients(m: Any, x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        first = F.linear(x, w)
+    return first + F.linear(x, w)
+
+
+def _both_apart(m: Any, x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        first = F.linear(x, m.weight.masked_scatter(~m.mask, m.theta))
+    return first + F.linear(x, m.weight.masked_scatter(~m.mask, m.theta))
+
+
+@pytest.mark.parametrize("call", [_first_without_gradients, _both_apart])
+def test_a_layer_without_gradients_takes_none_from_another(call):
+    judged(Other(call), X)
+
+
+def test_a_copy_made_before_a_write_is_no_view():
+    def halves(m: Any) -> Tensor:
+        weight = (m.weight * 0.5).masked_scatter(~m.mask, m.theta * 0.5)
+        copy = weight.double()
+        weight.mul_(2)
+        return copy.float()
+
+    assert not judged(Masked(halves), X).rewritten
+
+
+def _written_and_multiplied(m: Any, x: Tensor, w: Tensor) -> Tensor:
+    weight = m.weight.clone()
+    weight[~m.mask] = m.theta
+    return torch.matmul(weight, m.phi.t()).sum() + F.linear(x, weight)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_write_stays_for_who_still_reads_it(gradients):
+    model = Other(_written_and_multiplied)
+    if gradients:
+        assert judged(model, X).rewritten
+    with torch.no_grad():
+        found, report = rewritten(model, X, implementation="auto", strict=True)
+        assert site(report, "masked_weight").rewritten
+        torch.testing.assert_close(found, model(X))
+
+
+def test_a_buffer_may_be_trained():
+    model = Masked(MERGED["blend of numbers"])
+    model.numbers.requires_grad_()
+    assert not judged(model, X).rewritten
+    assert model.numbers.grad is not None
+
+
+def test_another_memory_format_stays():
+    model = Masked(MERGED["where"], "conv2d").to(memory_format=torch.channels_last)
+    model.mask = model.mask.contiguous(memory_format=torch.channels_last)
+    x = torch.randn(INPUTS["conv2d"])
+    assert not judged(model, x).rewritten
+    assert rewritten(model, x)[0].stride() == model(x).stride()
+
+
+@pytest.mark.parametrize(
+    "effective",
+    [
+        lambda m: m.weight.half().masked_scatter(~m.mask, m.theta.half()).bfloat16(),
+        lambda m: m.weight.div(2**-30, rounding_mode="trunc").mul(2**-30).masked_scatter(~m.mask, m.theta),
+        lambda m: torch.where(m.weight.to(torch.bool) == m.weight.to(torch.bool), MERGED["setitem"](m), 0),
+    ],
+)
+def test_what_only_random_numbers_survive_is_left(effective):
+    model = Masked(effective).bfloat16()
+    assert not judged(model, X.bfloat16()).rewritten
+
+
 def test_a_square_weight_that_is_transposed_is_left():
     model = Masked(lambda m: m.weight)
     with torch.no_grad():
