@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsecomp
-from bench.timing import eager_ms, graph_ms, guarded, host_us
+from bench.timing import graph_ms, guarded, host_us, loop_ms
 from sparsecomp import ops
 from sparsecomp.lowering.trial import first_line
 from sparsecomp.nn import RESULinear, masked_weights, wrap_module
@@ -296,17 +296,18 @@ def _training(form: str, size: int, dtype: torch.dtype) -> Row:
         ours = step(torch.compile(user, backend="sparsecomp", dynamic=False))
         row = _row(case, ours=ours, eager=step(user), resu_layer=step(_resu_linear(size, dtype)))
     row["chosen"] = _choice()
-    guarded(row, "ours", lambda: _launched(row, "ours", ours))
-    torch._dynamo.reset()
-    theirs = step(torch.compile(user, dynamic=False))
-    _timed(row, inductor=theirs)
-    guarded(row, "inductor", lambda: _launched(row, "inductor", theirs))
+    for name, backend in (("ours", "sparsecomp"), ("inductor", "inductor")):
+        torch._dynamo.reset()
+        launched = step(torch.compile(user, backend=backend, dynamic=False))
+        if name == "inductor":
+            _timed(row, inductor=launched)
+        guarded(row, name, partial(_launched, row, name, launched))
     return _against(row, "inductor")
 
 
 def _launched(row: Row, name: str, call: Call) -> None:
-    """The time without a graph, the host's part included where it is the longer one."""
-    row["ms"][f"{name}, no graph"] = eager_ms(call, 10, 30)
+    """The time without a graph, which is the host's where that is the longer one."""
+    row["ms"][f"{name}, no graph"] = loop_ms(call)
 
 
 def _constant(sparsity: float, dtype: torch.dtype) -> Row:

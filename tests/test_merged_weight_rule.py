@@ -404,9 +404,14 @@ def test_a_square_weight_that_is_transposed_is_left():
     assert judged(model, X).rewritten
 
 
-def test_small_weights_are_left(monkeypatch):
+def test_small_weights_are_left_unless_for_a_graph(monkeypatch):
     monkeypatch.undo()
-    assert "as fast (from" in judged(Masked(MERGED["setitem"]), X).reason
+    model = Masked(MERGED["setitem"])
+    assert "as fast (from 4194304 on" in judged(model, X).reason
+    monkeypatch.setattr(merged_weight, "_LEAST_REPLAYED", 1)
+    assert not judged(model, X).rewritten
+    with frozen_weights():
+        assert judged(model, X).rewritten
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
