@@ -180,7 +180,7 @@ def _semi_structured(rows: list[dict[str, Any]]) -> str:
 
 def _resu(rows: list[dict[str, Any]]) -> str:
     """RESU: each row as it was measured."""
-    table = [["RESU", "ours", "beside", "gain", "over the bytes' floor"]]
+    table = [["RESU", "ours", "beside", "times as fast", "over the bytes' floor"]]
     others = []
     for row in rows:
         times, gain = row.get("ms", {}), next((key for key in row if key.startswith("gain over ")), None)
@@ -188,11 +188,13 @@ def _resu(rows: list[dict[str, Any]]) -> str:
             others.append(row)
             continue
         rivals = [f"{name} {_ms(ms)}" for name, ms in times.items() if name not in ("ours", "floor")]
-        floor = f"{row['over floor']:.2f}" if "over floor" in row else "–"
-        table.append([row["case"], _ms(times["ours"]), ", ".join(rivals), f"{row[gain]:.2f}", floor])
+        floor = f"{times['ours'] / times['floor']:.2f}" if "floor" in times else "–"
+        faster = f"{row[gain]:.2f} {gain.removeprefix('gain over ')}"
+        table.append([row["case"], _ms(times["ours"]), ", ".join(rivals), faster, floor])
     lines = [_single(row) for row in others if {"us", "MiB"} & row.keys()]
-    title = "RESU, CUDA graph replays; `gain` is over the rival that its target names:"
-    return "\n\n".join([title, markdown_grid(table), *lines])
+    notes = [f"{row['case']}: {row['note']}." for row in rows if "note" in row]
+    title = "RESU, CUDA graph replays; `times as fast` as the rival that is named:"
+    return "\n\n".join([title, markdown_grid(table), *lines, *notes])
 
 
 _TWICE = ("second process", "share of the passes")

@@ -29,7 +29,7 @@ from sparsecomp.sparse_tensor import SparseTensor
 log = logging.getLogger("sparsecomp")
 artifact.install()
 
-NO_CUDA = "no CUDA device: every site stays as written unless an implementation is forced"
+NO_CUDA = "no CUDA device: products stay dense unless an implementation is forced; masked weights may be rewritten"
 
 
 def sparsecomp_backend(

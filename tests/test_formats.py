@@ -494,7 +494,7 @@ def test_coo_to_csr_is_no_slower_than_three_times_scipy() -> None:
     flat = torch.randperm(rows * 100, generator=torch.Generator().manual_seed(0))[:nnz].sort().values
     ours = COO.from_arrays((flat // 100).int(), (flat % 100).int(), torch.ones(nnz), (rows, 100), check=False)
     theirs = ours.to_scipy()
-    assert _seconds(lambda: ours.to(CSR)) < 3 * _seconds(theirs.tocsr) + 0.01
+    assert _times_as_long(lambda: ours.to(CSR), theirs.tocsr) < 3
 
 
 def test_sorting_is_no_slower_than_five_times_scipy() -> None:
@@ -506,16 +506,16 @@ def test_sorting_is_no_slower_than_five_times_scipy() -> None:
     theirs = scipy.sparse.coo_array((values.numpy(), (row.numpy(), col.numpy())), shape=(size, size))
     ours = COO.from_triplets(row, col, values, (size, size)).to(CSR)
     assert ours.nnz == theirs.tocsr().nnz
-    triplets = _seconds(lambda: COO.from_triplets(row, col, values, (size, size)).to(CSR))
-    assert triplets < 5 * _seconds(theirs.tocsr) + 0.01
-    assert _seconds(lambda: ours.to(CSC)) < 5 * _seconds(theirs.tocsr().tocsc) + 0.01
+    assert _times_as_long(lambda: COO.from_triplets(row, col, values, (size, size)).to(CSR), theirs.tocsr) < 5
+    assert _times_as_long(lambda: ours.to(CSC), theirs.tocsr().tocsc) < 5
+
+
+def _times_as_long(ours, theirs) -> float:
+    """In CPU time of all threads, 10 ms given; the best of seven pairs, each run at once, as others may be at work."""
+    return min((_seconds(ours) - 0.01) / _seconds(theirs) for _ in range(7))
 
 
 def _seconds(call) -> float:
-    """CPU time of the best of three, of all threads."""
-    best = math.inf
-    for _ in range(3):
-        start = time.process_time()
-        call()
-        best = min(best, time.process_time() - start)
-    return best
+    start = time.process_time()
+    call()
+    return time.process_time() - start

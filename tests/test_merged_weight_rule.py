@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import sparsecomp
 from sparsecomp.ops import frozen_weights
+from sparsecomp.ops import merged_weight as merged_ops
 from sparsecomp.ops.folded_weight import FOLDS
 from sparsecomp.passes import merged_weight
 
@@ -60,7 +61,7 @@ EXACT = set(MERGED) - {"difference"}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(merged_weight, "LEAST", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(merged_weight, "LEAST", {"cpu": 1, "cpu, by a mask": 1, "cuda": 1})
 
 
 def trained(call: Callable[[Tensor], Tensor], model: Any, x: Tensor) -> list[Tensor | None]:
@@ -173,6 +174,18 @@ def test_a_formula_that_becomes_another_is_computed_as_written(compiled, break_i
     model.index.copy_((~model.mask).flatten().nonzero()[:, 0])
     assert proofs() == 1
     assert proofs() == 0
+
+
+def test_what_no_longer_fits_is_told_once(compiled, caplog):
+    model, proofs = compiled
+    merged_ops._tell.cache_clear()
+    with torch.no_grad():
+        model.numbers.mul_(0.5)
+    with caplog.at_level("WARNING", "sparsecomp"):
+        proofs()
+        proofs()
+    told = [record.message for record in caplog.records if "do not fit together" in record.message]
+    assert len(told) == 1
 
 
 def test_a_mask_that_prunes_fewer_is_followed():
@@ -404,14 +417,22 @@ def test_a_square_weight_that_is_transposed_is_left():
     assert judged(model, X).rewritten
 
 
-def test_small_weights_are_left_unless_for_a_graph(monkeypatch):
+def test_what_is_small_or_scattered_by_positions_on_a_cpu_is_left(monkeypatch):
     monkeypatch.undo()
-    model = Masked(MERGED["setitem"])
-    assert "as fast (from 4194304 on" in judged(model, X).reason
+    for spelling in ("masked_scatter", "setitem", "masked_fill"):
+        assert "as fast (from 4194304 on" in judged(Masked(MERGED[spelling]), X).reason
+    for spelling in ("index_copy", "index_put", "setitem of a view"):
+        assert "on cpu Inductor scatters by positions as fast" in judged(Masked(MERGED[spelling]), X).reason
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_small_weights_are_merged_for_graphs_only(device, monkeypatch):
+    monkeypatch.undo()
     monkeypatch.setattr(merged_weight, "_LEAST_REPLAYED", 1)
-    assert not judged(model, X).rewritten
+    model = Masked(MERGED["index_copy"]).to(device)
+    assert not judged(model, X.to(device)).rewritten
     with frozen_weights():
-        assert judged(model, X).rewritten
+        assert judged(model, X.to(device)).rewritten
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -7,7 +7,9 @@ proved holds as long as their versions, and is tried again after that. Where it 
 is captured whose replays could not ask, the operators compute what was written.
 """
 
+import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,8 @@ from sparsecomp.ops.effective_weight import (
 )
 from sparsecomp.ops.folded_weight import FOLDS, computed, formula, named, named_formula
 from sparsecomp.ops.library import library
+
+log = logging.getLogger("sparsecomp")
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 library.define("merged_weight(Tensor weight, Tensor theta, Tensor[] selectors, str formula) -> Tensor", tags=_TAGS)
@@ -65,7 +69,7 @@ def merging(gm: fx.GraphModule, form: Form, selectors: list[Tensor]) -> str | No
     """
     name = named_formula(f"{formula(gm)} of {form}", gm.forward)
     named_formula(_proof_of(name), lambda *selectors: _proved(gm.forward, form, selectors))
-    return None if _pruned(selectors, name) is None else name
+    return name if _kept_proof(selectors, name).dim() else None
 
 
 def merged_weight(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str) -> Tensor:
@@ -116,8 +120,20 @@ def _pruned(selectors: list[Tensor], name: str) -> Tensor | None:
     """What `_proved` found for what the selectors hold now; None if the formula is to be computed as it was written."""
     if selectors[0].is_cuda and torch.cuda.is_current_stream_capturing() and not are_frozen():
         return None
-    pruned = FOLDS.of(selectors, _proof_of(name), "dense", (1, 1)).values
-    return pruned if pruned.dim() else None
+    pruned = _kept_proof(selectors, name)
+    if pruned.dim():
+        return pruned
+    _tell(name)
+    return None
+
+
+def _kept_proof(selectors: list[Tensor], name: str) -> Tensor:
+    return FOLDS.of(selectors, _proof_of(name), "dense", (1, 1)).values
+
+
+@cache
+def _tell(name: str) -> None:
+    log.warning("masks and positions of a merged weight do not fit together: it is computed as written (%s)", name)
 
 
 def _merge(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str) -> Tensor:
