@@ -39,15 +39,7 @@ def eager_ms(call: Callable[[], Any], warmup: int = 3, repeats: int = 10) -> flo
 
 def loop_ms(call: Callable[[], Any], calls: int = 20, repeats: int = 9) -> float:
     """Milliseconds of one call of many in a row, as the host issues them; the best mean, for the host's sake."""
-    means = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize()
-        means.append((time.perf_counter() - start) / calls * 1e3)
-    return min(means)
+    return _best_mean_s(call, calls, repeats, wait=True) * 1e3
 
 
 def host_us(call: Callable[[], Any], calls: int = 200, repeats: int = 5) -> float:
@@ -55,18 +47,26 @@ def host_us(call: Callable[[], Any], calls: int = 200, repeats: int = 5) -> floa
 
     ``call`` must be so short on the device that the host never waits for it.
     """
-    found = []
     with torch.no_grad():
         for _ in range(10):
             call()
-        for _ in range(repeats):
+        found = _best_mean_s(call, calls, repeats, wait=False)
+    return round(found * 1e6, 1)
+
+
+def _best_mean_s(call: Callable[[], Any], calls: int, repeats: int, wait: bool) -> float:
+    """Seconds of one call, with or without the device's work that is left when the last one returns."""
+    means = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if wait:
             torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            found.append((time.perf_counter() - start) / calls * 1e6)
+        means.append((time.perf_counter() - start) / calls)
     torch.cuda.synchronize()
-    return round(min(found), 1)
+    return min(means)
 
 
 def guarded(row: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:

@@ -14,12 +14,23 @@ from torch import fx
 
 import sparsecomp.ops.masked_linear  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
-from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.ops.folded_weight import FOLDS, formula
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked_fold import Choice, choose
 from sparsecomp.passes.merged_weight import merge
-from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, replays, sizes
+from sparsecomp.passes.rule import (
+    UNSEEN,
+    Context,
+    Plan,
+    Refusal,
+    Rule,
+    Verdict,
+    Why,
+    call,
+    refuse,
+    sees_versions,
+    sizes,
+)
 from sparsecomp.passes.spike_operand import cast
 from sparsecomp.passes.weight_formula import (
     CONVOLUTIONS,
@@ -28,7 +39,6 @@ from sparsecomp.passes.weight_formula import (
     factors,
     formula_of,
     has_writes,
-    is_layer,
     is_mask,
     is_view,
     writes_elsewhere,
@@ -155,9 +165,7 @@ def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
         return f"its {elements} elements are masked faster than an operator is called (from {_LEAST} on it is folded)"
     if isinstance(op.get("padding"), str) and op.get("padding") != "valid":
         return f"padding={op.get('padding')!r} is not symmetric for every size"
-    if replays(ctx.options, example_of(op.node).device) and not are_frozen():
-        return "a replayed CUDA graph asks for no versions: compile and call within sparsecomp.ops.frozen_weights()"
-    return None
+    return None if sees_versions(ctx.options, example_of(op.node).device) else UNSEEN
 
 
 def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Verdict:
@@ -167,7 +175,7 @@ def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Ten
     weight = weight.to(dtype)
     choice = choose(op, weight.mT if op.name == "matmul" else weight, ctx)
     base = masked.base()
-    outside = [user for user in masked.readers() if not is_layer(user)]
+    outside = masked.outside(op.node)
     beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
     if choice.format == "dense" and beside is not None:
         return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{beside.name}` reads it too, so it is computed all the same")

@@ -4,9 +4,8 @@ Which part of a formula that is, is found by trying (see `sparsecomp.ops.merged_
 formula is linear in what is trained, so that trying proves it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import takewhile
 
 import torch
 from torch import fx
@@ -15,8 +14,8 @@ import sparsecomp.ops.merged_weight  # noqa: F401  (registers the operators)
 from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.ops.merged_weight import Form, merging
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
-from sparsecomp.passes.rule import Context, Plan, call, replays
-from sparsecomp.passes.weight_formula import Formula, formula_of, is_layer, is_view
+from sparsecomp.passes.rule import UNSEEN, Context, Plan, call, replays, sees_versions
+from sparsecomp.passes.weight_formula import CASTS, FILLS, Formula, formula_of, is_view
 
 LEAST = {"cpu, by a mask": 4 << 20, "cuda": 64 << 20}
 """By device: bytes of a weight from which on merging pays. The two operators of a step take the host 0.2 ms more than
@@ -24,17 +23,14 @@ the kernels they replace. With 64 MiB an H100 has work for longer: a layer is 1.
 a CPU torch scatters by a mask in one thread, a quarter as fast; by positions Inductor is 1.1 to 1.6 times as fast."""
 _LEAST_REPLAYED = 2 << 20
 """For CUDA graphs, which need no host."""
-_CASTS = ("to", "type_as", "float", "double", "half", "bfloat16")
 _LINEAR = {
     "add": (0, 1), "sub": (0, 1), "rsub": (0, 1), "neg": (0,), "clone": (0,), "mul": (0, 1), "div": (0,),
     "where": (1, 2), "masked_fill": (0,), "masked_scatter": (0, 2), "index_put": (0, 2), "index_copy": (0, 3),
-    "index_fill": (0,), "scatter": (0, 3), "setitem": (0, 2), **dict.fromkeys(_CASTS, (0,)),
+    "index_fill": (0,), "scatter": (0, 3), "setitem": (0, 2), **dict.fromkeys(CASTS, (0,)),
 }  # fmt: skip
 """By operator: the places of arguments whose sum, each times constants, is the result."""
 _ROUNDING = {"reduce", "rounding_mode"}
 """Arguments that make an operator of these another."""
-_SHAPES = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
-"""Operators that read no values of their first argument."""
 
 
 def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Plan | str:
@@ -44,64 +40,65 @@ def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tenso
         op: the layer.
         values: of the sources that stay from call to call.
     """
-    for core in _inner(masked, ctx):
+    chain = _inner(masked, ctx)
+    for place, core in enumerate(chain):
         part = formula_of(core, op.node, ctx)
-        trained = None if part is None else _trained(part, values)
-        if part is None or trained is None or not _selectors(part, trained) or not _is_linear(part, trained):
+        part = None if part is None else _by_roles(part, values)
+        if part is None or not _is_linear(part):
             continue
         problem = _unfit(part, op.node, masked, ctx)
         if problem is not None:
             return problem
-        name = _named(part, trained, values)
+        name = _named(part, values)
         if name is not None:
-            return _plan(op, masked, core, (*trained, *_selectors(part, trained)), name, ctx)
+            return _plan(op, masked, part, chain[:place], name, ctx)
     return f"in training its {masked.spelled()} is elementwise, which Inductor fuses into one kernel"
 
 
-def _inner(masked: Formula, ctx: Context) -> Iterator[fx.Node]:
-    """The weight, and what it is a view or a cast of."""
-    node, order = masked.result, ctx.analysis.order
+def _inner(masked: Formula, ctx: Context) -> list[fx.Node]:
+    """The weight, and what it is a view or a cast of, from the outside in."""
+    found, order = [masked.result], ctx.analysis.order
     last = max((order[node] for node in masked.nodes if (op := op_of(node)) is not None and op.inplace), default=-1)
-    while True:
-        yield node
-        op = op_of(node)
-        if op is None or not (is_view(node) or op.name in _CASTS) or not isinstance(op.input, fx.Node):
-            return
-        if order[node] < last:
-            return  # a copy may have been made of something else than what was written later
-        node = op.input
+    while (op := op_of(found[-1])) is not None and (is_view(op.node) or op.name in CASTS):
+        # a copy may have been made of something else than what was written later
+        if not isinstance(op.input, fx.Node) or order[op.node] < last:
+            break
+        found.append(op.input)
+    return found
 
 
-def _trained(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> tuple[fx.Node, fx.Node] | None:
-    """The weight and theta of a formula; None if it has no such two sources, or if its result is no plain array."""
+def _by_roles(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> Formula | None:
+    """The formula with its sources in the operator's order: weight, theta and the selectors; None if it has no such
+    sources, or if its result is no plain array."""
 
     def is_trained(value: torch.Tensor) -> bool:
         return isinstance(value, torch.nn.Parameter) or value.requires_grad  # a buffer may be trained too
 
-    found = [node for node in part.sources if is_trained(values[node])]
-    result, examples = example_of(part.result), [example_of(node) for node in found]
-    if len(found) != 2 or result is None or any(one is None or one.dtype is not result.dtype for one in examples):
+    trained = [node for node in part.sources if is_trained(values[node])]
+    selectors = [node for node in part.sources if node not in trained]
+    result, examples = example_of(part.result), [example_of(node) for node in trained]
+    if len(trained) != 2 or not selectors or result is None:
         return None
-    whole = [node for node, one in zip(found, examples, strict=True) if one.shape == result.shape]
+    if any(one is None or one.dtype is not result.dtype for one in examples):
+        return None
+    # the weight, which has the result's shape, first
+    trained.sort(key=lambda node: example_of(node).shape != result.shape)
+    weight, theta = (example_of(node).shape == result.shape for node in trained)
     # what a convolution makes of another memory format has that too
-    if len(whole) != 1 or not result.dtype.is_floating_point or not result.is_contiguous():
+    if not weight or theta or not result.dtype.is_floating_point or not result.is_contiguous():
         return None
-    return whole[0], next(node for node in found if node is not whole[0])
+    return replace(part, sources=(*trained, *selectors))
 
 
-def _selectors(part: Formula, trained: tuple[fx.Node, fx.Node]) -> list[fx.Node]:
-    return [node for node in part.sources if node not in trained]
-
-
-def _is_linear(part: Formula, trained: tuple[fx.Node, fx.Node]) -> bool:
+def _is_linear(part: Formula) -> bool:
     """Whether each step gives, of what depends on the trained, a sum of it times constants, and passes gradients."""
-    moving, dtype = set(trained), example_of(part.result).dtype
+    moving, dtype = set(part.sources[:2]), example_of(part.result).dtype
     for node in part.nodes:
         op = op_of(node)
         if op is not None and op.name == "detach":
             return False  # its values tell nothing of gradients
         read = [argument for argument in node.all_input_nodes if _base(argument) in moving]
-        if op is None or not read or (op.name in _SHAPES and read == [op.input]):
+        if op is None or not read or (op.name in FILLS and read == [op.input]):
             continue
         written = op.input if op.inplace else node
         if not _holds(written, dtype) or (not is_view(node) and not _is_linear_step(op, read)):
@@ -133,7 +130,7 @@ def _holds(node: object, dtype: torch.dtype) -> bool:
 def _base(node: fx.Node) -> fx.Node:
     """What a node's memory may be that of."""
     while (op := op_of(node)) is not None and isinstance(op.input, fx.Node):
-        if not (is_view(node) or op.inplace or op.name in _CASTS):
+        if not (is_view(node) or op.inplace or op.name in CASTS):
             break
         node = op.input
     return node
@@ -156,12 +153,10 @@ def _unfit(part: Formula, layer: fx.Node, masked: Formula, ctx: Context) -> str 
     least = _LEAST_REPLAYED if kind == "cuda" and (replayed or are_frozen()) else LEAST[kind]
     if size < least:
         return f"Inductor trains its {size} bytes as fast (from {least} on they are merged)"
-    if replayed and not are_frozen():
-        return "a replayed CUDA graph asks for no versions: compile and call within sparsecomp.ops.frozen_weights()"
-    beside = next((user for user in masked.readers() if user is not layer and not is_layer(user)), None)
-    if beside is not None:
-        return f"`{beside.name}` reads it too, so it is computed all the same"
-    return None
+    if not sees_versions(ctx.options, example.device):
+        return UNSEEN
+    outside = masked.outside(layer)
+    return f"`{outside[0].name}` reads it too, so it is computed all the same" if outside else None
 
 
 def _scatters_by_mask(part: Formula) -> bool:
@@ -178,17 +173,18 @@ def _is_bool(node: fx.Node) -> bool:
     return example is not None and example.dtype is torch.bool
 
 
-def _named(part: Formula, trained: tuple[fx.Node, fx.Node], values: Mapping[fx.Node, torch.Tensor]) -> str | None:
+def _named(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> str | None:
     """What the operator knows the formula by; None if it is not the effective weight."""
-    weight, theta = (example_of(node) for node in trained)
+    weight, theta = (example_of(node) for node in part.sources[:2])
     form = Form(tuple(weight.shape), tuple(theta.shape), weight.dtype, weight.device)
-    selectors = _selectors(part, trained)
-    ordered = replace(part, sources=(*trained, *selectors))
-    return merging(ordered.module(None, flip=False), form, [values[node] for node in selectors])
+    return merging(part.module(None, flip=False), form, [values[node] for node in part.sources[2:]])
 
 
-def _plan(op: CanonicalOp, masked: Formula, core: fx.Node, reads: tuple[fx.Node, ...], name: str, ctx: Context) -> Plan:
-    weight, theta, *selectors = reads
+def _plan(
+    op: CanonicalOp, masked: Formula, part: Formula, outer: list[fx.Node], name: str, ctx: Context
+) -> Plan:  # fmt: skip
+    """`outer` are the views and casts between the part's result and the layer, from the outside in."""
+    weight, theta, *selectors = part.sources
 
     def build() -> dict[fx.Node, fx.Node]:
         graph, target = op.node.graph, torch.ops.sparsecomp.merged_weight.default
@@ -196,12 +192,12 @@ def _plan(op: CanonicalOp, masked: Formula, core: fx.Node, reads: tuple[fx.Node,
         # another layer on the same weight may have it already, with its gradients unless they were switched off there
         others = () if ctx.switches else weight.users
         made = next((user for user in others if user.target is target and user.args == args), None)
-        copies = {core: made or call(graph, core, target, *args)}
-        for node in reversed(list(takewhile(lambda node: node is not core, _inner(masked, ctx)))):
+        copies = {part.result: made or call(graph, part.result, target, *args)}
+        for node in reversed(outer):
             copies[node] = graph.node_copy(node, lambda old: copies.get(old, old))
         return {op.node: graph.node_copy(op.node, lambda old: copies.get(old, old))}
 
-    size = "x".join(map(str, example_of(core).shape))
+    size = "x".join(map(str, example_of(part.result).shape))
     reason = (
         f"in training the {size} {masked.spelled()} of `{weight.target}` and `{theta.target}` is one pass, and its "
         f"gradients another; proved for the masks and positions as they are, and again when they change; for finite "

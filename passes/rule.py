@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from sparsecomp import _compat
+from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.options import Options
 from sparsecomp.passes.analysis import Analysis
 from sparsecomp.passes.canonicalize import example_of
@@ -197,3 +198,12 @@ def replays(options: Options, device: torch.device) -> bool:
     """Whether torch.compile replays CUDA graphs under these options, which runs no code of the host's."""
     asked = options.mode in ("reduce-overhead", "max-autotune") or bool(options.inductor.get("triton.cudagraphs"))
     return asked and device.type == "cuda"
+
+
+UNSEEN = "a replayed CUDA graph asks for no versions: compile and call within sparsecomp.ops.frozen_weights()"
+"""What to tell where `sees_versions` is False."""
+
+
+def sees_versions(options: Options, device: torch.device) -> bool:
+    """Whether a weight's changes are noticed by what is compiled here, or promised not to need it."""
+    return are_frozen() or not replays(options, device)

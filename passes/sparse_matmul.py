@@ -15,9 +15,8 @@ from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
-from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
-from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, replays, sizes
+from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sees_versions, sizes
 from sparsecomp.passes.sparse_cost import Product, decide
 from sparsecomp.passes.spike_operand import attribute, cast
 from sparsecomp.sparse_tensor import SparseTensor
@@ -252,7 +251,7 @@ def _constant(chain: _Chain, ctx: Context) -> bool:
     assert product is not None
     plain = (product.residual, product.activation, product.scale) == (None, "none", 1.0)
     plain = plain and (product.linear or product.bias is None)
-    seen = are_frozen() or not replays(ctx.options, example_of(chain.sparse).device)
+    seen = sees_versions(ctx.options, example_of(chain.sparse).device)
     return given and plain and seen and not _differentiated(chain, ctx) and _autocast_dtype(chain) is None
 
 

@@ -25,11 +25,12 @@ _WRITES = frozenset({
     "where", "masked_fill", "masked_scatter", "index_put", "index_copy", "index_fill", "scatter", "setitem",
 })  # fmt: skip
 """Operators that take some elements from elsewhere, so that their result is a masked weight."""
-_PURE = _VIEWS | _WRITES | frozenset({
+CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16"})
+FILLS = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+"""Operators that read no values of their first argument."""
+_PURE = _VIEWS | _WRITES | CASTS | FILLS | frozenset({
     "mul", "add", "sub", "rsub", "div", "neg", "abs", "bitwise_not", "bitwise_and", "bitwise_or", "logical_not",
-    "logical_and", "logical_or", "eq", "ne", "lt", "le", "gt", "ge", "clone", "to", "type_as", "float", "double",
-    "half", "bfloat16", "bool", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zeros",
-    "ones", "full",
+    "logical_and", "logical_or", "eq", "ne", "lt", "le", "gt", "ge", "clone", "bool", "zeros", "ones", "full",
 })  # fmt: skip
 
 
@@ -69,12 +70,14 @@ class Formula:
         """Who reads intermediate results or the weight, besides the formula."""
         return [user for node in self.nodes for user in node.users if user not in self.nodes]
 
+    def outside(self, layer: fx.Node) -> list[fx.Node]:
+        """The readers that are neither `layer` nor another layer, which may get its weight otherwise too."""
+        return [user for user in self.readers() if user is not layer and not is_layer(user)]
+
     def unread_after(self, layer: fx.Node, ctx: Context) -> tuple[fx.Node, ...]:
         """What nothing reads any more once a layer, and all before it, read something else; the last first."""
-        readers = self.readers()
-        last = max(readers, key=ctx.analysis.order.__getitem__) is layer
-        others = any(reader is not layer and not is_layer(reader) for reader in readers)
-        return tuple(reversed(self.nodes)) if last and not others else ()
+        last = max(self.readers(), key=ctx.analysis.order.__getitem__) is layer
+        return tuple(reversed(self.nodes)) if last and not self.outside(layer) else ()
 
     def values(self, known: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, Any]:
         """What every node gives for these values of the sources."""

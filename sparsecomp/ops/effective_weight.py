@@ -20,7 +20,7 @@ library.define(
 )
 
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_MOST = 2**31 - 2**16
+MOST = 2**31 - 2**16
 """Elements that the kernels' 32-bit ranks can count."""
 
 
@@ -147,7 +147,7 @@ def _split(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -
 
 def fits_kernels(whole: Tensor) -> bool:
     """Whether the kernels can merge and split a weight like this one, on CUDA."""
-    return whole.dtype in _KERNEL_DTYPES and 0 < whole.numel() <= _MOST
+    return whole.dtype in _KERNEL_DTYPES and 0 < whole.numel() <= MOST
 
 
 def merge_by(weight: Tensor, theta: Tensor, table: Tensor) -> Tensor:

@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import MaskError
-from sparsecomp.ops.effective_weight import check_mask, effective_weight, split_pruned
+from sparsecomp.ops.effective_weight import MOST, check_mask, effective_weight, split_pruned
 from sparsecomp.ops.library import KERNEL_DTYPES, library
 
 library.define(
     "select_largest(Tensor scores, Tensor count) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
-
-_MOST = 2**31 - 2**16
-"""Scores that the kernels' 32-bit ranks can count."""
 
 
 def scatter_pruned(theta: Tensor, mask: Tensor) -> Tensor:
@@ -74,7 +71,7 @@ def select_by_sorting(scores: Tensor, count: Tensor) -> Tensor:
 
 
 def _select_cuda(scores: Tensor, count: Tensor) -> Tensor:
-    fits = scores.dtype in KERNEL_DTYPES and 0 < scores.numel() <= _MOST and count.device == scores.device
+    fits = scores.dtype in KERNEL_DTYPES and 0 < scores.numel() <= MOST and count.device == scores.device
     if not fits:
         return select_by_sorting(scores, count)
     from sparsecomp.lowering import select_largest as lowered  # loads Triton
