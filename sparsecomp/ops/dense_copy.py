@@ -14,15 +14,14 @@ from torch import Tensor
 
 from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.ops.folded_weight import FOLDS, named_formula
-from sparsecomp.ops.library import library
+from sparsecomp.ops.library import TAGS, library
 from sparsecomp.ops.patterns import Layout, layout_of
 
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-library.define("dense_copy_matmul(Tensor sparse, Tensor dense, Tensor? bias, bool linear) -> Tensor", tags=_TAGS)
+library.define("dense_copy_matmul(Tensor sparse, Tensor dense, Tensor? bias, bool linear) -> Tensor", tags=TAGS)
 library.define(
     "dense_copy_product(Tensor values, Tensor[] pattern, Tensor dense, Tensor? bias, str format, SymInt[] block, "
     "SymInt[] shape, str[] skews, bool transpose, bool linear) -> Tensor",
-    tags=_TAGS,
+    tags=TAGS,
 )
 
 

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from sparsecomp.errors import MaskError
 from sparsecomp.ops.folded_weight import FOLDS, named_formula
-from sparsecomp.ops.library import library
+from sparsecomp.ops.library import TAGS, library
 
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-library.define("effective_weight(Tensor weight, Tensor theta, Tensor mask) -> Tensor", tags=_TAGS)
+library.define("effective_weight(Tensor weight, Tensor theta, Tensor mask) -> Tensor", tags=TAGS)
 library.define(
-    "split_pruned(Tensor whole, Tensor mask, SymInt pruned, bool active, bool rest) -> (Tensor, Tensor)", tags=_TAGS
+    "split_pruned(Tensor whole, Tensor mask, SymInt pruned, bool active, bool rest) -> (Tensor, Tensor)", tags=TAGS
 )
 
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

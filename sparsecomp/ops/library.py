@@ -6,6 +6,9 @@ import torch
 
 library = torch.library.Library("sparsecomp", "DEF")
 
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+"""Of an operator whose implementation relies on the strides that its fake gives, or that it was traced with."""
+
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What the kernels read and write beside bytes; they sum in float32 or int32."""
 

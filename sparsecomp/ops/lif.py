@@ -8,12 +8,12 @@ costs one pass over its input. Equations and their order are spikingjelly's (``a
 import torch
 from torch import Tensor
 
-from sparsecomp.ops.library import library
+from sparsecomp.ops.library import TAGS, library
 
 library.define(
     "lif(Tensor x, Tensor? v, float v0, Tensor? mean, Tensor? var, Tensor? weight, Tensor? bias, float eps, "
     "str charge, float tau, Tensor? rate, bool decay_input, float threshold, float? reset) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    tags=TAGS,
 )
 
 

@@ -11,18 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.ops.folded_weight import FOLDS, Packed, computed
-from sparsecomp.ops.library import library
+from sparsecomp.ops.library import TAGS, library
 from sparsecomp.ops.spmm import spmm
 
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 library.define(
     "folded_linear(Tensor x, Tensor[] sources, Tensor? bias, str formula, str format, int[2] block) -> Tensor",
-    tags=_TAGS,
+    tags=TAGS,
 )
 library.define(
     "folded_conv(Tensor x, Tensor[] sources, Tensor? bias, str formula, SymInt[] stride, SymInt[] padding, "
     "SymInt[] dilation, SymInt groups) -> Tensor",
-    tags=_TAGS,
+    tags=TAGS,
 )
 _CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 

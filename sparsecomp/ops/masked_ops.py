@@ -9,11 +9,11 @@ from torch import Tensor
 
 from sparsecomp.errors import MaskError
 from sparsecomp.ops.effective_weight import MOST, check_mask, effective_weight, split_pruned
-from sparsecomp.ops.library import KERNEL_DTYPES, library
+from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, library
 
 library.define(
     "select_largest(Tensor scores, Tensor count) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    tags=TAGS,
 )
 
 

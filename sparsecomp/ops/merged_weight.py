@@ -27,16 +27,15 @@ from sparsecomp.ops.effective_weight import (
     split_by,
 )
 from sparsecomp.ops.folded_weight import FOLDS, computed, formula, named, named_formula
-from sparsecomp.ops.library import library
+from sparsecomp.ops.library import TAGS, library
 
 log = logging.getLogger("sparsecomp")
 
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-library.define("merged_weight(Tensor weight, Tensor theta, Tensor[] selectors, str formula) -> Tensor", tags=_TAGS)
+library.define("merged_weight(Tensor weight, Tensor theta, Tensor[] selectors, str formula) -> Tensor", tags=TAGS)
 library.define(
     "merged_weight_grads(Tensor grad, SymInt[] theta, Tensor[] selectors, str formula, bool active, bool rest) "
     "-> (Tensor, Tensor)",
-    tags=_TAGS,
+    tags=TAGS,
 )
 _PROBES = 4
 """Sets of random numbers. Two numbers of a set are the same bfloat16 in one case of a hundred."""

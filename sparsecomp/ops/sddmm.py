@@ -11,14 +11,14 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops import sparse_reference
-from sparsecomp.ops.library import KERNEL_DTYPES, library
+from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, library
 from sparsecomp.ops.patterns import VALUE_DIMS, Layout, elements_of, layout_of
 from sparsecomp.ops.spmm import is_by_column, spmm
 
 library.define(
     "sddmm(Tensor a, Tensor b, Tensor[] pattern, str format, SymInt[] block, SymInt[] shape, str[] skews, "
     "float scale) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    tags=TAGS,
 )
 
 

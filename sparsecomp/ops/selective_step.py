@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import MaskError
-from sparsecomp.ops.library import KERNEL_DTYPES, library
+from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, library
 from sparsecomp.ops.masked_ops import select_largest
 
 library.define(
     "selective_step(Tensor(a!) weight, Tensor grad, Tensor pruned, Tensor(b!) mean, Tensor(c!) size, "
     "Tensor(d!) square, Tensor steps, Tensor lr, float beta, float beta2, float eps, float weight_decay, float tau, "
     "float delta, int warm_up, SymInt? count, bool whole) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    tags=TAGS,
 )
 
 

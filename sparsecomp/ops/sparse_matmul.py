@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import library, without_autocast
+from sparsecomp.ops.library import TAGS, library, without_autocast
 from sparsecomp.ops.spmm import before_activation, epilogue, epilogue_gradients
 
 library.define(
     "sparse_matmul(Tensor sparse, Tensor dense, Tensor? bias, Tensor? residual, bool linear, str bias_axis, "
     "str activation, float scale, ScalarType? dtype) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    tags=TAGS,
 )
 library.define(
     "sparse_sampled(Tensor sparse, Tensor grad, Tensor dense, bool linear, float scale) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    tags=TAGS,
 )
 library.define("sparse_to_dense(Tensor sparse) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 library.define("sparse_gather(Tensor sparse, Tensor dense) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

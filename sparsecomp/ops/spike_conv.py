@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.ops.geometry import is_channels_last, output_size
-from sparsecomp.ops.library import KERNEL_DTYPES, library
+from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, library
 from sparsecomp.ops.weights import join_weight, padded_channels, split_weight
 
 library.define(
@@ -32,17 +32,17 @@ library.define(
 library.define(
     "spike_conv2d_sparse(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, "
     "SymInt[2] dilation, int groups, int digits, str strategy) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    tags=TAGS,
 )
 library.define(
     "spike_linear_sparse(Tensor x, Tensor weight, Tensor? bias, int digits, str strategy) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    tags=TAGS,
 )
 library.define("pack_weight(Tensor weight, int digits) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 library.define(
     "spike_conv2d_packed(Tensor x, Tensor planes, Tensor scale, Tensor? bias, int[2] kernel, SymInt[2] stride, "
     "SymInt[2] padding, SymInt[2] dilation, int groups, ScalarType dtype, bool channels_last) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    tags=TAGS,
 )
 
 

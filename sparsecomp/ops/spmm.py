@@ -14,14 +14,14 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.lowering.epilogue import ACTIVATIONS
 from sparsecomp.ops import sparse_reference
-from sparsecomp.ops.library import KERNEL_DTYPES, library
+from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, library
 from sparsecomp.ops.patterns import VALUE_DIMS, Layout, check_pattern, compressed, layout_of
 
 library.define(
     "spmm(Tensor values, Tensor[] pattern, Tensor dense, Tensor? bias, Tensor? residual, str format, SymInt[] block, "
     "SymInt[] shape, str[] skews, bool transpose, str bias_axis, str activation, float scale, ScalarType? dtype, "
     "bool by_column) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    tags=TAGS,
 )
 
 
