@@ -9,7 +9,8 @@ import textwrap
 def compile_in_subprocess(body: str) -> str:
     """Run ``body`` in a fresh process without the interpreter and return what it printed.
 
-    ``body`` may call ``build(kernel, signature, constants, capability, source, **options)``, which compiles.
+    ``body`` may call ``build(kernel, signature, constants, capability, source, whole, **options)``, which compiles;
+    pointers, and the numbers named in ``whole``, are multiples of 16.
     Triton decides at import whether it interprets, hence the process.
     """
     prelude = textwrap.dedent(
@@ -18,10 +19,10 @@ def compile_in_subprocess(body: str) -> str:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        def build(kernel, signature, constants, capability, source=ASTSource, **options):
+        def build(kernel, signature, constants, capability, source=ASTSource, whole=("C", "K", "CP"), **options):
             types = {n: "constexpr" if n in constants else signature[n] for n in kernel.arg_names}
             aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
-                       if types[n].startswith("*") or n in ("C", "K", "CP")}
+                       if types[n].startswith("*") or n in whole}
             target = GPUTarget("cuda", capability, 32)
             return triton.compile(source(kernel, types, constants, aligned), target=target, options=options)
         """

@@ -178,12 +178,7 @@ def test_kernels_build_with_whole_vectors_and_population_counts(capability, elem
         for kernel, more in ((merge_kernel, dict(ACTIVE_ONLY=False)), (split_kernel, {{}}), (pack_mask_kernel, {{}})):
             types = {{n: "{element}" if n.endswith("_ptr") else "i32" for n in kernel.arg_names}}
             types |= dict(table_ptr="*i32", mask_ptr="*u8")
-            constants = dict(ROWS=32, **more)
-            kinds = {{n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}}
-            aligned = {{(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
-                       if kinds[n].startswith("*") or n == "numel"}}
-            source = ASTSource(kernel, kinds, constants, aligned)
-            built = triton.compile(source, target=GPUTarget("cuda", {capability}, 32), options=dict(num_warps=4))
+            built = build(kernel, types, dict(ROWS=32, **more), {capability}, whole=("numel",), num_warps=4)
             ptx = built.asm["ptx"]
             vectors = kernel is pack_mask_kernel or ("ld.global.v4" in ptx and "st.global.v4" in ptx)
             print(vectors, "popc.b32" in ptx or kernel is pack_mask_kernel, ".local" not in ptx)

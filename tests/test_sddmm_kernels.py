@@ -186,12 +186,9 @@ def test_kernels_build(capability, element):
             types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
             ones = {{n: 1 for n in kernel.arg_names if n not in pointers and n not in sizes}}
             print(len(build(kernel, types, sizes | ones, {capability}).asm["cubin"]) > 0)
-            kinds = {{n: "constexpr" if n in sizes or n in ("a_d", "b_d") else types[n] for n in kernel.arg_names}}
-            aligned = {{(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
-                       if kinds[n].startswith("*") or n in ("D", "a_b", "a_m", "b_b", "b_n")}}
             constants = sizes | {{n: 1 for n in ("a_d", "b_d") if n in kernel.arg_names}}
-            source = ASTSource(kernel, kinds, constants, aligned)
-            built = triton.compile(source, target=GPUTarget("cuda", {capability}, 32), options=dict(num_warps=4))
+            whole = ("D", "a_b", "a_m", "b_b", "b_n")
+            built = build(kernel, types, constants, {capability}, whole=whole, num_warps=4)
             ptx = built.asm["ptx"]
             print(".local" not in ptx, kernel is sample_kernel or "ld.global.v4" in ptx)
         """

@@ -158,12 +158,7 @@ def test_kernels_build_with_whole_vectors(capability, width):
                              (mark_kernel, dict(PROGRAMS=2048))):
             types = {{n: "*i32" if n.endswith("_ptr") else "i32" for n in kernel.arg_names}}
             types |= dict(scores_ptr="*i{width}", count_ptr="*i64", selected_ptr="*u8")
-            constants = dict(**shared, **more)
-            kinds = {{n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}}
-            aligned = {{(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
-                       if kinds[n].startswith("*") or n == "chunk"}}
-            source = ASTSource(kernel, kinds, constants, aligned)
-            built = triton.compile(source, target=GPUTarget("cuda", {capability}, 32), options=dict(num_warps=4))
+            built = build(kernel, types, dict(**shared, **more), {capability}, whole=("chunk",), num_warps=4)
             ptx = built.asm["ptx"]
             print("ld.global.v4" in ptx, ".local" not in ptx)
         """

@@ -235,11 +235,7 @@ def test_the_kernel_builds_with_whole_vectors(capability, element):
         types = {{n: "*fp32" if n.endswith("_ptr") else "fp32" for n in kernel.arg_names}}
         types |= dict(weight_ptr="{element}", grad_ptr="{element}", pruned_ptr="*i32", step_ptr="*i64")
         types |= dict(rate_ptr="*fp64", pruned="i32", warm_up="i32")
-        types |= dict.fromkeys(constants, "constexpr")
-        aligned = {{(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
-                   if types[n].startswith("*")}}
-        source = ASTSource(kernel, types, constants, aligned)
-        ptx = triton.compile(source, target=GPUTarget("cuda", {capability}, 32), options=dict(num_warps=4)).asm["ptx"]
+        ptx = build(kernel, types, constants, {capability}, whole=(), num_warps=4).asm["ptx"]
         print(ptx.count("ld.global.v4"), ptx.count("st.global.v4"), ".local" not in ptx)
         """
     )

@@ -569,11 +569,8 @@ def made(kernel, element, index, constants, capability, **options):
     return divisible(kernel, types, constants, capability, **options)
 def divisible(kernel, types, constants, capability, **options):
     # as Triton specialises whole rows: every size and stride a multiple of 16
-    kinds = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names)
-               if kinds[n].startswith("*") or kinds[n] == "i32" and n != "M"}
-    source = ASTSource(kernel, kinds, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    whole = [n for n in kernel.arg_names if n not in constants and types[n] == "i32" and n != "M"]
+    return build(kernel, types, constants, capability, whole=whole, **options)
 PLAIN = dict(bias_ptr=None, residual_ptr=None, BIAS_ROWS=False, ACTIVATION="none", dense_n=1, out_n=1)
 FULL = dict(BIAS_ROWS=True, ACTIVATION="gelu", dense_k=1, out_m=1)
 """
