@@ -67,6 +67,17 @@ def run(
         FormatError: shapes or dtypes that do not belong together, or an unknown word.
         TuningError: no kernel takes these dtypes.
     """
+    problem = problem_of(crow, col, a, b, out, scale, skew)
+    if out.numel() and a.shape[-2]:
+        dispatch.run(SDDMM, problem, crow, col, a, b, out)
+
+
+def problem_of(crow: Tensor, col: Tensor, a: Tensor, b: Tensor, out: Tensor, scale: float, skew: str) -> Sddmm:
+    """The product of these tensors, as ``run`` takes them.
+
+    Raises:
+        FormatError: shapes or dtypes that do not belong together, or an unknown word.
+    """
     batched = out.dim() == 2
     sizes = {matrix.shape[0] for matrix in (a, b) if matrix.dim() == 3}
     fits = sizes <= {out.shape[0]} if batched else not sizes
@@ -82,14 +93,11 @@ def run(
             f"values {tuple(out.shape)} with strides {out.stride()}, col {tuple(col.shape)} {col.dtype}, crow "
             f"{crow.dtype}, skew {skew!r}: one value a column index, side by side, and one of {', '.join(SKEWS)}"
         )
-    if out.numel() == 0 or a.shape[-2] == 0:
-        return
-    problem = Sddmm(
+    return Sddmm(
         a.shape[-2], b.shape[-2], a.shape[-1], out.shape[0] if batched else 1, col.numel(), SKEWS[skew],
         *strides_of(a), *strides_of(b), out.stride(0) if batched else 0, float(scale), dtype_name(a), dtype_name(out),
         dtype_name(crow),
     )  # fmt: skip
-    dispatch.run(SDDMM, problem, crow, col, a, b, out)
 
 
 def _signature(problem: Sddmm, device: Device) -> KernelSignature:

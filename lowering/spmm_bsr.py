@@ -86,6 +86,19 @@ def run(
         TuningError: no kernel takes these dtypes.
     """
     described = output_of(out, bias, bias_axis, residual, activation, scale)
+    problem = problem_of(crow, col, values, dense, out, described, skew)
+    if out.numel():
+        dispatch.run(SPMM_BSR, problem, crow, col, values, dense, bias, residual, out)
+
+
+def problem_of(
+    crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, described: Output, skew: str
+) -> SpmmBsr:
+    """The product of these tensors, as ``run`` takes them.
+
+    Raises:
+        FormatError: shapes that do not belong together, or an unknown word.
+    """
     m, n = out.shape[-2:]
     height, width = values.shape[-2:]
     batched = values.dim() == 4
@@ -98,15 +111,12 @@ def run(
             f"{block_rows} block rows of height {height} for {m} rows, values {tuple(values.shape)} for "
             f"{col.numel()} columns of blocks, crow {crow.dtype} and col {col.dtype}: they must agree"
         )
-    if out.numel() == 0:
-        return
     strides = (values.stride(0) if batched else 0, values.stride(-3), values.stride(-2), values.stride(-1))
     k = dense.shape[-2]
-    problem = SpmmBsr(
+    return SpmmBsr(
         m, k, n, out.shape[0] if out.dim() == 3 else 1, height, width, block_rows, -(-k // width), col.numel(),
         SKEWS[skew], *strides, *strides_of(dense), dtype_name(values), dtype_name(dense), dtype_name(crow), described,
     )  # fmt: skip
-    dispatch.run(SPMM_BSR, problem, crow, col, values, dense, bias, residual, out)
 
 
 def _signature(problem: SpmmBsr, device: Device) -> KernelSignature:

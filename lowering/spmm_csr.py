@@ -84,9 +84,21 @@ def run(
         FormatError: shapes that do not belong together, or an unknown word.
         TuningError: no kernel takes these dtypes.
     """
+    values = values if values.stride(-1) == 1 or values.numel() < 2 else values.contiguous()
     described = output_of(out, bias, bias_axis, residual, activation, scale)
-    m, n = out.shape[-2:]
-    batch = out.shape[0] if out.dim() == 3 else 1
+    problem = problem_of(crow, col, values, dense, out, described, skew)
+    if out.numel():
+        dispatch.run(SPMM_CSR, problem, crow, col, values, dense, bias, residual, out)
+
+
+def problem_of(
+    crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, described: Output, skew: str
+) -> SpmmCsr:
+    """The product of these tensors, as ``run`` takes them, values' neighbours side by side.
+
+    Raises:
+        FormatError: shapes that do not belong together, or an unknown word.
+    """
     check_shapes(crow.numel() - 1, values.dim() == 2, values.shape[:-1], dense, out)
     if skew not in SKEWS:
         raise FormatError(f"skew is {skew!r}, needs one of {', '.join(SKEWS)}")
@@ -95,14 +107,12 @@ def run(
             f"values {tuple(values.shape)} and col {tuple(col.shape)}, crow {crow.dtype} and col {col.dtype}: one "
             "column index a value is needed, of the pointers' dtype"
         )
-    if out.numel() == 0:
-        return
-    values = values if values.stride(-1) == 1 or values.numel() < 2 else values.contiguous()
-    problem = SpmmCsr(
-        m, dense.shape[-2], n, batch, col.numel(), SKEWS[skew], values.stride(0) if values.dim() == 2 else 0,
-        *strides_of(dense), dtype_name(values), dtype_name(dense), dtype_name(crow), described,
+    m, n = out.shape[-2:]
+    return SpmmCsr(
+        m, dense.shape[-2], n, out.shape[0] if out.dim() == 3 else 1, col.numel(), SKEWS[skew],
+        values.stride(0) if values.dim() == 2 else 0, *strides_of(dense), dtype_name(values), dtype_name(dense),
+        dtype_name(crow), described,
     )  # fmt: skip
-    dispatch.run(SPMM_CSR, problem, crow, col, values, dense, bias, residual, out)
 
 
 def check_shapes(rows: int, batched: bool, batch: torch.Size, dense: Tensor, out: Tensor) -> None:

@@ -76,6 +76,21 @@ def run(
         TuningError: no kernel takes these dtypes.
     """
     described = output_of(out, bias, bias_axis, residual, activation, scale)
+    values = values if values.stride(-1) == 1 else values.contiguous()
+    indices = indices if indices.stride(-1) == 1 else indices.contiguous()
+    problem = problem_of(values, indices, keep, group, dense, out, described)
+    if out.numel():
+        dispatch.run(SPMM_NM, problem, values, indices, dense, bias, residual, out)
+
+
+def problem_of(
+    values: Tensor, indices: Tensor, keep: int, group: int, dense: Tensor, out: Tensor, described: Output
+) -> SpmmNM:
+    """The product of these tensors, as ``run`` takes them, a row's values and indices side by side.
+
+    Raises:
+        FormatError: shapes that do not belong together, or an unknown word.
+    """
     batched = values.dim() == 3
     check_shapes(values.shape[-2], batched, values.shape[:-2], dense, out)
     k, n = dense.shape[-2:]
@@ -87,16 +102,11 @@ def run(
             f"values {tuple(values.shape)} and indices {tuple(indices.shape)} {indices.dtype} are not {keep}:{group} "
             f"of {k} columns: {groups * keep} a row are needed, indices uint8, groups of at most {MOST_GROUP}"
         )
-    if out.numel() == 0:
-        return
-    values = values if values.stride(-1) == 1 else values.contiguous()
-    indices = indices if indices.stride(-1) == 1 else indices.contiguous()
-    problem = SpmmNM(
+    return SpmmNM(
         values.shape[-2], k, n, out.shape[0] if out.dim() == 3 else 1, keep, group, groups,
         values.stride(0) if batched else 0, values.stride(-2), indices.stride(0), *strides_of(dense),
         dtype_name(values), dtype_name(dense), described,
     )  # fmt: skip
-    dispatch.run(SPMM_NM, problem, values, indices, dense, bias, residual, out)
 
 
 def _signature(problem: SpmmNM, device: Device) -> KernelSignature:

@@ -21,6 +21,7 @@ from sparsecomp.passes import (
     fuse_neurons,
     masked_weight,
     narrow_spikes,
+    sparse_linear,
     sparse_matmul,
     spike_conv,
     spike_linear,
@@ -37,6 +38,7 @@ _compat.register_logger("sparsecomp")
 RULES: tuple[Rule, ...] = (
     fuse_neurons.RULE,
     spike_conv.RULE,
+    sparse_linear.RULE,
     sparse_matmul.RULE,
     spike_linear.RULE,
     masked_weight.RULE,

@@ -143,6 +143,15 @@ class Context:
         """What is known about the values of an argument when `reader` reads it."""
         return self.analysis.fact(value, at=reader) if isinstance(value, fx.Node) else None
 
+    def promised(self, value: object) -> torch.Tensor | None:
+        """The tensor behind an operand, if it is a parameter or buffer that is promised to stay as it is."""
+        tensor = self.values.get(value) if isinstance(value, fx.Node) and are_frozen() else None
+        if tensor is None or _compat.is_fake(tensor):
+            return None
+        # Dynamo's mark on the parameters and buffers of modules
+        static = isinstance(value, fx.Node) and "_dynamo_static_input_type" in (value.meta.get("tensor_dict") or {})
+        return tensor.detach() if static or isinstance(tensor, torch.nn.Parameter) else None
+
     def density(self, node: fx.Node) -> tuple[Density, str]:
         """Density of the input of a site, and where the number comes from."""
         measured = self.densities.get(site_key(node))
@@ -191,6 +200,15 @@ def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     is_method = isinstance(target, MethodDescriptorType)
     node = graph.call_method(target.__name__, args) if is_method else graph.call_function(target, args)
     node.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "tensor_meta")}
+    return node
+
+
+def constant(like: fx.Node, value: torch.Tensor) -> fx.Node:
+    """A node for a tensor that becomes a buffer of the graph's module."""
+    module = like.graph.owning_module
+    assert module is not None
+    node = like.graph.get_attr(_compat.add_constant(module, value))
+    node.meta["example_value"] = _compat.fake_of(value, beside=example_of(like.all_input_nodes[0]))
     return node
 
 

@@ -13,6 +13,7 @@ from sparsecomp.lowering.ceilings import H100, Ceilings, ceilings_of
 from sparsecomp.lowering.epilogue import Output
 from sparsecomp.lowering.random_sparse import SKEWS
 from sparsecomp.lowering.signature import Device, device_of
+from sparsecomp.ops.patterns import Layout
 from sparsecomp.sparse_tensor import SparseTensor
 
 _MATMUL_SHARE = {"fp32": 50e12 / H100.fp32, "tf32": 430e12 / H100.tf32, "half": 800e12 / H100.half}
@@ -53,6 +54,7 @@ class Product(NamedTuple):
         activation: of the epilogue.
         described: for the report.
         constant: whether a dense copy of S can be kept from call to call.
+        trained: whether gradients are asked for.
     """
 
     device: torch.device
@@ -71,26 +73,49 @@ class Product(NamedTuple):
     activation: str
     described: str
     constant: bool = False
+    trained: bool = False
 
     @classmethod
     def of(
-        cls, sparse: SparseTensor, dense: list[int], linear: bool, out: Any, bias: bool, residual: Any, activation: str
-    ) -> "Product":
-        """The product of `sparse` with a tensor of shape `dense`, as `sparsecomp.ops.sparse_matmul` has it."""
-        pattern = sparse._pattern
-        layout, transpose = pattern.layout, pattern.stored_by_columns(sparse._transpose)
-        m, k, entries = map(_expected, (*sparse.shape, pattern.arrays[-1].numel()))
+        cls, layout: Layout, entries: int, transpose: bool, dense: list[int], linear: bool, out: Any, bias: bool,
+        residual: bool, activation: str, *, trained: bool, format: str | None = None,
+    ) -> "Product":  # fmt: skip
+        """The product of a matrix, or of its transpose, with a tensor of shape `dense`.
+
+        Args:
+            layout, transpose, linear: as of `sparsecomp.ops.sparse_linear` and `sparsecomp.ops.sparse_matmul`.
+            entries: elements stored, or blocks.
+            out: the result, or what stands for it.
+            format: for the report; by default that of the layout.
+        """
+        (rows, cols), block = map(_expected, layout.shape), layout.block
+        m, k = (cols, rows) if transpose else (rows, cols)
         leading = torch.Size(dense[:-1] if linear else dense[:-2]).numel()
-        stored = entries * (layout.block[0] * layout.block[1] if layout.format == "bsr" else 1)
+        stored = entries * (block[0] * block[1] if layout.format == "bsr" else 1)
         share = 1 - stored / max(m * k, 1)
-        block = layout.block
+        named = format or _BY_LAYOUT[layout.format, transpose]
         return cls(
             device=out.device, format="csr" if layout.format == "nm" and transpose else layout.format,
             block=(block[1], block[0]) if layout.format == "bsr" and transpose else block, m=m, k=k,
             n=leading if linear else dense[-1], batch=1 if linear else leading, entries=entries,
-            skew=layout.skews[transpose], dtype=out.dtype, linear=linear, bias=bias, residual=residual is not None,
-            activation=activation, described=f"{sparse.format} {m}x{k} at {share:.1%} sparsity",
+            skew=layout.skews[transpose], dtype=out.dtype, linear=linear, bias=bias, residual=residual,
+            activation=activation, described=f"{named} {m}x{k} at {share:.1%} sparsity", trained=trained,
         )  # fmt: skip
+
+    @classmethod
+    def of_tensor(cls, sparse: SparseTensor, dense: list[int], *rest: Any, trained: bool) -> "Product":
+        """`of` for a SparseTensor."""
+        pattern = sparse._pattern
+        layout, transpose = pattern.layout, pattern.stored_by_columns(sparse._transpose)
+        stored = _expected(pattern.arrays[-1].numel())
+        return cls.of(layout, stored, transpose, dense, *rest, trained=trained, format=sparse.format)
+
+
+_BY_LAYOUT = {
+    ("csr", False): "CSR", ("csr", True): "CSC", ("bsr", False): "BSR", ("bsr", True): "BCSC", ("nm", False): "NM",
+    ("nm", True): "NM",
+}  # fmt: skip
+"""The format of a layout, for the report."""
 
 
 def _expected(size: int | torch.SymInt) -> int:

@@ -7,6 +7,8 @@ importing it takes seconds.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import count
 from typing import Any, cast
 
 import sympy
@@ -20,9 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "FakeTensorMode",
+    "OneLevelFunction",
+    "add_constant",
     "ambient_modes",
     "below_autograd",
     "cache_key",
+    "call_directly",
     "compile_fx",
     "conv_tf32",
     "described",
@@ -33,6 +38,7 @@ __all__ = [
     "isolated_compile",
     "make_wrapper",
     "matmul_tf32",
+    "one_level",
     "plain_eager",
     "propagate_fakes",
     "readable",
@@ -71,6 +77,33 @@ def compile_fx(
         with config.patch(settings):
             arguments["decompositions"] = _Decompositions(decompositions)
     return cast(Callable[..., Any], inductor(gm, example_inputs, **arguments))
+
+
+@cache
+def call_directly(operators: frozenset[Any]) -> None:
+    """Have Inductor's code call `operator.direct_cpu` or `direct_cuda` where it would call the operator."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+    from torch.utils._pytree import tree_map
+
+    class Direct(ir.FallbackKernel):
+        def __init__(self, layout: Any, kernel: Any, tensor_args: Any, *rest: Any, **kwargs: Any) -> None:
+            super().__init__(layout, kernel, tensor_args, *rest, **kwargs)
+            device = tensor_args[0].get_device()
+            name = f"direct_{device.type}"
+            if hasattr(kernel, name) and not V.graph.cpp_wrapper:  # C++ reaches operators only
+                self.python_kernel_name = f"{self.python_kernel_name}.{name}"
+
+    def lowering_of(operator: Any) -> Callable[..., Any]:
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            made = Direct.create(operator, *args, **kwargs)
+            return tree_map(lambda node: ir.TensorBox.create(node) if isinstance(node, ir.IRNode) else node, made)
+
+        return lower
+
+    for operator in operators:
+        register_lowering(operator, type_promotion_kind=None)(lowering_of(operator))
 
 
 class _Decompositions(dict[Any, Callable[..., Any]]):
@@ -112,6 +145,22 @@ def matmul_tf32() -> bool:
 def inside_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad, …) is at work, of which our operators know nothing."""
     return cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None
+
+
+OneLevelFunction: Any = cast(Any, torch.autograd.function)._SingleLevelFunction
+"""An autograd.Function that only ever records for the level at work: see `one_level`."""
+
+
+@contextmanager
+def one_level() -> Iterator[None]:
+    """Context within which a `OneLevelFunction` may record while a transform of torch.func is at work."""
+    functorch = cast(Any, torch._C)._functorch
+    before = functorch.get_single_level_autograd_function_allowed()
+    functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        functorch.set_single_level_autograd_function_allowed(before)
 
 
 def plain_eager() -> bool:
@@ -220,6 +269,18 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
+
+
+def add_constant(gm: fx.GraphModule, value: torch.Tensor) -> str:
+    """Make a tensor a buffer of a graph's module, which a CUDA graph reads where it lies; returns its name."""
+    from torch._dynamo.source import ConstantSource
+
+    name = next(name for number in count() if not hasattr(gm, name := f"_sparsecomp_constant{number}"))
+    gm.register_buffer(name, value)
+    sources = getattr(gm, "_param_name_to_source", None)
+    if sources is not None:  # AOTAutograd asks Dynamo's graphs where each of their buffers comes from
+        sources[name] = ConstantSource(source_name=name)
+    return name
 
 
 def readable(gm: fx.GraphModule, tag: str) -> str:

@@ -19,12 +19,11 @@ from torch import fx
 import sparsecomp.ops
 from sparsecomp import _compat
 from sparsecomp.lowering import artifact
+from sparsecomp.ops.library import DIRECT
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.passes.rule import Density
-from sparsecomp.passes.sparse_matmul import COPIES
 from sparsecomp.report import Report, remember
-from sparsecomp.sparse_tensor import SparseTensor
 
 log = logging.getLogger("sparsecomp")
 artifact.install()
@@ -69,30 +68,20 @@ def compile_graph(
     note_device(report)
     remember(report)
     log.info("%d of %d sites rewritten", len(report.rewritten), len(report.sites))
+    _compat.call_directly(frozenset(DIRECT))
     if not report.rewritten:
         return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, None), report
     with _compat.cache_key(f"sparsecomp:{sources_hash()}:{options.cache_key()}"):
         decompositions = sparsecomp.ops.decompositions
         compiled = _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions)
 
-    copies = any(site.implementation == COPIES for site in report.rewritten)
-
     @wraps(compiled)
     def run(*arguments: Any) -> Any:
-        if copies:
-            _note_writes(arguments)
         # under CUDA graphs kernels are tuned in the warm-up call: nothing can be measured during capture
         with _effort(options, report.note):
             return compiled(*arguments)
 
-    return (run if _tunes(options) or copies else compiled), report
-
-
-def _note_writes(arguments: Sequence[Any]) -> None:
-    """The graph sees what sparse weights are made of, not their own version counters."""
-    for argument in arguments:
-        if isinstance(argument, SparseTensor):
-            argument.note_writes()
+    return (run if _tunes(options) else compiled), report
 
 
 def _tunes(options: Options) -> bool:

@@ -15,7 +15,8 @@ from platformdirs import user_cache_dir
 from sparsecomp.errors import OptionError
 
 RULES = (
-    "fuse_neurons", "spike_conv", "sparse_matmul", "spike_linear", "masked_weight", "fold_batch_norm", "narrow_spikes",
+    "fuse_neurons", "spike_conv", "sparse_linear", "sparse_matmul", "spike_linear", "masked_weight", "fold_batch_norm",
+    "narrow_spikes",
 )  # fmt: skip
 """Every rewrite rule, in the order in which they run."""
 

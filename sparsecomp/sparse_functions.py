@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
+from sparsecomp.ops.sparse_linear import autocast
 from sparsecomp.ops.sparse_rows import sparse_rows
 from sparsecomp.sparse_operators import product
 from sparsecomp.sparse_pattern import is_traced
@@ -92,10 +93,9 @@ def _set_grad(cls: type, tensor: Any, grad: Any) -> None:
     if isinstance(tensor, cls) and grad is not None:
         if not isinstance(grad, cls):
             raise PatternError("the gradient of a SparseTensor must be a SparseTensor, not a dense tensor")
-        if not is_traced(tensor._values, grad._values):  # a tracer's copies of what was checked when it was set
-            tensor._check_gradient(grad)
-        # what an optimizer clones from it as its state must change its pattern as the parameter does
-        grad = grad if grad._mode is tensor._mode else grad.with_mode(tensor._mode)
+        # a tracer's copies are of what was checked when it was set
+        if not is_traced(tensor._values, grad._values) and not tensor.same_pattern(grad):
+            raise PatternError(f"the gradient stores other elements than {tensor!r}: give it the tensor's pattern")
     with _compat.without_torch_function():
         Tensor.grad.__set__(tensor, grad)  # pyright: ignore
 
@@ -106,10 +106,5 @@ def _product(
     device = dense.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        sparse, dense = _autocast(sparse, dtype), _autocast(dense, dtype)
+        sparse, dense = autocast(sparse, dtype), autocast(dense, dtype)
     return product(sparse, dense, bias, residual, linear, axis, "none", scale, None)
-
-
-def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor as torch's own products take it under autocast, which leaves float64 alone."""
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor

@@ -1,7 +1,7 @@
 """What a SparseTensor does below autograd: products through its arrays, elementwise operators on its values.
 
 Out of place, only operators that map zero to zero are taken, so that a result means the same as the dense one. In
-place, every elementwise operator acts on the stored values: an optimizer adds its epsilon to them.
+place, every elementwise operator acts on the stored values.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
 from sparsecomp.ops.patterns import elements_of
 from sparsecomp.ops.sddmm import run as run_sddmm
+from sparsecomp.ops.sparse_linear import by_rows, sampled
 from sparsecomp.ops.sparse_matmul import backward, save
 from sparsecomp.ops.sparse_rows import gradient_of_arrays, rows_of_arrays
 from sparsecomp.ops.spmm import run as run_spmm
@@ -52,9 +52,8 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
         SparseOperatorError: one that would store more, or that is not known.
         PatternError: other operands store other elements.
     """
-    first, out = args[0] if args else None, kwargs.get("out")
+    first = args[0] if args else None
     in_place = func in _IN_PLACE or (torch.Tag.pointwise in func.tags and func._schema.name.endswith("_"))
-    in_place = in_place or (func is aten.maximum.out and out is first)  # how AMSGrad updates its state
     sparse = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
     dense = [value for value in args if isinstance(value, Tensor) and not isinstance(value, cls) and value.dim()]
     if dense or not isinstance(first, cls) or not (in_place or _keeps_zero(cls, func, args)):
@@ -64,7 +63,7 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
             raise unsupported(cls, func, args)
         return composed
     for other in sparse[1:]:
-        _agree(first, other, adapt=in_place)
+        _agree(first, other)
     plain = [value._values if isinstance(value, cls) else value for value in args]
     named = {name: value._values if isinstance(value, cls) else value for name, value in kwargs.items()}
     named.pop("memory_format", None)
@@ -81,11 +80,9 @@ def unsupported(cls: Any, func: Any, args: Any) -> SparseOperatorError:
     """The error for an operator that no SparseTensor takes."""
     found = next((value for value in args if isinstance(value, cls)), None)
     what = f"{found.format} SparseTensor of shape {tuple(found.shape)}" if found is not None else "SparseTensor"
-    advice = "call to_dense() first, which makes a dense copy"
-    if dist.is_available() and dist.is_initialized():
-        # DistributedDataParallel flattens parameters and gradients to dense buffers
-        advice = f"sparsecomp.nn.synchronize(model) before DistributedDataParallel sends what is stored; or {advice}"
-    return SparseOperatorError(f"{func} does not take a {what} with these operands: {advice}")
+    return SparseOperatorError(
+        f"{func} does not take a {what} with these operands: call to_dense() first, which makes a dense copy"
+    )
 
 
 def _keeps_zero(cls: Any, func: Any, args: Any) -> bool:
@@ -99,20 +96,10 @@ def _keeps_zero(cls: Any, func: Any, args: Any) -> bool:
     return needed is not None and all(isinstance(value, cls) for value in args[:needed])
 
 
-def _agree(first: Any, other: Any, adapt: bool) -> None:
-    """Have `first` store what `other` stores, where its mode lets it.
-
-    Raises:
-        PatternError: the patterns differ, and must not.
-    """
-    if first._transpose == other._transpose and first._pattern.same_as(other._pattern):
-        return
-    if not adapt or first._mode.value == "exact":
-        raise PatternError(
-            f"{first!r} and {other!r} store different elements: give both one pattern, or make the parameter with "
-            "AllowGrowth or AllowShrinkage"
-        )
-    first._adopt(other)
+def _agree(first: Any, other: Any) -> None:
+    """Raise PatternError unless both store the same elements."""
+    if not first.same_pattern(other):
+        raise PatternError(f"{first!r} and {other!r} store different elements: give both one pattern")
 
 
 @_implements(aten.detach.default, aten.alias.default)
@@ -130,7 +117,7 @@ def _as_view_of(tensor: Any) -> AbstractContextManager[Any]:
 @_implements(aten.t.default)
 def _t(cls: Any, func: Any, tensor: Any) -> Any:
     with _as_view_of(tensor):
-        return cls._make(tensor._values, tensor._pattern, not tensor._transpose, tensor._mode)
+        return cls._make(tensor._values, tensor._pattern, not tensor._transpose)
 
 
 @_implements(aten.transpose.int)
@@ -146,7 +133,7 @@ def _permute(cls: Any, func: Any, tensor: Any, dims: Any) -> Any:
 @_implements(aten._to_copy.default)
 def _to_copy(cls: Any, func: Any, tensor: Any, *, device: Any = None, memory_format: Any = None, **kwargs: Any) -> Any:
     values = func(tensor._values, device=device, **kwargs)
-    return cls._make(values, tensor._pattern.to(values.device), tensor._transpose, tensor._mode)
+    return cls._make(values, tensor._pattern.to(values.device), tensor._transpose)
 
 
 @_implements(aten.copy_.default)
@@ -154,10 +141,7 @@ def _copy(cls: Any, func: Any, target: Any, source: Any, non_blocking: bool = Fa
     if not isinstance(target, cls) or not isinstance(source, cls):
         raise unsupported(cls, func, (target, source))
     here = source if source.device == target.device else source.to(target.device)
-    if target._mode.value == "exact":
-        _agree(target, here, adapt=False)
-    elif not target.same_pattern(here):
-        target._adopt(here)
+    _agree(target, here)
     target._values.copy_(here._values, non_blocking)
     written(target._values)
     return target
@@ -215,11 +199,7 @@ def _multiplied(
         beside = residual if residual is None or dense.dim() == 2 else residual.flatten(0, -3)
         how = (transpose, bias_axis, activation, scale, dtype, False)
         return spmm(values, pattern, flat, bias, beside, *layout, *how).view(*size[:-2], m, size[-1])
-    rows = dense if dense.dim() == 2 else dense.reshape(size[:-1].numel(), size[-1])
-    beside = None if residual is None else residual.reshape(rows.shape[0], m).mT
-    how = (transpose, "row" if bias_axis == "column" else "column", activation, scale, dtype, True)
-    out = spmm(values, pattern, rows.mT, bias, beside, *layout, *how).mT
-    return out if dense.dim() == 2 else out.view(*size[:-1], m)
+    return by_rows(spmm, dense, values, pattern, bias, residual, layout, transpose, activation, scale, dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -270,18 +250,6 @@ def product(sparse: Any, dense: Tensor, bias: Tensor | None, residual: Tensor | 
         return cast(Tensor, _Product.apply(*arguments))
 
 
-@_implements(ours.dense_copy_matmul.default)
-def _dense_copy_matmul(cls: Any, func: Any, sparse: Any, dense: Any, bias: Any, linear: bool) -> Tensor:
-    if not isinstance(sparse, cls) or isinstance(dense, cls) or isinstance(bias, cls):
-        raise unsupported(cls, func, (sparse, dense, bias))
-    pattern = sparse._pattern
-    if not is_traced(sparse._values):
-        sparse.note_writes()
-    return ours.dense_copy_product.default(
-        sparse._values, pattern.arrays, dense, bias, *pattern.layout, _by_columns(sparse), linear
-    )
-
-
 def _is_plain(sparse: Any, dense: Tensor, *others: Tensor | None) -> bool:
     """Whether operators on these compute at once, and nobody looks on."""
     if dense.device.type not in ("cpu", "cuda") or not _compat.plain_eager():
@@ -300,9 +268,9 @@ def _sampled(
     """`sparse_sampled` by the operator `sddmm`."""
     _, pattern, layout, transpose = _operands(sparse)
     if linear:
-        a = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1]).mT
-        b = dense.reshape(dense.shape[:-1].numel(), dense.shape[-1]).mT
-    elif dense.dim() == 2:
+        found = sampled(sddmm, dense, grad, pattern, layout, transpose, scale)
+        return sparse.with_values(found.to(sparse._values.dtype))
+    if dense.dim() == 2:
         a, b = grad, dense
     else:  # a sum over the batch is a product over all its columns
         a, b = (matrix.movedim(-2, 0).flatten(1) for matrix in (grad, dense))

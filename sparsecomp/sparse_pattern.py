@@ -85,6 +85,8 @@ class Pattern:
 
     def longest(self) -> int:
         """Entries of the longest row (of the layout by rows); reads from the device once."""
+        if self.layout.format == "nm":
+            return self.arrays[0].shape[1]
         if self._longest is None:
             counts = self.arrays[0].diff()
             self._longest = int(counts.max()) if counts.numel() else 0
@@ -162,36 +164,3 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def is_traced(*tensors: Tensor) -> bool:
     """Whether some of these stand for tensors in a graph that is being traced."""
     return any(type(tensor) is not Tensor for tensor in tensors)
-
-
-def carried(values: Tensor, old: Pattern, new: Pattern, growth: bool) -> Tensor:
-    """Values of `old` laid out for `new`: zero where that stores more, dropped where it stores less.
-
-    Args:
-        growth: `new` may store more; otherwise it may store less.
-
-    Raises:
-        PatternError: it stores less, or more, than it may, or has another format or shape.
-    """
-    if old.layout.format == "nm" or (old.format, old.layout[:3]) != (new.format, new.layout[:3]):
-        raise PatternError(
-            f"{new.format} {new.layout.shape} cannot take the place of {old.format} {old.layout.shape}: one format "
-            "and shape are needed, and N:M always stores as much"
-        )
-    before, after = _keys(old), _keys(new)
-    few, many = (before, after) if growth else (after, before)
-    place = torch.searchsorted(many, few).clamp(max=max(many.numel() - 1, 0))
-    if few.numel() and (not many.numel() or bool((many[place] != few).any())):
-        raise PatternError(
-            "the other pattern lacks elements that AllowGrowth keeps"
-            if growth
-            else "the other pattern stores elements that AllowShrinkage cannot take"
-        )
-    return values.new_zeros((many.numel(), *values.shape[1:])).index_copy(0, place, values) if growth else values[place]
-
-
-def _keys(pattern: Pattern) -> Tensor:
-    """A number for the place of each entry, ascending."""
-    pointers, indices = pattern.arrays
-    minors = -(-pattern.layout.shape[1] // pattern.layout.block[1])
-    return rows_of(pointers, indices.numel(), torch.int64) * minors + indices

@@ -1,4 +1,4 @@
-"""A sparse matrix that is a `torch.Tensor`: a parameter, an operand of products, a graph's input.
+"""A sparse matrix that is a `torch.Tensor`: an operand of products, a graph's input.
 
 It stores values and a pattern. Products with it run sparse, forward and backward; its gradient is one of the same
 pattern. Elementwise operators that keep zeros at zero act on the stored values, in-place ones always do, since they
@@ -6,33 +6,20 @@ cannot store more; whatever else would have to make it dense raises instead and 
 """
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sparsecomp import _compat
-from sparsecomp.errors import FormatError, PatternError
+from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, SparseMatrix
 from sparsecomp.formats.files import Stored
 from sparsecomp.ops.patterns import OWN_ARRAYS
 from sparsecomp.ops.sparse_matmul import to_dense
 from sparsecomp.sparse_functions import FUNCTIONS
-from sparsecomp.sparse_operators import OPERATORS, elementwise, written
-from sparsecomp.sparse_pattern import FORMATS, Pattern, carried, is_traced
-
-
-class PatternMode(Enum):
-    """Whether a parameter takes a gradient (or an update) that stores other elements.
-
-    With `GROWTH` the other may store more, and the parameter stores zeros there from then on; with `SHRINKAGE` it may
-    store less, and the parameter forgets the rest; with `EXACT` it must store the same.
-    """
-
-    EXACT = "exact"
-    GROWTH = "growth"
-    SHRINKAGE = "shrinkage"
+from sparsecomp.sparse_operators import OPERATORS, elementwise
+from sparsecomp.sparse_pattern import FORMATS, Pattern, is_traced
 
 
 class SparseTensor(Tensor):
@@ -44,7 +31,6 @@ class SparseTensor(Tensor):
     Args:
         matrix: without a batch; its arrays are kept, not copied, except that COO's rows become pointers.
         requires_grad: whether it takes a gradient.
-        mode: whether it takes one of another pattern.
 
     Raises:
         FormatError: the matrix is a batch, or no sparse matrix.
@@ -53,28 +39,27 @@ class SparseTensor(Tensor):
     _values: Tensor
     _pattern: Pattern
     _transpose: bool
-    _mode: PatternMode
 
     @staticmethod
     def __new__(
-        cls, matrix: SparseMatrix, requires_grad: bool = False, mode: PatternMode = PatternMode.EXACT
+        cls, matrix: SparseMatrix, requires_grad: bool = False
     ) -> "SparseTensor":
         if not isinstance(matrix, SparseMatrix):
             raise FormatError(f"matrix is a {type(matrix).__name__}, needs one of sparsecomp.formats: see from_dense")
         values, pattern = Pattern.of(matrix)
-        return cls._make(values.detach(), pattern, False, mode, requires_grad)
+        return cls._make(values.detach(), pattern, False, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     @classmethod
     def _make(
-        cls, values: Tensor, pattern: Pattern, transpose: bool, mode: PatternMode, requires_grad: bool = False
+        cls, values: Tensor, pattern: Pattern, transpose: bool, requires_grad: bool = False
     ) -> "SparseTensor":
         rows_first = transpose == (pattern.format in ("CSC", "BCSC"))
         shape = pattern.layout.shape if rows_first else pattern.layout.shape[::-1]
         self = _compat.make_wrapper(cls, shape, values.dtype, values.device, requires_grad)
-        self._values, self._pattern, self._transpose, self._mode = values, pattern, transpose, mode
+        self._values, self._pattern, self._transpose = values, pattern, transpose
         return self
 
     @classmethod
@@ -102,41 +87,11 @@ class SparseTensor(Tensor):
 
     def with_values(self, values: Tensor) -> "SparseTensor":
         """The same pattern with other values, of any dtype and the shape of `values()`."""
-        return type(self)._make(values, self._pattern, self._transpose, self._mode)
-
-    def with_mode(self, mode: PatternMode) -> "SparseTensor":
-        """The same values and pattern, of another mode and without gradient."""
-        return type(self)._make(self._values.detach(), self._pattern, self._transpose, mode)
+        return type(self)._make(values, self._pattern, self._transpose)
 
     def same_pattern(self, other: "SparseTensor") -> bool:
         """Whether both store the same elements; reads from the device unless they share their pattern."""
         return self._transpose == other._transpose and self._pattern.same_as(other._pattern)
-
-    def note_writes(self) -> None:
-        """Have the values' version counter tell of writes that only this tensor's counts: those of compiled graphs."""
-        with _compat.without_torch_function():
-            version = self._version
-        if version != self.__dict__.get("_noted", 0):
-            self._noted = version
-            written(self._values)
-
-    def _check_gradient(self, grad: "SparseTensor") -> None:
-        """Raise PatternError if the mode forbids a gradient of this pattern."""
-        if self.same_pattern(grad):
-            return
-        if self._mode is PatternMode.EXACT or self._transpose != grad._transpose:
-            raise PatternError(
-                f"the gradient stores other elements than {self!r}: give it the parameter's pattern, or make the "
-                "parameter with AllowGrowth or AllowShrinkage"
-            )
-        carried(self._values.detach(), self._pattern, grad._pattern, self._mode is PatternMode.GROWTH)
-
-    def _adopt(self, other: "SparseTensor") -> None:
-        """Store what `other` stores from now on, as the mode allows."""
-        self._check_gradient(other)
-        grown = carried(self._values, self._pattern, other._pattern, self._mode is PatternMode.GROWTH)
-        self._values = grown  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._pattern = other._pattern
 
     def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The dense tensor (rows, columns). Its gradient comes back at the stored elements only."""
@@ -154,7 +109,7 @@ class SparseTensor(Tensor):
             pattern.keep_transposed()
         names = [f"_own{index}" for index in range(len(pattern.arrays))]
         names += [f"_transposed{index}" for index in range(len(pattern.transposed or ()))]
-        return ["_values", *names], (pattern.format, pattern.layout, self._transpose, self._mode)
+        return ["_values", *names], (pattern.format, pattern.layout, self._transpose)
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled graph depends on; torch's cache knows nothing else of the arrays."""
@@ -167,10 +122,10 @@ class SparseTensor(Tensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> "SparseTensor":
-        format, layout, transpose, mode = context
+        format, layout, transpose = context
         own = tuple(inner[f"_own{index}"] for index in range(OWN_ARRAYS[layout.format]))
         kept = tuple(inner[f"_transposed{index}"] for index in range(3)) if "_transposed0" in inner else None
-        return cls._make(inner["_values"], Pattern(format, layout, own, kept), transpose, mode)
+        return cls._make(inner["_values"], Pattern(format, layout, own, kept), transpose)
 
     def __getattr__(self, name: str) -> Any:
         # the arrays under the names that __tensor_flatten__ gives them
@@ -212,7 +167,7 @@ class SparseTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         base = self._pattern.matrix(self._values.detach(), False)
         layout = {name: list(value) if isinstance(value, tuple) else value for name, value in base.layout.items()}
-        how = (self._transpose, self.requires_grad, isinstance(self, nn.Parameter), self._mode.value)
+        how = (self._transpose, self.requires_grad, isinstance(self, nn.Parameter), "exact")
         return rebuild, (self.format, dict(base.arrays), list(base.shape), layout, *how)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -236,7 +191,7 @@ def rebuild(
     matrix = kind._from_stored(Stored(format, shape, layout, arrays))
     matrix.validate()
     values, pattern = Pattern.of(matrix)
-    found = SparseTensor._make(values, pattern, transpose, PatternMode(mode), requires_grad)
+    found = SparseTensor._make(values, pattern, transpose, requires_grad)
     return _as_parameter(found, parameter)
 
 

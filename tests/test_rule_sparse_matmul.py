@@ -32,8 +32,10 @@ class Layers(nn.Module):
         how = layout or {"sparsity": 0.5}
         self.sparse = SparseLinear.from_linear(linear, getattr(formats, format), **how)
         self.linear = nn.Linear(8, 6)
-        self.linear.weight = self.sparse.weight
-        self.weight, self.bias = self.sparse.weight, nn.Parameter(torch.randn(3))
+        # a SparseTensor of its own, beside the layer that holds plain tensors
+        self.weight = nn.Parameter(SparseTensor(self.sparse.weight.detach().matrix))
+        self.linear.weight, self.linear.bias = self.weight, self.sparse.bias
+        self.bias = nn.Parameter(torch.randn(3))
         self.norm = nn.LayerNorm(6)
         self.does = forward
 
@@ -50,10 +52,10 @@ def calls(gm_text: str) -> list[str]:
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3))
 
 SPELLINGS: dict[str, tuple[Callable[[Any, Tensor], Any], str, str]] = {
-    "module": (lambda m, x: m.sparse(x), "bias", "True, 'column', 'none', 1.0"),
+    "module": (lambda m, x: m.linear(x), "bias", "True, 'column', 'none', 1.0"),
     "torch's module": (lambda m, x: F.relu(m.linear(x)), "bias, relu", "True, 'column', 'relu', 1.0"),
     "functional": (lambda m, x: F.linear(x, m.weight).relu(), "relu", "True, 'column', 'relu', 1.0"),
-    "in place": (lambda m, x: m.sparse(x).relu_(), "bias, relu", "True, 'column', 'relu', 1.0"),
+    "in place": (lambda m, x: m.linear(x).relu_(), "bias, relu", "True, 'column', 'relu', 1.0"),
     "operator": (lambda m, x: torch.relu(m.weight @ x.mT), "relu", "False, 'column', 'relu', 1.0"),
     "method": (lambda m, x: x.matmul(m.weight.t()) + m.sparse.bias, "bias", "True, 'column', 'none', 1.0"),
     "transposed": (lambda m, x: F.silu(x[..., :6] @ m.weight), "silu", "True, 'column', 'silu', 1.0"),
@@ -69,7 +71,7 @@ SPELLINGS: dict[str, tuple[Callable[[Any, Tensor], Any], str, str]] = {
         "True, 'column', 'none', 1.0",
     ),
     "residual first": (
-        lambda m, x: F.relu(x[..., :6] + m.sparse(x)),
+        lambda m, x: F.relu(x[..., :6] + m.linear(x)),
         "bias, residual, relu",
         "True, 'column', 'relu', 1.0",
     ),
@@ -78,7 +80,7 @@ SPELLINGS: dict[str, tuple[Callable[[Any, Tensor], Any], str, str]] = {
         "bias, residual, gelu",
         "True, 'column', 'gelu', 1.0",
     ),
-    "added in place": (lambda m, x: m.sparse(x).add_(x[..., :6]), "bias, residual", "True, 'column', 'none', 1.0"),
+    "added in place": (lambda m, x: m.linear(x).add_(x[..., :6]), "bias, residual", "True, 'column', 'none', 1.0"),
 }
 
 
@@ -105,7 +107,7 @@ def test_every_spelling_becomes_one_operator(spelling):
 )  # fmt: skip
 def test_every_format_through_the_backend_with_gradients(format, layout, kernel):
     torch._dynamo.reset()
-    model = Layers(lambda m, x: torch.relu(m.sparse(x) + x[..., :6]), format, **layout)
+    model = Layers(lambda m, x: torch.relu(m.linear(x) + x[..., :6]), format, **layout)
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
     grads = []
     for call in (compiled, model):
@@ -122,15 +124,15 @@ def test_every_format_through_the_backend_with_gradients(format, layout, kernel)
 
 
 LEFT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "read twice": (lambda m, x: (lambda y: F.relu(y) + y.sum())(m.sparse(x)), "bias;"),
-    "gelu that needs a gradient": (lambda m, x: F.gelu(m.sparse(x)), "bias;"),
-    "added to itself": (lambda m, x: (lambda y: y + y)(m.sparse(x)), "bias;"),
-    "broadcast": (lambda m, x: m.sparse(x) + x[:1, :, :6], "bias;"),
-    "another activation": (lambda m, x: torch.tanh(m.sparse(x)), "bias;"),
-    "scaled sum": (lambda m, x: torch.add(m.sparse(x), x[..., :6], alpha=2), "bias;"),
-    "added to in place": (lambda m, x: x[..., :6].clone().add_(m.sparse(x)), "bias;"),
-    "second residual": (lambda m, x: m.sparse(x) + x[..., :6] + x[..., 2:], "bias, residual;"),
-    "layer norm between": (lambda m, x: F.relu(m.norm(m.sparse(x))), "bias;"),
+    "read twice": (lambda m, x: (lambda y: F.relu(y) + y.sum())(m.linear(x)), "bias;"),
+    "gelu that needs a gradient": (lambda m, x: F.gelu(m.linear(x)), "bias;"),
+    "added to itself": (lambda m, x: (lambda y: y + y)(m.linear(x)), "bias;"),
+    "broadcast": (lambda m, x: m.linear(x) + x[:1, :, :6], "bias;"),
+    "another activation": (lambda m, x: torch.tanh(m.linear(x)), "bias;"),
+    "scaled sum": (lambda m, x: torch.add(m.linear(x), x[..., :6], alpha=2), "bias;"),
+    "added to in place": (lambda m, x: x[..., :6].clone().add_(m.linear(x)), "bias;"),
+    "second residual": (lambda m, x: m.linear(x) + x[..., :6] + x[..., 2:], "bias, residual;"),
+    "layer norm between": (lambda m, x: F.relu(m.norm(m.linear(x))), "bias;"),
 }
 
 
@@ -151,7 +153,7 @@ def test_what_cannot_be_fused_stays_outside(what):
 def test_an_operand_that_changes_meanwhile_is_read_before():
     def forward(m: Any, x: Tensor) -> Tensor:
         x = x.clone()
-        y = m.sparse(x)
+        y = m.linear(x)
         x.mul_(2)
         return F.relu(y + x[..., :6])
 
@@ -168,7 +170,7 @@ def test_what_stays_as_written_says_why():
     assert site(report, "sparse_matmul").reason == (
         "the sparse product stays as it was written: addmm in this form is not fused"
     )
-    model = Layers(lambda m, x: m.sparse(x))
+    model = Layers(lambda m, x: m.linear(x))
     _, report = rewritten(model, X, implementation="dense")
     assert "implementation='dense'" in site(report, "sparse_matmul").reason
     _, report = rewritten(model, X, implementation="auto", disable=("sparse_matmul",))
@@ -198,7 +200,7 @@ def test_autocast_around_the_call_or_within_it(inside, dense, monkeypatch):
                 return forward(m, x)
 
         model, exact = Layers(within if inside else forward), Layers(forward).double()
-        exact.linear.weight = exact.weight = exact.sparse.weight
+        exact.linear.weight = exact.weight
         with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
             out, report = rewritten(model, X, implementation="auto", strict=True, verify=not inside)
         with around:
@@ -215,8 +217,8 @@ def test_autocast_around_the_call_or_within_it(inside, dense, monkeypatch):
 def test_autocast_that_ends_before_the_activation():
     def forward(m: Any, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            y = m.sparse(x)
-        z = m.sparse(x)
+            y = m.linear(x)
+        z = m.linear(x)
         with torch.autocast("cpu", torch.bfloat16):
             return F.relu(y) + F.relu(z)
 
@@ -230,7 +232,7 @@ def test_autocast_that_ends_before_the_activation():
 
 def test_a_batch_of_another_size_needs_no_other_graph():
     torch._dynamo.reset()
-    model = Layers(lambda m, x: F.relu(m.sparse(x) + x[..., :6]))
+    model = Layers(lambda m, x: F.relu(m.linear(x) + x[..., :6]))
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, dynamic=True)
     for rows in (2, 5, 7):
         x = torch.randn(rows, 3, 8)
@@ -255,7 +257,7 @@ def test_dense_where_that_is_faster(spelling, monkeypatch):
 
 
 def test_optimize_rewrites_op_by_op():
-    model = Layers(lambda m, x: F.gelu(m.linear(x)) + m.sparse(x)).eval().requires_grad_(False)
+    model = Layers(lambda m, x: F.gelu(m.linear(x)) + m.linear(x)).eval().requires_grad_(False)
     better = optimize(model, X)
     torch.testing.assert_close(better(X), model(X))
     reasons = [found.reason for found in better.report.rewritten]
@@ -294,11 +296,15 @@ def test_the_numbers_of_a_product_are_the_tensors():
     dense = torch.zeros(6, 8)
     dense[0] = 1
     out = torch.empty(2, 3, 6)
-    found = Product.of(SparseTensor.from_dense(dense), [2, 3, 8], True, out, True, None, "relu")
+    found = Product.of_tensor(
+        SparseTensor.from_dense(dense), [2, 3, 8], True, out, True, False, "relu", trained=False
+    )
     assert (found.format, found.m, found.k, found.n, found.batch, found.entries) == ("csr", 6, 8, 6, 1, 8)
     assert found.skew == "skewed"  # one row of 8 and five of none: deviation over mean is sqrt(5)
     blocks = SparseTensor.from_dense(torch.ones(6, 8), formats.BSR, block=(2, 4))
-    found = Product.of(blocks.t(), [4, 6, 5], False, torch.empty(4, 8, 5), False, None, "none")
+    found = Product.of_tensor(
+        blocks.t(), [4, 6, 5], False, torch.empty(4, 8, 5), False, False, "none", trained=True
+    )
     assert (found.format, found.block, found.m, found.k, found.n, found.batch) == ("bsr", (4, 2), 8, 6, 5, 4)
     assert found.entries == 6 and "at 0.0% sparsity" in found.described
 
@@ -315,7 +321,7 @@ def test_spikes_into_a_sparse_weight_are_a_sparse_product(autocast):
         out = compiled(x)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2 if autocast else 1e-6)
     sites = {found.rule: found for found in sparsecomp.last_report().sites}
-    assert sites["sparse_matmul"].implementation == "csr"
+    assert sites["sparse_linear"].implementation == "csr"
 
 
 def test_matrices_of_other_numbers_of_entries_are_fused_too():

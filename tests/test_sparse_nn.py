@@ -1,35 +1,54 @@
-"""Sparse layers and parameters: what they keep of dense ones, how patterns change, and two processes."""
+"""Sparse layers: what they keep of dense ones, and that whatever torch does with parameters it does with theirs.
+
+A layer's weight is an ordinary parameter of its stored values, so each test compares it with a dense layer whose
+gradient is masked, or with the same layer elsewhere.
+"""
 
 import copy
-import gc
-import os
+import io
+import pickle
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import swa_utils
 
 from sparsecomp import SparseTensor, optimize
-from sparsecomp.errors import FormatError, PatternError, SparseOperatorError
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM
-from sparsecomp.nn import (
-    AllowGrowth,
-    AllowShrinkage,
-    ExactPattern,
-    SparseEmbedding,
-    SparseLinear,
-    SparseParameter,
-    synchronize,
-)
+from sparsecomp.errors import FormatError
+from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
+from sparsecomp.nn import SparseEmbedding, SparseLinear
+
+LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = {
+    CSR: {"sparsity": 0.5}, CSC: {"sparsity": 0.5}, COO: {"sparsity": 0.5}, BSR: {"block": (2, 4), "sparsity": 0.5},
+    BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4},
+}  # fmt: skip
 
 
-def largest(weight: torch.Tensor, kept: int) -> torch.Tensor:
+def largest(weight: Tensor, kept: int) -> Tensor:
     """The weight with its `kept` largest elements."""
     bound = weight.abs().flatten().sort(descending=True).values[kept - 1]
     return weight * (weight.abs() >= bound)
+
+
+def dense_of(layer: SparseLinear | SparseEmbedding, values: Tensor | None = None) -> Tensor:
+    """The layer's weight, or other values at its places, written out."""
+    weight = layer.weight.detach()
+    return (weight if values is None else weight.with_values(values.detach())).to_dense()
+
+
+def mask_of(layer: SparseLinear | SparseEmbedding) -> Tensor:
+    return dense_of(layer, torch.ones_like(layer.values))
+
+
+# -- from dense layers
 
 
 @pytest.mark.parametrize("format", [COO, CSR, CSC])
@@ -37,8 +56,8 @@ def test_a_linear_layer_keeps_its_largest_weights(format):
     linear = nn.Linear(10, 8).eval()
     layer = SparseLinear.from_linear(linear, format, sparsity=0.7)
     wanted = largest(linear.weight.detach(), 24)
-    assert torch.equal(layer.weight.detach().to_dense(), wanted)
-    assert layer.bias is linear.bias and not layer.training and layer.weight.format == format.__name__
+    assert torch.equal(dense_of(layer), wanted)
+    assert layer.bias is linear.bias and not layer.training and layer.format == format.__name__
     x = torch.randn(2, 3, 10)
     torch.testing.assert_close(layer(x), F.linear(x, wanted, linear.bias))
     assert SparseLinear.from_linear(nn.Linear(4, 4, bias=False), sparsity=1.0)(torch.ones(2, 4)).eq(0).all()
@@ -53,17 +72,17 @@ def test_a_linear_layer_keeps_its_largest_blocks(format):
     bound = sorted(sum(norms, []), reverse=True)[5]
     for i in range(4):
         for j in range(3):
-            block = layer.weight.detach().to_dense()[2 * i : 2 * i + 2, 4 * j : 4 * j + 4]
+            block = dense_of(layer)[2 * i : 2 * i + 2, 4 * j : 4 * j + 4]
             dense = weight[2 * i : 2 * i + 2, 4 * j : 4 * j + 4]
             assert torch.equal(block, dense if norms[i][j] >= bound else torch.zeros_like(dense))
     x = torch.randn(3, 10)
-    torch.testing.assert_close(layer(x), F.linear(x, layer.weight.to_dense(), linear.bias))
+    torch.testing.assert_close(layer(x), F.linear(x, dense_of(layer), linear.bias))
 
 
 def test_a_linear_layer_keeps_two_of_four():
     linear = nn.Linear(10, 6)
     layer = SparseLinear.from_linear(linear, NM, n=2, m=4)
-    kept, weight = layer.weight.detach().to_dense(), linear.weight.detach()
+    kept, weight = dense_of(layer), linear.weight.detach()
     for row in range(6):
         for start in (0, 4, 8):
             group = weight[row, start : start + 4]
@@ -78,9 +97,9 @@ def test_a_mask_says_what_is_stored_even_where_the_weight_is_zero():
     with torch.no_grad():
         linear.weight[0] = 0
     layer = SparseLinear.from_linear(linear, mask=torch.eye(4))
-    assert torch.equal(layer.weight.detach().to_dense(), linear.weight.detach() * torch.eye(4))
+    assert torch.equal(dense_of(layer), linear.weight.detach() * torch.eye(4))
     layer(torch.ones(1, 4)).sum().backward()
-    assert torch.equal(layer.weight.grad.to_dense(), torch.eye(4))
+    assert torch.equal(dense_of(layer, layer.values.grad), torch.eye(4))
 
 
 def test_arguments_that_do_not_fit():
@@ -101,174 +120,410 @@ def test_arguments_that_do_not_fit():
         SparseEmbedding.from_embedding(nn.Embedding(4, 2, padding_idx=0), sparsity=0.5)
     with pytest.raises(FormatError, match="needs one of CSR"):
         SparseEmbedding.from_embedding(nn.Embedding(4, 2), BSR, block=(1, 1), sparsity=0.5)
-    with pytest.raises(FormatError, match="AllowGrowth"):
-        SparseParameter(CSR.from_dense(torch.eye(2)), "growth")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FormatError, match="needs a matrix"):
+        SparseLinear(torch.eye(2))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FormatError, match="dense has shape"):
+        SparseLinear.from_linear(linear, sparsity=0.5)(torch.ones(2, 7))
+
+
+# -- gradients
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_gradients_are_those_of_a_masked_layer(format):
+    torch.manual_seed(0)
+    layer = SparseLinear.from_linear(nn.Linear(10, 6), format, **LAYOUTS[format])
+    dense = dense_of(layer).requires_grad_()
+    x, other = (torch.randn(2, 3, 10, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+    functional = lambda x: F.linear(x, layer.weight, layer.bias)  # noqa: E731
+    for forward in (layer, functional, lambda x: x @ layer.weight.t() + layer.bias):
+        forward(x).square().sum().backward()
+        F.linear(other, dense, layer.bias.detach()).square().sum().backward()
+        torch.testing.assert_close(dense_of(layer, layer.values.grad), dense.grad * mask_of(layer))
+        torch.testing.assert_close(x.grad, other.grad)
+        layer.zero_grad()
+        x.grad = other.grad = dense.grad = None
+
+
+def test_a_layer_that_learns_only_later():
+    linear = nn.Linear(10, 6).requires_grad_(False)
+    layer = SparseLinear.from_linear(linear, sparsity=0.5)
+    assert not layer.values.requires_grad and layer.transposed_order is None
+    layer.requires_grad_()
+    layer(torch.ones(2, 10)).sum().backward()
+    torch.testing.assert_close(dense_of(layer, layer.values.grad), 2 * mask_of(layer))
 
 
 @pytest.mark.parametrize(("format", "layout"), [(CSR, {}), (COO, {}), (NM, {"n": 1, "m": 3})])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_embedding_looks_rows_up_and_learns(format, layout, compiled):
     torch._dynamo.reset()
-    table = nn.Embedding(9, 5)
-    how = layout or {"sparsity": 0.6}
-    layer = SparseEmbedding.from_embedding(table, format, **how)
-    dense = layer.weight.detach().to_dense().requires_grad_()
+    layer = SparseEmbedding.from_embedding(nn.Embedding(9, 5), format, **(layout or {"sparsity": 0.6}))
+    dense = dense_of(layer).requires_grad_()
     index = torch.tensor([[0, 3, 3], [8, 1, 0]])
-    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    call = torch.compile(layer, backend="sparsecomp", fullgraph=True) if compiled else layer
     out, factor = call(index), torch.randn(2, 3, 5)
     assert torch.equal(out, dense[index])
     (out * factor).sum().backward()
     (F.embedding(index, dense) * factor).sum().backward()
-    stored = SparseTensor(layer.weight.matrix).with_values(torch.ones_like(layer.weight.values())).to_dense()
-    torch.testing.assert_close(layer.weight.grad.to_dense(), dense.grad * stored)
-    torch.optim.Adam(layer.parameters(), lr=0.1).step()
+    torch.testing.assert_close(dense_of(layer, layer.values.grad), dense.grad * mask_of(layer))
     assert layer(index[:0]).shape == (0, 3, 5)
 
 
-def adam_by_hand(weight: torch.Tensor, grads: list[torch.Tensor], lr: float) -> torch.Tensor:
-    """Adam's published update, on dense tensors in float64."""
-    first, second, weight = torch.zeros_like(weight), torch.zeros_like(weight), weight.double()
-    for step, grad in enumerate(grads, 1):
-        first = 0.9 * first + 0.1 * grad
-        second = 0.999 * second + 0.001 * grad**2
-        weight = weight - lr * (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
-    return weight
+# -- optimizers
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True},
+    "AdamW": {"lr": 0.01, "amsgrad": True},
+    "LBFGS": {"lr": 0.5, "max_iter": 3},
+}
+# SparseAdam takes torch's sparse gradients only, Muon matrices only
+OPTIMIZERS = sorted(
+    name for name in torch.optim.__all__ if name not in ("Optimizer", "SparseAdam", "Muon")
+    and isinstance(getattr(torch.optim, name), type)
+)  # fmt: skip
+WAYS = ("default", "foreach", "fused", "compiled", "scaled", "clipped")
 
 
-@pytest.mark.parametrize(
-    ("format", "layout", "step"), [(CSR, {}, 1), (CSC, {}, 1), (BSR, {"block": (2, 2)}, 2), (COO, {}, 1)]
-)
-def test_a_parameter_grows_with_its_gradient(format, layout, step):
-    weight = torch.randn(8, 8) * torch.eye(8 // step).repeat_interleave(step, 0).repeat_interleave(step, 1)
-    more = torch.ones(8, 8).tril()
-    small, large = format.from_dense(weight, **layout), format.from_dense(more, **layout)
-    parameter = SparseParameter(small, AllowGrowth)
-    optimizer = torch.optim.Adam([parameter], lr=0.1)
-    grads = []
-    for pattern in (small, large, large):
-        values = torch.randn(pattern.values.shape)
-        parameter.grad = SparseTensor(pattern.with_values(values))
-        grads.append(parameter.grad.to_dense().double())
-        optimizer.step()
-    torch.testing.assert_close(
-        parameter.detach().to_dense(), adam_by_hand(weight, grads, 0.1).float(), rtol=1e-5, atol=1e-6
-    )
-    assert parameter.matrix.nnz == large.nnz
-    with pytest.raises(PatternError, match="AllowGrowth keeps"):
-        parameter.grad = SparseTensor(small)
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(F.linear(x, parameter), x @ parameter.detach().to_dense().T)
+class Pair:
+    """A network with sparse weights, and the same with dense ones whose gradients are masked."""
+
+    def __init__(self, format: type[SparseMatrix]) -> None:
+        torch.manual_seed(0)
+        layers = nn.Linear(10, 12), nn.Linear(12, 6)
+        first, second = (SparseLinear.from_linear(layer, format, **LAYOUTS[format]) for layer in layers)
+        self.sparse = nn.Sequential(first, nn.GELU(), second)
+        self.dense = nn.Sequential(nn.Linear(10, 12), nn.GELU(), nn.Linear(12, 6))
+        with torch.no_grad():
+            for found, layer in ((self.dense[0], first), (self.dense[2], second)):
+                found.weight.copy_(dense_of(layer))
+                found.bias.copy_(layer.bias)
+                mask = mask_of(layer)
+                found.weight.register_hook(lambda grad, mask=mask: grad * mask)
+
+    def losses(self, step: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(5, 10, generator=generator), torch.randn(5, 6, generator=generator)
+        return [F.mse_loss(model(x), y) for model in (self.sparse, self.dense)]
+
+    def check(self, **tolerance: float) -> None:
+        for found, wanted in zip((self.sparse[0], self.sparse[2]), (self.dense[0], self.dense[2]), strict=True):
+            torch.testing.assert_close(dense_of(found), wanted.weight.detach(), **tolerance)
+            torch.testing.assert_close(found.bias, wanted.bias, **tolerance)
 
 
-@pytest.mark.parametrize("format", [CSR, CSC])
-def test_a_compiled_layer_follows_its_pattern(format):
+def optimizer_of(name: str, way: str, model: nn.Module) -> torch.optim.Optimizer | None:
+    """None where torch's own optimizer has no such way."""
+    settings = _SETTINGS.get(name, {"lr": 0.01})
+    if way in ("foreach", "fused"):
+        settings = {**settings, way: True}
+    try:
+        return getattr(torch.optim, name)(model.parameters(), **settings)
+    except (TypeError, RuntimeError) as error:
+        assert "foreach" in str(error) or "fused" in str(error)
+        return None
+
+
+def step(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], model: nn.Module, way: str) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        found = loss()
+        found.backward()
+        if way == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        return found
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(closure)
+    elif way == "scaled":
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer.zero_grad()
+        scaler.scale(loss()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        closure()
+        (torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step)()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_as_with_a_masked_weight(name, way):
+    # Adafactor's factors are of a matrix's rows and columns: on stored values it is another algorithm
+    if name == "Adafactor" or (name == "LBFGS" and way in ("scaled", "clipped")):
+        pytest.skip("torch's own algorithm depends on a parameter's shape, or takes no scaled step")
     torch._dynamo.reset()
-    layer = SparseLinear.from_linear(nn.Linear(6, 6), format, mask=torch.eye(6), mode=AllowGrowth)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.randn(3, 6)
-    for pattern in (torch.eye(6), torch.ones(6, 6).tril(), torch.ones(6, 6)):
-        layer.weight.grad = SparseTensor(format.from_dense(pattern))
-        torch.optim.SGD([layer.weight], lr=0.1).step()
-        layer.zero_grad()
-        dense = layer.weight.detach().to_dense()
-        out = compiled(x)
-        torch.testing.assert_close(out, F.linear(x, dense, layer.bias))
-        out.sum().backward()
-        torch.testing.assert_close(layer.weight.grad.to_dense(), x.sum(0).expand(6, 6) * pattern)
-        assert layer.weight.matrix.nnz == pattern.sum()
+    pair = Pair((CSR, BSR, NM, CSC)[OPTIMIZERS.index(name) % 4])
+    models = (pair.sparse, pair.dense)
+    optimizers = [optimizer_of(name, way, model) for model in models]
+    if optimizers[0] is None or optimizers[1] is None:
+        pytest.skip(f"torch.optim.{name} has no {way}")
+    for number in range(3):
+        for which, (optimizer, model) in enumerate(zip(optimizers, models, strict=True)):
+            step(optimizer, lambda which=which, number=number: pair.losses(number)[which], model, way)
+        pair.check(rtol=1e-4, atol=1e-5)
 
 
-def test_a_parameter_shrinks_with_its_gradient_and_an_exact_one_does_not():
-    weight = torch.randn(6, 6).tril()
-    small = CSR.from_dense(torch.eye(6))
-    parameter = SparseParameter(CSR.from_dense(weight), AllowShrinkage)
-    optimizer = torch.optim.SGD([parameter], lr=0.5, momentum=0.9)
-    parameter.grad = SparseTensor(CSR.from_dense(torch.ones(6, 6).tril()))
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_optimizers_of_matrices_step(name):
+    pair = Pair(NM)  # whose values are a matrix
+    kind = getattr(torch.optim, name)
+    optimizer = kind([pair.sparse[0].values, pair.sparse[2].values], lr=0.01)
+    before = pair.losses(0)[0]
+    before.backward()
     optimizer.step()
-    parameter.grad = SparseTensor(small)
+    assert pair.losses(0)[0] < before
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+@pytest.mark.parametrize("backend", ["sparsecomp", "inductor"])
+def test_compiled_training_and_evaluation_between_steps(format, backend):
+    torch._dynamo.reset()
+    pair = Pair(format)
+    eager, pair.sparse = pair.sparse, torch.compile(pair.sparse, backend=backend, fullgraph=True)
+    optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in (eager, pair.dense)]
+    x = torch.randn(4, 10)
+    for number in range(3):
+        for which, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            pair.losses(number)[which].backward()
+            optimizer.step()
+        with torch.no_grad():
+            torch.testing.assert_close(pair.sparse(x), eager(x))
+            torch.testing.assert_close(eager(x), pair.dense(x), rtol=1e-4, atol=1e-5)
+
+
+def test_float16_autocast_with_a_gradient_scaler():
+    layer = SparseLinear.from_linear(nn.Linear(64, 64), sparsity=0.75)
+    optimizer, scaler = torch.optim.AdamW(layer.parameters()), torch.amp.GradScaler("cpu", init_scale=256.0)
+    x, before = torch.randn(4, 64), layer.values.detach().clone()
+    with torch.autocast("cpu", torch.float16):
+        out = layer(x)
+    assert out.dtype is torch.float16
+    torch.testing.assert_close(out.double(), F.linear(x.double(), dense_of(layer).double(), layer.bias.double()),
+                               rtol=1e-2, atol=1e-2)  # fmt: skip
+    scaler.scale(out.float().square().mean()).backward()
+    scaler.step(optimizer)
+    assert layer.values.grad.dtype is torch.float32 and not torch.equal(layer.values, before)
+    # Adam's first step moves each value by lr, whatever its gradient, and decays it by lr · 0.01
+    moved = (layer.values - before * (1 - 1e-5)).abs()
+    torch.testing.assert_close(moved[layer.values.grad != 0], torch.full_like(moved, 1e-3)[layer.values.grad != 0],
+                               rtol=1e-2, atol=1e-6)  # fmt: skip
+
+
+# -- averages, copies, moves
+
+
+@pytest.mark.parametrize("average", ["mean", "ema", "swa foreach", "data"])
+def test_averaged_models(average):
+    pair = Pair(CSR)
+    how = {
+        "ema": {"avg_fn": swa_utils.get_ema_avg_fn(0.5)},
+        "swa foreach": {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
+    }.get(average, {})
+    averages = [swa_utils.AveragedModel(model, **how) for model in (pair.sparse, pair.dense)]
+    compiled = torch.compile(averages[0].module, backend="sparsecomp")
+    x = torch.randn(3, 10)
+    for scale in (1.0, 3.0, 0.5):
+        with torch.no_grad():
+            for model, averaged in zip((pair.sparse, pair.dense), averages, strict=True):
+                for parameter, kept in zip(model.parameters(), averaged.module.parameters(), strict=True):
+                    parameter.mul_(scale)
+                    if average == "data":
+                        kept.data.lerp_(parameter.data, 0.25)
+                if average != "data":
+                    averaged.update_parameters(model)
+            torch.testing.assert_close(compiled(x), averages[1](x))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("move", ["double", "half", "cpu", "to_empty", "bfloat16"])
+def test_moves_with_a_loss_alive(move, swap):
+    layer = SparseLinear.from_linear(nn.Linear(8, 8), sparsity=0.75)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    loss = layer(torch.randn(4, 8)).square().mean()
+    loss.backward()
     optimizer.step()
-    wanted = torch.diag(weight.diagonal() - 0.5 - 0.5 * (0.9 + 1))
-    torch.testing.assert_close(parameter.detach().to_dense(), wanted)
-    assert parameter.matrix.nnz == 6
-    with pytest.raises(PatternError, match="cannot take"):
-        parameter.grad = SparseTensor(CSR.from_dense(weight))
-    exact = SparseParameter(CSR.from_dense(weight), ExactPattern)
-    with pytest.raises(PatternError, match="stores other elements"):
-        exact.grad = SparseTensor(small)
-    fixed = SparseParameter(NM.from_dense(torch.eye(4), n=1, m=4), AllowGrowth)
-    with pytest.raises(PatternError, match="N:M"):
-        fixed.grad = SparseTensor(NM.from_dense(torch.eye(4).flip(0), n=1, m=4))
+    dense, state = dense_of(layer), copy.deepcopy(layer.state_dict())
+    del loss
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        getattr(layer, move)(**({"device": "cpu"} if move == "to_empty" else {}))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    if move == "to_empty":
+        layer.load_state_dict(state)
+    assert layer.indices.dtype is torch.int32
+    assert torch.equal(dense_of(layer), dense.to(layer.values.dtype))
+    x = torch.randn(2, 8).to(layer.values.dtype)
+    torch.testing.assert_close(layer(x), F.linear(x, dense_of(layer), layer.bias))
 
 
-def test_layers_in_a_model_survive_copies_and_optimize():
-    model = nn.Sequential(SparseLinear.from_linear(nn.Linear(8, 8), sparsity=0.5), nn.ReLU(), nn.Linear(8, 2)).eval()
+def test_a_layer_converts_while_its_loss_is_alive():
+    layer = SparseLinear.from_linear(nn.Linear(8, 8), sparsity=0.75)
+    loss = layer(torch.randn(4, 8)).square().mean()
+    assert layer.double().values.dtype is torch.float64
+    loss.backward()
+
+
+def test_copies_train_apart():
+    model = nn.Sequential(SparseLinear.from_linear(nn.Linear(8, 6), sparsity=0.5), nn.ReLU())
+    compiled, x = torch.compile(model, backend="sparsecomp"), torch.randn(3, 8)
+    before = compiled(x).detach()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(x).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        assert torch.equal(compiled(x), before) and not torch.equal(other(x), before)
+        torch.testing.assert_close(other(x), F.relu(F.linear(x, dense_of(other[0]), other[0].bias)))
+
+
+def test_functional_call_and_transforms():
+    model = SparseLinear.from_linear(nn.Linear(8, 6), sparsity=0.5)
     x = torch.randn(3, 8)
-    copied = copy.deepcopy(model)
-    copied.load_state_dict(model.state_dict())
-    assert torch.equal(copied(x), model(x)) and list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert "format=CSR" in repr(model)
-    better = optimize(model, x)
-    torch.testing.assert_close(better(x), model(x))
-    assert better.report.rewritten
+    doubled = {name: 2 * value.detach() for name, value in model.named_parameters()}
+    out = torch.func.functional_call(model, doubled, (x,))
+    torch.testing.assert_close(out, 2 * model(x))
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    found = torch.func.grad(loss)(parameters)
+    model(x).square().sum().backward()
+    torch.testing.assert_close(found["values"], model.values.grad)
+    rows = torch.func.jacrev(lambda x: model(x))(x[0])
+    torch.testing.assert_close(rows, dense_of(model))
+    torch.testing.assert_close(torch.func.vmap(model)(x), model(x))
+    compiled = torch.compile(lambda parameters: torch.func.grad(loss)(parameters), backend="sparsecomp")
+    torch.testing.assert_close(compiled(parameters)["values"], model.values.grad)
 
 
-def _model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(SparseLinear.from_linear(nn.Linear(8, 6), sparsity=0.5), nn.ReLU(), nn.Linear(6, 2))
+def test_values_are_swapped_after_compiling():
+    model, x = SparseLinear.from_linear(nn.Linear(8, 6), sparsity=0.5), torch.randn(3, 8)
+    compiled = torch.compile(model, backend="sparsecomp")
+    with torch.no_grad():
+        compiled(x)
+        torch.utils.swap_tensors(model.values, nn.Parameter(torch.zeros_like(model.values)))
+        torch.testing.assert_close(compiled(x), model.bias.expand(3, 6))
+
+
+# -- files and processes
+
+
+def build(seed: int, format: type[SparseMatrix] = CSR) -> nn.Sequential:
+    torch.manual_seed(seed)
+    first = SparseLinear.from_linear(nn.Linear(8, 6), format, **LAYOUTS[format])
+    return nn.Sequential(first, nn.ReLU(), nn.Linear(6, 2))
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_a_freshly_built_model_takes_a_checkpoint_with_its_pattern(format, tmp_path):
+    one, x = build(0, format), torch.randn(3, 8)
+    torch.save(one.state_dict(), tmp_path / "model.pt")
+    save_file(one.state_dict(), tmp_path / "model.safetensors")
+    dcp.save(one.state_dict(), checkpoint_id=tmp_path / "distributed")
+    distributed = build(1, format)
+    same = copy.deepcopy(one.state_dict())
+    dcp.load(same, checkpoint_id=tmp_path / "distributed")
+    pickled = torch.load(tmp_path / "model.pt", weights_only=True)
+    for state in (pickled, load_file(tmp_path / "model.safetensors"), same):
+        for how in ({}, {"assign": True}):
+            other = build(1, format)
+            other.load_state_dict(state, **how)
+            assert torch.equal(other(x), one(x)) and not torch.equal(distributed(x), one(x))
+            other(x).sum().backward()
+            one.zero_grad()
+            one(x).sum().backward()
+            torch.testing.assert_close(other[0].values.grad, one[0].values.grad)
+
+
+def test_checkpoints_of_version_0_1_hold_a_sparse_tensor():
+    one, other = build(0), build(1)
+    state = {"0.weight": nn.Parameter(one[0].weight.detach()), **{
+        name: value for name, value in one.state_dict().items() if not name.startswith("0.") or name == "0.bias"
+    }}  # fmt: skip
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    x = torch.randn(3, 8)
+    assert torch.equal(other(x), one(x))
+    with pytest.raises(FormatError, match="the checkpoint's weight is dense"):
+        other.load_state_dict({**one.state_dict(), "0.weight": torch.zeros(6, 8)})
+
+
+def test_a_checkpoint_that_is_no_matrix_is_refused():
+    one = build(0)
+    state = one.state_dict()
+    state["0.indices"] = state["0.indices"] + 8
+    with pytest.raises(FormatError, match="ascend|lie in the shape"):
+        one.load_state_dict(state)
+
+
+def _hogwild(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].values.mul_(3)
+
+
+def test_shared_memory_is_read_as_another_process_writes_it():
+    model, x = build(0), torch.randn(3, 8)
+    compiled = torch.compile(model, backend="sparsecomp")
+    with torch.no_grad():
+        compiled(x)
+    model.share_memory()
+    worker = mp.get_context("spawn").Process(target=_hogwild, args=(model,))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    exact = F.relu(F.linear(x, 3 * dense_of(build(0)[0]), model[0].bias))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), F.linear(exact, model[2].weight, model[2].bias))
 
 
 def _process(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    other = nn.Sequential(SparseLinear(CSR.from_dense(torch.eye(4) if rank else torch.eye(4).flip(0))))
-    with pytest.raises(PatternError, match="different elements of 0.weight"):
-        synchronize(other)
-    _refused_as_it_is(rank)
-    _train_as_one(rank)
-    gc.collect()  # the last owner of a process group must not be DistributedDataParallel: its end would never come
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model, alone = build(rank), build(0)  # the second process starts elsewhere, and must follow the first
+    both = nn.parallel.DistributedDataParallel(model)
+    compiled = torch.compile(model, backend="sparsecomp")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (both, alone)]
+    x = torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(1))
+    for number in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        both(x[number, rank]).square().mean().backward()
+        alone(x[number].flatten(0, 1)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x[0, 0]), alone(x[0, 0]))
     dist.destroy_process_group()
 
 
-def _refused_as_it_is(rank: int) -> None:
-    """Without `synchronize` every process gets an error, at construction or, if told not to broadcast, in backward."""
-    model = _model()
-    with torch.no_grad():
-        model[0].weight.mul_(1 + rank)
-    before = model[0].weight.detach().to_dense()
-    for frozen in (False, True):
-        model[0].weight.requires_grad_(not frozen)
-        with pytest.raises(SparseOperatorError, match=r"sparsecomp\.nn\.synchronize"):
-            nn.parallel.DistributedDataParallel(model)
-    model[0].weight.requires_grad_()
-    for as_view in (False, True):
-        both = nn.parallel.DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=as_view)
-        with pytest.raises(SparseOperatorError, match=r"sparsecomp\.nn\.synchronize"):
-            both(torch.ones(2, 8)).sum().backward()
-        model.zero_grad()
-    assert torch.equal(model[0].weight.detach().to_dense(), before)
-
-
-def _train_as_one(rank: int) -> None:
-    model, alone = _model(), _model()
-    with torch.no_grad():
-        model[0].weight.mul_(1 + rank)  # the second process starts elsewhere, and must follow the first
-    both = nn.parallel.DistributedDataParallel(synchronize(model))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (both, alone)]
-    x = torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(1))
-    for step in range(3):
-        for each in optimizers:
-            each.zero_grad()
-        both(x[step, rank]).square().mean().backward()
-        alone(x[step].flatten(0, 1)).square().mean().backward()
-        for each in optimizers:
-            each.step()
-    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        sparse = isinstance(found, SparseTensor)
-        torch.testing.assert_close(found.to_dense() if sparse else found, wanted.to_dense() if sparse else wanted)
-
-
-def test_two_processes_train_as_one():
+def test_two_processes_train_as_one_without_a_special_call():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mp.spawn(_process, args=(port,), nprocs=2)
+
+
+def test_layers_in_a_model_survive_optimize():
+    model = build(0).eval()
+    x = torch.randn(3, 8)
+    names = ["0.values", "0.bias", "0.pointers", "0.indices", "2.weight", "2.bias"]
+    assert list(model.state_dict()) == names and "format=CSR" in repr(model)
+    better = optimize(model, x)
+    torch.testing.assert_close(better(x), model(x))
+    assert better.report.rewritten and list(better.state_dict()) == names
+
+
+def test_a_view_of_the_weight_shares_its_memory():
+    layer = SparseLinear.from_linear(nn.Linear(8, 6), CSC, sparsity=0.5)
+    assert isinstance(layer.weight, SparseTensor) and layer.weight.requires_grad and layer.weight.format == "CSC"
+    assert layer.weight.values().data_ptr() == layer.values.data_ptr()
+    (2 * layer.weight).to_dense().sum().backward()
+    assert torch.equal(layer.values.grad, torch.full_like(layer.values, 2))
+
+
+def test_a_meta_layer_computes_shapes():
+    layer = SparseLinear.from_linear(nn.Linear(8, 6), sparsity=0.5).to("meta")
+    assert layer(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 6)

@@ -1,4 +1,4 @@
-"""SparseTensor as a tensor: products, training, state, files, and refusal of whatever would make it dense."""
+"""SparseTensor as a tensor: products and gradients, state, files, and refusal of whatever would make it dense."""
 
 import copy
 import io
@@ -37,74 +37,6 @@ def masked(rows: int, cols: int, name: str, seed: int = 0) -> tuple[Tensor, Tens
 def tensor(rows: int = 6, cols: int = 8, name: str = "CSR", **layout: object) -> SparseTensor:
     weight = masked(rows, cols, name)[0]
     return SparseTensor.from_dense(weight, getattr(formats, name), **(layout or FORMATS[name]))
-
-
-class Pair:
-    """A network with sparse weights, and the same with masked dense ones."""
-
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        self.sparse = nn.Sequential(nn.Linear(10, 12), nn.GELU(), nn.Linear(12, 6))
-        self.dense, self.masks = copy.deepcopy(self.sparse), {}
-        for layer in (0, 2):
-            weight, self.masks[layer] = masked(*self.sparse[layer].weight.shape, name, layer)
-            self.dense[layer].weight = nn.Parameter(weight.clone())
-            format = getattr(formats, name)
-            self.sparse[layer].weight = nn.Parameter(SparseTensor.from_dense(weight, format, **FORMATS[name]))
-
-    def gradients(self, forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
-        F.mse_loss(forward(x), y).backward()
-        F.mse_loss(self.dense(x), y).backward()
-
-    def check(self) -> None:
-        for layer, mask in self.masks.items():
-            found, wanted = self.sparse[layer].weight, self.dense[layer].weight
-            assert type(found) is SparseTensor and isinstance(found, nn.Parameter)
-            assert type(found.grad) is SparseTensor and found.grad.same_pattern(found)
-            torch.testing.assert_close(found.grad.to_dense(), wanted.grad * mask)
-            torch.testing.assert_close(found.detach().to_dense(), wanted.detach())
-
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
-}
-
-
-def train(pair: Pair, forward: Callable[[Tensor], Tensor], optimizer: str, steps: int = 3) -> None:
-    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in (pair.sparse, pair.dense)]
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        for _ in range(2):  # gradients accumulate
-            x, y = torch.randn(5, 10, generator=generator), torch.randn(5, 6, generator=generator)
-            pair.gradients(forward, x, y)
-        for layer, mask in pair.masks.items():
-            pair.dense[layer].weight.grad.mul_(mask)
-        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.05) for model in (pair.sparse, pair.dense)]
-        torch.testing.assert_close(*norms)
-        for each in optimizers:
-            each.step()
-        pair.check()
-        for each in optimizers:
-            each.zero_grad()
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", FORMATS)
-def test_training_equals_that_of_masked_dense_weights(name, optimizer):
-    pair = Pair(name)
-    train(pair, pair.sparse, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("name", "backend"), [*((name, "aot_eager") for name in FORMATS), ("CSR", "inductor"), ("BSR", "sparsecomp")]
-)
-def test_training_compiled_whole(name, backend):
-    torch._dynamo.reset()
-    pair = Pair(name)
-    train(pair, torch.compile(pair.sparse, fullgraph=True, backend=backend), "adamw", steps=2)
-    assert pair.sparse[0].weight._pattern.transposed is not None  # computed once, before the graph was traced
 
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

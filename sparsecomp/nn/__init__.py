@@ -1,4 +1,4 @@
-"""Modules and parameters with sparse weights.
+"""Modules with sparse weights.
 
     layer = sparsecomp.nn.SparseLinear.from_linear(linear, sparsity=0.9)
     layer = sparsecomp.nn.SparseLinear.from_linear(linear, format=NM, n=2, m=4)
@@ -10,21 +10,14 @@ Sparse modules take the formats of `sparsecomp.formats`; the RESU layers belong 
 
 from sparsecomp.nn.embedding import SparseEmbedding
 from sparsecomp.nn.linear import SparseLinear
-from sparsecomp.nn.parameter import AllowGrowth, AllowShrinkage, ExactPattern, SparseParameter
-from sparsecomp.nn.replicas import synchronize
 from sparsecomp.runtime.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
 
 __all__ = [
-    "AllowGrowth",
-    "AllowShrinkage",
-    "ExactPattern",
     "RESUConv2d",
     "RESULinear",
     "RESUMultiheadAttention",
     "SparseEmbedding",
     "SparseLinear",
-    "SparseParameter",
     "masked_weights",
-    "synchronize",
     "wrap_module",
 ]

@@ -1,40 +1,40 @@
-"""An embedding whose table is a SparseTensor."""
+"""An embedding with a sparse table."""
 
 from typing import Any, Self
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, SparseMatrix
-from sparsecomp.nn.parameter import ExactPattern, SparseParameter
 from sparsecomp.nn.pruning import pruned
-from sparsecomp.sparse_tensor import PatternMode, SparseTensor
+from sparsecomp.nn.stored_weight import StoredWeight
+from sparsecomp.ops.sparse_rows import stored_rows
+from sparsecomp.sparse_pattern import Pattern
+from sparsecomp.sparse_tensor import SparseTensor
 
 _BY_ROWS = ("CSR", "COO", "NM")
 
 
-class SparseEmbedding(nn.Module):
+class SparseEmbedding(StoredWeight):
     """Rows of a sparse table, looked up as dense vectors.
 
     Args:
         weight: (rows, columns), a matrix or SparseTensor of format CSR, COO or NM.
-        mode: whether the table's pattern may change, as of `SparseParameter`.
+        requires_grad: whether the table's values take a gradient.
 
     Raises:
         FormatError: another format, from which a row cannot be read.
     """
 
-    def __init__(self, weight: SparseMatrix | SparseTensor, mode: PatternMode = ExactPattern) -> None:
-        super().__init__()
-        self.weight = SparseParameter(weight, mode)
-        if self.weight.format not in _BY_ROWS:
-            raise FormatError(f"the table's format is {self.weight.format}, needs one of {', '.join(_BY_ROWS)}")
+    def __init__(self, weight: SparseMatrix | SparseTensor, requires_grad: bool = True) -> None:
+        super().__init__(weight, requires_grad)
+        if self.format not in _BY_ROWS:
+            raise FormatError(f"the table's format is {self.format}, needs one of {', '.join(_BY_ROWS)}")
 
     @classmethod
     def from_embedding(
         cls, embedding: nn.Embedding, format: type[SparseMatrix] = CSR, *, mask: Tensor | None = None,
-        sparsity: float | None = None, mode: PatternMode = ExactPattern, **layout: Any,
+        sparsity: float | None = None, **layout: Any,
     ) -> Self:  # fmt: skip
         """The embedding with part of the table, copied; `mask`, `sparsity` and layout as of `SparseLinear.from_linear`.
 
@@ -46,14 +46,12 @@ class SparseEmbedding(nn.Module):
             raise FormatError("the embedding has padding_idx or max_norm: SparseEmbedding has neither")
         if embedding.scale_grad_by_freq or embedding.sparse:
             raise FormatError("the embedding has scale_grad_by_freq or sparse: SparseEmbedding has neither")
-        layer = cls(pruned(embedding.weight, format, mask, sparsity, layout), mode).train(embedding.training)
-        layer.weight.requires_grad_(embedding.weight.requires_grad)
-        return layer
+        matrix = pruned(embedding.weight, format, mask, sparsity, layout)
+        return cls(matrix, embedding.weight.requires_grad).train(embedding.training)
+
+    def _describe(self, pattern: Pattern) -> None:
+        self._layout, self._longest = pattern.layout, pattern.longest()
 
     def forward(self, index: Tensor) -> Tensor:
         """Integers of any shape to (…, columns)."""
-        return F.embedding(index, self.weight)
-
-    def extra_repr(self) -> str:
-        """Sizes and format, for print."""
-        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, format={self.weight.format}"
+        return stored_rows(index, self.values, self._own(), self._layout, self._longest)

@@ -1,39 +1,38 @@
-"""A linear layer whose weight is a SparseTensor."""
+"""A linear layer with a sparse weight."""
 
 from typing import Any, Self
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsecomp.formats import CSR, SparseMatrix
-from sparsecomp.nn.parameter import ExactPattern, SparseParameter
 from sparsecomp.nn.pruning import pruned
-from sparsecomp.sparse_tensor import PatternMode, SparseTensor
+from sparsecomp.nn.stored_weight import StoredWeight
+from sparsecomp.ops.sparse_linear import sparse_linear
+from sparsecomp.sparse_tensor import SparseTensor
 
 
-class SparseLinear(nn.Module):
+class SparseLinear(StoredWeight):
     """y = x @ weight.T + bias.
 
     Args:
         weight: (out_features, in_features), a matrix of `sparsecomp.formats` or a SparseTensor.
         bias: (out_features,), or None.
-        mode: whether the weight's pattern may change, as of `SparseParameter`.
+        requires_grad: whether the weight's values take a gradient.
 
     Raises:
         FormatError: the weight is a batch or no sparse matrix.
     """
 
     def __init__(
-        self, weight: SparseMatrix | SparseTensor, bias: Tensor | None = None, mode: PatternMode = ExactPattern
+        self, weight: SparseMatrix | SparseTensor, bias: Tensor | None = None, requires_grad: bool = True
     ) -> None:
-        super().__init__()
-        self.weight = SparseParameter(weight, mode)
-        self.bias = None if bias is None else nn.Parameter(bias)
+        super().__init__(weight, requires_grad)
+        self.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias)
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, format: type[SparseMatrix] = CSR, *, mask: Tensor | None = None,
-        sparsity: float | None = None, mode: PatternMode = ExactPattern, **layout: Any,
+        sparsity: float | None = None, **layout: Any,
     ) -> Self:  # fmt: skip
         """The layer with part of `linear`'s weight, copied; the bias parameter is shared.
 
@@ -48,25 +47,22 @@ class SparseLinear(nn.Module):
             FormatError: arguments that do not fit.
         """
         matrix = pruned(linear.weight, format, mask, sparsity, layout)
-        layer = cls(matrix, None, mode).train(linear.training)
-        layer.weight.requires_grad_(linear.weight.requires_grad)
-        layer.bias = linear.bias
-        return layer
+        return cls(matrix, linear.bias, linear.weight.requires_grad).train(linear.training)
 
     @property
     def in_features(self) -> int:
         """Columns of the weight."""
-        return self.weight.shape[1]
+        return self.shape[1]
 
     @property
     def out_features(self) -> int:
         """Rows of the weight."""
-        return self.weight.shape[0]
+        return self.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in_features) to (…, out_features)."""
-        return F.linear(x, self.weight, self.bias)
+        return sparse_linear(x, *self._operands(), transpose=self._by_columns, bias=self.bias)
 
     def extra_repr(self) -> str:
         """Sizes and format, for print."""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, format={self.weight.format}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, format={self.format}"

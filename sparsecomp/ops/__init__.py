@@ -5,7 +5,6 @@ their kernels on first use.
 """
 
 from sparsecomp.lowering.frozen import frozen_weights
-from sparsecomp.ops.dense_copy import dense_copy_matmul
 from sparsecomp.ops.effective_weight import effective_weight, split_pruned
 from sparsecomp.ops.lif import lif
 from sparsecomp.ops.masked_ops import (
@@ -20,6 +19,7 @@ from sparsecomp.ops.masked_ops import (
 from sparsecomp.ops.patterns import Layout
 from sparsecomp.ops.sddmm import sddmm
 from sparsecomp.ops.selective_step import selective_step
+from sparsecomp.ops.sparse_linear import sparse_linear
 from sparsecomp.ops.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse_rows import sparse_rows
 from sparsecomp.ops.spike_conv import decompositions, pack_weight, spike_conv2d, spike_linear
@@ -29,7 +29,6 @@ from sparsecomp.ops.weights import split_weight
 __all__ = [
     "Layout",
     "decompositions",
-    "dense_copy_matmul",
     "effective_weight",
     "frozen_weights",
     "gather_pruned",
@@ -42,6 +41,7 @@ __all__ = [
     "sddmm",
     "select_largest",
     "selective_step",
+    "sparse_linear",
     "sparse_matmul",
     "sparse_rows",
     "spike_conv2d",

@@ -1,16 +1,117 @@
-"""The one registration of ``torch.ops.sparsecomp``; each operator file defines its own operators in it."""
+"""The one registration of ``torch.ops.sparsecomp``; each operator file defines its own operators in it.
 
+A call of a registered operator passes torch's dispatcher twice, for autograd and for the device, which costs the host
+more than many a kernel costs the GPU. In a compiled graph neither has anything left to decide, so each implementation
+also stands at its operator, where generated code calls it: ``torch.ops.sparsecomp.lif.default.direct_cuda``.
+"""
+
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-library = torch.library.Library("sparsecomp", "DEF")
+from sparsecomp import _compat
+
+
+class _Library(torch.library.Library):
+    """A library whose implementations can be called past the dispatcher."""
+
+    def impl(self, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **kwargs: Any) -> None:
+        super().impl(op_name, fn, dispatch_key, **kwargs)
+        if dispatch_key in ("CPU", "CUDA"):
+            overload = getattr(torch.ops.sparsecomp, op_name).default
+            setattr(overload, f"direct_{dispatch_key.lower()}", fn)
+            if TAGS[1] in overload.tags:
+                DIRECT.add(overload)
+
+
+DIRECT: set[Any] = set()
+"""Overloads that a compiled graph may call past the dispatcher: those whose tags say how their operands must lie."""
+library = _Library("sparsecomp", "DEF")
 
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 """Of an operator whose implementation relies on the strides that its fake gives, or that it was traced with."""
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What the kernels read and write beside bytes; they sum in float32 or int32."""
+
+
+def differentiable(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Give an operator a gradient, as `torch.library.register_autograd` does, that transforms of torch.func take too.
+
+    Args:
+        name: of an operator of this library.
+        backward, setup_context: as of `torch.library.register_autograd`; gradients of a list of tensors are a list.
+    """
+    overload = getattr(torch.ops.sparsecomp, name).default
+
+    def forward(*flat: Any) -> Any:
+        *leaves, spec = flat
+        with _compat.below_autograd():
+            return overload(*tree_unflatten(leaves, spec))
+
+    def remember(ctx: Any, inputs: Any, output: Any) -> None:
+        *leaves, ctx.spec = inputs
+        setup_context(ctx, tree_unflatten(leaves, ctx.spec), output)
+
+    def gradients(ctx: Any, *grads: Any) -> Any:
+        wanted = tree_unflatten(list(ctx.needs_input_grad[:-1]), ctx.spec)
+        found = backward(_Wanting(ctx, wanted), *grads)
+        found = found if isinstance(found, tuple) else (found,)
+        flat, _ = tree_flatten(found, is_leaf=lambda value: value is None)
+        return *flat, None
+
+    members = {"forward": staticmethod(forward), "setup_context": staticmethod(remember)}
+    function: Any = type(f"{name}_", (_compat.OneLevelFunction,), {**members, "backward": staticmethod(gradients)})
+
+    def recorded(*args: Any) -> Any:
+        leaves, spec = tree_flatten(args, is_leaf=_is_one)
+        if torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            # within a transform the dispatcher has come here for one of its levels
+            with _compat.one_level() if _compat.inside_transform() else nullcontext():
+                return function.apply(*leaves, spec)
+        return forward(*leaves, spec)
+
+    library.impl(name, recorded, "Autograd")
+    torch.library.register_vmap(overload, _each_alone(overload), lib=library)
+
+
+def _is_one(value: object) -> bool:
+    """Whether an argument is no list of tensors."""
+    return isinstance(value, list) and not any(isinstance(item, torch.Tensor) for item in value)
+
+
+class _Wanting:
+    """A context whose `needs_input_grad` is by argument, not by tensor."""
+
+    def __init__(self, ctx: Any, wanted: Any) -> None:
+        self._ctx, self.needs_input_grad = ctx, wanted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def _each_alone(overload: Any) -> Callable[..., Any]:
+    """The rule of vmap that calls the operator once an item."""
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        outs = []
+        for item in range(info.batch_size):
+            outs.append(overload(*(_item(arg, dim, item) for arg, dim in zip(args, in_dims, strict=True))))
+        return torch.stack(outs), 0
+
+    return rule
+
+
+def _item(arg: Any, dim: Any, item: int) -> Any:
+    """One item of a batched argument, a tensor or a list of some."""
+    if isinstance(arg, torch.Tensor):
+        return arg if dim is None else arg.select(dim, item)
+    return arg if _is_one(arg) or not isinstance(arg, list) else [
+        _item(one, its, item) for one, its in zip(arg, dim, strict=True)
+    ]  # fmt: skip
 
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[object]:

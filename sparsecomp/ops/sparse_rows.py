@@ -1,15 +1,21 @@
 """Rows of a sparse matrix by index, dense: what an embedding looks up."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from sparsecomp.ops.library import library
+from sparsecomp.ops.patterns import Layout, elements_of
 
 library.define("sparse_rows(Tensor sparse, Tensor index) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 library.define(
     "sparse_rows_gradient(Tensor sparse, Tensor index, Tensor grad) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_ARRAYS = "Tensor index, Tensor pointers, Tensor columns, int longest, int cols) -> Tensor"
+library.define(f"stored_rows(Tensor values, {_ARRAYS}", tags=(torch.Tag.pt2_compliant_tag,))
+library.define(f"stored_rows_gradient(Tensor grad, {_ARRAYS}", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def sparse_rows(sparse: Tensor, index: Tensor) -> Tensor:
@@ -23,6 +29,22 @@ def sparse_rows(sparse: Tensor, index: Tensor) -> Tensor:
         (*index.shape, columns). The gradient of a `SparseTensor` is one of the same pattern.
     """
     return torch.ops.sparsecomp.sparse_rows.default(sparse, index)
+
+
+def stored_rows(index: Tensor, values: Tensor, pattern: Sequence[Tensor], layout: Layout, longest: int) -> Tensor:
+    """Rows of a matrix of layout csr or nm, dense; its gradient by `values` is summed in float32 at least.
+
+    Args:
+        index: of any shape, int32 or int64, in the rows; it is not checked on a device.
+        values, pattern: as `layout` says; see `sparsecomp.ops.patterns`.
+        longest: entries of the longest row, or more.
+
+    Returns:
+        (*index.shape, columns).
+    """
+    pointers, columns = elements_of(pattern, layout) if layout.format == "nm" else pattern[:2]
+    flat = values.flatten()
+    return torch.ops.sparsecomp.stored_rows.default(flat, index, pointers, columns, longest, layout.shape[1])
 
 
 def rows_of_arrays(pointers: Tensor, columns: Tensor, values: Tensor, index: Tensor, longest: int, cols: int) -> Tensor:
@@ -84,3 +106,36 @@ for _name, _function in (("sparse_rows", _dense), ("sparse_rows_gradient", _dens
     library.impl(_name, _function, "CUDA")
     torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
 torch.library.register_autograd("sparsecomp::sparse_rows", _backward, setup_context=_save, lib=library)
+
+
+def _stored(values, index, pointers, columns, longest, cols):
+    return rows_of_arrays(pointers, columns, values, index, longest, cols)
+
+
+def _stored_gradient(grad, index, pointers, columns, longest, cols):
+    return gradient_of_arrays(pointers, columns, index, grad, longest, cols)
+
+
+def _save_stored(ctx, inputs, output):
+    _, *arrays, ctx.longest, ctx.cols = inputs
+    ctx.save_for_backward(*arrays)
+
+
+def _backward_stored(ctx, grad):
+    found = torch.ops.sparsecomp.stored_rows_gradient.default(grad, *ctx.saved_tensors, ctx.longest, ctx.cols)
+    return found, None, None, None, None, None
+
+
+def _backward_stored_gradient(ctx, grad):
+    found = torch.ops.sparsecomp.stored_rows.default(grad, *ctx.saved_tensors, ctx.longest, ctx.cols)
+    return found, None, None, None, None, None
+
+
+for _name, _function, _gradient in (
+    ("stored_rows", _stored, _backward_stored),
+    ("stored_rows_gradient", _stored_gradient, _backward_stored_gradient),
+):
+    library.impl(_name, _function, "CPU")
+    library.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
+    torch.library.register_autograd(f"sparsecomp::{_name}", _gradient, setup_context=_save_stored, lib=library)

@@ -1,0 +1,144 @@
+"""A sparse product and what can be fused behind it: an added bias, an added residual and an activation.
+
+Each is read by nobody else, and none of what it reads is written to before the result is complete.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from sparsecomp import _compat
+from sparsecomp.passes.canonicalize import example_of, op_of
+from sparsecomp.passes.rule import Context
+from sparsecomp.sparse_tensor import SparseTensor
+
+_SMOOTH = ("gelu", "gelu_tanh", "silu")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A product and what is fused behind it.
+
+    Attributes:
+        nodes: of the graph, in order; the product first.
+        sparse: the sparse operand, a node or a module's parameter.
+        flip: multiply by its transpose.
+        dense: the other operand.
+        linear: as of `sparsecomp.ops.sparse_matmul`; so are the rest.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    sparse: Any
+    flip: bool
+    dense: fx.Node
+    linear: bool
+    bias: Any = None
+    residual: fx.Node | None = None
+    activation: str = "none"
+    scale: float = 1.0
+
+    @property
+    def fused(self) -> list[str]:
+        """What is fused behind the product, by name."""
+        named = {"bias": self.bias is not None, "residual": self.residual is not None}
+        return [*(name for name, there in named.items() if there), *({self.activation} - {"none"})]
+
+
+def products_before(node: fx.Node, product_of: Callable[[fx.Node], Chain | None]) -> Iterator[Chain]:
+    """Sparse products that `node` is, or that lie up to three operators before it.
+
+    Args:
+        product_of: the product that a node is, without what is behind it; None if it is none.
+    """
+    front, seen = [node], 0
+    while front and seen < 16:
+        current = front.pop()
+        seen += 1
+        product = product_of(current)
+        if product is not None:
+            yield product
+        elif _fusible_name(current) is not None:
+            front += [argument for argument in current.all_input_nodes if len(argument.users) == 1]
+
+
+def _fusible_name(node: fx.Node) -> str | None:
+    op = op_of(node)
+    return op.name if op is not None and op.name in ("add", "relu", "gelu", "silu") else None
+
+
+def extended(chain: Chain, ctx: Context) -> Chain:
+    """The product with all that can be fused behind it."""
+    while len(chain.nodes[-1].users) == 1 and chain.activation == "none":
+        user = next(iter(chain.nodes[-1].users))
+        longer = None if _autocast_changes(chain.nodes[-1], user) else _with(chain, user, ctx)
+        if longer is None:
+            return chain
+        chain = replace(longer, nodes=(*chain.nodes, user))
+    return chain
+
+
+def _autocast_changes(first: fx.Node, last: fx.Node) -> bool:
+    """Whether autocast is switched between two nodes: a product that moved across would have another dtype."""
+    while first is not last:
+        first = first.next
+        if _compat.sets_autocast(first):
+            return True
+    return False
+
+
+def _with(chain: Chain, user: fx.Node, ctx: Context) -> Chain | None:
+    op, last = op_of(user), chain.nodes[-1]
+    if op is None or op.out is not None or (op.inplace and op.input is not last):
+        return None
+    if op.name == "add" and op.get("alpha", 1) == 1:
+        other = op.get("other") if op.input is last else op.input
+        return None if other is last else added(chain, other, user)
+    activation = op.name
+    if op.name == "gelu" and op.get("approximate", "none") == "tanh":
+        activation = "gelu_tanh"
+    if activation not in ("relu", *_SMOOTH):
+        return None
+    if activation in _SMOOTH and differentiated(chain, ctx):
+        return None  # its gradient needs the value before it, which only an unfused graph keeps
+    return replace(chain, activation=activation)
+
+
+def added(chain: Chain, other: Any, reader: fx.Node) -> Chain | None:
+    """The chain with another tensor added, as bias by column or as residual, whichever it can be."""
+    given, result, product = example_of(other), example_of(reader), example_of(chain.nodes[0])
+    if not isinstance(other, fx.Node) or given is None or result is None or is_sparse(other):
+        return None
+    casts = reader is chain.nodes[0] and autocast_dtype(chain)  # a product under autocast casts what it adds
+    if result.dtype is not product.dtype or not (given.dtype is result.dtype or casts):
+        return None
+    shape, wanted = _shape(given), _shape(result)
+    if len(shape) == 1 and shape == wanted[-1:] and chain.bias is None:
+        return replace(chain, bias=other)
+    if shape == wanted and len(shape) > 1 and chain.residual is None:
+        return replace(chain, residual=other)
+    return None
+
+
+def _shape(tensor: Any) -> list[Any]:
+    return [_compat.size_expression(size) for size in tensor.shape]
+
+
+def autocast_dtype(chain: Chain) -> torch.dtype | None:
+    """What autocast casts the operands to: only it makes half results of other operands. None where it does not."""
+    dtype = example_of(chain.nodes[0]).dtype
+    operands = {example_of(chain.sparse).dtype, example_of(chain.dense).dtype}
+    lower = dtype in (torch.float16, torch.bfloat16) and operands != {dtype}
+    return dtype if lower and operands <= {torch.float32, torch.float16, torch.bfloat16} else None
+
+
+def differentiated(chain: Chain, ctx: Context) -> bool:
+    operands = (chain.sparse, chain.dense, chain.bias, chain.residual)
+    examples = [example_of(operand) for operand in operands if operand is not None]
+    return ctx.gradients and any(getattr(example, "requires_grad", False) for example in examples)
+
+
+def is_sparse(value: Any) -> bool:
+    return isinstance(example_of(value), SparseTensor)

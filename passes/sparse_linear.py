@@ -1,0 +1,116 @@
+"""A linear layer with a sparse weight takes in what follows it, or runs dense where that is faster.
+
+Behind a `sparsecomp::sparse_linear`, the node of `sparsecomp.nn.SparseLinear`, may stand an added residual and an
+activation; they become its arguments. On CUDA, where the estimate says that dense is faster, the weight is written out
+in each call; under the promise that it stays as it is, once, as a constant of the graph.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+import sparsecomp.ops  # noqa: F401  (registers the operators)
+from sparsecomp.ops.dense_weight import stored_to_dense
+from sparsecomp.ops.patterns import Layout
+from sparsecomp.passes.canonicalize import example_of
+from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, sizes
+from sparsecomp.passes.sparse_chain import Chain, differentiated, extended, products_before
+from sparsecomp.passes.sparse_cost import Product, decide
+
+_LINEAR = torch.ops.sparsecomp.sparse_linear.default
+_TO_DENSE = torch.ops.sparsecomp.stored_to_dense.default
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: every last node of a sparse layer and what can be fused behind it is a site."""
+    for start in products_before(node, _layer):
+        chain = extended(start, ctx)
+        if chain.nodes[-1] is not node:
+            continue
+        if ctx.options.implementation == "dense":
+            return refuse(Why.FORCED_DENSE)
+        problem = _problem(chain, ctx)
+        return problem if isinstance(problem, Refusal) else _plan(chain, problem, node, ctx)
+    return None
+
+
+RULE = Rule("sparse_linear", consider)
+
+
+def _layer(node: fx.Node) -> Chain | None:
+    if node.target is not _LINEAR:
+        return None
+    arguments: Any = node.args
+    x, values, _, bias, residual, *_, transpose, activation = arguments
+    if residual is not None or activation != "none":
+        return None  # its caller has fused what there is
+    return Chain((node,), values, transpose, x, True, bias)
+
+
+def _arrays(chain: Chain) -> tuple[list[fx.Node], Layout]:
+    arguments: Any = chain.nodes[0].args
+    return list(arguments[2]), Layout(arguments[5], *map(tuple, arguments[6:9]))
+
+
+def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
+    """The product's numbers, or why it stays as written."""
+    pattern, layout = _arrays(chain)
+    reads = (chain.sparse, *pattern, chain.dense, chain.bias, chain.residual)
+    if not all(ctx.analysis.unchanged(read, chain.nodes[0]) for read in reads):
+        return refuse(Why.SPARSE_AS_WRITTEN, detail="an operand is written to before the result is complete")
+    out, shape, indices = example_of(chain.nodes[-1]), sizes(chain.dense), sizes(pattern[layout.format != "nm"])
+    if out is None or shape is None or indices is None:
+        return refuse(Why.UNKNOWN_SHAPE)
+    entries = torch.Size(indices).numel()
+    fused = (chain.bias is not None, chain.residual is not None, chain.activation)
+    trained = differentiated(chain, ctx)
+    return Product.of(layout, entries, chain.flip, shape, True, out, *fused, trained=trained)
+
+
+def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
+    kept = None if product.trained else _kept(chain, ctx)
+    decision = decide(product._replace(constant=kept is not None))
+    dead = tuple(reversed(chain.nodes[:-1]))
+    if decision.dense and kept is not None:
+        reason = f"{product.described}: written out once, under the promise that it stays; {decision.reason}"
+        return Plan(lambda: {node: _build_dense(chain, node, kept)}, reason, "dense copy", "", decision.gain, dead)
+    if decision.dense:
+        reason = f"{product.described}: {decision.reason}"
+        return Plan(lambda: {node: _build_dense(chain, node, None)}, reason, "dense", "", decision.gain, dead)
+    fused = f", fused with {', '.join(chain.fused)}" if chain.fused else ""
+    reason = f"{product.described} by {decision.kernel}{fused}; {decision.reason}"
+    return Plan(lambda: {node: _build(chain, node)}, reason, product.format, "", decision.gain, dead)
+
+
+def _kept(chain: Chain, ctx: Context) -> list[torch.Tensor] | None:
+    """Values and index arrays, if it is promised that they stay as they are."""
+    pattern, _ = _arrays(chain)
+    found = [ctx.promised(read) for read in (chain.sparse, *pattern)]
+    return None if any(value is None for value in found) else [value for value in found if value is not None]
+
+
+def _build(chain: Chain, node: fx.Node) -> fx.Node:
+    arguments: Any = chain.nodes[0].args
+    pattern, how = list(arguments[2]), arguments[5:10]
+    return call(
+        node.graph, node, _LINEAR, chain.dense, chain.sparse, pattern, chain.bias, chain.residual, *how,
+        chain.activation,
+    )  # fmt: skip
+
+
+def _build_dense(chain: Chain, node: fx.Node, kept: list[torch.Tensor] | None) -> fx.Node:
+    """The layer with its weight written out, and behind it the rest as written."""
+    first, *rest = chain.nodes
+    arguments: Any = first.args
+    pattern, layout = _arrays(chain)
+    if kept is None:
+        weight = call(node.graph, node, _TO_DENSE, chain.sparse, pattern, *layout, chain.flip)
+    else:
+        with torch.no_grad():
+            weight = constant(node, stored_to_dense(kept[0], kept[1:], layout, chain.flip))
+    copies = {first: call(node.graph, node, F.linear, chain.dense, weight, arguments[3])}
+    for old in rest:
+        copies[old] = node.graph.node_copy(old, lambda argument: copies.get(argument, argument))
+    return copies[chain.nodes[-1]]

@@ -1,0 +1,222 @@
+"""A linear layer by a sparse weight, on plain tensors: the one node that stands for it in a graph.
+
+It is `sparsecomp.ops.spmm` of the transposed input, with the input's leading axes and a result whose rows lie
+contiguous, so that a layer is one operator and not five with its views.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsecomp.errors import FormatError
+from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, differentiable, library
+from sparsecomp.ops.patterns import OWN_ARRAYS, VALUE_DIMS, Layout, check_pattern, layout_of
+from sparsecomp.ops.sddmm import run as run_sddmm
+from sparsecomp.ops.spmm import before_activation, epilogue_gradients
+from sparsecomp.ops.spmm import run as run_spmm
+
+library.define(
+    "sparse_linear(Tensor x, Tensor values, Tensor[] pattern, Tensor? bias, Tensor? residual, str format, "
+    "SymInt[] block, SymInt[] shape, str[] skews, bool transpose, str activation) -> Tensor",
+    tags=TAGS,
+)
+library.define(
+    "sparse_linear_values(Tensor x, Tensor grad, Tensor[] pattern, str format, SymInt[] block, SymInt[] shape, "
+    "str[] skews, bool transpose) -> Tensor",
+    tags=TAGS,
+)
+_INDICES = (torch.int32, torch.int64, torch.uint8)
+
+
+def sparse_linear(
+    x: Tensor, values: Tensor, pattern: Sequence[Tensor], layout: Layout, *, transpose: bool = False,
+    bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none",
+) -> Tensor:  # fmt: skip
+    """activation(x @ op(S).mT + bias + residual), summed in float32 (float64 for float64), rounded once.
+
+    Under autocast x and values are taken as torch's own products take theirs.
+
+    Args:
+        x: (..., k), of the dtype of `values`.
+        values: of S, as `layout` says, without a batch.
+        pattern: index arrays of S, and perhaps of its transpose; see `sparsecomp.ops.patterns`.
+        transpose: op(S) is the transpose of S.
+        bias: (m,), one number a row of op(S).
+        residual: of the result's shape.
+        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+
+    Returns:
+        (..., m), contiguous. Gradients flow to x, values, bias and residual.
+
+    Raises:
+        FormatError: operands that do not belong together, or an unknown word.
+    """
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, values = autocast(x, dtype), autocast(values, dtype)
+    return torch.ops.sparsecomp.sparse_linear.default(
+        x, values, pattern, bias, residual, *layout, transpose, activation
+    )
+
+
+def autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor as torch's own products take it under autocast, which leaves float64 alone."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
+
+
+def by_rows(
+    spmm: Callable[..., Tensor], x: Tensor, values: Tensor, pattern: Sequence[Tensor], bias: Tensor | None,
+    residual: Tensor | None, layout: Layout, transpose: bool, activation: str, scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The layer by an implementation of the operator `spmm`."""
+    m, size = layout.shape[1 if transpose else 0], x.shape
+    rows = x if x.dim() == 2 else x.reshape(size[:-1].numel(), size[-1])
+    beside = None if residual is None else residual.reshape(rows.shape[0], m).mT
+    out = spmm(values, pattern, rows.mT, bias, beside, *layout, transpose, "row", activation, scale, dtype, True).mT
+    return out if x.dim() == 2 else out.view(*size[:-1], m)
+
+
+def sampled(
+    sddmm: Callable[..., Tensor], x: Tensor, grad: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool,
+    scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """The gradient by the values from that by the result, by an implementation of the operator `sddmm`."""
+    a = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1]).mT
+    b = x.reshape(x.shape[:-1].numel(), x.shape[-1]).mT
+    return sddmm(*((b, a) if transpose else (a, b)), pattern, *layout, scale)
+
+
+def _reference(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation):
+    return _by_operator("cpu", x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation)
+
+
+def _cuda(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation):
+    out = None
+    if _is_kept(x, values, *pattern, bias, residual):
+        out = _launched(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation)
+    if out is not None:
+        return out
+    return _by_operator("cuda", x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation)
+
+
+def _by_operator(
+    device: str, x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation
+):  # fmt: skip
+    layout = layout_of(format, block, shape, skews)
+    spmm = partial(run_spmm, device)
+    return by_rows(spmm, x, values, pattern, bias, residual, layout, transpose, activation)
+
+
+def _is_kept(*operands: Tensor | None) -> bool:
+    """Whether the launch may be found by shapes and dtypes alone."""
+    return all(
+        operand is None or (operand.is_contiguous() and (operand.dtype in KERNEL_DTYPES or operand.dtype in _INDICES))
+        for operand in operands
+    )
+
+
+def _launched(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation) -> Tensor | None:
+    from sparsecomp.lowering import sparse_layer  # loads Triton
+
+    if not transpose:
+        how = (format, tuple(block), skews[0], shape[0], activation)
+        return sparse_layer.product(x, values, pattern, bias, residual, *how)
+    own = OWN_ARRAYS[format]
+    if len(pattern) == own or format == "bsr":
+        return None
+    pointers, indices, order = pattern[own:]
+    entries = values.view(-1).index_select(0, order)
+    return sparse_layer.product(
+        x, entries, (pointers, indices), bias, residual, "csr", (1, 1), skews[1], shape[1], activation
+    )
+
+
+def _gradient(x, grad, pattern, format, block, shape, skews, transpose):
+    layout = layout_of(format, block, shape, skews)
+    if grad.is_cuda and format == "csr" and _is_kept(x, grad, *pattern):
+        from sparsecomp.lowering import sparse_layer  # loads Triton
+
+        found = sparse_layer.sampled(*((x, grad) if transpose else (grad, x)), pattern[0], pattern[1], skews[0])
+        if found is not None:
+            return found
+    return sampled(partial(run_sddmm, grad.device.type), x, grad, pattern, layout, transpose)
+
+
+def _fake_gradient(x, grad, pattern, format, block, shape, skews, transpose):
+    inner = pattern[0].shape if format == "nm" else pattern[1].shape
+    return grad.new_empty((*inner, *(block if format == "bsr" else ())))
+
+
+def _fake(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation):
+    layout = layout_of(format, block, shape, skews)
+    check_pattern(values, pattern, layout)
+    m, k = layout.shape[::-1] if transpose else layout.shape
+    if x.dim() == 0 or x.shape[-1] != k or x.dtype != values.dtype or values.dim() != VALUE_DIMS[format]:
+        raise FormatError(
+            f"x is {tuple(x.shape)} {x.dtype} and values are {tuple(values.shape)} {values.dtype}: needs (..., {k}) "
+            "and one dtype, without a batch of values"
+        )
+    return x.new_empty((*x.shape[:-1], m))
+
+
+def _save(ctx, inputs, output):
+    x, values, pattern, bias, residual, *layout, transpose, activation = inputs
+    smooth = activation not in ("none", "relu")
+    # gelu and silu are computed again from their operands, which are smaller to keep than what went into them
+    saved = (bias, residual, None) if smooth else (None, None, output if activation == "relu" else None)
+    ctx.save_for_backward(x, values, *pattern, *saved)
+    ctx.kinds = [None if operand is None else (operand.dtype, operand.shape) for operand in (bias, residual)]
+    ctx.how = layout_of(*layout), transpose, activation
+
+
+def _backward(ctx, grad):
+    x, values, *pattern, bias, residual, saved = ctx.saved_tensors
+    layout, transpose, activation = ctx.how
+    if activation not in ("none", "relu"):
+        saved = sparse_linear(x, values, pattern, layout, transpose=transpose, bias=bias, residual=residual)
+    grad = before_activation(grad, activation, saved)
+    wants = ctx.needs_input_grad
+    grad_bias, grad_residual = epilogue_gradients(grad, ctx.kinds, "column", wants[3:5])
+    narrow = grad.to(x.dtype)
+    grad_x = grad_values = None
+    if wants[0]:
+        grad_x = sparse_linear(narrow, values, pattern, layout, transpose=not transpose)
+    if wants[1]:
+        grad_values = torch.ops.sparsecomp.sparse_linear_values.default(x, narrow, pattern, *layout, transpose)
+    return grad_x, grad_values, [None] * len(pattern), grad_bias, grad_residual, *(None,) * 6
+
+
+def _save_gradient(ctx, inputs, output):
+    x, grad, pattern, *layout, transpose = inputs
+    ctx.save_for_backward(x, grad, *pattern)
+    ctx.how = layout_of(*layout), transpose
+
+
+def _backward_gradient(ctx, by_values):
+    x, grad, *pattern = ctx.saved_tensors
+    layout, transpose = ctx.how
+    by_x = by_grad = None
+    if ctx.needs_input_grad[0]:
+        by_x = sparse_linear(grad, by_values, pattern, layout, transpose=not transpose)
+    if ctx.needs_input_grad[1]:
+        by_grad = sparse_linear(x, by_values, pattern, layout, transpose=transpose)
+    return by_x, by_grad, [None] * len(pattern), None, None, None, None, None
+
+
+for _name, _function, _device in (
+    ("sparse_linear", _reference, "CPU"),
+    ("sparse_linear", _cuda, "CUDA"),
+    ("sparse_linear_values", _gradient, "CPU"),
+    ("sparse_linear_values", _gradient, "CUDA"),
+):
+    library.impl(_name, _function, _device)
+for _name, _function, _setup, _formula in (
+    ("sparse_linear", _fake, _save, _backward),
+    ("sparse_linear_values", _fake_gradient, _save_gradient, _backward_gradient),
+):
+    torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
+    differentiable(_name, _formula, _setup)

@@ -1,0 +1,149 @@
+"""The rule for sparse layers: what it fuses behind them, when they run dense, and what it leaves alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import rewritten, site
+from torch import Tensor, nn
+
+import sparsecomp
+from sparsecomp import formats
+from sparsecomp.nn import SparseLinear
+from sparsecomp.ops import frozen_weights
+from sparsecomp.passes import sparse_linear
+from sparsecomp.passes.sparse_cost import Decision
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "CSR": {"sparsity": 0.5}, "COO": {"sparsity": 0.5}, "CSC": {"sparsity": 0.5}, "NM": {"n": 2, "m": 4},
+    "BSR": {"block": 2, "sparsity": 0.5}, "BCSC": {"block": 2, "sparsity": 0.5},
+}  # fmt: skip
+X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3))
+
+
+class Net(nn.Module):
+    """A sparse layer for a forward that a test gives."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], format: str = "CSR") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = SparseLinear.from_linear(nn.Linear(8, 6), getattr(formats, format), **FORMATS[format])
+        self.does = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.does(self.layer, x)
+
+    def exactly(self, x: Tensor) -> Any:
+        """The same in float64, by the dense weight."""
+        weight, bias = self.layer.weight.detach().to_dense().double(), self.layer.bias.detach().double()
+        return self.does(lambda x: F.linear(x, weight, bias), x.double())
+
+
+FUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "alone": (lambda layer, x: layer(x), "bias;"),
+    "relu": (lambda layer, x: F.relu(layer(x)), "bias, relu;"),
+    "in place": (lambda layer, x: layer(x).relu_(), "bias, relu;"),
+    "residual": (lambda layer, x: F.relu(x[..., :6] + layer(x)), "bias, residual, relu;"),
+    "gelu": (lambda layer, x: F.gelu(layer(x), approximate="tanh"), "bias, gelu_tanh;"),
+    "read twice": (lambda layer, x: (lambda y: F.relu(y) + y.sum())(layer(x)), "bias;"),
+    "another activation": (lambda layer, x: torch.tanh(layer(x)), "bias;"),
+    "broadcast": (lambda layer, x: layer(x) + x[:1, :, :6], "bias;"),
+}
+
+
+@pytest.mark.parametrize("what", FUSED)
+def test_what_follows_a_layer_is_fused_where_nobody_else_reads_it(what):
+    forward, fused = FUSED[what]
+    model = Net(forward)
+    with torch.no_grad():
+        out, report = rewritten(model, X, implementation="auto", strict=True)
+    torch.testing.assert_close(out.double(), model.exactly(X), rtol=1e-5, atol=1e-6)
+    found = site(report, "sparse_linear")
+    assert found.rewritten and found.implementation == "csr" and f"fused with {fused}" in found.reason
+    assert found.reason.startswith("CSR 6x8 at 50.0% sparsity by spmm_csr (reference)")
+    assert len(report.rewritten) == 1
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, monkeypatch):
+    torch._dynamo.reset()
+    if dense:
+        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    model = Net(lambda layer, x: torch.relu(layer(x) + x[..., :6]), format)
+    compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
+    results = []
+    for call in (compiled, model):
+        x = X.clone().requires_grad_()
+        out = call(x)
+        out.square().sum().backward()
+        results.append((out, x.grad, model.layer.values.grad, model.layer.bias.grad))
+        model.zero_grad()
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)
+    report = sparsecomp.last_report()
+    kernel = {"COO": "csr", "CSC": "csr", "BCSC": "bsr"}.get(format, format.lower())
+    assert site(report, "sparse_linear").implementation == ("dense" if dense else kernel)
+
+
+def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkeypatch):
+    monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    for format in FORMATS:
+        model = Net(lambda layer, x: F.relu(layer(x)), format)
+        torch._dynamo.reset()
+        with torch.no_grad(), frozen_weights():
+            compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
+            torch.testing.assert_close(compiled(X).double(), model.exactly(X), rtol=1e-5, atol=1e-6)
+        report = sparsecomp.last_report()
+        assert site(report, "sparse_linear").implementation == "dense copy"
+        assert "stored_to_dense" not in report.graph_after
+    # in training there is no such copy
+    with frozen_weights():
+        out, report = rewritten(model, X, implementation="auto", strict=True)
+    assert site(report, "sparse_linear").implementation == "dense" and "stored_to_dense" in report.graph_after
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_autocast_rounds_as_torch_does(dense, monkeypatch):
+    if dense:
+        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    model = Net(lambda layer, x: F.relu(layer(x)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, report = rewritten(model, X, implementation="auto", strict=True, verify=False)
+    assert site(report, "sparse_linear").rewritten and out.dtype is torch.bfloat16
+    wanted = model.exactly(X)
+    assert (out - wanted).norm() <= 2**-7 * wanted.norm()
+    out.sum().backward()
+    assert model.layer.values.grad.dtype is torch.float32
+
+
+def test_an_operand_that_changes_meanwhile_is_read_before():
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = layer(x)
+        x.mul_(2)
+        return F.relu(y + x[..., :6])
+
+    model = Net(forward)
+    out, report = rewritten(model, X, implementation="auto", strict=True)
+    torch.testing.assert_close(out, model(X))
+    assert "written to before the result is complete" in site(report, "sparse_linear").reason
+
+
+def test_layers_stay_as_written_if_asked():
+    model = Net(lambda layer, x: layer(x))
+    _, report = rewritten(model, X, implementation="dense")
+    assert "implementation='dense'" in site(report, "sparse_linear").reason
+    _, report = rewritten(model, X, implementation="auto", disable=("sparse_linear",))
+    assert not [found for found in report.sites if found.rule == "sparse_linear"]
+
+
+def test_other_batch_sizes_need_no_other_graph():
+    torch._dynamo.reset()
+    model = Net(lambda layer, x: F.relu(layer(x) + x[..., :6]))
+    compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, dynamic=True)
+    for rows in (2, 5, 7):
+        x = torch.randn(rows, 3, 8)
+        torch.testing.assert_close(compiled(x), model(x))
