@@ -143,6 +143,12 @@ class Context:
         """What is known about the values of an argument when `reader` reads it."""
         return self.analysis.fact(value, at=reader) if isinstance(value, fx.Node) else None
 
+    def promised(self, *kept: torch.Tensor) -> bool:
+        """Whether what is worked out of these tensors may be kept: the caller promised not to write to them, by the
+        option `frozen`, or by `frozen_weights` where each call can ask whether that still holds."""
+        asked = not any(replays(self.options, one.device) for one in kept)
+        return self.options.promises(*kept) or (asked and are_frozen())
+
     def density(self, node: fx.Node) -> tuple[Density, str]:
         """Density of the input of a site, and where the number comes from."""
         measured = self.densities.get(site_key(node))
