@@ -16,7 +16,7 @@ from torch import fx
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
-from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sees_versions, sizes
+from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.sparse_cost import Product, decide
 from sparsecomp.passes.spike_operand import attribute, cast
 from sparsecomp.sparse_tensor import SparseTensor
@@ -245,13 +245,13 @@ def _problem(chain: _Chain, ctx: Context) -> Product | Refusal:
 
 
 def _constant(chain: _Chain, ctx: Context) -> bool:
-    """Whether the sparse operand is the graph's own from call to call, and a write to it would be seen."""
+    """Whether the sparse operand is the graph's own from call to call, and is promised to stay."""
     given = not isinstance(chain.sparse, fx.Node) or chain.sparse.op in ("placeholder", "get_attr")
     product = _product(chain.nodes[0])  # what its own node has fused must be a linear layer's bias
     assert product is not None
     plain = (product.residual, product.activation, product.scale) == (None, "none", 1.0)
     plain = plain and (product.linear or product.bias is None)
-    seen = sees_versions(ctx.options, example_of(chain.sparse).device)
+    seen = ctx.promised(example_of(chain.sparse))
     return given and plain and seen and not _differentiated(chain, ctx) and _autocast_dtype(chain) is None
 
 

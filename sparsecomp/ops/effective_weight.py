@@ -40,8 +40,7 @@ def effective_weight(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
         MaskError: operands that do not belong together. On CUDA the mask's pruned elements are not counted, which would
             wait for the device: a theta of another length gives NaN at all of them.
 
-    What the mask's bits say is kept as long as the mask and worked out anew when its version changes; in the capture of
-    a CUDA graph it becomes part of the graph, unless within `sparsecomp.ops.frozen_weights`.
+    What the mask's bits say is worked out in each call, and kept within `sparsecomp.ops.frozen_weights`.
     """
     return torch.ops.sparsecomp.effective_weight.default(weight, theta, mask)
 
