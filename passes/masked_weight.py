@@ -15,7 +15,7 @@ from torch import fx
 
 import sparsecomp.ops.masked_linear  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
-from sparsecomp.ops.folded_weight import FOLDS, Keep, formula
+from sparsecomp.ops.folded_weight import FOLDS, Keep, Recipe, formula
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked_fold import Choice, choose
 from sparsecomp.passes.merged_weight import merge
@@ -186,16 +186,17 @@ def _build(
     name = formula(masked.module(cast_to, flip=op.name == "matmul"))
     # made now: the first call may run in the memory of a CUDA graph
     read, names = zip(*((values[source], source.target) for source in masked.sources), strict=True)
-    FOLDS.prepare(read, name, choice.format, choice.block, keep, names)
+    recipe = Recipe(name, choice.format, choice.block, keep)
+    FOLDS.prepare(read, *recipe, names)
     x, bias = cast(op.input, dtype, node), op.get("bias")
     bias = None if bias is None else cast(bias, dtype, node)
     sources = list(masked.sources)
     if op.name not in CONVOLUTIONS:
         target: Any = torch.ops.sparsecomp.folded_linear.default
-        return call(node.graph, node, target, x, sources, bias, name, choice.format, list(choice.block), keep)
+        return call(node.graph, node, target, x, sources, bias, recipe.written())
     window = [_window(op, parameter) for parameter in ("stride", "padding", "dilation")]
     target = torch.ops.sparsecomp.folded_conv.default
-    return call(node.graph, node, target, x, sources, bias, name, *window, op.get("groups", 1), keep)
+    return call(node.graph, node, target, x, sources, bias, recipe.written(), *window, op.get("groups", 1))
 
 
 def _window(op: CanonicalOp, parameter: str) -> list[Any]:

@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize, prune
 import sparsecomp
 from sparsecomp.lowering.ceilings import H100
 from sparsecomp.lowering.signature import Device
-from sparsecomp.ops import folded_weight
-from sparsecomp.ops.folded_weight import FOLDS
+from sparsecomp.ops import folded_weight, masked_linear
+from sparsecomp.ops.folded_weight import FOLDS, Recipe
 from sparsecomp.options import Options
 from sparsecomp.passes import masked_fold, masked_weight
 from sparsecomp.passes.masked_fold import Choice, compare
@@ -457,7 +457,7 @@ def test_every_format_of_the_operator(keep, format, shape):
     x, mask, bias, name = inputs(*shape), weight != 0, inputs(96), name_of_product()
     kept = inputs(96, 64, seed=5)
     for _ in range(2):
-        arguments = (x, [mask, kept], bias, name, format, list(block), keep)
+        arguments = (x, [mask, kept], bias, Recipe(name, format, block, keep).written())
         found = torch.ops.sparsecomp.folded_linear.default(*arguments)
         wanted = F.linear(x.double(), torch.where(mask, kept, 0).double(), bias.double())
         torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-5)
@@ -470,14 +470,14 @@ def test_a_weight_that_no_longer_fits_its_format_is_still_right():
     weight, name = two_of_four(96, 64), name_of_product()
     mask, kept, x = weight != 0, inputs(96, 64, seed=5), inputs(4, 64)
     for _ in range(2):
-        found = torch.ops.sparsecomp.folded_linear.default(x, [mask, kept], None, name, "nm", [2, 4], "always")
+        found = masked_linear.folded_linear(x, [mask, kept], None, Recipe(name, "nm", (2, 4), "always"))
         torch.testing.assert_close(found, F.linear(x, mask * kept), rtol=1e-5, atol=1e-5)
         mask[:] = True
 
 
 def test_an_operand_that_needs_a_gradient_is_refused():
     operator, mask, weight = torch.ops.sparsecomp.folded_linear.default, inputs(96, 64) > 0, inputs(96, 64)
-    arguments = (name_of_product(), "dense", [1, 1], "asked")
+    arguments = (Recipe(name_of_product(), "dense", (1, 1), "asked").written(),)
     operator(inputs(2, 64), [mask, weight], None, *arguments)
     for x, source in ((inputs(2, 64).requires_grad_(), weight), (inputs(2, 64), weight.clone().requires_grad_())):
         with pytest.raises(NotImplementedError, match="no gradient"):
@@ -488,7 +488,7 @@ def test_an_operand_that_needs_a_gradient_is_refused():
 
 def test_an_unknown_formula_is_an_error_that_says_what_to_do():
     with pytest.raises(sparsecomp.errors.FormatError, match="compile the model here"):
-        torch.ops.sparsecomp.folded_linear.default(X, [X], None, "none", "dense", [1, 1], "asked")
+        torch.ops.sparsecomp.folded_linear.default(X, [X], None, "none dense 1x1 asked")
 
 
 def test_a_sparse_format_through_the_backend(monkeypatch):
