@@ -1,9 +1,10 @@
 """Layers on a masked weight: in inference the weight is folded, in training one with a theta is merged in one pass.
 
-Without gradients a weight that is a formula of parameters and buffers is a constant until one of them changes. It is
-computed once, packed in the format that is estimated to be the fastest, and made anew when a source's version says so
-(`sparsecomp.ops.folded_weight`). With gradients the multiplication by a mask is one elementwise operator, which
-Inductor fuses by itself; what scatters a vector to the pruned elements it does not (`sparsecomp.passes.merged_weight`).
+Without gradients a weight that is a formula of parameters and buffers is a constant, where the caller promised that
+they are not written to. It is computed once and packed in the format that is estimated to be the fastest
+(`sparsecomp.ops.folded_weight`). With gradients, as without a promise, the multiplication by a mask is one elementwise
+operator, which Inductor fuses by itself; what scatters a vector to the pruned elements it does not
+(`sparsecomp.passes.merged_weight`).
 """
 
 from collections.abc import Mapping
@@ -14,23 +15,11 @@ from torch import fx
 
 import sparsecomp.ops.masked_linear  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
-from sparsecomp.ops.folded_weight import FOLDS, formula
+from sparsecomp.ops.folded_weight import FOLDS, Keep, Recipe, formula
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked_fold import Choice, choose
 from sparsecomp.passes.merged_weight import merge
-from sparsecomp.passes.rule import (
-    UNSEEN,
-    Context,
-    Plan,
-    Refusal,
-    Rule,
-    Verdict,
-    Why,
-    call,
-    refuse,
-    sees_versions,
-    sizes,
-)
+from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.spike_operand import cast
 from sparsecomp.passes.weight_formula import (
     CONVOLUTIONS,
@@ -76,12 +65,13 @@ def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
         return refuse(Why.FORCED_DENSE)
     problem = _varies(masked, op.node, values, ctx)
     if problem is None and ctx.gradients and _needs_gradient(op.node, masked, values):
-        merged = merge(op, masked, values, ctx)
-        return merged if isinstance(merged, Plan) else refuse(Why.MASKED_AS_WRITTEN, detail=merged)
-    problem = problem or _unfit(op, masked, ctx)
+        return merge(op, masked, values, ctx)
+    problem, keep = problem or _unfit(op, masked, ctx), ctx.keep(*values.values())
     if problem is not None:
         return refuse(Why.MASKED_AS_WRITTEN, detail=problem)
-    return _folded(op, masked, values, ctx)
+    if keep is None:
+        return refuse(Why.NOT_FROZEN, option="frozen=True")
+    return _folded(op, masked, values, keep, ctx)
 
 
 RULE = Rule("masked_weight", consider)
@@ -138,8 +128,6 @@ def _varies(
             return f"it depends on `{source.name}`, which is computed in each call"
         if source not in values:
             return f"`{source.target}` is no parameter or buffer, but an input of the graph"
-        if values[source].is_inference():
-            return f"`{source.target}` was made in inference mode, so that no version tells of its changes"
     written = writes_elsewhere(masked, layer, ctx)
     return None if written is None else f"`{written.name}` may be written to in this graph"
 
@@ -165,10 +153,12 @@ def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
         return f"its {elements} elements are masked faster than an operator is called (from {_LEAST} on it is folded)"
     if isinstance(op.get("padding"), str) and op.get("padding") != "valid":
         return f"padding={op.get('padding')!r} is not symmetric for every size"
-    return None if sees_versions(ctx.options, example_of(op.node).device) else UNSEEN
+    return None
 
 
-def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Verdict:
+def _folded(
+    op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], keep: Keep, ctx: Context
+) -> Verdict:
     dtype = example_of(op.node).dtype
     weight = masked.values(values)[masked.result]
     assert isinstance(weight, torch.Tensor)
@@ -180,28 +170,33 @@ def _folded(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Ten
     if choice.format == "dense" and beside is not None:
         return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{beside.name}` reads it too, so it is computed all the same")
     reason = (
-        f"{masked.spelled()} of parameters and buffers is folded, and made anew when a version counter moves; "
+        f"{masked.spelled()} of parameters and buffers is folded, since they are promised to stay; "
         f"{choice.described} by {choice.kernel}: {choice.reason}"
     )
     unused = masked.unread_after(op.node, ctx)
-    return Plan(lambda: {op.node: _build(op, masked, choice, values)}, reason, choice.name, "", choice.gain, unused)
+    build = lambda: {op.node: _build(op, masked, choice, values, keep)}  # noqa: E731
+    return Plan(build, reason, choice.name, "", choice.gain, unused)
 
 
-def _build(op: CanonicalOp, masked: Formula, choice: Choice, values: Mapping[fx.Node, torch.Tensor]) -> fx.Node:
+def _build(
+    op: CanonicalOp, masked: Formula, choice: Choice, values: Mapping[fx.Node, torch.Tensor], keep: Keep
+) -> fx.Node:
     node, dtype = op.node, example_of(op.node).dtype
     cast_to = None if example_of(masked.result).dtype is dtype else dtype
     name = formula(masked.module(cast_to, flip=op.name == "matmul"))
     # made now: the first call may run in the memory of a CUDA graph
-    FOLDS.of([values[source] for source in masked.sources], name, choice.format, choice.block)
+    read, names = zip(*((values[source], source.target) for source in masked.sources), strict=True)
+    recipe = Recipe(name, choice.format, choice.block, keep)
+    FOLDS.prepare(read, *recipe, names)
     x, bias = cast(op.input, dtype, node), op.get("bias")
     bias = None if bias is None else cast(bias, dtype, node)
     sources = list(masked.sources)
     if op.name not in CONVOLUTIONS:
         target: Any = torch.ops.sparsecomp.folded_linear.default
-        return call(node.graph, node, target, x, sources, bias, name, choice.format, list(choice.block))
+        return call(node.graph, node, target, x, sources, bias, recipe.written())
     window = [_window(op, parameter) for parameter in ("stride", "padding", "dilation")]
     target = torch.ops.sparsecomp.folded_conv.default
-    return call(node.graph, node, target, x, sources, bias, name, *window, op.get("groups", 1))
+    return call(node.graph, node, target, x, sources, bias, recipe.written(), *window, op.get("groups", 1))
 
 
 def _window(op: CanonicalOp, parameter: str) -> list[Any]:

@@ -12,9 +12,10 @@ from torch import fx
 
 import sparsecomp.ops.merged_weight  # noqa: F401  (registers the operators)
 from sparsecomp.lowering.frozen import are_frozen
+from sparsecomp.ops.folded_weight import Keep
 from sparsecomp.ops.merged_weight import Form, merging
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
-from sparsecomp.passes.rule import UNSEEN, Context, Plan, call, replays, sees_versions
+from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.weight_formula import CASTS, FILLS, Formula, formula_of, is_view
 
 LEAST = {"cpu, by a mask": 4 << 20, "cuda": 64 << 20}
@@ -33,7 +34,7 @@ _ROUNDING = {"reduce", "rounding_mode"}
 """Arguments that make an operator of these another."""
 
 
-def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Plan | str:
+def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Plan | Refusal:
     """The plan to train a layer's weight as an effective weight, or why it is trained as it was written.
 
     Args:
@@ -48,11 +49,16 @@ def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tenso
             continue
         problem = _unfit(part, op.node, masked, ctx)
         if problem is not None:
-            return problem
-        name = _named(part, values)
+            return refuse(Why.MASKED_AS_WRITTEN, detail=problem)
+        selectors = [values[node] for node in part.sources[2:]]
+        keep = ctx.keep(*selectors)
+        if keep is None:
+            return refuse(Why.NOT_FROZEN, option="frozen='buffers'")
+        name = _named(part, selectors, keep)
         if name is not None:
-            return _plan(op, masked, part, chain[:place], name, ctx)
-    return f"in training its {masked.spelled()} is elementwise, which Inductor fuses into one kernel"
+            return _plan(op, masked, part, chain[:place], name, keep, ctx)
+    detail = f"in training its {masked.spelled()} is elementwise, which Inductor fuses into one kernel"
+    return refuse(Why.MASKED_AS_WRITTEN, detail=detail)
 
 
 def _inner(masked: Formula, ctx: Context) -> list[fx.Node]:
@@ -153,8 +159,6 @@ def _unfit(part: Formula, layer: fx.Node, masked: Formula, ctx: Context) -> str 
     least = _LEAST_REPLAYED if kind == "cuda" and (replayed or are_frozen()) else LEAST[kind]
     if size < least:
         return f"Inductor trains its {size} bytes as fast (from {least} on they are merged)"
-    if not sees_versions(ctx.options, example.device):
-        return UNSEEN
     outside = masked.outside(layer)
     return f"`{outside[0].name}` reads it too, so it is computed all the same" if outside else None
 
@@ -173,22 +177,22 @@ def _is_bool(node: fx.Node) -> bool:
     return example is not None and example.dtype is torch.bool
 
 
-def _named(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> str | None:
+def _named(part: Formula, selectors: list[torch.Tensor], keep: Keep) -> str | None:
     """What the operator knows the formula by; None if it is not the effective weight."""
     weight, theta = (example_of(node) for node in part.sources[:2])
     form = Form(tuple(weight.shape), tuple(theta.shape), weight.dtype, weight.device)
-    return merging(part.module(None, flip=False), form, [values[node] for node in part.sources[2:]])
+    return merging(part.module(None, flip=False), form, selectors, keep)
 
 
 def _plan(
-    op: CanonicalOp, masked: Formula, part: Formula, outer: list[fx.Node], name: str, ctx: Context
+    op: CanonicalOp, masked: Formula, part: Formula, outer: list[fx.Node], name: str, keep: Keep, ctx: Context
 ) -> Plan:  # fmt: skip
     """`outer` are the views and casts between the part's result and the layer, from the outside in."""
     weight, theta, *selectors = part.sources
 
     def build() -> dict[fx.Node, fx.Node]:
         graph, target = op.node.graph, torch.ops.sparsecomp.merged_weight.default
-        args = (weight, theta, selectors, name)
+        args = (weight, theta, selectors, name, keep)
         # another layer on the same weight may have it already, with its gradients unless they were switched off there
         others = () if ctx.switches else weight.users
         made = next((user for user in others if user.target is target and user.args == args), None)
@@ -200,7 +204,7 @@ def _plan(
     size = "x".join(map(str, example_of(part.result).shape))
     reason = (
         f"in training the {size} {masked.spelled()} of `{weight.target}` and `{theta.target}` is one pass, and its "
-        f"gradients another; proved for the masks and positions as they are, and again when they change; for finite "
+        f"gradients another; proved for the masks and positions as they are, which are promised to stay; for finite "
         f"values"
     )
     return Plan(build, reason, "merged", "", None, masked.unread_after(op.node, ctx))

@@ -17,6 +17,7 @@ from torch import fx
 
 from sparsecomp import _compat
 from sparsecomp.lowering.frozen import are_frozen
+from sparsecomp.ops.folded_weight import Keep
 from sparsecomp.options import Options
 from sparsecomp.passes.analysis import Analysis
 from sparsecomp.passes.canonicalize import example_of
@@ -50,6 +51,10 @@ class Why(Enum):
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
     MASKED_AS_WRITTEN = "the masked weight stays as it was written: {detail}"
+    NOT_FROZEN = (
+        "the masked weight stays as it was written: what it is made of may be written to where nothing tells of it; "
+        "{option} promises that it is not"
+    )
     FAILED = "the rule failed and the site was left as it was: {detail}"
 
 
@@ -143,10 +148,23 @@ class Context:
         """What is known about the values of an argument when `reader` reads it."""
         return self.analysis.fact(value, at=reader) if isinstance(value, fx.Node) else None
 
-    def promised(self, value: object) -> torch.Tensor | None:
-        """The tensor behind an operand, if it is a parameter or buffer that is promised to stay as it is."""
-        tensor = self.values.get(value) if isinstance(value, fx.Node) and are_frozen() else None
-        if tensor is None or _compat.is_fake(tensor):
+    def keep(self, *sources: torch.Tensor) -> Keep | None:
+        """When an operator may keep what it works out of these tensors: by the option `frozen`, or by `frozen_weights`
+        where each call can ask whether that still holds; None if the caller promised nothing."""
+        replayed = any(replays(self.options, source.device) for source in sources)
+        if self.options.promises(*sources):
+            return "prepared" if replayed else "always"
+        return "asked" if are_frozen() and not replayed else None
+
+    def promised(self, *sources: torch.Tensor) -> bool:
+        """Whether anything may be kept of these tensors, as in `keep`."""
+        return self.keep(*sources) is not None
+
+    def constant(self, value: object) -> torch.Tensor | None:
+        """The tensor behind an operand that is a parameter or buffer, of which the option `frozen` promises that it
+        stays as it is."""
+        tensor = self.values.get(value) if isinstance(value, fx.Node) else None
+        if tensor is None or _compat.is_fake(tensor) or not self.options.promises(tensor):
             return None
         # Dynamo's mark on the parameters and buffers of modules
         static = isinstance(value, fx.Node) and "_dynamo_static_input_type" in (value.meta.get("tensor_dict") or {})
@@ -217,11 +235,3 @@ def replays(options: Options, device: torch.device) -> bool:
     asked = options.mode in ("reduce-overhead", "max-autotune") or bool(options.inductor.get("triton.cudagraphs"))
     return asked and device.type == "cuda"
 
-
-UNSEEN = "a replayed CUDA graph asks for no versions: compile and call within sparsecomp.ops.frozen_weights()"
-"""What to tell where `sees_versions` is False."""
-
-
-def sees_versions(options: Options, device: torch.device) -> bool:
-    """Whether a weight's changes are noticed by what is compiled here, or promised not to need it."""
-    return are_frozen() or not replays(options, device)

@@ -11,15 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-import sparsecomp.ops  # noqa: F401  (registers the operators)
+import sparsecomp.ops.promise  # noqa: F401  (registers the operators)
 from sparsecomp.ops.dense_weight import stored_to_dense
 from sparsecomp.ops.patterns import Layout
 from sparsecomp.passes.canonicalize import example_of
 from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, sizes
 from sparsecomp.passes.sparse_chain import Chain, differentiated, extended, products_before
 from sparsecomp.passes.sparse_cost import Product, decide
+from sparsecomp.settings import Settings
 
 _LINEAR = torch.ops.sparsecomp.sparse_linear.default
+_PROMISED = torch.ops.sparsecomp.promised.default
 _TO_DENSE = torch.ops.sparsecomp.stored_to_dense.default
 
 
@@ -87,7 +89,7 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
 def _kept(chain: Chain, ctx: Context) -> list[torch.Tensor] | None:
     """Values and index arrays, if it is promised that they stay as they are."""
     pattern, _ = _arrays(chain)
-    found = [ctx.promised(read) for read in (chain.sparse, *pattern)]
+    found = [ctx.constant(read) for read in (chain.sparse, *pattern)]
     return None if any(value is None for value in found) else [value for value in found if value is not None]
 
 
@@ -110,6 +112,10 @@ def _build_dense(chain: Chain, node: fx.Node, kept: list[torch.Tensor] | None) -
     else:
         with torch.no_grad():
             weight = constant(node, stored_to_dense(kept[0], kept[1:], layout, chain.flip))
+        if Settings.from_environment().debug:
+            seen = [constant(node, one.clone()) for one in kept]
+            name = f"the weight `{getattr(chain.sparse, 'target', chain.sparse)}`"
+            weight = call(node.graph, node, _PROMISED, weight, [chain.sparse, *pattern], seen, name)
     copies = {first: call(node.graph, node, F.linear, chain.dense, weight, arguments[3])}
     for old in rest:
         copies[old] = node.graph.node_copy(old, lambda argument: copies.get(argument, argument))

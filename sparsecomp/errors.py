@@ -48,6 +48,10 @@ class MaskError(SparsecompError, ValueError):
     """A mask, or the scores that make one, do not fit their weight; the old mask stays."""
 
 
+class FrozenWeightError(SparsecompError, RuntimeError):
+    """A tensor was written to although the caller promised that it was not; looked for under ``SPARSECOMP_DEBUG=1``."""
+
+
 class ScheduleError(SparsecompError, ValueError):
     """A sparsity, amnesty rate, cycle or layer budget lies outside its domain."""
 

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torch import Tensor
+from torch.nn import Parameter
+
 from sparsecomp.errors import OptionError
 from sparsecomp.settings import RULES, Settings
 
@@ -11,6 +14,7 @@ _CHOICES = {
     "precision": ("auto", "exact", "tf32", "half"),
     "implementation": ("auto", "binary", "event", "skip", "dense"),
     "neurons": ("auto", "fuse"),
+    "frozen": (False, True, "buffers"),
     "mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
 }
 _FLAGS = ("strict", "verify")
@@ -28,6 +32,10 @@ class Options:
             where the operators run their references.
         density: share of non-zero inputs to assume where none was measured, in [0, 1].
         neurons: `fuse` replaces spikingjelly's neuron operators by ours on the CPU too; `auto` on CUDA only.
+        frozen: a promise that parameters and buffers are not written to any more (True), or that buffers are not, such
+            as masks, while parameters may train ("buffers"). What is worked out of such tensors is kept; without the
+            promise it is worked out in each call, since nothing tells of every write. See
+            `sparsecomp.ops.frozen_weights`, which promises it for a while.
         disable: names of rules not to run.
         strict: a rule that fails raises `RuleError` instead of leaving its site dense.
         verify: check the graph's structure, shapes and dtypes after each rule.
@@ -39,6 +47,7 @@ class Options:
     implementation: str = "auto"
     density: float | None = None
     neurons: str = "auto"
+    frozen: bool | str = False
     disable: tuple[str, ...] = ()
     strict: bool = False
     verify: bool = False
@@ -46,7 +55,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            if repr(getattr(self, name)) not in map(repr, choices):  # 0 == False
                 raise OptionError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(repr, choices))}")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -87,6 +96,10 @@ class Options:
         verify = parsed.verify or settings.debug
         values = {item.name: getattr(parsed, item.name) for item in fields(cls)}
         return cls(**{**values, "disable": disable, "verify": verify})
+
+    def promises(self, *kept: Tensor) -> bool:
+        """Whether `frozen` says of all these tensors that they are not written to."""
+        return self.frozen is True or (self.frozen == "buffers" and not any(isinstance(one, Parameter) for one in kept))
 
     def cache_key(self) -> str:
         """A stable text of every option that can change a compiled graph."""

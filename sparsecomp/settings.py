@@ -76,7 +76,7 @@ class Settings:
         autotune: how much to measure; None leaves it to torch.compile's mode.
         force_autotune: measure again what the cache already knows.
         disable_passes: names of rules not to run.
-        debug: check the graph after each rule.
+        debug: check the graph after each rule, and that weights which are promised to be frozen are.
     """
 
     cache_dir: Path | None = _variable(
@@ -99,7 +99,9 @@ class Settings:
     disable_passes: tuple[str, ...] = _variable(
         "SPARSECOMP_DISABLE_PASSES", "`all`, or rules separated by commas", "rules not to run", _rules, tuple
     )
-    debug: bool = _variable("SPARSECOMP_DEBUG", "`0`, `1`", "`1` turns `verify` on", _flag, bool)
+    debug: bool = _variable(
+        "SPARSECOMP_DEBUG", "`0`, `1`", "`1` turns `verify` on and checks what `frozen` promises", _flag, bool
+    )
 
     @classmethod
     def from_environment(cls) -> "Settings":

@@ -86,7 +86,7 @@ def judged(model: Any, x: Tensor, **options: Any) -> Any:
     reports = []
 
     def call(x: Tensor) -> Tensor:
-        out, report = rewritten(model, x, **{"implementation": "auto", "strict": True, **options})
+        out, report = rewritten(model, x, **{"implementation": "auto", "frozen": "buffers", "strict": True, **options})
         reports.append(report)
         return out
 
@@ -119,7 +119,7 @@ def compiled():
     """A model that is trained through the backend, and how often its proof was made in a step."""
     torch._dynamo.reset()
     model = Masked(MERGED["blend of numbers"])
-    run = torch.compile(model, backend="sparsecomp", fullgraph=True)
+    run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"}, fullgraph=True)
 
     def proofs() -> int:
         before = FOLDS.made
@@ -191,7 +191,7 @@ def test_what_no_longer_fits_is_told_once(compiled, caplog):
 def test_a_mask_that_prunes_fewer_is_followed():
     torch._dynamo.reset()
     model = Masked(MERGED["masked_scatter"])
-    run = torch.compile(model, backend="sparsecomp")
+    run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"})
     agree(trained(run, model, X), trained(model, model, X), exact=False)
     model.mask[:10] = True
     agree(trained(run, model, X), trained(model, model, X), exact=False)
@@ -224,7 +224,7 @@ def test_under_autocast():
             with torch.autocast("cpu", torch.bfloat16):
                 return self.inner(x).float()
 
-    run = torch.compile(Cast(), backend="sparsecomp")
+    run = torch.compile(Cast(), backend="sparsecomp", options={"frozen": "buffers"})
     torch._dynamo.reset()
     agree(trained(run, model, X), trained(Cast(), model, X), exact=False)
     assert site(sparsecomp.last_report(), "masked_weight").implementation == "merged"
@@ -266,7 +266,7 @@ def test_other_layers_and_views_of_the_weight(call):
 
 def test_two_layers_share_one_merged_weight():
     model = Other(lambda m, x, w: F.linear(x, w, m.bias) + F.linear(x.neg(), w))
-    _, report = rewritten(model, X, implementation="auto", strict=True)
+    _, report = rewritten(model, X, implementation="auto", frozen="buffers", strict=True)
     calls = [line for line in report.graph_after.splitlines() if "sparsecomp.merged_weight" in line and "#" not in line]
     assert len(calls) == 1
 
@@ -371,7 +371,7 @@ def test_a_write_stays_for_who_still_reads_it(gradients):
     if gradients:
         assert judged(model, X).rewritten
     with torch.no_grad():
-        found, report = rewritten(model, X, implementation="auto", strict=True)
+        found, report = rewritten(model, X, implementation="auto", frozen=True, strict=True)
         assert site(report, "masked_weight").rewritten
         torch.testing.assert_close(found, model(X))
 
@@ -441,7 +441,7 @@ def test_small_weights_are_merged_for_graphs_only(device, monkeypatch):
 def test_on_a_gpu(spelling, dtype, device):
     torch._dynamo.reset()
     model, x = Masked(MERGED[spelling]).to(device, dtype), X.to(device, dtype)
-    run = torch.compile(model, backend="sparsecomp", fullgraph=True)
+    run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"}, fullgraph=True)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
     prune, shuffle = partial(_prune, model, model.mask.flip(0)), partial(model.index.copy_, model.index.flip(0))
     for change in (lambda: None, prune, shuffle):

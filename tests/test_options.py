@@ -25,12 +25,19 @@ def test_an_unknown_option_names_the_known_ones():
     [
         {"precision": "fp8"}, {"implementation": "cudnn"}, {"density": 1.5}, {"density": "low"}, {"density": True},
         {"strict": 1}, {"verify": "yes"}, {"disable": "spike_conv"}, {"disable": ["conv"]}, {"neurons": "opaque"},
-        {"inductor": 3}, {"mode": "fastest"},
+        {"inductor": 3}, {"mode": "fastest"}, {"frozen": "parameters"}, {"frozen": 0}, {"frozen": 1}, {"frozen": None},
     ],
 )  # fmt: skip
 def test_a_value_outside_its_domain_is_refused(given):
     with pytest.raises(OptionError):
         Options.parse(None, given)
+
+
+@pytest.mark.parametrize(("frozen", "parameter", "buffer"), [(False,) * 3, ("buffers", False, True), (True,) * 3])
+def test_frozen_promises_for_parameters_and_buffers(frozen, parameter, buffer):
+    weight, mask, options = torch.nn.Parameter(torch.ones(2)), torch.ones(2), Options.parse(None, {"frozen": frozen})
+    assert options.promises(weight) == parameter and options.promises(mask) == buffer
+    assert options.promises(mask, weight) == (parameter and buffer)
 
 
 def test_options_cannot_be_changed():

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import sparsecomp
 from sparsecomp import formats
+from sparsecomp.errors import FrozenWeightError
 from sparsecomp.nn import SparseLinear
-from sparsecomp.ops import frozen_weights
 from sparsecomp.passes import sparse_linear
 from sparsecomp.passes.sparse_cost import Decision
 
@@ -93,16 +93,31 @@ def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkey
     for format in FORMATS:
         model = Net(lambda layer, x: F.relu(layer(x)), format)
         torch._dynamo.reset()
-        with torch.no_grad(), frozen_weights():
-            compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
+        with torch.no_grad():
+            compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, options={"frozen": True})
             torch.testing.assert_close(compiled(X).double(), model.exactly(X), rtol=1e-5, atol=1e-6)
         report = sparsecomp.last_report()
         assert site(report, "sparse_linear").implementation == "dense copy"
         assert "stored_to_dense" not in report.graph_after
+        with torch.no_grad():
+            model.layer.values.data.mul_(2)  # a broken promise
+            assert not torch.allclose(compiled(X).double(), model.exactly(X))
     # in training there is no such copy
-    with frozen_weights():
-        out, report = rewritten(model, X, implementation="auto", strict=True)
+    _, report = rewritten(model, X, implementation="auto", strict=True, frozen=True)
     assert site(report, "sparse_linear").implementation == "dense" and "stored_to_dense" in report.graph_after
+
+
+def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):
+    monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
+    torch._dynamo.reset()
+    model = Net(lambda layer, x: F.relu(layer(x)))
+    compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, options={"frozen": True})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(X).double(), model.exactly(X), rtol=1e-5, atol=1e-6)
+        model.layer.values.data.mul_(2)
+        with pytest.raises(FrozenWeightError, match="values.* was promised to stay"):
+            compiled(X)
 
 
 @pytest.mark.parametrize("dense", [False, True])

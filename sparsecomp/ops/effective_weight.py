@@ -40,8 +40,7 @@ def effective_weight(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
         MaskError: operands that do not belong together. On CUDA the mask's pruned elements are not counted, which would
             wait for the device: a theta of another length gives NaN at all of them.
 
-    What the mask's bits say is kept as long as the mask and worked out anew when its version changes; in the capture of
-    a CUDA graph it becomes part of the graph, unless within `sparsecomp.ops.frozen_weights`.
+    What the mask's bits say is worked out in each call, and kept within `sparsecomp.ops.frozen_weights`.
     """
     return torch.ops.sparsecomp.effective_weight.default(weight, theta, mask)
 
@@ -113,21 +112,25 @@ def positions_of(mask: Tensor) -> Tensor:
 _POSITIONS = named_formula("pruned positions of a mask", positions_of)
 
 
-def _positions(mask: Tensor, pruned: int) -> Tensor:
-    found = FOLDS.of([mask], _POSITIONS, "dense", (1, 1)).values
-    if found.shape[0] != pruned:
-        raise MaskError(f"the mask prunes {found.shape[0]} elements, not {pruned}: gather theta again after a change")
-    return found
+def _kept_positions(mask: Tensor, pruned: int) -> Tensor | None:
+    """The flat positions of the pruned elements where they may be kept; it pays to list them for more than one call."""
+    kept = FOLDS.kept([mask], _POSITIONS, "dense", (1, 1), "asked")
+    found = mask.numel() - int(mask.count_nonzero()) if kept is None else kept.values.shape[0]
+    if found != pruned:
+        raise MaskError(f"the mask prunes {found} elements, not {pruned}: gather theta again after a change")
+    return None if kept is None else kept.values
 
 
 def _merge_cpu(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
     _check_merge(weight, theta, mask)
-    return merge_at(weight, theta, _positions(mask, theta.shape[0]))
+    positions = _kept_positions(mask, theta.shape[0])
+    return _merged(weight, theta, mask) if positions is None else merge_at(weight, theta, positions)
 
 
 def _split_cpu(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
     _check(whole, mask, pruned)
-    return split_at(whole, _positions(mask, pruned), active, rest)
+    positions = _kept_positions(mask, pruned)
+    return split_at(whole, positions_of(mask) if positions is None else positions, active, rest)
 
 
 def _merged(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:

@@ -1,26 +1,31 @@
-"""Weights that are a formula of other tensors, such as mask * weight: computed once, packed, and kept.
+"""Weights that are a formula of other tensors, such as mask * weight: computed in each call, or once and kept.
 
-Such a weight is made anew when one of its sources has another version, other memory or another shape. Version counters
-tell of all that autograd counts: optimizers, ``load_state_dict``, operators in place, compiled or not. They miss writes
-to a parameter's memory under another name, such as ``.data`` or a flat buffer, and the replay of a CUDA graph that
-holds a training step: after those, call ``torch.autograd.graph.increment_version`` on what was written to. What a CUDA
-graph captures is computed from the sources in each replay, except within ``frozen_weights``.
+Nothing tells of every write to a tensor, so that a weight is kept only where the caller promised that there is none:
+see `sparsecomp.ops.frozen_weights` and the option `frozen`. A write that a version counter tells of, or other memory,
+is followed all the same, since asking costs next to nothing; the replay of a CUDA graph cannot ask. Under
+``SPARSECOMP_DEBUG=1`` each call compares the sources with what they were.
 """
 
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Literal, NamedTuple, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, UntypedStorage, fx
 
-from sparsecomp.errors import FormatError
+from sparsecomp.errors import FormatError, FrozenWeightError
 from sparsecomp.formats import BSR, CSR, NM
-from sparsecomp.lowering.frozen import are_frozen
+from sparsecomp.lowering.frozen import promise_here
 from sparsecomp.lowering.ready import Ready
 from sparsecomp.ops.patterns import Layout, skew_of
+from sparsecomp.settings import Settings
+
+Keep = Literal["asked", "always", "prepared"]
+"""When a weight is kept: within `frozen_weights`; always; or always, but made when a model is compiled and never later,
+since calls may run in the memory of a CUDA graph, which is no place for what stays."""
 
 _FORMULAS: dict[str, Callable[..., Tensor]] = {}
 
@@ -55,6 +60,34 @@ def computed(sources: Sequence[Tensor], name: str) -> Tensor:
     """
     with torch.no_grad():
         return named(name)(*sources)
+
+
+class Recipe(NamedTuple):
+    """How an operator gets its weight, in one argument: each one that an operator has costs the host half a
+    microsecond a call.
+
+    Attributes:
+        formula: from `formula`.
+        format, block: in which it is kept, as in `packed`.
+        keep: when.
+    """
+
+    formula: str
+    format: str
+    block: tuple[int, int]
+    keep: Keep
+
+    def written(self) -> str:
+        """As the operator's argument."""
+        return f"{self.formula} {self.format} {self.block[0]}x{self.block[1]} {self.keep}"
+
+    @staticmethod
+    @lru_cache(maxsize=8192)
+    def read(text: str) -> "Recipe":
+        """What was written."""
+        formula, format, block, keep = text.rsplit(" ", 3)
+        height, width = map(int, block.split("x"))
+        return Recipe(formula, format, (height, width), cast(Keep, keep))
 
 
 class Packed(NamedTuple):
@@ -94,86 +127,144 @@ def packed(weight: Tensor, format: str, block: tuple[int, int]) -> Packed:
     return Packed(stored.values, (stored.pointers, stored.indices), Layout(format, block, stored.shape, skews))
 
 
+_ALWAYS = object()
+"""The promise that an option gives."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Kept:
     """A packed weight and what it was made of.
 
     Attributes:
-        sources: the tensors.
-        memory: aliases of theirs, which no other tensor can get the memory of.
+        promise: that its sources stay.
+        memory: of the sources. The tensors themselves are not referred to, so that they can be swapped for others.
         versions: of the sources.
         ready: where and when it was made.
+        seen: what the sources held, if that is to be checked.
+        names: of the sources, for an error; empty if unknown.
+        captured: weights of these sources that CUDA graphs read, and so must live on.
     """
 
     weight: Packed
-    sources: tuple["weakref.ref[Tensor]", ...]
-    memory: tuple[Tensor, ...]
+    promise: object
+    memory: tuple["weakref.ref[UntypedStorage]", ...]
     versions: tuple[int, ...]
     ready: Ready
+    seen: tuple[Tensor, ...]
+    names: tuple[str, ...]
+    captured: list[Packed]
 
-    def current(self, sources: Sequence[Tensor]) -> bool:
-        """Whether it still is what the formula gives."""
-        made_of = zip(sources, self.sources, self.versions, self.memory, strict=True)
-        return all(
-            source._version == version and _unchanged(known(), source, version) and source.is_set_to(memory)
-            for source, known, version, memory in made_of
-        )
+    def current(self, sources: Sequence[Tensor], promise: object) -> bool:
+        """Whether it may be read under a promise."""
+        if self.promise is not promise and self.promise is not _ALWAYS:
+            return False
+        for place, source in enumerate(sources):
+            if self.memory[place]() is not source.untyped_storage() or self.versions[place] != _version(source):
+                return False
+        return True
+
+    def check(self, sources: Sequence[Tensor]) -> None:
+        """Look whether the promise was kept.
+
+        Raises:
+            FrozenWeightError: it was not.
+        """
+        for place, (source, seen) in enumerate(zip(sources, self.seen, strict=True)):
+            if not torch.equal(_bytes(source), _bytes(seen)):
+                name = f"`{self.names[place]}`" if self.names else f"source {place + 1} of {len(sources)}"
+                raise FrozenWeightError(
+                    f"{name} ({source.dtype}, {'x'.join(map(str, source.shape))}) was promised to stay, but it was "
+                    f"written to: write to it outside of sparsecomp.ops.frozen_weights(), compile without the option "
+                    f"frozen, or compile again after the write"
+                )
 
 
-def key_of(sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int]) -> tuple[object, ...]:
+def _version(source: Tensor) -> int:
+    return 0 if source.is_inference() else source._version
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _key(sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int]) -> tuple[object, ...]:
     """What a packed weight is found by."""
-    return (name, format, block, *(source.data_ptr() for source in sources))
-
-
-def _unchanged(known: Tensor | None, source: Tensor, version: int) -> bool:
-    """Whether a source is a known tensor, or an alias of one that is as it was, such as a backward pass is given."""
-    return known is source or (known is not None and known._version == version)
+    key: list[object] = [name, format, block]
+    for source in sources:
+        key += (source.data_ptr(), source.dtype, source.shape, source.stride())
+    return tuple(key)
 
 
 class Folds:
-    """Packed weights by formula, format and sources, each kept as long as its sources live.
+    """Packed weights by formula, format and sources, each kept as long as its sources' memory.
 
     Attributes:
-        made: how often a weight has been computed.
+        made: how often a weight has been made to be kept.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], _Kept] = {}
-        self._captured: set[_Kept] = set()
         self.made = 0
 
-    def of(self, sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int]) -> Packed:
-        """The weight that a formula gives now, packed; safe to read on the current stream."""
-        if any(source.is_inference() for source in sources):
-            return self._make(sources, name, format, block)  # such tensors have no version
-        key = key_of(sources, name, format, block)
-        kept = self._kept.get(key)
-        if any(source.is_cuda for source in sources) and torch.cuda.is_current_stream_capturing():
-            if kept is None or not are_frozen() or not kept.current(sources):
-                return self._make(sources, name, "dense", block)
-            self._captured.add(kept)
-            return kept.weight
-        if kept is None or not kept.current(sources):
-            kept = self._keep(key, sources, self._make(sources, name, format, block))
-        kept.ready.await_(kept.weight.values, *kept.weight.pattern)
+    def of(
+        self, sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int], keep: Keep = "asked"
+    ) -> Packed:
+        """The weight that a formula gives: packed if it is kept, else dense; safe to read on the current stream."""
+        return self.kept(sources, name, format, block, keep) or Packed(computed(sources, name))
+
+    def kept(
+        self, sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int], keep: Keep
+    ) -> Packed | None:
+        """The weight that is kept, made if need be; None if none may be, here and now.
+
+        Raises:
+            FrozenWeightError: a source was written to, and ``SPARSECOMP_DEBUG=1`` was set when the weight was made.
+        """
+        promise = promise_here() if keep == "asked" else _ALWAYS
+        if promise is None:
+            return None
+        kept = self._kept.get(_key(sources, name, format, block))
+        capturing = sources[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if kept is None or not kept.current(sources, promise):
+            if capturing or keep == "prepared":
+                return None
+            kept = self._keep(sources, name, format, block, promise)
+        elif kept.seen and not capturing:
+            kept.check(sources)
+        if capturing:
+            kept.captured.append(kept.weight)
+        else:
+            kept.ready.await_(kept.weight.values, *kept.weight.pattern)
         return kept.weight
 
-    def _make(self, sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int]) -> Packed:
-        self.made += 1
-        return packed(computed(sources, name), format, block)
+    def prepare(
+        self, sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int], keep: Keep,
+        names: Sequence[object] = (),
+    ) -> Packed:  # fmt: skip
+        """Make a weight that is to be kept from now on, whatever was promised of its sources before."""
+        promise = promise_here() if keep == "asked" else _ALWAYS
+        assert promise is not None
+        return self._keep(sources, name, format, block, promise, tuple(map(str, names))).weight
 
-    def _keep(self, key: tuple[object, ...], sources: Sequence[Tensor], weight: Packed) -> _Kept:
-        def forget(dead: "weakref.ref[Tensor]") -> None:
+    def _keep(
+        self, sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int], promise: object,
+        names: tuple[str, ...] = (),
+    ) -> _Kept:  # fmt: skip
+        key = _key(sources, name, format, block)
+
+        def forget(dead: "weakref.ref[UntypedStorage]") -> None:
             found = self._kept.get(key)
-            if found is not None and dead in found.sources:
+            if found is not None and dead in found.memory:
                 del self._kept[key]
 
-        kept = _Kept(
-            weight, tuple(weakref.ref(source, forget) for source in sources),
-            tuple(source.detach() for source in sources), tuple(source._version for source in sources),
-            Ready.now(weight.values.device),
+        self.made += 1
+        before, weight = self._kept.get(key), packed(computed(sources, name), format, block)
+        kept = self._kept[key] = _Kept(
+            weight, promise, tuple(weakref.ref(source.untyped_storage(), forget) for source in sources),
+            tuple(map(_version, sources)), Ready.now(weight.values.device),
+            tuple(source.detach().clone() for source in sources) if Settings.from_environment().debug else (),
+            names or (before.names if before else ()), before.captured if before else [],
         )  # fmt: skip
-        self._kept[key] = kept
         return kept
 
 

@@ -1,4 +1,4 @@
-"""Linear layers and convolutions whose weight is a formula of constant tensors; see `sparsecomp.ops.folded_weight`.
+"""Linear layers and convolutions whose weight is a formula of tensors that stay; see `sparsecomp.ops.folded_weight`.
 
 The operators mean exactly ``linear`` and ``conv`` of the computed weight. They take the formula's sources, not its
 result, so that the weight that is kept never becomes a buffer of the graph, whose memory Inductor would use again.
@@ -10,35 +10,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.ops.folded_weight import FOLDS, Packed, computed
+from sparsecomp.ops.folded_weight import FOLDS, Packed, Recipe, computed
 from sparsecomp.ops.library import TAGS, library
 from sparsecomp.ops.spmm import spmm
 
+library.define("folded_linear(Tensor x, Tensor[] sources, Tensor? bias, str recipe) -> Tensor", tags=TAGS)
 library.define(
-    "folded_linear(Tensor x, Tensor[] sources, Tensor? bias, str formula, str format, int[2] block) -> Tensor",
-    tags=TAGS,
-)
-library.define(
-    "folded_conv(Tensor x, Tensor[] sources, Tensor? bias, str formula, SymInt[] stride, SymInt[] padding, "
+    "folded_conv(Tensor x, Tensor[] sources, Tensor? bias, str recipe, SymInt[] stride, SymInt[] padding, "
     "SymInt[] dilation, SymInt groups) -> Tensor",
     tags=TAGS,
 )
 _CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 
 
-def folded_linear(
-    x: Tensor, sources: list[Tensor], bias: Tensor | None, formula: str, format: str, block: tuple[int, int]
-) -> Tensor:
+def folded_linear(x: Tensor, sources: list[Tensor], bias: Tensor | None, recipe: Recipe) -> Tensor:
     """``F.linear(x, weight, bias)`` of a computed weight (m, k).
 
     Args:
         x: (…, k), of the weight's dtype.
-        sources: of the formula.
+        sources: of the formula; all on one device.
         bias: (m,) or None.
-        formula: a name from `sparsecomp.ops.folded_weight.formula`.
-        format: "dense", "csr", "bsr" or "nm", in which the weight is kept. A sparse product adds in another order than
-            a dense one, and multiplies no zero of the weight: an infinite x gives NaN in fewer places.
-        block: (height, width) of bsr, (n, m) of nm, else (1, 1).
+        recipe: how the weight is computed, and kept if it may be; else it is dense. A sparse product adds in another
+            order than a dense one, and multiplies no zero of the weight: an infinite x gives NaN in fewer places.
 
     Returns:
         (…, m).
@@ -46,8 +39,9 @@ def folded_linear(
     Raises:
         NotImplementedError: something needs a gradient.
         FormatError: an unknown formula or format.
+        FrozenWeightError: a source was written to; see `sparsecomp.ops.folded_weight.Folds.kept`.
     """
-    return torch.ops.sparsecomp.folded_linear.default(x, sources, bias, formula, format, block)
+    return torch.ops.sparsecomp.folded_linear.default(x, sources, bias, recipe.written())
 
 
 def _refuse_gradients(x: Tensor, sources: Sequence[Tensor], bias: Tensor | None) -> None:
@@ -56,9 +50,9 @@ def _refuse_gradients(x: Tensor, sources: Sequence[Tensor], bias: Tensor | None)
         raise NotImplementedError("a folded weight has no gradient: call it under torch.no_grad()")
 
 
-def _linear(x, sources, bias, formula, format, block):
+def _linear(x, sources, bias, recipe):
     _refuse_gradients(x, sources, bias)
-    weight = FOLDS.of(sources, formula, format, (block[0], block[1]))
+    weight = FOLDS.of(sources, *Recipe.read(recipe))
     return F.linear(x, weight.values, bias) if weight.layout is None else _sparse(x, weight, bias)
 
 
@@ -69,18 +63,18 @@ def _sparse(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
     return out.mT.view(*x.shape[:-1], weight.layout.shape[0])
 
 
-def _conv(x, sources, bias, formula, stride, padding, dilation, groups):
+def _conv(x, sources, bias, recipe, stride, padding, dilation, groups):
     _refuse_gradients(x, sources, bias)
-    weight = FOLDS.of(sources, formula, "dense", (1, 1)).values
+    weight = FOLDS.of(sources, *Recipe.read(recipe)).values
     return _CONVOLUTIONS[weight.dim()](x, weight, bias, stride, padding, dilation, groups)
 
 
-def _fake_linear(x, sources, bias, formula, format, block):
-    return F.linear(x, computed(sources, formula), bias)
+def _fake_linear(x, sources, bias, recipe):
+    return F.linear(x, computed(sources, Recipe.read(recipe).formula), bias)
 
 
-def _fake_conv(x, sources, bias, formula, stride, padding, dilation, groups):
-    weight = computed(sources, formula)
+def _fake_conv(x, sources, bias, recipe, stride, padding, dilation, groups):
+    weight = computed(sources, Recipe.read(recipe).formula)
     return _CONVOLUTIONS[weight.dim()](x, weight, bias, stride, padding, dilation, groups)
 
 

@@ -2,9 +2,9 @@
 
 People write M * W + (1 - M) * Phi(theta) in many ways, by masks and by lists of positions. A way is not recognised by
 its operators but tried: it is linear in the weight and in theta, so that where it gives the effective weight of random
-numbers it gives that of all. The masks and positions it reads are buffers, which may change between calls: what was
-proved holds as long as their versions, and is tried again after that. Where it no longer holds, or where a CUDA graph
-is captured whose replays could not ask, the operators compute what was written.
+numbers it gives that of all. The masks and positions it reads are buffers: what was proved of them is kept as a folded
+weight is, where the caller promised that they stay. Without a promise, or where it no longer holds, the operators
+compute what was written.
 """
 
 import logging
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx
 
 from sparsecomp import _compat
-from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.ops.effective_weight import (
     fits_kernels,
     merge_at,
@@ -26,15 +25,17 @@ from sparsecomp.ops.effective_weight import (
     split_at,
     split_by,
 )
-from sparsecomp.ops.folded_weight import FOLDS, computed, formula, named, named_formula
+from sparsecomp.ops.folded_weight import FOLDS, Keep, computed, formula, named, named_formula
 from sparsecomp.ops.library import TAGS, library
 
 log = logging.getLogger("sparsecomp")
 
-library.define("merged_weight(Tensor weight, Tensor theta, Tensor[] selectors, str formula) -> Tensor", tags=TAGS)
 library.define(
-    "merged_weight_grads(Tensor grad, SymInt[] theta, Tensor[] selectors, str formula, bool active, bool rest) "
-    "-> (Tensor, Tensor)",
+    "merged_weight(Tensor weight, Tensor theta, Tensor[] selectors, str formula, str keep) -> Tensor", tags=TAGS
+)
+library.define(
+    "merged_weight_grads(Tensor grad, SymInt[] theta, Tensor[] selectors, str formula, str keep, bool active, "
+    "bool rest) -> (Tensor, Tensor)",
     tags=TAGS,
 )
 _PROBES = 4
@@ -54,7 +55,7 @@ class Form(NamedTuple):
     device: torch.device
 
 
-def merging(gm: fx.GraphModule, form: Form, selectors: list[Tensor]) -> str | None:
+def merging(gm: fx.GraphModule, form: Form, selectors: list[Tensor], keep: Keep) -> str | None:
     """A name for the function ``(weight, theta, *selectors)`` that a graph computes; None unless it is the effective
     weight now.
 
@@ -62,21 +63,25 @@ def merging(gm: fx.GraphModule, form: Form, selectors: list[Tensor]) -> str | No
         gm: without attributes, pure, and linear in both of the first arguments.
         form: what they are like.
         selectors: what it reads else.
+        keep: when what is proved of them is kept.
 
     Returns:
         What `merged_weight` is to be given as `formula`.
     """
     name = named_formula(f"{formula(gm)} of {form}", gm.forward)
     named_formula(_proof_of(name), lambda *selectors: _proved(gm.forward, form, selectors))
-    return name if _kept_proof(selectors, name).dim() else None
+    return name if FOLDS.prepare(selectors, _proof_of(name), "dense", (1, 1), keep).values.dim() else None
 
 
-def merged_weight(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str) -> Tensor:
+def merged_weight(
+    weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str, keep: Keep = "asked"
+) -> Tensor:
     """What a formula gives, in one pass where it is the effective weight of `weight` and `theta`.
 
     Args:
         weight, theta, selectors: as the formula was proved with.
         formula: from `merging`.
+        keep: as was given there.
 
     Returns:
         Of the weight's shape and dtype. Gradients flow to weight and theta.
@@ -84,7 +89,7 @@ def merged_weight(weight: Tensor, theta: Tensor, selectors: list[Tensor], formul
     Raises:
         FormatError: an unknown formula.
     """
-    return torch.ops.sparsecomp.merged_weight.default(weight, theta, selectors, formula)
+    return torch.ops.sparsecomp.merged_weight.default(weight, theta, selectors, formula, keep)
 
 
 def _proof_of(name: str) -> str:
@@ -115,19 +120,13 @@ def _merge_pruned(weight: Tensor, theta: Tensor, pruned: Tensor) -> Tensor:
     return merge(weight, theta.reshape(-1), pruned)
 
 
-def _pruned(selectors: list[Tensor], name: str) -> Tensor | None:
-    """What `_proved` found for what the selectors hold now; None if the formula is to be computed as it was written."""
-    if selectors[0].is_cuda and torch.cuda.is_current_stream_capturing() and not are_frozen():
-        return None
-    pruned = _kept_proof(selectors, name)
-    if pruned.dim():
-        return pruned
+def _pruned(selectors: list[Tensor], name: str, keep: Keep) -> Tensor | None:
+    """What `_proved` found for what the selectors hold; None if the formula is to be computed as it was written."""
+    proof = FOLDS.kept(selectors, _proof_of(name), "dense", (1, 1), keep)
+    if proof is None or proof.values.dim():
+        return None if proof is None else proof.values
     _tell(name)
     return None
-
-
-def _kept_proof(selectors: list[Tensor], name: str) -> Tensor:
-    return FOLDS.of(selectors, _proof_of(name), "dense", (1, 1)).values
 
 
 @cache
@@ -135,17 +134,17 @@ def _tell(name: str) -> None:
     log.warning("masks and positions of a merged weight do not fit together: it is computed as written (%s)", name)
 
 
-def _merge(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str) -> Tensor:
-    pruned = _pruned(selectors, formula)
+def _merge(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str, keep: Keep) -> Tensor:
+    pruned = _pruned(selectors, formula, keep)
     if pruned is None:
         return computed([weight, theta, *selectors], formula).clone(memory_format=torch.contiguous_format)
     return _merge_pruned(weight, theta, pruned)
 
 
 def _grads(
-    grad: Tensor, theta: list[int], selectors: list[Tensor], formula: str, active: bool, rest: bool
+    grad: Tensor, theta: list[int], selectors: list[Tensor], formula: str, keep: Keep, active: bool, rest: bool
 ) -> tuple[Tensor, Tensor]:
-    pruned = _pruned(selectors, formula)
+    pruned = _pruned(selectors, formula, keep)
     if pruned is None:
         return _grads_as_written(grad, theta, selectors, formula, active, rest)
     if pruned.dim() == 1:
@@ -168,18 +167,18 @@ def _grads_as_written(
     return whole.clone(memory_format=torch.contiguous_format), vector.clone(memory_format=torch.contiguous_format)
 
 
-def _fake_merge(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str) -> Tensor:
+def _fake_merge(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str, keep: Keep) -> Tensor:
     return weight.new_empty(weight.shape)
 
 
 def _fake_grads(
-    grad: Tensor, theta: list[int], selectors: list[Tensor], formula: str, active: bool, rest: bool
+    grad: Tensor, theta: list[int], selectors: list[Tensor], formula: str, keep: Keep, active: bool, rest: bool
 ) -> tuple[Tensor, Tensor]:
     return grad.new_empty(grad.shape if active else (0,)), grad.new_empty(theta if rest else (0,))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, theta, selectors, ctx.formula = inputs
+    _, theta, selectors, ctx.formula, ctx.keep = inputs
     ctx.theta = theta.shape
     ctx.save_for_backward(*selectors)
 
@@ -187,9 +186,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     active, rest = ctx.needs_input_grad[:2]
     of_weight, of_theta = torch.ops.sparsecomp.merged_weight_grads.default(
-        grad, ctx.theta, list(ctx.saved_tensors), ctx.formula, active, rest
+        grad, ctx.theta, list(ctx.saved_tensors), ctx.formula, ctx.keep, active, rest
     )
-    return of_weight if active else None, of_theta if rest else None, [None] * len(ctx.saved_tensors), None
+    return of_weight if active else None, of_theta if rest else None, [None] * len(ctx.saved_tensors), None, None
 
 
 for _device in ("CPU", "CUDA"):
