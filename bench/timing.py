@@ -1,5 +1,6 @@
 """How every figure is measured: medians of CUDA events, inputs rotated so that the L2 cache holds none of them."""
 
+import math
 import platform
 import statistics
 import time
@@ -40,6 +41,15 @@ def eager_ms(call: Callable[[], Any], warmup: int = 3, repeats: int = 10) -> flo
 def loop_ms(call: Callable[[], Any], calls: int = 20, repeats: int = 9) -> float:
     """Milliseconds of one call of many in a row, as the host issues them; the best mean, for the host's sake."""
     return _best_mean_s(call, calls, repeats, wait=True) * 1e3
+
+
+def in_turns_ms(calls: Sequence[Callable[[], Any]], each: int = 20, rounds: int = 15) -> list[float]:
+    """As ``loop_ms`` for each of several, which take turns so that a busy machine is busy for all of them."""
+    best = [math.inf] * len(calls)
+    for _ in range(rounds):
+        for place, call in enumerate(calls):
+            best[place] = min(best[place], loop_ms(call, each, repeats=1))
+    return best
 
 
 def host_us(call: Callable[[], Any], calls: int = 200, repeats: int = 5) -> float:

@@ -151,14 +151,18 @@ class Tuner:
         effort = self._settings.autotune or (scope.effort if scope else None)
         return None if effort == "none" else effort
 
-    def choose(self, operation: Operation[P], problem: P, device: torch.device) -> Choice:
+    def choose(self, operation: Operation[P], problem: P, device: torch.device, only: str = "") -> Choice:
         """The candidate for ``problem``, measured now if the effort in force asks for it and the cache lacks times.
+
+        Args:
+            only: name of the template to choose among, if that takes the problem; any if empty.
 
         Raises:
             TuningError: no template takes the problem, every candidate was rejected, or one made the GPU unusable.
         """
         where = device_of(device)
         candidates = operation.candidates(problem, where)
+        candidates = [one for one in candidates if one.template.name == only] or candidates
         if len(candidates) == 1:
             return Choice(candidates[0], "default")
         if not candidates:

@@ -62,13 +62,13 @@ def forget() -> None:
     _recalled.clear()
 
 
-def launch_of(operation: Operation[P], problem: P, device: torch.device) -> Callable[..., None]:
-    """What carries out ``problem`` on its tensors, with the kernel the tuner chooses now.
+def launch_of(operation: Operation[P], problem: P, device: torch.device, only: str = "") -> Callable[..., None]:
+    """What carries out ``problem`` on its tensors, with the kernel the tuner chooses now, of one template if asked.
 
     Raises:
         TuningError: no kernel takes the problem.
     """
-    candidate = autotune.tuner().choose(operation, problem, device).candidate
+    candidate = autotune.tuner().choose(operation, problem, device, only).candidate
     return candidate.template.prepare(problem, candidate.config)
 
 

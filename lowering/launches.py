@@ -10,6 +10,8 @@ from sparsecomp.lowering.launch import Launch
 
 Workspace = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype."""
+_ALLOCATION = 1.5e-6
+"""Seconds of the host to allocate a workspace."""
 
 
 class Step(NamedTuple):
@@ -30,6 +32,7 @@ class Launches:
     def __init__(self, workspaces: Sequence[Workspace], steps: Sequence[Step]) -> None:
         self._workspaces = workspaces
         self._steps = steps
+        self.host_seconds = sum(step.launch.host_seconds for step in steps) + _ALLOCATION * len(workspaces)
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch all on the current stream of the device of the first tensor."""

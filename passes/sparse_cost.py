@@ -1,8 +1,10 @@
 """Whether a product with a sparse weight is faster sparse or dense: the kernels' own estimates against a roofline.
 
-On a CPU, and where no kernel takes the dtypes, the product stays sparse, as it was written.
+A call takes as long as the device or as the host, whichever is slower, unless a CUDA graph is replayed; a training step
+is three products. On a CPU, and where no kernel takes the dtypes, the product stays sparse, as it was written.
 """
 
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from sparsecomp import _compat
 from sparsecomp.lowering import cost
 from sparsecomp.lowering.ceilings import H100, Ceilings, ceilings_of
 from sparsecomp.lowering.epilogue import Output
+from sparsecomp.lowering.launch import HOST_SECONDS
 from sparsecomp.lowering.random_sparse import SKEWS
 from sparsecomp.lowering.signature import Device, device_of
 from sparsecomp.ops.patterns import Layout
@@ -55,6 +58,7 @@ class Product(NamedTuple):
         described: for the report.
         constant: whether a dense copy of S can be kept from call to call.
         trained: whether gradients are asked for.
+        replayed: whether a CUDA graph is replayed, so that the host's time does not count.
     """
 
     device: torch.device
@@ -74,11 +78,12 @@ class Product(NamedTuple):
     described: str
     constant: bool = False
     trained: bool = False
+    replayed: bool = True
 
     @classmethod
     def of(
         cls, layout: Layout, entries: int, transpose: bool, dense: list[int], linear: bool, out: Any, bias: bool,
-        residual: bool, activation: str, *, trained: bool, format: str | None = None,
+        residual: bool, activation: str, *, trained: bool, replayed: bool = True, format: str | None = None,
     ) -> "Product":  # fmt: skip
         """The product of a matrix, or of its transpose, with a tensor of shape `dense`.
 
@@ -100,6 +105,7 @@ class Product(NamedTuple):
             n=leading if linear else dense[-1], batch=1 if linear else leading, entries=entries,
             skew=layout.skews[transpose], dtype=out.dtype, linear=linear, bias=bias, residual=residual,
             activation=activation, described=f"{named} {m}x{k} at {share:.1%} sparsity", trained=trained,
+            replayed=replayed,
         )  # fmt: skip
 
     @classmethod
@@ -143,16 +149,54 @@ def compare(product: Product, device: Device, ceilings: Ceilings) -> Decision:
     return Decision(False, kernel, dense / sparse, reason)
 
 
+class Time(NamedTuple):
+    """Seconds of the device and of the host, which work at the same time."""
+
+    device: float
+    host: float
+
+    def plus(self, *others: "Time") -> "Time":
+        """The time of all, one after another."""
+        every = (self, *others)
+        return Time(sum(one.device for one in every), sum(one.host for one in every))
+
+    def of(self, product: Product) -> float:
+        """What a caller waits."""
+        return self.device if product.replayed else max(self)
+
+
+_LIBRARY = 9e-6
+"""Seconds of the host for a product of torch's in a compiled graph (`bench/results`)."""
+
+
 def dense_seconds(product: Product, ceilings: Ceilings) -> float:
     """Seconds to multiply densely, and to write the weight out if that is not done once for all calls."""
+    p = product
+    forward = _dense_product(p, ceilings).plus(*[Time(0.0, HOST_SECONDS)] * (p.activation != "none" or p.residual))
+    if not p.trained:
+        return (forward if p.constant else forward.plus(_writing(p, ceilings))).of(p)
+    return forward.plus(*[_dense_product(p, ceilings)] * 2, *[_writing(p, ceilings)] * 2).of(p)
+
+
+def _dense_product(product: Product, ceilings: Ceilings) -> Time:
     p, size = product, product.dtype.itemsize
-    width = p.block[0] * p.block[1] if p.format == "bsr" else 1
-    written = p.m * p.k * size + p.entries * width * (2 * size + 4)
     rate = "half" if size == 2 else "tf32" if _compat.matmul_tf32() else "fp32"
     traffic = size * (p.m * p.k + p.batch * (p.k + p.m) * p.n)
     operations = 2 * p.m * p.k * p.n * p.batch / (_MATMUL_SHARE[rate] * getattr(ceilings, rate))
-    product_seconds = max(traffic / ceilings.bandwidth, operations) + ceilings.launch
-    return product_seconds if p.constant else product_seconds + written / ceilings.bandwidth + 2 * ceilings.launch
+    return Time(max(traffic / ceilings.bandwidth, operations) + ceilings.launch, _LIBRARY)
+
+
+def _writing(product: Product, ceilings: Ceilings) -> Time:
+    """To write the weight out, or to read a gradient at its places."""
+    p, size = product, product.dtype.itemsize
+    width = p.block[0] * p.block[1] if p.format == "bsr" else 1
+    written = p.m * p.k * size + p.entries * width * (2 * size + 4)
+    launches = 1 if p.format == "csr" else _OTHER_LAUNCHES
+    return Time(written / ceilings.bandwidth + 2 * ceilings.launch, launches * HOST_SECONDS)
+
+
+_OTHER_LAUNCHES = 8
+"""Operators of torch's by which blocks and groups are written out, or sampled."""
 
 
 def sparse_seconds(product: Product, device: Device, ceilings: Ceilings) -> tuple[float, str]:
@@ -160,12 +204,68 @@ def sparse_seconds(product: Product, device: Device, ceilings: Ceilings) -> tupl
 
     Infinite if no kernel takes the product.
     """
+    forward, kernel = _sparse_product(product, device, ceilings)
+    if not product.trained or forward.device == inf:
+        return forward.of(product), kernel
+    flipped = product._replace(
+        m=product.k, k=product.m, format="csr" if product.format == "nm" else product.format, bias=False,
+        residual=False, activation="none",
+    )  # fmt: skip
+    backward, _ = _sparse_product(flipped, device, ceilings)
+    rest = (backward, _reordering(product, ceilings), _sampling(product, device, ceilings))
+    return forward.plus(*rest).of(product), kernel
+
+
+def _sparse_product(product: Product, device: Device, ceilings: Ceilings) -> tuple[Time, str]:
     operation, problem = _problem(product)
     candidates = operation.candidates(problem, device)
     if _is_semi_structured(product):
         candidates += _semi_structured().candidates(problem, device)
-    times = [(cost.seconds(candidate, problem, ceilings), candidate.template.name) for candidate in candidates]
-    return min(times, default=(float("inf"), f"spmm_{product.format}"))
+    return _fastest(candidates, problem, product, ceilings, f"spmm_{product.format}")
+
+
+def _fastest(
+    candidates: list[Any], problem: Any, product: Product, ceilings: Ceilings, otherwise: str
+) -> tuple[Time, str]:
+    """Time and template of the best candidate; infinite without one."""
+    best: dict[tuple[str, int], tuple[float, Any]] = {}
+    for candidate in candidates:
+        # the host's time follows from these
+        kind = candidate.template.name, candidate.config.get("COPY", 0)
+        seconds = cost.seconds(candidate, problem, ceilings)
+        if kind not in best or seconds < best[kind][0]:
+            best[kind] = seconds, candidate
+    times = [
+        (Time(seconds, 0.0 if product.replayed else _host_seconds(candidate, problem)), candidate.template.name)
+        for seconds, candidate in best.values()
+    ]
+    return min(times, key=lambda one: (one[0].of(product), one[0].device), default=(Time(inf, inf), otherwise))
+
+
+def _host_seconds(candidate: Any, problem: Any) -> float:
+    return candidate.template.prepare(problem, candidate.config).host_seconds
+
+
+def _reordering(product: Product, ceilings: Ceilings) -> Time:
+    """To bring the values in the order of the transpose."""
+    p, size = product, product.dtype.itemsize
+    width = p.block[0] * p.block[1] if p.format == "bsr" else 1
+    return Time(p.entries * width * (2 * size + 8) / ceilings.bandwidth + ceilings.launch, HOST_SECONDS)
+
+
+def _sampling(product: Product, device: Device, ceilings: Ceilings) -> Time:
+    """The gradient by the values; for blocks and groups torch's products of them."""
+    from sparsecomp.lowering.sddmm import SDDMM, Sddmm
+
+    p = product
+    if p.format != "csr":
+        return _dense_product(p, ceilings).plus(Time(0.0, _OTHER_LAUNCHES * HOST_SECONDS))
+    name = str(p.dtype)[6:]
+    problem = Sddmm(
+        p.m, p.k, p.n, 1, p.entries, SKEWS[p.skew], 0, 1, p.m, 0, 1, p.k, 0, 1.0, name, name, "int32"
+    )  # fmt: skip
+    found, _ = _fastest(SDDMM.candidates(problem, device), problem, p, ceilings, "sddmm")
+    return found.plus(Time(ceilings.launch, HOST_SECONDS))  # the values are cleared first
 
 
 def _is_semi_structured(product: Product) -> bool:

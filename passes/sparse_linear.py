@@ -15,7 +15,7 @@ import sparsecomp.ops.promise  # noqa: F401  (registers the operators)
 from sparsecomp.ops.dense_weight import stored_to_dense
 from sparsecomp.ops.patterns import Layout
 from sparsecomp.passes.canonicalize import example_of
-from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, sizes
+from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, replays, sizes
 from sparsecomp.passes.sparse_chain import Chain, differentiated, extended, products_before
 from sparsecomp.passes.sparse_cost import Product, decide
 from sparsecomp.settings import Settings
@@ -45,7 +45,7 @@ def _layer(node: fx.Node) -> Chain | None:
     if node.target is not _LINEAR:
         return None
     arguments: Any = node.args
-    x, values, _, bias, residual, *_, transpose, activation = arguments
+    x, values, _, bias, residual, *_, transpose, activation, _ = arguments
     if residual is not None or activation != "none":
         return None  # its caller has fused what there is
     return Chain((node,), values, transpose, x, True, bias)
@@ -68,7 +68,8 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
     entries = torch.Size(indices).numel()
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
     trained = differentiated(chain, ctx)
-    return Product.of(layout, entries, chain.flip, shape, True, out, *fused, trained=trained)
+    how = {"trained": trained, "replayed": replays(ctx.options, out.device)}
+    return Product.of(layout, entries, chain.flip, shape, True, out, *fused, **how)
 
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
@@ -83,7 +84,9 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
         return Plan(lambda: {node: _build_dense(chain, node, None)}, reason, "dense", "", decision.gain, dead)
     fused = f", fused with {', '.join(chain.fused)}" if chain.fused else ""
     reason = f"{product.described} by {decision.kernel}{fused}; {decision.reason}"
-    return Plan(lambda: {node: _build(chain, node)}, reason, product.format, "", decision.gain, dead)
+    # without a CUDA graph the fewest launches may be the best, which the device's time alone does not tell
+    chosen = decision.kernel if product.device.type == "cuda" and not product.replayed else ""
+    return Plan(lambda: {node: _build(chain, node, chosen)}, reason, product.format, "", decision.gain, dead)
 
 
 def _kept(chain: Chain, ctx: Context) -> list[torch.Tensor] | None:
@@ -93,12 +96,12 @@ def _kept(chain: Chain, ctx: Context) -> list[torch.Tensor] | None:
     return None if any(value is None for value in found) else [value for value in found if value is not None]
 
 
-def _build(chain: Chain, node: fx.Node) -> fx.Node:
+def _build(chain: Chain, node: fx.Node, kernel: str) -> fx.Node:
     arguments: Any = chain.nodes[0].args
     pattern, how = list(arguments[2]), arguments[5:10]
     return call(
         node.graph, node, _LINEAR, chain.dense, chain.sparse, pattern, chain.bias, chain.residual, *how,
-        chain.activation,
+        chain.activation, kernel,
     )  # fmt: skip
 
 

@@ -61,7 +61,9 @@ class SparseLinear(StoredWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in_features) to (…, out_features)."""
-        return sparse_linear(x, *self._operands(), transpose=self._by_columns, bias=self.bias)
+        return sparse_linear(
+            x, self.values, self._pattern(), self._layout, transpose=self._by_columns, bias=self.bias
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Sizes and format, for print."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import SparseMatrix
-from sparsecomp.ops.patterns import Layout, skew_of
+from sparsecomp.ops.patterns import skew_of
 from sparsecomp.sparse_pattern import Pattern
 from sparsecomp.sparse_tensor import SparseTensor
 
@@ -39,6 +39,11 @@ class StoredWeight(nn.Module):
     """
 
     values: nn.Parameter
+    pointers: Tensor
+    indices: Tensor
+    transposed_pointers: Tensor
+    transposed_indices: Tensor
+    transposed_order: Tensor | None
 
     def __init__(self, weight: SparseMatrix | SparseTensor, requires_grad: bool = True) -> None:
         super().__init__()
@@ -46,7 +51,7 @@ class StoredWeight(nn.Module):
             raise FormatError(f"weight is a {type(weight).__name__}, needs a matrix of sparsecomp.formats")
         values, pattern = Pattern.of(weight.matrix if isinstance(weight, SparseTensor) else weight)
         self.values = nn.Parameter(values.detach().contiguous(), requires_grad)
-        self.format = pattern.format
+        self.format, self._by_columns = pattern.format, pattern.stored_by_columns(False)
         for name, array in zip(_OWN[pattern.layout.format], pattern.arrays, strict=True):
             self.register_buffer(name, array)
         for name in _TRANSPOSED:
@@ -55,7 +60,7 @@ class StoredWeight(nn.Module):
 
     def _describe(self, pattern: Pattern) -> None:
         """Keep what follows from the index arrays; reads from the device."""
-        if self.values.requires_grad or pattern.stored_by_columns(False):
+        if self.values.requires_grad or self._by_columns:
             pattern.keep_transposed()
             for name, array in zip(_TRANSPOSED, pattern.transposed or (), strict=True):
                 setattr(self, name, array)
@@ -70,26 +75,25 @@ class StoredWeight(nn.Module):
     @property
     def weight(self) -> SparseTensor:
         """The weight as a tensor on the same memory, to look at or to multiply with; gradients flow to `values`."""
-        pattern = Pattern(self.format, self._layout, tuple(self._own()), self._kept_transposed() or None)
+        pattern = Pattern(self.format, self._layout, tuple(self._own()), tuple(self._kept_transposed()) or None)
         return cast(SparseTensor, _View.apply(self.values, pattern))
 
-    @property
-    def _by_columns(self) -> bool:
-        return self.format in ("CSC", "BCSC")
-
     def _own(self) -> list[Tensor]:
-        return [getattr(self, name) for name in _OWN[self._layout.format]]
+        return [self.indices] if self.format == "NM" else [self.pointers, self.indices]
 
-    def _kept_transposed(self) -> tuple[Tensor, ...]:
-        return () if self.transposed_order is None else tuple(getattr(self, name) for name in _TRANSPOSED)
+    def _kept_transposed(self) -> list[Tensor]:
+        if self.transposed_order is None:
+            return []
+        return [self.transposed_pointers, self.transposed_indices, self.transposed_order]
 
-    def _operands(self) -> tuple[Tensor, list[Tensor], Layout]:
-        """Values, index arrays and layout for an operator; those of the transpose only where they are read."""
-        trained = torch.is_grad_enabled() and self.values.requires_grad
-        if trained and self.transposed_order is None and not torch.compiler.is_compiling():
-            self._describe(Pattern(self.format, self._layout, tuple(self._own())))
-        both = torch.is_grad_enabled() or self._by_columns
-        return self.values, [*self._own(), *(self._kept_transposed() if both else ())], self._layout
+    def _pattern(self) -> list[Tensor]:
+        """Index arrays for an operator; those of the transpose only where they are read."""
+        if torch.is_grad_enabled():
+            missing = self.transposed_order is None and self.values.requires_grad
+            if missing and not torch.compiler.is_compiling():
+                self._describe(Pattern(self.format, self._layout, tuple(self._own())))
+            return self._own() + self._kept_transposed()
+        return self._own() + self._kept_transposed() if self._by_columns else self._own()
 
     # -- checkpoints
 

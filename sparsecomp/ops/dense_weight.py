@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, differentiable, library
 from sparsecomp.ops.patterns import Layout, layout_of
 
 _REST = "Tensor[] pattern, str format, SymInt[] block, SymInt[] shape, str[] skews, bool transpose) -> Tensor"
@@ -52,6 +52,33 @@ def _read(dense, pattern, format, block, shape, skews, transpose):
         return blocks[_lines(pattern[0], pattern[1]), pattern[1].long()].contiguous()
     found = padded.reshape(-1).index_select(0, _flat(pattern, layout))
     return found.view(pattern[0].shape) if format == "nm" else found
+
+
+def _written_cuda(values, pattern, format, block, shape, skews, transpose):
+    if format != "csr" or not values.is_contiguous() or not _are_contiguous(pattern):
+        return _written(values, pattern, format, block, shape, skews, transpose)
+    from sparsecomp.lowering import stored_places  # loads Triton
+
+    own = pattern[2:] if transpose and len(pattern) > 2 else pattern
+    flip = transpose and own is pattern
+    entries = values if own is pattern else values.index_select(0, pattern[4])
+    out = values.new_empty(tuple(shape) if own is pattern else tuple(shape[::-1]))
+    stored_places.write_out(own[0], own[1], entries, out)
+    return out.mT.contiguous() if flip else out
+
+
+def _read_cuda(dense, pattern, format, block, shape, skews, transpose):
+    if format != "csr" or not _are_contiguous(pattern):
+        return _read(dense, pattern, format, block, shape, skews, transpose)
+    from sparsecomp.lowering import stored_places  # loads Triton
+
+    out = dense.new_zeros(pattern[1].shape)  # spare capacity
+    stored_places.read_at(dense.mT if transpose else dense, pattern[0], pattern[1], out)
+    return out
+
+
+def _are_contiguous(arrays: Sequence[Tensor]) -> bool:
+    return all(array.is_contiguous() for array in arrays)
 
 
 def padded_shape(layout: Layout) -> tuple[int, int]:
@@ -104,11 +131,11 @@ def _no_gradients(ctx):
     return [None] * len(ctx.saved_tensors), None, None, None, None, None
 
 
-for _name, _function, _fake, _gradient in (
-    ("stored_to_dense", _written, _fake_written, _backward_written),
-    ("dense_to_stored", _read, _fake_read, _backward_read),
+for _name, _cpu, _cuda, _fake, _gradient in (
+    ("stored_to_dense", _written, _written_cuda, _fake_written, _backward_written),
+    ("dense_to_stored", _read, _read_cuda, _fake_read, _backward_read),
 ):
-    library.impl(_name, _function, "CPU")
-    library.impl(_name, _function, "CUDA")
+    library.impl(_name, _cpu, "CPU")
+    library.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
-    torch.library.register_autograd(f"sparsecomp::{_name}", _gradient, setup_context=_save, lib=library)
+    differentiable(_name, _gradient, _save)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, differentiable, library
+from sparsecomp.ops.library import TAGS, differentiable, library
 from sparsecomp.ops.patterns import OWN_ARRAYS, VALUE_DIMS, Layout, check_pattern, layout_of
 from sparsecomp.ops.sddmm import run as run_sddmm
 from sparsecomp.ops.spmm import before_activation, epilogue_gradients
@@ -19,7 +19,7 @@ from sparsecomp.ops.spmm import run as run_spmm
 
 library.define(
     "sparse_linear(Tensor x, Tensor values, Tensor[] pattern, Tensor? bias, Tensor? residual, str format, "
-    "SymInt[] block, SymInt[] shape, str[] skews, bool transpose, str activation) -> Tensor",
+    "SymInt[] block, SymInt[] shape, str[] skews, bool transpose, str activation, str kernel) -> Tensor",
     tags=TAGS,
 )
 library.define(
@@ -27,12 +27,11 @@ library.define(
     "str[] skews, bool transpose) -> Tensor",
     tags=TAGS,
 )
-_INDICES = (torch.int32, torch.int64, torch.uint8)
 
 
 def sparse_linear(
     x: Tensor, values: Tensor, pattern: Sequence[Tensor], layout: Layout, *, transpose: bool = False,
-    bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none",
+    bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none", kernel: str = "",
 ) -> Tensor:  # fmt: skip
     """activation(x @ op(S).mT + bias + residual), summed in float32 (float64 for float64), rounded once.
 
@@ -46,6 +45,8 @@ def sparse_linear(
         bias: (m,), one number a row of op(S).
         residual: of the result's shape.
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        kernel: name of the kernel that is to do it on CUDA, which a compiler may know to be the best for the host;
+            empty for the one that is expected to take the device the least time.
 
     Returns:
         (..., m), contiguous. Gradients flow to x, values, bias and residual.
@@ -58,7 +59,7 @@ def sparse_linear(
         dtype = torch.get_autocast_dtype(device)
         x, values = autocast(x, dtype), autocast(values, dtype)
     return torch.ops.sparsecomp.sparse_linear.default(
-        x, values, pattern, bias, residual, *layout, transpose, activation
+        x, values, pattern, bias, residual, *layout, transpose, activation, kernel
     )
 
 
@@ -90,40 +91,34 @@ def sampled(
     return sddmm(*((b, a) if transpose else (a, b)), pattern, *layout, scale)
 
 
-def _reference(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation):
-    return _by_operator("cpu", x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation)
-
-
-def _cuda(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation):
-    out = None
-    if _is_kept(x, values, *pattern, bias, residual):
-        out = _launched(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation)
-    if out is not None:
-        return out
-    return _by_operator("cuda", x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation)
-
-
-def _by_operator(
-    device: str, x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation
-):  # fmt: skip
+def _reference(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation, kernel):
     layout = layout_of(format, block, shape, skews)
-    spmm = partial(run_spmm, device)
-    return by_rows(spmm, x, values, pattern, bias, residual, layout, transpose, activation)
+    return by_rows(partial(run_spmm, "cpu"), x, values, pattern, bias, residual, layout, transpose, activation)
 
 
-def _is_kept(*operands: Tensor | None) -> bool:
-    """Whether the launch may be found by shapes and dtypes alone."""
-    return all(
-        operand is None or (operand.is_contiguous() and (operand.dtype in KERNEL_DTYPES or operand.dtype in _INDICES))
-        for operand in operands
-    )
+def _cuda(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation, kernel):
+    if _are_contiguous(x, values, bias, residual, *pattern):
+        out = _launched(
+            x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation, kernel
+        )  # fmt: skip
+        if out is not None:
+            return out
+    layout = layout_of(format, block, shape, skews)
+    return by_rows(partial(run_spmm, "cuda"), x, values, pattern, bias, residual, layout, transpose, activation)
 
 
-def _launched(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation) -> Tensor | None:
+def _are_contiguous(*operands: Tensor | None) -> bool:
+    for operand in operands:  # noqa: SIM110  (a generator takes the host as long again)
+        if operand is not None and not operand.is_contiguous():
+            return False
+    return True
+
+
+def _launched(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation, kernel):
     from sparsecomp.lowering import sparse_layer  # loads Triton
 
     if not transpose:
-        how = (format, tuple(block), skews[0], shape[0], activation)
+        how = (format, tuple(block), skews[0], shape[0], activation, kernel)
         return sparse_layer.product(x, values, pattern, bias, residual, *how)
     own = OWN_ARRAYS[format]
     if len(pattern) == own or format == "bsr":
@@ -131,13 +126,13 @@ def _launched(x, values, pattern, bias, residual, format, block, shape, skews, t
     pointers, indices, order = pattern[own:]
     entries = values.view(-1).index_select(0, order)
     return sparse_layer.product(
-        x, entries, (pointers, indices), bias, residual, "csr", (1, 1), skews[1], shape[1], activation
+        x, entries, (pointers, indices), bias, residual, "csr", (1, 1), skews[1], shape[1], activation, kernel
     )
 
 
 def _gradient(x, grad, pattern, format, block, shape, skews, transpose):
     layout = layout_of(format, block, shape, skews)
-    if grad.is_cuda and format == "csr" and _is_kept(x, grad, *pattern):
+    if grad.is_cuda and format == "csr" and _are_contiguous(x, grad, *pattern):
         from sparsecomp.lowering import sparse_layer  # loads Triton
 
         found = sparse_layer.sampled(*((x, grad) if transpose else (grad, x)), pattern[0], pattern[1], skews[0])
@@ -151,7 +146,7 @@ def _fake_gradient(x, grad, pattern, format, block, shape, skews, transpose):
     return grad.new_empty((*inner, *(block if format == "bsr" else ())))
 
 
-def _fake(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation):
+def _fake(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation, kernel):
     layout = layout_of(format, block, shape, skews)
     check_pattern(values, pattern, layout)
     m, k = layout.shape[::-1] if transpose else layout.shape
@@ -164,7 +159,7 @@ def _fake(x, values, pattern, bias, residual, format, block, shape, skews, trans
 
 
 def _save(ctx, inputs, output):
-    x, values, pattern, bias, residual, *layout, transpose, activation = inputs
+    x, values, pattern, bias, residual, *layout, transpose, activation, _ = inputs
     smooth = activation not in ("none", "relu")
     # gelu and silu are computed again from their operands, which are smaller to keep than what went into them
     saved = (bias, residual, None) if smooth else (None, None, output if activation == "relu" else None)
@@ -187,7 +182,7 @@ def _backward(ctx, grad):
         grad_x = sparse_linear(narrow, values, pattern, layout, transpose=not transpose)
     if wants[1]:
         grad_values = torch.ops.sparsecomp.sparse_linear_values.default(x, narrow, pattern, *layout, transpose)
-    return grad_x, grad_values, [None] * len(pattern), grad_bias, grad_residual, *(None,) * 6
+    return grad_x, grad_values, [None] * len(pattern), grad_bias, grad_residual, *(None,) * 7
 
 
 def _save_gradient(ctx, inputs, output):

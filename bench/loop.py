@@ -1,0 +1,136 @@
+"""Compiled layers as a user calls them: loops of calls, host included, sparse beside the dense layer under stock.
+
+A figure of a kernel says nothing of a model whose host cannot keep up. Here both layers go through `torch.compile`,
+with the same ReLU behind them, in the same process, one after the other; a call is what the user writes, a training
+step is forward, backward and an optimizer's step. float32 is exact in both: neither may use TF32.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import sparsecomp
+from bench.timing import guarded, in_turns_ms
+from sparsecomp.nn import SparseLinear
+
+SIZES = (256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
+SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.98)
+ROWS = (1, 16, 64, 512, 2048)
+DTYPES = ("float32", "float16", "bfloat16")
+MODES = ("default", "reduce-overhead")
+
+
+class Layer(NamedTuple):
+    """A square layer of the grid.
+
+    Attributes:
+        size: features in and out.
+        sparsity: share of weights that are zero.
+        rows: of the input.
+        training: a step instead of a call without gradients.
+    """
+
+    size: int
+    sparsity: float
+    rows: int
+    dtype: str
+    training: bool
+
+
+def grid(
+    sizes: tuple[int, ...] = SIZES, sparsities: tuple[float, ...] = SPARSITIES, rows: tuple[int, ...] = ROWS,
+    dtypes: tuple[str, ...] = DTYPES, trainings: tuple[bool, ...] = (False, True),
+) -> Iterator[Layer]:  # fmt: skip
+    """The layers, the smallest first."""
+    for found in itertools.product(sizes, dtypes, sparsities, rows, trainings):
+        yield Layer(found[0], found[2], found[3], found[1], found[4])
+
+
+def run(layers: Iterator[Layer], modes: tuple[str, ...] = MODES, device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Milliseconds of each layer in each mode, by ``stock``, ``sparsecomp`` and, without gradients, ``frozen``.
+
+    The rivals of a mode take turns, so that all see the same machine; the least mean of each counts.
+    """
+    for layer in layers:
+        row: dict[str, Any] = {"layer": layer._asdict(), "ms": {}, "implementation": {}}
+        for mode in modes:
+            guarded(row, mode, partial(_measure, row, layer, mode, device))
+        print(row, flush=True)
+        yield row
+
+
+def operands(layer: Layer, device: str) -> tuple[nn.Module, nn.Module, Tensor]:
+    """The dense layer with its zeros, the sparse one of the same weights, and an input."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, layer.dtype)
+    linear = nn.Linear(layer.size, layer.size, device=device)
+    mask = torch.rand(layer.size, layer.size, device=device) >= layer.sparsity
+    with torch.no_grad():
+        linear.weight.mul_(mask)
+    sparse = SparseLinear.from_linear(linear, mask=mask)
+    models = [nn.Sequential(copy.deepcopy(model), nn.ReLU()).to(dtype) for model in (linear, sparse)]
+    return *models, torch.randn(layer.rows, layer.size, device=device, dtype=dtype)
+
+
+def _measure(row: dict[str, Any], layer: Layer, mode: str, device: str) -> None:
+    torch.compiler.reset()
+    dense, sparse, x = operands(layer, device)
+    calls: dict[str, Callable[[], Any]] = {}
+    with torch.set_grad_enabled(layer.training):
+        for which in ("stock", "sparsecomp") if layer.training else ("stock", "sparsecomp", "frozen"):
+            model = copy.deepcopy(dense if which == "stock" else sparse)
+            calls[which] = call = _call(which, mode, layer, model, x)
+            for _ in range(4):  # compiles, records CUDA graphs
+                call()
+            if which != "stock":
+                sites = sparsecomp.last_report().sites
+                found = [f"{site.implementation}: {site.reason}" for site in sites]
+                row["implementation"][f"{which}, {mode}"] = found
+        times = in_turns_ms(list(calls.values()))
+    row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
+
+
+def _call(which: str, mode: str, layer: Layer, model: nn.Module, x: Tensor) -> Callable[[], Any]:
+    if which == "stock":
+        compiled = torch.compile(model, mode=mode)
+    elif which == "sparsecomp":
+        compiled = torch.compile(model, backend="sparsecomp", mode=mode)
+    else:
+        compiled = torch.compile(model, backend="sparsecomp", options={"frozen": True, "mode": mode})
+    return _step(compiled, model, x) if layer.training else lambda: compiled(x)
+
+
+def _step(compiled: Callable[..., Tensor], model: nn.Module, x: Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    grad = torch.randn(x.shape[0], x.shape[1], device=x.device, dtype=x.dtype)
+
+    def step() -> None:
+        compiled(x).backward(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The worst ten speeds against stock, and how many reach 0.97 of it, as text."""
+    found = [
+        (row["ms"][f"stock, {mode}"] / ms, which, mode, row["layer"])
+        for row in rows
+        for key, ms in row["ms"].items()
+        for which, mode in [key.split(", ")]
+        if which != "stock" and f"stock, {mode}" in row["ms"]
+    ]
+    lines = []
+    for which in ("sparsecomp", "frozen"):
+        speeds = sorted((one for one in found if one[1] == which), key=lambda one: one[0])
+        if speeds:
+            reached = sum(speed >= 0.97 for speed, *_ in speeds)
+            lines.append(f"{which}: {reached} of {len(speeds)} at 0.97 of stock or more; the least ten:")
+            lines += [f"  {speed:.2f} {mode} {layer}" for speed, _, mode, layer in speeds[:10]]
+    return "\n".join(lines)
