@@ -208,4 +208,4 @@ def _plan(
         f"gradients another; proved for the masks and positions as they are, which are promised to stay; for finite "
         f"values"
     )
-    return Plan(build, reason, "merged", "", None, masked.unread_after(op.node, ctx))
+    return Plan(build, reason, "merged", "", None, masked.nodes[::-1])
