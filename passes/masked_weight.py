@@ -173,9 +173,8 @@ def _folded(
         f"{masked.spelled()} of parameters and buffers is folded, since they are promised to stay; "
         f"{choice.described} by {choice.kernel}: {choice.reason}"
     )
-    unused = masked.unread_after(op.node, ctx)
     build = lambda: {op.node: _build(op, masked, choice, values, keep)}  # noqa: E731
-    return Plan(build, reason, choice.name, "", choice.gain, unused)
+    return Plan(build, reason, choice.name, "", choice.gain, masked.nodes[::-1])
 
 
 def _build(

@@ -54,7 +54,7 @@ def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tenso
         keep = ctx.keep(*selectors)
         if keep is None:
             return refuse(Why.NOT_FROZEN, option="frozen='buffers'")
-        name = _named(part, selectors, keep)
+        name = _proved(part, selectors, keep)
         if name is not None:
             return _plan(op, masked, part, chain[:place], name, keep, ctx)
     detail = f"in training its {masked.spelled()} is elementwise, which Inductor fuses into one kernel"
@@ -177,11 +177,12 @@ def _is_bool(node: fx.Node) -> bool:
     return example is not None and example.dtype is torch.bool
 
 
-def _named(part: Formula, selectors: list[torch.Tensor], keep: Keep) -> str | None:
+def _proved(part: Formula, selectors: list[torch.Tensor], keep: Keep) -> str | None:
     """What the operator knows the formula by; None if it is not the effective weight."""
     weight, theta = (example_of(node) for node in part.sources[:2])
     form = Form(tuple(weight.shape), tuple(theta.shape), weight.dtype, weight.device)
-    return merging(part.module(None, flip=False), form, selectors, keep)
+    names = [node.target for node in part.sources[2:]]
+    return merging(part.module(None, flip=False), form, selectors, keep, names)
 
 
 def _plan(
@@ -207,4 +208,4 @@ def _plan(
         f"gradients another; proved for the masks and positions as they are, which are promised to stay; for finite "
         f"values"
     )
-    return Plan(build, reason, "merged", "", None, masked.unread_after(op.node, ctx))
+    return Plan(build, reason, "merged", "", None, masked.nodes[::-1])

@@ -85,7 +85,7 @@ class Plan:
         build: makes the replacement; called with insertion before the node, returns what takes each old node's place.
         reason: why, for the report.
         implementation, precision, expected_gain: for the report.
-        dead: nodes that only the replaced one used, to erase after it.
+        dead: nodes to erase after the replaced one, the last first, if nothing else reads any of them.
     """
 
     build: Callable[[], Mapping[fx.Node, fx.Node]]

@@ -74,11 +74,6 @@ class Formula:
         """The readers that are neither `layer` nor another layer, which may get its weight otherwise too."""
         return [user for user in self.readers() if user is not layer and not is_layer(user)]
 
-    def unread_after(self, layer: fx.Node, ctx: Context) -> tuple[fx.Node, ...]:
-        """What nothing reads any more once a layer, and all before it, read something else; the last first."""
-        last = max(self.readers(), key=ctx.analysis.order.__getitem__) is layer
-        return tuple(reversed(self.nodes)) if last and not self.outside(layer) else ()
-
     def values(self, known: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, Any]:
         """What every node gives for these values of the sources."""
         found: dict[fx.Node, Any] = {source: known[source] for source in self.sources}

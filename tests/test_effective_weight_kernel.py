@@ -10,7 +10,7 @@ from sparsecomp.lowering import effective_weight as lowered
 from sparsecomp.lowering.signature import Device, device_of
 from sparsecomp.lowering.trial import fault
 from sparsecomp.ops import effective_weight, frozen_weights, split_pruned
-from sparsecomp.ops.effective_weight import _merge_cuda, _split_cuda
+from sparsecomp.ops.effective_weight import _merge_cuda, _merged, _split, _split_cuda
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 SHAPES = [(1,), (3, 5), (32,), (1025,), (40, 100), (3, 7, 5, 31)]
@@ -42,6 +42,17 @@ def test_operators_put_the_parts_together_and_take_them_apart(device, shape, dty
     assert torch.equal(kept, weight * mask) and torch.equal(rest, theta)
     assert torch.equal(split_pruned(out, mask, theta.shape[0], active=False)[1], theta)
     assert torch.equal(split_pruned(out, mask, theta.shape[0], rest=False)[0], kept)
+
+
+@pytest.mark.parametrize("shape", [(0,), *SHAPES])
+@pytest.mark.parametrize("active", [0.0, 0.3, 1.0])
+def test_weights_that_no_kernel_takes(shape, active):
+    weight, theta, mask = operands(shape, active)
+    out, pruned = by_indexing(weight, theta, mask), theta.shape[0]
+    assert torch.equal(_merged(weight, theta, mask), out)
+    kept, rest = _split(out, mask, pruned, True, True)
+    assert torch.equal(kept, torch.where(mask, weight, 0)) and torch.equal(rest, theta)
+    assert _split(out, mask, pruned, False, True)[0].numel() == _split(out, mask, pruned, True, False)[1].numel() == 0
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

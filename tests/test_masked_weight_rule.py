@@ -17,10 +17,12 @@ INPUTS = {"linear": (3, 5, 352), "conv2d": (2, 128, 5, 4)}
 class Masked(nn.Module):
     """A layer whose weight a test gives."""
 
-    def __init__(self, effective: Callable[[Any], Tensor], layer: str = "linear", values: Any = None) -> None:
+    def __init__(
+        self, effective: Callable[[Any], Tensor], layer: str = "linear", values: Any = None, shape: Any = None
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        shape = SHAPES[layer]
+        shape = shape or SHAPES[layer]
         mask = torch.rand(shape, generator=generator) > 0.7
         self.weight = nn.Parameter(torch.randn(shape, generator=generator))
         self.phi = nn.Parameter(torch.randn(shape, generator=generator))

@@ -281,7 +281,7 @@ def test_two_layers_share_one_merged_weight():
         (lambda m, x, w: F.linear(x, m.weight * m.mask), "elementwise"),
         (lambda m, x, w: F.linear(x, m.numbers * m.weight + (1 - m.numbers) * m.phi), "elementwise"),
         (lambda m, x, w: F.linear(x, torch.where(m.weight > 0, m.weight, w)), "elementwise"),
-        (lambda m, x, w: F.linear(x, m.weight.flatten().index_copy(0, m.index.flip(0), m.theta).view_as(m.weight)), ""),
+        (lambda m, x, w: F.linear(x, m.weight.view(-1).index_copy(0, m.index.flip(0), m.theta).view_as(w)), "flip"),
         (lambda m, x, w: F.linear(x, torch.where(m.weight != 0, w, 0)), "elementwise"),
         (lambda m, x, w: F.linear(x, m.weight.masked_scatter(~m.mask, m.theta * m.theta)), "elementwise"),
     ],
@@ -394,6 +394,7 @@ def test_another_memory_format_stays():
 @pytest.mark.parametrize(
     "effective",
     [
+        lambda m: (m.weight + 2**-14 * m.weight * m.weight).masked_scatter(~m.mask, m.theta),
         lambda m: m.weight.half().masked_scatter(~m.mask, m.theta.half()).bfloat16(),
         lambda m: m.weight.div(2**-30, rounding_mode="trunc").mul(2**-30).masked_scatter(~m.mask, m.theta),
         lambda m: torch.where(m.weight.to(torch.bool) == m.weight.to(torch.bool), MERGED["setitem"](m), 0),

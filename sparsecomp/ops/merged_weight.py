@@ -8,7 +8,7 @@ compute what was written.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -55,7 +55,9 @@ class Form(NamedTuple):
     device: torch.device
 
 
-def merging(gm: fx.GraphModule, form: Form, selectors: list[Tensor], keep: Keep) -> str | None:
+def merging(
+    gm: fx.GraphModule, form: Form, selectors: list[Tensor], keep: Keep, names: Sequence[object] = ()
+) -> str | None:
     """A name for the function ``(weight, theta, *selectors)`` that a graph computes; None unless it is the effective
     weight now.
 
@@ -64,13 +66,14 @@ def merging(gm: fx.GraphModule, form: Form, selectors: list[Tensor], keep: Keep)
         form: what they are like.
         selectors: what it reads else.
         keep: when what is proved of them is kept.
+        names: of the selectors, for an error.
 
     Returns:
         What `merged_weight` is to be given as `formula`.
     """
     name = named_formula(f"{formula(gm)} of {form}", gm.forward)
     named_formula(_proof_of(name), lambda *selectors: _proved(gm.forward, form, selectors))
-    return name if FOLDS.prepare(selectors, _proof_of(name), "dense", (1, 1), keep).values.dim() else None
+    return name if FOLDS.prepare(selectors, _proof_of(name), "dense", (1, 1), keep, names).values.dim() else None
 
 
 def merged_weight(
