@@ -475,7 +475,33 @@ def test_n_of_m_batches_row_slices_and_what_is_not_finite(device):
     expected[stored[..., 17] > 0, 8] = torch.nan
     expected[..., 3] += torch.where(full[..., 5] != 0, full[..., 5] * torch.inf, 0)
     out = torch.empty(2, 27, 10, device=device)
+    assert 0 < stored[..., 5].sum() < 54 and 0 < stored[..., 17].sum() < 54
     for name, got in schedules(lambda: spmm_nm.run(values, indices, 2, 4, dense, out), out, 2):
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
+
+
+def by_entries(full, dense):
+    """The float64 product where only what is stored, so is not 0, multiplies."""
+    terms = full[..., None] * dense.cpu().double()[..., None, :, :]
+    return torch.where(full[..., None] != 0, terms, 0).sum(-2)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize(("keep", "group", "batch"), [(1, 4, None), (2, 4, 2), (3, 5, None), (4, 8, None)])
+def test_filler_of_a_group_is_not_multiplied(device, keep, group, batch):
+    """Groups with fewer values than they have places for, and an Inf or NaN where a filler points."""
+    values, indices, _ = n_of_m(40, 37, keep, group, device=device, batch=batch)
+    values = torch.where(random(*values.shape, seed=3).to(device) < 0, values, 0)
+    groups = values.cpu().double().unflatten(-1, (-1, keep))
+    full = torch.zeros(*groups.shape[:-1], group, dtype=torch.float64)
+    full = full.scatter_(-1, indices.cpu().long().view(40, -1, keep).expand(groups.shape), groups)
+    full = full.flatten(-2)[..., :37]
+    dense = random(37, 10, seed=1).to(device)
+    dense[:, 3], dense[9, 4], dense[:30, 5] = torch.inf, torch.nan, -torch.inf
+    expected = by_entries(full, dense)
+    assert expected[..., 4].isnan().any() and expected[..., 4].isfinite().any()
+    out = torch.empty(expected.shape, device=device)
+    for name, got in schedules(lambda: spmm_nm.run(values, indices, keep, group, dense, out), out, 2):
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
 
 
