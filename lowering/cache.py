@@ -20,7 +20,7 @@ from sparsecomp.lowering.entry import MAX_BYTES, Document, Entry, Fact, dump, en
 from sparsecomp.lowering.signature import Device, KernelSignature
 from sparsecomp.lowering.store import CacheWarning, Store, Totals, read_database
 from sparsecomp.settings import Settings
-from sparsecomp.whole_file import written_whole
+from sparsecomp.whole_file import check_regular, written_whole
 
 __all__ = ["CacheWarning", "Entry", "Fact", "Miss", "Stats", "TuningCache", "default_cache", "observers"]
 
@@ -325,6 +325,7 @@ def _forget_choices() -> None:
 
 def _read_file(path: Path, size: int = MAX_BYTES + 1) -> bytes:
     try:
+        check_regular(path)
         with open(path, "rb") as file:
             return file.read(size)
     except OSError as error:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from sparsecomp import json_text
 from sparsecomp.errors import CacheError
 from sparsecomp.lowering.signature import Device
 
@@ -149,14 +150,14 @@ def parse(text: str | bytes) -> Document:
 
 
 def loads(text: str | bytes, **hooks: Any) -> Any:
-    """As ``json.loads``.
+    """As ``json_text.loads``.
 
     Raises:
-        CacheError: this is no JSON.
+        CacheError: this is no JSON, or nested too deep.
     """
     try:
-        return json.loads(text, **hooks)
-    except (ValueError, RecursionError, MemoryError) as error:
+        return json_text.loads(text, **hooks)
+    except ValueError as error:
         raise CacheError(f"this is no JSON of tuning results: {error}") from None
 
 

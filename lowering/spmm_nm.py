@@ -1,6 +1,7 @@
 """N:M times dense as an operation: out = activation(scale · (S @ dense) + bias + residual), summed in float32.
 
-What S does not store is never multiplied: tiles with a sum that is not finite are computed again by gathering.
+What S does not store, a group's filler included, which is 0, is never multiplied: tiles with a sum that is not finite
+are computed again by gathering.
 """
 
 from typing import NamedTuple
@@ -156,9 +157,11 @@ def _reference(problem: SpmmNM, operands: tuple[Tensor | None, ...]) -> tuple[Te
     assert values is not None and indices is not None and dense is not None
     col = _columns(problem, indices)
     row = torch.arange(problem.m, device=col.device)[:, None].expand_as(col)
-    inside = col < problem.k
-    product = gather_product(row[inside], col[inside], values[:, inside], dense, problem.m)
-    return (finished(problem.output, product, bias, residual),)
+    parts = [
+        gather_product(row[stored], col[stored], one[stored][None], right[None], problem.m)
+        for one, right, stored in zip(values, dense, (values != 0) & (col < problem.k), strict=True)
+    ]
+    return (finished(problem.output, torch.cat(parts), bias, residual),)
 
 
 SPMM_NM = Operation(

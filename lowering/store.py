@@ -10,7 +10,8 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +23,7 @@ from filelock import FileLock
 from sparsecomp.errors import CacheError
 from sparsecomp.lowering.entry import Document, Entry, Fact, compact, entry_of, fact, loads
 from sparsecomp.lowering.signature import Device
+from sparsecomp.whole_file import check_regular
 
 T = TypeVar("T")
 
@@ -38,15 +40,13 @@ _SCHEMA = (
     " crc INTEGER NOT NULL, PRIMARY KEY (name, gpu, capability, triton))",
     f"INSERT INTO meta VALUES ('version', {VERSION})",
 )
-_TABLES = {
-    "meta": ["name", "value"],
-    "entries": ["key", "op", "body", "used", "size", "crc"],
-    "facts": ["name", "gpu", "capability", "triton", "body", "crc"],
-}
 _PUT = (
     "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
     " SET body = excluded.body, used = excluded.used, size = excluded.size, crc = excluded.crc"
 )
+MOST_BYTES = 2 << 30
+"""Of a database, several times what its bounds let it hold: it is read through to be checked and copied."""
+
 _PATIENCE = 30.0
 """Seconds to wait for another process's transaction."""
 _PAGE = 1000
@@ -108,17 +108,16 @@ class Store:
 
     def entries(self, op: str | None = None) -> Iterator[Entry]:
         """All entries, or one operation's, in the order of their keys."""
-        last = ""
-        while True:
-            rows = self._run(lambda db, after=last: _page(db, op, after))
+        where, values = _of(op)
+        query = f"SELECT rowid FROM entries {where} ORDER BY key"
+        places = [place for (place,) in self._run(lambda db: db.execute(query, values).fetchall())]
+        for start in range(0, len(places), _PAGE):
+            rows = self._run(lambda db, page=places[start : start + _PAGE]: _rows(db, page))
             yield from filter(None, (_entry(*row) for row in rows))
-            if len(rows) < _PAGE:
-                return
-            last = rows[-1][0]
 
     def keys(self, op: str | None = None) -> list[str]:
         """Keys of all entries, or one operation's, most recently used first."""
-        where, values = ("WHERE op = ?", (op,)) if op is not None else ("", ())
+        where, values = _of(op)
         query = f"SELECT key FROM entries {where} ORDER BY used DESC"
         return [key for (key,) in self._run(lambda db: db.execute(query, values).fetchall())]
 
@@ -281,8 +280,10 @@ def read_database(path: Path) -> Document:
 def _from_file(path: Path, suspect: bool) -> sqlite3.Connection:
     """The database at ``path``, begun anew if it is broken. One process at a time, or two would set files aside."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _check_files(path)
     with FileLock(f"{path}.lock", timeout=_PATIENCE):
         try:
+            _check_size(path)
             return _prepared(path, suspect)
         except _FAILURES as error:
             if not _is_broken(error):
@@ -290,6 +291,20 @@ def _from_file(path: Path, suspect: bool) -> sqlite3.Connection:
             aside = _set_aside(path)
             _warn(f"the tuning results in {path} cannot be read ({error}): kept as {aside.name}, and begun anew")
             return _prepared(path)
+
+
+def _check_files(path: Path) -> None:
+    """OSError unless the database, and what SQLite keeps beside it, are regular files: it would wait for a pipe."""
+    for suffix in ("", "-wal", "-shm", "-journal", ".lock"):
+        with suppress(FileNotFoundError):
+            check_regular(f"{path}{suffix}")
+
+
+def _check_size(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        size = check_regular(path)
+        if size > MOST_BYTES:
+            raise _BrokenError(f"it has {size} bytes, at most {MOST_BYTES} are read")
 
 
 def _prepared(path: Path | str, suspect: bool = False) -> sqlite3.Connection:
@@ -303,9 +318,8 @@ def _prepared(path: Path | str, suspect: bool = False) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the last results, not the file
         with _transaction(db):
-            if not _tables(db):
-                for statement in _SCHEMA:
-                    db.execute(statement)
+            if not _objects(db):
+                _make(db)
         _check(db, thoroughly=suspect)
     except BaseException:
         db.close()
@@ -325,20 +339,32 @@ def _decoded(text: bytes) -> str:
     return text.decode(errors="replace")
 
 
-def _tables(db: sqlite3.Connection) -> dict[str, list[str]]:
-    """Columns by table."""
-    names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    columns = "SELECT name FROM pragma_table_info(?)"
-    return {table: [name for (name,) in db.execute(columns, (table,))] for table in names}
+def _objects(db: sqlite3.Connection) -> set[tuple[str, str]]:
+    """Tables, indexes, views and triggers but SQLite's own: the name of each, and the statement that made it."""
+    ours = "type IN ('view', 'trigger') OR name NOT LIKE 'sqlite^_%' ESCAPE '^'"
+    return {(str(name), str(sql)) for name, sql in db.execute(f"SELECT name, sql FROM sqlite_master WHERE {ours}")}
+
+
+@cache
+def _our_objects() -> set[tuple[str, str]]:
+    with closing(_connect(":memory:")) as db:
+        _make(db)
+        return _objects(db)
+
+
+def _make(db: sqlite3.Connection) -> None:
+    for statement in _SCHEMA:
+        db.execute(statement)
 
 
 def _check(db: sqlite3.Connection, thoroughly: bool) -> None:
-    found = _tables(db)
-    if any(found.get(table) != columns for table, columns in _TABLES.items()):
-        raise _BrokenError(f"its tables are {found}")
+    # to the letter: a constraint, a trigger or a computed column of others could do anything
+    strange = sorted(name for name, _ in _objects(db) ^ _our_objects())
+    if strange:
+        raise _BrokenError(f"its {strange[0][:80]!r} is not as this sparsecomp makes it")
     (version,) = db.execute("SELECT max(value) FROM meta WHERE name = 'version'").fetchone()
     if version != VERSION:
-        raise _BrokenError(f"it has version {version!r}, this sparsecomp reads {VERSION}")
+        raise _BrokenError(f"it has version {str(version)[:80]!r}, this sparsecomp reads {VERSION}")
     if thoroughly and (fault := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
         raise _BrokenError(str(fault))
 
@@ -348,13 +374,15 @@ def _copied(path: Path) -> sqlite3.Connection | None:
     for way in ("mode=ro", "immutable=1"):
         memory = _connect(":memory:")
         try:
+            _check_files(path)
+            _check_size(path)
             source = _connect(f"{path.absolute().as_uri()}?{way}", uri=True)
             try:
                 source.backup(memory, progress=_until(time.monotonic() + _PATIENCE))
             finally:
                 source.close()
             _check(memory, thoroughly=True)
-        except _FAILURES:
+        except (OSError, *_FAILURES):
             memory.close()
         else:
             return memory
@@ -409,26 +437,31 @@ def _merged(db: sqlite3.Connection, entry: Entry, keep: bool) -> Entry:
 
 def _evict(db: sqlite3.Connection, most: Totals) -> list[str]:
     count, size = _totals(db)
-    gone: list[str] = []
+    gone: dict[int, str] = {}
     if count > most.entries or size > most.bytes:
-        for key, bytes_ in db.execute("SELECT key, CAST(size AS INTEGER) FROM entries ORDER BY used, rowid"):
+        query = "SELECT rowid, key, CAST(size AS INTEGER) FROM entries ORDER BY used, rowid"
+        for place, key, bytes_ in db.execute(query):
             if count <= most.entries and size <= most.bytes:
                 break
-            gone.append(key)
+            gone[place] = key
             count, size = count - 1, size - bytes_
-        db.executemany("DELETE FROM entries WHERE key = ?", [(key,) for key in gone])
-    return gone
+        db.executemany("DELETE FROM entries WHERE rowid = ?", [(place,) for place in gone])
+    return list(gone.values())
 
 
 def _totals(db: sqlite3.Connection) -> Totals:
-    count, size = db.execute("SELECT count(*), total(size) FROM entries").fetchone()
-    return Totals(count, int(size))
+    return Totals(*db.execute("SELECT count(*), CAST(total(size) AS INTEGER) FROM entries").fetchone())
 
 
-def _page(db: sqlite3.Connection, op: str | None, after: str) -> list[tuple[str, str, int]]:
-    where, values = ("op = ? AND", (op,)) if op is not None else ("", ())
-    query = f"SELECT key, body, crc FROM entries WHERE {where} key > ? ORDER BY key LIMIT {_PAGE}"
-    return db.execute(query, (*values, after)).fetchall()
+def _of(op: str | None) -> tuple[str, tuple[str, ...]]:
+    """The clause that picks one operation's entries, or all."""
+    return ("", ()) if op is None else ("WHERE op = ?", (op,))
+
+
+def _rows(db: sqlite3.Connection, places: list[int]) -> list[tuple[str, str, int]]:
+    """By place, for which no damaged key can stand."""
+    listed = ",".join(map(str, places))
+    return db.execute(f"SELECT key, body, crc FROM entries WHERE rowid IN ({listed}) ORDER BY key").fetchall()
 
 
 def _row(entry: Entry) -> tuple[str, str, str, float, int, int]:

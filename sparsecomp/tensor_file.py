@@ -3,9 +3,11 @@
 The digest over header and tensors makes every altered byte an error. Nothing in a file is unpickled or evaluated.
 """
 
+import errno
 import hashlib
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -17,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsecomp.errors import SparsecompError
-from sparsecomp.whole_file import written_whole
+from sparsecomp.json_text import loads
+from sparsecomp.whole_file import check_regular, written_whole
 
 
 class Kind(NamedTuple):
@@ -41,7 +44,7 @@ def write(path: str | PathLike[str], kind: Kind, content: Mapping[str, Any], ten
     header = {"version": kind.version, **content}
     header["digest"] = _digest(header, own)
     try:
-        with written_whole(Path(path).resolve()) as partial:
+        with written_whole(Path(path)) as partial:
             save_file(own, partial, {kind.key: json.dumps(header)})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
@@ -54,20 +57,23 @@ def read(path: str | PathLike[str], kind: Kind) -> tuple[dict[str, Any], dict[st
         kind.refusal: no whole safetensors file, of another kind or version, or altered.
         OSError: the file cannot be read.
     """
+    check_regular(path)
     with open(path, "rb"):
-        pass  # a missing or forbidden file is an OSError, not a bad file
+        pass  # a forbidden file is an OSError, not a bad file
     try:
         with safe_open(os.fspath(path), "pt") as file:
-            header = json.loads((file.metadata() or {})[kind.key])
+            header = loads((file.metadata() or {})[kind.key])
             # copies: the file may change under a mapping
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         version, digest = header["version"], header.pop("digest", None)
     except SafetensorError as error:
         raise kind.refusal(f"{path} is no whole safetensors file ({error}): it was truncated or altered") from error
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise kind.refusal(f"{path} {kind.unreadable}") from error
+    except (RuntimeError, MemoryError) as error:
+        raise OSError(errno.ENOMEM, f"it does not fit into memory ({error})", os.fspath(path)) from error
     if version != kind.version:
-        raise kind.refusal(f"{path} has version {version}, this sparsecomp reads version {kind.version}")
+        raise kind.refusal(f"{path} has version {reprlib.repr(version)}, this sparsecomp reads version {kind.version}")
     if digest != _digest(header, tensors):
         raise kind.refusal(f"{path} was altered: its contents do not match its digest")
     return header, tensors

@@ -53,10 +53,10 @@ def test_a_cost_is_its_roofline_launches_and_the_rest(values, expected):
 def test_an_estimate_takes_little_time_and_says_what_it_lacks():
     values = {"n": 1000, "m": 10, "TILE": 16, "unused": "text"}
     PRODUCT.estimate(values, CARD)
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(1000):
         PRODUCT.estimate(values, CARD)
-    assert time.perf_counter() - start < 1000 * 100e-6  # five times what is promised, for a busy machine
+    assert time.thread_time() - start < 1000 * 100e-6  # five times what is promised, for a slow processor
     with pytest.raises(SignatureError, match="depends on TILE, m:"):
         PRODUCT.estimate({"n": 1}, CARD)
 

@@ -113,6 +113,21 @@ def test_a_mask_is_packed_once_for_each_of_its_states(device):
     assert found == [True, True]
 
 
+@pytest.mark.parametrize(("active", "rest"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("pruned", [0, 1, 20, 35])
+def test_what_the_kernels_do_not_take_is_split_and_merged_in_torch(pruned, active, rest):
+    """As on a GPU for other dtypes and sizes, where boolean indexing would wait."""
+    mask = torch.ones(35, dtype=torch.bool)
+    mask[torch.randperm(35, generator=torch.Generator().manual_seed(pruned))[:pruned]] = False
+    mask, whole = mask.view(5, 7), torch.arange(1.0, 36.0).view(5, 7)
+    whole[~mask] *= -1
+    kept, gone = _split(whole, mask, pruned, active, rest)
+    numbers = torch.arange(1.0, 36.0)[~mask.flatten()]
+    assert torch.equal(kept, whole.clamp(min=0)) if active else kept.numel() == 0
+    assert torch.equal(gone, -numbers) if rest else gone.numel() == 0
+    assert torch.equal(_merged(whole.abs(), -numbers, mask), whole)
+
+
 def test_gradients_are_copies_and_the_operators_are_well_formed():
     weight, theta, mask = operands((6, 9), 0.4, torch.float64)
     weight.requires_grad_(), theta.requires_grad_()

@@ -58,6 +58,14 @@ WRONG = {
         lambda: COO.from_arrays(ONES, ONES, ONES, (2, 2)),
         "row has dtype torch.float32, needs torch.int32",
     ),
+    "narrow index": (
+        lambda: COO.from_arrays(ints(0, dtype=torch.int16), ints(0, dtype=torch.int16), torch.ones(1), (1, 1)),
+        "row has dtype torch.int16, needs torch.int32 or torch.int64",
+    ),
+    "byte index": (
+        lambda: CSR.from_arrays(ints(0, 1, dtype=torch.uint8), ints(0, dtype=torch.uint8), torch.ones(1), (1, 1)),
+        "crow has dtype torch.uint8, needs torch.int32 or torch.int64",
+    ),
     "mixed index": (
         lambda: COO.from_arrays(ints(0), ints(0, dtype=torch.int64), torch.ones(1), (1, 1)),
         "row has dtype torch.int32 and col torch.int64",
@@ -121,6 +129,18 @@ WRONG = {
     "m of 17": (lambda: NM.from_dense(torch.eye(2), n=1, m=17), "n is 1 and m 17"),
     "no m": (lambda: NM.from_dense(torch.eye(2), n=1), "NM needs m="),
     "nm indices": (lambda: NM.from_arrays(torch.ones(1, 2), ints(0, 1)[None], (1, 4), 2, 4), "int32, need torch.uint8"),
+    "nm list of indices": (
+        lambda: NM.from_arrays(torch.ones(1, 2), [[0, 1]], (1, 4), 2, 4),
+        "indices is a list, needs a torch.Tensor",
+    ),
+    "nm devices": (
+        lambda: NM.from_arrays(torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.uint8, device="meta"), (1, 4), 2, 4),
+        "indices are on meta, values on cpu: move",
+    ),
+    "nm batch of indices": (
+        lambda: NM.from_arrays(torch.ones(1, 1, 2), ints(0, 1, dtype=torch.uint8)[None, None], (1, 4), 2, 4),
+        r"indices have shape \(1, 1, 2\), need \(1, 2\)",
+    ),
     "nm order": (lambda: nm(1, 1), "ascend in each group, each once: not so in row 0, group 0"),
     "nm range": (lambda: nm(1, 4), "below 4: not so in row 0, group 0"),
     "nm columns": (lambda: nm(0, 3, cols=3), "beyond the 3 columns must be 0: not so in row 0, group 0"),
@@ -185,6 +205,15 @@ def test_check_false_looks_at_nothing() -> None:
     wrong = CSR.from_arrays(ints(0, 9), ints(7), torch.ones(1), (1, 1), check=False)
     with pytest.raises(FormatError, match="beyond the 1 entries"):
         wrong.validate()
+    for fault, row, values in (
+        (r"row\[0\] is 5", ints(5), torch.ones(1)),
+        ("dtype torch.int16", ints(0, dtype=torch.int16), torch.ones(1)),
+        ("row has 2 entries, needs 1", ints(0, 0), torch.ones(1)),
+        ("values has dtype torch.int64", ints(0), torch.ones(1).long()),
+    ):
+        by_hand = COO.from_arrays(row, torch.zeros_like(row), values, (1, 1), check=False)
+        with pytest.raises(FormatError, match=fault):
+            by_hand.validate()
     on_meta = CSR.from_arrays(
         ints(0, 1).to("meta"), ints(0).to("meta"), torch.ones(1, device="meta"), (1, 1), check=False
     )

@@ -22,7 +22,8 @@ print([name for name in new if name.split(".")[0] == "triton" or name.startswith
 
 
 def test_import_takes_under_0_3_seconds_beyond_torch():
-    code = "import torch, time; start = time.perf_counter(); import sparsecomp; print(time.perf_counter() - start)"
+    """Of processor time, whatever else the machine is busy with."""
+    code = "import torch, time; start = time.process_time(); import sparsecomp; print(time.process_time() - start)"
     assert min(float(_python(code)) for _ in range(3)) < 0.3
 
 

@@ -1,6 +1,7 @@
 """profile: counts are exact, times are plausible, the model is left alone."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -29,11 +30,41 @@ def test_the_block_rule(height, block):
     assert block_size(height) == block
 
 
-def test_calls_add_up_and_the_state_stays():
+class Slow(nn.Module):
+    """Takes two hundredths of a second a call, and what it is given."""
+
+    def forward(self, x):
+        time.sleep(0.02)
+        return x
+
+
+class Again(nn.Module):
+    """Calls one layer for each time step, another once for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.step, self.unused, self.last = Slow(), Slow(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(sum(self.step(part) for part in x))
+
+
+def test_calls_and_their_times_add_up():
+    x = torch.zeros(3, 5, 4)
+    x[0], x[1, 0, 0] = 1, 2
+    step, last = sparsecomp.profile(Again(), x, repetitions=2).layers
+    assert [(layer.name, layer.calls) for layer in (step, last)] == [("step", 3), ("last", 1)]
+    assert step.density == pytest.approx(21 / 60) and last.density == 1.0
+    assert step.milliseconds >= 60 and last.milliseconds < step.milliseconds
+    assert step.samples_per_second == pytest.approx(15e3 / step.milliseconds)
+
+
+def test_the_state_stays():
     model = ConvNet().eval()
     model.second = nn.Sequential(model.second)
     result = sparsecomp.profile(model, torch.rand(2, 3, 8, 8), repetitions=1)
-    assert [layer.name for layer in result.layers] == ["first", "norm", "fire1", "second.0", "fire2", "head"]
+    names = ["first", "norm", "fire1", "second.0", "fire2", "head"]
+    assert [(layer.name, layer.calls) for layer in result.layers] == [(name, 1) for name in names]
     assert all(module.v is None for module in model.modules() if isinstance(module, AttributeLIF))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

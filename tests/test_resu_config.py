@@ -46,6 +46,8 @@ def test_unknown_keys_are_refused_with_the_nearest_name():
         {"pruner": "n_of_m"},
         {"n_of_m": (2, 4)},
         {"pruner": "n_of_m", "n_of_m": (2, 4)},
+        {"pruner": "n_of_m", "n_of_m": (2, 4), "sparsity_start": 0.0, "sparsity_end": 0.5},
+        {"pruner": "n_of_m", "n_of_m": (2, 4), "sparsity_start": 0.5, "sparsity_end": 0.6},
         {"pruner": "n_of_m", "n_of_m": (5, 4), "sparsity_start": 0.5, "sparsity_end": 0.5},
         {"pruner": "n_of_m", "n_of_m": 2, "sparsity_start": 0.5, "sparsity_end": 0.5},
         {"pruner": "sparsegpt", "stabiliser": "dsnot"},

@@ -92,7 +92,8 @@ def model_of(seed=0):
     return wrap_module(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
 
 
-X, Y = torch.randn(32, 6, generator=torch.Generator().manual_seed(5)), torch.randint(3, (32,))
+X = torch.randn(32, 6, generator=torch.Generator().manual_seed(5))
+Y = torch.randint(3, (32,), generator=torch.Generator().manual_seed(6))
 
 
 def step(model, optimizer, scale=1.0):
@@ -375,3 +376,32 @@ def test_maximize_and_accumulated_gradients_reach_theta():
         ends.append(masked.theta(weight))
     assert ends[0].any() and torch.equal(ends[0], ends[1])
     torch.testing.assert_close(ends[2], ends[0], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("write", [
+    lambda mask, other: mask.data.copy_(other), lambda mask, other: mask.numpy().__setitem__(..., other.numpy()),
+    lambda mask, other: mask.copy_(other),
+])  # fmt: skip
+@pytest.mark.parametrize("phase", ["sparse", "resu"])
+def test_a_step_goes_by_the_mask_that_is_there_whoever_wrote_it(phase, write):
+    """Against the same run whose mask is written in plain sight."""
+    runs = []
+    for how in (write, lambda mask, other: mask.copy_(other)):
+        model = model_of()
+        optimizer = RESUAdamW(model, lr=0.02, weight_decay=0.1)
+        prune(model)
+        for weight, masked in masked_weights(model).values():
+            if phase == "resu":
+                masked.enter_resu_(weight)
+        for number in range(26):
+            step(model, optimizer)
+            if number == 12:
+                for weight, masked in masked_weights(model).values():
+                    how(masked.mask.mask, torch.rand(weight.shape, generator=torch.Generator().manual_seed(7)) < 0.5)
+        runs.append((model, optimizer))
+    (model, optimizer), (twin, other) = runs
+    for one, right in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, right)
+        assert torch.equal(optimizer.state[one]["exp_avg"], other.state[right]["exp_avg"])
+    for weight, masked in masked_weights(model).values():
+        assert phase == "resu" or not optimizer.state[weight]["exp_avg"][~masked.mask.mask].any()

@@ -343,6 +343,37 @@ def test_a_library_that_is_not_found(monkeypatch):
     forget()
 
 
+def test_the_handle_is_of_the_device_that_is_asked_for_or_current(monkeypatch):
+    monkeypatch.setattr(cusparselt, "load", lambda: None)
+    monkeypatch.setattr(cusparselt, "handle_of", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert cusparselt.current_handle() == torch.device("cuda", 3)
+    assert cusparselt.current_handle(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LibraryError, match="no CUDA device"):
+        cusparselt.current_handle()
+
+
+def test_small_products_stay_with_the_ordinary_kernels_and_large_ones_do_not(monkeypatch):
+    """By the estimates, which the other tests here replace; 4096 cubed was measured 1.6 times as fast as dense."""
+    installed(monkeypatch)
+    monkeypatch.setattr(semi_structured, "device_of", lambda device: CARD)
+    monkeypatch.setattr(semi_structured, "ceilings_of", lambda device: H100)
+    forget()
+
+    def refused(m, k, n):
+        out = Output((0, 1, m), "float16", "", "", "", (0, 0, 0), "none", 1.0)
+        problem = SpmmNM(m, k, n, 1, 2, 4, k // 4, 0, k // 2, k // 2, 0, 1, k, "float16", "float16", out)
+        return semi_structured.refusal(problem, torch.device("cpu"))
+
+    assert refused(4096, 4096, 4096) is None
+    assert "on sparse tensor cores against" in refused(256, 256, 16)
+    case = Case("cpu", 256, 256, 16)
+    assert not case.run() and case.out.isnan().all()
+    forget()
+
+
 def test_arguments_reach_the_library_as_its_header_has_them(library):
     """Orders, leading dimensions, attributes and data types, which the stand-in decodes from memory."""
     handle = cusparselt.current_handle()

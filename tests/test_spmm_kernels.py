@@ -206,6 +206,24 @@ def test_csr_spreads_what_is_not_finite_only_along_what_is_stored(device, where)
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_csr_gathers_what_is_not_finite_from_each_item_of_a_batch(device, dtype):
+    """Tiles that are repaired take their own item's values and dense."""
+    (crow, col, _), matrix = csr(18, 12, 0.3, device=device)
+    values = random(3, col.numel(), seed=3).to(device, dtype)
+    dense = random(3, 12, 8, seed=4).to(device, dtype)
+    dense[0, 3, 2], dense[2, 7, 5] = torch.inf, torch.nan
+    expected = torch.stack([
+        exact(scipy.sparse.csr_array((value.cpu().float().numpy(), matrix.indices, matrix.indptr), matrix.shape), right)
+        for value, right in zip(values, dense, strict=True)
+    ])  # fmt: skip
+    assert expected[1].isfinite().all() and 0 < expected[2].isnan().sum() < 18
+    out = torch.empty(3, 18, 8, device=device)
+    for name, got in schedules(lambda: spmm_csr.run(crow, col, values, dense, out), out, 2):
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-3, atol=1e-3, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_row_slices_and_spare_capacity_hide_what_lies_outside(device):
     (crow, col, values), matrix = csr(30, 25, 0.25, device=device)
     poison = torch.full((5,), torch.nan, device=device)
@@ -221,7 +239,7 @@ def test_row_slices_and_spare_capacity_hide_what_lies_outside(device):
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("long", [0, 5, 39])
 def test_csr_rows_that_span_many_chunks_and_many_empty_rows(device, long):
-    """One row with 700 of 710 nonzeros: pieces of it lie in several chunks of the merge schedule."""
+    """One row with 700 of 710 nonzeros, behind spare ones: pieces of it lie in several chunks of the merge schedule."""
     counts = torch.zeros(40, dtype=torch.int32)
     counts[long], counts[[2, 20]] = 700, 5
     crow = F.pad(counts.cumsum(0), (1, 0)).int()
@@ -231,7 +249,9 @@ def test_csr_rows_that_span_many_chunks_and_many_empty_rows(device, long):
     out = torch.empty(40, 9, device=device)
     bias = random(9, seed=2)
     expected = exact(matrix, dense) + bias.double()
-    arrays = [array.to(device) for array in (crow, col, values, dense)]
+    spare = torch.zeros(130, dtype=torch.int32)
+    crow, col, values = crow + 130, torch.cat([spare, col]), torch.cat([spare / 0, values])
+    arrays = [array.to(device) for array in (crow.int(), col, values, dense)]
     operation, problem, tensors = captured(
         lambda: spmm_csr.run(*arrays, out, bias=bias.to(device), skew="skewed")
     )  # fmt: skip
@@ -475,7 +495,33 @@ def test_n_of_m_batches_row_slices_and_what_is_not_finite(device):
     expected[stored[..., 17] > 0, 8] = torch.nan
     expected[..., 3] += torch.where(full[..., 5] != 0, full[..., 5] * torch.inf, 0)
     out = torch.empty(2, 27, 10, device=device)
+    assert 0 < stored[..., 5].sum() < 54 and 0 < stored[..., 17].sum() < 54
     for name, got in schedules(lambda: spmm_nm.run(values, indices, 2, 4, dense, out), out, 2):
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
+
+
+def by_entries(full, dense):
+    """The float64 product where only what is stored, so is not 0, multiplies."""
+    terms = full[..., None] * dense.cpu().double()[..., None, :, :]
+    return torch.where(full[..., None] != 0, terms, 0).sum(-2)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize(("keep", "group", "batch"), [(1, 4, None), (2, 4, 2), (3, 5, None), (4, 8, None)])
+def test_filler_of_a_group_is_not_multiplied(device, keep, group, batch):
+    """Groups with fewer values than they have places for, and an Inf or NaN where a filler points."""
+    values, indices, _ = n_of_m(40, 37, keep, group, device=device, batch=batch)
+    values = torch.where(random(*values.shape, seed=3).to(device) < 0, values, 0)
+    groups = values.cpu().double().unflatten(-1, (-1, keep))
+    full = torch.zeros(*groups.shape[:-1], group, dtype=torch.float64)
+    full = full.scatter_(-1, indices.cpu().long().view(40, -1, keep).expand(groups.shape), groups)
+    full = full.flatten(-2)[..., :37]
+    dense = random(37, 10, seed=1).to(device)
+    dense[:, 3], dense[9, 4], dense[:30, 5] = torch.inf, torch.nan, -torch.inf
+    expected = by_entries(full, dense)
+    assert expected[..., 4].isnan().any() and expected[..., 4].isfinite().any()
+    out = torch.empty(expected.shape, device=device)
+    for name, got in schedules(lambda: spmm_nm.run(values, indices, keep, group, dense, out), out, 2):
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
 
 
@@ -520,12 +566,36 @@ def test_float64_and_mixed_dtypes_are_refused_or_gathered():
     crow, col, values = arrays
     with pytest.raises(TuningError, match="float64"):
         spmm_csr.run(crow, col, values.double(), random(8, 8).double(), torch.empty(8, 8, dtype=torch.float64))
-    operation, problem, _ = captured(lambda: spmm_csr.run(*arrays, random(8, 8).half(), torch.empty(8, 8)))
-    assert "spmm_csr_dense" in operation.refusals(problem, H100)
+    mixed, halves = "tensor cores multiply one dtype, not", "splits float32, not"
+    for given, other, name, said in ((values, "float16", "halves", halves), (values.half(), "float32", "dense", mixed)):
+        right = random(8, 8).to(getattr(torch, other))
+        operation, problem, _ = captured(
+            lambda given=given, right=right: spmm_csr.run(crow, col, given, right, torch.empty(8, 8))
+        )
+        refusal = operation.refusals(problem, H100)[f"spmm_csr_{name}"]
+        assert refusal == f"{said} {str(given.dtype).removeprefix('torch.')} with {other}"
+    values_of, indices, _ = n_of_m(8, 8, 2, 4)
+    operation, problem, _ = captured(
+        lambda: spmm_nm.run(values_of, indices, 2, 4, random(8, 8).half(), torch.empty(8, 8))
+    )
+    assert operation.refusals(problem, H100) == {"spmm_nm": f"{mixed} float32 with float16"}
     operation, problem, _ = captured(lambda: spmm_csr.run(*arrays, random(8, 8), torch.empty(8, 8)))
     large = problem._replace(m=2**15, k=2**14)
     assert "268435456" in operation.refusals(large, H100)["spmm_csr_halves"]
-    assert "halves" in operation.refusals(problem, H100)["spmm_csr_dense"]
+    assert operation.refusals(problem, H100)["spmm_csr_dense"] == "float32 is split in halves: spmm_csr_halves"
+
+
+def test_a_dense_operand_by_columns_is_copied_only_where_the_configuration_says_so():
+    (crow, col, values), _ = csr(64, 64, 0.3)
+    operation, problem, _ = captured(
+        lambda: spmm_csr.run(crow, col, values, laid_out(random(64, 64), "columns"), torch.empty(64, 64))
+    )
+    for name, steps in (("spmm_csr_rows", 1), ("spmm_csr_merge", 2)):
+        template = next(one for one in of_operation("spmm_csr") if one.name == name)
+        found = {config["COPY"]: template.prepare(problem, config) for config in template.space(problem, H100)}
+        assert set(found) == {0, 1}
+        counts = {copy: len(getattr(made, "_steps", [made])) for copy, made in found.items()}
+        assert counts == {0: steps, 1: steps + 1}
 
 
 def test_bad_operands_are_named():

@@ -119,13 +119,25 @@ def test_the_epilogue(activation, axis):
     assert out.dtype is torch.float32 and relative(out, wanted) < 1e-6
 
 
-def test_what_is_not_stored_is_not_multiplied():
-    dense, values, pattern, layout = sample("csr")
-    right = torch.full((53, 2), math.inf, dtype=torch.float64)
-    out = spmm(values, pattern, right, layout)
-    assert (out[1::5] == 0).all()
-    one = (dense != 0).sum(1) == 1
-    assert torch.equal(out[one], dense[one].sum(1, keepdim=True).expand(-1, 2) * math.inf)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("kind", ["csr", "nm", "2:4"])
+def test_what_is_not_stored_is_not_multiplied(kind, transpose, dtype):
+    """A group's filler neither; against the sum of what is stored, entry by entry."""
+    dense, values, pattern, layout = sample(kind, dtype=dtype)
+    whole = dense.T if transpose else dense
+    right = torch.randn(whole.shape[1], 4, dtype=dtype)
+    right[:, 0], right[3, 1], right[20, 2] = math.inf, math.nan, -math.inf
+
+    def wanted(scale):
+        terms = scale * whole.double()[:, :, None] * right.double()
+        return torch.where(whole[:, :, None] != 0, terms, 0).sum(1).to(dtype)
+
+    out = spmm(values, pattern, right, layout, transpose=transpose)
+    torch.testing.assert_close(out, wanted(1), equal_nan=True)
+    assert out[:, 1].isfinite().any() and out[:, 1].isnan().any() and out[:, 2].isfinite().any()
+    many = spmm(torch.stack([values, -2 * values]), pattern, right, layout, transpose=transpose)
+    torch.testing.assert_close(many, torch.stack([wanted(1), wanted(-2)]), equal_nan=True)
 
 
 @pytest.mark.parametrize("transpose", [False, True])

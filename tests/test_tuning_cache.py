@@ -183,6 +183,13 @@ def test_bytes_are_bounded(tmp_path: Path) -> None:
     assert cache.get(signature(8)) is not None and cache.get(signature(3)) is None
 
 
+def test_pruning_keeps_the_facts_of_this_device_where_no_other_has_any(cache: TuningCache) -> None:
+    cache.put_fact("ceilings", H100, {"fp32": 6e13})
+    assert cache.prune(H100) == 0 and cache.fact("ceilings", H100) == {"fp32": 6e13}
+    cache.put(signature(device=A100), times={"a": 1.0})
+    assert cache.prune(H100) == 1 and cache.fact("ceilings", H100) == {"fp32": 6e13}
+
+
 def test_prune_and_clear(cache: TuningCache) -> None:
     devices = [H100, A100, replace(H100, triton="3.9.0")]
     for device in devices:

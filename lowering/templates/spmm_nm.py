@@ -1,7 +1,7 @@
 """N:M times dense on tensor cores: values and their places are read compressed and spread to dense tiles on chip.
 
 With few columns of ``dense`` the weight's bytes are the time, and only the compressed ones are read. Tiles with a sum
-that is not finite are gathered anew, as in the densified CSR product.
+that is not finite are gathered anew, as in the densified CSR product, without a group's filler.
 """
 
 import sympy
@@ -130,7 +130,8 @@ def nm_repair_kernel(
             k += entry // KEEP * MEMBERS
             ok = known & (k < K)
             value = tl.load(values_ptr + batch * values_b + at * values_m + entry, mask=ok, other=0.0)
-            b = tl.load(b_cols + k.to(tl.int64)[:, None] * dense_k, mask=ok[:, None] & col_ok, other=0.0)
+            stored = (value != 0.0)[:, None] & col_ok
+            b = tl.load(b_cols + k.to(tl.int64)[:, None] * dense_k, mask=stored, other=0.0)
             acc += value.to(tl.float32)[:, None] * b.to(tl.float32)
         finish(
             tl.sum(acc, 0)[None, :], bias_ptr, residual_ptr, out_ptr, batch, row + tl.zeros((1,), tl.int32), cols,

@@ -18,9 +18,10 @@ _MAX_M = 16
 
 
 class NM(SparseMatrix):
-    """N values in each group of M columns of each row: 2:4 and its kin. A group with fewer holds zeros.
+    """N values in each group of M columns of each row: 2:4 and its kin. A group with fewer is filled up with zeros.
 
-    The last group may reach beyond the columns and holds zeros there.
+    The last group may reach beyond the columns and holds zeros there. A zero is filler wherever it is: no element of
+    the matrix, and not multiplied in products, so that an input's NaN or infinity does not reach its row.
 
     Attributes:
         values: (rows, groups * n) or (batch, rows, groups * n).

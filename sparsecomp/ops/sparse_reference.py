@@ -1,7 +1,7 @@
 """Sparse products in plain torch: what the CPU runs, what every kernel is held against, and float64 on any device.
 
 Sums are float32, or float64 for float64. Entries of S that are not stored are never multiplied, so 0 · inf cannot
-arise but within a stored block.
+arise but within a stored block, or at a stored zero of CSR. In N:M a zero is filler, and not stored.
 """
 
 import warnings
@@ -26,7 +26,7 @@ def product(
     wide = _accumulator(values.dtype, out_dtype)
     matrix = _nm_by_rows(values, pattern, layout) if layout.format == "nm" and not transpose else None
     matrix = compressed(values, pattern, layout, transpose) if matrix is None else matrix
-    one = _block_product if layout.format == "bsr" else _element_product
+    one = {"bsr": _block_product, "nm": _filled_product, "csr": _element_product}[layout.format]
     matrix, dense = matrix._replace(values=matrix.values.to(wide)), dense.to(wide)
     with without_autocast(dense):
         return _by_items(matrix, dense, one, layout)
@@ -119,6 +119,17 @@ def _nm_by_rows(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Co
 
 def _element_product(matrix: Compressed, dense: Tensor) -> Tensor:
     return _torch_csr(matrix.pointers, matrix.indices, matrix.values, matrix.shape) @ dense
+
+
+def _filled_product(matrix: Compressed, dense: Tensor) -> Tensor:
+    """As `_element_product`, without the zeros that fill groups up; only what is not finite tells the difference."""
+    if not dense.isfinite().all():
+        stored = matrix.values != 0
+        before = F.pad(stored.cumsum(0), (1, 0)).to(matrix.pointers.dtype)
+        matrix = Compressed(
+            before[matrix.pointers.long()], matrix.indices[stored], matrix.values[stored], matrix.shape, matrix.skew
+        )
+    return _element_product(matrix, dense)
 
 
 def _block_product(matrix: Compressed, dense: Tensor) -> Tensor:

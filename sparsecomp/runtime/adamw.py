@@ -2,14 +2,14 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from sparsecomp.errors import MaskError
-from sparsecomp.runtime.effective_weight import gather_pruned, load_theta_
+from sparsecomp.runtime.effective_weight import gather_pruned
 from sparsecomp.runtime.layers import masked_weights
 from sparsecomp.runtime.masked_weight import MaskedWeight, Mode
 from sparsecomp.runtime.optim import RESUSelective
@@ -17,7 +17,22 @@ from sparsecomp.runtime.optim import RESUSelective
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _NOWHERE = (torch.empty(0), torch.empty(0))
 """Stands for moments that are still to be loaded."""
-_OWN = ("_masked", "_theta", "_theta_lr", "_train_active", "_selective", "_known")
+_OWN = ("_masked", "_theta", "_theta_lr", "_train_active", "_selective", "_known", "_listed")
+
+
+class _Listed(NamedTuple):
+    """The pruned positions of a mask, and the mask that they were listed of."""
+
+    pruned: Tensor
+    mask: Tensor
+    version: int
+    bits: Tensor
+
+    def holds(self, mask: Tensor) -> bool:
+        """Whether it still is as it was. Of a mask on a GPU, looking would wait: a write must be one that counts."""
+        if mask.device.type == "cpu":
+            return torch.equal(mask, self.bits)
+        return mask is self.mask and mask._version == self.version
 
 
 class RESUAdamW(torch.optim.AdamW):
@@ -38,6 +53,9 @@ class RESUAdamW(torch.optim.AdamW):
         MaskError: a model that is not wrapped, a setting of theta's step outside its domain, or, in a step, a weight in
             its RESU phase whose theta could never move, as it has requires_grad False or is no parameter of this
             optimizer; nothing is changed.
+
+    On a GPU a step waits for nothing, so that a mask there must be changed by what counts as a write to it: the methods
+    of `MaskedWeight`, a loaded state, an operator in place; not through ``mask.data``.
     """
 
     def __init__(
@@ -57,6 +75,7 @@ class RESUAdamW(torch.optim.AdamW):
         self._selective: dict[Tensor, RESUSelective] = {}
         # the positions of each weight that have no moments: those of one state of its mask
         self._known: dict[Tensor, Tensor] = {}
+        self._listed: dict[Tensor, _Listed] = {}
         RESUSelective(torch.zeros(0, dtype=torch.int32), lr=lr if theta_lr is None else theta_lr, **self._theta)
 
     @torch.no_grad()
@@ -101,7 +120,7 @@ class RESUAdamW(torch.optim.AdamW):
         if not self._train_active:
             return
         parts = [weight, *(state[name] for name in _MOMENTS if name in state)]
-        kept = [gather_pruned(part.detach(), masked.mask) for part in parts]
+        kept = [part.clone() for part in parts]
         beta1, beta2 = group["betas"]
         largest = [state["max_exp_avg_sq"]] if group["amsgrad"] else []
         adamw(
@@ -110,7 +129,7 @@ class RESUAdamW(torch.optim.AdamW):
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
         )  # fmt: skip
         for part, old in zip(parts, kept, strict=True):
-            load_theta_(part, old, masked.mask)
+            part.copy_(torch.where(masked.mask.mask, part, old))
 
     def _moments_of(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """AdamW's state of a weight, made as torch makes it if there is none."""
@@ -123,7 +142,7 @@ class RESUAdamW(torch.optim.AdamW):
         return state
 
     def _selective_of(self, weight: Tensor, masked: MaskedWeight, group: dict[str, Any]) -> RESUSelective:
-        pruned, found = masked.mask.pruned, self._selective.get(weight)
+        pruned, found = self._pruned(weight, masked), self._selective.get(weight)
         if found is None or not _same(found.pruned, pruned):
             found = self._selective[weight] = RESUSelective(pruned, whole=self._whole(weight), **self._theta)
         found.pruned, found.betas, found.eps = pruned, group["betas"], group["eps"]
@@ -147,9 +166,16 @@ class RESUAdamW(torch.optim.AdamW):
                     "would never move: set it to True before and give train_active=False to leave active elements"
                 )
 
+    def _pruned(self, weight: Tensor, masked: MaskedWeight) -> Tensor:
+        """The mask's pruned positions, the same tensor as long as it stays."""
+        mask, listed = masked.mask.mask, self._listed.get(weight)
+        if listed is None or not listed.holds(mask):
+            listed = self._listed[weight] = _Listed(masked.mask.pruned, mask, mask._version, mask.clone())
+        return listed.pruned
+
     def _forget_pruned(self, weight: Tensor, masked: MaskedWeight) -> None:
         """Zero the moments of pruned elements once for each state of the mask."""
-        pruned, known = masked.mask.pruned, self._known.get(weight)
+        pruned, known = self._pruned(weight, masked), self._known.get(weight)
         # a copy of the model lists the same positions again
         if known is None or not _same(known, pruned):
             self._zero_moments(weight, pruned)

@@ -17,6 +17,9 @@ _KIND = tensor_file.Kind(
     "sparsecomp.checkpoint", 1, CheckpointError, "has no readable header of a checkpoint: it is another file"
 )
 
+_DEEPEST = 100
+"""Of a tree; the file's JSON nests three times as deep."""
+
 
 def save_tree(path: str | PathLike[str], tree: Mapping[str, Any]) -> None:
     """Write a tree of dicts, lists, tuples, str, int, float, bool, None and tensors; tensors are copied to the CPU.
@@ -40,7 +43,7 @@ def load_tree(path: str | PathLike[str]) -> dict[str, Any]:
     header, tensors = tensor_file.read(path, _KIND)
     try:
         return _unpacked(header["tree"], tensors)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} {_KIND.unreadable}") from error
 
 
@@ -62,21 +65,27 @@ def _form(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _packed(value: Any, tensors: dict[str, torch.Tensor], place: str) -> Any:
+def _packed(value: Any, tensors: dict[str, torch.Tensor], place: str, deep: int = 0) -> Any:
     """JSON for ``value``: [kind, content] where JSON has no such kind, and the value itself where it has."""
+    if deep > _DEEPEST:
+        raise CheckpointError(f"{place[:80]}… is nested more than {_DEEPEST} deep: a checkpoint holds no such tree")
+
+    def inside(part: Any, at: Any) -> Any:
+        return _packed(part, tensors, f"{place}/{at}", deep + 1)
+
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             raise CheckpointError(f"{place} is a tensor of layout {value.layout}: a checkpoint holds strided ones")
-        # numbered, as a key may hold what separates places
-        name = f"{len(tensors)}{place}"
+        # numbered, as a key may hold what separates places; a file's names are UTF-8, which has no lone surrogates
+        name = f"{len(tensors)}{place}".encode(errors="replace").decode()
         tensors[name] = value
         return ["tensor", name]
     if isinstance(value, Mapping):
-        return ["dict", [[_key(key, place), _packed(part, tensors, f"{place}/{key}")] for key, part in value.items()]]
+        return ["dict", [[_key(key, place), inside(part, key)] for key, part in value.items()]]
     if type(value) in (list, tuple):
-        return [type(value).__name__, [_packed(part, tensors, f"{place}/{at}") for at, part in enumerate(value)]]
+        return [type(value).__name__, [inside(part, at) for at, part in enumerate(value)]]
     raise CheckpointError(f"{place} is a {type(value).__name__}: a checkpoint holds tensors and JSON's types alone")
 
 

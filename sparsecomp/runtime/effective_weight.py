@@ -13,9 +13,9 @@ from sparsecomp.runtime.mask import SparseMask
 
 def scatter_pruned(theta: torch.Tensor, mask: SparseMask) -> torch.Tensor:
     """Phi: a tensor of the mask's shape with ``theta`` (1-d, one value a pruned element) at P and zeros elsewhere."""
-    _check_theta(theta, mask)
+    pruned = _pruned_for(theta, mask)
     flat = theta.new_zeros(mask.mask.numel())
-    return flat.index_copy(0, mask.pruned.long(), theta).reshape(mask.mask.shape)
+    return flat.index_copy(0, pruned.long(), theta).reshape(mask.mask.shape)
 
 
 def gather_pruned(weight: torch.Tensor, mask: SparseMask) -> torch.Tensor:
@@ -32,11 +32,11 @@ def effective_weight(weight: torch.Tensor, theta: torch.Tensor, mask: SparseMask
     copies, hence exact. Raises MaskError for parts that do not fit one another.
     """
     mask.check_weight(weight)
-    _check_theta(theta, mask)
+    pruned = _pruned_for(theta, mask)
     if theta.dtype != weight.dtype:
         raise MaskError(f"theta is {theta.dtype}, the weight {weight.dtype}: convert theta with theta.to(weight.dtype)")
     # the indices are taken now: the mask may change between the forward and the backward pass
-    return _EffectiveWeight.apply(weight, theta, mask.pruned)
+    return _EffectiveWeight.apply(weight, theta, pruned)
 
 
 class _EffectiveWeight(torch.autograd.Function):
@@ -61,14 +61,17 @@ def load_theta_(weight: torch.Tensor, theta: torch.Tensor, mask: SparseMask) -> 
     Raises MaskError for parts that do not fit one another, with the weight unchanged.
     """
     mask.check_weight(weight)
-    _check_theta(theta, mask)
+    _pruned_for(theta, mask)
     with torch.no_grad():
         return weight.masked_scatter_(~mask.mask, theta.to(weight.dtype))
 
 
-def _check_theta(theta: torch.Tensor, mask: SparseMask) -> None:
-    if theta.shape != mask.pruned.shape or theta.device != mask.mask.device:
+def _pruned_for(theta: torch.Tensor, mask: SparseMask) -> torch.Tensor:
+    """The pruned positions; MaskError unless theta has one value for each."""
+    pruned = mask.pruned
+    if theta.shape != pruned.shape or theta.device != pruned.device:
         raise MaskError(
-            f"theta is {tuple(theta.shape)} on {theta.device}; the mask on {mask.mask.device} has "
-            f"{mask.pruned.numel()} pruned elements: gather theta again after a change of the mask"
+            f"theta is {tuple(theta.shape)} on {theta.device}; the mask on {pruned.device} has "
+            f"{pruned.numel()} pruned elements: gather theta again after a change of the mask"
         )
+    return pruned

@@ -1,4 +1,4 @@
-"""A weight's mask, kept as a bool tensor with its two index lists, so that no caller computes ``1 - mask``."""
+"""A weight's mask as a bool tensor; its two index lists are of the mask that is there, whoever wrote it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ class SparseMask(torch.nn.Module):
 
     The mask is a persistent bool buffer of the weight's shape, so state_dict, deepcopy and ``to`` carry it. The index
     lists are flat positions in ascending order, int32 where the weight has fewer than 2**31 elements. They are
-    computed once for each state of the mask: only their first use after a change synchronises with the host.
+    computed in each use, which waits for the device: no counter tells of every write to a mask.
 
     Raises MaskError for a mask of another shape or device, or with a value other than 0 and 1; the old mask stays.
     """
@@ -38,9 +38,6 @@ class SparseMask(torch.nn.Module):
     def __init__(self, mask: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("mask", checked_mask(mask, mask.shape, mask.device))
-        self._cached_for: tuple[torch.Tensor, int] | None = None
-        # whichever list has been asked for since the mask changed
-        self._lists: dict[bool, torch.Tensor] = {}
         self.register_load_state_dict_pre_hook(check_before_load)
         self.register_load_state_dict_post_hook(_keep_bool)
 
@@ -51,17 +48,17 @@ class SparseMask(torch.nn.Module):
     @property
     def active(self) -> torch.Tensor:
         """Flat positions of the active elements, int32 or int64, ascending."""
-        return self._positions(True)
+        return _positions(self.mask)
 
     @property
     def pruned(self) -> torch.Tensor:
         """Flat positions of the pruned elements, int32 or int64, ascending."""
-        return self._positions(False)
+        return _positions(~self.mask)
 
     @property
     def sparsity(self) -> float:
         """Share of pruned elements; 0 for an empty mask."""
-        return self.pruned.numel() / max(self.mask.numel(), 1)
+        return int((~self.mask).sum()) / max(self.mask.numel(), 1)
 
     def check_weight(self, weight: torch.Tensor) -> None:
         """MaskError unless ``weight`` has the mask's shape and device."""
@@ -83,25 +80,10 @@ class SparseMask(torch.nn.Module):
         if saved is not None:
             checked_mask(saved, self.mask.shape, saved.device)
 
-    def _positions(self, active: bool) -> torch.Tensor:
-        known, version = self._cached_for or (None, 0)
-        if known is not self.mask or version != self.mask._version:
-            self._lists, self._cached_for = {}, (self.mask, self.mask._version)
-        if active not in self._lists:
-            index = torch.int32 if self.mask.numel() <= _INT32_MAX else torch.int64
-            flat = self.mask.reshape(-1)
-            self._lists[active] = (flat if active else ~flat).nonzero().reshape(-1).to(index)
-        return self._lists[active]
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a buffer read from a file counts its versions anew, so these lists could pass for those of a later mask
-        return {**self.__dict__, "_cached_for": None, "_lists": {}}
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "SparseMask":
-        copy = SparseMask(self.mask)
-        copy.train(self.training)
-        memo[id(self)] = copy
-        return copy
+def _positions(chosen: torch.Tensor) -> torch.Tensor:
+    index = torch.int32 if chosen.numel() <= _INT32_MAX else torch.int64
+    return chosen.reshape(-1).nonzero().reshape(-1).to(index)
 
 
 def check_before_load(module: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
