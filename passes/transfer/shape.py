@@ -3,7 +3,7 @@
 import torch
 
 from sparsecomp.passes import facts as algebra
-from sparsecomp.passes.canonicalize import CanonicalOp
+from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of
 from sparsecomp.passes.registry import Facts, Items, Lost, LostKind, Result, transfer
 
 
@@ -45,7 +45,10 @@ def concatenate(op: CanonicalOp, facts: Facts) -> Result:
     unknown = next((part for part, fact in zip(parts, known, strict=True) if fact is None), None)
     if unknown is not None:
         return Lost(LostKind.UNKNOWN_OPERAND, f"{op.name} with `{unknown}`, whose values are unknown, ends the domain")
-    return algebra.join(known)
+    joined = algebra.join(known)
+    alike = len({dtype_of(part) for part in parts}) == 1
+    # parts of different dtypes are promoted, which may round
+    return joined if alike or joined is None else algebra.fit_dtype(joined, dtype_of(op.node))
 
 
 @transfer("chunk", "split", "tensor_split", "unbind")
