@@ -44,7 +44,6 @@ _ALIASES = {
     "getitem": ("__getitem__",),
     "setitem": ("__setitem__",),
     "to": ("_to_copy",),
-    "reshape": ("_reshape_alias",),
     "sigmoid": ("special_expit", "expit"),
 }
 _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
@@ -216,12 +215,16 @@ def _bind(
     signature = signature_of(name, form)
     positional = args if signature is None else _gather_variadic(signature.names, signature.variadic, args)
     named = {} if signature is None else {_parameter(signature, key): value for key, value in kwargs.items()}
-    if signature is None or len(positional) > len(signature.names) or not {*signature.names, *VALUELESS} >= set(named):
+    if signature is None or len(positional) > len(signature.names) or not named.keys() <= _places(signature):
         bound = {f"other_{index}": value for index, value in enumerate(args)}
         return {**bound, **kwargs}, False
-    bound = {parameter: signature.defaults.get(parameter) for parameter in signature.names}
+    bound = {parameter: signature.defaults.get(parameter) for parameter in (*signature.names, *signature.named)}
     bound.update(zip(signature.names, positional, strict=False))
     return {**bound, **named}, True
+
+
+def _places(signature: Signature) -> set[str]:
+    return {*signature.names, *signature.named, *VALUELESS}
 
 
 def _parameter(signature: Signature, keyword: str) -> str:

@@ -22,9 +22,11 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Signature:
-    """Parameter names in order, their defaults, the parameter that takes varargs, and other keyword spellings."""
+    """Parameter names in order (and those given by name only), their defaults, the parameter that takes varargs, and
+    other keyword spellings."""
 
     names: tuple[str, ...]
+    named: tuple[str, ...]
     defaults: Mapping[str, Any]
     variadic: str | None = None
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -46,6 +48,8 @@ _OWN_RENAMES = {
     "min": {"other": "dim"},
     "any": {"dims": "dim"},
     "reshape": {"shape": "size"},
+    "view": {"dtype": "size"},
+    "transpose": {"axis0": "dim0", "axis1": "dim1"},
     "repeat": {"repeats": "size"},
     "tile": {"dims": "size"},
     "where": {"x": "input", "y": "other"},
@@ -64,7 +68,7 @@ _OWN_RENAMES = {
 """Keywords of one operator that mean a parameter of another name."""
 VALUELESS = frozenset({
     "device", "dtype", "layout", "pin_memory", "requires_grad", "memory_format", "generator", "non_blocking", "copy",
-    "sparse_grad", "output_size", "_stacklevel", "cudnn_enabled", "cudnn_enable", "names",
+    "sparse_grad", "output_size", "_stacklevel", "cudnn_enabled", "cudnn_enable", "names", "implicit",
 })  # fmt: skip
 """Keywords that change where or in which type a result is stored (its node knows the type), not what is computed."""
 
@@ -117,7 +121,6 @@ _UNARY = [
     "zero",
     "mT",
     "T",
-    "requires_grad",
 ]
 _BINARY = [
     "mul",
@@ -190,8 +193,8 @@ _OTHERS = {
     "conv_transpose1d": "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1",
     "conv_transpose2d": "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1",
     "conv_transpose3d": "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1",
-    "addmm": "input mat1 mat2 beta=1 alpha=1",
-    "baddbmm": "input batch1 batch2 beta=1 alpha=1",
+    "addmm": "input mat1 mat2 * beta=1 alpha=1",
+    "baddbmm": "input batch1 batch2 * beta=1 alpha=1",
     "scaled_dot_product_attention":
         "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
     "embedding": "input weight padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False sparse=False",
@@ -225,6 +228,7 @@ _OTHERS = {
     "one_hot": "input num_classes=-1",
     "bernoulli": "input p=None",
     "to": "input other=None second=None third=None fourth=None",
+    "requires_grad": "input requires_grad=True",
     "getattr": "input name",
     "type_as": "input other",
     "type": "input dtype=None non_blocking=None",
@@ -245,7 +249,7 @@ _OTHERS = {
     "masked_select": "input mask",
     "roll": "input shifts dims=None",
     "flip": "input dims",
-    "repeat_interleave": "input repeats dim=None",
+    "repeat_interleave": "input repeats=None dim=None",
     "tril": "input diagonal=0",
     "triu": "input diagonal=0",
     "diagonal": "input offset=0 dim1=0 dim2=1",
@@ -318,14 +322,15 @@ _OTHER_FORMS = {
 
 
 def _parse(name: str, text: str, variadic: bool = False) -> Signature:
-    names, defaults = [], {}
-    for part in text.split():
+    places, _, by_name = text.partition(" * ")
+    defaults = {}
+    for part in f"{places} {by_name}".split():
         parameter, _, default = part.partition("=")
-        names.append(parameter)
         if default:
             defaults[parameter] = ast.literal_eval(default)
+    names, named = (tuple(part.partition("=")[0] for part in half.split()) for half in (places, by_name))
     renames = {**_RENAMES, **_OWN_RENAMES.get(name, {})}
-    return Signature(tuple(names), defaults, names[-1] if variadic else None, renames)
+    return Signature(names, named, defaults, names[-1] if variadic else None, renames)
 
 
 SIGNATURES: dict[str, Signature] = {

@@ -11,10 +11,18 @@ from sparsecomp.passes.registry import Facts, Items, Lost, LostKind, Result, tra
     "identity", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "T", "mT", "movedim", "squeeze",
     "unsqueeze", "expand", "expand_as", "view_as", "reshape_as", "narrow", "select", "diagonal", "unfold",
     "contiguous", "clone", "detach", "cpu", "cuda", "alias", "lift_fresh_copy", "requires_grad",
-    "repeat", "repeat_interleave", "tile", "roll", "flip", "index_select", "gather", "masked_select",
+    "repeat", "tile", "roll", "flip", "index_select", "gather", "masked_select",
 )  # fmt: skip
 def move(op: CanonicalOp, facts: Facts) -> Result:
     """The same elements in another place, order or number."""
+    return facts.of(op.input)
+
+
+@transfer("repeat_interleave")
+def repeat_interleave(op: CanonicalOp, facts: Facts) -> Result:
+    """Elements repeated in place; of counts alone it makes indices."""
+    if op.get("repeats") is None:
+        return Lost(LostKind.UNSUPPORTED, "repeat_interleave of counts gives indices")
     return facts.of(op.input)
 
 
