@@ -9,7 +9,7 @@ from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of
 from sparsecomp.passes.facts import Origin, SparsityFact
 from sparsecomp.passes.registry import Facts, Lost, LostKind, Result, transfer
-from sparsecomp.passes.transfer.pointwise import convert
+from sparsecomp.passes.transfer.pointwise import convert, maybe_bool
 
 
 @transfer("zeros", "zeros_like", "new_zeros", "zero")
@@ -46,7 +46,7 @@ def _stored(fact: SparsityFact | None, dtype: torch.dtype | None) -> SparsityFac
     if fact is None:
         return None
     fractional = fact.scale != 1.0 and (dtype is None or not dtype.is_floating_point)
-    return None if fractional else algebra.fit_dtype(fact, dtype)
+    return None if fractional else algebra.fit_dtype(maybe_bool(fact, dtype), dtype)
 
 
 @transfer("empty", "empty_like", "new_empty")

@@ -401,8 +401,15 @@ def cast(fact: SparsityFact, source: torch.dtype | None, target: torch.dtype | N
     if not algebra.is_dyadic(fact.scale) and not fact.is_zero:
         # The scale was rounded to the old dtype and would be rounded again.
         fact = algebra.zeros_kept(fact, finite=False)
-    fitted = algebra.fit_dtype(fact, target)
+    fitted = algebra.fit_dtype(maybe_bool(fact, target), target)
     return Lost(LostKind.UNSUPPORTED, f"conversion to {target} is not analysed") if fitted is None else fitted
+
+
+def maybe_bool(fact: SparsityFact, target: torch.dtype | None) -> SparsityFact:
+    """`fact` of values that go into a dtype: one that is not known may be bool, which makes 1 of all but 0."""
+    joined = fact if target is not None or fact.within(0, 1) else algebra.join((fact, algebra.constant(1)))
+    assert joined is not None
+    return joined
 
 
 def stored(facts: Facts, value: Any, into: Any) -> SparsityFact | None:
