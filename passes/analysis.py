@@ -158,10 +158,16 @@ class _Run:
         for node in self.order:
             node.meta.pop(RESHAPED, None)
             op = op_of(node, self.modules)
-            if op is not None and op.inplace and isinstance(op.input, fx.Node):
+            if op is None:
+                continue
+            # a conversion to the dtype that is there already gives the very tensor
+            may_be_input = op.inplace or op.name in _ALIASING or op.name not in TRANSFERS
+            if may_be_input and isinstance(op.input, fx.Node):
                 same[node] = same.get(op.input, op.input)
-                if op.name in _RESHAPING:
+                if op.inplace and op.name in _RESHAPING:
                     reshaped.add(same[node])
+            outs = op.out if isinstance(op.out, tuple | list) else (op.out,)
+            reshaped |= {same.get(out, out) for out in outs if isinstance(out, fx.Node)}
         for node in self.order:
             if same.get(node, node) in reshaped:
                 node.meta[RESHAPED] = True
@@ -427,6 +433,7 @@ class _Run:
             return
         if op.name == "setitem" and self._covered(op):
             return
+        result = self._outlives(result, target)
         fact = result.fact if isinstance(result, Kept) else result if isinstance(result, SparsityFact) else None
         self._overwrite(target, fact, Lost(LostKind.MUTATED, f"`{op.node.name}` writes to it in place"))
         if op.name != "setitem":
@@ -434,6 +441,14 @@ class _Run:
             self._record(op.node, result)
         self.reasons.pop(target, None)
         self._record(target, result)
+
+    def _outlives(self, result: Result, target: fx.Node) -> Result:
+        """`result` once it is written to `target`: it cannot be a multiple of a factor that lies there itself."""
+        if isinstance(result, SparsityFact) and isinstance(result.scale, str):
+            factor = self.by_name.get(result.scale)
+            if factor is not None and self.groups.same(factor, target):
+                return algebra.zeros_kept(result, finite=False)
+        return result
 
     def _write_unknown(self, op: CanonicalOp) -> None:
         """An in-place operator without a signature here: it may write to, and alias, all that it is given."""

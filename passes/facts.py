@@ -204,8 +204,11 @@ def fit_dtype(fact: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | N
         lo, hi = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     else:
         return None
-    if (dtype is None or dtype.is_floating_point) and not _below(fact, _LARGEST.get(dtype, _SMALLEST_MAXIMUM)):
-        fact = replace(fact, finite=False)
+    if dtype is None or dtype.is_floating_point:
+        if isinstance(fact.scale, float) and abs(fact.scale) < torch.finfo(dtype or torch.float16).tiny:
+            fact = fact.values_only()  # what is subnormal there, or zero, is no grid to divide by
+        if not _below(fact, _LARGEST.get(dtype, _SMALLEST_MAXIMUM)):
+            fact = replace(fact, finite=False)
     if fact.within(lo, hi):
         return fact
     if dtype is not None and dtype.is_floating_point:

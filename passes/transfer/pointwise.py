@@ -169,9 +169,19 @@ def clamp(op: CanonicalOp, facts: Facts) -> Result:
     low, high = None if low == -math.inf else low, None if high == math.inf else high
     if not all(bound is None or math.isfinite(bound) for bound in (low, high)):
         return Lost(LostKind.UNSUPPORTED, f"{op.name} to NaN or infinity ends the domain")
-    clipped = _clamped(fact, low, high, op.node.name)
+    dtype = dtype_of(op.node)
+    if not all(bound is None or _holds(dtype, bound) for bound in (low, high)):
+        return Lost(LostKind.UNSUPPORTED, f"{op.name} to what its dtype cannot hold ends the domain")
     # a bound is rounded to the dtype, too; without one, bfloat16 rounds most
-    return algebra.fit_dtype(clipped, dtype_of(op.node) or torch.bfloat16)
+    return algebra.fit_dtype(_clamped(fact, low, high, op.node.name), dtype or torch.bfloat16)
+
+
+def _holds(dtype: torch.dtype | None, number: float) -> bool:
+    """Whether a number does not wrap around in a dtype; None may be any."""
+    if dtype is not None and (dtype.is_floating_point or dtype is torch.bool):
+        return True
+    limits = torch.iinfo(dtype or torch.int8)
+    return (limits.min if dtype is not None else 0) <= number <= limits.max
 
 
 def _clamped(fact: SparsityFact | None, low: float | None, high: float | None, source: str) -> SparsityFact:
@@ -265,7 +275,10 @@ def masked_fill(op: CanonicalOp, facts: Facts) -> Result:
     fact, value = facts.of(op.input), op.get("value")
     if fact is None and facts.of(value) is not None and facts.of(value).is_zero:  # type: ignore[union-attr]
         return SparsityFact(None, None, origin=Origin.MASK, exact_zeros=True, source=op.node.name)
-    return either(op, facts, op.input, value)
+    written = stored(facts, value, op.input)
+    if fact is None or written is None:
+        return unknown_operand(op, op.input if fact is None else value)
+    return algebra.join((fact, written))
 
 
 def either(op: CanonicalOp, facts: Facts, first: Any, second: Any) -> Result:
@@ -276,12 +289,9 @@ def either(op: CanonicalOp, facts: Facts, first: Any, second: Any) -> Result:
     if a is None or b is None:
         return unknown_operand(op, first if a is None else second)
     joined = algebra.join((a, b))
-    return None if joined is None else algebra.fit_dtype(joined, dtype_of(op.node)) if _mixed(first, second) else joined
-
-
-def _mixed(first: Any, second: Any) -> bool:
-    """Operands of different dtypes are promoted, which may round."""
-    return dtype_of(first) != dtype_of(second)
+    # operands of different dtypes are promoted, which may round
+    alike = dtype_of(first) is not None and dtype_of(first) == dtype_of(second)
+    return joined if alike or joined is None else algebra.fit_dtype(joined, dtype_of(op.node))
 
 
 @transfer("bitwise_and", "bitwise_or", "bitwise_xor")

@@ -306,7 +306,7 @@ def resize(p: Program) -> None:
         lambda: p.call(F.pad, x, (1, 1, 1, 1), p.one(("reflect", "replicate"))),
         lambda: p.call(F.interpolate, x, scale_factor=2), lambda: p.call(F.interpolate, x, None, 2, "bilinear"),
         lambda: p.call(F.unfold, x, p.one((1, 2)), padding=p.one((0, 1))), lambda: p.call(F.unfold, x, 2, 1, 1),
-        lambda: p.method("unfold", x, 2, 2, 1), lambda: p.call(F.pixel_shuffle, x, 2),
+        lambda: p.method("unfold", x, 2, 2, 2), lambda: p.call(F.pixel_shuffle, x, 2),
     ])()  # fmt: skip
 
 

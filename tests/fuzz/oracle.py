@@ -202,7 +202,8 @@ def _in_float64(case: Case) -> Result | None:
         if node.op == "call_method":
             node.target = _TO_DOUBLE.get(str(node.target), node.target)
     gm.recompile()
-    wide = [value.detach().double() if value.is_floating_point() else value.clone() for value in case.inputs]
+    wide = [value.detach().clone() for value in case.inputs]
+    wide = [value.double() if value.is_floating_point() else value for value in wide]
     for value, old in zip(wide, case.inputs, strict=True):
         value.requires_grad_(old.requires_grad)
     try:

@@ -85,7 +85,10 @@ class Program:
 
     def pick(self, accepted: Callable[[Tensor], bool] = lambda value: True) -> fx.Node:
         """A tensor of some kind; later ones are likelier, so that programs grow deep."""
-        found = [node for node in self.tensors(accepted) if not node.name.startswith("weight")]
+        try:
+            found = [node for node in self.tensors(accepted) if not node.name.startswith("weight")]
+        except RuntimeError as error:  # a view that an operator in place has made invalid
+            raise Refused(str(error)) from error
         if not found:
             raise Refused("no such tensor")
         return found[max(self.rng.randrange(len(found)), self.rng.randrange(len(found)))]
