@@ -9,8 +9,8 @@ import warnings
 
 import torch
 
-from tests.fuzz.oracle import Broken, case_of, check, minimised, reproducer
 from tests.fuzz.operators import generate
+from tests.fuzz.oracle import Broken, case_of, check, minimised, reproducer
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     for seed in range(options.seed, options.seed + options.programs):
         try:
             case = case_of(generate(seed))
-            failure = check(case)
+            failure = check(case).failure
         except Broken:
             refused += 1
             continue

@@ -191,7 +191,8 @@ def clamp(p: Program) -> None:
         lambda: p.method("clamp", x, max=high), lambda: p.call(torch.clamp_min, x, 0 if low is None else low),
         lambda: p.call(torch.clamp_max, x, 0 if high is None else high), lambda: p.call(torch.clamp, x, p.like(x)),
         lambda: p.call(torch.clip, x, 0, 1), lambda: p.call(F.hardtanh, x, -1, p.one((0.5, 2))),
-        lambda: p.call(F.threshold, x, 0.5, p.one((0, 2.0))), lambda: p.call(torch.round, x, decimals=p.one((0, 1, -1))),
+        lambda: p.call(F.threshold, x, 0.5, p.one((0, 2.0))),
+        lambda: p.call(torch.round, x, decimals=p.one((0, 1, -1))),
     ])()  # fmt: skip
 
 
@@ -406,7 +407,8 @@ def write_part(p: Program) -> None:
     row = p.call(operator.getitem, p.like(x), slice(0, 1))
     p.one([
         lambda: p.call(operator.setitem, x, 0, source), lambda: p.call(operator.setitem, x, slice(0, 2), source),
-        lambda: p.call(operator.setitem, x, _mask(p, x), p.one(NUMBERS)), lambda: p.method("index_copy_", x, 0, rows, row),
+        lambda: p.call(operator.setitem, x, _mask(p, x), p.one(NUMBERS)),
+        lambda: p.method("index_copy_", x, 0, rows, row),
         lambda: p.method("index_put_", x, (rows,), row), lambda: p.method("index_put_", x, (rows,), row, True),
         lambda: p.method("index_add_", x, 0, rows, row), lambda: p.call(torch.index_fill, x, 0, rows, p.one((0, 1))),
         lambda: p.method("scatter_", x, 0, p.call(torch.argmax, x, 0, True), p.one((1, 0, 2))),
@@ -483,9 +485,7 @@ def convolution(p: Program) -> None:
     groups = p.one((1, 1, channels))
     weight = _weight(p, 2 * groups, channels // groups, *([p.one((1, 2, 3))] * rank), dtype=dtype)
     stride, padding, dilation = p.one((1, 2)), p.one((0, 1, "same", "valid")), p.one((1, 1, 2))
-    p.layers.append(
-        p.call(function, x, weight, _bias(p, 2 * groups, dtype), stride, padding, dilation, groups)
-    )
+    p.layers.append(p.call(function, x, weight, _bias(p, 2 * groups, dtype), stride, padding, dilation, groups))
 
 
 @step

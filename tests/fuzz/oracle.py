@@ -31,6 +31,14 @@ class Failure:
     detail: str
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program: its first failure, and whether forced sparse operators replaced a layer."""
+
+    failure: Failure | None
+    rewritten: bool = False
+
+
 class Broken(Exception):
     """Eager itself refuses the program, or its backward pass."""
 
@@ -91,8 +99,8 @@ def _gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tens
     return list(torch.autograd.grad(total, leaves, allow_unused=True))
 
 
-def check(case: Case) -> Failure | None:
-    """The first property that does not hold.
+def check(case: Case) -> Outcome:
+    """The first property that does not hold, if any.
 
     Raises:
         Broken: eager refuses the program.
@@ -100,13 +108,10 @@ def check(case: Case) -> Failure | None:
     expected = run(case.gm, case.fresh(), case.training)
     failure = _facts(case, case.gm, "fact") or _facts(case, _without_examples(case.gm), "fact without shapes")
     if failure is not None:
-        return failure
+        return Outcome(failure)
     exact = _in_float64(case)
-    for implementation in ("binary", "dense"):
-        failure = _rewrite(case, implementation, expected, exact)
-        if failure is not None:
-            return failure
-    return None
+    binary, dense = (_rewrite(case, way, expected, exact) for way in ("binary", "dense"))
+    return Outcome(binary.failure or dense.failure, binary.rewritten)
 
 
 def _facts(case: Case, gm: fx.GraphModule, kind: str) -> Failure | None:
@@ -137,7 +142,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _rewrite(case: Case, implementation: str, expected: Result, exact: Result | None) -> Failure | None:
+def _rewrite(case: Case, implementation: str, expected: Result, exact: Result | None) -> Outcome:
     gm = _copied(case.gm)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     values = {node: value for node, value in zip(placeholders, case.inputs, strict=True) if "weight" in node.name}
@@ -146,14 +151,14 @@ def _rewrite(case: Case, implementation: str, expected: Result, exact: Result | 
         with torch.set_grad_enabled(case.training):
             report = pipeline.run(gm, options, values=values)
     except Exception as error:
-        return Failure(f"the rewrite fails ({implementation})", f"{type(error).__name__}: {error}")
+        return Outcome(Failure(f"the rewrite fails ({implementation})", f"{type(error).__name__}: {error}"))
     if not report.rewritten:
-        return None
+        return Outcome(None)
     try:
         found = run(gm, case.fresh(), case.training)
     except Broken as error:
-        return Failure(f"the rewritten graph fails ({implementation})", str(error))
-    return _compared(found, expected, exact, implementation)
+        return Outcome(Failure(f"the rewritten graph fails ({implementation})", str(error)), True)
+    return Outcome(_compared(found, expected, exact, implementation), True)
 
 
 def _compared(found: Result, expected: Result, exact: Result | None, implementation: str) -> Failure | None:
@@ -234,7 +239,7 @@ def minimised(case: Case, failure: Failure, tries: int = 300) -> Case:
 def _fails_alike(case: Case, failure: Failure) -> bool:
     try:
         annotate(case.gm, case.inputs)
-        found = check(case)
+        found = check(case).failure
     except Exception:
         return False
     return found is not None and found.kind == failure.kind
