@@ -7,6 +7,7 @@ members, and a reader that comes later sees the weakened fact. What an unknown o
 was given; what an opaque module was given may have been written to.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,24 +15,28 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsecomp import neurons
+from sparsecomp import _compat, neurons
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes import spike_sources, transfer
 from sparsecomp.passes.aliases import AliasGroups
-from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of, has_hooks, op_of, shape_of, target_name
+from sparsecomp.passes.canonicalize import RESHAPED, CanonicalOp, dtype_of, has_hooks, op_of, shape_of, target_name
 from sparsecomp.passes.facts import Origin, SparsityFact
-from sparsecomp.passes.registry import TRANSFERS, Items, Kept, Lost, LostKind, Result
+from sparsecomp.passes.registry import TRANSFERS, Items, Kept, Lost, LostKind, Result, Transfer
 
 __all__ = ["Analysis", "analyse", "spike_sources", "transfer"]
+
+log = logging.getLogger("sparsecomp")
 
 _ALIASING = frozenset({
     "identity", "view", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "T", "mT", "movedim", "squeeze",
     "unsqueeze", "expand", "expand_as", "view_as", "reshape_as", "narrow", "select", "diagonal", "unfold", "contiguous",
     "detach", "cpu", "cuda", "alias", "requires_grad", "chunk", "split", "tensor_split", "unbind", "getitem", "getattr",
     "to", "type_as", "type", "float", "double", "half", "bfloat16", "bool", "int", "long", "short", "byte", "char",
-    "dropout", "dropout1d", "dropout2d", "dropout3d",
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "as_tensor",
 })  # fmt: skip
 """Results that may share storage with the first argument."""
+_RESHAPING = frozenset({"squeeze", "unsqueeze", "transpose", "t", "as_strided", "resize", "resize_as", "set"})
+"""Operators that, in place, change the shape of the tensor they are given."""
 _OWN_OPERATORS = "sparsecomp::"
 """What an earlier rule put in the graph: functional, with results of their own."""
 
@@ -124,6 +129,7 @@ class _Run:
 
     def run(self) -> Analysis:
         self.order = {node: position for position, node in enumerate(self.gm.graph.nodes)}
+        self._mark_reshaped()
         self.last_use = {
             node: max((self.order[user] for user in node.users), default=-1) for node in self.gm.graph.nodes
         }
@@ -144,6 +150,27 @@ class _Run:
             outputs_share=not distinct,
             last_writes={node: self.groups.last_possible_write(node) for node in self.order},
         )
+
+    def _mark_reshaped(self) -> None:
+        """Marks the nodes that are one tensor with one whose shape an operator changes in place."""
+        same: dict[fx.Node, fx.Node] = {}
+        reshaped: set[fx.Node] = set()
+        for node in self.order:
+            node.meta.pop(RESHAPED, None)
+            op = op_of(node, self.modules)
+            if op is None:
+                continue
+            # a conversion to the dtype that is there already gives the very tensor
+            may_be_input = op.inplace or op.name in _ALIASING or op.name not in TRANSFERS
+            if may_be_input and isinstance(op.input, fx.Node):
+                same[node] = same.get(op.input, op.input)
+                if op.inplace and op.name in _RESHAPING:
+                    reshaped.add(same[node])
+            outs = op.out if isinstance(op.out, tuple | list) else (op.out,)
+            reshaped |= {same.get(out, out) for out in outs if isinstance(out, fx.Node)}
+        for node in self.order:
+            if same.get(node, node) in reshaped:
+                node.meta[RESHAPED] = True
 
     def _shared_outputs(self) -> tuple[set[int], bool]:
         """The inputs that outputs may alias, and whether all outputs have storage of their own."""
@@ -255,7 +282,7 @@ class _Run:
         if op is None:
             self._visit_opaque(node)
             return
-        function = TRANSFERS.get(op.name)
+        function = TRANSFERS.get(op.name) if op.known or "::" in op.name else None
         result = self._transfer(op, function)
         if op.out is not None:
             self._write_out(op, result)
@@ -266,16 +293,24 @@ class _Run:
             self._apply_effects(op, known=function is not None)
             self._record(node, result)
 
-    def _transfer(self, op: CanonicalOp, function: Any) -> Result:
+    def _transfer(self, op: CanonicalOp, function: Transfer | None) -> Result:
         if op.step_mode == "m" and op.name in ("flatten", "unflatten"):
             return self.of(op.input)
-        if function is not None and (op.known or "::" in op.name):
-            result = function(op, self)
+        if function is not None:
+            result = self._guarded(function, op)
         else:
             result = Lost(LostKind.UNSUPPORTED, f"{op.name} is not analysed") if self._any_fact(op.node) else None
         if result is None:
             result = self._first_reason(op.node)
         return result
+
+    def _guarded(self, function: Transfer, op: CanonicalOp) -> Result:
+        """What a transfer function says; if it fails, that costs the fact of one node."""
+        try:
+            return function(op, self)
+        except Exception as error:
+            log.warning("%s could not be analysed", op.node.name, exc_info=True)
+            return Lost(LostKind.FAILED, f"{op.name} could not be analysed: {type(error).__name__}: {error}")
 
     def _any_fact(self, node: fx.Node) -> bool:
         return any(argument in self.current_facts for argument in node.all_input_nodes)
@@ -370,14 +405,11 @@ class _Run:
             for index in inner.written_inputs:
                 if index < len(args) and isinstance(args[index], fx.Node):
                     self._overwrite(args[index], None, Lost(LostKind.MUTATED, f"`{node.name}` writes to it"))
-        elif "::" in op.name and not (known and not op.name.startswith("higher_order::")) and not _is_functional(node):
+        elif _may_write(op, known):
             self._write_all(node, f"`{op.name}` may write to its arguments")
-        elif not op.known and "::" not in op.name and any(value is True for value in node.args):
-            self._write_all(node, f"`{op.name}` may be told to work in place")
-        elif op.name == "batch_norm" and op.get("training"):
-            for statistic in (op.get("running_mean"), op.get("running_var")):
-                if isinstance(statistic, fx.Node):
-                    self._overwrite(statistic, None, Lost(LostKind.MUTATED, f"`{node.name}` updates it"))
+        elif op.known:
+            for written in _also_written(op):
+                self._overwrite(written, None, Lost(LostKind.MUTATED, f"`{node.name}` updates it"))
 
     def _write_all(self, node: fx.Node, why: str) -> None:
         for argument in node.all_input_nodes:
@@ -401,6 +433,7 @@ class _Run:
             return
         if op.name == "setitem" and self._covered(op):
             return
+        result = self._outlives(result, target)
         fact = result.fact if isinstance(result, Kept) else result if isinstance(result, SparsityFact) else None
         self._overwrite(target, fact, Lost(LostKind.MUTATED, f"`{op.node.name}` writes to it in place"))
         if op.name != "setitem":
@@ -408,6 +441,14 @@ class _Run:
             self._record(op.node, result)
         self.reasons.pop(target, None)
         self._record(target, result)
+
+    def _outlives(self, result: Result, target: fx.Node) -> Result:
+        """`result` once it is written to `target`: it cannot be a multiple of a factor that lies there itself."""
+        if isinstance(result, SparsityFact) and isinstance(result.scale, str):
+            factor = self.by_name.get(result.scale)
+            if factor is not None and self.groups.same(factor, target):
+                return algebra.zeros_kept(result, finite=False)
+        return result
 
     def _write_unknown(self, op: CanonicalOp) -> None:
         """An in-place operator without a signature here: it may write to, and alias, all that it is given."""
@@ -447,7 +488,7 @@ class _Run:
         if made_by is None or made_by.name not in ("empty", "empty_like", "new_empty") or made_by.inplace:
             return False
         rows = shape[0] if shape else None
-        value = transfer.mutation.stored(self, op.get("value"), base)
+        value = transfer.pointwise.stored(self, op.get("value"), base)
         fresh = self.groups.last_write(base) < 0 or base in self.coverage
         if not rows or type(index) is not int or value is None or not fresh or self.groups.size(base) != 1:
             return False
@@ -503,6 +544,24 @@ def _is_pure_layer(module: nn.Module) -> bool:
     return all(type(part).__module__.startswith("torch.nn.modules.") for part in parts) and not any(
         getattr(part, "inplace", False) or has_hooks(part) for part in parts
     )
+
+
+def _also_written(op: CanonicalOp) -> list[fx.Node]:
+    """What a call that is not in place writes to all the same, of which torch's schemas say nothing."""
+    written: tuple[Any, ...] = ()
+    if op.name in ("batch_norm", "instance_norm") and op.get("training") is not False:
+        written = (op.get("running_mean"), op.get("running_var"))
+    elif op.name == "embedding" and op.get("max_norm") is not None:
+        written = (op.get("weight"),)
+    return [node for node in written if isinstance(node, fx.Node)]
+
+
+def _may_write(op: CanonicalOp, known: bool) -> bool:
+    """Whether a call that is not in place may write to what it is given; `known`: it has a transfer function."""
+    if "::" in op.name:
+        return not (known and not op.name.startswith("higher_order::")) and not _is_functional(op.node)
+    told = any(value is True for value in op.node.args) or op.node.kwargs.get("max_norm") is not None
+    return not op.known and (told or not _compat.is_functional(op.name))
 
 
 def _is_functional(node: fx.Node) -> bool:

@@ -7,12 +7,13 @@ nothing, so later stages still find the modules and methods they need.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from sparsecomp.passes.signatures import MODULE_OPS, SIGNATURES
+from sparsecomp.passes.signatures import MODULE_OPS, VALUELESS, Form, Signature, signature_of
 
 _ALIASES = {
     "add": ("__add__", "__radd__", "__iadd__", "iadd"),
@@ -20,7 +21,7 @@ _ALIASES = {
     "rsub": ("__rsub__",),
     "mul": ("__mul__", "__rmul__", "__imul__", "imul", "multiply"),
     "div": ("__truediv__", "__itruediv__", "truediv", "itruediv", "divide", "true_divide"),
-    "floor_divide": ("floordiv", "ifloordiv"),
+    "floor_divide": ("floordiv", "ifloordiv", "__floordiv__"),
     "pow": ("ipow", "__pow__"),
     "bitwise_or": ("or", "or_", "ior", "__or__", "__ior__"),
     "bitwise_and": ("and", "and_", "iand", "__and__", "__iand__"),
@@ -43,7 +44,6 @@ _ALIASES = {
     "getitem": ("__getitem__",),
     "setitem": ("__setitem__",),
     "to": ("_to_copy",),
-    "reshape": ("_reshape_alias",),
     "sigmoid": ("special_expit", "expit"),
 }
 _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
@@ -56,9 +56,13 @@ _OP_PACKET = type(torch.ops.aten.add)
 _TORCH_ROOTS = ("torch", "_operator", "operator", "math", "builtins")
 _SHARED_NAMESPACES = {
     "torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "torch._tensor", "torch._C.TensorBase",
-    "torch._VF", "_operator", "operator", "builtins",
+    "torch._VF", "_operator", "operator",
 }  # fmt: skip
 """Where one name means one operator; `torch.masked.sum` or `torch.fft.ifft` are others."""
+_PYTHON_NAMES = {"builtins.abs": "abs", "builtins.getattr": "getattr", "torch.nn.functional.unfold": "im2col"}
+"""Functions by full name: built-ins that mean torch's operator, and functions that mean another than their name's."""
+RESHAPED = "sparsecomp_reshaped"
+"""Key of `node.meta`: operators in place change the tensor's shape, so that no one example stands for it."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def op_of(node: fx.Node, modules: Mapping[str, nn.Module] | None = None) -> Cano
     kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
     if kwargs.get("inplace") is True:
         inplace = True
-    args, known = _bind(name, node.args, kwargs)
+    args, known = _bind(name, _form(node), node.args, kwargs)
     if args.get("inplace") is True:
         inplace = True
     return CanonicalOp(name, args, node, inplace, known=known, out=out)
@@ -133,7 +137,20 @@ def target_name(node: fx.Node) -> str | None:
         module = "torch"  # method descriptors such as torch.Tensor.mul
     if name is None or module is None or module.split(".")[0] not in _TORCH_ROOTS:
         return None
-    return name if module in _SHARED_NAMESPACES else f"{module}.{name}"
+    full = f"{module}.{name}"
+    return _PYTHON_NAMES.get(full) or (name if module in _SHARED_NAMESPACES else full)
+
+
+def _form(node: fx.Node) -> Form:
+    """How the call of a torch operator is spelled."""
+    target = node.target
+    if node.op == "call_method" or hasattr(target, "__objclass__") or _module_name(target) == "torch._tensor":
+        return Form.METHOD
+    return Form.PYTHON if isinstance(target, FunctionType) else Form.ATEN
+
+
+def _module_name(target: object) -> str | None:
+    return getattr(target, "__module__", None)
 
 
 def canonical_name(raw: str) -> tuple[str, bool]:
@@ -174,7 +191,7 @@ def example_of(value: object) -> Any:
     """The fake or real tensor (or fx `TensorMetadata`) that stands for a node, None if the graph carries none."""
     if isinstance(value, torch.Tensor):
         return value
-    if not isinstance(value, fx.Node):
+    if not isinstance(value, fx.Node) or RESHAPED in value.meta:
         return None
     for key in ("example_value", "val", "tensor_meta"):
         example = value.meta.get(key)
@@ -188,21 +205,30 @@ def _overload_name(target: Any) -> str:
     qualified = target.name() if isinstance(target, _OP_OVERLOAD) else str(target).replace(".", "::")
     namespace, _, name = qualified.partition("::")
     name = name.split(".")[0]
-    return name if namespace in ("aten", "prims") else f"{namespace}::{name}"
+    return name if namespace == "aten" else f"{namespace}::{name}"
 
 
-def _bind(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Arguments by parameter name."""
-    signature = SIGNATURES.get(name)
-    if signature is None or (len(args) > len(signature.names) and signature.variadic is None):
+def _bind(
+    name: str, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], bool]:
+    """Arguments by parameter name, and whether the signature has a place for each of them."""
+    signature = signature_of(name, form)
+    positional = args if signature is None else _gather_variadic(signature.names, signature.variadic, args)
+    named = {} if signature is None else {_parameter(signature, key): value for key, value in kwargs.items()}
+    if signature is None or len(positional) > len(signature.names) or not named.keys() <= _places(signature):
         bound = {f"other_{index}": value for index, value in enumerate(args)}
         return {**bound, **kwargs}, False
-    positional = _gather_variadic(signature.names, signature.variadic, args)
-    bound = {parameter: signature.defaults.get(parameter) for parameter in signature.names}
+    bound = {parameter: signature.defaults.get(parameter) for parameter in (*signature.names, *signature.named)}
     bound.update(zip(signature.names, positional, strict=False))
-    for key, value in kwargs.items():
-        bound[signature.renames.get(key, key)] = value
-    return bound, True
+    return {**bound, **named}, True
+
+
+def _places(signature: Signature) -> set[str]:
+    return {*signature.names, *signature.named, *VALUELESS}
+
+
+def _parameter(signature: Signature, keyword: str) -> str:
+    return keyword if keyword in signature.names else signature.renames.get(keyword, keyword)
 
 
 def _gather_variadic(names: tuple[str, ...], variadic: str | None, args: tuple[Any, ...]) -> tuple[Any, ...]:

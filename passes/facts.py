@@ -23,7 +23,13 @@ _INTEGER_LIMIT = {
     torch.bfloat16: 2**8,
 }
 _UNKNOWN_DTYPE_RANGE = (0, 127)
-_SMALLEST_MAXIMUM = 65504  # the largest finite float16
+_SMALLEST_MAXIMUM = 65504.0  # the largest finite float16, for a dtype that is not known
+_LARGEST: dict[torch.dtype | None, float] = {
+    torch.float64: 1.7e308,
+    torch.float32: 3.4e38,
+    torch.float16: _SMALLEST_MAXIMUM,
+    torch.bfloat16: 3.3e38,
+}
 
 
 class Origin(Enum):
@@ -118,9 +124,9 @@ class SparsityFact:
         ends = [None if bound is None else bound * self.scale for bound in (self.lo, self.hi)]
         if self.scale < 0:
             ends.reverse()
-        lo = None if ends[0] is None else math.floor(ends[0])
-        hi = None if ends[1] is None else math.ceil(ends[1])
-        return lo, hi
+        # beyond 2**53 no dtype holds every integer: such a bound would only make arithmetic overflow
+        lo, hi = (None if end is None or abs(end) > 2**53 else end for end in ends)
+        return None if lo is None else math.floor(lo), None if hi is None else math.ceil(hi)
 
     def values_only(self) -> "SparsityFact":
         """The same bounds and zeros without the grid."""
@@ -198,6 +204,11 @@ def fit_dtype(fact: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | N
         lo, hi = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     else:
         return None
+    if dtype is None or dtype.is_floating_point:
+        if isinstance(fact.scale, float) and abs(fact.scale) < torch.finfo(dtype or torch.float16).tiny:
+            fact = fact.values_only()  # what is subnormal there, or zero, is no grid to divide by
+        if not _below(fact, _LARGEST.get(dtype, _SMALLEST_MAXIMUM)):
+            fact = replace(fact, finite=False)
     if fact.within(lo, hi):
         return fact
     if dtype is not None and dtype.is_floating_point:
@@ -209,10 +220,19 @@ def fit_dtype(fact: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | N
 
 
 def _round_outside(fact: SparsityFact, limit: int) -> SparsityFact:
-    """Drop the bounds beyond the integer limit of a float dtype; infinity is then possible."""
+    """Drop the bounds beyond the integer limit of a float dtype."""
     lo = fact.lo if fact.lo is not None and abs(fact.lo) <= limit else None
     hi = fact.hi if fact.hi is not None and abs(fact.hi) <= limit else None
-    return replace(fact, lo=lo, hi=hi, finite=fact.finite and fact.within(-_SMALLEST_MAXIMUM, _SMALLEST_MAXIMUM))
+    return replace(fact, lo=lo, hi=hi)
+
+
+def _below(fact: SparsityFact, largest: float) -> bool:
+    """Whether no element is so large that a dtype with numbers up to `largest` makes it infinite."""
+    if isinstance(fact.scale, str):
+        return fact.within(-1, 1)
+    if fact.lo is None or fact.hi is None:
+        return False
+    return all(abs(bound * fact.scale) <= largest for bound in (fact.lo, fact.hi))
 
 
 def join(facts: Iterable[SparsityFact | None]) -> SparsityFact | None:

@@ -24,14 +24,14 @@ the kernels they replace. With 64 MiB an H100 has work for longer: a layer is 1.
 a CPU torch scatters by a mask in one thread, a quarter as fast; by positions Inductor is 1.1 to 1.6 times as fast."""
 _LEAST_REPLAYED = 2 << 20
 """For CUDA graphs, which need no host."""
-_LINEAR = {
-    "add": (0, 1), "sub": (0, 1), "rsub": (0, 1), "neg": (0,), "clone": (0,), "mul": (0, 1), "div": (0,),
-    "where": (1, 2), "masked_fill": (0,), "masked_scatter": (0, 2), "index_put": (0, 2), "index_copy": (0, 3),
-    "index_fill": (0,), "scatter": (0, 3), "setitem": (0, 2), **dict.fromkeys(CASTS, (0,)),
+_LINEAR: dict[str, set[str]] = {
+    "add": {"input", "other"}, "sub": {"input", "other"}, "rsub": {"input", "other"}, "neg": {"input"},
+    "clone": {"input"}, "mul": {"input", "other"}, "div": {"input"}, "where": {"input", "other"},
+    "masked_fill": {"input"}, "masked_scatter": {"input", "source"}, "index_put": {"input", "values"},
+    "index_copy": {"input", "source"}, "index_fill": {"input"}, "scatter": {"input", "src"},
+    "setitem": {"input", "value"}, **dict.fromkeys(CASTS, {"input"}),
 }  # fmt: skip
-"""By operator: the places of arguments whose sum, each times constants, is the result."""
-_ROUNDING = {"reduce", "rounding_mode"}
-"""Arguments that make an operator of these another."""
+"""By operator: the arguments whose sum, each times constants, is the result."""
 
 
 def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Plan | Refusal:
@@ -116,15 +116,12 @@ def _is_linear(part: Formula) -> bool:
 
 
 def _is_linear_step(op: CanonicalOp, read: list[fx.Node]) -> bool:
-    args = op.node.args
-    places = [place for place, argument in enumerate(args) if argument in read]
-    by_name = any(argument in read for argument in op.node.kwargs.values())
-    # torch.where's arguments are in another order as a method; a product of two would be none of constants
-    if by_name or not _ROUNDING.isdisjoint(op.node.kwargs) or (op.name == "where" and op.node.op == "call_method"):
-        return False
-    nested = set(read) - {argument for argument in args if isinstance(argument, fx.Node)}
-    alone = op.name != "mul" or len(places) == 1
-    return not nested and alone and set(places) <= set(_LINEAR.get(op.name, ()))
+    names = {name for name, argument in op.args.items() if isinstance(argument, fx.Node) and argument in read}
+    nested = set(read) - {op.args[name] for name in names}
+    # a product of two would be none of constants
+    alone = op.name != "mul" or len(names) == 1
+    rounds = op.get("rounding_mode") is not None
+    return op.known and not rounds and not nested and alone and names <= _LINEAR.get(op.name, set())
 
 
 def _holds(node: object, dtype: torch.dtype) -> bool:

@@ -27,8 +27,9 @@ from sparsecomp.passes import (
     spike_linear,
 )
 from sparsecomp.passes.analysis import Analysis, analyse
-from sparsecomp.passes.canonicalize import example_of
+from sparsecomp.passes.canonicalize import RESHAPED, example_of
 from sparsecomp.passes.location import user_location
+from sparsecomp.passes.registry import LostKind
 from sparsecomp.passes.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, module_path, refuse
 from sparsecomp.report import PassRecord, Report, Site
 
@@ -89,13 +90,19 @@ def run(
 
 def _analysed(gm: fx.GraphModule, options: Options, report: Report) -> Analysis | None:
     try:
-        return analyse(gm)
+        analysis = analyse(gm)
     except Exception as error:
         if options.strict:
             raise RuleError(f"the analysis failed: {error}") from error
         log.warning("the analysis failed: everything stays dense", exc_info=True)
         report.note(f"the analysis failed, everything stays dense: {_brief(error)}")
         return None
+    for node, why in analysis.reasons.items():
+        if why.kind is LostKind.FAILED:
+            if options.strict:
+                raise RuleError(f"the analysis failed at {node.name}: {why}")
+            report.note(f"the analysis failed at {node.name}: {why}")
+    return analysis
 
 
 def _run_rule(rule: Rule, ctx: Context) -> int:
@@ -224,7 +231,10 @@ def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
 
 
 def _inputs_known(node: fx.Node) -> bool:
-    return all("example_value" in argument.meta for argument in node.all_input_nodes)
+    """Whether the call can be made on examples: none is missing, or of a tensor whose shape changes in place."""
+    if RESHAPED in node.meta:
+        return False
+    return all("example_value" in argument.meta and RESHAPED not in argument.meta for argument in node.all_input_nodes)
 
 
 def _check_same(old: fx.Node, new: fx.Node) -> None:

@@ -31,6 +31,7 @@ class LostKind(Enum):
     OPAQUE = "opaque"
     NOT_A_SOURCE = "not_a_source"
     UNKNOWN_OPERAND = "unknown_operand"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,27 @@ torch's built-in functions have no inspectable signature, so the few names that 
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from torch import nn
 
 
+class Form(Enum):
+    """How a call is spelled: one name can take its arguments in another order in each of these."""
+
+    ATEN = "torch.f, torch.ops.aten.f: the order of torch's schema"
+    PYTHON = "torch.nn.functional.f and other functions written in Python"
+    METHOD = "Tensor.f: the tensor first, the rest in the schema's order"
+
+
 @dataclass(frozen=True)
 class Signature:
-    """Parameter names in order, their defaults, the parameter that takes varargs, and other keyword spellings."""
+    """Parameter names in order (and those given by name only), their defaults, the parameter that takes varargs, and
+    other keyword spellings."""
 
     names: tuple[str, ...]
+    named: tuple[str, ...]
     defaults: Mapping[str, Any]
     variadic: str | None = None
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -25,9 +36,41 @@ _RENAMES = {
     "self": "input",
     "axis": "dim",
     "mat2": "other",
+    "tensor2": "other",
     "exponent": "other",
     "split_size_or_sections": "split_size",
+    "split_sizes": "split_size",
+    "train": "training",
 }
+_OWN_RENAMES = {
+    "matmul": {"vec2": "other"},
+    "max": {"other": "dim"},
+    "min": {"other": "dim"},
+    "any": {"dims": "dim"},
+    "reshape": {"shape": "size"},
+    "view": {"dtype": "size"},
+    "transpose": {"axis0": "dim0", "axis1": "dim1"},
+    "repeat": {"repeats": "size"},
+    "tile": {"dims": "size"},
+    "where": {"x": "input", "y": "other"},
+    "scatter": {"value": "src"},
+    "split": {"tensor": "input"},
+    "tensor_split": {"indices": "indices_or_sections", "sections": "indices_or_sections",
+                     "tensor_indices_or_sections": "indices_or_sections"},
+    "embedding": {"indices": "input"},
+    "one_hot": {"tensor": "input"},
+    "instance_norm": {"use_input_stats": "training"},
+    "tensor": {"t": "data"},
+    "as_tensor": {"t": "data"},
+    "scalar_tensor": {"s": "data"},
+    "copy": {"other": "src"},
+}  # fmt: skip
+"""Keywords of one operator that mean a parameter of another name."""
+VALUELESS = frozenset({
+    "device", "dtype", "layout", "pin_memory", "requires_grad", "memory_format", "generator", "non_blocking", "copy",
+    "sparse_grad", "output_size", "_stacklevel", "cudnn_enabled", "cudnn_enable", "names", "implicit",
+})  # fmt: skip
+"""Keywords that change where or in which type a result is stored (its node knows the type), not what is computed."""
 
 _UNARY = [
     "abs",
@@ -66,7 +109,10 @@ _UNARY = [
     "sin",
     "cos",
     "erf",
-    "logsigmoid",
+    "log_sigmoid",
+    "alias",
+    "lift_fresh_copy",
+    "softsign",
     "reciprocal",
     "isnan",
     "isinf",
@@ -75,7 +121,6 @@ _UNARY = [
     "zero",
     "mT",
     "T",
-    "requires_grad",
 ]
 _BINARY = [
     "mul",
@@ -98,6 +143,8 @@ _BINARY = [
     "bitwise_xor",
     "matmul",
 ]
+_NORM_STATS = "running_mean=None running_var=None weight=None bias=None"
+_ATEN_STATS = "weight=None bias=None running_mean=None running_var=None"
 _CONV = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
 _MAX_POOL = "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False"
 _AVG_POOL = "input kernel_size stride=None padding=0 ceil_mode=False count_include_pad=True divisor_override=None"
@@ -125,8 +172,8 @@ _OTHERS = {
     "masked_fill": "input mask value",
     "masked_scatter": "input mask source",
     "heaviside": "input values",
-    "softmax": "input dim=None dtype=None",
-    "log_softmax": "input dim=None dtype=None",
+    "softmax": "input dim dtype=None",
+    "log_softmax": "input dim dtype=None",
     "dropout": "input p=0.5 training=True inplace=False",
     "dropout1d": "input p=0.5 training=True inplace=False",
     "dropout2d": "input p=0.5 training=True inplace=False",
@@ -135,7 +182,9 @@ _OTHERS = {
     "batch_norm": "input running_mean running_var weight=None bias=None training=False momentum=0.1 eps=1e-05",
     "layer_norm": "input normalized_shape weight=None bias=None eps=1e-05",
     "group_norm": "input num_groups weight=None bias=None eps=1e-05",
-    "instance_norm": "input",
+    "instance_norm": f"input {_NORM_STATS} training=True momentum=0.1 eps=1e-05",
+    "local_response_norm": "input size alpha=0.0001 beta=0.75 k=1.0",
+    "bilinear": "input1 input2 weight bias=None",
     "rms_norm": "input normalized_shape weight=None eps=None",
     "linear": "input weight bias=None",
     "conv1d": _CONV,
@@ -144,10 +193,11 @@ _OTHERS = {
     "conv_transpose1d": "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1",
     "conv_transpose2d": "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1",
     "conv_transpose3d": "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1",
-    "addmm": "input mat1 mat2 beta=1 alpha=1",
-    "baddbmm": "input batch1 batch2 beta=1 alpha=1",
-    "scaled_dot_product_attention": "input key value",
-    "embedding": "input weight",
+    "addmm": "input mat1 mat2 * beta=1 alpha=1",
+    "baddbmm": "input batch1 batch2 * beta=1 alpha=1",
+    "scaled_dot_product_attention":
+        "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
+    "embedding": "input weight padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False sparse=False",
     "max_pool1d": _MAX_POOL,
     "max_pool2d": _MAX_POOL,
     "max_pool3d": _MAX_POOL,
@@ -161,8 +211,9 @@ _OTHERS = {
     "adaptive_avg_pool2d": "input output_size",
     "adaptive_avg_pool3d": "input output_size",
     "pad": "input pad mode='constant' value=None",
-    "interpolate": "input size=None scale_factor=None mode='nearest' align_corners=None",
-    "upsample_nearest2d": "input",
+    "interpolate": "input size=None scale_factor=None mode='nearest' align_corners=None recompute_scale_factor=None "
+    "antialias=False",
+    "im2col": "input kernel_size dilation padding stride",
     "mean": "input dim=None keepdim=False dtype=None",
     "sum": "input dim=None keepdim=False dtype=None",
     "amax": "input dim=None keepdim=False",
@@ -176,7 +227,8 @@ _OTHERS = {
     "cumsum": "input dim dtype=None",
     "one_hot": "input num_classes=-1",
     "bernoulli": "input p=None",
-    "to": "input dtype=None second=None non_blocking=None copy=None",
+    "to": "input other=None second=None third=None fourth=None",
+    "requires_grad": "input requires_grad=True",
     "getattr": "input name",
     "type_as": "input other",
     "type": "input dtype=None non_blocking=None",
@@ -197,7 +249,7 @@ _OTHERS = {
     "masked_select": "input mask",
     "roll": "input shifts dims=None",
     "flip": "input dims",
-    "repeat_interleave": "input repeats dim=None",
+    "repeat_interleave": "input repeats=None dim=None",
     "tril": "input diagonal=0",
     "triu": "input diagonal=0",
     "diagonal": "input offset=0 dim1=0 dim2=1",
@@ -217,19 +269,17 @@ _OTHERS = {
     "index_put": "input indices values accumulate=False",
     "index_copy": "input dim index source",
     "index_fill": "input dim index value",
-    "index_add": "input dim index source",
+    "index_add": "input dim index source alpha=1",
     "scatter": "input dim index src",
     "scatter_add": "input dim index src",
+    "uniform": "input from=0.0 to=1.0",
     "zeros_like": "input",
     "ones_like": "input",
     "full_like": "input fill_value",
     "empty_like": "input",
     "rand_like": "input",
     "randn_like": "input",
-    "new_zeros": "input size",
-    "new_ones": "input size",
     "new_full": "input size fill_value",
-    "new_empty": "input size",
     "full": "size fill_value",
     "tensor": "data",
     "as_tensor": "data",
@@ -242,6 +292,9 @@ _VARIADIC = {
     "expand": "input size",
     "repeat": "input size",
     "tile": "input size",
+    "new_zeros": "input size",
+    "new_ones": "input size",
+    "new_empty": "input size",
     "zeros": "size",
     "ones": "size",
     "empty": "size",
@@ -250,22 +303,48 @@ _VARIADIC = {
 }
 
 
-def _parse(text: str, variadic: bool = False) -> Signature:
-    names, defaults = [], {}
-    for part in text.split():
-        name, _, default = part.partition("=")
-        names.append(name)
+_OTHER_FORMS = {
+    (Form.METHOD, "where"): "input condition other",
+    (Form.ATEN, "batch_norm"): f"input {_ATEN_STATS} training momentum eps cudnn_enabled=None",
+    (Form.ATEN, "instance_norm"): f"input {_ATEN_STATS} training momentum eps cudnn_enabled=None",
+    (Form.ATEN, "dropout"): "input p training",
+    (Form.ATEN, "alpha_dropout"): "input p training",
+    (Form.ATEN, "embedding"): "weight input padding_idx=-1 scale_grad_by_freq=False sparse=False",
+    (Form.ATEN, "elu"): "input alpha=1 scale=1 input_scale=1",
+    (Form.ATEN, "adaptive_max_pool1d"): "input output_size return_indices=True",
+    (Form.ATEN, "adaptive_max_pool2d"): "input output_size return_indices=True",
+    (Form.ATEN, "adaptive_max_pool3d"): "input output_size return_indices=True",
+    (Form.PYTHON, "softmax"): "input dim=None _stacklevel=3 dtype=None",
+    (Form.PYTHON, "log_softmax"): "input dim=None _stacklevel=3 dtype=None",
+    (Form.PYTHON, "im2col"): "input kernel_size dilation=1 padding=0 stride=1",
+}
+"""Where a form differs from the operator's entry above, which speaks for all others."""
+
+
+def _parse(name: str, text: str, variadic: bool = False) -> Signature:
+    places, _, by_name = text.partition(" * ")
+    defaults = {}
+    for part in f"{places} {by_name}".split():
+        parameter, _, default = part.partition("=")
         if default:
-            defaults[name] = ast.literal_eval(default)
-    return Signature(tuple(names), defaults, names[-1] if variadic else None, _RENAMES)
+            defaults[parameter] = ast.literal_eval(default)
+    names, named = (tuple(part.partition("=")[0] for part in half.split()) for half in (places, by_name))
+    renames = {**_RENAMES, **_OWN_RENAMES.get(name, {})}
+    return Signature(names, named, defaults, names[-1] if variadic else None, renames)
 
 
 SIGNATURES: dict[str, Signature] = {
-    **{name: _parse("input") for name in _UNARY},
-    **{name: _parse("input other") for name in _BINARY},
-    **{name: _parse(text) for name, text in _OTHERS.items()},
-    **{name: _parse(text, variadic=True) for name, text in _VARIADIC.items()},
+    **{name: _parse(name, "input") for name in _UNARY},
+    **{name: _parse(name, "input other") for name in _BINARY},
+    **{name: _parse(name, text) for name, text in _OTHERS.items()},
+    **{name: _parse(name, text, variadic=True) for name, text in _VARIADIC.items()},
 }
+_FORMS = {(form, name): _parse(name, text) for (form, name), text in _OTHER_FORMS.items()}
+
+
+def signature_of(name: str, form: Form) -> Signature | None:
+    """The parameters of a canonical operator in one form, None if they are not known."""
+    return _FORMS.get((form, name)) or SIGNATURES.get(name)
 
 
 def _from_attributes(*names: str) -> Callable[[Any, nn.Module], dict[str, Any]]:

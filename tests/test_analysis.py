@@ -197,6 +197,51 @@ def test_every_kind_of_write_is_seen(name: str) -> None:
     assert fact is None or not fact.is_binary
 
 
+def _updates_statistics(call: Callable[..., Any]) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    """`call(x, mean, var)` with a running mean that begins as bits: (y, mean)."""
+
+    def model(x: torch.Tensor, var: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        mean = (var > 2).float()
+        return call(x, mean, var), torch.neg(mean)
+
+    return model
+
+
+def _table(call: Callable[..., Any]) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    def model(rows: torch.Tensor, table: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        bits = (table > 0).float()
+        return call(rows, bits), torch.neg(bits)
+
+    return model
+
+
+ROWS = torch.tensor([[0, 1], [2, 3]])
+UNANNOTATED_WRITES = {
+    "batch_norm": (_updates_statistics(lambda x, m, v: F.batch_norm(x, m, v, None, None, True)), X, torch.ones(4)),
+    "torch.batch_norm": (
+        _updates_statistics(lambda x, m, v: torch.batch_norm(x, None, None, m, v, True, 0.1, 1e-5, False)),
+        X,
+        torch.ones(4),
+    ),
+    "native_batch_norm": (
+        _updates_statistics(lambda x, m, v: torch.native_batch_norm(x, None, None, m, v, True, 0.1, 1e-5)),
+        X,
+        torch.ones(4),
+    ),
+    "instance_norm": (_updates_statistics(lambda x, m, v: F.instance_norm(x, m, v)), X, torch.ones(4)),
+    "embedding": (_table(lambda r, t: F.embedding(r, t, max_norm=0.5)), ROWS, torch.ones(4, 4)),
+    "embedding by place": (_table(lambda r, t: F.embedding(r, t, None, 0.5)), ROWS, torch.ones(4, 4)),
+    "embedding_bag": (_table(lambda r, t: F.embedding_bag(r, t, max_norm=0.5)), ROWS, torch.ones(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", UNANNOTATED_WRITES)
+def test_writes_that_no_schema_tells_are_seen(name: str) -> None:
+    model, *inputs = UNANNOTATED_WRITES[name]
+    fact = fact_at(check(trace(model, *inputs), *(x.clone() for x in inputs)).analysis, "neg")
+    assert fact is None or not fact.is_binary
+
+
 def test_zero_in_place_and_relu_in_place_give_facts() -> None:
     assert output_fact(lambda x: torch.clone(x).zero_(), X).is_zero
     assert output_fact(lambda x: torch.clone(x).relu_(), X).non_negative

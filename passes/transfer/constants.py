@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import torch
+from torch import fx
 
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of
 from sparsecomp.passes.facts import Origin, SparsityFact
 from sparsecomp.passes.registry import Facts, Lost, LostKind, Result, transfer
+from sparsecomp.passes.transfer.pointwise import convert, maybe_bool
 
 
 @transfer("zeros", "zeros_like", "new_zeros", "zero")
@@ -32,6 +34,8 @@ def full(op: CanonicalOp, facts: Facts) -> Result:
 def tensor(op: CanonicalOp, facts: Facts) -> Result:
     """A tensor of one number, or of a list of numbers."""
     data = op.get("data")
+    if isinstance(data, fx.Node):
+        return convert(op, facts)
     if isinstance(data, list | tuple):
         return _stored(algebra.join(map(facts.of, data)), dtype_of(op.node)) if data else None
     return _stored(facts.of(data), dtype_of(op.node))
@@ -42,7 +46,7 @@ def _stored(fact: SparsityFact | None, dtype: torch.dtype | None) -> SparsityFac
     if fact is None:
         return None
     fractional = fact.scale != 1.0 and (dtype is None or not dtype.is_floating_point)
-    return None if fractional else algebra.fit_dtype(fact, dtype)
+    return None if fractional else algebra.fit_dtype(maybe_bool(fact, dtype), dtype)
 
 
 @transfer("empty", "empty_like", "new_empty")

@@ -5,23 +5,10 @@ The returned fact holds for the whole tensor after the write; the analysis appli
 
 from typing import Any
 
-from torch import fx
-
 from sparsecomp.passes import facts as algebra
-from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of
-from sparsecomp.passes.facts import SparsityFact
+from sparsecomp.passes.canonicalize import CanonicalOp
 from sparsecomp.passes.registry import Facts, Lost, LostKind, Result, transfer
-from sparsecomp.passes.transfer.pointwise import cast
-
-
-def stored(facts: Facts, value: Any, into: Any) -> SparsityFact | None:
-    """The fact of `value` once it is written into the dtype of `into`."""
-    fact = facts.of(value)
-    if fact is None:
-        return None
-    source = dtype_of(value) if isinstance(value, fx.Node) else None
-    result = cast(fact, source, dtype_of(into))
-    return result if isinstance(result, SparsityFact) else None
+from sparsecomp.passes.transfer.pointwise import stored
 
 
 def _partly(op: CanonicalOp, facts: Facts, value: Any) -> Result:
@@ -80,6 +67,4 @@ def index_put(op: CanonicalOp, facts: Facts) -> Result:
 @transfer("scatter")
 def scatter(op: CanonicalOp, facts: Facts) -> Result:
     """Indexed elements are replaced."""
-    if "reduce" in op.args or op.get("src") is None:
-        return Lost(LostKind.MUTATED, "scatter with a reduction is not analysed")
     return _partly(op, facts, op.get("src"))

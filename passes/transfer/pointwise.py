@@ -84,8 +84,10 @@ def div(op: CanonicalOp, facts: Facts) -> Result:
     if isinstance(divisor, int | float) and not isinstance(divisor, bool) and divisor != 0:
         if algebra.is_dyadic(float(divisor)):
             return algebra.rescale(fact, 1.0 / divisor, dtype_of(op.node))
-        if fact.integral and fact.scale == 1.0 and fact.exact and fact.within(0, 1) and divisor > 0:
-            return replace(fact, scale=1.0 / divisor)
+        # too small a divisor makes an infinite scale, and an infinite one a scale of zero
+        bits = fact.integral and fact.scale == 1.0 and fact.exact and fact.within(0, 1)
+        if bits and divisor > 0 and 0 < (scale := 1.0 / divisor) < math.inf:
+            return algebra.fit_dtype(replace(fact, scale=scale), dtype_of(op.node))
     return Kept(
         algebra.zeros_kept(fact, finite=False),
         Lost(LostKind.RESCALES, f"division by `{divisor}` keeps zeros but not the domain"),
@@ -162,16 +164,35 @@ def clamp(op: CanonicalOp, facts: Facts) -> Result:
     """Clips the interval; a bound that is not a whole number ends the grid."""
     low, high = (0, 6) if op.name == "relu6" else (op.get("min", op.get("min_val")), op.get("max", op.get("max_val")))
     fact = facts.of(op.input)
-    if any(isinstance(bound, fx.Node) for bound in (low, high)):
+    if not all(bound is None or isinstance(bound, int | float) for bound in (low, high)):
         return None if fact is None else Lost(LostKind.UNSUPPORTED, f"{op.name} with tensor bounds is not analysed")
+    low, high = None if low == -math.inf else low, None if high == math.inf else high
+    if not all(bound is None or math.isfinite(bound) for bound in (low, high)):
+        return Lost(LostKind.UNSUPPORTED, f"{op.name} to NaN or infinity ends the domain")
+    dtype = dtype_of(op.node)
+    if not all(bound is None or _holds(dtype, bound) for bound in (low, high)):
+        return Lost(LostKind.UNSUPPORTED, f"{op.name} to what its dtype cannot hold ends the domain")
+    # a bound is rounded to the dtype, too; without one, bfloat16 rounds most
+    return algebra.fit_dtype(_clamped(fact, low, high, op.node.name), dtype or torch.bfloat16)
+
+
+def _holds(dtype: torch.dtype | None, number: float) -> bool:
+    """Whether a number does not wrap around in a dtype; None may be any."""
+    if dtype is not None and (dtype.is_floating_point or dtype is torch.bool):
+        return True
+    limits = torch.iinfo(dtype or torch.int8)
+    return (limits.min if dtype is not None else 0) <= number <= limits.max
+
+
+def _clamped(fact: SparsityFact | None, low: float | None, high: float | None, source: str) -> SparsityFact:
     if low is not None and high is not None and low > high:
-        return algebra.constant(high)
+        low = high
     whole = all(bound is None or float(bound).is_integer() for bound in (low, high))
     if fact is None:
         zeros = (low == 0 or high == 0) and whole
         origin = Origin.RELU if zeros else Origin.UNKNOWN
         lo, hi = _floor(low), _ceil(high)
-        return SparsityFact(lo, hi, origin=origin, exact_zeros=zeros, source=op.node.name)
+        return SparsityFact(lo, hi, origin=origin, exact_zeros=zeros, source=source)
     if fact.integral and whole:
         return _clip(fact, low, high)
     clipped = _clip(fact.values_only(), low, high)
@@ -213,8 +234,6 @@ def _clip_bound(bound: int | None, low: int | None, high: int | None) -> int | N
 @transfer("round", "floor", "ceil", "trunc")
 def rounding(op: CanonicalOp, facts: Facts) -> Result:
     """Whole numbers within the bounds, which are whole; NaN and infinity pass."""
-    if set(op.node.kwargs) - {"inplace"} or len(op.node.args) > 1:
-        return Lost(LostKind.UNSUPPORTED, "rounding to decimals is not analysed")
     fact = facts.of(op.input)
     if fact is None:
         return SparsityFact(None, None, True, exact_zeros=True, source=op.node.name)
@@ -239,7 +258,7 @@ def sign(op: CanonicalOp, facts: Facts) -> Result:
 @transfer("maximum", "minimum")
 def extremum(op: CanonicalOp, facts: Facts) -> Result:
     """One of the two operands."""
-    return _either(op, facts, op.input, op.get("other"))
+    return either(op, facts, op.input, op.get("other"))
 
 
 @transfer("where")
@@ -247,7 +266,7 @@ def where(op: CanonicalOp, facts: Facts) -> Result:
     """One of the two values; `where(condition)` alone gives indices."""
     if op.get("input") is None:
         return Lost(LostKind.UNSUPPORTED, "where with one argument gives indices")
-    return _either(op, facts, op.get("input"), op.get("other"))
+    return either(op, facts, op.get("input"), op.get("other"))
 
 
 @transfer("masked_fill")
@@ -256,22 +275,23 @@ def masked_fill(op: CanonicalOp, facts: Facts) -> Result:
     fact, value = facts.of(op.input), op.get("value")
     if fact is None and facts.of(value) is not None and facts.of(value).is_zero:  # type: ignore[union-attr]
         return SparsityFact(None, None, origin=Origin.MASK, exact_zeros=True, source=op.node.name)
-    return _either(op, facts, op.input, value)
+    written = stored(facts, value, op.input)
+    if fact is None or written is None:
+        return unknown_operand(op, op.input if fact is None else value)
+    return algebra.join((fact, written))
 
 
-def _either(op: CanonicalOp, facts: Facts, first: Any, second: Any) -> Result:
+def either(op: CanonicalOp, facts: Facts, first: Any, second: Any) -> Result:
+    """Each element is one of the first operand or one of the second."""
     a, b = facts.of(first), facts.of(second)
     if a is None and b is None:
         return None
     if a is None or b is None:
         return unknown_operand(op, first if a is None else second)
     joined = algebra.join((a, b))
-    return None if joined is None else algebra.fit_dtype(joined, dtype_of(op.node)) if _mixed(first, second) else joined
-
-
-def _mixed(first: Any, second: Any) -> bool:
-    """Operands of different dtypes are promoted, which may round."""
-    return dtype_of(first) != dtype_of(second)
+    # operands of different dtypes are promoted, which may round
+    alike = dtype_of(first) is not None and dtype_of(first) == dtype_of(second)
+    return joined if alike or joined is None else algebra.fit_dtype(joined, dtype_of(op.node))
 
 
 @transfer("bitwise_and", "bitwise_or", "bitwise_xor")
@@ -352,7 +372,9 @@ def zero_preserving(op: CanonicalOp, facts: Facts) -> Result:
     )
 
 
-@transfer("float", "double", "half", "bfloat16", "to", "type_as", "type", "int", "long", "short", "byte", "char")
+@transfer(
+    "float", "double", "half", "bfloat16", "to", "type_as", "type", "int", "long", "short", "byte", "char"
+)
 def convert(op: CanonicalOp, facts: Facts) -> Result:
     """A change of dtype or device: grids survive where the dtype holds them; bool input gives {0, 1}."""
     fact = facts.of(op.input)
@@ -381,14 +403,33 @@ def cast(fact: SparsityFact, source: torch.dtype | None, target: torch.dtype | N
         return fact
     if target is torch.bool:
         return algebra.binary(fact.source, fact.origin)
-    if is_integer(target) and not (fact.integral and fact.exact and fact.finite and fact.scale == 1.0):
+    whole = fact.integral and fact.exact and fact.finite and fact.scale == 1.0
+    if not whole and (target is None or is_integer(target)):
         # Conversion truncates, and makes arbitrary integers of NaN and infinity.
-        return Lost(LostKind.RESCALES, f"conversion to {target} of values off the integer grid ends the domain")
+        name = "an unknown dtype" if target is None else target
+        return Lost(LostKind.RESCALES, f"conversion to {name} of values off the integer grid ends the domain")
     if not algebra.is_dyadic(fact.scale) and not fact.is_zero:
         # The scale was rounded to the old dtype and would be rounded again.
         fact = algebra.zeros_kept(fact, finite=False)
-    fitted = algebra.fit_dtype(fact, target)
+    fitted = algebra.fit_dtype(maybe_bool(fact, target), target)
     return Lost(LostKind.UNSUPPORTED, f"conversion to {target} is not analysed") if fitted is None else fitted
+
+
+def maybe_bool(fact: SparsityFact, target: torch.dtype | None) -> SparsityFact:
+    """`fact` of values that go into a dtype: one that is not known may be bool, which makes 1 of all but 0."""
+    joined = fact if target is not None or fact.within(0, 1) else algebra.join((fact, algebra.constant(1)))
+    assert joined is not None
+    return joined
+
+
+def stored(facts: Facts, value: Any, into: Any) -> SparsityFact | None:
+    """The fact of `value` once it is written into the dtype of `into`."""
+    fact = facts.of(value)
+    if fact is None:
+        return None
+    source = dtype_of(value) if isinstance(value, fx.Node) else None
+    result = cast(fact, source, dtype_of(into))
+    return result if isinstance(result, SparsityFact) else None
 
 
 @transfer("bool")

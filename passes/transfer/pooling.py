@@ -7,6 +7,7 @@ from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of, shape_of
 from sparsecomp.passes.facts import SparsityFact
 from sparsecomp.passes.registry import Facts, Items, Kept, Lost, LostKind, Result, transfer
+from sparsecomp.passes.transfer.pointwise import stored
 
 
 @transfer("max_pool1d", "max_pool2d", "max_pool3d")
@@ -38,7 +39,8 @@ def avg_pool(op: CanonicalOp, facts: Facts) -> Result:
     padded = any(_tuple(op.get("padding"), 1))
     divisor = op.get("divisor_override")
     all_count = not op.get("ceil_mode") and (not padded or op.get("count_include_pad") is not False)
-    if padded and fact is not None:
+    if fact is not None and (padded or op.get("ceil_mode")):
+        # a window over the edge has fewer elements: the others count as zeros
         fact = algebra.join((fact, algebra.constant(0)))
     return average(op, fact, count if all_count or divisor else None, divisor)
 
@@ -68,7 +70,7 @@ def average(op: CanonicalOp, fact: SparsityFact | None, count: int | None, divis
             mean = algebra.rescale(total, 1.0 / divide_by, dtype_of(op.node))
             if mean is not None and mean.lo is not None and mean.hi is not None:
                 return mean
-    lo = 0 if fact.non_negative else None
+    lo = 0 if fact.non_negative and (divisor is None or divisor > 0) else None
     kept = algebra.zeros_kept(fact, finite=False)
     kept = SparsityFact(lo, None, origin=kept.origin, exact_zeros=kept.exact_zeros, source=kept.source)
     return Kept(kept, Lost(LostKind.RESCALES, f"{op.name} keeps zeros but not the domain: it averages"))
@@ -96,10 +98,17 @@ def pad(op: CanonicalOp, facts: Facts) -> Result:
     if fact is None or op.get("mode") != "constant":
         return fact
     value = op.get("value")
-    return algebra.join((fact, facts.of(0 if value is None else value)))
+    return algebra.join((fact, stored(facts, 0 if value is None else value, op.input)))
 
 
-@transfer("interpolate", "upsample_nearest2d")
+@transfer("im2col")
+def im2col(op: CanonicalOp, facts: Facts) -> Result:
+    """`F.unfold`: copies of elements, and zeros where it pads."""
+    fact = facts.of(op.input)
+    return fact if op.get("padding") == 0 or fact is None else algebra.join((fact, algebra.constant(0)))
+
+
+@transfer("interpolate")
 def interpolate(op: CanonicalOp, facts: Facts) -> Result:
     """Nearest copies elements; the other modes mix them."""
     fact = facts.of(op.input)

@@ -9,6 +9,7 @@ from sparsecomp.passes import facts as algebra
 from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of, shape_of
 from sparsecomp.passes.facts import SparsityFact
 from sparsecomp.passes.registry import Facts, Items, Kept, Lost, LostKind, Result, transfer
+from sparsecomp.passes.transfer.pointwise import cast, either
 from sparsecomp.passes.transfer.pooling import average, sum_of
 
 _REDUCED_PRECISION_EXACT = 256
@@ -18,21 +19,28 @@ _REDUCED_PRECISION_EXACT = 256
 @transfer("mean")
 def mean(op: CanonicalOp, facts: Facts) -> Result:
     """The average over known dimensions."""
-    return average(op, facts.of(op.input), _reduced_size(op))
+    fact = _addend(op, facts)
+    return average(op, fact, _reduced_size(op)) if isinstance(fact, SparsityFact) else fact
 
 
 @transfer("sum")
 def total(op: CanonicalOp, facts: Facts) -> Result:
     """Intervals times the number of elements."""
-    fact, count = facts.of(op.input), _reduced_size(op)
-    if fact is None:
-        return None
+    fact, count = _addend(op, facts), _reduced_size(op)
+    if not isinstance(fact, SparsityFact):
+        return fact
     summed = sum_of(fact, count) if count is not None and fact.on_grid else None
     if summed is not None:
         return algebra.fit_dtype(summed, dtype_of(op.node))
     lo = 0 if fact.non_negative and (dtype := dtype_of(op.node)) is not None and dtype.is_floating_point else None
     kept = SparsityFact(lo, None, origin=fact.origin, exact_zeros=fact.exact_zeros, source=fact.source)
     return Kept(kept, Lost(LostKind.MIXES, "sum over an unknown or too large number of elements ends the domain"))
+
+
+def _addend(op: CanonicalOp, facts: Facts) -> SparsityFact | Lost | None:
+    """The fact of the elements that are added: with `dtype`, they are converted first."""
+    fact, dtype = facts.of(op.input), op.get("dtype")
+    return fact if fact is None or dtype is None else cast(fact, dtype_of(op.input), dtype)
 
 
 def _reduced_size(op: CanonicalOp) -> int | None:
@@ -57,10 +65,8 @@ def _reduced_size(op: CanonicalOp) -> int | None:
 def extremum(op: CanonicalOp, facts: Facts) -> Result:
     """Picks elements; `max(x, dim)` also gives indices and `max(x, y)` compares two tensors."""
     fact, dim = facts.of(op.input), op.get("dim")
-    other = op.get("other", dim if isinstance(dim, fx.Node) else None)
-    if other is not None:
-        second = facts.of(other)
-        return None if fact is None or second is None else algebra.join((fact, second))
+    if isinstance(dim, fx.Node):
+        return either(op, facts, op.input, dim)
     if op.name.startswith("a") or dim is None:
         return fact
     return Items((fact,))
@@ -75,9 +81,9 @@ def arg_extremum(op: CanonicalOp, facts: Facts) -> Result:
 @transfer("cumsum")
 def cumsum(op: CanonicalOp, facts: Facts) -> Result:
     """Partial sums reach from zero elements to all of the dimension."""
-    fact, shape, dim = facts.of(op.input), shape_of(op.input), op.get("dim")
-    if fact is None:
-        return None
+    fact, shape, dim = _addend(op, facts), shape_of(op.input), op.get("dim")
+    if not isinstance(fact, SparsityFact):
+        return fact
     size = shape[dim] if shape and isinstance(dim, int) else None
     summed = sum_of(fact, size) if size and fact.on_grid else None
     joined = algebra.join((summed, fact)) if summed is not None else None
@@ -113,7 +119,7 @@ def _contracted_size(left: Any) -> int | None:
 
 @transfer(
     "linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "addmm", "baddbmm", "scaled_dot_product_attention", "einsum", "bilinear", "embedding",
+    "addmm", "baddbmm", "scaled_dot_product_attention", "bilinear", "embedding",
 )  # fmt: skip
 def mixes(op: CanonicalOp, facts: Facts) -> Result:
     """Weights mix values."""

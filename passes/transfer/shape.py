@@ -3,7 +3,7 @@
 import torch
 
 from sparsecomp.passes import facts as algebra
-from sparsecomp.passes.canonicalize import CanonicalOp
+from sparsecomp.passes.canonicalize import CanonicalOp, dtype_of
 from sparsecomp.passes.registry import Facts, Items, Lost, LostKind, Result, transfer
 
 
@@ -11,10 +11,18 @@ from sparsecomp.passes.registry import Facts, Items, Lost, LostKind, Result, tra
     "identity", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "T", "mT", "movedim", "squeeze",
     "unsqueeze", "expand", "expand_as", "view_as", "reshape_as", "narrow", "select", "diagonal", "unfold",
     "contiguous", "clone", "detach", "cpu", "cuda", "alias", "lift_fresh_copy", "requires_grad",
-    "repeat", "repeat_interleave", "tile", "roll", "flip", "index_select", "gather", "masked_select",
+    "repeat", "tile", "roll", "flip", "index_select", "gather", "masked_select",
 )  # fmt: skip
 def move(op: CanonicalOp, facts: Facts) -> Result:
     """The same elements in another place, order or number."""
+    return facts.of(op.input)
+
+
+@transfer("repeat_interleave")
+def repeat_interleave(op: CanonicalOp, facts: Facts) -> Result:
+    """Elements repeated in place; of counts alone it makes indices."""
+    if op.get("repeats") is None:
+        return Lost(LostKind.UNSUPPORTED, "repeat_interleave of counts gives indices")
     return facts.of(op.input)
 
 
@@ -45,7 +53,10 @@ def concatenate(op: CanonicalOp, facts: Facts) -> Result:
     unknown = next((part for part, fact in zip(parts, known, strict=True) if fact is None), None)
     if unknown is not None:
         return Lost(LostKind.UNKNOWN_OPERAND, f"{op.name} with `{unknown}`, whose values are unknown, ends the domain")
-    return algebra.join(known)
+    joined = algebra.join(known)
+    alike = len({dtype_of(part) for part in parts}) == 1
+    # parts of different dtypes are promoted, which may round
+    return joined if alike or joined is None else algebra.fit_dtype(joined, dtype_of(op.node))
 
 
 @transfer("chunk", "split", "tensor_split", "unbind")
