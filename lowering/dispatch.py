@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,27 @@ from sparsecomp.lowering import autotune
 from sparsecomp.lowering.template import Operation
 
 P = TypeVar("P", bound=NamedTuple)
+R = TypeVar("R")
+
+_FORGET: list[Callable[[], None]] = []
+
+
+def recorded(make: Callable[..., R]) -> Callable[..., R]:
+    """``make``, of a device and other hashable arguments, whose results are kept until :func:`forget`."""
+
+    @lru_cache(maxsize=8192)
+    def remembered(effort: str | None, *arguments: Any) -> R:
+        return make(*arguments)
+
+    def find(device: torch.device, *arguments: Any) -> R:
+        effort = autotune.scoped_effort()
+        if effort is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # a default that only stands because nothing can be measured now is not remembered
+            return make(device, *arguments)
+        return remembered(effort, device, *arguments)
+
+    _FORGET.append(remembered.cache_clear)
+    return find
 
 
 def run(operation: Operation[P], problem: P, *tensors: Tensor | None) -> None:
@@ -21,24 +42,21 @@ def run(operation: Operation[P], problem: P, *tensors: Tensor | None) -> None:
     """
     first = tensors[0]
     assert first is not None
-    effort = autotune.scoped_effort()
-    if effort is not None and first.is_cuda and torch.cuda.is_current_stream_capturing():
-        # a default that only stands because nothing can be measured now is not remembered
-        _prepare(operation, problem, first.device)(*tensors)
-    else:
-        _remembered(operation, problem, first.device, effort)(*tensors)
+    prepared(operation, problem, first.device)(*tensors)
+
+
+def prepared(operation: Operation[P], problem: P, device: torch.device) -> Callable[..., None]:
+    """What :func:`run` calls with the tensors of ``problem`` on ``device``."""
+    return _launch(device, operation, problem)
 
 
 def forget() -> None:
     """Choose anew from now on, because the tuning cache's content was replaced."""
-    _remembered.cache_clear()
+    for clear in _FORGET:
+        clear()
 
 
-def _prepare(operation: Operation[P], problem: P, device: torch.device) -> Callable[..., None]:
+@recorded
+def _launch(device: torch.device, operation: Operation[Any], problem: Any) -> Callable[..., None]:
     candidate = autotune.tuner().choose(operation, problem, device).candidate
     return candidate.template.prepare(problem, candidate.config)
-
-
-@lru_cache(maxsize=8192)
-def _remembered(operation: Operation[P], problem: P, device: torch.device, effort: str | None) -> Callable[..., None]:
-    return _prepare(operation, problem, device)
