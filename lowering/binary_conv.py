@@ -28,12 +28,12 @@ class BinaryConv(NamedTuple):
         cp: input channels of a group as padded in the packed weight.
         r, s: kernel, and the geometry as in ``Window``.
         out_pixel, out_channel, out_image: strides of the output.
-        weight_k, weight_c, weight_r, weight_s: strides of the weight itself.
-        scale: the inputs are counts times this (and times the factor, if there is one).
         groups, digits: as in ``sparsecomp.ops.spike_conv2d``.
         has_bias: a bias is added.
         dtype: of weight, output and bias.
         select: ``"all"`` outputs, all if ``"count"`` exceeds ``limit``, or the listed ``"rows"``.
+        weight_k, weight_c, weight_r, weight_s: strides of the weight itself.
+        scale: the inputs are counts times this (and times the factor, if there is one).
     """
 
     n: int
@@ -55,17 +55,17 @@ class BinaryConv(NamedTuple):
     out_pixel: int
     out_channel: int
     out_image: int
-    weight_k: int
-    weight_c: int
-    weight_r: int
-    weight_s: int
-    scale: float
     groups: int
     digits: int
     has_bias: bool
     dtype: str
     select: str
     limit: int
+    weight_k: int = 0
+    weight_c: int = 0
+    weight_r: int = 0
+    weight_s: int = 0
+    scale: float = 1.0
 
     @property
     def m(self) -> int:
@@ -79,7 +79,7 @@ class BinaryConv(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """The run-time numbers of the kernels, in their order."""
-        return (self.m, self.h, self.w, self.oh, self.ow, self.c, self.k, self.cp, *self[10:24], self.limit)
+        return (self.m, self.h, self.w, self.oh, self.ow, self.c, self.k, self.cp, *self[10:19], *self[25:], self.limit)
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -96,8 +96,8 @@ def problem_of(
     strides = weight.stride() if weight.dim() == 4 else (*weight.stride(), 0, 0)
     return BinaryConv._make((
         n, h, w, *out.shape[2:], c, weight.shape[0], padded_channels(c // groups), *window.kernel,
-        *window.stride, *window.padding, *window.dilation, *pixel_strides(out), *strides, scale, groups, digits,
-        bias is not None, dtype_name(out), select, limit,
+        *window.stride, *window.padding, *window.dilation, *pixel_strides(out), groups, digits,
+        bias is not None, dtype_name(out), select, limit, *strides, scale,
     ))  # fmt: skip
 
 
@@ -140,7 +140,8 @@ def _representative(signature: KernelSignature) -> BinaryConv:
     strides = dense_strides(signature.layouts[1], k, oh, ow)
     return BinaryConv._make((
         n, h, w, oh, ow, c, k, padded_channels(c // groups), r, s, stride_h, stride_w, *padding, 1, 1, *strides,
-        c // groups * r * s, r * s, s, 1, 1.0, groups, digits, signature.epilogue == "bias", signature.dtypes[1], str(given["select"]), 0,
+        groups, digits, signature.epilogue == "bias", signature.dtypes[1], str(given["select"]), 0,
+        c // groups * r * s, r * s, s, 1, 1.0,
     ))  # fmt: skip
 
 

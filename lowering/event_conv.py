@@ -74,18 +74,18 @@ class Accumulate(NamedTuple):
     out_pixel: int
     out_channel: int
     out_image: int
-    multiplier: float
     r: int
     s: int
     block: int
     processors: int
     has_bias: bool
     dtype: str
+    multiplier: float = 1.0
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The kernel's run-time numbers, in its order."""
-        return (self.capacity, self.n * self.oh * self.ow, *self[2:18])
+        return (self.capacity, self.n * self.oh * self.ow, *self[2:17], self.multiplier)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _accumulate(
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     problem = Accumulate._make((
         events.capacity, n, h, w, oh, ow, c, k, *window.stride, *window.padding, *window.dilation,
-        *pixel_strides(out), scale, *window.kernel, packed.shape[2], processors, bias is not None, dtype_name(out),
+        *pixel_strides(out), *window.kernel, packed.shape[2], processors, bias is not None, dtype_name(out), scale,
     ))  # fmt: skip
     dispatch.run(ACCUMULATE, problem, events.codes, events.starts, events.total, packed, bias, factor, out)
 
@@ -213,7 +213,7 @@ def _representative(signature: KernelSignature) -> Accumulate:
     strides = dense_strides(signature.layouts[1], k, oh, ow)
     return Accumulate(
         n * c * h * w // SPARSEST_OVERFLOW, n, h, w, oh, ow, c, k, stride_h, stride_w, *padding, 1, dil_w, *strides,
-        1.0, r, s, block, processors, signature.epilogue == "bias", signature.dtypes[0],
+        r, s, block, processors, signature.epilogue == "bias", signature.dtypes[0],
     )  # fmt: skip
 
 

@@ -41,8 +41,8 @@ class SparsityFact:
 
     With `integral`, `e == k * scale` for an integer `lo <= k <= hi` (`None`: no bound). Without it, `lo <= e <= hi`.
     If `scale` is a float that is not a power of two, `k * scale` means the product rounded to the tensor's dtype; if it
-    is a string, it names the fx node (or module attribute) that holds the one-element factor, which may be anything: the
-    claim is that `e` is 0, or what `k * factor` gives, and `finite` says that nothing else makes it NaN or infinite.
+    is a string, it names the fx node (or module attribute) that holds the one-element factor, which may be anything:
+    the claim is that `e` is 0, or what `k * factor` gives; `finite` says that nothing else makes it NaN or infinite.
 
     Attributes:
         lo: least `k` (or least value), None if unknown.

@@ -83,8 +83,9 @@ def event_conv_kernel(
     """out[m, k] = f · Σ over events in the window of m: value · w[row(event), k] + bias[k]; nothing if over capacity.
 
     f = multiplier · factor[0]. w: (⌈K/KS⌉, R·S·C, KS) as ``pack_event_weight_kernel`` writes it. SPAN: adjacent input
-    columns that one stretch of the event list covers, S without dilation, else 1. A block is P output pixels by KS channels, E events at a time;
-    programs walk the blocks, all blocks of the same channels first, whose weights then stay in the first-level cache.
+    columns that one stretch of the event list covers, S without dilation, else 1. A block is P output pixels by KS
+    channels, E events at a time; programs walk the blocks, all blocks of the same channels first, whose weights then
+    stay in the first-level cache.
     """
     if tl.load(total_ptr) > capacity:
         return
