@@ -26,7 +26,8 @@ from sparsecomp.lowering.neurons import Lif
 from sparsecomp.lowering.operations import operations
 from sparsecomp.lowering.packing import Cast, PackWeight
 from sparsecomp.lowering.signature import Device, device_of
-from sparsecomp.ops import lif, pack_weight, spike_conv2d, spike_linear
+from sparsecomp.ops import lif, spike_conv2d, spike_linear
+from sparsecomp.ops.weights import SPREAD
 from sparsecomp.settings import Settings
 
 H100_DEVICE = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
@@ -134,15 +135,13 @@ def _host() -> dict[str, float]:
     x = (torch.rand(1, 64, 8, 8, device="cuda") < 0.1).float().contiguous(memory_format=torch.channels_last)
     weight, matrix = torch.randn(64, 64, 3, 3, device="cuda"), torch.randn(64, 64, device="cuda")
     currents = torch.randn(4, 1, 64, 8, 8, device="cuda")
-    planes, scale = pack_weight(weight, 3)
     spikes, rows, one = x.to(torch.int8), (torch.rand(64, 64, device="cuda") < 0.1).float(), [1, 1]
-    packed = torch.ops.sparsecomp.spike_conv2d_packed.default
+    counts = torch.ops.sparsecomp.spike_conv2d_counts.default
     neuron = (None, 0.0, None, None, None, None, 0.0, "lif", 2.0, None, True, 1.0, 0.0)
     calls = {
         "lif": lambda: lif(currents, *neuron),
-        "pack_weight": lambda: pack_weight(weight, 3),
-        "spike_conv2d_packed": lambda: packed(
-            spikes, planes, scale, None, [3, 3], one, one, one, 1, torch.float32, True
+        "spike_conv2d_counts": lambda: counts(
+            spikes, weight, None, one, one, one, 1, 3, "binary", 1.0, None, SPREAD, True
         ),
         "spike_linear": lambda: spike_linear(rows, matrix, None, 3, "binary"),
     }

@@ -1,4 +1,8 @@
-"""The binary convolution as an operation: int8 inputs with byte-split weights, joined in float32."""
+"""The binary convolution as an operation: int8 inputs with byte-split weights, joined in float32.
+
+What bytes cannot do it does in float32, in the same launch: channels whose scale says that their digits were lost, and
+all of them where the factor in front of the spikes is not finite. Nobody on the host knows which weights are there.
+"""
 
 from typing import NamedTuple
 
@@ -8,11 +12,11 @@ from torch import Tensor
 
 from sparsecomp.lowering import dispatch
 from sparsecomp.lowering.signature import Device, KernelSignature
-from sparsecomp.lowering.strided import dtype_name
+from sparsecomp.lowering.strided import dtype_name, random_tensor
 from sparsecomp.lowering.template import Operation
 from sparsecomp.lowering.window import TOLERANCE, Selection, Window, dense_strides, pixel_strides, poisoned_output
 from sparsecomp.ops.geometry import output_size
-from sparsecomp.ops.weights import join_weight, padded_channels
+from sparsecomp.ops.weights import join_weight, padded_channels, split_weight
 
 
 class BinaryConv(NamedTuple):
@@ -26,8 +30,10 @@ class BinaryConv(NamedTuple):
         out_pixel, out_channel, out_image: strides of the output.
         groups, digits: as in ``sparsecomp.ops.spike_conv2d``.
         has_bias: a bias is added.
-        dtype: of output and bias.
+        dtype: of weight, output and bias.
         select: ``"all"`` outputs, all if ``"count"`` exceeds ``limit``, or the listed ``"rows"``.
+        weight_k, weight_c, weight_r, weight_s: strides of the weight itself.
+        scale: the inputs are counts times this (and times the factor, if there is one).
     """
 
     n: int
@@ -55,6 +61,11 @@ class BinaryConv(NamedTuple):
     dtype: str
     select: str
     limit: int
+    weight_k: int = 0
+    weight_c: int = 0
+    weight_r: int = 0
+    weight_s: int = 0
+    scale: float = 1.0
 
     @property
     def m(self) -> int:
@@ -68,7 +79,7 @@ class BinaryConv(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """The run-time numbers of the kernels, in their order."""
-        return (self.m, self.h, self.w, self.oh, self.ow, self.c, self.k, self.cp, *self[10:19], self.limit)
+        return (self.m, self.h, self.w, self.oh, self.ow, self.c, self.k, self.cp, *self[10:19], *self[25:], self.limit)
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -76,23 +87,35 @@ class BinaryConv(NamedTuple):
         return {"R": self.r, "S": self.s, "GROUPS": self.groups, "DIGITS": self.digits, "HAS_BIAS": self.has_bias}
 
 
+def problem_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, groups: int, digits: int, scale: float,
+    out: Tensor, select: str = "all", limit: int = 0,
+) -> BinaryConv:  # fmt: skip
+    """The convolution of counts ``x`` (N, C, H, W) with ``weight`` into ``out``."""
+    n, c, h, w = x.shape
+    strides = weight.stride() if weight.dim() == 4 else (*weight.stride(), 0, 0)
+    return BinaryConv._make((
+        n, h, w, *out.shape[2:], c, weight.shape[0], padded_channels(c // groups), *window.kernel,
+        *window.stride, *window.padding, *window.dilation, *pixel_strides(out), groups, digits,
+        bias is not None, dtype_name(out), select, limit, *strides, scale,
+    ))  # fmt: skip
+
+
 def run(
-    x: Tensor, planes: Tensor, scale: Tensor, bias: Tensor | None, window: Window, groups: int, out: Tensor,
-    select: Selection | None = None,
+    x: Tensor, planes: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None,
+    window: Window, groups: int, scale: float, out: Tensor, select: Selection | None = None,
 ) -> None:  # fmt: skip
-    """Write the binary convolution of int8 ``x`` to ``out``, all of it or what ``select`` says."""
+    """Write the binary convolution of int8 ``x`` to ``out``, all of it or what ``select`` says.
+
+    ``planes`` and ``scales`` are ``split_weight`` of ``weight``.
+    """
     if out.numel() == 0:
         return
     x = x.contiguous(memory_format=torch.channels_last)
-    n, c, h, w = x.shape
-    digits, k, depth = planes.shape
     count, rows, limit = (None, None, 0) if select is None else (select.count, select.rows, select.limit)
-    problem = BinaryConv._make((
-        n, h, w, *out.shape[2:], c, k, depth // (window.kernel[0] * window.kernel[1]), *window.kernel,
-        *window.stride, *window.padding, *window.dilation, *pixel_strides(out), groups, digits, bias is not None,
-        dtype_name(out), "all" if count is None else "count" if rows is None else "rows", limit,
-    ))  # fmt: skip
-    dispatch.run(BINARY_CONV, problem, x, planes, scale, bias, out, count, rows)
+    chosen = "all" if count is None else "count" if rows is None else "rows"
+    problem = problem_of(x, weight, bias, window, groups, planes.shape[0], scale, out, chosen, limit)
+    dispatch.run(BINARY_CONV, problem, x, planes, scales, weight, bias, factor, out, count, rows)
 
 
 def _signature(problem: BinaryConv, device: Device) -> KernelSignature:
@@ -118,6 +141,7 @@ def _representative(signature: KernelSignature) -> BinaryConv:
     return BinaryConv._make((
         n, h, w, oh, ow, c, k, padded_channels(c // groups), r, s, stride_h, stride_w, *padding, 1, 1, *strides,
         groups, digits, signature.epilogue == "bias", signature.dtypes[1], str(given["select"]), 0,
+        c // groups * r * s, r * s, s, 1, 1.0,
     ))  # fmt: skip
 
 
@@ -129,27 +153,28 @@ def _operands(problem: BinaryConv, device: torch.device, seed: int) -> tuple[Ten
 
     p, dtype = problem, getattr(torch, problem.dtype)
     x = (integers(0, 7, p.n, p.h, p.w, p.c) == 0).to(torch.int8).permute(0, 3, 1, 2)
-    planes = integers(-128, 128, p.digits, p.k, p.r * p.s * p.cp)
-    planes.view(p.digits, p.k, p.r * p.s, p.cp)[..., p.c // p.groups :] = 0
-    scale = 2.0 ** integers(-30, -25, p.k, dtype=torch.float32)
+    shape, strides = (p.k, p.c // p.groups, p.r, p.s), (p.weight_k, p.weight_c, p.weight_r, p.weight_s)
+    weight = random_tensor(shape, strides, p.dtype, random)
+    planes, scales = split_weight(weight, p.digits)
     bias = integers(-8, 9, p.k, dtype=dtype) if p.has_bias else None
     out = poisoned_output((p.n, p.k, p.oh, p.ow), (p.out_pixel, p.out_channel, p.out_image), dtype, device)
     if p.select == "all":
-        return x, planes, scale, bias, out, None, None
+        return x, planes, scales, weight, bias, None, out, None, None
     rows = torch.arange(p.m, dtype=torch.int32, device=device) if p.select == "rows" else None
     count = torch.full((1,), max(p.m, p.limit + 1), dtype=torch.int32, device=device)
-    return x, planes, scale, bias, out, count, rows
+    return x, planes, scales, weight, bias, None, out, count, rows
 
 
 def _reference(problem: BinaryConv, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    x, planes, scale, bias, *_ = operands
-    assert x is not None and planes is not None and scale is not None
+    x, planes, scales, weight, bias, *_ = operands
+    assert x is not None and planes is not None and scales is not None and weight is not None
     p = problem
-    weight = join_weight(planes, scale, (p.r, p.s), p.c // p.groups)
+    split = join_weight(planes, scales, (p.r, p.s), p.c // p.groups)
+    used = torch.where((scales > 0)[:, None, None, None], split, weight.double())
     geometry = ((p.stride_h, p.stride_w), (p.pad_h, p.pad_w), (p.dil_h, p.dil_w), p.groups)
-    return (F.conv2d(x.double(), weight, None if bias is None else bias.double(), *geometry),)
+    return (F.conv2d(x.double() * p.scale, used, None if bias is None else bias.double(), *geometry),)
 
 
 BINARY_CONV = Operation(
-    "binary_conv", _signature, _representative, _operands, (4,), _reference, lambda problem: TOLERANCE[problem.dtype]
+    "binary_conv", _signature, _representative, _operands, (6,), _reference, lambda problem: TOLERANCE[problem.dtype]
 )

@@ -52,7 +52,10 @@ class PackEvents(NamedTuple):
 
 
 class Accumulate(NamedTuple):
-    """An event-driven convolution but for its addresses: fields of ``BinaryConv``, ``block`` of ``PackEvents``."""
+    """An event-driven convolution but for its addresses: fields of ``BinaryConv``, ``block`` of ``PackEvents``.
+
+    ``multiplier``: the inputs are counts times this (and times the factor, if there is one).
+    """
 
     capacity: int
     n: int
@@ -77,11 +80,12 @@ class Accumulate(NamedTuple):
     processors: int
     has_bias: bool
     dtype: str
+    multiplier: float = 1.0
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The kernel's run-time numbers, in its order."""
-        return (self.capacity, self.n * self.oh * self.ow, *self[2:17])
+        return (self.capacity, self.n * self.oh * self.ow, *self[2:17], self.multiplier)
 
 
 @dataclass(frozen=True)
@@ -110,20 +114,25 @@ def serves(x: Tensor, window: Window, groups: int) -> bool:
     )
 
 
-def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, out: Tensor) -> Selection:
-    """Write the convolution of ``x`` to ``out``, unless ``x`` has too many events.
+def conv2d(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, factor: Tensor | None, window: Window,
+    scale: float, out: Tensor,
+) -> Selection:  # fmt: skip
+    """Write the convolution of ``x`` to ``out``, unless ``x`` has too many events, or zeros matter.
 
     Args:
         x: (N, C, H, W) in dense channels-last memory, integers in [-128, 127] of any dtype.
         weight: (K, C, R, S), or (K, C) for a 1×1 window.
+        scales: of ``split_weight``: NaN tells of a weight that is not finite, of which a zero makes NaN.
+        factor, scale: what the integers stand for, see ``sparsecomp.ops.spike_conv2d``.
 
     Returns:
-        The selection under which another kernel must write ``out``: everything, when there were too many events.
+        The selection under which another kernel must write ``out``: everything or nothing.
     """
-    packed = event_weight(weight)
     events = find_events(x)
+    packed = event_weight(weight, scales, factor, events.total)
     if out.numel():
-        _accumulate(events, packed, bias, x, window, out)
+        _accumulate(events, packed, bias, factor, x, window, scale, out)
     return Selection(events.total, events.capacity)
 
 
@@ -139,16 +148,18 @@ def find_events(x: Tensor) -> Events:
     return Events(codes, starts, total)
 
 
-def event_weight(weight: Tensor) -> Tensor:
-    """``weight`` as ``event_conv_kernel`` reads it, by blocks of :func:`block_of` output channels."""
+def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: Tensor) -> Tensor:
+    """``weight`` as ``event_conv_kernel`` reads it, by blocks of :func:`block_of` output channels.
+
+    ``total`` becomes more than any capacity where events alone would be wrong; see :func:`conv2d`.
+    """
     w = weight if weight.dim() == 4 else weight[:, :, None, None]
     k, c, r, s = w.shape
-    depth, block = r * s * c, block_of(k)
-    out = torch.empty((triton.cdiv(k, block), depth + 1, block), dtype=w.dtype, device=w.device)
-    largest = torch.linalg.vector_norm(w, float("inf"), dim=(1, 2, 3)) if depth else w.new_zeros(k)
-    if k:
+    block = block_of(k)
+    out = torch.empty((triton.cdiv(k, block), r * s * c, block), dtype=w.dtype, device=w.device)
+    if out.numel():
         problem = PackEvents._make((k, c, *w.stride(), r, s, block, dtype_name(w)))
-        dispatch.run(PACK_EVENTS, problem, w, largest, out)
+        dispatch.run(PACK_EVENTS, problem, w, scales, factor, out, total)
     return out
 
 
@@ -158,16 +169,17 @@ def block_of(out_channels: int) -> int:
 
 
 def _accumulate(
-    events: Events, packed: Tensor, bias: Tensor | None, x: Tensor, window: Window, out: Tensor
-) -> None:
+    events: Events, packed: Tensor, bias: Tensor | None, factor: Tensor | None, x: Tensor, window: Window,
+    scale: float, out: Tensor,
+) -> None:  # fmt: skip
     n, c, h, w = x.shape
     _, k, oh, ow = out.shape
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     problem = Accumulate._make((
         events.capacity, n, h, w, oh, ow, c, k, *window.stride, *window.padding, *window.dilation,
-        *pixel_strides(out), *window.kernel, packed.shape[2], processors, bias is not None, dtype_name(out),
+        *pixel_strides(out), *window.kernel, packed.shape[2], processors, bias is not None, dtype_name(out), scale,
     ))  # fmt: skip
-    dispatch.run(ACCUMULATE, problem, events.codes, events.starts, events.total, packed, bias, out)
+    dispatch.run(ACCUMULATE, problem, events.codes, events.starts, events.total, packed, bias, factor, out)
 
 
 def _find_signature(problem: FindEvents, device: Device) -> KernelSignature:
@@ -213,16 +225,17 @@ def _operands(problem: Accumulate, device: torch.device, seed: int) -> tuple[Ten
     bias = torch.randn(p.k, generator=random, device=device).to(weight.dtype) if p.has_bias else None
     strides = (p.out_pixel, p.out_channel, p.out_image)
     out = poisoned_output((p.n, p.k, p.oh, p.ow), strides, weight.dtype, device)
-    return events.codes, events.starts, events.total, event_weight(weight), bias, out
+    packed = event_weight(weight, torch.ones(p.k, device=device), None, events.total)
+    return events.codes, events.starts, events.total, packed, bias, None, out
 
 
 def _reference(problem: Accumulate, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     """The dense convolution of what the lists say, in float64."""
-    codes, starts, _, packed, bias, _ = operands
+    codes, starts, _, packed, bias, *_ = operands
     assert codes is not None and starts is not None and packed is not None
     p = problem
-    x = _listed(codes, starts, p)
-    weight = packed[:, :-1].transpose(1, 2).reshape(-1, p.r, p.s, p.c)[: p.k].permute(0, 3, 1, 2).double()
+    x = _listed(codes, starts, p) * p.multiplier
+    weight = packed.transpose(1, 2).reshape(-1, p.r, p.s, p.c)[: p.k].permute(0, 3, 1, 2).double()
     geometry = ((p.stride_h, p.stride_w), (p.pad_h, p.pad_w), (p.dil_h, p.dil_w))
     return (F.conv2d(x, weight, None if bias is None else bias.double(), *geometry),)
 
@@ -242,6 +255,6 @@ def _listed(codes: Tensor, starts: Tensor, p: Accumulate) -> Tensor:
 FIND_EVENTS = Operation("find_events", _find_signature)
 PACK_EVENTS = Operation("pack_events", _pack_signature)
 ACCUMULATE = Operation(
-    "event_conv", _accumulate_signature, _representative, _operands, (5,), _reference,
+    "event_conv", _accumulate_signature, _representative, _operands, (6,), _reference,
     lambda problem: TOLERANCE[problem.dtype],
 )  # fmt: skip

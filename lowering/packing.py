@@ -10,11 +10,14 @@ from sparsecomp.lowering.signature import Device, KernelSignature
 from sparsecomp.lowering.strided import dtype_name, random_tensor, strided
 from sparsecomp.lowering.template import Operation
 from sparsecomp.lowering.window import Selection
-from sparsecomp.ops.weights import padded_channels, split_weight
+from sparsecomp.ops.weights import SPREAD, padded_channels, split_weight
 
 
 class PackWeight(NamedTuple):
-    """A weight (k, c, r, s) with its strides, to be split in ``digits`` bytes; ``cp`` channels are stored."""
+    """A weight (k, c, r, s) with its strides, to be split in ``digits`` bytes; ``cp`` channels are stored.
+
+    ``spread``: as in ``sparsecomp.ops.weights.channel_scale``.
+    """
 
     k: int
     c: int
@@ -27,19 +30,32 @@ class PackWeight(NamedTuple):
     s: int
     digits: int
     dtype: str
+    spread: float = SPREAD
+
+    @property
+    def depth(self) -> int:
+        """Bytes of one channel in one plane."""
+        return self.r * self.s * self.cp
 
 
 class Cast(NamedTuple):
-    """``numel`` whole numbers of dense memory to int8, all or only if a count exceeds ``limit``."""
+    """``numel`` numbers of dense memory to counts of one byte, all or only if a count exceeds ``limit``.
+
+    Attributes:
+        inverse: the whole numbers are the elements times this.
+        binary: they are 1 where the elements are not zero.
+    """
 
     numel: int
     limit: int
     counted: bool
     dtype: str
+    inverse: float = 1.0
+    binary: bool = False
 
 
 class CastStrided(NamedTuple):
-    """Whole numbers (n, c, h, w) of any strides to int8 in channels-last memory."""
+    """Numbers (n, c, h, w) of any strides to counts of one byte in channels-last memory; see ``Cast``."""
 
     n: int
     c: int
@@ -50,26 +66,35 @@ class CastStrided(NamedTuple):
     stride_h: int
     stride_w: int
     dtype: str
+    inverse: float = 1.0
+    binary: bool = False
 
 
-def pack_weight(weight: Tensor, digits: int) -> tuple[Tensor, Tensor]:
-    """CUDA implementation of ``sparsecomp::pack_weight``; see ``split_weight``.
+def pack_problem(weight: Tensor, digits: int, spread: float) -> PackWeight:
+    """The split of ``weight``, (K, C, R, S) or (K, C)."""
+    (k, c, *window), stride = weight.shape, weight.stride()
+    r, s = window or (1, 1)
+    strides = stride if window else (*stride, 0, 0)
+    return PackWeight._make((k, c, padded_channels(c), *strides, r, s, digits, dtype_name(weight), spread))
+
+
+def pack_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[Tensor, Tensor]:
+    """``split_weight`` on CUDA, in one launch.
 
     Every call packs anew: nothing shows that a weight was written to through ``.data``, so nothing can be kept.
     """
-    w = weight if weight.dim() == 4 else weight[:, :, None, None]
-    k, c, r, s = w.shape
-    cp = padded_channels(c)
-    planes = torch.empty((digits, k, r * s * cp), dtype=torch.int8, device=w.device)
-    scale = torch.empty((k,), dtype=torch.float32, device=w.device)
-    if k:
-        problem = PackWeight._make((k, c, cp, *w.stride(), r, s, digits, dtype_name(w)))
-        dispatch.run(PACK_WEIGHT, problem, w, planes, scale)
+    problem = pack_problem(weight, digits, spread)
+    planes = torch.empty((digits, problem.k, problem.depth), dtype=torch.int8, device=weight.device)
+    scale = torch.empty((problem.k,), dtype=torch.float32, device=weight.device)
+    if problem.k:
+        dispatch.run(PACK_WEIGHT, problem, weight, planes, scale)
     return planes, scale
 
 
-def to_bytes(x: Tensor, select: Selection | None = None) -> Tensor:
-    """The prescan: ``x`` (N, C, H, W) of small integers as int8, channels last.
+def to_bytes(
+    x: Tensor, select: Selection | None = None, scale: float = 1.0, binary: bool = False
+) -> Tensor:
+    """The prescan: ``x`` (N, C, H, W) as counts of one byte, channels last; see ``sparsecomp.ops.spike_conv2d``.
 
     ``select``: the result is only needed, and in dense memory only made, where it says so.
     """
@@ -80,11 +105,12 @@ def to_bytes(x: Tensor, select: Selection | None = None) -> Tensor:
     view = out.permute(0, 3, 1, 2)
     if x.numel() == 0:
         return view
+    inverse, name = 1.0 / scale if not binary else 1.0, dtype_name(x)
     if lies_dense_nhwc(x):
         count, limit = (None, 0) if select is None else (select.count, select.limit)
-        dispatch.run(CAST, Cast(x.numel(), limit, count is not None, dtype_name(x)), x, out, count)
+        dispatch.run(CAST, Cast(x.numel(), limit, count is not None, name, inverse, binary), x, out, count)
     else:
-        dispatch.run(CAST_STRIDED, CastStrided._make((n, c, h, w, *x.stride(), dtype_name(x))), x, out)
+        dispatch.run(CAST_STRIDED, CastStrided._make((n, c, h, w, *x.stride(), name, inverse, binary)), x, out)
     return view
 
 
@@ -118,7 +144,7 @@ def _pack_operands(problem: PackWeight, device: torch.device, seed: int) -> tupl
 
 def _pack_reference(problem: PackWeight, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     assert operands[0] is not None
-    return split_weight(operands[0], problem.digits)
+    return split_weight(operands[0], problem.digits, problem.spread)
 
 
 def _cast_signature(problem: Cast, device: Device) -> KernelSignature:

@@ -7,9 +7,11 @@ launches are kept under shapes and dtypes, and a call allocates its result and f
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from sparsecomp.lowering import dispatch, sddmm, semi_structured, spmm_bsr, spmm_csr, spmm_nm
+from sparsecomp.lowering import sddmm, semi_structured, spmm_bsr, spmm_csr, spmm_nm
+from sparsecomp.lowering.dispatch import prepared, recorded
 from sparsecomp.lowering.epilogue import output_of
 from sparsecomp.ops.library import KERNEL_DTYPES
 
@@ -32,13 +34,10 @@ def product(
         (..., rows), contiguous; None if no launch can be kept: there is nothing to compute, no kernel takes the dtypes,
         or sparse tensor cores, which keep a copy of the weight, are expected to be the fastest.
     """
-    key = (
-        x.shape, x.dtype, x.device, values.shape, values.dtype, own[0].dtype, None if bias is None else bias.dtype,
+    launch = _product(
+        x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, None if bias is None else bias.dtype,
         None if residual is None else residual.dtype, format, block, skew, rows, activation, kernel,
     )  # fmt: skip
-    launch: _Launch | None = dispatch.recalled(
-        key, lambda: _product(x, values, own, bias, residual, format, block, skew, rows, activation, kernel)
-    )
     if launch is None:
         return None
     out = x.new_empty((*x.shape[:-1], rows))
@@ -49,25 +48,29 @@ def product(
     return out
 
 
+@recorded
 def _product(
-    x: Tensor, values: Tensor, own: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, format: str,
-    block: tuple[int, int], skew: str, rows: int, activation: str, kernel: str,
+    device: torch.device, x_shape: torch.Size, x_dtype: torch.dtype, stored: torch.Size, dtype: torch.dtype,
+    index: torch.dtype, bias: torch.dtype | None, residual: torch.dtype | None, format: str, block: tuple[int, int],
+    skew: str, rows: int, activation: str, kernel: str,
 ) -> _Launch | None:  # fmt: skip
-    dense = x.reshape(-1, x.shape[-1]).mT
-    out = x.new_empty((dense.shape[1], rows)).mT
-    dtypes = [one.dtype for one in (x, values, bias, residual) if one is not None]
-    if out.numel() == 0 or values.numel() == 0 or not all(dtype in KERNEL_DTYPES for dtype in dtypes):
+    columns = x_shape[-1]
+    count = x_shape[:-1].numel()
+    dtypes = [one for one in (x_dtype, dtype, bias, residual) if one is not None]
+    if count * rows == 0 or stored.numel() == 0 or not all(one in KERNEL_DTYPES for one in dtypes):
         return None
-    beside = None if residual is None else residual.reshape(dense.shape[1], rows).mT
-    described = output_of(out, bias, "row", beside, activation, 1.0)
+    values, dense, out = _meta(stored, dtype), _meta((count, columns), x_dtype).mT, _meta((count, rows), x_dtype).mT
+    beside = None if residual is None else _meta((count, rows), residual).mT
+    described = output_of(out, None if bias is None else _meta((rows,), bias), "row", beside, activation, 1.0)
     if format == "nm":
-        problem: Any = spmm_nm.problem_of(values, own[0], *block, dense, out, described)
-        if block == (2, 4) and kernel != "spmm_nm" and semi_structured.refusal(problem, x.device) is None:
+        problem: Any = spmm_nm.problem_of(values, _meta(stored, index), *block, dense, out, described)
+        if block == (2, 4) and kernel != "spmm_nm" and semi_structured.refusal(problem, device) is None:
             return None
-        return dispatch.launch_of(spmm_nm.SPMM_NM, problem, x.device, kernel)
+        return prepared(spmm_nm.SPMM_NM, problem, device, kernel)
     family, operation = (spmm_bsr, spmm_bsr.SPMM_BSR) if format == "bsr" else (spmm_csr, spmm_csr.SPMM_CSR)
-    problem = family.problem_of(own[0], own[1], values, dense, out, described, skew)
-    return dispatch.launch_of(operation, problem, x.device, kernel)
+    pointers, indices = _meta((-(-rows // block[0]) + 1,), index), _meta(stored[:1], index)
+    problem = family.problem_of(pointers, indices, values, dense, out, described, skew)
+    return prepared(operation, problem, device, kernel)
 
 
 def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> Tensor | None:
@@ -76,8 +79,7 @@ def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) 
     Returns:
         (entries,) of their dtype; 0 in spare capacity. None as for `product`.
     """
-    key = ("sampled", a.shape, b.shape, a.dtype, a.device, indices.shape, indices.dtype, skew)
-    launch: _Launch | None = dispatch.recalled(key, lambda: _sampled(a, b, pointers, indices, skew))
+    launch = _sampled(a.device, a.shape, b.shape, a.dtype, pointers.shape, indices.shape, indices.dtype, skew)
     if launch is None:
         return None
     out = a.new_zeros(indices.shape)
@@ -85,10 +87,19 @@ def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) 
     return out
 
 
-def _sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> _Launch | None:
-    left, right = a.reshape(-1, a.shape[-1]).mT, b.reshape(-1, b.shape[-1]).mT
-    if indices.numel() == 0 or 0 in left.shape or a.dtype not in KERNEL_DTYPES:
+@recorded
+def _sampled(
+    device: torch.device, a_shape: torch.Size, b_shape: torch.Size, dtype: torch.dtype, pointers: torch.Size,
+    stored: torch.Size, index: torch.dtype, skew: str,
+) -> _Launch | None:  # fmt: skip
+    count, rows = a_shape[:-1].numel(), a_shape[-1]
+    if stored.numel() == 0 or count * rows == 0 or dtype not in KERNEL_DTYPES:
         return None
-    out = a.new_empty(indices.shape)
-    problem = sddmm.problem_of(pointers, indices, left, right, out, 1.0, skew)
-    return dispatch.launch_of(sddmm.SDDMM, problem, a.device)
+    left, right = _meta((count, rows), dtype).mT, _meta((count, b_shape[-1]), dtype).mT
+    arrays = _meta(pointers, index), _meta(stored, index)
+    problem = sddmm.problem_of(*arrays, left, right, _meta(stored, dtype), 1.0, skew)
+    return prepared(sddmm.SDDMM, problem, device)
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -47,8 +47,8 @@ class SparsityFact:
 
     With `integral`, `e == k * scale` for an integer `lo <= k <= hi` (`None`: no bound). Without it, `lo <= e <= hi`.
     If `scale` is a float that is not a power of two, `k * scale` means the product rounded to the tensor's dtype; if it
-    is a string, it names the fx node (or module attribute) that holds the one-element factor, and every claim assumes
-    that this factor is finite.
+    is a string, it names the fx node (or module attribute) that holds the one-element factor, which may be anything:
+    the claim is that `e` is 0, or what `k * factor` gives; `finite` says that nothing else makes it NaN or infinite.
 
     Attributes:
         lo: least `k` (or least value), None if unknown.
@@ -133,7 +133,8 @@ class SparsityFact:
         lo, hi = self.value_bounds()
         if not self.exact:
             lo, hi = (None if lo is None else lo - 1), (None if hi is None else hi + 1)
-        return replace(self, lo=lo, hi=hi, integral=False, scale=1.0, exact=True)
+        finite = self.finite and not isinstance(self.scale, str)
+        return replace(self, lo=lo, hi=hi, integral=False, scale=1.0, exact=True, finite=finite)
 
     def described(self) -> str:
         """One short phrase for a report, such as `{0, 1} from spike`."""
@@ -167,6 +168,7 @@ def interval(lo: int | None, hi: int | None, *, finite: bool = False) -> Sparsit
 
 def zeros_kept(fact: SparsityFact, *, finite: bool) -> SparsityFact:
     """Unknown values that are zero where `fact` is zero."""
+    finite = finite and not isinstance(fact.scale, str)
     return SparsityFact(None, None, False, 1.0, fact.origin, fact.exact_zeros, True, finite, fact.source)
 
 

@@ -143,7 +143,8 @@ def _run_rule(rule: Rule, ctx: Context) -> int:
 
 def _considered(rule: Rule, node: fx.Node, ctx: Context) -> Plan | Refusal | None:
     try:
-        return rule.consider(node, ctx)
+        verdict = rule.consider(node, ctx)
+        return refuse(Why.TRANSFORMED) if isinstance(verdict, Plan) and node in ctx.transformed else verdict
     except Exception as error:
         if ctx.options.strict:
             raise RuleError(f"rule {rule.name} failed at {node.name}: {error}") from error

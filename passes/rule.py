@@ -20,7 +20,7 @@ from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.ops.folded_weight import Keep
 from sparsecomp.options import Options
 from sparsecomp.passes.analysis import Analysis
-from sparsecomp.passes.canonicalize import example_of
+from sparsecomp.passes.canonicalize import example_of, op_of
 from sparsecomp.passes.facts import SparsityFact
 from sparsecomp.report import Report
 
@@ -44,6 +44,11 @@ class Why(Enum):
     MIXED_DTYPES = "input {input}, weight {weight}: the dense operator decides what to raise"
     WEIGHT_NOT_FINITE = "the weight has NaN or infinite values, which a zero must turn into NaN"
     WEIGHT_RANGE = "a channel's weights differ so much that small ones would be lost: no {precision} result"
+    FACTOR = "the factor {factor} of the spikes {detail}"
+    NO_FEATURES = "the layer has no features: there is nothing to gain"
+    TOO_DEEP = "sums over {depth} inputs could pass 32 bits"
+    REREAD = "the graph writes to what these spikes are made of: its backward may compute them from what is there then"
+    TRANSFORMED = "a transform of torch.func is at work here, of which our operators know nothing"
     GATE = "it would not pay: {detail}"
     FORCED_DENSE = "implementation='dense' was asked for"
     HOOKED = "the module has hooks"
@@ -125,6 +130,8 @@ class Context:
         eager: the result runs op by op, not through Inductor.
         switches: the positions at which the graph switches gradients or inference mode on or off.
         gradients: somebody may ask for gradients: they are enabled here, or within the graph, or it runs in any mode.
+        reread: nodes that a compiled backward may compute again from an input that has been written to by then.
+        transformed: nodes within a transform of torch.func (grad, vmap, jvp, …).
     """
 
     gm: fx.GraphModule
@@ -136,6 +143,8 @@ class Context:
     eager: bool = False
     switches: tuple[int, ...] = field(init=False)
     gradients: bool = field(init=False)
+    reread: frozenset[fx.Node] = field(init=False)
+    transformed: frozenset[fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
         nodes = self.gm.graph.nodes
@@ -143,6 +152,8 @@ class Context:
         self.switches = tuple(self.analysis.order[node] for node in switches)
         turned_on = (node.args[0] for node in switches if _compat.sets_grad_mode(node))
         self.gradients = self.eager or torch.is_grad_enabled() or any(turned_on)
+        self.reread = _reread(self.analysis) if self.gradients and not self.eager else frozenset()
+        self.transformed = _transformed(self.gm.graph)
 
     def fact(self, value: object, reader: fx.Node) -> SparsityFact | None:
         """What is known about the values of an argument when `reader` reads it."""
@@ -178,6 +189,44 @@ class Context:
         if self.options.density is not None:
             return Density(self.options.density), "assumed"
         return Density(), "unknown"
+
+
+_PRODUCTS = frozenset({
+    "linear", "bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention",
+    *(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_transpose{n}d" for n in (1, 2, 3)),
+})  # fmt: skip
+"""What a compiled backward keeps rather than computes again."""
+_STATISTICS = ("running_mean", "running_var")
+"""Inputs of batch-norm that its result does not depend on where it writes to them."""
+
+
+def _reread(analysis: Analysis) -> frozenset[fx.Node]:
+    """What is made of inputs that the graph writes to, with no product in between."""
+    found: set[fx.Node] = set()
+    for node in analysis.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            if analysis.last_writes.get(node, -1) >= 0:
+                found.add(node)
+        elif not found.isdisjoint(_dependencies(node)):
+            found.add(node)
+    return frozenset(found)
+
+
+def _dependencies(node: fx.Node) -> list[fx.Node]:
+    op = op_of(node) if node.op != "call_module" else None
+    if op is not None and (op.name in _PRODUCTS or op.name.startswith("sparsecomp::")):
+        return []
+    statistics = [op.get(name) for name in _STATISTICS] if op is not None and op.name == "batch_norm" else []
+    return [argument for argument in node.all_input_nodes if argument not in statistics]
+
+
+def _transformed(graph: fx.Graph) -> frozenset[fx.Node]:
+    found, depth = set(), 0
+    for node in graph.nodes:
+        depth += _compat.transform_nesting(node)
+        if depth:
+            found.add(node)
+    return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ RULE = Rule("spike_conv", consider)
 
 
 def _build(operands: Operands, geometry: tuple[list[int], ...], strategy: str, ctx: Context) -> fx.Node:
-    x, weight, bias = build_inputs(operands, ctx)
+    x, weight, bias, promise = build_inputs(operands, ctx)
     node, groups = operands.op.node, operands.op.get("groups", 1)
 
     def emit(target: Any, *args: Any) -> fx.Node:
@@ -58,7 +58,7 @@ def _build(operands: Operands, geometry: tuple[list[int], ...], strategy: str, c
     if flat:
         frames, weight = emit(torch.unsqueeze, frames, -2), emit(torch.unsqueeze, weight, -2)
     target = torch.ops.sparsecomp.spike_conv2d.default
-    out = emit(target, frames, weight, bias, *geometry, groups, operands.digits, strategy)
+    out = emit(target, frames, weight, bias, *geometry, groups, operands.digits, strategy, *promise)
     out = emit(torch.squeeze, out, -2) if flat else out
     return emit(torch.unflatten, out, 0, (emit(torch.Tensor.size, x, 0), -1)) if multi_step else out
 

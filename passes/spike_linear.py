@@ -39,9 +39,9 @@ RULE = Rule("spike_linear", consider)
 
 
 def _build(operands: Operands, strategy: str, ctx: Context) -> fx.Node:
-    x, weight, bias = build_inputs(operands, ctx)
+    x, weight, bias, promise = build_inputs(operands, ctx)
     node, target = operands.op.node, torch.ops.sparsecomp.spike_linear.default
-    return call(node.graph, node, target, x, weight, bias, operands.digits, strategy)
+    return call(node.graph, node, target, x, weight, bias, operands.digits, strategy, *promise)
 
 
 def _site(operands: Operands, ctx: Context) -> gate.SiteInfo | Refusal:

@@ -1,13 +1,16 @@
 """What every rule for a layer on spikes must check, and how it turns its input into whole numbers of one byte.
 
-A layer is linear in its input, so a scale in front of the spikes may move to the weight: `layer(s * f, w)` becomes
-`layer(s, w * f)`. Both the move and the test that it is allowed live here, for convolution and linear alike.
+A number in front of the spikes is handed to the operator beside them, which multiplies with it last: a factor that is
+known only by its name may be anything. What is promised of an input, and the test that it may be, live here, for
+convolution and linear alike.
 """
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,20 +22,31 @@ from sparsecomp.lowering.ceilings import H100, Ceilings, ceilings_of
 from sparsecomp.lowering.signature import device_of
 from sparsecomp.lowering.strategies import SPIKE_CONV
 from sparsecomp.ops.library import KERNEL_DTYPES
+from sparsecomp.ops.weights import SPREAD
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, has_hooks
 from sparsecomp.passes.facts import SparsityFact, is_dyadic
 from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, refuse
 from sparsecomp.sparse_tensor import SparseTensor
 
 _DIGITS = {"exact": 3, "tf32": 2, "half": 2}
-_RANGE = 20.0
-"""Greatest weight of a channel, in medians, for which `_DIGITS` keep the promised precision.
-
-The rounding error of D digits is at most 2^(1-8D) of the greatest weight, its root mean square 2^(2-8D) / sqrt(12).
-Next to normally distributed weights (median 0.67) that reaches 1e-6 at D=3, and 2.4e-4 at D=2, for a range of 21. Every
-further digit allows 256 times the range.
-"""
 _MOST_DIGITS = 4
+_DIGIT = 128
+"""Greatest product of a spike with one byte of a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What the operator is told of its input: the last arguments of `sparsecomp::spike_conv2d`, but for the spread.
+
+    Attributes:
+        scale: the number, as the input's dtype holds it.
+        factor: name of the node or attribute that holds it, where it is a tensor.
+        binary: the input is zero or not, and need not be whole.
+    """
+
+    scale: float = 1.0
+    factor: str | None = None
+    binary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,8 @@ class Operands:
         dtype: dtype of the layer's arithmetic and result (autocast's, where that is active).
         device: device type.
         precision, digits: numeric mode and the weight digits it takes.
+        spread: how wide a channel's weights may be for them.
+        promise: what the operator may count on.
     """
 
     op: CanonicalOp
@@ -53,6 +69,8 @@ class Operands:
     device: str
     precision: str
     digits: int
+    spread: float
+    promise: Promise
 
 
 def hooked(node: fx.Node, ctx: Context, layer: type[torch.nn.Module]) -> bool:
@@ -80,16 +98,26 @@ def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
         return refuse(Why.MIXED_DTYPES, input=x.dtype, weight=weight.dtype)
     if x.device != weight.device:
         return refuse(Why.MIXED_DTYPES, input=x.device, weight=weight.device)
-    spread = _weight_range(op.get("weight"), ctx)
-    if spread is None:
+    if 0 in weight.shape:
+        return refuse(Why.NO_FEATURES)
+    depth = math.prod(weight.shape[1:])
+    if depth * _DIGIT * max(abs(fact.lo or 0), abs(fact.hi or 0)) >= 2**31:
+        return refuse(Why.TOO_DEEP, depth=depth)
+    if op.input in ctx.reread:
+        return refuse(Why.REREAD)
+    promise = _promise(fact, x, dtype, ctx)
+    if isinstance(promise, Refusal):
+        return promise
+    width = _weight_range(op.get("weight"), ctx)
+    if width is None:
         return refuse(Why.WEIGHT_NOT_FINITE)
     precision = _precision(ctx.options.precision, dtype)
-    digits = _DIGITS[precision]
-    while spread > _RANGE and digits <= _MOST_DIGITS:
-        spread, digits = spread / 256, digits + 1
+    digits, spread = _DIGITS[precision], SPREAD
+    while width > spread and digits <= _MOST_DIGITS:
+        spread, digits = spread * 256, digits + 1
     if digits > _MOST_DIGITS:
         return refuse(Why.WEIGHT_RANGE, precision=precision)
-    return Operands(op, fact, dtype, x.device.type, precision, digits)
+    return Operands(op, fact, dtype, x.device.type, precision, digits, spread, promise)
 
 
 def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callable[[str], fx.Node]) -> Plan | Refusal:
@@ -138,24 +166,22 @@ def writes_bytes(operands: Operands, ctx: Context) -> bool:
     return not ctx.eager and operands.dtype is torch.float32
 
 
-def build_inputs(operands: Operands, ctx: Context) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """Input, weight and bias of the sparse operator: whole numbers, with any scale moved to the weight."""
-    op, node, graph = operands.op, operands.op.node, operands.op.node.graph
-    x = op.input
+def build_inputs(operands: Operands, ctx: Context) -> tuple[fx.Node, fx.Node, fx.Node | None, tuple[Any, ...]]:
+    """Input, weight and bias of the sparse operator, and the last of its arguments: what it may count on."""
+    op, node, promise = operands.op, operands.op.node, operands.promise
     weight, bias = attribute(op, "weight"), attribute(op, "bias")
     assert isinstance(weight, fx.Node)
-    scale = _scale_node(operands.fact.scale, node, ctx)
-    if operands.fact.scale != 1.0 and is_dyadic(operands.fact.scale):
-        assert isinstance(operands.fact.scale, float)
-        x = call(graph, node, torch.mul, x, 1.0 / operands.fact.scale)
-    elif operands.fact.scale != 1.0 or not operands.fact.exact:
-        x = _binarised(x, scale, node, ctx)
-    if operands.fact.scale != 1.0:
-        weight = call(graph, node, torch.mul, weight, scale)
+    factor = None
+    if promise.factor is not None:
+        # in the dtype of the input first: that is what the spikes were multiplied with
+        x = example_of(op.input)
+        assert x is not None
+        factor = cast(cast(_named(promise.factor, node, ctx), x.dtype, node), operands.dtype, node)
     return (
-        cast(x, operands.dtype, node),
+        cast(op.input, operands.dtype, node),
         cast(weight, operands.dtype, node),
         None if bias is None else cast(bias, operands.dtype, node),
+        (promise.scale, factor, promise.binary, operands.spread),
     )
 
 
@@ -193,30 +219,36 @@ def _explained(op: CanonicalOp, ctx: Context) -> str:
     return str(reason) if reason else "nothing is known about it"
 
 
-def _binarised(x: fx.Node, scale: fx.Node | float, like: fx.Node, ctx: Context) -> fx.Node:
-    """Exactly 1 where `x` is not zero, with the gradient of `x / scale`.
+def _promise(fact: SparsityFact, x: torch.Tensor, dtype: torch.dtype, ctx: Context) -> Promise | Refusal:
+    """What the operator may be told of an input that obeys `fact`."""
+    if isinstance(fact.scale, str):
+        holders = _holders(fact.scale, ctx)
+        if not all(ctx.analysis.unchanged(holder, holder) for holder in holders):
+            return refuse(Why.FACTOR, factor=fact.scale, detail="is written to in place")
+        example = example_of(holders[0]) if holders else None
+        if example is not None and example.device != x.device:
+            return refuse(Why.FACTOR, factor=fact.scale, detail=f"is on {example.device}")
+        return Promise(factor=fact.scale, binary=True)
+    if fact.scale == 1.0 or is_dyadic(fact.scale):
+        return Promise(fact.scale, binary=not fact.exact)
+    scale = float(torch.tensor(fact.scale).to(x.dtype).to(dtype))
+    if not math.isfinite(scale):
+        return refuse(Why.FACTOR, factor=fact.scale, detail=f"is beyond {dtype}")
+    return Promise(scale, binary=True)
 
-    Dividing would be simpler, but fast division gives 0.99999994 for f / f, which a cast to int8 makes 0.
-    """
-    graph, tensor = like.graph, example_of(x)
-    ones = call(graph, like, torch.Tensor.to, call(graph, like, torch.ne, x, 0), tensor.dtype)
-    if not ctx.gradients:
-        return ones
-    zero = call(graph, like, torch.sub, x, call(graph, like, torch.Tensor.detach, x))
-    return call(graph, like, torch.add, ones, call(graph, like, torch.div, zero, scale))
+
+def _holders(name: str, ctx: Context) -> list[fx.Node]:
+    """The nodes that a factor's name may mean."""
+    return [n for n in ctx.gm.graph.nodes if n.name == name or (n.op == "get_attr" and n.target == name)]
 
 
-def _scale_node(scale: float | str, like: fx.Node, ctx: Context) -> fx.Node | float:
-    """The factor as a number, or as a detached scalar: the layer's result does not depend on where it is applied."""
-    if not isinstance(scale, str):
-        return scale
-    graph = like.graph
-    node = next((node for node in graph.nodes if node.name == scale), None)
-    if node is None:
-        path, _, name = scale.rpartition(".")
-        node = _get_attr(scale, getattr(ctx.gm.get_submodule(path), name), like)
-    detached = call(graph, like, torch.Tensor.detach, node)
-    return call(graph, like, torch.Tensor.reshape, detached, ())
+def _named(name: str, like: fx.Node, ctx: Context) -> fx.Node:
+    """The node that holds a factor, or an attribute read anew."""
+    node = next((node for node in like.graph.nodes if node.name == name), None)
+    if node is not None:
+        return node
+    path, _, last = name.rpartition(".")
+    return _get_attr(name, getattr(ctx.gm.get_submodule(path), last), like)
 
 
 def _get_attr(target: str, value: torch.Tensor, like: fx.Node) -> fx.Node:

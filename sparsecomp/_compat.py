@@ -49,6 +49,7 @@ __all__ = [
     "sets_grad_mode",
     "size_expression",
     "size_hint",
+    "transform_nesting",
     "tree_leaves",
     "without_torch_function",
 ]
@@ -244,6 +245,12 @@ def sets_inference_mode(node: fx.Node) -> bool:
 def sets_autocast(node: fx.Node) -> bool:
     """Whether a node of Dynamo's begins or ends autocast."""
     return node.target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
+def transform_nesting(node: fx.Node) -> int:
+    """By how many transforms of torch.func a node of Dynamo's begins (1) or ends (-1); 0 for any other."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def is_fake(value: object) -> bool:

@@ -37,7 +37,9 @@ def sixteenths(shape: tuple[int, ...]) -> Tensor:
     return torch.randint(-16, 17, shape, generator=torch.Generator().manual_seed(0)) / 16
 
 
-def run(x, weight, bias, strategy, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, digits=3):
+def run(
+    x, weight, bias, strategy, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, digits=3, **promise
+):
     """The strategy, its output memory filled with NaN before."""
     empty = torch.empty
 
@@ -47,7 +49,7 @@ def run(x, weight, bias, strategy, stride=(1, 1), padding=(1, 1), dilation=(1, 1
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)
-        return spike_conv.conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy)
+        return spike_conv.conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy, **promise)
 
 
 def check(device, strategy, x, weight, bias, rtol=1e-6, digits=3, **window):

@@ -7,7 +7,7 @@ from compile_kernel import compile_in_subprocess
 from kernel_devices import KERNEL_DEVICES
 
 import sparsecomp.ops  # noqa: F401  registers the ops
-from sparsecomp.ops.weights import join_weight, split_weight
+from sparsecomp.ops.weights import SPREAD, join_weight, split_weight
 
 TOLERANCE = {2: 1e-4, 3: 1e-6, 4: 2e-7}
 
@@ -24,12 +24,10 @@ def relative_error(out, expected):
 
 def run(x, w, bias, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, digits=3, channels_last=False):
     from sparsecomp.lowering import spike_conv
+    from sparsecomp.lowering.packing import to_bytes
 
-    planes, scale = split_weight(w, digits)
-    window = (stride, padding, dilation, groups)
-    return spike_conv.packed(
-        spike_conv.to_bytes(x), planes, scale, bias, w.shape[2:], *window, x.dtype, channels_last
-    )
+    window = (stride, padding, dilation, groups, digits, "binary", 1.0, None, SPREAD)
+    return spike_conv.convolve(to_bytes(x), w, bias, *window, channels_last)
 
 
 @pytest.mark.parametrize("digits", [2, 3, 4])
@@ -166,9 +164,11 @@ def test_pack_weight_and_prescan_compile(capability):
         from sparsecomp.lowering.templates.pack_weight import pack_weight_kernel
         from sparsecomp.lowering.templates.prescan import cast_flat_kernel, cast_strided_kernel
         constants = dict(R=3, S=3, DIGITS=3, BITS=23, TOP=0.996, BLOCK=1024)
-        pointers = dict(w_ptr="*fp32", planes_ptr="*i8", scale_ptr="*fp32", x_ptr="*fp32", out_ptr="*i8")
-        for kernel, constants in ((pack_weight_kernel, constants), (cast_flat_kernel, dict(count_ptr=None, BLOCK=4096)),
-                                  (cast_strided_kernel, dict(BC=64, BP=64))):
+        pointers = dict(w_ptr="*fp32", planes_ptr="*i8", scale_ptr="*fp32", x_ptr="*fp32", out_ptr="*i8",
+                        spread="fp32", inverse="fp32")
+        flat = dict(count_ptr=None, BINARY=False, BLOCK=4096)
+        for kernel, constants in ((pack_weight_kernel, constants), (cast_flat_kernel, flat),
+                                  (cast_strided_kernel, dict(BINARY=True, BC=64, BP=64))):
             types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
             print(len(build(kernel, types, constants, {capability}, num_warps=4).asm["cubin"]) > 0)
         """
@@ -181,7 +181,8 @@ def test_compiles_to_int8_tensor_core_instructions(capability):
     printed = compile_in_subprocess(
         f"""
         from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel as kernel
-        pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", bias_ptr="*fp32", out_ptr="*fp32")
+        pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", weight_ptr="*fp32",
+                        bias_ptr="*fp32", factor_ptr="*fp32", out_ptr="*fp32", multiplier="fp32")
         constants = dict(count_ptr=None, rows_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True,
                          BM=128, BN=64, BK=64)
         types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
@@ -199,7 +200,8 @@ def test_compiles_for_one_output_channel():
     printed = compile_in_subprocess(
         """
         from sparsecomp.lowering.templates.binary_conv import binary_conv_kernel as kernel
-        pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", bias_ptr="*fp32", out_ptr="*fp32")
+        pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", weight_ptr="*fp32",
+                        bias_ptr="*fp32", factor_ptr="*fp32", out_ptr="*fp32", multiplier="fp32")
         constants = dict(count_ptr=None, rows_ptr=None, R=1, S=1, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True,
                          BM=64, BN=32, BK=32, K=1, H=1, W=1, OH=1, OW=1)
         types = {n: pointers.get(n, "i32") for n in kernel.arg_names}
@@ -216,7 +218,8 @@ def test_hopper_kernel_compiles_without_spills_and_overlaps_its_products(digits,
         from triton.experimental.gluon._runtime import GluonASTSource
         from sparsecomp.lowering.templates.binary_conv_hopper import binary_conv_hopper_kernel as kernel
         BM, BN, BK = {blocks}
-        pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", bias_ptr="*fp32", out_ptr="*fp32")
+        pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", weight_ptr="*fp32",
+                        bias_ptr="*fp32", factor_ptr="*fp32", out_ptr="*fp32", multiplier="fp32")
         constants = dict(count_ptr=None, rows_ptr=None, R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True,
                          BM=BM, BN=BN, BK=BK, STAGES=4, num_warps=8)
         types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}

@@ -246,11 +246,9 @@ def test_real_spike_maps_against_float64():
         dense = F.conv2d if conv else F.linear
         exact = dense(x.double(), weight.double())
         scale = dense(x.double(), weight.double().abs())
-        planes, factors = torch.ops.sparsecomp.pack_weight.default(weight, 3)
         frames = x if conv else x[:, :, None, None]
-        kernel = [3, 3] if conv else [1, 1]
-        found = torch.ops.sparsecomp.spike_conv2d_packed.default(
-            frames.to(torch.int8), planes, factors, None, kernel, [1, 1], [0, 0], [1, 1], 1, torch.float32, False
+        found = torch.ops.sparsecomp.spike_conv2d_counts.default(
+            frames.to(torch.int8), weight, None, [1, 1], [0, 0], [1, 1], 1, 3, "binary", 1.0, None, 20.0, False
         ).reshape(exact.shape)
         error = ((found.double() - exact).abs() / scale.clamp_min(1)).max()
         assert error < 1e-6, f"{file} {layer}"

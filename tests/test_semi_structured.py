@@ -39,8 +39,9 @@ ACTIVATIONS = {
 
 
 def forget():
-    for cached in (template._algorithms, semi_structured.refusal, dispatch._remembered):
+    for cached in (template._algorithms, semi_structured.refusal):
         cached.cache_clear()
+    dispatch.forget()
 
 
 @pytest.fixture

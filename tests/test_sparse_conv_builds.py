@@ -6,9 +6,10 @@ from compile_kernel import compile_in_subprocess
 PRELUDE = """
 pointers = dict(starts_ptr="*i32", total_ptr="*i32", codes_ptr="*i32", events_ptr="*i32", rows_ptr="*i32",
                 count_ptr="*i32", active_ptr="*i8", bytes_ptr="*i8", scale_ptr="*fp32", bias_ptr="*fp32",
-                largest_ptr="*fp32")
+                factor_ptr="*fp32")
+numbers = dict(multiplier="fp32")
 def ptx(kernel, element, constants, capability, **options):
-    types = {n: pointers.get(n, element if n.endswith("_ptr") else "i32") for n in kernel.arg_names}
+    types = {n: pointers.get(n, element if n.endswith("_ptr") else numbers.get(n, "i32")) for n in kernel.arg_names}
     return build(kernel, types, constants, capability, **options).asm["ptx"]
 """
 

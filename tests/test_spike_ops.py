@@ -1,5 +1,7 @@
 """The spike ops as torch sees them: schema, fake, autograd, and the decomposition that Inductor applies."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,16 +31,13 @@ def test_opcheck_linear():
     torch.library.opcheck(torch.ops.sparsecomp.spike_linear.default, (x, w, b, 3, "binary"))
 
 
-@pytest.mark.parametrize("shape", [(8, 16, 3, 3), (8, 40)])
-def test_opcheck_pack_weight(shape):
-    torch.library.opcheck(torch.ops.sparsecomp.pack_weight.default, (torch.randn(shape), 3))
-
-
-def test_opcheck_packed():
-    planes, scale = ops.split_weight(torch.randn(8, 16, 3, 3), 3)
-    x8 = (torch.rand(2, 16, 7, 6) < 0.3).to(torch.int8).to(memory_format=torch.channels_last)
-    args = (x8, planes, scale, None, [3, 3], [1, 1], [1, 1], [1, 1], 1, torch.float32, False)
-    torch.library.opcheck(torch.ops.sparsecomp.spike_conv2d_packed.default, args)
+@pytest.mark.parametrize("strategy", ["binary", "event", "skip"])
+@pytest.mark.parametrize("factor", [None, torch.tensor([0.3])])
+def test_opcheck_counts(strategy, factor):
+    counts = (torch.rand(2, 16, 7, 6) < 0.3).to(torch.int8).to(memory_format=torch.channels_last)
+    window = ([1, 1], [1, 1], [1, 1], 1, 3, strategy, 1.0, factor, 20.0, False)
+    args = (counts, torch.randn(8, 16, 3, 3), None, *window)
+    torch.library.opcheck(torch.ops.sparsecomp.spike_conv2d_counts.default, args)
 
 
 def test_gradients_equal_the_dense_operators_in_float64():
@@ -92,16 +91,51 @@ def test_linear_gradients_of_an_empty_or_single_input(rows):
 
 
 @pytest.mark.parametrize("layer", ["conv2d", "linear"])
-def test_a_second_derivative_is_refused_rather_than_wrong(layer):
-    x, w, _ = sample(torch.float64)
+def test_second_derivatives_equal_the_dense_operators(layer):
+    x, w, b = sample(torch.float64)
+    dense, ours = (lambda x, w: F.conv2d(x, w, b, *WINDOW[:4])), (lambda x, w: ops.spike_conv2d(x, w, b, *WINDOW))
     if layer == "linear":
-        x, w = x.detach().flatten(1).requires_grad_(), w.detach().flatten(1)[:, :1].expand(8, 672).requires_grad_()
-        out = ops.spike_linear(x, w, None, 3, "binary")
-    else:
-        out = ops.spike_conv2d(x, w, None, *WINDOW)
-    torch.autograd.grad(out.sum(), w, retain_graph=True)
-    with pytest.raises(NotImplementedError, match="create_graph"):
-        torch.autograd.grad(out.square().sum(), w, create_graph=True)
+        x, w = x.detach().flatten(2).requires_grad_(), torch.randn(8, 42, dtype=torch.float64, requires_grad=True)
+        dense, ours = F.linear, (lambda x, w: ops.spike_linear(x, w, None, 3, "binary"))
+    found = []
+    for call in (dense, ours):
+        first = torch.autograd.grad(call(x, w).pow(3).sum(), (x, w), create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), (x, w)))
+    for mine, expected in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("written", ["x", "w"])
+def test_a_write_to_what_the_backward_needs_is_the_error_that_eager_raises(written):
+    for call in (lambda x, w: F.conv2d(x, w, None, *WINDOW[:4]), lambda x, w: ops.spike_conv2d(x, w, None, *WINDOW)):
+        x, w, _ = sample()
+        x, w = x.detach().clone(), w.detach().clone()
+        operands = {"x": x, "w": w}
+        operands["w" if written == "x" else "x"].requires_grad_()
+        out = call(x, w)
+        operands[written].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+FACTORS = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), -0.3, 1e-30, 6e4, 1e36, 1e-42]
+
+
+@pytest.mark.parametrize("value", FACTORS)
+@pytest.mark.parametrize("strategy", ["binary", "event", "skip"])
+def test_a_factor_of_any_value_gives_what_the_dense_operator_gives(value, strategy):
+    """Through the decomposition, with windows of silence, of spikes alone, and of zeros that no factor has touched."""
+    spikes = (torch.rand(3, 4, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.4).float()
+    spikes[0], spikes[1] = 0, 1
+    factor, w = torch.tensor([value]), torch.randn(8, 4, 3, 3)
+    w[0] = w[0].abs()
+    x = torch.cat([spikes * factor, torch.zeros(1, 4, 6, 6)])
+    expected = F.conv2d(x.double(), w.double(), padding=1)
+    args = (w, None, [1, 1], [1, 1], [1, 1], 1, 3, strategy, 1.0, factor, True)
+    decomposed = ops.decompositions()[torch.ops.sparsecomp.spike_conv2d.default](x, *args)
+    for found in (decomposed, ops.spike_conv2d(x, *args)):
+        atol = 1e-5 * abs(value) + 1e-44 if math.isfinite(value) else 0
+        torch.testing.assert_close(found.double(), expected.float().double(), rtol=2e-6, atol=atol, equal_nan=True)
 
 
 def _misfits():

@@ -18,7 +18,7 @@ from sparsecomp.lowering.trial import fault
 from sparsecomp.lowering.warmup import signature_of
 
 CONV = BinaryConv(
-    2, 6, 5, 6, 5, 64, 64, 64, 3, 3, 1, 1, 1, 1, 1, 1, 64, 1, 64 * 30, 1, 3, True, "float32", "all", 0
+    2, 6, 5, 6, 5, 64, 64, 64, 3, 3, 1, 1, 1, 1, 1, 1, 64, 1, 64 * 30, 1, 3, True, "float32", "all", 0, 576, 9, 3, 1
 )  # fmt: skip
 PROBLEMS = [
     pytest.param(BINARY_CONV, CONV, id="conv"),

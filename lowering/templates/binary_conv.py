@@ -18,17 +18,18 @@ from sparsecomp.lowering.template import Config, Template
 
 @triton.jit
 def binary_conv_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, count_ptr, rows_ptr,
+    x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, factor_ptr, out_ptr, count_ptr, rows_ptr,
     M, H, W, OH, OW, C, K, CP,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
-    out_pixel, out_channel, out_image, limit,
+    out_pixel, out_channel, out_image, weight_k, weight_c, weight_r, weight_s, multiplier, limit,
     R: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_C: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[m, k] = scale[k] · Σ_d 256^(D-1-d) Σ_(r,s,c) x[pixel(m, r, s), c] · w[d, k, r, s, c] + bias[k].
+    """out[m, k] = f · scale[k] · Σ_d 256^(D-1-d) Σ_(r,s,c) x[pixel(m, r, s), c] · w[d, k, r, s, c] + bias[k].
 
     x: (N, H, W, C) int8. w: (DIGITS, K, R·S·CP) int8, CP channels of one group, padded by zeros to a multiple of BK.
+    f = multiplier · factor[0]. weight: (K, C/GROUPS, R, S) by its strides, read where a scale is not above zero.
     M = N·OH·OW. out is addressed by image, pixel and channel strides, so either memory format is written in place.
     With count_ptr nothing happens unless *count_ptr > limit. With rows_ptr too, only the output pixels m that are its
     first *count_ptr entries are computed, and the grid serves the most there can be.
@@ -96,18 +97,59 @@ def binary_conv_kernel(
         next_row = s >= S
         s = tl.where(next_row, 0, s)
         r = tl.where(next_row, r + 1, r)
-    # joined in float32: |acc| can pass 2^24, and its rounding there is that of any float32 sum
-    value = acc0.to(tl.float32) * 256.0 + acc1.to(tl.float32)
-    if DIGITS > 2:
-        value = value * 256.0 + acc2.to(tl.float32)
-    if DIGITS > 3:
-        value = value * 256.0 + acc3.to(tl.float32)
-    value = value * tl.load(scale_ptr + k, mask=col_ok, other=0.0)[None, :]
-    if HAS_BIAS:
-        value += tl.load(bias_ptr + k, mask=col_ok, other=0.0).to(tl.float32)[None, :]
+    scale = tl.load(scale_ptr + k, mask=col_ok, other=1.0)
+    if factor_ptr is not None:
+        multiplier *= tl.load(factor_ptr).to(tl.float32)
     out_row = image.to(tl.int64) * out_image + pixel.to(tl.int64) * out_pixel
     out_ptrs = out_ptr + out_row[:, None] + (k.to(tl.int64) * out_channel)[None, :]
-    tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & col_ok[None, :])
+    out_ok = row_ok[:, None] & col_ok[None, :]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + k, mask=col_ok, other=0.0).to(tl.float32)
+    else:
+        bias = tl.zeros((BN,), tl.float32)
+    # NaN is not above zero either, and no product of a number that is not finite with zero is zero
+    if (tl.min((scale > 0.0).to(tl.int32), 0) == 0) | (multiplier * 0.0 != 0.0):
+        weight_ptrs = weight_ptr + k.to(tl.int64) * weight_k
+        value = _sums(
+            x_ptr + x_row, ih, iw, weight_ptrs, col_ok, multiplier, cg, H, W, C, dil_h, dil_w,
+            weight_c, weight_r, weight_s, R, S, factor_ptr is not None, BM, BN,
+        )  # fmt: skip
+        tl.store(out_ptrs, (value + bias[None, :]).to(out_ptr.dtype.element_ty), mask=out_ok)
+    else:
+        # joined in float32: |acc| can pass 2^24, and its rounding there is that of any float32 sum
+        value = acc0.to(tl.float32) * 256.0 + acc1.to(tl.float32)
+        if DIGITS > 2:
+            value = value * 256.0 + acc2.to(tl.float32)
+        if DIGITS > 3:
+            value = value * 256.0 + acc3.to(tl.float32)
+        value = value * scale[None, :] * multiplier + bias[None, :]
+        tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=out_ok)
+
+
+@triton.jit
+def _sums(
+    x_ptrs, ih, iw, weight_ptrs, col_ok, multiplier, cg, H, W, C, dil_h, dil_w, weight_c, weight_r, weight_s,
+    R: tl.constexpr, S: tl.constexpr, FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The block's sums of float32 products, one input channel of one tap at a time.
+
+    With FACTOR, spikes of a factor that may not be finite: -1 stands for NaN, and 0 for zero whatever the factor is.
+    """
+    value = tl.zeros((BM, BN), tl.float32)
+    for i in range(R * S * cg):
+        r = i // (S * cg)
+        s = i // cg % S
+        c = i % cg
+        ok = ((ih + r * dil_h).to(tl.uint32) < H) & ((iw + s * dil_w).to(tl.uint32) < W)
+        x = tl.load(x_ptrs + ((r * dil_h * W + s * dil_w) * C + c), mask=ok, other=0).to(tl.float32)
+        offset = tl.cast(c, tl.int64) * weight_c + r * weight_r + s * weight_s
+        w = tl.load(weight_ptrs + offset, mask=col_ok, other=0.0).to(tl.float32)
+        if FACTOR:
+            x = tl.where(x == 0.0, 0.0, tl.where(x < 0.0, float("nan"), multiplier))
+        else:
+            x *= multiplier
+        value += x[:, None] * w[None, :]
+    return value
 
 
 def _refuse(problem: BinaryConv, device: Device) -> str | None:
@@ -140,7 +182,7 @@ def _prepare(problem: BinaryConv, config: Config) -> Launch:
 BINARY_CONV = Template(
     name="binary_conv",
     op="binary_conv",
-    sources=(binary_conv_kernel,),
+    sources=(binary_conv_kernel, _sums),
     refuse=_refuse,
     space=_space,
     cost=binary_conv_cost(hopper=False),

@@ -59,10 +59,10 @@ def _next_step(r, s, c, S: gl.constexpr, CP, BK: gl.constexpr):
 
 @gluon.jit
 def binary_conv_hopper_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, count_ptr, rows_ptr,
+    x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, factor_ptr, out_ptr, count_ptr, rows_ptr,
     M, H, W, OH, OW, C, K, CP,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
-    out_pixel, out_channel, out_image, limit,
+    out_pixel, out_channel, out_image, weight_k, weight_c, weight_r, weight_s, multiplier, limit,
     R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
@@ -176,13 +176,52 @@ def binary_conv_hopper_kernel(
     if rows_ptr is not None:
         out_rows = gl.load(rows_ptr + out_rows, mask=out_ok, other=0)
     cols = k0 + gl.arange(0, BN, layout=gl.SliceLayout(0, out_layout))
+    col_ok = cols < kg
     k = group * kg + cols
-    value = value * gl.load(scale_ptr + k, mask=cols < kg, other=0.0)[None, :]
+    scale = gl.load(scale_ptr + k, mask=col_ok, other=1.0)
+    if factor_ptr is not None:
+        multiplier *= gl.load(factor_ptr).to(gl.float32)
+    if (gl.min((scale > 0.0).to(gl.int32), 0) == 0) | (multiplier * 0.0 != 0.0):
+        value = _sums(
+            x_ptr + group * cg, weight_ptr + k.to(gl.int64) * weight_k, out_rows, out_ok, col_ok, multiplier, cg,
+            H, W, OH, OW, C, stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_c, weight_r, weight_s,
+            R, S, factor_ptr is not None, BM, BN, out_layout,
+        )  # fmt: skip
+    else:
+        value = value * scale[None, :] * multiplier
     if HAS_BIAS:
-        value += gl.load(bias_ptr + k, mask=cols < kg, other=0.0).to(gl.float32)[None, :]
+        value += gl.load(bias_ptr + k, mask=col_ok, other=0.0).to(gl.float32)[None, :]
     out_offset = (out_rows // (OH * OW)).to(gl.int64) * out_image + (out_rows % (OH * OW)).to(gl.int64) * out_pixel
     out_ptrs = out_ptr + out_offset[:, None] + (k.to(gl.int64) * out_channel)[None, :]
-    gl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=out_ok[:, None] & (cols < kg)[None, :])
+    gl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=out_ok[:, None] & col_ok[None, :])
+
+
+@gluon.jit
+def _sums(
+    x_ptr, weight_ptrs, rows, row_ok, col_ok, multiplier, cg, H, W, OH, OW, C,
+    stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_c, weight_r, weight_s,
+    R: gl.constexpr, S: gl.constexpr, FACTOR: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """As ``_sums`` of ``binary_conv``, in the layout of the result."""
+    pixel = rows % (OH * OW)
+    ih = gl.where(row_ok, (pixel // OW) * stride_h - pad_h, -(1 << 30))
+    iw = (pixel % OW) * stride_w - pad_w
+    x_ptrs = x_ptr + (((rows // (OH * OW)).to(gl.int64) * H + ih) * W + iw) * C
+    value = gl.zeros((BM, BN), gl.float32, LAYOUT)
+    for i in range(R * S * cg):
+        r = i // (S * cg)
+        s = i // cg % S
+        c = i % cg
+        ok = ((ih + r * dil_h).to(gl.uint32) < H) & ((iw + s * dil_w).to(gl.uint32) < W)
+        x = gl.load(x_ptrs + ((r * dil_h * W + s * dil_w) * C + c), mask=ok, other=0).to(gl.float32)
+        offset = c.to(gl.int64) * weight_c + r * weight_r + s * weight_s
+        w = gl.load(weight_ptrs + offset, mask=col_ok, other=0.0).to(gl.float32)
+        if FACTOR:
+            x = gl.where(x == 0.0, 0.0, gl.where(x < 0.0, float("nan"), multiplier))
+        else:
+            x *= multiplier
+        value += x[:, None] * w[None, :]
+    return value
 
 
 def _refuse(problem: BinaryConv, device: Device) -> str | None:
@@ -216,7 +255,7 @@ def _prepare(problem: BinaryConv, config: Config) -> Launch:
 BINARY_CONV_HOPPER = Template(
     name="binary_conv_hopper",
     op="binary_conv",
-    sources=(binary_conv_hopper_kernel, _load_weights, _load_inputs, _next_step),
+    sources=(binary_conv_hopper_kernel, _load_weights, _load_inputs, _next_step, _sums),
     refuse=_refuse,
     space=_space,
     cost=binary_conv_cost(hopper=True),

@@ -73,31 +73,35 @@ def _popcount(v):
 
 @triton.jit
 def event_conv_kernel(
-    events_ptr, starts_ptr, total_ptr, w_ptr, bias_ptr, out_ptr, capacity,
+    events_ptr, starts_ptr, total_ptr, w_ptr, bias_ptr, factor_ptr, out_ptr, capacity,
     M, H, W, OH, OW, C, K,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
-    out_pixel, out_channel, out_image,
+    out_pixel, out_channel, out_image, multiplier,
     R: tl.constexpr, S: tl.constexpr, SPAN: tl.constexpr, HAS_BIAS: tl.constexpr,
     P: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
 ):  # fmt: skip
-    """out[m, k] = Σ over events in the window of m: value · w[row(event), k], plus bias[k]; nothing if over capacity.
+    """out[m, k] = f · Σ over events in the window of m: value · w[row(event), k] + bias[k]; nothing if over capacity.
 
-    w: (⌈K/KS⌉, R·S·C + 1, KS) as ``pack_event_weight_kernel`` writes it. SPAN: adjacent input columns that one stretch
-    of the event list covers, S without dilation, else 1. A block is P output pixels by KS channels, E events at a time;
-    programs walk the blocks, all blocks of the same channels first, whose weights then stay in the first-level cache.
+    f = multiplier · factor[0]. w: (⌈K/KS⌉, R·S·C, KS) as ``pack_event_weight_kernel`` writes it. SPAN: adjacent input
+    columns that one stretch of the event list covers, S without dilation, else 1. A block is P output pixels by KS
+    channels, E events at a time; programs walk the blocks, all blocks of the same channels first, whose weights then
+    stay in the first-level cache.
     """
     if tl.load(total_ptr) > capacity:
         return
+    if factor_ptr is not None:
+        multiplier *= tl.load(factor_ptr).to(tl.float32)
     blocks_p = tl.cdiv(M, P)
     for block in range(tl.program_id(0), blocks_p * tl.cdiv(K, KS), tl.num_programs(0)):
         rows = (block % blocks_p) * P + tl.arange(0, P)
         slab = block // blocks_p
-        w_base = w_ptr + slab.to(tl.int64) * (R * S * C + 1) * KS
+        w_base = w_ptr + slab.to(tl.int64) * (R * S * C) * KS
         value = _gather(
             events_ptr, starts_ptr, w_base, rows, M, H, W, OH, OW, C, stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
             R, S, SPAN, P, E, KS,
         )  # fmt: skip
         k = slab * KS + tl.arange(0, KS)
+        value *= multiplier
         if HAS_BIAS:
             value += tl.load(bias_ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
         image = (rows // (OH * OW)).to(tl.int64)
@@ -117,7 +121,6 @@ def _gather(
     A window meets the list in R·S/SPAN stretches. They are walked as one run, so that every pixel's loop is as short as
     its number of events and all the starts are loaded at once.
     """
-    depth = R * S * C
     pixel = rows % (OH * OW)
     image = rows // (OH * OW)
     ih0 = (pixel // OW) * stride_h - pad_h
@@ -156,19 +159,19 @@ def _gather(
         offset = (w_row + (event & 65535)) * KS
         w = tl.load(w_base + offset[:, :, None] + col[None, None, :], mask=ok[:, :, None], other=0.0)
         acc += w.to(tl.float32) * value[:, :, None]
-    # the last row: zero, or NaN where a weight of the channel is not finite
-    return tl.sum(acc, 1) + tl.load(w_base + depth * KS + col).to(tl.float32)[None, :]
+    return tl.sum(acc, 1)
 
 
 @triton.jit
 def pack_event_weight_kernel(
-    w_ptr, largest_ptr, out_ptr, K, C, DEPTH, stride_k, stride_c, stride_r, stride_s,
+    w_ptr, scale_ptr, factor_ptr, out_ptr, total_ptr, K, C, DEPTH, stride_k, stride_c, stride_r, stride_s, over,
     S: tl.constexpr, BD: tl.constexpr, KS: tl.constexpr,
 ):  # fmt: skip
-    """out[slab, (r·S + s)·C + c, j] = w[slab·KS + j, c, r, s], zero past K; its last row is 0·largest[k].
+    """out[slab, (r·S + s)·C + c, j] = w[slab·KS + j, c, r, s], zero past K.
 
-    DEPTH = R·S·C. largest: (K,) the largest absolute weight of a channel, NaN if one is: the last row, added to every
-    output, turns a channel with a weight that is not finite to NaN, as a dense product with zeros does.
+    DEPTH = R·S·C. Events leave out what zeros are multiplied with, which only a finite weight and factor allow: where a
+    scale of ``split_weight`` is NaN, or the factor is not finite, the number of events becomes ``over``, which no list
+    holds.
     """
     slab = tl.program_id(1)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
@@ -177,10 +180,14 @@ def pack_event_weight_kernel(
     offset = (d % C) * stride_c + (tap // S) * stride_r + (tap % S) * stride_s
     mask = (d < DEPTH)[:, None] & (k < K)[None, :]
     w = tl.load(w_ptr + offset.to(tl.int64)[:, None] + (k.to(tl.int64) * stride_k)[None, :], mask=mask, other=0.0)
-    poison = tl.load(largest_ptr + k, mask=k < K, other=0.0).to(tl.float32) * 0.0
-    w = tl.where((d == DEPTH)[:, None], poison[None, :], w.to(tl.float32))
-    dst = out_ptr + (slab.to(tl.int64) * (DEPTH + 1) + d)[:, None] * KS + tl.arange(0, KS)[None, :]
-    tl.store(dst, w.to(out_ptr.dtype.element_ty), mask=(d <= DEPTH)[:, None])
+    dst = out_ptr + (slab.to(tl.int64) * DEPTH + d)[:, None] * KS + tl.arange(0, KS)[None, :]
+    tl.store(dst, w, mask=(d < DEPTH)[:, None])
+    if tl.program_id(0) == 0:
+        rest = tl.sum(tl.load(scale_ptr + k, mask=k < K, other=0.0), 0) * 0.0
+        if factor_ptr is not None:
+            rest += tl.load(factor_ptr).to(tl.float32) * 0.0
+        if rest != 0.0:
+            tl.atomic_max(total_ptr, over)
 
 
 def _prepare_find(problem: FindEvents, config: Config) -> Launch:
@@ -194,8 +201,9 @@ def _prepare_find(problem: FindEvents, config: Config) -> Launch:
 def _prepare_pack(problem: PackEvents, config: Config) -> Launch:
     k, c, *strides, r, s, block, _ = problem
     depth = r * s * c
-    grid = (triton.cdiv(depth + 1, 32), triton.cdiv(k, block))
-    return Launch(pack_event_weight_kernel, grid, (k, c, depth, *strides), {"S": s, "BD": 32, "KS": block})
+    grid = (triton.cdiv(depth, 32), triton.cdiv(k, block))
+    numbers = (k, c, depth, *strides, 2**30)
+    return Launch(pack_event_weight_kernel, grid, numbers, {"S": s, "BD": 32, "KS": block})
 
 
 def _prepare_accumulate(problem: Accumulate, config: Config) -> Launch:

@@ -13,7 +13,7 @@ from sparsecomp.ops.weights import digit_bits, largest_mantissa
 
 @triton.jit
 def pack_weight_kernel(
-    w_ptr, planes_ptr, scale_ptr, K, C, CP, stride_k, stride_c, stride_r, stride_s,
+    w_ptr, planes_ptr, scale_ptr, K, C, CP, stride_k, stride_c, stride_r, stride_s, spread,
     R: tl.constexpr, S: tl.constexpr, DIGITS: tl.constexpr, BITS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """planes[d, k, (r·S + s)·CP + c] and scale[k] of one output channel k; see ``split_weight`` for the values.
@@ -33,13 +33,16 @@ def pack_weight_kernel(
     all_finite = tl.min(finite, 0) == 1
     bits = amax.to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x007FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
+    # a subnormal number has its exponent's bits clear, and counts as below any scale there is
     exponent = tl.where(amax == 0.0, 0, (bits >> 23) - 126) - BITS + (mantissa > TOP).to(tl.int32)
     biased = tl.minimum(tl.maximum(exponent + 127, 1), 254)
-    scale = (biased << 23).to(tl.float32, bitcast=True)
-    tl.store(scale_ptr + k, tl.where(all_finite, scale, float("nan")))
     inverse = ((254 - biased) << 23).to(tl.float32, bitcast=True)
+    used = tl.zeros((BLOCK,), tl.int32)
+    near = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, depth, BLOCK):
         w = _channel(w_ptr, k, start, depth, C, CP, stride_k, stride_c, stride_r, stride_s, S, BLOCK)
+        used += (w != 0.0).to(tl.int32)
+        near += ((w != 0.0) & (tl.abs(w) * spread >= amax)).to(tl.int32)
         q = w * inverse
         q = tl.where(tl.abs(q) < 8388608.0, tl.floor(q + 0.5), q)
         q = tl.where(all_finite, q, 0.0).to(tl.int32)
@@ -48,6 +51,11 @@ def pack_weight_kernel(
             digit = ((q + 128) & 255) - 128
             tl.store(planes_ptr + (d * K + k) * depth + j, digit.to(tl.int8), mask=j < depth)
             q = (q - digit) >> 8
+    count = tl.sum(used, 0)
+    lost = (2 * tl.sum(near, 0) <= count) | (exponent < -126)
+    scale = (biased << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(lost & (count > 0), -scale, scale)
+    tl.store(scale_ptr + k, tl.where(all_finite, scale, float("nan")))
 
 
 @triton.jit
@@ -66,7 +74,8 @@ def _prepare(problem: PackWeight, config: Config) -> Launch:
     p = problem
     constants = {"R": p.r, "S": p.s, "DIGITS": p.digits, "BITS": digit_bits(p.digits)}
     constants |= {"TOP": largest_mantissa(p.digits), "BLOCK": config["BLOCK"]}
-    return Launch(pack_weight_kernel, (p.k,), p[:7], constants, num_warps=config["warps"])
+    numbers = (*p[:7], p.spread)
+    return Launch(pack_weight_kernel, (p.k,), numbers, constants, num_warps=config["warps"])
 
 
 _k, _c, _r, _s, _digits, _itemsize, _block, _warps = sizes("k c r s digits itemsize BLOCK warps")

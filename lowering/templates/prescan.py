@@ -14,24 +14,23 @@ from sparsecomp.lowering.template import Config, Template
 
 
 @triton.jit
-def cast_flat_kernel(x_ptr, out_ptr, count_ptr, numel, limit, BLOCK: tl.constexpr):
-    """out[i] = int8(x[i]) for dense memory that already lies channels-last; with count_ptr, if *count_ptr > limit."""
+def cast_flat_kernel(x_ptr, out_ptr, count_ptr, numel, limit, inverse, BINARY: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = count(x[i]) for dense memory that already lies channels-last; with count_ptr, if *count_ptr > limit."""
     if count_ptr is not None:
         count = tl.load(count_ptr)
         if count <= limit:
             return
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
-    # through float32: the interpreter has no direct bf16 conversion
-    value = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offset, value.to(tl.int8), mask=mask)
+    tl.store(out_ptr + offset, _count(tl.load(x_ptr + offset, mask=mask, other=0.0), inverse, BINARY), mask=mask)
 
 
 @triton.jit
 def cast_strided_kernel(
-    x_ptr, out_ptr, C, W, P, stride_n, stride_c, stride_h, stride_w, BC: tl.constexpr, BP: tl.constexpr
-):
-    """out[n, p, c] = int8(x[n, c, p]) for any strides; P = H·W pixels an image. Tiles are transposed on chip."""
+    x_ptr, out_ptr, C, W, P, stride_n, stride_c, stride_h, stride_w, inverse,
+    BINARY: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """out[n, p, c] = count(x[n, c, p]) for any strides; P = H·W pixels an image. Tiles are transposed on chip."""
     blocks = tl.cdiv(P, BP)
     image = (tl.program_id(0) // blocks).to(tl.int64)
     p = (tl.program_id(0) % blocks) * BP + tl.arange(0, BP)
@@ -39,21 +38,33 @@ def cast_strided_kernel(
     mask = (c[:, None] < C) & (p[None, :] < P)
     pixel = (p // W).to(tl.int64) * stride_h + (p % W).to(tl.int64) * stride_w
     src = x_ptr + image * stride_n + c.to(tl.int64)[:, None] * stride_c + pixel[None, :]
-    value = tl.load(src, mask=mask, other=0.0).to(tl.float32).to(tl.int8)
+    value = _count(tl.load(src, mask=mask, other=0.0), inverse, BINARY)
     dst = out_ptr + image * P * C + p.to(tl.int64)[None, :] * C + c[:, None]
     tl.store(dst, value, mask=mask)
 
 
+@triton.jit
+def _count(x, inverse, BINARY: tl.constexpr):
+    """The whole number that x · inverse is; with BINARY 1 where x is not zero, -1 where it is NaN."""
+    # through float32: the interpreter has no direct bf16 conversion
+    x = x.to(tl.float32)
+    if BINARY:
+        return (tl.abs(x) > 0.0).to(tl.int8) - (x != x).to(tl.int8)
+    return (x * inverse).to(tl.int8)
+
+
 def _prepare_flat(problem: Cast, config: Config) -> Launch:
     grid = (triton.cdiv(problem.numel, config["BLOCK"]),)
-    constants = {"BLOCK": config["BLOCK"]}
-    return Launch(cast_flat_kernel, grid, (problem.numel, problem.limit), constants, num_warps=config["warps"])
+    numbers, constants = (problem.numel, problem.limit, problem.inverse), {"BINARY": problem.binary}
+    constants |= {"BLOCK": config["BLOCK"]}
+    return Launch(cast_flat_kernel, grid, numbers, constants, num_warps=config["warps"])
 
 
 def _prepare_strided(problem: CastStrided, config: Config) -> Launch:
     p, bc, bp = problem, config["BC"], config["BP"]
     grid = (p.n * triton.cdiv(p.h * p.w, bp), triton.cdiv(p.c, bc))
-    return Launch(cast_strided_kernel, grid, (p.c, p.w, p.h * p.w, *p[4:8]), {"BC": bc, "BP": bp})
+    numbers, constants = (p.c, p.w, p.h * p.w, *p[4:8], p.inverse), {"BINARY": p.binary, "BC": bc, "BP": bp}
+    return Launch(cast_strided_kernel, grid, numbers, constants)
 
 
 _numel, _itemsize, _block, _warps, _bandwidth = sizes("numel itemsize BLOCK warps bandwidth")
@@ -65,7 +76,7 @@ _cast_misfit = 0.04 * sympy.Max(sympy.log(_block / (256 * _warps)), 0) + 0.004 *
 CAST_FLAT = Template(
     name="cast_flat",
     op="cast",
-    sources=(cast_flat_kernel,),
+    sources=(cast_flat_kernel, _count),
     refuse=lambda problem, device: None,
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (1024, 2048, 4096, 8192) for warps in (4, 8)
@@ -78,7 +89,7 @@ CAST_FLAT = Template(
 CAST_STRIDED = Template(
     name="cast_strided",
     op="cast_strided",
-    sources=(cast_strided_kernel,),
+    sources=(cast_strided_kernel, _count),
     refuse=lambda problem, device: None,
     space=lambda problem, device: [Config(BC=bc, BP=bp) for bc in (32, 64, 128) for bp in (32, 64, 128)],
     # tiles that reach past the channels or pixels are read in vain

@@ -22,7 +22,7 @@ from sparsecomp.ops.selective_step import selective_step
 from sparsecomp.ops.sparse_linear import sparse_linear
 from sparsecomp.ops.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse_rows import sparse_rows
-from sparsecomp.ops.spike_conv import decompositions, pack_weight, spike_conv2d, spike_linear
+from sparsecomp.ops.spike_conv import decompositions, spike_conv2d, spike_linear
 from sparsecomp.ops.spmm import spmm
 from sparsecomp.ops.weights import split_weight
 
@@ -36,7 +36,6 @@ __all__ = [
     "masked_add",
     "masked_blend",
     "masked_mul",
-    "pack_weight",
     "scatter_pruned",
     "sddmm",
     "select_largest",
