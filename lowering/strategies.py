@@ -36,6 +36,8 @@ class SiteInfo(NamedTuple):
         channels_last: the input lies in channels_last (or is a linear layer's).
         fused: the cast to bytes costs no pass of its own, since Inductor or the neuron makes it.
         stride: of the window, rows and columns.
+        trained: both gradients are computed too.
+        hosted: the host launches each kernel as it comes, and no CUDA graph replays them.
     """
 
     device: str
@@ -57,6 +59,8 @@ class SiteInfo(NamedTuple):
     channels_last: bool
     fused: bool
     stride: tuple[int, int] = (1, 1)
+    trained: bool = False
+    hosted: bool = False
 
     def signature(self, device: Device) -> KernelSignature:
         """Under which the times of this site's implementations on ``device`` are kept; bfloat16 counts as float16."""

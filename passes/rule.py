@@ -130,6 +130,7 @@ class Context:
         eager: the result runs op by op, not through Inductor.
         switches: the positions at which the graph switches gradients or inference mode on or off.
         gradients: somebody may ask for gradients: they are enabled here, or within the graph, or it runs in any mode.
+        written: parameters, buffers and inputs that the graph writes to.
         reread: nodes that a compiled backward may compute again from an input that has been written to by then.
         transformed: nodes within a transform of torch.func (grad, vmap, jvp, …).
     """
@@ -143,6 +144,7 @@ class Context:
     eager: bool = False
     switches: tuple[int, ...] = field(init=False)
     gradients: bool = field(init=False)
+    written: frozenset[fx.Node] = field(init=False)
     reread: frozenset[fx.Node] = field(init=False)
     transformed: frozenset[fx.Node] = field(init=False)
 
@@ -152,7 +154,8 @@ class Context:
         self.switches = tuple(self.analysis.order[node] for node in switches)
         turned_on = (node.args[0] for node in switches if _compat.sets_grad_mode(node))
         self.gradients = self.eager or torch.is_grad_enabled() or any(turned_on)
-        self.reread = _reread(self.analysis) if self.gradients and not self.eager else frozenset()
+        self.written = _written(self.analysis)
+        self.reread = _reread(self.analysis.graph, self.written) if self.gradients and not self.eager else frozenset()
         self.transformed = _transformed(self.gm.graph)
 
     def fact(self, value: object, reader: fx.Node) -> SparsityFact | None:
@@ -200,14 +203,25 @@ _STATISTICS = ("running_mean", "running_var")
 """Inputs of batch-norm that its result does not depend on where it writes to them."""
 
 
-def _reread(analysis: Analysis) -> frozenset[fx.Node]:
+def _written(analysis: Analysis) -> frozenset[fx.Node]:
+    """What the graph writes to of what it is given. Inputs share memory as they did in the example, or not at all."""
+    inputs = [node for node in analysis.graph.nodes if node.op == "placeholder"]
+    memories = {_memory(inputs[index]) for index in analysis.written_inputs}
+    attributes = [node for node in analysis.graph.nodes if node.op == "get_attr" and example_of(node) is not None]
+    found = [node for node in attributes if analysis.last_writes.get(node, -1) >= 0]
+    return frozenset([*found, *(node for node in inputs if _memory(node) in memories)])
+
+
+def _memory(node: fx.Node) -> object:
+    example = example_of(node)
+    return node if example is None else _compat.storage_of(example)
+
+
+def _reread(graph: fx.Graph, written: frozenset[fx.Node]) -> frozenset[fx.Node]:
     """What is made of inputs that the graph writes to, with no product in between."""
-    found: set[fx.Node] = set()
-    for node in analysis.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            if analysis.last_writes.get(node, -1) >= 0:
-                found.add(node)
-        elif not found.isdisjoint(_dependencies(node)):
+    found = set(written)
+    for node in graph.nodes:
+        if not found.isdisjoint(_dependencies(node)):
             found.add(node)
     return frozenset(found)
 

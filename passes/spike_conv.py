@@ -14,7 +14,7 @@ from sparsecomp import _compat, gate
 from sparsecomp.ops.geometry import is_channels_last, output_size
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, refuse, sizes
-from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked, writes_bytes
+from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked, hosted, trains, writes_bytes
 
 _UNSUPPORTED = ("conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 
@@ -101,7 +101,7 @@ def _site(operands: Operands, geometry: tuple[list[int], ...], ctx: Context) -> 
         groups=op.get("groups", 1), digits=operands.digits, density=density.share, active=density.active,
         tf32=_compat.conv_tf32(), fused=writes_bytes(operands, ctx),
         channels_last=isinstance(spikes, torch.Tensor) and is_channels_last(spikes),
-        stride=(geometry[0][0], geometry[0][1]),
+        stride=(geometry[0][0], geometry[0][1]), trained=trains(ctx), hosted=hosted(operands, ctx),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat, gate
 from sparsecomp.passes.canonicalize import op_of
 from sparsecomp.passes.rule import Context, Refusal, Rule, Verdict, Why, call, refuse, sizes
-from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked, writes_bytes
+from sparsecomp.passes.spike_operand import Operands, build_inputs, check, choose, hooked, hosted, trains, writes_bytes
 
 _UNSUPPORTED = ("matmul", "addmm", "baddbmm", "bilinear")
 
@@ -57,4 +57,5 @@ def _site(operands: Operands, ctx: Context) -> gate.SiteInfo | Refusal:
         n=math.prod(x[:-1]), c=x[-1], h=1, w=1, k=weight[0], r=1, s=1, out_h=1, out_w=1,
         groups=1, digits=operands.digits, density=density.share, active=density.active,
         tf32=_compat.matmul_tf32(), channels_last=True, fused=writes_bytes(operands, ctx),
+        trained=trains(ctx), hosted=hosted(operands, ctx),
     )  # fmt: skip

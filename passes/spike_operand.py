@@ -25,7 +25,7 @@ from sparsecomp.ops.library import KERNEL_DTYPES
 from sparsecomp.ops.weights import SPREAD
 from sparsecomp.passes.canonicalize import CanonicalOp, example_of, has_hooks
 from sparsecomp.passes.facts import SparsityFact, is_dyadic
-from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, refuse
+from sparsecomp.passes.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.sparse_tensor import SparseTensor
 
 _DIGITS = {"exact": 3, "tf32": 2, "half": 2}
@@ -166,6 +166,16 @@ def writes_bytes(operands: Operands, ctx: Context) -> bool:
     return not ctx.eager and operands.dtype is torch.float32
 
 
+def trains(ctx: Context) -> bool:
+    """Whether both gradients of a layer are to be expected. A graph that runs op by op may run in any mode."""
+    return ctx.gradients and not ctx.eager
+
+
+def hosted(operands: Operands, ctx: Context) -> bool:
+    """Whether the host calls the layer's kernels each time, rather than replay them."""
+    return ctx.eager or not replays(ctx.options, torch.device(operands.device))
+
+
 def build_inputs(operands: Operands, ctx: Context) -> tuple[fx.Node, fx.Node, fx.Node | None, tuple[Any, ...]]:
     """Input, weight and bias of the sparse operator, and the last of its arguments: what it may count on."""
     op, node, promise = operands.op, operands.op.node, operands.promise
@@ -223,7 +233,7 @@ def _promise(fact: SparsityFact, x: torch.Tensor, dtype: torch.dtype, ctx: Conte
     """What the operator may be told of an input that obeys `fact`."""
     if isinstance(fact.scale, str):
         holders = _holders(fact.scale, ctx)
-        if not all(ctx.analysis.unchanged(holder, holder) for holder in holders):
+        if any(_changes(holder, ctx) for holder in holders):
             return refuse(Why.FACTOR, factor=fact.scale, detail="is written to in place")
         example = example_of(holders[0]) if holders else None
         if example is not None and example.device != x.device:
@@ -235,6 +245,11 @@ def _promise(fact: SparsityFact, x: torch.Tensor, dtype: torch.dtype, ctx: Conte
     if not math.isfinite(scale):
         return refuse(Why.FACTOR, factor=fact.scale, detail=f"is beyond {dtype}")
     return Promise(scale, binary=True)
+
+
+def _changes(holder: fx.Node, ctx: Context) -> bool:
+    given = holder.op in ("placeholder", "get_attr")
+    return holder in ctx.written if given else not ctx.analysis.unchanged(holder, holder)
 
 
 def _holders(name: str, ctx: Context) -> list[fx.Node]:

@@ -49,6 +49,7 @@ __all__ = [
     "sets_grad_mode",
     "size_expression",
     "size_hint",
+    "storage_of",
     "transform_nesting",
     "tree_leaves",
     "without_torch_function",
@@ -251,6 +252,14 @@ def transform_nesting(node: fx.Node) -> int:
     """By how many transforms of torch.func a node of Dynamo's begins (1) or ends (-1); 0 for any other."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+
+
+def storage_of(tensor: torch.Tensor) -> object:
+    """What two tensors have in common that share memory; the tensor itself where it has no memory of its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def is_fake(value: object) -> bool:

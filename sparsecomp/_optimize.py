@@ -43,6 +43,7 @@ def optimize(model: nn.Module, example_inputs: Any = None, *, mode: str | None =
     Raises:
         OptionError: an unknown option or value.
         RuleError: a rule failed, under `strict=True`.
+        Exception: what `model` itself raises on the example inputs.
     """
     parsed = Options.parse(mode, options)
     args = _as_tuple(example_inputs)
@@ -197,11 +198,15 @@ def _compiled(model: nn.Module, args: tuple[Any, ...] | None, options: Options, 
     except Exception as error:
         if options.strict:
             raise
-        log.warning("torch.compile failed: the model runs as it was", exc_info=True)
-        report.capture = "none: the model runs as it was"
-        report.note(f"torch.compile failed: {type(error).__name__}: {error}")
-        return Optimized(model, options, report)
-    return optimized
+        failure = error
+    else:
+        return optimized
+    with undone(model, args):
+        model(*args)  # what the model itself refuses is the caller's to see, as it says it
+    log.warning("torch.compile failed: the model runs as it was", exc_info=failure)
+    report.capture = "none: the model runs as it was"
+    report.note(f"torch.compile failed: {type(failure).__name__}: {failure}")
+    return Optimized(model, options, report)
 
 
 def _as_tuple(example_inputs: Any) -> tuple[Any, ...] | None:

@@ -38,6 +38,12 @@ _LISTING = 15e-6
 _STEP = 0.6e-6
 """One step of the reduction in a tile that nothing overlaps: what a layer with few active pixels waits for."""
 
+# Seconds of the host, by implementation: what one call costs from Python to the last launch.
+_HOST = {"dense": 24e-6, "binary": 35e-6, "event": 200e-6, "skip": 100e-6}
+_HOST_MATMUL = 12e-6
+_HOST_KERNEL = 8e-6
+"""One kernel of Inductor's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -109,11 +115,26 @@ def decide(site: SiteInfo, ceilings: Ceilings = H100, measured: Mapping[str, flo
     names = able(site)
     known = {name: measured[name] for name in names if measured and name in measured}
     if "dense" in known and len(known) > 1:
-        return _fastest(known, lambda ms: f"{ms:.3f} ms", "measured")
-    times = {name: seconds(site, name, ceilings) * 1e6 for name in names}
+        called = {name: as_called(site, name, ms * 1e-3, ceilings) * 1e3 for name, ms in known.items()}
+        return _fastest(called, lambda ms: f"{ms:.3f} ms", "measured")
+    times = {name: as_called(site, name, seconds(site, name, ceilings), ceilings) * 1e6 for name in names}
     decision = _fastest(times, lambda us: f"{us:.1f} us", "estimated")
     below = event_pays_below(site, ceilings)
     return decision if below is None else replace(decision, reason=f"{decision.reason}; {_described(below)}")
+
+
+def as_called(site: SiteInfo, strategy: str, device: float, ceilings: Ceilings = H100) -> float:
+    """Seconds that a site adds to a step, where its own product takes ``device`` seconds of the card's.
+
+    The gradients are the dense operator's whatever the product is, of spikes that the bytes are widened to first. And
+    the card waits for its host where that has more to do.
+    """
+    host = _HOST_MATMUL if strategy == "dense" and _is_matmul(site) else _HOST[strategy]
+    if site.trained:
+        widened = site.n * site.c * site.h * site.w * (site.itemsize + 1) / ceilings.bandwidth
+        device += 2 * seconds(site._replace(fused=False), "dense", ceilings) + (widened if strategy != "dense" else 0.0)
+        host += 2 * (_HOST_MATMUL if _is_matmul(site) else _HOST["dense"]) + _HOST_KERNEL * (strategy != "dense")
+    return max(device, host) if site.hosted else device
 
 
 def estimate(site: SiteInfo, strategy: str, ceilings: Ceilings = H100) -> float:
@@ -136,8 +157,11 @@ def expression(site: SiteInfo, strategy: str, ceilings: Ceilings = H100, **symbo
 
 
 def event_pays_below(site: SiteInfo, ceilings: Ceilings = H100) -> float | None:
-    """Density below which events are the fastest by estimate, 0 if nowhere; None where they cannot serve the site."""
-    if "event" not in able(site):
+    """Density below which events are the fastest by estimate, 0 if nowhere; None where they cannot serve the site.
+
+    None too where the host is what takes the time, at any density.
+    """
+    if "event" not in able(site) or (site.hosted and seconds(site, "dense", ceilings) < _HOST["event"]):
         return None
     rival = min(seconds(site, name, ceilings) for name in able(site) if name != "event")
     event = expression(site, "event", ceilings, density=_density)
@@ -172,6 +196,10 @@ def _cost(site: SiteInfo, strategy: str) -> Cost:
     return _DENSE[_precision(site)] if strategy == "dense" else _SPARSE[strategy]
 
 
+def _is_matmul(site: SiteInfo) -> bool:
+    return site.h == site.w == 1
+
+
 def _precision(site: SiteInfo) -> str:
     return "half" if site.itemsize == 2 else "tf32" if site.tf32 else "fp32"
 
@@ -180,7 +208,7 @@ def _numbers(site: SiteInfo) -> dict[str, float]:
     """What the costs depend on: the site's numbers, and which share of the ceilings its kernels reach."""
     precision = _precision(site)
     narrow = _NARROW if site.k // site.groups <= 64 else dict.fromkeys(_NARROW, 1.0)
-    if site.h == site.w == 1:
+    if _is_matmul(site):
         dense = _MATMUL_RATES[precision]
     else:
         dense = _CONV_RATES[precision][site.channels_last] * narrow[precision]

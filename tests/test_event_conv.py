@@ -119,7 +119,30 @@ def test_a_write_that_bumps_no_version_counter_is_seen(device, strategy):
     assert torch.equal(spike_conv.conv2d(x, layer.weight, None, *args), before * 2)
 
 
-def test_rows_too_long_for_the_event_code_take_the_binary_path(device):
-    assert not event_conv.serves(torch.zeros(1, 1, 1, 2**16 + 1, device=device), SQUARE, 1)
-    assert not event_conv.serves(torch.zeros(1, 4, 4, 4, device=device), SQUARE, 2)
-    assert event_conv.serves(torch.zeros(1, 64, 1, 512, device=device), SQUARE, 1)
+WIDE = Window((1, 1), (1, 1), (0, 0), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "groups", "served"),
+    [
+        ((1, 64, 1, 512), SQUARE, 1, True),
+        ((1, 32, 1, 1024), SQUARE, 1, True),
+        ((1, 1, 1, 2**16 + 1), SQUARE, 1, False),  # an event has 16 bits for its place
+        ((1, 1, 1, 1025), SQUARE, 1, False),  # words of one image row
+        ((1, 4, 4, 4), SQUARE, 2, False),
+        ((2**21, 32, 4, 7), WIDE, 1, True),
+        ((2**21, 32, 4, 8), WIDE, 1, False),  # 2^31 elements pass the offsets of 32 bits
+        ((1, 4, 9, 9), Window((3, 3), (1, 1), (1, 1), (2, 2)), 1, True),
+        ((1, 4, 9, 9), Window((4, 3), (1, 1), (1, 1), (2, 2)), 1, False),  # 12 stretches
+    ],
+)
+def test_what_the_event_kernels_can_hold(device, shape, window, groups, served):
+    assert event_conv.serves(torch.empty(shape, device="meta"), window, groups) == served
+
+
+def test_rows_too_long_for_the_event_code_take_the_binary_path(device, monkeypatch):
+    taken = []
+    monkeypatch.setattr(event_conv, "conv2d", lambda *operands: taken.append(operands))
+    x = spikes((1, 1, 1, 1030), 0.01)
+    check(device, "event", x, normal((16, 1, 1, 3)), None, padding=(0, 1))
+    assert not taken

@@ -103,6 +103,65 @@ def test_on_a_card_of_half_the_rates_everything_but_waiting_takes_twice_as_long(
     assert slower == pytest.approx(2 * (gate.seconds(site, strategy) - waiting))
 
 
+HOSTED = STAGE1._replace(hosted=True)
+TINY = HOSTED._replace(n=1, h=14, w=14, out_h=14, out_w=14)
+
+
+def test_a_product_that_lengthens_the_hosts_path_is_not_made_where_the_host_decides():
+    """Equal devices' work of microseconds, so the hosts' 24 and 35 us are what a call takes."""
+    assert gate.seconds(TINY, "dense") < 24e-6 and gate.seconds(TINY, "binary") < 35e-6
+    decision = gate.decide(TINY)
+    assert decision.strategy == "dense" and "35.0 us against 24.0 us" in decision.reason
+    assert gate.decide(TINY, measured={"dense": 0.02, "binary": 0.005}).strategy == "dense"
+    replayed = TINY._replace(hosted=False)
+    assert gate.decide(replayed, measured={"dense": 0.02, "binary": 0.005}).strategy == "binary"
+    # a card with more to do than its host does not wait for it
+    assert gate.decide(HOSTED) == gate.decide(STAGE1)
+
+
+def test_in_training_a_product_saves_one_of_three():
+    """Dense forward and both gradients are three products; ours is one of them, the widening of bytes comes on top."""
+    site = STAGE1._replace(trained=True)
+    forward, ours = gate.seconds(STAGE1._replace(fused=False), "dense"), gate.seconds(STAGE1, "binary")
+    dense = gate.seconds(STAGE1, "dense") + 2 * forward
+    widened = 128 * 64 * 56 * 56 * 5 / H100.bandwidth
+    decision = gate.decide(site)
+    assert decision.strategy == "binary"
+    assert decision.expected_gain == pytest.approx(dense / (ours + 2 * forward + widened))
+    assert decision.expected_gain < gate.decide(STAGE1).expected_gain
+    # what gains a tenth alone gains too little among three, and what the host does is counted for all of them
+    measured = {"dense": 0.1, "binary": 0.09}
+    assert gate.decide(STAGE1, measured=measured).strategy == "binary"
+    assert gate.decide(site, measured=measured).strategy == "dense"
+    tiny = TINY._replace(trained=True)
+    assert gate.as_called(tiny, "dense", 1e-6) == pytest.approx(3 * 24e-6)
+    assert gate.as_called(tiny, "binary", 1e-6) == pytest.approx(35e-6 + 2 * 24e-6 + 8e-6)
+
+
+def test_linear_layers_have_a_shorter_host_path_of_their_own():
+    linear = TINY._replace(h=1, w=1, out_h=1, out_w=1, r=1, s=1)
+    assert gate.as_called(linear, "dense", 1e-6) == pytest.approx(12e-6)
+
+
+def test_no_density_is_named_where_the_host_takes_the_time():
+    assert gate.event_pays_below(QUIET._replace(n=1, hosted=True)) is None
+
+
+def test_events_pay_at_no_density_below_zero():
+    """The break-even of a batch of one is negative."""
+    assert gate.event_pays_below(QUIET._replace(n=1)) == 0.0
+
+
+def test_the_costs_of_events_by_hand():
+    """Both forms of the weight are packed, three passes of two reads and a write; then traffic and the sums."""
+    site = QUIET._replace(density=0.0)
+    weights, values = 512 * 512 * 9, 1024 * 512 * 49
+    packing = weights * (2 * 4 + 3)
+    traffic = (values * 4 + weights * 4 + values * 4) / 0.75
+    expected = (2 * packing + traffic) / H100.bandwidth + 35e-6
+    assert gate.seconds(site, "event") == pytest.approx(expected, rel=1e-6)
+
+
 def test_measured_times_win_over_estimates():
     assert gate.decide(STAGE1).strategy == "binary"
     slow = gate.decide(STAGE1, measured={"dense": 0.2, "binary": 0.21})

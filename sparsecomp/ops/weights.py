@@ -109,5 +109,5 @@ def join_weight(planes: Tensor, scale: Tensor, kernel: tuple[int, int], channels
     """The float64 weight (K, C, R, S) that ``split_weight`` stored; the inverse up to its rounding."""
     digits, k, _ = planes.shape
     powers = 256.0 ** torch.arange(digits - 1, -1, -1, dtype=torch.float64, device=planes.device)
-    w = (planes.double() * powers[:, None, None]).sum(0) * scale.double()[:, None]
+    w = (planes.double() * powers[:, None, None]).sum(0) * scale.double().abs()[:, None]
     return w.reshape(k, *kernel, padded_channels(channels))[..., :channels].permute(0, 3, 1, 2)
