@@ -188,6 +188,7 @@ def test_a_capture_takes_the_kept_weight_only_where_that_is_promised(promised, m
 
     sources, folds = [inputs(96, 64, seed=4).as_subclass(OnCuda), inputs(96, 64, seed=5)], Folds()
     kept = folds._keep(sources, PRODUCT, "csr", (1, 1), folded_weight._ALWAYS)
+    monkeypatch.setattr(kept.weight.values, "__class__", OnCuda)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     found = folds.of(sources, PRODUCT, "csr", (1, 1), "always" if promised else "asked")
     if not promised:
