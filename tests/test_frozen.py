@@ -179,6 +179,15 @@ def test_other_sources_have_a_weight_of_their_own(other):
     assert torch.equal(of(mask, weight), mask * weight)
 
 
+def test_versions_are_those_of_the_same_memory():
+    folds, mask, array = Folds(), inputs(6, 6) > 0, inputs(6, 6).numpy()
+    one, other = torch.from_numpy(array), torch.from_numpy(array)
+    of = lambda weight: folds.of([mask, weight], PRODUCT, "dense", (1, 1), "always").values  # noqa: E731
+    assert torch.equal(of(one), mask * one)
+    one.neg_()
+    assert other._version == 0 and torch.equal(of(other), mask * other)
+
+
 @pytest.mark.parametrize("promised", [False, True])
 def test_a_capture_takes_the_kept_weight_only_where_that_is_promised(promised, monkeypatch):
     """The capture is feigned: what it holds must be computed from the sources, or promised to stay."""
@@ -188,6 +197,7 @@ def test_a_capture_takes_the_kept_weight_only_where_that_is_promised(promised, m
 
     sources, folds = [inputs(96, 64, seed=4).as_subclass(OnCuda), inputs(96, 64, seed=5)], Folds()
     kept = folds._keep(sources, PRODUCT, "csr", (1, 1), folded_weight._ALWAYS)
+    monkeypatch.setattr(kept.weight.values, "__class__", OnCuda)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     found = folds.of(sources, PRODUCT, "csr", (1, 1), "always" if promised else "asked")
     if not promised:

@@ -131,14 +131,26 @@ _ALWAYS = object()
 """The promise that an option gives."""
 
 
+class _Source(NamedTuple):
+    """A tensor that a weight was made of. It is not referred to itself, so that it can be swapped for another.
+
+    Attributes:
+        version: None where autograd counts none.
+    """
+
+    memory: "weakref.ref[UntypedStorage]"
+    version: int | None
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Kept:
     """A packed weight and what it was made of.
 
     Attributes:
         promise: that its sources stay.
-        memory: of the sources. The tensors themselves are not referred to, so that they can be swapped for others.
-        versions: of the sources.
         ready: where and when it was made.
         seen: what the sources held, if that is to be checked.
         names: of the sources, for an error; empty if unknown.
@@ -147,8 +159,7 @@ class _Kept:
 
     weight: Packed
     promise: object
-    memory: tuple["weakref.ref[UntypedStorage]", ...]
-    versions: tuple[int, ...]
+    sources: tuple[_Source, ...]
     ready: Ready
     seen: tuple[Tensor, ...]
     names: tuple[str, ...]
@@ -158,8 +169,10 @@ class _Kept:
         """Whether it may be read under a promise."""
         if self.promise is not promise and self.promise is not _ALWAYS:
             return False
-        for place, source in enumerate(sources):
-            if self.memory[place]() is not source.untyped_storage() or self.versions[place] != _version(source):
+        for source, (memory, version, shape, strides, dtype) in zip(sources, self.sources, strict=True):
+            if memory() is not source.untyped_storage() or (version is not None and source._version != version):
+                return False
+            if source.shape != shape or source.stride() != strides or source.dtype is not dtype:
                 return False
         return True
 
@@ -179,20 +192,18 @@ class _Kept:
                 )
 
 
-def _version(source: Tensor) -> int:
-    return 0 if source.is_inference() else source._version
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _key(sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int]) -> tuple[object, ...]:
     """What a packed weight is found by."""
-    key: list[object] = [name, format, block]
-    for source in sources:
-        key += (source.data_ptr(), source.dtype, source.shape, source.stride())
-    return tuple(key)
+    return (name, format, block, *[source.data_ptr() for source in sources])
+
+
+def _captures(tensor: Tensor) -> bool:
+    """Whether what happens to a tensor now becomes part of a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Folds:
@@ -224,17 +235,16 @@ class Folds:
         if promise is None:
             return None
         kept = self._kept.get(_key(sources, name, format, block))
-        capturing = sources[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if kept is None or not kept.current(sources, promise):
-            if capturing or keep == "prepared":
+            if keep == "prepared" or any(map(_captures, sources)):
                 return None
             kept = self._keep(sources, name, format, block, promise)
-        elif kept.seen and not capturing:
-            kept.check(sources)
-        if capturing:
+        if _captures(kept.weight.values):
             kept.captured.append(kept.weight)
-        else:
-            kept.ready.await_(kept.weight.values, *kept.weight.pattern)
+            return kept.weight
+        if kept.seen:
+            kept.check(sources)
+        kept.ready.await_(kept.weight.values, *kept.weight.pattern)
         return kept.weight
 
     def prepare(
@@ -254,14 +264,18 @@ class Folds:
 
         def forget(dead: "weakref.ref[UntypedStorage]") -> None:
             found = self._kept.get(key)
-            if found is not None and dead in found.memory:
+            if found is not None and any(dead is source.memory for source in found.sources):
                 del self._kept[key]
+
+        def described(source: Tensor) -> _Source:
+            version = None if source.is_inference() else source._version
+            memory = weakref.ref(source.untyped_storage(), forget)
+            return _Source(memory, version, source.shape, source.stride(), source.dtype)
 
         self.made += 1
         before, weight = self._kept.get(key), packed(computed(sources, name), format, block)
         kept = self._kept[key] = _Kept(
-            weight, promise, tuple(weakref.ref(source.untyped_storage(), forget) for source in sources),
-            tuple(map(_version, sources)), Ready.now(weight.values.device),
+            weight, promise, tuple(map(described, sources)), Ready.now(weight.values.device),
             tuple(source.detach().clone() for source in sources) if Settings.from_environment().debug else (),
             names or (before.names if before else ()), before.captured if before else [],
         )  # fmt: skip

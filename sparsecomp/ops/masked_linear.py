@@ -28,7 +28,7 @@ def folded_linear(x: Tensor, sources: list[Tensor], bias: Tensor | None, recipe:
 
     Args:
         x: (…, k), of the weight's dtype.
-        sources: of the formula; all on one device.
+        sources: of the formula.
         bias: (m,) or None.
         recipe: how the weight is computed, and kept if it may be; else it is dense. A sparse product adds in another
             order than a dense one, and multiplies no zero of the weight: an infinite x gives NaN in fewer places.
