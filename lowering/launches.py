@@ -10,7 +10,7 @@ from sparsecomp.lowering.launch import Launch
 
 Workspace = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype."""
-_ALLOCATION = 1.5e-6
+_ALLOCATION = 4e-6
 """Seconds of the host to allocate a workspace."""
 
 

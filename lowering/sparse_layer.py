@@ -14,20 +14,20 @@ from sparsecomp.lowering import sddmm, semi_structured, spmm_bsr, spmm_csr, spmm
 from sparsecomp.lowering.dispatch import prepared, recorded
 from sparsecomp.lowering.epilogue import output_of
 from sparsecomp.ops.library import KERNEL_DTYPES
+from sparsecomp.ops.patterns import Layout
 
 _Launch = Callable[..., None]
 
 
 def product(
-    x: Tensor, values: Tensor, own: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, format: str,
-    block: tuple[int, int], skew: str, rows: int, activation: str, kernel: str,
+    x: Tensor, values: Tensor, own: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, layout: Layout,
+    activation: str, kernel: str,
 ) -> Tensor | None:  # fmt: skip
-    """activation(x @ S.mT + bias + residual) for S of `rows` rows.
+    """activation(x @ S.mT + bias + residual).
 
     Args:
         x: (..., k), contiguous; all tensors are.
-        values, own: of S by rows: pointers and indices of "csr" and "bsr", indices of "nm".
-        skew: as of `spmm_csr.run`.
+        values, own: of S; more arrays than the layout's own are not read.
         kernel: name of the template that is to do it; empty for the one with the least device time.
 
     Returns:
@@ -36,12 +36,12 @@ def product(
     """
     launch = _product(
         x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, None if bias is None else bias.dtype,
-        None if residual is None else residual.dtype, format, block, skew, rows, activation, kernel,
+        None if residual is None else residual.dtype, layout, activation, kernel,
     )  # fmt: skip
     if launch is None:
         return None
-    out = x.new_empty((*x.shape[:-1], rows))
-    if format == "nm":
+    out = x.new_empty((*x.shape[:-1], layout.shape[0]))
+    if layout.format == "nm":
         launch(values, own[0], x, bias, residual, out)
     else:
         launch(own[0], own[1], values, x, bias, residual, out)
@@ -51,25 +51,24 @@ def product(
 @recorded
 def _product(
     device: torch.device, x_shape: torch.Size, x_dtype: torch.dtype, stored: torch.Size, dtype: torch.dtype,
-    index: torch.dtype, bias: torch.dtype | None, residual: torch.dtype | None, format: str, block: tuple[int, int],
-    skew: str, rows: int, activation: str, kernel: str,
+    index: torch.dtype, bias: torch.dtype | None, residual: torch.dtype | None, layout: Layout, activation: str,
+    kernel: str,
 ) -> _Launch | None:  # fmt: skip
-    columns = x_shape[-1]
-    count = x_shape[:-1].numel()
+    (rows, columns), block, count = layout.shape, layout.block, x_shape[:-1].numel()
     dtypes = [one for one in (x_dtype, dtype, bias, residual) if one is not None]
     if count * rows == 0 or stored.numel() == 0 or not all(one in KERNEL_DTYPES for one in dtypes):
         return None
     values, dense, out = _meta(stored, dtype), _meta((count, columns), x_dtype).mT, _meta((count, rows), x_dtype).mT
     beside = None if residual is None else _meta((count, rows), residual).mT
     described = output_of(out, None if bias is None else _meta((rows,), bias), "row", beside, activation, 1.0)
-    if format == "nm":
+    if layout.format == "nm":
         problem: Any = spmm_nm.problem_of(values, _meta(stored, index), *block, dense, out, described)
         if block == (2, 4) and kernel != "spmm_nm" and semi_structured.refusal(problem, device) is None:
             return None
         return prepared(spmm_nm.SPMM_NM, problem, device, kernel)
-    family, operation = (spmm_bsr, spmm_bsr.SPMM_BSR) if format == "bsr" else (spmm_csr, spmm_csr.SPMM_CSR)
+    family, operation = (spmm_bsr, spmm_bsr.SPMM_BSR) if layout.format == "bsr" else (spmm_csr, spmm_csr.SPMM_CSR)
     pointers, indices = _meta((-(-rows // block[0]) + 1,), index), _meta(stored[:1], index)
-    problem = family.problem_of(pointers, indices, values, dense, out, described, skew)
+    problem = family.problem_of(pointers, indices, values, dense, out, described, layout.skews[0])
     return prepared(operation, problem, device, kernel)
 
 

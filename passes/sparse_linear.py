@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+import sparsecomp.ops.dense_linear
 import sparsecomp.ops.promise  # noqa: F401  (registers the operators)
 from sparsecomp.ops.dense_weight import stored_to_dense
 from sparsecomp.ops.patterns import Layout
@@ -21,6 +22,7 @@ from sparsecomp.passes.sparse_cost import Product, decide
 from sparsecomp.settings import Settings
 
 _LINEAR = torch.ops.sparsecomp.sparse_linear.default
+_LINEAR_RELU = torch.ops.sparsecomp.dense_linear_relu.default
 _PROMISED = torch.ops.sparsecomp.promised.default
 _TO_DENSE = torch.ops.sparsecomp.stored_to_dense.default
 
@@ -53,7 +55,7 @@ def _layer(node: fx.Node) -> Chain | None:
 
 def _arrays(chain: Chain) -> tuple[list[fx.Node], Layout]:
     arguments: Any = chain.nodes[0].args
-    return list(arguments[2]), Layout(arguments[5], *map(tuple, arguments[6:9]))
+    return list(arguments[2]), Layout.read(arguments[5])
 
 
 def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
@@ -78,10 +80,10 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     dead = tuple(reversed(chain.nodes[:-1]))
     if decision.dense and kept is not None:
         reason = f"{product.described}: written out once, under the promise that it stays; {decision.reason}"
-        return Plan(lambda: {node: _build_dense(chain, node, kept)}, reason, "dense copy", "", decision.gain, dead)
+        return Plan(lambda: {node: _build_dense(chain, node, product, kept)}, reason, "dense copy", "", decision.gain, dead)
     if decision.dense:
         reason = f"{product.described}: {decision.reason}"
-        return Plan(lambda: {node: _build_dense(chain, node, None)}, reason, "dense", "", decision.gain, dead)
+        return Plan(lambda: {node: _build_dense(chain, node, product, None)}, reason, "dense", "", decision.gain, dead)
     fused = f", fused with {', '.join(chain.fused)}" if chain.fused else ""
     reason = f"{product.described} by {decision.kernel}{fused}; {decision.reason}"
     # without a CUDA graph the fewest launches may be the best, which the device's time alone does not tell
@@ -98,14 +100,14 @@ def _kept(chain: Chain, ctx: Context) -> list[torch.Tensor] | None:
 
 def _build(chain: Chain, node: fx.Node, kernel: str) -> fx.Node:
     arguments: Any = chain.nodes[0].args
-    pattern, how = list(arguments[2]), arguments[5:10]
+    pattern, layout, transpose = list(arguments[2]), *arguments[5:7]
     return call(
-        node.graph, node, _LINEAR, chain.dense, chain.sparse, pattern, chain.bias, chain.residual, *how,
+        node.graph, node, _LINEAR, chain.dense, chain.sparse, pattern, chain.bias, chain.residual, layout, transpose,
         chain.activation, kernel,
     )  # fmt: skip
 
 
-def _build_dense(chain: Chain, node: fx.Node, kept: list[torch.Tensor] | None) -> fx.Node:
+def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[torch.Tensor] | None) -> fx.Node:
     """The layer with its weight written out, and behind it the rest as written."""
     first, *rest = chain.nodes
     arguments: Any = first.args
@@ -119,6 +121,11 @@ def _build_dense(chain: Chain, node: fx.Node, kept: list[torch.Tensor] | None) -
             seen = [constant(node, one.clone()) for one in kept]
             name = f"the weight `{getattr(chain.sparse, 'target', chain.sparse)}`"
             weight = call(node.graph, node, _PROMISED, weight, [chain.sparse, *pattern], seen, name)
+    example = example_of(node)
+    if (chain.bias, chain.residual, chain.activation) == (arguments[3], None, "relu") and not product.trained and (
+        chain.bias is not None and example.is_cuda and example_of(chain.bias).dtype is example.dtype
+    ):
+        return call(node.graph, node, _LINEAR_RELU, chain.dense, weight, chain.bias)
     copies = {first: call(node.graph, node, F.linear, chain.dense, weight, arguments[3])}
     for old in rest:
         copies[old] = node.graph.node_copy(old, lambda argument: copies.get(argument, argument))

@@ -24,6 +24,7 @@ __all__ = [
     "FakeTensorMode",
     "OneLevelFunction",
     "add_constant",
+    "addmm_relu",
     "ambient_modes",
     "below_autograd",
     "cache_key",
@@ -133,6 +134,11 @@ def cache_key(tag: str) -> Iterator[None]:
     patch = getattr(torch.compiler.config, "patch")  # noqa: B009  (installed at run time)
     with patch(cache_key_tag=f"{before}|{tag}"):
         yield
+
+
+def addmm_relu(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """relu(left @ right + bias) by cuBLASLt, which does it in the product."""
+    return cast(Any, torch.ops.aten)._addmm_activation.default(bias, left, right)
 
 
 def conv_tf32() -> bool:

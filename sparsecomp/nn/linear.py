@@ -62,7 +62,7 @@ class SparseLinear(StoredWeight):
     def forward(self, x: Tensor) -> Tensor:
         """(…, in_features) to (…, out_features)."""
         return sparse_linear(
-            x, self.values, self._pattern(), self._layout, transpose=self._by_columns, bias=self.bias
+            x, self.values, self._pattern(), self._written, transpose=self._by_columns, bias=self.bias
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -64,7 +64,7 @@ class StoredWeight(nn.Module):
             pattern.keep_transposed()
             for name, array in zip(_TRANSPOSED, pattern.transposed or (), strict=True):
                 setattr(self, name, array)
-        self._layout = pattern.layout
+        self._layout, self._written = pattern.layout, pattern.layout.written()
 
     @property
     def shape(self) -> tuple[int, int]:

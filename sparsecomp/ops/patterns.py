@@ -10,6 +10,7 @@ operator that misses them computes them in each call.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,30 @@ class Layout(NamedTuple):
     block: tuple[int, int]
     shape: tuple[int, int]
     skews: tuple[str, str] = ("even", "even")
+
+    def written(self) -> str:
+        """As one argument of an operator, such as ``"csr 1x1 512x256 even mixed"``: each one costs the host."""
+        return f"{self.format} {_pair(self.block)} {_pair(self.shape)} {' '.join(self.skews)}"
+
+    @staticmethod
+    @lru_cache(maxsize=8192)
+    def read(text: str) -> "Layout":
+        """What was written.
+
+        Raises:
+            FormatError: nothing that `written` returns.
+        """
+        try:
+            format, block, shape, *skews = text.split(" ")
+            height, width, rows, cols = map(int, (*block.split("x"), *shape.split("x")))
+            first, second = skews
+        except ValueError as error:
+            raise FormatError(f"{text!r} describes no layout: give what Layout.written() returns") from error
+        return Layout(format, (height, width), (rows, cols), (first, second))
+
+
+def _pair(sizes: tuple[int, int]) -> str:
+    return f"{sizes[0]}x{sizes[1]}"
 
 
 def layout_of(format: str, block: Sequence[int], shape: Sequence[int], skews: Sequence[str]) -> Layout:

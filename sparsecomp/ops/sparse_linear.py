@@ -12,25 +12,24 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, differentiable, library
-from sparsecomp.ops.patterns import OWN_ARRAYS, VALUE_DIMS, Layout, check_pattern, layout_of
+from sparsecomp.ops.patterns import OWN_ARRAYS, VALUE_DIMS, Layout, check_pattern
 from sparsecomp.ops.sddmm import run as run_sddmm
 from sparsecomp.ops.spmm import before_activation, epilogue_gradients
 from sparsecomp.ops.spmm import run as run_spmm
 
 library.define(
-    "sparse_linear(Tensor x, Tensor values, Tensor[] pattern, Tensor? bias, Tensor? residual, str format, "
-    "SymInt[] block, SymInt[] shape, str[] skews, bool transpose, str activation, str kernel) -> Tensor",
+    "sparse_linear(Tensor x, Tensor values, Tensor[] pattern, Tensor? bias, Tensor? residual, str layout, "
+    "bool transpose, str activation, str kernel) -> Tensor",
     tags=TAGS,
 )
 library.define(
-    "sparse_linear_values(Tensor x, Tensor grad, Tensor[] pattern, str format, SymInt[] block, SymInt[] shape, "
-    "str[] skews, bool transpose) -> Tensor",
+    "sparse_linear_values(Tensor x, Tensor grad, Tensor[] pattern, str layout, bool transpose) -> Tensor",
     tags=TAGS,
 )
 
 
 def sparse_linear(
-    x: Tensor, values: Tensor, pattern: Sequence[Tensor], layout: Layout, *, transpose: bool = False,
+    x: Tensor, values: Tensor, pattern: Sequence[Tensor], layout: str, *, transpose: bool = False,
     bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none", kernel: str = "",
 ) -> Tensor:  # fmt: skip
     """activation(x @ op(S).mT + bias + residual), summed in float32 (float64 for float64), rounded once.
@@ -39,8 +38,9 @@ def sparse_linear(
 
     Args:
         x: (..., k), of the dtype of `values`.
-        values: of S, as `layout` says, without a batch.
+        values: of S, without a batch.
         pattern: index arrays of S, and perhaps of its transpose; see `sparsecomp.ops.patterns`.
+        layout: of S, from `Layout.written`.
         transpose: op(S) is the transpose of S.
         bias: (m,), one number a row of op(S).
         residual: of the result's shape.
@@ -59,7 +59,7 @@ def sparse_linear(
         dtype = torch.get_autocast_dtype(device)
         x, values = autocast(x, dtype), autocast(values, dtype)
     return torch.ops.sparsecomp.sparse_linear.default(
-        x, values, pattern, bias, residual, *layout, transpose, activation, kernel
+        x, values, pattern, bias, residual, layout, transpose, activation, kernel
     )
 
 
@@ -91,20 +91,18 @@ def sampled(
     return sddmm(*((b, a) if transpose else (a, b)), pattern, *layout, scale)
 
 
-def _reference(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation, kernel):
-    layout = layout_of(format, block, shape, skews)
-    return by_rows(partial(run_spmm, "cpu"), x, values, pattern, bias, residual, layout, transpose, activation)
+def _reference(x, values, pattern, bias, residual, layout, transpose, activation, kernel):
+    how = (Layout.read(layout), transpose, activation)
+    return by_rows(partial(run_spmm, "cpu"), x, values, pattern, bias, residual, *how)
 
 
-def _cuda(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation, kernel):
+def _cuda(x, values, pattern, bias, residual, layout, transpose, activation, kernel):
+    how = (Layout.read(layout), transpose, activation)
     if _are_contiguous(x, values, bias, residual, *pattern):
-        out = _launched(
-            x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation, kernel
-        )  # fmt: skip
+        out = _launched(x, values, pattern, bias, residual, *how, kernel)
         if out is not None:
             return out
-    layout = layout_of(format, block, shape, skews)
-    return by_rows(partial(run_spmm, "cuda"), x, values, pattern, bias, residual, layout, transpose, activation)
+    return by_rows(partial(run_spmm, "cuda"), x, values, pattern, bias, residual, *how)
 
 
 def _are_contiguous(*operands: Tensor | None) -> bool:
@@ -114,43 +112,43 @@ def _are_contiguous(*operands: Tensor | None) -> bool:
     return True
 
 
-def _launched(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation, kernel):
+def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, activation, kernel) -> Tensor | None:
     from sparsecomp.lowering import sparse_layer  # loads Triton
 
     if not transpose:
-        how = (format, tuple(block), skews[0], shape[0], activation, kernel)
-        return sparse_layer.product(x, values, pattern, bias, residual, *how)
-    own = OWN_ARRAYS[format]
-    if len(pattern) == own or format == "bsr":
+        return sparse_layer.product(x, values, pattern, bias, residual, layout, activation, kernel)
+    own = OWN_ARRAYS[layout.format]
+    if len(pattern) == own or layout.format == "bsr":
         return None
     pointers, indices, order = pattern[own:]
     entries = values.view(-1).index_select(0, order)
-    return sparse_layer.product(
-        x, entries, (pointers, indices), bias, residual, "csr", (1, 1), skews[1], shape[1], activation, kernel
-    )
+    flipped = Layout("csr", (1, 1), layout.shape[::-1], layout.skews[::-1])
+    return sparse_layer.product(x, entries, (pointers, indices), bias, residual, flipped, activation, kernel)
 
 
-def _gradient(x, grad, pattern, format, block, shape, skews, transpose):
-    layout = layout_of(format, block, shape, skews)
-    if grad.is_cuda and format == "csr" and _are_contiguous(x, grad, *pattern):
+def _gradient(x, grad, pattern, layout, transpose):
+    layout = Layout.read(layout)
+    if grad.is_cuda and layout.format == "csr" and _are_contiguous(x, grad, *pattern):
         from sparsecomp.lowering import sparse_layer  # loads Triton
 
-        found = sparse_layer.sampled(*((x, grad) if transpose else (grad, x)), pattern[0], pattern[1], skews[0])
+        operands = (x, grad) if transpose else (grad, x)
+        found = sparse_layer.sampled(*operands, pattern[0], pattern[1], layout.skews[0])
         if found is not None:
             return found
     return sampled(partial(run_sddmm, grad.device.type), x, grad, pattern, layout, transpose)
 
 
-def _fake_gradient(x, grad, pattern, format, block, shape, skews, transpose):
-    inner = pattern[0].shape if format == "nm" else pattern[1].shape
-    return grad.new_empty((*inner, *(block if format == "bsr" else ())))
+def _fake_gradient(x, grad, pattern, layout, transpose):
+    layout = Layout.read(layout)
+    inner = pattern[layout.format != "nm"].shape
+    return grad.new_empty((*inner, *(layout.block if layout.format == "bsr" else ())))
 
 
-def _fake(x, values, pattern, bias, residual, format, block, shape, skews, transpose, activation, kernel):
-    layout = layout_of(format, block, shape, skews)
+def _fake(x, values, pattern, bias, residual, layout, transpose, activation, kernel):
+    layout = Layout.read(layout)
     check_pattern(values, pattern, layout)
     m, k = layout.shape[::-1] if transpose else layout.shape
-    if x.dim() == 0 or x.shape[-1] != k or x.dtype != values.dtype or values.dim() != VALUE_DIMS[format]:
+    if x.dim() == 0 or x.shape[-1] != k or x.dtype != values.dtype or values.dim() != VALUE_DIMS[layout.format]:
         raise FormatError(
             f"x is {tuple(x.shape)} {x.dtype} and values are {tuple(values.shape)} {values.dtype}: needs (..., {k}) "
             "and one dtype, without a batch of values"
@@ -159,13 +157,13 @@ def _fake(x, values, pattern, bias, residual, format, block, shape, skews, trans
 
 
 def _save(ctx, inputs, output):
-    x, values, pattern, bias, residual, *layout, transpose, activation, _ = inputs
+    x, values, pattern, bias, residual, layout, transpose, activation, _ = inputs
     smooth = activation not in ("none", "relu")
     # gelu and silu are computed again from their operands, which are smaller to keep than what went into them
     saved = (bias, residual, None) if smooth else (None, None, output if activation == "relu" else None)
     ctx.save_for_backward(x, values, *pattern, *saved)
     ctx.kinds = [None if operand is None else (operand.dtype, operand.shape) for operand in (bias, residual)]
-    ctx.how = layout_of(*layout), transpose, activation
+    ctx.how = layout, transpose, activation
 
 
 def _backward(ctx, grad):
@@ -181,14 +179,13 @@ def _backward(ctx, grad):
     if wants[0]:
         grad_x = sparse_linear(narrow, values, pattern, layout, transpose=not transpose)
     if wants[1]:
-        grad_values = torch.ops.sparsecomp.sparse_linear_values.default(x, narrow, pattern, *layout, transpose)
-    return grad_x, grad_values, [None] * len(pattern), grad_bias, grad_residual, *(None,) * 7
+        grad_values = torch.ops.sparsecomp.sparse_linear_values.default(x, narrow, pattern, layout, transpose)
+    return grad_x, grad_values, [None] * len(pattern), grad_bias, grad_residual, *(None,) * 4
 
 
 def _save_gradient(ctx, inputs, output):
-    x, grad, pattern, *layout, transpose = inputs
+    x, grad, pattern, *ctx.how = inputs
     ctx.save_for_backward(x, grad, *pattern)
-    ctx.how = layout_of(*layout), transpose
 
 
 def _backward_gradient(ctx, by_values):
@@ -199,7 +196,7 @@ def _backward_gradient(ctx, by_values):
         by_x = sparse_linear(grad, by_values, pattern, layout, transpose=not transpose)
     if ctx.needs_input_grad[1]:
         by_grad = sparse_linear(x, by_values, pattern, layout, transpose=transpose)
-    return by_x, by_grad, [None] * len(pattern), None, None, None, None, None
+    return by_x, by_grad, [None] * len(pattern), None, None
 
 
 for _name, _function, _device in (
