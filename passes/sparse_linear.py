@@ -77,18 +77,16 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     kept = None if product.trained else _kept(chain, ctx)
     decision = decide(product._replace(constant=kept is not None))
-    dead = tuple(reversed(chain.nodes[:-1]))
-    if decision.dense and kept is not None:
-        reason = f"{product.described}: written out once, under the promise that it stays; {decision.reason}"
-        return Plan(lambda: {node: _build_dense(chain, node, product, kept)}, reason, "dense copy", "", decision.gain, dead)
+    dead, gain = tuple(reversed(chain.nodes[:-1])), decision.gain
     if decision.dense:
-        reason = f"{product.described}: {decision.reason}"
-        return Plan(lambda: {node: _build_dense(chain, node, product, None)}, reason, "dense", "", decision.gain, dead)
+        once = ": written out once, under the promise that it stays" if kept is not None else ""
+        reason, name = f"{product.described}{once}: {decision.reason}", "dense copy" if once else "dense"
+        return Plan(lambda: {node: _build_dense(chain, node, product, kept)}, reason, name, "", gain, dead)
     fused = f", fused with {', '.join(chain.fused)}" if chain.fused else ""
     reason = f"{product.described} by {decision.kernel}{fused}; {decision.reason}"
     # without a CUDA graph the fewest launches may be the best, which the device's time alone does not tell
     chosen = decision.kernel if product.device.type == "cuda" and not product.replayed else ""
-    return Plan(lambda: {node: _build(chain, node, chosen)}, reason, product.format, "", decision.gain, dead)
+    return Plan(lambda: {node: _build(chain, node, chosen)}, reason, product.format, "", gain, dead)
 
 
 def _kept(chain: Chain, ctx: Context) -> list[torch.Tensor] | None:
@@ -110,23 +108,34 @@ def _build(chain: Chain, node: fx.Node, kernel: str) -> fx.Node:
 def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[torch.Tensor] | None) -> fx.Node:
     """The layer with its weight written out, and behind it the rest as written."""
     first, *rest = chain.nodes
-    arguments: Any = first.args
     pattern, layout = _arrays(chain)
     if kept is None:
         weight = call(node.graph, node, _TO_DENSE, chain.sparse, pattern, *layout, chain.flip)
     else:
-        with torch.no_grad():
-            weight = constant(node, stored_to_dense(kept[0], kept[1:], layout, chain.flip))
-        if Settings.from_environment().debug:
-            seen = [constant(node, one.clone()) for one in kept]
-            name = f"the weight `{getattr(chain.sparse, 'target', chain.sparse)}`"
-            weight = call(node.graph, node, _PROMISED, weight, [chain.sparse, *pattern], seen, name)
-    example = example_of(node)
-    if (chain.bias, chain.residual, chain.activation) == (arguments[3], None, "relu") and not product.trained and (
-        chain.bias is not None and example.is_cuda and example_of(chain.bias).dtype is example.dtype
-    ):
+        weight = _constant_weight(chain, node, kept)
+    if _has_fused_form(chain, product):
         return call(node.graph, node, _LINEAR_RELU, chain.dense, weight, chain.bias)
+    arguments: Any = first.args
     copies = {first: call(node.graph, node, F.linear, chain.dense, weight, arguments[3])}
     for old in rest:
         copies[old] = node.graph.node_copy(old, lambda argument: copies.get(argument, argument))
     return copies[chain.nodes[-1]]
+
+
+def _has_fused_form(chain: Chain, product: Product) -> bool:
+    """Whether torch's product can do what follows it."""
+    if product.trained or product.device.type != "cuda" or chain.residual is not None:
+        return False
+    bias = example_of(chain.bias) if isinstance(chain.bias, fx.Node) else None
+    return chain.activation == "relu" and bias is not None and bias.dtype is product.dtype
+
+
+def _constant_weight(chain: Chain, node: fx.Node, kept: list[torch.Tensor]) -> fx.Node:
+    pattern, layout = _arrays(chain)
+    with torch.no_grad():
+        weight = constant(node, stored_to_dense(kept[0], kept[1:], layout, chain.flip))
+    if not Settings.from_environment().debug:
+        return weight
+    seen = [constant(node, one.clone()) for one in kept]
+    name = f"the weight `{getattr(chain.sparse, 'target', chain.sparse)}`"
+    return call(node.graph, node, _PROMISED, weight, [chain.sparse, *pattern], seen, name)
