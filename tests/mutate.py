@@ -114,16 +114,31 @@ def tests_of(path: Path, package: str) -> list[str]:
     return [str(test.relative_to(ROOT)) for test in dict.fromkeys([*always[:-1], *related, *always[-1:]])]
 
 
+def copied(folder: Path) -> Path:
+    """A copy of the tree that Python imports before any installed sparsecomp."""
+    copy = folder / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "build", "*.egg-info"))
+    for package in ("passes", "lowering"):  # where an installed sparsecomp has them
+        (copy / "sparsecomp" / package).symlink_to(copy / package)
+    question = "import sparsecomp.passes, sparsecomp.lowering; print(sparsecomp.passes.__file__)"
+    found = subprocess.run([sys.executable, "-c", question], cwd=copy, env=_environment(copy), capture_output=True)
+    if str(copy) not in found.stdout.decode():
+        raise SystemExit(f"tests would not run on the copy, but on {found.stdout.decode()}{found.stderr.decode()}")
+    return copy
+
+
+def _environment(copy: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+
 def is_noticed(mutation: Mutation, copy: Path, tests: list[str]) -> bool:
     """Whether a test fails with the change."""
     place = copy / mutation.path.relative_to(ROOT)
     before = place.read_text()
     place.write_text(mutation.applied(before))
-    # the copy first, so that an installed or linked sparsecomp elsewhere is not what runs
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS)
+        done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, timeout=SECONDS)
         return done.returncode != 0
     except subprocess.TimeoutExpired:
         return True
@@ -143,8 +158,7 @@ def main() -> int:
     chosen = random.Random(options.seed).sample(places, min(options.count, len(places)))
     made, noticed = collections.Counter(), collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "build", "*.egg-info"))
+        copy = copied(Path(folder))
         for name, mutation in chosen:
             killed = is_noticed(mutation, copy, tests_of(mutation.path, name))
             made[name] += 1
