@@ -42,7 +42,7 @@ def is_functional(name: str) -> bool:
     bare = name.removeprefix("torch._C._").partition(".")[2] if name.startswith("torch._C._") else name
     if any(part in bare for part in _UNANNOTATED):
         return False
-    packet = getattr(torch.ops.aten, bare, None) if bare.isidentifier() else None
+    packet: Any = getattr(torch.ops.aten, bare, None) if bare.isidentifier() else None
     if hasattr(packet, "overloads"):
         schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
         return not any(_writes(argument) for schema in schemas for argument in schema.arguments)
