@@ -12,7 +12,10 @@ from bench.networks import PRECISIONS
 from bench.timing import machine
 
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist}
-SUITES = ("snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu", *STUDIES, "table")
+SUITES = (
+    "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
+    *STUDIES, "table",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -40,8 +43,23 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("the benchmarks need a CUDA device; none was found", file=sys.stderr)
         return 2
-    from bench import resu, semi_structured, snn_conv, snn_network, spmm, tuning  # they load Triton
+    from bench import (  # they load Triton
+        loop,
+        loop_networks,
+        resu,
+        semi_structured,
+        snn_conv,
+        snn_network,
+        spmm,
+        tuning,
+    )
 
+    if arguments.suite in ("loop", "loop-networks"):
+        rows = []
+        for row in loop.run(loop.grid()) if arguments.suite == "loop" else loop_networks.run():
+            rows.append(row)
+            save(arguments.out / f"{arguments.suite.replace('-', '_')}.json", rows)
+        print(loop.summary(rows) if arguments.suite == "loop" else "", end="\n")
     if arguments.suite in ("snn", "snn-conv"):
         rows = []
         for row in snn_conv.run(arguments.data and arguments.data / "spikes"):

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsecomp import _compat, neurons
+from sparsecomp import neurons
 from sparsecomp.passes import facts as algebra
 from sparsecomp.passes import spike_sources, transfer
 from sparsecomp.passes.aliases import AliasGroups
 from sparsecomp.passes.canonicalize import RESHAPED, CanonicalOp, dtype_of, has_hooks, op_of, shape_of, target_name
 from sparsecomp.passes.facts import Origin, SparsityFact
 from sparsecomp.passes.registry import TRANSFERS, Items, Kept, Lost, LostKind, Result, Transfer
+from sparsecomp.passes.writes import also_written, may_write
 
 __all__ = ["Analysis", "analyse", "spike_sources", "transfer"]
 
@@ -405,10 +406,10 @@ class _Run:
             for index in inner.written_inputs:
                 if index < len(args) and isinstance(args[index], fx.Node):
                     self._overwrite(args[index], None, Lost(LostKind.MUTATED, f"`{node.name}` writes to it"))
-        elif _may_write(op, known):
+        elif may_write(op, known):
             self._write_all(node, f"`{op.name}` may write to its arguments")
         elif op.known:
-            for written in _also_written(op):
+            for written in also_written(op):
                 self._overwrite(written, None, Lost(LostKind.MUTATED, f"`{node.name}` updates it"))
 
     def _write_all(self, node: fx.Node, why: str) -> None:
@@ -544,27 +545,3 @@ def _is_pure_layer(module: nn.Module) -> bool:
     return all(type(part).__module__.startswith("torch.nn.modules.") for part in parts) and not any(
         getattr(part, "inplace", False) or has_hooks(part) for part in parts
     )
-
-
-def _also_written(op: CanonicalOp) -> list[fx.Node]:
-    """What a call that is not in place writes to all the same, of which torch's schemas say nothing."""
-    written: tuple[Any, ...] = ()
-    if op.name in ("batch_norm", "instance_norm") and op.get("training") is not False:
-        written = (op.get("running_mean"), op.get("running_var"))
-    elif op.name == "embedding" and op.get("max_norm") is not None:
-        written = (op.get("weight"),)
-    return [node for node in written if isinstance(node, fx.Node)]
-
-
-def _may_write(op: CanonicalOp, known: bool) -> bool:
-    """Whether a call that is not in place may write to what it is given; `known`: it has a transfer function."""
-    if "::" in op.name:
-        return not (known and not op.name.startswith("higher_order::")) and not _is_functional(op.node)
-    told = any(value is True for value in op.node.args) or op.node.kwargs.get("max_norm") is not None
-    return not op.known and (told or not _compat.is_functional(op.name))
-
-
-def _is_functional(node: fx.Node) -> bool:
-    """Whether a custom operator declares that it writes to none of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and not schema.is_mutable

@@ -35,7 +35,6 @@ __all__ = [
     "fake_of",
     "graph_break_reasons",
     "inside_transform",
-    "is_functional",
     "is_fake",
     "isolated_compile",
     "make_wrapper",
@@ -207,35 +206,6 @@ def ambient_modes() -> tuple[Any, ...]:
     devices = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
-
-
-_UNANNOTATED = ("batch_norm", "instance_norm", "embedding_bag")
-"""Operators that write to statistics or tables, of which their schemas say nothing."""
-
-
-@cache
-def is_functional(name: str) -> bool:
-    """Whether a function or method of torch's is known to write to no tensor that it is given, but through `out`."""
-    bare = name.removeprefix("torch._C._").partition(".")[2] if name.startswith("torch._C._") else name
-    if any(part in bare for part in _UNANNOTATED):
-        return False
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{bare}")
-    if schemas:
-        return not any(_writes(argument) for schema in schemas for argument in schema.arguments)
-    return bare in _READERS or hasattr(torch.nn.functional, bare)
-
-
-def _writes(argument: Any) -> bool:
-    is_tensor = str(argument.type) in ("Tensor", "Optional[Tensor]")
-    return is_tensor and not argument.is_out and argument.alias_info is not None and argument.alias_info.is_write
-
-
-_READERS = frozenset({
-    "ndimension", "nelement", "new_tensor", "new", "tolist", "dim_order", "unique", "__bool__", "__len__", "__int__",
-    "__float__", "__index__", "__mod__", "__rmod__", "__rfloordiv__", "__rtruediv__", "__rpow__", "__rmatmul__",
-    "__rand__", "__ror__", "__rxor__", "__pos__", "mod", "pos", "lshift", "rshift", "not", "is", "is_not", "index",
-})  # fmt: skip
-"""Methods and operators without a schema that only read."""
 
 
 def sets_grad_mode(node: fx.Node) -> bool:
