@@ -77,7 +77,7 @@ class BinaryConv(NamedTuple):
         return (-(-self.m // pixels) * -(-(self.k // self.groups) // channels) * self.groups,)
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> tuple[float, ...]:
         """The run-time numbers of the kernels, in their order."""
         return (self.m, self.h, self.w, self.oh, self.ow, self.c, self.k, self.cp, *self[10:19], *self[25:], self.limit)
 

@@ -83,7 +83,7 @@ class Accumulate(NamedTuple):
     multiplier: float = 1.0
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> tuple[float, ...]:
         """The kernel's run-time numbers, in its order."""
         return (self.capacity, self.n * self.oh * self.ow, *self[2:17], self.multiplier)
 

@@ -4,6 +4,7 @@ The host has microseconds for a layer. What a call of the binary product needs b
 alone, so it is worked out once and kept as a record.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -49,8 +50,7 @@ def convolve(
             tuple(padding), tuple(dilation), groups, digits, scale, spread, channels_last,
         )  # fmt: skip
         return record(x, weight, bias, factor)
-    kernel = tuple(weight.shape[2:]) if weight.dim() == 4 else (1, 1)
-    window = Window(kernel, tuple(stride), tuple(padding), tuple(dilation))
+    window = _window(weight.shape, stride, padding, dilation)
     planes, scales = pack_weight(weight, digits, spread)
     out = window.empty_output(x, weight.shape[0], weight.dtype, channels_last)
     select = None
@@ -99,8 +99,14 @@ def _record(
     digits: int, scale: float, spread: float, channels_last: bool,
 ) -> _Binary:  # fmt: skip
     weight = torch.empty_strided(size, strides, dtype=dtype, device="meta")
-    window = Window(tuple(size[2:]) if len(size) == 4 else (1, 1), stride, padding, dilation)
+    window = _window(size, stride, padding, dilation)
     return _Binary(device, shape, weight, has_bias, window, groups, digits, scale, spread, channels_last)
+
+
+def _window(size: torch.Size, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Window:
+    """The geometry of a convolution with a weight of this size; a matrix is a window of one pixel."""
+    r, s = size[2:] if len(size) == 4 else (1, 1)
+    return Window((r, s), (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1]))
 
 
 def _returns_channels_last(x: Tensor, weight: Tensor) -> bool:
