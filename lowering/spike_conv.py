@@ -44,10 +44,12 @@ def convolve(
     x, weight, bias, stride, padding, dilation, groups, digits, strategy, scale, factor, spread, channels_last
 ) -> Tensor:
     """CUDA implementation of ``sparsecomp::spike_conv2d_counts``."""
+    factor = factor if factor is None or factor.dtype is weight.dtype else factor.to(weight.dtype)
     if strategy == "binary" and x.dtype is torch.int8 and lies_dense_nhwc(x):
         record = _record(
-            x.device, x.shape, weight.shape, weight.stride(), weight.dtype, bias is not None, tuple(stride),
-            tuple(padding), tuple(dilation), groups, digits, scale, spread, channels_last,
+            x.device, x.shape, weight.shape, weight.stride(), weight.dtype, bias is not None,
+            factor is not None, tuple(stride), tuple(padding), tuple(dilation), groups, digits, scale, spread,
+            channels_last,
         )  # fmt: skip
         return record(x, weight, bias, factor)
     window = _window(weight.shape, stride, padding, dilation)
@@ -68,15 +70,13 @@ class _Binary:
     """All of a binary product but its addresses: the weight's split and the product, both of them launches."""
 
     def __init__(
-        self, device: torch.device, shape: torch.Size, weight: Tensor, has_bias: bool, window: Window, groups: int,
-        digits: int, scale: float, spread: float, channels_last: bool,
+        self, device: torch.device, shape: torch.Size, weight: Tensor, given: tuple[bool, bool], window: Window,
+        groups: int, digits: int, scale: float, spread: float, channels_last: bool,
     ) -> None:  # fmt: skip
         x = torch.empty(shape, dtype=torch.int8, device="meta")
         out = window.empty_output(x, weight.shape[0], weight.dtype, channels_last)
         split = pack_problem(weight, digits, spread)
-        problem = binary_conv.problem_of(
-            x, weight, weight if has_bias else None, window, groups, digits, scale, out
-        )
+        problem = binary_conv.problem_of(x, weight, window, groups, digits, scale, out, *given)
         self._planes, self._scales = (digits, split.k, split.depth), (split.k,)
         self._size, self._stride, self._dtype, self._device = out.size(), out.stride(), out.dtype, device
         self._pack = dispatch.prepared(PACK_WEIGHT, split, device) if out.numel() else None
@@ -95,12 +95,13 @@ class _Binary:
 @dispatch.recorded
 def _record(
     device: torch.device, shape: torch.Size, size: torch.Size, strides: tuple[int, ...], dtype: torch.dtype,
-    has_bias: bool, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int], groups: int,
-    digits: int, scale: float, spread: float, channels_last: bool,
+    has_bias: bool, has_factor: bool, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int],
+    groups: int, digits: int, scale: float, spread: float, channels_last: bool,
 ) -> _Binary:  # fmt: skip
     weight = torch.empty_strided(size, strides, dtype=dtype, device="meta")
     window = _window(size, stride, padding, dilation)
-    return _Binary(device, shape, weight, has_bias, window, groups, digits, scale, spread, channels_last)
+    given = (has_bias, has_factor)
+    return _Binary(device, shape, weight, given, window, groups, digits, scale, spread, channels_last)
 
 
 def _window(size: torch.Size, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Window:
