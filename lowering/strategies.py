@@ -91,11 +91,12 @@ def _representative(signature: KernelSignature) -> SiteInfo:
     out = [(size + 2 * (window // 2) - window) // stride + 1
            for size, window, stride in ((h, r, stride_h), (w, s, stride_w))]  # fmt: skip
     active = str(given["active"])
-    return SiteInfo(
+    return SiteInfo._make((
         "cuda", 2 if signature.dtypes[0] == "float16" else 4, n, c, h, w, k, r, s, *out, groups, digits,
         signature.density, None if active == "unknown" else 2.0 ** int(active[2:]) if active != "0" else 0.0,
         bool(tf32), signature.layouts[0] == "nhwc", bool(fused), (stride_h, stride_w),
-    )  # fmt: skip
+        False, False,
+    ))  # fmt: skip
 
 
 def _operands(site: SiteInfo, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
