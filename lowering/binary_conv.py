@@ -33,7 +33,8 @@ class BinaryConv(NamedTuple):
         dtype: of weight, output and bias.
         select: ``"all"`` outputs, all if ``"count"`` exceeds ``limit``, or the listed ``"rows"``.
         weight_k, weight_c, weight_r, weight_s: strides of the weight itself.
-        scale: the inputs are counts times this (and times the factor, if there is one).
+        scale: the inputs are counts times this.
+        has_factor: and times a factor, which the device knows.
     """
 
     n: int
@@ -66,6 +67,7 @@ class BinaryConv(NamedTuple):
     weight_r: int = 0
     weight_s: int = 0
     scale: float = 1.0
+    has_factor: bool = False
 
     @property
     def m(self) -> int:
@@ -77,9 +79,10 @@ class BinaryConv(NamedTuple):
         return (-(-self.m // pixels) * -(-(self.k // self.groups) // channels) * self.groups,)
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> tuple[float, ...]:
         """The run-time numbers of the kernels, in their order."""
-        return (self.m, self.h, self.w, self.oh, self.ow, self.c, self.k, self.cp, *self[10:19], *self[25:], self.limit)
+        sizes = (self.m, self.h, self.w, self.oh, self.ow, self.c, self.k, self.cp)
+        return (*sizes, *self[10:19], *self[25:30], self.limit)
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -88,8 +91,8 @@ class BinaryConv(NamedTuple):
 
 
 def problem_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, groups: int, digits: int, scale: float,
-    out: Tensor, select: str = "all", limit: int = 0,
+    x: Tensor, weight: Tensor, window: Window, groups: int, digits: int, scale: float, out: Tensor,
+    has_bias: bool, has_factor: bool, select: str = "all", limit: int = 0,
 ) -> BinaryConv:  # fmt: skip
     """The convolution of counts ``x`` (N, C, H, W) with ``weight`` into ``out``."""
     n, c, h, w = x.shape
@@ -97,7 +100,7 @@ def problem_of(
     return BinaryConv._make((
         n, h, w, *out.shape[2:], c, weight.shape[0], padded_channels(c // groups), *window.kernel,
         *window.stride, *window.padding, *window.dilation, *pixel_strides(out), groups, digits,
-        bias is not None, dtype_name(out), select, limit, *strides, scale,
+        has_bias, dtype_name(out), select, limit, *strides, scale, has_factor,
     ))  # fmt: skip
 
 
@@ -114,7 +117,8 @@ def run(
     x = x.contiguous(memory_format=torch.channels_last)
     count, rows, limit = (None, None, 0) if select is None else (select.count, select.rows, select.limit)
     chosen = "all" if count is None else "count" if rows is None else "rows"
-    problem = problem_of(x, weight, bias, window, groups, planes.shape[0], scale, out, chosen, limit)
+    given = (bias is not None, factor is not None)
+    problem = problem_of(x, weight, window, groups, planes.shape[0], scale, out, *given, chosen, limit)
     dispatch.run(BINARY_CONV, problem, x, planes, scales, weight, bias, factor, out, count, rows)
 
 
@@ -141,7 +145,7 @@ def _representative(signature: KernelSignature) -> BinaryConv:
     return BinaryConv._make((
         n, h, w, oh, ow, c, k, padded_channels(c // groups), r, s, stride_h, stride_w, *padding, 1, 1, *strides,
         groups, digits, signature.epilogue == "bias", signature.dtypes[1], str(given["select"]), 0,
-        c // groups * r * s, r * s, s, 1, 1.0,
+        c // groups * r * s, r * s, s, 1, 1.0, False,
     ))  # fmt: skip
 
 
@@ -157,22 +161,24 @@ def _operands(problem: BinaryConv, device: torch.device, seed: int) -> tuple[Ten
     weight = random_tensor(shape, strides, p.dtype, random)
     planes, scales = split_weight(weight, p.digits)
     bias = integers(-8, 9, p.k, dtype=dtype) if p.has_bias else None
+    factor = torch.full((1,), -0.7, dtype=dtype, device=device) if p.has_factor else None
     out = poisoned_output((p.n, p.k, p.oh, p.ow), (p.out_pixel, p.out_channel, p.out_image), dtype, device)
     if p.select == "all":
-        return x, planes, scales, weight, bias, None, out, None, None
+        return x, planes, scales, weight, bias, factor, out, None, None
     rows = torch.arange(p.m, dtype=torch.int32, device=device) if p.select == "rows" else None
     count = torch.full((1,), max(p.m, p.limit + 1), dtype=torch.int32, device=device)
-    return x, planes, scales, weight, bias, None, out, count, rows
+    return x, planes, scales, weight, bias, factor, out, count, rows
 
 
 def _reference(problem: BinaryConv, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    x, planes, scales, weight, bias, *_ = operands
+    x, planes, scales, weight, bias, factor, *_ = operands
     assert x is not None and planes is not None and scales is not None and weight is not None
     p = problem
     split = join_weight(planes, scales, (p.r, p.s), p.c // p.groups)
     used = torch.where((scales > 0)[:, None, None, None], split, weight.double())
     geometry = ((p.stride_h, p.stride_w), (p.pad_h, p.pad_w), (p.dil_h, p.dil_w), p.groups)
-    return (F.conv2d(x.double() * p.scale, used, None if bias is None else bias.double(), *geometry),)
+    x = x.double() * p.scale * (1.0 if factor is None else factor.double())
+    return (F.conv2d(x, used, None if bias is None else bias.double(), *geometry),)
 
 
 BINARY_CONV = Operation(

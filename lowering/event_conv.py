@@ -37,7 +37,7 @@ class FindEvents(NamedTuple):
 
 
 class PackEvents(NamedTuple):
-    """A weight (k, c, r, s) with its strides, stored by blocks of ``block`` output channels."""
+    """A weight (k, c, r, s) with its strides, stored by blocks of ``block`` output channels, and beside a factor."""
 
     k: int
     c: int
@@ -49,12 +49,13 @@ class PackEvents(NamedTuple):
     s: int
     block: int
     dtype: str
+    has_factor: bool
 
 
 class Accumulate(NamedTuple):
     """An event-driven convolution but for its addresses: fields of ``BinaryConv``, ``block`` of ``PackEvents``.
 
-    ``multiplier``: the inputs are counts times this (and times the factor, if there is one).
+    ``multiplier``, ``has_factor``: as ``scale`` and ``has_factor`` there.
     """
 
     capacity: int
@@ -81,9 +82,10 @@ class Accumulate(NamedTuple):
     has_bias: bool
     dtype: str
     multiplier: float = 1.0
+    has_factor: bool = False
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def numbers(self) -> tuple[float, ...]:
         """The kernel's run-time numbers, in its order."""
         return (self.capacity, self.n * self.oh * self.ow, *self[2:17], self.multiplier)
 
@@ -158,7 +160,7 @@ def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: T
     block = block_of(k)
     out = torch.empty((triton.cdiv(k, block), r * s * c, block), dtype=w.dtype, device=w.device)
     if out.numel():
-        problem = PackEvents._make((k, c, *w.stride(), r, s, block, dtype_name(w)))
+        problem = PackEvents._make((k, c, *w.stride(), r, s, block, dtype_name(w), factor is not None))
         dispatch.run(PACK_EVENTS, problem, w, scales, factor, out, total)
     return out
 
@@ -177,7 +179,8 @@ def _accumulate(
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     problem = Accumulate._make((
         events.capacity, n, h, w, oh, ow, c, k, *window.stride, *window.padding, *window.dilation,
-        *pixel_strides(out), *window.kernel, packed.shape[2], processors, bias is not None, dtype_name(out), scale,
+        *pixel_strides(out), *window.kernel, packed.shape[2], processors, bias is not None, dtype_name(out),
+        scale, factor is not None,
     ))  # fmt: skip
     dispatch.run(ACCUMULATE, problem, events.codes, events.starts, events.total, packed, bias, factor, out)
 
@@ -226,15 +229,16 @@ def _operands(problem: Accumulate, device: torch.device, seed: int) -> tuple[Ten
     strides = (p.out_pixel, p.out_channel, p.out_image)
     out = poisoned_output((p.n, p.k, p.oh, p.ow), strides, weight.dtype, device)
     packed = event_weight(weight, torch.ones(p.k, device=device), None, events.total)
-    return events.codes, events.starts, events.total, packed, bias, None, out
+    factor = torch.full((1,), -0.7, device=device).to(weight.dtype) if p.has_factor else None
+    return events.codes, events.starts, events.total, packed, bias, factor, out
 
 
 def _reference(problem: Accumulate, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     """The dense convolution of what the lists say, in float64."""
-    codes, starts, _, packed, bias, *_ = operands
+    codes, starts, _, packed, bias, factor, _ = operands
     assert codes is not None and starts is not None and packed is not None
     p = problem
-    x = _listed(codes, starts, p) * p.multiplier
+    x = _listed(codes, starts, p) * p.multiplier * (1.0 if factor is None else factor.double())
     weight = packed.transpose(1, 2).reshape(-1, p.r, p.s, p.c)[: p.k].permute(0, 3, 1, 2).double()
     geometry = ((p.stride_h, p.stride_w), (p.pad_h, p.pad_w), (p.dil_h, p.dil_w))
     return (F.conv2d(x, weight, None if bias is None else bias.double(), *geometry),)

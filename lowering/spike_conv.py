@@ -4,6 +4,7 @@ The host has microseconds for a layer. What a call of the binary product needs b
 alone, so it is worked out once and kept as a record.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -43,14 +44,15 @@ def convolve(
     x, weight, bias, stride, padding, dilation, groups, digits, strategy, scale, factor, spread, channels_last
 ) -> Tensor:
     """CUDA implementation of ``sparsecomp::spike_conv2d_counts``."""
+    factor = factor if factor is None or factor.dtype is weight.dtype else factor.to(weight.dtype)
     if strategy == "binary" and x.dtype is torch.int8 and lies_dense_nhwc(x):
         record = _record(
-            x.device, x.shape, weight.shape, weight.stride(), weight.dtype, bias is not None, tuple(stride),
-            tuple(padding), tuple(dilation), groups, digits, scale, spread, channels_last,
+            x.device, x.shape, weight.shape, weight.stride(), weight.dtype, bias is not None,
+            factor is not None, tuple(stride), tuple(padding), tuple(dilation), groups, digits, scale, spread,
+            channels_last,
         )  # fmt: skip
         return record(x, weight, bias, factor)
-    kernel = tuple(weight.shape[2:]) if weight.dim() == 4 else (1, 1)
-    window = Window(kernel, tuple(stride), tuple(padding), tuple(dilation))
+    window = _window(weight.shape, stride, padding, dilation)
     planes, scales = pack_weight(weight, digits, spread)
     out = window.empty_output(x, weight.shape[0], weight.dtype, channels_last)
     select = None
@@ -68,15 +70,13 @@ class _Binary:
     """All of a binary product but its addresses: the weight's split and the product, both of them launches."""
 
     def __init__(
-        self, device: torch.device, shape: torch.Size, weight: Tensor, has_bias: bool, window: Window, groups: int,
-        digits: int, scale: float, spread: float, channels_last: bool,
+        self, device: torch.device, shape: torch.Size, weight: Tensor, given: tuple[bool, bool], window: Window,
+        groups: int, digits: int, scale: float, spread: float, channels_last: bool,
     ) -> None:  # fmt: skip
         x = torch.empty(shape, dtype=torch.int8, device="meta")
         out = window.empty_output(x, weight.shape[0], weight.dtype, channels_last)
         split = pack_problem(weight, digits, spread)
-        problem = binary_conv.problem_of(
-            x, weight, weight if has_bias else None, window, groups, digits, scale, out
-        )
+        problem = binary_conv.problem_of(x, weight, window, groups, digits, scale, out, *given)
         self._planes, self._scales = (digits, split.k, split.depth), (split.k,)
         self._size, self._stride, self._dtype, self._device = out.size(), out.stride(), out.dtype, device
         self._pack = dispatch.prepared(PACK_WEIGHT, split, device) if out.numel() else None
@@ -95,12 +95,19 @@ class _Binary:
 @dispatch.recorded
 def _record(
     device: torch.device, shape: torch.Size, size: torch.Size, strides: tuple[int, ...], dtype: torch.dtype,
-    has_bias: bool, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int], groups: int,
-    digits: int, scale: float, spread: float, channels_last: bool,
+    has_bias: bool, has_factor: bool, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int],
+    groups: int, digits: int, scale: float, spread: float, channels_last: bool,
 ) -> _Binary:  # fmt: skip
     weight = torch.empty_strided(size, strides, dtype=dtype, device="meta")
-    window = Window(tuple(size[2:]) if len(size) == 4 else (1, 1), stride, padding, dilation)
-    return _Binary(device, shape, weight, has_bias, window, groups, digits, scale, spread, channels_last)
+    window = _window(size, stride, padding, dilation)
+    given = (has_bias, has_factor)
+    return _Binary(device, shape, weight, given, window, groups, digits, scale, spread, channels_last)
+
+
+def _window(size: torch.Size, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Window:
+    """The geometry of a convolution with a weight of this size; a matrix is a window of one pixel."""
+    r, s = size[2:] if len(size) == 4 else (1, 1)
+    return Window((r, s), (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1]))
 
 
 def _returns_channels_last(x: Tensor, weight: Tensor) -> bool:

@@ -95,6 +95,7 @@ def _representative(signature: KernelSignature) -> SiteInfo:
         "cuda", 2 if signature.dtypes[0] == "float16" else 4, n, c, h, w, k, r, s, *out, groups, digits,
         signature.density, None if active == "unknown" else 2.0 ** int(active[2:]) if active != "0" else 0.0,
         bool(tf32), signature.layouts[0] == "nhwc", bool(fused), (stride_h, stride_w),
+        False, False,
     ))  # fmt: skip
 
 

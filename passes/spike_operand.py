@@ -30,6 +30,8 @@ from sparsecomp.sparse_tensor import SparseTensor
 
 _DIGITS = {"exact": 3, "tf32": 2, "half": 2}
 _MOST_DIGITS = 4
+_TRAINED = 100.0
+"""How far apart the weights of a channel are expected to grow in training, in medians."""
 _DIGIT = 128
 """Greatest product of a spike with one byte of a weight."""
 
@@ -112,6 +114,8 @@ def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     if width is None:
         return refuse(Why.WEIGHT_NOT_FINITE)
     precision = _precision(ctx.options.precision, dtype)
+    # weights that are trained grow apart: a digit more, before channels have to pay with floats
+    width = max(width, _TRAINED) if trains(ctx) else width
     digits, spread = _DIGITS[precision], SPREAD
     while width > spread and digits <= _MOST_DIGITS:
         spread, digits = spread * 256, digits + 1

@@ -221,8 +221,11 @@ def test_a_rewrite_that_does_not_pay_is_not_made():
 
 @pytest.mark.parametrize(("precision", "digits"), [("exact", 3), ("tf32", 2), ("auto", 3)])
 def test_precision_sets_the_weight_digits(precision, digits):
-    _, report = rewritten(OnSpikes(nn.Conv2d(16, 8, 3)), _signal(1, 16, 6, 6), precision=precision)
-    assert f"{digits}, 'binary'," in report.graph_after
+    """One more where the weights are trained: they grow apart."""
+    for trained in (False, True):
+        with torch.set_grad_enabled(trained):
+            _, report = rewritten(OnSpikes(nn.Conv2d(16, 8, 3)), _signal(1, 16, 6, 6), precision=precision)
+        assert f"{digits + trained}, 'binary'," in report.graph_after
 
 
 @pytest.mark.parametrize("outlier", [1.0, 10.0, 100.0, 1e3, 1e4, 1e6, 1e20, 1e38])
@@ -255,7 +258,8 @@ def test_ordinary_weights_need_no_further_digit(channels):
         pruned[3] = 0
         for value in (weight, pruned):
             layer.weight.data = value
-            _, report = rewritten(OnSpikes(layer), _signal(1, channels, 4, 4))
+            with torch.no_grad():
+                _, report = rewritten(OnSpikes(layer), _signal(1, channels, 4, 4))
             assert "3, 'binary'," in report.graph_after
 
 

@@ -23,6 +23,7 @@ CONV = BinaryConv(
 PROBLEMS = [
     pytest.param(BINARY_CONV, CONV, id="conv"),
     pytest.param(BINARY_CONV, CONV._replace(select="rows"), id="conv of listed rows"),
+    pytest.param(BINARY_CONV, CONV._replace(scale=0.25, has_factor=True), id="conv of scaled spikes"),
     pytest.param(BINARY_CONV, CONV._replace(select="count", limit=7), id="conv if many"),
     pytest.param(BINARY_CONV, CONV._replace(c=40, k=24, digits=2, out_pixel=24, out_image=24 * 30), id="padded conv"),
     pytest.param(PACK_WEIGHT, PackWeight(16, 40, 64, 360, 9, 3, 1, 3, 3, 3, "float32"), id="pack_weight"),
@@ -42,7 +43,8 @@ PROBLEMS = [
     pytest.param(
         ACCUMULATE,
         Accumulate(
-            2 * 64 * 30 // 16, 2, 6, 5, 6, 5, 64, 24, 1, 1, 1, 1, 1, 1, 24, 1, 24 * 30, 3, 3, 32, 8, True, "float32"
+            2 * 64 * 30 // 16, 2, 6, 5, 6, 5, 64, 24, 1, 1, 1, 1, 1, 1, 24, 1, 24 * 30, 3, 3, 32, 8, True, "float32",
+            0.25, True,
         ),
         id="event_conv",
     ),

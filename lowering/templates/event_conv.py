@@ -199,7 +199,7 @@ def _prepare_find(problem: FindEvents, config: Config) -> Launch:
 
 
 def _prepare_pack(problem: PackEvents, config: Config) -> Launch:
-    k, c, *strides, r, s, block, _ = problem
+    k, c, *strides, r, s, block, _, _ = problem
     depth = r * s * c
     grid = (triton.cdiv(depth, 32), triton.cdiv(k, block))
     numbers = (k, c, depth, *strides, 2**30)
