@@ -607,6 +607,40 @@ def test_the_estimate_of_blocks_counts_the_programs_that_are_launched():
             assert candidate.template.prepare(problem, candidate.config)._grid == (int(count),)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_estimated_traffic_is_the_bytes_of_the_operands(dtype):
+    dense, out = random(64, 40).to(dtype), torch.empty(48, 40, dtype=dtype)
+    (crow, col, of_csr), _ = csr(48, 64, 0.2, dtype=dtype)
+    (block_crow, block_col, of_bsr), _ = bsr(48, 64, 16, 8, 0.5, dtype=dtype)
+    of_nm, indices, _ = n_of_m(48, 64, 2, 4, dtype)
+    for name, call, stored in (
+        ("spmm_csr_rows", lambda: spmm_csr.run(crow, col, of_csr, dense, out), (col, of_csr)),
+        ("spmm_bsr", lambda: spmm_bsr.run(block_crow, block_col, of_bsr, dense, out), (of_bsr,)),
+        ("spmm_nm", lambda: spmm_nm.run(of_nm, indices, 2, 4, dense, out), (of_nm, indices)),
+    ):
+        operation, problem, _ = captured(call)
+        (template,) = (one for one in of_operation(operation.name) if one.name == name)
+        known = problem._asdict() | {"itemsize": dtype.itemsize}
+        count = template.cost.bytes.subs({symbol: known[symbol.name] for symbol in template.cost.bytes.free_symbols})
+        assert count == sum(tensor.nbytes for tensor in (dense, out, *stored)), name
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("name", ["spmm_csr_rows", "spmm_csr_merge"])
+def test_a_copied_operand_gets_the_whole_epilogue(device, name):
+    arrays, matrix = csr(19, 24, 0.3, device=device)
+    dense, out = laid_out(random(24, 11, seed=1).to(device), "columns"), torch.empty(19, 11, device=device)
+    bias, residual = epilogue(19, 11, "column", True, device)
+    expected = finished(exact(matrix, dense), 0.7, bias, "column", residual, "relu")
+    operation, problem, tensors = captured(
+        lambda: spmm_csr.run(*arrays, dense, out, bias=bias, residual=residual, activation="relu", scale=0.7)
+    )
+    (template,) = (one for one in of_operation(operation.name) if one.name == name)
+    config = next(config for config in template.space(problem, device_of(out.device)) if config["COPY"])
+    template.prepare(problem, config)(*tensors)
+    assert error(out, expected) <= 1e-6
+
+
 def test_a_dense_operand_by_columns_is_copied_only_where_the_configuration_says_so():
     (crow, col, values), _ = csr(64, 64, 0.3)
     operation, problem, _ = captured(
