@@ -58,3 +58,16 @@ def test_unknown_keys_are_refused_with_the_nearest_name():
 def test_values_outside_their_domain(settings):
     with pytest.raises(ConfigError):
         RESUConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("cycles", 1), ("train_steps", 0), ("resu_steps", 0), ("finetune_steps", 0), ("calibration_batches", 1),
+        ("accumulation", 1), ("check_every", 1),
+    ],
+)  # fmt: skip
+def test_counts_begin_where_they_make_sense(name, least):
+    assert getattr(RESUConfig(**{name: least}), name) == least
+    with pytest.raises(ConfigError, match=f"{name} is {least - 1}"):
+        RESUConfig(**{name: least - 1})

@@ -49,7 +49,7 @@ def test_the_phases_of_a_weight_and_what_each_refuses():
     assert masked.theta(weight).tolist() == [0, 0, 0] and masked.effective(weight) is weight
     with pytest.raises(MaskError, match="commit_ ends"):
         masked.prune_(weight, mask)
-    with pytest.raises(MaskError, match="call backward first"):
+    with pytest.raises(MaskError, match="the weight has no gradient, so theta has none: call backward first"):
         masked.theta_grad(weight)
     weight.grad = torch.arange(10.0, 16).view(2, 3)
     assert masked.theta_grad(weight).tolist() == [11, 13, 15]

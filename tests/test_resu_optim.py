@@ -74,6 +74,10 @@ def test_settings_outside_their_domain_and_states_of_another_mask():
             RESUSelective(pruned, **setting)
     with pytest.raises(MaskError, match="another mask"):
         RESUSelective(pruned).load_state_dict(RESUSelective(pruned[:2]).state_dict())
+    for missing, said in ((None, "NoneType"), (3, "int")):
+        state = RESUSelective(pruned).state_dict() | {"size": missing}
+        with pytest.raises(MaskError, match=f"size of the state is {said}, theta's"):
+            RESUSelective(pruned).load_state_dict(state)
     updater, other = (RESUUpdater(torch.zeros(4), 0.1) for _ in range(2))
     for step in range(30):
         updater.step(torch.ones(4) + step)

@@ -19,7 +19,9 @@ def test_wanda_ranks_within_each_row():
     weight = torch.tensor([[4.0, 1.0, 2.0, 3.0], [0.1, 0.4, 0.3, 0.2]])
     norms = pruners.input_norms(torch.tensor([[[3.0, 0, 0, 1]], [[4.0, 20, 0, 0]]]))
     assert norms.tolist() == [5, 20, 0, 1]
-    kept = pruners.rowwise_mask(pruners.wanda_scores(weight, norms), 0.5)
+    scores = pruners.wanda_scores(-weight, norms)
+    torch.testing.assert_close(scores, torch.tensor([[20.0, 20, 0, 3], [0.5, 8, 0, 0.2]]))
+    kept = pruners.rowwise_mask(scores, 0.5)
     assert kept.tolist() == [[True, True, False, False], [True, True, False, False]]
     assert pruners.rowwise_mask(torch.ones(2, 3), 0.3).all(), "int(3 * 0.3) is 0"
 

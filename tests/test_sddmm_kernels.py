@@ -168,6 +168,8 @@ def test_bad_operands_are_named():
         lambda: sddmm.run(crow, col, a, b.half(), out), lambda: sddmm.run(crow, col, a, b, out[1:]),
         lambda: sddmm.run(crow, col, a, b, out, skew="odd"), lambda: sddmm.run(crow.long(), col, a, b, out),
         lambda: sddmm.run(crow, col, a.expand(2, 8, 5), b, out),
+        lambda: sddmm.run(crow, col, a.expand(col.numel(), 8, 5), b, out),
+        lambda: sddmm.run(crow, col, a.expand(2, 8, 5), b.expand(3, 9, 5), out.expand(2, -1)),
     ):  # fmt: skip
         with pytest.raises(FormatError, match="do not give values|one value a column"):
             call()

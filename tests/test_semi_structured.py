@@ -5,6 +5,7 @@ import gc
 import math
 import os
 import sys
+import weakref
 
 import pytest
 import torch
@@ -225,8 +226,11 @@ def test_a_copy_goes_with_its_weight(library):
     case = Case("cpu")
     case.run()
     assert len(semi_structured.COPIES._known) == 1
+    case.run()
+    memory = weakref.ref(semi_structured.COPIES.of(case.values, case.indices).compressed)
     del case
     gc.collect()
+    assert memory() is None
     assert not semi_structured.COPIES._known
     forget()
     gc.collect()

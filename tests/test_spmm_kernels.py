@@ -1,5 +1,7 @@
 """Sparse times dense in every schedule against scipy in float64, through the interpreter and on the GPU."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -583,6 +585,60 @@ def test_float64_and_mixed_dtypes_are_refused_or_gathered():
     large = problem._replace(m=2**15, k=2**14)
     assert "268435456" in operation.refusals(large, H100)["spmm_csr_halves"]
     assert operation.refusals(problem, H100)["spmm_csr_dense"] == "float32 is split in halves: spmm_csr_halves"
+
+
+def test_values_of_any_stride_are_taken_as_they_are_counted():
+    crow, col = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
+    values = torch.tensor([2.0, torch.nan, 3.0, torch.nan])[::2]
+    out = torch.empty(2, 2)
+    for name, got in schedules(lambda: spmm_csr.run(crow, col, values, torch.eye(2), out), out):
+        assert got.tolist() == [[0, 2], [3, 0]], name
+
+
+def test_the_estimate_of_blocks_counts_the_programs_that_are_launched():
+    module = import_module("sparsecomp.lowering.templates.spmm_bsr")
+    (crow, col, values), _ = bsr(48, 64, 16, 8, 0.5)
+    for dense in (random(64, 40), random(3, 64, 33)):
+        out = torch.empty(*dense.shape[:-2], 48, dense.shape[-1])
+        operation, problem, _ = captured(lambda dense=dense, out=out: spmm_bsr.run(crow, col, values, dense, out))
+        for candidate in operation.candidates(problem, H100):
+            known = problem._asdict() | {name: candidate.config[name] for name in ("BM", "BN")}
+            count = module._tiles.subs({symbol: known[symbol.name] for symbol in module._tiles.free_symbols})
+            assert candidate.template.prepare(problem, candidate.config)._grid == (int(count),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_estimated_traffic_is_the_bytes_of_the_operands(dtype):
+    dense, out = random(64, 40).to(dtype), torch.empty(48, 40, dtype=dtype)
+    (crow, col, of_csr), _ = csr(48, 64, 0.2, dtype=dtype)
+    (block_crow, block_col, of_bsr), _ = bsr(48, 64, 16, 8, 0.5, dtype=dtype)
+    of_nm, indices, _ = n_of_m(48, 64, 2, 4, dtype)
+    for name, call, stored in (
+        ("spmm_csr_rows", lambda: spmm_csr.run(crow, col, of_csr, dense, out), (col, of_csr)),
+        ("spmm_bsr", lambda: spmm_bsr.run(block_crow, block_col, of_bsr, dense, out), (of_bsr,)),
+        ("spmm_nm", lambda: spmm_nm.run(of_nm, indices, 2, 4, dense, out), (of_nm, indices)),
+    ):
+        operation, problem, _ = captured(call)
+        (template,) = (one for one in of_operation(operation.name) if one.name == name)
+        known = problem._asdict() | {"itemsize": dtype.itemsize}
+        count = template.cost.bytes.subs({symbol: known[symbol.name] for symbol in template.cost.bytes.free_symbols})
+        assert count == sum(tensor.nbytes for tensor in (dense, out, *stored)), name
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("name", ["spmm_csr_rows", "spmm_csr_merge"])
+def test_a_copied_operand_gets_the_whole_epilogue(device, name):
+    arrays, matrix = csr(19, 24, 0.3, device=device)
+    dense, out = laid_out(random(24, 11, seed=1).to(device), "columns"), torch.empty(19, 11, device=device)
+    bias, residual = epilogue(19, 11, "column", True, device)
+    expected = finished(exact(matrix, dense), 0.7, bias, "column", residual, "relu")
+    operation, problem, tensors = captured(
+        lambda: spmm_csr.run(*arrays, dense, out, bias=bias, residual=residual, activation="relu", scale=0.7)
+    )
+    (template,) = (one for one in of_operation(operation.name) if one.name == name)
+    config = next(config for config in template.space(problem, device_of(out.device)) if config["COPY"])
+    template.prepare(problem, config)(*tensors)
+    assert error(out, expected) <= 1e-6
 
 
 def test_a_dense_operand_by_columns_is_copied_only_where_the_configuration_says_so():
