@@ -56,6 +56,7 @@ def run(layers: Iterator[Layer], modes: tuple[str, ...] = MODES, device: str = "
 
     The rivals of a mode take turns, so that all see the same machine; the least mean of each counts.
     """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     for layer in layers:
         row: dict[str, Any] = {"layer": layer._asdict(), "ms": {}, "implementation": {}}
         for mode in modes:

@@ -75,13 +75,16 @@ def _product(
 def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> Tensor | None:
     """a.mT @ b at the stored places of a csr pattern, for a (..., rows) and b (..., columns), contiguous.
 
+    Args:
+        indices: as many as there are entries, without spare capacity.
+
     Returns:
-        (entries,) of their dtype; 0 in spare capacity. None as for `product`.
+        (entries,) of their dtype. None as for `product`.
     """
     launch = _sampled(a.device, a.shape, b.shape, a.dtype, pointers.shape, indices.shape, indices.dtype, skew)
     if launch is None:
         return None
-    out = a.new_zeros(indices.shape)
+    out = a.new_empty(indices.shape)
     launch(pointers, indices, a, b, out)
     return out
 

@@ -74,7 +74,9 @@ def compile_fx(
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx as inductor
 
-    settings = {**list_mode_options(mode), **patches}
+    # sizes are what Dynamo's guards say; to check them in each call takes the host as long as a small kernel
+    checks = {} if decompositions is None else {"size_asserts": False}
+    settings = {**list_mode_options(mode), **checks, **patches}
     arguments: dict[str, Any] = {"config_patches": settings or None}
     if decompositions is not None:
         with config.patch(settings):

@@ -312,18 +312,18 @@ def test_graphs_read_a_kept_weight_and_follow_every_write_without_one(frozen, mo
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-@pytest.mark.parametrize("frozen", [False, "buffers"])
-def test_a_training_step_is_replayed(frozen, device):
+def test_a_training_step_is_replayed(device):
+    """Under the promise; the gradient of torch's own masked_scatter cannot be captured."""
     torch._dynamo.reset()
     model, x = Trained("masked_scatter").to(device), X.to(device)
-    run = torch.compile(model, backend="sparsecomp", options={"frozen": frozen})
+    run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"})
     parameters = list(model.parameters())
 
     def step(call: Any) -> list[Tensor]:
         return [out := call(x), *torch.autograd.grad(out.square().mean(), parameters)]
 
     graph, found = graph_of(lambda: step(run))
-    assert ("merged" in str(sparsecomp.last_report())) == bool(frozen)
+    assert "merged" in str(sparsecomp.last_report())
     for scale in (-1.0, 0.5):
         for parameter in parameters:
             parameter.data.mul_(scale)

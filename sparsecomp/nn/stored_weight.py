@@ -142,7 +142,12 @@ class StoredWeight(nn.Module):
         if layout.format != "nm":
             layout = layout._replace(skews=(skew_of(self._own()[0]), "even"))
         pattern = Pattern(self.format, layout, tuple(self._own()))
-        pattern.matrix(self.values.detach(), False).validate()
+        matrix = pattern.matrix(self.values.detach(), False)
+        matrix.validate()
+        if layout.format != "nm" and matrix.nnz != self.indices.numel():
+            raise FormatError(
+                f"the checkpoint has room for {self.indices.numel()} entries and stores {matrix.nnz}: save a compact one"
+            )
         self._describe(pattern)
 
     def extra_repr(self) -> str:

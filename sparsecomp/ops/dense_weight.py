@@ -24,7 +24,8 @@ def stored_to_dense(values: Tensor, pattern: Sequence[Tensor], layout: Layout, t
 
 
 def dense_to_stored(dense: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool = False) -> Tensor:
-    """Values, as `layout` says, of a dense matrix or of its transpose at the stored places; 0 beyond the shape."""
+    """Values, as `layout` says, of a dense matrix or of its transpose at the stored places; 0 beyond the shape, anything
+    in spare capacity."""
     return torch.ops.sparsecomp.dense_to_stored.default(dense, pattern, *layout, transpose)
 
 
@@ -72,7 +73,7 @@ def _read_cuda(dense, pattern, format, block, shape, skews, transpose):
         return _read(dense, pattern, format, block, shape, skews, transpose)
     from sparsecomp.lowering import stored_places  # loads Triton
 
-    out = dense.new_zeros(pattern[1].shape)  # spare capacity
+    out = dense.new_empty(pattern[1].shape)
     stored_places.read_at(dense.mT if transpose else dense, pattern[0], pattern[1], out)
     return out
 

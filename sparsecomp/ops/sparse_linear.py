@@ -39,7 +39,8 @@ def sparse_linear(
     Args:
         x: (..., k), of the dtype of `values`.
         values: of S, without a batch.
-        pattern: index arrays of S, and perhaps of its transpose; see `sparsecomp.ops.patterns`.
+        pattern: index arrays of S, and perhaps of its transpose; see `sparsecomp.ops.patterns`. Without spare capacity:
+            a gradient is not written there.
         layout: of S, from `Layout.written`.
         transpose: op(S) is the transpose of S.
         bias: (m,), one number a row of op(S).
