@@ -142,12 +142,10 @@ class StoredWeight(nn.Module):
         if layout.format != "nm":
             layout = layout._replace(skews=(skew_of(self._own()[0]), "even"))
         pattern = Pattern(self.format, layout, tuple(self._own()))
-        matrix = pattern.matrix(self.values.detach(), False)
-        matrix.validate()
-        if layout.format != "nm" and matrix.nnz != self.indices.numel():
-            raise FormatError(
-                f"the checkpoint has room for {self.indices.numel()} entries and stores {matrix.nnz}: save a compact one"
-            )
+        pattern.matrix(self.values.detach(), False).validate()
+        entries = self.indices.numel()
+        if layout.format != "nm" and (int(self.pointers[0]), int(self.pointers[-1])) != (0, entries):
+            raise FormatError(f"{entries} entries but pointers to other ones: save a compact matrix in the checkpoint")
         self._describe(pattern)
 
     def extra_repr(self) -> str:

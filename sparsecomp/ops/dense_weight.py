@@ -24,8 +24,10 @@ def stored_to_dense(values: Tensor, pattern: Sequence[Tensor], layout: Layout, t
 
 
 def dense_to_stored(dense: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool = False) -> Tensor:
-    """Values, as `layout` says, of a dense matrix or of its transpose at the stored places; 0 beyond the shape, anything
-    in spare capacity."""
+    """Values, as `layout` says, of a dense matrix or of its transpose at the stored places.
+
+    Beyond the shape they are 0, in spare capacity anything.
+    """
     return torch.ops.sparsecomp.dense_to_stored.default(dense, pattern, *layout, transpose)
 
 
