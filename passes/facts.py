@@ -211,6 +211,8 @@ def fit_dtype(fact: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | N
             fact = fact.values_only()  # what is subnormal there, or zero, is no grid to divide by
         if not _below(fact, _LARGEST.get(dtype, _SMALLEST_MAXIMUM)):
             fact = replace(fact, finite=False)
+    if dtype is None and fact.lo is not None and fact.lo > 1:
+        fact = replace(fact, lo=1)  # it may be bool, where one and one is one
     if fact.within(lo, hi):
         return fact
     if dtype is not None and dtype.is_floating_point:

@@ -64,7 +64,8 @@ def check_values(value: torch.Tensor, fact: SparsityFact, factor: float | torch.
     assert not fact.finite or bool(finite.all()), f"not finite: {message}"
     wide = wide[finite]
     eps = torch.finfo(value.dtype).eps if value.dtype.is_floating_point else 0.0
-    scale = torch.as_tensor(factor).detach().to(value.dtype if value.dtype.is_floating_point else torch.float64)
+    wide_factor = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor, dtype=torch.float64)
+    scale = wide_factor.detach().to(value.dtype if value.dtype.is_floating_point else torch.float64)
     scale = scale.to(torch.float64)
     if not fact.integral:
         _within(wide, fact.lo, fact.hi, message)

@@ -312,6 +312,7 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
     ],
     "avg_pool2d": [
         (lambda s, c, x: F.avg_pool2d(c, 2), (4, 8, 0.25)),
+        (lambda s, c, x: F.avg_pool2d(c, [2], [2], [1]), (0, 8, 0.25)),
         (lambda s, c, x: F.avg_pool2d(c, 2, 1, 1), (0, 8, 0.25)),
         (lambda s, c, x: F.avg_pool2d(c, 2, 1, 1, count_include_pad=False), NOTHING),
         (lambda s, c, x: F.avg_pool2d(c, 3, 2, ceil_mode=True), NOTHING),
@@ -474,6 +475,7 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
     },
 }
 MORE = {
+    "one and one as bits": (lambda s, c, x: torch.ones_like(x).bool() + torch.full_like(x, 3).type_as(x > 0), ANY),
     "indices of counts": (lambda s, c, x: torch.repeat_interleave(s.long().flatten()), NOTHING),
     "bits as numbers": (lambda s, c, x: s.view(dtype=torch.int32), NOTHING),
     "bits as numbers, by place": (lambda s, c, x: s.view(torch.int32), NOTHING),
