@@ -14,7 +14,7 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from sparsecomp.errors import LibraryError
 from sparsecomp.lowering import cost, cusparselt, dispatch
@@ -116,18 +116,22 @@ class Copy:
 
 
 class Copies:
-    """The copies of weights, each kept as long as the tensor of its values, or for ever once a CUDA graph reads it."""
+    """The copies of weights, each kept as long as the memory of its values, or for ever once a CUDA graph reads it.
+
+    Tensors are not referred to, so that they can be swapped for others.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], Copy]] = {}
+        self._known: dict[tuple[Any, ...], tuple[weakref.ref[UntypedStorage], Copy]] = {}
         self._captured: set[Copy] = set()
 
     def of(self, values: Tensor, indices: Tensor) -> Copy:
         """The copy of a weight, made anew if it was written to since; safe to read on the current stream."""
-        state = _state(values, indices)
-        reference, copy = self._known.get(id(values), (None, None))
+        state, memory = _state(values, indices), values.untyped_storage()
+        key = (values.data_ptr(), values.shape, values.dtype)
+        reference, copy = self._known.get(key, (None, None))
         capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
-        if copy is not None and reference is not None and reference() is values and copy.state == state:
+        if copy is not None and reference is not None and reference() is memory and copy.state == state:
             if capturing:
                 self._captured.add(copy)
             else:
@@ -135,11 +139,10 @@ class Copies:
             return copy
         copy = Copy(*copied(values, indices), state, Ready.now(values.device))
         if not capturing:  # in a graph each replay makes it anew, in memory of the graph's
-            key = id(values)
-            self._known[key] = weakref.ref(values, lambda dead: self._forget(key, dead)), copy
+            self._known[key] = weakref.ref(memory, lambda dead: self._forget(key, dead)), copy
         return copy
 
-    def _forget(self, key: int, dead: "weakref.ref[Tensor]") -> None:
+    def _forget(self, key: tuple[Any, ...], dead: "weakref.ref[UntypedStorage]") -> None:
         found = self._known.get(key)
         if found is not None and found[0] is dead:
             del self._known[key]
