@@ -1,0 +1,135 @@
+"""Launches every kernel at odd sizes, for a checker of memory: ``compute-sanitizer python -m tests.launch_all``.
+
+Sizes are primes and one more than powers of two, so that every mask of a load is needed. What is computed is compared
+elsewhere; here kernels only have to be launched, and those that were not are named at the end.
+"""
+
+import itertools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsecomp import ops
+from sparsecomp.formats import BSR, COO, CSR, NM
+from sparsecomp.lowering.launch import Launch
+from sparsecomp.lowering.template import _all_templates
+from sparsecomp.nn import SparseEmbedding, SparseLinear
+from sparsecomp.ops.dense_weight import dense_to_stored, stored_to_dense
+from sparsecomp.ops.sparse_linear import sparse_linear
+
+CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_merge", "spmm_csr_dense", "spmm_csr_halves")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def main(device: str = "cuda") -> int:
+    """Launch all; the number of kernels that were not."""
+    torch.manual_seed(0)
+    launched: set[str] = set()
+    call = Launch.__call__
+
+    def noted(self: Launch, *tensors: Tensor | None) -> None:
+        launched.add(self._kernel.fn.__name__ if hasattr(self._kernel, "fn") else self._kernel.__name__)
+        call(self, *tensors)
+
+    Launch.__call__ = noted  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        for step in (sparse_layers, written_out, spikes, neurons, masks):
+            step(device)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            print(step.__name__, "done", flush=True)
+    finally:
+        Launch.__call__ = call
+    known = {kernel.fn.__name__ for template in _all_templates() for kernel in template.sources[:1]}
+    missing = sorted(known - launched)
+    print(f"{len(launched)} kernels launched; first ones of a template that were not: {', '.join(missing) or 'none'}")
+    return len(missing)
+
+
+def sparse_layers(device: str) -> None:
+    """Products by every format and kernel, their gradients, and looked-up rows."""
+    for dtype, rows in itertools.product(DTYPES, (1, 65)):
+        weight = torch.randn(37, 53, device=device, dtype=dtype) * (torch.rand(37, 53, device=device) < 0.3)
+        weight[5] = 0
+        matrices = [CSR.from_dense(weight), COO.from_dense(weight), BSR.from_dense(weight, block=(16, 16))]
+        matrices.append(NM.from_dense(*_two_of_four(torch.randn(37, 53, device=device, dtype=dtype)), n=2, m=4))
+        x = torch.randn(rows, 53, device=device, dtype=dtype, requires_grad=True)
+        for matrix in matrices:
+            layer = SparseLinear(matrix, torch.randn(37, device=device, dtype=dtype)).to(device)
+            for kernel in CSR_KERNELS if isinstance(matrix, CSR) else ("",):
+                residual = torch.randn(rows, 37, device=device, dtype=dtype)
+                out = sparse_linear(
+                    x, layer.values, layer._pattern(), layer._written, bias=layer.bias, residual=residual,
+                    activation="gelu", kernel=kernel,
+                )  # fmt: skip
+                out.sum().backward()
+    table = SparseEmbedding(CSR.from_dense(weight.float())).to(device)
+    table(torch.randint(37, (7,), device=device)).sum().backward()
+    large = torch.randn(130, 257, device=device) * (torch.rand(130, 257, device=device) < 0.5)
+    layer = SparseLinear(CSR.from_dense(large)).to(device)
+    layer(torch.randn(129, 257, device=device, requires_grad=True)).sum().backward()
+
+
+def _two_of_four(weight: Tensor) -> tuple[Tensor]:
+    groups = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 4)).view(weight.shape[0], -1, 4)
+    kept = torch.zeros_like(groups).scatter(-1, groups.abs().topk(2).indices, 1)
+    return ((groups * kept).flatten(1)[:, : weight.shape[1]].contiguous(),)
+
+
+def written_out(device: str) -> None:
+    """A weight written out dense, and its gradient read back."""
+    for dtype in DTYPES:
+        weight = torch.randn(33, 1030, device=device, dtype=dtype) * (torch.rand(33, 1030, device=device) < 0.1)
+        layer = SparseLinear(CSR.from_dense(weight)).to(device)
+        pattern = layer._pattern()
+        dense_to_stored(stored_to_dense(layer.values, pattern, layer._layout).detach(), pattern, layer._layout)
+
+
+def spikes(device: str) -> None:
+    """Layers on spikes by every strategy, with gradients, weights of any range and factors."""
+    for dtype, strategy, groups in itertools.product(DTYPES, ("binary", "event", "skip"), (1, 2)):
+        x = (torch.rand(3, 18, 13, 11, device=device) < 0.1).to(dtype).requires_grad_()
+        weight = torch.randn(34, 18 // groups, 3, 3, device=device, dtype=dtype, requires_grad=True)
+        bias, how = torch.randn(34, device=device, dtype=dtype), ([2, 1], [1, 1], [1, 2], groups)
+        for factor in (None, torch.tensor([float("inf")], device=device, dtype=dtype)):
+            more: dict[str, Any] = {"factor": factor, "binary": factor is not None}
+            ops.spike_conv2d(x, weight, bias, *how, 3, strategy, **more).sum().backward()
+        with torch.no_grad():
+            weight[3] *= 1e-4
+            weight[3, 0] = 3e4
+            ops.spike_conv2d(x, weight, bias, *how, 3, strategy)
+            ops.spike_linear(x.flatten(1), torch.randn(19, x[0].numel(), device=device, dtype=dtype), None, 2, "binary")
+
+
+def neurons(device: str) -> None:
+    """Neurons with and without batch-norm, reset and a rate."""
+    statistics = [torch.rand(5, device=device) + 0.5 for _ in range(4)]
+    x = torch.randn(4, 3, 5, 7, 11, device=device)
+    for charge, reset, norm in itertools.product(("if", "lif", "plif"), (0.0, None), (False, True)):
+        rate = torch.tensor([0.5], device=device) if charge == "plif" else None
+        parts = statistics if norm else [None] * 4
+        ops.lif(x, None, 0.0, *parts, 1e-5, charge, 2.0, rate, True, 1.0, reset)
+
+
+def masks(device: str) -> None:
+    """Effective weights, their gradients, selective steps and selections."""
+    for dtype in DTYPES:
+        weight = torch.randn(67, 129, device=device, dtype=dtype, requires_grad=True)
+        mask = torch.rand(67, 129, device=device) < 0.4
+        count = int((~mask).sum())
+        theta = torch.randn(count, device=device, dtype=dtype, requires_grad=True)
+        ops.effective_weight(weight, theta, mask).sum().backward()
+        pruned = (~mask).flatten().nonzero().flatten()
+        averages = [torch.zeros(count, device=device) for _ in range(3)]
+        for selected in (None, count // 10):
+            ops.selective_step(
+                weight.detach(), torch.randn_like(weight), pruned, *averages, torch.ones((), device=device).long(),
+                lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, tau=0.5, delta=1e-8, warm_up=0, count=selected,
+            )  # fmt: skip
+    ops.select_largest(torch.randn(100_003, device=device), 777)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]) > 0)
