@@ -108,14 +108,14 @@ def _build(chain: Chain, node: fx.Node, kernel: str) -> fx.Node:
 def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[torch.Tensor] | None) -> fx.Node:
     """The layer with its weight written out, and behind it the rest as written."""
     first, *rest = chain.nodes
-    pattern, layout = _arrays(chain)
+    arguments: Any = first.args
+    pattern, layout = list(arguments[2]), arguments[5]
     if kept is None:
-        weight = call(node.graph, node, _TO_DENSE, chain.sparse, pattern, *layout, chain.flip)
+        weight = call(node.graph, node, _TO_DENSE, chain.sparse, pattern, layout, chain.flip)
     else:
         weight = _constant_weight(chain, node, kept)
     if _has_fused_form(chain, product):
         return call(node.graph, node, _LINEAR_RELU, chain.dense, weight, chain.bias)
-    arguments: Any = first.args
     copies = {first: call(node.graph, node, F.linear, chain.dense, weight, arguments[3])}
     for old in rest:
         copies[old] = node.graph.node_copy(old, lambda argument: copies.get(argument, argument))
@@ -131,7 +131,8 @@ def _has_fused_form(chain: Chain, product: Product) -> bool:
 
 
 def _constant_weight(chain: Chain, node: fx.Node, kept: list[torch.Tensor]) -> fx.Node:
-    pattern, layout = _arrays(chain)
+    arguments: Any = chain.nodes[0].args
+    pattern, layout = list(arguments[2]), arguments[5]
     with torch.no_grad():
         weight = constant(node, stored_to_dense(kept[0], kept[1:], layout, chain.flip))
     if not Settings.from_environment().debug:

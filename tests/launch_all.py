@@ -84,7 +84,7 @@ def written_out(device: str) -> None:
         weight = torch.randn(33, 1030, device=device, dtype=dtype) * (torch.rand(33, 1030, device=device) < 0.1)
         layer = SparseLinear(CSR.from_dense(weight)).to(device)
         pattern = layer._pattern()
-        dense_to_stored(stored_to_dense(layer.values, pattern, layer._layout).detach(), pattern, layer._layout)
+        dense_to_stored(stored_to_dense(layer.values, pattern, layer._written).detach(), pattern, layer._written)
 
 
 def spikes(device: str) -> None:

@@ -51,24 +51,24 @@ def test_operators_are_each_others_gradients(format, layout, transpose, device):
     pattern = [*weight._pattern()]
     flip = transpose != weight._by_columns
     values = weight.values
-    out = stored_to_dense(values, pattern, weight._layout, flip)
+    out = stored_to_dense(values, pattern, weight._written, flip)
     assert out.is_contiguous() and torch.equal(out.cpu(), dense.mT if transpose else dense)
     factor = torch.randn(out.shape, dtype=torch.float64, device=device)
     (found,) = torch.autograd.grad((out * factor).sum(), values)
     stored = weight.weight.detach().with_values(torch.ones_like(values)).to_dense()
     wanted = (factor.mT if transpose else factor) * stored
     torch.testing.assert_close(weight.weight.detach().with_values(found).to_dense(), wanted)
-    read = dense_to_stored(factor, pattern, weight._layout, flip)
+    read = dense_to_stored(factor, pattern, weight._written, flip)
     assert torch.equal(read, found) and read.shape == values.shape
-    torch.library.opcheck(torch.ops.sparsecomp.stored_to_dense.default, (values, pattern, *weight._layout, flip))
-    torch.library.opcheck(torch.ops.sparsecomp.dense_to_stored.default, (factor, pattern, *weight._layout, flip))
+    torch.library.opcheck(torch.ops.sparsecomp.stored_to_dense.default, (values, pattern, weight._written, flip))
+    torch.library.opcheck(torch.ops.sparsecomp.dense_to_stored.default, (factor, pattern, weight._written, flip))
 
 
 def test_nothing_stored_is_all_zeros():
     for shape in ((3, 4), (0, 4), (3, 0)):
         values, pattern = Pattern.of(CSR.from_dense(torch.zeros(shape)))
-        assert torch.equal(stored_to_dense(values, pattern.arrays, pattern.layout), torch.zeros(shape))
-        assert dense_to_stored(torch.ones(shape), pattern.arrays, pattern.layout).shape == (0,)
+        assert torch.equal(stored_to_dense(values, pattern.arrays, pattern.layout.written()), torch.zeros(shape))
+        assert dense_to_stored(torch.ones(shape), pattern.arrays, pattern.layout.written()).shape == (0,)
 
 
 @pytest.mark.parametrize("capability", [80, 90])

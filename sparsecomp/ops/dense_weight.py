@@ -7,72 +7,75 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, differentiable, library
-from sparsecomp.ops.patterns import Layout, layout_of
+from sparsecomp.ops.patterns import Layout
 
-_REST = "Tensor[] pattern, str format, SymInt[] block, SymInt[] shape, str[] skews, bool transpose) -> Tensor"
+_REST = "Tensor[] pattern, str layout, bool transpose) -> Tensor"
 library.define(f"stored_to_dense(Tensor values, {_REST}", tags=TAGS)
 library.define(f"dense_to_stored(Tensor dense, {_REST}", tags=TAGS)
 
 
-def stored_to_dense(values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool = False) -> Tensor:
+def stored_to_dense(values: Tensor, pattern: Sequence[Tensor], layout: str, transpose: bool = False) -> Tensor:
     """The dense matrix, or its transpose, contiguous.
 
     Args:
-        values, pattern: as `layout` says, without a batch; see `sparsecomp.ops.patterns`.
+        values, pattern: without a batch; see `sparsecomp.ops.patterns`.
+        layout: from `Layout.written`.
     """
-    return torch.ops.sparsecomp.stored_to_dense.default(values, pattern, *layout, transpose)
+    return torch.ops.sparsecomp.stored_to_dense.default(values, pattern, layout, transpose)
 
 
-def dense_to_stored(dense: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool = False) -> Tensor:
-    """Values, as `layout` says, of a dense matrix or of its transpose at the stored places.
+def dense_to_stored(dense: Tensor, pattern: Sequence[Tensor], layout: str, transpose: bool = False) -> Tensor:
+    """Values of a dense matrix or of its transpose at the stored places.
 
     Beyond the shape they are 0, in spare capacity anything.
     """
-    return torch.ops.sparsecomp.dense_to_stored.default(dense, pattern, *layout, transpose)
+    return torch.ops.sparsecomp.dense_to_stored.default(dense, pattern, layout, transpose)
 
 
-def _written(values, pattern, format, block, shape, skews, transpose):
-    layout = layout_of(format, block, shape, skews)
+def _written(values, pattern, layout, transpose):
+    layout = Layout.read(layout)
     (rows, cols), (height, width) = padded_shape(layout), layout.block
-    if format == "bsr":
+    if layout.format == "bsr":
         line, column = _lines(pattern[0], pattern[1]), pattern[1].long()
         blocks = values.new_zeros((rows // height, cols // width, height, width))
         out = blocks.index_put_((line, column), values).transpose(1, 2).reshape(rows, cols)
     else:
         out = values.new_zeros((rows, cols))
         out.view(-1).index_copy_(0, _flat(pattern, layout), values.reshape(-1))
-    out = out[: shape[0], : shape[1]]
+    out = out[: layout.shape[0], : layout.shape[1]]
     return (out.mT if transpose else out).contiguous()
 
 
-def _read(dense, pattern, format, block, shape, skews, transpose):
-    layout = layout_of(format, block, shape, skews)
+def _read(dense, pattern, layout, transpose):
+    layout = Layout.read(layout)
     (rows, cols), (height, width) = padded_shape(layout), layout.block
     stored = dense.mT if transpose else dense
-    padded = F.pad(stored, (0, cols - shape[1], 0, rows - shape[0]))
-    if format == "bsr":
+    padded = F.pad(stored, (0, cols - layout.shape[1], 0, rows - layout.shape[0]))
+    if layout.format == "bsr":
         blocks = padded.reshape(rows // height, height, cols // width, width).transpose(1, 2)
         return blocks[_lines(pattern[0], pattern[1]), pattern[1].long()].contiguous()
     found = padded.reshape(-1).index_select(0, _flat(pattern, layout))
-    return found.view(pattern[0].shape) if format == "nm" else found
+    return found.view(pattern[0].shape) if layout.format == "nm" else found
 
 
-def _written_cuda(values, pattern, format, block, shape, skews, transpose):
-    if format != "csr" or not values.is_contiguous() or not _are_contiguous(pattern):
-        return _written(values, pattern, format, block, shape, skews, transpose)
+def _written_cuda(values, pattern, layout, transpose):
+    read = Layout.read(layout)
+    if read.format != "csr" or not values.is_contiguous() or not _are_contiguous(pattern):
+        return _written(values, pattern, layout, transpose)
     from sparsecomp.lowering import stored_places  # loads Triton
 
-    own = pattern[2:] if transpose and len(pattern) > 2 else pattern
-    flip = transpose and own is pattern
-    entries = values if own is pattern else values.index_select(0, pattern[4])
-    out = values.new_empty(tuple(shape) if own is pattern else tuple(shape[::-1]))
-    stored_places.write_out(own[0], own[1], entries, out)
-    return out.mT.contiguous() if flip else out
+    if not transpose or len(pattern) == 2:
+        out = values.new_empty(read.shape)
+        stored_places.write_out(pattern[0], pattern[1], values, out)
+        return out.mT.contiguous() if transpose else out
+    out = values.new_empty(read.shape[::-1])
+    stored_places.write_out(pattern[2], pattern[3], values.index_select(0, pattern[4]), out)
+    return out
 
 
-def _read_cuda(dense, pattern, format, block, shape, skews, transpose):
-    if format != "csr" or not _are_contiguous(pattern):
-        return _read(dense, pattern, format, block, shape, skews, transpose)
+def _read_cuda(dense, pattern, layout, transpose):
+    if not layout.startswith("csr") or not _are_contiguous(pattern):
+        return _read(dense, pattern, layout, transpose)
     from sparsecomp.lowering import stored_places  # loads Triton
 
     out = dense.new_empty(pattern[1].shape)
@@ -107,14 +110,16 @@ def _lines(pointers: Tensor, indices: Tensor) -> Tensor:
     return torch.searchsorted(pointers, places, right=True) - 1
 
 
-def _fake_written(values, pattern, format, block, shape, skews, transpose):
-    return values.new_empty(tuple(shape[::-1]) if transpose else tuple(shape))
+def _fake_written(values, pattern, layout, transpose):
+    shape = Layout.read(layout).shape
+    return values.new_empty(shape[::-1] if transpose else shape)
 
 
-def _fake_read(dense, pattern, format, block, shape, skews, transpose):
-    if format == "nm":
+def _fake_read(dense, pattern, layout, transpose):
+    layout = Layout.read(layout)
+    if layout.format == "nm":
         return dense.new_empty(pattern[0].shape)
-    return dense.new_empty((pattern[1].shape[0], *(block if format == "bsr" else ())))
+    return dense.new_empty((pattern[1].shape[0], *(layout.block if layout.format == "bsr" else ())))
 
 
 def _save(ctx, inputs, output):
@@ -131,7 +136,7 @@ def _backward_read(ctx, grad):
 
 
 def _no_gradients(ctx):
-    return [None] * len(ctx.saved_tensors), None, None, None, None, None
+    return [None] * len(ctx.saved_tensors), None, None
 
 
 for _name, _cpu, _cuda, _fake, _gradient in (
