@@ -129,11 +129,12 @@ class SparsityFact:
         return None if lo is None else math.floor(lo), None if hi is None else math.ceil(hi)
 
     def values_only(self) -> "SparsityFact":
-        """The same bounds and zeros without the grid."""
+        """The same bounds and zeros without the grid; without the name of a factor, nobody can ask if it is finite."""
         lo, hi = self.value_bounds()
         if not self.exact:
             lo, hi = (None if lo is None else lo - 1), (None if hi is None else hi + 1)
-        return replace(self, lo=lo, hi=hi, integral=False, scale=1.0, exact=True)
+        finite = self.finite and not isinstance(self.scale, str)
+        return replace(self, lo=lo, hi=hi, integral=False, scale=1.0, exact=True, finite=finite)
 
     def described(self) -> str:
         """One short phrase for a report, such as `{0, 1} from spike`."""
