@@ -129,7 +129,7 @@ class SparsityFact:
         return None if lo is None else math.floor(lo), None if hi is None else math.ceil(hi)
 
     def values_only(self) -> "SparsityFact":
-        """The same bounds and zeros without the grid."""
+        """The same bounds and zeros without the grid; without the name of a factor, nobody can ask if it is finite."""
         lo, hi = self.value_bounds()
         if not self.exact:
             lo, hi = (None if lo is None else lo - 1), (None if hi is None else hi + 1)

@@ -273,6 +273,16 @@ def test_a_neuron_that_writes_its_input_ends_the_fact_of_it() -> None:
     assert fired is not None and fired.is_binary
 
 
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 2.0])
+def test_what_no_longer_names_its_factor_is_not_finite(factor: float) -> None:
+    def model(x: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+        return torch.neg(torch.round(torch.clamp(spikes(x) * f, 0, 1)))
+
+    gm = trace(model, X, torch.tensor(factor))
+    fact = fact_at(check(gm, X.clone(), torch.tensor(factor)).analysis, "neg")
+    assert fact is None or not fact.finite
+
+
 def test_a_multiple_of_the_factor_that_is_written_is_no_grid() -> None:
     def model(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         factor.mul_(-1)

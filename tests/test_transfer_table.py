@@ -475,7 +475,10 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
     },
 }
 MORE = {
-    "one and one as bits": (lambda s, c, x: torch.ones_like(x).bool() + torch.full_like(x, 3).type_as(x > 0), ANY),
+    "one and one as bits": (
+        lambda s, c, x: torch.full_like(x, 3).type_as(x > 0) + torch.full_like(x, 3).type_as(x > 0),
+        ANY,
+    ),
     "indices of counts": (lambda s, c, x: torch.repeat_interleave(s.long().flatten()), NOTHING),
     "bits as numbers": (lambda s, c, x: s.view(dtype=torch.int32), NOTHING),
     "bits as numbers, by place": (lambda s, c, x: s.view(torch.int32), NOTHING),
