@@ -59,7 +59,7 @@ def main() -> int:
         for row in loop.run(loop.grid()) if arguments.suite == "loop" else loop_networks.run():
             rows.append(row)
             save(arguments.out / f"{arguments.suite.replace('-', '_')}.json", rows)
-        print(loop.summary(rows) if arguments.suite == "loop" else "", end="\n")
+        print((table.layers_as_called if arguments.suite == "loop" else table.networks_as_called)(rows))
     if arguments.suite in ("snn", "snn-conv"):
         rows = []
         for row in snn_conv.run(arguments.data and arguments.data / "spikes"):

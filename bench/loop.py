@@ -116,22 +116,3 @@ def _step(compiled: Callable[..., Tensor], model: nn.Module, x: Tensor) -> Calla
         optimizer.zero_grad()
 
     return step
-
-
-def summary(rows: list[dict[str, Any]]) -> str:
-    """The worst ten speeds against stock, and how many reach 0.97 of it, as text."""
-    found = [
-        (row["ms"][f"stock, {mode}"] / ms, which, mode, row["layer"])
-        for row in rows
-        for key, ms in row["ms"].items()
-        for which, mode in [key.split(", ")]
-        if which != "stock" and f"stock, {mode}" in row["ms"]
-    ]
-    lines = []
-    for which in ("sparsecomp", "frozen"):
-        speeds = sorted((one for one in found if one[1] == which), key=lambda one: one[0])
-        if speeds:
-            reached = sum(speed >= 0.97 for speed, *_ in speeds)
-            lines.append(f"{which}: {reached} of {len(speeds)} at 0.97 of stock or more; the least ten:")
-            lines += [f"  {speed:.2f} {mode} {layer}" for speed, _, mode, layer in speeds[:10]]
-    return "\n".join(lines)

@@ -27,7 +27,6 @@ from sparsecomp.lowering.random_sparse import random_pattern
 from sparsecomp.lowering.signature import device_of, evenness
 from sparsecomp.lowering.template import of_operation
 from sparsecomp.lowering.trial import relative_error
-from sparsecomp.passes import sparse_cost
 
 COPIES = 3
 """Sets of operands rotated through, so that no call finds its own in the L2 cache."""
@@ -80,15 +79,13 @@ def cases(data: Path | None = None) -> list[Case]:
 
 
 def summaries(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Speed over each group's peer, and that of compiled models over dense: geometric mean, least and most."""
+    """Speed over each group's peer: geometric mean, least and most."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         times = row.get("ms", {})
         peer = next((times[name] for name in PEERS if name in times), None)
         if "chosen" in times and peer is not None:
             groups.setdefault(f"{row['group']} {row['dtype']} over its peer", []).append(peer / times["chosen"])
-        if "compiled" in times:
-            groups.setdefault("compiled over dense", []).append(times["dense"] / times["compiled"])
     for name, gains in groups.items():
         summary = {"mean": round(statistics.geometric_mean(gains), 2), "least": round(min(gains), 2)}
         row = {"case": f"speed of {name}", "cases": len(gains), **summary, "most": round(max(gains), 2)}
@@ -137,7 +134,6 @@ def _csr_row(case: str, group: str, matrix: CSR, n: int, dtype: torch.dtype) -> 
     if m * k <= 2**26:
         full = [s.to_dense() for s in theirs]
         _time_dense(row, full, dense)
-        _compiled(row, "csr", (1, 1), (m, k, n), col.numel(), dtype, skew)
     return _printed(row)
 
 
@@ -162,7 +158,6 @@ def _bsr_row(block: int, n: int, dtype: torch.dtype, size: int = 4096, sparsity:
         pairs = [(s, d.mT.contiguous()) for s, d in zip(theirs, dense, strict=True)]
         _time_peer(row, "torch bsr", lambda: [lambda s=s, x=x: F.linear(x, s) for s, x in pairs])
     _time_dense(row, full, dense)
-    _compiled(row, "bsr", (block, block), (size, size, n), col.numel(), dtype, "even")
     return _printed(row)
 
 
@@ -260,23 +255,6 @@ def _host_row() -> dict[str, Any]:
 
 def _row(case: str, group: str, dtype: torch.dtype, **facts: Any) -> dict[str, Any]:
     return {"case": case, "group": group, "dtype": str(dtype)[6:], **facts, "ms": {}, "error": {}, "config": {}}
-
-
-def _compiled(
-    row: dict[str, Any], layout: str, block: tuple[int, int], sizes: tuple[int, int, int], entries: int,
-    dtype: torch.dtype, skew: str,
-) -> None:  # fmt: skip
-    """What a compiled model with a constant weight runs, by the rule's estimate: this product or a dense one."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    product = sparse_cost.Product(
-        device, layout, block, *sizes, 1, entries, skew, dtype, linear=False, bias=False, residual=False,
-        activation="none", described="", constant=True,
-    )  # fmt: skip
-    decision = sparse_cost.decide(product)
-    times = row["ms"]
-    times["dense"] = times["dense fp32" if dtype is torch.float32 else "dense fp16"]
-    times["compiled"] = times["dense"] if decision.dense else times["chosen"]
-    row["config"]["compiled"] = decision.kernel
 
 
 def _time_ours(row: dict[str, Any], calls: Sequence[Call], out: Tensor, exact: Tensor) -> None:

@@ -2,9 +2,12 @@
 
 import json
 import re
+import statistics
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from bench.loop import MODES
 from bench.networks import PRECISIONS
 from sparsecomp import gate
 
@@ -19,6 +22,8 @@ _CONV_COLUMNS = {
     "event": "event",
     "skip": "skip",
 }
+_REACHED = 0.97
+"""Least speed, of stock compile's, at which a model counts as no slower."""
 
 
 def markdown(results: Path = RESULTS) -> str:
@@ -26,16 +31,16 @@ def markdown(results: Path = RESULTS) -> str:
 
     Args:
         results: folder with ``snn_sew_resnet34.json``, ``snn_conv.json``, ``tuning.json``, ``spmm.json``,
-            ``semi_structured.json`` and ``resu.json``.
+            ``semi_structured.json`` and ``resu.json``, and perhaps ``loop.json`` and ``loop_networks.json``.
 
     Raises:
-        FileNotFoundError: a result file is missing; run ``python -m bench`` on a GPU first.
+        FileNotFoundError: one of the others is missing; run ``python -m bench`` on a GPU first.
     """
     network = json.loads((results / "snn_sew_resnet34.json").read_text())
     layers = json.loads((results / "snn_conv.json").read_text())
-    machine = layers["machine"]
     parts = [
-        f"Measured on one {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}; milliseconds.",
+        *_as_called(results),
+        _measured_on(layers["machine"]),
         _network(network["result"]),
         _layers([row for row in layers["result"] if row["case"].startswith("conv")]),
         _linears([row for row in layers["result"] if row["case"].startswith("linear")]),
@@ -67,6 +72,99 @@ def decision(row: dict[str, Any], fused: bool = False) -> tuple[gate.Decision, f
     )  # fmt: skip
     rival = "fp16" if half else "fp32" if linear else "tf32"
     return gate.decide(site), row["ms"][f"dense {rival}" + ("" if linear else " channels_last")]
+
+
+def _measured_on(machine: dict[str, str]) -> str:
+    return f"Measured on one {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}; milliseconds."
+
+
+def _as_called(results: Path) -> list[str]:
+    parts = []
+    for name, tables in (("loop.json", layers_as_called), ("loop_networks.json", networks_as_called)):
+        if (results / name).exists():
+            found = json.loads((results / name).read_text())
+            parts += [_measured_on(found["machine"]), tables(found["result"])]
+    return parts
+
+
+class _Call(NamedTuple):
+    """A time of a row of `bench.loop` or `bench.loop_networks`, and stock's in the same mode."""
+
+    row: dict[str, Any]
+    which: str
+    mode: str
+    ms: float
+    stock: float
+
+    @property
+    def speed(self) -> float:
+        """Of stock's."""
+        return self.stock / self.ms
+
+
+def _calls(rows: list[dict[str, Any]]) -> list[_Call]:
+    found = []
+    for row in rows:
+        for key, ms in row["ms"].items():
+            which, mode = key.split(", ")
+            if which != "stock":
+                found.append(_Call(row, which, mode, ms, row["ms"][f"stock, {mode}"]))
+    return found
+
+
+def layers_as_called(rows: list[dict[str, Any]]) -> str:
+    """How many layers of `bench.loop` are no slower than stock, and the slowest ten."""
+    title = (
+        "As called: compiled square layers (`SparseLinear`, then ReLU) beside stock compile of the dense layer with "
+        "the same zeros. Loops of calls, host included, in turns in one process; a training step is forward, backward "
+        "and SGD; float32 is exact in both. `frozen`: with the option `frozen=True`. Speeds are of stock's:"
+    )
+    calls = _calls(rows)
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for call in calls:
+        groups.setdefault((call.which, _step(call.row["layer"]), call.mode), []).append(call.speed)
+    counts = [["layers", "step", "mode", "cases", f"at {_REACHED} or more", "geometric mean", "least", "most"]]
+    for key, speeds in groups.items():
+        reached = sum(speed >= _REACHED for speed in speeds)
+        summary = (statistics.geometric_mean(speeds), min(speeds), max(speeds))
+        counts.append([*key, str(len(speeds)), str(reached), *(f"{one:.2f}" for one in summary)])
+    slowest = [["slowest layers", "rows", "dtype", "step", "mode", "ran as", "stock", "ours", "speed"]]
+    for call in sorted(calls, key=lambda call: call.speed)[:10]:
+        layer, ran = call.row["layer"], call.row["implementation"][f"{call.which}, {call.mode}"]
+        slowest.append([
+            f"{layer['size']}x{layer['size']} {layer['sparsity']:.0%}", str(layer["rows"]), layer["dtype"],
+            _step(layer), f"{call.which}, {call.mode}", ", ".join(one.partition(":")[0] for one in ran),
+            _ms(call.stock), _ms(call.ms), f"{call.speed:.2f}",
+        ])  # fmt: skip
+    return "\n\n".join([title, markdown_grid(counts), markdown_grid(slowest), *_left_out(rows)])
+
+
+def networks_as_called(rows: list[dict[str, Any]]) -> str:
+    """The networks of `bench.loop_networks`, but for dead ones, whose times mean nothing."""
+    title = (
+        "Whole networks as called, in the same way; TF32 is allowed to both, and spiking networks are reset before "
+        "each call. In brackets the speed, of stock's:"
+    )
+    variants = [(mode, which) for mode in MODES for which in ("stock", "sparsecomp", "frozen")]
+    grid = [["network", "input", "fires", "step", *(f"{which}, {mode}" for mode, which in variants)]]
+    for row in rows:
+        if "rates" in row.get("left out", {}):
+            continue
+        times = {f"{call.which}, {call.mode}": f"{_ms(call.ms)} ({call.speed:.2f})" for call in _calls([row])}
+        times |= {key: _ms(ms) for key, ms in row["ms"].items() if key not in times}
+        fires = f"{row['rates']['mean']:.1%}" if "rates" in row else "–"
+        cells = [times.get(f"{which}, {mode}", "–") for mode, which in variants]
+        grid.append([row["network"], "×".join(map(str, row["shape"])), fires, _step(row), *cells])
+    return "\n\n".join([title, markdown_grid(grid), *_left_out(rows)])
+
+
+def _step(what: dict[str, Any]) -> str:
+    return "training" if what["training"] else "inference"
+
+
+def _left_out(rows: list[dict[str, Any]]) -> list[str]:
+    reasons = Counter(item for row in rows for item in row.get("left out", {}).items())
+    return [f"Left out of {count} rows: {what} ({reason})." for (what, reason), count in reasons.items()]
 
 
 def _network(result: dict[str, Any]) -> str:
