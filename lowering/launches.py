@@ -6,11 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsecomp import _compat
 from sparsecomp.lowering.launch import Launch
 
 Workspace = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype."""
-_ALLOCATION = 4e-6
+_ALLOCATION = 7e-6
 """Seconds of the host to allocate a workspace."""
 
 
@@ -30,7 +31,7 @@ class Launches:
     """
 
     def __init__(self, workspaces: Sequence[Workspace], steps: Sequence[Step]) -> None:
-        self._workspaces = workspaces
+        self._workspaces = [(shape, _strides(shape), dtype) for shape, dtype in workspaces]
         self._steps = steps
         self.host_seconds = sum(step.launch.host_seconds for step in steps) + _ALLOCATION * len(workspaces)
 
@@ -38,7 +39,11 @@ class Launches:
         """Launch all on the current stream of the device of the first tensor."""
         first = tensors[0]
         assert first is not None
-        own = [torch.empty(shape, dtype=dtype, device=first.device) for shape, dtype in self._workspaces]
+        own = [_compat.empty_cuda(shape, stride, dtype, first.device) for shape, stride, dtype in self._workspaces]
         every = (*tensors, *own)
         for launch, takes in self._steps:
             launch(*[None if position is None else every[position] for position in takes])
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

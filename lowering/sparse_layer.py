@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsecomp import _compat
 from sparsecomp.lowering import sddmm, semi_structured, spmm_bsr, spmm_csr, spmm_nm
 from sparsecomp.lowering.dispatch import prepared, recorded
 from sparsecomp.lowering.epilogue import output_of
@@ -40,7 +41,10 @@ def product(
     )  # fmt: skip
     if launch is None:
         return None
-    out = x.new_empty((*x.shape[:-1], layout.shape[0]))
+    rows = layout.shape[0]
+    out = _compat.empty_cuda((x.shape[0], rows), (rows, 1), x.dtype, x.device) if x.dim() == 2 else x.new_empty(
+        (*x.shape[:-1], rows)
+    )  # fmt: skip
     if layout.format == "nm":
         launch(values, own[0], x, bias, residual, out)
     else:

@@ -124,7 +124,7 @@ def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[torch
 
 def _has_fused_form(chain: Chain, product: Product) -> bool:
     """Whether torch's product can do what follows it."""
-    if product.trained or product.device.type != "cuda" or chain.residual is not None:
+    if not product.fuses_relu or product.device.type != "cuda" or chain.residual is not None:
         return False
     bias = example_of(chain.bias) if isinstance(chain.bias, fx.Node) else None
     return chain.activation == "relu" and bias is not None and bias.dtype is product.dtype

@@ -32,6 +32,7 @@ __all__ = [
     "compile_fx",
     "conv_tf32",
     "described",
+    "empty_cuda",
     "fake_of",
     "graph_break_reasons",
     "inside_transform",
@@ -140,6 +141,15 @@ def cache_key(tag: str) -> Iterator[None]:
 def addmm_relu(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """relu(left @ right + bias) by cuBLASLt, which does it in the product."""
     return cast(Any, torch.ops.aten)._addmm_activation.default(bias, left, right)
+
+
+def empty_cuda(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:  # fmt: skip
+    """`torch.empty_strided` on a GPU at less host time, as Inductor's code calls it."""
+    if device.type != "cuda" or device.index != torch.cuda.current_device():
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return cast(Any, torch._C)._dynamo.guards._empty_strided_cuda(shape, stride, dtype)
 
 
 def conv_tf32() -> bool:

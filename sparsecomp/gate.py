@@ -39,7 +39,7 @@ _STEP = 0.6e-6
 """One step of the reduction in a tile that nothing overlaps: what a layer with few active pixels waits for."""
 
 # Seconds of the host, by implementation: what one call costs from Python to the last launch.
-_HOST = {"dense": 24e-6, "binary": 35e-6, "event": 200e-6, "skip": 100e-6}
+_HOST = {"dense": 24e-6, "binary": 47e-6, "event": 215e-6, "skip": 115e-6}
 _HOST_MATMUL = 12e-6
 _HOST_KERNEL = 8e-6
 """One kernel of Inductor's."""
