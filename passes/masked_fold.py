@@ -9,7 +9,7 @@ from sparsecomp.lowering.ceilings import Ceilings, ceilings_of
 from sparsecomp.lowering.signature import Device, device_of, evenness
 from sparsecomp.ops.library import KERNEL_DTYPES
 from sparsecomp.passes.canonicalize import CanonicalOp
-from sparsecomp.passes.rule import Context, sizes
+from sparsecomp.passes.rule import Context, replays, sizes
 from sparsecomp.passes.sparse_cost import Product, dense_seconds, sparse_seconds
 
 _MARGIN = 1.1
@@ -53,24 +53,26 @@ def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
     rows = sizes(op.input)
     assert rows is not None
     n = torch.Size(rows[:-1]).numel()
-    return compare(weight, n, op.get("bias") is not None, device_of(weight.device), ceilings_of(weight.device))
+    where, replayed = weight.device, replays(ctx.options, weight.device)
+    return compare(weight, n, op.get("bias") is not None, device_of(where), ceilings_of(where), replayed)
 
 
-def compare(weight: Tensor, n: int, bias: bool, device: Device, ceilings: Ceilings) -> Choice:
+def compare(
+    weight: Tensor, n: int, bias: bool, device: Device, ceilings: Ceilings, replayed: bool = True
+) -> Choice:  # fmt: skip
     """`choose` for a linear layer of n rows on a CUDA device of these ceilings.
 
     Args:
         weight: (m, k), on any device.
+        replayed: whether a CUDA graph is replayed, so that the host's time does not count.
     """
     described = _described(weight)
     if weight.dtype not in KERNEL_DTYPES:
         return Choice("dense", (1, 1), "torch's linear", None, described, f"no sparse kernel of {weight.dtype}")
-    products = [_product(weight, n, bias, *form) for form in _forms(weight)]
+    products = [_product(weight, n, bias, *form)._replace(replayed=replayed) for form in _forms(weight)]
     timed = [(*sparse_seconds(product, device, ceilings), product) for product in products]
     seconds, kernel, best = min(timed, key=lambda one: one[0])
-    # a fold has written the weight out already
-    written = best.m * best.k * best.dtype.itemsize / ceilings.bandwidth + 2 * ceilings.launch
-    dense = dense_seconds(best._replace(entries=0), ceilings) - written
+    dense = dense_seconds(best._replace(constant=True), ceilings)  # a fold has written the weight out already
     reason = f"estimated {seconds * 1e6:.1f} us for {kernel} against {dense * 1e6:.1f} us dense"
     if seconds * _MARGIN > dense:
         return Choice("dense", (1, 1), "torch's linear", None, described, reason)
