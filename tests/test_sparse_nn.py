@@ -5,6 +5,7 @@ gradient is masked, or with the same layer elsewhere.
 """
 
 import copy
+import gc
 import io
 import pickle
 import socket
@@ -482,6 +483,12 @@ def test_shared_memory_is_read_as_another_process_writes_it():
 
 def _process(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    _train_as_one(rank)
+    gc.collect()  # the last owner of a process group must not be DistributedDataParallel: its end would never come
+    dist.destroy_process_group()
+
+
+def _train_as_one(rank: int) -> None:
     model, alone = build(rank), build(0)  # the second process starts elsewhere, and must follow the first
     both = nn.parallel.DistributedDataParallel(model)
     compiled = torch.compile(model, backend="sparsecomp")
@@ -496,7 +503,6 @@ def _process(rank: int, port: int) -> None:
             optimizer.step()
         with torch.no_grad():
             torch.testing.assert_close(compiled(x[0, 0]), alone(x[0, 0]))
-    dist.destroy_process_group()
 
 
 def test_two_processes_train_as_one_without_a_special_call():
