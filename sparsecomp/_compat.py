@@ -167,6 +167,29 @@ def inside_transform() -> bool:
     return cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None
 
 
+def inside_forward_mode() -> bool:
+    """Whether tensors may carry tangents; a traced transform tells of its level nowhere else than in the stack."""
+    return forward_ad._current_level >= 0 or inside_transform()
+
+
+@contextmanager
+def next_level() -> Iterator[None]:
+    """Context within which the outer transforms record, which the forward of an autograd.Function has switched off."""
+    with cast(Any, forward_ad)._set_fwd_grad_enabled(True), torch.enable_grad():
+        yield
+
+
+def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that takes a gradient, of a tensor that takes none, also while a transform of torch.func is at work."""
+    functorch = cast(Any, torch._C)._functorch
+    before = functorch.get_inplace_requires_grad_allowed()
+    functorch.set_inplace_requires_grad_allowed(True)
+    try:
+        return tensor.view_as(tensor).requires_grad_()  # detached it would be to the outer transforms too
+    finally:
+        functorch.set_inplace_requires_grad_allowed(before)
+
+
 OneLevelFunction: Any = cast(Any, torch.autograd.function)._SingleLevelFunction
 """An autograd.Function that only ever records for the level at work: see `one_level`."""
 
@@ -188,8 +211,7 @@ def plain_eager() -> bool:
     return not (
         torch.compiler.is_compiling()
         or cast(Any, torch._C)._len_torch_dispatch_stack()
-        or inside_transform()
-        or forward_ad._current_level >= 0
+        or inside_forward_mode()
     )
 
 

@@ -78,3 +78,16 @@ def test_each_bucket_runs_its_own_tuned_configuration(device, monkeypatch):
         dispatch.forget()
     assert ran == [(size, configurations[size_bucket(size)]) for size, _ in ran]
     assert len({str(config) for _, config in ran}) == 4
+
+
+def test_a_batch_that_is_marked_dynamic_stays_so_in_training():
+    model = Spiking()
+    compiled = torch.compile(
+        model, backend="sparsecomp", fullgraph=True, options={"implementation": "binary"}
+    )  # fmt: skip
+    for batch in (6, 3):
+        x = torch.rand(2, batch, 32)
+        torch._dynamo.mark_dynamic(x, 1)  # raises where a size is fixed
+        model.zero_grad()
+        compiled(x).sum().backward()
+        torch.testing.assert_close(model.layer.weight.grad, (x >= 0.5).float().sum((0, 1)).expand(32, 32))

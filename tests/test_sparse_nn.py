@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.optim import swa_utils
 
 from sparsecomp import SparseTensor, optimize
@@ -376,6 +377,79 @@ def test_copies_train_apart():
         torch.optim.SGD(other.parameters(), lr=0.1).step()
         assert torch.equal(compiled(x), before) and not torch.equal(other(x), before)
         torch.testing.assert_close(other(x), F.relu(F.linear(x, dense_of(other[0]), other[0].bias)))
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_derivatives_of_every_order_and_mode_are_those_of_the_dense_layer(format):
+    func, x, tangent = torch.func, torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    layers = [SparseLinear.from_linear(nn.Linear(8, 8), format, **LAYOUTS[format]).double() for _ in range(2)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1])
+    first, second = ((dense_of(layer), layer.bias) for layer in layers)
+
+    def dense(x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, *first).tanh(), *second)
+
+    def close(transform: Callable[..., Any]) -> None:
+        torch.testing.assert_close(transform(model), transform(dense))
+
+    close(lambda f: func.jvp(f, (x,), (tangent,)))
+    close(lambda f: func.jacfwd(f)(x))
+    close(lambda f: func.hessian(f)(x))
+    close(lambda f: func.jacrev(func.jacfwd(f))(x))
+    close(lambda f: func.jacrev(func.jacrev(f))(x))
+    with forward_ad.dual_level():
+        close(lambda f: forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent))).tangent)
+    compiled = torch.compile(lambda: func.jvp(model, (x,), (tangent,)), backend="sparsecomp")
+    torch.testing.assert_close(compiled(), func.jvp(dense, (x,), (tangent,)))
+
+
+def test_tangents_of_values_and_of_a_tensor_product():
+    layer = SparseLinear.from_linear(nn.Linear(8, 6), sparsity=0.5)
+    x, tangent = torch.randn(3, 8), torch.randn(3, 8)
+    values, change = layer.values.detach(), torch.randn_like(layer.values)
+
+    def out(values: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {"values": values}, (x,))
+
+    _, pushed = torch.func.jvp(out, (values,), (change,))
+    torch.testing.assert_close(pushed, out(change) - layer.bias)  # linear in the values
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(F.linear(forward_ad.make_dual(x, tangent), layer.weight)).tangent
+    torch.testing.assert_close(found, tangent @ dense_of(layer).mT)
+
+
+def test_one_row_without_a_batch_has_a_gradient_by_the_bias():
+    layer = SparseLinear.from_linear(nn.Linear(8, 6), sparsity=0.5)
+    weights = torch.randn(6)
+    for call in (layer, torch.compile(layer, backend="sparsecomp")):
+        layer.zero_grad()
+        (call(torch.randn(8)) * weights).sum().backward()
+        torch.testing.assert_close(layer.bias.grad, weights)
+
+
+def test_transforms_of_an_embedding():
+    table = SparseEmbedding.from_embedding(nn.Embedding(5, 4), sparsity=0.5)
+    values, index = table.values.detach(), torch.tensor([1, 3, 3])
+
+    def loss(values: Tensor) -> Tensor:
+        return torch.func.functional_call(table, {"values": values}, (index,)).square().sum()
+
+    found = torch.func.grad(loss)(values)
+    table(index).square().sum().backward()
+    torch.testing.assert_close(found, table.values.grad)
+    torch.testing.assert_close(torch.func.jvp(loss, (values,), (values,))[1], 2 * loss(values))  # Euler's theorem
+
+
+@pytest.mark.parametrize("format", [BSR, BCSC])
+@pytest.mark.parametrize("size", [(0, 8), (8, 0), (0, 0)])
+def test_blocks_of_a_layer_without_features(format, size):
+    layer = SparseLinear.from_linear(nn.Linear(*size), format, block=4, sparsity=0.5)
+    torch.testing.assert_close(layer(torch.randn(3, size[0])), layer.bias.expand(3, size[1]))
+
+
+def test_a_format_that_is_no_class_is_named():
+    with pytest.raises(FormatError, match="format is 'csr', needs a class"):
+        SparseLinear.from_linear(nn.Linear(8, 6), "csr", sparsity=0.5)  # pyright: ignore
 
 
 def test_functional_call_and_transforms():

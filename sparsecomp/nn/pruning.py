@@ -26,6 +26,8 @@ def pruned(
         FormatError: neither or both are given, or do not fit.
         MaskError: a weight to be ranked holds NaN.
     """
+    if not (isinstance(format, type) and issubclass(format, SparseMatrix)):
+        raise FormatError(f"format is {format!r}, needs a class of sparsecomp.formats, such as CSR")
     weight = weight.detach()
     if (mask is None) == (sparsity is None) and not (mask is None and format is NM):
         raise FormatError(
@@ -53,7 +55,7 @@ def _largest(weight: Tensor, sparsity: float, layout: dict[str, Any]) -> Tensor:
     height, width = (block, block) if isinstance(block, int) else block
     rows, cols = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -cols % width, 0, -rows % height))
-    norms = padded.unfold(0, height, height).unfold(1, width, width).square().sum((-1, -2))
+    norms = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width).square().sum((1, 3))
     kept = _top(norms, sparsity)
     return kept.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :cols]
 

@@ -13,12 +13,15 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sparsecomp import _compat
+from sparsecomp.ops.forward_mode import forward_mode
 
 
 class _Library(torch.library.Library):
     """A library whose implementations can be called past the dispatcher."""
 
     def impl(self, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **kwargs: Any) -> None:
+        if dispatch_key == "Autograd":
+            fn = forward_mode(getattr(torch.ops.sparsecomp, op_name).default, fn, kwargs.get("with_keyset", False))
         super().impl(op_name, fn, dispatch_key, **kwargs)
         if dispatch_key in ("CPU", "CUDA"):
             overload = getattr(torch.ops.sparsecomp, op_name).default
@@ -52,6 +55,10 @@ def differentiable(name: str, backward: Callable[..., Any], setup_context: Calla
         with _compat.below_autograd():
             return overload(*tree_unflatten(leaves, spec))
 
+    def recording(*flat: Any) -> Any:
+        with _compat.next_level() if _compat.inside_transform() else nullcontext():
+            return forward(*flat)
+
     def remember(ctx: Any, inputs: Any, output: Any) -> None:
         *leaves, ctx.spec = inputs
         setup_context(ctx, tree_unflatten(leaves, ctx.spec), output)
@@ -63,7 +70,7 @@ def differentiable(name: str, backward: Callable[..., Any], setup_context: Calla
         flat, _ = tree_flatten(found, is_leaf=lambda value: value is None)
         return *flat, None
 
-    members = {"forward": staticmethod(forward), "setup_context": staticmethod(remember)}
+    members = {"forward": staticmethod(recording), "setup_context": staticmethod(remember)}
     function: Any = type(f"{name}_", (_compat.OneLevelFunction,), {**members, "backward": staticmethod(gradients)})
 
     def recorded(*args: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsecomp.ops.library import library
+from sparsecomp.ops.library import differentiable, library
 from sparsecomp.ops.patterns import Layout, elements_of
 
 library.define("sparse_rows(Tensor sparse, Tensor index) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -138,4 +138,4 @@ for _name, _function, _gradient in (
     library.impl(_name, _function, "CPU")
     library.impl(_name, _function, "CUDA")
     torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
-    torch.library.register_autograd(f"sparsecomp::{_name}", _gradient, setup_context=_save_stored, lib=library)
+    differentiable(_name, _gradient, _save_stored)

@@ -9,6 +9,7 @@ produced the spikes, so that no separate pass reads them, and one product of the
 spikes is multiplied in at the end of that product, in float32: moved to the weight it could leave the dtype's range.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -271,7 +272,7 @@ def _save_linear(ctx, inputs, output):
 
 def _backward_linear(ctx, grad):
     x, weight = _saved(ctx)
-    rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+    rows = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])  # Size.numel() would fix a symbolic size
     inputs = x.reshape(rows.shape[0], x.shape[-1])
     grad_x = grad @ weight if ctx.needs_input_grad[0] else None
     grad_w = rows.t() @ inputs if ctx.needs_input_grad[1] else None

@@ -227,7 +227,8 @@ def epilogue_gradients(
     """Gradients of bias and residual, whose (dtype, shape) are `kinds`, from that in front of the activation."""
     bias, residual = kinds
     axes = [axis for axis in range(grad.dim()) if axis != grad.dim() - (2 if bias_axis == "row" else 1)]
-    grad_bias = grad.sum(axes).to(bias[0]) if bias is not None and wants[0] else None
+    # torch sums over all axes where none is named
+    grad_bias = (grad.sum(axes) if axes else grad).to(bias[0]) if bias is not None and wants[0] else None
     grad_residual = grad.to(residual[0]) if residual is not None and wants[1] else None
     return grad_bias, grad_residual
 
