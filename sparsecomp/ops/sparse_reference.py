@@ -137,15 +137,15 @@ def compact_product(
     columns = dense.shape[1]
     by_column = dense.stride(0) == 1
     if dense.is_cuda or columns < _MANY or dense.dtype is not torch.float32 or not indices.numel():
-        matrix = _csr(pointers, indices, values, shape)
         if by_column and columns <= _FEW:
-            return (dense.mT @ matrix.mT).mT
-        return matrix @ dense.contiguous()
+            return (dense.mT @ _torch_matrix(torch.sparse_csc, pointers, indices, values, shape[::-1])).mT
+        return _torch_matrix(torch.sparse_csr, pointers, indices, values, shape) @ dense.contiguous()
     out = dense.new_empty((columns, shape[0])).mT if by_column else dense.new_empty((shape[0], columns))
     for start in range(0, columns, _TILE):
         tile = slice(start, min(start + _TILE, columns))
         operand = dense[:, tile].contiguous().detach()  # what needs no gradient takes a shorter way through torch
-        out[:, tile] = torch.embedding_bag(operand, indices, pointers, False, 0, False, values, True)[0]
+        found = torch.embedding_bag(operand, indices, pointers, False, 0, False, values, True)[0]
+        out[:, tile].mT.copy_(found.mT)  # into contiguous rows, for which torch transposes by blocks
     return out
 
 
@@ -191,7 +191,7 @@ def compact_sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor) -> 
     lanes = -a.shape[1] % _LANES if a.shape[1] > 1 else 0
     if lanes:
         a, b = F.pad(a, (0, lanes)), F.pad(b, (0, lanes))
-    pattern = _csr(pointers, indices, zeros, shape)
+    pattern = _torch_matrix(torch.sparse_csr, pointers, indices, zeros, shape)
     return torch.sparse.sampled_addmm(pattern, a.contiguous(), b.contiguous().mT, beta=0.0).values()
 
 
@@ -201,12 +201,14 @@ def _compact(pointers: Tensor, indices: Tensor, values: Tensor) -> tuple[Tensor,
     return pointers - first if first else pointers, indices[first:last], values[first:last]
 
 
-def _csr(pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+def _torch_matrix(
+    layout: torch.layout, pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]
+) -> Tensor:
     """torch's own matrix."""
     _quiet()
     # its products take arrays as contiguous, whatever their strides
     arrays = pointers.contiguous(), indices.contiguous(), values.contiguous()
-    return torch.sparse_csr_tensor(*arrays, shape, check_invariants=False)
+    return torch.sparse_compressed_tensor(*arrays, shape, layout=layout, check_invariants=False)
 
 
 @cache
