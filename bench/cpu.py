@@ -34,9 +34,8 @@ def network() -> dict[str, Any]:
     calls = {backend: torch.compile(net, backend=backend) for backend in ("inductor", "sparsecomp")}
     with torch.no_grad():
         times = in_turns_ms([lambda call=call: call(x) for call in calls.values()], ROUNDS)
-    result = {
-        "case": f"demo network, batch {BATCH}, {torch.get_num_threads()} threads", "ms": dict(zip(calls, times))
-    }  # fmt: skip
+    best = dict(zip(calls, times, strict=True))
+    result = {"case": f"demo network, batch {BATCH}, {torch.get_num_threads()} threads", "ms": best}
     print(result, flush=True)
     return result
 
@@ -47,7 +46,7 @@ def layer(size: int, sparsity: float, rows: int) -> dict[str, Any]:
     torch._dynamo.reset()
     linear, x = nn.Linear(size, size), torch.randn(rows, size)
     sparse = SparseLinear.from_linear(linear, sparsity=sparsity)
-    case = {"size": size, "sparsity": sparsity, "rows": rows}
+    case: dict[str, Any] = {"size": size, "sparsity": sparsity, "rows": rows}
     dense = torch.compile(linear)
     ours = torch.compile(sparse, backend="sparsecomp")
     frozen = torch.compile(sparse, backend="sparsecomp", options={"frozen": True})
@@ -55,9 +54,8 @@ def layer(size: int, sparsity: float, rows: int) -> dict[str, Any]:
         stock, plain, kept = in_turns_ms([lambda model=model: model(x) for model in (dense, ours, frozen)])
     steps = [_step(linear, dense, x), _step(sparse, ours, x)]
     stock_step, step = in_turns_ms(steps)
-    case |= {
-        "inference ms": {"dense": stock, "sparse": plain, "frozen": kept}, "training ms": {"dense": stock_step, "sparse": step}
-    }  # fmt: skip
+    case["inference ms"] = {"dense": stock, "sparse": plain, "frozen": kept}
+    case["training ms"] = {"dense": stock_step, "sparse": step}
     print(case, flush=True)
     return case
 
@@ -95,11 +93,11 @@ def in_turns_ms(calls: Sequence[Callable[[], Any]], rounds: int = 30, seconds: f
 
 def worst(layers: Sequence[dict[str, Any]], count: int = 5) -> str:
     """The cases in which a sparse layer does worst, as dense's time over its own."""
-    found = [
-        (row[kind]["dense"] / row[kind][way], f"{row['size']}² {row['sparsity']:.0%} rows {row['rows']} {kind[:-3]} {way}")
-        for row in layers
-        for kind in ("inference ms", "training ms")
-        for way in row[kind]
-        if way != "dense"
-    ]  # fmt: skip
+    found: list[tuple[float, str]] = []
+    for row in layers:
+        case = f"{row['size']}², {row['sparsity']:.0%} sparse, {row['rows']} rows"
+        for kind in ("inference", "training"):
+            times = dict(row[f"{kind} ms"])
+            dense = times.pop("dense")
+            found += [(dense / own, f"{case}, {kind}, {way}") for way, own in times.items()]
     return "\n".join(f"{ratio:.2f} {what}" for ratio, what in sorted(found)[:count])

@@ -97,13 +97,14 @@ def _reference(x, values, pattern, bias, residual, layout, transpose, activation
     layout = Layout.read(layout)
     if layout.format != "csr":
         return by_rows(partial(run_spmm, "cpu"), x, values, pattern, bias, residual, layout, transpose, activation)
+    shape = _result_shape(x, values, pattern, bias, residual, layout, transpose)
     wide, matrix = _accumulator(x), compressed(values, pattern, layout, transpose)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     with without_autocast(x):
         product = compact_product(*matrix[:2], matrix.values.to(wide), matrix.shape, rows.to(wide).mT).mT
     beside = None if residual is None else residual.reshape(product.shape)
     out = epilogue(product, bias, beside, "column", activation, 1.0)
-    return out.to(x.dtype).contiguous().view(*x.shape[:-1], out.shape[1])
+    return out.to(x.dtype).contiguous().view(shape)
 
 
 def _cuda(x, values, pattern, bias, residual, layout, transpose, activation, kernel):
@@ -171,7 +172,11 @@ def _fake_gradient(x, grad, pattern, layout, transpose):
 
 
 def _fake(x, values, pattern, bias, residual, layout, transpose, activation, kernel):
-    layout = Layout.read(layout)
+    return x.new_empty(_result_shape(x, values, pattern, bias, residual, Layout.read(layout), transpose))
+
+
+def _result_shape(x, values, pattern, bias, residual, layout: Layout, transpose) -> tuple[int, ...]:
+    """Shape of the result, after all checks that look at no contents."""
     check_pattern(values, pattern, layout)
     m, k = layout.shape[::-1] if transpose else layout.shape
     if x.dim() == 0 or x.shape[-1] != k or x.dtype != values.dtype or values.dim() != VALUE_DIMS[layout.format]:
@@ -179,7 +184,11 @@ def _fake(x, values, pattern, bias, residual, layout, transpose, activation, ker
             f"x is {tuple(x.shape)} {x.dtype} and values are {tuple(values.shape)} {values.dtype}: needs (..., {k}) "
             "and one dtype, without a batch of values"
         )
-    return x.new_empty((*x.shape[:-1], m))
+    shape = (*x.shape[:-1], m)
+    if (bias is not None and bias.shape != (m,)) or (residual is not None and residual.shape != shape):
+        given = [None if operand is None else tuple(operand.shape) for operand in (bias, residual)]
+        raise FormatError(f"bias and residual have shapes {given[0]} and {given[1]}, need ({m},) and {shape}")
+    return shape
 
 
 def _save(ctx, inputs, output):

@@ -127,9 +127,7 @@ def _element_product(matrix: Compressed, dense: Tensor) -> Tensor:
     return compact_product(pointers, indices, values, matrix.shape, dense)
 
 
-def compact_product(
-    pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int], dense: Tensor
-) -> Tensor:
+def compact_product(pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int], dense: Tensor) -> Tensor:
     """S @ dense for a CSR matrix without spare capacity, in the dtype of both; its columns lie as those of `dense`.
 
     Reads nothing from the device.
