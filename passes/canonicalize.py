@@ -208,7 +208,9 @@ def _overload_name(target: Any) -> str:
     return name if namespace == "aten" else f"{namespace}::{name}"
 
 
-def _bind(name: str, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+def _bind(
+    name: str, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], bool]:
     """Arguments by parameter name, and whether the signature has a place for each of them."""
     signature = signature_of(name, form)
     positional = args if signature is None else _gather_variadic(signature.names, signature.variadic, args)

@@ -110,7 +110,9 @@ def _read_only_by(node: fx.Node, args: Mapping[str, Any], x_seq: fx.Node) -> boo
     )
 
 
-def _orphans(node: fx.Node, args: Mapping[str, Any], norm: tuple[CanonicalOp, fx.Node] | None) -> tuple[fx.Node, ...]:
+def _orphans(
+    node: fx.Node, args: Mapping[str, Any], norm: tuple[CanonicalOp, fx.Node] | None
+) -> tuple[fx.Node, ...]:
     """What only the replaced operator read, users before what they use."""
     v = args["v_init"]
     template = (v,) if isinstance(v, fx.Node) and _initial(v)[0] is None else ()

@@ -119,7 +119,9 @@ def _is_binary(factor: fx.Node, masked: Formula, ctx: Context) -> bool:
     return (fact is not None and fact.is_binary) or (example is not None and example.dtype is torch.bool)
 
 
-def _varies(masked: Formula, layer: fx.Node, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> str | None:
+def _varies(
+    masked: Formula, layer: fx.Node, values: Mapping[fx.Node, torch.Tensor], ctx: Context
+) -> str | None:
     """Why the weight is no constant in this graph; None if it is."""
     for source in masked.sources:
         if source.op not in ("placeholder", "get_attr"):

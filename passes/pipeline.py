@@ -177,7 +177,9 @@ class _Change:
             _erase(dead)
 
 
-def _apply(node: fx.Node, plan: Plan, site: Site, ctx: Context, replaced: Mapping[fx.Node, fx.Node]) -> _Change | None:
+def _apply(
+    node: fx.Node, plan: Plan, site: Site, ctx: Context, replaced: Mapping[fx.Node, fx.Node]
+) -> _Change | None:
     """Carry out one plan, or leave the graph as it was.
 
     A plan may name nodes that earlier ones have `replaced`: it reads what took their place.

@@ -297,3 +297,4 @@ def replays(options: Options, device: torch.device) -> bool:
     """Whether torch.compile replays CUDA graphs under these options, which runs no code of the host's."""
     asked = options.mode in ("reduce-overhead", "max-autotune") or bool(options.inductor.get("triton.cudagraphs"))
     return asked and device.type == "cuda"
+

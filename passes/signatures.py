@@ -195,7 +195,8 @@ _OTHERS = {
     "conv_transpose3d": "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1",
     "addmm": "input mat1 mat2 * beta=1 alpha=1",
     "baddbmm": "input batch1 batch2 * beta=1 alpha=1",
-    "scaled_dot_product_attention": "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
+    "scaled_dot_product_attention":
+        "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
     "embedding": "input weight padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False sparse=False",
     "max_pool1d": _MAX_POOL,
     "max_pool2d": _MAX_POOL,

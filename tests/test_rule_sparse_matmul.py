@@ -16,7 +16,7 @@ from sparsecomp import SparseTensor, formats, optimize
 from sparsecomp.lowering.ceilings import H100
 from sparsecomp.lowering.signature import Device
 from sparsecomp.nn import SparseLinear
-from sparsecomp.passes import sparse_cost, sparse_matmul
+from sparsecomp.passes import sparse_cost, sparse_linear, sparse_matmul
 from sparsecomp.passes.sparse_cost import Decision, Product, compare
 
 
@@ -24,7 +24,8 @@ from sparsecomp.passes.sparse_cost import Decision, Product, compare
 def small_products_stay_sparse(monkeypatch):
     """What is tested here has a few numbers, for which dense is faster; tests of that say so themselves."""
     decide = lambda product: Decision(False, f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
-    monkeypatch.setattr(sparse_matmul, "decide", decide)
+    for rule in (sparse_linear, sparse_matmul):
+        monkeypatch.setattr(rule, "decide", decide)
 
 
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")

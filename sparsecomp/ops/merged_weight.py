@@ -76,7 +76,9 @@ def merging(
     return name if FOLDS.prepare(selectors, _proof_of(name), "dense", (1, 1), keep, names).values.dim() else None
 
 
-def merged_weight(weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str, keep: Keep = "asked") -> Tensor:
+def merged_weight(
+    weight: Tensor, theta: Tensor, selectors: list[Tensor], formula: str, keep: Keep = "asked"
+) -> Tensor:
     """What a formula gives, in one pass where it is the effective weight of `weight` and `theta`.
 
     Args:

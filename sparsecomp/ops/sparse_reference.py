@@ -136,13 +136,15 @@ def compact_product(pointers: Tensor, indices: Tensor, values: Tensor, shape: tu
     by_column = dense.stride(0) == 1
     if dense.is_cuda or columns < _MANY or dense.dtype is not torch.float32 or not indices.numel():
         if by_column and columns <= _FEW:
-            return (dense.mT @ _torch_matrix(torch.sparse_csc, pointers, indices, values, shape[::-1])).mT
+            return (dense.mT @ _torch_matrix(torch.sparse_csc, pointers, indices, values, (shape[1], shape[0]))).mT
         return _torch_matrix(torch.sparse_csr, pointers, indices, values, shape) @ dense.contiguous()
+    arrays = indices.contiguous(), pointers.contiguous()
+    values = values.contiguous()
     out = dense.new_empty((columns, shape[0])).mT if by_column else dense.new_empty((shape[0], columns))
     for start in range(0, columns, _TILE):
         tile = slice(start, min(start + _TILE, columns))
         operand = dense[:, tile].contiguous().detach()  # what needs no gradient takes a shorter way through torch
-        found = torch.embedding_bag(operand, indices, pointers, False, 0, False, values, True)[0]
+        found = torch.embedding_bag(operand, *arrays, False, 0, False, values, True)[0]
         out[:, tile].mT.copy_(found.mT)  # into contiguous rows, for which torch transposes by blocks
     return out
 
