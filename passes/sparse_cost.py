@@ -1,7 +1,8 @@
 """Whether a product with a sparse weight is faster sparse or dense: the kernels' own estimates against a roofline.
 
 A call takes as long as the device or as the host, whichever is slower, unless a CUDA graph is replayed; a training step
-is three products. On a CPU, and where no kernel takes the dtypes, the product stays sparse, as it was written.
+is three products. On a CPU the same is asked of torch's own products. Where nothing is known of the dtype, the product
+stays sparse, as it was written.
 """
 
 from math import inf
@@ -17,6 +18,7 @@ from sparsecomp.lowering.launch import HOST_SECONDS
 from sparsecomp.lowering.random_sparse import SKEWS
 from sparsecomp.lowering.signature import Device, device_of
 from sparsecomp.ops.patterns import Layout
+from sparsecomp.passes import cpu_cost
 from sparsecomp.sparse_tensor import SparseTensor
 
 _MATMUL_SHARE = {"fp32": 50e12 / H100.fp32, "tf32": 430e12 / H100.tf32, "half": 800e12 / H100.half}
@@ -138,10 +140,11 @@ def _expected(size: int | torch.SymInt) -> int:
 def decide(product: Product) -> Decision:
     """The faster way by estimate, and the kernel."""
     kernel = f"spmm_{product.format}"
-    if product.device.type != "cuda":
-        return Decision(False, f"{kernel} (reference)", None, "no CUDA device: sparse as written")
-    if product.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return Decision(False, f"{kernel} (reference)", None, f"no kernel of {product.dtype}: sparse as written")
+    if product.device.type == "cpu" and product.dtype is torch.float32:
+        return _compare_on_cpu(product)
+    if product.device.type != "cuda" or product.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        reason = f"no estimate of {product.dtype} on {product.device.type}: sparse as written"
+        return Decision(False, f"{kernel} (reference)", None, reason)
     return compare(product, device_of(product.device), ceilings_of(product.device))
 
 
@@ -149,7 +152,20 @@ def compare(product: Product, device: Device, ceilings: Ceilings) -> Decision:
     """`decide` for a CUDA device of these ceilings."""
     sparse, kernel = sparse_seconds(product, device, ceilings)
     dense = dense_seconds(product, ceilings)
-    reason = f"estimated {sparse * 1e6:.1f} us against {dense * 1e6:.1f} us dense{_not_by_library(product, device)}"
+    return _faster(product, sparse, kernel, dense, _not_by_library(product, device))
+
+
+def _compare_on_cpu(product: Product) -> Decision:
+    p = product
+    stored = p.entries * (p.block[0] * p.block[1] if p.format == "bsr" else 1)
+    work = cpu_cost.Work(p.format, p.block, p.m, p.k, p.n * p.batch, stored)
+    sparse = cpu_cost.sparse_seconds(work, p.trained)
+    return _faster(p, sparse, f"spmm_{p.format} (reference)", cpu_cost.dense_seconds(work, p.trained, p.constant), "")
+
+
+def _faster(product: Product, sparse: float, kernel: str, dense: float, why: str) -> Decision:
+    """The way that takes fewer seconds; `why` goes to the report."""
+    reason = f"estimated {sparse * 1e6:.1f} us against {dense * 1e6:.1f} us dense{why}"
     if sparse > (1.0 if product.constant else _MARGIN) * dense:
         return Decision(True, "dense", 1.0, f"{kernel} would not pay: {reason}")
     return Decision(False, kernel, dense / sparse, reason)

@@ -70,8 +70,8 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
     entries = torch.Size(indices).numel()
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
     trained = differentiated(chain, ctx)
-    how = {"trained": trained, "replayed": replays(ctx.options, out.device)}
-    return Product.of(layout, entries, chain.flip, shape, True, out, *fused, **how)
+    replayed = replays(ctx.options, out.device)
+    return Product.of(layout, entries, chain.flip, shape, True, out, *fused, trained=trained, replayed=replayed)
 
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:

@@ -1,5 +1,6 @@
 """The rule for sparse layers: what it fuses behind them, when they run dense, and what it leaves alone."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,17 @@ import sparsecomp
 from sparsecomp import formats
 from sparsecomp.errors import FrozenWeightError
 from sparsecomp.nn import SparseLinear
-from sparsecomp.passes import sparse_linear
+from sparsecomp.ops.patterns import Layout
+from sparsecomp.passes import sparse_cost, sparse_linear
 from sparsecomp.passes.sparse_cost import Decision
+
+
+@pytest.fixture(autouse=True)
+def small_products_stay_sparse(monkeypatch):
+    """What is tested here has a few numbers, for which dense is faster; tests of that say so themselves."""
+    decide = lambda product: Decision(False, f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
+    monkeypatch.setattr(sparse_linear, "decide", decide)
+
 
 FORMATS: dict[str, dict[str, Any]] = {
     "CSR": {"sparsity": 0.5}, "COO": {"sparsity": 0.5}, "CSC": {"sparsity": 0.5}, "NM": {"n": 2, "m": 4},
@@ -105,6 +115,35 @@ def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkey
     # in training there is no such copy
     _, report = rewritten(model, X, implementation="auto", strict=True, frozen=True)
     assert site(report, "sparse_linear").implementation == "dense" and "stored_to_dense" in report.graph_after
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "frozen", "trained", "dense"),
+    [
+        (8, 4, True, False, True), (8, 4, False, True, True), (256, 4, False, False, False),
+        (256, 4, True, False, True), (1024, 4, True, False, False), (1024, 4, False, True, False),
+    ],
+)  # fmt: skip
+def test_a_cpu_runs_the_faster_way(size, rows, frozen, trained, dense, monkeypatch):
+    monkeypatch.setattr(sparse_linear, "decide", sparse_cost.decide)
+    torch.manual_seed(0)
+    layer, x = SparseLinear.from_linear(nn.Linear(size, size), sparsity=0.9), torch.randn(rows, size)
+    with torch.set_grad_enabled(trained):
+        out, report = rewritten(layer, x, implementation="auto", strict=True, frozen=frozen)
+    found = site(report, "sparse_linear")
+    assert found.implementation == ("dense copy" if dense and frozen else "dense" if dense else "csr")
+    assert re.search(r"estimated [\d.]+ us against [\d.]+ us dense", found.reason)
+    exactly = F.linear(x.double(), layer.weight.detach().to_dense().double(), layer.bias.double())
+    torch.testing.assert_close(out.double(), exactly, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cpu_keeps_dtypes_it_has_no_estimate_of():
+    problem = sparse_cost.Product.of(
+        Layout("csr", (1, 1), (8, 8)), 32, False, [4, 8], True, torch.empty(4, 8, dtype=torch.float16), False, False,
+        "none", trained=False,
+    )  # fmt: skip
+    decision = sparse_cost.decide(problem)
+    assert not decision.dense and decision.gain is None and "no estimate of torch.float16 on cpu" in decision.reason
 
 
 def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):

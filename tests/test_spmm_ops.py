@@ -18,6 +18,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM, SparseMatrix
 from sparsecomp.ops import Layout, sddmm, spmm
 from sparsecomp.ops.patterns import transposed_arrays
+from sparsecomp.ops.sparse_linear import sparse_linear
 from sparsecomp.sparse_pattern import Pattern
 
 KINDS = {"csr": (CSR, {}), "bsr": (BSR, {"block": (2, 3)}), "nm": (NM, {"n": 4, "m": 4}), "2:4": (NM, {"n": 2, "m": 4})}
@@ -379,3 +380,26 @@ def pattern_of_elements(device: str) -> tuple[Tensor, Tensor]:
     """Three elements of a (6, 9) matrix between spare capacity."""
     pointers = torch.tensor([2, 3, 3, 3, 4, 4, 5], dtype=torch.int64)
     return pointers.to(device), torch.tensor([99, 99, 1, 8, 2, 99], dtype=torch.int64).to(device)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 9, 31, 32, 200])
+def test_layers_of_any_number_of_rows_against_float64(rows, dtype, transpose):
+    """Each way that a CPU's product takes, and sampled products of rows that fill no vector."""
+    generator = torch.Generator().manual_seed(rows)
+    dense = torch.randn(37, 50, generator=generator) * (torch.rand(37, 50, generator=generator) < 0.2)
+    dense[3], dense[:, 7] = 0, 0
+    values, pattern = Pattern.of(CSR.from_dense(dense.to(dtype)))
+    weight = dense.to(dtype).double().mT if transpose else dense.to(dtype).double()
+    x, grad = torch.randn(rows, weight.shape[1]).to(dtype), torch.randn(rows, weight.shape[0]).to(dtype)
+    bias, values = torch.randn(weight.shape[0]).to(dtype), values.clone().requires_grad_()
+    x.requires_grad_()
+    out = sparse_linear(x, values, pattern.arrays, pattern.layout.written(), transpose=transpose, bias=bias)
+    by_x, by_values = torch.autograd.grad(out, (x, values), grad)
+    assert out.is_contiguous()
+    sampled = (x.detach().double().mT @ grad.double()) if transpose else (grad.double().mT @ x.detach().double())
+    wanted = (x.detach().double() @ weight.mT + bias, grad.double() @ weight, sampled[dense.to(dtype) != 0])
+    near = {torch.float16: 2**-10, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    for found, exactly in zip((out, by_x, by_values), wanted, strict=True):
+        torch.testing.assert_close(found.double(), exactly.double(), rtol=near, atol=near)

@@ -41,7 +41,7 @@ def _written(values, pattern, layout, transpose):
         out = blocks.index_put_((line, column), values).transpose(1, 2).reshape(rows, cols)
     else:
         out = values.new_zeros((rows, cols))
-        out.view(-1).index_copy_(0, _flat(pattern, layout), values.reshape(-1))
+        out.view(-1).scatter_(0, _flat(pattern, layout), values.reshape(-1))
     out = out[: layout.shape[0], : layout.shape[1]]
     return (out.mT if transpose else out).contiguous()
 
@@ -50,7 +50,10 @@ def _read(dense, pattern, layout, transpose):
     layout = Layout.read(layout)
     (rows, cols), (height, width) = padded_shape(layout), layout.block
     stored = dense.mT if transpose else dense
-    padded = F.pad(stored, (0, cols - layout.shape[1], 0, rows - layout.shape[0]))
+    if (rows, cols) == layout.shape:
+        padded = stored
+    else:
+        padded = F.pad(stored, (0, cols - layout.shape[1], 0, rows - layout.shape[0]))
     if layout.format == "bsr":
         blocks = padded.reshape(rows // height, height, cols // width, width).transpose(1, 2)
         return blocks[_lines(pattern[0], pattern[1]), pattern[1].long()].contiguous()
@@ -101,11 +104,14 @@ def _flat(pattern: Sequence[Tensor], layout: Layout) -> Tensor:
         rows, width = pattern[0].shape
         starts = torch.arange(width // n, device=pattern[0].device).repeat_interleave(n) * m
         return ((torch.arange(rows, device=pattern[0].device) * cols)[:, None] + starts + pattern[0]).view(-1)
-    return _lines(pattern[0], pattern[1]) * cols + pattern[1]
+    return torch.add(pattern[1], _lines(pattern[0], pattern[1]), alpha=cols)
 
 
 def _lines(pointers: Tensor, indices: Tensor) -> Tensor:
-    """Row of each entry, int64; reads nothing from the device."""
+    """Row of each entry, int64; reads nothing from a GPU."""
+    if not pointers.is_cuda:  # 20 times as fast as a search, but torch looks at the counts
+        counts = pointers[1:].long() - pointers[:-1]
+        return torch.repeat_interleave(counts, output_size=indices.numel())
     places = torch.arange(indices.numel(), dtype=pointers.dtype, device=pointers.device)
     return torch.searchsorted(pointers, places, right=True) - 1
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import TAGS, differentiable, library
-from sparsecomp.ops.patterns import OWN_ARRAYS, VALUE_DIMS, Layout, check_pattern
+from sparsecomp.ops.library import TAGS, differentiable, library, without_autocast
+from sparsecomp.ops.patterns import OWN_ARRAYS, VALUE_DIMS, Layout, check_pattern, compressed
 from sparsecomp.ops.sddmm import run as run_sddmm
-from sparsecomp.ops.spmm import before_activation, epilogue_gradients
+from sparsecomp.ops.sparse_reference import compact_product, compact_sampled
+from sparsecomp.ops.spmm import before_activation, epilogue, epilogue_gradients
 from sparsecomp.ops.spmm import run as run_spmm
 
 library.define(
@@ -93,8 +94,17 @@ def sampled(
 
 
 def _reference(x, values, pattern, bias, residual, layout, transpose, activation, kernel):
-    how = (Layout.read(layout), transpose, activation)
-    return by_rows(partial(run_spmm, "cpu"), x, values, pattern, bias, residual, *how)
+    layout = Layout.read(layout)
+    if layout.format != "csr":
+        return by_rows(partial(run_spmm, "cpu"), x, values, pattern, bias, residual, layout, transpose, activation)
+    shape = _result_shape(x, values, pattern, bias, residual, layout, transpose)
+    wide, matrix = _accumulator(x), compressed(values, pattern, layout, transpose)
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    with without_autocast(x):
+        product = compact_product(*matrix[:2], matrix.values.to(wide), matrix.shape, rows.to(wide).mT).mT
+    beside = None if residual is None else residual.reshape(product.shape)
+    out = epilogue(product, bias, beside, "column", activation, 1.0)
+    return out.to(x.dtype).contiguous().view(shape)
 
 
 def _cuda(x, values, pattern, bias, residual, layout, transpose, activation, kernel):
@@ -123,20 +133,37 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
         return None
     pointers, indices, order = pattern[own:]
     entries = values.view(-1).index_select(0, order)
-    flipped = Layout("csr", (1, 1), layout.shape[::-1], layout.skews[::-1])
+    (rows, cols), (of_rows, of_columns) = layout.shape, layout.skews
+    flipped = Layout("csr", (1, 1), (cols, rows), (of_columns, of_rows))
     return sparse_layer.product(x, entries, (pointers, indices), bias, residual, flipped, activation, kernel)
 
 
-def _gradient(x, grad, pattern, layout, transpose):
+def _reference_gradient(x, grad, pattern, layout, transpose):
     layout = Layout.read(layout)
-    if grad.is_cuda and layout.format == "csr" and _are_contiguous(x, grad, *pattern):
+    sddmm = _compact_sddmm if layout.format == "csr" else partial(run_sddmm, "cpu")
+    return sampled(sddmm, x, grad, pattern, layout, transpose)
+
+
+def _compact_sddmm(a, b, pattern, *rest):
+    wide = _accumulator(a)
+    with without_autocast(a):
+        return compact_sampled(a.to(wide), b.to(wide), pattern[0], pattern[1]).to(a.dtype)
+
+
+def _accumulator(operand: Tensor) -> torch.dtype:
+    return torch.float64 if operand.dtype is torch.float64 else torch.float32
+
+
+def _cuda_gradient(x, grad, pattern, layout, transpose):
+    layout = Layout.read(layout)
+    if layout.format == "csr" and _are_contiguous(x, grad, *pattern):
         from sparsecomp.lowering import sparse_layer  # loads Triton
 
         operands = (x, grad) if transpose else (grad, x)
         found = sparse_layer.sampled(*operands, pattern[0], pattern[1], layout.skews[0])
         if found is not None:
             return found
-    return sampled(partial(run_sddmm, grad.device.type), x, grad, pattern, layout, transpose)
+    return sampled(partial(run_sddmm, "cuda"), x, grad, pattern, layout, transpose)
 
 
 def _fake_gradient(x, grad, pattern, layout, transpose):
@@ -146,7 +173,11 @@ def _fake_gradient(x, grad, pattern, layout, transpose):
 
 
 def _fake(x, values, pattern, bias, residual, layout, transpose, activation, kernel):
-    layout = Layout.read(layout)
+    return x.new_empty(_result_shape(x, values, pattern, bias, residual, Layout.read(layout), transpose))
+
+
+def _result_shape(x, values, pattern, bias, residual, layout: Layout, transpose) -> tuple[int, ...]:
+    """Shape of the result, after all checks that look at no contents."""
     check_pattern(values, pattern, layout)
     m, k = layout.shape[::-1] if transpose else layout.shape
     if x.dim() == 0 or x.shape[-1] != k or x.dtype != values.dtype or values.dim() != VALUE_DIMS[layout.format]:
@@ -154,7 +185,11 @@ def _fake(x, values, pattern, bias, residual, layout, transpose, activation, ker
             f"x is {tuple(x.shape)} {x.dtype} and values are {tuple(values.shape)} {values.dtype}: needs (..., {k}) "
             "and one dtype, without a batch of values"
         )
-    return x.new_empty((*x.shape[:-1], m))
+    shape = (*x.shape[:-1], m)
+    if (bias is not None and bias.shape != (m,)) or (residual is not None and residual.shape != shape):
+        given = [None if operand is None else tuple(operand.shape) for operand in (bias, residual)]
+        raise FormatError(f"bias and residual have shapes {given[0]} and {given[1]}, need ({m},) and {shape}")
+    return shape
 
 
 def _save(ctx, inputs, output):
@@ -203,8 +238,8 @@ def _backward_gradient(ctx, by_values):
 for _name, _function, _device in (
     ("sparse_linear", _reference, "CPU"),
     ("sparse_linear", _cuda, "CUDA"),
-    ("sparse_linear_values", _gradient, "CPU"),
-    ("sparse_linear_values", _gradient, "CUDA"),
+    ("sparse_linear_values", _reference_gradient, "CPU"),
+    ("sparse_linear_values", _cuda_gradient, "CUDA"),
 ):
     library.impl(_name, _function, _device)
 for _name, _function, _setup, _formula in (

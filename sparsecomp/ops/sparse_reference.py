@@ -17,6 +17,11 @@ from sparsecomp.ops.patterns import Compressed, Layout, compressed, elements_of
 
 _CHUNK = 2**22
 """Elements of blocks gathered at a time, at least."""
+_FEW, _MANY, _TILE = 2, 32, 128
+"""Columns of a dense operand up to which each is a product by a vector on a CPU, from which on torch's embedding bags
+are faster than its CSR product, and that these take at a time, so that the operand stays in the cache."""
+_LANES = 8
+"""Numbers of a CPU's vector: torch's sampled product takes ten times as long where a row is no multiple of it."""
 
 
 def product(
@@ -118,7 +123,30 @@ def _nm_by_rows(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Co
 
 
 def _element_product(matrix: Compressed, dense: Tensor) -> Tensor:
-    return _torch_csr(matrix.pointers, matrix.indices, matrix.values, matrix.shape) @ dense
+    pointers, indices, values = _compact(matrix.pointers, matrix.indices, matrix.values)
+    return compact_product(pointers, indices, values, matrix.shape, dense)
+
+
+def compact_product(pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int], dense: Tensor) -> Tensor:
+    """S @ dense for a CSR matrix without spare capacity, in the dtype of both; its columns lie as those of `dense`.
+
+    Reads nothing from the device.
+    """
+    columns = dense.shape[1]
+    by_column = dense.stride(0) == 1
+    if dense.is_cuda or columns < _MANY or dense.dtype is not torch.float32 or not indices.numel():
+        if by_column and columns <= _FEW:
+            return (dense.mT @ _torch_matrix(torch.sparse_csc, pointers, indices, values, (shape[1], shape[0]))).mT
+        return _torch_matrix(torch.sparse_csr, pointers, indices, values, shape) @ dense.contiguous()
+    arrays = indices.contiguous(), pointers.contiguous()
+    values = values.contiguous()
+    out = dense.new_empty((columns, shape[0])).mT if by_column else dense.new_empty((shape[0], columns))
+    for start in range(0, columns, _TILE):
+        tile = slice(start, min(start + _TILE, columns))
+        operand = dense[:, tile].contiguous().detach()  # what needs no gradient takes a shorter way through torch
+        found = torch.embedding_bag(operand, *arrays, False, 0, False, values, True)[0]
+        out[:, tile].mT.copy_(found.mT)  # into contiguous rows, for which torch transposes by blocks
+    return out
 
 
 def _filled_product(matrix: Compressed, dense: Tensor) -> Tensor:
@@ -150,21 +178,37 @@ def _sampled_elements(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor) -
     if a.is_cuda:  # torch's own needs to know where the entries end
         return gathered_elements(a, b, pointers, indices)
     out = a.new_zeros(indices.numel())
-    pattern = _torch_csr(pointers, indices, out, (a.shape[0], b.shape[0]))
-    first = int(pointers[0])
-    if pattern.values().numel() and a.shape[1]:
-        found = torch.sparse.sampled_addmm(pattern, a.contiguous(), b.contiguous().mT, beta=0.0).values()
-        out[first : first + found.numel()] = found
+    compact, stored, part = _compact(pointers, indices, out)
+    part.copy_(compact_sampled(a, b, compact, stored))
     return out
 
 
-def _torch_csr(pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
-    """torch's own matrix, without spare capacity; reads from the device."""
-    _quiet()
+def compact_sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor) -> Tensor:
+    """a @ b.mT at the elements of a CSR pattern without spare capacity, on a CPU: (entries,)."""
+    zeros, shape = a.new_zeros(indices.numel()), (a.shape[0], b.shape[0])
+    if not zeros.numel() or not a.shape[1]:
+        return zeros
+    lanes = -a.shape[1] % _LANES if a.shape[1] > 1 else 0
+    if lanes:
+        a, b = F.pad(a, (0, lanes)), F.pad(b, (0, lanes))
+    pattern = _torch_matrix(torch.sparse_csr, pointers, indices, zeros, shape)
+    return torch.sparse.sampled_addmm(pattern, a.contiguous(), b.contiguous().mT, beta=0.0).values()
+
+
+def _compact(pointers: Tensor, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The arrays of a CSR matrix without spare capacity, the values where they lie; reads from the device."""
     first, last = torch.stack([pointers[0], pointers[-1]]).tolist()
+    return pointers - first if first else pointers, indices[first:last], values[first:last]
+
+
+def _torch_matrix(
+    layout: torch.layout, pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]
+) -> Tensor:
+    """torch's own matrix."""
+    _quiet()
     # its products take arrays as contiguous, whatever their strides
-    stored = indices[first:last].contiguous(), values[first:last].contiguous()
-    return torch.sparse_csr_tensor((pointers - first).contiguous(), *stored, shape, check_invariants=False)
+    arrays = pointers.contiguous(), indices.contiguous(), values.contiguous()
+    return torch.sparse_compressed_tensor(*arrays, shape, layout=layout, check_invariants=False)
 
 
 @cache

@@ -73,13 +73,14 @@ def run(device: str, *arguments: Any) -> Tensor:
 def epilogue(
     product: Tensor, bias: Tensor | None, residual: Tensor | None, bias_axis: str, activation: str, scale: float
 ) -> Tensor:
-    """A product in the dtype it was summed in, finished in that dtype."""
-    value = product if scale == 1.0 else product * scale
+    """A product in the dtype it was summed in, finished in that dtype; the product's memory is used."""
+    if scale != 1.0:
+        product.mul_(scale)
     if bias is not None:
-        value = value + (bias[:, None] if bias_axis == "row" else bias).to(value.dtype)
+        product.add_((bias[:, None] if bias_axis == "row" else bias).to(product.dtype))
     if residual is not None:
-        value = value + residual.to(value.dtype)
-    return ACTIVATIONS[activation](value)
+        product.add_(residual.to(product.dtype))
+    return ACTIVATIONS[activation](product)
 
 
 def before_activation(grad: Tensor, activation: str, saved: Tensor | None) -> Tensor:
