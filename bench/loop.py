@@ -89,8 +89,9 @@ def _measure(row: dict[str, Any], layer: Layer, mode: str, device: str) -> None:
             for _ in range(4):  # compiles, records CUDA graphs
                 call()
             if which != "stock":
-                sites = sparsecomp.last_report().sites
-                found = [f"{site.implementation}: {site.reason}" for site in sites]
+                report = sparsecomp.last_report()
+                assert report is not None
+                found = [f"{site.implementation}: {site.reason}" for site in report.sites]
                 row["implementation"][f"{which}, {mode}"] = found
         times = in_turns_ms(list(calls.values()))
     row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}

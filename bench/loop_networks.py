@@ -53,6 +53,8 @@ class Mlp(nn.Module):
 class Masked(nn.Module):
     """A linear layer that multiplies its weight by a mask, as people write it."""
 
+    mask: Tensor
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = linear
@@ -158,6 +160,7 @@ def _measure(
                 call()
             if which != "stock":
                 report = sparsecomp.last_report()
+                assert report is not None
                 row[f"sites, {which}, {mode}"] = f"{len(report.rewritten)} of {len(report.sites)}"
         times = in_turns_ms(list(calls.values()), each=5, rounds=6)
     row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
@@ -171,7 +174,8 @@ def _make_dense(model: nn.Module) -> None:
                 dense = nn.Linear(child.in_features, child.out_features, device=child.values.device)
                 with torch.no_grad():
                     dense.weight.copy_(child.weight.detach().to_dense())
-                    dense.bias.copy_(child.bias)
+                    if child.bias is not None:
+                        dense.bias.copy_(child.bias)
                 setattr(module, name, dense)
 
 

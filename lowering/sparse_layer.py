@@ -70,7 +70,8 @@ def _product(
         if block == (2, 4) and kernel != "spmm_nm" and semi_structured.refusal(problem, device) is None:
             return None
         return prepared(spmm_nm.SPMM_NM, problem, device, kernel)
-    family, operation = (spmm_bsr, spmm_bsr.SPMM_BSR) if layout.format == "bsr" else (spmm_csr, spmm_csr.SPMM_CSR)
+    operation: Any = spmm_bsr.SPMM_BSR if layout.format == "bsr" else spmm_csr.SPMM_CSR
+    family = spmm_bsr if layout.format == "bsr" else spmm_csr
     pointers, indices = _meta((-(-rows // block[0]) + 1,), index), _meta(stored[:1], index)
     problem = family.problem_of(pointers, indices, values, dense, out, described, layout.skews[0])
     return prepared(operation, problem, device, kernel)

@@ -36,7 +36,7 @@ class SparseTensor(Tensor):
         FormatError: the matrix is a batch, or no sparse matrix.
     """
 
-    _values: Tensor
+    _values: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     _pattern: Pattern
     _transpose: bool
 

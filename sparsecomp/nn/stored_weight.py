@@ -97,7 +97,7 @@ class StoredWeight(nn.Module):
 
     # -- checkpoints
 
-    def _load_from_state_dict(
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: Any
     ) -> None:
         """Take values and pattern of a checkpoint, whatever pattern the layer had; one of version 0.1 has a `weight`.

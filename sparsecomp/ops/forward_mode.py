@@ -6,7 +6,7 @@ differentiated by its gradient has its forward mode by that.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def forward_mode(operator: Callable[..., Any], kernel: Callable[..., Any], with_
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         if _compat.inside_forward_mode():
             given, spec = tree_flatten((args[1:] if with_keyset else args, kwargs))
-            duals = [forward_ad.unpack_dual(leaf, level=0) if _is_dense(leaf) else None for leaf in given]
+            duals = [cast(Any, forward_ad).unpack_dual(leaf, level=0) if _is_dense(leaf) else None for leaf in given]
             places = [place for place, dual in enumerate(duals) if dual is not None and dual.tangent is not None]
             if places:
                 # or Dynamo would trace what the operator calls, in the midst of the transform
