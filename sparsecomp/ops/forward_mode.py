@@ -30,7 +30,7 @@ def forward_mode(operator: Callable[..., Any], kernel: Callable[..., Any], with_
             places = [place for place, dual in enumerate(duals) if dual is not None and dual.tangent is not None]
             if places:
                 # or Dynamo would trace what the operator calls, in the midst of the transform
-                push = torch.compiler.disable(_pushed)
+                push = cast(Any, torch.compiler.disable)(_pushed)
                 return push(operator, given, spec, {place: duals[place] for place in places})
         return kernel(*args, **kwargs)
 
