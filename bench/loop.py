@@ -74,8 +74,8 @@ def operands(layer: Layer, device: str) -> tuple[nn.Module, nn.Module, Tensor]:
     with torch.no_grad():
         linear.weight.mul_(mask)
     sparse = SparseLinear.from_linear(linear, mask=mask)
-    models = [nn.Sequential(copy.deepcopy(model), nn.ReLU()).to(dtype) for model in (linear, sparse)]
-    return *models, torch.randn(layer.rows, layer.size, device=device, dtype=dtype)
+    dense, ours = (nn.Sequential(copy.deepcopy(model), nn.ReLU()).to(dtype) for model in (linear, sparse))
+    return dense, ours, torch.randn(layer.rows, layer.size, device=device, dtype=dtype)
 
 
 def _measure(row: dict[str, Any], layer: Layer, mode: str, device: str) -> None:

@@ -214,7 +214,7 @@ def _written(analysis: Analysis) -> frozenset[fx.Node]:
 
 def _memory(node: fx.Node) -> object:
     example = example_of(node)
-    return node if example is None else _compat.storage_of(example)
+    return _compat.storage_of(example) if isinstance(example, torch.Tensor) else node
 
 
 def _reread(graph: fx.Graph, written: frozenset[fx.Node]) -> frozenset[fx.Node]:

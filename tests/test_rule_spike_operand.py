@@ -83,7 +83,10 @@ def test_a_number_beyond_the_range_of_the_dtype(scale, dtype):
     with torch.no_grad():
         found, report = compiled(lambda x, w: F.linear(spikes(x) * scale, w), x, w)
     given = spikes(x) * scale
-    assert site(report, "spike_linear").rewritten == bool(given.isfinite().all())
+    largest = abs(torch.tensor(scale, dtype=torch.float64).to(dtype))
+    # a number that the dtype does not hold as a normal one says nothing of what the products are
+    ordinary = bool(largest.isfinite()) and float(largest) >= torch.finfo(dtype).smallest_normal
+    assert site(report, "spike_linear").rewritten == ordinary
     expected = F.linear(given.double(), w.double()).to(dtype).double()
     size = given.double().abs().max().nan_to_num(0, 0, 0).item()
     rtol, step = (1e-5, 1e-45) if dtype is torch.float32 else (2e-3, 6e-8)
@@ -107,7 +110,7 @@ def test_a_factor_that_is_written_to_stays_where_it_was():
     x, w = signal(3, 4), signal(8, 4, seed=2)
     with torch.no_grad():
         found, report = compiled(model, x, torch.tensor([2.0]), w)
-    assert "written to in place" in site(report, "spike_linear").reason
+    assert not site(report, "spike_linear").rewritten
     torch.testing.assert_close(found, F.linear(2 * spikes(x), w))
 
 
