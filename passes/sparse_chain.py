@@ -47,12 +47,18 @@ class Chain:
         return [*(name for name, there in named.items() if there), *({self.activation} - {"none"})]
 
 
-def products_before(node: fx.Node, product_of: Callable[[fx.Node], Chain | None]) -> Iterator[Chain]:
-    """Sparse products that `node` is, or that lie up to three operators before it.
+def ending_at(node: fx.Node, product_of: Callable[[fx.Node], Chain | None], ctx: Context) -> Chain | None:
+    """The sparse product whose last node this is, with all that can be fused behind it.
 
     Args:
         product_of: the product that a node is, without what is behind it; None if it is none.
     """
+    chains = (_extended(start, ctx) for start in _products_before(node, product_of))
+    return next((chain for chain in chains if chain.nodes[-1] is node), None)
+
+
+def _products_before(node: fx.Node, product_of: Callable[[fx.Node], Chain | None]) -> Iterator[Chain]:
+    """Sparse products that `node` is, or that lie up to three operators before it."""
     front, seen = [node], 0
     while front and seen < 16:
         current = front.pop()
@@ -69,7 +75,7 @@ def _fusible_name(node: fx.Node) -> str | None:
     return op.name if op is not None and op.name in ("add", "relu", "gelu", "silu") else None
 
 
-def extended(chain: Chain, ctx: Context) -> Chain:
+def _extended(chain: Chain, ctx: Context) -> Chain:
     """The product with all that can be fused behind it."""
     while len(chain.nodes[-1].users) == 1 and chain.activation == "none":
         user = next(iter(chain.nodes[-1].users))

@@ -17,7 +17,7 @@ from sparsecomp.ops.dense_weight import stored_to_dense
 from sparsecomp.ops.patterns import Layout
 from sparsecomp.passes.canonicalize import example_of
 from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, replays, sizes
-from sparsecomp.passes.sparse_chain import Chain, differentiated, extended, products_before
+from sparsecomp.passes.sparse_chain import Chain, differentiated, ending_at
 from sparsecomp.passes.sparse_cost import Product, decide
 from sparsecomp.settings import Settings
 
@@ -29,15 +29,13 @@ _TO_DENSE = torch.ops.sparsecomp.stored_to_dense.default
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every last node of a sparse layer and what can be fused behind it is a site."""
-    for start in products_before(node, _layer):
-        chain = extended(start, ctx)
-        if chain.nodes[-1] is not node:
-            continue
-        if ctx.options.implementation == "dense":
-            return refuse(Why.FORCED_DENSE)
-        problem = _problem(chain, ctx)
-        return problem if isinstance(problem, Refusal) else _plan(chain, problem, node, ctx)
-    return None
+    chain = ending_at(node, _layer, ctx)
+    if chain is None:
+        return None
+    if ctx.options.implementation == "dense":
+        return refuse(Why.FORCED_DENSE)
+    problem = _problem(chain, ctx)
+    return problem if isinstance(problem, Refusal) else _plan(chain, problem, node, ctx)
 
 
 RULE = Rule("sparse_linear", consider)

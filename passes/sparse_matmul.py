@@ -20,9 +20,8 @@ from sparsecomp.passes.sparse_chain import (
     added,
     autocast_dtype,
     differentiated,
-    extended,
+    ending_at,
     is_sparse,
-    products_before,
 )
 from sparsecomp.passes.sparse_cost import Product, decide
 from sparsecomp.passes.spike_operand import attribute, cast
@@ -32,10 +31,8 @@ _MATMUL = torch.ops.sparsecomp.sparse_matmul.default
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every last node of a sparse product and what can be fused behind it is a site."""
-    for start in products_before(node, _product):
-        chain = extended(start, ctx)
-        if chain.nodes[-1] is not node:
-            continue
+    chain = ending_at(node, _product, ctx)
+    if chain is not None:
         if ctx.options.implementation == "dense":
             return refuse(Why.FORCED_DENSE)
         problem = _problem(chain, ctx)

@@ -282,7 +282,8 @@ def _sampled(
 def _sparse_to_dense(cls: Any, func: Any, sparse: Any) -> Tensor:
     row, col = sparse._pattern.places(sparse._values)
     rows, cols = sparse._pattern.layout.shape
-    dense = sparse._values.new_zeros(sparse._pattern.padded_shape).index_put((row, col), sparse._values)[:rows, :cols]
+    whole = sparse._values.new_zeros(sparse._pattern.layout.padded_shape)
+    dense = whole.index_put((row, col), sparse._values)[:rows, :cols]
     return (dense.mT if _by_columns(sparse) else dense).contiguous()
 
 

@@ -118,12 +118,6 @@ class Pattern:
             return False
         return all(_equal(one, another) for one, another in zip(self.arrays, other.arrays, strict=True))
 
-    @property
-    def padded_shape(self) -> tuple[int, int]:
-        """Shape by rows, rounded up to whole blocks or groups."""
-        (rows, cols), (height, width) = self.layout.shape, self.layout.block
-        return rows + (-rows % height if self.layout.format == "bsr" else 0), cols + -cols % width
-
     def places(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Row and column, int64, of each of the values in the layout by rows; they broadcast to the values."""
         kinds = {"csr": CSR, "bsr": BSR}
@@ -134,13 +128,13 @@ class Pattern:
 
     def without_filler(self, values: Tensor) -> Tensor:
         """The values with 0 where blocks and groups reach beyond the shape."""
-        if self.padded_shape == self.layout.shape:
+        if self.layout.padded_shape == self.layout.shape:
             return values
         return values.masked_fill(self._filler(values), 0)
 
     def clear_filler(self, values: Tensor) -> None:
         """`without_filler` in place."""
-        if self.padded_shape != self.layout.shape:
+        if self.layout.padded_shape != self.layout.shape:
             values.masked_fill_(self._filler(values), 0)
 
     def _filler(self, values: Tensor) -> Tensor:

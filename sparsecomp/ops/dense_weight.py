@@ -34,7 +34,7 @@ def dense_to_stored(dense: Tensor, pattern: Sequence[Tensor], layout: str, trans
 
 def _written(values, pattern, layout, transpose):
     layout = Layout.read(layout)
-    (rows, cols), (height, width) = padded_shape(layout), layout.block
+    (rows, cols), (height, width) = layout.padded_shape, layout.block
     if layout.format == "bsr":
         line, column = _lines(pattern[0], pattern[1]), pattern[1].long()
         blocks = values.new_zeros((rows // height, cols // width, height, width))
@@ -48,7 +48,7 @@ def _written(values, pattern, layout, transpose):
 
 def _read(dense, pattern, layout, transpose):
     layout = Layout.read(layout)
-    (rows, cols), (height, width) = padded_shape(layout), layout.block
+    (rows, cols), (height, width) = layout.padded_shape, layout.block
     stored = dense.mT if transpose else dense
     if (rows, cols) == layout.shape:
         padded = stored
@@ -90,15 +90,9 @@ def _are_contiguous(arrays: Sequence[Tensor]) -> bool:
     return all(array.is_contiguous() for array in arrays)
 
 
-def padded_shape(layout: Layout) -> tuple[int, int]:
-    """Shape by rows, rounded up to whole blocks or groups."""
-    (rows, cols), (height, width) = layout.shape, layout.block
-    return rows + (-rows % height if layout.format == "bsr" else 0), cols + -cols % width
-
-
 def _flat(pattern: Sequence[Tensor], layout: Layout) -> Tensor:
     """Place of each element in the flat matrix of the padded shape."""
-    cols = padded_shape(layout)[1]
+    cols = layout.padded_shape[1]
     if layout.format == "nm":
         n, m = layout.block
         rows, width = pattern[0].shape

@@ -40,6 +40,12 @@ class Layout(NamedTuple):
     shape: tuple[int, int]
     skews: tuple[str, str] = ("even", "even")
 
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Shape by rows, rounded up to whole blocks or groups."""
+        (rows, cols), (height, width) = self.shape, self.block
+        return rows + (-rows % height if self.format == "bsr" else 0), cols + -cols % width
+
     def written(self) -> str:
         """As one argument of an operator, such as ``"csr 1x1 512x256 even mixed"``: each one costs the host."""
         return f"{self.format} {_pair(self.block)} {_pair(self.shape)} {' '.join(self.skews)}"
