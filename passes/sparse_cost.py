@@ -23,8 +23,6 @@ from sparsecomp.sparse_tensor import SparseTensor
 
 _MATMUL_SHARE = {"fp32": 50e12 / H100.fp32, "tf32": 430e12 / H100.tf32, "half": 800e12 / H100.half}
 """Shares of the ceilings that cuBLAS reaches on large products (`bench/results`)."""
-_MARGIN = 1.1
-"""Least speed-up of dense for which a sparse product is made dense in each call: the estimate is no measurement."""
 
 
 class Decision(NamedTuple):
@@ -166,7 +164,7 @@ def _compare_on_cpu(product: Product) -> Decision:
 def _faster(product: Product, sparse: float, kernel: str, dense: float, why: str) -> Decision:
     """The way that takes fewer seconds; `why` goes to the report."""
     reason = f"estimated {sparse * 1e6:.1f} us against {dense * 1e6:.1f} us dense{why}"
-    if sparse > (1.0 if product.constant else _MARGIN) * dense:
+    if sparse > dense:
         return Decision(True, "dense", 1.0, f"{kernel} would not pay: {reason}")
     return Decision(False, kernel, dense / sparse, reason)
 
@@ -216,9 +214,9 @@ def _writing(product: Product, ceilings: Ceilings) -> Time:
     """To write the weight out, or to read a gradient at its places."""
     p, size = product, product.dtype.itemsize
     width = p.block[0] * p.block[1] if p.format == "bsr" else 1
-    written = p.m * p.k * size + p.entries * width * (2 * size + 4)
+    written = p.m * p.k * size + p.entries * width * (size + 4)
     launches = 1 if p.format == "csr" else _OTHER_LAUNCHES
-    return Time(written / ceilings.bandwidth + 2 * ceilings.launch, _OPERATOR + launches * HOST_SECONDS)
+    return Time(written / ceilings.bandwidth + launches * ceilings.launch, _OPERATOR + launches * HOST_SECONDS)
 
 
 _OTHER_LAUNCHES = 8
