@@ -10,7 +10,7 @@ import io
 import pickle
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import swa_utils
 
 from sparsecomp import SparseTensor, optimize
@@ -558,6 +560,7 @@ def test_shared_memory_is_read_as_another_process_writes_it():
 def _process(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     _train_as_one(rank)
+    _train_sharded(rank)
     gc.collect()  # the last owner of a process group must not be DistributedDataParallel: its end would never come
     dist.destroy_process_group()
 
@@ -577,6 +580,25 @@ def _train_as_one(rank: int) -> None:
             optimizer.step()
         with torch.no_grad():
             torch.testing.assert_close(compiled(x[0, 0]), alone(x[0, 0]))
+
+
+def _train_sharded(rank: int) -> None:
+    """FSDP2 splits the stored values among processes, an odd number of them too."""
+    model, alone = build(0), build(0)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone)]
+    x = torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(1))
+    for number in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(x[number, rank]).square().mean().backward()
+        alone(x[number].flatten(0, 1)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    whole = cast(Any, model[0].values).full_tensor()
+    torch.testing.assert_close(whole, alone[0].values.detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_two_processes_train_as_one_without_a_special_call():
