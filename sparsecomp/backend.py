@@ -28,7 +28,7 @@ from sparsecomp.report import Report, remember
 log = logging.getLogger("sparsecomp")
 artifact.install()
 
-NO_CUDA = "no CUDA device: products stay dense unless an implementation is forced; masked weights may be rewritten"
+NO_CUDA = "no CUDA device: layers on spikes stay dense unless an implementation is forced"
 
 
 def sparsecomp_backend(

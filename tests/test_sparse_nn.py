@@ -532,9 +532,14 @@ def test_checkpoints_of_version_0_1_hold_a_sparse_tensor():
 def test_a_checkpoint_that_is_no_matrix_is_refused():
     one = build(0)
     state = one.state_dict()
-    state["0.indices"] = state["0.indices"] + 8
+    before = copy.deepcopy(state)
+    state = {**state, "0.indices": state["0.indices"] + 8, "0.values": state["0.values"] * 2}
     with pytest.raises(FormatError, match="ascend|lie in the shape"):
         one.load_state_dict(state)
+    spare = {**before, "0.pointers": before["0.pointers"].clamp(max=20)}
+    with pytest.raises(FormatError, match="compact"):
+        one.load_state_dict(spare)
+    assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
 
 
 def _hogwild(model: nn.Module) -> None:

@@ -109,12 +109,15 @@ class StoredWeight(nn.Module):
         if weight is not None:
             state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}weight"}
             state_dict |= self._state_of(weight, prefix)
-        names = [name for name in ("values", *_OWN[self._layout.format]) if f"{prefix}{name}" in state_dict]
-        for name in names:
-            self._make_room(name, state_dict[f"{prefix}{name}"])
+        given = [state_dict.get(f"{prefix}{name}") for name in ("values", *_OWN[self._layout.format])]
+        whole = all(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in given)
+        pattern = self._checked(*given) if whole else None  # before anything of the layer changes
+        for name, tensor in zip(("values", "indices"), (given[0], given[-1]), strict=True):
+            if tensor is not None:
+                self._make_room(name, tensor)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
-        if any(name in _OWN[self._layout.format] for name in names) and not self.values.is_meta:
-            self._follow_pattern()
+        if pattern is not None and not self.values.is_meta:
+            self._describe(Pattern(self.format, pattern.layout, tuple(self._own())))
 
     def _state_of(self, weight: Tensor, prefix: str) -> dict[str, Tensor]:
         if not isinstance(weight, SparseTensor) or (weight.format, tuple(weight.shape)) != (self.format, self.shape):
@@ -136,17 +139,21 @@ class StoredWeight(nn.Module):
             elif name == "indices":
                 self.indices = own.new_empty(given.shape)
 
-    def _follow_pattern(self) -> None:
-        """Check a loaded pattern, and make anew what follows from the index arrays."""
+    def _checked(self, values: Tensor, *arrays: Tensor) -> Pattern:
+        """The pattern of a checkpoint's arrays, with the layout that follows from them.
+
+        Raises:
+            FormatError: they are no compact matrix of this format and shape.
+        """
         layout = self._layout._replace(skews=("even", "even"))
-        if layout.format != "nm":
-            layout = layout._replace(skews=(skew_of(self._own()[0]), "even"))
-        pattern = Pattern(self.format, layout, tuple(self._own()))
-        pattern.matrix(self.values.detach(), False).validate()
-        entries = self.indices.numel()
-        if layout.format != "nm" and (int(self.pointers[0]), int(self.pointers[-1])) != (0, entries):
+        pattern = Pattern(self.format, layout, arrays)
+        pattern.matrix(values.detach(), False).validate()
+        if layout.format == "nm":
+            return pattern
+        pointers, entries = arrays[0], arrays[1].numel()
+        if (int(pointers[0]), int(pointers[-1])) != (0, entries):
             raise FormatError(f"{entries} entries but pointers to other ones: save a compact matrix in the checkpoint")
-        self._describe(pattern)
+        return Pattern(self.format, layout._replace(skews=(skew_of(pointers), "even")), arrays)
 
     def extra_repr(self) -> str:
         """Sizes and format, for print."""
