@@ -166,3 +166,12 @@ def test_a_double_layer_keeps_double_precision():
 
     x, w, b = (t.detach() for t in sample(torch.float64))
     torch.testing.assert_close(_cuda_conv2d(x, w, b, *WINDOW), F.conv2d(x, w, b, *WINDOW[:4]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (2, 3, 6), (2, 3, 4, 6)])
+def test_a_result_is_no_view_and_may_be_written_to(shape):
+    x, weight = (torch.rand(shape) < 0.5).float(), torch.randn(4, 6, requires_grad=True)
+    out = ops.spike_linear(x, weight, torch.zeros(4, requires_grad=True), 3, "binary")
+    out.mul_(2)
+    out.sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * x.flatten(0, -2).sum(0).expand(4, 6))

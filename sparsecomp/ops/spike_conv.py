@@ -113,7 +113,8 @@ def _reference_conv2d(
 
 
 def _reference_linear(x, weight, bias, digits, strategy, scale=1.0, factor=None, binary=False, spread=SPREAD):
-    return F.linear(_products(x, weight, scale, factor), weight, bias)
+    with _compat.below_autograd():  # else the result would count as a view, which must not be written to
+        return F.linear(_products(x, weight, scale, factor), weight, bias)
 
 
 def _products(x: Tensor, weight: Tensor, scale: float, factor: Tensor | None) -> Tensor:
