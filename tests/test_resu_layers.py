@@ -371,10 +371,12 @@ def _replica(rank, path, results):
     else:
         for weight, masked in masked_weights(model).values():
             masked.prune_(weight, half(weight, 9))
-    nn.parallel.DistributedDataParallel(model)(torch.randn(3, 6)).sum().backward()
+    replicas = nn.parallel.DistributedDataParallel(model)
+    replicas(torch.randn(3, 6)).sum().backward()
     results[rank] = [
         (masked.mask.mask.tolist(), weight.grad.tolist()) for weight, masked in masked_weights(model).values()
     ]
+    del replicas
     gc.collect()  # the last owner of a process group must not be DistributedDataParallel: its end would never come
     torch.distributed.destroy_process_group()
 
