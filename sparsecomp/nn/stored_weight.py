@@ -110,8 +110,9 @@ class StoredWeight(nn.Module):
             state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}weight"}
             state_dict |= self._state_of(weight, prefix)
         given = [state_dict.get(f"{prefix}{name}") for name in ("values", *_OWN[self._layout.format])]
-        whole = all(isinstance(tensor, Tensor) and not tensor.is_meta for tensor in given)
-        pattern = self._checked(*given) if whole else None  # before anything of the layer changes
+        arrays = [tensor for tensor in given if isinstance(tensor, Tensor) and not tensor.is_meta]
+        # before anything of the layer changes
+        pattern = self._checked(*arrays) if len(arrays) == len(given) else None
         for name, tensor in zip(("values", "indices"), (given[0], given[-1]), strict=True):
             if tensor is not None:
                 self._make_room(name, tensor)
