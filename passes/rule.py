@@ -170,10 +170,6 @@ class Context:
             return "prepared" if replayed else "always"
         return "asked" if are_frozen() and not replayed else None
 
-    def promised(self, *sources: torch.Tensor) -> bool:
-        """Whether anything may be kept of these tensors, as in `keep`."""
-        return self.keep(*sources) is not None
-
     def constant(self, value: object) -> torch.Tensor | None:
         """The tensor behind an operand that is a parameter or buffer, of which the option `frozen` promises that it
         stays as it is."""

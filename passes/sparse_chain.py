@@ -3,7 +3,7 @@
 Each is read by nobody else, and none of what it reads is written to before the result is complete.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import fx
 
 from sparsecomp import _compat
 from sparsecomp.passes.canonicalize import example_of, op_of
-from sparsecomp.passes.rule import Context
+from sparsecomp.passes.rule import Context, Refusal, Why, refuse
 from sparsecomp.sparse_tensor import SparseTensor
 
 _SMOOTH = ("gelu", "gelu_tanh", "silu")
@@ -41,10 +41,17 @@ class Chain:
     scale: float = 1.0
 
     @property
-    def fused(self) -> list[str]:
-        """What is fused behind the product, by name."""
-        named = {"bias": self.bias is not None, "residual": self.residual is not None}
-        return [*(name for name, there in named.items() if there), *({self.activation} - {"none"})]
+    def fused(self) -> str:
+        """What is fused behind the product, for the report; empty if nothing is."""
+        there = {"bias": self.bias is not None, "residual": self.residual is not None}
+        there[self.activation] = self.activation != "none"
+        names = [name for name, is_there in there.items() if is_there]
+        return f", fused with {', '.join(names)}" if names else ""
+
+    @property
+    def dead(self) -> tuple[fx.Node, ...]:
+        """What nobody reads once the last node is replaced, the last first."""
+        return self.nodes[-2::-1]
 
 
 def ending_at(node: fx.Node, product_of: Callable[[fx.Node], Chain | None], ctx: Context) -> Chain | None:
@@ -126,6 +133,22 @@ def added(chain: Chain, other: Any, reader: fx.Node) -> Chain | None:
     if shape == wanted and len(shape) > 1 and chain.residual is None:
         return replace(chain, residual=other)
     return None
+
+
+def problem_of_writes(chain: Chain, ctx: Context, *beside: fx.Node) -> Refusal | None:
+    """Why the chain stays as written, if one of its operands, or `beside`, changes before the result is complete."""
+    reads = (chain.sparse, *beside, chain.dense, chain.bias, chain.residual)
+    if all(ctx.analysis.unchanged(read, chain.nodes[0]) for read in reads):
+        return None
+    return refuse(Why.SPARSE_AS_WRITTEN, detail="an operand is written to before the result is complete")
+
+
+def copied_behind(chain: Chain, product: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """What follows the product, as written, behind another product; `copies` stand for nodes that it reads."""
+    known = {**copies, chain.nodes[0]: product}
+    for old in chain.nodes[1:]:
+        known[old] = product.graph.node_copy(old, lambda argument: known.get(argument, argument))
+    return known[chain.nodes[-1]]
 
 
 def _shape(tensor: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from sparsecomp.ops.dense_weight import stored_to_dense
 from sparsecomp.ops.patterns import Layout
 from sparsecomp.passes.canonicalize import example_of
 from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, replays, sizes
-from sparsecomp.passes.sparse_chain import Chain, differentiated, ending_at
+from sparsecomp.passes.sparse_chain import Chain, copied_behind, differentiated, ending_at, problem_of_writes
 from sparsecomp.passes.sparse_cost import Product, decide
 from sparsecomp.settings import Settings
 
@@ -59,9 +59,9 @@ def _arrays(chain: Chain) -> tuple[list[fx.Node], Layout]:
 def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
     """The product's numbers, or why it stays as written."""
     pattern, layout = _arrays(chain)
-    reads = (chain.sparse, *pattern, chain.dense, chain.bias, chain.residual)
-    if not all(ctx.analysis.unchanged(read, chain.nodes[0]) for read in reads):
-        return refuse(Why.SPARSE_AS_WRITTEN, detail="an operand is written to before the result is complete")
+    problem = problem_of_writes(chain, ctx, *pattern)
+    if problem is not None:
+        return problem
     out, shape, indices = example_of(chain.nodes[-1]), sizes(chain.dense), sizes(pattern[layout.format != "nm"])
     if out is None or shape is None or indices is None:
         return refuse(Why.UNKNOWN_SHAPE)
@@ -75,13 +75,12 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     kept = None if product.trained else _kept(chain, ctx)
     decision = decide(product._replace(constant=kept is not None))
-    dead, gain = tuple(reversed(chain.nodes[:-1])), decision.gain
+    dead, gain = chain.dead, decision.gain
     if decision.dense:
         once = ": written out once, under the promise that it stays" if kept is not None else ""
         reason, name = f"{product.described}{once}: {decision.reason}", "dense copy" if once else "dense"
         return Plan(lambda: {node: _build_dense(chain, node, product, kept)}, reason, name, "", gain, dead)
-    fused = f", fused with {', '.join(chain.fused)}" if chain.fused else ""
-    reason = f"{product.described} by {decision.kernel}{fused}; {decision.reason}"
+    reason = f"{product.described} by {decision.kernel}{chain.fused}; {decision.reason}"
     # without a CUDA graph the fewest launches may be the best, which the device's time alone does not tell
     chosen = decision.kernel if product.device.type == "cuda" and not product.replayed else ""
     return Plan(lambda: {node: _build(chain, node, chosen)}, reason, product.format, "", gain, dead)
@@ -105,8 +104,7 @@ def _build(chain: Chain, node: fx.Node, kernel: str) -> fx.Node:
 
 def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[torch.Tensor] | None) -> fx.Node:
     """The layer with its weight written out, and behind it the rest as written."""
-    first, *rest = chain.nodes
-    arguments: Any = first.args
+    arguments: Any = chain.nodes[0].args
     pattern, layout = list(arguments[2]), arguments[5]
     if kept is None:
         weight = call(node.graph, node, _TO_DENSE, chain.sparse, pattern, layout, chain.flip)
@@ -114,10 +112,7 @@ def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[torch
         weight = _constant_weight(chain, node, kept)
     if _has_fused_form(chain, product):
         return call(node.graph, node, _LINEAR_RELU, chain.dense, weight, chain.bias)
-    copies = {first: call(node.graph, node, F.linear, chain.dense, weight, arguments[3])}
-    for old in rest:
-        copies[old] = node.graph.node_copy(old, lambda argument: copies.get(argument, argument))
-    return copies[chain.nodes[-1]]
+    return copied_behind(chain, call(node.graph, node, F.linear, chain.dense, weight, arguments[3]), {})
 
 
 def _has_fused_form(chain: Chain, product: Product) -> bool:

@@ -19,9 +19,11 @@ from sparsecomp.passes.sparse_chain import (
     Chain,
     added,
     autocast_dtype,
+    copied_behind,
     differentiated,
     ending_at,
     is_sparse,
+    problem_of_writes,
 )
 from sparsecomp.passes.sparse_cost import Product, decide
 from sparsecomp.passes.spike_operand import attribute, cast
@@ -50,12 +52,11 @@ RULE = Rule("sparse_matmul", consider)
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     decision = decide(product)
-    fused = f", fused with {', '.join(chain.fused)}" if chain.fused else ""
-    dead = tuple(reversed(chain.nodes[:-1]))
+    dead = chain.dead
     if decision.dense:
         reason = f"{product.described}: {decision.reason}"
         return Plan(lambda: {node: _build_dense(chain, node)}, reason, "dense", "", decision.gain, dead)
-    reason = f"{product.described} by {decision.kernel}{fused}; {decision.reason}"
+    reason = f"{product.described} by {decision.kernel}{chain.fused}; {decision.reason}"
     return Plan(lambda: {node: _build(chain, node)}, reason, product.format, "", decision.gain, dead)
 
 
@@ -102,9 +103,9 @@ def _of_addmm(node: fx.Node, op: CanonicalOp) -> Chain | None:
 
 def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
     """The product's numbers, or why it stays as written."""
-    reads = (chain.sparse, chain.dense, chain.bias, chain.residual)
-    if not all(ctx.analysis.unchanged(read, chain.nodes[0]) for read in reads):
-        return refuse(Why.SPARSE_AS_WRITTEN, detail="an operand is written to before the result is complete")
+    problem = problem_of_writes(chain, ctx)
+    if problem is not None:
+        return problem
     sparse, dense, out = example_of(chain.sparse), example_of(chain.dense), example_of(chain.nodes[-1])
     shape, size = sizes(chain.dense), sizes(chain.sparse)
     if dense is None or out is None or shape is None or size is None:
@@ -135,18 +136,14 @@ def _build_dense(chain: Chain, node: fx.Node) -> fx.Node:
     """The chain as written, with the sparse operand made dense first."""
     sparse, dtype = _operand(chain, "weight", chain.sparse), autocast_dtype(chain)
     weight = call(node.graph, node, torch.ops.sparsecomp.sparse_to_dense.default, sparse)
-    first, *rest = chain.nodes
-    copies = {chain.sparse: weight}
+    first, copies = chain.nodes[0], {chain.sparse: weight}
     if first.op == "call_module":
         made = call(node.graph, node, F.linear, chain.dense, weight, _operand(chain, "bias", chain.bias))
     else:
         if dtype is not None:
             copies = {old: cast(copies.get(old, old), dtype, node) for old in first.all_input_nodes}
         made = node.graph.node_copy(first, lambda old: copies.get(old, old))
-    copies[first] = made
-    for old in rest:
-        copies[old] = node.graph.node_copy(old, lambda argument: copies.get(argument, argument))
-    return copies[chain.nodes[-1]]
+    return copied_behind(chain, made, copies)
 
 
 def _operand(chain: Chain, name: str, value: Any) -> Any:

@@ -103,8 +103,5 @@ def _set_grad(cls: type, tensor: Any, grad: Any) -> None:
 def _product(
     sparse: Tensor, dense: Tensor, bias: Tensor | None, residual: Tensor | None, linear: bool, axis: str, scale: float
 ) -> Tensor:
-    device = dense.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        sparse, dense = autocast(sparse, dtype), autocast(dense, dtype)
+    dense, sparse = autocast(dense, sparse)
     return product(sparse, dense, bias, residual, linear, axis, "none", scale, None)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, differentiable, library
-from sparsecomp.ops.patterns import Layout
+from sparsecomp.ops.patterns import Layout, stored_shape
 
 _REST = "Tensor[] pattern, str layout, bool transpose) -> Tensor"
 library.define(f"stored_to_dense(Tensor values, {_REST}", tags=TAGS)
@@ -116,10 +116,7 @@ def _fake_written(values, pattern, layout, transpose):
 
 
 def _fake_read(dense, pattern, layout, transpose):
-    layout = Layout.read(layout)
-    if layout.format == "nm":
-        return dense.new_empty(pattern[0].shape)
-    return dense.new_empty((pattern[1].shape[0], *(layout.block if layout.format == "bsr" else ())))
+    return dense.new_empty(stored_shape(pattern, Layout.read(layout)))
 
 
 def _save(ctx, inputs, output):

@@ -115,6 +115,13 @@ def _value_shape(pattern: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
     if layout.format == "nm":
         n, m = layout.block
         return layout.shape[0], -(-layout.shape[1] // m) * n
+    return stored_shape(pattern, layout)
+
+
+def stored_shape(pattern: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
+    """Shape of one matrix's values at a pattern's places."""
+    if layout.format == "nm":
+        return tuple(pattern[0].shape)
     return (pattern[1].shape[0], *(layout.block if layout.format == "bsr" else ()))
 
 

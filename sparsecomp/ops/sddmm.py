@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.ops import sparse_reference
 from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, library
-from sparsecomp.ops.patterns import VALUE_DIMS, Layout, elements_of, layout_of
+from sparsecomp.ops.patterns import VALUE_DIMS, Layout, elements_of, layout_of, stored_shape
 from sparsecomp.ops.spmm import is_by_column, spmm
 
 library.define(
@@ -56,8 +56,7 @@ def _check(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> t
         )
     if a.dtype != b.dtype or a.device != b.device or any(array.device != a.device for array in pattern):
         raise FormatError(f"a is {a.dtype} on {a.device}, b {b.dtype} on {b.device}: one dtype and device are needed")
-    inner = pattern[0].shape if layout.format == "nm" else pattern[1].shape
-    return *batches, *inner, *(layout.block if layout.format == "bsr" else ())
+    return *batches, *stored_shape(pattern, layout)
 
 
 def _reference(a, b, pattern, format, block, shape, skews, scale):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, differentiable, library, without_autocast
-from sparsecomp.ops.patterns import OWN_ARRAYS, VALUE_DIMS, Layout, check_pattern, compressed
+from sparsecomp.ops.patterns import OWN_ARRAYS, VALUE_DIMS, Layout, check_pattern, compressed, stored_shape
 from sparsecomp.ops.sddmm import run as run_sddmm
-from sparsecomp.ops.sparse_reference import compact_product, compact_sampled
+from sparsecomp.ops.sparse_reference import accumulator, compact_product, compact_sampled
 from sparsecomp.ops.spmm import before_activation, epilogue, epilogue_gradients
 from sparsecomp.ops.spmm import run as run_spmm
 
@@ -56,17 +56,22 @@ def sparse_linear(
     Raises:
         FormatError: operands that do not belong together, or an unknown word.
     """
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, values = autocast(x, dtype), autocast(values, dtype)
+    x, values = autocast(x, values)
     return torch.ops.sparsecomp.sparse_linear.default(
         x, values, pattern, bias, residual, layout, transpose, activation, kernel
     )
 
 
-def autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor as torch's own products take it under autocast, which leaves float64 alone."""
+def autocast(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two operands as torch's own products take them where autocast is on, which leaves float64 alone."""
+    device = dense.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return dense, sparse
+    dtype = torch.get_autocast_dtype(device)
+    return _lowered(dense, dtype), _lowered(sparse, dtype)
+
+
+def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
 
 
@@ -98,7 +103,7 @@ def _reference(x, values, pattern, bias, residual, layout, transpose, activation
     if layout.format != "csr":
         return by_rows(partial(run_spmm, "cpu"), x, values, pattern, bias, residual, layout, transpose, activation)
     shape = _result_shape(x, values, pattern, bias, residual, layout, transpose)
-    wide, matrix = _accumulator(x), compressed(values, pattern, layout, transpose)
+    wide, matrix = accumulator(x.dtype), compressed(values, pattern, layout, transpose)
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     with without_autocast(x):
         product = compact_product(*matrix[:2], matrix.values.to(wide), matrix.shape, rows.to(wide).mT).mT
@@ -145,13 +150,9 @@ def _reference_gradient(x, grad, pattern, layout, transpose):
 
 
 def _compact_sddmm(a, b, pattern, *rest):
-    wide = _accumulator(a)
+    wide = accumulator(a.dtype)
     with without_autocast(a):
         return compact_sampled(a.to(wide), b.to(wide), pattern[0], pattern[1]).to(a.dtype)
-
-
-def _accumulator(operand: Tensor) -> torch.dtype:
-    return torch.float64 if operand.dtype is torch.float64 else torch.float32
 
 
 def _cuda_gradient(x, grad, pattern, layout, transpose):
@@ -167,9 +168,7 @@ def _cuda_gradient(x, grad, pattern, layout, transpose):
 
 
 def _fake_gradient(x, grad, pattern, layout, transpose):
-    layout = Layout.read(layout)
-    inner = pattern[layout.format != "nm"].shape
-    return grad.new_empty((*inner, *(layout.block if layout.format == "bsr" else ())))
+    return grad.new_empty(stored_shape(pattern, Layout.read(layout)))
 
 
 def _fake(x, values, pattern, bias, residual, layout, transpose, activation, kernel):

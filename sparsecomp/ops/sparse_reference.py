@@ -28,7 +28,7 @@ def product(
     values: Tensor, pattern: Sequence[Tensor], dense: Tensor, layout: Layout, transpose: bool, out_dtype: torch.dtype
 ) -> Tensor:
     """op(S) @ dense in the dtype it is summed in; shapes as in ``sparsecomp.ops.spmm``."""
-    wide = _accumulator(values.dtype, out_dtype)
+    wide = accumulator(values.dtype, out_dtype)
     matrix = _nm_by_rows(values, pattern, layout) if layout.format == "nm" and not transpose else None
     matrix = compressed(values, pattern, layout, transpose) if matrix is None else matrix
     one = {"bsr": _block_product, "nm": _filled_product, "csr": _element_product}[layout.format]
@@ -54,7 +54,7 @@ def _by_items(matrix: Compressed, dense: Tensor, one: Callable[[Compressed, Tens
 
 def sampled(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout, out_dtype: torch.dtype) -> Tensor:
     """a @ b.mT at the stored places, of the shape of the values, in the dtype it is summed in."""
-    wide = _accumulator(a.dtype, out_dtype)
+    wide = accumulator(a.dtype, out_dtype)
     a, b = a.to(wide), b.to(wide)
     if a.dim() == 3 or b.dim() == 3:
         batch = a.shape[0] if a.dim() == 3 else b.shape[0]
@@ -107,7 +107,8 @@ def gathered_elements(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor) -
     return out
 
 
-def _accumulator(*dtypes: torch.dtype) -> torch.dtype:
+def accumulator(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype that sums of these are kept in."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
