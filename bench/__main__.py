@@ -25,6 +25,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the JSON files")
     parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--sizes", type=int, nargs="+", help="of the layers of `loop`, instead of all")
+    parser.add_argument("--names", nargs="+", help="of the networks of `loop-networks`, instead of all")
+    parser.add_argument("--workers", type=int, default=1, help="processes in which `loop…` compiles its cases")
     parser.add_argument("--data", type=Path, help="folder with spikes/ and matrices/ of real ones, for more cases")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -56,10 +59,14 @@ def main() -> int:
 
     if arguments.suite in ("loop", "loop-networks"):
         rows = []
-        for row in loop.run(loop.grid()) if arguments.suite == "loop" else loop_networks.run():
-            rows.append(row)
+        grid = loop.grid(sizes=tuple(arguments.sizes or loop.SIZES))
+        names, workers = arguments.names or loop_networks.NETWORKS, arguments.workers
+        layers = arguments.suite == "loop"
+        for row in loop.run(grid, workers=workers) if layers else loop_networks.run(names, workers=workers):
+            if row not in rows:
+                rows.append(row)
             save(arguments.out / f"{arguments.suite.replace('-', '_')}.json", rows)
-        print((table.layers_as_called if arguments.suite == "loop" else table.networks_as_called)(rows))
+        print((table.layers_as_called if layers else table.networks_as_called)(rows))
     if arguments.suite in ("snn", "snn-conv"):
         rows = []
         for row in snn_conv.run(arguments.data and arguments.data / "spikes"):

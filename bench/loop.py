@@ -7,14 +7,16 @@ step is forward, backward and an optimizer's step. float32 is exact in both: nei
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import sparsecomp
+from bench.parallel import measured
 from bench.timing import guarded, in_turns_ms
 from sparsecomp.nn import SparseLinear
 
@@ -51,18 +53,36 @@ def grid(
         yield Layer(found[0], found[2], found[3], found[1], found[4])
 
 
-def run(layers: Iterator[Layer], modes: tuple[str, ...] = MODES, device: str = "cuda") -> Iterator[dict[str, Any]]:
+def run(
+    layers: Iterable[Layer], modes: tuple[str, ...] = MODES, device: str = "cuda", workers: int = 1
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Milliseconds of each layer in each mode, by ``stock``, ``sparsecomp`` and, without gradients, ``frozen``.
 
     The rivals of a mode take turns, so that all see the same machine; the least mean of each counts.
     """
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    for layer in layers:
-        row: dict[str, Any] = {"layer": layer._asdict(), "ms": {}, "implementation": {}}
-        for mode in modes:
-            guarded(row, mode, partial(_measure, row, layer, mode, device))
+    for row in measured(partial(prepared, modes=modes, device=device), list(layers), workers, batch=2):
         print(row, flush=True)
         yield row
+
+
+def prepared(layer: Layer, modes: tuple[str, ...], device: str) -> Callable[[], dict[str, Any]]:
+    """What measures a layer, compiled in all modes."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    row: dict[str, Any] = {"layer": layer._asdict(), "ms": {}, "implementation": {}}
+    calls: dict[str, dict[str, Callable[[], Any]]] = {}
+    dense, sparse, x = operands(layer, device)
+
+    def prepare(mode: str) -> None:
+        calls[mode] = _compiled(row, layer, mode, dense, sparse, x)
+
+    def measure() -> dict[str, Any]:
+        for mode in calls:
+            guarded(row, mode, partial(_time, row, layer, mode, calls[mode]))
+        return row
+
+    for mode in modes:
+        guarded(row, mode, partial(prepare, mode))
+    return measure
 
 
 def operands(layer: Layer, device: str) -> tuple[nn.Module, nn.Module, Tensor]:
@@ -74,18 +94,23 @@ def operands(layer: Layer, device: str) -> tuple[nn.Module, nn.Module, Tensor]:
     with torch.no_grad():
         linear.weight.mul_(mask)
     sparse = SparseLinear.from_linear(linear, mask=mask)
-    dense, ours = (nn.Sequential(copy.deepcopy(model), nn.ReLU()).to(dtype) for model in (linear, sparse))
+    dense, ours = (_with_relu(copy.deepcopy(model)).to(dtype) for model in (linear, sparse))
     return dense, ours, torch.randn(layer.rows, layer.size, device=device, dtype=dtype)
 
 
-def _measure(row: dict[str, Any], layer: Layer, mode: str, device: str) -> None:
-    torch.compiler.reset()
-    dense, sparse, x = operands(layer, device)
+def _with_relu(model: nn.Module) -> nn.Sequential:
+    """With code of its own, so that what Dynamo keeps of other layers' code costs no time here."""
+    own = FunctionType(nn.Sequential.forward.__code__.replace(), nn.Sequential.forward.__globals__)
+    return type("Sequential", (nn.Sequential,), {"forward": own})(model, nn.ReLU())
+
+
+def _compiled(
+    row: dict[str, Any], layer: Layer, mode: str, dense: nn.Module, sparse: nn.Module, x: Tensor
+) -> dict[str, Callable[[], Any]]:  # fmt: skip
     calls: dict[str, Callable[[], Any]] = {}
     with torch.set_grad_enabled(layer.training):
         for which in ("stock", "sparsecomp") if layer.training else ("stock", "sparsecomp", "frozen"):
-            model = copy.deepcopy(dense if which == "stock" else sparse)
-            calls[which] = call = _call(which, mode, layer, model, x)
+            calls[which] = call = _call(which, mode, layer, dense if which == "stock" else sparse, x)
             for _ in range(4):  # compiles, records CUDA graphs
                 call()
             if which != "stock":
@@ -93,6 +118,11 @@ def _measure(row: dict[str, Any], layer: Layer, mode: str, device: str) -> None:
                 assert report is not None
                 found = [f"{site.implementation}: {site.reason}" for site in report.sites]
                 row["implementation"][f"{which}, {mode}"] = found
+    return calls
+
+
+def _time(row: dict[str, Any], layer: Layer, mode: str, calls: dict[str, Callable[[], Any]]) -> None:
+    with torch.set_grad_enabled(layer.training):
         times = in_turns_ms(list(calls.values()))
     row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
 

@@ -5,8 +5,8 @@ time that is taken. Their batch-norms have the statistics of the input, so that 
 """
 
 import copy
-import gc
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import sparsecomp
 from bench.loop import MODES
 from bench.networks import DeadNetworkError, firing_rates
+from bench.parallel import measured
 from bench.timing import guarded, in_turns_ms
 from sparsecomp.nn import SparseLinear
 
@@ -98,22 +99,46 @@ NETWORKS = {
 
 
 def run(
-    names: tuple[str, ...] = tuple(NETWORKS), modes: tuple[str, ...] = MODES,
-    trainings: tuple[bool, ...] = (False, True),
+    names: Iterable[str] = tuple(NETWORKS), modes: tuple[str, ...] = MODES,
+    trainings: tuple[bool, ...] = (False, True), workers: int = 1,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Milliseconds of each network by ``stock``, ``sparsecomp`` and, without gradients, ``frozen``, in turns."""
+    """Milliseconds of each network in each mode by ``stock``, ``sparsecomp`` and, without gradients, ``frozen``.
+
+    The rivals take turns. A network's row comes once for each mode, with what is known of it by then.
+    """
+    cases = list(itertools.product(names, trainings, modes))
+    rows: dict[tuple[str, bool], dict[str, Any]] = {}
+    for found in measured(prepared, cases, min(workers, len(cases)), batch=1):
+        row = rows.setdefault((found["network"], found["training"]), found)
+        for part in ("ms", "left out"):
+            if part in found:
+                row[part] = {**row.get(part, {}), **found[part]}
+        row |= {name: value for name, value in found.items() if name not in row}
+        print(found, flush=True)
+        yield row
+
+
+def prepared(case: tuple[str, bool, str]) -> Callable[[], dict[str, Any]]:
+    """What measures a network in one mode, compiled; of a dead one, nothing."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    for name in names:
-        network = NETWORKS[name]
+    name, training, mode = case
+    network = NETWORKS[name]
+    row: dict[str, Any] = {"network": name, "shape": list(network.shape), "training": training, "ms": {}}
+    calls: dict[str, Callable[[], Any]] = {}
+
+    def prepare() -> None:
         net, x = _prepared(network)
-        for training in trainings:
-            row: dict[str, Any] = {"network": name, "shape": list(network.shape), "training": training, "ms": {}}
-            if network.spiking:
-                guarded(row, "rates", partial(_rates, row, net, x))
-            for mode in modes:
-                guarded(row, mode, partial(_measure, row, network, net, x, training, mode))
-            print(row, flush=True)
-            yield row
+        if network.spiking:
+            _rates(row, net, x)
+        calls.update(_compiled(row, network, net, x, training, mode))
+
+    def measure() -> dict[str, Any]:
+        if calls:
+            guarded(row, mode, partial(_time, row, training, mode, calls))
+        return row
+
+    guarded(row, mode, prepare)
+    return measure
 
 
 def _prepared(network: Network) -> tuple[nn.Module, Tensor]:
@@ -143,12 +168,9 @@ def _rates(row: dict[str, Any], net: nn.Module, x: Tensor) -> None:
         raise DeadNetworkError(f"{row['rates']}: its layers hardly fire, so its timing would mean nothing")
 
 
-def _measure(
+def _compiled(
     row: dict[str, Any], network: Network, net: nn.Module, x: Tensor, training: bool, mode: str
-) -> None:  # fmt: skip
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
+) -> dict[str, Callable[[], Any]]:  # fmt: skip
     calls: dict[str, Callable[[], Any]] = {}
     with torch.set_grad_enabled(training):
         for which in ("stock", "sparsecomp") if training else ("stock", "sparsecomp", "frozen"):
@@ -162,6 +184,11 @@ def _measure(
                 report = sparsecomp.last_report()
                 assert report is not None
                 row[f"sites, {which}, {mode}"] = f"{len(report.rewritten)} of {len(report.sites)}"
+    return calls
+
+
+def _time(row: dict[str, Any], training: bool, mode: str, calls: dict[str, Callable[[], Any]]) -> None:
+    with torch.set_grad_enabled(training):
         times = in_turns_ms(list(calls.values()), each=5, rounds=6)
     row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
 

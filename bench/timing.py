@@ -40,11 +40,15 @@ def eager_ms(call: Callable[[], Any], warmup: int = 3, repeats: int = 10) -> flo
 
 def loop_ms(call: Callable[[], Any], calls: int = 20, repeats: int = 9) -> float:
     """Milliseconds of one call of many in a row, as the host issues them; the best mean, for the host's sake."""
-    return _best_mean_s(call, calls, repeats, wait=True) * 1e3
+    return _best_mean_s(call, calls, repeats, waited=True) * 1e3
 
 
 def in_turns_ms(calls: Sequence[Callable[[], Any]], each: int = 20, rounds: int = 15) -> list[float]:
-    """As ``loop_ms`` for each of several, which take turns so that a busy machine is busy for all of them."""
+    """As ``loop_ms`` for each of several, which take turns so that a busy machine is busy for all of them.
+
+    A loop takes about 4 ms: calls that are long by themselves are not repeated.
+    """
+    each = max(1, min(each, int(4.0 / max(loop_ms(call, 2, repeats=1) for call in calls))))
     best = [math.inf] * len(calls)
     for _ in range(rounds):
         for place, call in enumerate(calls):
@@ -60,23 +64,29 @@ def host_us(call: Callable[[], Any], calls: int = 200, repeats: int = 5) -> floa
     with torch.no_grad():
         for _ in range(10):
             call()
-        found = _best_mean_s(call, calls, repeats, wait=False)
+        found = _best_mean_s(call, calls, repeats, waited=False)
     return round(found * 1e6, 1)
 
 
-def _best_mean_s(call: Callable[[], Any], calls: int, repeats: int, wait: bool) -> float:
+def _best_mean_s(call: Callable[[], Any], calls: int, repeats: int, waited: bool) -> float:
     """Seconds of one call, with or without the device's work that is left when the last one returns."""
     means = []
     for _ in range(repeats):
-        torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        if wait:
-            torch.cuda.synchronize()
+        if waited:
+            wait()
         means.append((time.perf_counter() - start) / calls)
-    torch.cuda.synchronize()
+    wait()
     return min(means)
+
+
+def wait() -> None:
+    """For what the device has to do, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def guarded(row: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:

@@ -74,10 +74,9 @@ def test_what_was_left_out_is_told(tables: Any) -> None:
     assert tables(rows).endswith("\n\nLeft out of 2 rows: reduce-overhead (OutOfMemoryError: full).")
 
 
-def test_times_of_a_dead_network_are_not_shown() -> None:
-    dead = network("dead", {"stock, default": 1.0, "sparsecomp, default": 0.1}, **{"left out": {"rates": "Dead: 0"}})
-    text = table.networks_as_called([dead])
-    assert grid(text, "network") == [] and "Left out of 1 rows: rates (Dead: 0)." in text
+def test_a_network_that_was_not_timed_is_named_with_its_reason() -> None:
+    text = table.networks_as_called([network("dead", {}, **{"left out": {"default": "DeadNetworkError: 0"}})])
+    assert grid(text, "network") == [] and "Left out of 1 rows: default (DeadNetworkError: 0)." in text
 
 
 def test_the_tables_lead_the_results_as_soon_as_they_were_measured(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Compile many cases at once and measure one at a time, since a benchmark of compiled models mostly compiles.
+
+Worker processes prepare their cases side by side. Nobody measures before all have prepared, and then one at a time, so
+that a call that is measured has the machine to itself.
+"""
+
+import gc
+import math
+import multiprocessing
+import os
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier, Lock
+from typing import Any, TypeVar
+
+import torch
+
+from bench.timing import wait
+
+Measure = Callable[[], dict[str, Any]]
+Case = TypeVar("Case")
+
+
+def measured(
+    prepare: Callable[[Case], Measure], cases: Sequence[Case], workers: int, batch: int
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The row of each case, in no particular order.
+
+    Args:
+        prepare: compiles a case and returns what measures it; a function of a module, or a `partial` of one.
+        cases: taken by the workers in turn, so that like ones should stand together.
+        workers: processes; each compiles in one thread.
+        batch: cases that a worker holds compiled at a time.
+
+    Raises:
+        RuntimeError: a worker ended before it had measured its cases.
+    """
+    context = multiprocessing.get_context("spawn")
+    barrier, turn, rows = context.Barrier(workers), context.Lock(), context.Queue()
+    rounds = math.ceil(len(cases) / workers / batch)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of each worker
+    processes = [
+        context.Process(target=_work, args=(prepare, cases[place::workers], rounds, batch, barrier, turn, rows))
+        for place in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for _ in cases:
+            yield _next(rows, processes)
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def _next(rows: Queue, processes: Sequence[multiprocessing.process.BaseProcess]) -> dict[str, Any]:
+    while True:
+        try:
+            return rows.get(timeout=1)
+        except queue.Empty:
+            failed = [process.exitcode for process in processes if process.exitcode]
+            if failed:
+                raise RuntimeError(f"a worker ended with exit code {failed[0]}: its error is above") from None
+
+
+def _work(
+    prepare: Callable[[Case], Measure], cases: Sequence[Case], rounds: int, batch: int, barrier: Barrier, turn: Lock,
+    rows: Queue,
+) -> None:  # fmt: skip
+    for place in range(rounds):
+        ready = [prepare(case) for case in cases[place * batch : (place + 1) * batch]]
+        wait()
+        barrier.wait()
+        with turn:
+            for measure in ready:
+                rows.put(measure())
+        barrier.wait()
+        ready.clear()
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
