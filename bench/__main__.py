@@ -90,7 +90,10 @@ def main() -> int:
 
 def save(path: Path, result: object) -> None:
     """Write what is measured so far, with the machine that gave it."""
-    path.write_text(json.dumps({"machine": machine(), "result": result}, indent=1) + "\n")
+    rows = result if isinstance(result, list) else [result]
+    lines = ",\n".join(json.dumps(row) for row in rows)  # a row a line, for those who compare two files
+    found = f"[\n{lines}\n]" if isinstance(result, list) else lines
+    path.write_text(f'{{"machine": {json.dumps(machine())}, "result": {found}}}\n')
 
 
 if __name__ == "__main__":

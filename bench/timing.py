@@ -53,7 +53,7 @@ def in_turns_ms(calls: Sequence[Callable[[], Any]], each: int = 20, rounds: int 
     for _ in range(rounds):
         for place, call in enumerate(calls):
             best[place] = min(best[place], loop_ms(call, each, repeats=1))
-    return best
+    return [round(one, 5) for one in best]
 
 
 def host_us(call: Callable[[], Any], calls: int = 200, repeats: int = 5) -> float:
