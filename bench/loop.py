@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsecomp
@@ -94,14 +95,26 @@ def operands(layer: Layer, device: str) -> tuple[nn.Module, nn.Module, Tensor]:
     with torch.no_grad():
         linear.weight.mul_(mask)
     sparse = SparseLinear.from_linear(linear, mask=mask)
-    dense, ours = (_with_relu(copy.deepcopy(model)).to(dtype) for model in (linear, sparse))
+    dense, ours = (WithRelu.alone(copy.deepcopy(model)).to(dtype) for model in (linear, sparse))
     return dense, ours, torch.randn(layer.rows, layer.size, device=device, dtype=dtype)
 
 
-def _with_relu(model: nn.Module) -> nn.Sequential:
-    """With code of its own, so that what Dynamo keeps of other layers' code costs no time here."""
-    own = FunctionType(nn.Sequential.forward.__code__.replace(), nn.Sequential.forward.__globals__)
-    return type("Sequential", (nn.Sequential,), {"forward": own})(model, nn.ReLU())
+class WithRelu(nn.Module):
+    """A layer and a ReLU, with code of its own: what Dynamo keeps of other layers then costs no time here."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, in) to (rows, out)."""
+        return F.relu(self.layer(x))
+
+    @classmethod
+    def alone(cls, layer: nn.Module) -> "WithRelu":
+        """Of a class that no other layer has."""
+        own = FunctionType(cls.forward.__code__.replace(), cls.forward.__globals__)
+        return type(cls.__name__, (cls,), {"forward": own})(layer)
 
 
 def _compiled(
