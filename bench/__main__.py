@@ -3,13 +3,14 @@
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bench import cpu, prune_minilm, resu_mnist, table
 from bench.networks import PRECISIONS
-from bench.timing import machine
+from bench.timing import MODES, machine
 
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist}
 SUITES = (
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--sizes", type=int, nargs="+", help="of the layers of `loop`, instead of all")
     parser.add_argument("--names", nargs="+", help="of the networks of `loop-networks`, instead of all")
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of torch.compile, of `loop…`")
     parser.add_argument("--workers", type=int, default=1, help="processes in which `loop…` compiles its cases")
     parser.add_argument("--data", type=Path, help="folder with spikes/ and matrices/ of real ones, for more cases")
     arguments = parser.parse_args()
@@ -62,7 +64,9 @@ def main() -> int:
         grid = loop.grid(sizes=tuple(arguments.sizes or loop.SIZES))
         names, workers = arguments.names or loop_networks.NETWORKS, arguments.workers
         layers = arguments.suite == "loop"
-        for row in loop.run(grid, workers=workers) if layers else loop_networks.run(names, workers=workers):
+        modes = tuple(arguments.modes)
+        networks = partial(loop_networks.run, names, modes, workers=workers)
+        for row in loop.run(grid, modes, workers=workers) if layers else networks():
             if row not in rows:
                 rows.append(row)
             save(arguments.out / f"{arguments.suite.replace('-', '_')}.json", rows)

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 import sparsecomp
 from bench.parallel import measured
-from bench.timing import guarded, in_turns_ms
+from bench.timing import MODES, guarded, in_turns_ms
 from sparsecomp.nn import SparseLinear
 
 SIZES = (256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.98)
 ROWS = (1, 16, 64, 512, 2048)
 DTYPES = ("float32", "float16", "bfloat16")
-MODES = ("default", "reduce-overhead")
 
 
 class Layer(NamedTuple):

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsecomp
-from bench.loop import MODES
 from bench.networks import DeadNetworkError, firing_rates
 from bench.parallel import measured
-from bench.timing import guarded, in_turns_ms
+from bench.timing import MODES, guarded, in_turns_ms
 from sparsecomp.nn import SparseLinear
 
 _LEAST_RATE = 0.02

@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.loop import MODES
 from bench.networks import PRECISIONS
+from bench.timing import MODES
 from sparsecomp import gate
 
 RESULTS = Path(__file__).parent / "results"

@@ -11,6 +11,9 @@ import torch
 
 from sparsecomp.lowering.trial import first_line
 
+MODES = ("default", "reduce-overhead")
+"""Of torch.compile, in which models are timed as called."""
+
 
 def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
     """Median milliseconds of one call, replayed as a CUDA graph of all ``calls`` (one for each rotated input)."""

@@ -20,7 +20,7 @@ from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.ops.folded_weight import Keep
 from sparsecomp.options import Options
 from sparsecomp.passes.analysis import Analysis
-from sparsecomp.passes.canonicalize import example_of, op_of
+from sparsecomp.passes.canonicalize import example_of, op_of, target_name
 from sparsecomp.passes.facts import SparsityFact
 from sparsecomp.report import Report
 
@@ -116,6 +116,13 @@ class Density(NamedTuple):
     active: float | None = None
 
 
+PRODUCTS = frozenset([
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention",
+    "sparsecomp::sparse_linear", "sparsecomp::sparse_matmul", "sparsecomp::spike_linear", "sparsecomp::spike_conv2d",
+])  # fmt: skip
+"""Names of the operators that take a device the most time."""
+
+
 @dataclass(slots=True)
 class Context:
     """What a rule may look at, for one graph.
@@ -133,6 +140,7 @@ class Context:
         written: parameters, buffers and inputs that the graph writes to.
         reread: nodes that a compiled backward may compute again from an input that has been written to by then.
         transformed: nodes within a transform of torch.func (grad, vmap, jvp, …).
+        products: how many the graph has, at least one: matrix products and convolutions, dense or sparse.
     """
 
     gm: fx.GraphModule
@@ -147,6 +155,7 @@ class Context:
     written: frozenset[fx.Node] = field(init=False)
     reread: frozenset[fx.Node] = field(init=False)
     transformed: frozenset[fx.Node] = field(init=False)
+    products: int = field(init=False)
 
     def __post_init__(self) -> None:
         nodes = self.gm.graph.nodes
@@ -157,6 +166,7 @@ class Context:
         self.written = _written(self.analysis)
         self.reread = _reread(self.analysis.graph, self.written) if self.gradients and not self.eager else frozenset()
         self.transformed = _transformed(self.gm.graph)
+        self.products = max(1, sum(target_name(node) in PRODUCTS for node in nodes))
 
     def fact(self, value: object, reader: fx.Node) -> SparsityFact | None:
         """What is known about the values of an argument when `reader` reads it."""

@@ -12,7 +12,7 @@ from torch import fx
 
 from sparsecomp import _compat
 from sparsecomp.passes.canonicalize import example_of, op_of
-from sparsecomp.passes.rule import Context, Refusal, Why, refuse
+from sparsecomp.passes.rule import Context, Refusal, Why, refuse, replays
 from sparsecomp.sparse_tensor import SparseTensor
 
 _SMOOTH = ("gelu", "gelu_tanh", "silu")
@@ -161,6 +161,15 @@ def autocast_dtype(chain: Chain) -> torch.dtype | None:
     operands = {example_of(chain.sparse).dtype, example_of(chain.dense).dtype}
     lower = dtype in (torch.float16, torch.bfloat16) and operands != {dtype}
     return dtype if lower and operands <= {torch.float32, torch.float16, torch.bfloat16} else None
+
+
+def circumstances(chain: Chain, ctx: Context, device: torch.device) -> dict[str, Any]:
+    """What an estimate of the product must know beside its numbers; see `sparse_cost.Product`."""
+    return {
+        "trained": differentiated(chain, ctx),
+        "replayed": replays(ctx.options, device),
+        "products": ctx.products,
+    }
 
 
 def differentiated(chain: Chain, ctx: Context) -> bool:

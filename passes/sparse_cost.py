@@ -59,6 +59,7 @@ class Product(NamedTuple):
         constant: whether a dense copy of S can be kept from call to call.
         trained: whether gradients are asked for.
         replayed: whether a CUDA graph is replayed, so that the host's time does not count.
+        products: of the whole graph, which share what a call takes the host besides.
     """
 
     device: torch.device
@@ -79,17 +80,12 @@ class Product(NamedTuple):
     constant: bool = False
     trained: bool = False
     replayed: bool = True
-
-    @property
-    def fuses_relu(self) -> bool:
-        """Whether dense products do a ReLU: in inference, with a bias; in float32 cuBLASLt then is up to 1.2 times
-        slower (H100, 64 rows of 4096)."""
-        return self.linear and self.bias and not self.trained and self.dtype.itemsize == 2
+    products: int = 1
 
     @classmethod
     def of(
         cls, layout: Layout, entries: int, transpose: bool, dense: list[int], linear: bool, out: Any, bias: bool,
-        residual: bool, activation: str, *, trained: bool, replayed: bool = True, format: str | None = None,
+        residual: bool, activation: str, *, format: str | None = None, **how: Any,
     ) -> "Product":  # fmt: skip
         """The product of a matrix, or of its transpose, with a tensor of shape `dense`.
 
@@ -98,6 +94,7 @@ class Product(NamedTuple):
             entries: elements stored, or blocks.
             out: the result, or what stands for it.
             format: for the report; by default that of the layout.
+            how: `trained`, `replayed`, `products`.
         """
         (rows, cols), block = map(_expected, layout.shape), layout.block
         m, k = (cols, rows) if transpose else (rows, cols)
@@ -110,17 +107,16 @@ class Product(NamedTuple):
             block=(block[1], block[0]) if layout.format == "bsr" and transpose else block, m=m, k=k,
             n=leading if linear else dense[-1], batch=1 if linear else leading, entries=entries,
             skew=layout.skews[transpose], dtype=out.dtype, linear=linear, bias=bias, residual=residual,
-            activation=activation, described=f"{named} {m}x{k} at {share:.1%} sparsity", trained=trained,
-            replayed=replayed,
+            activation=activation, described=f"{named} {m}x{k} at {share:.1%} sparsity", **how,
         )  # fmt: skip
 
     @classmethod
-    def of_tensor(cls, sparse: SparseTensor, dense: list[int], *rest: Any, trained: bool) -> "Product":
+    def of_tensor(cls, sparse: SparseTensor, dense: list[int], *rest: Any, **how: Any) -> "Product":
         """`of` for a SparseTensor."""
         pattern = sparse._pattern
         layout, transpose = pattern.layout, pattern.stored_by_columns(sparse._transpose)
         stored = _expected(pattern.arrays[-1].numel())
-        return cls.of(layout, stored, transpose, dense, *rest, trained=trained, format=sparse.format)
+        return cls.of(layout, stored, transpose, dense, *rest, format=sparse.format, **how)
 
 
 _BY_LAYOUT = {
@@ -181,12 +177,25 @@ class Time(NamedTuple):
         return Time(sum(one.device for one in every), sum(one.host for one in every))
 
     def of(self, product: Product) -> float:
-        """What a caller waits."""
-        return self.device if product.replayed else max(self)
+        """What a caller waits: the mean of a call that the host is the first to be done with, and one it is not."""
+        if product.replayed:
+            return self.device
+        return (max(self) + max(self.device, self.host + _besides(product))) / 2
 
 
+def _besides(product: Product) -> float:
+    """The product's share of what a call takes the host whichever way it runs."""
+    return _CALL[product.trained] / product.products
+
+
+_CALL = {False: 45e-6, True: 400e-6}
+"""Seconds of the host for a compiled call but its products, without and with gradients and an optimizer's step, on
+machines with an H100 (`bench/results/loop.json`). As long as they last, the device waits: a way that gives the device
+less to do and the host more gains nothing."""
 _LIBRARY = 16e-6
 """Seconds of the host for a product of torch's in a compiled graph, on machines with an H100 (`bench/results`)."""
+_FUSED = 5e-6
+"""Seconds of the host that such a product takes more with a ReLU in it, which Inductor has no call for."""
 _OPERATOR = 11e-6
 """Seconds of the host for an operator of ours, beside its launches."""
 
@@ -194,12 +203,31 @@ _OPERATOR = 11e-6
 def dense_seconds(product: Product, ceilings: Ceilings) -> float:
     """Seconds to multiply densely, and to write the weight out if that is not done once for all calls."""
     p = product
-    # what follows is one kernel of Inductor's, but for a ReLU that is done in the product
-    follows = p.residual or p.activation not in ("none", *(("relu",) if p.fuses_relu else ()))
-    forward = _dense_product(p, ceilings).plus(*[Time(0.0, HOST_SECONDS)] * follows)
+    forward = _dense_product(p, ceilings)
+    if p.activation == "relu" and not p.residual and fuses_relu(p, ceilings):
+        forward = forward.plus(Time(0.0, _FUSED))
+    elif p.residual or p.activation != "none":
+        forward = forward.plus(Time(0.0, HOST_SECONDS))  # what follows is one kernel of Inductor's
     if not p.trained:
         return (forward if p.constant else forward.plus(_writing(p, ceilings))).of(p)
     return forward.plus(*[_dense_product(p, ceilings)] * 2, *[_writing(p, ceilings)] * 2).of(p)
+
+
+def fuses_relu(product: Product, ceilings: Ceilings) -> bool:
+    """Whether a dense product does the ReLU: in inference, with a bias.
+
+    In float32 cuBLASLt then is up to 1.2 times slower (H100, 64 rows of 4096), so there only where the device waits
+    for the host anyway.
+    """
+    p = product
+    if not p.linear or not p.bias or p.trained:
+        return False
+    waits = not p.replayed and _WAITS * _dense_product(p, ceilings).device < _LIBRARY + _besides(p)
+    return p.dtype.itemsize == 2 or (p.dtype is torch.float32 and waits)
+
+
+_WAITS = 3
+"""How many times longer than the device by estimate the host must take, for the device to wait in any case."""
 
 
 def _dense_product(product: Product, ceilings: Ceilings) -> Time:

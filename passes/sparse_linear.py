@@ -13,12 +13,13 @@ from torch import fx
 
 import sparsecomp.ops.dense_linear
 import sparsecomp.ops.promise  # noqa: F401  (registers the operators)
+from sparsecomp.lowering.ceilings import ceilings_of
 from sparsecomp.ops.dense_weight import stored_to_dense
 from sparsecomp.ops.patterns import Layout
 from sparsecomp.passes.canonicalize import example_of
-from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, replays, sizes
-from sparsecomp.passes.sparse_chain import Chain, copied_behind, differentiated, ending_at, problem_of_writes
-from sparsecomp.passes.sparse_cost import Product, decide
+from sparsecomp.passes.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, sizes
+from sparsecomp.passes.sparse_chain import Chain, circumstances, copied_behind, ending_at, problem_of_writes
+from sparsecomp.passes.sparse_cost import Product, decide, fuses_relu
 from sparsecomp.settings import Settings
 
 _LINEAR = torch.ops.sparsecomp.sparse_linear.default
@@ -67,9 +68,7 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
         return refuse(Why.UNKNOWN_SHAPE)
     entries = torch.Size(indices).numel()
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
-    trained = differentiated(chain, ctx)
-    replayed = replays(ctx.options, out.device)
-    return Product.of(layout, entries, chain.flip, shape, True, out, *fused, trained=trained, replayed=replayed)
+    return Product.of(layout, entries, chain.flip, shape, True, out, *fused, **circumstances(chain, ctx, out.device))
 
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
@@ -117,7 +116,9 @@ def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[torch
 
 def _has_fused_form(chain: Chain, product: Product) -> bool:
     """Whether torch's product can do what follows it."""
-    if not product.fuses_relu or product.device.type != "cuda" or chain.residual is not None:
+    if product.device.type != "cuda" or chain.residual is not None:
+        return False
+    if not fuses_relu(product, ceilings_of(product.device)):
         return False
     bias = example_of(chain.bias) if isinstance(chain.bias, fx.Node) else None
     return chain.activation == "relu" and bias is not None and bias.dtype is product.dtype

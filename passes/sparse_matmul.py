@@ -19,8 +19,8 @@ from sparsecomp.passes.sparse_chain import (
     Chain,
     added,
     autocast_dtype,
+    circumstances,
     copied_behind,
-    differentiated,
     ending_at,
     is_sparse,
     problem_of_writes,
@@ -116,7 +116,7 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
         return refuse(Why.MIXED_DTYPES, input=dense.device, weight=sparse.device)
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
     operand = sparse.t() if chain.flip else sparse
-    return Product.of_tensor(operand, shape, chain.linear, out, *fused, trained=differentiated(chain, ctx))
+    return Product.of_tensor(operand, shape, chain.linear, out, *fused, **circumstances(chain, ctx, out.device))
 
 
 def _build(chain: Chain, node: fx.Node) -> fx.Node:

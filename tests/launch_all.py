@@ -6,6 +6,7 @@ elsewhere; here kernels only have to be launched, and those that were not are na
 
 import itertools
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from sparsecomp import ops
 from sparsecomp.formats import BSR, COO, CSR, NM
+from sparsecomp.lowering.autotune import Tuner
 from sparsecomp.lowering.launch import Launch
-from sparsecomp.lowering.template import _all_templates
+from sparsecomp.lowering.signature import device_of
+from sparsecomp.lowering.template import Operation, Template, _all_templates
+from sparsecomp.lowering.trial import fault
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.ops.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse_linear import sparse_linear
@@ -27,25 +31,45 @@ def main(device: str = "cuda") -> int:
     """Launch all; the number of kernels that were not."""
     torch.manual_seed(0)
     launched: set[str] = set()
-    call = Launch.__call__
+    problems: dict[tuple[Operation[Any], Any], None] = {}
+    call, choose = Launch.__call__, Tuner.choose
 
     def noted(self: Launch, *tensors: Tensor | None) -> None:
         launched.add(self._kernel.fn.__name__ if hasattr(self._kernel, "fn") else self._kernel.__name__)
         call(self, *tensors)
 
-    Launch.__call__ = noted  # pyright: ignore[reportAttributeAccessIssue]
+    def chosen(self: Tuner, operation: Operation[Any], problem: Any, *rest: Any) -> Any:
+        problems[operation, problem] = None
+        return choose(self, operation, problem, *rest)
+
+    Launch.__call__, Tuner.choose = noted, chosen  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        for step in (sparse_layers, written_out, spikes, neurons, masks):
+        for step in (sparse_layers, written_out, spikes, neurons, masks, partial(the_rest, launched, problems)):
             step(device)
             if device == "cuda":
                 torch.cuda.synchronize()
-            print(step.__name__, "done", flush=True)
+            print(getattr(step, "__name__", "the rest"), "done", flush=True)
     finally:
-        Launch.__call__ = call
-    known = {kernel.fn.__name__ for template in _all_templates() for kernel in template.sources[:1]}
-    missing = sorted(known - launched)
+        Launch.__call__, Tuner.choose = call, choose  # pyright: ignore[reportAttributeAccessIssue]
+    missing = sorted(
+        name(template) for template in _all_templates() if template.sources and name(template) not in launched
+    )
     print(f"{len(launched)} kernels launched; first ones of a template that were not: {', '.join(missing) or 'none'}")
     return len(missing)
+
+
+def name(template: Template[Any]) -> str:
+    """Of the template's first kernel; of the template, if it calls a library."""
+    return template.sources[0].fn.__name__ if template.sources else template.name
+
+
+def the_rest(launched: set[str], problems: dict[tuple[Operation[Any], Any], None], device: str) -> None:
+    """Kernels that nobody chose, on the first of the problems that they can do, and held against the reference."""
+    for operation, problem in list(problems):
+        for candidate in operation.candidates(problem, device_of(torch.device(device))):
+            if name(candidate.template) not in launched and operation.reference is not None:
+                wrong = fault(operation, problem, torch.device(device), candidate)
+                assert wrong is None, f"{candidate.name} on {problem}: {wrong}"
 
 
 def sparse_layers(device: str) -> None:
@@ -70,6 +94,9 @@ def sparse_layers(device: str) -> None:
     large = torch.randn(130, 257, device=device) * (torch.rand(130, 257, device=device) < 0.5)
     layer = SparseLinear(CSR.from_dense(large)).to(device)
     layer(torch.randn(129, 257, device=device, requires_grad=True)).sum().backward()
+    if device == "cuda":  # large enough for sparse tensor cores, which keep a copy of the weight and guard it
+        halved = NM.from_dense(*_two_of_four(torch.randn(4096, 4096, device=device, dtype=torch.float16)), n=2, m=4)
+        SparseLinear(halved)(torch.randn(4096, 4096, device=device, dtype=torch.float16))
 
 
 def _two_of_four(weight: Tensor) -> tuple[Tensor]:
@@ -101,6 +128,8 @@ def spikes(device: str) -> None:
             weight[3, 0] = 3e4
             ops.spike_conv2d(x, weight, bias, *how, 3, strategy)
             ops.spike_linear(x.flatten(1), torch.randn(19, x[0].numel(), device=device, dtype=dtype), None, 2, "binary")
+    whole = (torch.rand(3, 64, 13, 11, device=device) < 0.1).float()  # channels as tensor cores want them
+    ops.spike_conv2d(whole, torch.randn(33, 64, 3, 3, device=device), None, [1, 1], [1, 1], [1, 1], 1, 3, "binary")
 
 
 def neurons(device: str) -> None:

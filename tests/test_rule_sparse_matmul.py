@@ -17,7 +17,7 @@ from sparsecomp.lowering.ceilings import H100
 from sparsecomp.lowering.signature import Device
 from sparsecomp.nn import SparseLinear
 from sparsecomp.passes import sparse_cost, sparse_linear, sparse_matmul
-from sparsecomp.passes.sparse_cost import Decision, Product, compare
+from sparsecomp.passes.sparse_cost import Decision, Product, Time, compare, fuses_relu
 
 
 @pytest.fixture(autouse=True)
@@ -299,6 +299,39 @@ def test_the_estimate_is_sure_at_the_ends():
     nothing = compare(product(0.0, 512, full), CARD, H100)
     assert not nothing.dense and nothing.gain > 1
     assert sparse_cost.dense_seconds(product(0.5, 4096, half), H100) > 2 * 4096**3 / H100.half
+
+
+def test_a_way_that_gives_the_host_more_to_do_must_save_the_device_more_than_a_call_takes():
+    """A product in halves takes the device half as long as dense and needs more launches: alone it gains nothing,
+    among many others, which keep the device busy, it does; and in a CUDA graph the host does not count."""
+    alone = product(0.5, 1024, torch.float32, size=1536)._replace(constant=True, replayed=False)
+    assert compare(alone, CARD, H100).dense
+    busy = compare(alone._replace(products=64), CARD, H100)
+    assert busy.dense is False and busy.gain > 1
+    assert compare(alone._replace(replayed=True), CARD, H100).gain > busy.gain
+
+
+def test_time_is_what_a_caller_waits():
+    """By hand: the device 30 us, the host 20 us and 45 us for the call, or half of them with two products."""
+    time, call = Time(30e-6, 20e-6), product(0.5, 64, torch.float32)
+    assert time.of(call) == pytest.approx(30e-6)
+    assert time.of(call._replace(replayed=False)) == pytest.approx((30e-6 + 65e-6) / 2)
+    assert time.of(call._replace(replayed=False, products=2)) == pytest.approx((30e-6 + 42.5e-6) / 2)
+    assert time.of(call._replace(replayed=False, trained=True)) == pytest.approx((30e-6 + 420e-6) / 2)
+    assert time.plus(time).of(call._replace(replayed=False)) == pytest.approx((60e-6 + 85e-6) / 2)
+
+
+def test_a_relu_is_done_in_the_product_where_that_costs_the_device_nothing():
+    def fused(dtype, rows, **how):
+        return fuses_relu(product(0.5, rows, dtype, size=1024)._replace(replayed=False, **how), H100)
+
+    assert fused(torch.float32, 64) and not fused(torch.float32, 2048)  # 3 us of the device, and 90
+    assert fused(torch.float16, 64) and fused(torch.float16, 2048) and not fused(torch.float64, 64)
+    assert not fused(torch.float32, 64, products=32)  # 16 us and 1.4 are less than three times 6
+    for dtype in (torch.float16, torch.float32):
+        assert not fused(dtype, 64, bias=False) and not fused(dtype, 64, trained=True)
+        assert not fused(dtype, 64, linear=False)
+    assert not fuses_relu(product(0.5, 64, torch.float32, size=1024), H100)  # in a graph the host does not count
 
 
 def test_the_numbers_of_a_product_are_the_tensors():
