@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_devices import DEVICES, graph_of
+from matrices import FOLDER, REAL
 from torch import Tensor, nn
 
 import sparsecomp
+from bench.matrices import read
 from sparsecomp import formats
 from sparsecomp.formats import BSR, COO, CSR, NM
 from sparsecomp.nn import SparseEmbedding, SparseLinear
@@ -196,6 +198,27 @@ def test_a_graph_of_a_training_step_replays_on_new_values(format, dtype, device)
         replay()
         for found, wanted in zip(spread(layer, results), in_float64(layer, x), strict=True):
             assert error(found, wanted) <= 4 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize("real", [param for param in REAL if max(param.values[0].shape) <= 2048])
+def test_compiled_layers_of_pruned_networks_replay_on_new_inputs(real, dtype, frozen, device):
+    """By hand, after the warm-up that a capture needs, at the widths that Gale et al. (arXiv:2006.10901) take."""
+    matrix = read(FOLDER / real.file).to(CSR)
+    weight = matrix.with_values(torch.randn(matrix.values.shape) / matrix.shape[1] ** 0.5)
+    layer = SparseLinear(weight, torch.randn(matrix.shape[0])).to(device, dtype)
+    model = torch.compile(nn.Sequential(layer, nn.ReLU()), backend="sparsecomp", options={"frozen": frozen})
+    for rows in (256, 2048) if device == "cuda" else (16,):
+        x = torch.randn(rows, matrix.shape[1]).to(device, dtype)
+        with torch.no_grad():
+            model(x)
+            replay, (out,) = recorded(lambda x=x: [model(x)], device)
+            x.copy_(torch.randn(x.shape))
+            replay()
+        wanted = F.relu(x.cpu().double() @ dense_of(layer).cpu().double().mT + layer.bias.detach().cpu().double())
+        assert error(out, wanted) <= 2 * TOLERANCE[dtype]
 
 
 def operands(kind: str, dtype: torch.dtype, device: str):
