@@ -305,6 +305,40 @@ def test_kernels_behind_the_operators(kind, transpose, device):
     assert relative(found.cpu(), again.numpy()) < 2e-6
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("kind", ["nm", "2:4"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_inputs_nan_reaches_only_the_rows_that_use_it(kind, transpose, kept, device):
+    """An N:M product, layer and their gradients by the kernels, against the sum of what is stored, entry by entry."""
+    dense, values, pattern, layout = sample(kind, 32, 48, dtype=torch.float32)
+    pattern = [*pattern, *transposed_arrays(pattern, layout)] if kept else pattern
+    whole = dense.mT if transpose else dense
+    x = torch.randn(16, whole.shape[1])
+    x[0, 3], x[1, 20], x[2, 7], x[3] = math.nan, math.inf, -math.inf, math.nan
+    terms = x[:, None, :].double() * whole.double()
+    wanted = torch.where(whole != 0, terms, 0).sum(-1)
+    values, pattern = values.to(device), [array.to(device) for array in pattern]
+    operators = import_module("sparsecomp.ops.spmm"), import_module("sparsecomp.ops.sparse_linear")
+    product = operators[0]._cuda(
+        values, pattern, x.mT.to(device), None, None, *layout, transpose, "column", "none", 1.0, None, False
+    )
+    of_layer = operators[1]._cuda(
+        x.to(device), values, pattern, None, None, layout.written(), transpose, "none", ""
+    )
+    assert wanted.isfinite().any(1)[:3].all() and wanted.isnan().any()
+    for found in (product.mT.cpu(), of_layer.cpu()):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+    grad = torch.randn(wanted.shape)
+    of_values = operators[1]._cuda_gradient(x.to(device), grad.to(device), pattern, layout.written(), transpose)
+    by_hand = grad.double().mT @ x.double()
+    by_hand = by_hand.mT if transpose else by_hand
+    places = NM(torch.ones_like(values.cpu()), pattern[0].cpu(), layout.shape, *layout.block)._positions()
+    torch.testing.assert_close(
+        of_values.cpu().double(), by_hand[torch.broadcast_tensors(*places)], rtol=1e-4, atol=1e-4, equal_nan=True
+    )
+
+
 def test_errors_say_what_is_needed():
     _, values, pattern, layout = sample("csr")
     right = torch.randn(53, 4, dtype=torch.float64)
