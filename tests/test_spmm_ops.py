@@ -16,6 +16,7 @@ from torch import Tensor
 from bench.matrices import read
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM, SparseMatrix
+from sparsecomp.formats.indices import lines_of, searched_lines
 from sparsecomp.ops import Layout, sddmm, spmm
 from sparsecomp.ops.patterns import transposed_arrays
 from sparsecomp.ops.sparse_linear import sparse_linear
@@ -384,6 +385,7 @@ def test_what_spare_capacity_holds_reaches_nothing_in_the_references(device, eve
     reference = import_module("sparsecomp.ops.sparse_reference")
     if everywhere:
         monkeypatch.setattr(reference, "_bounds", lambda pointers, indices: (0, indices.numel()))
+        monkeypatch.setattr(reference, "lines_of", searched_lines)
     spare = torch.full((3,), 2**30, dtype=torch.int32)
     pointers, indices = torch.tensor([3, 5, 5, 8], dtype=torch.int32), torch.tensor([0, 2, 0, 1, 2], dtype=torch.int32)
     pattern = [pointers.to(device), torch.cat([spare, indices, spare]).to(device)]
@@ -408,6 +410,20 @@ def test_what_spare_capacity_holds_reaches_nothing_in_the_references(device, eve
     of_elements = reference.gathered_elements(given[0], given[1], *pattern_of_elements(device)).cpu()
     torch.testing.assert_close(of_elements[2:5], whole_product[[0, 3, 5], [1, 8, 2]])
     assert (of_elements[:2] == 0).all() and (of_elements[5:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_row_of_each_entry(device, dtype):
+    """As scipy has it, by counts and by search; what is no entry counts to a row next to it."""
+    counts = np.array([0, 3, 0, 0, 2, 1, 0])
+    pointers = torch.tensor(np.concatenate([[0], counts.cumsum()]), dtype=dtype, device=device)
+    matrix = scipy.sparse.csr_array((np.ones(6), np.arange(6), pointers.cpu().numpy()), shape=(7, 6))
+    rows = torch.from_numpy(matrix.tocoo().coords[0]).long()
+    for found in (lines_of(pointers, 0, 6), searched_lines(pointers, 0, 6), lines_of(pointers + 4, 4, 10)):
+        assert torch.equal(found.cpu(), rows)
+    around = searched_lines(pointers + 2, 0, 10).cpu()
+    assert torch.equal(around[2:8], rows) and 0 <= around.min() and around.max() <= 6
 
 
 def pattern_of_elements(device: str) -> tuple[Tensor, Tensor]:
