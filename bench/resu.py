@@ -188,10 +188,10 @@ def _selective_step(size: int, dtype: torch.dtype) -> Row:
     slots = _slots(pruned)
     steps, rate = _clock()
 
-    def eager(count: int | None = None) -> None:
+    def eager(count: Tensor | None = None) -> None:
         reference(weight, grad, pruned, *slots, steps, rate, **_REST, count=count)
 
-    def ours(count: int | None = None) -> None:
+    def ours(count: Tensor | None = None) -> None:
         ops.selective_step(weight, grad, pruned, *slots, steps, lr=rate, **STEP, count=count)
 
     moments = [torch.rand(size, size, device="cuda") for _ in range(2)]
@@ -200,11 +200,17 @@ def _selective_step(size: int, dtype: torch.dtype) -> Row:
         own = moments[0], slots[1], moments[1]
         ops.selective_step(weight, grad, pruned, *own, steps, lr=rate, **STEP, whole=True)
 
-    tenth = pruned.numel() // 10
+    averages, gone = torch.rand(size, size, device="cuda"), ~mask
+
+    def by_mask() -> None:
+        own = moments[0], averages, moments[1]
+        ops.selective_step(weight, grad, gone, *own, steps, lr=rate, **STEP, whole=True)
+
+    tenth = torch.tensor(pruned.numel() // 10, device="cuda")
     row = _row(
         f"selective AdamW step on theta {size}x{size} {_name(dtype)}, {SPARSITY:.0%}",
         ours=ours, eager=eager, inductor=torch.compile(eager, dynamic=False), in_AdamW_moments=in_moments,
-        top_tenth=partial(ours, tenth), top_tenth_eager=partial(eager, tenth),
+        by_mask=by_mask, top_tenth=partial(ours, tenth), top_tenth_eager=partial(eager, tenth),
     )  # fmt: skip
     floor = 28 * pruned.numel() + 3 * weight.itemsize * mask.numel()
     return _against(_against(row, "eager"), "inductor", floor)

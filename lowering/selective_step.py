@@ -21,7 +21,7 @@ class SelectiveStep(NamedTuple):
     Attributes:
         phase: "all" selects by tau; "average" leaves the weight alone and gives the consistencies, "move" then moves
             what was selected by them.
-        pruned: elements of theta.
+        pruned: elements of theta; of the weight where a mask says which are pruned.
         numel: elements of the weight.
         whole: 1 if mean and square have the weight's shape, 0 if theta's.
     """
@@ -42,15 +42,22 @@ class SelectiveStep(NamedTuple):
     index_dtype: str
     rate_dtype: str
 
+    @property
+    def by_mask(self) -> bool:
+        """Whether a mask of bytes, not a list of positions, says which elements are pruned."""
+        return self.index_dtype == "uint8"
+
 
 def run(
     weight: Tensor, grad: Tensor, pruned: Tensor, slots: tuple[Tensor, Tensor, Tensor], steps: Tensor, lr: Tensor, *,
     betas: tuple[float, float], tau: float, delta: float, eps: float, weight_decay: float, warm_up: int,
-    count: int | None = None, whole: bool = False,
+    count: Tensor | int | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
     """See ``sparsecomp.ops.selective_step``; all tensors are contiguous."""
     if not pruned.numel():
         return
+    if pruned.dtype is torch.bool:
+        pruned, whole = pruned.view(torch.uint8), True
     problem = SelectiveStep(
         "all", pruned.numel(), weight.numel(), int(whole), warm_up, *betas, tau, delta, eps, weight_decay,
         dtype_name(weight), dtype_name(grad), dtype_name(pruned), dtype_name(lr),
@@ -59,7 +66,7 @@ def run(
     if count is None:
         dispatch.run(SELECTIVE_STEP, problem, *operands, None, None)
         return
-    consistency = torch.empty_like(slots[1])
+    consistency = torch.empty_like(slots[1]).view(-1)
     dispatch.run(SELECTIVE_STEP, problem._replace(phase="average"), *operands, consistency, None)
     selected = select_largest(consistency, count).view(torch.uint8)
     dispatch.run(SELECTIVE_STEP, problem._replace(phase="move"), *operands, None, selected)
@@ -91,8 +98,11 @@ def _operands(problem: SelectiveStep, device: torch.device, seed: int) -> tuple[
     def normal(size: int, dtype: str = "float32") -> Tensor:
         return torch.randn(size, generator=random, device=device).to(getattr(torch, dtype))
 
-    order = torch.rand(p.numel, generator=random, device=device).argsort()
-    pruned = order[: p.pruned].sort().values.to(getattr(torch, p.index_dtype))
+    if p.by_mask:
+        pruned = (torch.rand(p.numel, generator=random, device=device) > 0.3).view(torch.uint8)
+    else:
+        order = torch.rand(p.numel, generator=random, device=device).argsort()
+        pruned = order[: p.pruned].sort().values.to(getattr(torch, p.index_dtype))
     lr = torch.full((), 0.01, dtype=getattr(torch, p.rate_dtype), device=device)
     moments = p.numel if p.whole else p.pruned
     return (
@@ -106,14 +116,15 @@ def _operands(problem: SelectiveStep, device: torch.device, seed: int) -> tuple[
 def _reference(problem: SelectiveStep, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     p = problem
     weight, grad, pruned, mean, size, square, steps, lr, *last = (one.clone() for one in operands if one is not None)
-    where = pruned.long()
-    g, own = grad[where].double(), where if p.whole else torch.arange(p.pruned, device=where.device)
+    where = pruned.nonzero()[:, 0] if p.by_mask else pruned.long()
+    at = where if p.by_mask else torch.arange(p.pruned, device=where.device)
+    g, own = grad[where].double(), where if p.whole else at
     mean, size, square = mean.double(), size.double(), square.double()
     if p.phase != "move":
         mean[own] = mean[own].lerp(g, 1 - p.beta)
-        size = size.lerp(g.abs(), 1 - p.beta)
+        size[at] = size[at].lerp(g.abs(), 1 - p.beta)
         square[own] = square[own].lerp(g.square(), 1 - p.beta2)
-    chosen = last[0].bool() if p.phase == "move" else mean[own].abs() / (size + p.delta) > p.tau
+    chosen = last[0].bool()[at] if p.phase == "move" else mean[own].abs() / (size[at] + p.delta) > p.tau
     moves = p.phase != "average" and int(steps) > p.warm_up
     one, two = (1 - base ** int(steps) for base in (p.beta, p.beta2))
     theta, rate = weight[where].double(), float(lr)

@@ -22,7 +22,7 @@ _Launch = Callable[..., None]
 
 def product(
     x: Tensor, values: Tensor, own: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, layout: Layout,
-    activation: str, kernel: str,
+    activation: str, kernel: str, filled: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """activation(x @ S.mT + bias + residual).
 
@@ -30,6 +30,7 @@ def product(
         x: (..., k), contiguous; all tensors are.
         values, own: of S; more arrays than the layout's own are not read.
         kernel: name of the template that is to do it; empty for the one with the least device time.
+        filled: of csr, as in ``spmm_csr.run``.
 
     Returns:
         (..., rows), contiguous; None if no launch can be kept: there is nothing to compute, no kernel takes the dtypes,
@@ -37,7 +38,7 @@ def product(
     """
     launch = _product(
         x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, None if bias is None else bias.dtype,
-        None if residual is None else residual.dtype, layout, activation, kernel,
+        None if residual is None else residual.dtype, layout, activation, kernel, filled,
     )  # fmt: skip
     if launch is None:
         return None
@@ -56,7 +57,7 @@ def product(
 def _product(
     device: torch.device, x_shape: torch.Size, x_dtype: torch.dtype, stored: torch.Size, dtype: torch.dtype,
     index: torch.dtype, bias: torch.dtype | None, residual: torch.dtype | None, layout: Layout, activation: str,
-    kernel: str,
+    kernel: str, filled: bool,
 ) -> _Launch | None:  # fmt: skip
     (rows, columns), block, count = layout.shape, layout.block, x_shape[:-1].numel()
     dtypes = [one for one in (x_dtype, dtype, bias, residual) if one is not None]
@@ -74,6 +75,8 @@ def _product(
     family = spmm_bsr if layout.format == "bsr" else spmm_csr
     pointers, indices = _meta((-(-rows // block[0]) + 1,), index), _meta(stored[:1], index)
     problem = family.problem_of(pointers, indices, values, dense, out, described, layout.skews[0])
+    if filled:
+        problem = problem._replace(filled=True)
     return prepared(operation, problem, device, kernel)
 
 

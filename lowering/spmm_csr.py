@@ -43,6 +43,7 @@ class SpmmCsr(NamedTuple):
         dense_dtype: of dense.
         index_dtype: of the indices.
         output: the output and its epilogue.
+        filled: rows are filled up with zeros, which are no elements.
     """
 
     m: int
@@ -59,12 +60,13 @@ class SpmmCsr(NamedTuple):
     dense_dtype: str
     index_dtype: str
     output: Output
+    filled: bool = False
 
 
 def run(
     crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, *, bias: Tensor | None = None,
     bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
-    skew: str = "even",
+    skew: str = "even", filled: bool = False,
 ) -> None:  # fmt: skip
     """Write activation(scale · (S @ dense) + bias + residual) to ``out``.
 
@@ -79,6 +81,7 @@ def run(
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
         skew: how uneven the rows are: "even", "mixed", "skewed" or "extreme" (deviation over mean below 0.5, below 2,
             below 16, or above).
+        filled: a value of zero only fills its row up, and is not multiplied, so that NaN stays out.
 
     Raises:
         FormatError: shapes that do not belong together, or an unknown word.
@@ -86,7 +89,7 @@ def run(
     """
     values = values if values.stride(-1) == 1 or values.numel() < 2 else values.contiguous()
     described = output_of(out, bias, bias_axis, residual, activation, scale)
-    problem = problem_of(crow, col, values, dense, out, described, skew)
+    problem = problem_of(crow, col, values, dense, out, described, skew)._replace(filled=filled)
     if out.numel():
         dispatch.run(SPMM_CSR, problem, crow, col, values, dense, bias, residual, out)
 
@@ -175,8 +178,13 @@ def _reference(problem: SpmmCsr, operands: tuple[Tensor | None, ...]) -> tuple[T
     counts = crow.long().diff()
     row = torch.repeat_interleave(torch.arange(problem.m, device=crow.device), counts)
     stored = slice(int(crow[0]), int(crow[-1]))
-    product = gather_product(row, col[stored], values[:, stored], dense, problem.m)
-    return (finished(problem.output, product, bias, residual),)
+    col, values = col[stored], values[:, stored]
+    elements = values != 0 if problem.filled else torch.ones_like(values, dtype=torch.bool)
+    parts = [
+        gather_product(row[one], col[one], value[None, one], right[None], problem.m)
+        for value, right, one in zip(values, dense, elements, strict=True)
+    ]
+    return (finished(problem.output, torch.cat(parts), bias, residual),)
 
 
 SPMM_CSR = Operation(

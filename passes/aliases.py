@@ -43,6 +43,10 @@ class AliasGroups:
         """An input or attribute: two of them may overlap without the graph showing it."""
         self._group(node).external = True
 
+    def external(self, node: fx.Node) -> bool:
+        """Whether `node` may share storage with an input or attribute."""
+        return self._group(node).external
+
     def mark_tuple(self, node: fx.Node) -> None:
         """A tuple of fresh tensors that do not share storage with one another."""
         self._tuples.add(node)

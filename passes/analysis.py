@@ -28,12 +28,16 @@ __all__ = ["Analysis", "analyse", "spike_sources", "transfer"]
 
 log = logging.getLogger("sparsecomp")
 
+_CASTS = frozenset({
+    "to", "type_as", "type", "float", "double", "half", "bfloat16", "bool", "int", "long", "short", "byte", "char",
+    "as_tensor",
+})  # fmt: skip
+"""Results that are copies where they have another dtype than the first argument."""
 _ALIASING = frozenset({
     "identity", "view", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "T", "mT", "movedim", "squeeze",
     "unsqueeze", "expand", "expand_as", "view_as", "reshape_as", "narrow", "select", "diagonal", "unfold", "contiguous",
     "detach", "cpu", "cuda", "alias", "requires_grad", "chunk", "split", "tensor_split", "unbind", "getitem", "getattr",
-    "to", "type_as", "type", "float", "double", "half", "bfloat16", "bool", "int", "long", "short", "byte", "char",
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "as_tensor",
+    "dropout", "dropout1d", "dropout2d", "dropout3d", *_CASTS,
 })  # fmt: skip
 """Results that may share storage with the first argument."""
 _RESHAPING = frozenset({"squeeze", "unsqueeze", "transpose", "t", "as_strided", "resize", "resize_as", "set"})
@@ -56,6 +60,7 @@ class Analysis:
         written_inputs: indices of the placeholders that the graph writes to.
         outputs_share: two outputs may share storage with each other.
         last_writes: the position of the last possible write to each node's storage, -1 if there is none.
+        seen_outside: the nodes that may share storage with an input, an attribute or an output.
     """
 
     graph: fx.Graph
@@ -67,6 +72,7 @@ class Analysis:
     written_inputs: frozenset[int] = frozenset()
     outputs_share: bool = False
     last_writes: Mapping[fx.Node, int] = field(default_factory=dict)
+    seen_outside: frozenset[fx.Node] = frozenset()
 
     def unchanged(self, node: Any, since: fx.Node) -> bool:
         """Whether nothing writes to `node` after `since` has run, so that a later reader sees what `since` saw."""
@@ -150,6 +156,7 @@ class _Run:
             written_inputs=frozenset(written),
             outputs_share=not distinct,
             last_writes={node: self.groups.last_possible_write(node) for node in self.order},
+            seen_outside=self._seen_outside(),
         )
 
     def _mark_reshaped(self) -> None:
@@ -179,6 +186,13 @@ class _Run:
         known = set(roots)
         shared = {i for i, node in enumerate(self.placeholders) if self.groups.root(node) in known}
         return shared, len(known) == len(roots)
+
+    def _seen_outside(self) -> frozenset[fx.Node]:
+        """The nodes that may share storage with an input, an attribute or an output."""
+        returned = {self.groups.root(node) for node in self.output_nodes}
+        return frozenset(
+            node for node in self.order if self.groups.external(node) or self.groups.root(node) in returned
+        )
 
     # ---- the Facts protocol -------------------------------------------------------------------------------------
 
@@ -376,7 +390,7 @@ class _Run:
             self.groups.union(node, key)
         elif op.name in _ALIASING and op.known:
             reinterpreted = op.name == "view" and isinstance(self._dtype_argument(op), torch.dtype)
-            if isinstance(op.input, fx.Node):
+            if isinstance(op.input, fx.Node) and not _is_copy(op):
                 self.groups.union(node, op.input, reinterpreted=reinterpreted)
         elif node in self.body_effects:
             self._alias_body(node)
@@ -537,6 +551,11 @@ def _rename_scale(fact: SparsityFact, names: Mapping[str, Any]) -> SparsityFact:
             fact.lo, fact.hi, True, outer.name, fact.origin, fact.exact_zeros, fact.exact, fact.finite, fact.source
         )
     return algebra.zeros_kept(fact, finite=False)
+
+
+def _is_copy(op: CanonicalOp) -> bool:
+    before, after = dtype_of(op.input), dtype_of(op.node)
+    return op.name in _CASTS and before is not None and after is not None and before is not after
 
 
 def _is_pure_layer(module: nn.Module) -> bool:

@@ -26,7 +26,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if node.target not in _READERS:
         return None
     x = node.args[0]
-    if not isinstance(x, fx.Node) or not _narrow(x, node, ctx, _DEPTH):
+    keep_input = node.args[-1]  # bytes are other memory than what eager keeps
+    if keep_input or not isinstance(x, fx.Node) or not _narrow(x, node, ctx, _DEPTH):
         return None
     return Plan(lambda: {node: _build(node, x)}, "reads the bytes its input was widened from", "bytes")
 

@@ -20,7 +20,7 @@ from sparsecomp.lowering.frozen import are_frozen
 from sparsecomp.ops.folded_weight import Keep
 from sparsecomp.options import Options
 from sparsecomp.passes.analysis import Analysis
-from sparsecomp.passes.canonicalize import example_of, op_of, target_name
+from sparsecomp.passes.canonicalize import example_of, target_name
 from sparsecomp.passes.facts import SparsityFact
 from sparsecomp.report import Report
 
@@ -47,7 +47,6 @@ class Why(Enum):
     FACTOR = "the factor {factor} of the spikes {detail}"
     NO_FEATURES = "the layer has no features: there is nothing to gain"
     TOO_DEEP = "sums over {depth} inputs could pass 32 bits"
-    REREAD = "the graph writes to what these spikes are made of: its backward may compute them from what is there then"
     TRANSFORMED = "a transform of torch.func is at work here, of which our operators know nothing"
     GATE = "it would not pay: {detail}"
     FORCED_DENSE = "implementation='dense' was asked for"
@@ -138,7 +137,6 @@ class Context:
         switches: the positions at which the graph switches gradients or inference mode on or off.
         gradients: somebody may ask for gradients: they are enabled here, or within the graph, or it runs in any mode.
         written: parameters, buffers and inputs that the graph writes to.
-        reread: nodes that a compiled backward may compute again from an input that has been written to by then.
         transformed: nodes within a transform of torch.func (grad, vmap, jvp, …).
         products: how many the graph has, at least one: matrix products and convolutions, dense or sparse.
     """
@@ -153,7 +151,6 @@ class Context:
     switches: tuple[int, ...] = field(init=False)
     gradients: bool = field(init=False)
     written: frozenset[fx.Node] = field(init=False)
-    reread: frozenset[fx.Node] = field(init=False)
     transformed: frozenset[fx.Node] = field(init=False)
     products: int = field(init=False)
 
@@ -164,7 +161,6 @@ class Context:
         turned_on = (node.args[0] for node in switches if _compat.sets_grad_mode(node))
         self.gradients = self.eager or torch.is_grad_enabled() or any(turned_on)
         self.written = _written(self.analysis)
-        self.reread = _reread(self.analysis.graph, self.written) if self.gradients and not self.eager else frozenset()
         self.transformed = _transformed(self.gm.graph)
         self.products = max(1, sum(target_name(node) in PRODUCTS for node in nodes))
 
@@ -200,15 +196,6 @@ class Context:
         return Density(), "unknown"
 
 
-_PRODUCTS = frozenset({
-    "linear", "bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention",
-    *(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_transpose{n}d" for n in (1, 2, 3)),
-})  # fmt: skip
-"""What a compiled backward keeps rather than computes again."""
-_STATISTICS = ("running_mean", "running_var")
-"""Inputs of batch-norm that its result does not depend on where it writes to them."""
-
-
 def _written(analysis: Analysis) -> frozenset[fx.Node]:
     """What the graph writes to of what it is given. Inputs share memory as they did in the example, or not at all."""
     inputs = [node for node in analysis.graph.nodes if node.op == "placeholder"]
@@ -221,23 +208,6 @@ def _written(analysis: Analysis) -> frozenset[fx.Node]:
 def _memory(node: fx.Node) -> object:
     example = example_of(node)
     return _compat.storage_of(example) if isinstance(example, torch.Tensor) else node
-
-
-def _reread(graph: fx.Graph, written: frozenset[fx.Node]) -> frozenset[fx.Node]:
-    """What is made of inputs that the graph writes to, with no product in between."""
-    found = set(written)
-    for node in graph.nodes:
-        if not found.isdisjoint(_dependencies(node)):
-            found.add(node)
-    return frozenset(found)
-
-
-def _dependencies(node: fx.Node) -> list[fx.Node]:
-    op = op_of(node) if node.op != "call_module" else None
-    if op is not None and (op.name in _PRODUCTS or op.name.startswith("sparsecomp::")):
-        return []
-    statistics = [op.get(name) for name in _STATISTICS] if op is not None and op.name == "batch_norm" else []
-    return [argument for argument in node.all_input_nodes if argument not in statistics]
 
 
 def _transformed(graph: fx.Graph) -> frozenset[fx.Node]:

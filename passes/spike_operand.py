@@ -38,7 +38,7 @@ _DIGIT = 128
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What the operator is told of its input: the last arguments of `sparsecomp::spike_conv2d`, but for the spread.
+    """What the operator is told of the values of its input: arguments of `sparsecomp::spike_conv2d`.
 
     Attributes:
         scale: the number, as the input's dtype holds it.
@@ -105,8 +105,6 @@ def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     depth = math.prod(weight.shape[1:])
     if depth * _DIGIT * max(abs(fact.lo or 0), abs(fact.hi or 0)) >= 2**31:
         return refuse(Why.TOO_DEEP, depth=depth)
-    if op.input in ctx.reread:
-        return refuse(Why.REREAD)
     promise = _promise(fact, x, dtype, ctx)
     if isinstance(promise, Refusal):
         return promise
@@ -185,17 +183,19 @@ def build_inputs(operands: Operands, ctx: Context) -> tuple[fx.Node, fx.Node, fx
     op, node, promise = operands.op, operands.op.node, operands.promise
     weight, bias = attribute(op, "weight"), attribute(op, "bias")
     assert isinstance(weight, fx.Node)
-    factor = None
+    x, factor, read = cast(op.input, operands.dtype, node), None, []
     if promise.factor is not None:
         # in the dtype of the input first: that is what the spikes were multiplied with
-        x = example_of(op.input)
-        assert x is not None
-        factor = cast(cast(_named(promise.factor, node, ctx), x.dtype, node), operands.dtype, node)
+        example = example_of(op.input)
+        assert example is not None
+        factor = cast(cast(_named(promise.factor, node, ctx), example.dtype, node), operands.dtype, node)
+        read = _holders(promise.factor, ctx)
+    keep_input = ctx.gradients and not ctx.analysis.seen_outside.isdisjoint((x, *read))
     return (
-        cast(op.input, operands.dtype, node),
+        x,
         cast(weight, operands.dtype, node),
         None if bias is None else cast(bias, operands.dtype, node),
-        (promise.scale, factor, promise.binary, operands.spread),
+        (promise.scale, factor, promise.binary, operands.spread, keep_input),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
+from operator import getitem
 from typing import Any, cast
 
 import sympy
@@ -17,8 +18,11 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._logging._internal import register_log
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, maybe_get_fake_mode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "FakeTensorMode",
@@ -38,6 +42,7 @@ __all__ = [
     "inside_transform",
     "is_fake",
     "isolated_compile",
+    "keep_for_backward",
     "make_wrapper",
     "matmul_tf32",
     "one_level",
@@ -233,6 +238,25 @@ def above_autograd() -> Iterator[None]:
         excluded = excluded.remove(key)
     with core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
         yield
+
+
+def keep_for_backward(tensor: torch.Tensor) -> None:
+    """Where a graph is traced: its backward gets this tensor, or what is made of it, and does not compute it again.
+
+    A partitioner would take what it was made of instead where that is smaller, unless the user asked for a checkpoint.
+    """
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return
+    if isinstance(tensor, FunctionalTensor):
+        tensor = cast(Any, torch)._from_functional_tensor(tensor.elem)
+    slot: Any = proxy_tensor.get_proxy_slot(tensor, cast(Any, mode).tracer, None)
+    node = None if slot is None else slot.proxy.node
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+        returned = getattr(getattr(node.target, "_schema", None), "returns", ())
+        is_part = node.target is getitem or any(one.alias_info is not None for one in returned)
+        node = node.args[0] if is_part else None
 
 
 def ambient_modes() -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from sparsecomp.errors import FrozenWeightError
 from sparsecomp.lowering.frozen import are_frozen, promise_here
 from sparsecomp.ops import effective_weight, folded_weight, frozen_weights, split_pruned
 from sparsecomp.ops.folded_weight import Folds, Recipe, named_formula
+from sparsecomp.ops.promise import promised
 from sparsecomp.options import Options
 from sparsecomp.passes.analysis import Analysis
 from sparsecomp.passes.rule import Context
@@ -275,6 +276,38 @@ def test_nan_that_stays_is_no_write(debug):
         run = torch.compile(model, backend="sparsecomp", options={"frozen": True})
         for _ in range(2):
             torch.testing.assert_close(run(X), model(X), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("keeper", ["constant of a graph", "folded weight"])
+def test_a_write_is_a_change_of_bits(keeper, dtype):
+    """NaN equals itself, zeros of both signs and NaN of another payload differ: as bits in numpy or struct do."""
+    source = torch.tensor([[1.0, float("nan")], [0.0, float("inf")]], dtype=dtype)
+    seen = source.clone()
+    if keeper == "folded weight":
+        folds = Folds()
+        name = named_formula("twice, for a test of bits", lambda weight: weight * 2)
+        look = lambda: folds.kept([source], name, "dense", (1, 1), "always")  # noqa: E731
+    else:
+        look = lambda: promised(seen, [source], [seen], "values")  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSECOMP_DEBUG", "1")
+        for _ in range(2):
+            look()
+        source.data[1, 0] = -0.0
+        with pytest.raises(FrozenWeightError, match=rf"{dtype}, 2x2\) was promised to stay"):
+            look()
+        source.data[1, 0] = 0.0
+        look()
+        source.data.view(torch.uint8).reshape(-1)[source.itemsize] ^= 1  # of the NaN
+        with pytest.raises(FrozenWeightError):
+            look()
+
+
+@pytest.mark.parametrize("other", [torch.zeros(2, 3), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(6)])
+def test_the_same_bits_in_another_form_are_a_write(other):
+    with pytest.raises(FrozenWeightError, match="values"):
+        promised(torch.zeros(1), [other], [torch.zeros(3, 2)], "values")
 
 
 # ---- on a GPU ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsecomp.errors import MaskError
 from sparsecomp.nn import masked_weights, wrap_module
@@ -380,6 +381,76 @@ def test_maximize_and_accumulated_gradients_reach_theta():
         ends.append(masked.theta(weight))
     assert ends[0].any() and torch.equal(ends[0], ends[1])
     torch.testing.assert_close(ends[2], ends[0], atol=2e-4, rtol=1e-3)
+
+
+class Waits(TorchDispatchMode):
+    """What would wait for a GPU is an error; AdamW's own number of steps lies on a CPU."""
+
+    REFUSED = ("nonzero", "masked_select", "is_nonzero", "unique", "index.Tensor", "bincount")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::")
+        assert not name.startswith(self.REFUSED), f"{name} waits for the device"
+        if name == "_local_scalar_dense":
+            assert args[0].dtype is torch.float32 and args[0] >= 1, "reads more than the number of the step"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"select": "top"}, {"amsgrad": True}, {"train_active": False}])
+@pytest.mark.parametrize("phase", ["sparse", "resu"])
+def test_a_step_reads_nothing_from_the_device(phase, options):
+    model = model_of()
+    optimizer = RESUAdamW(model, lr=0.02, foreach=False, **options)
+    prune(model)
+    for weight, masked in masked_weights(model).values():
+        if phase == "resu":
+            masked.enter_resu_(weight)
+    for number in range(14):
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        if number == 6:
+            for _, masked in masked_weights(model).values():
+                masked.mask.mask.data.logical_not_()
+        with Waits():
+            optimizer._forgotten.clear()  # as on a GPU, where no mask is kept
+            optimizer.step()
+
+
+def test_a_phase_begins_anew_whatever_an_earlier_one_with_the_same_mask_left():
+    """The same two phases of one mask, whose second is another run's first."""
+    ends = []
+    for phases in (2, 1):
+        model = wrap_module(nn.Linear(6, 3))
+        optimizer, weight, masked = RESUAdamW(model, lr=0.1, train_active=False), model.weight, model.masked
+        left = torch.tensor([1, 1, 1, 0, 0, 0], dtype=torch.bool).expand(3, 6)
+        masked.prune_(weight, left)
+        for number in range(phases):
+            masked.enter_resu_(weight)
+            for _ in range(12 - 5 * (phases - 1 - number)):
+                optimizer.zero_grad()
+                model(torch.ones(2, 6)).sum().backward()
+                optimizer.step()
+            theta = masked.theta(weight)
+            masked.commit_(weight, left)
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+            assert not optimizer.state[weight]["exp_avg"][~left].any() and not weight[~left].any()
+        ends.append(theta)
+    assert torch.equal(*ends)
+    torch.testing.assert_close(ends[0], torch.full((9,), -0.2))
+
+
+def test_a_mask_that_comes_back_after_a_dense_phase_leaves_no_momentum():
+    model = model_of()
+    optimizer = RESUAdamW(model, lr=0.05)
+    for _ in range(2):
+        prune(model)
+        step(model, optimizer)
+        for weight, masked in masked_weights(model).values():
+            assert not optimizer.state[weight]["exp_avg"][~masked.mask.mask].any()
+            masked.densify_(weight)
+        step(model, optimizer)
 
 
 @pytest.mark.parametrize("write", [

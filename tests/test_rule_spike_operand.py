@@ -156,7 +156,7 @@ def test_a_backward_sees_the_spikes_that_were_read(view, backend):
     torch.testing.assert_close(model.weight.grad, (2 * y.detach()).t() @ before)
 
 
-def test_state_that_is_written_costs_nothing_without_gradients_or_behind_a_layer():
+def test_state_that_is_written_keeps_its_layers_rewritten():
     class Behind(Recurrent):
         def __init__(self) -> None:
             super().__init__(False)
@@ -165,14 +165,8 @@ def test_state_that_is_written_costs_nothing_without_gradients_or_behind_a_layer
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(Surrogate.apply(self.norm(super().forward(x))))
 
-    with torch.no_grad():
-        _, report = compiled(Recurrent(False), signal(3, 4))
-    assert site(report, "spike_linear").rewritten
     _, report = compiled(Behind(), signal(3, 4))
-    first, second = site(report, "spike_linear", 0), site(report, "spike_linear", 1)
-    assert not first.rewritten and "writes to what these spikes are made of" in first.reason
-    # batch statistics do not depend on the running ones that are written
-    assert second.rewritten or "made of" in second.reason
+    assert site(report, "spike_linear", 0).rewritten and site(report, "spike_linear", 1).rewritten
 
 
 def test_batch_norm_in_training_keeps_its_spikes_rewritten():

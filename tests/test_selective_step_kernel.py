@@ -90,13 +90,14 @@ def test_what_agrees_moves_by_lr_and_nothing_else_or_before_the_warm_up(step, de
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_the_tuner_can_check_every_candidate(device):
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
-    sizes, numbers = (2000, 3000), (10, 0.9, 0.999, 0.5, 1e-12, 1e-8, 0.1)
+    numbers = (10, 0.9, 0.999, 0.5, 1e-12, 1e-8, 0.1)
     problems = [
-        lowered.SelectiveStep(phase, *sizes, whole, *numbers, *dtypes)
+        lowered.SelectiveStep(phase, pruned, 3000, whole, *numbers, *dtypes)
         for phase in ("all", "average", "move")
-        for whole, *dtypes in (
-            (0, "float32", "float32", "int32", "float64"),
-            (1, "float16", "float32", "int64", "float32"),
+        for pruned, whole, *dtypes in (
+            (2000, 0, "float32", "float32", "int32", "float64"),
+            (2000, 1, "float16", "float32", "int64", "float32"),
+            (3000, 1, "float32", "bfloat16", "uint8", "float64"),
         )
     ]
     for problem in problems:
@@ -153,6 +154,38 @@ def test_averages_may_lie_in_the_weight_s_own_moments(step, device, count):
         assert int((moment == 7).sum()) == weight.numel() - pruned.numel()
 
 
+@pytest.mark.parametrize(("step", "device"), STEPS)
+@pytest.mark.parametrize("count", [None, 300])
+def test_a_mask_means_what_the_positions_mean(step, device, count):
+    """To the bit; and what is not pruned of the averages keeps its bits, NaN too."""
+    weight, pruned, slots, steps = start(device)
+    held, places = weight.clone(), pruned.long()
+    mask = torch.zeros_like(weight, dtype=torch.bool).view(-1).index_fill_(0, places, True).view_as(weight)
+    averages = [torch.full_like(weight, float("nan")) for _ in range(3)]  # they begin anew at the first step
+    places_of = count if count is None else torch.tensor(count, device=device)
+    for number, grad in enumerate(gradients(14)):
+        if number == 5:
+            grad[0] = float("nan")
+        steps += 1
+        step(weight, grad.to(device), pruned, *slots, steps, **SETTINGS, count=count)
+        step(held, grad.to(device), mask, *averages, steps, **SETTINGS, count=places_of)
+    torch.testing.assert_close(held, weight, rtol=0, atol=0, equal_nan=True)
+    for average, slot in zip(averages, slots, strict=True):
+        torch.testing.assert_close(average.view(-1)[places], slot, rtol=0, atol=0, equal_nan=True)
+        assert average[~mask].isnan().all()
+
+
+@pytest.mark.parametrize(("step", "device"), STEPS)
+def test_averages_begin_at_the_first_step_whatever_is_there(step, device):
+    weight, pruned, slots, steps = start(device)
+    held, others = weight.clone(), [torch.full_like(slot, float("nan")) for slot in slots]
+    for grad in gradients(12):
+        steps += 1
+        step(weight, grad.to(device), pruned, *slots, steps, **SETTINGS)
+        step(held, grad.to(device), pruned, *others, steps, **SETTINGS)
+    assert torch.equal(held, weight) and all(map(torch.equal, others, slots))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_weight_of_any_strides_and_what_is_written_is_counted(device):
     weight, pruned, slots, steps = start(device)
@@ -182,10 +215,15 @@ def test_no_pruned_elements_and_float64():
 def test_bad_operands_are_named_and_the_operator_is_well_formed():
     weight, pruned, slots, steps = start(shape=(4, 6))
     numbers = (0.9, 0.999, 1e-8, 0.1, 0.5, 1e-12, 0)
-    for count in (None, 3):
+    for count in (None, torch.tensor(3)):
         torch.library.opcheck(
             torch.ops.sparsecomp.selective_step.default,
             (weight, weight.clone(), pruned, *slots, steps + 1, torch.tensor(0.1), *numbers, count, False),
+        )
+        moments = [torch.zeros_like(weight) for _ in range(3)]
+        torch.library.opcheck(
+            torch.ops.sparsecomp.selective_step.default,
+            (weight, weight.clone(), weight > 0, *moments, steps + 1, torch.tensor(0.1), *numbers, count, True),
         )
     unlike = [slots[0], slots[1][1:], slots[2]]
     for call in (
@@ -193,6 +231,8 @@ def test_bad_operands_are_named_and_the_operator_is_well_formed():
         lambda: selective_step(weight, weight, pruned, *unlike, steps, **SETTINGS),
         lambda: selective_step(weight, weight, pruned, *(slot.double() for slot in slots), steps, **SETTINGS),
         lambda: selective_step(weight, weight, pruned.float(), *slots, steps, **SETTINGS),
+        lambda: selective_step(weight, weight, weight > 0, *slots, steps, **SETTINGS),
+        lambda: selective_step(weight, weight, weight[1:] > 0, *slots, steps, **SETTINGS),
         lambda: selective_step(weight, weight, pruned, *slots, steps.float(), **SETTINGS),
         lambda: selective_step(weight, weight, pruned, *slots, steps.to("meta"), **SETTINGS),
         lambda: selective_step(weight, weight, pruned, *slots, steps, **SETTINGS, count=len(pruned) + 1),
@@ -226,19 +266,23 @@ def test_a_cuda_graph_reads_steps_rate_and_gradient_anew():
     assert not torch.equal(weight, start("cuda", shape=(300, 500))[0])
 
 
+@pytest.mark.parametrize("by_mask", [False, True])
 @pytest.mark.parametrize(("capability", "element"), [(80, "*fp32"), (90, "*bf16")])
-def test_the_kernel_builds_with_whole_vectors(capability, element):
+def test_the_kernel_builds_with_whole_vectors(capability, element, by_mask):
     printed = compile_in_subprocess(
         f"""
         from sparsecomp.lowering.templates.selective_step import selective_step_kernel as kernel
-        constants = dict(BLOCK=512, PHASE="all", WHOLE=False, consistency_ptr=None, selected_ptr=None)
+        constants = dict(BLOCK=512, PHASE="all", WHOLE={by_mask}, MASK={by_mask}, consistency_ptr=None,
+                         selected_ptr=None)
         types = {{n: "*fp32" if n.endswith("_ptr") else "fp32" for n in kernel.arg_names}}
-        types |= dict(weight_ptr="{element}", grad_ptr="{element}", pruned_ptr="*i32", step_ptr="*i64")
+        listed = "*u8" if {by_mask} else "*i32"
+        types |= dict(weight_ptr="{element}", grad_ptr="{element}", pruned_ptr=listed, step_ptr="*i64")
         types |= dict(rate_ptr="*fp64", pruned="i32", warm_up="i32")
         ptx = build(kernel, types, constants, {capability}, whole=(), num_warps=4).asm["ptx"]
         print(ptx.count("ld.global.v4"), ptx.count("st.global.v4"), ".local" not in ptx)
         """
     )
     loads, stores, clean = printed.split()
-    # positions and three averages, and the averages back, whatever the number of elements
-    assert int(loads) == 4 and int(stores) == 3 and clean == "True"
+    # positions and three averages, and the averages back, whatever the number of elements; a mask's bytes are one word
+    of_gradient = 1 if element == "*fp32" else 0
+    assert int(loads) == (3 + of_gradient if by_mask else 4) and int(stores) == 3 and clean == "True"

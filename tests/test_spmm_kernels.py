@@ -110,6 +110,30 @@ def test_csr_batches_share_a_pattern(device, batched):
         assert error(got, expected) <= 1e-6, name
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("filled", [False, True])
+def test_zeros_that_fill_rows_up_are_not_multiplied(device, dtype, batched, filled):
+    """Against a sum of what is stored, entry by entry; without `filled` a stored zero times NaN is NaN."""
+    (crow, col, values), _ = csr(13, 21, 0.3, device=device)
+    values = values.to(dtype)
+    values = torch.stack([values, values.roll(1)]) if batched else values
+    values[..., ::3], values[..., 1::6] = 0.0, -0.0
+    dense = random(21, 10, seed=4).to(dtype)
+    dense[3, 1], dense[5, 2], dense[8, 3], dense[9] = float("nan"), float("inf"), -float("inf"), float("nan")
+    expected = torch.zeros(*values.shape[:-1], 13, 10, dtype=torch.float64)
+    for row in range(13):
+        for entry in range(int(crow[row]), int(crow[row + 1])):
+            terms = values[..., entry, None].cpu().double() * dense[int(col[entry])].double()
+            stored = (values[..., entry, None].cpu() != 0) | (not filled)
+            expected[..., row, :] += torch.where(stored, terms, 0.0)
+    out, dense = torch.empty(expected.shape, dtype=dtype, device=device), dense.to(device)
+    for name, got in schedules(lambda: spmm_csr.run(crow, col, values, dense, out, filled=filled), out, 2):
+        assert torch.equal(got.cpu().isnan(), expected.isnan()), name
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-3, atol=1e-3, equal_nan=True, msg=name)
+
+
 EPILOGUES = [
     ("row", False, "relu"), ("column", True, "gelu"), (None, True, "gelu_tanh"), ("row", True, "silu"),
     (None, False, "gelu"), ("column", False, "none"),
@@ -713,12 +737,12 @@ from sparsecomp.lowering.templates.spmm_csr_dense import densify_kernel, repair_
 from sparsecomp.lowering.templates.spmm_csr_halves import densify_halves_kernel
 from sparsecomp.lowering.templates.halves_product import halves_product_kernel, split_rows_kernel
 for kernel, index, epilogue, sizes, warps in (
-    (spmm_csr_rows_kernel, "*i32", PLAIN, dict(BR=1, U=1, E=8, BN=128, GROUP=0), 1),
-    (spmm_csr_rows_kernel, "*i32", PLAIN, dict(BR=2, U=8, E=2, BN=64, GROUP=8), 1),
-    (spmm_csr_rows_kernel, "*i64", FULL, dict(BR=4, U=1, E=32, BN=1, GROUP=0), 1),
-    (spmm_csr_merge_kernel, "*i32", PLAIN, dict(T=256, BR=1, U=8, E=1, BN=128), 2),
+    (spmm_csr_rows_kernel, "*i32", PLAIN, dict(FILLED=False, BR=1, U=1, E=8, BN=128, GROUP=0), 1),
+    (spmm_csr_rows_kernel, "*i32", PLAIN, dict(FILLED=True, BR=2, U=8, E=2, BN=64, GROUP=8), 1),
+    (spmm_csr_rows_kernel, "*i64", FULL, dict(FILLED=False, BR=4, U=1, E=32, BN=1, GROUP=0), 1),
+    (spmm_csr_merge_kernel, "*i32", PLAIN, dict(FILLED=True, T=256, BR=1, U=8, E=1, BN=128), 2),
     (finish_rows_kernel, "*i64", FULL, dict(T=256, E=8, BN=128), 2),
-    (repair_kernel, "*i32", PLAIN, dict(BM=128, BN=128, GROUP=8, ROWS=16, BR=2, E=4, WIDE=64), 4),
+    (repair_kernel, "*i32", PLAIN, dict(FILLED=True, BM=128, BN=128, GROUP=8, ROWS=16, BR=2, E=4, WIDE=64), 4),
     (densify_kernel, "*i32", dict(), dict(ZEROS=4096, ENTRIES=128), 4),
     (densify_halves_kernel, "*i32", dict(), dict(ZEROS=4096, ENTRIES=128), 4),
     (split_rows_kernel, "*i32", dict(x_l=1), dict(BR=4, BL=512), 4),
@@ -784,7 +808,7 @@ from sparsecomp.lowering.templates.spmm_bsr import spmm_bsr_kernel
 from sparsecomp.lowering.templates.spmm_nm import nm_repair_kernel, spmm_nm_kernel
 sizes = dict(BR=16, U=1, E=8, BN=16, T=128, BM=32, BK=32, GROUP=8, ROWS=16, WIDE=4, ZEROS=64, ENTRIES=128,
              HEIGHT=1, BL=64, WIDTH=1, WHOLE=True, KEEP=1, MEMBERS=1, G=32, PRECISION="tf32x3", BIAS_ROWS=False,
-             ACTIVATION="silu")
+             FILLED=True, ACTIVATION="silu")
 for kernel in (spmm_csr_rows_kernel, copy_rows_kernel, spmm_csr_merge_kernel, finish_rows_kernel, densify_kernel,
                repair_kernel, product_kernel, spmm_bsr_kernel, nm_repair_kernel, spmm_nm_kernel, densify_halves_kernel,
                split_rows_kernel, halves_product_kernel):

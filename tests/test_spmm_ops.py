@@ -16,6 +16,7 @@ from torch import Tensor
 from bench.matrices import read
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM, SparseMatrix
+from sparsecomp.formats.indices import lines_of, searched_lines
 from sparsecomp.ops import Layout, sddmm, spmm
 from sparsecomp.ops.patterns import transposed_arrays
 from sparsecomp.ops.sparse_linear import sparse_linear
@@ -305,6 +306,40 @@ def test_kernels_behind_the_operators(kind, transpose, device):
     assert relative(found.cpu(), again.numpy()) < 2e-6
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("kind", ["nm", "2:4"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_inputs_nan_reaches_only_the_rows_that_use_it(kind, transpose, kept, device):
+    """An N:M product, layer and their gradients by the kernels, against the sum of what is stored, entry by entry."""
+    dense, values, pattern, layout = sample(kind, 32, 48, dtype=torch.float32)
+    pattern = [*pattern, *transposed_arrays(pattern, layout)] if kept else pattern
+    whole = dense.mT if transpose else dense
+    x = torch.randn(16, whole.shape[1])
+    x[0, 3], x[1, 20], x[2, 7], x[3] = math.nan, math.inf, -math.inf, math.nan
+    terms = x[:, None, :].double() * whole.double()
+    wanted = torch.where(whole != 0, terms, 0).sum(-1)
+    values, pattern = values.to(device), [array.to(device) for array in pattern]
+    operators = import_module("sparsecomp.ops.spmm"), import_module("sparsecomp.ops.sparse_linear")
+    product = operators[0]._cuda(
+        values, pattern, x.mT.to(device), None, None, *layout, transpose, "column", "none", 1.0, None, False
+    )
+    of_layer = operators[1]._cuda(
+        x.to(device), values, pattern, None, None, layout.written(), transpose, "none", ""
+    )
+    assert wanted.isfinite().any(1)[:3].all() and wanted.isnan().any()
+    for found in (product.mT.cpu(), of_layer.cpu()):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+    grad = torch.randn(wanted.shape)
+    of_values = operators[1]._cuda_gradient(x.to(device), grad.to(device), pattern, layout.written(), transpose)
+    by_hand = grad.double().mT @ x.double()
+    by_hand = by_hand.mT if transpose else by_hand
+    places = NM(torch.ones_like(values.cpu()), pattern[0].cpu(), layout.shape, *layout.block)._positions()
+    torch.testing.assert_close(
+        of_values.cpu().double(), by_hand[torch.broadcast_tensors(*places)], rtol=1e-4, atol=1e-4, equal_nan=True
+    )
+
+
 def test_errors_say_what_is_needed():
     _, values, pattern, layout = sample("csr")
     right = torch.randn(53, 4, dtype=torch.float64)
@@ -350,6 +385,7 @@ def test_what_spare_capacity_holds_reaches_nothing_in_the_references(device, eve
     reference = import_module("sparsecomp.ops.sparse_reference")
     if everywhere:
         monkeypatch.setattr(reference, "_bounds", lambda pointers, indices: (0, indices.numel()))
+        monkeypatch.setattr(reference, "lines_of", searched_lines)
     spare = torch.full((3,), 2**30, dtype=torch.int32)
     pointers, indices = torch.tensor([3, 5, 5, 8], dtype=torch.int32), torch.tensor([0, 2, 0, 1, 2], dtype=torch.int32)
     pattern = [pointers.to(device), torch.cat([spare, indices, spare]).to(device)]
@@ -374,6 +410,20 @@ def test_what_spare_capacity_holds_reaches_nothing_in_the_references(device, eve
     of_elements = reference.gathered_elements(given[0], given[1], *pattern_of_elements(device)).cpu()
     torch.testing.assert_close(of_elements[2:5], whole_product[[0, 3, 5], [1, 8, 2]])
     assert (of_elements[:2] == 0).all() and (of_elements[5:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_row_of_each_entry(device, dtype):
+    """As scipy has it, by counts and by search; what is no entry counts to a row next to it."""
+    counts = np.array([0, 3, 0, 0, 2, 1, 0])
+    pointers = torch.tensor(np.concatenate([[0], counts.cumsum()]), dtype=dtype, device=device)
+    matrix = scipy.sparse.csr_array((np.ones(6), np.arange(6), pointers.cpu().numpy()), shape=(7, 6))
+    rows = torch.from_numpy(matrix.tocoo().coords[0]).long()
+    for found in (lines_of(pointers, 0, 6), searched_lines(pointers, 0, 6), lines_of(pointers + 4, 4, 10)):
+        assert torch.equal(found.cpu(), rows)
+    around = searched_lines(pointers + 2, 0, 10).cpu()
+    assert torch.equal(around[2:8], rows) and around.min() >= 0 and around.max() <= 6
 
 
 def pattern_of_elements(device: str) -> tuple[Tensor, Tensor]:

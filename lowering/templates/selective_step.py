@@ -1,4 +1,4 @@
-"""The selective AdamW step on theta, one pass over the pruned elements.
+"""The selective AdamW step on theta, one pass over the pruned elements, or by a mask over all.
 
 Positions and averages are read in whole vectors, gradient and weight are gathered; the weight only where it moves.
 """
@@ -15,18 +15,22 @@ from sparsecomp.lowering.template import Config, Template
 
 
 @triton.jit
-def averages(mean_ptr, size_ptr, square_ptr, at, own, ok, g, gain, gain2):
-    """The averages of g, |g| and g², moved on in memory: the second at ``at``, the others at ``own``."""
-    mean = tl.load(mean_ptr + own, mask=ok, other=0.0)
-    size = tl.load(size_ptr + at, mask=ok, other=0.0)
-    square = tl.load(square_ptr + own, mask=ok, other=0.0)
-    mean += gain * (g - mean)
-    size += gain * (tl.abs(g) - size)
-    square += gain2 * (g * g - square)
-    tl.store(mean_ptr + own, mean, mask=ok)
-    tl.store(size_ptr + at, size, mask=ok)
-    tl.store(square_ptr + own, square, mask=ok)
+def averages(mean_ptr, size_ptr, square_ptr, step, at, own, inside, ok, g, gain, gain2):
+    """The averages of g, |g| and g², moved on in memory where ``ok``: the second at ``at``, the others at ``own``."""
+    mean = average(mean_ptr + own, step, inside, ok, g, gain)
+    size = average(size_ptr + at, step, inside, ok, tl.abs(g), gain)
+    square = average(square_ptr + own, step, inside, ok, g * g, gain2)
     return mean, size, square
+
+
+@triton.jit
+def average(slot_ptrs, step, inside, ok, new, gain):
+    """An average; it begins at the first step. Whole vectors are written back, those not ``ok`` as they were."""
+    held = tl.load(slot_ptrs, mask=inside, other=0.0)
+    old = tl.where(step > 1, held, 0.0)
+    moved_on = old + gain * (new - old)
+    tl.store(slot_ptrs, tl.where(ok, moved_on, held), mask=inside)
+    return moved_on
 
 
 @triton.jit
@@ -45,26 +49,33 @@ def move(weight_ptr, place, selected, mean, square, step, rate, log_beta, log_be
 @triton.jit
 def block_of_step(
     weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr, selected_ptr,
-    at, ok, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
-    WHOLE: tl.constexpr, PHASE: tl.constexpr,
+    at, inside, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
+    WHOLE: tl.constexpr, MASK: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """The elements ``at`` of theta, where ``ok``."""
-    place = tl.load(pruned_ptr + at, mask=ok, other=0).to(tl.int64)
+    """The elements ``at`` of theta, or with a MASK of the weight, where ``inside``."""
+    step = tl.load(step_ptr)
+    if MASK:
+        ok = inside & (tl.load(pruned_ptr + at, mask=inside, other=0) != 0)
+        place = at
+    else:
+        ok = inside
+        place = tl.load(pruned_ptr + at, mask=inside, other=0).to(tl.int64)
     own = place if WHOLE else at
     if PHASE == "move":
         mean = tl.load(mean_ptr + own, mask=ok, other=0.0)
         square = tl.load(square_ptr + own, mask=ok, other=0.0)
-        selected = tl.load(selected_ptr + at, mask=ok, other=0) != 0
+        selected = ok & (tl.load(selected_ptr + at, mask=inside, other=0) != 0)
     else:
-        g = tl.load(grad_ptr + place, mask=ok, other=0.0).to(tl.float32)
-        mean, size, square = averages(mean_ptr, size_ptr, square_ptr, at, own, ok, g, gain, gain2)
+        g = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        mean, size, square = averages(mean_ptr, size_ptr, square_ptr, step, at, own, inside, ok, g, gain, gain2)
         consistency = tl.div_rn(tl.abs(mean), size + delta)
         # NaN is above nothing
         selected = ok & (consistency > tau)
         if PHASE == "average":
-            tl.store(consistency_ptr + at, consistency, mask=ok)
+            if MASK:  # NaN ranks last of the pruned
+                consistency = tl.where(ok, tl.where(consistency == consistency, consistency, -0.5), -1.0)
+            tl.store(consistency_ptr + at, consistency, mask=inside)
     if PHASE != "average":
-        step = tl.load(step_ptr)
         selected = selected & (tl.zeros_like(at) < tl.where(step > warm_up, 1, 0))
         rate = tl.load(rate_ptr).to(tl.float64)
         move(weight_ptr, place, selected, mean, square, step, rate, log_beta, log_beta2, eps, weight_decay)
@@ -74,7 +85,7 @@ def block_of_step(
 def selective_step_kernel(
     weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr, selected_ptr,
     pruned, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
-    WHOLE: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, MASK: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """See ``sparsecomp.ops.selective_step``, and ``SelectiveStep`` for the phases."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -84,13 +95,13 @@ def selective_step_kernel(
         block_of_step(
             weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr,
             selected_ptr, at, tl.full((BLOCK,), 1, tl.int1), warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps,
-            weight_decay, WHOLE, PHASE,
+            weight_decay, WHOLE, MASK, PHASE,
         )  # fmt: skip
     else:
         block_of_step(
             weight_ptr, grad_ptr, pruned_ptr, mean_ptr, size_ptr, square_ptr, step_ptr, rate_ptr, consistency_ptr,
             selected_ptr, at, at < pruned, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
-            WHOLE, PHASE,
+            WHOLE, MASK, PHASE,
         )  # fmt: skip
 
 
@@ -101,7 +112,7 @@ def _prepare(problem: SelectiveStep, config: Config) -> Launch:
         p.weight_decay,
     )  # fmt: skip
     grid = (triton.cdiv(p.pruned, config["BLOCK"]),)
-    constants = {"WHOLE": bool(p.whole), "PHASE": p.phase, "BLOCK": config["BLOCK"]}
+    constants = {"WHOLE": bool(p.whole), "MASK": p.by_mask, "PHASE": p.phase, "BLOCK": config["BLOCK"]}
     return Launch(selective_step_kernel, grid, numbers, constants, num_warps=config["warps"])
 
 
@@ -119,7 +130,7 @@ _sectors = 3 * _itemsize * _numel * (1 - (1 - _pruned / _numel) ** (32 / _itemsi
 SELECTIVE_STEP = Template(
     name="selective_step",
     op="selective_step",
-    sources=(selective_step_kernel, block_of_step, averages, move),
+    sources=(selective_step_kernel, block_of_step, averages, average, move),
     refuse=lambda problem, device: None,
     space=_space,
     # the fewer elements a thread, whose loads follow one another, the more threads hide them

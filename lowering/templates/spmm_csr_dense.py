@@ -60,8 +60,8 @@ def densify_kernel(
 def repair_kernel(
     crow_ptr, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr, bad_ptr,
     M, N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, BR: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FILLED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Gathers the tiles of ``product_kernel`` that are flagged; a program does ROWS rows of a tile, or nothing."""
     tile = tl.program_id(0) // (BM // ROWS)
@@ -76,7 +76,7 @@ def repair_kernel(
         end = tl.load(crow_ptr + rows + 1, mask=rows < M, other=0)
         acc = gather_rows(
             begin, end, col_ptr, values_ptr + batch * values_b, dense_ptr + batch * dense_b, cols, N, dense_k, dense_n,
-            BR, 1, E, WIDE,
+            FILLED, BR, 1, E, WIDE,
         )  # fmt: skip
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         finish(
@@ -130,7 +130,7 @@ def repair_launch(problem: SpmmCsr, config: Config) -> tuple[Launch, int]:
     p = problem
     flags = p.batch * tile_count(p.m, p.n, config)
     constants = {"ROWS": _REPAIR_ROWS, "BR": 2, "E": 4, "WIDE": min(config["BN"], 64), "GROUP": GROUP}
-    constants |= {**p.output.constants, "BM": config["BM"], "BN": config["BN"]}
+    constants |= {**p.output.constants, "FILLED": p.filled, "BM": config["BM"], "BN": config["BN"]}
     numbers = (p.m, p.n, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
     return Launch(repair_kernel, (flags * (config["BM"] // _REPAIR_ROWS),), numbers, constants, num_warps=4), flags
 

@@ -45,7 +45,7 @@ def path_row(crow_ptr, first, M, token):
 def spmm_csr_merge_kernel(
     crow_ptr, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr, pieces_ptr,
     M, N, chunks, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FILLED: tl.constexpr,
     T: tl.constexpr, BR: tl.constexpr, U: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program does chunk c by BN columns, BR rows at a time.
@@ -79,7 +79,7 @@ def spmm_csr_merge_kernel(
         end = tl.where(known, tl.minimum(end, entry1), begin)
         acc = gather_rows(
             begin, end, col_ptr, values_ptr + batch * values_b, dense_ptr + batch * dense_b, cols, N, dense_k, dense_n,
-            BR, U, E, BN,
+            FILLED, BR, U, E, BN,
         )  # fmt: skip
         ended = row < row1
         tl.store(piece, acc, mask=(ended & earlier)[:, None] & inside)
@@ -161,7 +161,8 @@ def _main(problem: SpmmCsr, config: Config) -> Launch:
     p, chunks = problem, _chunks(problem, config["T"])
     grid = (chunks * triton.cdiv(p.n, config["BN"]) * p.batch,)
     numbers = (p.m, p.n, chunks, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
-    constants = {**p.output.constants, **{name: config[name] for name in ("T", "BR", "U", "E", "BN")}}
+    tile = {name: config[name] for name in ("T", "BR", "U", "E", "BN")}
+    constants = {**p.output.constants, "FILLED": p.filled, **tile}
     return Launch(spmm_csr_merge_kernel, grid, numbers, constants, num_warps=config["warps"])
 
 

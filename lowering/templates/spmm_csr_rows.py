@@ -31,7 +31,7 @@ _LONG = 128
 def spmm_csr_rows_kernel(
     crow_ptr, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
     M, N, ahead, long_from, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FILLED: tl.constexpr,
     BR: tl.constexpr, U: tl.constexpr, E: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A program finishes BR rows by BN columns of out; see ``gather_rows`` for U and E, and ``finish``.
@@ -55,7 +55,7 @@ def spmm_csr_rows_kernel(
         _finish_rows(
             begin, end, rows, rows < M, cols, batch, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
             N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-            BIAS_ROWS, ACTIVATION, BR, U, E, BN,
+            BIAS_ROWS, ACTIVATION, FILLED, BR, U, E, BN,
         )  # fmt: skip
     elif tl.program_id(0) < ahead:
         every = first + tl.arange(0, GROUP)
@@ -71,7 +71,7 @@ def spmm_csr_rows_kernel(
             _finish_rows(
                 one_begin, tl.where(long, one_end, one_begin), row, long, cols, batch, col_ptr, values_ptr, dense_ptr,
                 bias_ptr, residual_ptr, out_ptr, N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b,
-                res_m, res_n, scale, BIAS_ROWS, ACTIVATION, 1, BR * U, E, BN,
+                res_m, res_n, scale, BIAS_ROWS, ACTIVATION, FILLED, 1, BR * U, E, BN,
             )  # fmt: skip
     else:
         rows = first + tl.arange(0, BR)
@@ -81,7 +81,7 @@ def spmm_csr_rows_kernel(
         _finish_rows(
             begin, tl.where(short, end, begin), rows, (rows < M) & short, cols, batch, col_ptr, values_ptr, dense_ptr,
             bias_ptr, residual_ptr, out_ptr, N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m,
-            res_n, scale, BIAS_ROWS, ACTIVATION, BR, U, E, BN,
+            res_n, scale, BIAS_ROWS, ACTIVATION, FILLED, BR, U, E, BN,
         )  # fmt: skip
 
 
@@ -89,12 +89,12 @@ def spmm_csr_rows_kernel(
 def _finish_rows(
     begin, end, rows, wanted, cols, batch, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
     N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FILLED: tl.constexpr,
     BR: tl.constexpr, U: tl.constexpr, E: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     acc = gather_rows(
         begin, end, col_ptr, values_ptr + batch * values_b, dense_ptr + batch * dense_b, cols, N, dense_k, dense_n,
-        BR, U, E, BN,
+        FILLED, BR, U, E, BN,
     )  # fmt: skip
     mask = wanted[:, None] & (cols < N)[None, :]
     finish(
@@ -186,7 +186,8 @@ def _main(problem: SpmmCsr, config: Config) -> Launch:
     grid = (ahead + triton.cdiv(p.m, config["BR"]) * slabs,)
     long_from = max(_LONG, 4 * p.nnz // max(p.m, 1))
     numbers = (p.m, p.n, ahead, long_from, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
-    constants = {**p.output.constants, "GROUP": group, **{name: config[name] for name in ("BR", "U", "E", "BN")}}
+    tile = {name: config[name] for name in ("BR", "U", "E", "BN")}
+    constants = {**p.output.constants, "FILLED": p.filled, "GROUP": group, **tile}
     return Launch(spmm_csr_rows_kernel, grid, numbers, constants, num_warps=config["warps"])
 
 

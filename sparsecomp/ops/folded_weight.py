@@ -16,11 +16,12 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor, UntypedStorage, fx
 
-from sparsecomp.errors import FormatError, FrozenWeightError
+from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.lowering.frozen import promise_here
 from sparsecomp.lowering.ready import Ready
 from sparsecomp.ops.patterns import Layout, skew_of
+from sparsecomp.ops.promise import check_kept
 from sparsecomp.settings import Settings
 
 Keep = Literal["asked", "always", "prepared"]
@@ -182,18 +183,8 @@ class _Kept:
         Raises:
             FrozenWeightError: it was not.
         """
-        for place, (source, seen) in enumerate(zip(sources, self.seen, strict=True)):
-            if not torch.equal(_bytes(source), _bytes(seen)):
-                name = f"`{self.names[place]}`" if self.names else f"source {place + 1} of {len(sources)}"
-                raise FrozenWeightError(
-                    f"{name} ({source.dtype}, {'x'.join(map(str, source.shape))}) was promised to stay, but it was "
-                    f"written to: write to it outside of sparsecomp.ops.frozen_weights(), compile without the option "
-                    f"frozen, or compile again after the write"
-                )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+        numbered = (f"source {place + 1} of {len(sources)}" for place in range(len(sources)))
+        check_kept(sources, self.seen, [f"`{name}`" for name in self.names] or list(numbered))
 
 
 def _key(sources: Sequence[Tensor], name: str, format: str, block: tuple[int, int]) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from sparsecomp.ops.masked_ops import select_largest
 library.define(
     "selective_step(Tensor(a!) weight, Tensor grad, Tensor pruned, Tensor(b!) mean, Tensor(c!) size, "
     "Tensor(d!) square, Tensor steps, Tensor lr, float beta, float beta2, float eps, float weight_decay, float tau, "
-    "float delta, int warm_up, SymInt? count, bool whole) -> ()",
+    "float delta, int warm_up, Tensor? count, bool whole) -> ()",
     tags=TAGS,
 )
 
@@ -25,9 +25,9 @@ library.define(
 def selective_step(
     weight: Tensor, grad: Tensor, pruned: Tensor, mean: Tensor, size: Tensor, square: Tensor, steps: Tensor, *,
     lr: Tensor | float, betas: tuple[float, float], eps: float, weight_decay: float, tau: float, delta: float,
-    warm_up: int, count: int | None = None, whole: bool = False,
+    warm_up: int, count: Tensor | int | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
-    """Move theta, the elements of `weight` at the flat positions `pruned`, where their gradients agree over time.
+    """Move theta, the elements of `weight` that are `pruned`, where their gradients agree over time.
 
     In place, with g = grad at P: averages m of g and v of |g| by betas[0], s of g² by betas[1]; C = m.abs() / (v +
     delta). Where C > tau, or among the `count` largest C (ties to the first), and after `warm_up` steps, theta becomes
@@ -37,13 +37,14 @@ def selective_step(
     Args:
         weight: float32, float16, bfloat16 or float64, of any shape.
         grad: dL/dW_eff, of the weight's shape.
-        pruned: (n,) flat positions, int32 or int64, none twice; ascending ones are fastest.
-        mean, size, square: (n,) float32, contiguous: m, v and s.
+        pruned: (n,) flat positions, int32 or int64, none twice; ascending ones are fastest. Or a bool tensor of the
+            weight's shape, whose elements need not be counted: the averages then have that shape too, as with `whole`.
+        mean, size, square: (n,) float32, contiguous: m, v and s. At the first step they begin at 0, whatever they hold.
         whole: mean and square have the weight's shape instead, and the averages lie at `pruned`, such as in the moments
             that AdamW keeps for the weight; nothing else of them is read or written.
         steps: 0-d integer on the weight's device: steps done, this one included.
         lr: a number, or a 0-d tensor on the weight's device.
-        count: None to select by tau.
+        count: None to select by tau; a number, or a 0-d tensor on the weight's device.
 
     Raises:
         MaskError: tensors that do not belong together.
@@ -53,6 +54,10 @@ def selective_step(
     """
     if not isinstance(lr, Tensor):
         lr = torch.full((), lr, dtype=torch.float64, device=weight.device)
+    if isinstance(count, int):
+        if not 0 <= count <= pruned.numel():
+            raise MaskError(f"{count} of {pruned.numel()} elements cannot be selected: at most all can")
+        count = torch.full((), count, device=weight.device)
     torch.ops.sparsecomp.selective_step.default(
         weight, grad, pruned, mean, size, square, steps, lr, *betas, eps, weight_decay, tau, delta, warm_up, count,
         whole,
@@ -76,22 +81,21 @@ def adamw_moved(
 
 def _check(weight, grad, pruned, mean, size, square, steps, lr, count, whole) -> None:
     slots, shape = (mean, size, square), weight.shape if whole else pruned.shape
+    by_mask = pruned.dtype is torch.bool
     fits = (mean.shape, size.shape, square.shape) == (shape, pruned.shape, shape)
-    if grad.shape != weight.shape or pruned.dim() != 1 or not fits:
+    if grad.shape != weight.shape or (pruned.shape != weight.shape if by_mask else pruned.dim() != 1) or not fits:
         raise MaskError(
             f"the weight is {tuple(weight.shape)}, its gradient {tuple(grad.shape)}; there are {tuple(pruned.shape)} "
             f"positions and averages of {', '.join(str(tuple(slot.shape)) for slot in slots)}: each must match"
         )
     if any(slot.dtype is not torch.float32 or not slot.is_contiguous() for slot in slots):
         raise MaskError("the averages are contiguous and float32: make them with torch.zeros")
-    if not weight.dtype.is_floating_point or pruned.dtype not in (torch.int32, torch.int64):
+    if not weight.dtype.is_floating_point or pruned.dtype not in (torch.int32, torch.int64, torch.bool):
         raise MaskError(f"the weight is {weight.dtype}, positions are {pruned.dtype}: floating, and int32 or int64")
-    if steps.dim() or lr.dim() or steps.dtype.is_floating_point:
+    if steps.dim() or lr.dim() or steps.dtype.is_floating_point or (count is not None and count.dim()):
         raise MaskError(f"steps is {steps.dtype} {tuple(steps.shape)}, lr {tuple(lr.shape)}: 0-d, steps an integer")
     if any(tensor.device != weight.device for tensor in (grad, pruned, *slots, steps, lr)):
         raise MaskError(f"all tensors of a step must be on the weight's device, {weight.device}")
-    if count is not None and not 0 <= count <= pruned.shape[0]:
-        raise MaskError(f"{count} of {pruned.shape[0]} elements cannot be selected: the count is at most their number")
 
 
 def reference(
@@ -100,13 +104,16 @@ def reference(
 ) -> None:  # fmt: skip
     """The operator in plain torch, with its arguments in the schema's order."""
     _check(weight, grad, pruned, mean, size, square, steps, lr, count, whole)
+    if pruned.dtype is torch.bool:
+        return _by_mask(
+            weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up,
+            count,
+        )  # fmt: skip
     moments = (mean, square)
     if whole:
         mean, square = (one.view(-1).index_select(0, pruned) for one in moments)
     g = grad.reshape(-1).index_select(0, pruned).float()
-    mean.lerp_(g, 1 - beta)
-    size.lerp_(g.abs(), 1 - beta)
-    square.lerp_(g.square(), 1 - beta2)
+    _average(g, steps, beta, beta2, mean, size, square)
     if whole:
         for one, part in zip(moments, (mean, square), strict=True):
             one.view(-1).index_copy_(0, pruned.long(), part)
@@ -119,6 +126,30 @@ def reference(
         weight.view(-1).index_copy_(0, pruned.long(), theta)
     else:
         weight.copy_(weight.reshape(-1).index_copy(0, pruned.long(), theta).view(weight.shape))
+
+
+def _by_mask(
+    weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count
+) -> None:  # fmt: skip
+    """All elements take the step, and it is kept of those that are pruned: how many they are need not be known."""
+    moved_on = [slot.clone() for slot in (mean, size, square)]
+    _average(grad.float(), steps, beta, beta2, *moved_on)
+    for slot, new in zip((mean, size, square), moved_on, strict=True):
+        slot.copy_(torch.where(pruned, new, slot))
+    consistency = mean.abs() / (size + delta)
+    if count is None:
+        selected = pruned & (consistency > tau)
+    else:
+        # NaN ranks last of the pruned
+        ranked = torch.where(pruned, consistency.nan_to_num(nan=-0.5), -1.0)
+        selected = pruned & select_largest(ranked.reshape(-1), count).view(pruned.shape)
+    moved = adamw_moved(weight, mean, square, steps, lr, beta, beta2, eps, weight_decay)
+    weight.copy_(torch.where(selected & (steps > warm_up), moved, weight))
+
+
+def _average(g, steps, beta, beta2, mean, size, square) -> None:
+    for slot, new, gain in ((mean, g, 1 - beta), (size, g.abs(), 1 - beta), (square, g.square(), 1 - beta2)):
+        slot.masked_fill_(steps == 1, 0).lerp_(new, gain)
 
 
 def _cuda(

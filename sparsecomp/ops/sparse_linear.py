@@ -140,7 +140,9 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
     entries = values.view(-1).index_select(0, order)
     (rows, cols), (of_rows, of_columns) = layout.shape, layout.skews
     flipped = Layout("csr", (1, 1), (cols, rows), (of_columns, of_rows))
-    return sparse_layer.product(x, entries, (pointers, indices), bias, residual, flipped, activation, kernel)
+    return sparse_layer.product(
+        x, entries, (pointers, indices), bias, residual, flipped, activation, kernel, filled=layout.format == "nm"
+    )
 
 
 def _reference_gradient(x, grad, pattern, layout, transpose):

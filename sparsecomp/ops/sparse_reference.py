@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsecomp.formats.indices import lines_of
 from sparsecomp.ops.library import without_autocast
 from sparsecomp.ops.patterns import Compressed, Layout, compressed, elements_of
 
@@ -224,9 +225,9 @@ def _entries(pointers: Tensor, indices: Tensor) -> tuple[slice, Tensor, Tensor, 
     """Which entries to look at, their rows and columns, and which are spare capacity, of any row and column."""
     first, last = _bounds(pointers, indices)
     places = torch.arange(first, last, dtype=pointers.dtype, device=pointers.device)
-    lines = torch.searchsorted(pointers.contiguous(), places, right=True) - 1
     spare = (places < pointers[0]) | (places >= pointers[-1])
-    return slice(first, last), lines.clamp(0, pointers.numel() - 2), indices[first:last].masked_fill(spare, 0), spare
+    columns = indices[first:last].masked_fill(spare, 0)
+    return slice(first, last), lines_of(pointers, first, last), columns, spare
 
 
 def _bounds(pointers: Tensor, indices: Tensor) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from sparsecomp.ops.geometry import is_channels_last, output_size
 from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, library
 from sparsecomp.ops.weights import SPREAD, multiplied_weight
 
-_PROMISES = f"float scale=1.0, Tensor? factor=None, bool binary=False, float spread={SPREAD}"
+_PROMISES = f"float scale=1.0, Tensor? factor=None, bool binary=False, float spread={SPREAD}, bool keep_input=False"
 
 library.define(
     "spike_conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
@@ -56,6 +56,7 @@ def spike_conv2d(
     factor: Tensor | None = None,
     binary: bool = False,
     spread: float = SPREAD,
+    keep_input: bool = False,
 ) -> Tensor:
     """``conv2d`` of an input that holds counts in [-128, 127] times ``scale`` or ``factor``.
 
@@ -73,12 +74,14 @@ def spike_conv2d(
             that round, and for spikes that are a few units in the last place off.
         spread: a channel whose largest weight is so often the median of its non-zero ones, or is not finite, is
             multiplied with its floats, at the pace of float32.
+        keep_input: a compiled graph keeps ``x`` itself for its backward, not its counts: others can write to its
+            memory, or to that of ``factor``, and the result of a write must be that of the dense operator.
 
     Returns:
         (N, K, OH, OW) of ``weight``'s dtype, in the memory format ``conv2d`` would return.
     """
     return torch.ops.sparsecomp.spike_conv2d.default(
-        x, weight, bias, stride, padding, dilation, groups, digits, strategy, scale, factor, binary, spread
+        x, weight, bias, stride, padding, dilation, groups, digits, strategy, scale, factor, binary, spread, keep_input
     )
 
 
@@ -92,9 +95,12 @@ def spike_linear(
     factor: Tensor | None = None,
     binary: bool = False,
     spread: float = SPREAD,
+    keep_input: bool = False,
 ) -> Tensor:
     """``linear`` of an input (…, C) that holds counts times a number; see :func:`spike_conv2d`."""
-    return torch.ops.sparsecomp.spike_linear.default(x, weight, bias, digits, strategy, scale, factor, binary, spread)
+    return torch.ops.sparsecomp.spike_linear.default(
+        x, weight, bias, digits, strategy, scale, factor, binary, spread, keep_input
+    )
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -107,12 +113,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 def _reference_conv2d(
     x, weight, bias, stride, padding, dilation, groups, digits, strategy,
-    scale=1.0, factor=None, binary=False, spread=SPREAD,
+    scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
     return F.conv2d(_products(x, weight, scale, factor), weight, bias, stride, padding, dilation, groups)
 
 
-def _reference_linear(x, weight, bias, digits, strategy, scale=1.0, factor=None, binary=False, spread=SPREAD):
+def _reference_linear(
+    x, weight, bias, digits, strategy, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
+):
     with _compat.below_autograd():  # else the result would count as a view, which must not be written to
         return F.linear(_products(x, weight, scale, factor), weight, bias)
 
@@ -158,7 +166,7 @@ def _kernels_take(x: Tensor, weight: Tensor, bias: Tensor | None, channels: int,
 
 def _cuda_conv2d(
     x, weight, bias, stride, padding, dilation, groups, digits, strategy,
-    scale=1.0, factor=None, binary=False, spread=SPREAD,
+    scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
     batched = x.dim() == 4 and x.shape[1] % groups == 0 and weight.shape[0] % groups == 0
     if not batched or not _kernels_take(x, weight, bias, x.shape[1] // groups, 4):
@@ -170,7 +178,9 @@ def _cuda_conv2d(
     )
 
 
-def _cuda_linear(x, weight, bias, digits, strategy, scale=1.0, factor=None, binary=False, spread=SPREAD):
+def _cuda_linear(
+    x, weight, bias, digits, strategy, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
+):
     if x.dim() == 0 or not _kernels_take(x, weight, bias, x.shape[-1], 2):
         return F.linear(_products(x, weight, scale, factor), weight, bias)
     from sparsecomp.lowering import spike_conv  # loads Triton
@@ -208,7 +218,7 @@ def _layout(channels_last: bool) -> torch.memory_format:
 
 def _decompose_conv2d(
     x, weight, bias, stride, padding, dilation, groups, digits, strategy,
-    scale=1.0, factor=None, binary=False, spread=SPREAD,
+    scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
     # eager's memory format, whatever rule torch has for it, read off the dense operator's fake
     dense = F.conv2d(_products(x, weight, scale, factor), weight, bias, stride, padding, dilation, groups)
@@ -221,7 +231,9 @@ def _decompose_conv2d(
     )  # fmt: skip
 
 
-def _decompose_linear(x, weight, bias, digits, strategy, scale=1.0, factor=None, binary=False, spread=SPREAD):
+def _decompose_linear(
+    x, weight, bias, digits, strategy, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
+):
     counts = _lowered(x, strategy, scale, binary).reshape(-1, x.shape[-1], 1, 1)
     out = torch.ops.sparsecomp.spike_conv2d_counts.default(
         counts, weight, bias, [1, 1], [0, 0], [1, 1], 1, digits, strategy, scale, factor, spread, True
@@ -234,25 +246,28 @@ def _lowered(x: Tensor, strategy: str, scale: float, binary: bool) -> Tensor:
     return x if strategy != "binary" and scale == 1.0 and not binary else counts_of(x, scale, binary)
 
 
-def _save(ctx, x, weight, bias, scale, factor, binary):
+def _save(ctx, x, weight, bias, scale, factor, binary, keep_input):
     # the input itself, so that a write to it is the error that it is for the dense operator
-    ctx.save_for_backward(x, weight, factor)
+    ctx.by_counts = x.dtype is torch.int8 or not (keep_input or _compat.plain_eager())
+    ctx.save_for_backward(x, weight, factor if ctx.by_counts else None)
     ctx.bias_sizes = None if bias is None else list(bias.shape)
     ctx.promises = (scale, binary)
+    # not what it was made of, which others may have written to by then
+    _compat.keep_for_backward(x)
 
 
 def _saved(ctx) -> tuple[Tensor, Tensor]:
     """Input and weight. A compiled graph is shown the way through bytes, a quarter of the memory to keep."""
     x, weight, factor = ctx.saved_tensors
     scale, binary = ctx.promises
-    if x.dtype is torch.int8 or not (torch.is_grad_enabled() or _compat.plain_eager()):
+    if x.dtype is torch.int8 or (ctx.by_counts and not torch.is_grad_enabled()):
         x = elements_of(counts_of(x, scale, binary), weight.dtype, scale, factor)
     return x, weight
 
 
 def _save_conv2d(ctx, inputs, output):
-    x, weight, bias, stride, padding, dilation, groups, _, _, scale, factor, binary, _ = inputs
-    _save(ctx, x, weight, bias, scale, factor, binary)
+    x, weight, bias, stride, padding, dilation, groups, _, _, scale, factor, binary, _, keep_input = inputs
+    _save(ctx, x, weight, bias, scale, factor, binary, keep_input)
     ctx.geometry = (stride, padding, dilation, groups)
 
 
@@ -263,12 +278,12 @@ def _backward_conv2d(ctx, grad):
     grads = torch.ops.aten.convolution_backward.default(
         grad, x, weight, ctx.bias_sizes, stride, padding, dilation, False, [0, 0], groups, needs
     )
-    return (*grads, *(None,) * 10)
+    return (*grads, *(None,) * 11)
 
 
 def _save_linear(ctx, inputs, output):
-    x, weight, bias, _, _, scale, factor, binary, _ = inputs
-    _save(ctx, x, weight, bias, scale, factor, binary)
+    x, weight, bias, _, _, scale, factor, binary, _, keep_input = inputs
+    _save(ctx, x, weight, bias, scale, factor, binary, keep_input)
 
 
 def _backward_linear(ctx, grad):
@@ -278,7 +293,7 @@ def _backward_linear(ctx, grad):
     grad_x = grad @ weight if ctx.needs_input_grad[0] else None
     grad_w = rows.t() @ inputs if ctx.needs_input_grad[1] else None
     grad_b = rows.sum(0) if ctx.bias_sizes is not None and ctx.needs_input_grad[2] else None
-    return grad_x, grad_w, grad_b, *(None,) * 6
+    return grad_x, grad_w, grad_b, *(None,) * 7
 
 
 for _name, _cpu, _cuda, _fake in (

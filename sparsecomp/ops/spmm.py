@@ -176,7 +176,7 @@ def _cuda(
     else:
         from sparsecomp.lowering import spmm_csr  # loads Triton
 
-        spmm_csr.run(*arrays, dense, out, **finish, skew=matrix.skew)
+        spmm_csr.run(*arrays, dense, out, **finish, skew=matrix.skew, filled=format == "nm")
     return out
 
 

@@ -2,14 +2,13 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from sparsecomp.errors import MaskError
-from sparsecomp.runtime.effective_weight import gather_pruned
 from sparsecomp.runtime.layers import masked_weights
 from sparsecomp.runtime.masked_weight import MaskedWeight, Mode
 from sparsecomp.runtime.optim import RESUSelective
@@ -17,22 +16,7 @@ from sparsecomp.runtime.optim import RESUSelective
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _NOWHERE = (torch.empty(0), torch.empty(0))
 """Stands for moments that are still to be loaded."""
-_OWN = ("_masked", "_theta", "_theta_lr", "_train_active", "_selective", "_known", "_listed")
-
-
-class _Listed(NamedTuple):
-    """The pruned positions of a mask, and the mask that they were listed of."""
-
-    pruned: Tensor
-    mask: Tensor
-    version: int
-    bits: Tensor
-
-    def holds(self, mask: Tensor) -> bool:
-        """Whether it still is as it was. Of a mask on a GPU, looking would wait: a write must be one that counts."""
-        if mask.device.type == "cpu":
-            return torch.equal(mask, self.bits)
-        return mask is self.mask and mask._version == self.version
+_OWN = ("_masked", "_theta", "_theta_lr", "_train_active", "_selective", "_forgotten")
 
 
 class RESUAdamW(torch.optim.AdamW):
@@ -54,8 +38,9 @@ class RESUAdamW(torch.optim.AdamW):
             its RESU phase whose theta could never move, as it has requires_grad False or is no parameter of this
             optimizer; nothing is changed.
 
-    On a GPU a step waits for nothing, so that a mask there must be changed by what counts as a write to it: the methods
-    of `MaskedWeight`, a loaded state, an operator in place; not through ``mask.data``.
+    A step reads each mask as it is then, whoever wrote it, and waits for no device. For that it passes over all
+    elements of a weight, pruned or not: on a GPU 18 bytes an element in a SPARSE phase, beside AdamW's own traffic (28
+    if fused); in a RESU phase theta's step is one pass of 37, and a float32 number an element is kept more.
     """
 
     def __init__(
@@ -73,9 +58,8 @@ class RESUAdamW(torch.optim.AdamW):
         self._theta = {"tau": tau, "delta": delta, "select": select, "amount": amount, "weight_decay": theta_decay}
         self._theta_lr, self._train_active = theta_lr, train_active
         self._selective: dict[Tensor, RESUSelective] = {}
-        # the positions of each weight that have no moments: those of one state of its mask
-        self._known: dict[Tensor, Tensor] = {}
-        self._listed: dict[Tensor, _Listed] = {}
+        # copies of masks on a CPU, where comparing them is cheaper than to write the moments again
+        self._forgotten: dict[Tensor, Tensor] = {}
         RESUSelective(torch.zeros(0, dtype=torch.int32), lr=lr if theta_lr is None else theta_lr, **self._theta)
 
     @torch.no_grad()
@@ -87,6 +71,7 @@ class RESUAdamW(torch.optim.AdamW):
                 loss = closure()
         groups = {p: group for group in self.param_groups for p in group["params"]}
         self._check_thetas(groups)
+        self._end_phases()
         live = [one for one in self._masked.items() if one[1].mode is not Mode.DENSE and one[0].grad is not None]
         phases: dict[Tensor, Tensor] = {}
         for weight, masked in live:
@@ -142,10 +127,11 @@ class RESUAdamW(torch.optim.AdamW):
         return state
 
     def _selective_of(self, weight: Tensor, masked: MaskedWeight, group: dict[str, Any]) -> RESUSelective:
-        pruned, found = self._pruned(weight, masked), self._selective.get(weight)
-        if found is None or not _same(found.pruned, pruned):
+        pruned, found = _pruned(masked), self._selective.get(weight)
+        if found is None or found.pruned.device != pruned.device:
             found = self._selective[weight] = RESUSelective(pruned, whole=self._whole(weight), **self._theta)
-        found.pruned, found.betas, found.eps = pruned, group["betas"], group["eps"]
+        found.follow(pruned)
+        found.betas, found.eps = group["betas"], group["eps"]
         found.lr = float(group["lr"]) if self._theta_lr is None else self._theta_lr
         return found
 
@@ -158,6 +144,14 @@ class RESUAdamW(torch.optim.AdamW):
         fits = all(part.dtype is torch.float32 and part.is_contiguous() for part in kept)
         return kept[1:] if fits else None
 
+    def _end_phases(self) -> None:
+        """Let go what is known of the phases that weights are not in any more."""
+        for weight, masked in self._masked.items():
+            if masked.mode is not Mode.RESU:
+                self._selective.pop(weight, None)
+            if masked.mode is not Mode.SPARSE:
+                self._forgotten.pop(weight, None)
+
     def _check_thetas(self, groups: dict[Tensor, Any]) -> None:
         for weight, masked in self._masked.items():
             if masked.mode is Mode.RESU and not (weight.requires_grad and weight in groups):
@@ -166,20 +160,19 @@ class RESUAdamW(torch.optim.AdamW):
                     "would never move: set it to True before and give train_active=False to leave active elements"
                 )
 
-    def _pruned(self, weight: Tensor, masked: MaskedWeight) -> Tensor:
-        """The mask's pruned positions, the same tensor as long as it stays."""
-        mask, listed = masked.mask.mask, self._listed.get(weight)
-        if listed is None or not listed.holds(mask):
-            listed = self._listed[weight] = _Listed(masked.mask.pruned, mask, mask._version, mask.clone())
-        return listed.pruned
-
+    @torch.no_grad()
     def _forget_pruned(self, weight: Tensor, masked: MaskedWeight) -> None:
-        """Zero the moments of pruned elements once for each state of the mask."""
-        pruned, known = self._pruned(weight, masked), self._known.get(weight)
-        # a copy of the model lists the same positions again
-        if known is None or not _same(known, pruned):
-            self._zero_moments(weight, pruned)
-        self._known[weight] = pruned
+        """Zero the moments of pruned elements, but for those that are theta's averages."""
+        found, mask = self._selective.get(weight), masked.mask.mask
+        whole = self._whole(weight) if found is None else found.whole
+        if masked.mode is Mode.SPARSE and mask.device.type == "cpu":
+            if weight in self._forgotten and torch.equal(self._forgotten[weight], mask):
+                return
+            self._forgotten[weight] = mask.clone()
+        for name in _MOMENTS[2 if masked.mode is Mode.RESU and whole is not None else 0 :]:
+            moment = self.state.get(weight, {}).get(name)
+            if moment is not None:
+                masked.mask.apply_(moment)
 
     def reset(self, weight: Tensor, positions: Tensor) -> None:
         """Forget the moments of a weight's elements (flat positions), and all that is known of its theta."""
@@ -218,7 +211,7 @@ class RESUAdamW(torch.optim.AdamW):
             if "mean" not in state and "exp_avg" not in state_dict["state"].get(int(number), {}):
                 raise MaskError(f"the state has no averages of the theta of parameter {number}: give a whole state")
             kept = {"whole": _NOWHERE} if "mean" not in state else {}
-            thetas[weight] = RESUSelective(self._masked[weight].mask.pruned, **kept, **self._theta)
+            thetas[weight] = RESUSelective(_pruned(self._masked[weight]), **kept, **self._theta)
             thetas[weight].load_state_dict(state)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "theta"})
         for weight, selective in thetas.items():
@@ -226,19 +219,16 @@ class RESUAdamW(torch.optim.AdamW):
                 selective.whole = self._whole(weight)
                 if selective.whole is None:
                     self._copy_averages(weight, selective)
-        self._selective = thetas
-        # of a RESU phase they are theta's averages
-        self._known = {weight: self._masked[weight].mask.pruned for weight in thetas}
+        self._selective, self._forgotten = thetas, {}
 
     def _copy_averages(self, weight: Tensor, selective: RESUSelective) -> None:
         """Give theta the averages that AdamW's moments hold, for a weight of another dtype or memory format."""
         for name, moment in (("mean", "exp_avg"), ("square", "exp_avg_sq")):
-            selective.slots[name] = gather_pruned(self.state[weight][moment], self._masked[weight].mask).float()
+            selective.slots[name] = self.state[weight][moment].clone(memory_format=torch.contiguous_format).float()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    # comparing values waits for the device
-    return one is other or (one.device == other.device and torch.equal(one, other))
+def _pruned(masked: MaskedWeight) -> Tensor:
+    return (~masked.mask.mask).contiguous()

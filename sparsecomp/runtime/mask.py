@@ -48,12 +48,12 @@ class SparseMask(torch.nn.Module):
     @property
     def active(self) -> torch.Tensor:
         """Flat positions of the active elements, int32 or int64, ascending."""
-        return _positions(self.mask)
+        return positions_of(self.mask)
 
     @property
     def pruned(self) -> torch.Tensor:
         """Flat positions of the pruned elements, int32 or int64, ascending."""
-        return _positions(~self.mask)
+        return positions_of(~self.mask)
 
     @property
     def sparsity(self) -> float:
@@ -81,7 +81,8 @@ class SparseMask(torch.nn.Module):
             checked_mask(saved, self.mask.shape, saved.device)
 
 
-def _positions(chosen: torch.Tensor) -> torch.Tensor:
+def positions_of(chosen: torch.Tensor) -> torch.Tensor:
+    """Flat positions of the True, int32 or int64, ascending; waits for the device."""
     index = torch.int32 if chosen.numel() <= _INT32_MAX else torch.int64
     return chosen.reshape(-1).nonzero().reshape(-1).to(index)
 

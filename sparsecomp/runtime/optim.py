@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsecomp.errors import MaskError
 from sparsecomp.ops.selective_step import selective_step
+from sparsecomp.runtime.mask import positions_of
 
 
 class RESUUpdater:
@@ -60,14 +61,15 @@ class RESUUpdater:
 
 
 class RESUSelective:
-    """Selective AdamW on theta in its weight's memory, at the flat positions ``pruned``.
+    """Selective AdamW on theta in its weight's memory, where ``pruned``: flat positions, or a bool tensor of its shape.
 
     Three float32 numbers a pruned element are kept: m (also Adam's first moment, so ``betas[0]`` is C's beta), v, and
     the second moment. With ``whole``, m and the second moment are kept at the pruned places of these two tensors of the
     weight's shape, float32 and contiguous, such as another optimizer's moments. Selected are the elements with
     C > ``tau``, or with ``select`` "top" the share ``amount`` of largest C (at least one of any; ties to the lowest
     position). Selected ones decay by 1 - lr * weight_decay and move by Adam's step; all others stay bit for bit. The
-    number of steps is on the device, so a step can be captured.
+    number of steps is on the device, so a step can be captured. With a bool tensor the averages have its shape, and
+    `follow` takes another one without waiting for the device.
 
     Raises:
         MaskError: a setting outside its domain.
@@ -99,8 +101,23 @@ class RESUSelective:
 
     def consistency(self) -> Tensor:
         """C of each pruned element, fp32; 0 before the first step."""
-        mean = self.slots["mean"] if self.whole is None else self.whole[0].view(-1).index_select(0, self.pruned)
-        return mean.abs() / (self.slots["size"] + self.delta)
+        mean = self.slots["mean"] if self.whole is None else self.whole[0]
+        if self._by_mask:
+            mean, size = mean[self.pruned], self.slots["size"][self.pruned]
+        else:
+            size = self.slots["size"]
+            mean = mean if self.whole is None else mean.view(-1).index_select(0, self.pruned)
+        return mean.abs() / (size + self.delta)
+
+    @property
+    def _by_mask(self) -> bool:
+        return self.pruned.dtype is torch.bool
+
+    @torch.no_grad()
+    def follow(self, pruned: Tensor) -> None:
+        """Take the pruned elements (bool) that there are now: if they are others, all averages begin anew."""
+        self.steps.masked_fill_((pruned != self.pruned).any(), 0)
+        self.pruned.copy_(pruned)
 
     @torch.no_grad()
     def step(self, weight: Tensor, gradient: Tensor) -> None:
@@ -109,25 +126,37 @@ class RESUSelective:
             raise MaskError(f"the gradient is {tuple(gradient.shape)}, the weight {tuple(weight.shape)}: give dL/dW")
         self.steps += 1
         mean, square = self.whole or (self.slots["mean"], self.slots["square"])
-        size = self.pruned.numel()
         selective_step(
             weight, gradient, self.pruned, mean, self.slots["size"], square, self.steps, lr=self.lr, betas=self.betas,
             eps=self.eps, weight_decay=self.weight_decay, tau=self.tau, delta=self.delta, warm_up=self.warm_up,
-            count=min(math.ceil(self.amount * size), size) if self.select == "top" else None,
-            whole=self.whole is not None,
+            count=self._places() if self.select == "top" else None,
+            whole=self.whole is not None or self._by_mask,
         )  # fmt: skip
 
+    def _places(self) -> Tensor | int:
+        if self._by_mask:
+            return (self.pruned.sum().double() * self.amount).ceil().long()
+        return math.ceil(self.amount * self.pruned.numel())
+
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages, the number of steps and the positions; theta is in its weight."""
-        return {"pruned": self.pruned, "steps": self.steps, **self.slots}
+        """The averages, the number of steps and the positions; theta is in its weight. Waits for the device."""
+        if not self._by_mask:
+            return {"pruned": self.pruned, "steps": self.steps, **self.slots}
+        slots = {name: slot[self.pruned] for name, slot in self.slots.items()}
+        return {"pruned": positions_of(self.pruned), "steps": self.steps, **slots}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; MaskError, with nothing taken, if it is of other positions."""
-        _check_state(state, self.state_dict())
-        if not torch.equal(state["pruned"].to(self.pruned.device), self.pruned):
+        own = self.state_dict()
+        _check_state(state, own)
+        if not torch.equal(state["pruned"].to(self.pruned.device), own["pruned"]):
             raise MaskError("the state is of another mask, with other positions: load the model, with its masks, first")
-        for name, tensor in {"steps": self.steps, **self.slots}.items():
-            tensor.copy_(state[name])
+        self.steps.copy_(state["steps"])
+        for name, slot in self.slots.items():
+            if self._by_mask:
+                slot.masked_scatter_(self.pruned, state[name].to(slot))
+            else:
+                slot.copy_(state[name])
 
 
 def _check(*, lr: float, beta: float, tau: float, delta: float) -> None:
