@@ -1,4 +1,4 @@
-"""What is offered and what it should cost, written down: a cost model that changes shows here, template by template.
+"""What is offered, what it should cost and what is then chosen, written down: a cost model that changes shows here.
 
 `python -m tests.test_cost_table` writes the table anew. A change of it is to be held against measured times
 (`python -m bench`), for the table only says what the models say.
@@ -7,12 +7,16 @@
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from sparsecomp import gate
 from sparsecomp.lowering.binary_conv import BinaryConv
 from sparsecomp.lowering.ceilings import H100
 from sparsecomp.lowering.cost import rank, seconds
@@ -31,6 +35,8 @@ from sparsecomp.lowering.spmm_bsr import SpmmBsr
 from sparsecomp.lowering.spmm_csr import SpmmCsr
 from sparsecomp.lowering.spmm_nm import SpmmNM
 from sparsecomp.lowering.strategies import SiteInfo
+from sparsecomp.passes import cpu_cost, sparse_cost
+from sparsecomp.passes.sparse_cost import Product
 
 TABLE = Path(__file__).with_name("cost_table.json")
 DEVICES = {name: Device(name, capability, "3.6.0") for name, capability in
@@ -92,6 +98,60 @@ def _site(n: int, c: int, size: int, side: int, **changes: Any) -> SiteInfo:
     return site._replace(**changes)
 
 
+CSR, BSR, NM = ("csr", (1, 1), 600), ("bsr", (16, 16), 60), ("nm", (2, 4), 32000)
+
+
+def _product(kind: tuple[str, tuple[int, int], int], n: int, dtype: torch.dtype, flags: str) -> Product:
+    """S is (128, 256), or 250 rows of N:M, which cuSPARSELt never takes; `flags` name what is true of it."""
+    format, block, entries = kind
+    return Product(
+        torch.device("cuda"), format, block, 250 if format == "nm" else 128, 256, n, 1, entries, "mixed", dtype,
+        "linear" in flags, "bias" in flags, "residual" in flags, "relu" if "relu" in flags else "none", "",
+        "constant" in flags, "trained" in flags, "hosted" not in flags,
+    )  # fmt: skip
+
+
+DECISIONS: dict[str, Callable[[], list[Any]]] = {
+    **{
+        f"product {kind[0]} {n} {str(dtype)[6:]} {flags}": partial(
+            lambda product: [
+                *sparse_cost.sparse_seconds(product, DEVICES["H100"], H100), sparse_cost.dense_seconds(product, H100),
+                sparse_cost.compare(product, DEVICES["H100"], H100).reason.partition(";")[0],
+            ],
+            _product(kind, n, dtype, flags),
+        )
+        for kind in (CSR, BSR, NM)
+        for n in (1, 512)
+        for dtype in (torch.float32, torch.float16)
+        for flags in ("", "linear bias relu constant", "trained", "trained hosted", "linear residual hosted")
+    },
+    **{
+        f"cpu {format} {n} {trained}": partial(
+            lambda work, trained: [
+                cpu_cost.sparse_seconds(work, trained), cpu_cost.dense_seconds(work, trained, False),
+                cpu_cost.dense_seconds(work, trained, True),
+            ],
+            cpu_cost.Work(format, block, 128, 256, n, 3000), trained,
+        )
+        for format, block in (("csr", (1, 1)), ("bsr", (16, 8)), ("nm", (2, 4)))
+        for n in (1, 64)
+        for trained in (False, True)
+    },
+    **{
+        f"site {n} {c} {size} {changes}": partial(
+            lambda site: [*astuple(gate.decide(site)), gate.event_pays_below(site),
+                          *(gate.estimate(site, name) for name in ("binary", "event", "skip"))],
+            _site(n, c, size, side, **changes),
+        )
+        for n, c, size, side in ((128, 64, 56, 3), (1, 512, 7, 3), (256, 128, 1, 1))
+        for changes in (
+            {}, {"trained": True}, {"hosted": True}, {"trained": True, "hosted": True}, {"itemsize": 2, "digits": 2},
+            {"density": None, "active": None}, {"tf32": True, "channels_last": False}, {"fused": False},
+            {"density": 0.001, "active": 0.02}, {"density": 0.0002, "active": 0.001, "trained": True},
+        )
+    },
+}  # fmt: skip
+
 STEP = ("float32", "float32", "int32", "float32")
 PROBLEMS: dict[str, list[Any]] = {
     "binary_conv": [_conv(32, 64, 56, 3, 1, 3), _conv(1, 512, 7, 3, 1, 2), _conv(8, 128, 14, 1, 2, 4),
@@ -133,6 +193,18 @@ PROBLEMS: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
+def decided(name: str) -> list[Any]:
+    """What a cost model says and chooses; numbers to seven digits."""
+    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in DECISIONS[name]()]
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_decisions_are_those_of_the_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for value, expected in zip(decided(name), json.loads(TABLE.read_text())[name], strict=True):
+        assert value == (pytest.approx(expected, rel=1e-6) if isinstance(expected, float) else expected)
+
+
 def cases() -> Iterator[tuple[str, int]]:
     return ((op, which) for op, problems in PROBLEMS.items() for which in range(len(problems)))
 
@@ -170,7 +242,9 @@ def test_the_table_has_every_operation() -> None:
 
 
 def main() -> int:
+    torch.get_num_threads = lambda: 2
     rows = {name: row for op, which in cases() for name, row in found(op, which).items()}
+    rows |= {name: decided(name) for name in DECISIONS}
     lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return 0
