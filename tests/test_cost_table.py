@@ -35,6 +35,7 @@ from sparsecomp.lowering.spmm_bsr import SpmmBsr
 from sparsecomp.lowering.spmm_csr import SpmmCsr
 from sparsecomp.lowering.spmm_nm import SpmmNM
 from sparsecomp.lowering.strategies import SiteInfo
+from sparsecomp.ops.patterns import Layout
 from sparsecomp.passes import cpu_cost, sparse_cost
 from sparsecomp.passes.sparse_cost import Product
 
@@ -111,6 +112,14 @@ def _product(kind: tuple[str, tuple[int, int], int], n: int, dtype: torch.dtype,
     )  # fmt: skip
 
 
+def _read_off(layout: Layout, transpose: bool, linear: bool) -> list[Any]:
+    """What kernels see of a matrix with 20 elements or blocks times a batch."""
+    dense = [2, 3, 40] if linear else [5, 96, 7]
+    product = Product.of(layout, 20, transpose, dense, linear, torch.empty(1), True, False, "relu", trained=False)
+    return [str(tuple(product)[1:])]
+
+
+HALF_AND_FLOAT = (torch.float16, torch.float32)
 DECISIONS: dict[str, Callable[[], list[Any]]] = {
     **{
         f"product {kind[0]} {n} {str(dtype)[6:]} {flags}": partial(
@@ -122,8 +131,25 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
         )
         for kind in (CSR, BSR, NM)
         for n in (1, 512)
-        for dtype in (torch.float32, torch.float16)
+        for dtype in HALF_AND_FLOAT
         for flags in ("", "linear bias relu constant", "trained", "trained hosted", "linear residual hosted")
+    },
+    "large product": lambda: [sparse_cost.dense_seconds(
+        _product(CSR, 8192, dtype, "constant")._replace(m=4096, k=4096), H100) for dtype in HALF_AND_FLOAT],
+    **{
+        f"on a CPU {kind[0]} {dtype} {flags}": partial(
+            lambda product: list(sparse_cost.decide(product)),
+            _product(kind, 64, dtype, flags)._replace(device=torch.device("cpu")),
+        )
+        for kind in (CSR, BSR, NM) for dtype in HALF_AND_FLOAT for flags in ("linear", "trained", "constant")
+    },
+    **{
+        f"product of {format} {transpose} {linear}": partial(
+            _read_off, Layout(format, block, (96, 40), ("even", "skewed")), transpose, linear,
+        )
+        for format, block in (("csr", (1, 1)), ("bsr", (8, 4)), ("nm", (2, 4)))
+        for transpose in (False, True)
+        for linear in (False, True)
     },
     **{
         f"cpu {format} {n} {trained}": partial(
@@ -141,13 +167,14 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
         f"site {n} {c} {size} {changes}": partial(
             lambda site: [*astuple(gate.decide(site)), gate.event_pays_below(site),
                           *(gate.estimate(site, name) for name in ("binary", "event", "skip"))],
-            _site(n, c, size, side, **changes),
+            _site(n, c, size, side)._replace(**changes),
         )
         for n, c, size, side in ((128, 64, 56, 3), (1, 512, 7, 3), (256, 128, 1, 1))
         for changes in (
             {}, {"trained": True}, {"hosted": True}, {"trained": True, "hosted": True}, {"itemsize": 2, "digits": 2},
             {"density": None, "active": None}, {"tf32": True, "channels_last": False}, {"fused": False},
-            {"density": 0.001, "active": 0.02}, {"density": 0.0002, "active": 0.001, "trained": True},
+            {"density": 0.001, "active": 0.02}, {"groups": 2}, {"groups": 8}, {"c": 40}, {"k": 72}, {"device": "cpu"},
+            {"groups": 4, "k": 96}, {"density": 0.0002, "active": 0.001, "trained": True},
         )
     },
 }  # fmt: skip
@@ -177,7 +204,8 @@ PROBLEMS: dict[str, list[Any]] = {
                      _site(32, 128, 28, 3, groups=2, channels_last=False), _site(4, 64, 9, 5, active=0.7, tf32=True)],
     "spmm_csr": [_csr(512, 512, 64, 1, 0.1, 0, "float32"), _csr(4096, 4096, 512, 1, 0.05, 1, "float16", col=4096),
                  _csr(1000, 3000, 1, 1, 0.01, 2, "bfloat16"), _csr(300, 200, 33, 8, 0.5, 3, "float32"),
-                 _csr(2048, 1024, 16, 1, 0.02, 1, "float32", col=1024), _csr(64, 64, 2048, 1, 0.3, 0, "float16")],
+                 _csr(2048, 1024, 16, 1, 0.02, 1, "float32", col=1024), _csr(64, 64, 2048, 1, 0.3, 0, "float16"),
+                 _csr(256, 256, 32, 1, 0.2, 1, "float32")],
     "spmm_bsr": [_bsr(1024, 1024, 512, 16, 0.1, 0, "float16"), _bsr(4096, 4096, 64, 64, 0.05, 1, "float32"),
                  _bsr(2048, 1024, 1, 32, 0.3, 0, "bfloat16"), _bsr(96, 120, 40, 8, 0.5, 2, "float32")],
     "spmm_nm": [_nm(1024, 1024, 512, 2, 4, "float16"), _nm(4096, 4096, 16, 1, 4, "float32"),
