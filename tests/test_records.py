@@ -19,8 +19,8 @@ ONESELF = {"Handle", "Ready", "Copy", "Template", "Operation", "_Kept"}
 
 
 def _records() -> dict[str, type]:
-    modules = [importlib.import_module(found.name) for found in pkgutil.walk_packages(sparsecomp.__path__, "sparsecomp.")
-               if not found.name.endswith("__main__")]  # fmt: skip
+    names = (found.name for found in pkgutil.walk_packages(sparsecomp.__path__, "sparsecomp."))
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
     classes = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
     return {f"{one.__module__}.{one.__qualname__}": one for one in classes
             if dataclasses.is_dataclass(one) and one.__module__.startswith("sparsecomp.")}  # fmt: skip
