@@ -126,13 +126,13 @@ class Map:
     def tests_of(self, mutation: Mutation) -> list[str]:
         """The tests that execute the statement, or, where only an import does, any line of its file; fastest first."""
         executed = self.lines.get(str(mutation.path.relative_to(ROOT)), {})
-        span = _span(mutation)
-        found = {test for line in span or executed for test in executed.get(line, ())}
+        found = {test for line in _span(mutation) for test in executed.get(line, ())}
+        found = found or {test for tests in executed.values() for test in tests}
         return sorted(found, key=lambda test: self.seconds[test])
 
 
-def _span(mutation: Mutation) -> range | None:
-    """The lines of the innermost statement around a change; None outside of functions, where an import executes it."""
+def _span(mutation: Mutation) -> range:
+    """The lines of the innermost statement around a change; none outside of functions, where an import executes it."""
     inside, found = False, range(0)
     for node in ast.walk(ast.parse(mutation.path.read_text())):
         if not isinstance(node, ast.stmt):
@@ -143,7 +143,7 @@ def _span(mutation: Mutation) -> range | None:
         inside |= is_function and last < mutation.line <= (node.end_lineno or 0)
         if node.lineno <= mutation.line <= last and not is_function:
             found = range(node.lineno, last + 1)
-    return found if inside else None
+    return found if inside else range(0)
 
 
 def named_tests(path: Path) -> list[str]:
