@@ -15,6 +15,7 @@ import ast
 import collections
 import functools
 import importlib
+import itertools
 import json
 import os
 import random
@@ -36,7 +37,7 @@ PACKAGES = {"passes": "passes", "lowering": "lowering", "ops": "sparsecomp/ops",
             "nn": "sparsecomp/nn", "runtime": "sparsecomp/runtime", "interop": "sparsecomp/interop",
             "sparsecomp": "sparsecomp"}  # fmt: skip
 FIRST, ALL = 10.0, 60.0
-"""Seconds of tests run at first, where most changes fall, and of all that are tried; the fastest tests first."""
+"""Seconds of the fastest tests, which run first and where most changes fall, and of each list that follows."""
 LIMIT = 400.0
 """Seconds for a file's tests; what takes longer counts as noticed, as an endless loop would be."""
 COMPARISONS = {
@@ -212,30 +213,35 @@ def is_noticed(mutation: Mutation, copy: Path, known: Map | None) -> bool:
     before, times = place.read_text(), place.stat()
     place.write_text(mutation.applied(before))
     try:
-        return any(_fails(copy, tests, limit) for tests, limit in _rounds(mutation, known))
+        return any(_fails(copy, tests) for tests in _rounds(mutation, known))
     finally:
         place.write_text(before)
         os.utime(place, (times.st_atime, times.st_mtime))
 
 
-def _fails(copy: Path, tests: list[str], limit: float) -> bool:
+def _fails(copy: Path, tests: list[str]) -> bool:
     arguments = ["-q", "-x", "-p", "no:cacheprovider", *tests]
-    return forked(copy, lambda: int(pytest.main(arguments)), limit) != 0
+    return forked(copy, lambda: int(pytest.main(arguments)), LIMIT) != 0
 
 
-def _rounds(mutation: Mutation, known: Map | None) -> Iterator[tuple[list[str], float]]:
-    """Lists of tests to run one after another, each with its limit of seconds."""
+def _rounds(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:
+    """Lists of tests to run one after another: the fastest, those of files that name the module, and all others."""
+    named = named_tests(mutation.path)
     tests = known.tests_of(mutation) if known else []
-    spent, first, second = 0.0, [], []
-    for test in tests:
-        assert known is not None
-        spent += known.seconds[test]
-        (first if spent <= FIRST or not first else second).append(test)
-        if spent > ALL:
-            break
-    for tests in (first, second, [] if first else named_tests(mutation.path)):
-        if tests:
-            yield tests, LIMIT
+    if not known or not tests:
+        yield named
+        return
+    about = [test for test in tests if test.partition("::")[0] in named]
+    tried: set[str] = set()
+    for several, most in ((tests, FIRST), (about, ALL), (tests, ALL)):
+        spent = itertools.accumulate(known.seconds[test] for test in several)
+        chosen = [
+            test for test, sum_so_far in zip(several, spent, strict=True) if sum_so_far <= most or test == several[0]
+        ]
+        left = [test for test in chosen if test not in tried]
+        tried.update(left)
+        if left:
+            yield left
 
 
 class Recorder:
