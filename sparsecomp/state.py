@@ -117,9 +117,14 @@ def _items(value: Any) -> list[Any]:
 
 
 def _differences(container: Any, before: Any) -> list[str]:
-    if not isinstance(container, dict):
-        same = len(container) == len(before) and all(a is b for a, b in zip(container, before, strict=False))
-        return [] if same or container == before else ["an item of a list or set"]
+    if isinstance(container, set):
+        return [] if container == before else ["an item of a set"]
+    if isinstance(container, list):
+        # not by ==, which asks a tensor whether it is true
+        same = len(container) == len(before) and all(
+            a is b or _equal(a, b) for a, b in zip(container, before, strict=True)
+        )
+        return [] if same else ["an item of a list"]
     keys = [key for key in {**container, **before} if container.get(key) is not before.get(key)]
     return [str(key) for key in keys if not _equal(container.get(key), before.get(key))]
 

@@ -1,37 +1,50 @@
-"""What the tests would not notice: `python -m tests.mutate --package passes --count 100 --seed 0`.
+"""What the tests would not notice: `python -m tests.mutate --count 100 --seed 0 [--package passes]`.
 
 Makes one small change at a time at a random place of the package's code (a comparison turned, a condition removed, a
-number moved by one, an operator swapped), runs the tests that read that file, and says which changes they did not
+number moved by one, an operator swapped), runs the tests that execute that line, and says which changes they did not
 notice. A copy of the source tree is changed, never the tree itself. Some changes are equivalent: they change nothing
 that can be observed. Those are for a person to judge.
+
+Which tests execute a line is read from a map, which `python -m tests.mutate --make-map` writes once (it needs the
+package coverage, and some forty minutes of one core). Without a map, and for what no test was seen to execute (code
+that Dynamo traces or another process runs), the test files that name the module judge.
 """
 
 import argparse
 import ast
 import collections
+import functools
+import importlib
+import itertools
+import json
 import os
 import random
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"passes": "passes", "lowering": "lowering", "ops": "sparsecomp/ops", "formats": "sparsecomp/formats",
-            "nn": "sparsecomp/nn", "runtime": "sparsecomp/runtime", "sparsecomp": "sparsecomp"}  # fmt: skip
-SECONDS = 400
-"""A run of the tests of one file; what takes longer counts as noticed, as an endless loop would be."""
+            "nn": "sparsecomp/nn", "runtime": "sparsecomp/runtime", "interop": "sparsecomp/interop",
+            "sparsecomp": "sparsecomp"}  # fmt: skip
+FIRST, ALL = 10.0, 60.0
+"""Seconds of the fastest tests, which run first and where most changes fall, and of each list that follows."""
+LIMIT = 400.0
+"""Seconds for a file's tests; what takes longer counts as noticed, as an endless loop would be."""
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
     ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*", ast.Pow: "*"}
-ALWAYS = {"passes": ["test_vocabulary", "test_facts", "test_transfer_table", "test_analysis", "test_fuzz"]}
-"""Tests that judge a whole package, whichever file is changed; the slowest last."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +88,9 @@ def _changes(node: ast.AST, text: str) -> Iterator[tuple[ast.expr, str]]:
         return ast.get_source_segment(text, part) or ""
 
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        yield node, f"{source(node.left)} {COMPARISONS[type(node.ops[0])]} {source(node.comparators[0])}"
+        yield node, f"({source(node.left)}) {COMPARISONS[type(node.ops[0])]} ({source(node.comparators[0])})"
     elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC and not isinstance(node.left, ast.JoinedStr):
-        yield node, f"{source(node.left)} {ARITHMETIC[type(node.op)]} {source(node.right)}"
+        yield node, f"({source(node.left)}) {ARITHMETIC[type(node.op)]} ({source(node.right)})"
     elif isinstance(node, ast.BoolOp):
         word = " and " if isinstance(node.op, ast.And) else " or "
         for left_out in node.values:
@@ -104,70 +117,250 @@ def _compiles(text: str) -> bool:
     return True
 
 
-def tests_of(path: Path, package: str) -> list[str]:
-    """The test files that judge the whole package, and a few that name the module."""
-    name = path.stem
-    word = re.compile(rf"\b(test_)?{re.escape(name)}\b")
+@dataclass(frozen=True)
+class Map:
+    """Which tests execute a line, and the seconds that each takes."""
+
+    seconds: dict[str, float]
+    lines: dict[str, dict[int, list[str]]]
+
+    def tests_of(self, mutation: Mutation) -> list[str]:
+        """The tests that execute the statement, or, where only an import does, any line of its file; fastest first."""
+        executed = self.lines.get(str(mutation.path.relative_to(ROOT)), {})
+        found = {test for line in _span(mutation) for test in executed.get(line, ())}
+        found = found or {test for tests in executed.values() for test in tests}
+        return sorted(found, key=lambda test: self.seconds[test])
+
+
+def _span(mutation: Mutation) -> range:
+    """The lines of the innermost statement around a change; none outside of functions, where an import executes it."""
+    inside, found = False, range(0)
+    for node in ast.walk(ast.parse(mutation.path.read_text())):
+        if not isinstance(node, ast.stmt):
+            continue
+        body = getattr(node, "body", None)
+        last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        inside |= is_function and last < mutation.line <= (node.end_lineno or 0)
+        if node.lineno <= mutation.line <= last and not is_function:
+            found = range(node.lineno, last + 1)
+    return found if inside else range(0)
+
+
+def named_tests(path: Path) -> list[str]:
+    """A few test files that name the module, those named after it first."""
+    word = re.compile(rf"\b(test_)?{re.escape(path.stem)}\b")
     found = [test for test in sorted((ROOT / "tests").glob("test_*.py")) if word.search(test.read_text())]
-    always = [ROOT / "tests" / f"{stem}.py" for stem in ALWAYS.get(package, [])]
-    related = sorted(found, key=lambda test: (name not in test.stem, len(test.read_text())))[:3]
-    return [str(test.relative_to(ROOT)) for test in dict.fromkeys([*always[:-1], *related, *always[-1:]])]
+    related = sorted(found, key=lambda test: (path.stem not in test.stem, len(test.read_text())))[:3]
+    return [str(test.relative_to(ROOT)) for test in related]
 
 
 def copied(folder: Path) -> Path:
     """A copy of the tree that Python imports before any installed sparsecomp."""
     copy = folder / "copy"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", "build", "*.egg-info"))
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        needless = {".git", "__pycache__", "build", ".hypothesis"}
+        return [name for name in names if name in needless or (Path(folder) / name).is_symlink()]
+
+    shutil.copytree(ROOT, copy, ignore=left_out)
     for package in ("passes", "lowering"):  # where an installed sparsecomp has them
         (copy / "sparsecomp" / package).symlink_to(copy / package)
-    question = "import sparsecomp.passes, sparsecomp.lowering; print(sparsecomp.passes.__file__)"
-    found = subprocess.run([sys.executable, "-c", question], cwd=copy, env=_environment(copy), capture_output=True)
-    if str(copy) not in found.stdout.decode():
-        raise SystemExit(f"tests would not run on the copy, but on {found.stdout.decode()}{found.stderr.decode()}")
     return copy
 
 
-def _environment(copy: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+def forked(copy: Path, work: Callable[[], int], limit: float) -> int | None:
+    """What `work` returns in a process that has the copy's sparsecomp before it; None past the limit of seconds."""
+    child = os.fork()
+    if child == 0:
+        status = 3
+        try:
+            _enter(copy)
+            status = work()
+        finally:
+            os._exit(status)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        if (done := os.waitpid(child, os.WNOHANG))[0]:
+            return os.waitstatus_to_exitcode(done[1])
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
-def is_noticed(mutation: Mutation, copy: Path, tests: list[str]) -> bool:
+def _enter(copy: Path) -> None:
+    os.setsid()
+    os.chdir(copy)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
+    sys.path[:] = [str(copy), *(place for place in sys.path if Path(place or ".").resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "bench", "sparsecomp")]:
+        del sys.modules[name]
+    os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+
+
+def prepare() -> None:
+    """Imports once, for all forks, what takes seconds and is not ours; Triton's interpreter as the tests have it."""
+    for name in ("tests.conftest", "torch._inductor.compile_fx", "scipy.sparse", "hypothesis"):
+        importlib.import_module(name)
+
+
+def is_noticed(mutation: Mutation, copy: Path, known: Map | None) -> bool:
     """Whether a test fails with the change."""
     place = copy / mutation.path.relative_to(ROOT)
-    before = place.read_text()
+    before, times = place.read_text(), place.stat()
     place.write_text(mutation.applied(before))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, timeout=SECONDS)
-        return done.returncode != 0
-    except subprocess.TimeoutExpired:
-        return True
+        return any(_fails(copy, tests) for tests in _rounds(mutation, known))
     finally:
         place.write_text(before)
+        os.utime(place, (times.st_atime, times.st_mtime))
+
+
+def _fails(copy: Path, tests: list[str]) -> bool:
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", *tests]
+    return forked(copy, lambda: int(pytest.main(arguments)), LIMIT) != 0
+
+
+def _rounds(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:
+    """Lists of tests to run one after another: the fastest, those of files that name the module, and all others."""
+    named = named_tests(mutation.path)
+    tests = known.tests_of(mutation) if known else []
+    if not known or not tests:
+        yield named
+        return
+    about = [test for test in tests if test.partition("::")[0] in named]
+    tried: set[str] = set()
+    for several, most in ((tests, FIRST), (about, ALL), (tests, ALL)):
+        spent = itertools.accumulate(known.seconds[test] for test in several)
+        chosen = [
+            test for test, sum_so_far in zip(several, spent, strict=True) if sum_so_far <= most or test == several[0]
+        ]
+        left = [test for test in chosen if test not in tried]
+        tried.update(left)
+        if left:
+            yield left
+
+
+class Recorder:
+    """A plug-in of pytest that tells coverage which test runs, and keeps what each took."""
+
+    def __init__(self, coverage) -> None:
+        self.coverage, self.seconds, self.failed = coverage, {}, set()
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.coverage.switch_context(item.nodeid)
+        start = time.monotonic()
+        yield
+        self.seconds[item.nodeid] = time.monotonic() - start
+        self.coverage.switch_context("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome != "passed":
+            self.failed.add(report.nodeid)
+
+
+def _recorded(test_file: str, into: Path) -> int:
+    """Runs a file's tests under coverage and writes which lines each executed."""
+    import coverage
+
+    here = Path.cwd()
+    watch = coverage.Coverage(
+        data_file=None, include=[f"{here}/{place}/*" for place in ("sparsecomp", "passes", "lowering")]
+    )
+    recorder = Recorder(watch)
+    watch.start()
+    pytest.main(["-q", "-p", "no:cacheprovider", test_file], plugins=[recorder])
+    watch.stop()
+    data = watch.get_data()
+    seconds = {test: spent for test, spent in recorder.seconds.items() if test not in recorder.failed}
+    lines = {}
+    for path in data.measured_files():
+        places = data.contexts_by_lineno(path)
+        lines[str(Path(path).resolve().relative_to(here))] = {
+            line: found for line, tests in places.items() if (found := [test for test in tests if test in seconds])
+        }
+    into.write_text(json.dumps({"seconds": seconds, "lines": lines}))
+    return 0
+
+
+def make_map(copy: Path, test_files: Iterable[str], folder: Path, jobs: int) -> None:
+    """Writes a file for each test file; those that are there already stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def one(test_file: str) -> None:
+        into = folder / f"{Path(test_file).stem}.json"
+        start = time.monotonic()
+        if not into.exists():
+            status = forked(copy, functools.partial(_recorded, test_file, into), 3 * LIMIT)
+            print(f"{test_file}: {status}, {time.monotonic() - start:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, test_files))
+
+
+def read_map(folder: Path) -> Map | None:
+    """What `make_map` wrote; None where nothing was."""
+    seconds, lines = {}, collections.defaultdict(lambda: collections.defaultdict(list))
+    for part in sorted(folder.glob("test_*.json")):
+        read = json.loads(part.read_text())
+        seconds.update(read["seconds"])
+        for path, places in read["lines"].items():
+            for line, tests in places.items():
+                lines[path][int(line)] += tests
+    return Map(seconds, lines) if seconds else None
+
+
+def chosen(package: str, count: int, seed: int) -> list[tuple[str, Mutation]]:
+    """A random sample of all changes that can be made, each with its package's name."""
+    names = list(PACKAGES) if package == "all" else [package]
+    folders = [(name, ROOT / PACKAGES[name]) for name in names]
+    files = [(name, path) for name, folder in folders
+             for path in sorted(folder.glob("*.py") if name == "sparsecomp" else folder.rglob("*.py"))]  # fmt: skip
+    places = [(name, mutation) for name, path in files for mutation in mutations(path)]
+    return random.Random(seed).sample(places, min(count, len(places)))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--package", choices=[*PACKAGES, "all"], default="all")
     parser.add_argument("--count", type=int, default=20, help="changes to make")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--map", type=Path, default=Path(tempfile.gettempdir()) / "sparsecomp-tests-map", help="folder of the map"
+    )
+    parser.add_argument(
+        "--make-map", nargs="*", metavar="TEST_FILE", help="write the map; of all test files or of these"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that make the map")
     options = parser.parse_args()
-    names = list(PACKAGES)[:-1] if options.package == "all" else [options.package]
-    files = [(name, path) for name in names for path in sorted((ROOT / PACKAGES[name]).rglob("*.py"))]
-    places = [(name, mutation) for name, path in files for mutation in mutations(path)]
-    chosen = random.Random(options.seed).sample(places, min(options.count, len(places)))
-    made, noticed = collections.Counter(), collections.Counter()
+    prepare()
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
-        for name, mutation in chosen:
-            killed = is_noticed(mutation, copy, tests_of(mutation.path, name))
-            made[name] += 1
-            noticed[name] += killed
-            print(f"| {'killed' if killed else '**survived**'} | {mutation} |", flush=True)
+        if options.make_map is not None:
+            every = sorted(str(test.relative_to(ROOT)) for test in (ROOT / "tests").glob("test_*.py"))
+            make_map(copy, options.make_map or every, options.map, options.jobs)
+            return 0
+        judge(chosen(options.package, options.count, options.seed), copy, read_map(options.map))
+    return 0
+
+
+def judge(sample: list[tuple[str, Mutation]], copy: Path, known: Map | None) -> None:
+    """Prints each change with what became of it, then the table by package."""
+    made, noticed = collections.Counter(), collections.Counter()
+    for name, mutation in sample:
+        killed = is_noticed(mutation, copy, known)
+        made[name] += 1
+        noticed[name] += killed
+        print(f"| {'killed' if killed else '**survived**'} | {mutation} |", flush=True)
     print("\n| package | changes | noticed |\n|---|---|---|")
     for name in made:
         print(f"| {name} | {made[name]} | {noticed[name]} ({noticed[name] / made[name]:.0%}) |")
-    return 0
 
 
 if __name__ == "__main__":

@@ -370,6 +370,45 @@ def test_steps_written_into_empty_need_all_rows(steps: int, binary: bool) -> Non
     assert (fact is not None and fact.is_binary) == binary
 
 
+def _set(out: Any, index: Any, value: Any) -> None:
+    in_graph(operator.setitem, out, index, value)
+
+
+EMPTY: dict[str, tuple[Callable[[Any, Any], Any], tuple[int, int] | None]] = {
+    # what is written into an empty tensor of four rows, from spikes s and anything x; the bounds of all of it after
+    "every row": (lambda out, s, x: [_set(out, t, s[t]) for t in range(4)], (0, 1)),
+    "rows from the end": (lambda out, s, x: [_set(out, -t, s[0]) for t in range(1, 5)], (0, 1)),
+    "a row from both ends": (lambda out, s, x: [_set(out, t, s[0]) for t in (0, 1, 2, -2)], None),
+    "a row twice": (lambda out, s, x: [_set(out, t, s[0]) for t in (0, 1, 2, 0)], None),
+    "different rows": (lambda out, s, x: [_set(out, t, s[0] + t) for t in range(4)], (0, 4)),
+    "a row of numbers": (lambda out, s, x: [_set(out, t, s[0] if t else 7) for t in range(4)], (0, 7)),
+    "more into a row": (lambda out, s, x: [_set(out, t % 4, s[0] + t // 4 * 5) for t in range(5)], (0, 6)),
+    "anything into a row": (lambda out, s, x: [_set(out, t % 4, s[0] if t < 4 else x[0]) for t in range(5)], None),
+    "anything first": (lambda out, s, x: [_set(out, t % 4, s[0] if t else x[0]) for t in range(5)], None),
+    "slices": (lambda out, s, x: [_set(out, slice(t, t + 1), s[:1]) for t in range(4)], None),
+    "by truth": (lambda out, s, x: _set(out, x > 9, 1.0), None),
+    "filled between": (lambda out, s, x: [_set(out, 0, s[0]), out.fill_(1), _set(out, 1, s[0])], (0, 1)),
+    "scaled between": (lambda out, s, x: [_set(out, t, s[0]) if t < 4 else out.mul_(x) for t in (0, 4, 1, 2, 3)], None),
+    "through a view": (lambda out, s, x: [_set(out.flatten(1), t, s[t].flatten()) for t in range(4)], None),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_tensor_holds_what_every_row_was_written_with(name: str) -> None:
+    write, bounds = EMPTY[name]
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        write(out, spikes(x), x)
+        return torch.neg(out)
+
+    analysis = analyse(trace(model, X))
+    fact = fact_at(analysis, "neg")
+    assert bounds == (None if fact is None else (fact.lo, fact.hi))
+    if bounds is not None:
+        check(trace(model, X), X.clone())
+
+
 def test_an_analog_step_written_into_zeros_ends_the_fact() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)

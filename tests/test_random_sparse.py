@@ -5,8 +5,11 @@ import pytest
 import scipy.sparse
 import torch
 
+from sparsecomp.lowering.epilogue import Output
 from sparsecomp.lowering.random_sparse import SKEWS, density_of, random_pattern, rows_of
+from sparsecomp.lowering.sddmm import SDDMM, Sddmm
 from sparsecomp.lowering.signature import Rows
+from sparsecomp.lowering.spmm_csr import SPMM_CSR, SpmmCsr
 
 
 @pytest.mark.parametrize("variation", SKEWS.values())
@@ -46,3 +49,27 @@ def test_shares_of_what_there_is():
     assert density_of(6, 2, 4) == 0.75 and density_of(100, 2, 4) == 1.0
     assert density_of(0, 0, 4) == density_of(5, 3, 0) == 0.0
     assert rows_of(6, 4, 0.5) == Rows(1.5, 0.5) and rows_of(0, 0, 0.0) == Rows(0.0, 0.0)
+
+
+OUTPUT = Output((63, 7, 1), "float32", "", "", "", (0, 0, 0), "none", 1.0)
+
+
+@pytest.mark.parametrize("room", [0, 5, 200])
+@pytest.mark.parametrize(
+    ("operation", "problem", "entries"),
+    [
+        (SPMM_CSR, SpmmCsr(9, 8, 7, 1, 40, 1, 0, 0, 7, 1, "float32", "float32", "int32", OUTPUT), 40),
+        (SDDMM, Sddmm(9, 8, 3, 2, 40, 1, 27, 3, 1, 24, 3, 1, 40, 1.0, "float32", "float32", "int64"), 40),
+    ],
+)
+def test_problems_are_timed_with_as_many_entries_as_they_have(operation, problem, entries, room):
+    """No more than there are places, however much room there is."""
+    problem = problem._replace(nnz=entries + room)
+    stored = min(entries + room, 72)
+    crow, col, *_, out = operation.operands(problem, torch.device("cpu"), 0)
+    assert crow[-1] == stored and col.numel() == entries + room
+    assert len({(row, int(col[at])) for row in range(9) for at in range(crow[row], crow[row + 1])}) == stored
+    unwritten = out.isnan() if operation is SPMM_CSR else out[:, :stored].isnan()
+    assert unwritten.all()
+    again = operation.operands(problem, torch.device("cpu"), 0)
+    assert all(torch.equal(a, b) for a, b in zip((crow, col), again, strict=False))
