@@ -163,6 +163,11 @@ def matmul_tf32() -> bool:
     return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
+def jit_traces() -> bool:
+    """Whether torch.jit.trace is at work."""
+    return bool(cast(Any, torch.jit).is_tracing())
+
+
 def inside_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad, …) is at work, of which our operators know nothing."""
     return cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None

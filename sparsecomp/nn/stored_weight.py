@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from sparsecomp import _compat
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import SparseMatrix
 from sparsecomp.ops.patterns import skew_of
@@ -115,7 +116,7 @@ class StoredWeight(nn.Module):
             missing = self.transposed_order is None and self.values.requires_grad and self._is_described()
             if missing and not torch.compiler.is_compiling():
                 self._describe(Pattern(self.format, self._layout, tuple(self._own())))
-        elif not (self._by_columns or torch.jit.is_tracing()):  # a trace is checked with and without gradients
+        elif not (self._by_columns or _compat.jit_traces()):  # a trace is checked with and without gradients
             return self._own()
         return self._own() + self._kept_transposed()
 
@@ -123,7 +124,7 @@ class StoredWeight(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_torchs = name == "parametrizations" and isinstance(value, nn.ModuleDict)
-        super().__setattr__(name, _Parametrizations(value) if is_torchs else value)
+        super().__setattr__(name, _Parametrizations(dict(value.items())) if is_torchs else value)
 
     # -- checkpoints
 
