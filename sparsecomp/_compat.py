@@ -6,7 +6,7 @@ importing it takes seconds.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from itertools import count
 from operator import getitem
@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.utils import counters
+from torch._functorch import pyfunctorch
 from torch._logging._internal import register_log
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, maybe_get_fake_mode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -167,6 +168,11 @@ def matmul_tf32() -> bool:
     return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
+def jit_traces() -> bool:
+    """Whether torch.jit.trace is at work."""
+    return bool(cast(Any, torch.jit).is_tracing())
+
+
 def inside_transform() -> bool:
     """Whether a transform of torch.func (vmap, grad, …) is at work, of which our operators know nothing."""
     return cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None
@@ -175,6 +181,20 @@ def inside_transform() -> bool:
 def inside_forward_mode() -> bool:
     """Whether tensors may carry tangents; a traced transform tells of its level nowhere else than in the stack."""
     return forward_ad._current_level >= 0 or inside_transform()
+
+
+def carries_levels(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of a transform's own, or has a tangent: what lies below autograd would lose that."""
+    if forward_ad._current_level >= 0:
+        with above_autograd():
+            if cast(Any, forward_ad).unpack_dual(tensor, level=0).tangent is not None:
+                return True
+    return bool(cast(Any, torch._C)._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Context within which no transform of torch.func is at work; a transform's own tensors mean nothing in it."""
+    return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
 from sparsecomp.ops.sparse_linear import autocast
 from sparsecomp.ops.sparse_rows import sparse_rows
+from sparsecomp.sparse_by_values import flipped, product_by_values, rows_by_values
 from sparsecomp.sparse_operators import product
 from sparsecomp.sparse_pattern import is_traced
 
@@ -85,7 +86,24 @@ def _embedding(
 ) -> Tensor:  # fmt: skip
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
         raise SparseOperatorError("embedding of a SparseTensor takes no options: leave them out, or use to_dense()")
-    return sparse_rows(weight, input)
+    return rows_by_values(weight, input) if _compat.inside_forward_mode() else sparse_rows(weight, input)
+
+
+def _transposing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(cls: type, input: Tensor, *dims: int) -> Tensor:
+        if _compat.inside_forward_mode() and (not dims or dims[0] % 2 != dims[1] % 2):
+            return flipped(input)
+        with _compat.without_torch_function():
+            return function(input, *dims)
+
+    return handler
+
+
+FUNCTIONS.update({
+    function: _transposing(function) for function in (
+        torch.t, Tensor.t, torch.transpose, Tensor.transpose, Tensor.T.__get__, Tensor.mT.__get__,  # pyright: ignore
+    )
+})  # fmt: skip
 
 
 @_handles(Tensor.grad.__set__)  # pyright: ignore
@@ -103,5 +121,7 @@ def _set_grad(cls: type, tensor: Any, grad: Any) -> None:
 def _product(
     sparse: Tensor, dense: Tensor, bias: Tensor | None, residual: Tensor | None, linear: bool, axis: str, scale: float
 ) -> Tensor:
+    if _compat.inside_forward_mode():
+        return product_by_values(sparse, dense, bias, residual, linear, axis, scale)
     dense, sparse = autocast(dense, sparse)
     return product(sparse, dense, bias, residual, linear, axis, "none", scale, None)

@@ -199,7 +199,18 @@ def _multiplied(
         beside = residual if residual is None or dense.dim() == 2 else residual.flatten(0, -3)
         how = (transpose, bias_axis, activation, scale, dtype, False)
         return spmm(values, pattern, flat, bias, beside, *layout, *how).view(*size[:-2], m, size[-1])
+    bias, residual = by_column(bias, residual, bias_axis, (*size[:-1], m))
     return by_rows(spmm, dense, values, pattern, bias, residual, layout, transpose, activation, scale, dtype)
+
+
+def by_column(
+    bias: Tensor | None, residual: Tensor | None, bias_axis: str, shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Bias and residual of a result whose bias can only be one number a column."""
+    if bias is None or bias_axis == "column":
+        return bias, residual
+    beside = bias[:, None].expand(shape)
+    return None, beside if residual is None else residual + beside
 
 
 class _Product(torch.autograd.Function):
@@ -280,10 +291,15 @@ def _sampled(
 
 @_implements(ours.sparse_to_dense.default)
 def _sparse_to_dense(cls: Any, func: Any, sparse: Any) -> Tensor:
-    row, col = sparse._pattern.places(sparse._values)
+    return written_out(sparse, sparse._values)
+
+
+def written_out(sparse: Any, values: Tensor) -> Tensor:
+    """The dense tensor of these values at the places of `sparse`."""
+    row, col = sparse._pattern.places(values)
     rows, cols = sparse._pattern.layout.shape
-    whole = sparse._values.new_zeros(sparse._pattern.layout.padded_shape)
-    dense = whole.index_put((row, col), sparse._values)[:rows, :cols]
+    whole = values.new_zeros(sparse._pattern.layout.padded_shape)
+    dense = whole.index_put((row, col), values)[:rows, :cols]
     return (dense.mT if _by_columns(sparse) else dense).contiguous()
 
 
@@ -300,13 +316,13 @@ def _sparse_gather(cls: Any, func: Any, sparse: Any, dense: Tensor) -> Any:
 
 @_implements(ours.sparse_rows.default)
 def _sparse_rows(cls: Any, func: Any, sparse: Any, index: Tensor) -> Tensor:
-    pointers, columns, longest = _by_row_elements(cls, func, sparse)
+    pointers, columns, longest = by_row_elements(cls, func, sparse)
     return rows_of_arrays(pointers, columns, sparse._values.flatten(), index, longest, sparse.shape[1])
 
 
 @_implements(ours.sparse_rows_gradient.default)
 def _sparse_rows_gradient(cls: Any, func: Any, sparse: Any, index: Tensor, grad: Tensor) -> Any:
-    pointers, columns, longest = _by_row_elements(cls, func, sparse)
+    pointers, columns, longest = by_row_elements(cls, func, sparse)
     found = gradient_of_arrays(pointers, columns, index, grad, longest, sparse.shape[1])
     return sparse.with_values(found.view(sparse._values.shape))
 
@@ -324,7 +340,7 @@ def _by_columns(sparse: Any) -> bool:
     return sparse._pattern.stored_by_columns(sparse._transpose)
 
 
-def _by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor, int]:
+def by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor, int]:
     """Pointers and columns of elements by rows, and entries of the longest row."""
     pattern = sparse._pattern
     if _by_columns(sparse) or pattern.layout.format == "bsr":

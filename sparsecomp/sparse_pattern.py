@@ -7,6 +7,7 @@ backward needs, are computed once and not once a tensor.
 import torch
 from torch import Tensor
 
+from sparsecomp import _compat
 from sparsecomp.errors import FormatError, PatternError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.formats.compressed import Compressed
@@ -79,7 +80,8 @@ class Pattern:
     def keep_transposed(self) -> None:
         """Compute the arrays of the transpose, once; reads from the device."""
         if self.transposed is None:
-            with torch.inference_mode(False):  # a backward may need them later
+            # they outlive a transform, and a backward may need them later
+            with _compat.outside_transforms(), torch.inference_mode(False):
                 self.transposed = transposed_arrays(self.arrays, self.layout)
             self.layout = self.layout._replace(skews=(self.layout.skews[0], skew_of(self.transposed[0])))
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsecomp import _compat
-from sparsecomp.errors import FormatError
+from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import CSR, SparseMatrix
 from sparsecomp.formats.files import Stored
-from sparsecomp.ops.patterns import OWN_ARRAYS
+from sparsecomp.ops.patterns import OWN_ARRAYS, Layout
 from sparsecomp.ops.sparse_matmul import to_dense
+from sparsecomp.sparse_by_values import dense_by_values
 from sparsecomp.sparse_functions import FUNCTIONS
 from sparsecomp.sparse_operators import OPERATORS, elementwise
 from sparsecomp.sparse_pattern import FORMATS, Pattern, is_traced
@@ -95,7 +96,7 @@ class SparseTensor(Tensor):
 
     def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The dense tensor (rows, columns). Its gradient comes back at the stored elements only."""
-        dense = to_dense(self)
+        dense = dense_by_values(self) if _compat.inside_forward_mode() else to_dense(self)
         return dense if dtype is None else dense.to(dtype)
 
     # -- torch's protocols
@@ -146,6 +147,11 @@ class SparseTensor(Tensor):
     @classmethod
     @torch.compiler.disable  # as above: an optimizer's step that breaks the graph runs it
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if any(isinstance(value, cls) and _compat.carries_levels(value._values) for value in args):
+            raise SparseOperatorError(
+                f"{func} does not take a SparseTensor whose values torch.func or forward-mode AD follows, as products, "
+                "transposes and to_dense() do: call to_dense() first, which makes a dense copy"
+            )
         handler = OPERATORS.get(func)
         if handler is not None:
             return handler(cls, func, *args, **(kwargs or {}))
@@ -174,6 +180,37 @@ class SparseTensor(Tensor):
         gradient = ", requires_grad=True" if self.requires_grad else ""
         stored = f"{self._values.numel()} values"
         return f"SparseTensor({self.format}, shape={tuple(self.shape)}, {stored}, dtype={self.dtype}{gradient})"
+
+
+@torch.compiler.allow_in_graph  # Dynamo cannot trace the making of a subclass
+def view_of(values: Tensor, arrays: Sequence[Tensor], format: str, layout: str) -> SparseTensor:
+    """A SparseTensor on a module's memory, whose gradient goes back to `values`.
+
+    Args:
+        arrays: of the pattern, perhaps with those of the transpose.
+        format: name of the class in `sparsecomp.formats`.
+        layout: what `Layout.written` returns.
+    """
+    read = Layout.read(layout)
+    own = OWN_ARRAYS[read.format]
+    pattern = Pattern(format, read, tuple(arrays[:own]), tuple(arrays[own:]) or None)
+    if _compat.carries_levels(values):  # what a transform follows must stay within its sight
+        return SparseTensor._make(values, pattern, False)
+    with _compat.outside_transforms():
+        return cast(SparseTensor, _View.apply(values, pattern))
+
+
+class _View(torch.autograd.Function):
+    """A SparseTensor of values, whose gradient goes back to them."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, pattern: Pattern) -> Tensor:
+        return SparseTensor._make(values.detach(), pattern, False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return grad._values, None
 
 
 def rebuild(

@@ -2,6 +2,7 @@
 
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from sparsecomp.errors import FormatError
@@ -49,9 +50,24 @@ class SparseEmbedding(StoredWeight):
         matrix = pruned(embedding.weight, format, mask, sparsity, layout)
         return cls(matrix, embedding.weight.requires_grad).train(embedding.training)
 
-    def _describe(self, pattern: Pattern) -> None:
-        self._layout, self._longest = pattern.layout, pattern.longest()
+    def _derive(self, pattern: Pattern) -> None:
+        self._longest, self._version = pattern.longest(), self.indices._version
+
+    def _make_room(self, name: str, given: Tensor) -> None:
+        super()._make_room(name, given)
+        own = getattr(self, name)
+        if name != "values" and not torch.equal(own, given.to(own)):
+            setattr(self, name, own.clone())  # a backward that is still to come reads the old one
 
     def forward(self, index: Tensor) -> Tensor:
         """Integers of any shape to (…, columns)."""
-        return stored_rows(index, self.values, self._own(), self._layout, self._longest)
+        return stored_rows(index, self.values, self._own(), self._layout, self._reach())
+
+    def _reach(self) -> int:
+        """Entries of the longest row, or more."""
+        if not self._is_described():
+            return self.shape[1]
+        # another process's pattern came here, by DistributedDataParallel
+        if not torch.compiler.is_compiling() and self.indices._version != self._version:
+            self._describe(Pattern(self.format, self._layout, tuple(self._own())))
+        return self._longest

@@ -29,6 +29,8 @@ def pruned(
     if not (isinstance(format, type) and issubclass(format, SparseMatrix)):
         raise FormatError(f"format is {format!r}, needs a class of sparsecomp.formats, such as CSR")
     weight = weight.detach()
+    if weight.is_meta:
+        raise FormatError("the weight is on the meta device, which has no numbers: make the layer elsewhere")
     if (mask is None) == (sparsity is None) and not (mask is None and format is NM):
         raise FormatError(
             "give mask= or sparsity=, one of them; N:M takes mask= or nothing, since n and m say the rest"

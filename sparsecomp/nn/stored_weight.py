@@ -4,16 +4,17 @@ The stored numbers are an ordinary parameter and the index arrays ordinary buffe
 gradient scalers, data parallelism, checkpoints, shared memory and compiled graphs need to know nothing of them.
 """
 
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from sparsecomp import _compat
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import SparseMatrix
 from sparsecomp.ops.patterns import skew_of
 from sparsecomp.sparse_pattern import Pattern
-from sparsecomp.sparse_tensor import SparseTensor
+from sparsecomp.sparse_tensor import SparseTensor, view_of
 
 _OWN = {"csr": ("pointers", "indices"), "bsr": ("pointers", "indices"), "nm": ("indices",)}
 """Names of the index arrays by layout."""
@@ -60,11 +61,34 @@ class StoredWeight(nn.Module):
 
     def _describe(self, pattern: Pattern) -> None:
         """Keep what follows from the index arrays; reads from the device."""
+        self._derive(pattern)
+        self._layout, self._written = pattern.layout, pattern.layout.written()
+        self._described = self.indices, self.transposed_order
+
+    def _derive(self, pattern: Pattern) -> None:
         if self.values.requires_grad or self._by_columns:
             pattern.keep_transposed()
             for name, array in zip(_TRANSPOSED, pattern.transposed or (), strict=True):
-                setattr(self, name, array)
-        self._layout, self._written = pattern.layout, pattern.layout.written()
+                self._write(name, array)
+
+    def _write(self, name: str, array: Tensor) -> None:
+        """Into the buffer that is there, which a captured graph reads, if it fits."""
+        kept = getattr(self, name)
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (array.shape, array.dtype, array.device):
+            setattr(self, name, array)
+        else:
+            kept.copy_(array)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        described = self._is_described()
+        super()._apply(fn, recurse)
+        if described:
+            self._described = self.indices, self.transposed_order
+        return self
+
+    def _is_described(self) -> bool:
+        """Whether the index arrays are those that `_describe` was given, and none of `torch.func.functional_call`."""
+        return self.indices is self._described[0]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,25 +99,32 @@ class StoredWeight(nn.Module):
     @property
     def weight(self) -> SparseTensor:
         """The weight as a tensor on the same memory, to look at or to multiply with; gradients flow to `values`."""
-        pattern = Pattern(self.format, self._layout, tuple(self._own()), tuple(self._kept_transposed()) or None)
-        return cast(SparseTensor, _View.apply(self.values, pattern))
+        return view_of(self.values, self._own() + self._kept_transposed(), self.format, self._written)
 
     def _own(self) -> list[Tensor]:
         return [self.indices] if self.format == "NM" else [self.pointers, self.indices]
 
     def _kept_transposed(self) -> list[Tensor]:
-        if self.transposed_order is None:
+        # functional_call may have put another pattern in place of the layer's, without its transpose
+        if self.transposed_order is None or self._is_described() != (self.transposed_order is self._described[1]):
             return []
         return [self.transposed_pointers, self.transposed_indices, self.transposed_order]
 
     def _pattern(self) -> list[Tensor]:
         """Index arrays for an operator; those of the transpose only where they are read."""
         if torch.is_grad_enabled():
-            missing = self.transposed_order is None and self.values.requires_grad
+            missing = self.transposed_order is None and self.values.requires_grad and self._is_described()
             if missing and not torch.compiler.is_compiling():
                 self._describe(Pattern(self.format, self._layout, tuple(self._own())))
-            return self._own() + self._kept_transposed()
-        return self._own() + self._kept_transposed() if self._by_columns else self._own()
+        elif not (self._by_columns or _compat.jit_traces()):  # a trace is checked with and without gradients
+            return self._own()
+        return self._own() + self._kept_transposed()
+
+    # -- parametrizations
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_torchs = name == "parametrizations" and isinstance(value, nn.ModuleDict)
+        super().__setattr__(name, _Parametrizations(dict(value.items())) if is_torchs else value)
 
     # -- checkpoints
 
@@ -109,13 +140,14 @@ class StoredWeight(nn.Module):
         if weight is not None:
             state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}weight"}
             state_dict |= self._state_of(weight, prefix)
-        given = [state_dict.get(f"{prefix}{name}") for name in ("values", *_OWN[self._layout.format])]
-        arrays = [tensor for tensor in given if isinstance(tensor, Tensor) and not tensor.is_meta]
+        names = ("values", *_OWN[self._layout.format])
+        given = {name: found for name in names if (found := state_dict.get(f"{prefix}{name}")) is not None}
+        # values may be missing, being computed by a parametrization; what is there must fit what stays
+        tensors = [given[name] if name in given else getattr(self, name) for name in names]
         # before anything of the layer changes
-        pattern = self._checked(*arrays) if len(arrays) == len(given) else None
-        for name, tensor in zip(("values", "indices"), (given[0], given[-1]), strict=True):
-            if tensor is not None:
-                self._make_room(name, tensor)
+        pattern = self._checked(*tensors) if given and not any(tensor.is_meta for tensor in tensors) else None
+        for name, tensor in given.items():
+            self._make_room(name, tensor)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if pattern is not None and not self.values.is_meta:
             self._describe(Pattern(self.format, pattern.layout, tuple(self._own())))
@@ -161,14 +193,10 @@ class StoredWeight(nn.Module):
         return f"{self.shape[0]}, {self.shape[1]}, format={self.format}"
 
 
-class _View(torch.autograd.Function):
-    """A SparseTensor of values, whose gradient goes back to them."""
+class _Parametrizations(nn.ModuleDict):
+    """Parametrizations by parameter: torch's own container refuses the name `values`, which is one of its methods."""
 
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, pattern: Pattern) -> Tensor:
-        return SparseTensor._make(values.detach(), pattern, False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        (grad,) = grads
-        return grad._values, None
+    @property
+    def values(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """No method: nn.Module looks for a module of that name."""
+        raise AttributeError("values")

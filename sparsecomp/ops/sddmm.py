@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops import sparse_reference
-from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, library
+from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, differentiable, library
 from sparsecomp.ops.patterns import VALUE_DIMS, Layout, elements_of, layout_of, stored_shape
 from sparsecomp.ops.spmm import is_by_column, spmm
 
@@ -114,4 +114,4 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"cpu": _reference, "cuda":
 for _key, _function in _IMPLEMENTATIONS.items():
     library.impl("sddmm", _function, _key.upper())
 torch.library.register_fake("sparsecomp::sddmm", _fake, lib=library)
-torch.library.register_autograd("sparsecomp::sddmm", _backward, setup_context=_save, lib=library)
+differentiable("sddmm", _backward, _save)

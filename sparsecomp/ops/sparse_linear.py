@@ -198,13 +198,16 @@ def _save(ctx, inputs, output):
     smooth = activation not in ("none", "relu")
     # gelu and silu are computed again from their operands, which are smaller to keep than what went into them
     saved = (bias, residual, None) if smooth else (None, None, output if activation == "relu" else None)
-    ctx.save_for_backward(x, values, *pattern, *saved)
+    ctx.save_for_backward(x, values, *saved)
+    # DistributedDataParallel writes the same indices again in each forward, which must be no reason not to go backward
+    ctx.pattern = pattern
     ctx.kinds = [None if operand is None else (operand.dtype, operand.shape) for operand in (bias, residual)]
     ctx.how = layout, transpose, activation
 
 
 def _backward(ctx, grad):
-    x, values, *pattern, bias, residual, saved = ctx.saved_tensors
+    x, values, bias, residual, saved = ctx.saved_tensors
+    pattern = ctx.pattern
     layout, transpose, activation = ctx.how
     if activation not in ("none", "relu"):
         saved = sparse_linear(x, values, pattern, layout, transpose=transpose, bias=bias, residual=residual)
@@ -221,12 +224,12 @@ def _backward(ctx, grad):
 
 
 def _save_gradient(ctx, inputs, output):
-    x, grad, pattern, *ctx.how = inputs
-    ctx.save_for_backward(x, grad, *pattern)
+    x, grad, ctx.pattern, *ctx.how = inputs
+    ctx.save_for_backward(x, grad)
 
 
 def _backward_gradient(ctx, by_values):
-    x, grad, *pattern = ctx.saved_tensors
+    (x, grad), pattern = ctx.saved_tensors, ctx.pattern
     layout, transpose = ctx.how
     by_x = by_grad = None
     if ctx.needs_input_grad[0]:

@@ -117,17 +117,17 @@ def _stored_gradient(grad, index, pointers, columns, longest, cols):
 
 
 def _save_stored(ctx, inputs, output):
-    _, *arrays, ctx.longest, ctx.cols = inputs
-    ctx.save_for_backward(*arrays)
+    _, index, *ctx.how = inputs
+    ctx.save_for_backward(index)  # and not the pattern: see sparse_linear
 
 
 def _backward_stored(ctx, grad):
-    found = torch.ops.sparsecomp.stored_rows_gradient.default(grad, *ctx.saved_tensors, ctx.longest, ctx.cols)
+    found = torch.ops.sparsecomp.stored_rows_gradient.default(grad, *ctx.saved_tensors, *ctx.how)
     return found, None, None, None, None, None
 
 
 def _backward_stored_gradient(ctx, grad):
-    found = torch.ops.sparsecomp.stored_rows.default(grad, *ctx.saved_tensors, ctx.longest, ctx.cols)
+    found = torch.ops.sparsecomp.stored_rows.default(grad, *ctx.saved_tensors, *ctx.how)
     return found, None, None, None, None, None
 
 

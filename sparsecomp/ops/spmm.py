@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.lowering.epilogue import ACTIVATIONS
 from sparsecomp.ops import sparse_reference
-from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, library
+from sparsecomp.ops.library import KERNEL_DTYPES, TAGS, differentiable, library
 from sparsecomp.ops.patterns import VALUE_DIMS, Layout, check_pattern, compressed, layout_of
 
 library.define(
@@ -254,4 +254,4 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"cpu": _reference, "cuda":
 for _key, _function in _IMPLEMENTATIONS.items():
     library.impl("spmm", _function, _key.upper())
 torch.library.register_fake("sparsecomp::spmm", _fake, lib=library)
-torch.library.register_autograd("sparsecomp::spmm", _backward, setup_context=_save, lib=library)
+differentiable("spmm", _backward, _save)
