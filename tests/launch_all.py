@@ -44,7 +44,8 @@ def main(device: str = "cuda") -> int:
 
     Launch.__call__, Tuner.choose = noted, chosen  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        for step in (sparse_layers, written_out, spikes, neurons, masks, partial(the_rest, launched, problems)):
+        rest = partial(the_rest, launched, problems)
+        for step in (sparse_layers, written_out, spikes, neurons, masks, sparse_tensor_cores, rest):
             step(device)
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -94,7 +95,11 @@ def sparse_layers(device: str) -> None:
     large = torch.randn(130, 257, device=device) * (torch.rand(130, 257, device=device) < 0.5)
     layer = SparseLinear(CSR.from_dense(large)).to(device)
     layer(torch.randn(129, 257, device=device, requires_grad=True)).sum().backward()
-    if device == "cuda":  # large enough for sparse tensor cores, which keep a copy of the weight and guard it
+
+
+def sparse_tensor_cores(device: str) -> None:
+    """A product large enough for them; the weight's copy is guarded by a fingerprint."""
+    if device == "cuda":
         halved = NM.from_dense(*_two_of_four(torch.randn(4096, 4096, device=device, dtype=torch.float16)), n=2, m=4)
         SparseLinear(halved)(torch.randn(4096, 4096, device=device, dtype=torch.float16))
 
