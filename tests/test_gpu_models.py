@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rewriting import dyadic
+from rewriting import Surrogate, dyadic
 from torch import nn
 
 import sparsecomp
@@ -65,8 +65,7 @@ def test_training_gradients_equal_eager():
     x = torch.randn(64, 64, 28, 28, device="cuda", requires_grad=True)
 
     def step(layer: nn.Module, value: torch.Tensor) -> torch.Tensor:
-        hard = (value >= 0.5).float()
-        return layer(hard + (value - value.detach()))
+        return layer(Surrogate.apply(value - 0.5))
 
     found = []
     for run in (step, torch.compile(step, backend="sparsecomp", options={"implementation": "binary"})):
