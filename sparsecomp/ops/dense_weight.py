@@ -43,7 +43,8 @@ def _written(values, pattern, layout, transpose):
     else:
         out = values.new_zeros((rows, cols))
         out.view(-1).scatter_(0, _flat(pattern, layout), values.reshape(-1))
-    out = out[: layout.shape[0], : layout.shape[1]]
+    if (rows, cols) != layout.shape:
+        out = out[: layout.shape[0], : layout.shape[1]]
     return (out.mT if transpose else out).contiguous()
 
 
