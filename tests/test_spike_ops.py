@@ -175,3 +175,12 @@ def test_a_result_is_no_view_and_may_be_written_to(shape):
     out.mul_(2)
     out.sum().backward()
     torch.testing.assert_close(weight.grad, 2 * x.flatten(0, -2).sum(0).expand(4, 6))
+
+
+def test_vmap_is_a_call_for_each():
+    """Of several weights, with lists of numbers among the other arguments."""
+    x, w, b = sample()
+    several = torch.stack([w, 2 * w, -w]).detach()
+    found = torch.vmap(lambda w: ops.spike_conv2d(x.detach(), w, b.detach(), *WINDOW))(several)
+    expected = torch.stack([F.conv2d(x, w, b, *WINDOW[:4]) for w in several])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
