@@ -214,7 +214,8 @@ PROBLEMS: dict[str, list[Any]] = {
                 _nm(300, 600, 77, 4, 8, "bfloat16"), _nm(128, 300, 200, 3, 5, "float16")],
     "sddmm": [_sddmm(1024, 1024, 64, 1, 0.05, 0, "float16"), _sddmm(4096, 2048, 256, 1, 0.01, 1, "float32"),
               _sddmm(128, 128, 33, 16, 0.4, 2, "float32"),
-              _sddmm(512, 512, 1, 1, 0.1, 0, "float32")._replace(a_col=512), _sddmm(2048, 2048, 2048, 1, 0.1, 0, "bfloat16")],
+              _sddmm(512, 512, 1, 1, 0.1, 0, "float32")._replace(a_col=512),
+              _sddmm(2048, 2048, 2048, 1, 0.1, 0, "bfloat16")],
     "pack_mask": [PackMask(10**6), PackMask(77)],
     "merge_pruned": [Merge(10**6, 700_000, 4), Merge(1000, 10, 2)],
     "split_pruned": [Split(10**6, 700_000, 4, 1, 1), Split(1000, 10, 2, 0, 1)],
@@ -305,7 +306,7 @@ def test_a_template_refuses_from_its_bound_on(op: str, template: str, taken: Any
      ("7.5", 99 * 1024), ("", 99 * 1024)],
 )  # fmt: skip
 def test_shared_memory_is_what_nvidia_says(capability: str, most: int) -> None:
-    """KiB a block can opt in to (CUDA C++ Programming Guide, technical specifications); unknown cards as the smallest."""
+    """What a block can opt in to (CUDA C++ Programming Guide, technical specifications); unknown cards as the least."""
     device = Device("card", capability, "3.6.0")
     assert fits_shared(most, device) and not fits_shared(most + 1, device)
 
