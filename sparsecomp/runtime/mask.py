@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from sparsecomp.errors import MaskError
-
-_INT32_MAX = 2**31 - 1
+from sparsecomp.formats.indices import index_dtype_for
 
 
 def checked_mask(mask: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
@@ -82,8 +81,7 @@ class SparseMask(torch.nn.Module):
 
 
 def _positions(chosen: torch.Tensor) -> torch.Tensor:
-    index = torch.int32 if chosen.numel() <= _INT32_MAX else torch.int64
-    return chosen.reshape(-1).nonzero().reshape(-1).to(index)
+    return chosen.reshape(-1).nonzero().reshape(-1).to(index_dtype_for(chosen.numel()))
 
 
 def check_before_load(module: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
