@@ -1,5 +1,7 @@
 """Random patterns are CSR arrays of exactly the entries that were asked for, as uneven as was asked for."""
 
+import itertools
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -8,7 +10,7 @@ import torch
 from sparsecomp.lowering.epilogue import Output
 from sparsecomp.lowering.random_sparse import SKEWS, density_of, random_pattern, rows_of
 from sparsecomp.lowering.sddmm import SDDMM, Sddmm
-from sparsecomp.lowering.signature import Rows
+from sparsecomp.lowering.signature import Device, Rows
 from sparsecomp.lowering.spmm_csr import SPMM_CSR, SpmmCsr
 
 
@@ -73,3 +75,17 @@ def test_problems_are_timed_with_as_many_entries_as_they_have(operation, problem
     assert unwritten.all()
     again = operation.operands(problem, torch.device("cpu"), 0)
     assert all(torch.equal(a, b) for a, b in zip((crow, col), again, strict=False))
+
+
+@pytest.mark.parametrize("operation", [SPMM_CSR, SDDMM], ids=lambda one: one.name)
+def test_what_is_timed_for_a_signature_has_that_signature(operation):
+    """Whatever the sizes: rounded ones are tried until density and entries a row fall in their buckets too."""
+    device, sizes = Device("H100", "9.0", "3.6.0"), (1, 3, 7, 16, 33, 100, 129)
+    for m, k in itertools.product(sizes, sizes):
+        for entries in {1, m, k, m * k // 7, m * k // 2, m * k} - {0}:
+            if operation is SPMM_CSR:
+                problem = SpmmCsr(m, k, 7, 1, entries, 0, 0, 0, 7, 1, "float32", "float32", "int32", OUTPUT)
+            else:
+                problem = Sddmm(m, k, 3, 1, entries, 0, 0, 3, 1, 0, 3, 1, entries, 1.0, "float32", "float32", "int64")
+            signature = operation.signature(problem, device)
+            assert operation.signature(operation.representative(signature), device).key == signature.key, problem

@@ -397,7 +397,7 @@ def test_arguments_reach_the_library_as_its_header_has_them(library):
     with pytest.raises(LibraryError, match=r"cusparseLtMatmulPlanInit returned CUSPARSE_STATUS_NOT_SUPPORTED \(10\)"):
         Plan(handle, Product(32, 64, 16, "float16", True, 64, True, 32, False, False), Algorithm(7))
     with pytest.raises(LibraryError, match="float16 or bfloat16 is needed"):
-        Plan(handle, Product(32, 64, 16, "float32", True, 64, True, 32, False, False), Algorithm())
+        Plan(handle, Product(32, 64, 16, "float32", True, 64, True, 32, False, False), Algorithm(0))
 
 
 def test_structures_are_aligned_and_large():

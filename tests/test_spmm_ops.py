@@ -96,6 +96,25 @@ def test_batches_of_values_and_of_dense(kind):
     assert relative(spmm(many, pattern, right[0], layout)[1], 2 * (dense.numpy() @ right[0].numpy())) < 1e-13
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("a_size", [(37, 4), (3, 37, 4), (0, 37, 4)])
+@pytest.mark.parametrize("b_size", [(53, 4), (3, 53, 4), (0, 53, 4)])
+def test_sampled_products_of_batches(kind, a_size, b_size):
+    dense, values, pattern, layout = sample(kind)
+    if {a_size[0], b_size[0]} == {0, 3}:
+        return
+    a, b = (torch.randn(size, dtype=torch.float64) for size in (a_size, b_size))
+    products = torch.matmul(a, b.mT).view(-1, 37, 53) * (dense != 0)
+    format, options = KINDS[kind]
+    ones = arrays(format.from_dense((dense != 0).double(), **options))[0]  # a stored place may hold a zero
+    expected = [arrays(format.from_dense(torch.where(dense != 0, one, 0.0), **options))[0] for one in products]
+    found = sddmm(a, b, pattern, layout)
+    batched = a.dim() == 3 or b.dim() == 3
+    assert found.shape == ((len(products), *values.shape) if batched else values.shape)
+    for one, right in zip(found if batched else [found], expected, strict=True):
+        torch.testing.assert_close(one * ones, right, rtol=1e-12, atol=1e-12)
+
+
 ACTIVATIONS = {
     "none": lambda x: x,
     "relu": lambda x: np.maximum(x, 0),
