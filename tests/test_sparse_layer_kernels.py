@@ -11,7 +11,9 @@ from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.lowering import dispatch, sparse_layer
 from sparsecomp.sparse_pattern import Pattern
 
-sparse_linear = import_module("sparsecomp.ops.sparse_linear")
+sparse_linear, dense_weight, dense_linear = (
+    import_module(f"sparsecomp.ops.{name}") for name in ("sparse_linear", "dense_weight", "dense_linear")
+)
 ROWS, COLUMNS = 16, 32
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.float64: 1e-12}
 
@@ -135,3 +137,31 @@ def test_the_kernel_that_is_asked_for_does_it(kernel, device, monkeypatch):
     assert launched == [kernel], "the second call finds the launch of the first"
     expected = x.cpu().double() @ dense.T
     assert (out.cpu() - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("kind", ["csr", "bsr", "nm"])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_weight_written_out_and_read_again(kind, transpose, both, strided, device):
+    dense, values, pattern, layout = stored(kind, torch.float32, device, both=both)
+    written = values.repeat_interleave(2, 0)[::2] if strided else values
+    arrays = [array.repeat_interleave(2, 0)[::2] if strided else array for array in pattern]
+    out = dense_weight._written_cuda(written, arrays, layout, transpose)
+    assert out.is_contiguous() and torch.equal(out.cpu().double(), dense.T if transpose else dense)
+    found = dense_weight._read_cuda(out, arrays, layout, transpose)
+    assert found.shape == values.shape and torch.equal(found, values)
+
+
+@pytest.mark.parametrize("size", [(5, 8), (2, 3, 8), (8,), (0, 8), (2, 0, 8)])
+def test_a_dense_layer_with_relu_is_one_product(size, monkeypatch):
+    calls = []
+    addmm_relu = dense_linear._compat.addmm_relu
+    monkeypatch.setattr(dense_linear._compat, "addmm_relu", lambda *a: calls.append(a) or addmm_relu(*a))
+    generator = torch.Generator().manual_seed(2)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in (size, (6, 8), (6,)))
+    out = dense_linear._cuda(x, weight, bias)
+    torch.testing.assert_close(out, torch.relu(x @ weight.T + bias))
+    assert len(calls) == bool(x.numel()) and out.is_contiguous()
+    torch.testing.assert_close(dense_linear._cuda(x, weight[:0], bias[:0]), x.new_zeros((*size[:-1], 0)))
