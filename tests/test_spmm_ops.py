@@ -17,6 +17,7 @@ from bench.matrices import read
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM, SparseMatrix
 from sparsecomp.ops import Layout, sddmm, spmm
+from sparsecomp.ops.library import without_autocast
 from sparsecomp.ops.patterns import transposed_arrays
 from sparsecomp.ops.sparse_linear import sparse_linear
 from sparsecomp.sparse_pattern import Pattern
@@ -422,3 +423,17 @@ def test_layers_of_any_number_of_rows_against_float64(rows, dtype, transpose):
     near = {torch.float16: 2**-10, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     for found, exactly in zip((out, by_x, by_values), wanted, strict=True):
         torch.testing.assert_close(found.double(), exactly.double(), rtol=near, atol=near)
+
+
+def test_products_keep_their_dtype_under_autocast_and_on_meta():
+    dense, values, pattern, layout = sample("csr", dtype=torch.float32)
+    right = torch.randn(53, 4)
+    plain = spmm(values, pattern, right, layout)
+    for device in ("cpu", "meta"):
+        assert torch.is_autocast_enabled("cpu") is False
+        with without_autocast(torch.empty(0, device=device)):
+            assert (dense @ right).dtype is torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16), without_autocast(torch.empty(0, device=device)):
+            assert (dense @ right).dtype is (torch.float32 if device == "cpu" else torch.bfloat16)
+        assert not torch.is_autocast_enabled("cpu")
+    assert plain.dtype is torch.float32 and relative(plain, (dense @ right).numpy()) < 2e-6
