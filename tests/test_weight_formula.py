@@ -1,6 +1,8 @@
 """What is taken for the formula of a layer's weight, what it reads, and who else does."""
 
+import operator
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.fx.passes.shape_prop import ShapeProp
 
-from sparsecomp.passes import weight_formula
+from sparsecomp.passes import merged_weight, weight_formula
 from sparsecomp.passes.analysis import analyse
 from sparsecomp.passes.weight_formula import Formula, formula_of, writes_elsewhere
 
@@ -161,3 +164,60 @@ def test_who_else_reads_and_writes(model: Callable[..., Any], written: str | Non
 )  # fmt: skip
 def test_a_mask_is_truth_values_or_nothing_but_0_and_1(value: Any, expected: bool) -> None:
     assert weight_formula.is_mask(value) == expected
+
+
+def _set(into: Any, index: Any, value: Any) -> Any:
+    into.tracer.create_proxy("call_function", operator.setitem, (into, index, value), {})
+    return into
+
+
+def _scattered(w: Any, o: Any, m: Any, *, view: bool) -> Any:
+    zeros = torch.zeros_like(w)
+    _set(zeros.view(-1) if view else zeros, m.bool().view(-1) if view else m.bool(), o.view(-1)[:4])
+    return zeros
+
+
+LINEAR: dict[str, tuple[Callable[..., Any], bool]] = {
+    # of w and o, for masks m: a sum of each of them times constants?
+    "sum": (lambda w, o, m: w * m + o * (1 - m), True),
+    "difference": (lambda w, o, m: m * w - o, True),
+    "where": (lambda w, o, m: torch.where(m > 0, w, o), True),
+    "blend of products": (lambda w, o, m: (w + o) * m / 2, True),
+    "negative": (lambda w, o, m: -(w * m) + o, True),
+    "view": (lambda w, o, m: (w.view(-1) * m.view(-1)).view(4, 4) + o, True),
+    "wider": (lambda w, o, m: (w.double() * m + o).float(), True),
+    "product of both": (lambda w, o, m: w * o * m, False),
+    "product of views": (lambda w, o, m: (w.view(-1) * o.view(-1)).view(4, 4) * m, False),
+    "square": (lambda w, o, m: w * w + o, False),
+    "quotient": (lambda w, o, m: m / (w + 9) + o, False),
+    "whole quotient": (lambda w, o, m: torch.div(w, 2, rounding_mode="floor") + o, False),
+    "size": (lambda w, o, m: w.abs() * m + o, False),
+    "comparison": (lambda w, o, m: torch.where(w > 0, w, o), False),
+    "rounded": (lambda w, o, m: w.half().float() * m + o, False),
+    "rounded constant": (lambda w, o, m: w * m.half().float() + o, True),
+    "without gradients": (lambda w, o, m: w.detach() * m + o, False),
+    "written": (lambda w, o, m: w * m + _scattered(w, o, m, view=False), True),
+    "written through a view": (lambda w, o, m: w * m + _scattered(w, o, m, view=True), True),
+    "written, times the other": (lambda w, o, m: w * _scattered(w, o, m, view=False), False),
+    "written through a view, times the other": (lambda w, o, m: w * _scattered(w, o, m, view=True), False),
+    "as large as": (lambda w, o, m: torch.ones_like(w) * m + w + o, True),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_what_is_linear_in_two_weights(name: str) -> None:
+    call, expected = LINEAR[name]
+    gm = fx.symbolic_trace(lambda x, w, o, m: F.linear(x, call(w, o, m)))
+    given = torch.ones(4, 4), *(VALUES[key].clone() for key in ("w", "o", "m"))
+    ShapeProp(gm).propagate(*given)
+    layer = next(node for node in gm.graph.nodes if weight_formula.is_layer(node))
+    ctx: Any = SimpleNamespace(analysis=analyse(gm))
+    formula = formula_of(layer.args[1], layer, ctx)
+    assert formula is not None
+    order = {"w": 0, "o": 1}
+    part = replace(formula, sources=tuple(sorted(formula.sources, key=lambda node: order.get(node.name, 2))))
+    assert merged_weight._is_linear(part) == expected
+    if expected:  # twice both is twice the result less what neither has a part in
+        x, w, o, m = given
+        once, twice, none = (gm(x, k * w, k * o, m) for k in (1, 2, 0))
+        torch.testing.assert_close(twice - none, 2 * (once - none))
