@@ -120,6 +120,10 @@ INTERVALS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int | None, int | N
     "spikes times relu": (lambda x: (x > 0).float() * F.relu(x), (0, None, True)),
     "sum of relus": (lambda x: F.relu(x) + F.relu(-x), (0, None, True)),
     "relu plus sigmoid": (lambda x: F.relu(x) + torch.sigmoid(x), (0, None, False)),
+    "sum of spikes over a computed axis": (lambda x: (x > 0).float().sum((x.dim() - 1,)), (0, None, True)),
+    "sum of relus over an axis": (lambda x: F.relu(x).sum(0), (0, None, True)),
+    "sum of sigmoids over an axis": (lambda x: torch.sigmoid(x).sum(0), (0, None, False)),
+    "sum of tanhs": (lambda x: torch.tanh(x).sum(), (None, None, False)),
     "relu over 4": (lambda x: F.relu(x) / 4, (0, None, True)),
 }
 
