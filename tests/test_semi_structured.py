@@ -562,3 +562,13 @@ def test_a_layer_and_its_compiled_form(cuda, monkeypatch):
         layer.values.mul_(-1)
         expected = F.relu(x.double() @ layer.weight.detach().to_dense().double().mT + layer.bias.double())
         assert relative_error(compiled(x), expected) <= 1e-3
+
+
+def test_a_tensor_of_inference_mode_has_no_version_to_ask_for():
+    with torch.inference_mode():
+        values = torch.ones(4)
+    indices = torch.zeros(4, dtype=torch.uint8)
+    place = (values.data_ptr(), indices.data_ptr())
+    assert semi_structured._state(values, indices) == (*place, 0, indices._version)
+    indices.add_(1)
+    assert semi_structured._state(values, indices) == (*place, 0, indices._version) and indices._version > 0

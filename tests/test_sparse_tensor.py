@@ -173,6 +173,19 @@ def test_blocks_and_groups_beyond_the_shape_count_for_nothing():
         weight.matrix.validate()
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"), [("BSR", {"block": (2, 3)}), ("BCSC", {"block": (3, 2)}), ("NM", {"n": 4, "m": 4})]
+)
+@pytest.mark.parametrize("shape", [(5, 7), (4, 8), (1, 1)])
+def test_a_gradient_through_the_dense_form_is_read_within_the_shape(name, layout, shape):
+    """What blocks and groups hold beyond the shape has none."""
+    weight = SparseTensor.from_dense(torch.ones(shape), getattr(formats, name), **layout).requires_grad_()
+    factor = torch.arange(1.0, shape[0] * shape[1] + 1).view(shape)
+    (weight.to_dense() * factor).sum().backward()
+    torch.testing.assert_close(weight.grad.to_dense(), factor)
+    assert weight.grad._values.sum() == factor.sum()
+
+
 def test_different_patterns_do_not_mix():
     one, other = tensor(), SparseTensor.from_dense(torch.eye(6, 8))
     with pytest.raises(PatternError, match="different elements"):
