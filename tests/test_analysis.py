@@ -494,6 +494,34 @@ def test_straight_through_of_a_hard_value_overwritten_since() -> None:
     assert fact is None or not fact.is_zero
 
 
+STRAIGHT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    # of a hard value h and a soft one s: the hard value exactly, up to the last places, or neither
+    "h + (s - s)": (lambda h, s: h + (s - s.detach()), "exact"),
+    "(s - s) + h": (lambda h, s: (s - s.detach()) + h, "exact"),
+    "(h - s) + s": (lambda h, s: (h - s).detach() + s, "nearly"),
+    "s + (h - s)": (lambda h, s: s + (h - s).detach(), "nearly"),
+    "(h + s) - s": (lambda h, s: (h + s) - s, "nearly"),
+    "(s + h) - s": (lambda h, s: (s + h).detach() - s, "nearly"),
+    "s - (h + s)": (lambda h, s: s - (h + s).detach(), ""),
+    "(s - h) + s": (lambda h, s: (s - h).detach() + s, ""),
+    "(h + s) + s": (lambda h, s: (h + s) + s, ""),
+    "(h - s) - s": (lambda h, s: (h - s) - s, ""),
+    "(h - 2 s) + s": (lambda h, s: torch.sub(h, s, alpha=2) + s, ""),
+    "(h - t) + s": (lambda h, s: (h - torch.sigmoid(s)) + s, ""),
+    "(h - s) in place + s": (lambda h, s: h.clone().sub_(s) + s, ""),
+}
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+@pytest.mark.parametrize("soft", [torch.sigmoid, torch.tanh], ids=["sigmoid", "tanh"])
+def test_straight_through_estimators_in_every_order(name: str, soft: Callable[..., Any]) -> None:
+    call, expected = STRAIGHT[name]
+    fact = output_fact(lambda x: call(spikes(x), soft(x)), X)
+    binary = fact is not None and fact.is_binary_if_finite
+    nearly = fact is not None and fact.is_nearly_binary and not binary
+    assert (binary, nearly) == (expected == "exact", expected == "nearly")
+
+
 class Opaque(nn.Module):
     """A leaf that writes to its input."""
 
