@@ -194,7 +194,7 @@ class Algorithm(NamedTuple):
         split_k_mode: 0 for the library's own, else as cusparseLtSplitKMode_t has it.
     """
 
-    number: int = 0
+    number: int
     split_k: int = 1
     split_k_mode: int = 0
 

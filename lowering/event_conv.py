@@ -104,13 +104,15 @@ class Events:
 
 
 def serves(x: Tensor, window: Window, groups: int) -> bool:
-    """Whether the kernels can run this convolution: an event's place in its image row has 16 bits."""
+    """Whether the kernels can run this convolution.
+
+    An event's place in its image row has 16 bits; so many words of it hold half as many places at most.
+    """
     _, c, _, w = x.shape
     stretches = window.kernel[0] * (window.kernel[1] if window.dilation[1] > 1 else 1)
     return (
         groups == 1
         and x.numel() < 2**31
-        and w * c <= 2**16
         and w * triton.cdiv(c, 32) <= _MAX_WORDS
         and stretches <= _MAX_STRETCHES
     )

@@ -114,8 +114,6 @@ def op_of(node: fx.Node, modules: Mapping[str, nn.Module] | None = None) -> Cano
     name, inplace = canonical_name(raw)
     out = node.kwargs.get("out")
     kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
-    if kwargs.get("inplace") is True:
-        inplace = True
     args, known = _bind(name, _form(node), node.args, kwargs)
     if args.get("inplace") is True:
         inplace = True

@@ -103,7 +103,7 @@ def _batch_norm(
 def _read_only_by(node: fx.Node, args: Mapping[str, Any], x_seq: fx.Node) -> bool:
     """Whether all that is read of `x_seq`, apart from the neuron, is the shape of its first membrane."""
     v = args["v_init"]
-    templates = {v} if isinstance(v, fx.Node) and _initial(v)[0] is None and set(v.users) == {node} else set()
+    templates = {v} if _initial(v)[0] is None and set(v.users) == {node} else set()
     # what nobody reads may still matter: the graph's output, or a write
     return all(
         user is node or user in templates or (user.users and set(user.users) <= templates) for user in x_seq.users
@@ -115,7 +115,7 @@ def _orphans(
 ) -> tuple[fx.Node, ...]:
     """What only the replaced operator read, users before what they use."""
     v = args["v_init"]
-    template = (v,) if isinstance(v, fx.Node) and _initial(v)[0] is None else ()
+    template = (v,) if _initial(v)[0] is None else ()
     if norm is None:
         return template
     op, view = norm
@@ -153,9 +153,9 @@ def _build(
     return results
 
 
-def _initial(v: Any) -> tuple[fx.Node | None, float]:
+def _initial(v: fx.Node) -> tuple[fx.Node | None, float]:
     """A membrane that starts at one number everywhere is passed as that number, not read from memory."""
-    op = op_of(v) if isinstance(v, fx.Node) else None
+    op = op_of(v)
     if op is not None and op.name == "full_like" and isinstance(op.get("fill_value"), int | float):
         return None, float(op.get("fill_value"))
     if op is not None and op.name == "zeros_like":

@@ -61,7 +61,7 @@ def straight_through(left: Any, right: Any, minus: bool, facts: Facts) -> Result
 def _hard_part(outer: Any, soft: Any, minus: bool, facts: Facts) -> SparsityFact | None:
     """`hard` if `outer` is `hard - soft` (for a sum) or `hard + soft` (for a difference) of the same `soft`."""
     inner = strip_copies(outer)
-    op = op_of(inner) if isinstance(inner, fx.Node) and isinstance(soft, fx.Node) else None
+    op = op_of(inner) if isinstance(inner, fx.Node) else None
     if op is None or op.inplace or op.name != ("add" if minus else "sub") or op.get("alpha") != 1:
         return None
     candidates = [(op.input, op.get("other"))]

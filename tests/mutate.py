@@ -124,11 +124,15 @@ class Map:
     seconds: dict[str, float]
     lines: dict[str, dict[int, list[str]]]
 
-    def tests_of(self, mutation: Mutation) -> list[str]:
-        """The tests that execute the statement, or, where only an import does, any line of its file; fastest first."""
+    def executing(self, mutation: Mutation) -> set[str]:
+        """The tests that execute the statement."""
         executed = self.lines.get(str(mutation.path.relative_to(ROOT)), {})
-        found = {test for line in _span(mutation) for test in executed.get(line, ())}
-        found = found or {test for tests in executed.values() for test in tests}
+        return {test for line in _span(mutation) for test in executed.get(line, ())}
+
+    def tests_of(self, mutation: Mutation) -> list[str]:
+        """`executing`, or, where only an import does it, the tests that execute any line of its file; fastest first."""
+        executed = self.lines.get(str(mutation.path.relative_to(ROOT)), {})
+        found = self.executing(mutation) or {test for tests in executed.values() for test in tests}
         return sorted(found, key=lambda test: self.seconds[test])
 
 
@@ -351,13 +355,14 @@ def main() -> int:
 
 
 def judge(sample: list[tuple[str, Mutation]], copy: Path, known: Map | None) -> None:
-    """Prints each change with what became of it, then the table by package."""
+    """Prints each change with what became of it, then the table by package; no test executes what is `unseen`."""
     made, noticed = collections.Counter(), collections.Counter()
     for name, mutation in sample:
         killed = is_noticed(mutation, copy, known)
         made[name] += 1
         noticed[name] += killed
-        print(f"| {'killed' if killed else '**survived**'} | {mutation} |", flush=True)
+        unseen = known is not None and not killed and _span(mutation) and not known.executing(mutation)
+        print(f"| {'killed' if killed else '**survived**'}{' unseen' * bool(unseen)} | {mutation} |", flush=True)
     print("\n| package | changes | noticed |\n|---|---|---|")
     for name in made:
         print(f"| {name} | {made[name]} | {noticed[name]} ({noticed[name] / made[name]:.0%}) |")

@@ -409,6 +409,70 @@ def test_an_empty_tensor_holds_what_every_row_was_written_with(name: str) -> Non
         check(trace(model, X), X.clone())
 
 
+def _wrap(*args: Any) -> None:
+    """Stands for the operator that calls a sub-graph."""
+
+
+_wrap.__module__, _wrap.__name__ = "torch.ops.higher_order", "wrap"
+
+BODIES: dict[str, tuple[Callable[..., Any], str, str]] = {
+    # what the body makes of spikes a and a number f; what is known then of its first result, and of the spikes
+    "passes on": (lambda a, f: (a * 1,), "{0, 1}", "{0, 1}"),
+    "counts": (lambda a, f: (a + a, a), "integers 0..2", "{0, 1}"),
+    "writes": (lambda a, f: (a.add_(f),), "", ""),
+    "writes a copy": (lambda a, f: (a.clone().add_(f),), "", "{0, 1}"),
+    "writes zero": (lambda a, f: (a.zero_() + 1,), "integers 1..1", ""),
+    "scales": (lambda a, f: (a * f,), "{0, 1} x factor", "{0, 1}"),
+    "scales by its own": (lambda a, f: (a * (f + 1),), "values -inf..inf, NaN possible", "{0, 1}"),
+    "forgets": (lambda a, f: (torch.sin(a) + f,), "", "{0, 1}"),
+    "gives its input": (lambda a, f: (a,), "{0, 1}", "{0, 1}"),
+    "writes the factor": (lambda a, f: (a * 1, f.mul_(2)), "{0, 1}", "{0, 1}"),
+}
+
+
+def _around(body: Callable[..., Any], then: Callable[[Any, Any], Any]) -> tuple[Analysis, fx.Node, fx.Node]:
+    """The analysis of spikes given to a sub-graph, its first result, and a node that reads the spikes later."""
+    inner = fx.symbolic_trace(body)
+    for node in inner.graph.nodes:
+        node.meta["example_value"] = torch.zeros(()) if node.name in ("f", "add") else torch.zeros(3)
+    root = nn.Module()
+    root.body = inner
+    graph = fx.Graph()
+    x, factor = graph.placeholder("x"), graph.placeholder("factor")
+    factor.meta["example_value"] = torch.zeros(())
+    s = graph.call_method("float", (graph.call_function(torch.gt, (x, 0)),))
+    scaled = graph.call_function(torch.mul, (s, factor))
+    result = graph.call_function(_wrap, (graph.get_attr("body"), s, factor))
+    first = graph.call_function(operator.getitem, (result, 0))
+    then(graph, first)
+    last = graph.call_function(torch.neg, (s,))
+    graph.output((first, last, scaled))
+    return analyse(fx.GraphModule(root, graph)), first, last
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_sub_graph_says_what_it_gives_and_what_it_writes(name: str) -> None:
+    body, given, left = BODIES[name]
+    analysis, first, last = _around(body, lambda graph, first: None)
+    fact, spikes_later = analysis.fact(first), analysis.fact(last.args[0], at=last)
+    assert (fact.described().rpartition(" from ")[0] if fact else "") == given
+    assert (spikes_later.described().rpartition(" from ")[0] if spikes_later else "") == left
+    if not given:
+        assert analysis.why_not(first) is not None
+    output = next(node for node in analysis.graph.nodes if node.op == "output")
+    scaled = analysis.fact(output.args[0][2], at=output)
+    assert (scaled is not None and scaled.scale == "factor") == (name != "writes the factor")
+
+
+@pytest.mark.parametrize("name", ["gives its input", "passes on"])
+def test_a_write_to_what_a_sub_graph_gave_reaches_what_it_was_given(name: str) -> None:
+    """Where it may be the same memory."""
+    body = BODIES[name][0]
+    analysis, _, last = _around(body, lambda graph, first: graph.call_method("sin_", (first,)))
+    fact = analysis.fact(last.args[0], at=last)
+    assert fact is not None and fact.is_binary == (name == "passes on")
+
+
 def test_an_analog_step_written_into_zeros_ends_the_fact() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
@@ -428,6 +492,34 @@ def test_straight_through_of_a_hard_value_overwritten_since() -> None:
 
     fact = fact_at(check(trace(model, X), X.clone()).analysis, "neg")
     assert fact is None or not fact.is_zero
+
+
+STRAIGHT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    # of a hard value h and a soft one s: the hard value exactly, up to the last places, or neither
+    "h + (s - s)": (lambda h, s: h + (s - s.detach()), "exact"),
+    "(s - s) + h": (lambda h, s: (s - s.detach()) + h, "exact"),
+    "(h - s) + s": (lambda h, s: (h - s).detach() + s, "nearly"),
+    "s + (h - s)": (lambda h, s: s + (h - s).detach(), "nearly"),
+    "(h + s) - s": (lambda h, s: (h + s) - s, "nearly"),
+    "(s + h) - s": (lambda h, s: (s + h).detach() - s, "nearly"),
+    "s - (h + s)": (lambda h, s: s - (h + s).detach(), ""),
+    "(s - h) + s": (lambda h, s: (s - h).detach() + s, ""),
+    "(h + s) + s": (lambda h, s: (h + s) + s, ""),
+    "(h - s) - s": (lambda h, s: (h - s) - s, ""),
+    "(h - 2 s) + s": (lambda h, s: torch.sub(h, s, alpha=2) + s, ""),
+    "(h - t) + s": (lambda h, s: (h - torch.sigmoid(s)) + s, ""),
+    "(h - s) in place + s": (lambda h, s: h.clone().sub_(s) + s, ""),
+}
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+@pytest.mark.parametrize("soft", [torch.sigmoid, torch.tanh], ids=["sigmoid", "tanh"])
+def test_straight_through_estimators_in_every_order(name: str, soft: Callable[..., Any]) -> None:
+    call, expected = STRAIGHT[name]
+    fact = output_fact(lambda x: call(spikes(x), soft(x)), X)
+    binary = fact is not None and fact.is_binary_if_finite
+    nearly = fact is not None and fact.is_nearly_binary and not binary
+    assert (binary, nearly) == (expected == "exact", expected == "nearly")
 
 
 class Opaque(nn.Module):

@@ -23,6 +23,7 @@ from sparsecomp.lowering.cost import rank, seconds
 from sparsecomp.lowering.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.epilogue import Output
 from sparsecomp.lowering.event_conv import Accumulate, FindEvents, PackEvents
+from sparsecomp.lowering.limits import fits_registers, fits_shared
 from sparsecomp.lowering.neurons import Lif
 from sparsecomp.lowering.operations import operations
 from sparsecomp.lowering.packing import Cast, CastStrided, PackWeight
@@ -193,7 +194,8 @@ PROBLEMS: dict[str, list[Any]] = {
     "find_events": [FindEvents(1000, 56, 64, 4000, "float32"), FindEvents(30, 7, 500, 999, "float16")],
     "pack_events": [PackEvents(64, 64, 576, 9, 3, 1, 3, 3, 64, "float32", False),
                     PackEvents(500, 300, 300, 1, 1, 1, 1, 1, 128, "float16", True)],
-    "event_conv": [_accumulate(32, 64, 56, 0.02, "float32"), _accumulate(2, 512, 7, 0.1, "float16")],
+    "event_conv": [_accumulate(32, 64, 56, 0.02, "float32"), _accumulate(2, 512, 7, 0.1, "float16"),
+                   _accumulate(2, 96, 14, 0.05, "float32")._replace(out_pixel=1, out_channel=196)],
     "scan_pixels": [ScanPixels(2, 64, 14, 392, 12544, 1, 896, 64, "float32"),
                     ScanPixels(32, 500, 7, 1568, 24500, 49, 7, 1, "float16")],
     "list_rows": [ListRows(392, 14, 14, 14, 14, 64, 1, 1, 1, 1, 1, 1, 64, 1, 12544, 3, 3, True, "float32"),
@@ -211,7 +213,9 @@ PROBLEMS: dict[str, list[Any]] = {
     "spmm_nm": [_nm(1024, 1024, 512, 2, 4, "float16"), _nm(4096, 4096, 16, 1, 4, "float32"),
                 _nm(300, 600, 77, 4, 8, "bfloat16"), _nm(128, 300, 200, 3, 5, "float16")],
     "sddmm": [_sddmm(1024, 1024, 64, 1, 0.05, 0, "float16"), _sddmm(4096, 2048, 256, 1, 0.01, 1, "float32"),
-              _sddmm(128, 128, 33, 16, 0.4, 2, "float32"), _sddmm(2048, 2048, 2048, 1, 0.1, 0, "bfloat16")],
+              _sddmm(128, 128, 33, 16, 0.4, 2, "float32"),
+              _sddmm(512, 512, 1, 1, 0.1, 0, "float32")._replace(a_col=512),
+              _sddmm(2048, 2048, 2048, 1, 0.1, 0, "bfloat16")],
     "pack_mask": [PackMask(10**6), PackMask(77)],
     "merge_pruned": [Merge(10**6, 700_000, 4), Merge(1000, 10, 2)],
     "split_pruned": [Split(10**6, 700_000, 4, 1, 1), Split(1000, 10, 2, 0, 1)],
@@ -267,6 +271,48 @@ def test_costs_are_those_of_the_table(op: str, which: int) -> None:
 
 def test_the_table_has_every_operation() -> None:
     assert set(PROBLEMS) == set(operations())
+
+
+# At most 2^28 elements of a dense matrix, 2^27 of sums; 2^31 - 1 of an operand of cuSPARSELt's.
+BOUNDS: list[tuple[str, str, Any, Any, str]] = [
+    # operation, template, what it just takes, what it just does not, and why
+    ("sddmm", "sddmm_dense", _sddmm(99, 99, 8, 1, 0.1, 0, "float16"), {"d": 7}, "a depth below 8"),
+    ("sddmm", "sddmm_dense", _sddmm(2**14, 2**13, 8, 2, 0, 0, "float16"), {"n": 2**13 + 1}, "268435456 elements"),
+    ("spmm_csr", "spmm_csr_dense", _csr(99, 99, 8, 1, 0.1, 0, "float16"), {"n": 7}, "fewer than 8 columns"),
+    ("spmm_csr", "spmm_csr_dense", _csr(99, 99, 8, 1, 0.1, 0, "bfloat16"), {"dense_dtype": "float16"}, "one dtype"),
+    ("spmm_csr", "spmm_csr_dense", _csr(99, 99, 8, 1, 0.1, 0, "float16"), {"dtype": "float32"}, "spmm_csr_halves"),
+    ("spmm_csr", "spmm_csr_dense", _csr(2**14, 2**13, 8, 2, 0, 0, "float16"), {"m": 2**14 + 1, "values_batch": 1},
+     "268435456 elements"),
+    ("spmm_csr", "spmm_csr_halves", _csr(99, 99, 8, 1, 0.1, 0, "float32"), {"n": 7}, "fewer than 8 columns"),
+    ("spmm_csr", "spmm_csr_halves", _csr(99, 99, 8, 1, 0.1, 0, "float32"), {"dense_dtype": "float16"}, "splits"),
+    ("spmm_csr", "spmm_csr_halves", _csr(2**14, 2**13, 8, 1, 0, 0, "float32"), {"m": 2**14 + 1}, "268435456 elements"),
+    ("spmm_csr", "spmm_csr_rows", _csr(9, 9, 8, 1, 0.1, 0, "float32"), {"dtype": "float64"}, "use the reference"),
+    ("spmm_bsr", "spmm_bsr", _bsr(64, 64, 8, 16, 0.1, 0, "float16"), {"dense_dtype": "float32"}, "one dtype"),
+    ("spmm_bsr", "spmm_bsr", _bsr(64, 64, 8, 16, 0.1, 0, "float16")._replace(block_columns=2**27 - 1),
+     {"block_columns": 2**27}, "deeper than 2^31"),
+    ("spmm_nm", "spmm_nm", _nm(64, 64, 8, 2, 4, "float16"), {"dense_dtype": "float32"}, "one dtype"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "template", "taken", "change", "why"), BOUNDS)
+def test_a_template_refuses_from_its_bound_on(op: str, template: str, taken: Any, change: Any, why: str) -> None:
+    assert template not in operations()[op].refusals(taken, DEVICES["H100"])
+    assert why in operations()[op].refusals(taken._replace(**change), DEVICES["H100"])[template]
+
+
+@pytest.mark.parametrize(
+    ("capability", "most"),
+    [("8.0", 163 * 1024), ("8.6", 99 * 1024), ("8.9", 99 * 1024), ("9.0", 227 * 1024), ("10.0", 227 * 1024),
+     ("7.5", 99 * 1024), ("", 99 * 1024)],
+)  # fmt: skip
+def test_shared_memory_is_what_nvidia_says(capability: str, most: int) -> None:
+    """What a block can opt in to (CUDA C++ Programming Guide, technical specifications); unknown cards as the least."""
+    device = Device("card", capability, "3.6.0")
+    assert fits_shared(most, device) and not fits_shared(most + 1, device)
+
+
+def test_registers_hold_192_sums_a_thread() -> None:
+    assert fits_registers(192 * 128, 4) and not fits_registers(192 * 128 + 1, 4)
 
 
 def main() -> int:

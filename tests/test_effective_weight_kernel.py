@@ -10,7 +10,7 @@ from sparsecomp.lowering import effective_weight as lowered
 from sparsecomp.lowering.signature import Device, device_of
 from sparsecomp.lowering.trial import fault
 from sparsecomp.ops import effective_weight, frozen_weights, split_pruned
-from sparsecomp.ops.effective_weight import _merge_cuda, _merged, _split, _split_cuda
+from sparsecomp.ops.effective_weight import _merge_cuda, _merged, _split, _split_cuda, fits_kernels
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 SHAPES = [(1,), (3, 5), (32,), (1025,), (40, 100), (3, 7, 5, 31)]
@@ -211,3 +211,12 @@ def test_kernels_build_with_whole_vectors_and_population_counts(capability, elem
         """
     )
     assert printed.split() == ["True"] * 9
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "fits"),
+    [(0, torch.float32, False), (1, torch.float32, True), (2**31 - 2**16, torch.float16, True),
+     (2**31 - 2**16 + 1, torch.float16, False), (4, torch.float64, True), (4, torch.int32, False)],
+)  # fmt: skip
+def test_kernels_take_what_they_can_count_in_32_bits(size, dtype, fits):
+    assert fits_kernels(torch.empty(size, dtype=dtype, device="meta")) == fits

@@ -354,6 +354,13 @@ def test_zeros_are_exact_where_each_operand_says_so() -> None:
         assert joined is not None and joined.exact_zeros == (a.exact_zeros and b.exact_zeros)
 
 
+@pytest.mark.parametrize("other", [binary(), integers(0, 2), replace(integers(-5, 2), scale=0.3), NAMED])
+def test_nothing_times_anything_finite_is_nothing(other: SparsityFact) -> None:
+    zero = integers(0, 0, "z")
+    for fact in (algebra.multiply(zero, other, F32), algebra.multiply(other, zero, F32)):
+        assert fact is not None and fact.is_zero and fact.scale == 1.0 and fact.exact and fact.exact_zeros
+
+
 @pytest.mark.parametrize("lo,hi", [(-2048, 2048), (-2048, 2049), (-2049, 2048), (-2049, 2049)])
 def test_a_bound_beyond_a_dtype_goes_alone(lo: int, hi: int) -> None:
     left = algebra.fit_dtype(integers(lo, hi), torch.float16)

@@ -477,6 +477,8 @@ def test_the_map_shows_where_elements_are() -> None:
     assert shades[1:3] == ["|- |", "| -|"]  # a quarter of each: the third of nine shades
     with pytest.raises(FormatError, match="width is 0"):
         CSR.from_dense(torch.eye(3)).visualize(0)
+    with pytest.raises(FormatError, match="height 0"):
+        CSR.from_dense(torch.eye(3)).visualize(3, 0)
 
 
 @pytest.mark.parametrize("shape", [(30, 20), (0, 3), (1, 1)])

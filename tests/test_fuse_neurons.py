@@ -116,6 +116,25 @@ def test_batch_norm_joins_the_neuron_and_sums_travel_as_bytes():
     assert "batch_norm" not in report.graph_after
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_a_batch_norm_that_joined_is_not_computed_all_the_same(started):
+    """Also where the membrane is a tensor that somebody else made, which stays."""
+    norm, node = nn.BatchNorm2d(3).eval(), neuron.LIFNode(step_mode="m")
+    norm.running_mean.fill_(0.25)
+
+    def model(x, v):
+        node.v = v if started else 0.0
+        return node(norm(x.flatten(0, 1)).view(x.shape))
+
+    start = torch.linspace(-1, 0.9, 150).view(2, 3, 5, 5)
+    with torch.no_grad():
+        expected = model(_input(), start)
+        found, report = rewritten(model, _input(), start, neurons="fuse")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert "batch-norm included" in site(report, "fuse_neurons").reason
+    assert "batch_norm" not in report.graph_after
+
+
 class WrittenInBetween(nn.Module):
     """Spikes, or what batch-norm read, written to in place before the next reader."""
 

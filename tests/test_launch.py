@@ -131,3 +131,12 @@ def test_a_failing_launch_raises(driver):
     run(x, None, y)
     with pytest.raises(RuntimeError, match="719"):
         run(x, None, y)
+
+
+def test_a_tensor_that_is_no_pointer_to_the_kernel_stays_tritons_business(driver):
+    """The driver is given one address a pointer, in order: with a tensor more they would be the wrong ones."""
+    kernel = Kernel(SIGNATURE)
+    run = made(kernel)
+    for _ in range(3):
+        run(aligned(8), aligned(8), aligned(8, torch.int8))
+    assert len(kernel.calls) == 3 and not driver.calls

@@ -78,3 +78,27 @@ def test_json_and_table():
 def test_no_repetitions_are_refused():
     with pytest.raises(ValueError, match="repetitions=0"):
         sparsecomp.profile(nn.Linear(4, 4), torch.ones(1, 4), repetitions=0)
+
+
+class Options(nn.Module):
+    """A layer that takes no tensor."""
+
+    def forward(self, size: int) -> torch.Tensor:
+        return torch.ones(size, 2)
+
+
+class Around(nn.Module):
+    """Calls it, and a layer with nothing, by keyword and without arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = Options(), Options(), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(3).sum() + self.second(size=2).sum() + self.third(x[:0]).sum() + self.last(x)
+
+
+def test_of_what_is_no_tensor_or_empty_no_share_is_taken() -> None:
+    layers = sparsecomp.profile(Around(), torch.ones(3, 2), repetitions=1).layers
+    assert [(layer.name, layer.calls) for layer in layers] == [("first", 1), ("second", 1), ("third", 1), ("last", 1)]
+    assert [layer.density for layer in layers] == [None, None, None, 1.0]

@@ -8,8 +8,9 @@ import torch
 from sparsecomp.lowering.epilogue import Output
 from sparsecomp.lowering.random_sparse import SKEWS, density_of, random_pattern, rows_of
 from sparsecomp.lowering.sddmm import SDDMM, Sddmm
-from sparsecomp.lowering.signature import Rows
+from sparsecomp.lowering.signature import Device, Rows
 from sparsecomp.lowering.spmm_csr import SPMM_CSR, SpmmCsr
+from sparsecomp.lowering.warmup import signature_of
 
 
 @pytest.mark.parametrize("variation", SKEWS.values())
@@ -73,3 +74,20 @@ def test_problems_are_timed_with_as_many_entries_as_they_have(operation, problem
     assert unwritten.all()
     again = operation.operands(problem, torch.device("cpu"), 0)
     assert all(torch.equal(a, b) for a, b in zip((crow, col), again, strict=False))
+
+
+@pytest.mark.parametrize("operation", [SPMM_CSR, SDDMM], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("m", "k", "entries"),
+    [(10, 100, 1000), (1, 1, 1), (100, 7, 0), (73, 2433, 109), (2016, 925, 1957), (3, 23, 24), (4096, 4096, 10**6)],
+)
+def test_what_is_timed_for_a_signature_has_that_signature(operation, m, k, entries):
+    """A signature that is read has rounded numbers, which need not agree: others of their buckets are tried."""
+    device = Device("H100", "9.0", "3.6.0")
+    if operation is SPMM_CSR:
+        problem = SpmmCsr(m, k, 7, 1, entries, 0, 0, 0, 7, 1, "float32", "float32", "int32", OUTPUT)
+    else:
+        problem = Sddmm(m, k, 3, 1, entries, 0, 0, 3, 1, 0, 3, 1, entries, 1.0, "float32", "float32", "int64")
+    signature = operation.signature(problem, device)
+    stand_in = operation.representative(signature_of(signature.fields))
+    assert operation.signature(stand_in, device).key == signature.key

@@ -133,6 +133,7 @@ def test_the_report_and_the_final_model_agree():
         *((0, "train", 3), (0, "resu", 14), (1, "train", 3), (1, "resu", 14), (2, "finetune", 2))
     ]
     assert trainer.steps == _CONFIG.steps == 36
+    assert all(value.grad is None for value in trainer.core.parameters()), "memory for gradients would be held"
 
 
 def test_accumulated_batches_are_one_large_batch():

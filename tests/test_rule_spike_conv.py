@@ -5,6 +5,7 @@ same model is the other oracle.
 """
 
 import copy
+import importlib
 import time
 
 import pytest
@@ -336,3 +337,32 @@ def test_reset_and_changing_batches_give_eagers_results():
                 expected = eager(x)
                 found, _ = rewritten(model, x)
                 torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+SITES = {
+    # a layer, the shape of its input, and how it is described: n c h w, k r s, out_h out_w, groups, stride
+    "conv2d": (
+        nn.Conv2d(32, 48, (3, 5), stride=(1, 2), padding=(1, 0), dilation=(2, 1)), (2, 32, 9, 11),
+        (2, 32, 9, 11, 48, 3, 5, 7, 4, 1, (1, 2)),
+    ),
+    "groups": (nn.Conv2d(32, 64, 1, groups=2, stride=2), (3, 32, 4, 6), (3, 32, 4, 6, 64, 1, 1, 2, 3, 2, (2, 2))),
+    "conv1d": (nn.Conv1d(32, 16, 3, stride=2, padding=1), (5, 32, 8), (5, 32, 1, 8, 16, 1, 3, 1, 4, 1, (1, 2))),
+    "same": (nn.Conv2d(16, 32, (3, 5), padding="same"), (2, 16, 6, 7), (2, 16, 6, 7, 32, 3, 5, 6, 7, 1, (1, 1))),
+    "valid": (nn.Conv2d(16, 32, (3, 5), padding="valid"), (2, 16, 6, 7), (2, 16, 6, 7, 32, 3, 5, 4, 3, 1, (1, 1))),
+    "linear": (nn.Linear(32, 48), (2, 3, 32), (6, 32, 1, 1, 48, 1, 1, 1, 1, 1, (1, 1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 3), (torch.float16, 2)])
+def test_what_the_gate_is_told_of_a_site(name, dtype, digits, monkeypatch):
+    layer, shape, expected = SITES[name]
+    module = importlib.import_module(f"sparsecomp.passes.{'spike_linear' if name == 'linear' else 'spike_conv'}")
+    seen, choose = [], module.choose
+    monkeypatch.setattr(module, "choose", lambda first, told, *rest: seen.append(told) or choose(first, told, *rest))
+    with torch.no_grad():
+        rewritten(OnSpikes(copy.deepcopy(layer).to(dtype)), _signal(*shape).to(dtype))
+    (told,) = seen
+    assert (*told[2:5], told.w, *told[6:12], told.stride) == expected
+    assert (told.device, told.itemsize, told.digits, told.trained) == ("cpu", dtype.itemsize, digits, False)
+    assert told.density is told.active is None

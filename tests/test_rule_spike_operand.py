@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from rewriting import OnSpikes, Surrogate, dyadic, rewritten, site, spikes
 from snn_zoo import compiler
-from torch import nn
+from torch import fx, nn
 
 import sparsecomp
 from sparsecomp.options import Options
 from sparsecomp.passes import facts, pipeline
+from sparsecomp.passes.spike_operand import cast
 
 
 def signal(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -174,6 +175,17 @@ def test_batch_norm_in_training_keeps_its_spikes_rewritten():
     layer = nn.Linear(8, 4)
     _, report = compiled(lambda x: layer(Surrogate.apply(model(x) - 0.5)), signal(6, 4))
     assert site(report, "spike_linear").rewritten
+
+
+def test_a_cast_is_left_out_only_where_the_dtype_is_known_to_be_that():
+    graph = fx.Graph()
+    known, unknown = graph.placeholder("known"), graph.placeholder("unknown")
+    known.meta["example_value"] = torch.zeros(2)
+    output = graph.output((known, unknown))
+    assert cast(known, torch.float32, output) is known
+    for node, dtype in ((known, torch.float16), (unknown, torch.float32)):
+        made = cast(node, dtype, output)
+        assert (made.op, made.target, made.args) == ("call_method", "to", (node, dtype))
 
 
 TRANSFORMS = {

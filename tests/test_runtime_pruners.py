@@ -103,3 +103,11 @@ def test_all_pruned_row_and_bad_parts():
     assert stabilisers.bias_shift(weight, empty, mean).tolist() == [3, 3]
     with pytest.raises(MaskError):
         stabilisers.bias_shift(weight, empty.float(), mean)
+    other_sizes = ((weight, empty[:1], mean), (weight, empty, mean[:2]))
+    other_dimensions = ((weight[0], empty[0], mean[0]), (weight, empty, weight))
+    for bad in other_sizes + other_dimensions:
+        with pytest.raises(MaskError, match="fan_in"):
+            stabilisers.bias_shift(*bad)
+    for bad in ((weight[:1], mean), (weight, mean[:2])):
+        with pytest.raises(MaskError, match="scores"):
+            stabilisers.dsnot_mask(weight, empty, bad[0], mean, bad[1])

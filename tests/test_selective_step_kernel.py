@@ -286,3 +286,32 @@ def test_the_kernel_builds_with_whole_vectors(capability, element, by_mask):
     # positions and three averages, and the averages back, whatever the number of elements; a mask's bytes are one word
     of_gradient = 1 if element == "*fp32" else 0
     assert int(loads) == (3 + of_gradient if by_mask else 4) and int(stores) == 3 and clean == "True"
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("strided", [False, True])
+def test_cuda_steps_like_the_reference_whatever_the_weights_memory(dtype, strided, device):
+    """A kernel steps a contiguous copy of a strided weight; other dtypes than its own are the reference's."""
+    from importlib import import_module
+
+    module = import_module("sparsecomp.ops.selective_step")
+    found = []
+    for step in (module._cuda, module.reference):
+        weight, pruned, slots, steps = start(device, dtype)
+        weight = weight.T.contiguous().T if strided else weight
+        lr = torch.tensor(0.02, dtype=torch.float64, device=device)
+        for grad in gradients(3):
+            grad = grad.to(device, dtype)
+            steps += 1
+            version = weight._version
+            step(
+                weight, grad.T.contiguous().T if strided else grad, pruned, *slots, steps, lr, 0.9, 0.999, 1e-8, 0.1,
+                0.5, 1e-12, 1, None, False,
+            )  # fmt: skip
+            assert weight._version > version
+        found.append([tensor.double().cpu() for tensor in (weight, *slots)])
+    bound = 2e-2 if dtype is torch.bfloat16 else 1e-5  # three roundings apart
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, rtol=bound, atol=bound)
+    assert not torch.equal(found[0][0], start(dtype=dtype)[0].double())

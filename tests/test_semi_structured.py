@@ -397,7 +397,7 @@ def test_arguments_reach_the_library_as_its_header_has_them(library):
     with pytest.raises(LibraryError, match=r"cusparseLtMatmulPlanInit returned CUSPARSE_STATUS_NOT_SUPPORTED \(10\)"):
         Plan(handle, Product(32, 64, 16, "float16", True, 64, True, 32, False, False), Algorithm(7))
     with pytest.raises(LibraryError, match="float16 or bfloat16 is needed"):
-        Plan(handle, Product(32, 64, 16, "float32", True, 64, True, 32, False, False), Algorithm())
+        Plan(handle, Product(32, 64, 16, "float32", True, 64, True, 32, False, False), Algorithm(0))
 
 
 def test_structures_are_aligned_and_large():
@@ -562,3 +562,13 @@ def test_a_layer_and_its_compiled_form(cuda, monkeypatch):
         layer.values.mul_(-1)
         expected = F.relu(x.double() @ layer.weight.detach().to_dense().double().mT + layer.bias.double())
         assert relative_error(compiled(x), expected) <= 1e-3
+
+
+def test_a_tensor_of_inference_mode_has_no_version_to_ask_for():
+    with torch.inference_mode():
+        values = torch.ones(4)
+    indices = torch.zeros(4, dtype=torch.uint8)
+    place = (values.data_ptr(), indices.data_ptr())
+    assert semi_structured._state(values, indices) == (*place, 0, indices._version)
+    indices.add_(1)
+    assert semi_structured._state(values, indices) == (*place, 0, indices._version) and indices._version > 0

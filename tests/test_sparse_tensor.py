@@ -133,6 +133,32 @@ def test_elementwise_operators_that_keep_zeros():
             torch.testing.assert_close(found.to_dense() if isinstance(found, SparseTensor) else found, wanted)
 
 
+@pytest.mark.parametrize("name", ["CSR", "COO", "NM"])
+def test_rows_of_a_table_are_those_of_the_dense_one(name):
+    weight, index = tensor(name=name).requires_grad_(), torch.tensor([[0, 5, 2], [2, 2, 4]])
+    dense = weight.detach().to_dense().requires_grad_()
+    found, wanted = F.embedding(index, weight), F.embedding(index, dense)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    factor = torch.arange(found.numel()).view(found.shape)
+    (gradient,) = torch.autograd.grad((found * factor).sum(), weight)
+    (expected,) = torch.autograd.grad((wanted * factor).sum(), dense)
+    torch.testing.assert_close(gradient.to_dense(), expected * masked(6, 8, name)[1])
+
+
+@pytest.mark.parametrize("name", ["CSC", "BSR", "BCSC"])
+def test_rows_of_columns_and_blocks_are_not_looked_up(name):
+    with pytest.raises(SparseOperatorError, match="to_dense"):
+        F.embedding(torch.tensor([0]), tensor(name=name))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_gradient_of_the_tensors_gradient_is_refused_not_left_out(name):
+    weight, x = tensor(name=name).requires_grad_(), torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+    (first,) = torch.autograd.grad(F.linear(x, weight).pow(3).sum(), weight, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        first.to_dense().square().sum().backward()
+
+
 def test_blocks_and_groups_beyond_the_shape_count_for_nothing():
     dense = torch.randn(5, 7)
     x = torch.randn(3, 7)
@@ -145,6 +171,19 @@ def test_blocks_and_groups_beyond_the_shape_count_for_nothing():
         torch.testing.assert_close(F.linear(x, weight), 2 * x.sum(1, keepdim=True).expand(3, 5))
         torch.testing.assert_close(weight.t() @ torch.ones(5, 2), torch.full((7, 2), 10.0))
         weight.matrix.validate()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("BSR", {"block": (2, 3)}), ("BCSC", {"block": (3, 2)}), ("NM", {"n": 4, "m": 4})]
+)
+@pytest.mark.parametrize("shape", [(5, 7), (4, 8), (1, 1)])
+def test_a_gradient_through_the_dense_form_is_read_within_the_shape(name, layout, shape):
+    """What blocks and groups hold beyond the shape has none."""
+    weight = SparseTensor.from_dense(torch.ones(shape), getattr(formats, name), **layout).requires_grad_()
+    factor = torch.arange(1.0, shape[0] * shape[1] + 1).view(shape)
+    (weight.to_dense() * factor).sum().backward()
+    torch.testing.assert_close(weight.grad.to_dense(), factor)
+    assert weight.grad._values.sum() == factor.sum()
 
 
 def test_different_patterns_do_not_mix():

@@ -175,3 +175,74 @@ def test_a_result_is_no_view_and_may_be_written_to(shape):
     out.mul_(2)
     out.sum().backward()
     torch.testing.assert_close(weight.grad, 2 * x.flatten(0, -2).sum(0).expand(4, 6))
+
+
+def test_vmap_is_a_call_for_each():
+    """Of several weights, with lists of numbers among the other arguments."""
+    x, w, b = sample()
+    several = torch.stack([w, 2 * w, -w]).detach()
+    found = torch.vmap(lambda w: ops.spike_conv2d(x.detach(), w, b.detach(), *WINDOW))(several)
+    expected = torch.stack([F.conv2d(x, w, b, *WINDOW[:4]) for w in several])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+CHANGED = {
+    # operands that the kernels do not take, though the dense operator does
+    "nothing": lambda x, w, b: (x, w, b),
+    "bytes": lambda x, w, b: (x.to(torch.int8), w, b),
+    "half": lambda x, w, b: (x.half(), w.half(), b.half()),
+    "no bias": lambda x, w, b: (x, w, None),
+    "double": lambda x, w, b: (x.double(), w.double(), b.double()),
+    "one image": lambda x, w, b: (x[0], w, b),
+}
+TAKEN = ("nothing", "bytes", "half", "no bias")
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_which_operands_the_kernels_see(name, groups, monkeypatch):
+    from sparsecomp.lowering import spike_conv as lowered
+    from sparsecomp.ops.spike_conv import _cuda_conv2d, _cuda_linear
+
+    seen = []
+    monkeypatch.setattr(lowered, "conv2d", lambda *given: seen.append(given))
+    monkeypatch.setattr(lowered, "linear", lambda *given: seen.append(given))
+    x, w, b = (tensor.detach() for tensor in sample())
+    x, w, b = CHANGED[name](x, w[:, : 16 // groups], b)
+    window = ([1, 2], [1, 1], [1, 1], groups, 3, "binary", 1.0, None, False, 20.0)
+    out = _cuda_conv2d(x, w, b, *window)
+    if name in TAKEN:
+        assert seen == [(x, w, b, *window)]
+    else:
+        assert not seen
+        torch.testing.assert_close(out, F.conv2d(x, w, b, *window[:4]))
+    seen.clear()
+    x, w = x.flatten(1), w.flatten(1)[:, :1].expand(-1, x.flatten(1).shape[1])
+    out = _cuda_linear(x, w, b, *window[4:])
+    if name in (*TAKEN, "one image"):
+        assert seen == [(x, w, b, *window[4:])]
+    else:
+        assert not seen
+        torch.testing.assert_close(out, F.linear(x, w, b))
+
+
+def test_groups_that_do_not_divide_are_the_dense_operators_business():
+    from sparsecomp.ops.spike_conv import _cuda_conv2d
+
+    x, w, b = (tensor.detach() for tensor in sample())
+    for weight, bias, groups in ((w[:, :5], b, 3), (w[:7, :8], b[:7], 2)):
+        with pytest.raises(RuntimeError, match="groups"):
+            _cuda_conv2d(x, weight, bias, [1, 1], [0, 0], [1, 1], groups, 3, "binary")
+
+
+@pytest.mark.parametrize("size", [(), (16,), (3, 16), (2, 3, 16)])
+def test_a_linear_layer_of_any_dimensions(size, monkeypatch):
+    from sparsecomp.lowering import spike_conv as lowered
+    from sparsecomp.ops.spike_conv import _cuda_linear
+
+    monkeypatch.setattr(lowered, "linear", lambda *given: "kernel")
+    if not size:
+        with pytest.raises(RuntimeError):
+            _cuda_linear(torch.ones(size), torch.ones(4, 16), None, 3, "binary")
+        return
+    assert _cuda_linear(torch.ones(size), torch.ones(4, 16), None, 3, "binary") == "kernel"

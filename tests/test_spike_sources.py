@@ -8,10 +8,13 @@ import torch
 from fact_checker import check, fact_at
 from rewriting import Surrogate
 from snn_fixtures import FIRE, GATHER, HandLIF, NeuronConv, capture, stub_torchvision
-from torch import nn
+from torch import fx, nn
 
+from sparsecomp.passes import spike_sources
 from sparsecomp.passes.analysis import Analysis, analyse
+from sparsecomp.passes.canonicalize import CanonicalOp
 from sparsecomp.passes.facts import SparsityFact
+from sparsecomp.passes.registry import TRANSFERS, Lost
 
 MODES = [False, True]
 
@@ -250,3 +253,56 @@ def test_sew_resnet_18(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(fact is not None and fact.fits_int8 for fact in facts[1:])
     assert max(fact.hi for fact in facts[1:] if fact is not None and fact.hi is not None) > 1  # residual sums
     assert sum(fact is not None and fact.is_binary for fact in facts) >= 9
+
+
+def _operator(name: str, *args: Any, like: torch.Tensor | None = None) -> Any:
+    """What an operator of spikingjelly's gives, whose third argument stands for a tensor like `like`."""
+    graph = fx.Graph()
+    x, factor = graph.placeholder("x"), graph.placeholder("factor")
+    if like is not None:
+        factor.meta["example_value"] = like
+    given = (x, x, x, *(factor if argument == "factor" else argument for argument in args))
+    node = graph.call_function(torch.add, given)
+    return TRANSFERS[name](CanonicalOp(name, {}, node), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count,hi", [(4, 4), (4.0, 4), (1, 1), (2.5, None), ("factor", None), (None, None)])
+def test_an_integer_neuron_counts_up_to_its_count(count: Any, hi: int | None) -> None:
+    found = _operator("sj_ilif::forward", count, 0.5)
+    if hi is None:
+        assert isinstance(found, Lost) and "not a whole number" in str(found)
+        return
+    fact = found.at(0)
+    assert (fact.lo, fact.hi, fact.integral, fact.exact, fact.finite, fact.scale) == (0, hi, True, True, False, 1.0)
+    assert found.at(1) is None
+
+
+@pytest.mark.parametrize("like,known", [((), True), ((1,), True), ((2,), False), (None, False)])
+def test_a_ternary_neuron_fires_its_threshold_up_or_down(like: tuple[int, ...] | None, known: bool) -> None:
+    found = _operator("sj_stbif::forward", "factor", like=None if like is None else torch.ones(like))
+    if not known:
+        assert isinstance(found, Lost) and "unknown size" in str(found)
+        return
+    fact = found.at(0)
+    assert (fact.lo, fact.hi, fact.integral, fact.scale, fact.finite) == (-1, 1, True, "factor", True)
+
+
+@pytest.mark.parametrize("name", ["sj_ilif::forward", "sj_stbif::forward"])
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_a_neuron_without_a_known_count_or_threshold_is_no_source(name: str, factor: float) -> None:
+    assert isinstance(_operator(name, factor), Lost) and isinstance(_operator(name), Lost)
+
+
+@pytest.mark.parametrize("name", ["sj_lif::forward", "sj_plif::multistep_plif_mp_inference", "sparsecomp::lif"])
+def test_the_first_result_of_a_neurons_operator_is_spikes(name: str) -> None:
+    found = _operator(name)
+    assert found.at(0).is_binary and found.at(0).source == name and found.at(1) is None
+
+
+def test_copies_are_looked_through_and_nothing_else() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    copied = graph.call_method("clone", (graph.call_method("detach", (graph.call_method("contiguous", (x,)),)),))
+    assert spike_sources.strip_copies(copied) is x and spike_sources.strip_copies(3) == 3
+    negative = graph.call_method("neg", (x,))
+    assert spike_sources.strip_copies(graph.call_method("clone", (negative,))) is negative

@@ -665,6 +665,28 @@ def test_a_copied_operand_gets_the_whole_epilogue(device, name):
     assert error(out, expected) <= 1e-6
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize(("k", "n"), [(1, 2), (64, 64), (65, 63), (63, 65), (129, 130)])
+@pytest.mark.parametrize(("batch", "shared"), [(1, False), (3, False), (3, True)])
+def test_a_copy_by_rows_has_every_row_and_column(device, k, n, batch, shared):
+    """At the edges of its blocks of 64 by 64 too; rows are padded to eight columns, one batch may serve all."""
+    from sparsecomp.lowering.templates.spmm_csr_rows import copied
+
+    dense = random(1 if shared else batch, n, k).to(device).mT
+    arrays, _ = csr(5, k, 0.5, device=device)
+    operand, out = dense.expand(batch, k, n), torch.empty(batch, 5, n, device=device)
+    described = spmm_csr.output_of(out, None, "column", None, "none", 1.0)
+    problem = spmm_csr.problem_of(*arrays, operand, out, described, "even")
+    (size, dtype), launch, by_rows = copied(problem)
+    workspace = torch.full(size, torch.nan, dtype=dtype, device=device)
+    launch(dense, workspace)
+    width = -(-n // 8) * 8
+    assert size == (len(dense) * k, width)
+    assert (by_rows.dense_batch, by_rows.dense_row, by_rows.dense_col) == (k * width if len(dense) > 1 else 0, width, 1)
+    found = workspace.view(len(dense), k, width)
+    assert torch.equal(found[..., :n], dense) and found[..., n:].isnan().all()
+
+
 def test_a_dense_operand_by_columns_is_copied_only_where_the_configuration_says_so():
     (crow, col, values), _ = csr(64, 64, 0.3)
     operation, problem, _ = captured(

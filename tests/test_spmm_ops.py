@@ -18,6 +18,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM, SparseMatrix
 from sparsecomp.formats.indices import lines_of, searched_lines
 from sparsecomp.ops import Layout, sddmm, spmm
+from sparsecomp.ops.library import without_autocast
 from sparsecomp.ops.patterns import transposed_arrays
 from sparsecomp.ops.sparse_linear import sparse_linear
 from sparsecomp.sparse_pattern import Pattern
@@ -95,6 +96,25 @@ def test_batches_of_values_and_of_dense(kind):
     scaled = singles * np.array([1.0, 2.0, -1.0])[:, None, None]
     assert relative(spmm(many, pattern, right, layout), scaled) < 1e-13
     assert relative(spmm(many, pattern, right[0], layout)[1], 2 * (dense.numpy() @ right[0].numpy())) < 1e-13
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("a_size", [(37, 4), (3, 37, 4), (0, 37, 4)])
+@pytest.mark.parametrize("b_size", [(53, 4), (3, 53, 4), (0, 53, 4)])
+def test_sampled_products_of_batches(kind, a_size, b_size):
+    dense, values, pattern, layout = sample(kind)
+    if {a_size[0], b_size[0]} == {0, 3}:
+        return
+    a, b = (torch.randn(size, dtype=torch.float64) for size in (a_size, b_size))
+    products = torch.matmul(a, b.mT).view(-1, 37, 53) * (dense != 0)
+    format, options = KINDS[kind]
+    ones = arrays(format.from_dense((dense != 0).double(), **options))[0]  # a stored place may hold a zero
+    expected = [arrays(format.from_dense(torch.where(dense != 0, one, 0.0), **options))[0] for one in products]
+    found = sddmm(a, b, pattern, layout)
+    batched = a.dim() == 3 or b.dim() == 3
+    assert found.shape == ((len(products), *values.shape) if batched else values.shape)
+    for one, right in zip(found if batched else [found], expected, strict=True):
+        torch.testing.assert_close(one * ones, right, rtol=1e-12, atol=1e-12)
 
 
 ACTIVATIONS = {
@@ -453,3 +473,17 @@ def test_layers_of_any_number_of_rows_against_float64(rows, dtype, transpose):
     near = {torch.float16: 2**-10, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     for found, exactly in zip((out, by_x, by_values), wanted, strict=True):
         torch.testing.assert_close(found.double(), exactly.double(), rtol=near, atol=near)
+
+
+def test_products_keep_their_dtype_under_autocast_and_on_meta():
+    dense, values, pattern, layout = sample("csr", dtype=torch.float32)
+    right = torch.randn(53, 4)
+    plain = spmm(values, pattern, right, layout)
+    for device in ("cpu", "meta"):
+        assert torch.is_autocast_enabled("cpu") is False
+        with without_autocast(torch.empty(0, device=device)):
+            assert (dense @ right).dtype is torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16), without_autocast(torch.empty(0, device=device)):
+            assert (dense @ right).dtype is (torch.float32 if device == "cpu" else torch.bfloat16)
+        assert not torch.is_autocast_enabled("cpu")
+    assert plain.dtype is torch.float32 and relative(plain, (dense @ right).numpy()) < 2e-6

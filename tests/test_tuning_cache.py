@@ -532,6 +532,24 @@ def test_a_database_that_stays_locked(tmp_path: Path, monkeypatch: pytest.Monkey
     holder.close()
 
 
+def test_a_database_that_is_locked_for_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_PATIENCE", 20.0)
+    writer = TuningCache(tmp_path / "tuning.sqlite")
+    writer.put(signature(), times={"a": 1.0})
+    writer.close()
+    holder = sqlite3.connect(tmp_path / "tuning.sqlite", isolation_level=None, check_same_thread=False)
+    holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+    holder.execute("PRAGMA journal_mode = DELETE")
+    holder.execute("BEGIN EXCLUSIVE")
+    threading.Timer(0.3, holder.close).start()
+    (entry,) = store.read_database(tmp_path / "tuning.sqlite").entries
+    assert entry.times == {"a": 1.0}
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        store._until(time.monotonic() - 1)(sqlite3.SQLITE_BUSY, 1, 1)
+    store._until(time.monotonic() + 9)(sqlite3.SQLITE_BUSY, 1, 1)
+    store._until(time.monotonic() - 1)(sqlite3.SQLITE_DONE, 0, 1)
+
+
 def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "XDG_CACHE_HOME", "SPARSECOMP_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)

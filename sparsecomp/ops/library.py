@@ -113,12 +113,10 @@ def _each_alone(overload: Any) -> Callable[..., Any]:
 
 
 def _item(arg: Any, dim: Any, item: int) -> Any:
-    """One item of a batched argument, a tensor or a list of some."""
+    """One item of a batched argument, or of each in a list."""
     if isinstance(arg, torch.Tensor):
         return arg if dim is None else arg.select(dim, item)
-    return arg if _is_one(arg) or not isinstance(arg, list) else [
-        _item(one, its, item) for one, its in zip(arg, dim, strict=True)
-    ]  # fmt: skip
+    return [_item(one, its, item) for one, its in zip(arg, dim, strict=True)] if isinstance(arg, list) else arg
 
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[object]:

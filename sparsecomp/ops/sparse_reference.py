@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsecomp.formats.indices import lines_of
 from sparsecomp.ops.library import without_autocast
-from sparsecomp.ops.patterns import Compressed, Layout, compressed, elements_of
+from sparsecomp.ops.patterns import Compressed, Layout, compressed, elements_of, stored_shape
 
 _CHUNK = 2**22
 """Elements of blocks gathered at a time, at least."""
@@ -61,7 +61,7 @@ def sampled(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout, out
         batch = a.shape[0] if a.dim() == 3 else b.shape[0]
         pairs = zip(a if a.dim() == 3 else [a] * batch, b if b.dim() == 3 else [b] * batch, strict=True)
         parts = [sampled(one, other, pattern, layout, out_dtype) for one, other in pairs]
-        return torch.stack(parts) if parts else sampled(a[0:0].sum(0), b[0:0].sum(0), pattern, layout, wide)[None][:0]
+        return torch.stack(parts) if parts else a.new_zeros((0, *stored_shape(pattern, layout)))
     with without_autocast(a):
         return _sampled_once(a, b, pattern, layout)
 

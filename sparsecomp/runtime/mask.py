@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from sparsecomp.errors import MaskError
-
-_INT32_MAX = 2**31 - 1
+from sparsecomp.formats.indices import index_dtype_for
 
 
 def checked_mask(mask: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
@@ -83,8 +82,7 @@ class SparseMask(torch.nn.Module):
 
 def positions_of(chosen: torch.Tensor) -> torch.Tensor:
     """Flat positions of the True, int32 or int64, ascending; waits for the device."""
-    index = torch.int32 if chosen.numel() <= _INT32_MAX else torch.int64
-    return chosen.reshape(-1).nonzero().reshape(-1).to(index)
+    return chosen.reshape(-1).nonzero().reshape(-1).to(index_dtype_for(chosen.numel()))
 
 
 def check_before_load(module: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
