@@ -80,6 +80,14 @@ def test_a_call_is_read_as_its_operator(kind, target, args, kwargs, expected) ->
     assert (None if op is None else (op.name, op.inplace, op.known)) == expected
 
 
+@pytest.mark.parametrize(
+    "target", [torch.masked.sum, torch.masked.mean, torch.masked.softmax, torch.fft.ifft, torch.nested.nested_tensor]
+)
+def test_a_name_means_torchs_operator_in_torchs_own_namespaces_only(target: Callable[..., Any]) -> None:
+    op = op_of(called(FUNCTION, target))
+    assert op is None or (not op.known and "." in op.name) or op.name.startswith("fft")
+
+
 def test_arguments_have_names_and_defaults() -> None:
     op = op_of(called(FUNCTION, F.avg_pool2d, (X, 2), {"padding": 1}))
     assert op is not None
