@@ -381,7 +381,7 @@ def _product_scale(a: SparsityFact, b: SparsityFact) -> float | str | None:
     if is_dyadic(a.scale) and is_dyadic(b.scale):
         product = float(a.scale) * float(b.scale)
         return product if is_dyadic(product) else None
-    plain, other = (a, b) if is_dyadic(a.scale) else (b, a)
-    if plain.scale == 1.0 and plain.exact and other.exact and plain.within(-1, 1) and other.within(-1, 1):
+    plain, other = (a, b) if is_dyadic(a.scale) else (b, a)  # an inexact operand comes with a mask only
+    if plain.scale == 1.0 and other.exact and plain.within(-1, 1) and other.within(-1, 1):
         return other.scale
     return None
