@@ -10,6 +10,7 @@ from sparsecomp.lowering.random_sparse import SKEWS, density_of, random_pattern,
 from sparsecomp.lowering.sddmm import SDDMM, Sddmm
 from sparsecomp.lowering.signature import Device, Rows
 from sparsecomp.lowering.spmm_csr import SPMM_CSR, SpmmCsr
+from sparsecomp.lowering.strided import layout_of, strides_from
 from sparsecomp.lowering.warmup import signature_of
 
 
@@ -91,3 +92,13 @@ def test_what_is_timed_for_a_signature_has_that_signature(operation, m, k, entri
     signature = operation.signature(problem, device)
     stand_in = operation.representative(signature_of(signature.fields))
     assert operation.signature(stand_in, device).key == signature.key
+
+
+@pytest.mark.parametrize("layout", ["rows", "uneven rows", "columns", "strided"])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 16), (5, 7), (8, 9), (20, 64)])
+def test_strides_for_a_layout_have_it_and_no_two_elements_share_a_place(layout, rows, columns):
+    strides = strides_from(layout, rows, columns)
+    assert layout_of(strides, columns) == layout
+    batch, row, column = (torch.arange(size) * step for size, step in zip((3, rows, columns), strides, strict=True))
+    places = batch[:, None, None] + row[:, None] + column
+    assert places.unique().numel() == 3 * rows * columns
