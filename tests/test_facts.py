@@ -128,6 +128,7 @@ def test_bounds_on_a_grid_are_those_of_all_values(scale: float, other: float) ->
         for name, (fact, result) in every.items():
             assert fact is not None and fact.integral and fact.exact and fact.finite, name
             assert fact.lo is not None and fact.hi is not None and isinstance(fact.scale, float)
+            assert name in ("product", "negation") or fact.exact_zeros == (fact.lo <= 0 <= fact.hi), f"{name} {a} {b}"
             found = (fact.lo * fact.scale, fact.hi * fact.scale)
             assert found == (result.min().item(), result.max().item()), f"{name} of {a} and {b}: {fact}"
 

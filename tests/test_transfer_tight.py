@@ -10,6 +10,8 @@ from fact_checker import check
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import ShapeProp
 
+from sparsecomp.passes.facts import Origin
+
 X = torch.arange(-1.0, 5.0)  # thresholds at 0, 1 and 2 make every count from 0 to 3
 
 
@@ -138,3 +140,34 @@ def test_intervals_are_what_is_written_down(name: str) -> None:
     function, (lo, hi, zeros) = INTERVALS[name]
     fact, _ = _claimed(function)
     assert fact is not None and (fact.lo, fact.hi, fact.exact_zeros) == (lo, hi, zeros), fact
+
+
+ORIGINS: dict[str, tuple[Callable[[Tensor], Tensor], Origin]] = {
+    "threshold": (lambda x: x > 0, Origin.SPIKE),
+    "spikes as bool": (lambda x: (x > 0).float().bool(), Origin.SPIKE),
+    "relu": (F.relu, Origin.RELU),
+    "relu as bool": (lambda x: F.relu(x).bool(), Origin.RELU),
+    "anything as bool": (lambda x: x.bool(), Origin.MASK),
+    "equal": (lambda x: x == 0, Origin.MASK),
+    "spikes and spikes": (lambda x: torch.logical_and(x > 0, x > 1), Origin.SPIKE),
+    "spikes and a mask": (lambda x: torch.logical_and(x > 0, x == 1), Origin.MASK),
+    "spikes or spikes": (lambda x: (x > 0) | (x > 1), Origin.SPIKE),
+    "not spikes": (lambda x: ~(x > 0), Origin.MASK),
+    "sign of relu": (lambda x: torch.sign(F.relu(x)), Origin.RELU),
+    "sign": (torch.sign, Origin.SPIKE),
+    "dropout of relu": (lambda x: F.dropout(F.relu(x), 0.3, True), Origin.RELU),
+    "dropout": (lambda x: F.dropout(x, 0.3, True), Origin.MASK),
+    "triangle": (lambda x: x.expand(6, 6).tril(), Origin.MASK),
+    "masked": (lambda x: x.masked_fill(x > 0, 0), Origin.MASK),
+    "clamp from zero": (lambda x: x.clamp(min=0), Origin.RELU),
+    "spikes times relu": (lambda x: (x == 1).float() * 2 * F.relu(x), Origin.UNKNOWN),
+    "spikes over four": (lambda x: (x > 0).float() / 4, Origin.SPIKE),
+    "rounded quotient of spikes": (lambda x: torch.div((x > 0).float(), x + 9, rounding_mode="floor"), Origin.SPIKE),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINS)
+def test_where_zeros_come_from(name: str) -> None:
+    function, origin = ORIGINS[name]
+    fact, _ = _claimed(lambda x: function(x))
+    assert fact is not None and fact.origin is origin, fact
