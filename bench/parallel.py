@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier, Lock
 from typing import Any, TypeVar
@@ -54,7 +55,7 @@ def measured(
             process.terminate()
 
 
-def _next(rows: Queue, processes: Sequence[multiprocessing.process.BaseProcess]) -> dict[str, Any]:
+def _next(rows: Queue, processes: Sequence[BaseProcess]) -> dict[str, Any]:
     while True:
         try:
             return rows.get(timeout=1)
