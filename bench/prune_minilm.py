@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional
 
 from bench.table import markdown_grid
-from sparsecomp.runtime import pruners
-from sparsecomp.runtime.selection import select_top
-from sparsecomp.runtime.sparsegpt import input_products, sparsegpt, sparsegpt_n_of_m
-from sparsecomp.runtime.stabilisers import bias_shift, dsnot_mask
+from sparsecomp.reference.selection import select_top
+from sparsecomp.training.pruning import pruners
+from sparsecomp.training.pruning.sparsegpt import input_products, sparsegpt, sparsegpt_n_of_m
+from sparsecomp.training.pruning.stabilisers import bias_shift, dsnot_mask
 
 AMOUNTS: tuple[float | str, ...] = (0.5, 0.6, 0.7, "2:4")
 METHODS = (

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import sparsecomp
 from bench.timing import graph_ms, guarded, host_us, loop_ms
 from sparsecomp import ops
-from sparsecomp.lowering.trial import first_line
+from sparsecomp.lowering.tuning.trial import first_line
 from sparsecomp.nn import RESULinear, masked_weights, wrap_module
-from sparsecomp.ops.selective_step import reference
+from sparsecomp.ops.masked.selective_step import reference
 from sparsecomp.runtime import RESUAdamW
 
 SPARSITY = 0.7

@@ -16,9 +16,11 @@ from torch import Tensor
 from bench.timing import eager_ms, graph_ms, guarded, host_us
 from sparsecomp import ops
 from sparsecomp.formats import NM
-from sparsecomp.lowering import autotune, cusparselt, dispatch, semi_structured, spmm_nm
-from sparsecomp.lowering.trial import relative_error
-from sparsecomp.passes import sparse_cost
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.sparse import cusparselt, semi_structured, spmm_nm
+from sparsecomp.lowering.tuning import autotune
+from sparsecomp.lowering.tuning.trial import relative_error
+from sparsecomp.passes.cost import sparse as sparse_cost
 
 COPIES = 3
 """Sets of operands rotated through, so that no call finds its own in the L2 cache."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from bench import spike_maps
 from bench.timing import graph_ms
-from sparsecomp.lowering.packing import pack_weight, to_bytes
+from sparsecomp.lowering.spiking.packing import pack_weight, to_bytes
 from sparsecomp.ops import spike_conv2d, spike_linear
 
 BATCH = 128

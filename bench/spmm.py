@@ -20,13 +20,16 @@ from torch import Tensor
 from bench import matrices
 from bench.timing import graph_ms, host_us
 from sparsecomp.formats import BSR, CSR, NM
-from sparsecomp.lowering import autotune, dispatch, sddmm, spmm_bsr, spmm_csr, spmm_nm
-from sparsecomp.lowering.ceilings import ceilings_of
-from sparsecomp.lowering.cost import rank
-from sparsecomp.lowering.random_sparse import random_pattern
-from sparsecomp.lowering.signature import device_of, evenness
-from sparsecomp.lowering.template import of_operation
-from sparsecomp.lowering.trial import relative_error
+from sparsecomp.lowering.cache.signature import device_of
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.sparse import sddmm, spmm_bsr, spmm_csr, spmm_nm
+from sparsecomp.lowering.sparse.random_sparse import random_pattern
+from sparsecomp.lowering.tuning import autotune
+from sparsecomp.lowering.tuning.ceilings import ceilings_of
+from sparsecomp.lowering.tuning.cost import rank
+from sparsecomp.lowering.tuning.template import of_operation
+from sparsecomp.lowering.tuning.trial import relative_error
+from sparsecomp.reference.patterns import evenness
 
 COPIES = 3
 """Sets of operands rotated through, so that no call finds its own in the L2 cache."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bench.networks import PRECISIONS
 from bench.timing import MODES
-from sparsecomp import gate
+from sparsecomp.passes.cost import spiking as gate
 
 RESULTS = Path(__file__).parent / "results"
 _VARIANTS = ("eager", "stock compile", "stock compile, reduce-overhead", "sparsecomp", "sparsecomp, reduce-overhead")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparsecomp.lowering.trial import first_line
+from sparsecomp.lowering.tuning.trial import first_line
 
 MODES = ("default", "reduce-overhead")
 """Of torch.compile, in which models are timed as called."""

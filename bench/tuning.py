@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 from bench.timing import host_us
-from sparsecomp.lowering.autotune import Tuner, effort_scope
-from sparsecomp.lowering.binary_conv import BinaryConv
-from sparsecomp.lowering.cache import TuningCache
-from sparsecomp.lowering.ceilings import H100, Ceilings, ceilings_of
-from sparsecomp.lowering.cost import rank
-from sparsecomp.lowering.event_conv import SPARSEST_OVERFLOW, Accumulate, block_of
-from sparsecomp.lowering.neurons import Lif
-from sparsecomp.lowering.operations import operations
-from sparsecomp.lowering.packing import Cast, PackWeight
-from sparsecomp.lowering.signature import Device, device_of
+from sparsecomp.environment import Settings
+from sparsecomp.lowering.cache.signature import Device, device_of
+from sparsecomp.lowering.cache.tuning_cache import TuningCache
+from sparsecomp.lowering.spiking.binary_conv import BinaryConv
+from sparsecomp.lowering.spiking.event_conv import SPARSEST_OVERFLOW, Accumulate, block_of
+from sparsecomp.lowering.spiking.lif import Lif
+from sparsecomp.lowering.spiking.packing import Cast, PackWeight
+from sparsecomp.lowering.tuning.autotune import Tuner, effort_scope
+from sparsecomp.lowering.tuning.ceilings import H100, Ceilings, ceilings_of
+from sparsecomp.lowering.tuning.cost import rank
+from sparsecomp.lowering.tuning.operations import operations
 from sparsecomp.ops import lif, spike_conv2d, spike_linear
-from sparsecomp.ops.weights import SPREAD
-from sparsecomp.settings import Settings
+from sparsecomp.reference.digits import SPREAD
 
 H100_DEVICE = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 """Where the committed results were measured."""
@@ -156,7 +156,7 @@ _CHILD = """
 import json, sys, torch, triton, sparsecomp
 from bench import networks  # thresholds as they are: whether it fires makes no difference to what is compiled
 from bench.snn_network import Variant, measure
-from sparsecomp.lowering import autotune
+from sparsecomp.lowering.tuning import autotune
 compiled = []
 triton.knobs.compilation.listener = lambda *args, cache_hit=False, **kw: compiled.append(cache_hit)
 net = getattr(networks, sys.argv[1])().cuda()

@@ -16,21 +16,15 @@ from torch import fx
 from sparsecomp import _compat
 from sparsecomp.errors import RuleError
 from sparsecomp.options import Options
-from sparsecomp.passes import (
-    fold_batch_norm,
-    fuse_neurons,
-    masked_weight,
-    narrow_spikes,
-    sparse_linear,
-    sparse_matmul,
-    spike_conv,
-    spike_linear,
-)
-from sparsecomp.passes.analysis import Analysis, analyse
-from sparsecomp.passes.canonicalize import RESHAPED, example_of
-from sparsecomp.passes.location import user_location
-from sparsecomp.passes.registry import LostKind
-from sparsecomp.passes.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, module_path, refuse
+from sparsecomp.passes.engine.location import user_location
+from sparsecomp.passes.engine.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, module_path, refuse
+from sparsecomp.passes.facts.analysis import Analysis, analyse
+from sparsecomp.passes.facts.registry import LostKind
+from sparsecomp.passes.graph.canonicalize import RESHAPED, example_of
+from sparsecomp.passes.masked import masked_weight
+from sparsecomp.passes.sparse import linear as sparse_linear
+from sparsecomp.passes.sparse import matmul as sparse_matmul
+from sparsecomp.passes.spiking import fold_batch_norm, fuse_neurons, narrow_spikes, spike_conv, spike_linear
 from sparsecomp.report import PassRecord, Report, Site
 
 log = logging.getLogger("sparsecomp")

@@ -8,25 +8,29 @@ Names load on first use, so that `import sparsecomp` needs neither Triton nor In
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+_TREE = Path(__file__).parents[1]
+if (_TREE / "passes" / "__init__.py").exists() and (_TREE / "pyproject.toml").exists():
+    __path__.append(str(_TREE))  # in a source tree `passes` and `lowering` stand beside this package
+
 if TYPE_CHECKING:
     from sparsecomp import cache, formats, nn
-    from sparsecomp._explain import explain
-    from sparsecomp._optimize import optimize
-    from sparsecomp._profile import profile
-    from sparsecomp.backend import sparsecomp_backend
+    from sparsecomp.compiler.backend import sparsecomp_backend
+    from sparsecomp.compiler.explain import explain
+    from sparsecomp.compiler.optimize import optimize
+    from sparsecomp.compiler.profile import profile
     from sparsecomp.errors import OptionError, PatternError, RuleError, SparsecompError, SparseOperatorError
-    from sparsecomp.neurons import register_neuron
     from sparsecomp.options import Options
     from sparsecomp.report import Report, Site, last_report
-    from sparsecomp.sparse_tensor import SparseTensor
+    from sparsecomp.snn.registry import register_neuron
+    from sparsecomp.tensor.sparse_tensor import SparseTensor
 
 __version__ = "0.1.0"
 
-# A function never lives in a module of its own name: importing that module would put it in the function's place.
 _HOME = {
     "OptionError": "errors",
     "Options": "options",
@@ -35,14 +39,14 @@ _HOME = {
     "RuleError": "errors",
     "Site": "report",
     "SparseOperatorError": "errors",
-    "SparseTensor": "sparse_tensor",
+    "SparseTensor": "tensor.sparse_tensor",
     "SparsecompError": "errors",
-    "explain": "_explain",
+    "explain": "compiler.explain",
     "last_report": "report",
-    "optimize": "_optimize",
-    "profile": "_profile",
-    "register_neuron": "neurons",
-    "sparsecomp_backend": "backend",
+    "optimize": "compiler.optimize",
+    "profile": "compiler.profile",
+    "register_neuron": "snn.registry",
+    "sparsecomp_backend": "compiler.backend",
 }
 
 _MODULES = ("cache", "formats", "nn")
@@ -80,7 +84,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _rebuild(*stored: Any) -> Any:
-    return import_module("sparsecomp.sparse_tensor").rebuild(*stored)
+    return import_module("sparsecomp.tensor.sparse_tensor").rebuild(*stored)
 
 
 # so that torch.load(weights_only=True) reads a SparseTensor, which loads only then

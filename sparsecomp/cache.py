@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from sparsecomp.lowering.cache import Miss, Stats, default_cache
-from sparsecomp.lowering.signature import Device, KernelSignature
-from sparsecomp.settings import Effort
+from sparsecomp.environment import Effort
+from sparsecomp.lowering.cache.signature import Device, KernelSignature
+from sparsecomp.lowering.cache.tuning_cache import Miss, Stats, default_cache
 
 if TYPE_CHECKING:
-    from sparsecomp.lowering.autotune import Chosen
+    from sparsecomp.lowering.tuning.autotune import Chosen
 
 __all__ = ["clear", "explain_miss", "export", "import_", "merge", "prune", "stats", "warmup"]
 
@@ -94,6 +94,6 @@ def warmup(
         SignatureError: fields that are no signature's.
         ValueError: a model without example inputs.
     """
-    from sparsecomp.lowering.warmup import warmup as tune  # loads Inductor
+    from sparsecomp.compiler.warmup import warmup as tune  # loads Inductor
 
     return tune(model_or_signatures, example_inputs, effort)

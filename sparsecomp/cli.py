@@ -25,11 +25,11 @@ from rich.text import Text
 
 import sparsecomp
 from sparsecomp import cache
+from sparsecomp.environment import Settings
 from sparsecomp.errors import CacheError, OptionError, SparsecompError
-from sparsecomp.lowering.cache import Entry, default_cache
-from sparsecomp.lowering.signature import device_of
+from sparsecomp.lowering.cache.signature import device_of
+from sparsecomp.lowering.cache.tuning_cache import Entry, default_cache
 from sparsecomp.options import Options
-from sparsecomp.settings import Settings
 
 _WIDTH = 160
 """Of tables that do not go to a terminal."""

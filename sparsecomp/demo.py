@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from sparsecomp._explain import explain
+from sparsecomp.compiler.explain import explain
 from sparsecomp.report import Report, last_report
 
 SEED = 0

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from sparsecomp.environment import RULES, Settings
 from sparsecomp.errors import OptionError
-from sparsecomp.settings import RULES, Settings
 
 _CHOICES = {
     "precision": ("auto", "exact", "tf32", "half"),

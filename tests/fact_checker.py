@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from sparsecomp.passes.analysis import Analysis, analyse
-from sparsecomp.passes.facts import SparsityFact, is_dyadic
+from sparsecomp.passes.facts.analysis import Analysis, analyse
+from sparsecomp.reference.facts import SparsityFact, is_dyadic
 
 ULPS = 8
 

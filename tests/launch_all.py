@@ -14,14 +14,14 @@ from torch import Tensor
 
 from sparsecomp import ops
 from sparsecomp.formats import BSR, COO, CSR, NM
-from sparsecomp.lowering.autotune import Tuner
-from sparsecomp.lowering.launch import Launch
-from sparsecomp.lowering.signature import device_of
-from sparsecomp.lowering.template import Operation, Template, _all_templates
-from sparsecomp.lowering.trial import fault
+from sparsecomp.lowering.cache.signature import device_of
+from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.tuning.autotune import Tuner
+from sparsecomp.lowering.tuning.template import Operation, Template, _all_templates
+from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.nn import SparseEmbedding, SparseLinear
-from sparsecomp.ops.dense_weight import dense_to_stored, stored_to_dense
-from sparsecomp.ops.sparse_linear import sparse_linear
+from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
+from sparsecomp.ops.sparse.linear import sparse_linear
 
 CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_merge", "spmm_csr_dense", "spmm_csr_halves")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

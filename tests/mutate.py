@@ -33,8 +33,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {"passes": "passes", "lowering": "lowering", "ops": "sparsecomp/ops", "formats": "sparsecomp/formats",
-            "nn": "sparsecomp/nn", "runtime": "sparsecomp/runtime", "interop": "sparsecomp/interop",
+_INNER = ("compiler", "files", "formats", "nn", "ops", "reference", "snn", "tensor", "training")
+PACKAGES = {"passes": "passes", "lowering": "lowering", **{name: f"sparsecomp/{name}" for name in _INNER},
             "sparsecomp": "sparsecomp"}  # fmt: skip
 FIRST, ALL = 10.0, 60.0
 """Seconds of the fastest tests, which run first and where most changes fall, and of each list that follows."""
@@ -154,7 +154,7 @@ def _span(mutation: Mutation) -> range:
 def named_tests(path: Path) -> list[str]:
     """A few test files that name the module, those named after it first."""
     word = re.compile(rf"\b(test_)?{re.escape(path.stem)}\b")
-    found = [test for test in sorted((ROOT / "tests").glob("test_*.py")) if word.search(test.read_text())]
+    found = [test for test in sorted((ROOT / "tests").rglob("test_*.py")) if word.search(test.read_text())]
     related = sorted(found, key=lambda test: (path.stem not in test.stem, len(test.read_text())))[:3]
     return [str(test.relative_to(ROOT)) for test in related]
 
@@ -168,8 +168,6 @@ def copied(folder: Path) -> Path:
         return [name for name in names if name in needless or (Path(folder) / name).is_symlink()]
 
     shutil.copytree(ROOT, copy, ignore=left_out)
-    for package in ("passes", "lowering"):  # where an installed sparsecomp has them
-        (copy / "sparsecomp" / package).symlink_to(copy / package)
     return copy
 
 
@@ -347,7 +345,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
         if options.make_map is not None:
-            every = sorted(str(test.relative_to(ROOT)) for test in (ROOT / "tests").glob("test_*.py"))
+            every = sorted(str(test.relative_to(ROOT)) for test in (ROOT / "tests").rglob("test_*.py"))
             make_map(copy, options.make_map or every, options.map, options.jobs)
             return 0
         judge(chosen(options.package, options.count, options.seed), copy, read_map(options.map))

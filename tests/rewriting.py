@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsecomp.backend import input_values
+from sparsecomp.compiler.backend import input_values
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.report import Report, Site, merge

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import sparsecomp.ops
-from sparsecomp.backend import input_values
+from sparsecomp.compiler.backend import input_values
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.report import Report

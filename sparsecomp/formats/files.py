@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from sparsecomp import tensor_file
 from sparsecomp.errors import FormatError
+from sparsecomp.files import tensor_file
 
 _KIND = tensor_file.Kind(
     "sparsecomp", 1, FormatError, "has no readable sparsecomp header: it is another file, or was altered"

@@ -8,9 +8,9 @@
 Sparse modules take the formats of `sparsecomp.formats`; the RESU layers belong to `sparsecomp.runtime`.
 """
 
-from sparsecomp.nn.embedding import SparseEmbedding
-from sparsecomp.nn.linear import SparseLinear
-from sparsecomp.runtime.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
+from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
+from sparsecomp.nn.sparse.embedding import SparseEmbedding
+from sparsecomp.nn.sparse.linear import SparseLinear
 
 __all__ = [
     "RESUConv2d",

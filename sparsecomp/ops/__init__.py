@@ -4,10 +4,8 @@ Importing this package registers them under ``torch.ops.sparsecomp`` and needs n
 their kernels on first use.
 """
 
-from sparsecomp.lowering.frozen import frozen_weights
-from sparsecomp.ops.effective_weight import effective_weight, split_pruned
-from sparsecomp.ops.lif import lif
-from sparsecomp.ops.masked_ops import (
+from sparsecomp.ops.masked.effective_weight import effective_weight, split_pruned
+from sparsecomp.ops.masked.elementwise import (
     gather_pruned,
     masked_add,
     masked_blend,
@@ -16,15 +14,17 @@ from sparsecomp.ops.masked_ops import (
     select_largest,
     tournament,
 )
-from sparsecomp.ops.patterns import Layout
-from sparsecomp.ops.sddmm import sddmm
-from sparsecomp.ops.selective_step import selective_step
-from sparsecomp.ops.sparse_linear import sparse_linear
-from sparsecomp.ops.sparse_matmul import sparse_matmul
-from sparsecomp.ops.sparse_rows import sparse_rows
-from sparsecomp.ops.spike_conv import decompositions, spike_conv2d, spike_linear
-from sparsecomp.ops.spmm import spmm
-from sparsecomp.ops.weights import split_weight
+from sparsecomp.ops.masked.selective_step import selective_step
+from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.ops.sparse.matmul import sparse_matmul
+from sparsecomp.ops.sparse.rows import sparse_rows
+from sparsecomp.ops.sparse.sddmm import sddmm
+from sparsecomp.ops.sparse.spmm import spmm
+from sparsecomp.ops.spiking.lif import lif
+from sparsecomp.ops.spiking.spike_conv import decompositions, spike_conv2d, spike_linear
+from sparsecomp.reference.digits import split_weight
+from sparsecomp.reference.frozen import frozen_weights
+from sparsecomp.reference.patterns import Layout
 
 __all__ = [
     "Layout",

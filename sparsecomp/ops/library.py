@@ -6,7 +6,7 @@ also stands at its operator, where generated code calls it: ``torch.ops.sparseco
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,10 +36,6 @@ library = _Library("sparsecomp", "DEF")
 
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 """Of an operator whose implementation relies on the strides that its fake gives, or that it was traced with."""
-
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What the kernels read and write beside bytes; they sum in float32 or int32."""
-
 
 def differentiable(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """Give an operator a gradient, as `torch.library.register_autograd` does, that transforms of torch.func take too.
@@ -117,11 +113,3 @@ def _item(arg: Any, dim: Any, item: int) -> Any:
     if isinstance(arg, torch.Tensor):
         return arg if dim is None else arg.select(dim, item)
     return [_item(one, its, item) for one, its in zip(arg, dim, strict=True)] if isinstance(arg, list) else arg
-
-
-def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Context within which torch's products of tensors like this one keep their dtype."""
-    device = tensor.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)

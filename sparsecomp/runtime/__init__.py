@@ -5,21 +5,21 @@
     trainer.fit()
 """
 
-from sparsecomp.runtime.ablation import ablate
-from sparsecomp.runtime.adamw import RESUAdamW
-from sparsecomp.runtime.budgets import erk_budget, uniform_budget
-from sparsecomp.runtime.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
-from sparsecomp.runtime.config import RESUConfig
-from sparsecomp.runtime.cycle import Phase, RESUCycle
-from sparsecomp.runtime.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
-from sparsecomp.runtime.mask import SparseMask
-from sparsecomp.runtime.masked_weight import MaskedWeight, Mode
-from sparsecomp.runtime.optim import RESUSelective, RESUUpdater
-from sparsecomp.runtime.resurrection import ResurrectionEmbedding
-from sparsecomp.runtime.schedules import amnesty_rate, sparsity_at
-from sparsecomp.runtime.selection import select_above, select_top
-from sparsecomp.runtime.sparsegpt import sparsegpt
-from sparsecomp.runtime.trainer import RESUTrainer
+from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
+from sparsecomp.nn.masked.mask import SparseMask
+from sparsecomp.nn.masked.masked_weight import MaskedWeight, Mode
+from sparsecomp.reference.selection import select_above, select_top
+from sparsecomp.training.config import RESUConfig
+from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
+from sparsecomp.training.loop.trainer import RESUTrainer
+from sparsecomp.training.pruning.sparsegpt import sparsegpt
+from sparsecomp.training.resu.ablation import ablate
+from sparsecomp.training.resu.adamw import RESUAdamW
+from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
+from sparsecomp.training.resu.cycle import Phase, RESUCycle
+from sparsecomp.training.resu.optim import RESUSelective, RESUUpdater
+from sparsecomp.training.resu.resurrection import ResurrectionEmbedding
+from sparsecomp.training.schedules import amnesty_rate, sparsity_at
 
 __all__ = [
     "Callback",

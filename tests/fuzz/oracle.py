@@ -14,8 +14,8 @@ from torch import Tensor, fx
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
-from sparsecomp.passes.analysis import analyse
-from sparsecomp.passes.registry import LostKind
+from sparsecomp.passes.facts.analysis import analyse
+from sparsecomp.passes.facts.registry import LostKind
 from tests.fact_checker import FactChecker
 from tests.fuzz.program import Program, annotate
 

@@ -1,0 +1,1 @@
+"""What tuning measured, kept on disk."""

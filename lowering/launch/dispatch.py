@@ -1,0 +1,66 @@
+"""From a problem to its launch: chosen and prepared once, then found in one dictionary lookup."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparsecomp.lowering.tuning import autotune
+from sparsecomp.lowering.tuning.template import Operation
+
+P = TypeVar("P", bound=NamedTuple)
+R = TypeVar("R")
+
+_FORGET: list[Callable[[], None]] = []
+
+
+def recorded(make: Callable[..., R]) -> Callable[..., R]:
+    """``make``, of a device and other hashable arguments, whose results are kept until :func:`forget`."""
+
+    @lru_cache(maxsize=8192)
+    def remembered(effort: str | None, *arguments: Any) -> R:
+        return make(*arguments)
+
+    def find(device: torch.device, *arguments: Any) -> R:
+        effort = autotune.scoped_effort()
+        if effort is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # a default that only stands because nothing can be measured now is not remembered
+            return make(device, *arguments)
+        return remembered(effort, device, *arguments)
+
+    _FORGET.append(remembered.cache_clear)
+    return find
+
+
+def run(operation: Operation[P], problem: P, *tensors: Tensor | None) -> None:
+    """Carry out ``problem`` on ``tensors`` (the operation's operands and results), with the kernel the tuner chooses.
+
+    Raises:
+        TuningError: no kernel takes the problem.
+    """
+    first = tensors[0]
+    assert first is not None
+    _launch(first.device, operation, problem, "")(*tensors)
+
+
+def prepared(operation: Operation[P], problem: P, device: torch.device, only: str = "") -> Callable[..., None]:
+    """What :func:`run` calls with the tensors of ``problem`` on ``device``.
+
+    Args:
+        only: name of the template to choose among, if that takes the problem; any if empty.
+    """
+    return _launch(device, operation, problem, only)
+
+
+def forget() -> None:
+    """Choose anew from now on, because the tuning cache's content was replaced."""
+    for clear in _FORGET:
+        clear()
+
+
+@recorded
+def _launch(device: torch.device, operation: Operation[Any], problem: Any, only: str) -> Callable[..., None]:
+    candidate = autotune.tuner().choose(operation, problem, device, only).candidate
+    return candidate.template.prepare(problem, candidate.config)

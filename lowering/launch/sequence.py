@@ -1,0 +1,49 @@
+"""Several launches that carry out one problem together, with a workspace that lives for one call."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsecomp import _compat
+from sparsecomp.lowering.launch.launch import Launch
+
+Workspace = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype."""
+_ALLOCATION = 7e-6
+"""Seconds of the host to allocate a workspace."""
+
+
+class Step(NamedTuple):
+    """A launch, and which tensors it takes: positions among the call's tensors followed by the workspaces, or None."""
+
+    launch: Launch
+    takes: tuple[int | None, ...]
+
+
+class Launches:
+    """Launches in order, callable with its tensors like one.
+
+    Args:
+        workspaces: shape and dtype of each tensor that is allocated, uninitialised, in each call.
+        steps: the launches, in order.
+    """
+
+    def __init__(self, workspaces: Sequence[Workspace], steps: Sequence[Step]) -> None:
+        self._workspaces = [(shape, _strides(shape), dtype) for shape, dtype in workspaces]
+        self._steps = steps
+        self.host_seconds = sum(step.launch.host_seconds for step in steps) + _ALLOCATION * len(workspaces)
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch all on the current stream of the device of the first tensor."""
+        first = tensors[0]
+        assert first is not None
+        own = [_compat.empty_cuda(shape, stride, dtype, first.device) for shape, stride, dtype in self._workspaces]
+        every = (*tensors, *own)
+        for launch, takes in self._steps:
+            launch(*[None if position is None else every[position] for position in takes])
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

@@ -1,0 +1,1 @@
+"""Launchers on masked weights."""

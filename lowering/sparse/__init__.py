@@ -1,0 +1,1 @@
+"""Launchers of products with sparse weights."""

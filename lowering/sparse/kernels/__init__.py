@@ -1,0 +1,1 @@
+"""Kernels of products with sparse weights."""

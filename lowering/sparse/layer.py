@@ -1,0 +1,115 @@
+"""A sparse layer's products, found again by what its tensors look like.
+
+To describe a product takes the host longer than to launch it. A layer's tensors look the same in each call, so its
+launches are kept under shapes and dtypes, and a call allocates its result and fills in addresses.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsecomp import _compat
+from sparsecomp.lowering.launch.dispatch import prepared, recorded
+from sparsecomp.lowering.launch.epilogue import output_of
+from sparsecomp.lowering.sparse import sddmm, semi_structured, spmm_bsr, spmm_csr, spmm_nm
+from sparsecomp.reference.patterns import Layout
+from sparsecomp.reference.precision import KERNEL_DTYPES
+
+_Launch = Callable[..., None]
+
+
+def product(
+    x: Tensor, values: Tensor, own: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, layout: Layout,
+    activation: str, kernel: str, filled: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """activation(x @ S.mT + bias + residual).
+
+    Args:
+        x: (..., k), contiguous; all tensors are.
+        values, own: of S; more arrays than the layout's own are not read.
+        kernel: name of the template that is to do it; empty for the one with the least device time.
+        filled: of csr, as in ``spmm_csr.run``.
+
+    Returns:
+        (..., rows), contiguous; None if no launch can be kept: there is nothing to compute, no kernel takes the dtypes,
+        or sparse tensor cores, which keep a copy of the weight, are expected to be the fastest.
+    """
+    launch = _product(
+        x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, None if bias is None else bias.dtype,
+        None if residual is None else residual.dtype, layout, activation, kernel, filled,
+    )  # fmt: skip
+    if launch is None:
+        return None
+    rows = layout.shape[0]
+    out = _compat.empty_cuda((x.shape[0], rows), (rows, 1), x.dtype, x.device) if x.dim() == 2 else x.new_empty(
+        (*x.shape[:-1], rows)
+    )  # fmt: skip
+    if layout.format == "nm":
+        launch(values, own[0], x, bias, residual, out)
+    else:
+        launch(own[0], own[1], values, x, bias, residual, out)
+    return out
+
+
+@recorded
+def _product(
+    device: torch.device, x_shape: torch.Size, x_dtype: torch.dtype, stored: torch.Size, dtype: torch.dtype,
+    index: torch.dtype, bias: torch.dtype | None, residual: torch.dtype | None, layout: Layout, activation: str,
+    kernel: str, filled: bool,
+) -> _Launch | None:  # fmt: skip
+    (rows, columns), block, count = layout.shape, layout.block, x_shape[:-1].numel()
+    dtypes = [one for one in (x_dtype, dtype, bias, residual) if one is not None]
+    if count * rows == 0 or stored.numel() == 0 or not all(one in KERNEL_DTYPES for one in dtypes):
+        return None
+    values, dense, out = _meta(stored, dtype), _meta((count, columns), x_dtype).mT, _meta((count, rows), x_dtype).mT
+    beside = None if residual is None else _meta((count, rows), residual).mT
+    described = output_of(out, None if bias is None else _meta((rows,), bias), "row", beside, activation, 1.0)
+    if layout.format == "nm":
+        problem: Any = spmm_nm.problem_of(values, _meta(stored, index), *block, dense, out, described)
+        if block == (2, 4) and kernel != "spmm_nm" and semi_structured.refusal(problem, device) is None:
+            return None
+        return prepared(spmm_nm.SPMM_NM, problem, device, kernel)
+    operation: Any = spmm_bsr.SPMM_BSR if layout.format == "bsr" else spmm_csr.SPMM_CSR
+    family = spmm_bsr if layout.format == "bsr" else spmm_csr
+    pointers, indices = _meta((-(-rows // block[0]) + 1,), index), _meta(stored[:1], index)
+    problem = family.problem_of(pointers, indices, values, dense, out, described, layout.skews[0])
+    if filled:
+        problem = problem._replace(filled=True)
+    return prepared(operation, problem, device, kernel)
+
+
+def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> Tensor | None:
+    """a.mT @ b at the stored places of a csr pattern, for a (..., rows) and b (..., columns), contiguous.
+
+    Args:
+        indices: as many as there are entries, without spare capacity.
+
+    Returns:
+        (entries,) of their dtype. None as for `product`.
+    """
+    launch = _sampled(a.device, a.shape, b.shape, a.dtype, pointers.shape, indices.shape, indices.dtype, skew)
+    if launch is None:
+        return None
+    out = a.new_empty(indices.shape)
+    launch(pointers, indices, a, b, out)
+    return out
+
+
+@recorded
+def _sampled(
+    device: torch.device, a_shape: torch.Size, b_shape: torch.Size, dtype: torch.dtype, pointers: torch.Size,
+    stored: torch.Size, index: torch.dtype, skew: str,
+) -> _Launch | None:  # fmt: skip
+    count, rows = a_shape[:-1].numel(), a_shape[-1]
+    if stored.numel() == 0 or count * rows == 0 or dtype not in KERNEL_DTYPES:
+        return None
+    left, right = _meta((count, rows), dtype).mT, _meta((count, b_shape[-1]), dtype).mT
+    arrays = _meta(pointers, index), _meta(stored, index)
+    problem = sddmm.problem_of(*arrays, left, right, _meta(stored, dtype), 1.0, skew)
+    return prepared(sddmm.SDDMM, problem, device)
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -1,0 +1,212 @@
+"""2:4 times dense on sparse tensor cores as an operation: out = activation(scale · (S @ dense) + bias + residual).
+
+cuSPARSELt multiplies a copy of S in a form of its own, which is made once and kept. A write to S's values can escape
+the host: through ``.data``, in a compiled graph, in the replay of a CUDA graph. So each product takes a fingerprint of
+the values on the device, and where it is not that of the copy, an ordinary kernel behind the product writes the result
+anew. Inside ``frozen_weights`` this is left out.
+"""
+
+import logging
+import weakref
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from sparsecomp.errors import LibraryError
+from sparsecomp.lowering.cache.signature import Device, KernelSignature, device_of
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.launch.epilogue import finished, output_of
+from sparsecomp.lowering.launch.strided import dtype_name, strides_of
+from sparsecomp.lowering.sparse import cusparselt
+from sparsecomp.lowering.sparse.spmm_csr import TOLERANCE
+from sparsecomp.lowering.sparse.spmm_nm import SPMM_NM, SpmmNM
+from sparsecomp.lowering.tuning import cost
+from sparsecomp.lowering.tuning.ceilings import ceilings_of
+from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.reference.frozen import are_frozen
+from sparsecomp.reference.ready import Ready
+
+log = logging.getLogger("sparsecomp")
+
+_failed: set[tuple[SpmmNM, torch.device]] = set()
+"""Products that the library refused when it came to it."""
+
+
+def run(
+    values: Tensor, indices: Tensor, dense: Tensor, out: Tensor, *, bias: Tensor | None = None,
+    bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
+) -> bool:  # fmt: skip
+    """Write activation(scale · (S @ dense) + bias + residual) to ``out``, if the library takes it and is expected to
+    be the faster; else do nothing.
+
+    Args:
+        values: (m, k / 2) float16 or bfloat16, contiguous.
+        indices: (m, k / 2) uint8: each value's column within its group of four, ascending.
+
+    Everything else is as in ``spmm_nm.run``. gelu and silu are computed from what was rounded to the dtype of ``out``.
+
+    Returns:
+        Whether ``out`` was written.
+
+    Raises:
+        FormatError: a bias or residual that does not fit ``out``, or an unknown word.
+    """
+    if values.dim() != 2 or dense.dim() != 2 or out.numel() == 0 or indices.shape != values.shape:
+        return False
+    tensors = (values, indices, dense, bias, residual, out)
+    # the library reads whole vectors; a view may start between them
+    if any(tensor is not None and tensor.data_ptr() % 16 for tensor in tensors) or not indices.is_contiguous():
+        return False
+    described = output_of(out, bias, bias_axis, residual, activation, scale)
+    (m, width), (k, n) = values.shape, dense.shape
+    problem = SpmmNM(
+        m, k, n, 1, 2, 4, -(-k // 4), 0, values.stride(0), width, *strides_of(dense), dtype_name(values),
+        dtype_name(dense), described,
+    )  # fmt: skip
+    where = problem, values.device
+    if width != 2 * problem.groups or refusal(*where) is not None or (_failed and where in _failed):
+        return False
+    copy = COPIES.of(values, indices)
+    kept = None if are_frozen() else copy.fingerprint
+    try:
+        dispatch.run(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
+    except LibraryError as error:  # such as an algorithm, tuned for sizes much like these, that does not take them
+        _failed.add(where)
+        log.warning("%s: ordinary tensor cores multiply %s from now on", error, problem)
+        return False
+    return True
+
+
+@lru_cache(maxsize=8192)
+def refusal(problem: SpmmNM, device: torch.device) -> str | None:
+    """Why a product on a device goes to the ordinary kernels instead, None if it does not."""
+    identity = device_of(device)
+    if not SEMI_STRUCTURED.candidates(problem, identity):
+        return "; ".join(SEMI_STRUCTURED.refusals(problem, identity).values()) or "no algorithm takes the product"
+    return _slower(problem, device)
+
+
+def _slower(problem: SpmmNM, device: torch.device) -> str | None:
+    ordinary, sparse = (
+        min((cost.seconds(one, problem, ceilings_of(device)) for one in found), default=inf)
+        for found in (operation.candidates(problem, device_of(device)) for operation in (SPMM_NM, SEMI_STRUCTURED))
+    )
+    if sparse <= ordinary:
+        return None
+    return f"estimated {sparse * 1e6:.1f} us on sparse tensor cores against {ordinary * 1e6:.1f} us by ordinary ones"
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """A weight as the library wants it.
+
+    Attributes:
+        compressed: uint8, opaque.
+        fingerprint: of the values that it was made of; see ``templates.semi_structured.fingerprint``.
+        state: versions and addresses that values and indices had.
+        ready: where and when it was made.
+    """
+
+    compressed: Tensor
+    fingerprint: Tensor
+    state: tuple[int, ...]
+    ready: Ready
+
+
+class Copies:
+    """The copies of weights, each kept as long as the memory of its values, or for ever once a CUDA graph reads it.
+
+    Tensors are not referred to, so that they can be swapped for others.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[weakref.ref[UntypedStorage], Copy]] = {}
+        self._captured: set[Copy] = set()
+
+    def of(self, values: Tensor, indices: Tensor) -> Copy:
+        """The copy of a weight, made anew if it was written to since; safe to read on the current stream."""
+        state, memory = _state(values, indices), values.untyped_storage()
+        key = (values.data_ptr(), values.shape, values.dtype)
+        reference, copy = self._known.get(key, (None, None))
+        capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
+        if copy is not None and reference is not None and reference() is memory and copy.state == state:
+            if capturing:
+                self._captured.add(copy)
+            else:
+                copy.ready.await_(copy.compressed, copy.fingerprint)
+            return copy
+        copy = Copy(*copied(values, indices), state, Ready.now(values.device))
+        if not capturing:  # in a graph each replay makes it anew, in memory of the graph's
+            self._known[key] = weakref.ref(memory, lambda dead: self._forget(key, dead)), copy
+        return copy
+
+    def _forget(self, key: tuple[Any, ...], dead: "weakref.ref[UntypedStorage]") -> None:
+        found = self._known.get(key)
+        if found is not None and found[0] is dead:
+            del self._known[key]
+
+
+COPIES = Copies()
+
+
+def _state(values: Tensor, indices: Tensor) -> tuple[int, ...]:
+    versions = (0 if tensor.is_inference() else tensor._version for tensor in (values, indices))
+    return values.data_ptr(), indices.data_ptr(), *versions
+
+
+def copied(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight compressed by the library, and the fingerprint of its values.
+
+    Raises:
+        LibraryError: the library does not take it.
+    """
+    from sparsecomp.lowering.sparse.kernels.semi_structured import fingerprint
+
+    with torch.no_grad():
+        weight = spread(values.detach(), indices)
+        return cusparselt.compress(cusparselt.current_handle(values.device), weight), fingerprint(values)
+
+
+def spread(values: Tensor, indices: Tensor) -> Tensor:
+    """The dense weight (m, k) of values and indices (m, k / 2)."""
+    m, width = values.shape
+    groups = values.new_zeros((m, width // 2, 4))
+    return groups.scatter_(-1, indices.view(m, -1, 2).long(), values.view(m, -1, 2)).view(m, -1)
+
+
+def _signature(problem: SpmmNM, device: Device) -> KernelSignature:
+    version = ".".join(map(str, cusparselt.load().version))
+    found = SPMM_NM.signature(problem, device)
+    return replace(found, op="semi_structured", parameters=(*found.parameters, ("cusparselt", version)))
+
+
+def _representative(signature: KernelSignature) -> SpmmNM:
+    assert SPMM_NM.representative is not None
+    return SPMM_NM.representative(signature)
+
+
+def _operands(problem: SpmmNM, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    assert SPMM_NM.operands is not None
+    values, indices, *others = SPMM_NM.operands(problem, device, seed)
+    assert values is not None and indices is not None
+    return values[0], indices, *copied(values[0], indices), *others
+
+
+def _reference(problem: SpmmNM, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    values, indices, _, _, dense, bias, residual, _ = operands
+    assert values is not None and indices is not None and dense is not None
+    product = spread(values.double(), indices) @ dense.double()
+    return (finished(problem.output, product, bias, residual),)
+
+
+def _tolerance(problem: SpmmNM) -> float:
+    return TOLERANCE[problem.output.dtype]
+
+
+SEMI_STRUCTURED: Operation[Any] = Operation(
+    "semi_structured", _signature, _representative, _operands, (7,), _reference, _tolerance
+)

@@ -1,0 +1,69 @@
+"""What a configuration of the binary convolution costs, for both its kernels.
+
+Held against all configurations of 22 convolutions and products on an H100 (`bench/results/tuning.json`): the fastest is
+among the first three in 18, and the first is within 13 % of it, 3 % in the mean. Only three numbers are fitted there:
+the latency, the start and the bytes of an output. Fitted without one width of layers they rank that width no worse.
+"""
+
+import sympy
+
+from sparsecomp.lowering.tuning.cost import Cost, sizes, waves
+
+_n, _oh, _ow, _h, _w, _c, _k, _cp, _r, _s = sizes("n oh ow h w c k cp r s")
+_groups, _digits = sizes("groups digits")
+_bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
+_bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
+
+_REGISTERS = 65_536
+"""Of one processor, on all cards since 2012."""
+_SHARED_RATE = 2.2e11
+"""Bytes a second of one processor's shared memory: 128 a cycle at 1.7 GHz."""
+_COPY_RATE = _SHARED_RATE / 2
+"""Bytes a second that come into a processor from L2: 64 a cycle."""
+_LATENCY = 5e-7
+"""Seconds from the start of a copy to shared memory to its first byte, with a cold L2."""
+_START = 3e-6
+"""Seconds before the first product and after the last."""
+
+
+def binary_conv_cost(hopper: bool) -> Cost:
+    """Waves of tiles over the processors, each tile a walk over the depth; what is written comes on top.
+
+    Four things overlap, if not wholly: the processors' work, what is copied to shared memory, the wait for these
+    copies, of which the stages allow so many at a time, and the inputs' traffic. The tensor cores read from shared
+    memory, which is no less busy than they are.
+    """
+    pixels = _n * _oh * _ow
+    tiles = sympy.ceiling(pixels / _bm) * sympy.ceiling(_k / (_groups * _bn)) * _groups
+    steps = _r * _s * _cp / _bk
+    copied = (_bm + _digits * _bn) * _bk
+    walks = waves(tiles, _processors) * steps
+    # the ceiling of int8 is what whole convolutions reach; warp-wide instructions reach less
+    products = _bm * _bn * _bk * _digits * _processors / _int8 * (1 if hopper else 1.65)
+    work = walks * sympy.Max(products, _reads(hopper) / _SHARED_RATE)
+    copies = walks * copied / _COPY_RATE
+    ahead = _stages - (2 if hopper else 1)
+    arrival = _LATENCY + copied / _COPY_RATE
+    wait = waves(tiles, _processors * _resident(_stages * copied)) * steps * arrival / ahead
+    traffic = (_n * _h * _w * _c + _digits * _k * _r * _s * _cp) / _bandwidth
+    return Cost(
+        bytes=6 * pixels * _k,  # of half precision as well, whose stores are narrower
+        seconds=sympy.sqrt(work**2 + copies**2 + wait**2 + traffic**2) + _START,
+    )
+
+
+def _reads(hopper: bool) -> sympy.Expr:
+    """Bytes that the products of a step read from shared memory."""
+    if not hopper:
+        # each warp multiplies rows of its own with the whole weight block
+        return _bk * (_bm + _warps * _digits * _bn)
+    # a warpgroup's instruction reads 64 rows and up to 128 columns; two planes lie beside each other in one
+    pairs = sympy.floor(_digits / 2)
+    instructions = pairs * sympy.ceiling(_bn / 64) + (_digits - 2 * pairs)
+    return _bk * _bm * (instructions + _digits * _bn / 64)
+
+
+def _resident(shared: sympy.Expr) -> sympy.Expr:
+    """Tiles that run on a processor at a time, by ``shared`` bytes and by registers: the sums, and 30 a thread."""
+    registers = _bm * _bn * _digits + 30 * 32 * _warps
+    return sympy.Max(sympy.floor(sympy.Min(_shared / shared, _REGISTERS / registers)), 1)

@@ -1,0 +1,64 @@
+"""A layer on spikes done densely, on int8 tensor cores, event-driven, or on active pixels only.
+
+Each is several launches, or a library's. They are only ever measured, as wholes: what is not measured is the gate's
+to estimate, so that no cost is declared here.
+"""
+
+from functools import partial
+from typing import Any
+
+import sympy
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsecomp.lowering.spiking import spike_conv, strategies
+from sparsecomp.lowering.spiking.kernels import (
+    binary_conv,
+    binary_conv_hopper,
+    event_conv,
+    pack_weight,
+    prescan,
+    skip_conv,
+)
+from sparsecomp.lowering.spiking.strategies import SiteInfo, padding
+from sparsecomp.lowering.tuning.cost import Cost
+from sparsecomp.lowering.tuning.template import Config, Template
+
+# Templates that a module holds by name are taken for its own: here they stay in tuples.
+_BINARY = (
+    pack_weight.PACK_WEIGHT, prescan.CAST_FLAT, prescan.CAST_STRIDED, binary_conv.BINARY_CONV,
+    binary_conv_hopper.BINARY_CONV_HOPPER,
+)  # fmt: skip
+_EVENT = (*_BINARY, event_conv.FIND_EVENTS, event_conv.PACK_EVENTS, event_conv.ACCUMULATE)
+_SKIP = (*_BINARY, skip_conv.SCAN_PIXELS, skip_conv.LIST_ROWS)
+
+
+def _dense(site: SiteInfo, x: Tensor, x8: Tensor, weight: Tensor, out: Tensor) -> None:
+    if site.h == site.w == site.r == site.s == 1:
+        out.set_(F.linear(x[:, :, 0, 0], weight[:, :, 0, 0])[:, :, None, None])
+    else:
+        out.set_(F.conv2d(x, weight, None, list(site.stride), padding(site), 1, site.groups))
+
+
+def _sparse(strategy: str, site: SiteInfo, x: Tensor, x8: Tensor, weight: Tensor, out: Tensor) -> None:
+    window = (list(site.stride), padding(site), [1, 1], site.groups)
+    out.set_(spike_conv.conv2d(x8 if site.fused else x, weight, None, *window, site.digits, strategy))
+
+
+def _template(strategy: str, *kernels: Template[Any]) -> Template[SiteInfo]:
+    run = _dense if strategy == "dense" else partial(_sparse, strategy)
+    return Template(
+        name=strategy,
+        op="spike_conv2d",
+        sources=tuple(source for kernel in kernels for source in kernel.sources),
+        refuse=lambda site, device: None if strategy in strategies.able(site) else "it cannot serve this input",
+        space=lambda site, device: [Config()],
+        cost=Cost(bytes=sympy.Integer(0)),
+        prepare=lambda site, config: partial(run, site),
+    )
+
+
+DENSE = _template("dense")
+BINARY = _template("binary", *_BINARY)
+EVENT = _template("event", *_EVENT)
+SKIP = _template("skip", *_SKIP)

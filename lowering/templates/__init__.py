@@ -1,1 +1,0 @@
-"""Triton kernels, one family a file. Importing a template imports Triton; importing this package does not."""

@@ -1,0 +1,1 @@
+"""Which kernel in which configuration: templates, costs, measurement."""

@@ -1,0 +1,162 @@
+"""What a card can do at most: measured once, kept beside the tuning results, and the yardstick of every estimate."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+
+import torch
+
+from sparsecomp.lowering.cache.signature import device_of
+from sparsecomp.lowering.cache.tuning_cache import default_cache
+
+_FACT = "ceilings"
+
+# Rates that are not measured: for TF32 a switch for the whole process would let anybody's float32 run in it meanwhile,
+# and torch's integer product is private. Data sheets say 0.5 and 2; these are the H100's, whose power limit tells.
+_TF32_OVER_HALF = 0.59
+_INT8_OVER_HALF = 1.5
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates in bytes or operations a second (a multiply-accumulate is two); every field is a name costs may use.
+
+    Attributes:
+        bandwidth: device memory, bytes read and written.
+        fp32, tf32, half, int8: matrix products in that precision; half is float16 and bfloat16.
+        launch: seconds that one small kernel behind another takes.
+        processors: multiprocessors.
+        shared: bytes of shared memory that a block can have.
+    """
+
+    bandwidth: float
+    fp32: float
+    tf32: float
+    half: float
+    int8: float
+    launch: float
+    processors: float
+    shared: float
+
+
+H100 = Ceilings(
+    bandwidth=3.0e12, fp32=50e12, tf32=430e12, half=730e12, int8=1100e12, launch=2e-6, processors=132, shared=232_448
+)  # fmt: skip
+"""NVIDIA H100 80GB HBM3, torch 2.11, measured by this project's benchmarks; stands in where there is no GPU."""
+
+KNOWN = {"NVIDIA H100 80GB HBM3": H100}
+"""By name of the GPU: not measured again, so that the same model is compiled the same way on every such machine."""
+
+
+def ceilings_of(device: torch.device) -> Ceilings:
+    """The ceilings of ``device``: from the tuning cache, ``KNOWN``, or measured now and stored in the cache.
+
+    Without a GPU they are the H100's. Where nothing can be measured (CUDA graph capture, fake tensors, no free memory)
+    they are the H100's in proportion to the processors, this once.
+    """
+    if device.type != "cuda":
+        return H100
+    traced = type(torch.empty(0)) is not torch.Tensor
+    if traced or torch.cuda.is_current_stream_capturing():
+        return _stored(device) or _proportional(device)
+    try:
+        return _settled(device)
+    except torch.OutOfMemoryError:
+        return _proportional(device)
+
+
+@cache
+def _settled(device: torch.device) -> Ceilings:
+    stored = _stored(device)
+    if stored is not None:
+        return stored
+    measured = measure(device)
+    default_cache().put_fact(_FACT, device_of(device), asdict(measured))
+    return measured
+
+
+def _stored(device: torch.device) -> Ceilings | None:
+    identity = device_of(device)
+    fact = default_cache().fact(_FACT, identity)
+    complete = fact is not None and fact.keys() == {field.name for field in fields(Ceilings)}
+    return Ceilings(**fact) if fact is not None and complete else KNOWN.get(identity.name)
+
+
+def _proportional(device: torch.device) -> Ceilings:
+    processors, shared = _properties(device)
+    share = processors / H100.processors
+    rates = {name: getattr(H100, name) * share for name in ("bandwidth", "fp32", "tf32", "half", "int8")}
+    return replace(H100, processors=processors, shared=shared, **rates)
+
+
+def measure(device: torch.device) -> Ceilings:
+    """Measure a CUDA device: under half a second, within 1 GB of its memory, and apart from the caller's settings.
+
+    Raises:
+        torch.OutOfMemoryError: there is no such memory.
+    """
+    processors, shared = _properties(device)
+    with torch.cuda.device(device), torch.no_grad(), torch.autocast("cuda", enabled=False), _ieee():
+        half = _product_rate(torch.float16)
+        fp32 = _product_rate(torch.float32)
+        has_tf32 = torch.cuda.get_device_capability(device) >= (8, 0)
+        return Ceilings(
+            bandwidth=_bandwidth(), fp32=fp32, tf32=_TF32_OVER_HALF * half if has_tf32 else fp32, half=half,
+            int8=_INT8_OVER_HALF * half, launch=_launch(), processors=processors, shared=shared,
+        )  # fmt: skip
+
+
+def _properties(device: torch.device) -> tuple[float, float]:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
+@contextmanager
+def _ieee() -> Iterator[None]:
+    """Products of float32 in full precision, whatever the user allows."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _bandwidth() -> float:
+    source = torch.ones(2**28, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _median_seconds(lambda: target.copy_(source))
+
+
+def _product_rate(dtype: torch.dtype) -> float:
+    size = 4096
+    # random numbers, since zeros need less power and run faster; a generator of our own leaves the user's alone
+    random = torch.Generator("cuda").manual_seed(0)
+    a = torch.randn(size, size, device="cuda", generator=random).to(dtype)
+    return 2 * size**3 / _median_seconds(lambda: a @ a)
+
+
+def _launch(kernels: int = 64) -> float:
+    one = torch.zeros(1, device="cuda")
+    large = torch.zeros(2**26, device="cuda")
+
+    def launches() -> None:
+        for _ in range(kernels):
+            one.add_(1)
+
+    # work in front keeps the device busy until the host has queued them all
+    return _median_seconds(launches, ahead=lambda: [large.add_(1) for _ in range(8)]) / kernels
+
+
+def _median_seconds(call: Callable[[], object], ahead: Callable[[], object] = lambda: None, repeats: int = 5) -> float:
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    call()
+    for start, end in events:
+        ahead()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) * 1e-3

@@ -1,0 +1,131 @@
+"""What a candidate should cost: a roofline of expressions over sizes and configuration, against the card's ceilings.
+
+The estimate need not be a time to believe in; it has to put the good configurations first, so that few are measured,
+and to know on which side of dense a problem falls. Expressions are sympy's, so that they can be solved for a break-even
+point and may keep a size that is only known at run time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+
+from sparsecomp.errors import SignatureError
+from sparsecomp.lowering.tuning.ceilings import Ceilings
+
+if TYPE_CHECKING:
+    from sparsecomp.lowering.tuning.template import Candidate
+
+
+def sizes(names: str) -> tuple[sympy.Symbol, ...]:
+    """Symbols for the numbers that a cost depends on, by the names of a problem's and a configuration's fields.
+
+    ``itemsize`` stands for the bytes of a problem's ``dtype``; a field of ``Ceilings``, such as ``processors``, for the
+    card's.
+    """
+    return tuple(sympy.Symbol(name, nonnegative=True) for name in names.split())
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one launch as expressions over the problem's, the configuration's and the card's numbers.
+
+    Attributes:
+        bytes: device memory traffic.
+        operations: arithmetic, which overlaps the traffic; a multiply-accumulate counts two.
+        rate: name of the ceiling that bounds the arithmetic, a field of ``Ceilings``.
+        launches: kernel launches.
+        seconds: what the above do not cover, such as waves that leave processors idle, in seconds.
+    """
+
+    bytes: sympy.Expr
+    operations: sympy.Expr = sympy.Integer(0)
+    rate: str = "fp32"
+    launches: sympy.Expr = sympy.Integer(1)
+    seconds: sympy.Expr = sympy.Integer(0)
+
+    def expression(self, ceilings: Ceilings, **values: float | sympy.Expr) -> sympy.Expr:
+        """Seconds on a card: the longer of traffic and arithmetic, the launches, and the rest.
+
+        Args:
+            values: numbers, or expressions such as Dynamo's sizes, for symbols by name; others stay as they are.
+        """
+        traffic = self.bytes / ceilings.bandwidth
+        arithmetic = self.operations / getattr(ceilings, self.rate)
+        total = sympy.Max(traffic, arithmetic) + self.launches * ceilings.launch + self.seconds
+        known = {**vars(ceilings), **values}
+        return total.subs({symbol: known[str(symbol)] for symbol in total.free_symbols if str(symbol) in known})
+
+    def estimate(self, values: Mapping[str, Any], ceilings: Ceilings) -> float:
+        """Seconds for the given numbers; names that the expressions do not use are ignored.
+
+        Raises:
+            SignatureError: a number that the expressions need is missing.
+        """
+        names, function = _compiled(self, ceilings)
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise SignatureError(f"the cost depends on {', '.join(missing)}: give a number for each")
+        return float(function(*[values[name] for name in names]))
+
+
+@lru_cache(maxsize=256)
+def _compiled(cost: Cost, ceilings: Ceilings) -> tuple[tuple[str, ...], Callable[..., float]]:
+    expression = cost.expression(ceilings)
+    symbols = sorted(expression.free_symbols, key=str)
+    return tuple(map(str, symbols)), sympy.lambdify(symbols, expression, modules="math", cse=True)
+
+
+def seconds(candidate: "Candidate[Any]", problem: Any, ceilings: Ceilings) -> float:
+    """Estimated seconds of a candidate for a problem (a NamedTuple)."""
+    numbers = {**problem._asdict(), **candidate.config}
+    if "dtype" in numbers:
+        numbers["itemsize"] = getattr(torch, numbers["dtype"]).itemsize
+    return candidate.template.cost.estimate(numbers, ceilings)
+
+
+def rank(candidates: "Sequence[Candidate[Any]]", problem: Any, ceilings: Ceilings) -> "list[Candidate[Any]]":
+    """``candidates``, the cheapest by estimate first; equals stay in order."""
+    return sorted(candidates, key=lambda candidate: seconds(candidate, problem, ceilings))
+
+
+def waves(tiles: sympy.Expr, processors: sympy.Expr) -> sympy.Expr:
+    """Tiles that the busiest of ``processors`` computes one after another."""
+    return sympy.ceiling(tiles / processors)
+
+
+def break_even(cost: sympy.Expr, rival: sympy.Expr, unknown: sympy.Symbol) -> sympy.Expr:
+    """Greatest ``unknown`` (a density) at which ``cost`` is no more than a ``rival`` that does not depend on it.
+
+    Args:
+        cost: a sum, and maximum, of terms that grow linearly with ``unknown``.
+
+    Returns:
+        An expression over whatever else is symbolic, such as a batch: negative where ``cost`` is always more, infinite
+        where it never is.
+
+    Raises:
+        ValueError: ``cost`` is not of that form.
+    """
+    bounds = []
+    for branch in _branches(cost, unknown):
+        slope, at_zero = sympy.diff(branch, unknown), branch.subs(unknown, 0)
+        if slope.has(unknown):
+            raise ValueError(f"{cost} is not linear in {unknown}: give it as a sum of linear terms and maxima of them")
+        if slope == 0:
+            bounds.append(sympy.Piecewise((sympy.oo, at_zero <= rival), (-sympy.oo, True)))
+        else:
+            bounds.append((rival - at_zero) / slope)
+    return sympy.Min(*bounds)
+
+
+def _branches(cost: sympy.Expr, unknown: sympy.Symbol) -> list[sympy.Expr]:
+    """Expressions that ``cost`` is the maximum of, with no maximum over ``unknown`` left in them."""
+    maximum = next((found for found in cost.atoms(sympy.Max) if found.has(unknown)), None)
+    if maximum is None:
+        return [cost]
+    parts: list[Any] = [cost.xreplace({maximum: part}) for part in maximum.args]
+    return [branch for part in parts for branch in _branches(part, unknown)]

@@ -1,0 +1,1 @@
+"""Rules run in order over a graph, and what each may look at."""

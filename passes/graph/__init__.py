@@ -1,0 +1,1 @@
+"""A graph read as what it computes: canonical operators, aliases, writes."""

@@ -1,0 +1,116 @@
+"""In which format a weight that is known beforehand multiplies fastest: dense, or one of the sparse kernels'."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsecomp.lowering.cache.signature import Device, device_of
+from sparsecomp.lowering.tuning.ceilings import Ceilings, ceilings_of
+from sparsecomp.passes.cost.sparse import Product, dense_seconds, sparse_seconds
+from sparsecomp.passes.engine.rule import Context, replays, sizes
+from sparsecomp.passes.graph.canonicalize import CanonicalOp
+from sparsecomp.reference.patterns import evenness
+from sparsecomp.reference.precision import KERNEL_DTYPES
+
+_MARGIN = 1.1
+"""Least estimated speed-up over dense for which a weight is packed sparse: the estimate is no measurement."""
+_BLOCKS = (16, 32, 64)
+_FULL = 0.5
+"""A weight counts as one of blocks if more than this share of the elements of blocks that hold any is not zero."""
+
+
+class Choice(NamedTuple):
+    """How a folded weight is kept.
+
+    Attributes:
+        format, block: as of `sparsecomp.ops.masked.folded_layer`.
+        kernel: what multiplies it.
+        gain: estimated speed-up over dense; None without an estimate.
+        described: shape and sparsity, for the report.
+        reason: for the report.
+    """
+
+    format: str
+    block: tuple[int, int]
+    kernel: str
+    gain: float | None
+    described: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """Of the implementation, for the report."""
+        return f"folded {self.format}"
+
+
+def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
+    """The fastest format for a layer's weight by estimate; looks at its values."""
+    described = _described(weight)
+    if op.name != "linear":
+        return Choice("dense", (1, 1), f"torch's {op.name}", None, described, "convolutions have no sparse kernel")
+    if weight.device.type != "cuda":
+        return Choice("dense", (1, 1), "torch's linear", None, described, "no CUDA device")
+    rows = sizes(op.input)
+    assert rows is not None
+    n = torch.Size(rows[:-1]).numel()
+    where, replayed = weight.device, replays(ctx.options, weight.device)
+    return compare(weight, n, op.get("bias") is not None, device_of(where), ceilings_of(where), replayed)
+
+
+def compare(
+    weight: Tensor, n: int, bias: bool, device: Device, ceilings: Ceilings, replayed: bool = True
+) -> Choice:  # fmt: skip
+    """`choose` for a linear layer of n rows on a CUDA device of these ceilings.
+
+    Args:
+        weight: (m, k), on any device.
+        replayed: whether a CUDA graph is replayed, so that the host's time does not count.
+    """
+    described = _described(weight)
+    if weight.dtype not in KERNEL_DTYPES:
+        return Choice("dense", (1, 1), "torch's linear", None, described, f"no sparse kernel of {weight.dtype}")
+    products = [_product(weight, n, bias, *form)._replace(replayed=replayed) for form in _forms(weight)]
+    timed = [(*sparse_seconds(product, device, ceilings), product) for product in products]
+    seconds, kernel, best = min(timed, key=lambda one: one[0])
+    dense = dense_seconds(best._replace(constant=True), ceilings)  # a fold has written the weight out already
+    reason = f"estimated {seconds * 1e6:.1f} us for {kernel} against {dense * 1e6:.1f} us dense"
+    if seconds * _MARGIN > dense:
+        return Choice("dense", (1, 1), "torch's linear", None, described, reason)
+    return Choice(best.format, best.block, kernel, dense / seconds, described, f"{reason}; for finite inputs")
+
+
+def _described(weight: Tensor) -> str:
+    zeros = 1 - weight.count_nonzero().item() / max(weight.numel(), 1)
+    return f"{'x'.join(map(str, weight.shape))} at {zeros:.1%} sparsity"
+
+
+def _forms(weight: Tensor) -> list[tuple[str, tuple[int, int], int, str]]:
+    """Formats that can hold the weight without much filler: format, block, entries and skew."""
+    stored = weight != 0
+    forms = [("csr", (1, 1), *_counted(stored))]
+    for size in _BLOCKS:
+        if all(length % size == 0 for length in weight.shape):
+            blocks = stored.unflatten(1, (-1, size)).unflatten(0, (-1, size)).any(-1).any(1)
+            entries, skew = _counted(blocks)
+            if forms[0][2] > _FULL * entries * size * size:
+                forms.append(("bsr", (size, size), entries, skew))
+    if weight.shape[1] % 4 == 0 and int(stored.unflatten(1, (-1, 4)).sum(-1).amax()) <= 2:
+        forms.append(("nm", (2, 4), weight.numel() // 2, "even"))
+    return forms
+
+
+def _counted(stored: Tensor) -> tuple[int, str]:
+    counts = stored.sum(1).double()
+    total, mean, deviation = torch.stack([counts.sum(), counts.mean(), counts.std(correction=0)]).tolist()
+    return int(total), evenness(deviation / mean if mean else 0.0)
+
+
+def _product(
+    weight: Tensor, n: int, bias: bool, format: str, block: tuple[int, int], entries: int, skew: str
+) -> Product:
+    m, k = weight.shape
+    return Product(
+        device=torch.device("cuda"), format=format, block=block, m=m, k=k, n=n, batch=1, entries=entries, skew=skew,
+        dtype=weight.dtype, linear=True, bias=bias, residual=False, activation="none", described="",
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""The part of a graph that computes a layer's weight, and whether it masks one.
+
+A masked weight has many spellings: mask * weight, torch.where, masked_fill, a blend of two weights, values written at
+indices, a parametrization. All are a few pure operators on parameters and buffers, so they are not told apart: the
+operators in front of the weight are taken as they are, as a formula.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from sparsecomp import _compat
+from sparsecomp.passes.engine.rule import Context
+from sparsecomp.passes.graph.canonicalize import op_of
+
+_VIEWS = frozenset({
+    "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "t", "T", "mT", "transpose", "permute",
+    "contiguous", "squeeze", "unsqueeze", "expand", "expand_as", "detach", "getitem", "select", "narrow", "chunk",
+    "split", "unbind", "getattr",
+})  # fmt: skip
+_WRITES = frozenset({
+    "where", "masked_fill", "masked_scatter", "index_put", "index_copy", "index_fill", "scatter", "setitem",
+})  # fmt: skip
+"""Operators that take some elements from elsewhere, so that their result is a masked weight."""
+CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16"})
+FILLS = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+"""Operators that read no values of their first argument."""
+_PURE = _VIEWS | _WRITES | CASTS | FILLS | frozenset({
+    "mul", "add", "sub", "rsub", "div", "neg", "abs", "bitwise_not", "bitwise_and", "bitwise_or", "logical_not",
+    "logical_and", "logical_or", "eq", "ne", "lt", "le", "gt", "ge", "clone", "bool", "zeros", "ones", "full",
+})  # fmt: skip
+
+
+CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+"""By operator: dimensions of the image."""
+LAYERS = {"linear": "weight", "matmul": "other", **dict.fromkeys(CONVOLUTIONS, "weight")}
+"""By operator that can have a folded weight: the argument that is it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """How a weight is computed.
+
+    Attributes:
+        result: the weight.
+        nodes: the calls, in order; writes to their results included.
+        sources: what they read: parameters, buffers, inputs, and what other operators gave.
+    """
+
+    result: fx.Node
+    nodes: tuple[fx.Node, ...]
+    sources: tuple[fx.Node, ...]
+
+    def spelled(self) -> str:
+        """The operators that mask, for people to read."""
+        names = [op.name for node in self.nodes if (op := op_of(node)) is not None]
+        return ", ".join(dict.fromkeys(name for name in names if name in _WRITES or name == "mul"))
+
+    def base(self) -> fx.Node:
+        """What the result is a view of: itself, if it is none."""
+        node = self.result
+        while node in self.nodes and is_view(node):
+            node = node.all_input_nodes[0]
+        return node
+
+    def readers(self) -> list[fx.Node]:
+        """Who reads intermediate results or the weight, besides the formula."""
+        return [user for node in self.nodes for user in node.users if user not in self.nodes]
+
+    def outside(self, layer: fx.Node) -> list[fx.Node]:
+        """The readers that are neither `layer` nor another layer, which may get its weight otherwise too."""
+        return [user for user in self.readers() if user is not layer and not is_layer(user)]
+
+    def values(self, known: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, Any]:
+        """What every node gives for these values of the sources."""
+        found: dict[fx.Node, Any] = {source: known[source] for source in self.sources}
+        with torch.no_grad():
+            for node in self.nodes:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+                is_method = node.op == "call_method"
+                function: Any = getattr(torch.Tensor, str(node.target)) if is_method else node.target
+                found[node] = function(*args, **kwargs)
+        return found
+
+    def module(self, dtype: torch.dtype | None, flip: bool) -> fx.GraphModule:
+        """The formula as a function of its sources, its result in another dtype if one is given, or transposed."""
+        graph, copies = fx.Graph(), {}
+        for index, source in enumerate(self.sources):
+            copies[source] = graph.placeholder(f"source_{index}")
+        for index, node in enumerate(self.nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda old: copies[old])
+            # named by its place, so that the same formula elsewhere reads the same
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, f"value_{index}")
+        result = copies[self.result]
+        result = result if dtype is None else graph.call_method("to", (result, dtype))
+        graph.output(graph.call_method("transpose", (result, 0, 1)) if flip else result)
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def formula_of(weight: fx.Node, layer: fx.Node, ctx: Context) -> Formula | None:
+    """The formula of what `layer` reads as its weight; None if the weight is no result of pure operators."""
+    order, found = ctx.analysis.order, set()
+    pending = [weight]
+    while pending:
+        node = pending.pop()
+        if node in found or not _is_pure(node):
+            continue
+        found.add(node)
+        pending += node.all_input_nodes
+        pending += (user for user in _writers(node) if order[user] < order[layer])
+    nodes = tuple(sorted(found, key=order.__getitem__))
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in found)
+    return Formula(weight, nodes, tuple(read)) if read else None
+
+
+def writes_elsewhere(formula: Formula, layer: fx.Node, ctx: Context) -> fx.Node | None:
+    """A source that is written to, or an intermediate result that something else may write to; None if there is none.
+
+    The analysis knows the last write only. So where the formula writes itself, nobody but layers may read on the way.
+    """
+    order = ctx.analysis.order
+    inside = {order[node] for node in formula.nodes} | {-1}
+    for node in formula.nodes:
+        last = ctx.analysis.last_writes.get(node, -1)
+        if last not in inside and last < order[layer]:
+            return node
+    if any(op.inplace for node in formula.nodes if (op := op_of(node)) is not None):
+        meanwhile = (user for user in formula.readers() if order[user] < order[layer])
+        if any((op := op_of(user)) is None or op.name not in LAYERS for user in meanwhile):
+            return formula.result
+    return next((source for source in formula.sources if not ctx.analysis.unchanged(source, source)), None)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call may give its first argument's memory again."""
+    op = op_of(node)
+    return op is not None and op.name in _VIEWS
+
+
+def is_layer(node: fx.Node) -> bool:
+    """Whether a call can have a folded weight."""
+    op = op_of(node)
+    return op is not None and op.name in LAYERS
+
+
+def has_writes(formula: Formula) -> bool:
+    """Whether an operator takes some of the weight's elements from elsewhere, or multiplies by truth values."""
+    return any(op.name in _WRITES for node in formula.nodes if (op := op_of(node)) is not None)
+
+
+def factors(formula: Formula) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The operands of each product of two tensors."""
+    for node in formula.nodes:
+        op = op_of(node)
+        if op is not None and op.name == "mul":
+            one, other = op.input, op.get("other")
+            if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+                yield one, other
+
+
+def is_mask(value: object) -> bool:
+    """Whether a tensor holds truth values, or nothing but 0 and 1; reads from the device."""
+    if not isinstance(value, torch.Tensor) or _compat.is_fake(value):
+        return False
+    return value.dtype is torch.bool or bool(((value == 0) | (value == 1)).all())
+
+
+def _is_pure(node: fx.Node) -> bool:
+    op = op_of(node)
+    return op is not None and op.out is None and op.module is None and op.name in _PURE
+
+
+def _writers(node: fx.Node) -> Iterator[fx.Node]:
+    """Users that write to a node's memory, or that may share it with somebody who does."""
+    for user in node.users:
+        op = op_of(user)
+        if op is not None and op.input is node and (op.inplace or op.name in _VIEWS):
+            yield user

@@ -1,0 +1,206 @@
+"""Layers on a masked weight: in inference the weight is folded, in training one with a theta is merged in one pass.
+
+Without gradients a weight that is a formula of parameters and buffers is a constant, where the caller promised that
+they are not written to. It is computed once and packed in the format that is estimated to be the fastest
+(`sparsecomp.ops.masked.folded_weight`). With gradients, as without a promise, the multiplication by a mask is one
+elementwise operator, which Inductor fuses by itself; what scatters a vector to the pruned elements it does not
+(`sparsecomp.passes.masked.merged_weight`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+import sparsecomp.ops.masked.folded_layer  # noqa: F401  (registers the operators)
+from sparsecomp import _compat
+from sparsecomp.ops.masked.folded_weight import FOLDS, Keep, Recipe, formula
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.masked.fold import Choice, choose
+from sparsecomp.passes.masked.formula import (
+    CONVOLUTIONS,
+    LAYERS,
+    Formula,
+    factors,
+    formula_of,
+    has_writes,
+    is_mask,
+    is_view,
+    writes_elsewhere,
+)
+from sparsecomp.passes.masked.merged_weight import merge
+from sparsecomp.passes.spiking.operand import cast
+
+_NOT_FOLDED = (
+    "addmm", "baddbmm", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
+    "multi_head_attention_forward",
+)  # fmt: skip
+_LEAST = 1 << 17
+"""Elements of a weight from which on a fold pays: the call of an operator takes a core 10 to 15 us more than that of
+Inductor's kernel, and so does the multiplication of so many elements (torch 2.13, one core)."""
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: every layer whose weight is masked in the graph is a site."""
+    op = op_of(node)
+    if op is None or op.module is not None or op.name not in (*LAYERS, *_NOT_FOLDED):
+        return None
+    weights = [op.get(LAYERS[op.name])] if op.name in LAYERS else node.all_input_nodes
+    for weight in weights:
+        masked = formula_of(weight, node, ctx) if isinstance(weight, fx.Node) else None
+        verdict = None if masked is None else _judged(op, masked, ctx)
+        if verdict is not None:
+            return verdict
+    return None
+
+
+def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
+    values = _constants(masked, ctx)
+    evidence = _evidence(masked, values, ctx)
+    if evidence is not True:
+        return evidence if isinstance(evidence, Refusal) else None
+    if ctx.options.implementation == "dense":
+        return refuse(Why.FORCED_DENSE)
+    problem = _varies(masked, op.node, values, ctx)
+    if problem is None and ctx.gradients and _needs_gradient(op.node, masked, values):
+        return merge(op, masked, values, ctx)
+    problem, keep = problem or _unfit(op, masked, ctx), ctx.keep(*values.values())
+    if problem is not None:
+        return refuse(Why.MASKED_AS_WRITTEN, detail=problem)
+    if keep is None:
+        return refuse(Why.NOT_FROZEN, option="frozen=True")
+    return _folded(op, masked, values, keep, ctx)
+
+
+RULE = Rule("masked_weight", consider)
+
+
+def _constants(masked: Formula, ctx: Context) -> dict[fx.Node, torch.Tensor]:
+    """The values of the sources that stay from call to call, as far as they are known."""
+    return {node: value for node in masked.sources if (value := _constant(node, ctx)) is not None}
+
+
+def _constant(node: fx.Node, ctx: Context) -> torch.Tensor | None:
+    value = ctx.values.get(node)
+    if value is None or _compat.is_fake(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    # Dynamo's mark on the parameters and buffers of modules
+    static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+    return value if static or _is_parameter(node, ctx) or node.op == "get_attr" else None
+
+
+def _evidence(masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> bool | Refusal:
+    """Whether the formula masks a weight; a refusal where it multiplies by a buffer that is no mask."""
+    if len(values) < len(masked.sources) and not any(_is_parameter(source, ctx) for source in masked.sources):
+        return False  # masked activations
+    products = list(factors(masked))
+    if has_writes(masked) or any(_is_binary(factor, masked, ctx) for pair in products for factor in pair):
+        return True
+    if not products or len(values) < len(masked.sources):
+        return False
+    known = masked.values(values)
+    if any(is_mask(known[factor]) for pair in products for factor in pair):
+        return True
+    buffers = [node for node in masked.sources if not _is_parameter(node, ctx)]
+    alike = [node for node in buffers if values[node].shape == example_of(masked.result).shape]
+    if not alike:
+        return False
+    return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{alike[0].target}` holds other values than 0 and 1")
+
+
+def _is_parameter(node: fx.Node, ctx: Context) -> bool:
+    return isinstance(ctx.values.get(node), torch.nn.Parameter)
+
+
+def _is_binary(factor: fx.Node, masked: Formula, ctx: Context) -> bool:
+    fact, example = ctx.fact(factor, masked.result), example_of(factor)
+    return (fact is not None and fact.is_binary) or (example is not None and example.dtype is torch.bool)
+
+
+def _varies(
+    masked: Formula, layer: fx.Node, values: Mapping[fx.Node, torch.Tensor], ctx: Context
+) -> str | None:
+    """Why the weight is no constant in this graph; None if it is."""
+    for source in masked.sources:
+        if source.op not in ("placeholder", "get_attr"):
+            return f"it depends on `{source.name}`, which is computed in each call"
+        if source not in values:
+            return f"`{source.target}` is no parameter or buffer, but an input of the graph"
+    written = writes_elsewhere(masked, layer, ctx)
+    return None if written is None else f"`{written.name}` may be written to in this graph"
+
+
+def _needs_gradient(layer: fx.Node, masked: Formula, values: Mapping[fx.Node, torch.Tensor]) -> bool:
+    read = (values.get(node, example_of(node)) for node in (*layer.all_input_nodes, *masked.sources))
+    return any(getattr(value, "requires_grad", False) for value in read)
+
+
+def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
+    """Why a fold would not pay, or cannot be expressed; None if it may."""
+    shape = sizes(masked.result)
+    if ctx.eager:
+        return "the graph runs op by op and may be asked for gradients"
+    if op.name in _NOT_FOLDED:
+        return f"{op.name} takes no folded weight"
+    if example_of(op.node) is None or shape is None or sizes(op.input) is None:
+        return "shapes are unknown"
+    if len(shape) != 2 + CONVOLUTIONS.get(op.name, 0):
+        return f"{op.name} with a weight of {len(shape)} dimensions takes no folded one"
+    elements = example_of(masked.result).numel()
+    if elements < _LEAST:
+        return f"its {elements} elements are masked faster than an operator is called (from {_LEAST} on it is folded)"
+    if isinstance(op.get("padding"), str) and op.get("padding") != "valid":
+        return f"padding={op.get('padding')!r} is not symmetric for every size"
+    return None
+
+
+def _folded(
+    op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], keep: Keep, ctx: Context
+) -> Verdict:
+    dtype = example_of(op.node).dtype
+    weight = masked.values(values)[masked.result]
+    assert isinstance(weight, torch.Tensor)
+    weight = weight.to(dtype)
+    choice = choose(op, weight.mT if op.name == "matmul" else weight, ctx)
+    base = masked.base()
+    outside = masked.outside(op.node)
+    beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
+    if choice.format == "dense" and beside is not None:
+        return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{beside.name}` reads it too, so it is computed all the same")
+    reason = (
+        f"{masked.spelled()} of parameters and buffers is folded, since they are promised to stay; "
+        f"{choice.described} by {choice.kernel}: {choice.reason}"
+    )
+    build = lambda: {op.node: _build(op, masked, choice, values, keep)}  # noqa: E731
+    return Plan(build, reason, choice.name, "", choice.gain, masked.nodes[::-1])
+
+
+def _build(
+    op: CanonicalOp, masked: Formula, choice: Choice, values: Mapping[fx.Node, torch.Tensor], keep: Keep
+) -> fx.Node:
+    node, dtype = op.node, example_of(op.node).dtype
+    cast_to = None if example_of(masked.result).dtype is dtype else dtype
+    name = formula(masked.module(cast_to, flip=op.name == "matmul"))
+    # made now: the first call may run in the memory of a CUDA graph
+    read, names = zip(*((values[source], source.target) for source in masked.sources), strict=True)
+    recipe = Recipe(name, choice.format, choice.block, keep)
+    FOLDS.prepare(read, *recipe, names)
+    x, bias = cast(op.input, dtype, node), op.get("bias")
+    bias = None if bias is None else cast(bias, dtype, node)
+    sources = list(masked.sources)
+    if op.name not in CONVOLUTIONS:
+        target: Any = torch.ops.sparsecomp.folded_linear.default
+        return call(node.graph, node, target, x, sources, bias, recipe.written())
+    window = [_window(op, parameter) for parameter in ("stride", "padding", "dilation")]
+    target = torch.ops.sparsecomp.folded_conv.default
+    return call(node.graph, node, target, x, sources, bias, recipe.written(), *window, op.get("groups", 1))
+
+
+def _window(op: CanonicalOp, parameter: str) -> list[Any]:
+    value = op.get(parameter)
+    if value == "valid":
+        value = 0
+    values = [value] if isinstance(value, int) else list(value)
+    return values * CONVOLUTIONS[op.name] if len(values) == 1 else values

@@ -1,0 +1,136 @@
+"""A linear layer with a sparse weight takes in what follows it, or runs dense where that is faster.
+
+Behind a `sparsecomp::sparse_linear`, the node of `sparsecomp.nn.SparseLinear`, may stand an added residual and an
+activation; they become its arguments. On CUDA, where the estimate says that dense is faster, the weight is written out
+in each call; under the promise that it stays as it is, once, as a constant of the graph.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+import sparsecomp.ops.promise
+import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operators)
+from sparsecomp.environment import Settings
+from sparsecomp.lowering.tuning.ceilings import ceilings_of
+from sparsecomp.ops.sparse.dense_weight import stored_to_dense
+from sparsecomp.passes.cost.sparse import Product, decide, fuses_relu
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, sizes
+from sparsecomp.passes.graph.canonicalize import example_of
+from sparsecomp.passes.sparse.chain import Chain, circumstances, copied_behind, ending_at, problem_of_writes
+from sparsecomp.reference.patterns import Layout
+
+_LINEAR = torch.ops.sparsecomp.sparse_linear.default
+_LINEAR_RELU = torch.ops.sparsecomp.dense_linear_relu.default
+_PROMISED = torch.ops.sparsecomp.promised.default
+_TO_DENSE = torch.ops.sparsecomp.stored_to_dense.default
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: every last node of a sparse layer and what can be fused behind it is a site."""
+    chain = ending_at(node, _layer, ctx)
+    if chain is None:
+        return None
+    if ctx.options.implementation == "dense":
+        return refuse(Why.FORCED_DENSE)
+    problem = _problem(chain, ctx)
+    return problem if isinstance(problem, Refusal) else _plan(chain, problem, node, ctx)
+
+
+RULE = Rule("sparse_linear", consider)
+
+
+def _layer(node: fx.Node) -> Chain | None:
+    if node.target is not _LINEAR:
+        return None
+    arguments: Any = node.args
+    x, values, _, bias, residual, *_, transpose, activation, _ = arguments
+    if residual is not None or activation != "none":
+        return None  # its caller has fused what there is
+    return Chain((node,), values, transpose, x, True, bias)
+
+
+def _arrays(chain: Chain) -> tuple[list[fx.Node], Layout]:
+    arguments: Any = chain.nodes[0].args
+    return list(arguments[2]), Layout.read(arguments[5])
+
+
+def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
+    """The product's numbers, or why it stays as written."""
+    pattern, layout = _arrays(chain)
+    problem = problem_of_writes(chain, ctx, *pattern)
+    if problem is not None:
+        return problem
+    out, shape, indices = example_of(chain.nodes[-1]), sizes(chain.dense), sizes(pattern[layout.format != "nm"])
+    if out is None or shape is None or indices is None:
+        return refuse(Why.UNKNOWN_SHAPE)
+    entries = torch.Size(indices).numel()
+    fused = (chain.bias is not None, chain.residual is not None, chain.activation)
+    return Product.of(layout, entries, chain.flip, shape, True, out, *fused, **circumstances(chain, ctx, out.device))
+
+
+def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
+    kept = None if product.trained else _kept(chain, ctx)
+    decision = decide(product._replace(constant=kept is not None))
+    dead, gain = chain.dead, decision.gain
+    if decision.dense:
+        once = ": written out once, under the promise that it stays" if kept is not None else ""
+        reason, name = f"{product.described}{once}: {decision.reason}", "dense copy" if once else "dense"
+        return Plan(lambda: {node: _build_dense(chain, node, product, kept)}, reason, name, "", gain, dead)
+    reason = f"{product.described} by {decision.kernel}{chain.fused}; {decision.reason}"
+    # without a CUDA graph the fewest launches may be the best, which the device's time alone does not tell
+    chosen = decision.kernel if product.device.type == "cuda" and not product.replayed else ""
+    return Plan(lambda: {node: _build(chain, node, chosen)}, reason, product.format, "", gain, dead)
+
+
+def _kept(chain: Chain, ctx: Context) -> list[torch.Tensor] | None:
+    """Values and index arrays, if it is promised that they stay as they are."""
+    pattern, _ = _arrays(chain)
+    found = [ctx.constant(read) for read in (chain.sparse, *pattern)]
+    return None if any(value is None for value in found) else [value for value in found if value is not None]
+
+
+def _build(chain: Chain, node: fx.Node, kernel: str) -> fx.Node:
+    arguments: Any = chain.nodes[0].args
+    pattern, layout, transpose = list(arguments[2]), *arguments[5:7]
+    return call(
+        node.graph, node, _LINEAR, chain.dense, chain.sparse, pattern, chain.bias, chain.residual, layout, transpose,
+        chain.activation, kernel,
+    )  # fmt: skip
+
+
+def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[torch.Tensor] | None) -> fx.Node:
+    """The layer with its weight written out, and behind it the rest as written."""
+    arguments: Any = chain.nodes[0].args
+    pattern, layout = list(arguments[2]), arguments[5]
+    if kept is None:
+        weight = call(node.graph, node, _TO_DENSE, chain.sparse, pattern, layout, chain.flip)
+    else:
+        weight = _constant_weight(chain, node, kept)
+    if _has_fused_form(chain, product):
+        return call(node.graph, node, _LINEAR_RELU, chain.dense, weight, chain.bias)
+    return copied_behind(chain, call(node.graph, node, F.linear, chain.dense, weight, arguments[3]), {})
+
+
+def _has_fused_form(chain: Chain, product: Product) -> bool:
+    """Whether torch's product can do what follows it."""
+    if product.device.type != "cuda" or chain.residual is not None:
+        return False
+    if not fuses_relu(product, ceilings_of(product.device)):
+        return False
+    bias = example_of(chain.bias) if isinstance(chain.bias, fx.Node) else None
+    return chain.activation == "relu" and bias is not None and bias.dtype is product.dtype
+
+
+def _constant_weight(chain: Chain, node: fx.Node, kept: list[torch.Tensor]) -> fx.Node:
+    arguments: Any = chain.nodes[0].args
+    pattern, layout = list(arguments[2]), arguments[5]
+    with torch.no_grad():
+        weight = constant(node, stored_to_dense(kept[0], kept[1:], layout, chain.flip))
+    if not Settings.from_environment().debug:
+        return weight
+    seen = [constant(node, one.clone()) for one in kept]
+    name = f"the weight `{getattr(chain.sparse, 'target', chain.sparse)}`"
+    return call(node.graph, node, _PROMISED, weight, [chain.sparse, *pattern], seen, name)

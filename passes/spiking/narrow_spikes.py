@@ -1,0 +1,80 @@
+"""Spikes travel between layers as bytes where only spike operators and additions read them.
+
+`sparsecomp::lif` makes bytes, and the graph widens them to float32 for whoever reads them. A spike convolution narrows
+its input again; where what it reads are widened bytes, or sums and views of such, it can read the bytes. The sums of a
+residual network (SEW-ResNet) are then a quarter of the traffic too. Runs last, when every site is rewritten.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, call
+from sparsecomp.passes.graph.canonicalize import op_of
+
+_READERS = (torch.ops.sparsecomp.spike_conv2d.default, torch.ops.sparsecomp.spike_linear.default)
+_VIEWS = (
+    "view", "reshape", "flatten", "unflatten", "permute", "transpose", "contiguous", "squeeze", "unsqueeze", "select",
+)  # fmt: skip
+_DEPTH = 64
+"""Sums are followed this far back: the longest chain of residual additions before a neuron resets it."""
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: every spike operator whose input was widened from bytes is a site."""
+    if node.target not in _READERS:
+        return None
+    x = node.args[0]
+    keep_input = node.args[-1]  # bytes are other memory than what eager keeps
+    if keep_input or not isinstance(x, fx.Node) or not _narrow(x, node, ctx, _DEPTH):
+        return None
+    return Plan(lambda: {node: _build(node, x)}, "reads the bytes its input was widened from", "bytes")
+
+
+RULE = Rule("narrow_spikes", consider)
+
+
+def _narrow(x: object, reader: fx.Node, ctx: Context, depth: int) -> bool:
+    """Whether the int8 tensor that `x` was widened from is at hand, or can be made of such tensors."""
+    if not isinstance(x, fx.Node) or depth == 0 or not ctx.analysis.unchanged(x, x):
+        return False
+    if _source(x) is not None:
+        return True
+    op = op_of(x)
+    if op is None or op.inplace or x.op == "call_module":
+        return False
+    if op.name in _VIEWS:
+        return _narrow(op.input, reader, ctx, depth - 1)
+    if op.name == "add" and op.get("alpha") == 1:
+        fact = ctx.fact(x, reader)
+        fits = fact is not None and fact.fits_int8 and fact.scale == 1.0
+        return fits and all(_narrow(part, reader, ctx, depth - 1) for part in (op.input, op.get("other")))
+    return False
+
+
+def _source(x: fx.Node) -> fx.Node | None:
+    """The int8 tensor that a node of ours widened."""
+    op = op_of(x)
+    if op is None or op.name != "to" or not isinstance(op.input, fx.Node):
+        return None
+    source = op.input.meta.get("example_value")
+    return op.input if isinstance(source, torch.Tensor) and source.dtype is torch.int8 else None
+
+
+def _build(node: fx.Node, x: fx.Node) -> fx.Node:
+    """The same call on bytes; nodes made for one reader are shared with the next by Inductor."""
+    return call(node.graph, node, node.target, _bytes(x, node), *node.args[1:])
+
+
+def _bytes(x: Any, like: fx.Node) -> Any:
+    source = _source(x)
+    if source is not None:
+        return source
+    op = op_of(x)
+    assert op is not None
+    inputs = (op.input, op.get("other")) if op.name == "add" else (op.input,)
+    narrow = {old: _bytes(old, like) for old in inputs}
+    made = like.graph.node_copy(x, lambda old: narrow.get(old, old))
+    made.meta.pop("example_value", None)
+    return made

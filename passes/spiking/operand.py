@@ -1,0 +1,311 @@
+"""What every rule for a layer on spikes must check, and how it turns its input into whole numbers of one byte.
+
+A number in front of the spikes is handed to the operator beside them, which multiplies with it last: a factor that is
+known only by its name may be anything. What is promised of an input, and the test that it may be, live here, for
+convolution and linear alike.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from sparsecomp import _compat
+from sparsecomp.lowering.cache.signature import device_of
+from sparsecomp.lowering.cache.tuning_cache import default_cache
+from sparsecomp.lowering.spiking.strategies import SPIKE_CONV
+from sparsecomp.lowering.tuning.autotune import scoped_effort, tuner
+from sparsecomp.lowering.tuning.ceilings import H100, Ceilings, ceilings_of
+from sparsecomp.passes.cost import spiking as gate
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks
+from sparsecomp.reference.digits import SPREAD
+from sparsecomp.reference.facts import SparsityFact, is_dyadic
+from sparsecomp.reference.precision import KERNEL_DTYPES
+from sparsecomp.tensor.sparse_tensor import SparseTensor
+
+_DIGITS = {"exact": 3, "tf32": 2, "half": 2}
+_MOST_DIGITS = 4
+_TRAINED = 100.0
+"""How far apart the weights of a channel are expected to grow in training, in medians."""
+_DIGIT = 128
+"""Greatest product of a spike with one byte of a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What the operator is told of the values of its input: arguments of `sparsecomp::spike_conv2d`.
+
+    Attributes:
+        scale: the number, as the input's dtype holds it.
+        factor: name of the node or attribute that holds it, where it is a tensor.
+        binary: the input is zero or not, and need not be whole.
+    """
+
+    scale: float = 1.0
+    factor: str | None = None
+    binary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The operands of one legal site.
+
+    Attributes:
+        op: the layer.
+        fact: what is known about its input.
+        dtype: dtype of the layer's arithmetic and result (autocast's, where that is active).
+        device: device type.
+        precision, digits: numeric mode and the weight digits it takes.
+        spread: how wide a channel's weights may be for them.
+        promise: what the operator may count on.
+    """
+
+    op: CanonicalOp
+    fact: SparsityFact
+    dtype: torch.dtype
+    device: str
+    precision: str
+    digits: int
+    spread: float
+    promise: Promise
+
+
+def hooked(node: fx.Node, ctx: Context, layer: type[torch.nn.Module]) -> bool:
+    """Whether a node calls a layer whose hooks could replace its input, result or gradients."""
+    if node.op != "call_module":
+        return False
+    module = ctx.gm.get_submodule(str(node.target))
+    return isinstance(module, layer) and has_hooks(module)
+
+
+def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
+    """Whether a layer may run on its input as spikes, whatever its geometry."""
+    fact = _spike_fact(op, ctx)
+    if isinstance(fact, Refusal):
+        return fact
+    x, weight, out = example_of(op.input), example_of(op.get("weight")), example_of(op.node)
+    if x is None or weight is None:
+        return refuse(Why.UNKNOWN_SHAPE)
+    if isinstance(weight, SparseTensor):
+        return refuse(Why.SPARSE_AS_WRITTEN, detail="its weight has no dense form to split")
+    dtype = x.dtype if out is None else out.dtype
+    if dtype not in KERNEL_DTYPES:
+        return refuse(Why.DTYPE, dtype=dtype)
+    if x.dtype != weight.dtype and dtype in (x.dtype, weight.dtype) and not _autocast(dtype):
+        return refuse(Why.MIXED_DTYPES, input=x.dtype, weight=weight.dtype)
+    if x.device != weight.device:
+        return refuse(Why.MIXED_DTYPES, input=x.device, weight=weight.device)
+    if 0 in weight.shape:
+        return refuse(Why.NO_FEATURES)
+    depth = math.prod(weight.shape[1:])
+    if depth * _DIGIT * max(abs(fact.lo or 0), abs(fact.hi or 0)) >= 2**31:
+        return refuse(Why.TOO_DEEP, depth=depth)
+    promise = _promise(fact, x, dtype, ctx)
+    if isinstance(promise, Refusal):
+        return promise
+    width = _weight_range(op.get("weight"), ctx)
+    if width is None:
+        return refuse(Why.WEIGHT_NOT_FINITE)
+    precision = _precision(ctx.options.precision, dtype)
+    # weights that are trained grow apart: a digit more, before channels have to pay with floats
+    width = max(width, _TRAINED) if trains(ctx) else width
+    digits, spread = _DIGITS[precision], SPREAD
+    while width > spread and digits <= _MOST_DIGITS:
+        spread, digits = spread * 256, digits + 1
+    if digits > _MOST_DIGITS:
+        return refuse(Why.WEIGHT_RANGE, precision=precision)
+    return Operands(op, fact, dtype, x.device.type, precision, digits, spread, promise)
+
+
+def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callable[[str], fx.Node]) -> Plan | Refusal:
+    """Let the gate, or the user, pick the implementation."""
+    forced = ctx.options.implementation
+    if forced == "dense":
+        return refuse(Why.FORCED_DENSE)
+    ceilings, measured = _card(operands, site)
+    if forced != "auto":
+        strategy, reason = forced, f"implementation={forced!r} was asked for"
+        gain = gate.estimate(site, forced, ceilings)
+    elif site.device == "cuda" and not _triton_available():
+        ctx.report.note("Triton is not installed: everything stays dense")
+        return refuse(Why.GATE, detail="Triton is not installed")
+    else:
+        decision = gate.decide(site, ceilings, measured)
+        strategy, gain, reason = decision.strategy, decision.expected_gain, decision.reason
+    if strategy == "dense":
+        return refuse(Why.GATE, detail=reason)
+    node = operands.op.node
+    reason = f"input is {operands.fact.described()}; {reason}"
+    return Plan(lambda: {node: build(strategy)}, reason, strategy, operands.precision, gain)
+
+
+def _card(operands: Operands, site: gate.SiteInfo) -> tuple[Ceilings, Mapping[str, float] | None]:
+    """The ceilings of the site's card, and the times of its implementations, measured now where tuning is asked for."""
+    x = example_of(operands.op.input)
+    if x is None or x.device.type != "cuda" or not (torch.cuda.is_available() and _triton_available()):
+        return H100, None
+    if scoped_effort() is not None:
+        tuner().choose(SPIKE_CONV, site, x.device)
+    entry = default_cache().get(site.signature(device_of(x.device)))
+    if entry is None:
+        return ceilings_of(x.device), None
+    # a candidate is named after its strategy, before the version
+    times = {name.partition("@")[0]: ms for name, ms in entry.times.items() if name not in entry.rejected}
+    return ceilings_of(x.device), times
+
+
+def writes_bytes(operands: Operands, ctx: Context) -> bool:
+    """Whether the input's producer can be expected to write bytes instead of full-width spikes.
+
+    It does under Inductor, but only where every reader of the spikes takes bytes. In half precision most layers stay
+    dense, so the spikes are written at full width all the same and the bytes would come on top.
+    """
+    return not ctx.eager and operands.dtype is torch.float32
+
+
+def trains(ctx: Context) -> bool:
+    """Whether both gradients of a layer are to be expected. A graph that runs op by op may run in any mode."""
+    return ctx.gradients and not ctx.eager
+
+
+def hosted(operands: Operands, ctx: Context) -> bool:
+    """Whether the host calls the layer's kernels each time, rather than replay them."""
+    return ctx.eager or not replays(ctx.options, torch.device(operands.device))
+
+
+def build_inputs(operands: Operands, ctx: Context) -> tuple[fx.Node, fx.Node, fx.Node | None, tuple[Any, ...]]:
+    """Input, weight and bias of the sparse operator, and the last of its arguments: what it may count on."""
+    op, node, promise = operands.op, operands.op.node, operands.promise
+    weight, bias = attribute(op, "weight"), attribute(op, "bias")
+    assert isinstance(weight, fx.Node)
+    x, factor, read = cast(op.input, operands.dtype, node), None, []
+    if promise.factor is not None:
+        # in the dtype of the input first: that is what the spikes were multiplied with
+        example = example_of(op.input)
+        assert example is not None
+        factor = cast(cast(_named(promise.factor, node, ctx), example.dtype, node), operands.dtype, node)
+        read = _holders(promise.factor, ctx)
+    keep_input = ctx.gradients and not ctx.analysis.seen_outside.isdisjoint((x, *read))
+    return (
+        x,
+        cast(weight, operands.dtype, node),
+        None if bias is None else cast(bias, operands.dtype, node),
+        (promise.scale, factor, promise.binary, operands.spread, keep_input),
+    )
+
+
+def attribute(op: CanonicalOp, name: str) -> fx.Node | None:
+    """A parameter of a layer as a node: the argument of a functional call, or read off the called module."""
+    value = op.get(name)
+    if value is None or isinstance(value, fx.Node):
+        return value
+    return _get_attr(f"{op.node.target}.{name}", value, op.node)
+
+
+def cast(value: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    """`value` in `dtype`, as autocast would cast it."""
+    tensor = example_of(value)
+    if tensor is not None and tensor.dtype == dtype:
+        return value
+    return call(like.graph, like, torch.Tensor.to, value, dtype)
+
+
+def _spike_fact(op: CanonicalOp, ctx: Context) -> SparsityFact | Refusal:
+    fact = ctx.fact(op.input, op.node)
+    if fact is None:
+        return refuse(Why.NOT_SPIKES, detail=_explained(op, ctx))
+    binary_up_to_scale = fact.integral and fact.finite and fact.within(0, 1) and fact.exact_zeros
+    if binary_up_to_scale or (fact.fits_int8 and is_dyadic(fact.scale)):
+        return fact
+    if fact.fits_int8:
+        return refuse(Why.SCALED, scale=fact.scale)
+    reason = ctx.analysis.why_not(op.input) if isinstance(op.input, fx.Node) else None
+    return refuse(Why.WRONG_DOMAIN, detail="; ".join([fact.described(), *([str(reason)] if reason else [])]))
+
+
+def _explained(op: CanonicalOp, ctx: Context) -> str:
+    reason = ctx.analysis.why_not(op.input) if isinstance(op.input, fx.Node) else None
+    return str(reason) if reason else "nothing is known about it"
+
+
+def _promise(fact: SparsityFact, x: torch.Tensor, dtype: torch.dtype, ctx: Context) -> Promise | Refusal:
+    """What the operator may be told of an input that obeys `fact`."""
+    if isinstance(fact.scale, str):
+        holders = _holders(fact.scale, ctx)
+        if any(_changes(holder, ctx) for holder in holders):
+            return refuse(Why.FACTOR, factor=fact.scale, detail="is written to in place")
+        example = example_of(holders[0]) if holders else None
+        if example is not None and example.device != x.device:
+            return refuse(Why.FACTOR, factor=fact.scale, detail=f"is on {example.device}")
+        return Promise(factor=fact.scale, binary=True)
+    if fact.scale == 1.0 or is_dyadic(fact.scale):
+        return Promise(fact.scale, binary=not fact.exact)
+    scale = float(torch.tensor(fact.scale).to(x.dtype).to(dtype))
+    if not math.isfinite(scale):
+        return refuse(Why.FACTOR, factor=fact.scale, detail=f"is beyond {dtype}")
+    return Promise(scale, binary=True)
+
+
+def _changes(holder: fx.Node, ctx: Context) -> bool:
+    given = holder.op in ("placeholder", "get_attr")
+    return holder in ctx.written if given else not ctx.analysis.unchanged(holder, holder)
+
+
+def _holders(name: str, ctx: Context) -> list[fx.Node]:
+    """The nodes that a factor's name may mean."""
+    return [n for n in ctx.gm.graph.nodes if n.name == name or (n.op == "get_attr" and n.target == name)]
+
+
+def _named(name: str, like: fx.Node, ctx: Context) -> fx.Node:
+    """The node that holds a factor, or an attribute read anew."""
+    node = next((node for node in like.graph.nodes if node.name == name), None)
+    if node is not None:
+        return node
+    path, _, last = name.rpartition(".")
+    return _get_attr(name, getattr(ctx.gm.get_submodule(path), last), like)
+
+
+def _get_attr(target: str, value: torch.Tensor, like: fx.Node) -> fx.Node:
+    node = like.graph.get_attr(target)
+    node.meta["example_value"] = _compat.fake_of(value, beside=example_of(like.all_input_nodes[0]))
+    return node
+
+
+def _precision(wanted: str, dtype: torch.dtype) -> str:
+    if wanted != "auto":
+        return wanted
+    return "exact" if dtype is torch.float32 else "half"
+
+
+def _autocast(dtype: torch.dtype) -> bool:
+    """Half results of float32 operands can only come from autocast, whose state the graph may set itself."""
+    return dtype is not torch.float32
+
+
+def _weight_range(weight: object, ctx: Context) -> float | None:
+    """Largest ratio of a channel's greatest weight to the median of its non-zero ones; None if a weight is not finite.
+
+    Not to their mean or root mean square: one outlier would hide in either, while its input may never fire.
+    Weights whose values the capture does not know (computed, or still fake) count as ordinary.
+    """
+    value = ctx.values.get(weight) if isinstance(weight, fx.Node) else weight
+    if not isinstance(value, torch.Tensor) or _compat.is_fake(value) or value.numel() == 0:
+        return 1.0
+    with torch.no_grad():
+        rows = value.detach().float().abs().flatten(1)
+        top = rows.amax(1)
+        typical = rows.masked_fill(rows == 0, torch.nan).nanmedian(1).values  # NaN for a channel of zeros
+        ratio = (top / typical).nan_to_num(1.0).amax()
+        finite, widest = torch.stack((torch.isfinite(top).all().float(), ratio)).tolist()
+    return widest if finite else None
+
+
+@cache
+def _triton_available() -> bool:
+    return importlib.util.find_spec("triton") is not None

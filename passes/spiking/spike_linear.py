@@ -1,0 +1,71 @@
+"""linear whose input is spikes becomes `sparsecomp::spike_linear`; see `spike_conv` for why."""
+
+import math
+
+import torch
+from torch import fx
+
+import sparsecomp.ops  # noqa: F401  (registers the operators)
+from sparsecomp import _compat
+from sparsecomp.passes.cost import spiking as gate
+from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.graph.canonicalize import op_of
+from sparsecomp.passes.spiking.operand import (
+    Operands,
+    build_inputs,
+    check,
+    choose,
+    hooked,
+    hosted,
+    trains,
+    writes_bytes,
+)
+
+_UNSUPPORTED = ("matmul", "addmm", "baddbmm", "bilinear")
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: every linear is a candidate; other products are, if spikes reach them."""
+    if hooked(node, ctx, torch.nn.Linear):
+        return refuse(Why.HOOKED)
+    op = op_of(node)
+    if op is None:
+        return None
+    if op.name in _UNSUPPORTED:
+        spikes = any(ctx.fact(argument, node) is not None for argument in node.all_input_nodes)
+        return refuse(Why.UNSUPPORTED_OP, op=op.name) if spikes else None
+    if op.name != "linear":
+        return None
+    operands = check(op, ctx)
+    if isinstance(operands, Refusal):
+        return operands
+    site = _site(operands, ctx)
+    if isinstance(site, Refusal):
+        return site
+    return choose(operands, site, ctx, lambda strategy: _build(operands, strategy, ctx))
+
+
+RULE = Rule("spike_linear", consider)
+
+
+def _build(operands: Operands, strategy: str, ctx: Context) -> fx.Node:
+    x, weight, bias, promise = build_inputs(operands, ctx)
+    node, target = operands.op.node, torch.ops.sparsecomp.spike_linear.default
+    return call(node.graph, node, target, x, weight, bias, operands.digits, strategy, *promise)
+
+
+def _site(operands: Operands, ctx: Context) -> gate.SiteInfo | Refusal:
+    op = operands.op
+    x, weight = sizes(op.input), sizes(op.get("weight"))
+    if x is None or weight is None:
+        return refuse(Why.UNKNOWN_SHAPE)
+    if len(weight) != 2:
+        return refuse(Why.UNSUPPORTED_OP, op="linear with a vector for a weight")
+    density, _ = ctx.density(op.node)
+    return gate.SiteInfo(
+        device=operands.device, itemsize=operands.dtype.itemsize,
+        n=math.prod(x[:-1]), c=x[-1], h=1, w=1, k=weight[0], r=1, s=1, out_h=1, out_w=1,
+        groups=1, digits=operands.digits, density=density.share, active=density.active,
+        tf32=_compat.matmul_tf32(), channels_last=True, fused=writes_bytes(operands, ctx),
+        trained=trains(ctx), hosted=hosted(operands, ctx),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""From a model to compiled code: the backend, `optimize` and `explain`, and what they share."""

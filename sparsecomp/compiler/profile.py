@@ -1,0 +1,208 @@
+"""`profile`: where a model spends its time, and how sparse what it works on is.
+
+Density says whether event-driven kernels could pay, the share of empty blocks whether skipping could, the time whether
+either matters.
+"""
+
+import io
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from sparsecomp.compiler.snapshot import undone
+
+_WIDTH = 140
+_BLOCKS = ((56, 16), (14, 8), (8, 4))
+
+
+@dataclass(slots=True)
+class LayerProfile:
+    """One layer.
+
+    Attributes:
+        name, kind: its path in the model and its class.
+        calls: calls in one forward pass.
+        milliseconds: time of all its calls in one forward pass (mean over the repetitions).
+        samples_per_second: throughput, counting the first dimension of its inputs.
+        density: share of non-zero elements of its inputs in [0, 1].
+        block: side of the blocks counted in `empty_blocks`; None where the map is too small.
+        empty_blocks: share of blocks (one image, all channels) without any non-zero element.
+    """
+
+    name: str
+    kind: str
+    calls: int = 0
+    milliseconds: float = 0.0
+    samples_per_second: float = 0.0
+    density: float | None = None
+    block: int | None = None
+    empty_blocks: float | None = None
+
+
+@dataclass(slots=True)
+class Profile:
+    """All layers of a model, in the order of their first call.
+
+    Attributes:
+        device: device type of the inputs.
+        repetitions: forward passes that were timed.
+        layers: one entry a layer without submodules.
+    """
+
+    device: str
+    repetitions: int
+    layers: list[LayerProfile] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """Everything as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    def to_table(self) -> Table:
+        """A rich table, one row a layer."""
+        table = Table(title=f"{self.device}, mean of {self.repetitions}")
+        for column in ("layer", "kind", "calls", "ms", "samples/s", "density", "block", "empty blocks"):
+            table.add_column(column, justify="left" if column in ("layer", "kind") else "right")
+        for layer in self.layers:
+            table.add_row(
+                layer.name, layer.kind, str(layer.calls), f"{layer.milliseconds:.3f}",
+                f"{layer.samples_per_second:,.0f}",
+                _percent(layer.density), str(layer.block or ""), _percent(layer.empty_blocks),
+            )  # fmt: skip
+        return table
+
+    def __str__(self) -> str:
+        stream = io.StringIO()
+        Console(file=stream, width=_WIDTH).print(self.to_table())
+        return stream.getvalue()
+
+
+def profile(model: nn.Module, *args: Any, repetitions: int = 10, **kwargs: Any) -> Profile:
+    """Time and sparsity of every layer of `model` on the given input, uncompiled and without gradients.
+
+    The model is left as it was; every repetition starts from its present state.
+
+    Args:
+        model: any module.
+        *args, **kwargs: its inputs.
+        repetitions: timed forward passes, after one that warms up and measures sparsity.
+
+    Raises:
+        ValueError: `repetitions` is less than 1.
+    """
+    if repetitions < 1:
+        raise ValueError(f"repetitions={repetitions}: use at least 1")
+    device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
+    layers = {module: LayerProfile(name, type(module).__name__) for name, module in _leaves(model)}
+    called: dict[nn.Module, LayerProfile] = {}
+    _run(model, args, kwargs, _SparsityHooks(layers, called))
+    clock = _Clock(device, called)
+    for _ in range(repetitions):
+        _run(model, args, kwargs, clock)
+    clock.finish(repetitions)
+    return Profile(device, repetitions, list(called.values()))
+
+
+class _SparsityHooks:
+    """Counts calls and non-zero inputs."""
+
+    def __init__(self, layers: dict[nn.Module, LayerProfile], called: dict[nn.Module, LayerProfile]) -> None:
+        self.modules = list(layers)
+        self._layers, self._called = layers, called
+        self._counts: dict[nn.Module, list[int]] = {}
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        layer = self._called.setdefault(module, self._layers[module])
+        layer.calls += 1
+        x = args[0] if args else None
+        if not isinstance(x, torch.Tensor) or not x.numel():
+            return
+        counts = self._counts.setdefault(module, [0, 0, 0, 0])
+        occupied, blocks, layer.block = _blocks(x)
+        for index, value in enumerate((int(torch.count_nonzero(x)), x.numel(), blocks - occupied, blocks)):
+            counts[index] += value
+        layer.density = counts[0] / counts[1]
+        layer.empty_blocks = counts[2] / counts[3] if counts[3] else None
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        pass
+
+
+class _Clock:
+    """Times each call; on CUDA with events, read only at the end."""
+
+    def __init__(self, device: str, called: dict[nn.Module, LayerProfile]) -> None:
+        self.modules = list(called)
+        self._cuda, self._called = device == "cuda", called
+        self._open: dict[nn.Module, Any] = {}
+        self._spans: list[tuple[nn.Module, Any, Any, int]] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._open[module] = self._now()
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        x = args[0] if args else None
+        samples = x.shape[0] if isinstance(x, torch.Tensor) and x.dim() else 0
+        self._spans.append((module, self._open.pop(module), self._now(), samples))
+
+    def finish(self, repetitions: int) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+        samples = dict.fromkeys(self._called, 0)
+        for module, start, end, count in self._spans:
+            spent = start.elapsed_time(end) if self._cuda else (end - start) * 1e3
+            self._called[module].milliseconds += spent / repetitions
+            samples[module] += count
+        for module, layer in self._called.items():
+            if layer.milliseconds:
+                layer.samples_per_second = samples[module] / repetitions / layer.milliseconds * 1e3
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _SparsityHooks | _Clock) -> None:
+    with undone(model, args, kwargs), torch.no_grad():
+        handles = []
+        try:
+            for module in hooks.modules:
+                handles.append(module.register_forward_pre_hook(hooks.before))
+                handles.append(module.register_forward_hook(hooks.after))
+            model(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _leaves(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in model.named_modules() if not list(module.children()))
+
+
+def block_size(height: int) -> int | None:
+    """Side of the blocks that a map of this height is cut into: 16 from 56, 8 from 14, 4 from 8, none below."""
+    return next((block for least, block in _BLOCKS if height >= least), None)
+
+
+def _blocks(x: torch.Tensor) -> tuple[int, int, int | None]:
+    """Occupied blocks, all blocks and the block's side of (…, C, H, W)."""
+    block = block_size(x.shape[-2]) if x.dim() >= 4 else None
+    if block is None:
+        return 0, 0, None
+    busy = (x.reshape(-1, *x.shape[-3:]) != 0).any(1, keepdim=True).float()
+    pooled = F.max_pool2d(busy, block, block, ceil_mode=True)
+    return int(pooled.sum()), pooled.numel(), block
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

@@ -1,0 +1,133 @@
+"""Tunes ahead of time: what a model will launch, or what another machine's tuning results name."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsecomp.compiler.snapshot import undone
+from sparsecomp.environment import Effort
+from sparsecomp.errors import SignatureError, TuningError
+from sparsecomp.lowering.cache.signature import Device, KernelSignature, Rows, device_of
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.sparse.random_sparse import SKEWS
+from sparsecomp.lowering.tuning import autotune
+from sparsecomp.lowering.tuning.autotune import Chosen, effort_scope
+from sparsecomp.lowering.tuning.template import Operation
+
+Target = nn.Module | Iterable[KernelSignature | Mapping[str, str]]
+
+_OF_DEVICE = ("gpu", "capability", "triton")
+
+
+def warmup(target: Target, example_inputs: Any = None, effort: Effort = "full") -> list[Chosen]:
+    """Tune on this machine, so that no later call has to.
+
+    Args:
+        target: a model, which is run once under ``torch.compile(backend="sparsecomp")`` in its present mode and left as
+            it was; or signatures, or their fields as in exported tuning results, of any device.
+        example_inputs: a tensor or a tuple of positional arguments of a model's ``forward``.
+        effort: ``"quick"`` or ``"full"``; ``SPARSECOMP_AUTOTUNE`` overrides it.
+
+    Returns:
+        What was chosen for each signature that has several candidates.
+
+    Raises:
+        TuningError: an operation that is not tuned, or a signature that stands for no problem, before anything is
+            measured; or as ``Tuner.choose``.
+        SignatureError: fields that are no signature's.
+        ValueError: a model without example inputs.
+    """
+    dispatch.forget()  # defaults that are prepared already
+    with effort_scope(effort) as chosen:
+        if isinstance(target, nn.Module):
+            _run(target, example_inputs)
+        else:
+            _tune(target)
+    return chosen
+
+
+def _run(model: nn.Module, example_inputs: Any) -> None:
+    if example_inputs is None:
+        raise ValueError("example_inputs=None: a model needs inputs to be run on")
+    arguments = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    with undone(model, *arguments):
+        torch.compile(model, backend="sparsecomp")(*arguments)
+
+
+def _tune(target: Iterable[KernelSignature | Mapping[str, str]]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    given = [item if isinstance(item, KernelSignature) else signature_of(item) for item in target]
+    problems = [_problem(replace(signature, device=device_of(device))) for signature in given]
+    for operation, problem in problems:
+        autotune.tuner().choose(operation, problem, device)
+
+
+def _problem(signature: KernelSignature) -> tuple[Operation[Any], Any]:
+    operation = _operations().get(signature.op)
+    if operation is None or operation.representative is None:
+        tuned = sorted(name for name, operation in _operations().items() if operation.representative is not None)
+        raise TuningError(f"{signature.op!r} is no operation that is tuned; these are: {', '.join(tuned)}")
+    try:
+        problem = operation.representative(signature)
+    except (KeyError, ValueError) as error:
+        raise TuningError(f"{dict(signature.fields)} stands for no problem of {signature.op}: {error!r}") from None
+    if operation.signature(problem, signature.device).fields != signature.fields:
+        raise TuningError(f"{dict(signature.fields)} stands for no problem of {signature.op}: it gives {problem}")
+    return operation, problem
+
+
+def _operations() -> Mapping[str, Operation[Any]]:
+    from sparsecomp.lowering.tuning.operations import operations  # needs Triton
+
+    return operations()
+
+
+def signature_of(fields: Mapping[str, str]) -> KernelSignature:
+    """The signature whose :attr:`KernelSignature.fields` are ``fields``.
+
+    Raises:
+        SignatureError: no signature has them.
+    """
+    try:
+        signature = _parsed(dict(fields))
+        if signature.fields == fields:
+            return signature
+    except (KeyError, ValueError) as error:
+        raise SignatureError(f"{dict(fields)} are no signature's fields: {error!r}") from None
+    raise SignatureError(f"{dict(fields)} are no signature's fields: they would read {dict(signature.fields)}")
+
+
+def _parsed(fields: dict[str, str]) -> KernelSignature:
+    return KernelSignature(
+        fields["op"], Device(*(fields[name] for name in _OF_DEVICE)), _listed(fields["dtypes"]), fields["accumulator"],
+        _listed(fields["formats"]), fields["index"], _listed(fields["layouts"]), fields["epilogue"],
+        sizes=tuple((name, int(text)) for name, text in _below("size.", fields)),
+        parameters=tuple((name, _number(text)) for name, text in _below("parameter.", fields)),
+        density=_density(fields["density"]), rows=_rows(fields["rows"]),
+    )  # fmt: skip
+
+
+def _density(text: str) -> float | None:
+    if text == "unknown":
+        return None
+    return 2.0 ** int(text[2:]) if text.startswith("2^") else float(text)
+
+
+def _rows(text: str) -> Rows | None:
+    mean, _, evenness = text.partition(" ")
+    return None if text == "unknown" else Rows(int(mean), SKEWS[evenness])
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def _below(prefix: str, fields: Mapping[str, str]) -> list[tuple[str, str]]:
+    return [(name.removeprefix(prefix), text) for name, text in fields.items() if name.startswith(prefix)]
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdecimal() else text

@@ -1,0 +1,1 @@
+"""Layers whose weight is a sparse matrix."""

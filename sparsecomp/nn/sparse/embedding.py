@@ -1,0 +1,73 @@
+"""An embedding with a sparse table."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from sparsecomp.errors import FormatError
+from sparsecomp.formats import CSR, SparseMatrix
+from sparsecomp.nn.sparse.pruning import pruned
+from sparsecomp.nn.sparse.stored_weight import StoredWeight
+from sparsecomp.ops.sparse.rows import stored_rows
+from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.sparse_tensor import SparseTensor
+
+_BY_ROWS = ("CSR", "COO", "NM")
+
+
+class SparseEmbedding(StoredWeight):
+    """Rows of a sparse table, looked up as dense vectors.
+
+    Args:
+        weight: (rows, columns), a matrix or SparseTensor of format CSR, COO or NM.
+        requires_grad: whether the table's values take a gradient.
+
+    Raises:
+        FormatError: another format, from which a row cannot be read.
+    """
+
+    def __init__(self, weight: SparseMatrix | SparseTensor, requires_grad: bool = True) -> None:
+        super().__init__(weight, requires_grad)
+        if self.format not in _BY_ROWS:
+            raise FormatError(f"the table's format is {self.format}, needs one of {', '.join(_BY_ROWS)}")
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, format: type[SparseMatrix] = CSR, *, mask: Tensor | None = None,
+        sparsity: float | None = None, **layout: Any,
+    ) -> Self:  # fmt: skip
+        """The embedding with part of the table, copied; `mask`, `sparsity` and layout as of `SparseLinear.from_linear`.
+
+        Raises:
+            FormatError: arguments that do not fit, or an embedding with padding, max_norm, frequency scaling or torch's
+                sparse gradients.
+        """
+        if embedding.padding_idx is not None or embedding.max_norm is not None:
+            raise FormatError("the embedding has padding_idx or max_norm: SparseEmbedding has neither")
+        if embedding.scale_grad_by_freq or embedding.sparse:
+            raise FormatError("the embedding has scale_grad_by_freq or sparse: SparseEmbedding has neither")
+        matrix = pruned(embedding.weight, format, mask, sparsity, layout)
+        return cls(matrix, embedding.weight.requires_grad).train(embedding.training)
+
+    def _derive(self, pattern: Pattern) -> None:
+        self._longest, self._version = pattern.longest(), self.indices._version
+
+    def _make_room(self, name: str, given: Tensor) -> None:
+        super()._make_room(name, given)
+        own = getattr(self, name)
+        if name != "values" and not torch.equal(own, given.to(own)):
+            setattr(self, name, own.clone())  # a backward that is still to come reads the old one
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Integers of any shape to (…, columns)."""
+        return stored_rows(index, self.values, self._own(), self._layout, self._reach())
+
+    def _reach(self) -> int:
+        """Entries of the longest row, or more."""
+        if not self._is_described():
+            return self.shape[1]
+        # another process's pattern came here, by DistributedDataParallel
+        if not torch.compiler.is_compiling() and self.indices._version != self._version:
+            self._describe(Pattern(self.format, self._layout, tuple(self._own())))
+        return self._longest

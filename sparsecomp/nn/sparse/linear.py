@@ -1,0 +1,73 @@
+"""A linear layer with a sparse weight."""
+
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from sparsecomp.errors import FormatError
+from sparsecomp.formats import CSR, SparseMatrix
+from sparsecomp.nn.sparse.pruning import pruned
+from sparsecomp.nn.sparse.stored_weight import StoredWeight
+from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.tensor.sparse_tensor import SparseTensor
+
+
+class SparseLinear(StoredWeight):
+    """y = x @ weight.T + bias.
+
+    Args:
+        weight: (out_features, in_features), a matrix of `sparsecomp.formats` or a SparseTensor.
+        bias: (out_features,), or None.
+        requires_grad: whether the weight's values take a gradient.
+
+    Raises:
+        FormatError: the weight is a batch or no sparse matrix, or the bias does not fit it.
+    """
+
+    def __init__(
+        self, weight: SparseMatrix | SparseTensor, bias: Tensor | None = None, requires_grad: bool = True
+    ) -> None:
+        super().__init__(weight, requires_grad)
+        if bias is not None and bias.shape != self.shape[:1]:
+            raise FormatError(f"bias has shape {tuple(bias.shape)}, needs ({self.shape[0]},): one number a row")
+        self.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, format: type[SparseMatrix] = CSR, *, mask: Tensor | None = None,
+        sparsity: float | None = None, **layout: Any,
+    ) -> Self:  # fmt: skip
+        """The layer with part of `linear`'s weight, copied; the bias parameter is shared.
+
+        Args:
+            linear: left as it is.
+            format: of the weight, with `block=` for BSR and BCSC, `n=` and `m=` for N:M.
+            mask: (out_features, in_features): store what is not zero in it. Whole blocks for BSR and BCSC.
+            sparsity: share to leave out, the least magnitudes (or block norms) first. Instead of `mask`; for N:M,
+                neither means the n largest of each m.
+
+        Raises:
+            FormatError: arguments that do not fit.
+        """
+        matrix = pruned(linear.weight, format, mask, sparsity, layout)
+        return cls(matrix, linear.bias, linear.weight.requires_grad).train(linear.training)
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in_features) to (…, out_features)."""
+        return sparse_linear(
+            x, self.values, self._pattern(), self._written, transpose=self._by_columns, bias=self.bias
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Sizes and format, for print."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, format={self.format}"

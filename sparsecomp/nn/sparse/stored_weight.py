@@ -1,0 +1,209 @@
+"""A module whose weight is a sparse matrix, held as plain tensors.
+
+The stored numbers are an ordinary parameter and the index arrays ordinary buffers, so that optimizers, autocast and
+gradient scalers, data parallelism, checkpoints, shared memory and compiled graphs need to know nothing of them.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from sparsecomp import _compat
+from sparsecomp.errors import FormatError
+from sparsecomp.formats import SparseMatrix
+from sparsecomp.reference.patterns import skew_of
+from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.sparse_tensor import SparseTensor, view_of
+
+_OWN = {"csr": ("pointers", "indices"), "bsr": ("pointers", "indices"), "nm": ("indices",)}
+"""Names of the index arrays by layout."""
+_TRANSPOSED = ("transposed_pointers", "transposed_indices", "transposed_order")
+
+
+class StoredWeight(nn.Module):
+    """The weight of a sparse layer.
+
+    Args:
+        weight: (rows, columns), without a batch; its arrays are kept, not copied.
+        requires_grad: whether `values` takes a gradient.
+
+    Attributes:
+        values: the stored numbers, a parameter: (entries,), (blocks, height, width) or (rows, groups · n).
+        pointers, indices: buffers, as `sparsecomp.reference.patterns` describes them. N:M has no pointers.
+        transposed_pointers, transposed_indices, transposed_order: buffers that follow from those and are in no
+            checkpoint; None where no product needs them.
+        format: name of the class in `sparsecomp.formats`.
+
+    Raises:
+        FormatError: the weight is a batch or no sparse matrix.
+    """
+
+    values: nn.Parameter
+    pointers: Tensor
+    indices: Tensor
+    transposed_pointers: Tensor
+    transposed_indices: Tensor
+    transposed_order: Tensor | None
+
+    def __init__(self, weight: SparseMatrix | SparseTensor, requires_grad: bool = True) -> None:
+        super().__init__()
+        if not isinstance(weight, SparseMatrix | SparseTensor):
+            raise FormatError(f"weight is a {type(weight).__name__}, needs a matrix of sparsecomp.formats")
+        values, pattern = Pattern.of(weight.matrix if isinstance(weight, SparseTensor) else weight)
+        self.values = nn.Parameter(values.detach().contiguous(), requires_grad)
+        self.format, self._by_columns = pattern.format, pattern.stored_by_columns(False)
+        for name, array in zip(_OWN[pattern.layout.format], pattern.arrays, strict=True):
+            self.register_buffer(name, array)
+        for name in _TRANSPOSED:
+            self.register_buffer(name, None, persistent=False)
+        self._describe(pattern)
+
+    def _describe(self, pattern: Pattern) -> None:
+        """Keep what follows from the index arrays; reads from the device."""
+        self._derive(pattern)
+        self._layout, self._written = pattern.layout, pattern.layout.written()
+        self._described, self._seen = (self.indices, self.transposed_order), self._memory()
+
+    def _memory(self) -> list[tuple[int, int]]:
+        """Where the index arrays lie, and how often they were written to as far as torch counts."""
+        return [(0, 0) if one.is_meta else (one.data_ptr(), 0 if one.is_inference() else one._version)
+                for one in self._own()]  # fmt: skip
+
+    def _derive(self, pattern: Pattern) -> None:
+        if self.values.requires_grad or self._by_columns:
+            pattern.keep_transposed()
+            for name, array in zip(_TRANSPOSED, pattern.transposed or (), strict=True):
+                self._write(name, array)
+
+    def _write(self, name: str, array: Tensor) -> None:
+        """Into the buffer that is there, which a captured graph reads, if it fits."""
+        kept = getattr(self, name)
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (array.shape, array.dtype, array.device):
+            setattr(self, name, array)
+        else:
+            kept.copy_(array)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        described = self._is_described()
+        super()._apply(fn, recurse)
+        if described:
+            self._described, self._seen = (self.indices, self.transposed_order), self._memory()
+        return self
+
+    def _is_described(self) -> bool:
+        """Whether the index arrays are those that `_describe` was given, and none of `torch.func.functional_call`."""
+        return self.indices is self._described[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        rows, cols = self._layout.shape
+        return (cols, rows) if self._by_columns else (rows, cols)
+
+    @property
+    def weight(self) -> SparseTensor:
+        """The weight as a tensor on the same memory, to look at or to multiply with; gradients flow to `values`."""
+        return view_of(self.values, self._own() + self._kept_transposed(), self.format, self._written)
+
+    def _own(self) -> list[Tensor]:
+        return [self.indices] if self.format == "NM" else [self.pointers, self.indices]
+
+    def _kept_transposed(self) -> list[Tensor]:
+        if not torch.compiler.is_compiling() and self._is_described() and self._memory() != self._seen:
+            self._describe(Pattern(self.format, self._layout, tuple(self._own())))  # somebody wrote to them in place
+        # functional_call may have put another pattern in place of the layer's, without its transpose
+        if self.transposed_order is None or self._is_described() != (self.transposed_order is self._described[1]):
+            return []
+        return [self.transposed_pointers, self.transposed_indices, self.transposed_order]
+
+    def _pattern(self) -> list[Tensor]:
+        """Index arrays for an operator; those of the transpose only where they are read."""
+        if torch.is_grad_enabled():
+            missing = self.transposed_order is None and self.values.requires_grad and self._is_described()
+            if missing and not torch.compiler.is_compiling():
+                self._describe(Pattern(self.format, self._layout, tuple(self._own())))
+        elif not (self._by_columns or _compat.jit_traces()):  # a trace is checked with and without gradients
+            return self._own()
+        return self._own() + self._kept_transposed()
+
+    # -- parametrizations
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_torchs = name == "parametrizations" and isinstance(value, nn.ModuleDict)
+        super().__setattr__(name, _Parametrizations(dict(value.items())) if is_torchs else value)
+
+    # -- checkpoints
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: Any
+    ) -> None:
+        """Take values and pattern of a checkpoint, whatever pattern the layer had; one of version 0.1 has a `weight`.
+
+        Raises:
+            FormatError: the checkpoint's weight is no matrix of this format and shape.
+        """
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None:
+            state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}weight"}
+            state_dict |= self._state_of(weight, prefix)
+        names = ("values", *_OWN[self._layout.format])
+        given = {name: found for name in names if (found := state_dict.get(f"{prefix}{name}")) is not None}
+        # values may be missing, being computed by a parametrization; what is there must fit what stays
+        tensors = [given[name] if name in given else getattr(self, name) for name in names]
+        # before anything of the layer changes
+        pattern = self._checked(*tensors) if given and not any(tensor.is_meta for tensor in tensors) else None
+        for name, tensor in given.items():
+            self._make_room(name, tensor)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+        if pattern is not None and not self.values.is_meta:
+            self._describe(Pattern(self.format, pattern.layout, tuple(self._own())))
+
+    def _state_of(self, weight: Tensor, prefix: str) -> dict[str, Tensor]:
+        if not isinstance(weight, SparseTensor) or (weight.format, tuple(weight.shape)) != (self.format, self.shape):
+            given = weight.format if isinstance(weight, SparseTensor) else "dense"
+            raise FormatError(
+                f"the checkpoint's weight is {given} {tuple(weight.shape)}, the layer's {self.format} {self.shape}: "
+                "make the layer of that format and shape"
+            )
+        values, pattern = Pattern.of(weight.matrix)
+        arrays = zip(_OWN[self._layout.format], pattern.arrays, strict=True)
+        return {f"{prefix}values": values, **{f"{prefix}{name}": array for name, array in arrays}}
+
+    def _make_room(self, name: str, given: Tensor) -> None:
+        """Have as many entries as the checkpoint has; all else must be as it is, which torch checks."""
+        own = getattr(self, name)
+        if own.dim() == given.dim() and own.shape[1:] == given.shape[1:] and own.shape[0] != given.shape[0]:
+            if name == "values":
+                self.values.data = own.data.new_empty(given.shape)
+            elif name == "indices":
+                self.indices = own.new_empty(given.shape)
+
+    def _checked(self, values: Tensor, *arrays: Tensor) -> Pattern:
+        """The pattern of a checkpoint's arrays, with the layout that follows from them.
+
+        Raises:
+            FormatError: they are no compact matrix of this format and shape.
+        """
+        layout = self._layout._replace(skews=("even", "even"))
+        pattern = Pattern(self.format, layout, arrays)
+        pattern.matrix(values.detach(), False).validate()
+        if layout.format == "nm":
+            return pattern
+        pointers, entries = arrays[0], arrays[1].numel()
+        if (int(pointers[0]), int(pointers[-1])) != (0, entries):
+            raise FormatError(f"{entries} entries but pointers to other ones: save a compact matrix in the checkpoint")
+        return Pattern(self.format, layout._replace(skews=(skew_of(pointers), "even")), arrays)
+
+    def extra_repr(self) -> str:
+        """Sizes and format, for print."""
+        return f"{self.shape[0]}, {self.shape[1]}, format={self.format}"
+
+
+class _Parametrizations(nn.ModuleDict):
+    """Parametrizations by parameter: torch's own container refuses the name `values`, which is one of its methods."""
+
+    @property
+    def values(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """No method: nn.Module looks for a module of that name."""
+        raise AttributeError("values")

@@ -1,0 +1,84 @@
+"""Linear layers and convolutions whose weight is a formula of tensors that stay; see `folded_weight`.
+
+The operators mean exactly ``linear`` and ``conv`` of the computed weight. They take the formula's sources, not its
+result, so that the weight that is kept never becomes a buffer of the graph, whose memory Inductor would use again.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.masked.folded_weight import FOLDS, Packed, Recipe, computed
+from sparsecomp.ops.sparse.spmm import spmm
+
+library.define("folded_linear(Tensor x, Tensor[] sources, Tensor? bias, str recipe) -> Tensor", tags=TAGS)
+library.define(
+    "folded_conv(Tensor x, Tensor[] sources, Tensor? bias, str recipe, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation, SymInt groups) -> Tensor",
+    tags=TAGS,
+)
+_CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+
+
+def folded_linear(x: Tensor, sources: list[Tensor], bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """``F.linear(x, weight, bias)`` of a computed weight (m, k).
+
+    Args:
+        x: (…, k), of the weight's dtype.
+        sources: of the formula.
+        bias: (m,) or None.
+        recipe: how the weight is computed, and kept if it may be; else it is dense. A sparse product adds in another
+            order than a dense one, and multiplies no zero of the weight: an infinite x gives NaN in fewer places.
+
+    Returns:
+        (…, m).
+
+    Raises:
+        NotImplementedError: something needs a gradient.
+        FormatError: an unknown formula or format.
+        FrozenWeightError: a source was written to; see `sparsecomp.ops.masked.folded_weight.Folds.kept`.
+    """
+    return torch.ops.sparsecomp.folded_linear.default(x, sources, bias, recipe.written())
+
+
+def _refuse_gradients(x: Tensor, sources: Sequence[Tensor], bias: Tensor | None) -> None:
+    """Here, not in a backward: registering one costs each call 13 us."""
+    if torch.is_grad_enabled() and any(read is not None and read.requires_grad for read in (x, bias, *sources)):
+        raise NotImplementedError("a folded weight has no gradient: call it under torch.no_grad()")
+
+
+def _linear(x, sources, bias, recipe):
+    _refuse_gradients(x, sources, bias)
+    weight = FOLDS.of(sources, *Recipe.read(recipe))
+    return F.linear(x, weight.values, bias) if weight.layout is None else _sparse(x, weight, bias)
+
+
+def _sparse(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    assert weight.layout is not None
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    out = spmm(weight.values, weight.pattern, rows.mT, weight.layout, bias=bias, bias_axis="row", by_column=True)
+    return out.mT.view(*x.shape[:-1], weight.layout.shape[0])
+
+
+def _conv(x, sources, bias, recipe, stride, padding, dilation, groups):
+    _refuse_gradients(x, sources, bias)
+    weight = FOLDS.of(sources, *Recipe.read(recipe)).values
+    return _CONVOLUTIONS[weight.dim()](x, weight, bias, stride, padding, dilation, groups)
+
+
+def _fake_linear(x, sources, bias, recipe):
+    return F.linear(x, computed(sources, Recipe.read(recipe).formula), bias)
+
+
+def _fake_conv(x, sources, bias, recipe, stride, padding, dilation, groups):
+    weight = computed(sources, Recipe.read(recipe).formula)
+    return _CONVOLUTIONS[weight.dim()](x, weight, bias, stride, padding, dilation, groups)
+
+
+for _name, _function, _fake in (("folded_linear", _linear, _fake_linear), ("folded_conv", _conv, _fake_conv)):
+    library.impl(_name, _function, "CPU")
+    library.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)

@@ -1,0 +1,139 @@
+"""A sparse weight written out dense, for products that are faster so, and its gradient at the stored places."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsecomp.formats.indices import lines_of
+from sparsecomp.ops.library import TAGS, differentiable, library
+from sparsecomp.reference.patterns import Layout, stored_shape
+
+_REST = "Tensor[] pattern, str layout, bool transpose) -> Tensor"
+library.define(f"stored_to_dense(Tensor values, {_REST}", tags=TAGS)
+library.define(f"dense_to_stored(Tensor dense, {_REST}", tags=TAGS)
+
+
+def stored_to_dense(values: Tensor, pattern: Sequence[Tensor], layout: str, transpose: bool = False) -> Tensor:
+    """The dense matrix, or its transpose, contiguous.
+
+    Args:
+        values, pattern: without a batch; see `sparsecomp.reference.patterns`.
+        layout: from `Layout.written`.
+    """
+    return torch.ops.sparsecomp.stored_to_dense.default(values, pattern, layout, transpose)
+
+
+def dense_to_stored(dense: Tensor, pattern: Sequence[Tensor], layout: str, transpose: bool = False) -> Tensor:
+    """Values of a dense matrix or of its transpose at the stored places.
+
+    Beyond the shape they are 0, in spare capacity anything.
+    """
+    return torch.ops.sparsecomp.dense_to_stored.default(dense, pattern, layout, transpose)
+
+
+def _written(values, pattern, layout, transpose):
+    layout = Layout.read(layout)
+    (rows, cols), (height, width) = layout.padded_shape, layout.block
+    if layout.format == "bsr":
+        line, column = lines_of(pattern[0], 0, pattern[1].numel()), pattern[1].long()
+        blocks = values.new_zeros((rows // height, cols // width, height, width))
+        out = blocks.index_put_((line, column), values).transpose(1, 2).reshape(rows, cols)
+    else:
+        out = values.new_zeros((rows, cols))
+        out.view(-1).scatter_(0, _flat(pattern, layout), values.reshape(-1))
+    if (rows, cols) != layout.shape:
+        out = out[: layout.shape[0], : layout.shape[1]]
+    return (out.mT if transpose else out).contiguous()
+
+
+def _read(dense, pattern, layout, transpose):
+    layout = Layout.read(layout)
+    (rows, cols), (height, width) = layout.padded_shape, layout.block
+    stored = dense.mT if transpose else dense
+    if (rows, cols) == layout.shape:
+        padded = stored
+    else:
+        padded = F.pad(stored, (0, cols - layout.shape[1], 0, rows - layout.shape[0]))
+    if layout.format == "bsr":
+        blocks = padded.reshape(rows // height, height, cols // width, width).transpose(1, 2)
+        return blocks[lines_of(pattern[0], 0, pattern[1].numel()), pattern[1].long()].contiguous()
+    found = padded.reshape(-1).index_select(0, _flat(pattern, layout))
+    return found.view(pattern[0].shape) if layout.format == "nm" else found
+
+
+def _written_cuda(values, pattern, layout, transpose):
+    read = Layout.read(layout)
+    if read.format != "csr" or not values.is_contiguous() or not _are_contiguous(pattern):
+        return _written(values, pattern, layout, transpose)
+    from sparsecomp.lowering.sparse import stored_places  # loads Triton
+
+    if not transpose or len(pattern) == 2:
+        out = values.new_empty(read.shape)
+        stored_places.write_out(pattern[0], pattern[1], values, out)
+        return out.mT.contiguous() if transpose else out
+    out = values.new_empty(read.shape[::-1])
+    stored_places.write_out(pattern[2], pattern[3], values.index_select(0, pattern[4]), out)
+    return out
+
+
+def _read_cuda(dense, pattern, layout, transpose):
+    if not layout.startswith("csr") or not _are_contiguous(pattern):
+        return _read(dense, pattern, layout, transpose)
+    from sparsecomp.lowering.sparse import stored_places  # loads Triton
+
+    out = dense.new_empty(pattern[1].shape)
+    stored_places.read_at(dense.mT if transpose else dense, pattern[0], pattern[1], out)
+    return out
+
+
+def _are_contiguous(arrays: Sequence[Tensor]) -> bool:
+    return all(array.is_contiguous() for array in arrays)
+
+
+def _flat(pattern: Sequence[Tensor], layout: Layout) -> Tensor:
+    """Place of each element in the flat matrix of the padded shape."""
+    cols = layout.padded_shape[1]
+    if layout.format == "nm":
+        n, m = layout.block
+        rows, width = pattern[0].shape
+        starts = torch.arange(width // n, device=pattern[0].device).repeat_interleave(n) * m
+        return ((torch.arange(rows, device=pattern[0].device) * cols)[:, None] + starts + pattern[0]).view(-1)
+    return torch.add(pattern[1], lines_of(pattern[0], 0, pattern[1].numel()), alpha=cols)
+
+
+def _fake_written(values, pattern, layout, transpose):
+    shape = Layout.read(layout).shape
+    return values.new_empty(shape[::-1] if transpose else shape)
+
+
+def _fake_read(dense, pattern, layout, transpose):
+    return dense.new_empty(stored_shape(pattern, Layout.read(layout)))
+
+
+def _save(ctx, inputs, output):
+    _, pattern, *ctx.how = inputs
+    ctx.save_for_backward(*pattern)
+
+
+def _backward_written(ctx, grad):
+    return torch.ops.sparsecomp.dense_to_stored.default(grad, list(ctx.saved_tensors), *ctx.how), *_no_gradients(ctx)
+
+
+def _backward_read(ctx, grad):
+    return torch.ops.sparsecomp.stored_to_dense.default(grad, list(ctx.saved_tensors), *ctx.how), *_no_gradients(ctx)
+
+
+def _no_gradients(ctx):
+    return [None] * len(ctx.saved_tensors), None, None
+
+
+for _name, _cpu, _cuda, _fake, _gradient in (
+    ("stored_to_dense", _written, _written_cuda, _fake_written, _backward_written),
+    ("dense_to_stored", _read, _read_cuda, _fake_read, _backward_read),
+):
+    library.impl(_name, _cpu, "CPU")
+    library.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
+    differentiable(_name, _gradient, _save)

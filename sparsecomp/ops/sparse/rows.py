@@ -1,0 +1,141 @@
+"""Rows of a sparse matrix by index, dense: what an embedding looks up."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsecomp.ops.library import differentiable, library
+from sparsecomp.reference.patterns import Layout, elements_of
+
+library.define("sparse_rows(Tensor sparse, Tensor index) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library.define(
+    "sparse_rows_gradient(Tensor sparse, Tensor index, Tensor grad) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_ARRAYS = "Tensor index, Tensor pointers, Tensor columns, int longest, int cols) -> Tensor"
+library.define(f"stored_rows(Tensor values, {_ARRAYS}", tags=(torch.Tag.pt2_compliant_tag,))
+library.define(f"stored_rows_gradient(Tensor grad, {_ARRAYS}", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def sparse_rows(sparse: Tensor, index: Tensor) -> Tensor:
+    """Rows of `sparse` (rows, columns), dense.
+
+    Args:
+        sparse: a `SparseTensor` of format CSR, COO or NM, or a dense tensor.
+        index: of any shape, int32 or int64, in the rows; it is not checked on a device.
+
+    Returns:
+        (*index.shape, columns). The gradient of a `SparseTensor` is one of the same pattern.
+    """
+    return torch.ops.sparsecomp.sparse_rows.default(sparse, index)
+
+
+def stored_rows(index: Tensor, values: Tensor, pattern: Sequence[Tensor], layout: Layout, longest: int) -> Tensor:
+    """Rows of a matrix of layout csr or nm, dense; its gradient by `values` is summed in float32 at least.
+
+    Args:
+        index: of any shape, int32 or int64, in the rows; it is not checked on a device.
+        values, pattern: as `layout` says; see `sparsecomp.reference.patterns`.
+        longest: entries of the longest row, or more.
+
+    Returns:
+        (*index.shape, columns).
+    """
+    pointers, columns = elements_of(pattern, layout) if layout.format == "nm" else pattern[:2]
+    flat = values.flatten()
+    return torch.ops.sparsecomp.stored_rows.default(flat, index, pointers, columns, longest, layout.shape[1])
+
+
+def rows_of_arrays(pointers: Tensor, columns: Tensor, values: Tensor, index: Tensor, longest: int, cols: int) -> Tensor:
+    """`sparse_rows` of arrays by rows, all flat; columns beyond the shape are filler.
+
+    Args:
+        longest: entries of the longest row, or more.
+    """
+    place, missing = _places(pointers, columns, index, longest, cols)
+    stored = values.index_select(0, place.flatten()).view(place.shape).masked_fill(missing, 0)
+    target = columns.index_select(0, place.flatten()).view(place.shape).long().masked_fill(missing, cols)
+    out = values.new_zeros((index.numel(), cols + 1)).scatter(1, target, stored)
+    return out[:, :cols].reshape(*index.shape, cols)
+
+
+def gradient_of_arrays(
+    pointers: Tensor, columns: Tensor, index: Tensor, grad: Tensor, longest: int, cols: int
+) -> Tensor:
+    """The gradient of flat values by that of looked-up rows, summed in float32 at least."""
+    place, missing = _places(pointers, columns, index, longest, cols)
+    target = columns.index_select(0, place.flatten()).view(place.shape).long().masked_fill(missing, 0)
+    wide = grad.reshape(index.numel(), cols).to(torch.float64 if grad.dtype is torch.float64 else torch.float32)
+    found = wide.gather(1, target).masked_fill(missing, 0)
+    out = wide.new_zeros(columns.numel()).index_add(0, place.flatten(), found.flatten())
+    return out.to(grad.dtype)
+
+
+def _places(pointers: Tensor, columns: Tensor, index: Tensor, longest: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Entries (indices, longest) of each row, in which `missing` ones stand for nothing."""
+    rows = index.flatten()
+    start, stop = pointers.index_select(0, rows).long(), pointers.index_select(0, rows + 1).long()
+    longest = min(longest, columns.numel())
+    place = start[:, None] + torch.arange(longest, device=rows.device)
+    missing = place >= stop[:, None]
+    place = place.masked_fill(missing, 0)
+    beyond = columns.index_select(0, place.flatten()).view(place.shape) >= cols
+    return place, missing | beyond
+
+
+def _dense(sparse, index):
+    return sparse.index_select(0, index.flatten()).view(*index.shape, sparse.shape[1])
+
+
+def _dense_gradient(sparse, index, grad):
+    return torch.zeros_like(sparse).index_add(0, index.flatten(), grad.reshape(-1, grad.shape[-1]))
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):
+    sparse, index = ctx.saved_tensors
+    return torch.ops.sparsecomp.sparse_rows_gradient.default(sparse, index, grad), None
+
+
+for _name, _function in (("sparse_rows", _dense), ("sparse_rows_gradient", _dense_gradient)):
+    library.impl(_name, _function, "CPU")
+    library.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
+torch.library.register_autograd("sparsecomp::sparse_rows", _backward, setup_context=_save, lib=library)
+
+
+def _stored(values, index, pointers, columns, longest, cols):
+    return rows_of_arrays(pointers, columns, values, index, longest, cols)
+
+
+def _stored_gradient(grad, index, pointers, columns, longest, cols):
+    return gradient_of_arrays(pointers, columns, index, grad, longest, cols)
+
+
+def _save_stored(ctx, inputs, output):
+    _, index, *ctx.how = inputs
+    ctx.save_for_backward(index)  # and not the pattern: see sparse_linear
+
+
+def _backward_stored(ctx, grad):
+    found = torch.ops.sparsecomp.stored_rows_gradient.default(grad, *ctx.saved_tensors, *ctx.how)
+    return found, None, None, None, None, None
+
+
+def _backward_stored_gradient(ctx, grad):
+    found = torch.ops.sparsecomp.stored_rows.default(grad, *ctx.saved_tensors, *ctx.how)
+    return found, None, None, None, None, None
+
+
+for _name, _function, _gradient in (
+    ("stored_rows", _stored, _backward_stored),
+    ("stored_rows_gradient", _stored_gradient, _backward_stored_gradient),
+):
+    library.impl(_name, _function, "CPU")
+    library.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
+    differentiable(_name, _gradient, _save_stored)

@@ -1,0 +1,1 @@
+"""Operators on spikes: layers, and the neurons that make them."""

@@ -1,0 +1,1 @@
+"""What kernels and operators both need and that needs neither: references, geometry, patterns, facts, promises."""

@@ -1,0 +1,1 @@
+"""SparseTensor, a matrix that multiplies like a tensor in user code."""

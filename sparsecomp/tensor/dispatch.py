@@ -1,0 +1,350 @@
+"""What a SparseTensor does below autograd: products through its arrays, elementwise operators on its values.
+
+Out of place, only operators that map zero to zero are taken, so that a result means the same as the dense one. In
+place, every elementwise operator acts on the stored values.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsecomp import _compat
+from sparsecomp.errors import PatternError, SparseOperatorError
+from sparsecomp.ops.sparse.linear import by_rows, sampled
+from sparsecomp.ops.sparse.matmul import backward, save
+from sparsecomp.ops.sparse.rows import gradient_of_arrays, rows_of_arrays
+from sparsecomp.ops.sparse.sddmm import run as run_sddmm
+from sparsecomp.ops.sparse.spmm import run as run_spmm
+from sparsecomp.reference.patterns import elements_of
+from sparsecomp.tensor.pattern import is_traced
+
+aten, ours = torch.ops.aten, torch.ops.sparsecomp
+OPERATORS: dict[Any, Callable[..., Any]] = {}
+"""By overload: what takes the class SparseTensor, the overload and its arguments."""
+
+_PLAIN = (Tensor, nn.Parameter, type(None))
+_KEEPS_ZERO = {
+    aten.abs.default, aten.neg.default, aten.sqrt.default, aten.sign.default, aten.tanh.default, aten.relu.default,
+    aten.clone.default, aten.mul.Scalar, aten.div.Scalar, aten.zeros_like.default, aten.empty_like.default,
+    aten.nan_to_num.default, aten.square.default,
+}  # fmt: skip
+_OF_TWO = {aten.add.Tensor, aten.sub.Tensor, aten.maximum.default, aten.minimum.default, aten.lerp.Scalar}
+_OF_THREE = {aten.addcmul.default}
+_IN_PLACE = {aten.zero_.default, aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+
+
+def _implements(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        OPERATORS.update(dict.fromkeys(overloads, handler))
+        return handler
+
+    return register
+
+
+def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator on the stored values of one pattern.
+
+    Raises:
+        SparseOperatorError: one that would store more, or that is not known.
+        PatternError: other operands store other elements.
+    """
+    first = args[0] if args else None
+    in_place = func in _IN_PLACE or (torch.Tag.pointwise in func.tags and func._schema.name.endswith("_"))
+    sparse = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
+    dense = [value for value in args if isinstance(value, Tensor) and not isinstance(value, cls) and value.dim()]
+    if dense or not isinstance(first, cls) or not (in_place or _keeps_zero(cls, func, args)):
+        # inference mode hands over whole what is made of other operators
+        composed = func.decompose(*args, **kwargs)
+        if composed is NotImplemented:
+            raise unsupported(cls, func, args)
+        return composed
+    for other in sparse[1:]:
+        _agree(first, other)
+    plain = [value._values if isinstance(value, cls) else value for value in args]
+    named = {name: value._values if isinstance(value, cls) else value for name, value in kwargs.items()}
+    named.pop("memory_format", None)
+    result = func(*plain, **named)
+    assert first is not None
+    if in_place:
+        # what lies beyond the shape meets zeros in products, which only finite numbers survive
+        first._pattern.clear_filler(first._values)
+        written(first._values)
+    return first if in_place else first.with_values(result)
+
+
+def unsupported(cls: Any, func: Any, args: Any) -> SparseOperatorError:
+    """The error for an operator that no SparseTensor takes."""
+    found = next((value for value in args if isinstance(value, cls)), None)
+    what = f"{found.format} SparseTensor of shape {tuple(found.shape)}" if found is not None else "SparseTensor"
+    return SparseOperatorError(
+        f"{func} does not take a {what} with these operands: call to_dense() first, which makes a dense copy"
+    )
+
+
+def _keeps_zero(cls: Any, func: Any, args: Any) -> bool:
+    if func in _KEEPS_ZERO:
+        return True
+    if func in (aten.mul.Tensor, aten.div.Tensor):
+        return not isinstance(args[1], cls) or func is aten.mul.Tensor
+    if func is aten.pow.Tensor_Scalar:
+        return args[1] > 0
+    needed = 2 if func in _OF_TWO else 3 if func in _OF_THREE else None
+    return needed is not None and all(isinstance(value, cls) for value in args[:needed])
+
+
+def _agree(first: Any, other: Any) -> None:
+    """Raise PatternError unless both store the same elements."""
+    if not first.same_pattern(other):
+        raise PatternError(f"{first!r} and {other!r} store different elements: give both one pattern")
+
+
+@_implements(aten.detach.default, aten.alias.default)
+def _detach(cls: Any, func: Any, tensor: Any) -> Any:
+    with _as_view_of(tensor):
+        return tensor.with_values(func(tensor._values))
+
+
+def _as_view_of(tensor: Any) -> AbstractContextManager[Any]:
+    """In inference mode, a view of a tensor made outside of it must be no inference tensor."""
+    outside = torch.is_inference_mode_enabled() and not tensor.is_inference()
+    return torch.inference_mode(False) if outside else nullcontext()
+
+
+@_implements(aten.t.default)
+def _t(cls: Any, func: Any, tensor: Any) -> Any:
+    with _as_view_of(tensor):
+        return cls._make(tensor._values, tensor._pattern, not tensor._transpose)
+
+
+@_implements(aten.transpose.int)
+def _transpose(cls: Any, func: Any, tensor: Any, one: int, other: int) -> Any:
+    return _t(cls, func, tensor) if one % 2 != other % 2 else _detach(cls, aten.alias.default, tensor)
+
+
+@_implements(aten.permute.default)
+def _permute(cls: Any, func: Any, tensor: Any, dims: Any) -> Any:
+    return _transpose(cls, func, tensor, 0, dims[0])
+
+
+@_implements(aten._to_copy.default)
+def _to_copy(cls: Any, func: Any, tensor: Any, *, device: Any = None, memory_format: Any = None, **kwargs: Any) -> Any:
+    values = func(tensor._values, device=device, **kwargs)
+    return cls._make(values, tensor._pattern.to(values.device), tensor._transpose)
+
+
+@_implements(aten.copy_.default)
+def _copy(cls: Any, func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(target, cls) or not isinstance(source, cls):
+        raise unsupported(cls, func, (target, source))
+    here = source if source.device == target.device else source.to(target.device)
+    _agree(target, here)
+    target._values.copy_(here._values, non_blocking)
+    written(target._values)
+    return target
+
+
+def written(values: Tensor) -> None:
+    """Have a version counter tell of a write below autograd, which counts none."""
+    if not values.is_inference() and not is_traced(values):
+        torch.autograd.graph.increment_version(values)
+
+
+@_implements(aten.is_same_size.default)
+def _is_same_size(cls: Any, func: Any, one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape
+
+
+@_implements(aten.linalg_vector_norm.default)
+def _vector_norm(
+    cls: Any, func: Any, tensor: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> Tensor:
+    if dim is not None or keepdim or ord <= 0:
+        raise unsupported(cls, func, (tensor,))
+    stored = tensor._pattern.without_filler(tensor._values)
+    # torch has no largest of nothing, but zeros are not nothing
+    stored = stored if stored.numel() or not tensor.numel() else stored.new_zeros(1)
+    return func(stored, ord, **kwargs)
+
+
+@_implements(aten.sum.default)
+def _sum(cls: Any, func: Any, tensor: Any, **kwargs: Any) -> Tensor:
+    return func(tensor._pattern.without_filler(tensor._values), **kwargs)
+
+
+@_implements(ours.sparse_matmul.default)
+def _sparse_matmul(
+    cls: Any, func: Any, sparse: Any, dense: Any, bias: Any, residual: Any, linear: bool, bias_axis: str,
+    activation: str, scale: float, dtype: Any,
+) -> Tensor:  # fmt: skip
+    others = [value for value in (dense, bias, residual) if isinstance(value, cls)]
+    if not isinstance(sparse, cls) or others:
+        raise unsupported(cls, func, (sparse, dense, bias, residual))
+    return _multiplied(ours.spmm.default, sparse, dense, bias, residual, linear, bias_axis, activation, scale, dtype)
+
+
+def _multiplied(
+    spmm: Callable[..., Tensor], sparse: Any, dense: Tensor, bias: Tensor | None, residual: Tensor | None,
+    linear: bool, bias_axis: str, activation: str, scale: float, dtype: Any,
+) -> Tensor:  # fmt: skip
+    """`sparse_matmul` by the operator `spmm`."""
+    values, pattern, layout, transpose = _operands(sparse)
+    m = layout.shape[1 if transpose else 0]
+    size = dense.shape
+    if not linear:
+        flat = dense if dense.dim() == 2 else dense.flatten(0, -3)
+        beside = residual if residual is None or dense.dim() == 2 else residual.flatten(0, -3)
+        how = (transpose, bias_axis, activation, scale, dtype, False)
+        return spmm(values, pattern, flat, bias, beside, *layout, *how).view(*size[:-2], m, size[-1])
+    bias, residual = by_column(bias, residual, bias_axis, (*size[:-1], m))
+    return by_rows(spmm, dense, values, pattern, bias, residual, layout, transpose, activation, scale, dtype)
+
+
+def by_column(
+    bias: Tensor | None, residual: Tensor | None, bias_axis: str, shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Bias and residual of a result whose bias can only be one number a column."""
+    if bias is None or bias_axis == "column":
+        return bias, residual
+    beside = bias[:, None].expand(shape)
+    return None, beside if residual is None else residual + beside
+
+
+class _Product(torch.autograd.Function):
+    """`sparse_matmul` with its gradients, without the ways of torch's dispatcher through Python."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        # a setup_context of its own would have torch inspect the signature in each call
+        out = _computed(*arguments)
+        save(ctx, arguments, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        return backward(ctx, grad, _by_sparse, _by_dense)
+
+
+def _by_sparse(sparse: Any, grad: Tensor, dense: Tensor, linear: bool, scale: float) -> Any:
+    if torch.is_grad_enabled() or not _is_plain(sparse, grad, dense):
+        return ours.sparse_sampled.default(sparse, grad, dense, linear, scale)
+    with _compat.below_autograd(), _compat.without_torch_function():
+        return _sampled(partial(run_sddmm, grad.device.type), sparse, grad, dense, linear, scale)
+
+
+def _by_dense(sparse: Any, grad: Tensor, linear: bool, scale: float) -> Tensor:
+    flipped = sparse.t() if torch.is_grad_enabled() else _t(type(sparse), None, sparse)
+    return product(flipped, grad, None, None, linear, "column", "none", scale, None)
+
+
+def _computed(*arguments: Any) -> Tensor:
+    with _compat.below_autograd():
+        return _multiplied(partial(run_spmm, arguments[1].device.type), *arguments)
+
+
+def product(sparse: Any, dense: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
+    """The operator `sparse_matmul` with a SparseTensor; where nobody is to see the operator, at less host time.
+
+    Args:
+        rest: the operator's other arguments, in order.
+    """
+    arguments = (sparse, dense, bias, residual, *rest)
+    if not _is_plain(sparse, dense, bias, residual):
+        return ours.sparse_matmul.default(*arguments)
+    if not torch.is_grad_enabled():
+        return _computed(*arguments)
+    with _compat.without_torch_function():
+        return cast(Tensor, _Product.apply(*arguments))
+
+
+def _is_plain(sparse: Any, dense: Tensor, *others: Tensor | None) -> bool:
+    """Whether operators on these compute at once, and nobody looks on."""
+    if dense.device.type not in ("cpu", "cuda") or not _compat.plain_eager():
+        return False
+    return all(type(operand) in _PLAIN for operand in (sparse._values, dense, *others))
+
+
+@_implements(ours.sparse_sampled.default)
+def _sparse_sampled(cls: Any, func: Any, sparse: Any, grad: Tensor, dense: Tensor, linear: bool, scale: float) -> Any:
+    return _sampled(ours.sddmm.default, sparse, grad, dense, linear, scale)
+
+
+def _sampled(
+    sddmm: Callable[..., Tensor], sparse: Any, grad: Tensor, dense: Tensor, linear: bool, scale: float
+) -> Any:  # fmt: skip
+    """`sparse_sampled` by the operator `sddmm`."""
+    _, pattern, layout, transpose = _operands(sparse)
+    if linear:
+        found = sampled(sddmm, dense, grad, pattern, layout, transpose, scale)
+        return sparse.with_values(found.to(sparse._values.dtype))
+    if dense.dim() == 2:
+        a, b = grad, dense
+    else:  # a sum over the batch is a product over all its columns
+        a, b = (matrix.movedim(-2, 0).flatten(1) for matrix in (grad, dense))
+    a, b = (b, a) if transpose else (a, b)
+    return sparse.with_values(sddmm(a, b, pattern, *layout, scale).to(sparse._values.dtype))
+
+
+@_implements(ours.sparse_to_dense.default)
+def _sparse_to_dense(cls: Any, func: Any, sparse: Any) -> Tensor:
+    return written_out(sparse, sparse._values)
+
+
+def written_out(sparse: Any, values: Tensor) -> Tensor:
+    """The dense tensor of these values at the places of `sparse`."""
+    row, col = sparse._pattern.places(values)
+    rows, cols = sparse._pattern.layout.shape
+    whole = values.new_zeros(sparse._pattern.layout.padded_shape)
+    dense = whole.index_put((row, col), values)[:rows, :cols]
+    return (dense.mT if _by_columns(sparse) else dense).contiguous()
+
+
+@_implements(ours.sparse_gather.default)
+def _sparse_gather(cls: Any, func: Any, sparse: Any, dense: Tensor) -> Any:
+    row, col = sparse._pattern.places(sparse._values)
+    rows, cols = sparse._pattern.layout.shape
+    stored = dense.mT if _by_columns(sparse) else dense
+    if 0 in (rows, cols):
+        return sparse.with_values(torch.zeros_like(sparse._values))
+    found = stored[row.clamp(max=rows - 1), col.clamp(max=cols - 1)]
+    return sparse.with_values(sparse._pattern.without_filler(found))
+
+
+@_implements(ours.sparse_rows.default)
+def _sparse_rows(cls: Any, func: Any, sparse: Any, index: Tensor) -> Tensor:
+    pointers, columns, longest = by_row_elements(cls, func, sparse)
+    return rows_of_arrays(pointers, columns, sparse._values.flatten(), index, longest, sparse.shape[1])
+
+
+@_implements(ours.sparse_rows_gradient.default)
+def _sparse_rows_gradient(cls: Any, func: Any, sparse: Any, index: Tensor, grad: Tensor) -> Any:
+    pointers, columns, longest = by_row_elements(cls, func, sparse)
+    found = gradient_of_arrays(pointers, columns, index, grad, longest, sparse.shape[1])
+    return sparse.with_values(found.view(sparse._values.shape))
+
+
+def _operands(sparse: Any) -> tuple[Tensor, tuple[Tensor, ...], Any, bool]:
+    """Values, pattern, layout and whether to transpose it; the transpose is kept from its first use on."""
+    pattern = sparse._pattern
+    transpose = _by_columns(sparse)
+    if transpose and not is_traced(sparse._values, *pattern.arrays):
+        pattern.keep_transposed()
+    return sparse._values, pattern.operands(), pattern.layout, transpose
+
+
+def _by_columns(sparse: Any) -> bool:
+    return sparse._pattern.stored_by_columns(sparse._transpose)
+
+
+def by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor, int]:
+    """Pointers and columns of elements by rows, and entries of the longest row."""
+    pattern = sparse._pattern
+    if _by_columns(sparse) or pattern.layout.format == "bsr":
+        raise unsupported(cls, func, (sparse,))
+    if pattern.layout.format == "nm":
+        return *elements_of(pattern.arrays, pattern.layout), pattern.arrays[0].shape[1]
+    return *pattern.arrays, sparse.shape[1] if is_traced(*pattern.arrays) else pattern.longest()

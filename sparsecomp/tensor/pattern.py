@@ -1,0 +1,162 @@
+"""Which elements a SparseTensor stores: the index arrays, shared by all tensors that store the same.
+
+A parameter, its gradients and its optimizer's states hold one pattern, so that the arrays of the transpose, which a
+backward needs, are computed once and not once a tensor.
+"""
+
+import torch
+from torch import Tensor
+
+from sparsecomp import _compat
+from sparsecomp.errors import FormatError, PatternError
+from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
+from sparsecomp.formats.compressed import Compressed
+from sparsecomp.formats.indices import pointers_of, rows_of
+from sparsecomp.reference.patterns import Layout, skew_of, transposed_arrays
+
+FORMATS: dict[str, type[SparseMatrix]] = {kind.__name__: kind for kind in (COO, CSR, CSC, BSR, BCSC, NM)}
+_BY_COLUMNS = ("CSC", "BCSC")
+
+
+class Pattern:
+    """Index arrays of a matrix, or of the one whose transpose it is.
+
+    Attributes:
+        format: name of the class in `sparsecomp.formats`.
+        layout: of the arrays by rows: for CSC and BCSC, of the transposed matrix.
+        arrays: what `sparsecomp.reference.patterns` calls the layout's own arrays.
+        transposed: those of the transpose, None until somebody needs them.
+    """
+
+    __slots__ = ("_longest", "arrays", "format", "layout", "transposed")
+
+    def __init__(
+        self, format: str, layout: Layout, arrays: tuple[Tensor, ...], transposed: tuple[Tensor, ...] | None = None
+    ) -> None:
+        self.format, self.layout, self.arrays, self.transposed = format, layout, arrays, transposed
+        self._longest: int | None = None
+
+    @classmethod
+    def of(cls, matrix: SparseMatrix) -> tuple[Tensor, "Pattern"]:
+        """Values as the layout wants them, and the pattern; reads from the device.
+
+        Raises:
+            FormatError: the matrix is a batch.
+        """
+        if matrix.batch is not None:
+            raise FormatError(f"{matrix!r} is a batch: make a SparseTensor of each of unbatch()")
+        matrix, name = matrix.compact(), type(matrix).__name__
+        if isinstance(matrix, NM):
+            return matrix.values, cls(name, Layout("nm", (matrix.n, matrix.m), matrix.shape), (matrix.indices,))
+        if isinstance(matrix, COO):
+            pointers, indices = pointers_of(matrix.row, matrix.shape[0], matrix.row.dtype), matrix.col
+        else:
+            assert isinstance(matrix, Compressed)
+            pointers, indices = matrix.pointers, matrix.indices
+        by_rows = matrix.mT if name in _BY_COLUMNS else matrix
+        block = by_rows.block if isinstance(by_rows, BSR) else (1, 1)
+        format = "bsr" if isinstance(by_rows, BSR) else "csr"
+        layout = Layout(format, block, by_rows.shape, (skew_of(pointers), "even"))
+        return by_rows.values, cls(name, layout, (pointers, indices))
+
+    def matrix(self, values: Tensor, transpose: bool) -> SparseMatrix:
+        """The matrix of these values, or its transpose, in `sparsecomp.formats`."""
+        values = self.without_filler(values)
+        if self.format == "NM":
+            found: SparseMatrix = NM(values, self.arrays[0], self.layout.shape, *self.layout.block)
+        elif self.format == "COO":
+            row = rows_of(self.arrays[0], self.arrays[1].numel(), self.arrays[1].dtype)
+            found = COO(row, self.arrays[1], values, self.layout.shape)
+        else:
+            pointers, indices = self.arrays
+            by_rows = (BSR if self.layout.format == "bsr" else CSR)(pointers, indices, values, self.layout.shape)
+            found = by_rows.mT if self.format in _BY_COLUMNS else by_rows
+        return found.mT if transpose else found
+
+    def stored_by_columns(self, transpose: bool) -> bool:
+        """Whether a product needs the arrays of the transpose, of the matrix or of its transpose."""
+        return transpose != (self.format in _BY_COLUMNS)
+
+    def keep_transposed(self) -> None:
+        """Compute the arrays of the transpose, once; reads from the device."""
+        if self.transposed is None:
+            # they outlive a transform, and a backward may need them later
+            with _compat.outside_transforms(), torch.inference_mode(False):
+                self.transposed = transposed_arrays(self.arrays, self.layout)
+            self.layout = self.layout._replace(skews=(self.layout.skews[0], skew_of(self.transposed[0])))
+
+    def longest(self) -> int:
+        """Entries of the longest row (of the layout by rows); reads from the device once."""
+        if self.layout.format == "nm":
+            return self.arrays[0].shape[1]
+        if self._longest is None:
+            counts = self.arrays[0].diff()
+            self._longest = int(counts.max()) if counts.numel() else 0
+        return self._longest
+
+    def operands(self) -> tuple[Tensor, ...]:
+        """The index arrays for an operator."""
+        return self.arrays + (self.transposed or ())
+
+    def to(self, device: torch.device) -> "Pattern":
+        """The pattern on a device; itself if it is there."""
+        if self.arrays[0].device == device:
+            return self
+        kept = None if self.transposed is None else tuple(array.to(device) for array in self.transposed)
+        return Pattern(self.format, self.layout, tuple(array.to(device) for array in self.arrays), kept)
+
+    def same_as(self, other: "Pattern") -> bool:
+        """Whether both store the same elements in the same order.
+
+        Arrays that are not the same memory are compared, which reads from the device.
+
+        Raises:
+            PatternError: a graph is being traced, in which arrays have no contents to compare.
+        """
+        if self is other:
+            return True
+        mine, its = self.layout[:3], other.layout[:3]
+        if (self.format, mine) != (other.format, its) or len(self.arrays) != len(other.arrays):
+            return False
+        return all(_equal(one, another) for one, another in zip(self.arrays, other.arrays, strict=True))
+
+    def places(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and column, int64, of each of the values in the layout by rows; they broadcast to the values."""
+        kinds = {"csr": CSR, "bsr": BSR}
+        shape = self.layout.shape
+        if self.layout.format == "nm":
+            return NM(values, self.arrays[0], shape, *self.layout.block)._positions()
+        return kinds[self.layout.format](*self.arrays, values, shape=shape)._positions()
+
+    def without_filler(self, values: Tensor) -> Tensor:
+        """The values with 0 where blocks and groups reach beyond the shape."""
+        if self.layout.padded_shape == self.layout.shape:
+            return values
+        return values.masked_fill(self._filler(values), 0)
+
+    def clear_filler(self, values: Tensor) -> None:
+        """`without_filler` in place."""
+        if self.layout.padded_shape != self.layout.shape:
+            values.masked_fill_(self._filler(values), 0)
+
+    def _filler(self, values: Tensor) -> Tensor:
+        (row, col), (rows, cols) = self.places(values), self.layout.shape
+        return (row >= rows) | (col >= cols)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if is_traced(one, other):
+        raise PatternError(
+            "within a compiled graph it cannot be told whether two SparseTensors store the same elements: do this, "
+            "such as an optimizer's step, outside of torch.compile"
+        )
+    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
+
+
+def is_traced(*tensors: Tensor) -> bool:
+    """Whether some of these stand for tensors in a graph that is being traced."""
+    return any(type(tensor) is not Tensor for tensor in tensors)

@@ -1,0 +1,1 @@
+"""Training with sparse weights: pruning, RESU and the loop around them."""

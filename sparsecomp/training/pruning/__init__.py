@@ -1,0 +1,1 @@
+"""Which weights to prune, and how to mend what was lost."""

@@ -1,0 +1,1 @@
+"""Weights that come back: phases, optimizers and the cycle."""

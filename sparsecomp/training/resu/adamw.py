@@ -1,0 +1,234 @@
+"""AdamW that knows the phases of a model's masked weights, so that no stale momentum or decay moves a pruned one."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from sparsecomp.errors import MaskError
+from sparsecomp.nn.masked.layers import masked_weights
+from sparsecomp.nn.masked.masked_weight import MaskedWeight, Mode
+from sparsecomp.training.resu.optim import RESUSelective
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_NOWHERE = (torch.empty(0), torch.empty(0))
+"""Stands for moments that are still to be loaded."""
+_OWN = ("_masked", "_theta", "_theta_lr", "_train_active", "_selective", "_forgotten")
+
+
+class RESUAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` over the parameters of a wrapped model, phase by phase of each masked weight.
+
+    DENSE: AdamW, bit for bit. SPARSE: only active elements move; the moments of pruned ones are zero, and so are their
+    gradients after a step. RESU: active elements by AdamW, theta by RESUSelective with learning rate ``theta_lr`` (by
+    default that of the weight's group, scheduled or not) and ``theta_decay``, on selected elements only; what is known
+    of theta's gradients is forgotten when the mask changes.
+
+    Args:
+        model: from `sparsecomp.nn.wrap_module`; all its parameters that require gradients are taken.
+        train_active: whether active elements move in a RESU phase; their gradient is needed in any case.
+        tau, delta, select, amount: see `RESUSelective`.
+        options: of `torch.optim.AdamW`, such as ``betas``, ``weight_decay`` or ``fused``.
+
+    Raises:
+        MaskError: a model that is not wrapped, a setting of theta's step outside its domain, or, in a step, a weight in
+            its RESU phase whose theta could never move, as it has requires_grad False or is no parameter of this
+            optimizer; nothing is changed.
+
+    A step reads each mask as it is then, whoever wrote it, and waits for no device. For that it passes over all
+    elements of a weight, pruned or not: on a GPU 18 bytes an element in a SPARSE phase, beside AdamW's own traffic (28
+    if fused); in a RESU phase theta's step is one pass of 37, and a float32 number an element is kept more.
+    """
+
+    def __init__(
+        self, model: nn.Module, lr: float = 1e-3, *, theta_lr: float | None = None, theta_decay: float = 0.0,
+        train_active: bool = True, tau: float = 0.5, delta: float = 1e-12, select: str = "threshold",
+        amount: float = 0.1, **options: Any,
+    ) -> None:  # fmt: skip
+        weights = masked_weights(model)
+        if not weights:
+            raise MaskError("the model has no masked weight, and later ones would go unseen: call wrap_module before")
+        super().__init__([p for p in model.parameters() if p.requires_grad], lr=lr, **options)
+        # so GradScaler unscales the gradients before any step: a fused AdamW would do it by itself, for itself alone
+        self._step_supports_amp_scaling = False
+        self._masked: dict[Tensor, MaskedWeight] = {weight: masked for weight, masked in weights.values()}
+        self._theta = {"tau": tau, "delta": delta, "select": select, "amount": amount, "weight_decay": theta_decay}
+        self._theta_lr, self._train_active = theta_lr, train_active
+        self._selective: dict[Tensor, RESUSelective] = {}
+        # copies of masks on a CPU, where comparing them is cheaper than to write the moments again
+        self._forgotten: dict[Tensor, Tensor] = {}
+        RESUSelective(torch.zeros(0, dtype=torch.int32), lr=lr if theta_lr is None else theta_lr, **self._theta)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step; see the class. With a closure, its loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        self._check_thetas(groups)
+        self._end_phases()
+        live = [one for one in self._masked.items() if one[1].mode is not Mode.DENSE and one[0].grad is not None]
+        phases: dict[Tensor, Tensor] = {}
+        for weight, masked in live:
+            self._forget_pruned(weight, masked)
+            assert weight.grad is not None
+            if masked.mode is Mode.SPARSE:
+                # a module that is not wrapped may have sent some to a weight it shares
+                masked.mask.apply_(weight.grad)
+            else:
+                phases[weight], weight.grad = weight.grad, None
+        # torch runs a step's hooks around the step of each class: ours has run them
+        step = inspect.unwrap(torch.optim.AdamW.step, stop=lambda function: not getattr(function, "hooked", False))
+        try:
+            step(self)
+        finally:
+            for weight, gradient in phases.items():
+                weight.grad = gradient
+        for weight in phases:
+            self._step_in_resu(weight, self._masked[weight], groups[weight])
+        return loss
+
+    def _step_in_resu(self, weight: Tensor, masked: MaskedWeight, group: dict[str, Any]) -> None:
+        """Theta by its own step and active elements by AdamW, whose moments at pruned places are theta's averages.
+
+        One weight after another, so that what is kept meanwhile is of one weight.
+        """
+        state = self._moments_of(weight, group)
+        gradient, selective = weight.grad, self._selective_of(weight, masked, group)
+        assert gradient is not None
+        selective.step(weight, -gradient if group["maximize"] else gradient)
+        if not self._train_active:
+            return
+        parts = [weight, *(state[name] for name in _MOMENTS if name in state)]
+        kept = [part.clone() for part in parts]
+        beta1, beta2 = group["betas"]
+        largest = [state["max_exp_avg_sq"]] if group["amsgrad"] else []
+        adamw(
+            [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], largest, [state["step"]], foreach=False,
+            capturable=group["capturable"], amsgrad=group["amsgrad"], beta1=beta1, beta2=beta2, lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
+        )  # fmt: skip
+        for part, old in zip(parts, kept, strict=True):
+            part.copy_(torch.where(masked.mask.mask, part, old))
+
+    def _moments_of(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """AdamW's state of a weight, made as torch makes it if there is none."""
+        state = self.state[weight]
+        if not state:
+            device = weight.device if group["capturable"] or group["fused"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for name in _MOMENTS[: 3 if group["amsgrad"] else 2]:
+                state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        return state
+
+    def _selective_of(self, weight: Tensor, masked: MaskedWeight, group: dict[str, Any]) -> RESUSelective:
+        pruned, found = _pruned(masked), self._selective.get(weight)
+        if found is None or found.pruned.device != pruned.device:
+            found = self._selective[weight] = RESUSelective(pruned, whole=self._whole(weight), **self._theta)
+        found.follow(pruned)
+        found.betas, found.eps = group["betas"], group["eps"]
+        found.lr = float(group["lr"]) if self._theta_lr is None else self._theta_lr
+        return found
+
+    def _whole(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        """AdamW's two moments, where theta's averages can be kept in them: in float32, as the weight lies in memory."""
+        state = self.state[weight]
+        if "exp_avg" not in state:
+            return None
+        kept = (weight, state["exp_avg"], state["exp_avg_sq"])
+        fits = all(part.dtype is torch.float32 and part.is_contiguous() for part in kept)
+        return kept[1:] if fits else None
+
+    def _end_phases(self) -> None:
+        """Let go what is known of the phases that weights are not in any more."""
+        for weight, masked in self._masked.items():
+            if masked.mode is not Mode.RESU:
+                self._selective.pop(weight, None)
+            if masked.mode is not Mode.SPARSE:
+                self._forgotten.pop(weight, None)
+
+    def _check_thetas(self, groups: dict[Tensor, Any]) -> None:
+        for weight, masked in self._masked.items():
+            if masked.mode is Mode.RESU and not (weight.requires_grad and weight in groups):
+                raise MaskError(
+                    "a weight in its RESU phase has requires_grad False, or had when the optimizer was made, so theta "
+                    "would never move: set it to True before and give train_active=False to leave active elements"
+                )
+
+    @torch.no_grad()
+    def _forget_pruned(self, weight: Tensor, masked: MaskedWeight) -> None:
+        """Zero the moments of pruned elements, but for those that are theta's averages."""
+        found, mask = self._selective.get(weight), masked.mask.mask
+        whole = self._whole(weight) if found is None else found.whole
+        if masked.mode is Mode.SPARSE and mask.device.type == "cpu":
+            if weight in self._forgotten and torch.equal(self._forgotten[weight], mask):
+                return
+            self._forgotten[weight] = mask.clone()
+        for name in _MOMENTS[2 if masked.mode is Mode.RESU and whole is not None else 0 :]:
+            moment = self.state.get(weight, {}).get(name)
+            if moment is not None:
+                masked.mask.apply_(moment)
+
+    def reset(self, weight: Tensor, positions: Tensor) -> None:
+        """Forget the moments of a weight's elements (flat positions), and all that is known of its theta."""
+        self._zero_moments(weight, positions)
+        self._selective.pop(weight, None)
+
+    @torch.no_grad()
+    def _zero_moments(self, weight: Tensor, positions: Tensor) -> None:
+        for name in _MOMENTS:
+            moment = self.state.get(weight, {}).get(name)
+            if moment is not None:
+                # a view, or a copy where the memory format is another
+                flat = moment.reshape(-1).index_fill_(0, positions.long(), 0)
+                if not moment.is_contiguous():
+                    moment.copy_(flat.view(moment.shape))
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with the state of each theta under ``theta``, by the number of its parameter."""
+        numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        theta = {str(numbers[weight]): one.state_dict() for weight, one in self._selective.items()}
+        return {**super().state_dict(), "theta": theta}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state, of the same model, which has its masks already.
+
+        Raises:
+            MaskError: a theta of another mask or model.
+            ValueError: groups of parameters other than these; nothing is taken in either case.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        thetas = {}
+        for number, state in state_dict.get("theta", {}).items():
+            if int(number) >= len(parameters) or parameters[int(number)] not in self._masked:
+                raise MaskError(f"the state has a theta of parameter {number}, which is no masked weight here")
+            weight = parameters[int(number)]
+            if "mean" not in state and "exp_avg" not in state_dict["state"].get(int(number), {}):
+                raise MaskError(f"the state has no averages of the theta of parameter {number}: give a whole state")
+            kept = {"whole": _NOWHERE} if "mean" not in state else {}
+            thetas[weight] = RESUSelective(_pruned(self._masked[weight]), **kept, **self._theta)
+            thetas[weight].load_state_dict(state)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "theta"})
+        for weight, selective in thetas.items():
+            if selective.whole is not None:
+                selective.whole = self._whole(weight)
+                if selective.whole is None:
+                    self._copy_averages(weight, selective)
+        self._selective, self._forgotten = thetas, {}
+
+    def _copy_averages(self, weight: Tensor, selective: RESUSelective) -> None:
+        """Give theta the averages that AdamW's moments hold, for a weight of another dtype or memory format."""
+        for name, moment in (("mean", "exp_avg"), ("square", "exp_avg_sq")):
+            selective.slots[name] = self.state[weight][moment].clone(memory_format=torch.contiguous_format).float()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+
+
+def _pruned(masked: MaskedWeight) -> Tensor:
+    return (~masked.mask.mask).contiguous()

@@ -1,0 +1,76 @@
+"""The imports keep to the floors of ARCHITECTURE.md, and packages form no circle."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx
+import pytest
+from package_modules import ROOT, modules
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of ours that a file names, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sparsecomp":
+            for one in node.names:
+                full = f"{node.module}.{one.name}"
+                yield full if full in known else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (one.name for one in node.names if one.name.split(".")[0] == "sparsecomp")
+
+
+def graph(package_of) -> networkx.DiGraph:
+    """Which package imports which, packages being what `package_of` calls a module's."""
+    known, found = modules(), networkx.DiGraph()
+    for module, path in known.items():
+        for other in imports(path, known):
+            if module != "sparsecomp" and other != "sparsecomp" and package_of(module) != package_of(other):
+                found.add_edge(package_of(module), package_of(other), example=f"{module} imports {other}")
+    return found
+
+
+def floor_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def floors() -> dict[str, int]:
+    """Height of each package, from the document."""
+    table = (ROOT / "ARCHITECTURE.md").read_text().split("| --- | --- |\n")[1].split("\n\n")[0].splitlines()
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table]
+    return {name: len(rows) - height for height, names in enumerate(rows) for name in names}
+
+
+def test_every_package_has_a_floor() -> None:
+    assert {floor_of(module) for module in modules() if module != "sparsecomp"} == set(floors())
+
+
+def test_no_floor_imports_one_above_it() -> None:
+    height = floors()
+    upwards = [data["example"] for one, other, data in graph(floor_of).edges(data=True) if height[one] < height[other]]
+    assert upwards == []
+
+
+def test_packages_form_no_circle() -> None:
+    assert list(networkx.simple_cycles(graph(floor_of))) == []
+
+
+@pytest.mark.parametrize("floor", ["passes", "lowering", "ops", "nn", "training"])
+def test_rooms_form_no_circle(floor: str) -> None:
+    rooms = graph(lambda module: ".".join(module.split(".")[:3]))
+    inside = rooms.subgraph([room for room in rooms if room.split(".")[1] == floor])
+    assert [cycle for cycle in networkx.simple_cycles(inside)] == []
+
+
+def test_a_source_tree_needs_no_installation(tmp_path: Path) -> None:
+    for name in ("sparsecomp", "passes", "lowering", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    question = "import sparsecomp.passes, sparsecomp.lowering; print(sparsecomp.lowering.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", question]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert found.stdout.strip().startswith(str(tmp_path)), found.stderr

@@ -1,0 +1,223 @@
+"""`python -m sparsecomp cache|env|tune`: what a user sees of the tuning results."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from sparsecomp import cache
+from sparsecomp.__main__ import main
+from sparsecomp.lowering.cache.signature import Device, KernelSignature
+from sparsecomp.lowering.cache.tuning_cache import TuningCache, default_cache
+
+H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
+FAST = "conv@1:BK=64"
+SLOW = "conv@1:BK=32"
+LATER = "conv@1:BK=128"
+STATES = ("best", "not verified", "not measured yet", "rejected: relative error 1e-1")
+
+
+def signature(op: str = "binary_conv", size: int = 100, device: Device = H100) -> KernelSignature:
+    return KernelSignature(op, device, ("int8", "float32"), sizes=(("pixels", size),), parameters=(("R", 3),))
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of two entries and a fact, which is the process's."""
+    monkeypatch.setenv("SPARSECOMP_CACHE_DIR", str(tmp_path / "cache"))
+    times, rejected = {FAST: 0.125, SLOW: 0.5, "wrong@1:BK=16": 0.1}, {"wrong@1:BK=16": "relative error 1e-1"}
+    default_cache().put(signature(), times=times, verified=[FAST], rejected=rejected)
+    default_cache().put(signature(), postponed={LATER: "quick"})
+    default_cache().put(signature("lif"), times={"lif@2:BLOCK=[bold]": 1.0})
+    default_cache().put_fact("ceilings", H100, {"bandwidth": 3.0e12})
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Any:
+    return json.loads(printed(capsys, *arguments, "--json"))
+
+
+def test_ls(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = answer(capsys, "cache", "ls")
+    assert (first["op"], first["best"], first["ms"], first["candidates"]) == ("binary_conv", FAST, 0.125, 3)
+    assert (second["op"], second["best"], second["ms"]) == ("lif", None, None)
+    assert first["problem"] == "int8,float32 R=3 pixels=128"
+    table = printed(capsys, "cache", "ls")
+    assert FAST in table and "0.125" in table and H100.name in table and "lif" in table
+    assert "binary_conv" not in printed(capsys, "cache", "ls", "--op", "lif")
+    assert "the first 1" in printed(capsys, "cache", "ls", "--limit", "1")
+
+
+def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (item["id"] for item in answer(capsys, "cache", "ls"))
+    shown = answer(capsys, "cache", "show", first)
+    assert shown["fields"] == signature().fields and shown["best"] == FAST and shown["times"][SLOW] == 0.5
+    lines = printed(capsys, "cache", "show", first[:8]).splitlines()
+    states = [line for line in lines if "BK=" in line]
+    for state, line in zip(STATES, states, strict=True):
+        assert state in line
+    assert "[bold]" in printed(capsys, "cache", "show", second)
+
+
+def test_export_and_import(capsys: pytest.CaptureFixture[str], directory: Path) -> None:
+    file, other = directory / "h100.json", directory / "other"
+    assert "2 entries" in printed(capsys, "cache", "export", file)
+    assert answer(capsys, "cache", "import", file, "--cache-dir", other) == {"entries": 2}
+    there = TuningCache(other / "tuning.sqlite")
+    found = there.get(signature())
+    assert found is not None and found.best == FAST and there.fact("ceilings", H100) == {"bandwidth": 3.0e12}
+    # another cache's database will do, too
+    assert "2 entries" in printed(
+        capsys, "cache", "import", other / "tuning.sqlite", "--cache-dir", directory / "third"
+    )
+
+
+def test_stats_prune_and_clear(capsys: pytest.CaptureFixture[str], directory: Path) -> None:
+    found = answer(capsys, "cache", "stats")
+    assert found["entries"] == 2 and found["writable"] and found["path"] == str(directory / "cache" / "tuning.sqlite")
+    assert "tuning.sqlite" in printed(capsys, "cache", "stats")
+    here = Device("interpreter", "", triton.__version__)
+    default_cache().put(signature(device=here), times={FAST: 1.0})
+    assert answer(capsys, "cache", "prune") == {"entries": 0}
+    assert answer(capsys, "cache", "prune", "--only-device", "cpu") == {"entries": 2}
+    assert [item["gpu"] for item in answer(capsys, "cache", "ls")] == ["interpreter"]
+    assert "1 entry dropped" in printed(capsys, "cache", "clear")
+    assert answer(capsys, "cache", "ls") == []
+
+
+def test_env(capsys: pytest.CaptureFixture[str], directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSECOMP_AUTOTUNE", "quick")
+    found = answer(capsys, "env")
+    assert (found["torch"], found["triton"]) == (torch.__version__, triton.__version__)
+    assert found["settings"]["autotune"] == "quick" and found["settings"]["cache_dir"] == str(directory / "cache")
+    assert found["cache"]["entries"] == 2 and found["facts"][0]["values"] == {"bandwidth": 3.0e12}
+    assert len(found["devices"]) == torch.cuda.device_count()
+    table = printed(capsys, "env")
+    assert "settings autotune" in table and "ceilings bandwidth" in table and "3e+12" in table
+
+
+MODEL = """
+import torch
+from beside import WIDTH
+
+def factory():
+    return torch.nn.Linear(WIDTH, 4), torch.ones(2, WIDTH)
+
+def broken():
+    raise KeyError("no such layer")
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture
+def model(directory: Path) -> Path:
+    (directory / "beside.py").write_text("WIDTH = 3")
+    (directory / "model.py").write_text(MODEL)
+    (directory / "typo.py").write_text("def factory(:")
+    return directory / "model.py"
+
+
+def test_tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    seen = []
+
+    def warmup(model: torch.nn.Module, inputs: torch.Tensor, effort: str) -> None:
+        seen.append((model(inputs).shape, effort))
+        default_cache().put(signature("lif"), times={FAST: len(seen)}, verified=[FAST])
+
+    monkeypatch.setattr(cache, "warmup", warmup)
+    (tuned,) = answer(capsys, "tune", f"{model}:factory")
+    assert tuned["op"] == "lif" and tuned["ms"] == 1.0 and tuned["candidates"] == 2
+    assert "1 kernel signatures tuned" in printed(capsys, "tune", f"{model}:factory", "--effort", "quick")
+    assert seen == [((2, 4), "full"), ((2, 4), "quick")]
+    assert str(model.parent) not in sys.path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cache", "show", "zz"], "0 entries"),
+        (["cache", "show", ""], "2 entries"),
+        (["cache", "import", "{}/missing.json"], "cannot be read"),
+        (["cache", "import", "{}/model.py"], "no JSON"),
+        (["cache", "export", "{}/no/such/directory.json"], "cannot be written"),
+        (["cache", "prune", "--only-device", "toaster"], "no device"),
+        (["cache", "prune", "--only-device", "cuda:99"], "not there"),
+        (["tune", "{}/model.py"], "needs MODEL.py:factory"),
+        (["tune", "{}/missing.py:factory"], "needs MODEL.py:factory"),
+        (["tune", "{}/model.py:missing"], "no function 'missing'"),
+        (["tune", "{}/model.py:not_a_function"], "no function 'not_a_function'"),
+        (["tune", "{}/model.py:broken"], "KeyError: 'no such layer'"),
+        (["tune", "{}/typo.py:factory"], "SyntaxError"),
+    ],
+)
+def test_a_failure_is_one_line_and_exit_code_two(
+    capsys: pytest.CaptureFixture[str], directory: Path, model: Path, arguments: list[str], message: str
+) -> None:
+    assert main([argument.format(directory) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_malformed_environment_is_a_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSECOMP_DEBUG", "yes")
+    assert main(["env"]) == 2
+    assert "SPARSECOMP_DEBUG='yes'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["cache"], ["cache", "burn"], ["tune"], ["cache", "ls", "--limit", "many"]])
+def test_bad_arguments_exit_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_the_command_loads_neither_triton_nor_inductor(directory: Path) -> None:
+    code = """
+import sys
+from sparsecomp.__main__ import main
+code = main(["cache", "stats", "--json"])
+print([name for name in sys.modules if name.split(".")[0] == "triton" or name.startswith("torch._inductor")])
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ)
+    assert done.stdout.splitlines()[-1] == "[]" and '"entries": 2' in done.stdout
+
+
+def test_the_module_gives_what_the_cache_gives(directory: Path) -> None:
+    import sparsecomp
+
+    assert sparsecomp.cache is cache and "cache" in dir(sparsecomp)
+    assert (
+        cache.export(directory / "x.json") == cache.merge(directory / "x.json") == cache.import_(directory / "x.json")
+    )
+    assert cache.stats().entries == 2 and cache.explain_miss(signature()) is None
+    miss = cache.explain_miss(signature(size=1000))
+    assert miss is not None and miss.differing == (("size.pixels", "1024", "128"),)
+    assert cache.prune(H100) == 0 and cache.clear() == 2
+
+
+def test_replaced_results_are_chosen_by_anew(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    from sparsecomp.lowering.launch import dispatch
+
+    forgotten = []
+    monkeypatch.setattr(dispatch, "forget", lambda: forgotten.append(True))
+    cache.export(directory / "x.json")
+    assert forgotten == []
+    for count, replace in enumerate((lambda: cache.import_(directory / "x.json"), cache.prune, cache.clear), 1):
+        replace()
+        assert len(forgotten) == count

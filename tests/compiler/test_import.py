@@ -1,0 +1,44 @@
+"""Importing sparsecomp is free: scripts pay for Triton and Inductor only when they compile."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def _python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_import_loads_neither_triton_nor_inductor():
+    code = """
+import sys, torch
+before = set(sys.modules)
+import sparsecomp
+new = set(sys.modules) - before
+print([name for name in new if name.split(".")[0] == "triton" or name.startswith("torch._inductor")])
+"""
+    assert _python(code) == "[]"
+
+
+def test_import_takes_under_0_3_seconds_beyond_torch():
+    """Of processor time, whatever else the machine is busy with."""
+    code = "import torch, time; start = time.process_time(); import sparsecomp; print(time.process_time() - start)"
+    assert min(float(_python(code)) for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize("name", ["Options", "Report", "explain", "optimize", "profile", "last_report", "OptionError"])
+def test_public_names_load_on_use_and_are_not_hidden_by_modules(name):
+    code = f"""
+import sparsecomp, inspect
+import sparsecomp.compiler.backend
+print(name := {name!r}, name in dir(sparsecomp), not inspect.ismodule(getattr(sparsecomp, name)))
+"""
+    assert _python(code) == f"{name} True True"
+
+
+def test_an_unknown_name_raises_as_any_module_does():
+    import sparsecomp
+
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = sparsecomp.nonsense

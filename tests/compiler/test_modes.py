@@ -1,0 +1,60 @@
+"""torch.compile's modes mean what they mean in torch: only max-autotune measures, unless the environment says so."""
+
+import pytest
+import torch
+
+import sparsecomp
+from sparsecomp import _compat
+from sparsecomp.environment import Settings
+from sparsecomp.lowering.cache.tuning_cache import TuningCache
+from sparsecomp.lowering.tuning import autotune
+from sparsecomp.lowering.tuning.autotune import Tuner
+
+
+@pytest.fixture
+def efforts(monkeypatch):
+    """Efforts in force whenever the compiled graph runs."""
+    seen = []
+    compile_fx = _compat.compile_fx
+
+    def compiling(*arguments):
+        compiled = compile_fx(*arguments)
+
+        def run(*inputs):
+            seen.append(autotune.scoped_effort())
+            return compiled(*inputs)
+
+        return run
+
+    monkeypatch.setattr(_compat, "compile_fx", compiling)
+    return seen
+
+
+def run(mode, environment=None):
+    torch._dynamo.reset()
+    layer = torch.nn.Linear(16, 16)
+    options = {"implementation": "binary", "mode": mode}
+    compiled = torch.compile(lambda x: layer((x >= 0.5).float()), backend="sparsecomp", options=options)
+    with torch.no_grad():
+        out = compiled(torch.ones(2, 16))
+    torch.testing.assert_close(out, layer(torch.ones(2, 16)))
+    report = sparsecomp.last_report()
+    assert report is not None and report.rewritten
+
+
+@pytest.mark.parametrize(
+    ("mode", "effort"),
+    [("default", None), ("reduce-overhead", None), ("max-autotune-no-cudagraphs", "full"), ("max-autotune", "full")],
+)
+def test_modes(mode, effort, efforts, monkeypatch):
+    monkeypatch.setattr(autotune, "tuner", lambda: Tuner(TuningCache(None), Settings()))
+    run(mode)
+    assert efforts == [effort]
+
+
+@pytest.mark.parametrize(("autotuned", "effort"), [("none", None), ("quick", "quick"), ("full", "full")])
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_the_environment_has_the_last_word(mode, autotuned, effort, efforts, monkeypatch):
+    monkeypatch.setattr(autotune, "tuner", lambda: Tuner(TuningCache(None), Settings(autotune=autotuned)))
+    run(mode)
+    assert efforts == [effort]

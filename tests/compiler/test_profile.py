@@ -1,0 +1,104 @@
+"""profile: counts are exact, times are plausible, the model is left alone."""
+
+import json
+import time
+
+import pytest
+import torch
+from rewriting import AttributeLIF, ConvNet
+from torch import nn
+
+import sparsecomp
+from sparsecomp.compiler.profile import block_size
+
+
+def test_density_and_empty_blocks_are_exact():
+    model = nn.Sequential(nn.Identity(), nn.Conv2d(2, 4, 1))
+    x = torch.zeros(1, 2, 14, 14)
+    x[0, :, 0, 0] = 1
+    x[0, 1, 13, 13] = torch.nan
+    layer = sparsecomp.profile(model, x, repetitions=2).layers[1]
+    assert (layer.name, layer.kind, layer.calls) == ("1", "Conv2d", 1)
+    assert layer.density == pytest.approx(3 / (2 * 14 * 14))
+    assert (layer.block, layer.empty_blocks) == (8, 0.5)
+    assert layer.milliseconds > 0
+    assert layer.samples_per_second == pytest.approx(1e3 / layer.milliseconds)
+
+
+@pytest.mark.parametrize(("height", "block"), [(224, 16), (56, 16), (55, 8), (14, 8), (13, 4), (8, 4), (7, None)])
+def test_the_block_rule(height, block):
+    assert block_size(height) == block
+
+
+class Slow(nn.Module):
+    """Takes two hundredths of a second a call, and what it is given."""
+
+    def forward(self, x):
+        time.sleep(0.02)
+        return x
+
+
+class Again(nn.Module):
+    """Calls one layer for each time step, another once for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.step, self.unused, self.last = Slow(), Slow(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(sum(self.step(part) for part in x))
+
+
+def test_calls_and_their_times_add_up():
+    x = torch.zeros(3, 5, 4)
+    x[0], x[1, 0, 0] = 1, 2
+    step, last = sparsecomp.profile(Again(), x, repetitions=2).layers
+    assert [(layer.name, layer.calls) for layer in (step, last)] == [("step", 3), ("last", 1)]
+    assert step.density == pytest.approx(21 / 60) and last.density == 1.0
+    assert step.milliseconds >= 60 and last.milliseconds < step.milliseconds
+    assert step.samples_per_second == pytest.approx(15e3 / step.milliseconds)
+
+
+def test_the_state_stays():
+    model = ConvNet().eval()
+    model.second = nn.Sequential(model.second)
+    result = sparsecomp.profile(model, torch.rand(2, 3, 8, 8), repetitions=1)
+    names = ["first", "norm", "fire1", "second.0", "fire2", "head"]
+    assert [(layer.name, layer.calls) for layer in result.layers] == [(name, 1) for name in names]
+    assert all(module.v is None for module in model.modules() if isinstance(module, AttributeLIF))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_json_and_table():
+    result = sparsecomp.profile(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), repetitions=1)
+    assert json.loads(result.to_json())["layers"][0]["kind"] == "Linear"
+    assert "Linear" in str(result)
+
+
+def test_no_repetitions_are_refused():
+    with pytest.raises(ValueError, match="repetitions=0"):
+        sparsecomp.profile(nn.Linear(4, 4), torch.ones(1, 4), repetitions=0)
+
+
+class Options(nn.Module):
+    """A layer that takes no tensor."""
+
+    def forward(self, size: int) -> torch.Tensor:
+        return torch.ones(size, 2)
+
+
+class Around(nn.Module):
+    """Calls it, and a layer with nothing, by keyword and without arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = Options(), Options(), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(3).sum() + self.second(size=2).sum() + self.third(x[:0]).sum() + self.last(x)
+
+
+def test_of_what_is_no_tensor_or_empty_no_share_is_taken() -> None:
+    layers = sparsecomp.profile(Around(), torch.ones(3, 2), repetitions=1).layers
+    assert [(layer.name, layer.calls) for layer in layers] == [("first", 1), ("second", 1), ("third", 1), ("last", 1)]
+    assert [layer.density for layer in layers] == [None, None, None, 1.0]

@@ -1,0 +1,35 @@
+"""Records do not change once they are made; what counts or collects does. Whoever adds a class says which it is."""
+
+import dataclasses
+import importlib
+import inspect
+
+import pytest
+from package_modules import modules
+
+COLLECTS = {
+    "LayerProfile", "Profile", "Outcome", "ModuleCapture", "_Group", "_Change", "Context", "Site", "PassRecord",
+    "Report", "_Layer", "RESUCycle", "History", "autotune.Stats",
+}  # fmt: skip
+"""Filled in step by step."""
+ONESELF = {"Handle", "Ready", "Copy", "Template", "Operation", "_Kept"}
+"""Two of them with the same contents are two: they own something, or are the name of something."""
+
+
+def _records() -> dict[str, type]:
+    found = [importlib.import_module(name) for name in modules() if not name.endswith("__main__")]
+    classes = [value for module in found for value in vars(module).values() if inspect.isclass(value)]
+    return {f"{one.__module__}.{one.__qualname__}": one for one in classes
+            if dataclasses.is_dataclass(one) and one.__module__.startswith("sparsecomp.")}  # fmt: skip
+
+
+RECORDS = _records()
+
+
+@pytest.mark.parametrize("name", sorted(RECORDS))
+def test_a_record_is_frozen_and_compared_by_contents(name: str) -> None:
+    record = RECORDS[name]
+    parameters = record.__dataclass_params__  # type: ignore[attr-defined]
+    short = {record.__name__, ".".join(name.split(".")[-2:])}
+    assert parameters.frozen == (not short & COLLECTS)
+    assert parameters.eq == (not short & ONESELF)

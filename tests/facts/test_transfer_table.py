@@ -1,0 +1,606 @@
+"""Every transfer function: what it must say of spikes and counts, and that it holds for whatever flows.
+
+`s` are spikes, `c` counts from {1, 2}, `x` anything. What is claimed is written down by hand as (least, greatest,
+scale); every case also runs under the checker on odd inputs, with and without shapes.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fact_checker import FactChecker, check
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+import sparsecomp.ops  # noqa: F401  (registers the operators)
+from sparsecomp.passes.facts.analysis import analyse
+from sparsecomp.passes.facts.registry import TRANSFERS, Items, LostKind
+from sparsecomp.reference.facts import SparsityFact
+
+ANY = "anything: only the checker judges"
+NOTHING = None
+"""No grid of values may be claimed."""
+
+CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
+    "add": [
+        (lambda s, c, x: s + s, (0, 2, 1.0)),
+        (lambda s, c, x: c + 1, (2, 3, 1.0)),
+        (lambda s, c, x: s + 0.5, (1, 3, 0.5)),
+        (lambda s, c, x: torch.add(s, c, alpha=2), NOTHING),
+        (lambda s, c, x: s + x, NOTHING),
+        (lambda s, c, x: s + 0.3, NOTHING),
+        (lambda s, c, x: s + float("nan"), NOTHING),
+        (lambda s, c, x: s * 0.3 + s * 0.3, NOTHING),
+        (lambda s, c, x: s + 1e30, NOTHING),
+    ],
+    "sub": [(lambda s, c, x: c - s, (0, 2, 1.0)), (lambda s, c, x: s - s, (0, 0, 1.0)), (lambda s, c, x: x - x, ANY)],
+    "rsub": [(lambda s, c, x: 1 - s, (0, 1, 1.0)), (lambda s, c, x: torch.rsub(c, s), (-2, 0, 1.0))],
+    "mul": [
+        (lambda s, c, x: s * c, (0, 2, 1.0)),
+        (lambda s, c, x: s * 0.3, (0, 1, 0.3)),
+        (lambda s, c, x: c * -1, (-2, -1, 1.0)),
+        (lambda s, c, x: s * x, NOTHING),
+        (lambda s, c, x: s * x[0, 0, 0, 0], ANY),
+        (lambda s, c, x: c * x, NOTHING),
+        (lambda s, c, x: s * 1e-50, NOTHING),
+        (lambda s, c, x: s * 1e38 * 10, ANY),
+        (lambda s, c, x: s * 70000, ANY),
+        (lambda s, c, x: s * 0 * x, ANY),
+    ],
+    "div": [
+        (lambda s, c, x: c / 4, (1, 2, 0.25)),
+        (lambda s, c, x: s / 3, (0, 1, 1 / 3)),
+        (lambda s, c, x: c / 3, NOTHING),
+        (lambda s, c, x: s / -3, NOTHING),
+        (lambda s, c, x: s / float("inf"), NOTHING),
+        (lambda s, c, x: s / 1e-320, NOTHING),
+        (lambda s, c, x: s / x, NOTHING),
+        (lambda s, c, x: s / 0, NOTHING),
+        (lambda s, c, x: s / float("nan"), NOTHING),
+        (lambda s, c, x: torch.div(s, c, rounding_mode="floor"), ANY),
+        (lambda s, c, x: torch.div(s, x, rounding_mode="trunc"), ANY),
+    ],
+    "floor_divide": [(lambda s, c, x: c // 2, ANY), (lambda s, c, x: s // x, ANY), (lambda s, c, x: x // 2, ANY)],
+    "neg": [(lambda s, c, x: -c, (-2, -1, 1.0)), (lambda s, c, x: -x, NOTHING)],
+    "abs": [
+        (lambda s, c, x: (s - c).abs(), (0, 2, 1.0)),
+        (lambda s, c, x: abs(s * -0.3), NOTHING),
+        (lambda s, c, x: x.abs(), NOTHING),
+        (lambda s, c, x: (-3 * c).abs(), (0, 6, 1.0)),
+    ],
+    "square": [(lambda s, c, x: torch.square(s - c), (0, 4, 1.0)), (lambda s, c, x: torch.square(x), NOTHING)],
+    "pow": [
+        (lambda s, c, x: s**2, (0, 1, 1.0)),
+        (lambda s, c, x: c**2, NOTHING),
+        (lambda s, c, x: x**2, NOTHING),
+        (lambda s, c, x: s**0, NOTHING),
+        (lambda s, c, x: s**-1, NOTHING),
+        (lambda s, c, x: 2**s, NOTHING),
+        (lambda s, c, x: s**c, NOTHING),
+        (lambda s, c, x: s ** float("inf"), (0, 1, 1.0)),
+        (lambda s, c, x: s ** float("nan"), NOTHING),
+    ],
+    "relu": [
+        (lambda s, c, x: F.relu(s - c), (0, 0, 1.0)),
+        (lambda s, c, x: torch.relu(c), (1, 2, 1.0)),
+        (lambda s, c, x: x.relu(), NOTHING),
+        (lambda s, c, x: torch.relu(-s * 0.5), NOTHING),
+        (lambda s, c, x: torch.relu(torch.sigmoid(x)), NOTHING),
+    ],
+    "clamp": [
+        (lambda s, c, x: (s + s).clamp(max=1), (0, 1, 1.0)),
+        (lambda s, c, x: c.clamp(2, 5), (2, 2, 1.0)),
+        (lambda s, c, x: c.clamp(3, 1), (1, 1, 1.0)),
+        (lambda s, c, x: s.clamp(0, 0.5), NOTHING),
+        (lambda s, c, x: x.clamp(-1, 1), NOTHING),
+        (lambda s, c, x: s.clamp(max=float("inf")), (0, 1, 1.0)),
+        (lambda s, c, x: s.clamp(min=float("-inf")), (0, 1, 1.0)),
+        (lambda s, c, x: s.clamp(min=float("nan")), NOTHING),
+        (lambda s, c, x: s.clamp(min=float("inf")), NOTHING),
+        (lambda s, c, x: s.clamp(max=float("-inf")), NOTHING),
+        (lambda s, c, x: s.clamp(min=x), NOTHING),
+        (lambda s, c, x: x.clamp(0, 1), NOTHING),
+        (lambda s, c, x: (s * 1e4).clamp(2049, 2051), ANY),
+        (lambda s, c, x: x.clamp(1e30), ANY),
+        (lambda s, c, x: (s * 0.5).clamp(0, 1), NOTHING),
+        (lambda s, c, x: s.to(torch.uint8).clamp(min=-1), NOTHING),
+    ],
+    "clamp_min": [
+        (lambda s, c, x: torch.clamp_min(s - c, -1), (-1, 0, 1.0)),
+        (lambda s, c, x: torch.clamp_min(x, 2), NOTHING),
+    ],
+    "clamp_max": [
+        (lambda s, c, x: torch.clamp_max(c, 1), (1, 1, 1.0)),
+        (lambda s, c, x: torch.clamp_max(x, -2), NOTHING),
+    ],
+    "relu6": [(lambda s, c, x: F.relu6(4 * c), (4, 6, 1.0)), (lambda s, c, x: F.relu6(x), NOTHING)],
+    "hardtanh": [(lambda s, c, x: F.hardtanh(c - 3), (-1, -1, 1.0)), (lambda s, c, x: F.hardtanh(x, -0.5, 2), NOTHING)],
+    "round": [
+        (lambda s, c, x: torch.round(c), (1, 2, 1.0)),
+        (lambda s, c, x: torch.round(s * 0.5), ANY),
+        (lambda s, c, x: torch.round(s * 0.3, decimals=1), NOTHING),
+        (lambda s, c, x: torch.round((s - torch.tanh(x)).detach() + torch.tanh(x)), ANY),
+    ],
+    "floor": [(lambda s, c, x: torch.floor(s * 0.5), (0, 1, 1.0)), (lambda s, c, x: torch.floor(x), ANY)],
+    "ceil": [(lambda s, c, x: torch.ceil(s * 0.5), (0, 1, 1.0)), (lambda s, c, x: torch.ceil(x), ANY)],
+    "trunc": [(lambda s, c, x: torch.trunc(-c * 0.5), (-1, 0, 1.0)), (lambda s, c, x: torch.trunc(x), ANY)],
+    "sign": [
+        (lambda s, c, x: torch.sign(c), (0, 1, 1.0)),
+        (lambda s, c, x: torch.sign(s - c), (-1, 1, 1.0)),
+        (lambda s, c, x: torch.sign(x), ANY),
+    ],
+    "sgn": [(lambda s, c, x: torch.sgn(s), ANY), (lambda s, c, x: torch.sgn(x), ANY)],
+    "maximum": [(lambda s, c, x: torch.maximum(s, c), (0, 2, 1.0)), (lambda s, c, x: torch.maximum(s, x), NOTHING)],
+    "minimum": [(lambda s, c, x: torch.minimum(s, c), (0, 2, 1.0)), (lambda s, c, x: torch.minimum(x, s), NOTHING)],
+    "where": [
+        (lambda s, c, x: torch.where(x > 0, c, 5), (1, 5, 1.0)),
+        (lambda s, c, x: x.where(x > 0, s), NOTHING),
+        (lambda s, c, x: s.where(x > 0, c), (0, 2, 1.0)),
+        (lambda s, c, x: torch.where(x > 0, x, s), NOTHING),
+        (lambda s, c, x: torch.where(s > 0)[0], NOTHING),
+        (lambda s, c, x: torch.where(x > 0, s.half(), 1e5), ANY),
+    ],
+    "masked_fill": [
+        (lambda s, c, x: s.masked_fill(x > 0, 3), (0, 3, 1.0)),
+        (lambda s, c, x: x.masked_fill(x > 0, 0), NOTHING),
+        (lambda s, c, x: x.masked_fill(x > 0, 1), NOTHING),
+        (lambda s, c, x: s.to(torch.uint8).masked_fill(x > 0, -1), ANY),
+    ],
+    "bitwise_and": [(lambda s, c, x: (x > 0) & (s > 0), (0, 1, 1.0)), (lambda s, c, x: s.int() & c.int(), NOTHING)],
+    "bitwise_or": [(lambda s, c, x: s.int() | (x > 0), (0, 1, 1.0)), (lambda s, c, x: c.int() | c.int(), NOTHING)],
+    "bitwise_xor": [(lambda s, c, x: (x > 0) ^ (s > 0), (0, 1, 1.0)), (lambda s, c, x: c.int() ^ s.int(), NOTHING)],
+    "bitwise_not": [(lambda s, c, x: ~(x > 0), (0, 1, 1.0)), (lambda s, c, x: ~s.int(), NOTHING)],
+    "sigmoid": [(lambda s, c, x: torch.sigmoid(x), NOTHING)],
+    "softmax": [(lambda s, c, x: F.softmax(x, -1), NOTHING), (lambda s, c, x: torch.softmax(s, 1), NOTHING)],
+    "hardsigmoid": [(lambda s, c, x: F.hardsigmoid(x), NOTHING)],
+    "tanh": [(lambda s, c, x: torch.tanh(x), NOTHING)],
+    "sin": [(lambda s, c, x: torch.sin(x), NOTHING)],
+    "cos": [(lambda s, c, x: torch.cos(s), NOTHING)],
+    "erf": [(lambda s, c, x: torch.erf(x), NOTHING)],
+    "dropout": [
+        (lambda s, c, x: F.dropout(s, 0.5, True), (0, 2, 1.0)),
+        (lambda s, c, x: F.dropout(c, 0.5, False), (1, 2, 1.0)),
+        (lambda s, c, x: F.dropout(x, 0.3, True), NOTHING),
+        (lambda s, c, x: F.dropout(c, 0.0, True), (1, 2, 1.0)),
+        (lambda s, c, x: torch.dropout(s, 0.75, True), (0, 4, 1.0)),
+        (lambda s, c, x: F.dropout(-c, 0.3, True), NOTHING),
+        (lambda s, c, x: F.dropout(c, 1.0, True), ANY),
+    ],
+    "dropout1d": [(lambda s, c, x: F.dropout1d(s[0], 0.5, True), (0, 2, 1.0))],
+    "dropout2d": [(lambda s, c, x: F.dropout2d(c, 0.5, True), (0, 4, 1.0))],
+    "dropout3d": [(lambda s, c, x: F.dropout3d(s, 0.5, True), (0, 2, 1.0))],
+    **{
+        name: [
+            (lambda s, c, x, f=f: f(s), NOTHING),
+            (lambda s, c, x, f=f: f(x), NOTHING),
+            (lambda s, c, x, f=f: f(c), NOTHING),
+        ]
+        for name, f in {
+            "leaky_relu": F.leaky_relu,
+            "gelu": F.gelu,
+            "silu": F.silu,
+            "mish": F.mish,
+            "elu": F.elu,
+            "selu": F.selu,
+            "celu": F.celu,
+            "sqrt": torch.sqrt,
+            "softsign": F.softsign,
+        }.items()
+    },
+    "to": [
+        (lambda s, c, x: c.to(torch.float16), (1, 2, 1.0)),
+        (lambda s, c, x: c.to(torch.int8, True), (1, 2, 1.0)),
+        (lambda s, c, x: (s * 0.5).to(torch.int32), NOTHING),
+        (lambda s, c, x: c.to(dtype=torch.bool), (0, 1, 1.0)),
+        (lambda s, c, x: c.to("cpu"), (1, 2, 1.0)),
+        (lambda s, c, x: (x > 0).to(x), (0, 1, 1.0)),
+        (lambda s, c, x: (c * 200).to(torch.int8), ANY),
+        (lambda s, c, x: (s * 0.3).to(torch.float16), NOTHING),
+        (lambda s, c, x: x.to(torch.int64), NOTHING),
+        (lambda s, c, x: (c * 3000).to(torch.bfloat16), ANY),
+        (lambda s, c, x: (x / x).abs().to(torch.int32), NOTHING),
+    ],
+    "type_as": [(lambda s, c, x: (x > 0).type_as(x), (0, 1, 1.0))],
+    "type": [(lambda s, c, x: c.type(torch.int64), (1, 2, 1.0))],
+    **{
+        name: [(lambda s, c, x, n=name: getattr(c, n)(), (1, 2, 1.0)), (lambda s, c, x, n=name: getattr(x, n)(), ANY)]
+        for name in ("float", "double", "half", "bfloat16", "int", "long", "short", "byte", "char")
+    },
+    "bool": [(lambda s, c, x: c.bool(), (0, 1, 1.0)), (lambda s, c, x: x.bool(), (0, 1, 1.0))],
+    **{
+        name: [(lambda s, c, x, n=name: getattr(torch, n)(x, 0.5), (0, 1, 1.0))]
+        for name in ("ge", "gt", "le", "lt", "eq", "ne")
+    },
+    **{
+        name: [(lambda s, c, x, n=name: getattr(torch, n)(x, s), (0, 1, 1.0))]
+        for name in ("logical_and", "logical_or", "logical_xor")
+    },
+    **{
+        name: [(lambda s, c, x, n=name: getattr(torch, n)(x), (0, 1, 1.0))]
+        for name in ("logical_not", "isnan", "isinf", "isfinite", "any", "all")
+    },
+    "heaviside": [
+        (lambda s, c, x: torch.heaviside(x, torch.zeros_like(x)), (0, 1, 1.0)),
+        (lambda s, c, x: torch.heaviside(x, torch.full_like(x, 2)), (0, 2, 1.0)),
+        (lambda s, c, x: torch.heaviside(x, x + 1), NOTHING),
+    ],
+    "zeros": [(lambda s, c, x: _in_graph(torch.zeros, s, 4), (0, 0, 1.0))],
+    "zeros_like": [(lambda s, c, x: torch.zeros_like(x), (0, 0, 1.0))],
+    "new_zeros": [(lambda s, c, x: x.new_zeros(4), (0, 0, 1.0))],
+    "zero": [(lambda s, c, x: c.clone().zero_(), (0, 0, 1.0))],
+    "ones": [(lambda s, c, x: _in_graph(torch.ones, s, 2, 2), (1, 1, 1.0))],
+    "ones_like": [(lambda s, c, x: torch.ones_like(x), (1, 1, 1.0))],
+    "new_ones": [(lambda s, c, x: x.new_ones(2, 2), (1, 1, 1.0))],
+    "full": [(lambda s, c, x: _in_graph(torch.full, s, (2, 2), 0.5), (1, 1, 0.5))],
+    "full_like": [
+        (lambda s, c, x: torch.full_like(x, 3), (3, 3, 1.0)),
+        (lambda s, c, x: torch.full_like(x, 0.3), (1, 1, 0.3)),
+        (lambda s, c, x: torch.full_like(x, 0.5, dtype=torch.int32), NOTHING),
+        (lambda s, c, x: torch.full_like(x, 1e30), ANY),
+        (lambda s, c, x: torch.full_like(x, 2, dtype=torch.bool), ANY),
+        (lambda s, c, x: torch.full_like(x, float("nan")), NOTHING),
+    ],
+    "new_full": [(lambda s, c, x: x.new_full((2,), 2), (2, 2, 1.0))],
+    "tensor": [
+        (lambda s, c, x: _in_graph(torch.tensor, s, [0, 1, 3]), (0, 3, 1.0)),
+        (lambda s, c, x: _in_graph(torch.tensor, s, 0.25), (1, 1, 0.25)),
+        (lambda s, c, x: _in_graph(torch.tensor, s, []), NOTHING),
+        (lambda s, c, x: _in_graph(torch.tensor, s, [[2]]), NOTHING),
+    ],
+    "as_tensor": [
+        (lambda s, c, x: _in_graph(torch.as_tensor, c, c), (1, 2, 1.0)),
+        (lambda s, c, x: _in_graph(torch.as_tensor, x, x), NOTHING),
+    ],
+    "scalar_tensor": [(lambda s, c, x: _in_graph(torch.scalar_tensor, s, 2.0), (2, 2, 1.0))],
+    "empty": [(lambda s, c, x: _in_graph(torch.empty, s, 2), NOTHING)],
+    "empty_like": [(lambda s, c, x: torch.empty_like(s), NOTHING)],
+    "new_empty": [(lambda s, c, x: s.new_empty(2), NOTHING)],
+    "rand": [(lambda s, c, x: _in_graph(torch.rand, s, 4), NOTHING)],
+    "rand_like": [(lambda s, c, x: torch.rand_like(x), NOTHING)],
+    "uniform": [(lambda s, c, x: s.clone().uniform_(2, 3), NOTHING)],
+    "bernoulli": [
+        (lambda s, c, x: torch.bernoulli(s), (0, 1, 1.0)),
+        (lambda s, c, x: s.clone().bernoulli_(0.3), (0, 1, 1.0)),
+    ],
+    "one_hot": [(lambda s, c, x: F.one_hot(s.long(), 3), (0, 1, 1.0))],
+    "tril": [(lambda s, c, x: torch.tril(c), (0, 2, 1.0)), (lambda s, c, x: torch.tril(x), NOTHING)],
+    "triu": [(lambda s, c, x: c.triu(1), (0, 2, 1.0))],
+    "setitem": [
+        (lambda s, c, x: _written(operator.setitem, c, 0, 5), (1, 5, 1.0)),
+        (lambda s, c, x: _written(operator.setitem, c, 0, x[0]), NOTHING),
+    ],
+    "copy": [(lambda s, c, x: c.clone().copy_(s), (0, 1, 1.0)), (lambda s, c, x: s.int().copy_(s * 0.5), NOTHING)],
+    "fill": [(lambda s, c, x: s.clone().fill_(7), (7, 7, 1.0)), (lambda s, c, x: s.bool().fill_(2), ANY)],
+    "index_fill": [(lambda s, c, x: c.index_fill(0, _rows(s), 0), (0, 2, 1.0))],
+    "index_copy": [(lambda s, c, x: c.index_copy(0, _rows(s), s[:1]), (0, 2, 1.0))],
+    "masked_scatter": [(lambda s, c, x: c.masked_scatter(x > 0, s), (0, 2, 1.0))],
+    "index_put": [
+        (lambda s, c, x: c.index_put((_rows(s),), s[:1]), (0, 2, 1.0)),
+        (lambda s, c, x: s.index_put((_rows(s),), c[:1], True), NOTHING),
+    ],
+    "scatter": [
+        (lambda s, c, x: c.scatter(0, (s > 0).long(), s), (0, 2, 1.0)),
+        (lambda s, c, x: s.scatter(0, (s > 0).long(), 3), (0, 3, 1.0)),
+        (lambda s, c, x: s.scatter(0, (s > 0).long(), c, reduce="add"), NOTHING),
+        (lambda s, c, x: s.scatter(0, (s > 0).long(), value=3), (0, 3, 1.0)),
+    ],
+    "max_pool1d": [(lambda s, c, x: F.max_pool1d(c[0], 2), (1, 2, 1.0))],
+    "max_pool2d": [
+        (lambda s, c, x: F.max_pool2d(c, 3, 1, 1), (1, 2, 1.0)),
+        (lambda s, c, x: F.max_pool2d(s, 2, 1, 1, dilation=3), NOTHING),
+        (lambda s, c, x: _in_graph(F.max_pool2d, s, s, 2, None, 0, 1, False, True)[0], (0, 1, 1.0)),
+        (lambda s, c, x: _in_graph(F.max_pool2d, s, s, 2, None, 0, 1, False, True)[1], NOTHING),
+        (lambda s, c, x: _in_graph(F.max_pool2d, s, s, 2, None, 0, 1, False, True)[-1], NOTHING),
+        (lambda s, c, x: torch.max_pool2d(s, 2), (0, 1, 1.0)),
+    ],
+    "max_pool3d": [(lambda s, c, x: F.max_pool3d(c, 2, ceil_mode=True), (1, 2, 1.0))],
+    "adaptive_max_pool1d": [
+        (lambda s, c, x: F.adaptive_max_pool1d(c[0], 2), (1, 2, 1.0)),
+        (lambda s, c, x: torch.adaptive_max_pool1d(c[0], 2)[1], NOTHING),
+    ],
+    "adaptive_max_pool2d": [
+        (lambda s, c, x: F.adaptive_max_pool2d(c, 2), (1, 2, 1.0)),
+        (lambda s, c, x: F.adaptive_max_pool2d(c, 2, True)[1], NOTHING),
+    ],
+    "adaptive_max_pool3d": [(lambda s, c, x: F.adaptive_max_pool3d(c, 2), (1, 2, 1.0))],
+    "avg_pool1d": [
+        (lambda s, c, x: F.avg_pool1d(c[0], 2), (2, 4, 0.5)),
+        (lambda s, c, x: F.avg_pool1d(s[0], 3), NOTHING),
+    ],
+    "avg_pool2d": [
+        (lambda s, c, x: F.avg_pool2d(c, 2), (4, 8, 0.25)),
+        (lambda s, c, x: F.avg_pool2d(c, [2], [2], [1]), (0, 8, 0.25)),
+        (lambda s, c, x: F.avg_pool2d(c, 2, 1, 1), (0, 8, 0.25)),
+        (lambda s, c, x: F.avg_pool2d(c, 2, 1, 1, count_include_pad=False), NOTHING),
+        (lambda s, c, x: F.avg_pool2d(c, 3, 2, ceil_mode=True), NOTHING),
+        (lambda s, c, x: F.avg_pool2d(c, (2, 2), divisor_override=1), (4, 8, 1.0)),
+        (lambda s, c, x: F.avg_pool2d(c, 3, 2, 0, True, True, 2), (0, 18, 0.5)),
+        (lambda s, c, x: F.avg_pool2d(s, 2, divisor_override=-1), NOTHING),
+        (lambda s, c, x: F.avg_pool2d(x, 2), NOTHING),
+        (lambda s, c, x: F.avg_pool2d(c, 4, 4, 1, True, True, 1), (0, 32, 1.0)),
+        (lambda s, c, x: F.avg_pool2d(c, 2, 2, ceil_mode=True), ANY),
+    ],
+    "avg_pool3d": [(lambda s, c, x: F.avg_pool3d(s, 2), (0, 8, 0.125))],
+    "adaptive_avg_pool1d": [(lambda s, c, x: F.adaptive_avg_pool1d(s[0], 2), (0, 2, 0.5))],
+    "adaptive_avg_pool2d": [
+        (lambda s, c, x: F.adaptive_avg_pool2d(s, 1), (0, 16, 1 / 16)),
+        (lambda s, c, x: F.adaptive_avg_pool2d(s, 3), NOTHING),
+    ],
+    "adaptive_avg_pool3d": [(lambda s, c, x: F.adaptive_avg_pool3d(s, 2), (0, 8, 0.125))],
+    "pad": [
+        (lambda s, c, x: F.pad(c, (1, 1)), (0, 2, 1.0)),
+        (lambda s, c, x: F.pad(c, (1, 0), value=3.0), (1, 3, 1.0)),
+        (lambda s, c, x: F.pad(c, (1, 1, 1, 1), "reflect"), (1, 2, 1.0)),
+        (lambda s, c, x: F.pad(c.int(), (1, 1), value=0.5), NOTHING),
+        (lambda s, c, x: F.pad(s, (1, 1), value=float("nan")), NOTHING),
+    ],
+    "im2col": [
+        (lambda s, c, x: F.unfold(c, 2), (1, 2, 1.0)),
+        (lambda s, c, x: F.unfold(c, 2, padding=1), (0, 2, 1.0)),
+        (lambda s, c, x: F.unfold(c, 2, 1, 1), (0, 2, 1.0)),
+    ],
+    "interpolate": [
+        (lambda s, c, x: F.interpolate(c, scale_factor=2), (1, 2, 1.0)),
+        (lambda s, c, x: F.interpolate(c, None, 2, "bilinear"), NOTHING),
+        (lambda s, c, x: F.interpolate(c, 3, mode="nearest-exact"), (1, 2, 1.0)),
+    ],
+    "mean": [
+        (lambda s, c, x: c.mean(1), (4, 8, 0.25)),
+        (lambda s, c, x: s.mean(), (0, 128, 1 / 128)),
+        (lambda s, c, x: x.mean(), NOTHING),
+        (lambda s, c, x: (s * 0.5).mean(1, dtype=torch.float32), (0, 4, 0.125)),
+    ],
+    "sum": [
+        (lambda s, c, x: s.sum(), (0, 128, 1.0)),
+        (lambda s, c, x: c.sum(1), (4, 8, 1.0)),
+        (lambda s, c, x: c.sum((0, -1)), (8, 16, 1.0)),
+        (lambda s, c, x: torch.sum(s, dim=[]), (0, 128, 1.0)),
+        (lambda s, c, x: (s * 0.5).sum(1, dtype=torch.int64), NOTHING),
+        (lambda s, c, x: (c * 100).sum(1, dtype=torch.int8), ANY),
+        (lambda s, c, x: (-c * 2000).sum(dtype=torch.float16), ANY),
+        (lambda s, c, x: x.sum(1), NOTHING),
+        (lambda s, c, x: c.sum(1, keepdim=True), (4, 8, 1.0)),
+        (lambda s, c, x: (s * 1000).sum().half(), ANY),
+    ],
+    "cumsum": [
+        (lambda s, c, x: c.cumsum(1), (1, 8, 1.0)),
+        (lambda s, c, x: torch.cumsum(-c, -1), (-8, -1, 1.0)),
+        (lambda s, c, x: x.cumsum(0), NOTHING),
+        (lambda s, c, x: (s * 0.5).cumsum(1, dtype=torch.int32), NOTHING),
+    ],
+    "max": [
+        (lambda s, c, x: c.max(), (1, 2, 1.0)),
+        (lambda s, c, x: c.max(1)[0], (1, 2, 1.0)),
+        (lambda s, c, x: c.max(1)[1], NOTHING),
+        (lambda s, c, x: torch.max(c, 1)[-1], NOTHING),
+        (lambda s, c, x: torch.max(c, 1)[-2], NOTHING),
+        (lambda s, c, x: torch.max(s, c), (0, 2, 1.0)),
+        (lambda s, c, x: torch.max(s, other=c), (0, 2, 1.0)),
+        (lambda s, c, x: torch.max(s, x), NOTHING),
+    ],
+    "min": [
+        (lambda s, c, x: c.min(0)[0], (1, 2, 1.0)),
+        (lambda s, c, x: torch.min(c, s), (0, 2, 1.0)),
+        (lambda s, c, x: c.min(0)[-1], NOTHING),
+    ],
+    "amax": [(lambda s, c, x: c.amax((1, 2)), (1, 2, 1.0))],
+    "amin": [(lambda s, c, x: c.amin(), (1, 2, 1.0))],
+    "argmax": [(lambda s, c, x: s.argmax(1), NOTHING)],
+    "argmin": [(lambda s, c, x: s.argmin(), NOTHING)],
+    "matmul": [
+        (lambda s, c, x: s @ c, (0, 8, 1.0)),
+        (lambda s, c, x: torch.bmm(c[0], c[1]), (4, 16, 1.0)),
+        (lambda s, c, x: s @ x, NOTHING),
+        (lambda s, c, x: torch.matmul(c * 300, s), NOTHING),
+        (lambda s, c, x: (s * 0.5) @ -c, (-8, 0, 0.5)),
+        (lambda s, c, x: (s * 0.3) @ s, NOTHING),
+    ],
+    **{
+        name: [(call, NOTHING)]
+        for name, call in {
+            "linear": lambda s, c, x: F.linear(s, x[0, 0]),
+            "conv1d": lambda s, c, x: F.conv1d(s[0], x[0]),
+            "conv2d": lambda s, c, x: F.conv2d(s, x),
+            "conv3d": lambda s, c, x: F.conv3d(s[None], x[:, :2, None]),
+            "conv_transpose1d": lambda s, c, x: F.conv_transpose1d(s[0], x[0]),
+            "conv_transpose2d": lambda s, c, x: F.conv_transpose2d(s[:, :2], x),
+            "conv_transpose3d": lambda s, c, x: F.conv_transpose3d(s[None], x[:, :, None]),
+            "addmm": lambda s, c, x: torch.addmm(s[0, 0], s[0, 0], s[0, 1]),
+            "baddbmm": lambda s, c, x: torch.baddbmm(s[0], s[0], s[1]),
+            "scaled_dot_product_attention": lambda s, c, x: F.scaled_dot_product_attention(s, s, s),
+            "bilinear": lambda s, c, x: F.bilinear(s, s, x[:, 0]),
+            "embedding": lambda s, c, x: F.embedding(s.long(), s[0, 0]),
+            "batch_norm": lambda s, c, x: F.batch_norm(s, x[0, 0, 0], x[0, 0, 1].abs()),
+            "layer_norm": lambda s, c, x: F.layer_norm(s, (4,)),
+            "group_norm": lambda s, c, x: F.group_norm(s, 2),
+            "instance_norm": lambda s, c, x: F.instance_norm(s),
+            "rms_norm": lambda s, c, x: F.rms_norm(s, (4,)),
+            "local_response_norm": lambda s, c, x: F.local_response_norm(s, 2),
+        }.items()
+    },
+    **{
+        name: [(call, (1, 2, 1.0))]
+        for name, call in {
+            "identity": lambda s, c, x: _identity(c),
+            "reshape": lambda s, c, x: torch.reshape(c, shape=(-1,)),
+            "flatten": lambda s, c, x: c.flatten(1),
+            "unflatten": lambda s, c, x: c.unflatten(1, (2, 2)),
+            "permute": lambda s, c, x: c.permute(3, 2, 1, 0),
+            "transpose": lambda s, c, x: torch.swapaxes(c, axis0=0, axis1=1),
+            "t": lambda s, c, x: c[0, 0].t(),
+            "T": lambda s, c, x: _as_method(c[0, 0], "T"),
+            "mT": lambda s, c, x: _as_method(c, "mT"),
+            "movedim": lambda s, c, x: c.movedim(0, 1),
+            "squeeze": lambda s, c, x: c[:1].squeeze(),
+            "unsqueeze": lambda s, c, x: c.unsqueeze(0),
+            "expand": lambda s, c, x: c.expand(2, -1, -1, -1, -1),
+            "expand_as": lambda s, c, x: c[:1].expand_as(c),
+            "view_as": lambda s, c, x: c.view_as(x),
+            "reshape_as": lambda s, c, x: c.reshape_as(x),
+            "narrow": lambda s, c, x: c.narrow(0, 0, 1),
+            "select": lambda s, c, x: c.select(0, -1),
+            "diagonal": lambda s, c, x: torch.diagonal(c),
+            "unfold": lambda s, c, x: c.unfold(2, 2, 1),
+            "contiguous": lambda s, c, x: c.contiguous(),
+            "clone": lambda s, c, x: c.clone(),
+            "detach": lambda s, c, x: c.detach(),
+            "cpu": lambda s, c, x: c.cpu(),
+            "alias": lambda s, c, x: torch.ops.aten.alias.default(c),
+            "repeat": lambda s, c, x: c.repeat(1, 1, 1, 2),
+            "lift_fresh_copy": lambda s, c, x: _in_graph(torch.ops.aten.lift_fresh_copy.default, c, c),
+            "tile": lambda s, c, x: c.tile((2,)),
+            "requires_grad": lambda s, c, x: c.clone().requires_grad_(False),
+            "roll": lambda s, c, x: c.roll(1),
+            "flip": lambda s, c, x: c.flip(0),
+            "index_select": lambda s, c, x: c.index_select(0, _rows(s)),
+            "gather": lambda s, c, x: c.gather(0, s.long()),
+            "masked_select": lambda s, c, x: c.masked_select(x == x),
+            "view": lambda s, c, x: c.view(-1),
+            "cat": lambda s, c, x: torch.cat([c, c]),
+            "stack": lambda s, c, x: torch.stack([c, c]),
+            "hstack": lambda s, c, x: torch.hstack([c, c]),
+            "vstack": lambda s, c, x: torch.vstack([c]),
+            "chunk": lambda s, c, x: c.chunk(2)[1],
+            "split": lambda s, c, x: c.split(1, dim=1)[-1],
+            "tensor_split": lambda s, c, x: c.tensor_split(2)[0],
+            "unbind": lambda s, c, x: c.unbind(1)[0],
+            "getitem": lambda s, c, x: c[0],
+            "getattr": lambda s, c, x: c.data,
+            "repeat_interleave": lambda s, c, x: c.repeat_interleave(2, 0),
+            "cuda": lambda s, c, x: c.cpu(),
+        }.items()
+    },
+}
+MORE = {
+    "one and one as bits": (
+        lambda s, c, x: torch.full_like(x, 3).type_as(x > 0) + torch.full_like(x, 3).type_as(x > 0),
+        ANY,
+    ),
+    "indices of counts": (lambda s, c, x: torch.repeat_interleave(s.long().flatten()), NOTHING),
+    "bits as numbers": (lambda s, c, x: s.view(dtype=torch.int32), NOTHING),
+    "bits as numbers, by place": (lambda s, c, x: s.view(torch.int32), NOTHING),
+    "cat of dtypes": (lambda s, c, x: torch.cat([c.int() * 3001, s.half()]), ANY),
+    "cat with anything": (lambda s, c, x: torch.cat([c, x]), NOTHING),
+    "slice of a tuple": (lambda s, c, x: torch.max(c, 1)[0:1][0], NOTHING),
+    "max of dtypes": (lambda s, c, x: torch.max(c.int() * 3001, s.half()), ANY),
+    "gradient": (lambda s, c, x: c.clone().requires_grad_(False).is_leaf, ANY),
+}
+
+
+def _in_graph(function: Callable[..., Any], like: fx.Proxy, *args: Any) -> Any:
+    """A call that has no traced argument, put in the graph all the same."""
+    return like.tracer.create_proxy("call_function", function, args, {})
+
+
+def _as_method(x: fx.Proxy, name: str) -> Any:
+    """An attribute as Dynamo writes it for some versions: a call of a method of that name."""
+    return getattr(x, name)
+
+
+def _rows(like: fx.Proxy) -> Any:
+    return _in_graph(torch.tensor, like, [0])
+
+
+def _written(function: Callable[..., Any], x: fx.Proxy, *args: Any) -> Any:
+    target = x.clone()
+    target.tracer.create_proxy("call_function", function, (target, *args), {})
+    return target.view(-1)
+
+
+def _identity(x: fx.Proxy) -> Any:
+    return x.tracer.create_proxy("call_module", "identity", (x,), {})
+
+
+class _Root(nn.Module):
+    """What a traced case may call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.identity = nn.Identity()
+
+
+def _traced(case: Callable[..., Any]) -> fx.GraphModule:
+    root = _Root()
+    tracer = fx.Tracer()
+    tracer.root = root
+    tracer.graph, tracer.tensor_attrs = fx.Graph(tracer_cls=fx.Tracer), {}
+    x = tracer.create_proxy("placeholder", "x", (), {})
+    s = (x > 0.25).to(x)
+    c = (x > 1).to(x) + 1
+    tracer.create_proxy("output", "output", (case(s, c, x),), {})
+    return fx.GraphModule(root, tracer.graph)
+
+
+def _inputs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 4, 4, 4, generator=generator) * 1.5
+    odd = x.clone()
+    odd[0, 0, 0], odd[1, :, 1, 2] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0]), 3e4
+    return {
+        "plain": x, "odd": odd, "half": odd.half(), "bfloat16": odd.bfloat16(),
+        "low": x.abs() * 0.1, "high": x.abs() + 2, "negative": -x.abs() - 1,
+    }  # fmt: skip
+
+
+INPUTS = _inputs()
+ALL = [(name, *case) for name, cases in CASES.items() for case in cases] + [
+    (name, *case) for name, case in MORE.items()
+]
+
+
+def _claimed(gm: fx.GraphModule, analysis: Any) -> SparsityFact | Items | None:
+    output = next(iter(reversed(gm.graph.nodes)))
+    return analysis.fact(output.args[0], at=output)
+
+
+@pytest.mark.parametrize("name,case,expected", ALL, ids=[f"{index}-{entry[0]}" for index, entry in enumerate(ALL)])
+def test_what_is_claimed_holds(name: str, case: Callable[..., Any], expected: Any) -> None:
+    for kind, x in INPUTS.items():
+        gm = _traced(case)
+        try:
+            ShapeProp(gm).propagate(x.clone())
+        except RuntimeError:
+            assert kind in ("half", "bfloat16", "odd", "low"), "eager refuses the case"
+            continue
+        torch.manual_seed(0)
+        checked = check(gm, x.clone())
+        assert not [why for why in checked.analysis.reasons.values() if why.kind is LostKind.FAILED]
+        fact = _claimed(gm, checked.analysis)
+        if kind == "plain" and expected is NOTHING:
+            assert fact is None or not fact.integral, str(fact)
+        elif kind == "plain" and expected is not ANY:
+            assert isinstance(fact, SparsityFact) and fact.integral, str(checked.analysis.reasons)
+            assert (fact.lo, fact.hi, fact.scale) == expected
+        torch.manual_seed(0)
+        bare = _traced(case)
+        FactChecker(bare, analyse(bare)).run(x.clone())
+
+
+def test_every_transfer_function_has_a_case() -> None:
+    assert set(CASES) == {name for name in TRANSFERS if "::" not in name}
+
+
+def test_every_case_is_of_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case must reach the transfer function that it stands for."""
+    called: set[str] = set()
+    for name, function in list(TRANSFERS.items()):
+        monkeypatch.setitem(TRANSFERS, name, _noting(name, function, called))
+    missing = []
+    for name, cases in CASES.items():
+        called.clear()
+        for case, _ in cases:
+            analyse(_traced(case))
+        if name not in called:
+            missing.append(name)
+    assert missing == ["T", "mT", "cuda"]
+
+
+def _noting(name: str, function: Any, called: set[str]) -> Any:
+    def noted(op: Any, facts: Any) -> Any:
+        called.add(name)
+        return function(op, facts)
+
+    return noted

@@ -1,0 +1,204 @@
+"""The rule for sparse layers: what it fuses behind them, when they run dense, and what it leaves alone."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import rewritten, site
+from torch import Tensor, nn
+
+import sparsecomp
+from sparsecomp import formats
+from sparsecomp.errors import FrozenWeightError
+from sparsecomp.nn import SparseLinear
+from sparsecomp.passes.cost import sparse as sparse_cost
+from sparsecomp.passes.cost.sparse import Decision
+from sparsecomp.passes.sparse import linear as sparse_linear
+from sparsecomp.reference.patterns import Layout
+
+
+@pytest.fixture(autouse=True)
+def small_products_stay_sparse(monkeypatch):
+    """What is tested here has a few numbers, for which dense is faster; tests of that say so themselves."""
+    decide = lambda product: Decision(False, f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
+    monkeypatch.setattr(sparse_linear, "decide", decide)
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "CSR": {"sparsity": 0.5}, "COO": {"sparsity": 0.5}, "CSC": {"sparsity": 0.5}, "NM": {"n": 2, "m": 4},
+    "BSR": {"block": 2, "sparsity": 0.5}, "BCSC": {"block": 2, "sparsity": 0.5},
+}  # fmt: skip
+X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3))
+
+
+class Net(nn.Module):
+    """A sparse layer for a forward that a test gives."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], format: str = "CSR") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = SparseLinear.from_linear(nn.Linear(8, 6), getattr(formats, format), **FORMATS[format])
+        self.does = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.does(self.layer, x)
+
+    def exactly(self, x: Tensor) -> Any:
+        """The same in float64, by the dense weight."""
+        weight, bias = self.layer.weight.detach().to_dense().double(), self.layer.bias.detach().double()
+        return self.does(lambda x: F.linear(x, weight, bias), x.double())
+
+
+FUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "alone": (lambda layer, x: layer(x), "bias;"),
+    "relu": (lambda layer, x: F.relu(layer(x)), "bias, relu;"),
+    "in place": (lambda layer, x: layer(x).relu_(), "bias, relu;"),
+    "residual": (lambda layer, x: F.relu(x[..., :6] + layer(x)), "bias, residual, relu;"),
+    "gelu": (lambda layer, x: F.gelu(layer(x), approximate="tanh"), "bias, gelu_tanh;"),
+    "read twice": (lambda layer, x: (lambda y: F.relu(y) + y.sum())(layer(x)), "bias;"),
+    "another activation": (lambda layer, x: torch.tanh(layer(x)), "bias;"),
+    "broadcast": (lambda layer, x: layer(x) + x[:1, :, :6], "bias;"),
+}
+
+
+@pytest.mark.parametrize("what", FUSED)
+def test_what_follows_a_layer_is_fused_where_nobody_else_reads_it(what):
+    forward, fused = FUSED[what]
+    model = Net(forward)
+    with torch.no_grad():
+        out, report = rewritten(model, X, implementation="auto", strict=True)
+    torch.testing.assert_close(out.double(), model.exactly(X), rtol=1e-5, atol=1e-6)
+    found = site(report, "sparse_linear")
+    assert found.rewritten and found.implementation == "csr" and f"fused with {fused}" in found.reason
+    assert found.reason.startswith("CSR 6x8 at 50.0% sparsity by spmm_csr (reference)")
+    assert len(report.rewritten) == 1
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, monkeypatch):
+    torch._dynamo.reset()
+    if dense:
+        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    model = Net(lambda layer, x: torch.relu(layer(x) + x[..., :6]), format)
+    compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
+    results = []
+    for call in (compiled, model):
+        x = X.clone().requires_grad_()
+        out = call(x)
+        out.square().sum().backward()
+        results.append((out, x.grad, model.layer.values.grad, model.layer.bias.grad))
+        model.zero_grad()
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)
+    report = sparsecomp.last_report()
+    kernel = {"COO": "csr", "CSC": "csr", "BCSC": "bsr"}.get(format, format.lower())
+    assert site(report, "sparse_linear").implementation == ("dense" if dense else kernel)
+
+
+def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkeypatch):
+    monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    for format in FORMATS:
+        model = Net(lambda layer, x: F.relu(layer(x)), format)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, options={"frozen": True})
+            torch.testing.assert_close(compiled(X).double(), model.exactly(X), rtol=1e-5, atol=1e-6)
+        report = sparsecomp.last_report()
+        assert site(report, "sparse_linear").implementation == "dense copy"
+        assert "stored_to_dense" not in report.graph_after
+        with torch.no_grad():
+            model.layer.values.data.mul_(2)  # a broken promise
+            assert not torch.allclose(compiled(X).double(), model.exactly(X))
+    # in training there is no such copy
+    _, report = rewritten(model, X, implementation="auto", strict=True, frozen=True)
+    assert site(report, "sparse_linear").implementation == "dense" and "stored_to_dense" in report.graph_after
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "frozen", "trained", "dense"),
+    [
+        (8, 4, True, False, True), (8, 4, False, True, True), (256, 4, False, False, False),
+        (256, 4, True, False, True), (1024, 4, True, False, False), (1024, 4, False, True, False),
+    ],
+)  # fmt: skip
+def test_a_cpu_runs_the_faster_way(size, rows, frozen, trained, dense, monkeypatch):
+    monkeypatch.setattr(sparse_linear, "decide", sparse_cost.decide)
+    torch.manual_seed(0)
+    layer, x = SparseLinear.from_linear(nn.Linear(size, size), sparsity=0.9), torch.randn(rows, size)
+    with torch.set_grad_enabled(trained):
+        out, report = rewritten(layer, x, implementation="auto", strict=True, frozen=frozen)
+    found = site(report, "sparse_linear")
+    assert found.implementation == ("dense copy" if dense and frozen else "dense" if dense else "csr")
+    assert re.search(r"estimated [\d.]+ us against [\d.]+ us dense", found.reason)
+    exactly = F.linear(x.double(), layer.weight.detach().to_dense().double(), layer.bias.double())
+    torch.testing.assert_close(out.double(), exactly, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cpu_keeps_dtypes_it_has_no_estimate_of():
+    problem = sparse_cost.Product.of(
+        Layout("csr", (1, 1), (8, 8)), 32, False, [4, 8], True, torch.empty(4, 8, dtype=torch.float16), False, False,
+        "none", trained=False,
+    )  # fmt: skip
+    decision = sparse_cost.decide(problem)
+    assert not decision.dense and decision.gain is None and "no estimate of torch.float16 on cpu" in decision.reason
+
+
+def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):
+    monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
+    torch._dynamo.reset()
+    model = Net(lambda layer, x: F.relu(layer(x)))
+    compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, options={"frozen": True})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(X).double(), model.exactly(X), rtol=1e-5, atol=1e-6)
+        model.layer.values.data.mul_(2)
+        with pytest.raises(FrozenWeightError, match="values.* was promised to stay"):
+            compiled(X)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_autocast_rounds_as_torch_does(dense, monkeypatch):
+    if dense:
+        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    model = Net(lambda layer, x: F.relu(layer(x)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, report = rewritten(model, X, implementation="auto", strict=True, verify=False)
+    assert site(report, "sparse_linear").rewritten and out.dtype is torch.bfloat16
+    wanted = model.exactly(X)
+    assert (out - wanted).norm() <= 2**-7 * wanted.norm()
+    out.sum().backward()
+    assert model.layer.values.grad.dtype is torch.float32
+
+
+def test_an_operand_that_changes_meanwhile_is_read_before():
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = layer(x)
+        x.mul_(2)
+        return F.relu(y + x[..., :6])
+
+    model = Net(forward)
+    out, report = rewritten(model, X, implementation="auto", strict=True)
+    torch.testing.assert_close(out, model(X))
+    assert "written to before the result is complete" in site(report, "sparse_linear").reason
+
+
+def test_layers_stay_as_written_if_asked():
+    model = Net(lambda layer, x: layer(x))
+    _, report = rewritten(model, X, implementation="dense")
+    assert "implementation='dense'" in site(report, "sparse_linear").reason
+    _, report = rewritten(model, X, implementation="auto", disable=("sparse_linear",))
+    assert not [found for found in report.sites if found.rule == "sparse_linear"]
+
+
+def test_other_batch_sizes_need_no_other_graph():
+    torch._dynamo.reset()
+    model = Net(lambda layer, x: F.relu(layer(x) + x[..., :6]))
+    compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, dynamic=True)
+    for rows in (2, 5, 7):
+        x = torch.randn(rows, 3, 8)
+        torch.testing.assert_close(compiled(x), model(x))

@@ -1,0 +1,82 @@
+"""Weights written out dense and gradients read at their places: kernels and operators, against index arithmetic."""
+
+import pytest
+import torch
+from compile_kernel import compile_in_subprocess
+from kernel_devices import DEVICES, KERNEL_DEVICES
+
+from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM
+from sparsecomp.lowering.sparse import stored_places
+from sparsecomp.nn import SparseLinear
+from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
+from sparsecomp.tensor.pattern import Pattern
+
+SHAPES = [(1, 1), (3, 5), (7, 64), (5, 1030), (33, 300)]
+
+
+def thinned(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """A random matrix with an empty row and a full one, where it has as many."""
+    generator = torch.Generator().manual_seed(rows * cols)
+    kept = torch.rand(rows, cols, generator=generator) < 0.3
+    kept[rows // 2], kept[-1] = False, True
+    return (torch.randn(rows, cols, generator=generator) * kept).to(dtype)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_write_and_read_what_is_stored(shape, dtype, device):
+    dense = thinned(*shape, dtype).to(device)
+    matrix = CSR.from_dense(dense)
+    out = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    stored_places.write_out(matrix.crow, matrix.col, matrix.values, out)
+    assert torch.equal(out, dense)
+    other = torch.randn(shape, device=device).to(dtype)
+    row = torch.repeat_interleave(torch.arange(shape[0], device=device), matrix.crow.diff().long())
+    for given in (other, other.mT.contiguous().mT, other.repeat(2, 2)[: shape[0], : shape[1]]):
+        found = torch.full_like(matrix.values, float("nan"))
+        stored_places.read_at(given, matrix.crow, matrix.col, found)
+        assert torch.equal(found, other[row, matrix.col.long()])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize(
+    ("format", "layout"),
+    [(CSR, {}), (COO, {}), (CSC, {}), (BSR, {"block": (2, 3)}), (BCSC, {"block": (3, 2)}), (NM, {"n": 4, "m": 4})],
+)
+def test_operators_are_each_others_gradients(format, layout, transpose, device):
+    dense = thinned(7, 10, torch.float64)
+    weight = SparseLinear(format.from_dense(dense, **layout)).to(device)
+    pattern = [*weight._pattern()]
+    flip = transpose != weight._by_columns
+    values = weight.values
+    out = stored_to_dense(values, pattern, weight._written, flip)
+    assert out.is_contiguous() and torch.equal(out.cpu(), dense.mT if transpose else dense)
+    factor = torch.randn(out.shape, dtype=torch.float64, device=device)
+    (found,) = torch.autograd.grad((out * factor).sum(), values)
+    stored = weight.weight.detach().with_values(torch.ones_like(values)).to_dense()
+    wanted = (factor.mT if transpose else factor) * stored
+    torch.testing.assert_close(weight.weight.detach().with_values(found).to_dense(), wanted)
+    read = dense_to_stored(factor, pattern, weight._written, flip)
+    assert torch.equal(read, found) and read.shape == values.shape
+    torch.library.opcheck(torch.ops.sparsecomp.stored_to_dense.default, (values, pattern, weight._written, flip))
+    torch.library.opcheck(torch.ops.sparsecomp.dense_to_stored.default, (factor, pattern, weight._written, flip))
+
+
+def test_nothing_stored_is_all_zeros():
+    for shape in ((3, 4), (0, 4), (3, 0)):
+        values, pattern = Pattern.of(CSR.from_dense(torch.zeros(shape)))
+        assert torch.equal(stored_to_dense(values, pattern.arrays, pattern.layout.written()), torch.zeros(shape))
+        assert dense_to_stored(torch.ones(shape), pattern.arrays, pattern.layout.written()).shape == (0,)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_reading_kernel_builds(capability):
+    printed = compile_in_subprocess(f"""
+        from sparsecomp.lowering.sparse.kernels.stored_places import read_kernel
+        signature = dict(dense_ptr="*fp16", crow_ptr="*i32", col_ptr="*i32", out_ptr="*fp16", dense_m="i32",
+                         dense_n="i32")
+        print(len(build(read_kernel, signature, dict(ENTRIES=256), {capability}, num_warps=4).asm["cubin"]) > 0)
+    """)
+    assert printed.strip() == "True"

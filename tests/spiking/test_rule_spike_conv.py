@@ -1,0 +1,370 @@
+"""spikes → conv2d / linear: which sites are rewritten, which are not and why; results are eager's.
+
+Weights are small multiples of 1/16, so every sum is exact and equality is demanded to the bit; a float64 run of the
+same model is the other oracle.
+"""
+
+import copy
+import importlib
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rewriting import AttributeLIF, ConvNet, OnSpikes, Surrogate, SurrogateLIF, dyadic, rewritten, site, spikes
+from torch import nn
+
+from sparsecomp.errors import RuleError
+from sparsecomp.options import Options
+from sparsecomp.passes import pipeline
+from sparsecomp.passes.engine.rule import Rule
+from sparsecomp.passes.spiking import spike_conv
+from sparsecomp.reference.digits import join_weight, split_weight
+
+
+def _signal(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _same(module: nn.Module, x: torch.Tensor, rule: str = "spike_conv", **options):
+    """The module is rewritten and gives eager's bits and layout."""
+    with torch.no_grad():
+        expected = module(x)
+        found, report = rewritten(module, x, **options)
+    assert site(report, rule).rewritten, site(report, rule).reason
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert found.stride() == expected.stride()
+    return site(report, rule)
+
+
+def _refused(module: nn.Module, x: torch.Tensor, rule: str = "spike_conv", **options) -> str:
+    with torch.no_grad():
+        expected = module(x)
+        found, report = rewritten(module, x, **options)
+    assert not site(report, rule).rewritten
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    return site(report, rule).reason
+
+
+GEOMETRIES = [
+    {}, {"stride": 2}, {"padding": (2, 1)}, {"dilation": 2, "padding": 2}, {"groups": 4}, {"bias": False},
+    {"padding": "same"}, {"padding": "valid"}, {"stride": (1, 3), "padding": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("size", [(7, 7), (13, 9)], ids=str)
+def test_conv2d_equals_eager_to_the_bit(geometry, size):
+    layer = dyadic(nn.Conv2d(16, 12, 3, **geometry))
+    _same(OnSpikes(layer), _signal(2, 16, *size))
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [{}, {"stride": 2}, {"padding": 2, "dilation": 2}, {"groups": 4}, {"bias": False}, {"padding": "same"}],
+    ids=str,
+)
+def test_conv1d_equals_eager_to_the_bit(geometry):
+    _same(OnSpikes(dyadic(nn.Conv1d(16, 12, 3, **geometry))), _signal(2, 16, 11))
+
+
+def test_reflected_spikes_are_spikes():
+    _same(OnSpikes(dyadic(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"))), _signal(1, 4, 6, 6))
+
+
+@pytest.mark.parametrize("channels", [3, 16, 17, 48])
+def test_any_number_of_channels(channels):
+    _same(OnSpikes(dyadic(nn.Conv2d(channels, 5, 1))), _signal(2, channels, 1, 1))
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (2, 5, 16), (16,)], ids=str)
+def test_linear_equals_eager_to_the_bit(shape):
+    _same(OnSpikes(dyadic(nn.Linear(16, 6))), _signal(*shape), "spike_linear")
+
+
+@pytest.mark.parametrize("fill", [-1.0, 1.0])
+def test_no_spike_and_every_spike(fill):
+    _same(OnSpikes(dyadic(nn.Conv2d(8, 8, 3, padding=1))), torch.full((1, 8, 5, 5), fill))
+
+
+def test_one_spike_in_a_corner():
+    x = torch.full((1, 8, 5, 5), -1.0)
+    x[0, 3, 4, 4] = 1
+    _same(OnSpikes(dyadic(nn.Conv2d(8, 8, 3, padding=1))), x)
+
+
+def test_channels_last_stays_channels_last():
+    module = OnSpikes(dyadic(nn.Conv2d(16, 16, 3, padding=1)).to(memory_format=torch.channels_last))
+    _same(module, _signal(2, 16, 8, 8).to(memory_format=torch.channels_last))
+
+
+def test_nan_and_infinity_before_the_threshold_are_eagers():
+    x = _signal(1, 8, 5, 5)
+    x[0, 0, 0, 0], x[0, 1, 1, 1], x[0, 2, 2, 2] = torch.nan, torch.inf, -torch.inf
+    _same(OnSpikes(dyadic(nn.Conv2d(8, 8, 3))), x)
+
+
+SHAPES = {
+    "half": lambda s: s * 0.5,
+    "quarter of counts": lambda s: (s + s) * 0.25,
+    "counts": lambda s: s + s + s,
+    "signed": lambda s: s - spikes(-s + 0.5),
+    "pooled": lambda s: F.max_pool2d(s, 2),
+    "three": lambda s: s * 3.0,
+    "third": lambda s: s * (1 / 3),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_other_domains_and_scales(shape):
+    module = OnSpikes(nn.Conv2d(16, 12, 3, padding=1), shape)
+    x = _signal(2, 16, 8, 8)
+    with torch.no_grad():
+        found, report = rewritten(module, x)
+        expected = copy.deepcopy(module).double()(x.double())
+    assert site(report, "spike_conv").rewritten, site(report, "spike_conv").reason
+    scale = expected.abs().max()
+    assert (found.double() - expected).abs().max() / scale < 1e-6
+
+
+def test_a_learnt_factor_moves_to_the_weight_and_keeps_its_gradient():
+    class Graded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.conv = nn.Parameter(torch.tensor(0.3)), nn.Conv2d(8, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(Surrogate.apply(x) * self.factor)
+
+    model = Graded()
+    other = copy.deepcopy(model)
+    x = _signal(2, 8, 6, 6).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    model(x).square().sum().backward()
+    found, report = rewritten(other, y)
+    found.square().sum().backward()
+    assert x.grad.any() and model.factor.grad
+    for a, b in zip((x, *model.parameters()), (y, *other.parameters()), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-5)
+    assert site(report, "spike_conv").rewritten, site(report, "spike_conv").reason
+
+
+def test_gradients_equal_eagers():
+    model = dyadic(ConvNet(SurrogateLIF))
+    other = copy.deepcopy(model)
+    x = _signal(2, 3, 8, 8)
+    model(x).square().sum().backward()
+    found, report = rewritten(other, x)
+    found.square().sum().backward()
+    assert site(report, "spike_conv").rewritten
+    assert all(p.grad.any() for p in model.parameters())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_two_forwards_and_one_backward():
+    model = dyadic(nn.Sequential(OnSpikes(nn.Conv2d(4, 4, 3))))
+    other = copy.deepcopy(model)
+    x = _signal(1, 4, 6, 6)
+    (model(x) + model(2 * x)).sum().backward()
+    found, _ = rewritten(lambda value: other(value) + other(2 * value), x)
+    found.sum().backward()
+    torch.testing.assert_close(other[0].layer.weight.grad, model[0].layer.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_models(dtype):
+    found = _same(OnSpikes(dyadic(nn.Conv2d(16, 8, 3))).to(dtype), _signal(2, 16, 6, 6).to(dtype))
+    assert found.precision == "half"
+
+
+def test_autocast_gives_eagers_dtype():
+    module, x = OnSpikes(dyadic(nn.Conv2d(16, 8, 3))), _signal(2, 16, 6, 6)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+        found, report = rewritten(module, x)
+    assert site(report, "spike_conv").rewritten, site(report, "spike_conv").reason
+    assert found.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def _with_weight(value: float) -> nn.Module:
+    layer = dyadic(nn.Conv2d(16, 8, 3))
+    with torch.no_grad():
+        layer.weight[0, 0, 0, 0] = value
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "reason"),
+    [
+        (nn.Conv2d(4, 4, 3), _signal(1, 4, 6, 6), "not proved to be spikes"),
+        (OnSpikes(nn.Conv2d(4, 4, 3)).double(), _signal(1, 4, 6, 6).double(), "torch.float64"),
+        (OnSpikes(nn.Conv2d(4, 4, 2, padding="same")), _signal(1, 4, 6, 6), "'same' is not symmetric"),
+        (OnSpikes(_with_weight(torch.inf)), _signal(1, 16, 6, 6), "NaN or infinite"),
+        (OnSpikes(_with_weight(torch.nan)), _signal(1, 16, 6, 6), "NaN or infinite"),
+        (OnSpikes(nn.Conv2d(4, 4, 3)), _signal(4, 6, 6), "without a batch dimension"),
+        (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: (s + s) * 0.3), _signal(1, 4, 6, 6), ""),
+        (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: s + 0.1), _signal(1, 4, 6, 6), ""),
+        (OnSpikes(nn.Conv3d(4, 4, 3)), _signal(1, 4, 6, 6, 6), "conv3d on spikes is not supported"),
+    ],
+    ids=["analog", "float64", "same-even", "inf", "nan", "unbatched", "0.3 counts", "shifted", "conv3d"],
+)  # fmt: skip
+def test_what_is_left_dense_says_why(module, x, reason):
+    message = _refused(module, x)
+    assert reason in message and message
+
+
+def test_a_rewrite_that_does_not_pay_is_not_made():
+    reason = _refused(OnSpikes(nn.Conv2d(16, 16, 3)), _signal(1, 16, 6, 6), implementation="auto")
+    assert "no CUDA device" in reason
+    assert "dense" in _refused(OnSpikes(nn.Conv2d(16, 16, 3)), _signal(1, 16, 6, 6), implementation="dense")
+
+
+@pytest.mark.parametrize(("precision", "digits"), [("exact", 3), ("tf32", 2), ("auto", 3)])
+def test_precision_sets_the_weight_digits(precision, digits):
+    """One more where the weights are trained: they grow apart."""
+    for trained in (False, True):
+        with torch.set_grad_enabled(trained):
+            _, report = rewritten(OnSpikes(nn.Conv2d(16, 8, 3)), _signal(1, 16, 6, 6), precision=precision)
+        assert f"{digits + trained}, 'binary'," in report.graph_after
+
+
+@pytest.mark.parametrize("outlier", [1.0, 10.0, 100.0, 1e3, 1e4, 1e6, 1e20, 1e38])
+@pytest.mark.parametrize(("precision", "bound"), [("exact", 1e-6), ("tf32", 3e-4)])
+def test_an_outlier_that_never_fires_costs_no_precision(outlier, precision, bound):
+    """Weights in as many bytes as the compiler says, against float64; the one great weight meets no spike."""
+    layer = nn.Conv2d(16, 32, 3, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(_signal(32, 16, 3, 3))
+        layer.weight[:, 0, 0, 0] = outlier
+    x = _signal(4, 16, 8, 8)
+    x[:, 0] = -1
+    _, report = rewritten(OnSpikes(layer), x, precision=precision)
+    found = site(report, "spike_conv")
+    if not found.rewritten:
+        assert outlier > 1e3 and "differ so much" in found.reason
+        return
+    digits = next(count for count in (2, 3, 4) if f"{count}, 'binary'," in report.graph_after)
+    weight = join_weight(*split_weight(layer.weight.detach(), digits), (3, 3), 16)
+    expected = F.conv2d(spikes(x).double(), layer.weight.double())
+    assert (F.conv2d(spikes(x).double(), weight) - expected).norm() / expected.norm() < bound
+
+
+@pytest.mark.parametrize("channels", [64, 512])
+def test_ordinary_weights_need_no_further_digit(channels):
+    """Normal and uniform weights, pruned or not, and channels of zeros."""
+    for weight in (_signal(64, channels, 3, 3), torch.rand(64, channels, 3, 3) - 0.5):
+        layer = nn.Conv2d(channels, 64, 3)
+        pruned = weight * (torch.rand(weight.shape) < 0.1)
+        pruned[3] = 0
+        for value in (weight, pruned):
+            layer.weight.data = value
+            with torch.no_grad():
+                _, report = rewritten(OnSpikes(layer), _signal(1, channels, 4, 4))
+            assert "3, 'binary'," in report.graph_after
+
+
+def test_a_disabled_rule_does_not_run():
+    _, report = rewritten(OnSpikes(nn.Conv2d(4, 4, 3)), _signal(1, 4, 6, 6), disable=["spike_conv"])
+    assert not [found for found in report.sites if found.rule == "spike_conv"]
+
+
+def _broken(stage: str) -> Rule:
+    def consider(node, ctx):
+        verdict = spike_conv.consider(node, ctx)
+        if not verdict:
+            return verdict
+        if stage == "consider":
+            raise ValueError("broken on purpose")
+
+        def build():
+            node.graph.call_function(torch.relu, (node.args[0],))
+            raise ValueError("broken on purpose")
+
+        object.__setattr__(verdict, "build", build)
+        return verdict
+
+    return Rule("spike_conv", consider)
+
+
+@pytest.mark.parametrize("stage", ["consider", "build"])
+def test_a_rule_that_fails_leaves_the_graph_as_it_was(stage):
+    gm, before = _traced()
+    report = pipeline.run(gm, Options(implementation="binary"), rules=[_broken(stage)])
+    assert gm.code == before
+    assert "broken on purpose" in report.sites[-1].reason
+    assert not report.rewritten
+    gm, _ = _traced()
+    with pytest.raises(RuleError, match="broken on purpose"):
+        pipeline.run(gm, Options(implementation="binary", strict=True), rules=[_broken(stage)])
+
+
+def _traced():
+    graphs = []
+    torch._dynamo.reset()
+    torch.compile(OnSpikes(nn.Conv2d(4, 4, 3)), backend=lambda gm, _: graphs.append(gm) or gm)(_signal(1, 4, 6, 6))
+    return graphs[0], graphs[0].code
+
+
+def test_passes_are_linear_in_the_size_of_the_graph():
+    class Deep(nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            for _ in range(2000):
+                x = F.conv2d((x > 0).to(x.dtype), weight) * 0.5 + 0.25
+            return x
+
+    graphs = []
+    torch._dynamo.reset()
+    inputs = (_signal(1, 2, 2, 2), _signal(2, 2, 1, 1))
+    torch.compile(Deep(), backend=lambda gm, _: graphs.append(gm) or gm)(*inputs)
+    assert len(graphs[0].graph.nodes) > 10_000
+    start = time.process_time()  # the passes are one thread; other processes on the machine do not count
+    report = pipeline.run(graphs[0], Options())
+    assert time.process_time() - start < 2.0
+    assert len(report.sites) == 2000
+
+
+def test_reset_and_changing_batches_give_eagers_results():
+    eager, model = dyadic(ConvNet()).eval(), dyadic(ConvNet()).eval()
+    with torch.no_grad():
+        for batch in (2, 2, 1, 3):
+            for net in (eager, model):
+                for module in net.modules():
+                    if isinstance(module, AttributeLIF):
+                        module.v = None
+            x = 4 * _signal(batch, 3, 8, 8, seed=batch)
+            for _ in range(2):
+                expected = eager(x)
+                found, _ = rewritten(model, x)
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+SITES = {
+    # a layer, the shape of its input, and how it is described: n c h w, k r s, out_h out_w, groups, stride
+    "conv2d": (
+        nn.Conv2d(32, 48, (3, 5), stride=(1, 2), padding=(1, 0), dilation=(2, 1)), (2, 32, 9, 11),
+        (2, 32, 9, 11, 48, 3, 5, 7, 4, 1, (1, 2)),
+    ),
+    "groups": (nn.Conv2d(32, 64, 1, groups=2, stride=2), (3, 32, 4, 6), (3, 32, 4, 6, 64, 1, 1, 2, 3, 2, (2, 2))),
+    "conv1d": (nn.Conv1d(32, 16, 3, stride=2, padding=1), (5, 32, 8), (5, 32, 1, 8, 16, 1, 3, 1, 4, 1, (1, 2))),
+    "same": (nn.Conv2d(16, 32, (3, 5), padding="same"), (2, 16, 6, 7), (2, 16, 6, 7, 32, 3, 5, 6, 7, 1, (1, 1))),
+    "valid": (nn.Conv2d(16, 32, (3, 5), padding="valid"), (2, 16, 6, 7), (2, 16, 6, 7, 32, 3, 5, 4, 3, 1, (1, 1))),
+    "linear": (nn.Linear(32, 48), (2, 3, 32), (6, 32, 1, 1, 48, 1, 1, 1, 1, 1, (1, 1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 3), (torch.float16, 2)])
+def test_what_the_gate_is_told_of_a_site(name, dtype, digits, monkeypatch):
+    layer, shape, expected = SITES[name]
+    rule = "spike_linear" if name == "linear" else "spike_conv"
+    module = importlib.import_module(f"sparsecomp.passes.spiking.{rule}")
+    seen, choose = [], module.choose
+    monkeypatch.setattr(module, "choose", lambda first, told, *rest: seen.append(told) or choose(first, told, *rest))
+    with torch.no_grad():
+        rewritten(OnSpikes(copy.deepcopy(layer).to(dtype)), _signal(*shape).to(dtype))
+    (told,) = seen
+    assert (*told[2:5], told.w, *told[6:12], told.stride) == expected
+    assert (told.device, told.itemsize, told.digits, told.trained) == ("cpu", dtype.itemsize, digits, False)
+    assert told.density is told.active is None

@@ -1,0 +1,113 @@
+"""Pruners and stabilisers against brute force and against the layers' own outputs."""
+
+import pytest
+import torch
+
+from sparsecomp.errors import MaskError
+from sparsecomp.training.pruning import pruners, stabilisers
+
+
+def test_magnitude_counts_and_refuses_nan():
+    weight = torch.tensor([[3.0, -5.0, 1.0], [1.0, -1.0, 4.0]])
+    assert pruners.magnitude_mask(weight, 4).tolist() == [[True, True, True], [False, False, True]]
+    assert not pruners.magnitude_mask(weight, 0).any()
+    with pytest.raises(MaskError, match="NaN"):
+        pruners.magnitude_mask(weight * torch.nan, 1)
+
+
+def test_wanda_ranks_within_each_row():
+    weight = torch.tensor([[4.0, 1.0, 2.0, 3.0], [0.1, 0.4, 0.3, 0.2]])
+    norms = pruners.input_norms(torch.tensor([[[3.0, 0, 0, 1]], [[4.0, 20, 0, 0]]]))
+    assert norms.tolist() == [5, 20, 0, 1]
+    scores = pruners.wanda_scores(-weight, norms)
+    torch.testing.assert_close(scores, torch.tensor([[20.0, 20, 0, 3], [0.5, 8, 0, 0.2]]))
+    kept = pruners.rowwise_mask(scores, 0.5)
+    assert kept.tolist() == [[True, True, False, False], [True, True, False, False]]
+    assert pruners.rowwise_mask(torch.ones(2, 3), 0.3).all(), "int(3 * 0.3) is 0"
+
+
+def test_unfold_gives_the_convolutions_fan_in():
+    torch.manual_seed(0)
+    layer = torch.nn.Conv2d(3, 5, 3, stride=2, padding=1, dtype=torch.float64)
+    images = torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    tokens = pruners.unfolded(images, layer)
+    out = (tokens @ layer.weight.reshape(5, -1).T + layer.bias).reshape(2, 16, 5).transpose(1, 2).reshape(2, 5, 4, 4)
+    torch.testing.assert_close(out, layer(images))
+    assert pruners.wanda_scores(layer.weight, pruners.input_norms(tokens)).shape == layer.weight.shape
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (6, 8, 3, 3)])
+def test_n_of_m_along_the_input(shape):
+    kept = pruners.n_of_m_mask(torch.rand(shape, generator=torch.Generator().manual_seed(0)), 2, 4)
+    assert kept.shape == shape and (kept.unflatten(1, (2, 4)).sum(2) == 2).all()
+    with pytest.raises(MaskError):
+        pruners.n_of_m_mask(torch.rand(6, 6), 2, 4)
+
+
+def _layer():
+    torch.manual_seed(0)
+    x = torch.randn(500, 32) + torch.rand(32) * 2
+    weight = torch.randn(16, 32)
+    scores = pruners.wanda_scores(weight, pruners.input_norms(x))
+    return x, weight, scores, pruners.rowwise_mask(scores, 0.6)
+
+
+def test_bias_shift_removes_the_mean_error():
+    x, weight, _, mask = _layer()
+    sparse = x @ (weight * mask).T + stabilisers.bias_shift(weight, mask, x.mean(0))
+    torch.testing.assert_close(sparse.mean(0), (x @ weight.T).mean(0), atol=1e-4, rtol=0)
+
+
+def _dsnot_row(weight, mask, scores, mean, variance, threshold):
+    """The published loop for one row, in Python floats."""
+    w, kept, s = weight.tolist(), mask.tolist(), scores.tolist()
+    m, v = mean.tolist(), variance.tolist()
+    for _ in range(50):
+        error = sum(w[j] * m[j] for j in range(len(w)) if not kept[j])
+        sign = 1 if error > 0 else -1
+        grow = [j for j in range(len(w)) if not kept[j] and sign * w[j] * m[j] > 0]
+        drop = [j for j in range(len(w)) if kept[j] and sign * w[j] * m[j] < 0]
+        if abs(error) <= threshold or not grow or not drop:
+            break
+        kept[max(grow, key=lambda j: sign * w[j] * m[j] / v[j])] = True
+        kept[min(drop, key=lambda j: s[j])] = False
+    return kept
+
+
+def test_dsnot_keeps_counts_and_shrinks_the_error():
+    x, weight, scores, mask = _layer()
+    after = stabilisers.dsnot_mask(weight, mask, scores, x.mean(0), x.var(0), threshold=0.1)
+    assert torch.equal(after.sum(1), mask.sum(1)) and not torch.equal(after, mask)
+    # a swap may overshoot, so the error need not end near the threshold; it must end below where it began
+    errors = [stabilisers.bias_shift(weight, m, x.mean(0)).abs().mean() for m in (mask, after)]
+    assert errors[1] < errors[0]
+    for row in range(len(weight)):
+        expected = _dsnot_row(weight[row], mask[row], scores[row], x.mean(0), x.var(0), 0.1)
+        assert after[row].tolist() == expected
+    still = stabilisers.dsnot_mask(weight, mask, scores, x.mean(0), x.var(0), threshold=1e9)
+    assert torch.equal(still, mask)
+
+
+def test_dsnot_one_swap_by_hand():
+    weight, mean = torch.tensor([[3.0, 2.0, -1.0, -2.0, 5.0]]), torch.ones(5)
+    mask = torch.tensor([[False, False, True, True, True]])  # e = 5
+    variance = torch.tensor([9.0, 1.0, 1.0, 1.0, 1.0])  # 3/9 < 2/1: the second grows
+    after = stabilisers.dsnot_mask(weight, mask, weight.abs(), mean, variance, cycles=1)
+    assert after.tolist() == [[False, True, False, True, True]]
+
+
+def test_all_pruned_row_and_bad_parts():
+    weight, mean = torch.ones(2, 3), torch.ones(3)
+    empty = torch.zeros(2, 3, dtype=torch.bool)
+    assert not stabilisers.dsnot_mask(weight, empty, weight, mean, mean).any()
+    assert stabilisers.bias_shift(weight, empty, mean).tolist() == [3, 3]
+    with pytest.raises(MaskError):
+        stabilisers.bias_shift(weight, empty.float(), mean)
+    other_sizes = ((weight, empty[:1], mean), (weight, empty, mean[:2]))
+    other_dimensions = ((weight[0], empty[0], mean[0]), (weight, empty, weight))
+    for bad in other_sizes + other_dimensions:
+        with pytest.raises(MaskError, match="fan_in"):
+            stabilisers.bias_shift(*bad)
+    for bad in ((weight[:1], mean), (weight, mean[:2])):
+        with pytest.raises(MaskError, match="scores"):
+            stabilisers.dsnot_mask(weight, empty, bad[0], mean, bad[1])

@@ -1,0 +1,329 @@
+"""What is offered, what it should cost and what is then chosen, written down: a cost model that changes shows here.
+
+`python -m tests.tuning.test_cost_table` writes the table anew. A change of it is to be held against measured times
+(`python -m bench`), for the table only says what the models say.
+"""
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.epilogue import Output
+from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
+from sparsecomp.lowering.masked.select_largest import SelectLargest
+from sparsecomp.lowering.masked.selective_step import SelectiveStep
+from sparsecomp.lowering.sparse.sddmm import Sddmm
+from sparsecomp.lowering.sparse.spmm_bsr import SpmmBsr
+from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
+from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
+from sparsecomp.lowering.spiking.binary_conv import BinaryConv
+from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
+from sparsecomp.lowering.spiking.lif import Lif
+from sparsecomp.lowering.spiking.packing import Cast, CastStrided, PackWeight
+from sparsecomp.lowering.spiking.skip_conv import ListRows, ScanPixels
+from sparsecomp.lowering.spiking.strategies import SiteInfo
+from sparsecomp.lowering.tuning.ceilings import H100
+from sparsecomp.lowering.tuning.cost import rank, seconds
+from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
+from sparsecomp.lowering.tuning.operations import operations
+from sparsecomp.passes.cost import cpu as cpu_cost
+from sparsecomp.passes.cost import sparse as sparse_cost
+from sparsecomp.passes.cost import spiking as gate
+from sparsecomp.passes.cost.sparse import Product
+from sparsecomp.reference.patterns import Layout
+
+TABLE = Path(__file__).with_name("cost_table.json")
+DEVICES = {name: Device(name, capability, "3.6.0") for name, capability in
+           {"H100": "9.0", "A100": "8.0", "RTX": "8.6"}.items()}  # fmt: skip
+
+
+def _out(m: int, n: int, dtype: str) -> Output:
+    return Output((m * n, n, 1), dtype, "", "", "", (0, 0, 0), "none", 1.0)
+
+
+def _csr(m: int, k: int, n: int, batch: int, share: float, variation: int, dtype: str, col: int = 1) -> SpmmCsr:
+    row, nnz = (n, int(m * k * share)) if col == 1 else (1, int(m * k * share))
+    return SpmmCsr(
+        m, k, n, batch, nnz, variation, nnz, k * n, row, col, dtype, dtype, "int32", _out(m, n, dtype)
+    )  # fmt: skip
+
+
+def _bsr(m: int, k: int, n: int, side: int, share: float, variation: int, dtype: str) -> SpmmBsr:
+    height, width = m // side, k // side
+    blocks = int(height * width * share)
+    return SpmmBsr(
+        m, k, n, 1, side, side, height, width, blocks, variation, 0, side * side, side, 1, 0, n, 1, dtype, dtype,
+        "int32", _out(m, n, dtype),
+    )  # fmt: skip
+
+
+def _nm(m: int, k: int, n: int, keep: int, group: int, dtype: str) -> SpmmNM:
+    groups = k // group
+    row = groups * keep
+    return SpmmNM(m, k, n, 1, keep, group, groups, 0, row, row, 0, n, 1, dtype, dtype, _out(m, n, dtype))
+
+
+def _sddmm(m: int, n: int, d: int, batch: int, share: float, variation: int, dtype: str) -> Sddmm:
+    nnz = int(m * n * share)
+    return Sddmm(
+        m, n, d, batch, nnz, variation, m * d, d, 1, n * d, d, 1, nnz, 1.0, dtype, dtype, "int32"
+    )  # fmt: skip
+
+
+def _conv(n: int, c: int, size: int, side: int, groups: int, digits: int, select: str = "all") -> BinaryConv:
+    out = (c, 1, c * size * size)
+    return BinaryConv(
+        n, size, size, size, size, c, c, c // groups, side, side, 1, 1, 1, 1, 1, 1, *out, groups, digits, False,
+        "float32", select, 0,
+    )  # fmt: skip
+
+
+def _accumulate(n: int, c: int, size: int, density: float, dtype: str) -> Accumulate:
+    return Accumulate(
+        int(n * c * size * size * density), n, size, size, size, size, c, c, 1, 1, 1, 1, 1, 1, c, 1, c * size * size,
+        3, 3, 64, 132, True, dtype,
+    )  # fmt: skip
+
+
+def _site(n: int, c: int, size: int, side: int, **changes: Any) -> SiteInfo:
+    site = SiteInfo(
+        "cuda", 4, n, c, size, size, c, side, side, size, size, 1, 3, 0.01, 0.25, False, True, True
+    )  # fmt: skip
+    return site._replace(**changes)
+
+
+CSR, BSR, NM = ("csr", (1, 1), 600), ("bsr", (16, 16), 60), ("nm", (2, 4), 32000)
+
+
+def _product(kind: tuple[str, tuple[int, int], int], n: int, dtype: torch.dtype, flags: str) -> Product:
+    """S is (128, 256), or 250 rows of N:M, which cuSPARSELt never takes; `flags` name what is true of it."""
+    format, block, entries = kind
+    return Product(
+        torch.device("cuda"), format, block, 250 if format == "nm" else 128, 256, n, 1, entries, "mixed", dtype,
+        "linear" in flags, "bias" in flags, "residual" in flags, "relu" if "relu" in flags else "none", "",
+        "constant" in flags, "trained" in flags, "hosted" not in flags,
+    )  # fmt: skip
+
+
+def _read_off(layout: Layout, transpose: bool, linear: bool) -> list[Any]:
+    """What kernels see of a matrix with 20 elements or blocks times a batch."""
+    dense = [2, 3, 40] if linear else [5, 96, 7]
+    product = Product.of(layout, 20, transpose, dense, linear, torch.empty(1), True, False, "relu", trained=False)
+    return [str(tuple(product)[1:])]
+
+
+HALF_AND_FLOAT = (torch.float16, torch.float32)
+DECISIONS: dict[str, Callable[[], list[Any]]] = {
+    **{
+        f"product {kind[0]} {n} {str(dtype)[6:]} {flags}": partial(
+            lambda product: [
+                *sparse_cost.sparse_seconds(product, DEVICES["H100"], H100), sparse_cost.dense_seconds(product, H100),
+                sparse_cost.compare(product, DEVICES["H100"], H100).reason.partition(";")[0],
+            ],
+            _product(kind, n, dtype, flags),
+        )
+        for kind in (CSR, BSR, NM)
+        for n in (1, 512)
+        for dtype in HALF_AND_FLOAT
+        for flags in ("", "linear bias relu constant", "trained", "trained hosted", "linear residual hosted")
+    },
+    "large product": lambda: [sparse_cost.dense_seconds(
+        _product(CSR, 8192, dtype, "constant")._replace(m=4096, k=4096), H100) for dtype in HALF_AND_FLOAT],
+    **{
+        f"on a CPU {kind[0]} {dtype} {flags}": partial(
+            lambda product: list(sparse_cost.decide(product)),
+            _product(kind, 64, dtype, flags)._replace(device=torch.device("cpu")),
+        )
+        for kind in (CSR, BSR, NM) for dtype in HALF_AND_FLOAT for flags in ("linear", "trained", "constant")
+    },
+    **{
+        f"product of {format} {transpose} {linear}": partial(
+            _read_off, Layout(format, block, (96, 40), ("even", "skewed")), transpose, linear,
+        )
+        for format, block in (("csr", (1, 1)), ("bsr", (8, 4)), ("nm", (2, 4)))
+        for transpose in (False, True)
+        for linear in (False, True)
+    },
+    **{
+        f"cpu {format} {n} {trained}": partial(
+            lambda work, trained: [
+                cpu_cost.sparse_seconds(work, trained), cpu_cost.dense_seconds(work, trained, False),
+                cpu_cost.dense_seconds(work, trained, True),
+            ],
+            cpu_cost.Work(format, block, 128, 256, n, 3000), trained,
+        )
+        for format, block in (("csr", (1, 1)), ("bsr", (16, 8)), ("nm", (2, 4)))
+        for n in (1, 64)
+        for trained in (False, True)
+    },
+    **{
+        f"site {n} {c} {size} {changes}": partial(
+            lambda site: [*astuple(gate.decide(site)), gate.event_pays_below(site),
+                          *(gate.estimate(site, name) for name in ("binary", "event", "skip"))],
+            _site(n, c, size, side)._replace(**changes),
+        )
+        for n, c, size, side in ((128, 64, 56, 3), (1, 512, 7, 3), (256, 128, 1, 1))
+        for changes in (
+            {}, {"trained": True}, {"hosted": True}, {"trained": True, "hosted": True}, {"itemsize": 2, "digits": 2},
+            {"density": None, "active": None}, {"tf32": True, "channels_last": False}, {"fused": False},
+            {"density": 0.001, "active": 0.02}, {"groups": 2}, {"groups": 8}, {"c": 40}, {"k": 72}, {"device": "cpu"},
+            {"groups": 4, "k": 96}, {"density": 0.0002, "active": 0.001, "trained": True},
+        )
+    },
+}  # fmt: skip
+
+STEP = ("float32", "float32", "int32", "float32")
+PROBLEMS: dict[str, list[Any]] = {
+    "binary_conv": [_conv(32, 64, 56, 3, 1, 3), _conv(1, 512, 7, 3, 1, 2), _conv(8, 128, 14, 1, 2, 4),
+                    _conv(32, 256, 14, 3, 1, 3, "rows"), _conv(4, 96, 9, 5, 1, 3)],
+    "pack_weight": [PackWeight(64, 64, 64, 576, 9, 3, 1, 3, 3, 3, "float32"),
+                    PackWeight(512, 500, 512, 500, 1, 1, 1, 1, 1, 2, "float16")],
+    "cast": [Cast(100_003, 0, False, "float32"), Cast(5000, 3, True, "float16")],
+    "cast_strided": [CastStrided(2, 40, 7, 5, 1400, 35, 5, 1, "float32"),
+                     CastStrided(32, 256, 14, 14, 50176, 196, 14, 1, "float16")],
+    "lif": [Lif(960, 960, 960, 16, 60, 0, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, False, True, True, True, True),
+            Lif(10**6, 10**6, 10**6, 64, 1, 0, 1e-5, 2.0, 1.0, 0.0, 4, "if", True, False, False, False, False, False)],
+    "find_events": [FindEvents(1000, 56, 64, 4000, "float32"), FindEvents(30, 7, 500, 999, "float16")],
+    "pack_events": [PackEvents(64, 64, 576, 9, 3, 1, 3, 3, 64, "float32", False),
+                    PackEvents(500, 300, 300, 1, 1, 1, 1, 1, 128, "float16", True)],
+    "event_conv": [_accumulate(32, 64, 56, 0.02, "float32"), _accumulate(2, 512, 7, 0.1, "float16"),
+                   _accumulate(2, 96, 14, 0.05, "float32")._replace(out_pixel=1, out_channel=196)],
+    "scan_pixels": [ScanPixels(2, 64, 14, 392, 12544, 1, 896, 64, "float32"),
+                    ScanPixels(32, 500, 7, 1568, 24500, 49, 7, 1, "float16")],
+    "list_rows": [ListRows(392, 14, 14, 14, 14, 64, 1, 1, 1, 1, 1, 1, 64, 1, 12544, 3, 3, True, "float32"),
+                  ListRows(9999, 100, 100, 50, 50, 20, 2, 2, 0, 0, 1, 1, 20, 1, 50000, 1, 1, False, "float16")],
+    "spike_conv2d": [_site(128, 64, 56, 3), _site(1, 512, 7, 3, density=None),
+                     _site(8, 256, 14, 1, itemsize=2, digits=2), _site(512, 256, 1, 1, active=None),
+                     _site(32, 128, 28, 3, fused=False, density=0.3),
+                     _site(32, 128, 28, 3, groups=2, channels_last=False), _site(4, 64, 9, 5, active=0.7, tf32=True)],
+    "spmm_csr": [_csr(512, 512, 64, 1, 0.1, 0, "float32"), _csr(4096, 4096, 512, 1, 0.05, 1, "float16", col=4096),
+                 _csr(1000, 3000, 1, 1, 0.01, 2, "bfloat16"), _csr(300, 200, 33, 8, 0.5, 3, "float32"),
+                 _csr(2048, 1024, 16, 1, 0.02, 1, "float32", col=1024), _csr(64, 64, 2048, 1, 0.3, 0, "float16"),
+                 _csr(256, 256, 32, 1, 0.2, 1, "float32")],
+    "spmm_bsr": [_bsr(1024, 1024, 512, 16, 0.1, 0, "float16"), _bsr(4096, 4096, 64, 64, 0.05, 1, "float32"),
+                 _bsr(2048, 1024, 1, 32, 0.3, 0, "bfloat16"), _bsr(96, 120, 40, 8, 0.5, 2, "float32")],
+    "spmm_nm": [_nm(1024, 1024, 512, 2, 4, "float16"), _nm(4096, 4096, 16, 1, 4, "float32"),
+                _nm(300, 600, 77, 4, 8, "bfloat16"), _nm(128, 300, 200, 3, 5, "float16")],
+    "sddmm": [_sddmm(1024, 1024, 64, 1, 0.05, 0, "float16"), _sddmm(4096, 2048, 256, 1, 0.01, 1, "float32"),
+              _sddmm(128, 128, 33, 16, 0.4, 2, "float32"),
+              _sddmm(512, 512, 1, 1, 0.1, 0, "float32")._replace(a_col=512),
+              _sddmm(2048, 2048, 2048, 1, 0.1, 0, "bfloat16")],
+    "pack_mask": [PackMask(10**6), PackMask(77)],
+    "merge_pruned": [Merge(10**6, 700_000, 4), Merge(1000, 10, 2)],
+    "split_pruned": [Split(10**6, 700_000, 4, 1, 1), Split(1000, 10, 2, 0, 1)],
+    "selective_step": [SelectiveStep("full", 700_000, 10**6, 1, 0, 0.9, 0.999, 0.1, 0.1, 1e-8, 0.0, *STEP),
+                       SelectiveStep("full", 10, 1000, 0, 1, 0.9, 0.999, 0.1, 0.1, 1e-8, 0.1, *STEP)],
+    "select_largest": [SelectLargest(10**6, "float32", "int32"), SelectLargest(99, "float16", "int64")],
+}  # fmt: skip
+
+
+def decided(name: str) -> list[Any]:
+    """What a cost model says and chooses; numbers to seven digits."""
+    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in DECISIONS[name]()]
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_decisions_are_those_of_the_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for value, expected in zip(decided(name), json.loads(TABLE.read_text())[name], strict=True):
+        assert value == (pytest.approx(expected, rel=1e-6) if isinstance(expected, float) else expected)
+
+
+def cases() -> Iterator[tuple[str, int]]:
+    return ((op, which) for op, problems in PROBLEMS.items() for which in range(len(problems)))
+
+
+def found(op: str, which: int) -> dict[str, list[Any]]:
+    """By card and template: how many configurations, the first by estimate, its microseconds, and those of all.
+
+    Of a template that cannot run it: 0 and why.
+    """
+    answer = {}
+    for card, device in DEVICES.items():
+        candidates = operations()[op].candidates(PROBLEMS[op][which], device)
+        for name, group in itertools.groupby(candidates, key=lambda candidate: candidate.template.name):
+            ranked = rank(list(group), PROBLEMS[op][which], H100)
+            times = [seconds(candidate, PROBLEMS[op][which], H100) * 1e6 for candidate in ranked]
+            numbers = [float(f"{number:.7g}") for number in (times[0], sum(times))]
+            answer[f"{op} {which} {card} {name}"] = [len(ranked), str(ranked[0].config), *numbers]
+        for name, reason in operations()[op].refusals(PROBLEMS[op][which], device).items():
+            answer[f"{op} {which} {card} {name}"] = [0, reason]
+    return answer
+
+
+@pytest.mark.parametrize(("op", "which"), list(cases()))
+def test_costs_are_those_of_the_table(op: str, which: int) -> None:
+    written = {name: row for name, row in json.loads(TABLE.read_text()).items() if name.startswith(f"{op} {which} ")}
+    answer = found(op, which)
+    assert answer.keys() == written.keys()
+    for name, (count, config, *times) in written.items():
+        assert answer[name][:2] == [count, config], name
+        assert answer[name][2:] == pytest.approx(times, rel=1e-6), name
+
+
+def test_the_table_has_every_operation() -> None:
+    assert set(PROBLEMS) == set(operations()) - {"semi_structured"}  # whose times are cuSPARSELt's
+
+
+# At most 2^28 elements of a dense matrix, 2^27 of sums; 2^31 - 1 of an operand of cuSPARSELt's.
+BOUNDS: list[tuple[str, str, Any, Any, str]] = [
+    # operation, template, what it just takes, what it just does not, and why
+    ("sddmm", "sddmm_dense", _sddmm(99, 99, 8, 1, 0.1, 0, "float16"), {"d": 7}, "a depth below 8"),
+    ("sddmm", "sddmm_dense", _sddmm(2**14, 2**13, 8, 2, 0, 0, "float16"), {"n": 2**13 + 1}, "268435456 elements"),
+    ("spmm_csr", "spmm_csr_dense", _csr(99, 99, 8, 1, 0.1, 0, "float16"), {"n": 7}, "fewer than 8 columns"),
+    ("spmm_csr", "spmm_csr_dense", _csr(99, 99, 8, 1, 0.1, 0, "bfloat16"), {"dense_dtype": "float16"}, "one dtype"),
+    ("spmm_csr", "spmm_csr_dense", _csr(99, 99, 8, 1, 0.1, 0, "float16"), {"dtype": "float32"}, "spmm_csr_halves"),
+    ("spmm_csr", "spmm_csr_dense", _csr(2**14, 2**13, 8, 2, 0, 0, "float16"), {"m": 2**14 + 1, "values_batch": 1},
+     "268435456 elements"),
+    ("spmm_csr", "spmm_csr_halves", _csr(99, 99, 8, 1, 0.1, 0, "float32"), {"n": 7}, "fewer than 8 columns"),
+    ("spmm_csr", "spmm_csr_halves", _csr(99, 99, 8, 1, 0.1, 0, "float32"), {"dense_dtype": "float16"}, "splits"),
+    ("spmm_csr", "spmm_csr_halves", _csr(2**14, 2**13, 8, 1, 0, 0, "float32"), {"m": 2**14 + 1}, "268435456 elements"),
+    ("spmm_csr", "spmm_csr_rows", _csr(9, 9, 8, 1, 0.1, 0, "float32"), {"dtype": "float64"}, "use the reference"),
+    ("spmm_bsr", "spmm_bsr", _bsr(64, 64, 8, 16, 0.1, 0, "float16"), {"dense_dtype": "float32"}, "one dtype"),
+    ("spmm_bsr", "spmm_bsr", _bsr(64, 64, 8, 16, 0.1, 0, "float16")._replace(block_columns=2**27 - 1),
+     {"block_columns": 2**27}, "deeper than 2^31"),
+    ("spmm_nm", "spmm_nm", _nm(64, 64, 8, 2, 4, "float16"), {"dense_dtype": "float32"}, "one dtype"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "template", "taken", "change", "why"), BOUNDS)
+def test_a_template_refuses_from_its_bound_on(op: str, template: str, taken: Any, change: Any, why: str) -> None:
+    assert template not in operations()[op].refusals(taken, DEVICES["H100"])
+    assert why in operations()[op].refusals(taken._replace(**change), DEVICES["H100"])[template]
+
+
+@pytest.mark.parametrize(
+    ("capability", "most"),
+    [("8.0", 163 * 1024), ("8.6", 99 * 1024), ("8.9", 99 * 1024), ("9.0", 227 * 1024), ("10.0", 227 * 1024),
+     ("7.5", 99 * 1024), ("", 99 * 1024)],
+)  # fmt: skip
+def test_shared_memory_is_what_nvidia_says(capability: str, most: int) -> None:
+    """What a block can opt in to (CUDA C++ Programming Guide, technical specifications); unknown cards as the least."""
+    device = Device("card", capability, "3.6.0")
+    assert fits_shared(most, device) and not fits_shared(most + 1, device)
+
+
+def test_registers_hold_192_sums_a_thread() -> None:
+    assert fits_registers(192 * 128, 4) and not fits_registers(192 * 128 + 1, 4)
+
+
+def main() -> int:
+    torch.get_num_threads = lambda: 2
+    rows = {name: row for op, which in cases() for name, row in found(op, which).items()}
+    rows |= {name: decided(name) for name in DECISIONS}
+    lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

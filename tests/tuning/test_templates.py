@@ -1,0 +1,119 @@
+"""Every template keeps its promises: what it offers runs, is right, and is told apart from other code."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_devices import KERNEL_DEVICES
+
+from sparsecomp.compiler.warmup import signature_of
+from sparsecomp.lowering.cache.signature import Device, device_of
+from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, BinaryConv
+from sparsecomp.lowering.spiking.event_conv import ACCUMULATE, Accumulate
+from sparsecomp.lowering.spiking.lif import LIF, Lif
+from sparsecomp.lowering.spiking.packing import CAST, CAST_STRIDED, PACK_WEIGHT, Cast, CastStrided, PackWeight
+from sparsecomp.lowering.spiking.strategies import SPIKE_CONV, SiteInfo
+from sparsecomp.lowering.tuning.operations import operations
+from sparsecomp.lowering.tuning.template import of_operation
+from sparsecomp.lowering.tuning.trial import fault
+
+CONV = BinaryConv(
+    2, 6, 5, 6, 5, 64, 64, 64, 3, 3, 1, 1, 1, 1, 1, 1, 64, 1, 64 * 30, 1, 3, True, "float32", "all", 0, 576, 9, 3, 1
+)  # fmt: skip
+PROBLEMS = [
+    pytest.param(BINARY_CONV, CONV, id="conv"),
+    pytest.param(BINARY_CONV, CONV._replace(select="rows"), id="conv of listed rows"),
+    pytest.param(BINARY_CONV, CONV._replace(scale=0.25, has_factor=True), id="conv of scaled spikes"),
+    pytest.param(BINARY_CONV, CONV._replace(select="count", limit=7), id="conv if many"),
+    pytest.param(BINARY_CONV, CONV._replace(c=40, k=24, digits=2, out_pixel=24, out_image=24 * 30), id="padded conv"),
+    pytest.param(PACK_WEIGHT, PackWeight(16, 40, 64, 360, 9, 3, 1, 3, 3, 3, "float32"), id="pack_weight"),
+    pytest.param(CAST, Cast(5000, 0, False, "float32"), id="cast"),
+    pytest.param(CAST, Cast(5000, 3, True, "float16"), id="counted cast"),
+    pytest.param(CAST_STRIDED, CastStrided(2, 40, 7, 5, 1400, 35, 5, 1, "float32"), id="cast_strided"),
+    pytest.param(
+        LIF,
+        Lif(960, 960, 960, 16, 60, 0.1, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, False, True, True, True, True),
+        id="lif",
+    ),
+    pytest.param(
+        LIF,
+        Lif(960, 960, 960, 16, 1, 0.1, 1e-5, 2.0, 0.5, 0.0, 3, "plif", False, True, False, False, False, False),
+        id="plif",
+    ),
+    pytest.param(
+        ACCUMULATE,
+        Accumulate(
+            2 * 64 * 30 // 16, 2, 6, 5, 6, 5, 64, 24, 1, 1, 1, 1, 1, 1, 24, 1, 24 * 30, 3, 3, 32, 8, True, "float32",
+            0.25, True,
+        ),
+        id="event_conv",
+    ),
+    pytest.param(
+        SPIKE_CONV,
+        SiteInfo("cuda", 4, 2, 32, 9, 7, 16, 3, 3, 5, 4, 1, 3, 0.04, 0.5, False, True, True, (2, 2)),
+        id="strategies of a convolution",
+    ),
+    pytest.param(
+        SPIKE_CONV,
+        SiteInfo("cuda", 4, 6, 32, 1, 1, 16, 1, 1, 1, 1, 1, 3, None, None, False, True, False),
+        id="strategies of a linear layer",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize(("operation", "problem"), PROBLEMS)
+def test_configurations_match_the_reference_on_poisoned_results(operation, problem, device, monkeypatch):
+    """All of them on a GPU; the first, the middle and the last in the interpreter, which is slow."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # as the problems have it
+    where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    candidates = operation.candidates(problem, device_of(where))
+    if device == "cpu":
+        candidates = [candidates[0], candidates[len(candidates) // 2], candidates[-1]]
+    faults = {candidate.name: fault(operation, problem, where, candidate) for candidate in candidates}
+    assert faults == dict.fromkeys(faults)
+
+
+@pytest.mark.parametrize(("operation", "problem"), PROBLEMS)
+def test_the_representative_of_a_signature_has_that_signature(operation, problem):
+    signature = operation.signature(problem, Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0"))
+    stand_in = operation.representative(signature)
+    assert operation.signature(stand_in, signature.device).key == signature.key
+    assert type(stand_in) is type(problem)
+    from_text = operation.representative(signature_of(signature.fields))
+    assert operation.signature(from_text, signature.device).key == signature.key
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0", "10.0", ""])
+@pytest.mark.parametrize(("operation", "problem"), PROBLEMS)
+def test_every_card_has_a_configuration(operation, problem, capability):
+    assert operation.candidates(problem, Device("some card", capability, "3.6.0"))
+
+
+def test_hopper_has_its_own_convolution_and_says_why_others_do_not():
+    h100, a100 = Device("H100", "9.0", "3.6.0"), Device("A100", "8.0", "3.6.0")
+    assert {one.template.name for one in BINARY_CONV.candidates(CONV, h100)} == {"binary_conv_hopper"}
+    assert {one.template.name for one in BINARY_CONV.candidates(CONV, a100)} == {"binary_conv"}
+    assert "compute capability 9" in BINARY_CONV.refusals(CONV, a100)["binary_conv_hopper"]
+    padded = CONV._replace(c=40)
+    assert {one.template.name for one in BINARY_CONV.candidates(padded, h100)} == {"binary_conv"}
+
+
+def test_names_are_unique_and_every_operation_has_a_template():
+    found = [template for name in operations() for template in of_operation(name)]
+    assert len({template.name for template in found}) == len(found)
+    assert all(of_operation(name) for name in operations())
+
+
+def test_another_source_is_another_version_of_the_candidate():
+    (template,) = of_operation("cast")
+    other = replace(template, sources=of_operation("lif")[0].sources)
+    assert other.version != template.version == replace(template).version
+
+
+def test_a_strategy_is_another_version_when_one_of_its_kernels_is():
+    dense, *sparse = of_operation("spike_conv2d")
+    assert not dense.sources  # a library's
+    shared = {source for op in ("pack_weight", "binary_conv") for one in of_operation(op) for source in one.sources}
+    assert all(shared <= set(strategy.sources) for strategy in sparse)
+    assert len({one.version for one in (dense, *sparse)}) == 4
