@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import sparsecomp
 from bench.parallel import measured
-from bench.timing import MODES, guarded, in_turns_ms
+from bench.timing import MODES, guarded, time_rivals
 from sparsecomp.nn import SparseLinear
 
 SIZES = (256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
@@ -77,7 +77,7 @@ def prepared(layer: Layer, modes: tuple[str, ...], device: str) -> Callable[[], 
 
     def measure() -> dict[str, Any]:
         for mode in calls:
-            guarded(row, mode, partial(_time, row, layer, mode, calls[mode]))
+            guarded(row, mode, partial(time_rivals, row, mode, calls[mode], layer.training))
         return row
 
     for mode in modes:
@@ -131,12 +131,6 @@ def _compiled(
                 found = [f"{site.implementation}: {site.reason}" for site in report.sites]
                 row["implementation"][f"{which}, {mode}"] = found
     return calls
-
-
-def _time(row: dict[str, Any], layer: Layer, mode: str, calls: dict[str, Callable[[], Any]]) -> None:
-    with torch.set_grad_enabled(layer.training):
-        times = in_turns_ms(list(calls.values()))
-    row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
 
 
 def _call(which: str, mode: str, layer: Layer, model: nn.Module, x: Tensor) -> Callable[[], Any]:

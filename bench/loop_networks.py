@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import sparsecomp
 from bench.networks import DeadNetworkError, firing_rates
 from bench.parallel import measured
-from bench.timing import MODES, guarded, in_turns_ms
+from bench.timing import MODES, guarded, time_rivals
 from sparsecomp.nn import SparseLinear
 
 _LEAST_RATE = 0.02
@@ -133,7 +133,7 @@ def prepared(case: tuple[str, bool, str]) -> Callable[[], dict[str, Any]]:
 
     def measure() -> dict[str, Any]:
         if calls:
-            guarded(row, mode, partial(_time, row, training, mode, calls))
+            guarded(row, mode, partial(time_rivals, row, mode, calls, training, each=5, rounds=6))
         return row
 
     guarded(row, mode, prepare)
@@ -184,12 +184,6 @@ def _compiled(
                 assert report is not None
                 row[f"sites, {which}, {mode}"] = f"{len(report.rewritten)} of {len(report.sites)}"
     return calls
-
-
-def _time(row: dict[str, Any], training: bool, mode: str, calls: dict[str, Callable[[], Any]]) -> None:
-    with torch.set_grad_enabled(training):
-        times = in_turns_ms(list(calls.values()), each=5, rounds=6)
-    row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
 
 
 def _make_dense(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,15 @@ def in_turns_ms(calls: Sequence[Callable[[], Any]], each: int = 20, rounds: int 
         for place, call in enumerate(calls):
             best[place] = min(best[place], loop_ms(call, each, repeats=1))
     return [round(one, 5) for one in best]
+
+
+def time_rivals(
+    row: dict[str, Any], mode: str, calls: Mapping[str, Callable[[], Any]], gradients: bool, **how: int
+) -> None:  # fmt: skip
+    """Add to a row's ``ms`` what each of the rivals takes in a mode, by ``in_turns_ms`` (`how`)."""
+    with torch.set_grad_enabled(gradients):
+        times = in_turns_ms(list(calls.values()), **how)
+    row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
 
 
 def host_us(call: Callable[[], Any], calls: int = 200, repeats: int = 5) -> float:

@@ -51,7 +51,7 @@ class SparseEmbedding(StoredWeight):
         return cls(matrix, embedding.weight.requires_grad).train(embedding.training)
 
     def _derive(self, pattern: Pattern) -> None:
-        self._longest, self._version = pattern.longest(), self.indices._version
+        self._longest = pattern.longest()
 
     def _make_room(self, name: str, given: Tensor) -> None:
         super()._make_room(name, given)
@@ -67,7 +67,5 @@ class SparseEmbedding(StoredWeight):
         """Entries of the longest row, or more."""
         if not self._is_described():
             return self.shape[1]
-        # another process's pattern came here, by DistributedDataParallel
-        if not torch.compiler.is_compiling() and self.indices._version != self._version:
-            self._describe(Pattern(self.format, self._layout, tuple(self._own())))
+        self._follow_writes()
         return self._longest

@@ -63,7 +63,16 @@ class StoredWeight(nn.Module):
         """Keep what follows from the index arrays; reads from the device."""
         self._derive(pattern)
         self._layout, self._written = pattern.layout, pattern.layout.written()
+        self._remember()
+
+    def _remember(self) -> None:
+        """Which arrays are described, and as they are now."""
         self._described, self._seen = (self.indices, self.transposed_order), self._memory()
+
+    def _follow_writes(self) -> None:
+        """Describe anew what somebody wrote to in place: who copies whole states, or DistributedDataParallel."""
+        if not torch.compiler.is_compiling() and self._is_described() and self._memory() != self._seen:
+            self._describe(Pattern(self.format, self._layout, tuple(self._own())))
 
     def _memory(self) -> list[tuple[int, int]]:
         """Where the index arrays lie, and how often they were written to as far as torch counts."""
@@ -88,7 +97,7 @@ class StoredWeight(nn.Module):
         described = self._is_described()
         super()._apply(fn, recurse)
         if described:
-            self._described, self._seen = (self.indices, self.transposed_order), self._memory()
+            self._remember()
         return self
 
     def _is_described(self) -> bool:
@@ -110,8 +119,7 @@ class StoredWeight(nn.Module):
         return [self.indices] if self.format == "NM" else [self.pointers, self.indices]
 
     def _kept_transposed(self) -> list[Tensor]:
-        if not torch.compiler.is_compiling() and self._is_described() and self._memory() != self._seen:
-            self._describe(Pattern(self.format, self._layout, tuple(self._own())))  # somebody wrote to them in place
+        self._follow_writes()
         # functional_call may have put another pattern in place of the layer's, without its transpose
         if self.transposed_order is None or self._is_described() != (self.transposed_order is self._described[1]):
             return []
