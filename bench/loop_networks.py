@@ -133,7 +133,7 @@ def prepared(case: tuple[str, bool, str]) -> Callable[[], dict[str, Any]]:
 
     def measure() -> dict[str, Any]:
         if calls:
-            guarded(row, mode, partial(time_rivals, row, mode, calls, training, each=5, rounds=6))
+            guarded(row, mode, partial(time_rivals, row, mode, calls, training))
         return row
 
     guarded(row, mode, prepare)

@@ -60,11 +60,11 @@ def in_turns_ms(calls: Sequence[Callable[[], Any]], each: int = 20, rounds: int 
 
 
 def time_rivals(
-    row: dict[str, Any], mode: str, calls: Mapping[str, Callable[[], Any]], gradients: bool, **how: int
+    row: dict[str, Any], mode: str, calls: Mapping[str, Callable[[], Any]], gradients: bool
 ) -> None:  # fmt: skip
-    """Add to a row's ``ms`` what each of the rivals takes in a mode, by ``in_turns_ms`` (`how`)."""
+    """Add to a row's ``ms`` what each of the rivals takes in a mode, by ``in_turns_ms``."""
     with torch.set_grad_enabled(gradients):
-        times = in_turns_ms(list(calls.values()), **how)
+        times = in_turns_ms(list(calls.values()))
     row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
 
 
