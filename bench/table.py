@@ -147,7 +147,7 @@ def networks_as_called(rows: list[dict[str, Any]]) -> str:
     )
     variants = [(mode, which) for mode in MODES for which in ("stock", "sparsecomp", "frozen")]
     grid = [["network", "input", "fires", "step", *(f"{which}, {mode}" for mode, which in variants)]]
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row["training"], row["network"])):
         if not row["ms"]:
             continue
         times = {f"{call.which}, {call.mode}": f"{_ms(call.ms)} ({call.speed:.2f})" for call in _calls([row])}
