@@ -18,6 +18,7 @@ import importlib
 import itertools
 import json
 import os
+import queue
 import random
 import re
 import shutil
@@ -339,28 +340,41 @@ def main() -> int:
     parser.add_argument(
         "--make-map", nargs="*", metavar="TEST_FILE", help="write the map; of all test files or of these"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="processes that make the map")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run tests side by side")
     options = parser.parse_args()
     prepare()
     with tempfile.TemporaryDirectory() as folder:
-        copy = copied(Path(folder))
         if options.make_map is not None:
             every = sorted(str(test.relative_to(ROOT)) for test in (ROOT / "tests").rglob("test_*.py"))
-            make_map(copy, options.make_map or every, options.map, options.jobs)
+            make_map(copied(Path(folder)), options.make_map or every, options.map, options.jobs)
             return 0
-        judge(chosen(options.package, options.count, options.seed), copy, read_map(options.map))
+        copies = [copied(Path(folder) / str(job)) for job in range(options.jobs)]
+        judge(chosen(options.package, options.count, options.seed), copies, read_map(options.map))
     return 0
 
 
-def judge(sample: list[tuple[str, Mutation]], copy: Path, known: Map | None) -> None:
-    """Prints each change with what became of it, then the table by package; no test executes what is `unseen`."""
+def judge(sample: list[tuple[str, Mutation]], copies: list[Path], known: Map | None) -> None:
+    """Prints each change with what became of it, then the table by package; no test executes what is `unseen`.
+
+    Each copy of the tree holds one change at a time.
+    """
     made, noticed = collections.Counter(), collections.Counter()
-    for name, mutation in sample:
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def one(change: tuple[str, Mutation]) -> None:
+        name, mutation = change
+        copy = free.get()
         killed = is_noticed(mutation, copy, known)
+        free.put(copy)
         made[name] += 1
         noticed[name] += killed
         unseen = known is not None and not killed and _span(mutation) and not known.executing(mutation)
         print(f"| {'killed' if killed else '**survived**'}{' unseen' * bool(unseen)} | {mutation} |", flush=True)
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        list(pool.map(one, sample))
     print("\n| package | changes | noticed |\n|---|---|---|")
     for name in made:
         print(f"| {name} | {made[name]} | {noticed[name]} ({noticed[name] / made[name]:.0%}) |")
