@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sparsecomp.snn.registry import register_neuron
     from sparsecomp.tensor.sparse_tensor import SparseTensor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "OptionError": "errors",
