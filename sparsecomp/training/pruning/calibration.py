@@ -5,7 +5,7 @@ knows what reaches the output projection, so that call is watched too.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,15 +80,18 @@ def calibrate(
     forward: Callable[[Any], Any],
     token_mask: TokenMask | None = None,
     products: bool = False,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Statistics:
-    """Statistics of the inputs of a wrapped model's masked weights, by the names of ``masked_weights(model)``.
+    """Statistics of the inputs of ``weights``, by their names; by default a wrapped model's ``masked_weights(model)``.
 
     Runs ``forward(batch)`` for each batch without gradients and in evaluation mode; training flags come back. Tied
     weights add up. ``token_mask(batch)`` is a bool tensor, False at padding, which is dropped where a layer's input
     has its leading shape. ``products`` also sums H = 2 X X^T, of fan_in squared elements a weight. A weight that no
     batch reaches, or a convolution with groups or a named padding, has no entry.
     """
-    watch = _Watch(model, products)
+    if weights is None:
+        weights = {name: weight for name, (weight, _) in masked_weights(model).items()}
+    watch = _Watch(weights, products)
     flags = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -105,9 +108,9 @@ def calibrate(
 class _Watch(TorchFunctionMode):
     """Collects inputs from hooks on layers and from the call within an attention."""
 
-    def __init__(self, model: nn.Module, products: bool) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], products: bool) -> None:
         super().__init__()
-        self.names = {id(weight): name for name, (weight, _) in masked_weights(model).items()}
+        self.names = {id(weight): name for name, weight in weights.items()}
         self.products = products
         self.found: Statistics = {}
         self.valid: torch.Tensor | None = None
