@@ -28,40 +28,61 @@ if TYPE_CHECKING:
     from sparsecomp.report import Report, Site, last_report
     from sparsecomp.snn.registry import register_neuron
     from sparsecomp.tensor.sparse_tensor import SparseTensor
+    from sparsecomp.training.densify import densify
+    from sparsecomp.training.pruning.configs import NM, Block, FromMask, Unstructured
+    from sparsecomp.training.pruning.methods import Magnitude, SparseGPT, Wanda
+    from sparsecomp.training.sparsify import sparsify
 
 __version__ = "0.2.0"
 
 _HOME = {
+    "Block": "training.pruning.configs",
+    "FromMask": "training.pruning.configs",
+    "Magnitude": "training.pruning.methods",
+    "NM": "training.pruning.configs",
     "OptionError": "errors",
     "Options": "options",
     "PatternError": "errors",
     "Report": "report",
     "RuleError": "errors",
     "Site": "report",
+    "SparseGPT": "training.pruning.methods",
     "SparseOperatorError": "errors",
     "SparseTensor": "tensor.sparse_tensor",
     "SparsecompError": "errors",
+    "Unstructured": "training.pruning.configs",
+    "Wanda": "training.pruning.methods",
+    "densify": "training.densify",
     "explain": "compiler.explain",
     "last_report": "report",
     "optimize": "compiler.optimize",
     "profile": "compiler.profile",
     "register_neuron": "snn.registry",
     "sparsecomp_backend": "compiler.backend",
+    "sparsify": "training.sparsify",
 }
 
 _MODULES = ("cache", "formats", "nn")
 
 __all__ = [
+    "Block",
+    "FromMask",
+    "Magnitude",
+    "NM",
     "OptionError",
     "Options",
     "PatternError",
     "Report",
     "RuleError",
     "Site",
+    "SparseGPT",
     "SparseOperatorError",
     "SparseTensor",
     "SparsecompError",
+    "Unstructured",
+    "Wanda",
     "cache",
+    "densify",
     "explain",
     "formats",
     "last_report",
@@ -70,6 +91,7 @@ __all__ = [
     "profile",
     "register_neuron",
     "sparsecomp_backend",
+    "sparsify",
 ]
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "empty_cuda",
     "fake_of",
     "graph_break_reasons",
+    "hooks_of",
     "inside_transform",
     "is_fake",
     "isolated_compile",
@@ -455,3 +456,9 @@ def make_wrapper(
 
 without_torch_function = cast(Any, torch._C).DisableTorchFunctionSubclass
 """Context within which torch's functions do not ask tensor subclasses; Dynamo knows it by its own name."""
+
+
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """What runs before and after the module's forward and backward, the module's own hooks only."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [hook for kind in kinds for hook in getattr(module, kind).values()]

@@ -1,0 +1,239 @@
+"""`sparsify` and `densify`: the same function before and after, the right elements kept, bad input changes nothing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+import sparsecomp
+from sparsecomp import NM, Block, FromMask, SparseGPT, Unstructured, Wanda, densify, sparsify
+from sparsecomp.errors import FormatError, MaskError
+from sparsecomp.nn import RESULinear, SparseEmbedding, SparseLinear, wrap_module
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16, bias=False))
+
+
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    return [one.weight.detach().to_dense() for one in model if hasattr(one, "weight")]
+
+
+def test_magnitude_keeps_the_largest_of_each_layer() -> None:
+    model = _net()
+    dense = copy.deepcopy(model)
+    assert sparsify(model, Unstructured(0.75)) is model
+    for before, after in zip(_weights(dense), _weights(model), strict=True):
+        kept = after != 0
+        assert int(kept.sum()) == before.numel() // 4
+        assert before.abs()[kept].min() >= before.abs()[~kept].max()
+        assert torch.equal(before[kept], after[kept])
+    assert model[0].bias is not dense[0].bias and torch.equal(model[0].bias, dense[0].bias)
+
+
+def test_wanda_ranks_by_what_reaches_a_layer() -> None:
+    model = _net()
+    loud = torch.ones(32)
+    loud[:4] = 1000.0
+    sparsify(model, Unstructured(0.875, by="wanda"), batches=[torch.randn(64, 32) * loud])
+    first = model[0].weight.detach().to_dense() != 0
+    assert torch.equal(first.sum(1), torch.full((48,), 4)) and first[:, :4].all()
+
+
+def test_sparsegpt_makes_up_for_what_is_gone() -> None:
+    x = torch.randn(256, 32, generator=torch.Generator().manual_seed(1)) @ torch.randn(32, 32)
+    errors = {}
+    for by in ("magnitude", SparseGPT(damping=0.05)):
+        model, dense = _net()[:1], _net()[:1]
+        sparsify(model, Unstructured(0.5, by=by), batches=[x])
+        errors[by] = (model(x) - dense(x)).square().mean()
+    assert errors[SparseGPT(damping=0.05)] < 0.8 * errors["magnitude"]
+
+
+@pytest.mark.parametrize("by", ["magnitude", "wanda", "sparsegpt"])
+def test_n_of_m(by: str) -> None:
+    model = sparsify(_net(), NM(2, 4, by=by), batches=[torch.randn(40, 32)])
+    for weight in _weights(model):
+        assert ((weight.view(-1, 4) != 0).sum(1) == 2).all()
+
+
+def test_blocks_stay_whole() -> None:
+    model = sparsify(_net(), Block(16, 0.5))
+    for weight in _weights(model):
+        blocks = (weight != 0).unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).sum((1, 3))
+        assert set(blocks.flatten().tolist()) == {0, 256} and int((blocks == 0).sum()) == round(blocks.numel() / 2)
+
+
+def test_a_filter_chooses_layers_by_name() -> None:
+    model = sparsify(_net(), Unstructured(0.5), filter=lambda layer, name: name == "2")
+    assert type(model[0]) is nn.Linear and type(model[2]) is SparseLinear
+
+
+def test_the_mask_of_torchs_pruning_is_taken() -> None:
+    model = _net()
+    prune.l1_unstructured(model[0], "weight", 0.9)
+    with torch.no_grad():
+        model[0].weight_orig.mul_(2)  # the attribute is stale until the next call
+    x = torch.randn(5, 32)
+    hidden = torch.relu(x @ (model[0].weight_orig * model[0].weight_mask).T + model[0].bias)
+    expected = hidden @ model[2].weight.T
+    model = sparsify(model, FromMask())
+    assert type(model[0]) is SparseLinear and type(model[2]) is nn.Linear
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_the_mask_of_a_parametrization_is_taken() -> None:
+    class Mask(nn.Module):
+        def __init__(self, mask: torch.Tensor) -> None:
+            super().__init__()
+            self.register_buffer("mask", mask)
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * self.mask
+
+    model = _net()
+    mask = torch.rand(48, 32) < 0.2
+    parametrize.register_parametrization(model[0], "weight", Mask(mask))
+    x = torch.randn(5, 32)
+    expected = model(x)
+    model = sparsify(model, FromMask(), filter=lambda layer, name: name == "0")
+    torch.testing.assert_close(model(x), expected)
+    assert model[0].values.numel() == int(mask.sum())
+
+
+def test_from_resu_to_sparse_to_plain() -> None:
+    model = _net()
+    keys = list(model.state_dict())
+    wrap_module(model)
+    for layer in (model[0], model[2]):
+        layer.masked.prune_(layer.weight, torch.rand_like(layer.weight) < 0.3)
+    x = torch.randn(5, 32)
+    expected = model(x)
+    plain = densify(copy.deepcopy(model))
+    assert type(plain[0]) is nn.Linear and list(plain.state_dict()) == keys
+    torch.testing.assert_close(plain(x), expected, rtol=0, atol=0)
+    sparse = sparsify(model, FromMask())
+    assert type(sparse[0]) is SparseLinear
+    torch.testing.assert_close(sparse(x), expected)
+    back = densify(sparse)
+    assert type(back[0]) is nn.Linear and list(back.state_dict()) == keys
+    torch.testing.assert_close(back(x), expected)
+
+
+def test_parameters_of_resu_layers_stay_the_same_objects() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1, groups=2, padding_mode="circular"), nn.Flatten(2),
+        nn.MultiheadAttention(36, 4, kdim=20, vdim=12, batch_first=True, add_bias_kv=True),
+    )  # fmt: skip
+    parameters, keys = dict(model.named_parameters()), list(model.state_dict())
+    x = torch.randn(2, 4, 6, 6)
+    expected = model[0](x)
+    wrap_module(model)
+    densify(model)
+    assert type(model[0]) is nn.Conv2d and type(model[2]) is nn.MultiheadAttention
+    assert list(model.state_dict()) == keys
+    assert all(parameters[name] is one for name, one in model.named_parameters())
+    torch.testing.assert_close(model[0](x), expected)
+    query, key, value = torch.randn(2, 3, 36), torch.randn(2, 5, 20), torch.randn(2, 5, 12)
+    assert model[2](query, key, value)[0].shape == query.shape
+
+
+def test_an_embedding_becomes_plain_again() -> None:
+    table = nn.Embedding(50, 12)
+    sparse = SparseEmbedding.from_embedding(table, sparsity=0.5)
+    index = torch.tensor([3, 49, 3])
+    expected = sparse(index)
+    assert torch.equal(densify(sparse)(index), expected)
+
+
+def test_a_layer_of_attention_stays() -> None:
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    x = torch.randn(2, 5, 32)
+    sparsify(model, Unstructured(0.0))
+    assert type(model.linear1) is SparseLinear and not isinstance(model.self_attn.out_proj, SparseLinear)
+    dense = densify(copy.deepcopy(model))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), dense(x))
+
+
+def _tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 16))
+    model[1].weight = model[0].weight
+    return model
+
+
+def _hooked() -> nn.Module:
+    model = _net()
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+def _resurrecting() -> nn.Module:
+    model = wrap_module(_net())
+    layer = model[0]
+    assert isinstance(layer, RESULinear)
+    layer.masked.prune_(layer.weight, torch.rand_like(layer.weight) < 0.3)
+    layer.masked.enter_resu_(layer.weight)
+    return model
+
+
+def _with_nan() -> nn.Module:
+    model = _net()
+    with torch.no_grad():
+        model[2].weight[3, 3] = float("nan")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "error", "says"),
+    [
+        (_tied, Unstructured(0.5), MaskError, "shares its weight with 0"),
+        (_hooked, Unstructured(0.5), MaskError, "has hooks"),
+        (_resurrecting, FromMask(), MaskError, "0: .*commit it first"),
+        (_with_nan, Unstructured(0.5), MaskError, "2: .*NaN"),
+        (_net, Unstructured(0.5, by=Wanda()), MaskError, "give batches="),
+        (_net, NM(2, 5), MaskError, "groups of 5"),
+        (lambda: nn.Sequential(nn.ReLU()), Unstructured(0.5), MaskError, "no linear layer"),
+    ],
+)  # fmt: skip
+def test_bad_input_changes_nothing(make, config, error, says) -> None:
+    model = make()
+    modules, state = list(model.modules()), {key: one.clone() for key, one in model.state_dict().items()}
+    with pytest.raises(error, match=says):
+        sparsify(model, config)
+    assert list(model.modules()) == modules
+    for key, one in model.state_dict().items():
+        torch.testing.assert_close(one, state[key], rtol=0, atol=0, equal_nan=True)
+
+
+def test_densify_refuses_a_resu_phase() -> None:
+    with pytest.raises(MaskError, match="0 is in its RESU phase"):
+        densify(_resurrecting())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Unstructured(1.0), lambda: Unstructured(-0.1), lambda: Unstructured(0.5, by="best"),
+        lambda: NM(5, 4), lambda: NM(0, 4), lambda: Block(16, 1.5), lambda: SparseGPT(damping=0.0),
+    ],
+)  # fmt: skip
+def test_configs_are_checked_when_made(make) -> None:
+    with pytest.raises((MaskError, FormatError)):
+        make()
+
+
+def test_a_sparse_model_trains_and_compiles_as_its_dense_form() -> None:
+    model = sparsify(_net(), Unstructured(0.8))
+    dense = densify(copy.deepcopy(model))
+    x = torch.randn(7, 32)
+    compiled = torch.compile(model, backend="sparsecomp")
+    torch.testing.assert_close(compiled(x), dense(x))
+    compiled(x).square().sum().backward()
+    dense(x).square().sum().backward()
+    stored = dense[0].weight != 0
+    torch.testing.assert_close(model[0].values.grad, dense[0].weight.grad[stored])
+    assert sparsecomp.last_report() is not None
