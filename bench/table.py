@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from bench.networks import PRECISIONS
 from bench.timing import MODES
 from sparsecomp.passes.cost import spiking as gate
+from sparsecomp.passes.cost.decision import Decision
 
 RESULTS = Path(__file__).parent / "results"
 _VARIANTS = ("eager", "stock compile", "stock compile, reduce-overhead", "sparsecomp", "sparsecomp, reduce-overhead")
@@ -56,7 +57,7 @@ def markdown(results: Path = RESULTS) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def decision(row: dict[str, Any], fused: bool = False) -> tuple[gate.Decision, float]:
+def decision(row: dict[str, Any], fused: bool = False) -> tuple[Decision, float]:
     """What the gate picks for a measured layer, and the time of its rival.
 
     ``fused``: in a compiled graph, where the neuron writes bytes; run op by op otherwise. The rival is the dense
