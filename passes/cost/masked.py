@@ -15,7 +15,7 @@ times as fast."""
 def decide_fold(elements: int) -> Decision:
     """Whether a weight of so many elements is folded: `dense` is the multiplication by its mask in each call."""
     if elements >= LEAST_FOLDED:
-        return Decision("folded", None, f"{elements} elements take longer to mask than an operator to call")
+        return Decision("folded", None, "")
     reason = f"its {elements} elements are masked faster than an operator is called"
     return Decision("dense", None, f"{reason} (from {LEAST_FOLDED} on it is folded)")
 
@@ -38,4 +38,4 @@ def decide_merge(size: int, device: str, by_mask: bool, replayed: bool) -> Decis
     if size < LEAST_MERGED[kind]:
         least = LEAST_MERGED[kind]
         return Decision("dense", None, f"Inductor trains its {size} bytes as fast (from {least} on they are merged)")
-    return Decision("merged", None, f"one pass over {size} bytes")
+    return Decision("merged", None, "")
