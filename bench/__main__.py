@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from bench import cpu, prune_minilm, resu_mnist, table
+from bench import card, cpu, prune_minilm, resu_mnist, table
 from bench.networks import PRECISIONS
 from bench.timing import MODES, machine
 
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist}
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
-    *STUDIES, "table",
+    "card", *STUDIES, "table",
 )  # fmt: skip
 
 
@@ -81,6 +81,12 @@ def main() -> int:
         for row in tuning.run() if arguments.suite == "tuning" else spmm.run(arguments.data):
             rows.append(row)
             save(arguments.out / f"{arguments.suite}.json", rows)
+    if arguments.suite == "card":
+        rows = []
+        for row in card.run():
+            rows.append(row)
+            save(arguments.out / "card.json", rows)
+        print(card.pasted(card.record(rows), torch.cuda.get_device_name(), torch.__version__))
     if arguments.suite in ("semi-structured", "resu"):
         rows = []
         for row in semi_structured.run() if arguments.suite == "semi-structured" else resu.run():

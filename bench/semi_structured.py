@@ -105,7 +105,7 @@ def _decision(size: int, rows: int, dtype: torch.dtype) -> str:
         dtype, True, True, False, "relu", "",
     )  # fmt: skip
     decision = sparse_cost.decide(product)
-    return f"{decision.kernel}: {decision.reason}"
+    return f"{decision.implementation}: {decision.reason}"
 
 
 def _time_ours(row: dict[str, Any], name: str, effort: Any, operands: list[_Operands]) -> None:

@@ -34,7 +34,7 @@ def run(data: Path | None = None) -> Iterator[dict[str, Any]]:
     for dtype, densities in ((torch.float32, (0.15, 0.05, 0.01, 0.001)), (torch.float16, (0.15, 0.01, 0.001))):
         for channels, size in STAGES:
             for density in densities:
-                yield _conv_row(_rotated(_independent, channels, size, density), "independent", dtype)
+                yield conv_row(channels, size, density, dtype)
             yield _conv_row(_rotated(_clustered, channels, size, 0.2), "clustered", dtype)
     if data is not None:
         for name, layer in spike_maps.layers(data):
@@ -44,7 +44,12 @@ def run(data: Path | None = None) -> Iterator[dict[str, Any]]:
     for m in (512, 4096):
         for dtype in (torch.float32, torch.float16):
             for density in (0.2, 0.05, 0.01):
-                yield _linear_row(m, density, dtype)
+                yield linear_row(m, density, dtype)
+
+
+def conv_row(channels: int, size: int, density: float, dtype: torch.dtype) -> dict[str, Any]:
+    """A 3×3 convolution of independent spikes."""
+    return _conv_row(_rotated(_independent, channels, size, density), "independent", dtype)
 
 
 def _prescan_row() -> dict[str, Any]:
@@ -108,7 +113,8 @@ def _conv_row(maps: list[torch.Tensor], spikes: str, dtype: torch.dtype) -> dict
     return _printed(row)
 
 
-def _linear_row(m: int, density: float, dtype: torch.dtype, features: int = 4096) -> dict[str, Any]:
+def linear_row(m: int, density: float, dtype: torch.dtype, features: int = 4096) -> dict[str, Any]:
+    """A linear layer on independent spikes."""
     torch.manual_seed(0)
     inputs = [_independent((m, features), density).to(dtype) for _ in range(COPIES)]
     weight = (torch.randn(features, features, device="cuda") * 0.02).to(dtype)
@@ -128,7 +134,7 @@ def _time_dense(row: dict, dtype: torch.dtype, inputs: list, dense: Callable, to
     torch.backends.cudnn.benchmark = True
     modes = {"fp16": True} if dtype is torch.float16 else {"fp32": False, "tf32": True}
     layouts = {" channels_last": inputs} if to_nchw else {"": inputs}
-    if to_nchw and dtype is torch.float32:
+    if to_nchw:
         layouts[" nchw"] = [to_nchw(x) for x in inputs]
     for mode, tf32 in modes.items():
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32

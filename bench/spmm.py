@@ -25,7 +25,7 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.sparse import sddmm, spmm_bsr, spmm_csr, spmm_nm
 from sparsecomp.lowering.sparse.random_sparse import random_pattern
 from sparsecomp.lowering.tuning import autotune
-from sparsecomp.lowering.tuning.ceilings import ceilings_of
+from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import rank
 from sparsecomp.lowering.tuning.template import of_operation
 from sparsecomp.lowering.tuning.trial import relative_error
@@ -271,7 +271,7 @@ def _time_ours(row: dict[str, Any], calls: Sequence[Call], out: Tensor, exact: T
     for template in of_operation(operation.name):
         able = [one for one in operation.candidates(problem, device) if one.template is template]
         best = inf
-        for candidate in rank(able, problem, ceilings_of(out.device))[:2]:
+        for candidate in rank(able, problem, card_of(out.device))[:2]:
             launch = template.prepare(problem, candidate.config)
             out.fill_(torch.nan)
             launch(*found[0][2:])

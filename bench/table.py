@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from bench.networks import PRECISIONS
 from bench.timing import MODES
 from sparsecomp.passes.cost import spiking as gate
+from sparsecomp.passes.cost.decision import Decision
 
 RESULTS = Path(__file__).parent / "results"
 _VARIANTS = ("eager", "stock compile", "stock compile, reduce-overhead", "sparsecomp", "sparsecomp, reduce-overhead")
@@ -56,22 +57,30 @@ def markdown(results: Path = RESULTS) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def decision(row: dict[str, Any], fused: bool = False) -> tuple[gate.Decision, float]:
+def decision(row: dict[str, Any], fused: bool = False) -> tuple[Decision, float]:
     """What the gate picks for a measured layer, and the time of its rival.
 
-    ``fused``: in a compiled graph, where the neuron writes bytes; run op by op otherwise. The rival is the dense
-    operator at torch's default precision: TF32 for convolutions, float32 for linear layers.
+    The rival is the dense operator at torch's default precision: TF32 for convolutions, float32 for linear layers.
+    """
+    half, linear = row["dtype"] == "float16", row["case"].startswith("linear")
+    rival = "fp16" if half else "fp32" if linear else "tf32"
+    decided = gate.decide(site_of(row, fused))
+    return decided, row["ms"][f"dense {rival}" + ("" if linear else " channels_last")]
+
+
+def site_of(row: dict[str, Any], fused: bool = False) -> gate.SiteInfo:
+    """What the gate sees of a measured layer.
+
+    ``fused``: in a compiled graph, where the neuron writes bytes; run op by op otherwise.
     """
     half, linear = row["dtype"] == "float16", row["case"].startswith("linear")
     numbers = [int(number) for number in re.findall(r"\d+", row["case"])]
     n, c, size, r = (numbers[0], numbers[1], 1, 1) if linear else (128, numbers[2], numbers[4], 3)
-    site = gate.SiteInfo(
+    return gate.SiteInfo(
         device="cuda", itemsize=2 if half else 4, n=n, c=c, h=size, w=size, k=c, r=r, s=r, out_h=size, out_w=size,
         groups=1, digits=2 if half else 3, density=row["density"], active=row.get("active"),
         tf32=not half and not linear, channels_last=True, fused=fused,
     )  # fmt: skip
-    rival = "fp16" if half else "fp32" if linear else "tf32"
-    return gate.decide(site), row["ms"][f"dense {rival}" + ("" if linear else " channels_last")]
 
 
 def _measured_on(machine: dict[str, str]) -> str:
@@ -191,7 +200,8 @@ def _layers(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         spikes = f"{row['density']:.1%}" + ("" if row["spikes"] == "independent" else f" {row['spikes']}")
         times = [_ms(row["ms"].get(key)) for key in _CONV_COLUMNS.values()]
-        grid.append([row["case"].removeprefix("conv 3x3 "), row["dtype"], spikes, *times, decision(row)[0].strategy])
+        case, chosen = row["case"].removeprefix("conv 3x3 "), decision(row)[0].implementation
+        grid.append([case, row["dtype"], spikes, *times, chosen])
     return title + "\n\n" + markdown_grid(grid)
 
 
@@ -202,7 +212,7 @@ def _linears(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         times = [_ms(row["ms"].get(key)) for key in columns.values()]
         case = row["case"].removeprefix("linear ")
-        grid.append([case, row["dtype"], f"{row['density']:.0%}", *times, decision(row)[0].strategy])
+        grid.append([case, row["dtype"], f"{row['density']:.0%}", *times, decision(row)[0].implementation])
     return markdown_grid(grid)
 
 

@@ -24,7 +24,8 @@ from sparsecomp.lowering.spiking.event_conv import SPARSEST_OVERFLOW, Accumulate
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, PackWeight
 from sparsecomp.lowering.tuning.autotune import Tuner, effort_scope
-from sparsecomp.lowering.tuning.ceilings import H100, Ceilings, ceilings_of
+from sparsecomp.lowering.tuning.cards import H100, Card
+from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import rank
 from sparsecomp.lowering.tuning.operations import operations
 from sparsecomp.ops import lif, spike_conv2d, spike_linear
@@ -104,7 +105,7 @@ def _row(cache: TuningCache, name: str, problem: Any) -> dict[str, Any]:
         "case": name, "problem": problem._asdict(), "ms": times, "tuned": f"{chosen.template.name}:{chosen.config}",
         "rejected": dict(entry.rejected),
     }  # fmt: skip
-    gain = times[ranked(row, ceilings_of(device), where)[0]] / times[row["tuned"]]
+    gain = times[ranked(row, card_of(device), where)[0]] / times[row["tuned"]]
     print(f"{name} {tuple(problem)}: {row['tuned']} {times[row['tuned']]:.4f} ms, {gain:.3f} x the default", flush=True)
     return row
 
@@ -115,10 +116,10 @@ def problem_of(row: dict[str, Any]) -> Any:
     return kinds[row["case"]](**row["problem"])
 
 
-def ranked(row: dict[str, Any], ceilings: Ceilings = H100, device: Device = H100_DEVICE) -> list[str]:
+def ranked(row: dict[str, Any], card: Card = H100, device: Device = H100_DEVICE) -> list[str]:
     """The measured candidates of a row by name, the cheapest by the present cost model first."""
     problem = problem_of(row)
-    order = rank(operations()[row["case"]].candidates(problem, device), problem, ceilings)
+    order = rank(operations()[row["case"]].candidates(problem, device), problem, card)
     names = [f"{one.template.name}:{one.config}" for one in order]
     return [name for name in names if name in row["ms"]]
 

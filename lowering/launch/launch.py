@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsecomp.lowering.tuning import host
+
 _ALIGNMENT = 16
 _FORMATS = {
     "i1": "<b", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<B", "u8": "<B", "u16": "<H", "u32": "<I",
     "u64": "<Q", "fp32": "<f", "f32": "<f", "fp64": "<d",
 }  # fmt: skip
-
-
-HOST_SECONDS = 9e-6
-"""What a launch takes the host, its share of finding it included, on machines with an H100 (`bench/results`)."""
 
 
 class Launch:
@@ -50,7 +48,7 @@ class Launch:
         self._direct: _DirectLaunch | None = None
         self._undecided = True
 
-    host_seconds = HOST_SECONDS
+    host_seconds = host.LAUNCH
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the current stream of the device of the first tensor."""

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.tuning import host
 
 Workspace = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype."""
-_ALLOCATION = 7e-6
-"""Seconds of the host to allocate a workspace."""
 
 
 class Step(NamedTuple):
@@ -33,7 +32,7 @@ class Launches:
     def __init__(self, workspaces: Sequence[Workspace], steps: Sequence[Step]) -> None:
         self._workspaces = [(shape, _strides(shape), dtype) for shape, dtype in workspaces]
         self._steps = steps
-        self.host_seconds = sum(step.launch.host_seconds for step in steps) + _ALLOCATION * len(workspaces)
+        self.host_seconds = sum(step.launch.host_seconds for step in steps) + host.ALLOCATION * len(workspaces)
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch all on the current stream of the device of the first tensor."""

@@ -25,7 +25,7 @@ from sparsecomp.lowering.sparse import cusparselt
 from sparsecomp.lowering.sparse.spmm_csr import TOLERANCE
 from sparsecomp.lowering.sparse.spmm_nm import SPMM_NM, SpmmNM
 from sparsecomp.lowering.tuning import cost
-from sparsecomp.lowering.tuning.ceilings import ceilings_of
+from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.frozen import are_frozen
 from sparsecomp.reference.ready import Ready
@@ -92,7 +92,7 @@ def refusal(problem: SpmmNM, device: torch.device) -> str | None:
 
 def _slower(problem: SpmmNM, device: torch.device) -> str | None:
     ordinary, sparse = (
-        min((cost.seconds(one, problem, ceilings_of(device)) for one in found), default=inf)
+        min((cost.seconds(one, problem, card_of(device)) for one in found), default=inf)
         for found in (operation.candidates(problem, device_of(device)) for operation in (SPMM_NM, SEMI_STRUCTURED))
     )
     if sparse <= ordinary:

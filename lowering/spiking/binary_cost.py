@@ -13,12 +13,11 @@ _n, _oh, _ow, _h, _w, _c, _k, _cp, _r, _s = sizes("n oh ow h w c k cp r s")
 _groups, _digits = sizes("groups digits")
 _bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
 _bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
+_shared_rate, _int8_portable = sizes("shared_rate int8_portable")
 
 _REGISTERS = 65_536
 """Of one processor, on all cards since 2012."""
-_SHARED_RATE = 2.2e11
-"""Bytes a second of one processor's shared memory: 128 a cycle at 1.7 GHz."""
-_COPY_RATE = _SHARED_RATE / 2
+_COPY_RATE = _shared_rate / 2
 """Bytes a second that come into a processor from L2: 64 a cycle."""
 _LATENCY = 5e-7
 """Seconds from the start of a copy to shared memory to its first byte, with a cold L2."""
@@ -39,8 +38,8 @@ def binary_conv_cost(hopper: bool) -> Cost:
     copied = (_bm + _digits * _bn) * _bk
     walks = waves(tiles, _processors) * steps
     # the ceiling of int8 is what whole convolutions reach; warp-wide instructions reach less
-    products = _bm * _bn * _bk * _digits * _processors / _int8 * (1 if hopper else 1.65)
-    work = walks * sympy.Max(products, _reads(hopper) / _SHARED_RATE)
+    products = _bm * _bn * _bk * _digits * _processors / (_int8 * (1 if hopper else _int8_portable))
+    work = walks * sympy.Max(products, _reads(hopper) / _shared_rate)
     copies = walks * copied / _COPY_RATE
     ahead = _stages - (2 if hopper else 1)
     arrival = _LATENCY + copied / _COPY_RATE

@@ -25,7 +25,7 @@ from sparsecomp.lowering.cache.entry import Entry, sentence
 from sparsecomp.lowering.cache.signature import KernelSignature, device_of
 from sparsecomp.lowering.cache.tuning_cache import TuningCache, default_cache
 from sparsecomp.lowering.tuning import cost
-from sparsecomp.lowering.tuning.ceilings import ceilings_of
+from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.measure import measure_ms
 from sparsecomp.lowering.tuning.progress import Progress
 from sparsecomp.lowering.tuning.template import Candidate, Operation
@@ -280,7 +280,7 @@ class _Task:
     candidates: Sequence[Candidate[Any]]
 
     def ranked(self) -> Sequence[Candidate[Any]]:
-        return cost.rank(self.candidates, self.problem, ceilings_of(self.device))
+        return cost.rank(self.candidates, self.problem, card_of(self.device))
 
     def untimed(self, known: Entry, effort: Effort) -> list[Candidate[Any]]:
         """What the effort wants timed and is not, in the order of expectation."""

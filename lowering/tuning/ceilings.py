@@ -1,60 +1,30 @@
-"""What a card can do at most: measured once, kept beside the tuning results, and the yardstick of every estimate."""
+"""Which card a device is: one that is known, or its ceilings measured once and kept beside the tuning results."""
 
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cache
 
 import torch
 
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.cache.tuning_cache import default_cache
+from sparsecomp.lowering.tuning.cards import H100, KNOWN, Card, Ceilings
 
 _FACT = "ceilings"
 
 # Rates that are not measured: for TF32 a switch for the whole process would let anybody's float32 run in it meanwhile,
-# and torch's integer product is private. Data sheets say 0.5 and 2; these are the H100's, whose power limit tells.
-_TF32_OVER_HALF = 0.59
-_INT8_OVER_HALF = 1.5
+# and torch's integer product is private. Data sheets say 0.5 and 2; the H100 measured 0.59 and 1.5, by its power limit.
+_TF32_OVER_HALF = H100.tf32 / H100.half
+_INT8_OVER_HALF = H100.int8 / H100.half
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Rates in bytes or operations a second (a multiply-accumulate is two); every field is a name costs may use.
+def card_of(device: torch.device) -> Card:
+    """The card of ``device``: its ceilings are from the tuning cache, ``KNOWN``, or measured now and stored there.
 
-    Attributes:
-        bandwidth: device memory, bytes read and written.
-        fp32, tf32, half, int8: matrix products in that precision; half is float16 and bfloat16.
-        launch: seconds that one small kernel behind another takes.
-        processors: multiprocessors.
-        shared: bytes of shared memory that a block can have.
-    """
-
-    bandwidth: float
-    fp32: float
-    tf32: float
-    half: float
-    int8: float
-    launch: float
-    processors: float
-    shared: float
-
-
-H100 = Ceilings(
-    bandwidth=3.0e12, fp32=50e12, tf32=430e12, half=730e12, int8=1100e12, launch=2e-6, processors=132, shared=232_448
-)  # fmt: skip
-"""NVIDIA H100 80GB HBM3, torch 2.11, measured by this project's benchmarks; stands in where there is no GPU."""
-
-KNOWN = {"NVIDIA H100 80GB HBM3": H100}
-"""By name of the GPU: not measured again, so that the same model is compiled the same way on every such machine."""
-
-
-def ceilings_of(device: torch.device) -> Ceilings:
-    """The ceilings of ``device``: from the tuning cache, ``KNOWN``, or measured now and stored in the cache.
-
-    Without a GPU they are the H100's. Where nothing can be measured (CUDA graph capture, fake tensors, no free memory)
-    they are the H100's in proportion to the processors, this once.
+    Without a GPU it is an H100. Where nothing can be measured (CUDA graph capture, fake tensors, no free memory) it is
+    an H100 in proportion to the processors, this once.
     """
     if device.type != "cuda":
         return H100
@@ -68,23 +38,24 @@ def ceilings_of(device: torch.device) -> Ceilings:
 
 
 @cache
-def _settled(device: torch.device) -> Ceilings:
+def _settled(device: torch.device) -> Card:
     stored = _stored(device)
     if stored is not None:
         return stored
     measured = measure(device)
     default_cache().put_fact(_FACT, device_of(device), asdict(measured))
-    return measured
+    return replace(H100, **asdict(measured))
 
 
-def _stored(device: torch.device) -> Ceilings | None:
+def _stored(device: torch.device) -> Card | None:
     identity = device_of(device)
+    known = KNOWN.get(identity.name)
     fact = default_cache().fact(_FACT, identity)
     complete = fact is not None and fact.keys() == {field.name for field in fields(Ceilings)}
-    return Ceilings(**fact) if fact is not None and complete else KNOWN.get(identity.name)
+    return replace(known or H100, **fact) if fact is not None and complete else known
 
 
-def _proportional(device: torch.device) -> Ceilings:
+def _proportional(device: torch.device) -> Card:
     processors, shared = _properties(device)
     share = processors / H100.processors
     rates = {name: getattr(H100, name) * share for name in ("bandwidth", "fp32", "tf32", "half", "int8")}

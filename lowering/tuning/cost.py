@@ -1,4 +1,4 @@
-"""What a candidate should cost: a roofline of expressions over sizes and configuration, against the card's ceilings.
+"""What a candidate should cost: a roofline of expressions over sizes and configuration, against what the card does.
 
 The estimate need not be a time to believe in; it has to put the good configurations first, so that few are measured,
 and to know on which side of dense a problem falls. Expressions are sympy's, so that they can be solved for a break-even
@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from sparsecomp.errors import SignatureError
-from sparsecomp.lowering.tuning.ceilings import Ceilings
+from sparsecomp.lowering.tuning.cards import Card
 
 if TYPE_CHECKING:
     from sparsecomp.lowering.tuning.template import Candidate
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def sizes(names: str) -> tuple[sympy.Symbol, ...]:
     """Symbols for the numbers that a cost depends on, by the names of a problem's and a configuration's fields.
 
-    ``itemsize`` stands for the bytes of a problem's ``dtype``; a field of ``Ceilings``, such as ``processors``, for the
+    ``itemsize`` stands for the bytes of a problem's ``dtype``; a number of ``Card``, such as ``processors``, for the
     card's.
     """
     return tuple(sympy.Symbol(name, nonnegative=True) for name in names.split())
@@ -36,7 +36,7 @@ class Cost:
     Attributes:
         bytes: device memory traffic.
         operations: arithmetic, which overlaps the traffic; a multiply-accumulate counts two.
-        rate: name of the ceiling that bounds the arithmetic, a field of ``Ceilings``.
+        rate: name of the ceiling that bounds the arithmetic.
         launches: kernel launches.
         seconds: what the above do not cover, such as waves that leave processors idle, in seconds.
     """
@@ -47,25 +47,25 @@ class Cost:
     launches: sympy.Expr = sympy.Integer(1)
     seconds: sympy.Expr = sympy.Integer(0)
 
-    def expression(self, ceilings: Ceilings, **values: float | sympy.Expr) -> sympy.Expr:
+    def expression(self, card: Card, **values: float | sympy.Expr) -> sympy.Expr:
         """Seconds on a card: the longer of traffic and arithmetic, the launches, and the rest.
 
         Args:
             values: numbers, or expressions such as Dynamo's sizes, for symbols by name; others stay as they are.
         """
-        traffic = self.bytes / ceilings.bandwidth
-        arithmetic = self.operations / getattr(ceilings, self.rate)
-        total = sympy.Max(traffic, arithmetic) + self.launches * ceilings.launch + self.seconds
-        known = {**vars(ceilings), **values}
+        traffic = self.bytes / card.bandwidth
+        arithmetic = self.operations / getattr(card, self.rate)
+        total = sympy.Max(traffic, arithmetic) + self.launches * card.launch + self.seconds
+        known = {**vars(card), **values}
         return total.subs({symbol: known[str(symbol)] for symbol in total.free_symbols if str(symbol) in known})
 
-    def estimate(self, values: Mapping[str, Any], ceilings: Ceilings) -> float:
+    def estimate(self, values: Mapping[str, Any], card: Card) -> float:
         """Seconds for the given numbers; names that the expressions do not use are ignored.
 
         Raises:
             SignatureError: a number that the expressions need is missing.
         """
-        names, function = _compiled(self, ceilings)
+        names, function = _compiled(self, card)
         missing = [name for name in names if name not in values]
         if missing:
             raise SignatureError(f"the cost depends on {', '.join(missing)}: give a number for each")
@@ -73,23 +73,23 @@ class Cost:
 
 
 @lru_cache(maxsize=256)
-def _compiled(cost: Cost, ceilings: Ceilings) -> tuple[tuple[str, ...], Callable[..., float]]:
-    expression = cost.expression(ceilings)
+def _compiled(cost: Cost, card: Card) -> tuple[tuple[str, ...], Callable[..., float]]:
+    expression = cost.expression(card)
     symbols = sorted(expression.free_symbols, key=str)
     return tuple(map(str, symbols)), sympy.lambdify(symbols, expression, modules="math", cse=True)
 
 
-def seconds(candidate: "Candidate[Any]", problem: Any, ceilings: Ceilings) -> float:
+def seconds(candidate: "Candidate[Any]", problem: Any, card: Card) -> float:
     """Estimated seconds of a candidate for a problem (a NamedTuple)."""
     numbers = {**problem._asdict(), **candidate.config}
     if "dtype" in numbers:
         numbers["itemsize"] = getattr(torch, numbers["dtype"]).itemsize
-    return candidate.template.cost.estimate(numbers, ceilings)
+    return candidate.template.cost.estimate(numbers, card)
 
 
-def rank(candidates: "Sequence[Candidate[Any]]", problem: Any, ceilings: Ceilings) -> "list[Candidate[Any]]":
+def rank(candidates: "Sequence[Candidate[Any]]", problem: Any, card: Card) -> "list[Candidate[Any]]":
     """``candidates``, the cheapest by estimate first; equals stay in order."""
-    return sorted(candidates, key=lambda candidate: seconds(candidate, problem, ceilings))
+    return sorted(candidates, key=lambda candidate: seconds(candidate, problem, card))
 
 
 def waves(tiles: sympy.Expr, processors: sympy.Expr) -> sympy.Expr:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from sparsecomp.lowering.tuning import host
+
 
 class Work(NamedTuple):
     """A product S (m, k) times dense (k, n).
@@ -28,10 +30,6 @@ class Work(NamedTuple):
     stored: int
 
 
-_DENSE_CALL, _WRITING_CALL = 3e-6, 25e-6
-_SPARSE_CALL = {"csr": 35e-6, "bsr": 80e-6, "nm": 80e-6}
-
-
 def sparse_seconds(work: Work, trained: bool) -> float:
     """Seconds of the product, in training also of both gradients."""
     forward = _sparse_product(work)
@@ -43,21 +41,21 @@ def sparse_seconds(work: Work, trained: bool) -> float:
 
 def dense_seconds(work: Work, trained: bool, written: bool) -> float:
     """Seconds of the same with the weight written out, which `written` says is done already."""
-    product = _seconds(_DENSE_CALL, work.m * work.k * (0.15 + 0.0125 * work.n))
-    writing = 0.0 if written else _seconds(_WRITING_CALL, 0.4 * work.m * work.k + 4.0 * work.stored)
+    product = _seconds(host.CPU_MATMUL, work.m * work.k * (0.15 + 0.0125 * work.n))
+    writing = 0.0 if written else _seconds(host.CPU_WRITING, 0.4 * work.m * work.k + 4.0 * work.stored)
     if not trained:
         return product + writing
-    return 3 * product + writing + _seconds(_WRITING_CALL, 0.3 * work.m * work.k + 4.0 * work.stored)
+    return 3 * product + writing + _seconds(host.CPU_WRITING, 0.3 * work.m * work.k + 4.0 * work.stored)
 
 
 def _sparse_product(work: Work) -> float:
     each = {"csr": 0.4 + 0.03 * work.n, "nm": 1.5 + 0.04 * work.n, "bsr": 1.4 + 1.7 * _gathered(work)}[work.format]
-    return _seconds(_SPARSE_CALL[work.format], work.stored * each + _transposing(work))
+    return _seconds(host.CPU_SPARSE[work.format], work.stored * each + _transposing(work))
 
 
 def _sampling(work: Work) -> float:
     each = {"csr": 1.8 + 0.09 * work.n, "nm": 6.0 + 0.09 * work.n, "bsr": 3.0 + 2.2 * _gathered(work)}[work.format]
-    return _seconds(_SPARSE_CALL[work.format], work.stored * each + _transposing(work))
+    return _seconds(host.CPU_SPARSE[work.format], work.stored * each + _transposing(work))
 
 
 def _gathered(work: Work) -> float:

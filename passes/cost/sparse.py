@@ -1,8 +1,7 @@
 """Whether a product with a sparse weight is faster sparse or dense: the kernels' own estimates against a roofline.
 
-A call takes as long as the device or as the host, whichever is slower, unless a CUDA graph is replayed; a training step
-is three products. On a CPU the same is asked of torch's own products. Where nothing is known of the dtype, the product
-stays sparse, as it was written.
+A training step is three products. On a CPU the same is asked of torch's own products. Where nothing is known of the
+dtype, the product stays sparse, as it was written.
 """
 
 from math import inf
@@ -13,32 +12,15 @@ import torch
 from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.launch.epilogue import Output
-from sparsecomp.lowering.launch.launch import HOST_SECONDS
 from sparsecomp.lowering.sparse.random_sparse import SKEWS
-from sparsecomp.lowering.tuning import cost
-from sparsecomp.lowering.tuning.ceilings import H100, Ceilings, ceilings_of
+from sparsecomp.lowering.tuning import cost, host
+from sparsecomp.lowering.tuning.cards import Card
+from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.passes.cost import cpu as cpu_cost
+from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.tensor.sparse_tensor import SparseTensor
-
-_MATMUL_SHARE = {"fp32": 50e12 / H100.fp32, "tf32": 430e12 / H100.tf32, "half": 800e12 / H100.half}
-"""Shares of the ceilings that cuBLAS reaches on large products (`bench/results`)."""
-
-
-class Decision(NamedTuple):
-    """Which way a product runs.
-
-    Attributes:
-        dense: with the weight made dense.
-        kernel: the sparse implementation.
-        gain: estimated speed-up over dense; None without an estimate.
-        reason: for the report.
-    """
-
-    dense: bool
-    kernel: str
-    gain: float | None
-    reason: str
 
 
 class Product(NamedTuple):
@@ -81,6 +63,10 @@ class Product(NamedTuple):
     trained: bool = False
     replayed: bool = True
     products: int = 1
+
+    def waited(self, time: Time) -> float:
+        """Seconds that a caller waits for the product, if it takes this time."""
+        return time.waited(self.replayed, host.besides(self.trained, self.products))
 
     @classmethod
     def of(
@@ -132,88 +118,45 @@ def _expected(size: int | torch.SymInt) -> int:
 
 
 def decide(product: Product) -> Decision:
-    """The faster way by estimate, and the kernel."""
+    """The faster way by estimate: dense, or a kernel."""
     kernel = f"spmm_{product.format}"
     if product.device.type == "cpu" and product.dtype is torch.float32:
         return _compare_on_cpu(product)
     if product.device.type != "cuda" or product.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         reason = f"no estimate of {product.dtype} on {product.device.type}: sparse as written"
-        return Decision(False, f"{kernel} (reference)", None, reason)
-    return compare(product, device_of(product.device), ceilings_of(product.device))
+        return Decision(f"{kernel} (reference)", None, reason)
+    return compare(product, device_of(product.device), card_of(product.device))
 
 
-def compare(product: Product, device: Device, ceilings: Ceilings) -> Decision:
-    """`decide` for a CUDA device of these ceilings."""
-    sparse, kernel = sparse_seconds(product, device, ceilings)
-    dense = dense_seconds(product, ceilings)
-    return _faster(product, sparse, kernel, dense, _not_by_library(product, device))
+def compare(product: Product, device: Device, card: Card) -> Decision:
+    """`decide` for a CUDA device that is such a card."""
+    sparse, kernel = sparse_seconds(product, device, card)
+    decision = fastest({kernel: sparse, "dense": dense_seconds(product, card)})
+    return decision._replace(reason=decision.reason + _not_by_library(product, device))
 
 
 def _compare_on_cpu(product: Product) -> Decision:
     p = product
     stored = p.entries * (p.block[0] * p.block[1] if p.format == "bsr" else 1)
     work = cpu_cost.Work(p.format, p.block, p.m, p.k, p.n * p.batch, stored)
-    sparse = cpu_cost.sparse_seconds(work, p.trained)
-    return _faster(p, sparse, f"spmm_{p.format} (reference)", cpu_cost.dense_seconds(work, p.trained, p.constant), "")
+    dense, sparse = cpu_cost.dense_seconds(work, p.trained, p.constant), cpu_cost.sparse_seconds(work, p.trained)
+    return fastest({f"spmm_{p.format} (reference)": sparse, "dense": dense})
 
 
-def _faster(product: Product, sparse: float, kernel: str, dense: float, why: str) -> Decision:
-    """The way that takes fewer seconds; `why` goes to the report."""
-    reason = f"estimated {sparse * 1e6:.1f} us against {dense * 1e6:.1f} us dense{why}"
-    if sparse > dense:
-        return Decision(True, "dense", 1.0, f"{kernel} would not pay: {reason}")
-    return Decision(False, kernel, dense / sparse, reason)
-
-
-class Time(NamedTuple):
-    """Seconds of the device and of the host, which work at the same time."""
-
-    device: float
-    host: float
-
-    def plus(self, *others: "Time") -> "Time":
-        """The time of all, one after another."""
-        every = (self, *others)
-        return Time(sum(one.device for one in every), sum(one.host for one in every))
-
-    def of(self, product: Product) -> float:
-        """What a caller waits: the mean of a call that the host is the first to be done with, and one it is not."""
-        if product.replayed:
-            return self.device
-        return (max(self) + max(self.device, self.host + _besides(product))) / 2
-
-
-def _besides(product: Product) -> float:
-    """The product's share of what a call takes the host whichever way it runs."""
-    return _CALL[product.trained] / product.products
-
-
-_CALL = {False: 45e-6, True: 400e-6}
-"""Seconds of the host for a compiled call but its products, without and with gradients and an optimizer's step, on
-machines with an H100 (`bench/results/loop.json`). As long as they last, the device waits: a way that gives the device
-less to do and the host more gains nothing."""
-_LIBRARY = 16e-6
-"""Seconds of the host for a product of torch's in a compiled graph, on machines with an H100 (`bench/results`)."""
-_FUSED = 5e-6
-"""Seconds of the host that such a product takes more with a ReLU in it, which Inductor has no call for."""
-_OPERATOR = 11e-6
-"""Seconds of the host for an operator of ours, beside its launches."""
-
-
-def dense_seconds(product: Product, ceilings: Ceilings) -> float:
+def dense_seconds(product: Product, card: Card) -> float:
     """Seconds to multiply densely, and to write the weight out if that is not done once for all calls."""
     p = product
-    forward = _dense_product(p, ceilings)
-    if p.activation == "relu" and not p.residual and fuses_relu(p, ceilings):
-        forward = forward.plus(Time(0.0, _FUSED))
+    forward = _dense_product(p, card)
+    if p.activation == "relu" and not p.residual and fuses_relu(p, card):
+        forward = forward.plus(Time(0.0, host.MATMUL_RELU))
     elif p.residual or p.activation != "none":
-        forward = forward.plus(Time(0.0, HOST_SECONDS))  # what follows is one kernel of Inductor's
+        forward = forward.plus(Time(0.0, host.LAUNCH))  # what follows is one kernel of Inductor's
     if not p.trained:
-        return (forward if p.constant else forward.plus(_writing(p, ceilings))).of(p)
-    return forward.plus(*[_dense_product(p, ceilings)] * 2, *[_writing(p, ceilings)] * 2).of(p)
+        return p.waited(forward if p.constant else forward.plus(_writing(p, card)))
+    return p.waited(forward.plus(*[_dense_product(p, card)] * 2, *[_writing(p, card)] * 2))
 
 
-def fuses_relu(product: Product, ceilings: Ceilings) -> bool:
+def fuses_relu(product: Product, card: Card) -> bool:
     """Whether a dense product does the ReLU: in inference, with a bias.
 
     In float32 cuBLASLt then is up to 1.2 times slower (H100, 64 rows of 4096), so there only where the device waits
@@ -222,7 +165,8 @@ def fuses_relu(product: Product, ceilings: Ceilings) -> bool:
     p = product
     if not p.linear or not p.bias or p.trained:
         return False
-    waits = not p.replayed and _WAITS * _dense_product(p, ceilings).device < _LIBRARY + _besides(p)
+    ahead = host.MATMUL + host.besides(p.trained, p.products)
+    waits = not p.replayed and _WAITS * _dense_product(p, card).device < ahead
     return p.dtype.itemsize == 2 or (p.dtype is torch.float32 and waits)
 
 
@@ -230,93 +174,93 @@ _WAITS = 3
 """How many times longer than the device by estimate the host must take, for the device to wait in any case."""
 
 
-def _dense_product(product: Product, ceilings: Ceilings) -> Time:
+def _dense_product(product: Product, card: Card) -> Time:
     p, size = product, product.dtype.itemsize
     rate = "half" if size == 2 else "tf32" if _compat.matmul_tf32() else "fp32"
     traffic = size * (p.m * p.k + p.batch * (p.k + p.m) * p.n)
-    operations = 2 * p.m * p.k * p.n * p.batch / (_MATMUL_SHARE[rate] * getattr(ceilings, rate))
-    return Time(max(traffic / ceilings.bandwidth, operations) + ceilings.launch, _LIBRARY)
+    operations = 2 * p.m * p.k * p.n * p.batch / (getattr(card.matmul, rate) * getattr(card, rate))
+    return Time(max(traffic / card.bandwidth, operations) + card.launch, host.MATMUL)
 
 
-def _writing(product: Product, ceilings: Ceilings) -> Time:
+def _writing(product: Product, card: Card) -> Time:
     """To write the weight out, or to read a gradient at its places."""
     p, size = product, product.dtype.itemsize
     width = p.block[0] * p.block[1] if p.format == "bsr" else 1
     written = p.m * p.k * size + p.entries * width * (size + 4)
     launches = 1 if p.format == "csr" else _OTHER_LAUNCHES
-    return Time(written / ceilings.bandwidth + launches * ceilings.launch, _OPERATOR + launches * HOST_SECONDS)
+    return Time(written / card.bandwidth + launches * card.launch, host.OPERATOR + launches * host.LAUNCH)
 
 
 _OTHER_LAUNCHES = 8
 """Operators of torch's by which blocks and groups are written out, or sampled."""
 
 
-def sparse_seconds(product: Product, device: Device, ceilings: Ceilings) -> tuple[float, str]:
+def sparse_seconds(product: Product, device: Device, card: Card) -> tuple[float, str]:
     """Seconds of the best candidate by its own cost, and its template's name; loads Triton.
 
     Infinite if no kernel takes the product.
     """
-    forward, kernel = _sparse_product(product, device, ceilings)
+    forward, kernel = _sparse_product(product, device, card)
     if not product.trained or forward.device == inf:
-        return forward.of(product), kernel
+        return product.waited(forward), kernel
     flipped = product._replace(
         m=product.k, k=product.m, format="csr" if product.format == "nm" else product.format, bias=False,
         residual=False, activation="none",
     )  # fmt: skip
-    backward, _ = _sparse_product(flipped, device, ceilings)
-    rest = (backward, _reordering(product, ceilings), _sampling(product, device, ceilings))
-    return forward.plus(*rest).of(product), kernel
+    backward, _ = _sparse_product(flipped, device, card)
+    rest = (backward, _reordering(product, card), _sampling(product, device, card))
+    return product.waited(forward.plus(*rest)), kernel
 
 
-def _sparse_product(product: Product, device: Device, ceilings: Ceilings) -> tuple[Time, str]:
+def _sparse_product(product: Product, device: Device, card: Card) -> tuple[Time, str]:
     operation, problem = _problem(product)
     candidates = operation.candidates(problem, device)
     if _is_semi_structured(product):
         candidates += _semi_structured().candidates(problem, device)
-    return _fastest(candidates, problem, product, ceilings, f"spmm_{product.format}")
+    return _fastest(candidates, problem, product, card, f"spmm_{product.format}")
 
 
 def _fastest(
-    candidates: list[Any], problem: Any, product: Product, ceilings: Ceilings, otherwise: str
+    candidates: list[Any], problem: Any, product: Product, card: Card, otherwise: str
 ) -> tuple[Time, str]:
     """Time and template of the best candidate; infinite without one."""
     best: dict[tuple[str, int], tuple[float, Any]] = {}
     for candidate in candidates:
         # the host's time follows from these
         kind = candidate.template.name, candidate.config.get("COPY", 0)
-        seconds = cost.seconds(candidate, problem, ceilings)
+        seconds = cost.seconds(candidate, problem, card)
         if kind not in best or seconds < best[kind][0]:
             best[kind] = seconds, candidate
     times = [
         (Time(seconds, 0.0 if product.replayed else _host_seconds(candidate, problem)), candidate.template.name)
         for seconds, candidate in best.values()
     ]
-    return min(times, key=lambda one: (one[0].of(product), one[0].device), default=(Time(inf, inf), otherwise))
+    return min(times, key=lambda one: (product.waited(one[0]), one[0].device), default=(Time(inf, inf), otherwise))
 
 
 def _host_seconds(candidate: Any, problem: Any) -> float:
-    return _OPERATOR + candidate.template.prepare(problem, candidate.config).host_seconds
+    return host.OPERATOR + candidate.template.prepare(problem, candidate.config).host_seconds
 
 
-def _reordering(product: Product, ceilings: Ceilings) -> Time:
+def _reordering(product: Product, card: Card) -> Time:
     """To bring the values in the order of the transpose."""
     p, size = product, product.dtype.itemsize
     width = p.block[0] * p.block[1] if p.format == "bsr" else 1
-    return Time(p.entries * width * (2 * size + 8) / ceilings.bandwidth + ceilings.launch, HOST_SECONDS)
+    return Time(p.entries * width * (2 * size + 8) / card.bandwidth + card.launch, host.LAUNCH)
 
 
-def _sampling(product: Product, device: Device, ceilings: Ceilings) -> Time:
+def _sampling(product: Product, device: Device, card: Card) -> Time:
     """The gradient by the values; for blocks and groups torch's products of them."""
     from sparsecomp.lowering.sparse.sddmm import SDDMM, Sddmm
 
     p = product
     if p.format != "csr":
-        return _dense_product(p, ceilings).plus(Time(0.0, _OTHER_LAUNCHES * HOST_SECONDS))
+        return _dense_product(p, card).plus(Time(0.0, _OTHER_LAUNCHES * host.LAUNCH))
     name = str(p.dtype)[6:]
     problem = Sddmm(
         p.m, p.k, p.n, 1, p.entries, SKEWS[p.skew], 0, 1, p.m, 0, 1, p.k, 0, 1.0, name, name, "int32"
     )  # fmt: skip
-    return _fastest(SDDMM.candidates(problem, device), problem, p, ceilings, "sddmm")[0]
+    return _fastest(SDDMM.candidates(problem, device), problem, p, card, "sddmm")[0]
 
 
 def _is_semi_structured(product: Product) -> bool:

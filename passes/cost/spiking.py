@@ -1,34 +1,22 @@
 """Whether a rewrite pays: measured times, else a roofline estimate, of the dense operator and each sparse one.
 
-Pure functions of a site, the card's ceilings and what was measured, so that a decision can be tested and explained
-without a GPU. What kernels reach of a ceiling was measured on one H100; other cards are taken to reach the same share.
+Pure functions of a site, the card and what was measured, so that a decision can be tested and explained without a GPU.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
 import sympy
 
 from sparsecomp.lowering.cache.signature import Size
 from sparsecomp.lowering.spiking.strategies import EVENT_CAPACITY, SiteInfo, able
-from sparsecomp.lowering.tuning.ceilings import H100, Ceilings
+from sparsecomp.lowering.tuning import host
+from sparsecomp.lowering.tuning.cards import H100, ByPrecision, Card
 from sparsecomp.lowering.tuning.cost import Cost, break_even, sizes
+from sparsecomp.lowering.tuning.host import Time
+from sparsecomp.passes.cost.decision import Decision, fastest
 
 MIN_CHANNELS_PER_GROUP = 16
 CHANNEL_MULTIPLE = 16
-MIN_GAIN = 1.03
-"""Least speed-up for which a site is rewritten."""
-
-# Operations a second on an H100 (`bench/results`); another card is taken to reach the same share of its ceilings.
-_CONV_RATES = {"fp32": (80e12, 80e12), "tf32": (200e12, 330e12), "half": (350e12, 620e12)}
-"""cuDNN's, at the 3×3 stages of a ResNet at batch 128, for channels-first and channels-last input."""
-_MATMUL_RATES = {"fp32": 50e12, "tf32": 430e12, "half": 800e12}
-_BINARY_RATES = {2: 850e12, 3: 1100e12, 4: 1100e12}
-"""By digits, at the same stages as cuDNN's; the products of every digit count."""
-_NARROW = {"fp32": 1.0, "tf32": 0.45, "half": 0.65, "int8": 0.65}
-"""Share of these rates that 64 output channels and fewer reach."""
-_EVENT_RATES = {4: 5.3e12, 2: 8e12}
-"""By item size; only the products of events count. They wait for weights from memory."""
 
 # Seconds, alike on all cards.
 _FINDING = 35e-6
@@ -38,27 +26,11 @@ _LISTING = 15e-6
 _STEP = 0.6e-6
 """One step of the reduction in a tile that nothing overlaps: what a layer with few active pixels waits for."""
 
-# Seconds of the host, by implementation: what one call costs from Python to the last launch.
-_HOST = {"dense": 24e-6, "binary": 47e-6, "event": 215e-6, "skip": 115e-6}
-_HOST_MATMUL = 12e-6
-_HOST_KERNEL = 8e-6
-"""One kernel of Inductor's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The implementation to use (`dense` leaves the site alone), the speed-up it promises, and why."""
-
-    strategy: str
-    expected_gain: float
-    reason: str
-
-
 # Sites' numbers by name, then what :func:`_numbers` adds, then the card's.
 _FIELDS = "itemsize n c h w k r s out_h out_w groups digits density active fused"
 _itemsize, _n, _c, _h, _w, _k, _r, _s, _out_h, _out_w, _groups, _digits, _density, _active, _fused = sizes(_FIELDS)
 _dense_share, _int8_share, _event_share = sizes("dense_share int8_share event_share")
-_bandwidth, _int8 = sizes("bandwidth int8")
+_bandwidth, _int8, _single_rows = sizes("bandwidth int8 single_rows")
 
 _inputs = _n * _c * _h * _w
 _weights = _k * _c / _groups * _r * _s
@@ -79,7 +51,7 @@ _DENSE = {
         # whoever makes the spikes writes them at full width, where a fused site has them written as bytes
         _fused * _inputs * (_itemsize - 1) / _bandwidth,
     )
-    for rate in _MATMUL_RATES
+    for rate in ByPrecision._fields
 }  # fmt: skip
 
 _SPARSE = {
@@ -90,8 +62,8 @@ _SPARSE = {
     ),
     "event": Cost(
         _NONE, _operations * _density / _event_share, "bandwidth", _NONE,
-        # the fallback's form of the weight is made too; single-row stores and loads reach 3/4 of the bandwidth
-        (2 * _packing + _bytes(_itemsize, _itemsize) / 0.75) / _bandwidth + _FINDING,
+        # the fallback's form of the weight is made too; single rows reach less of the bandwidth
+        (2 * _packing + _bytes(_itemsize, _itemsize) / _single_rows) / _bandwidth + _FINDING,
     ),
     "skip": Cost(
         _NONE, _NONE, "int8", _NONE,
@@ -102,7 +74,7 @@ _SPARSE = {
 }  # fmt: skip
 
 
-def decide(site: SiteInfo, ceilings: Ceilings = H100, measured: Mapping[str, float] | None = None) -> Decision:
+def decide(site: SiteInfo, card: Card = H100, measured: Mapping[str, float] | None = None) -> Decision:
     """The fastest implementation of `site`; dense unless another wins by a margin.
 
     Args:
@@ -115,70 +87,61 @@ def decide(site: SiteInfo, ceilings: Ceilings = H100, measured: Mapping[str, flo
     names = able(site)
     known = {name: measured[name] for name in names if measured and name in measured}
     if "dense" in known and len(known) > 1:
-        called = {name: as_called(site, name, ms * 1e-3, ceilings) * 1e3 for name, ms in known.items()}
-        return _fastest(called, lambda ms: f"{ms:.3f} ms", "measured")
-    times = {name: as_called(site, name, seconds(site, name, ceilings), ceilings) * 1e6 for name in names}
-    decision = _fastest(times, lambda us: f"{us:.1f} us", "estimated")
-    below = event_pays_below(site, ceilings)
-    return decision if below is None else replace(decision, reason=f"{decision.reason}; {_described(below)}")
+        return fastest({name: as_called(site, name, ms * 1e-3, card) for name, ms in known.items()}, "measured")
+    decision = fastest({name: as_called(site, name, seconds(site, name, card), card) for name in names})
+    below = event_pays_below(site, card)
+    return decision if below is None else decision._replace(reason=f"{decision.reason}; {_described(below)}")
 
 
-def as_called(site: SiteInfo, strategy: str, device: float, ceilings: Ceilings = H100) -> float:
+def as_called(site: SiteInfo, strategy: str, device: float, card: Card = H100) -> float:
     """Seconds that a site adds to a step, where its own product takes ``device`` seconds of the card's.
 
-    The gradients are the dense operator's whatever the product is, of spikes that the bytes are widened to first. And
-    the card waits for its host where that has more to do.
+    The gradients are the dense operator's whatever the product is, of spikes that the bytes are widened to first.
     """
-    host = _HOST_MATMUL if strategy == "dense" and _is_matmul(site) else _HOST[strategy]
+    dense = host.MATMUL if _is_matmul(site) else host.CONV
+    time = Time(device, dense if strategy == "dense" else host.SPIKE_LAYER[strategy])
     if site.trained:
-        widened = site.n * site.c * site.h * site.w * (site.itemsize + 1) / ceilings.bandwidth
-        device += 2 * seconds(site._replace(fused=False), "dense", ceilings) + (widened if strategy != "dense" else 0.0)
-        host += 2 * (_HOST_MATMUL if _is_matmul(site) else _HOST["dense"]) + _HOST_KERNEL * (strategy != "dense")
-    return max(device, host) if site.hosted else device
+        gradient = Time(seconds(site._replace(fused=False), "dense", card), dense)
+        time = time.plus(gradient, gradient)
+        if strategy != "dense":
+            widened = site.n * site.c * site.h * site.w * (site.itemsize + 1) / card.bandwidth
+            time = time.plus(Time(widened, host.LAUNCH))
+    return time.waited(replayed=not site.hosted)
 
 
-def estimate(site: SiteInfo, strategy: str, ceilings: Ceilings = H100) -> float:
+def estimate(site: SiteInfo, strategy: str, card: Card = H100) -> float:
     """The expected speed-up of a forced implementation (1.0 on the CPU, where operators run their references)."""
     if site.device != "cuda":
         return 1.0
     needed = {"event": site.density, "skip": site.active}
     known = needed.get(strategy, 1.0) is not None
-    return seconds(site, "dense", ceilings) / seconds(site, strategy if known else "binary", ceilings)
+    return seconds(site, "dense", card) / seconds(site, strategy if known else "binary", card)
 
 
-def seconds(site: SiteInfo, strategy: str, ceilings: Ceilings = H100) -> float:
+def seconds(site: SiteInfo, strategy: str, card: Card = H100) -> float:
     """The estimate for one implementation; `event` needs the site's density and `skip` its active share."""
-    return _cost(site, strategy).estimate(_numbers(site), ceilings)
+    return _cost(site, strategy).estimate(_numbers(site, card), card)
 
 
-def expression(site: SiteInfo, strategy: str, ceilings: Ceilings = H100, **symbols: sympy.Expr) -> sympy.Expr:
+def expression(site: SiteInfo, strategy: str, card: Card = H100, **symbols: sympy.Expr) -> sympy.Expr:
     """As :func:`seconds`, with expressions in place of the site's fields of those names, such as a symbolic batch."""
-    return _cost(site, strategy).expression(ceilings, **{**_numbers(site), **symbols})
+    return _cost(site, strategy).expression(card, **{**_numbers(site, card), **symbols})
 
 
-def event_pays_below(site: SiteInfo, ceilings: Ceilings = H100) -> float | None:
+def event_pays_below(site: SiteInfo, card: Card = H100) -> float | None:
     """Density below which events are the fastest by estimate, 0 if nowhere; None where they cannot serve the site.
 
     None too where the host is what takes the time, at any density.
     """
-    if "event" not in able(site) or (site.hosted and seconds(site, "dense", ceilings) < _HOST["event"]):
+    if "event" not in able(site) or (site.hosted and seconds(site, "dense", card) < host.SPIKE_LAYER["event"]):
         return None
-    rival = min(seconds(site, name, ceilings) for name in able(site) if name != "event")
-    event = expression(site, "event", ceilings, density=_density)
+    rival = min(seconds(site, name, card) for name in able(site) if name != "event")
+    event = expression(site, "event", card, density=_density)
     return max(0.0, min(EVENT_CAPACITY, float(break_even(event, sympy.Float(rival), _density))))
 
 
 def _described(below: float) -> str:
     return f"event pays below {below:.2%} density" if below >= 5e-5 else "event pays at no density"
-
-
-def _fastest(times: Mapping[str, float], text: Callable[[float], str], source: str) -> Decision:
-    strategy = min((name for name in times if name != "dense"), key=lambda name: times[name])
-    gain = times["dense"] / times[strategy]
-    reason = f"{source} {text(times[strategy])} against {text(times['dense'])} dense"
-    if gain < MIN_GAIN:
-        return Decision("dense", gain, f"{strategy} would not pay: {reason}")
-    return Decision(strategy, gain, reason)
 
 
 def _unsuitable(site: SiteInfo) -> str | None:
@@ -204,18 +167,18 @@ def _precision(site: SiteInfo) -> str:
     return "half" if site.itemsize == 2 else "tf32" if site.tf32 else "fp32"
 
 
-def _numbers(site: SiteInfo) -> dict[str, float]:
-    """What the costs depend on: the site's numbers, and which share of the ceilings its kernels reach."""
-    precision = _precision(site)
-    narrow = _NARROW if site.k // site.groups <= 64 else dict.fromkeys(_NARROW, 1.0)
+def _numbers(site: SiteInfo, card: Card) -> dict[str, float]:
+    """What the costs depend on: the site's numbers, and which share of the card's ceilings its kernels reach."""
+    precision, narrow = _precision(site), site.k // site.groups <= 64
     if _is_matmul(site):
-        dense = _MATMUL_RATES[precision]
+        dense = getattr(card.matmul, precision)
     else:
-        dense = _CONV_RATES[precision][site.channels_last] * narrow[precision]
+        conv = card.conv_channels_last if site.channels_last else card.conv
+        dense = getattr(conv, precision) * (getattr(card.narrow, precision) if narrow else 1.0)
     shares = {
-        "dense_share": dense / getattr(H100, precision),
-        "int8_share": _BINARY_RATES[site.digits] * narrow["int8"] / H100.int8,
-        "event_share": _EVENT_RATES[site.itemsize] / H100.bandwidth,
+        "dense_share": dense,
+        "int8_share": (card.int8_two_digits if site.digits == 2 else 1.0) * (card.int8_narrow if narrow else 1.0),
+        "event_share": card.events_half if site.itemsize == 2 else card.events_float32,
     }
     fields = {name: getattr(site, name) for name in _FIELDS.split()}
     return shares | {name: float(value) for name, value in fields.items() if value is not None}

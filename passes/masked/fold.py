@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, device_of
-from sparsecomp.lowering.tuning.ceilings import Ceilings, ceilings_of
+from sparsecomp.lowering.tuning.cards import Card
+from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, dense_seconds, sparse_seconds
 from sparsecomp.passes.engine.rule import Context, replays, sizes
 from sparsecomp.passes.graph.canonicalize import CanonicalOp
 from sparsecomp.reference.patterns import evenness
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
-_MARGIN = 1.1
-"""Least estimated speed-up over dense for which a weight is packed sparse: the estimate is no measurement."""
 _BLOCKS = (16, 32, 64)
 _FULL = 0.5
 """A weight counts as one of blocks if more than this share of the elements of blocks that hold any is not zero."""
@@ -25,59 +25,62 @@ class Choice(NamedTuple):
 
     Attributes:
         format, block: as of `sparsecomp.ops.masked.folded_layer`.
-        kernel: what multiplies it.
-        gain: estimated speed-up over dense; None without an estimate.
         described: shape and sparsity, for the report.
-        reason: for the report.
+        decision: what multiplies it, and why.
     """
 
     format: str
     block: tuple[int, int]
-    kernel: str
-    gain: float | None
     described: str
-    reason: str
+    decision: Decision
 
     @property
     def name(self) -> str:
         """Of the implementation, for the report."""
         return f"folded {self.format}"
 
+    @property
+    def gain(self) -> float | None:
+        """Over the layer as it was written; None without an estimate, such as of the masking that a fold saves."""
+        return None if self.decision.dense else self.decision.gain
+
 
 def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
     """The fastest format for a layer's weight by estimate; looks at its values."""
-    described = _described(weight)
+    where = weight.device
     if op.name != "linear":
-        return Choice("dense", (1, 1), f"torch's {op.name}", None, described, "convolutions have no sparse kernel")
-    if weight.device.type != "cuda":
-        return Choice("dense", (1, 1), "torch's linear", None, described, "no CUDA device")
+        return _dense(weight, "convolutions have no sparse kernel")
+    if where.type != "cuda":
+        return _dense(weight, "no CUDA device")
     rows = sizes(op.input)
     assert rows is not None
-    n = torch.Size(rows[:-1]).numel()
-    where, replayed = weight.device, replays(ctx.options, weight.device)
-    return compare(weight, n, op.get("bias") is not None, device_of(where), ceilings_of(where), replayed)
+    n, replayed = torch.Size(rows[:-1]).numel(), replays(ctx.options, where)
+    bias = op.get("bias") is not None
+    return compare(weight, n, bias, device_of(where), card_of(where), replayed=replayed, products=ctx.products)
 
 
-def compare(
-    weight: Tensor, n: int, bias: bool, device: Device, ceilings: Ceilings, replayed: bool = True
-) -> Choice:  # fmt: skip
-    """`choose` for a linear layer of n rows on a CUDA device of these ceilings.
+def compare(weight: Tensor, n: int, bias: bool, device: Device, card: Card, **how: int) -> Choice:
+    """`choose` for a linear layer of n rows on a CUDA device that is such a card.
 
     Args:
         weight: (m, k), on any device.
-        replayed: whether a CUDA graph is replayed, so that the host's time does not count.
+        how: `replayed` and `products`, as of `Product`.
     """
-    described = _described(weight)
     if weight.dtype not in KERNEL_DTYPES:
-        return Choice("dense", (1, 1), "torch's linear", None, described, f"no sparse kernel of {weight.dtype}")
-    products = [_product(weight, n, bias, *form)._replace(replayed=replayed) for form in _forms(weight)]
-    timed = [(*sparse_seconds(product, device, ceilings), product) for product in products]
+        return _dense(weight, f"no sparse kernel of {weight.dtype}")
+    products = [_product(weight, n, bias, *form)._replace(**how) for form in _forms(weight)]
+    timed = [(*sparse_seconds(product, device, card), product) for product in products]
     seconds, kernel, best = min(timed, key=lambda one: one[0])
-    dense = dense_seconds(best._replace(constant=True), ceilings)  # a fold has written the weight out already
-    reason = f"estimated {seconds * 1e6:.1f} us for {kernel} against {dense * 1e6:.1f} us dense"
-    if seconds * _MARGIN > dense:
-        return Choice("dense", (1, 1), "torch's linear", None, described, reason)
-    return Choice(best.format, best.block, kernel, dense / seconds, described, f"{reason}; for finite inputs")
+    # a fold has written the weight out already
+    decision = fastest({kernel: seconds, "dense": dense_seconds(best._replace(constant=True), card)})
+    if decision.dense:
+        return _dense(weight, decision.reason)
+    reason = f"{decision.reason}; for finite inputs"
+    return Choice(best.format, best.block, _described(weight), decision._replace(reason=reason))
+
+
+def _dense(weight: Tensor, reason: str) -> Choice:
+    return Choice("dense", (1, 1), _described(weight), Decision("dense", None, reason))
 
 
 def _described(weight: Tensor) -> str:

@@ -16,6 +16,7 @@ from torch import fx
 import sparsecomp.ops.masked.folded_layer  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.ops.masked.folded_weight import FOLDS, Keep, Recipe, formula
+from sparsecomp.passes.cost.masked import decide_fold
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked.fold import Choice, choose
@@ -37,9 +38,6 @@ _NOT_FOLDED = (
     "addmm", "baddbmm", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
     "multi_head_attention_forward",
 )  # fmt: skip
-_LEAST = 1 << 17
-"""Elements of a weight from which on a fold pays: the call of an operator takes a core 10 to 15 us more than that of
-Inductor's kernel, and so does the multiplication of so many elements (torch 2.13, one core)."""
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -148,9 +146,9 @@ def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
         return "shapes are unknown"
     if len(shape) != 2 + CONVOLUTIONS.get(op.name, 0):
         return f"{op.name} with a weight of {len(shape)} dimensions takes no folded one"
-    elements = example_of(masked.result).numel()
-    if elements < _LEAST:
-        return f"its {elements} elements are masked faster than an operator is called (from {_LEAST} on it is folded)"
+    decision = decide_fold(example_of(masked.result).numel())
+    if decision.dense:
+        return decision.reason
     if isinstance(op.get("padding"), str) and op.get("padding") != "valid":
         return f"padding={op.get('padding')!r} is not symmetric for every size"
     return None
@@ -169,9 +167,10 @@ def _folded(
     beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
     if choice.format == "dense" and beside is not None:
         return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{beside.name}` reads it too, so it is computed all the same")
+    kernel = f"torch's {op.name}" if choice.decision.dense else choice.decision.implementation
     reason = (
         f"{masked.spelled()} of parameters and buffers is folded, since they are promised to stay; "
-        f"{choice.described} by {choice.kernel}: {choice.reason}"
+        f"{choice.described} by {kernel}: {choice.decision.reason}"
     )
     build = lambda: {op.node: _build(op, masked, choice, values, keep)}  # noqa: E731
     return Plan(build, reason, choice.name, "", choice.gain, masked.nodes[::-1])

@@ -13,17 +13,12 @@ from torch import fx
 import sparsecomp.ops.masked.merged_weight  # noqa: F401  (registers the operators)
 from sparsecomp.ops.masked.folded_weight import Keep
 from sparsecomp.ops.masked.merged_weight import Form, merging
+from sparsecomp.passes.cost.masked import decide_merge
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked.formula import CASTS, FILLS, Formula, formula_of, is_view
 from sparsecomp.reference.frozen import are_frozen
 
-LEAST = {"cpu, by a mask": 4 << 20, "cuda": 64 << 20}
-"""By device: bytes of a weight from which on merging pays. The two operators of a step take the host 0.2 ms more than
-the kernels they replace. With 64 MiB an H100 has work for longer: a layer is 1.09 times Inductor, with 32 MiB 0.78. On
-a CPU torch scatters by a mask in one thread, a quarter as fast; by positions Inductor is 1.1 to 1.6 times as fast."""
-_LEAST_REPLAYED = 2 << 20
-"""For CUDA graphs, which need no host."""
 _LINEAR: dict[str, set[str]] = {
     "add": {"input", "other"}, "sub": {"input", "other"}, "rsub": {"input", "other"}, "neg": {"input"},
     "clone": {"input"}, "mul": {"input", "other"}, "div": {"input"}, "where": {"input", "other"},
@@ -148,14 +143,11 @@ def _unfit(part: Formula, layer: fx.Node, masked: Formula, ctx: Context) -> str 
         return "its sizes are dynamic"
     if any(ctx.analysis.order[masked.nodes[0]] < switch < ctx.analysis.order[layer] for switch in ctx.switches):
         return "gradients are switched on or off on the way"
-    replayed, size = replays(ctx.options, example.device), example.numel() * example.dtype.itemsize
-    kind = example.device.type + (", by a mask" if example.device.type == "cpu" and _scatters_by_mask(part) else "")
-    if kind not in LEAST:
-        return f"on {kind} Inductor scatters by positions as fast"
     # the promise is what a graph is captured with, be it by hand
-    least = _LEAST_REPLAYED if kind == "cuda" and (replayed or are_frozen()) else LEAST[kind]
-    if size < least:
-        return f"Inductor trains its {size} bytes as fast (from {least} on they are merged)"
+    replayed, size = replays(ctx.options, example.device) or are_frozen(), example.numel() * example.dtype.itemsize
+    decision = decide_merge(size, example.device.type, _scatters_by_mask(part), replayed)
+    if decision.dense:
+        return decision.reason
     outside = masked.outside(layer)
     return f"`{outside[0].name}` reads it too, so it is computed all the same" if outside else None
 

@@ -164,7 +164,7 @@ def autocast_dtype(chain: Chain) -> torch.dtype | None:
 
 
 def circumstances(chain: Chain, ctx: Context, device: torch.device) -> dict[str, Any]:
-    """What an estimate of the product must know beside its numbers; see `sparse_cost.Product`."""
+    """What an estimate of the product must know beside its numbers; see `passes.cost.sparse.Product`."""
     return {
         "trained": differentiated(chain, ctx),
         "replayed": replays(ctx.options, device),

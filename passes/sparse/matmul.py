@@ -55,8 +55,8 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     dead = chain.dead
     if decision.dense:
         reason = f"{product.described}: {decision.reason}"
-        return Plan(lambda: {node: _build_dense(chain, node)}, reason, "dense", "", decision.gain, dead)
-    reason = f"{product.described} by {decision.kernel}{chain.fused}; {decision.reason}"
+        return Plan(lambda: {node: _build_dense(chain, node)}, reason, "dense", "", 1.0, dead)
+    reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"
     return Plan(lambda: {node: _build(chain, node)}, reason, product.format, "", decision.gain, dead)
 
 

@@ -20,8 +20,10 @@ from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.cache.tuning_cache import default_cache
 from sparsecomp.lowering.spiking.strategies import SPIKE_CONV
 from sparsecomp.lowering.tuning.autotune import scoped_effort, tuner
-from sparsecomp.lowering.tuning.ceilings import H100, Ceilings, ceilings_of
+from sparsecomp.lowering.tuning.cards import H100, Card
+from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.passes.cost import spiking as gate
+from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks
 from sparsecomp.reference.digits import SPREAD
@@ -128,25 +130,24 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     forced = ctx.options.implementation
     if forced == "dense":
         return refuse(Why.FORCED_DENSE)
-    ceilings, measured = _card(operands, site)
+    card, measured = _card(operands, site)
     if forced != "auto":
-        strategy, reason = forced, f"implementation={forced!r} was asked for"
-        gain = gate.estimate(site, forced, ceilings)
+        reason = f"implementation={forced!r} was asked for"
+        decision = Decision(forced, gate.estimate(site, forced, card), reason)
     elif site.device == "cuda" and not _triton_available():
         ctx.report.note("Triton is not installed: everything stays dense")
         return refuse(Why.GATE, detail="Triton is not installed")
     else:
-        decision = gate.decide(site, ceilings, measured)
-        strategy, gain, reason = decision.strategy, decision.expected_gain, decision.reason
-    if strategy == "dense":
-        return refuse(Why.GATE, detail=reason)
-    node = operands.op.node
-    reason = f"input is {operands.fact.described()}; {reason}"
-    return Plan(lambda: {node: build(strategy)}, reason, strategy, operands.precision, gain)
+        decision = gate.decide(site, card, measured)
+    if decision.dense:
+        return refuse(Why.GATE, detail=decision.reason)
+    node, strategy = operands.op.node, decision.implementation
+    reason = f"input is {operands.fact.described()}; {decision.reason}"
+    return Plan(lambda: {node: build(strategy)}, reason, strategy, operands.precision, decision.gain)
 
 
-def _card(operands: Operands, site: gate.SiteInfo) -> tuple[Ceilings, Mapping[str, float] | None]:
-    """The ceilings of the site's card, and the times of its implementations, measured now where tuning is asked for."""
+def _card(operands: Operands, site: gate.SiteInfo) -> tuple[Card, Mapping[str, float] | None]:
+    """The site's card, and the times of its implementations, measured now where tuning is asked for."""
     x = example_of(operands.op.input)
     if x is None or x.device.type != "cuda" or not (torch.cuda.is_available() and _triton_available()):
         return H100, None
@@ -154,10 +155,10 @@ def _card(operands: Operands, site: gate.SiteInfo) -> tuple[Ceilings, Mapping[st
         tuner().choose(SPIKE_CONV, site, x.device)
     entry = default_cache().get(site.signature(device_of(x.device)))
     if entry is None:
-        return ceilings_of(x.device), None
+        return card_of(x.device), None
     # a candidate is named after its strategy, before the version
     times = {name.partition("@")[0]: ms for name, ms in entry.times.items() if name not in entry.rejected}
-    return ceilings_of(x.device), times
+    return card_of(x.device), times
 
 
 def writes_bytes(operands: Operands, ctx: Context) -> bool:

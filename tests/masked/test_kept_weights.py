@@ -15,7 +15,7 @@ from sparsecomp.compiler.backend import input_values
 from sparsecomp.ops import frozen_weights
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
-from sparsecomp.passes.masked import masked_weight, merged_weight
+from sparsecomp.passes.cost import masked as masked_cost
 
 SIZE = (12, 10)
 RULES: list[str] = []
@@ -31,9 +31,8 @@ def rewriting_backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 
 def shrink(patch: Callable[..., None] = setattr) -> None:
     """Have the rules take small weights too."""
-    patch(masked_weight, "_LEAST", 1)
-    patch(merged_weight, "LEAST", {"cpu": 1, "cpu, by a mask": 1, "cuda": 1})
-    patch(merged_weight, "_LEAST_REPLAYED", 1)
+    patch(masked_cost, "LEAST_FOLDED", 1)
+    patch(masked_cost, "LEAST_MERGED", dict.fromkeys((*masked_cost.LEAST_MERGED, "cpu"), 1))
     RULES.clear()
 
 

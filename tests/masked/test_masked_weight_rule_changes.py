@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from torch.nn.utils import parametrize, prune
 
 import sparsecomp
 from sparsecomp.lowering.cache.signature import Device
-from sparsecomp.lowering.tuning.ceilings import H100
+from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.ops.masked import folded_layer as masked_linear
 from sparsecomp.ops.masked import folded_weight
 from sparsecomp.ops.masked.folded_weight import FOLDS, Recipe
 from sparsecomp.options import Options
+from sparsecomp.passes.cost import masked as masked_cost
+from sparsecomp.passes.cost.decision import MIN_GAIN, Decision
 from sparsecomp.passes.engine.rule import replays
+from sparsecomp.passes.graph.canonicalize import CanonicalOp
 from sparsecomp.passes.masked import fold as masked_fold
 from sparsecomp.passes.masked import masked_weight
 from sparsecomp.passes.masked.fold import Choice, compare
@@ -325,7 +329,7 @@ class Attention(nn.Module):
 
 
 def test_attention_projections_are_folded(monkeypatch):
-    monkeypatch.setattr(masked_weight, "_LEAST", 1)
+    monkeypatch.setattr(masked_cost, "LEAST_FOLDED", 1)
     model, x = Attention(), inputs(2, 5, 256)
     with torch.no_grad():
         found, report = rewritten(model, x, implementation="auto", frozen=True, strict=True)
@@ -494,7 +498,7 @@ def test_an_unknown_formula_is_an_error_that_says_what_to_do():
 
 
 def test_a_sparse_format_through_the_backend(monkeypatch):
-    choice = Choice("csr", (1, 1), "spmm_csr", 2.0, "a weight", "because")
+    choice = Choice("csr", (1, 1), "a weight", Decision("spmm_csr", 2.0, "because"))
     monkeypatch.setattr(masked_weight, "choose", lambda op, weight, ctx: choice)
     torch._dynamo.reset()
     layer = prune.random_unstructured(nn.Linear(352, 384), "weight", 0.9)
@@ -522,9 +526,27 @@ def test_the_estimate_picks_the_format_on_an_h100(what):
     make, rows, dtype = PICKED[what]
     choice = compare(make().to(dtype), rows, True, CARD, H100)
     assert choice.format == what.split(",")[0]
-    assert "us for spmm_" in choice.reason and "us dense" in choice.reason
-    assert choice.gain is None if choice.format == "dense" else choice.gain > 1.1
-    assert ("for finite inputs" in choice.reason) == (choice.format != "dense")
+    dense, reason = choice.format == "dense", choice.decision.reason
+    assert "us against" in reason and "us dense" in reason and ("would not pay" in reason) == dense
+    assert choice.gain is None if dense else choice.gain > MIN_GAIN
+    assert ("for finite inputs" in reason) != dense
+
+
+def test_a_fold_counts_the_host_and_the_products_that_share_a_call(monkeypatch):
+    """A product in halves takes the device half as long as dense, but needs more launches: see the rule of products."""
+    weight = inputs(1536, 1536) * (inputs(1536, 1536, seed=3) > 0)
+    found = {n: compare(weight, 1024, True, CARD, H100, replayed=False, products=n).format for n in (1, 64)}
+    assert found == {1: "dense", 64: "csr"}
+    assert compare(weight, 1024, True, CARD, H100, replayed=True).format == "csr"
+    passed: dict[str, Any] = {}
+    monkeypatch.setattr(masked_fold, "compare", lambda *rest, **how: passed.update(how))
+    for name in ("device_of", "card_of"):
+        monkeypatch.setattr(masked_fold, name, lambda device: None)
+    x = torch.fx.Graph().placeholder("x")
+    x.meta["example_value"] = X
+    op, there = CanonicalOp("linear", {"input": x}, x), SimpleNamespace(device=torch.device("cuda"))
+    masked_fold.choose(op, there, SimpleNamespace(options=Options(), products=7))
+    assert passed == {"replayed": False, "products": 7}
 
 
 def test_forms_are_those_that_hold_the_weight():

@@ -17,7 +17,7 @@ import sparsecomp
 from sparsecomp.ops import frozen_weights
 from sparsecomp.ops.masked import merged_weight as merged_ops
 from sparsecomp.ops.masked.folded_weight import FOLDS
-from sparsecomp.passes.masked import merged_weight
+from sparsecomp.passes.cost import masked as masked_cost
 
 NAMES = ("weight", "theta", "phi", "bias")
 
@@ -61,7 +61,7 @@ EXACT = set(MERGED) - {"difference"}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(merged_weight, "LEAST", {"cpu": 1, "cpu, by a mask": 1, "cuda": 1})
+    monkeypatch.setattr(masked_cost, "LEAST_MERGED", dict.fromkeys((*masked_cost.LEAST_MERGED, "cpu"), 1))
 
 
 def trained(call: Callable[[Tensor], Tensor], model: Any, x: Tensor) -> list[Tensor | None]:
@@ -430,7 +430,7 @@ def test_what_is_small_or_scattered_by_positions_on_a_cpu_is_left(monkeypatch):
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_small_weights_are_merged_for_graphs_only(device, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(merged_weight, "_LEAST_REPLAYED", 1)
+    monkeypatch.setattr(masked_cost, "LEAST_MERGED", {**masked_cost.LEAST_MERGED, "cuda, replayed": 1})
     model = Masked(MERGED["index_copy"]).to(device)
     assert not judged(model, X.to(device)).rewritten
     with frozen_weights():

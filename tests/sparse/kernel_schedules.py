@@ -7,7 +7,7 @@ import torch
 
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.tuning.ceilings import H100
+from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.cost import rank
 from sparsecomp.lowering.tuning.template import of_operation
 

@@ -15,7 +15,7 @@ from sparsecomp import formats
 from sparsecomp.errors import FrozenWeightError
 from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost import sparse as sparse_cost
-from sparsecomp.passes.cost.sparse import Decision
+from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.sparse import linear as sparse_linear
 from sparsecomp.reference.patterns import Layout
 
@@ -23,7 +23,7 @@ from sparsecomp.reference.patterns import Layout
 @pytest.fixture(autouse=True)
 def small_products_stay_sparse(monkeypatch):
     """What is tested here has a few numbers, for which dense is faster; tests of that say so themselves."""
-    decide = lambda product: Decision(False, f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
+    decide = lambda product: Decision(f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
     monkeypatch.setattr(sparse_linear, "decide", decide)
 
 
@@ -82,7 +82,7 @@ def test_what_follows_a_layer_is_fused_where_nobody_else_reads_it(what):
 def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, monkeypatch):
     torch._dynamo.reset()
     if dense:
-        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     model = Net(lambda layer, x: torch.relu(layer(x) + x[..., :6]), format)
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
     results = []
@@ -100,7 +100,7 @@ def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, mo
 
 
 def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkeypatch):
-    monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     for format in FORMATS:
         model = Net(lambda layer, x: F.relu(layer(x)), format)
         torch._dynamo.reset()
@@ -148,7 +148,7 @@ def test_a_cpu_keeps_dtypes_it_has_no_estimate_of():
 
 
 def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):
-    monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
     torch._dynamo.reset()
     model = Net(lambda layer, x: F.relu(layer(x)))
@@ -163,7 +163,7 @@ def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):
 @pytest.mark.parametrize("dense", [False, True])
 def test_autocast_rounds_as_torch_does(dense, monkeypatch):
     if dense:
-        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     model = Net(lambda layer, x: F.relu(layer(x)))
     with torch.autocast("cpu", torch.bfloat16):
         out, report = rewritten(model, X, implementation="auto", strict=True, verify=False)

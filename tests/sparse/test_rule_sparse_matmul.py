@@ -14,10 +14,12 @@ from torch import Tensor, nn
 import sparsecomp
 from sparsecomp import SparseTensor, formats, optimize
 from sparsecomp.lowering.cache.signature import Device
-from sparsecomp.lowering.tuning.ceilings import H100
+from sparsecomp.lowering.tuning.cards import H100
+from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost import sparse as sparse_cost
-from sparsecomp.passes.cost.sparse import Decision, Product, Time, compare, fuses_relu
+from sparsecomp.passes.cost.decision import Decision
+from sparsecomp.passes.cost.sparse import Product, compare, fuses_relu
 from sparsecomp.passes.sparse import linear as sparse_linear
 from sparsecomp.passes.sparse import matmul as sparse_matmul
 
@@ -25,7 +27,7 @@ from sparsecomp.passes.sparse import matmul as sparse_matmul
 @pytest.fixture(autouse=True)
 def small_products_stay_sparse(monkeypatch):
     """What is tested here has a few numbers, for which dense is faster; tests of that say so themselves."""
-    decide = lambda product: Decision(False, f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
+    decide = lambda product: Decision(f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
     for rule in (sparse_linear, sparse_matmul):
         monkeypatch.setattr(rule, "decide", decide)
 
@@ -201,7 +203,7 @@ AUTOCAST = {
 def test_autocast_around_the_call_or_within_it(inside, dense, monkeypatch):
     """The fused operator gives the dtype that torch gives, and half precision rounds once."""
     if dense:
-        monkeypatch.setattr(sparse_matmul, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+        monkeypatch.setattr(sparse_matmul, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     around = torch.autocast("cpu", torch.bfloat16)
     for spelling, fused in AUTOCAST.items():
         forward = SPELLINGS[spelling][0]
@@ -252,7 +254,7 @@ def test_a_batch_of_another_size_needs_no_other_graph():
 
 @pytest.mark.parametrize("spelling", ["torch's module", "all", "addmm", "transposed", "added in place"])
 def test_dense_where_that_is_faster(spelling, monkeypatch):
-    monkeypatch.setattr(sparse_matmul, "decide", lambda product: Decision(True, "dense", 1.0, "dense is faster"))
+    monkeypatch.setattr(sparse_matmul, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     model = Layers(SPELLINGS[spelling][0])
     out, report = rewritten(model, X, implementation="auto", strict=True)
     torch.testing.assert_close(out, model(X))
@@ -316,11 +318,11 @@ def test_a_way_that_gives_the_host_more_to_do_must_save_the_device_more_than_a_c
 def test_time_is_what_a_caller_waits():
     """By hand: the device 30 us, the host 20 us and 45 us for the call, or half of them with two products."""
     time, call = Time(30e-6, 20e-6), product(0.5, 64, torch.float32)
-    assert time.of(call) == pytest.approx(30e-6)
-    assert time.of(call._replace(replayed=False)) == pytest.approx((30e-6 + 65e-6) / 2)
-    assert time.of(call._replace(replayed=False, products=2)) == pytest.approx((30e-6 + 42.5e-6) / 2)
-    assert time.of(call._replace(replayed=False, trained=True)) == pytest.approx((30e-6 + 420e-6) / 2)
-    assert time.plus(time).of(call._replace(replayed=False)) == pytest.approx((60e-6 + 85e-6) / 2)
+    assert call.waited(time) == pytest.approx(30e-6)
+    assert call._replace(replayed=False).waited(time) == pytest.approx((30e-6 + 65e-6) / 2)
+    assert call._replace(replayed=False, products=2).waited(time) == pytest.approx((30e-6 + 42.5e-6) / 2)
+    assert call._replace(replayed=False, trained=True).waited(time) == pytest.approx((30e-6 + 420e-6) / 2)
+    assert call._replace(replayed=False).waited(time.plus(time)) == pytest.approx((60e-6 + 85e-6) / 2)
 
 
 def test_a_relu_is_done_in_the_product_where_that_costs_the_device_nothing():

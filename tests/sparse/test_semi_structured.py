@@ -26,11 +26,11 @@ from sparsecomp.lowering.sparse.kernels import semi_structured as template
 from sparsecomp.lowering.sparse.semi_structured import SEMI_STRUCTURED
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.tuning import autotune
-from sparsecomp.lowering.tuning.ceilings import H100
+from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.trial import fault, relative_error
 from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost import sparse as sparse_cost
-from sparsecomp.passes.cost.sparse import Decision
+from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.sparse import linear as sparse_linear
 
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
@@ -368,7 +368,7 @@ def test_small_products_stay_with_the_ordinary_kernels_and_large_ones_do_not(mon
     """By the estimates, which the other tests here replace; 4096 cubed was measured 1.6 times as fast as dense."""
     installed(monkeypatch)
     monkeypatch.setattr(semi_structured, "device_of", lambda device: CARD)
-    monkeypatch.setattr(semi_structured, "ceilings_of", lambda device: H100)
+    monkeypatch.setattr(semi_structured, "card_of", lambda device: H100)
     forget()
 
     def refused(m, k, n):
@@ -420,10 +420,10 @@ def linear_of(size, n, dtype=torch.float16):
 def test_sparse_tensor_cores_pay_for_large_products_only(library):
     """On an H100 a 2:4 product of 4096 cubed took 0.128 ms, the dense one 0.208 ms with its relu."""
     large = sparse_cost.compare(linear_of(4096, 4096), CARD, H100)
-    assert large.kernel == "cusparselt" and not large.dense and 1.2 < large.gain < 2.2
+    assert large.implementation == "cusparselt" and not large.dense and 1.2 < large.gain < 2.2
     seconds, name = sparse_cost.sparse_seconds(linear_of(4096, 4096), CARD, H100)
     assert name == "cusparselt" and seconds == pytest.approx(0.14e-3, rel=0.15)
-    assert sparse_cost.compare(linear_of(512, 64), CARD, H100).kernel != "cusparselt"
+    assert sparse_cost.compare(linear_of(512, 64), CARD, H100).implementation != "cusparselt"
     single = sparse_cost.compare(linear_of(4096, 4096, torch.float32), CARD, H100)
     assert "not on sparse tensor cores: float32 times float32" in single.reason
 
@@ -559,7 +559,7 @@ def test_a_layer_and_its_compiled_form(cuda, monkeypatch):
     with torch.no_grad():
         assert relative_error(F.relu(layer(x)), expected) <= 1e-3
         assert len(semi_structured.COPIES._known) == before + 1
-        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision(False, "", 1.0, "sparse is faster"))
+        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision("", 1.0, "sparse is faster"))
         compiled = torch.compile(torch.nn.Sequential(layer, torch.nn.ReLU()), backend="sparsecomp")
         assert relative_error(compiled(x), expected) <= 1e-3
         layer.values.mul_(-1)

@@ -18,14 +18,16 @@ from sparsecomp.errors import SignatureError
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv
 from sparsecomp.lowering.tuning import ceilings as ceilings_module
-from sparsecomp.lowering.tuning.ceilings import H100, Ceilings, ceilings_of, measure
+from sparsecomp.lowering.tuning.cards import H100, KNOWN, Ceilings
+from sparsecomp.lowering.tuning.ceilings import card_of, measure
 from sparsecomp.lowering.tuning.cost import Cost, break_even, rank, seconds, sizes, waves
 from sparsecomp.lowering.tuning.operations import operations
 from sparsecomp.lowering.tuning.template import of_operation
 
-CARD = Ceilings(
+CEILINGS = Ceilings(
     bandwidth=1e12, fp32=1e13, tf32=1e14, half=2e14, int8=4e14, launch=2e-6, processors=100, shared=100_000
 )  # fmt: skip
+CARD = replace(H100, **asdict(CEILINGS))
 n, m, tile, density, processors = sizes("n m TILE density processors")
 """Names as in problems, configurations and ceilings."""
 
@@ -192,7 +194,7 @@ def card(monkeypatch):
         if state.full:
             raise torch.OutOfMemoryError("no memory")
         state.measured += 1
-        return CARD
+        return CEILINGS
 
     properties = SimpleNamespace(multi_processor_count=66, shared_memory_per_block_optin=100_000)
     monkeypatch.setattr(ceilings_module, "default_cache", lambda: state.cache)
@@ -209,38 +211,38 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_ceilings_are_measured_once_and_kept(card):
-    assert [ceilings_of(CUDA), ceilings_of(CUDA), card.measured] == [CARD, CARD, 1]
+    assert [card_of(CUDA), card_of(CUDA), card.measured] == [CARD, CARD, 1]
     ceilings_module._settled.cache_clear()  # as in another process
-    assert [ceilings_of(CUDA), card.measured] == [CARD, 1]
+    assert [card_of(CUDA), card.measured] == [CARD, 1]
     (stored,) = card.cache.facts.values()
-    assert stored == asdict(CARD)
+    assert stored == asdict(CEILINGS)
 
 
 def test_facts_of_another_version_are_measured_anew(card):
     card.cache.put_fact("ceilings", Device(card.name, "8.9", "3.6.0"), {"bandwidth": 1.0})
-    assert [ceilings_of(CUDA), card.measured] == [CARD, 1]
+    assert [card_of(CUDA), card.measured] == [CARD, 1]
 
 
 def test_a_known_card_is_not_measured_unless_somebody_stored_it(card):
     card.name = "NVIDIA H100 80GB HBM3"
-    assert [ceilings_of(CUDA), card.measured] == [H100, 0]
+    assert [card_of(CUDA), card.measured] == [H100, 0]
     ceilings_module._settled.cache_clear()
-    card.cache.put_fact("ceilings", Device(card.name, "8.9", "3.6.0"), asdict(CARD))
-    assert [ceilings_of(CUDA), card.measured] == [CARD, 0]
+    card.cache.put_fact("ceilings", Device(card.name, "8.9", "3.6.0"), asdict(CEILINGS))
+    assert [card_of(CUDA), card.measured] == [CARD, 0]
 
 
 @pytest.mark.parametrize("hindrance", ["capturing", "full"])
 def test_what_cannot_be_measured_now_is_in_proportion_to_the_processors_and_measured_later(card, hindrance):
     setattr(card, hindrance, True)
-    half = ceilings_of(CUDA)
+    half = card_of(CUDA)
     assert (half.bandwidth, half.int8) == (H100.bandwidth / 2, H100.int8 / 2)
     assert (half.processors, half.shared, half.launch) == (66, 100_000, H100.launch)
     setattr(card, hindrance, False)
-    assert [ceilings_of(CUDA), card.measured] == [CARD, 1]
+    assert [card_of(CUDA), card.measured] == [CARD, 1]
 
 
 def test_without_a_gpu_the_ceilings_are_an_h100s():
-    assert ceilings_of(torch.device("cpu")) is H100
+    assert card_of(torch.device("cpu")) is H100
 
 
 def test_estimates_load_neither_triton_nor_inductor():
@@ -267,7 +269,7 @@ def test_measured_ceilings_are_plausible_soon_there_and_leave_no_trace():
     assert (torch.backends.cuda.matmul.fp32_precision, torch.cuda.memory_allocated()) == tuple(before[1:])
     assert found.fp32 <= found.tf32 < found.half < found.int8
     assert 5e-7 < found.launch < 2e-5
-    if torch.cuda.get_device_name(CUDA) in ceilings_module.KNOWN:
-        known = asdict(ceilings_module.KNOWN[torch.cuda.get_device_name(CUDA)])
+    if torch.cuda.get_device_name(CUDA) in KNOWN:
+        known = asdict(KNOWN[torch.cuda.get_device_name(CUDA)])
         # other processes may share the card
         assert all(0.3 < value / known[name] < 1.7 for name, value in asdict(found).items() if name != "launch"), found

@@ -7,7 +7,7 @@ import pytest
 
 from bench.table import RESULTS
 from bench.tuning import H100_DEVICE, problem_of, ranked
-from sparsecomp.lowering.tuning.ceilings import H100
+from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.cost import seconds
 from sparsecomp.lowering.tuning.operations import operations
 

@@ -8,7 +8,6 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,14 @@ from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided, PackWeight
 from sparsecomp.lowering.spiking.skip_conv import ListRows, ScanPixels
 from sparsecomp.lowering.spiking.strategies import SiteInfo
-from sparsecomp.lowering.tuning.ceilings import H100
+from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.cost import rank, seconds
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.operations import operations
 from sparsecomp.passes.cost import cpu as cpu_cost
 from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost import spiking as gate
+from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product
 from sparsecomp.reference.patterns import Layout
 
@@ -121,6 +121,11 @@ def _read_off(layout: Layout, transpose: bool, linear: bool) -> list[Any]:
     return [str(tuple(product)[1:])]
 
 
+def _as_rewritten(decision: Decision) -> list[Any]:
+    """Whether a sparse layer runs dense, what runs, what the rewrite gains, and why."""
+    return [decision.dense, decision.implementation, 1.0 if decision.dense else decision.gain, decision.reason]
+
+
 HALF_AND_FLOAT = (torch.float16, torch.float32)
 DECISIONS: dict[str, Callable[[], list[Any]]] = {
     **{
@@ -140,7 +145,7 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
         _product(CSR, 8192, dtype, "constant")._replace(m=4096, k=4096), H100) for dtype in HALF_AND_FLOAT],
     **{
         f"on a CPU {kind[0]} {dtype} {flags}": partial(
-            lambda product: list(sparse_cost.decide(product)),
+            lambda product: _as_rewritten(sparse_cost.decide(product)),
             _product(kind, 64, dtype, flags)._replace(device=torch.device("cpu")),
         )
         for kind in (CSR, BSR, NM) for dtype in HALF_AND_FLOAT for flags in ("linear", "trained", "constant")
@@ -167,7 +172,7 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
     },
     **{
         f"site {n} {c} {size} {changes}": partial(
-            lambda site: [*astuple(gate.decide(site)), gate.event_pays_below(site),
+            lambda site: [*gate.decide(site), gate.event_pays_below(site),
                           *(gate.estimate(site, name) for name in ("binary", "event", "skip"))],
             _site(n, c, size, side)._replace(**changes),
         )

@@ -125,7 +125,7 @@ def _merge_space(problem: Merge, device: Device) -> list[Config]:
 
 
 _numel, _pruned, _itemsize, _rows, _warps = sizes("numel pruned itemsize ROWS warps")
-_active, _rest, _active_only = sizes("active rest ACTIVE_ONLY")
+_active, _rest, _active_only, _bandwidth = sizes("active rest ACTIVE_ONLY bandwidth")
 
 # blocks of 1024 elements by four warps keep enough loads in flight
 _misfit = 1e-8 * abs(sympy.log(_rows / 32)) + 1e-8 * abs(sympy.log(_warps / 4))
@@ -155,7 +155,7 @@ MERGE = Template(
     cost=Cost(
         bytes=_itemsize * (2 * _numel + _pruned) + _table,
         # single elements cost a twentieth more than vectors
-        seconds=_misfit + _active_only * _numel * _itemsize * (0.1 - _untouched) / 3e12,
+        seconds=_misfit + _active_only * _numel * _itemsize * (0.1 - _untouched) / _bandwidth,
     ),
     prepare=_prepare_merge,
 )

@@ -24,8 +24,6 @@ from sparsecomp.lowering.tuning.template import Config
 
 WIDTH = 64
 """The shared dimension of both operands is padded with zeros to a multiple of this."""
-RATE = 1.5e12
-"""Operations a second of one processor of an H100 at large tiles."""
 _TILES = (
     (128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4),
     (128, 64, 32, 8, 4), (64, 64, 64, 4, 4), (64, 32, 64, 4, 4), (64, 16, 64, 4, 4), (32, 16, 64, 4, 4),

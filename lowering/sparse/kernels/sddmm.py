@@ -103,6 +103,7 @@ def _main(problem: Sddmm, config: Config) -> Launch:
 
 _m, _n, _d, _batch, _nnz, _itemsize, _processors = sizes("m n d batch nnz itemsize processors")
 _p, _bd, _warps, _copy, _a_col, _b_col = sizes("P BD warps COPY a_col b_col")
+_gathered, _bandwidth, _rewritten = sizes("gathered bandwidth rewritten")
 
 _near = sympy.Eq(_copy, 1) | (sympy.Eq(_a_col, 1) & sympy.Eq(_b_col, 1))
 _pulled = sympy.Piecewise((1.2 * _itemsize, _near), (40, True)) * _d * _batch * _nnz
@@ -120,8 +121,8 @@ SDDMM = Template(
     space=_space,
     cost=Cost(
         bytes=_batch * (_nnz * 8 + (_m + _n) * _d * _itemsize),
-        seconds=sympy.Max(_pulled / 7.0e12, _waves * _walk)
-        + _copy * (2 * _batch * (_m + _n) * _d * _itemsize / 2.5e12 + 3e-6),
+        seconds=sympy.Max(_pulled / (_gathered * _processors), _waves * _walk)
+        + _copy * (2 * _batch * (_m + _n) * _d * _itemsize / (_rewritten * _bandwidth) + 3e-6),
     ),
     prepare=_prepare,
 )

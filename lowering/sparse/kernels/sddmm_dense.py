@@ -17,7 +17,7 @@ from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step, Workspace
 from sparsecomp.lowering.sparse.kernels import dense_product, halves_product
 from sparsecomp.lowering.sparse.kernels.halves_product import padded
-from sparsecomp.lowering.sparse.kernels.product_cost import RATE, product_seconds
+from sparsecomp.lowering.sparse.kernels.product_cost import HALVES_RATE, RATE, product_seconds
 from sparsecomp.lowering.sparse.kernels.sddmm import rows_of_entries
 from sparsecomp.lowering.sparse.sddmm import Sddmm
 from sparsecomp.lowering.sparse.spmm_csr import unsupported
@@ -110,7 +110,7 @@ def _in_halves(
 _m, _n, _d, _batch, _nnz, _itemsize = sizes("m n d batch nnz itemsize")
 
 # float32 runs in halves, and its operands are split before
-_rate = sympy.Piecewise((halves_product.RATE, sympy.Eq(_itemsize, 4)), (RATE, True))
+_rate = sympy.Piecewise((HALVES_RATE, sympy.Eq(_itemsize, 4)), (RATE, True))
 
 SDDMM_DENSE = Template(
     name="sddmm_dense",

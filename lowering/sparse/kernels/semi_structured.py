@@ -24,6 +24,7 @@ from sparsecomp.lowering.sparse.kernels.dense_product import GROUP, tile_count, 
 from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, flag, precision
 from sparsecomp.lowering.sparse.kernels.spmm_nm import _put, nm_repair_kernel, spmm_nm_kernel, spread
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
+from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -117,8 +118,7 @@ def _fingerprint(words: int, dtype: torch.dtype) -> Launch:
 class _Guarded:
     """A product by the library, guarded unless no fingerprint is kept."""
 
-    host_seconds = 45e-6
-    """Of the library's call with its plan; the guard's two launches are among it (`bench/results`)."""
+    host_seconds = host.CUSPARSELT
 
     def __init__(self, problem: SpmmNM, config: Config) -> None:
         self._scale, self._finish = problem.output.scale, _SMOOTH.get(problem.output.activation)
@@ -265,10 +265,10 @@ def _space(problem: SpmmNM, device: Device) -> list[Config]:
 
 
 _m, _k, _n, _itemsize, _split_k, _bfloat16, _place = sizes("m k n itemsize split_k bfloat16 place")
-_half, _processors, _bandwidth = sizes("half processors bandwidth")
+_half, _processors, _bandwidth, _two_of_four = sizes("half processors bandwidth two_of_four")
 
-# 4096 cubed took 0.127 ms on an H100 with the best algorithm (0.8.0), 1.5 times the dense rate; in bfloat16 0.173
-_tile = (1 + 0.35 * _bfloat16) * 2 * 128 * 128 * _k / _split_k / (1.5 * _half / _processors)
+# 4096 cubed took 0.127 ms on an H100 with the best algorithm (0.8.0), in bfloat16 0.173
+_tile = (1 + 0.35 * _bfloat16) * 2 * 128 * 128 * _k / _split_k / (_two_of_four * _half / _processors)
 _waves = sympy.ceiling(sympy.ceiling(_m / 128) * sympy.ceiling(_n / 128) * _split_k / _processors)
 _traffic = _itemsize * (_m * _k * sympy.Rational(9, 16) + (_k + _m) * _n)
 # in parts only where it is measured: many algorithms refuse them, and only when a plan is made

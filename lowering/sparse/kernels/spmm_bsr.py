@@ -117,13 +117,15 @@ _height, _width, _variation, _itemsize, _bm, _bn, _dense_col = sizes(
 )
 
 _bk, _warps, _stages, _processors = sizes("BK warps stages processors")
+_half_rate, _tf32, _block_half, _tile_tf32x3, _fill_blocks = sizes("half tf32 block_half tile_tf32x3 fill_blocks")
 
 _tiles = _block_rows * sympy.ceiling(_height / _bm) * sympy.ceiling(_n / _bn) * _batch
 _depth = _blocks / _block_rows * _width * (1 + _variation / 2)
 _half = sympy.Piecewise((1, sympy.Eq(_itemsize, 2)), (0, True))
-# rates of one processor of an H100, fitted to 900 timings of 16 patterns (a choice is within 8 % of the best of them)
-_rate = (4e12 * _half + 0.29e12 * (1 - _half)) * sympy.Piecewise((0.5, _bm < 64), (1, True))
-_copies = (_bm + _bn) * _bk * _itemsize / 1e11
+# fitted to 900 timings of 16 patterns on an H100 (a choice is within 8 % of the best of them)
+_tile = _block_half * _half_rate * _half + _tile_tf32x3 * _tf32 * (1 - _half)
+_rate = _tile / _processors * sympy.Piecewise((0.5, _bm < 64), (1, True))
+_copies = (_bm + _bn) * _bk * _itemsize / _fill_blocks
 _shared = (sympy.floor(_stages / 2) + 2 - _half) * _bk * (_bm + _bn) * _itemsize
 _registers = (_bm * _bn / (32 * _warps) * (2 - _half) + 70) * 32 * _warps
 _resident = sympy.Max(sympy.Min(sympy.floor(sympy.Min(220e3 / _shared, 65536 / _registers, 64 / _warps)), 8), 1)

@@ -136,11 +136,12 @@ def repair_launch(problem: SpmmCsr, config: Config) -> tuple[Launch, int]:
 
 
 _m, _k, _n, _batch, _nnz, _values_batch, _itemsize = sizes("m k n batch nnz values_batch itemsize")
+_bandwidth, _rewritten = sizes("bandwidth rewritten")
 
 MATRICES = sympy.Piecewise((1, sympy.Eq(_values_batch, 0)), (_batch, True))
 """How many are written out."""
 # the matrix is written once; the product then finds much of it in L2
-_writing = MATRICES * (_m * _k * _itemsize + _nnz * (_itemsize + 4)) / 2.5e12
+_writing = MATRICES * (_m * _k * _itemsize + _nnz * (_itemsize + 4)) / (_rewritten * _bandwidth)
 _measured = 0.7
 """Share of the estimate that products took on an H100."""
 

@@ -14,8 +14,8 @@ from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.sparse.kernels import halves_product
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
-from sparsecomp.lowering.sparse.kernels.halves_product import RATE, finite_size, halved, lift_of, padded, power_of_two
-from sparsecomp.lowering.sparse.kernels.product_cost import product_seconds
+from sparsecomp.lowering.sparse.kernels.halves_product import finite_size, halved, lift_of, padded, power_of_two
+from sparsecomp.lowering.sparse.kernels.product_cost import HALVES_RATE, product_seconds
 from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import MATRICES, MOST_WORKSPACE, repair_kernel, repair_launch
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported
 from sparsecomp.lowering.tuning.cost import Cost, sizes
@@ -131,9 +131,9 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     return Launches(workspaces, steps)
 
 
-_m, _k, _n, _batch, _nnz = sizes("m k n batch nnz")
+_m, _k, _n, _batch, _nnz, _bandwidth, _rewritten = sizes("m k n batch nnz bandwidth rewritten")
 
-_writing = (MATRICES * (_m * _k * 4 + 2 * _nnz * 8) + _batch * _k * _n * 12) / 2.5e12
+_writing = (MATRICES * (_m * _k * 4 + 2 * _nnz * 8) + _batch * _k * _n * 12) / (_rewritten * _bandwidth)
 _measured = 0.75
 """Share of the estimate that products took on an H100."""
 
@@ -146,7 +146,7 @@ SPMM_CSR_HALVES = Template(
     cost=Cost(
         bytes=MATRICES * _m * _k * 4 + _batch * (_k + _m) * _n * 4,
         launches=sympy.Integer(4),
-        seconds=_measured * (_writing + product_seconds(_k, rate=RATE)),
+        seconds=_measured * (_writing + product_seconds(_k, rate=HALVES_RATE)),
     ),
     prepare=_prepare,
 )

@@ -193,6 +193,7 @@ def _main(problem: SpmmCsr, config: Config) -> Launch:
 
 _m, _k, _n, _batch, _nnz, _variation, _col, _itemsize = sizes("m k n batch nnz variation dense_col itemsize")
 _br, _u, _e, _bn, _warps, _copy, _ahead, _processors = sizes("BR U E BN warps COPY AHEAD processors")
+_gathered, _bandwidth, _rewritten = sizes("gathered bandwidth rewritten")
 
 mean = _nnz / _m
 """Entries a row."""
@@ -202,9 +203,9 @@ pulled = sympy.Piecewise(
     (sympy.Max(_n * _itemsize, _sector), sympy.Eq(_col, 1) | sympy.Eq(_copy, 1) | sympy.Le(_n, 1)),
     (_n * _sector, True),
 )
-copying = _copy * (2 * _batch * _k * _n * _itemsize / 2.5e12 + 3e-6)
+copying = _copy * (2 * _batch * _k * _n * _itemsize / (_rewritten * _bandwidth) + 3e-6)
 """Seconds to copy dense."""
-traffic = _batch * _nnz * pulled / 7.0e12
+traffic = _batch * _nnz * pulled / (_gathered * _processors)
 """Seconds to gather: L2 with some help of L1."""
 _measured = sympy.Piecewise((0.88, sympy.Eq(_itemsize, 2)), (0.6, True))
 """Share of the estimate that rows took on an H100, where L1 helps float32 more than was thought."""

@@ -185,11 +185,11 @@ def _prepare(problem: SpmmNM, config: Config) -> Launches:
 
 
 _m, _k, _n, _batch, _keep, _group, _groups, _itemsize = sizes("m k n batch keep group groups itemsize")
-_bm, _bk, _g = sizes("BM BK G")
+_bm, _bk, _g, _selects = sizes("BM BK G selects")
 
 _stored = _m * _k * _keep / _group * (_itemsize + 1)
 # a step's values are spread by selects of every place with every value
-_spreading = _bm * _bk * _keep * 3 / 2.0e11
+_spreading = _bm * _bk * _keep * 3 / _selects
 
 SPMM_NM = Template(
     name="spmm_nm",

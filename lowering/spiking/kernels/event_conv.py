@@ -227,14 +227,14 @@ def _accumulate_space(problem: Accumulate, device: Device) -> list[Config]:
 
 _rows, _w, _c, _itemsize = sizes("rows w c itemsize")
 _k, _r, _s = sizes("k r s")
-_n, _oh, _ow, _processors = sizes("n oh ow processors")
+_n, _oh, _ow, _processors, _weight_rows = sizes("n oh ow processors weight_rows")
 _p, _e, _warps, _block, _channel = sizes("P E warps block out_channel")
 # what was best on an H100: as many pixels as fill 192 lanes with channels, or 8 of channels-first; two events; one
 # warp; what is twice or half of that takes some 15 % more
 _best_pixels = sympy.Piecewise((sympy.Max(sympy.floor(192 / _block), 1), sympy.Eq(_channel, 1)), (8, True))
 _misfit = abs(sympy.log(_p / _best_pixels)) + abs(sympy.log(_e / 2)) + sympy.log(_warps)
-# of one processor: 12 ns a pixel to find its stretches of the list, and 8.3e10 bytes a second of weight rows
-_accumulating = _n * _oh * _ow / _processors * (1.2e-8 + TRIAL_DENSITY * _r * _s * _c * _k * _itemsize / 8.3e10)
+# of one processor: 12 ns a pixel to find its stretches of the list, and the rows of the weight
+_accumulating = _n * _oh * _ow / _processors * (1.2e-8 + TRIAL_DENSITY * _r * _s * _c * _k * _itemsize / _weight_rows)
 
 FIND_EVENTS = Template(
     name="find_events",

@@ -1,0 +1,42 @@
+"""Whether a rewrite pays: the one record of every rule's answer, and the one margin by which something must win."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+MIN_GAIN = 1.03
+"""Least speed-up over dense for which something sparse is chosen."""
+
+
+class Decision(NamedTuple):
+    """What runs.
+
+    Attributes:
+        implementation: `dense`, or the sparse implementation that pays.
+        gain: speed-up over dense of the fastest sparse implementation, chosen or not; None without an estimate.
+        reason: for the report.
+    """
+
+    implementation: str
+    gain: float | None
+    reason: str
+
+    @property
+    def dense(self) -> bool:
+        return self.implementation == "dense"
+
+
+def fastest(seconds: Mapping[str, float], source: str = "estimated") -> Decision:
+    """The fastest of implementations, `dense` among them, which stays unless another wins by `MIN_GAIN`.
+
+    Args:
+        source: "estimated" or "measured".
+    """
+    name = min((name for name in seconds if name != "dense"), key=lambda name: seconds[name])
+    gain = seconds["dense"] / seconds[name]
+    form = "{:.1f} us" if source == "estimated" else "{:.3f} ms"
+    scale = 1e6 if source == "estimated" else 1e3
+    ours, rival = (form.format(seconds[one] * scale) for one in (name, "dense"))
+    reason = f"{source} {ours} against {rival} dense"
+    if gain < MIN_GAIN:
+        return Decision("dense", gain, f"{name} would not pay: {reason}")
+    return Decision(name, gain, reason)
