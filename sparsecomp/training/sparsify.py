@@ -64,8 +64,10 @@ def sparsify(
 
 
 def _layers(model: nn.Module, filter: Filter | None) -> dict[str, nn.Linear]:
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    layers = {name: layer for name, layer in layers.items() if parametrize.type_before_parametrizations(layer) in _TAKEN}
+    layers = {
+        name: layer for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and parametrize.type_before_parametrizations(layer) in _TAKEN
+    }  # fmt: skip
     taken = {name: layer for name, layer in layers.items() if filter is None or filter(layer, name)}
     if not taken:
         names = ", ".join(list(layers)[:5]) or "none at all"
