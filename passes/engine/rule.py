@@ -221,10 +221,14 @@ def _transformed(graph: fx.Graph) -> frozenset[fx.Node]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A named rewrite: `consider` judges one node."""
+    """A named rewrite: `consider` judges one node; the rules named in `after` have run before.
+
+    A module in a room of `passes` that defines one adds it to the compiler (see `sparsecomp.passes.rules`).
+    """
 
     name: str
     consider: Callable[[fx.Node, Context], Verdict]
+    after: tuple[str, ...] = ()
 
 
 def site_key(node: fx.Node) -> str:

@@ -70,6 +70,9 @@ SPELLINGS: dict[str, Callable[[Any], Tensor]] = {
     "setitem": by_setitem,
     "setitem of a view": by_view,
     "in place": lambda m: m.weight.clone().mul_(m.mask),
+    "by scores": lambda m: m.weight * (m.phi.sigmoid() > 0.5),
+    "by blocks": lambda m: m.weight * m.mask[::2].repeat_interleave(2, 0),
+    "moved": lambda m: (m.weight.movedim(0, 1) * m.mask.movedim(0, 1)).movedim(1, 0).contiguous(),
     "twice": lambda m: m.weight * m.mask * (m.weight.abs() > 0.1),
 }
 FACTORS = ("weight", "theta", "phi", "bias")
