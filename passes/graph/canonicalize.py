@@ -23,6 +23,7 @@ from sparsecomp.passes.graph.operators import (
     Trait,
     signature_of,
     spelling_of,
+    traits_of,
 )
 
 _OP_OVERLOAD = type(torch.ops.aten.add.Tensor)
@@ -75,7 +76,7 @@ class CanonicalOp:
 
     def has(self, trait: Trait) -> bool:
         """Whether the operator has a trait, or one of several."""
-        return self.record is not None and bool(self.record.traits & trait)
+        return bool(traits_of(self.name) & trait)
 
     def reinterprets(self) -> bool:
         """Whether this is `view(dtype)`, which reads the bits as another type."""

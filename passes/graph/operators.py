@@ -45,6 +45,8 @@ class Trait(Flag):
     """Some elements of the first argument are replaced by others: such a weight is masked."""
     RESIZES = auto()
     """In place, it changes the shape or the layout of the tensor that it is given."""
+    PRODUCT = auto()
+    """A product of matrices or a convolution: of such operators a device takes the most time."""
 
 
 class Signature(NamedTuple):
@@ -299,16 +301,17 @@ _RECORDS = (
     *_alike("dropout1d dropout2d dropout3d", _DROPOUT, Trait.ALIAS),
     _op("alpha_dropout", "input p=0.5 training=False inplace=False", forms={Form.ATEN: "input p training"}),
     # products
-    _op("matmul __matmul__ mm bmm imatmul=", "input other", renames={"vec2": "other"}),
-    _op("linear", "input weight bias=None"),
-    _op("bilinear", "input1 input2 weight bias=None"),
-    _op("addmm", "input mat1 mat2 * beta=1 alpha=1"),
-    _op("baddbmm", "input batch1 batch2 * beta=1 alpha=1"),
-    *_alike("conv1d conv2d conv3d", _CONV),
-    *_alike("conv_transpose1d conv_transpose2d conv_transpose3d", _CONV_TRANSPOSE),
+    _op("matmul __matmul__ mm bmm imatmul=", "input other", Trait.PRODUCT, renames={"vec2": "other"}),
+    _op("linear", "input weight bias=None", Trait.PRODUCT),
+    _op("bilinear", "input1 input2 weight bias=None", Trait.PRODUCT),
+    _op("addmm", "input mat1 mat2 * beta=1 alpha=1", Trait.PRODUCT),
+    _op("baddbmm", "input batch1 batch2 * beta=1 alpha=1", Trait.PRODUCT),
+    *_alike("conv1d conv2d conv3d", _CONV, Trait.PRODUCT),
+    *_alike("conv_transpose1d conv_transpose2d conv_transpose3d", _CONV_TRANSPOSE, Trait.PRODUCT),
     _op(
         "scaled_dot_product_attention",
         "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
+        Trait.PRODUCT,
     ),
     _op(
         "embedding",
@@ -373,6 +376,11 @@ _SPELLINGS = {raw: (record.name, writes) for record in _RECORDS for raw, writes 
 def named(trait: Trait) -> tuple[str, ...]:
     """The operators that have a trait."""
     return tuple(name for name, operator in OPERATORS.items() if operator.traits & trait)
+
+
+def traits_of(name: str) -> Trait:
+    """What kind of operator has this canonical name; none, if it has no record."""
+    return OPERATORS[name].traits if name in OPERATORS else Trait.NONE
 
 
 def spelling_of(raw: str) -> tuple[str, bool]:

@@ -75,8 +75,11 @@ def test_a_formula_is_the_pure_operators_in_front_of_a_weight(name: str) -> None
 
 @pytest.mark.parametrize(
     "model",
-    [lambda x, w, m, o: F.linear(x, w), lambda x, w, m, o: F.linear(x, w.softmax(0)), lambda x, w, m, o: torch.matmul(x, w)],
-)
+    [
+        lambda x, w, m, o: F.linear(x, w), lambda x, w, m, o: F.linear(x, w.softmax(0)),
+        lambda x, w, m, o: torch.matmul(x, w),
+    ],
+)  # fmt: skip
 def test_a_weight_as_it_is_has_none(model: Callable[..., Any]) -> None:
     assert judged(model)[2] is None
 
