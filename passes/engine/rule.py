@@ -20,7 +20,7 @@ from sparsecomp.ops.masked.folded_weight import Keep
 from sparsecomp.options import Options
 from sparsecomp.passes.facts.analysis import Analysis
 from sparsecomp.passes.graph.canonicalize import example_of, target_name
-from sparsecomp.passes.graph.operators import Trait, spelling_of, traits_of
+from sparsecomp.passes.graph.operators import Trait, record_of, spelling_of
 from sparsecomp.reference.facts import SparsityFact
 from sparsecomp.reference.frozen import are_frozen
 from sparsecomp.report import Report
@@ -208,7 +208,7 @@ def _written(analysis: Analysis) -> frozenset[fx.Node]:
 
 def _is_product(node: fx.Node) -> bool:
     name = target_name(node)
-    return name is not None and (name in _OWN_PRODUCTS or Trait.PRODUCT in traits_of(spelling_of(name)[0]))
+    return name is not None and (name in _OWN_PRODUCTS or Trait.PRODUCT in record_of(spelling_of(name)[0]).traits)
 
 
 def _memory(node: fx.Node) -> object:

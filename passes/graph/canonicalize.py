@@ -15,15 +15,14 @@ from torch import fx, nn
 
 from sparsecomp.passes.graph.layers import MODULE_OPS
 from sparsecomp.passes.graph.operators import (
-    OPERATORS,
     VALUELESS,
     Form,
     Operator,
     Signature,
     Trait,
+    record_of,
     signature_of,
     spelling_of,
-    traits_of,
 )
 
 _OP_OVERLOAD = type(torch.ops.aten.add.Tensor)
@@ -70,13 +69,13 @@ class CanonicalOp:
         return next(iter(self.args.values()), None)
 
     @property
-    def record(self) -> Operator | None:
-        """What is known of the operator whatever it is called with; None if it has no record."""
-        return OPERATORS.get(self.name)
+    def record(self) -> Operator:
+        """What is known of the operator whatever it is called with."""
+        return record_of(self.name)
 
     def has(self, trait: Trait) -> bool:
         """Whether the operator has a trait, or one of several."""
-        return bool(traits_of(self.name) & trait)
+        return bool(self.record.traits & trait)
 
     def reinterprets(self) -> bool:
         """Whether this is `view(dtype)`, which reads the bits as another type."""

@@ -5,7 +5,7 @@ torch's built-in functions have no inspectable signature, so the few names that 
 
 import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 from typing import Any, NamedTuple
 
@@ -82,13 +82,13 @@ class Operator:
         update: what a call writes to besides its first argument.
     """
 
-    name: str
-    spellings: Mapping[str, bool]
-    signature: Signature | None
-    forms: Mapping[Form, Signature]
-    traits: Trait
-    linear: frozenset[str]
-    update: Update | None
+    name: str = ""
+    spellings: Mapping[str, bool] = field(default_factory=dict)
+    signature: Signature | None = None
+    forms: Mapping[Form, Signature] = field(default_factory=dict)
+    traits: Trait = Trait.NONE
+    linear: frozenset[str] = frozenset()
+    update: Update | None = None
 
 
 VALUELESS = frozenset({
@@ -117,6 +117,7 @@ _SAME_VIEW = _MOVED_VIEW | Trait.ROW_MAJOR | Trait.SAME
 _PARTS = _VIEW | Trait.PARTS
 _COPY = Trait.ELEMENTWISE | Trait.MOVES
 _CAST = Trait.ELEMENTWISE | Trait.ALIAS | Trait.CAST
+# on another device, or with another history
 _PLACED = Trait.ALIAS | Trait.MOVES | Trait.ROW_MAJOR | Trait.SAME
 _FILL = Trait.ELEMENTWISE | Trait.FILL
 _SELECTS = Trait.ELEMENTWISE | Trait.SELECTS
@@ -370,6 +371,7 @@ _RECORDS = (
 )  # fmt: skip
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _RECORDS}
 """By canonical name."""
+_UNKNOWN = Operator()
 _SPELLINGS = {raw: (record.name, writes) for record in _RECORDS for raw, writes in record.spellings.items()}
 
 
@@ -378,9 +380,9 @@ def named(trait: Trait) -> tuple[str, ...]:
     return tuple(name for name, operator in OPERATORS.items() if operator.traits & trait)
 
 
-def traits_of(name: str) -> Trait:
-    """What kind of operator has this canonical name; none, if it has no record."""
-    return OPERATORS[name].traits if name in OPERATORS else Trait.NONE
+def record_of(name: str) -> Operator:
+    """The record of a canonical operator; one that says nothing if there is none."""
+    return OPERATORS.get(name, _UNKNOWN)
 
 
 def spelling_of(raw: str) -> tuple[str, bool]:
@@ -395,5 +397,5 @@ def spelling_of(raw: str) -> tuple[str, bool]:
 
 def signature_of(name: str, form: Form) -> Signature | None:
     """The parameters of a canonical operator in one form, None if they are not known."""
-    record = OPERATORS.get(name)
-    return None if record is None else record.forms.get(form, record.signature)
+    record = record_of(name)
+    return record.forms.get(form, record.signature)

@@ -20,7 +20,7 @@ _READERS = frozenset({
 
 def also_written(op: CanonicalOp) -> list[fx.Node]:
     """What a known operator that is not in place writes to all the same."""
-    update = op.record.update if op.record is not None else None
+    update = op.record.update
     if update is None or op.get(update.unless) is update.value:
         return []
     return [node for name in update.arguments if isinstance(node := op.get(name), fx.Node)]

@@ -114,8 +114,7 @@ def _is_linear_step(op: CanonicalOp, read: list[fx.Node]) -> bool:
     # a product of two would be none of constants
     alone = op.name != "mul" or len(names) == 1
     rounds = op.get("rounding_mode") is not None
-    linear = op.record.linear if op.record is not None else frozenset[str]()
-    return op.known and not rounds and not nested and alone and names <= linear
+    return op.known and not rounds and not nested and alone and names <= op.record.linear
 
 
 def _holds(node: object, dtype: torch.dtype) -> bool:
