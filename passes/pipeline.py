@@ -21,25 +21,11 @@ from sparsecomp.passes.engine.rule import TAG, Context, Density, Plan, Refusal, 
 from sparsecomp.passes.facts.analysis import Analysis, analyse
 from sparsecomp.passes.facts.registry import LostKind
 from sparsecomp.passes.graph.canonicalize import RESHAPED, example_of
-from sparsecomp.passes.masked import masked_weight
-from sparsecomp.passes.sparse import linear as sparse_linear
-from sparsecomp.passes.sparse import matmul as sparse_matmul
-from sparsecomp.passes.spiking import fold_batch_norm, fuse_neurons, narrow_spikes, spike_conv, spike_linear
+from sparsecomp.passes.rules import enabled
 from sparsecomp.report import PassRecord, Report, Site
 
 log = logging.getLogger("sparsecomp")
 _compat.register_logger("sparsecomp")
-
-RULES: tuple[Rule, ...] = (
-    fuse_neurons.RULE,
-    spike_conv.RULE,
-    sparse_linear.RULE,
-    sparse_matmul.RULE,
-    spike_linear.RULE,
-    masked_weight.RULE,
-    fold_batch_norm.RULE,
-    narrow_spikes.RULE,
-)
 
 
 def run(
@@ -49,7 +35,7 @@ def run(
     values: Mapping[fx.Node, torch.Tensor] | None = None,
     densities: Mapping[str, Density] | None = None,
     eager: bool = False,
-    rules: Iterable[Rule] = RULES,
+    rules: Iterable[Rule] | None = None,
 ) -> Report:
     """Rewrite `gm` in place.
 
@@ -59,16 +45,15 @@ def run(
         values: real tensors behind placeholders and attributes.
         densities: measured densities, by `rule.site_key`.
         eager: the result will run op by op, not through Inductor.
-        rules: the rules to run, in order.
+        rules: the rules to run, in order; by default those that the options leave on.
 
     Raises:
+        OptionError: the options name rules that there are not.
         RuleError: a rule failed, under `options.strict`.
     """
     report = Report()
     context: Context | None = None
-    for rule in rules:
-        if rule.name in options.disable:
-            continue
+    for rule in enabled(options) if rules is None else rules:
         start = time.perf_counter()
         if context is None:
             analysis = _analysed(gm, options, report)

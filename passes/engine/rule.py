@@ -20,6 +20,7 @@ from sparsecomp.ops.masked.folded_weight import Keep
 from sparsecomp.options import Options
 from sparsecomp.passes.facts.analysis import Analysis
 from sparsecomp.passes.graph.canonicalize import example_of, target_name
+from sparsecomp.passes.graph.operators import Trait, record_of, spelling_of
 from sparsecomp.reference.facts import SparsityFact
 from sparsecomp.reference.frozen import are_frozen
 from sparsecomp.report import Report
@@ -115,11 +116,11 @@ class Density(NamedTuple):
     active: float | None = None
 
 
-PRODUCTS = frozenset([
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention",
-    "sparsecomp::sparse_linear", "sparsecomp::sparse_matmul", "sparsecomp::spike_linear", "sparsecomp::spike_conv2d",
-])  # fmt: skip
-"""Names of the operators that take a device the most time."""
+_OWN_PRODUCTS = frozenset(
+    f"sparsecomp::{name}"
+    for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv2d", "folded_linear", "folded_conv",
+                 "dense_linear_relu")
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -162,7 +163,7 @@ class Context:
         self.gradients = self.eager or torch.is_grad_enabled() or any(turned_on)
         self.written = _written(self.analysis)
         self.transformed = _transformed(self.gm.graph)
-        self.products = max(1, sum(target_name(node) in PRODUCTS for node in nodes))
+        self.products = max(1, sum(map(_is_product, nodes)))
 
     def fact(self, value: object, reader: fx.Node) -> SparsityFact | None:
         """What is known about the values of an argument when `reader` reads it."""
@@ -205,6 +206,11 @@ def _written(analysis: Analysis) -> frozenset[fx.Node]:
     return frozenset([*found, *(node for node in inputs if _memory(node) in memories)])
 
 
+def _is_product(node: fx.Node) -> bool:
+    name = target_name(node)
+    return name is not None and (name in _OWN_PRODUCTS or Trait.PRODUCT in record_of(spelling_of(name)[0]).traits)
+
+
 def _memory(node: fx.Node) -> object:
     example = example_of(node)
     return _compat.storage_of(example) if isinstance(example, torch.Tensor) else node
@@ -221,10 +227,14 @@ def _transformed(graph: fx.Graph) -> frozenset[fx.Node]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A named rewrite: `consider` judges one node."""
+    """A named rewrite: `consider` judges one node; the rules named in `after` have run before.
+
+    A module in a room of `passes` that defines one adds it to the compiler (see `sparsecomp.passes.rules`).
+    """
 
     name: str
     consider: Callable[[fx.Node, Context], Verdict]
+    after: tuple[str, ...] = ()
 
 
 def site_key(node: fx.Node) -> str:

@@ -27,6 +27,7 @@ from sparsecomp.passes.graph.canonicalize import (
     shape_of,
     target_name,
 )
+from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.graph.writes import also_written, may_write
 from sparsecomp.reference import facts as algebra
 from sparsecomp.reference.facts import Origin, SparsityFact
@@ -36,20 +37,6 @@ __all__ = ["Analysis", "analyse", "spike_sources", "transfer"]
 
 log = logging.getLogger("sparsecomp")
 
-_CASTS = frozenset({
-    "to", "type_as", "type", "float", "double", "half", "bfloat16", "bool", "int", "long", "short", "byte", "char",
-    "as_tensor",
-})  # fmt: skip
-"""Results that are copies where they have another dtype than the first argument."""
-_ALIASING = frozenset({
-    "identity", "view", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "T", "mT", "movedim", "squeeze",
-    "unsqueeze", "expand", "expand_as", "view_as", "reshape_as", "narrow", "select", "diagonal", "unfold", "contiguous",
-    "detach", "cpu", "cuda", "alias", "requires_grad", "chunk", "split", "tensor_split", "unbind", "getitem", "getattr",
-    "dropout", "dropout1d", "dropout2d", "dropout3d", *_CASTS,
-})  # fmt: skip
-"""Results that may share storage with the first argument."""
-_RESHAPING = frozenset({"squeeze", "unsqueeze", "transpose", "t", "as_strided", "resize", "resize_as", "set"})
-"""Operators that, in place, change the shape of the tensor they are given."""
 _OWN_OPERATORS = "sparsecomp::"
 """What an earlier rule put in the graph: functional, with results of their own."""
 
@@ -177,10 +164,10 @@ class _Run:
             if op is None:
                 continue
             # a conversion to the dtype that is there already gives the very tensor
-            may_be_input = op.inplace or op.name in _ALIASING or op.name not in TRANSFERS
+            may_be_input = op.inplace or op.has(Trait.ALIAS) or op.name not in TRANSFERS
             if may_be_input and isinstance(op.input, fx.Node):
                 same[node] = same.get(op.input, op.input)
-                if op.inplace and op.name in _RESHAPING:
+                if op.inplace and op.has(Trait.RESIZES):
                     reshaped.add(same[node])
             outs = op.out if isinstance(op.out, tuple | list) else (op.out,)
             reshaped |= {same.get(out, out) for out in outs if isinstance(out, fx.Node)}
@@ -396,10 +383,9 @@ class _Run:
         if op.name == "getitem" and isinstance(op.input, fx.Node):
             key = self.groups.item_key(op.input, op.get("index"))
             self.groups.union(node, key)
-        elif op.name in _ALIASING and op.known:
-            reinterpreted = op.name == "view" and isinstance(self._dtype_argument(op), torch.dtype)
+        elif op.has(Trait.ALIAS) and op.known:
             if isinstance(op.input, fx.Node) and not _is_copy(op):
-                self.groups.union(node, op.input, reinterpreted=reinterpreted)
+                self.groups.union(node, op.input, reinterpreted=op.reinterprets())
         elif node in self.body_effects:
             self._alias_body(node)
         elif "::" in op.name and known and not op.name.startswith("higher_order::"):
@@ -415,10 +401,6 @@ class _Run:
         for index in inner.output_inputs:
             if index < len(args) and isinstance(args[index], fx.Node):
                 self.groups.union(node, args[index])
-
-    def _dtype_argument(self, op: CanonicalOp) -> Any:
-        size = op.get("size")
-        return next((part for part in size if isinstance(part, torch.dtype)), None) if isinstance(size, tuple) else size
 
     def _apply_effects(self, op: CanonicalOp, known: bool) -> None:
         """What a call that is not an in-place operator writes to nevertheless."""
@@ -563,7 +545,7 @@ def _rename_scale(fact: SparsityFact, names: Mapping[str, Any]) -> SparsityFact:
 
 def _is_copy(op: CanonicalOp) -> bool:
     before, after = dtype_of(op.input), dtype_of(op.node)
-    return op.name in _CASTS and before is not None and after is not None and before is not after
+    return op.has(Trait.CAST) and before is not None and after is not None and before is not after
 
 
 def _is_pure_layer(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from sparsecomp.passes.facts.registry import Facts, Items, Kept, Lost, LostKind, Result, transfer
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, numel_of, op_of
+from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.reference import facts as algebra
 from sparsecomp.reference.facts import Origin, SparsityFact
 from sparsecomp.snn import registry as neurons
@@ -84,10 +85,10 @@ def _approximate(hard: SparsityFact, soft: SparsityFact | None, source: str) -> 
 
 
 def strip_copies(value: Any) -> Any:
-    """The node whose values `value` copies or aliases without change: detach, clone and identity are looked through."""
+    """The node whose values `value` copies or aliases without change, such as detach and clone."""
     while isinstance(value, fx.Node):
         op = op_of(value)
-        if op is None or op.name not in ("detach", "clone", "identity", "contiguous", "alias"):
+        if op is None or not op.has(Trait.SAME):
             return value
         value = op.input
     return value

@@ -1,1 +1,1 @@
-"""A graph read as what it computes: canonical operators, aliases, writes."""
+"""A graph read as what it computes: records of operators, canonical calls, aliases, writes."""

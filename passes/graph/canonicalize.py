@@ -13,44 +13,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsecomp.passes.graph.signatures import MODULE_OPS, VALUELESS, Form, Signature, signature_of
+from sparsecomp.passes.graph.layers import MODULE_OPS
+from sparsecomp.passes.graph.operators import (
+    VALUELESS,
+    Form,
+    Operator,
+    Signature,
+    Trait,
+    record_of,
+    signature_of,
+    spelling_of,
+)
 
-_ALIASES = {
-    "add": ("__add__", "__radd__", "__iadd__", "iadd"),
-    "sub": ("__sub__", "__isub__", "isub", "subtract"),
-    "rsub": ("__rsub__",),
-    "mul": ("__mul__", "__rmul__", "__imul__", "imul", "multiply"),
-    "div": ("__truediv__", "__itruediv__", "truediv", "itruediv", "divide", "true_divide"),
-    "floor_divide": ("floordiv", "ifloordiv", "__floordiv__"),
-    "pow": ("ipow", "__pow__"),
-    "bitwise_or": ("or", "or_", "ior", "__or__", "__ior__"),
-    "bitwise_and": ("and", "and_", "iand", "__and__", "__iand__"),
-    "bitwise_xor": ("xor", "ixor", "__xor__", "__ixor__"),
-    "bitwise_not": ("invert", "inv", "__invert__"),
-    "neg": ("negative", "__neg__"),
-    "abs": ("absolute", "__abs__"),
-    "matmul": ("imatmul", "__matmul__", "mm", "bmm"),
-    "ge": ("greater_equal", "__ge__"),
-    "gt": ("greater", "__gt__"),
-    "le": ("less_equal", "__le__"),
-    "lt": ("less", "__lt__"),
-    "eq": ("__eq__",),
-    "ne": ("not_equal", "__ne__"),
-    "clamp": ("clip",),
-    "round": ("__round__",),
-    "cat": ("concat", "concatenate"),
-    "transpose": ("swapaxes", "swapdims"),
-    "movedim": ("moveaxis",),
-    "getitem": ("__getitem__",),
-    "setitem": ("__setitem__",),
-    "to": ("_to_copy",),
-    "sigmoid": ("special_expit", "expit"),
-}
-_CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
-_INPLACE_OPERATORS = {
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "ior", "iand", "ixor", "imatmul", "setitem",
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__setitem__",
-}  # fmt: skip
 _OP_OVERLOAD = type(torch.ops.aten.add.Tensor)
 _OP_PACKET = type(torch.ops.aten.add)
 _TORCH_ROOTS = ("torch", "_operator", "operator", "math", "builtins")
@@ -94,6 +68,20 @@ class CanonicalOp:
         """The first argument."""
         return next(iter(self.args.values()), None)
 
+    @property
+    def record(self) -> Operator:
+        """What is known of the operator whatever it is called with."""
+        return record_of(self.name)
+
+    def has(self, trait: Trait) -> bool:
+        """Whether the operator has a trait, or one of several."""
+        return bool(self.record.traits & trait)
+
+    def reinterprets(self) -> bool:
+        """Whether this is `view(dtype)`, which reads the bits as another type."""
+        size = self.get("size") if self.name == "view" else None
+        return any(isinstance(part, torch.dtype) for part in (size if isinstance(size, tuple) else (size,)))
+
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by name, `default` if the operator has no such parameter."""
         return self.args.get(name, default)
@@ -111,7 +99,7 @@ def op_of(node: fx.Node, modules: Mapping[str, nn.Module] | None = None) -> Cano
     raw = target_name(node)
     if raw is None:
         return None
-    name, inplace = canonical_name(raw)
+    name, inplace = spelling_of(raw)
     out = node.kwargs.get("out")
     kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
     args, known = _bind(name, _form(node), node.args, kwargs)
@@ -149,18 +137,6 @@ def _form(node: fx.Node) -> Form:
 
 def _module_name(target: object) -> str | None:
     return getattr(target, "__module__", None)
-
-
-def canonical_name(raw: str) -> tuple[str, bool]:
-    """The canonical operator name and whether the spelling is in-place."""
-    inplace = raw in _INPLACE_OPERATORS
-    bare = raw
-    if raw in ("and_", "or_"):  # the operator module's names for & and |
-        return _CANONICAL[raw], False
-    if raw.endswith("_") and not raw.endswith("__") and "::" not in raw:
-        bare, inplace = raw[:-1], True
-    bare = _CANONICAL.get(bare, bare)
-    return bare, inplace
 
 
 def shape_of(value: object) -> tuple[int | None, ...] | None:

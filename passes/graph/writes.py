@@ -20,12 +20,10 @@ _READERS = frozenset({
 
 def also_written(op: CanonicalOp) -> list[fx.Node]:
     """What a known operator that is not in place writes to all the same."""
-    written: tuple[Any, ...] = ()
-    if op.name in ("batch_norm", "instance_norm") and op.get("training") is not False:
-        written = (op.get("running_mean"), op.get("running_var"))
-    elif op.name == "embedding" and op.get("max_norm") is not None:
-        written = (op.get("weight"),)
-    return [node for node in written if isinstance(node, fx.Node)]
+    update = op.record.update
+    if update is None or op.get(update.unless) is update.value:
+        return []
+    return [node for name in update.arguments if isinstance(node := op.get(name), fx.Node)]
 
 
 def may_write(op: CanonicalOp, known: bool) -> bool:

@@ -15,24 +15,7 @@ from torch import fx
 from sparsecomp import _compat
 from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.graph.canonicalize import op_of
-
-_VIEWS = frozenset({
-    "view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "t", "T", "mT", "transpose", "permute",
-    "contiguous", "squeeze", "unsqueeze", "expand", "expand_as", "detach", "getitem", "select", "narrow", "chunk",
-    "split", "unbind", "getattr",
-})  # fmt: skip
-_WRITES = frozenset({
-    "where", "masked_fill", "masked_scatter", "index_put", "index_copy", "index_fill", "scatter", "setitem",
-})  # fmt: skip
-"""Operators that take some elements from elsewhere, so that their result is a masked weight."""
-CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16"})
-FILLS = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
-"""Operators that read no values of their first argument."""
-_PURE = _VIEWS | _WRITES | CASTS | FILLS | frozenset({
-    "mul", "add", "sub", "rsub", "div", "neg", "abs", "bitwise_not", "bitwise_and", "bitwise_or", "logical_not",
-    "logical_and", "logical_or", "eq", "ne", "lt", "le", "gt", "ge", "clone", "bool", "zeros", "ones", "full",
-})  # fmt: skip
-
+from sparsecomp.passes.graph.operators import Trait
 
 CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 """By operator: dimensions of the image."""
@@ -56,8 +39,8 @@ class Formula:
 
     def spelled(self) -> str:
         """The operators that mask, for people to read."""
-        names = [op.name for node in self.nodes if (op := op_of(node)) is not None]
-        return ", ".join(dict.fromkeys(name for name in names if name in _WRITES or name == "mul"))
+        ops = [op for node in self.nodes if (op := op_of(node)) is not None]
+        return ", ".join(dict.fromkeys(op.name for op in ops if op.has(Trait.SELECTS) or op.name == "mul"))
 
     def base(self) -> fx.Node:
         """What the result is a view of: itself, if it is none."""
@@ -75,8 +58,9 @@ class Formula:
         return [user for user in self.readers() if user is not layer and not is_layer(user)]
 
     def values(self, known: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, Any]:
-        """What every node gives for these values of the sources."""
-        found: dict[fx.Node, Any] = {source: known[source] for source in self.sources}
+        """What every node gives for these values of the sources, which stay as they are."""
+        writes = any(op.inplace for node in self.nodes if (op := op_of(node)) is not None)
+        found: dict[fx.Node, Any] = {one: known[one].clone() if writes else known[one] for one in self.sources}
         with torch.no_grad():
             for node in self.nodes:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
@@ -137,7 +121,7 @@ def writes_elsewhere(formula: Formula, layer: fx.Node, ctx: Context) -> fx.Node 
 def is_view(node: fx.Node) -> bool:
     """Whether a call may give its first argument's memory again."""
     op = op_of(node)
-    return op is not None and op.name in _VIEWS
+    return op is not None and op.has(Trait.VIEW)
 
 
 def is_layer(node: fx.Node) -> bool:
@@ -148,7 +132,7 @@ def is_layer(node: fx.Node) -> bool:
 
 def has_writes(formula: Formula) -> bool:
     """Whether an operator takes some of the weight's elements from elsewhere, or multiplies by truth values."""
-    return any(op.name in _WRITES for node in formula.nodes if (op := op_of(node)) is not None)
+    return any(op.has(Trait.SELECTS) for node in formula.nodes if (op := op_of(node)) is not None)
 
 
 def factors(formula: Formula) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -170,12 +154,12 @@ def is_mask(value: object) -> bool:
 
 def _is_pure(node: fx.Node) -> bool:
     op = op_of(node)
-    return op is not None and op.out is None and op.module is None and op.name in _PURE
+    return op is not None and op.out is None and op.module is None and op.has(Trait.ELEMENTWISE)
 
 
 def _writers(node: fx.Node) -> Iterator[fx.Node]:
     """Users that write to a node's memory, or that may share it with somebody who does."""
     for user in node.users:
         op = op_of(user)
-        if op is not None and op.input is node and (op.inplace or op.name in _VIEWS):
+        if op is not None and op.input is node and (op.inplace or op.has(Trait.VIEW)):
             yield user

@@ -72,7 +72,8 @@ def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
     return _folded(op, masked, values, keep, ctx)
 
 
-RULE = Rule("masked_weight", consider)
+RULE = Rule("masked_weight", consider, after=("spike_conv", "spike_linear"))
+"""Spikes gain more than zeros in a weight do."""
 
 
 def _constants(masked: Formula, ctx: Context) -> dict[fx.Node, torch.Tensor]:

@@ -16,17 +16,9 @@ from sparsecomp.ops.masked.merged_weight import Form, merging
 from sparsecomp.passes.cost.masked import decide_merge
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
-from sparsecomp.passes.masked.formula import CASTS, FILLS, Formula, formula_of, is_view
+from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.masked.formula import Formula, formula_of, is_view
 from sparsecomp.reference.frozen import are_frozen
-
-_LINEAR: dict[str, set[str]] = {
-    "add": {"input", "other"}, "sub": {"input", "other"}, "rsub": {"input", "other"}, "neg": {"input"},
-    "clone": {"input"}, "mul": {"input", "other"}, "div": {"input"}, "where": {"input", "other"},
-    "masked_fill": {"input"}, "masked_scatter": {"input", "source"}, "index_put": {"input", "values"},
-    "index_copy": {"input", "source"}, "index_fill": {"input"}, "scatter": {"input", "src"},
-    "setitem": {"input", "value"}, **dict.fromkeys(CASTS, {"input"}),
-}  # fmt: skip
-"""By operator: the arguments whose sum, each times constants, is the result."""
 
 
 def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Plan | Refusal:
@@ -60,7 +52,7 @@ def _inner(masked: Formula, ctx: Context) -> list[fx.Node]:
     """The weight, and what it is a view or a cast of, from the outside in."""
     found, order = [masked.result], ctx.analysis.order
     last = max((order[node] for node in masked.nodes if (op := op_of(node)) is not None and op.inplace), default=-1)
-    while (op := op_of(found[-1])) is not None and (is_view(op.node) or op.name in CASTS):
+    while (op := op_of(found[-1])) is not None and op.has(Trait.VIEW | Trait.CAST):
         # a copy may have been made of something else than what was written later
         if not isinstance(op.input, fx.Node) or order[op.node] < last:
             break
@@ -99,7 +91,7 @@ def _is_linear(part: Formula) -> bool:
         if op is not None and op.name == "detach":
             return False  # its values tell nothing of gradients
         read = [argument for argument in node.all_input_nodes if _base(argument) in moving]
-        if op is None or not read or (op.name in FILLS and read == [op.input]):
+        if op is None or not read or (op.has(Trait.FILL) and read == [op.input]):
             continue
         written = op.input if op.inplace else node
         if not _holds(written, dtype) or (not is_view(node) and not _is_linear_step(op, read)):
@@ -116,7 +108,7 @@ def _is_linear_step(op: CanonicalOp, read: list[fx.Node]) -> bool:
     # a product of two would be none of constants
     alone = op.name != "mul" or len(names) == 1
     rounds = op.get("rounding_mode") is not None
-    return op.known and not rounds and not nested and alone and names <= _LINEAR.get(op.name, set())
+    return op.known and not rounds and not nested and alone and names <= op.record.linear
 
 
 def _holds(node: object, dtype: torch.dtype) -> bool:
@@ -128,7 +120,7 @@ def _holds(node: object, dtype: torch.dtype) -> bool:
 def _base(node: fx.Node) -> fx.Node:
     """What a node's memory may be that of."""
     while (op := op_of(node)) is not None and isinstance(op.input, fx.Node):
-        if not (is_view(node) or op.inplace or op.name in CASTS):
+        if not (op.inplace or op.has(Trait.VIEW | Trait.CAST)):
             break
         node = op.input
     return node

@@ -38,7 +38,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return Plan(lambda: {node: _build(op, conv, multi_step)}, reason, "folded", dead=dead)
 
 
-RULE = Rule("fold_batch_norm", consider)
+RULE = Rule("fold_batch_norm", consider, after=("spike_conv",))
 
 
 def _producer(op: CanonicalOp) -> tuple[fx.Node, bool]:

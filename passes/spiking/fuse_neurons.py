@@ -15,6 +15,7 @@ from torch import fx
 import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.operand import attribute
 
 MAX_STEPS = 64
@@ -84,7 +85,7 @@ def _batch_norm(
     """
     x_seq = args["x_seq"]
     reshape = op_of(x_seq) if isinstance(x_seq, fx.Node) and x_seq.op != "call_module" else None
-    if reshape is None or reshape.name not in ("view", "reshape", "unflatten") or not _read_only_by(node, args, x_seq):
+    if reshape is None or not reshape.has(Trait.ROW_MAJOR) or not _read_only_by(node, args, x_seq):
         return None
     op = op_of(reshape.input) if isinstance(reshape.input, fx.Node) else None
     if op is None:

@@ -12,11 +12,9 @@ from torch import fx
 
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, call
 from sparsecomp.passes.graph.canonicalize import op_of
+from sparsecomp.passes.graph.operators import Trait
 
 _READERS = (torch.ops.sparsecomp.spike_conv2d.default, torch.ops.sparsecomp.spike_linear.default)
-_VIEWS = (
-    "view", "reshape", "flatten", "unflatten", "permute", "transpose", "contiguous", "squeeze", "unsqueeze", "select",
-)  # fmt: skip
 _DEPTH = 64
 """Sums are followed this far back: the longest chain of residual additions before a neuron resets it."""
 
@@ -32,7 +30,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return Plan(lambda: {node: _build(node, x)}, "reads the bytes its input was widened from", "bytes")
 
 
-RULE = Rule("narrow_spikes", consider)
+RULE = Rule("narrow_spikes", consider, after=("fuse_neurons", "spike_conv", "spike_linear", "fold_batch_norm"))
 
 
 def _narrow(x: object, reader: fx.Node, ctx: Context, depth: int) -> bool:
@@ -44,8 +42,11 @@ def _narrow(x: object, reader: fx.Node, ctx: Context, depth: int) -> bool:
     op = op_of(x)
     if op is None or op.inplace or x.op == "call_module":
         return False
-    if op.name in _VIEWS:
-        return _narrow(op.input, reader, ctx, depth - 1)
+    if op.has(Trait.MOVES | Trait.VIEW):
+        # what else it reads, such as an index, is read again; numbers stay
+        tensors = [read for read in x.all_input_nodes if isinstance(read.meta.get("example_value"), torch.Tensor)]
+        same = all(ctx.analysis.unchanged(read, x) for read in tensors)
+        return same and not op.reinterprets() and _narrow(op.input, reader, ctx, depth - 1)
     if op.name == "add" and op.get("alpha") == 1:
         fact = ctx.fact(x, reader)
         fits = fact is not None and fact.fits_int8 and fact.scale == 1.0

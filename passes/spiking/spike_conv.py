@@ -52,7 +52,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return choose(operands, site, ctx, lambda strategy: _build(operands, geometry, strategy, ctx))
 
 
-RULE = Rule("spike_conv", consider)
+RULE = Rule("spike_conv", consider, after=("fuse_neurons",))
 
 
 def _build(operands: Operands, geometry: tuple[list[int], ...], strategy: str, ctx: Context) -> fx.Node:

@@ -45,7 +45,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return choose(operands, site, ctx, lambda strategy: _build(operands, strategy, ctx))
 
 
-RULE = Rule("spike_linear", consider)
+RULE = Rule("spike_linear", consider, after=("fuse_neurons", "sparse_linear", "sparse_matmul"))
+"""A product with a sparse weight has no dense one to split."""
 
 
 def _build(operands: Operands, strategy: str, ctx: Context) -> fx.Node:

@@ -23,6 +23,7 @@ from sparsecomp.ops.library import DIRECT
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.passes.engine.rule import Density
+from sparsecomp.passes.rules import parse_options
 from sparsecomp.report import Report, remember
 
 log = logging.getLogger("sparsecomp")
@@ -53,7 +54,7 @@ def sparsecomp_backend(
         OptionError: an unknown option or value.
         RuleError: a rule failed, under `options={"strict": True}`.
     """
-    return compile_graph(gm, example_inputs, Options.parse(mode, options), {})[0]
+    return compile_graph(gm, example_inputs, parse_options(mode, options), {})[0]
 
 
 def compile_graph(

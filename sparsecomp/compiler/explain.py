@@ -13,6 +13,7 @@ from sparsecomp.compiler.snapshot import undone
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.passes.engine.rule import TAG, Density
+from sparsecomp.passes.rules import parse_options
 from sparsecomp.report import Report, merge
 
 
@@ -38,7 +39,7 @@ def explain(
     Raises:
         OptionError: an unknown option or value.
     """
-    parsed = Options.parse(mode, options)
+    parsed = parse_options(mode, options)
     captures, breaks = captured(model, model, args, kwargs)
     reports = [capture.report(parsed) for capture in captures]
     merged = merge(reports, f"torch.compile, {len(reports)} graph{'s' if len(reports) != 1 else ''}")

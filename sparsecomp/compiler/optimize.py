@@ -16,6 +16,7 @@ from sparsecomp.compiler.snapshot import undone
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.passes.engine.rule import Density
+from sparsecomp.passes.rules import parse_options
 from sparsecomp.report import Report, merge, remember
 
 log = logging.getLogger("sparsecomp")
@@ -45,7 +46,7 @@ def optimize(model: nn.Module, example_inputs: Any = None, *, mode: str | None =
         RuleError: a rule failed, under `strict=True`.
         Exception: what `model` itself raises on the example inputs.
     """
-    parsed = Options.parse(mode, options)
+    parsed = parse_options(mode, options)
     args = _as_tuple(example_inputs)
     refused = Report(capture="no example inputs")
     if args is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsecomp.environment import RULES, Settings
+from sparsecomp.environment import Settings
 from sparsecomp.errors import OptionError
 
 
@@ -31,7 +31,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("AUTOTUNE", "full", "autotune", "full"),
         ("FORCE_AUTOTUNE", "1", "force_autotune", True),
         ("FORCE_AUTOTUNE", "0", "force_autotune", False),
-        ("DISABLE_PASSES", "all", "disable_passes", RULES),
+        ("DISABLE_PASSES", "all", "disable_passes", ("all",)),
         ("DISABLE_PASSES", " spike_linear, spike_conv", "disable_passes", ("spike_linear", "spike_conv")),
         ("DISABLE_PASSES", "", "disable_passes", ()),
         ("DEBUG", "1", "debug", True),
@@ -50,8 +50,7 @@ def test_values(monkeypatch: pytest.MonkeyPatch, name: str, text: str, field: st
         ("AUTOTUNE", "Full", "none, quick, full"),
         ("AUTOTUNE", "", "none, quick, full"),
         ("FORCE_AUTOTUNE", "yes", "0, 1"),
-        ("DISABLE_PASSES", "spike_konv", "fuse_neurons, spike_conv"),
-        ("DISABLE_PASSES", "spike_conv,", "fuse_neurons, spike_conv"),
+        ("DISABLE_PASSES", "spike_conv,", "all, or rules"),
         ("DEBUG", " 1", "0, 1"),
     ],
 )

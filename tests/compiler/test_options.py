@@ -5,8 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+import sparsecomp
+from sparsecomp.compiler.backend import sparsecomp_backend
 from sparsecomp.errors import OptionError
-from sparsecomp.options import RULES, Options
+from sparsecomp.options import Options
+from sparsecomp.passes.engine.rule import Rule
+from sparsecomp.passes.rules import RULES, enabled, in_order, parse_options
 
 
 def test_defaults():
@@ -24,7 +28,7 @@ def test_an_unknown_option_names_the_known_ones():
     "given",
     [
         {"precision": "fp8"}, {"implementation": "cudnn"}, {"density": 1.5}, {"density": "low"}, {"density": True},
-        {"strict": 1}, {"verify": "yes"}, {"disable": "spike_conv"}, {"disable": ["conv"]}, {"neurons": "opaque"},
+        {"strict": 1}, {"verify": "yes"}, {"disable": "spike_conv"}, {"disable": [3]}, {"neurons": "opaque"},
         {"inductor": 3}, {"mode": "fastest"}, {"frozen": "parameters"}, {"frozen": 0}, {"frozen": 1}, {"frozen": None},
     ],
 )  # fmt: skip
@@ -51,7 +55,21 @@ def test_the_environment_disables_rules(monkeypatch):
         "fold_batch_norm", "spike_conv", "spike_linear",
     )  # fmt: skip
     monkeypatch.setenv("SPARSECOMP_DISABLE_PASSES", "all")
-    assert set(Options.parse().disable) == set(RULES)
+    assert enabled(Options.parse()) == ()
+
+
+def test_the_other_rules_stay_on():
+    assert [rule for rule in RULES if rule not in enabled(Options(disable=("spike_conv",)))] == [
+        rule for rule in RULES if rule.name == "spike_conv"
+    ]
+
+
+def test_a_rule_runs_after_those_it_names():
+    consider = RULES[0].consider
+    last, first, between = Rule("a", consider, ("b", "c")), Rule("c", consider), Rule("b", consider, ("c",))
+    assert in_order([last, first, between]) == (first, between, last)
+    order = {rule.name: place for place, rule in enumerate(RULES)}
+    assert all(order[before] < order[rule.name] for rule in RULES for before in rule.after)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +78,21 @@ def test_the_environment_disables_rules(monkeypatch):
 def test_a_malformed_environment_raises(monkeypatch, name, text):
     monkeypatch.setenv(name, text)
     with pytest.raises(OptionError, match=name):
-        Options.parse()
+        parse_options()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: sparsecomp.optimize(torch.nn.ReLU(), disable=["spike_konv"]),
+        lambda: sparsecomp.optimize(torch.nn.ReLU(), torch.ones(2), disable=["spike_konv"]),
+        lambda: sparsecomp.explain(torch.nn.ReLU(), torch.ones(2), options={"disable": ["spike_konv"]}),
+        lambda: sparsecomp_backend(torch.fx.symbolic_trace(torch.nn.ReLU()), [], options={"disable": ["spike_konv"]}),
+    ],
+)  # fmt: skip
+def test_a_misspelt_rule_is_refused_before_anything_is_compiled(use):
+    with pytest.raises(OptionError, match=r"spike_konv.*fuse_neurons.*spike_conv"):
+        use()
 
 
 def test_debug_verifies(monkeypatch):

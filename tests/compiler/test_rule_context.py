@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import sparsecomp.ops.masked.folded_layer  # noqa: F401  (registers the operators)
 from sparsecomp._compat import FakeTensorMode
 from sparsecomp.ops import frozen_weights
 from sparsecomp.options import Options
@@ -102,3 +103,15 @@ def test_what_is_fused_is_named(changes: dict[str, Any], text: str) -> None:
     node = fx.Graph().placeholder("x")
     given = {name: node if value == 1 else value for name, value in changes.items()}
     assert Chain((node,), node, False, node, True, **given).fused == text
+
+
+def test_products_are_counted_whoever_put_them_in_the_graph() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for target in (torch.mm, torch.matmul, torch.nn.functional.conv_transpose2d, torch.add, torch.relu):
+        graph.call_function(target, (x, x) if target is not torch.relu else (x,))
+    graph.call_function(torch.ops.sparsecomp.folded_linear.default, (x, [x], None, ""))
+    graph.call_method("bmm", (x, x))
+    graph.output(x)
+    gm = fx.GraphModule(nn.Module(), graph)
+    assert Context(gm, Options(), Report(), analyse(gm)).products == 5

@@ -11,7 +11,6 @@ from torch import fx, nn
 
 from sparsecomp.passes.graph.canonicalize import (
     RESHAPED,
-    canonical_name,
     dtype_of,
     example_of,
     has_hooks,
@@ -19,6 +18,7 @@ from sparsecomp.passes.graph.canonicalize import (
     op_of,
     shape_of,
 )
+from sparsecomp.passes.graph.operators import spelling_of
 
 FUNCTION, METHOD = "call_function", "call_method"
 X = "x"
@@ -187,11 +187,12 @@ def test_a_step_mode_layer_is_the_layer_it_derives_from(step_mode: str, layer: s
 @pytest.mark.parametrize(
     "raw,expected",
     [("relu_", ("relu", True)), ("__and__", ("bitwise_and", False)), ("__iand__", ("bitwise_and", True)),
+     ("__ixor__", ("bitwise_xor", True)),
      ("and_", ("bitwise_and", False)), ("or_", ("bitwise_or", False)), ("mm", ("matmul", False)),
      ("swapaxes_", ("transpose", True)), ("lib::op_", ("lib::op_", False)), ("setitem", ("setitem", True))],
 )  # fmt: skip
 def test_names(raw: str, expected: tuple[str, bool]) -> None:
-    assert canonical_name(raw) == expected
+    assert spelling_of(raw) == expected
 
 
 def test_what_a_node_is_known_to_be() -> None:

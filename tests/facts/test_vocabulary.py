@@ -18,14 +18,16 @@ import torch.nn.functional as F
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
-from sparsecomp.passes.facts.analysis import _ALIASING, analyse
+from sparsecomp.passes.facts.analysis import analyse
 from sparsecomp.passes.facts.registry import TRANSFERS
-from sparsecomp.passes.graph import canonicalize, signatures
+from sparsecomp.passes.graph import canonicalize
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of
-from sparsecomp.passes.masked import formula as weight_formula
-from sparsecomp.passes.masked import merged_weight
+from sparsecomp.passes.graph.layers import MODULE_OPS
+from sparsecomp.passes.graph.operators import OPERATORS, VALUELESS, Trait, named, spelling_of
+from sparsecomp.passes.masked.formula import LAYERS
 
-VOCABULARY = sorted({name for name in TRANSFERS if "::" not in name} | set(signatures.SIGNATURES))
+SIGNATURES = {name: record.signature for name, record in OPERATORS.items() if record.signature is not None}
+VOCABULARY = sorted({name for name in TRANSFERS if "::" not in name} | set(SIGNATURES))
 _TENSOR_ALONE = ("bfloat16", "bool", "byte", "char", "cpu", "cuda", "double", "float", "half", "int", "long", "short")
 CHECKED_BY_HAND = {
     **dict.fromkeys(_TENSOR_ALONE, "methods that take the tensor, and where its copy is laid"),
@@ -37,6 +39,11 @@ CHECKED_BY_HAND = {
 
 GIVES_INDICES = {"aten.aten::repeat_interleave.Tensor", "torch.repeat_interleave: Tensor"}
 """Spellings whose only argument is read under another name, from which the transfer function tells that they are."""
+NOT_TAGGED = {
+    **dict.fromkeys(("repeat_interleave", "tril", "triu"), "parts of a tensor, or their copies"),
+    **dict.fromkeys(("floor_divide", "softsign", "log_sigmoid"), "made of operators that are"),
+}  # fmt: skip
+"""Elementwise operators without torch's tag."""
 OTHER_DEFAULTS = {
     **{f"{form}conv{rank}d{end} padding": "'valid' is no padding"
        for rank in (1, 2, 3) for form, end in (("aten.aten::", ".padding"), ("torch.", ": padding"))},
@@ -138,7 +145,7 @@ def _spellings_of_raw(raw: str) -> Iterator[Spelling]:
 
 
 def _raw_names(name: str) -> Iterator[str]:
-    for raw in (name, *canonicalize._ALIASES.get(name, ())):
+    for raw in OPERATORS[name].spellings:
         yield raw
         if not raw.endswith("_"):
             yield f"{raw}_"
@@ -202,7 +209,7 @@ def test_defaults_are_those_of_torch(name: str) -> None:
             continue
         for one in spelling.parameters:
             place = next((key for key, value in full.args.items() if _unpacked(value) == f"<{one.name}>"), None)
-            exempt = place in signatures.VALUELESS or f"{spelling.text} {place}" in OTHER_DEFAULTS
+            exempt = place in VALUELESS or f"{spelling.text} {place}" in OTHER_DEFAULTS
             if one.default is inspect.Parameter.empty or place is None or exempt:
                 continue
             assert _flat(found.args[place]) == _flat(one.default), f"{spelling.text}: {one.name}"
@@ -218,7 +225,7 @@ def test_what_torch_writes_or_aliases_is_known(name: str) -> None:
         if written and op.known:
             assert [f"<{one}>" for one in written] == [op.input], spelling.text
         if spelling.aliases and op.known:
-            assert name in _ALIASING, f"{spelling.text} gives a view"
+            assert op.has(Trait.ALIAS), f"{spelling.text} gives a view"
 
 
 def test_by_hand_are_only_operators_without_a_schema() -> None:
@@ -229,19 +236,70 @@ def test_by_hand_are_only_operators_without_a_schema() -> None:
 
 def test_every_transfer_function_has_a_signature() -> None:
     """Without one the analysis would never call it."""
-    assert not [name for name in TRANSFERS if "::" not in name and name not in signatures.SIGNATURES]
+    assert not [name for name in TRANSFERS if "::" not in name and name not in SIGNATURES]
 
 
 def test_every_operator_that_rules_name_is_in_the_vocabulary() -> None:
-    named = {*weight_formula._PURE, *weight_formula.LAYERS, *merged_weight._LINEAR}
-    assert named <= set(signatures.SIGNATURES)
-    for name, arguments in merged_weight._LINEAR.items():
-        assert arguments <= set(signatures.SIGNATURES[name].names)
+    assert set(LAYERS) <= set(SIGNATURES)
+    for name, record in OPERATORS.items():
+        assert name not in SIGNATURES or record.linear <= set(SIGNATURES[name].names) | {"input"}
 
 
 def test_every_layer_gives_arguments_of_its_operator() -> None:
-    for layer, (name, _) in signatures.MODULE_OPS.items():
-        assert name in signatures.SIGNATURES, layer
+    for layer, (name, _) in MODULE_OPS.items():
+        assert name in SIGNATURES, layer
+
+
+def _packets(name: str) -> list[Any]:
+    """An operator's overloads that make a tensor of tensors: those in place, too."""
+    return [overload for raw in _raw_names(name) for overload, _ in _overloads(raw)]
+
+
+def test_elementwise_operators_are_torchs_pointwise_ones() -> None:
+    special = Trait.MOVES | Trait.VIEW | Trait.CAST | Trait.FILL | Trait.SELECTS
+    for name in named(Trait.ELEMENTWISE):
+        tags = [tag for overload in _packets(name) for tag in overload.tags]
+        assert torch.Tag.nondeterministic_seeded not in tags, name
+        if not OPERATORS[name].traits & special and name not in NOT_TAGGED:
+            assert torch.Tag.pointwise in tags, name
+
+
+def test_operators_that_change_a_shape_in_place_are_those_that_torch_says() -> None:
+    for raw in [name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")]:
+        for overload, _ in _overloads(raw):
+            if torch.Tag.inplace_view in overload.tags and raw not in ("detach_", "rename_"):
+                assert spelling_of(raw)[0] in named(Trait.RESIZES), raw
+
+
+MOVES = {
+    "view": (-1,), "reshape": (6, 4), "unflatten": (1, (3, 1)), "expand": (5, 2, 3, 4), "permute": (2, 0, 1),
+    "transpose": (0, 2), "movedim": (0, 2), "unsqueeze": (1,), "narrow": (1, 0, 2), "select": (1, 2), "roll": (1, 2),
+    "unfold": (2, 2, 1), "repeat": (2, 1, 3), "tile": (2, 1), "flip": ((0,),), "view_as": (torch.zeros(6, 4),),
+    "reshape_as": (torch.zeros(24),), "expand_as": (torch.zeros(5, 2, 3, 4),), "chunk": (2,), "split": (1,),
+    "tensor_split": (2,), "index_select": (1, torch.tensor([2, 0])), "gather": (2, torch.tensor([[[3, 1]]])),
+    "masked_select": (torch.tensor([True, False, True, True]),),
+}  # fmt: skip
+"""The other arguments of operators that move the elements of a tensor of shape (2, 3, 4)."""
+NO_FUNCTIONS = ("identity", "cuda", "T", "mT", "t", "requires_grad")
+"""Attributes, and what a tensor of three dimensions or of the CPU does not have."""
+
+
+@pytest.mark.parametrize("name", sorted({*named(Trait.MOVES | Trait.PARTS)} - {*NO_FUNCTIONS}))
+def test_what_moves_elements_holds_them(name: str) -> None:
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    function = getattr(torch.Tensor, name, None) or getattr(torch.ops.aten, name)
+    result, record = function(x, *MOVES.get(name, ())), OPERATORS[name]
+    assert isinstance(result, tuple | list) == bool(record.traits & Trait.PARTS)
+    parts = result if isinstance(result, tuple | list) else [result]
+    assert {value for part in parts for value in part.flatten().tolist()} <= set(range(24))
+    shares = [part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts]
+    assert any(shares) == bool(record.traits & Trait.ALIAS)
+    if record.traits & Trait.ROW_MAJOR:
+        assert torch.equal(result.flatten(), x.flatten())
+    if record.traits & Trait.SAME:
+        assert torch.equal(result, x)
+    else:
+        assert name == "squeeze" or not torch.equal(parts[0], x)
 
 
 @pytest.mark.parametrize("op,target", [("call_method", "where"), ("call_function", torch.Tensor.where)])

@@ -51,6 +51,12 @@ def by_view(m: Any) -> Tensor:
     return m.mask * m.weight + weight
 
 
+def by_diagonal(m: Any) -> Tensor:
+    weight = m.mask * m.weight
+    weight.diagonal().mul_(2)
+    return weight
+
+
 SPELLINGS: dict[str, Callable[[Any], Tensor]] = {
     "mask * weight": lambda m: m.mask * m.weight,
     "numbers * weight": lambda m: m.numbers * m.weight,
@@ -69,7 +75,11 @@ SPELLINGS: dict[str, Callable[[Any], Tensor]] = {
     "index_copy": lambda m: m.weight.flatten().index_copy(0, m.index, m.theta).view(m.weight.shape),
     "setitem": by_setitem,
     "setitem of a view": by_view,
+    "diagonal in place": by_diagonal,
     "in place": lambda m: m.weight.clone().mul_(m.mask),
+    "by scores": lambda m: m.weight * (m.phi.sigmoid() > 0.5),
+    "by blocks": lambda m: m.weight * m.mask[::2].repeat_interleave(2, 0),
+    "moved": lambda m: (m.weight.movedim(0, 1) * m.mask.movedim(0, 1)).movedim(1, 0).contiguous(),
     "twice": lambda m: m.weight * m.mask * (m.weight.abs() > 0.1),
 }
 FACTORS = ("weight", "theta", "phi", "bias")

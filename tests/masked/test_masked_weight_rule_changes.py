@@ -193,16 +193,16 @@ def _write_between(m: Any, x: Tensor) -> Tensor:
     return F.linear(x, weight.mul_(m.mask))
 
 
-def _write_a_diagonal_between(m: Any, x: Tensor) -> Tensor:
+def _write_by_strides_between(m: Any, x: Tensor) -> Tensor:
     weight = m.weight.clone()
-    weight.diagonal().add_(1)
+    weight.as_strided((352,), (353,)).add_(1)
     weight[~m.mask] = 0
     return F.linear(x, weight)
 
 
 def _write_after(m: Any, x: Tensor) -> Tensor:
     weight = m.mask * m.weight
-    weight.diagonal().add_(1)
+    weight.as_strided((352,), (353,)).add_(1)
     return F.linear(x, weight)
 
 
@@ -210,7 +210,7 @@ def _write_after(m: Any, x: Tensor) -> Tensor:
     ("forward", "why"),
     [
         (_write_between, "may be written to in this graph"),
-        (_write_a_diagonal_between, "may be written to in this graph"),
+        (_write_by_strides_between, "may be written to in this graph"),
         (_write_after, "may be written to in this graph"),
         (_flip_mask, "may be written to in this graph"),
         (_flip_later, "may be written to in this graph"),

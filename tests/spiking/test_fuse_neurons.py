@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from rewriting import rewritten, site
+from rewriting import dyadic, rewritten, site
 from torch import nn
 
 neuron, functional, surrogate, layer = (
@@ -227,3 +227,48 @@ def test_what_is_read_besides_the_neuron_stays(also):
     assert "batch-norm included" not in site(report, "fuse_neurons").reason
     for ours, eager in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+
+
+def _by_index_then_written(s, index):
+    part = s.index_select(1, index)
+    index.add_(1)
+    return part.flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("moved", "narrowed"),
+    [
+        (lambda s, i: s.flatten(0, 1), True), (lambda s, i: s[-1], True), (lambda s, i: s.detach()[0], True),
+        (lambda s, i: s.movedim(0, 1).flatten(0, 1), True), (lambda s, i: s.flip(0).flatten(0, 1), True),
+        (lambda s, i: s.chunk(2, 1)[1].flatten(0, 1), True), (lambda s, i: s.index_select(1, i).flatten(0, 1), True),
+        (lambda s, i: s.transpose(0, 1).contiguous().view(-1, 3, 5, 5), True),
+        (lambda s, i: s.flatten(0, 1) * 2, False), (_by_index_then_written, False),
+    ],
+)  # fmt: skip
+def test_bytes_are_moved_as_spikes_are(moved, narrowed):
+    node, conv = neuron.LIFNode(step_mode="m"), dyadic(nn.Conv2d(3, 4, 3))
+
+    def model(x, index):
+        spikes = node(x)
+        return conv(moved(spikes, index))
+
+    with torch.no_grad():
+        expected = model(_input(), torch.zeros(2, dtype=torch.long))
+        functional.reset_net(node)
+        found, report = rewritten(model, _input(), torch.zeros(2, dtype=torch.long), neurons="fuse", strict=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert any(one.rule == "narrow_spikes" and one.rewritten for one in report.sites) == narrowed
+
+
+def test_a_batch_norm_joins_where_its_result_gets_one_time_step():
+    norm, node = nn.BatchNorm2d(3).eval(), neuron.LIFNode(step_mode="m")
+
+    def model(x):
+        return node(norm(x).unsqueeze(0))
+
+    with torch.no_grad():
+        expected = model(_input()[0])
+        functional.reset_net(node)
+        found, report = rewritten(model, _input()[0], neurons="fuse")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert "batch-norm included" in site(report, "fuse_neurons").reason

@@ -1,20 +1,16 @@
 """Operators that move elements without changing them."""
 
-import torch
-
 from sparsecomp.passes.facts.registry import Facts, Items, Lost, LostKind, Result, transfer
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of
+from sparsecomp.passes.graph.operators import Trait, named
 from sparsecomp.reference import facts as algebra
 
 
-@transfer(
-    "identity", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "T", "mT", "movedim", "squeeze",
-    "unsqueeze", "expand", "expand_as", "view_as", "reshape_as", "narrow", "select", "diagonal", "unfold",
-    "contiguous", "clone", "detach", "cpu", "cuda", "alias", "lift_fresh_copy", "requires_grad",
-    "repeat", "tile", "roll", "flip", "index_select", "gather", "masked_select",
-)  # fmt: skip
+@transfer(*named(Trait.MOVES))
 def move(op: CanonicalOp, facts: Facts) -> Result:
     """The same elements in another place, order or number."""
+    if op.reinterprets():
+        return Lost(LostKind.UNSUPPORTED, "view as another dtype reinterprets the bits")
     return facts.of(op.input)
 
 
@@ -23,15 +19,6 @@ def repeat_interleave(op: CanonicalOp, facts: Facts) -> Result:
     """Elements repeated in place; of counts alone it makes indices."""
     if op.get("repeats") is None:
         return Lost(LostKind.UNSUPPORTED, "repeat_interleave of counts gives indices")
-    return facts.of(op.input)
-
-
-@transfer("view")
-def view(op: CanonicalOp, facts: Facts) -> Result:
-    """`view(dtype)` reads the bits as another type."""
-    size = op.get("size")
-    if any(isinstance(part, torch.dtype) for part in (size if isinstance(size, tuple) else (size,))):
-        return Lost(LostKind.UNSUPPORTED, "view as another dtype reinterprets the bits")
     return facts.of(op.input)
 
 
@@ -59,7 +46,7 @@ def concatenate(op: CanonicalOp, facts: Facts) -> Result:
     return joined if alike or joined is None else algebra.fit_dtype(joined, dtype_of(op.node))
 
 
-@transfer("chunk", "split", "tensor_split", "unbind")
+@transfer(*named(Trait.PARTS))
 def divide(op: CanonicalOp, facts: Facts) -> Result:
     """A tuple of parts, all alike."""
     return Items(rest=facts.of(op.input))

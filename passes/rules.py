@@ -1,0 +1,59 @@
+"""Every rewrite rule, found in the rooms as kernel templates are, in the order that the rules themselves ask for."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import networkx
+
+import sparsecomp.passes
+from sparsecomp.errors import OptionError
+from sparsecomp.options import Options
+from sparsecomp.passes.engine.rule import Rule
+
+
+def _found() -> Iterator[Rule]:
+    """The rules of all modules that stand in a room."""
+    prefix = "sparsecomp.passes."
+    for one in pkgutil.walk_packages(sparsecomp.passes.__path__, prefix):
+        if "." in one.name.removeprefix(prefix):
+            yield from (value for value in vars(importlib.import_module(one.name)).values() if isinstance(value, Rule))
+
+
+def in_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Each rule after those that it names, else by name."""
+    by_name = {rule.name: rule for rule in rules}
+    order = networkx.DiGraph([(before, rule.name) for rule in by_name.values() for before in rule.after])
+    order.add_nodes_from(by_name)
+    return tuple(by_name[name] for name in networkx.lexicographical_topological_sort(order))
+
+
+RULES = in_order(_found())
+
+
+def enabled(options: Options) -> tuple[Rule, ...]:
+    """The rules that these options leave on.
+
+    Raises:
+        OptionError: a name that is no rule's is to be disabled.
+    """
+    if "all" in options.disable:
+        return ()
+    names = [rule.name for rule in RULES]
+    unknown = [name for name in options.disable if name not in names]
+    if unknown:
+        where = "disable or SPARSECOMP_DISABLE_PASSES"
+        raise OptionError(f"{where} names unknown rules {unknown}; use `all`, or names of {', '.join(names)}")
+    return tuple(rule for rule in RULES if rule.name not in options.disable)
+
+
+def parse_options(mode: str | None = None, options: Mapping[str, Any] | Options | None = None) -> Options:
+    """`Options.parse`, which knows no rules, with the names of rules checked.
+
+    Raises:
+        OptionError: as of `Options.parse` and `enabled`.
+    """
+    parsed = Options.parse(mode, options)
+    enabled(parsed)
+    return parsed
