@@ -130,8 +130,11 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
         return refuse(Why.FORCED_DENSE)
     ceilings, measured = _card(operands, site)
     if forced != "auto":
-        strategy, reason = forced, f"implementation={forced!r} was asked for"
-        gain = gate.estimate(site, forced, ceilings)
+        strategy, reason, gain = forced, f"implementation={forced!r} was asked for", None
+        if site.device == "cuda":
+            gain = gate.estimate(site, forced, ceilings)
+        else:
+            reason += "; on a CPU it is a reference, for checking only"
     elif site.device == "cuda" and not _triton_available():
         ctx.report.note("Triton is not installed: everything stays dense")
         return refuse(Why.GATE, detail="Triton is not installed")

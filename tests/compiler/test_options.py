@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from rewriting import OnSpikes, site
 
+import sparsecomp
 from sparsecomp.errors import OptionError
 from sparsecomp.options import RULES, Options
 
@@ -75,8 +77,15 @@ def test_the_cache_key_tells_options_apart_and_is_stable():
 
 
 def test_torch_compile_passes_the_error_on():
-    with pytest.raises(Exception, match="unknown options"):
+    with pytest.raises(OptionError, match="unknown options"):
         torch.compile(lambda x: x + 1, backend="sparsecomp", options={"nonsense": 1})(torch.ones(2))
+
+
+def test_torch_compile_takes_options_that_were_checked_where_they_were_made():
+    options = Options(implementation="binary", precision="tf32")
+    model = OnSpikes(torch.nn.Linear(16, 16))
+    torch.compile(model, backend="sparsecomp", options=options)(torch.rand(4, 16))
+    assert site(sparsecomp.last_report(), "spike_linear").precision == "tf32"
 
 
 @pytest.mark.parametrize("options", ["exact", 5, [("mode", "default")], {"inductor": {1: 2, "max_autotune": True}}])
