@@ -459,12 +459,14 @@ def passes_errors(kind: type[Exception]) -> Callable[[Callable[_P, _R]], Callabl
 def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` that neither uses nor fills the caches of other compilations of the same code.
 
+    Nor does what they have seen make a size a symbol here.
+
     Before torch 2.12 that needs a reset of Dynamo, as `torch._dynamo.explain` does.
     """
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        return cast(Any, torch.compile)(function, backend=backend, isolate_recompiles=True)
+        return cast(Any, torch.compile)(function, backend=backend, dynamic=False, isolate_recompiles=True)
     torch.compiler.reset()
-    return torch.compile(function, backend=backend)
+    return torch.compile(function, backend=backend, dynamic=False)
 
 
 def size_expression(size: int | torch.SymInt) -> int | sympy.Expr:

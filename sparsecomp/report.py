@@ -17,6 +17,7 @@ from rich.text import Text
 
 _WIDTH = 160
 """Of what is not printed to a terminal."""
+_NEWLINE = "\n"
 _REASONS = 3
 """The most that the first line tells; the table tells all."""
 
@@ -147,7 +148,7 @@ class Report:
         others = sum(count for _, count in dense[_REASONS:])
         parts += [f"{others} for other reasons"] if others else []
         done = f"{len(self.rewritten)} of {len(self.sites)} sites rewritten"
-        return "; ".join(filter(None, (f"sparsecomp ({self.capture}): {done}{self._promise()}", ", ".join(parts))))
+        return "; ".join(filter(None, (f"sparsecomp, {self.capture}: {done}{self._promise()}", ", ".join(parts))))
 
     def _promise(self) -> str:
         gains = [site.expected_gain for site in self.rewritten if site.expected_gain is not None]
@@ -179,7 +180,7 @@ class Report:
         return table
 
     def __str__(self) -> str:
-        breaks = [f"graph break: {text}" for text in self.graph_breaks]
+        breaks = [f"graph break: {text.partition(_NEWLINE)[0]}" for text in self.graph_breaks]
         return rendered(Text(self.summary), self.to_table(), *map(Text, (*breaks, *self.notes)))
 
 

@@ -73,6 +73,11 @@ class Call:
         """Whether there is anything to call the model with."""
         return bool(self.args or self.kwargs)
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What to compile: the module, or the function that became one."""
+        return self.model.forward if isinstance(self.model, FunctionModule) else self.model
+
     def run(self, function: Callable[..., Any] | None = None) -> Any:
         """Call the model, or `function` in its place, and leave the model and the inputs as they were."""
         with undone(self.model, self.args, self.kwargs):

@@ -72,5 +72,5 @@ def capture(call: Call) -> tuple[list[Graph], list[str]]:
 
     breaks: list[str] = []
     with _compat.graph_break_reasons(breaks):
-        call.run(_compat.isolated_compile(call.model.forward, backend))
+        call.run(_compat.isolated_compile(call.function, backend))
     return graphs, breaks

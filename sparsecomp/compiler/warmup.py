@@ -61,7 +61,7 @@ def tune(
     call = call.accepted()
     dispatch.forget()  # defaults that are prepared already
     with effort_scope(effort) as chosen:
-        call.run(torch.compile(call.model, backend=partial(sparsecomp_backend, options=call.options)))
+        call.run(torch.compile(call.function, backend=partial(sparsecomp_backend, options=call.options)))
     return chosen
 
 
