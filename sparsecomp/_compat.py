@@ -426,8 +426,8 @@ def compiled_by() -> object | None:
     """
     found, frame = None, inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
-            found = frame.f_locals.get("self")
+        if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
+            found = frame.f_locals.get("self", found)
         frame = frame.f_back
     return found
 

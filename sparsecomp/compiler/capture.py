@@ -18,7 +18,7 @@ from sparsecomp.report import Report
 NO_CUDA = "no CUDA device: layers on spikes stay dense unless an implementation is forced"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Graph:
     """One graph of a model.
 
