@@ -247,7 +247,7 @@ def _failed(rule: str, error: Exception, ctx: Context, sites: Iterable[Site]) ->
     log.warning("rule %s failed: its sites stay dense", rule, exc_info=error)
     for site in sites:
         site.rewritten, site.implementation, site.expected_gain, site.precision = False, "dense", None, ""
-        site.reason = str(refuse(Why.FAILED, detail=_brief(error)))
+        site.reason, site.why = str(refuse(Why.FAILED, detail=_brief(error))), Why.FAILED.name
 
 
 def _site(rule: Rule, node: fx.Node, verdict: Plan | Refusal, ctx: Context) -> Site:
@@ -259,7 +259,7 @@ def _site(rule: Rule, node: fx.Node, verdict: Plan | Refusal, ctx: Context) -> S
         site.reason, site.implementation = verdict.reason, verdict.implementation
         site.precision, site.expected_gain = verdict.precision, verdict.expected_gain
     else:
-        site.reason = str(verdict)
+        site.reason, site.why = str(verdict), verdict.why.name
     return site
 
 

@@ -48,12 +48,16 @@ def enabled(options: Options) -> tuple[Rule, ...]:
     return tuple(rule for rule in RULES if rule.name not in options.disable)
 
 
-def parse_options(mode: str | None = None, options: Mapping[str, Any] | Options | None = None) -> Options:
+def parse_options(
+    mode: str | None = None,
+    options: Mapping[str, Any] | Options | None = None,
+    over: Mapping[str, Any] | None = None,
+) -> Options:
     """`Options.parse`, which knows no rules, with the names of rules checked.
 
     Raises:
         OptionError: as of `Options.parse` and `enabled`.
     """
-    parsed = Options.parse(mode, options)
+    parsed = Options.parse(mode, options, over)
     enabled(parsed)
     return parsed

@@ -1,7 +1,7 @@
 """sparsecomp: a sparsity compiler for PyTorch.
 
     model = torch.compile(model, backend="sparsecomp")
-    model = sparsecomp.optimize(model, example_inputs)
+    model = sparsecomp.optimize(model, x)
     print(sparsecomp.explain(model, x))
 
 Names load on first use, so that `import sparsecomp` needs neither Triton nor Inductor and costs next to nothing.
@@ -18,12 +18,13 @@ if (_TREE / "passes" / "__init__.py").exists() and (_TREE / "pyproject.toml").ex
     __path__.append(str(_TREE))  # in a source tree `passes` and `lowering` stand beside this package
 
 if TYPE_CHECKING:
-    from sparsecomp import cache, formats, nn
+    from sparsecomp import cache, formats, nn, ops, passes, runtime
     from sparsecomp.compiler.backend import sparsecomp_backend
     from sparsecomp.compiler.explain import explain
     from sparsecomp.compiler.optimize import optimize
     from sparsecomp.compiler.profile import profile
-    from sparsecomp.errors import OptionError, PatternError, RuleError, SparsecompError, SparseOperatorError
+    from sparsecomp.compiler.warmup import tune
+    from sparsecomp.errors import InputError, OptionError, PatternError, RuleError, SparsecompError, SparseOperatorError
     from sparsecomp.options import Options
     from sparsecomp.report import Report, Site, last_report
     from sparsecomp.snn.registry import register_neuron
@@ -38,6 +39,7 @@ __version__ = "0.2.0"
 _HOME = {
     "Block": "training.pruning.configs",
     "FromMask": "training.pruning.configs",
+    "InputError": "errors",
     "Magnitude": "training.pruning.methods",
     "NM": "training.pruning.configs",
     "OptionError": "errors",
@@ -60,13 +62,15 @@ _HOME = {
     "register_neuron": "snn.registry",
     "sparsecomp_backend": "compiler.backend",
     "sparsify": "training.sparsify",
+    "tune": "compiler.warmup",
 }
 
-_MODULES = ("cache", "formats", "nn")
+_MODULES = ("cache", "formats", "nn", "ops", "passes", "runtime")
 
 __all__ = [
     "Block",
     "FromMask",
+    "InputError",
     "Magnitude",
     "NM",
     "OptionError",
@@ -87,11 +91,15 @@ __all__ = [
     "formats",
     "last_report",
     "nn",
+    "ops",
     "optimize",
+    "passes",
     "profile",
     "register_neuron",
+    "runtime",
     "sparsecomp_backend",
     "sparsify",
+    "tune",
 ]
 
 

@@ -1,4 +1,4 @@
-"""`python -m sparsecomp`: see :mod:`sparsecomp.cli`."""
+"""`python -m sparsecomp`, the same as the installed command: see :mod:`sparsecomp.cli`."""
 
 import sys
 

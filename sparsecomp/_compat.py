@@ -5,18 +5,21 @@ importing it takes seconds.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, wraps
 from itertools import count
 from operator import getitem
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import sympy
 import torch
 from torch import fx
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.utils import counters
 from torch._functorch import pyfunctorch
+from torch._guards import CompileContext
 from torch._logging._internal import register_log
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, maybe_get_fake_mode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -35,10 +38,13 @@ __all__ = [
     "cache_key",
     "call_directly",
     "compile_fx",
+    "compiled_by",
+    "compiled_frame",
     "conv_tf32",
     "described",
     "empty_cuda",
     "fake_of",
+    "graph_break_of",
     "graph_break_reasons",
     "hooks_of",
     "inside_transform",
@@ -48,6 +54,7 @@ __all__ = [
     "make_wrapper",
     "matmul_tf32",
     "one_level",
+    "passes_errors",
     "plain_eager",
     "propagate_fakes",
     "readable",
@@ -62,6 +69,9 @@ __all__ = [
     "tree_leaves",
     "without_torch_function",
 ]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def compile_fx(
@@ -404,15 +414,60 @@ def graph_break_reasons(found: list[str]) -> Iterator[None]:
         found += [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
 
 
+def graph_break_of(gm: fx.GraphModule) -> list[str]:
+    """Why Dynamo ended a graph before the function's end; nothing where it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return [str(reason.reason)] if reason is not None and reason.graph_break else []
+
+
+def compiled_by() -> object | None:
+    """What one call of `torch.compile` made, while a graph of its function is compiled; None where torch hides it.
+
+    All graphs of one model have it in common, before and after each break.
+    """
+    found, frame = None, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
+            found = frame.f_locals.get("self", found)
+        frame = frame.f_back
+    return found
+
+
+def compiled_frame() -> int | None:
+    """A number of the code that is compiled, the same when it is compiled anew; None outside a compilation."""
+    compilation = CompileContext.current_compile_id()
+    return None if compilation is None else compilation.frame_id
+
+
+def passes_errors(kind: type[Exception]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Errors of this kind leave a backend as what they are, not wrapped in a `BackendCompilerFailed`."""
+
+    def passing(backend: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(backend)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return backend(*args, **kwargs)
+            except kind as error:
+                bases = (ShortenTraceback, type(error))  # of the first, Dynamo does not wrap any
+                named: Any = type(type(error).__name__, bases, {"__module__": type(error).__module__})
+                raise named(*error.args, first_useful_frame=sys._getframe()) from error.__cause__
+
+        return run
+
+    return passing
+
+
 def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` that neither uses nor fills the caches of other compilations of the same code.
+
+    Nor does what they have seen make a size a symbol here.
 
     Before torch 2.12 that needs a reset of Dynamo, as `torch._dynamo.explain` does.
     """
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        return cast(Any, torch.compile)(function, backend=backend, isolate_recompiles=True)
+        return cast(Any, torch.compile)(function, backend=backend, dynamic=False, isolate_recompiles=True)
     torch.compiler.reset()
-    return torch.compile(function, backend=backend)
+    return torch.compile(function, backend=backend, dynamic=False)
 
 
 def size_expression(size: int | torch.SymInt) -> int | sympy.Expr:

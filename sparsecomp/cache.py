@@ -4,13 +4,12 @@ Results of the GPU's kernels are measured once and kept in ``SPARSECOMP_CACHE_DI
 JSON; nothing of them is evaluated, and a file with one bad value is refused whole.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from sparsecomp.environment import Effort
+from sparsecomp.errors import InputError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.cache.tuning_cache import Miss, Stats, default_cache
 
@@ -74,17 +73,20 @@ def clear() -> int:
 
 
 def warmup(
-    model_or_signatures: nn.Module | Iterable[KernelSignature | Mapping[str, str]],
-    example_inputs: Any = None,
+    model_or_signatures: Callable[..., Any] | Iterable[KernelSignature | Mapping[str, str]],
+    /,
+    *args: Any,
     effort: Effort = "full",
+    **keywords: Any,
 ) -> "list[Chosen]":
     """Tune ahead of use, on this machine.
 
     Args:
-        model_or_signatures: a model, which is compiled and run once on ``example_inputs`` and left as it was; or
-            signatures, or their fields as in an exported file.
-        example_inputs: a tensor or a tuple of positional arguments.
+        model_or_signatures: a model or function, as for `sparsecomp.tune`; or signatures, or their fields as in an
+            exported file.
+        *args: the model's inputs.
         effort: ``"quick"`` measures a few promising candidates, ``"full"`` all.
+        **keywords: as for `sparsecomp.tune`.
 
     Returns:
         What was chosen for each signature that has several candidates.
@@ -92,8 +94,12 @@ def warmup(
     Raises:
         TuningError: an operation is unknown, or none of its kernels could be used.
         SignatureError: fields that are no signature's.
-        ValueError: a model without example inputs.
+        InputError: a model without inputs, or signatures with some.
     """
-    from sparsecomp.compiler.warmup import warmup as tune  # loads Inductor
+    from sparsecomp.compiler import warmup  # loads Inductor
 
-    return tune(model_or_signatures, example_inputs, effort)
+    if callable(model_or_signatures):
+        return warmup.tune(model_or_signatures, *args, effort=effort, **keywords)
+    if args or keywords:
+        raise InputError("signatures are tuned by themselves: give nothing but `effort` beside them")
+    return warmup.tune_signatures(model_or_signatures, effort)

@@ -1,4 +1,4 @@
-"""The commands of ``python -m sparsecomp``: look into the tuning cache, carry it, fill it, and the demo.
+"""The commands of `sparsecomp`: look at a model, tune it, look into the tuning results and carry them, and the demo.
 
 Each command makes one JSON value and may show it as a table; a failure is a message on stderr and exit code 2.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,9 +31,7 @@ from sparsecomp.errors import CacheError, OptionError, SparsecompError
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.cache.tuning_cache import Entry, default_cache
 from sparsecomp.options import Options
-
-_WIDTH = 160
-"""Of tables that do not go to a terminal."""
+from sparsecomp.report import rendered
 
 _LISTED = 100
 _COLUMNS = ("id", "op", "gpu", "triton", "problem", "best", "ms", "candidates")
@@ -51,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sparsecomp", description="The commands of sparsecomp.")
+    parser = argparse.ArgumentParser(prog="sparsecomp", description="A sparsity compiler for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"sparsecomp {sparsecomp.__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON value and nothing else")
     common.add_argument("--cache-dir", metavar="DIR", help="use the tuning results in this directory")
@@ -59,10 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_cache_commands(commands.add_parser("cache", help="look at and carry tuning results"), common)
     env = commands.add_parser("env", parents=[common], help="versions, devices, settings, what is known of the card")
     env.set_defaults(run=_env)
-    tune = commands.add_parser("tune", parents=[common], help="measure the kernels that a model uses, ahead of its use")
-    tune.add_argument("target", metavar="MODEL.py:factory", help="factory() returns (model, example inputs)")
-    tune.add_argument("--effort", choices=("quick", "full"), default="full", help="how many candidates to measure")
-    tune.set_defaults(run=_tune)
+    _add_model_commands(commands, common)
     demo = commands.add_parser(
         "demo", parents=[common], help="train a small spiking network on digits, compile it, compare"
     )
@@ -72,6 +69,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=lambda given: _demo(given, demo))
     return parser
+
+
+def _add_model_commands(commands: Any, common: argparse.ArgumentParser) -> None:
+    def add(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, parents=[common], help=text)
+        command.add_argument("target", metavar="MODEL.py:factory", help="factory() returns (model, input or tuple)")
+        command.set_defaults(run=run)
+        return command
+
+    add("explain", _explain, "what would be rewritten in a model, and why")
+    add("profile", _profile, "time, density and empty blocks of each layer of a model")
+    tune = add("tune", _tune, "measure the kernels that a model uses, ahead of its use")
+    tune.add_argument("--effort", choices=("quick", "full"), default="full", help="how many candidates to measure")
 
 
 def _add_cache_commands(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
@@ -230,15 +240,45 @@ def _installed(package: str) -> str | None:
         return None
 
 
+def _explain(given: argparse.Namespace) -> None:
+    report = _on_model(given, sparsecomp.explain)
+    print(report.to_json() if given.json else str(report))
+
+
+def _profile(given: argparse.Namespace) -> None:
+    profile = _on_model(given, sparsecomp.profile)
+    print(profile.to_json() if given.json else str(profile))
+
+
 def _tune(given: argparse.Namespace) -> None:
     before = {entry.key: entry for entry in default_cache().entries()}
-    with _others_failures(given.target):
-        model, inputs = _factory(given.target)()
-        cache.warmup(model, inputs, given.effort)
+    _on_model(given, sparsecomp.tune, effort=given.effort)
     tuned = [entry for entry in default_cache().entries() if before.get(entry.key) != entry]
-    _print_entries(given, tuned)
+    if tuned or given.json:
+        _print_entries(given, tuned)
+    done = f"{len(tuned)} kernel signatures tuned; results are in {cache.stats().path or 'memory'}"
     if not given.json:
-        print(f"{len(tuned)} kernel signatures tuned; results are in {cache.stats().path or 'memory'}")
+        print(done if tuned else _untuned())
+
+
+def _untuned() -> str:
+    if torch.cuda.is_available():
+        return "nothing to tune: the model uses no kernel that has several candidates, or all were measured before"
+    return "nothing to tune: there is no CUDA device, and on a CPU each layer has one implementation, its reference"
+
+
+def _on_model(given: argparse.Namespace, verb: Callable[..., Any], **keywords: Any) -> Any:
+    """What a verb makes of the model in the user's file."""
+    with _others_failures(given.target), _progress(f"{given.command} {given.target}"):
+        model, inputs = _factory(given.target)()
+        return verb(model, *(inputs if isinstance(inputs, tuple) else (inputs,)), **keywords)
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is going on; gives what changes the text."""
+    with Console(stderr=True).status(text) as status:
+        yield status.update
 
 
 @contextmanager
@@ -277,9 +317,12 @@ def _demo(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     except OptionError as error:
         parser.error(str(error))
 
+    if given.device != "auto":
+        _present(given.device)
     from sparsecomp.demo import run  # loads Inductor and scikit-learn
 
-    return run(device=given.device, implementation=given.implementation, as_json=given.json)
+    with _progress("loading the digits") as say:
+        return run(given.device, given.implementation, given.json, say)
 
 
 def _print_json(value: Any) -> None:
@@ -293,10 +336,10 @@ def _print_pairs(given: argparse.Namespace, pairs: dict[str, Any]) -> None:
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    table = Table(*columns)
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*(Text(_written(value), overflow="fold") for value in row))
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+    print(rendered(table))
 
 
 def _written(value: Any) -> str:

@@ -12,6 +12,10 @@ class OptionError(SparsecompError, ValueError):
     """An option of the backend, or an environment variable, is unknown or has a value outside its domain."""
 
 
+class InputError(SparsecompError, ValueError):
+    """`explain`, `optimize`, `profile`, `tune` or `warmup` cannot tell what to call, or what to call it with."""
+
+
 class RuleError(SparsecompError, RuntimeError):
     """A rewrite rule failed unexpectedly; raised only under ``options={"strict": True}``."""
 

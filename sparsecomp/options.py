@@ -70,8 +70,18 @@ class Options:
             raise OptionError(f"inductor={self.inductor!r}: use a dict of Inductor configuration names and values")
 
     @classmethod
-    def parse(cls, mode: str | None = None, options: "Mapping[str, Any] | Options | None" = None) -> "Options":
+    def parse(
+        cls,
+        mode: str | None = None,
+        options: "Mapping[str, Any] | Options | None" = None,
+        over: Mapping[str, Any] | None = None,
+    ) -> "Options":
         """Options from what `torch.compile` passes to a backend, with the environment's on top.
+
+        Args:
+            mode: torch.compile's mode.
+            options: names and values.
+            over: more of them, which count over `options`.
 
         Raises:
             OptionError: an unknown option, a value outside its domain, or a malformed environment variable.
@@ -82,6 +92,7 @@ class Options:
             given = dict(options or {})
         else:
             raise OptionError(f"options={options!r}: use a dict of option names and values")
+        given |= over or {}
         known = [item.name for item in fields(cls)]
         unknown = [name for name in given if name not in known]
         if unknown:

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsecomp.compiler.backend import input_values
+from sparsecomp.compiler.capture import Graph
 from sparsecomp.options import Options
-from sparsecomp.passes import pipeline
 from sparsecomp.report import Report, Site, merge
 
 
@@ -18,7 +17,7 @@ def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> tup
     parsed = Options.parse(None, {"implementation": "binary", "verify": True, **options})
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        reports.append(pipeline.run(gm, parsed, values=input_values(gm, example_inputs)))
+        reports.append(Graph.of_dynamo(gm, example_inputs, {}).rewrite(parsed))
         return gm.forward
 
     torch._dynamo.reset()

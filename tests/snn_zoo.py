@@ -10,9 +10,8 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import sparsecomp.ops
-from sparsecomp.compiler.backend import input_values
+from sparsecomp.compiler.capture import Graph
 from sparsecomp.options import Options
-from sparsecomp.passes import pipeline
 from sparsecomp.report import Report
 
 WEIGHT_RULES = ("spike_conv", "spike_linear")
@@ -81,7 +80,7 @@ def compiler(reports: list[Report], how: str = "graph", **options: Any) -> Calla
     parsed = Options.parse(None, {"implementation": "binary", "verify": True, "strict": True, **options})
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        reports.append(pipeline.run(gm, parsed, values=input_values(gm, example_inputs)))
+        reports.append(Graph.of_dynamo(gm, example_inputs, {}).rewrite(parsed))
         return gm.forward if how == "graph" else _aot(gm, example_inputs)
 
     return backend

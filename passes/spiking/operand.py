@@ -132,8 +132,12 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
         return refuse(Why.FORCED_DENSE)
     card, measured = _card(operands, site)
     if forced != "auto":
-        reason = f"implementation={forced!r} was asked for"
-        decision = Decision(forced, gate.estimate(site, forced, card), reason)
+        reason, gain = f"implementation={forced!r} was asked for", None
+        if site.device == "cuda":
+            gain = gate.estimate(site, forced, card)
+        else:
+            reason += "; on a CPU it is a reference, for checking only"
+        decision = Decision(forced, gain, reason)
     elif site.device == "cuda" and not _triton_available():
         ctx.report.note("Triton is not installed: everything stays dense")
         return refuse(Why.GATE, detail="Triton is not installed")

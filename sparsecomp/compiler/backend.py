@@ -6,7 +6,7 @@ A graph in which nothing was rewritten goes to Inductor exactly as it came.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from importlib.util import find_spec
@@ -18,20 +18,20 @@ from torch import fx
 
 import sparsecomp.ops
 from sparsecomp import _compat
+from sparsecomp.compiler.capture import Graph
+from sparsecomp.errors import SparsecompError
 from sparsecomp.lowering.cache import artifact
 from sparsecomp.ops.library import DIRECT
 from sparsecomp.options import Options
-from sparsecomp.passes import pipeline
 from sparsecomp.passes.engine.rule import Density
 from sparsecomp.passes.rules import parse_options
-from sparsecomp.report import Report, remember
+from sparsecomp.report import Compilations, compilations_of
 
 log = logging.getLogger("sparsecomp")
 artifact.install()
 
-NO_CUDA = "no CUDA device: layers on spikes stay dense unless an implementation is forced"
 
-
+@_compat.passes_errors(SparsecompError)
 def sparsecomp_backend(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -45,7 +45,8 @@ def sparsecomp_backend(
         gm: Dynamo's graph.
         example_inputs: its inputs.
         mode: torch.compile's mode, with torch's meaning.
-        options: see `Options`.
+        options: see `Options`. torch passes them on only when the model is first called; an `Options` is checked where
+            it is made.
 
     Returns:
         The compiled function.
@@ -54,24 +55,29 @@ def sparsecomp_backend(
         OptionError: an unknown option or value.
         RuleError: a rule failed, under `options={"strict": True}`.
     """
-    return compile_graph(gm, example_inputs, parse_options(mode, options), {})[0]
+    compilations = compilations_of(_compat.compiled_by())
+    return compile_graph(gm, example_inputs, parse_options(mode, options), {}, compilations)
 
 
 def compile_graph(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, densities: Mapping[str, Density]
-) -> tuple[Callable[..., Any], Report]:
-    """Rewrite and compile one graph; `densities` are measured ones, by `passes.rule.site_key`."""
-    notes: list[str] = []
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    densities: Mapping[str, Density],
+    compilations: Compilations,
+) -> Callable[..., Any]:
+    """Rewrite and compile one graph of a model, whose report goes to the model's `compilations`."""
+    graph, notes = Graph.of_dynamo(gm, example_inputs, densities), []
     with _effort(options, notes.append):
-        report = pipeline.run(gm, options, values=input_values(gm, example_inputs), densities=densities)
+        report = graph.rewrite(options)
     for note in notes:
         report.note(note)
-    note_device(report)
-    remember(report)
+    report.graph_breaks = _compat.graph_break_of(gm)
+    compilations.add(_identity(graph), report)
     log.info("%d of %d sites rewritten", len(report.rewritten), len(report.sites))
     _compat.call_directly(frozenset(DIRECT))
-    if not report.rewritten:
-        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, None), report
+    if not report.changed:
+        return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, None)
     with _compat.cache_key(f"sparsecomp:{sources_hash()}:{options.cache_key()}"):
         decompositions = sparsecomp.ops.decompositions
         compiled = _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions)
@@ -82,7 +88,16 @@ def compile_graph(
         with _effort(options, report.note):
             return compiled(*arguments)
 
-    return (run if _tunes(options) else compiled), report
+    return run if _tunes(options) else compiled
+
+
+def _identity(graph: Graph) -> Hashable:
+    """The same for a graph that is compiled anew, such as for another batch size.
+
+    That is of the same code, and the code of a layer's class serves all its layers: they differ in their parameters.
+    """
+    parameters = [id(value) for value in graph.values.values() if isinstance(value, torch.nn.Parameter)]
+    return _compat.compiled_frame(), *parameters
 
 
 def _tunes(options: Options) -> bool:
@@ -96,25 +111,6 @@ def _effort(options: Options, note: Callable[[str], None]) -> AbstractContextMan
     from sparsecomp.lowering.tuning.autotune import effort_scope  # not for those who tune nothing
 
     return effort_scope("full", note=note)
-
-
-def input_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, torch.Tensor]:
-    """The real tensors that a graph's placeholders stand for."""
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    pairs = zip(placeholders, example_inputs, strict=False)
-    return {node: value for node, value in pairs if isinstance(value, torch.Tensor)}
-
-
-def note_device(report: Report) -> None:
-    """Say once a report, and once a process in the log, that there is no GPU."""
-    if not torch.cuda.is_available():
-        report.note(NO_CUDA)
-        _log_once(NO_CUDA)
-
-
-@cache
-def _log_once(message: str) -> None:
-    log.info(message)
 
 
 @cache

@@ -2,39 +2,48 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from sparsecomp import _compat
-from sparsecomp.compiler.backend import compile_graph, note_device
-from sparsecomp.compiler.capture import Assumptions, CaptureError, capture, share_attributes
-from sparsecomp.compiler.explain import measured_densities
-from sparsecomp.compiler.snapshot import undone
+from sparsecomp.compiler.backend import compile_graph
+from sparsecomp.compiler.call import Call
+from sparsecomp.compiler.capture import capture
+from sparsecomp.compiler.trace import Assumptions, CaptureError, share_attributes, trace
+from sparsecomp.errors import SparsecompError
 from sparsecomp.options import Options
-from sparsecomp.passes import pipeline
 from sparsecomp.passes.engine.rule import Density
-from sparsecomp.passes.rules import parse_options
-from sparsecomp.report import Report, merge, remember
+from sparsecomp.report import Compilations, Report, remember
 
 log = logging.getLogger("sparsecomp")
 
+_NEWLINE = "\n"
 _SHARED = ("_parameters", "_buffers", "_modules")
 
 
-def optimize(model: nn.Module, example_inputs: Any = None, *, mode: str | None = None, **options: Any) -> nn.Module:
+def optimize(
+    model: Callable[..., Any],
+    /,
+    *args: Any,
+    options: Mapping[str, Any] | Options | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> nn.Module:
     """A module that computes what `model` computes, rewritten for sparsity.
 
-    With example inputs the model is traced with its neurons as leaves, and the result runs op by op. Where that is not
-    faithful (state kept outside neurons), or nothing was rewritten, or there are no example inputs, the model runs
+    With inputs the model is traced with its neurons as leaves, and the result runs op by op. Where that is not faithful
+    (state kept outside neurons), or nothing was rewritten, or there are no inputs, and for a function, the model runs
     under `torch.compile(backend="sparsecomp")`. `result.report.capture` says which way was taken.
 
     Args:
-        model: any module; it is left as it is, and shares its parameters, buffers and submodules with the result.
-        example_inputs: a tensor or a tuple of positional arguments of `forward`; also measures densities.
-        mode, **options: as for the backend, see `Options`.
+        model: any module or function; it is left as it is, and shares its parameters, buffers and submodules with the
+            result.
+        *args: inputs like those it will get, which also measure densities; none compiles it at its first call.
+        options: as for the backend; see `Options`.
+        kwargs: inputs by name. Needed only for those that have the name of an option.
+        **keywords: options, and inputs by name if `kwargs` is not given.
 
     Returns:
         A module with the same state_dict keys, buffers, hooks and submodules. It can be copied and pickled if `model`
@@ -43,18 +52,24 @@ def optimize(model: nn.Module, example_inputs: Any = None, *, mode: str | None =
 
     Raises:
         OptionError: an unknown option or value.
+        InputError: a keyword that is both an option and an input.
         RuleError: a rule failed, under `strict=True`.
-        Exception: what `model` itself raises on the example inputs.
+        Exception: what `model` itself raises on the inputs.
     """
-    parsed = parse_options(mode, options)
-    args = _as_tuple(example_inputs)
-    refused = Report(capture="no example inputs")
-    if args is not None:
-        traced = _traced(model, args, parsed)
-        if isinstance(traced, nn.Module):
-            return traced
-        refused = traced
-    return _compiled(model, args, parsed, refused)
+    call = Call.of(model, args, options, kwargs, keywords)
+    if not call.has_inputs:
+        return Optimized(call, Report(capture="torch.compile (no inputs)")).use_compile({})
+    call = call.accepted()
+    try:
+        graph = trace(call)
+    except CaptureError as error:
+        return _compiled(call, Report(capture=f"torch.compile ({error})"))
+    report = graph.rewrite(call.options)
+    if not report.changed:
+        return _compiled(call, Report("torch.compile (nothing to rewrite at the level of modules)", report.sites))
+    report.capture = "symbolic trace, neurons as leaves"
+    remember(report)
+    return Optimized(call, report).use_graph(graph.gm, len(call.args))
 
 
 class Optimized(nn.Module):
@@ -64,28 +79,33 @@ class Optimized(nn.Module):
         report: what was rewritten.
     """
 
-    def __init__(self, original: nn.Module, options: Options, report: Report) -> None:
+    def __init__(self, call: Call, report: Report) -> None:
         super().__init__()
         self.__dict__.update(
-            _original=original, _options=options, _densities={}, _graph=None, _inputs=0, _assumed=None, _compiled=None,
-            _backend=None, _report=report, training=original.training,
+            _original=call.model, _options=call.options, _densities={}, _graph=None, _inputs=0, _assumed=None,
+            _compiled=None, _backend=None, _report=report, training=call.model.training,
         )  # fmt: skip
         self._share()
 
     @property
     def report(self) -> Report:
         """What was rewritten; under torch.compile, in every graph compiled so far."""
-        return self._report if self._backend is None else self._backend.report(self._report)
+        if self._backend is None:
+            return self._report
+        compiled = self._backend.compilations.report(self._report.capture)
+        return compiled if compiled.sites else self._report
 
-    def use_graph(self, gm: fx.GraphModule, inputs: int) -> None:
+    def use_graph(self, gm: fx.GraphModule, inputs: int) -> "Optimized":
         """Run `gm` for calls with `inputs` positional arguments."""
         self.__dict__.update(_graph=gm, _inputs=inputs, _assumed=Assumptions(gm, self._original))
+        return self
 
-    def use_compile(self, densities: Mapping[str, Density]) -> None:
+    def use_compile(self, densities: Mapping[str, Density]) -> "Optimized":
         """Run the original under torch.compile with our backend."""
         backend = _Backend(self._options, densities)
         compiled = torch.compile(self._original.forward, backend=backend)
         self.__dict__.update(_densities=dict(densities), _backend=backend, _compiled=compiled)
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's `forward` returns."""
@@ -150,67 +170,25 @@ class _Backend:
     def __init__(self, options: Options, densities: Mapping[str, Density]) -> None:
         self._options = options
         self._densities = densities
-        self._reports: list[Report] = []
+        self.compilations = Compilations()
 
+    @_compat.passes_errors(SparsecompError)
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled, report = compile_graph(gm, example_inputs, self._options, self._densities)
-        self._reports.append(report)
-        return compiled
-
-    def report(self, start: Report) -> Report:
-        """`start` with what every compiled graph added to it; its own sites count only where no graph has any."""
-        if any(report.sites for report in self._reports):
-            start = replace(start, sites=[])
-        return merge([start, *self._reports], start.capture)
+        return compile_graph(gm, example_inputs, self._options, self._densities, self.compilations)
 
 
-def _traced(model: nn.Module, args: tuple[Any, ...], options: Options) -> Optimized | Report:
-    """The module-level rewrite, or the report of what was refused, with the reason for `capture`."""
+def _compiled(call: Call, report: Report) -> Optimized:
+    """The model under torch.compile, compiled for the inputs; as it is if that fails, since eager takes them."""
+    optimized = Optimized(call, report)
     try:
-        captured = capture(model, args)
-    except CaptureError as error:
-        return Report(capture=str(error))
-    report = pipeline.run(
-        captured.gm, options, values=captured.values, densities=captured.densities, eager=True
-    )
-    report.capture = "symbolic trace, neurons as leaves"
-    if not report.rewritten:
-        report.capture = "nothing to rewrite at the level of modules"
-        return report
-    note_device(report)
-    share_attributes(captured.gm, model)
-    remember(report)
-    optimized = Optimized(model, options, report)
-    optimized.use_graph(captured.gm, len(args))
-    return optimized
-
-
-def _compiled(model: nn.Module, args: tuple[Any, ...] | None, options: Options, refused: Report) -> Optimized:
-    """The model under torch.compile; as it is, if that fails on the example."""
-    report = Report(capture=f"torch.compile ({refused.capture})", sites=refused.sites)
-    optimized = Optimized(model, options, report)
-    if args is None:
-        optimized.use_compile({})
+        graphs, _ = capture(call)
+        optimized.use_compile({key: density for graph in graphs for key, density in graph.densities.items()})
+        call.run(optimized)
         return optimized
-    try:
-        optimized.use_compile(measured_densities(model, args))
-        with undone(model, args):
-            optimized(*args)
     except Exception as error:
-        if options.strict:
+        if call.options.strict:
             raise
-        failure = error
-    else:
-        return optimized
-    with undone(model, args):
-        model(*args)  # what the model itself refuses is the caller's to see, as it says it
-    log.warning("torch.compile failed: the model runs as it was", exc_info=failure)
-    report.capture = "none: the model runs as it was"
-    report.note(f"torch.compile failed: {type(failure).__name__}: {failure}")
-    return Optimized(model, options, report)
-
-
-def _as_tuple(example_inputs: Any) -> tuple[Any, ...] | None:
-    if example_inputs is None:
-        return None
-    return tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
+        cause = getattr(error, "inner_exception", error)  # what a backend raised
+    reason = f"torch.compile failed: {type(cause).__name__}: {str(cause).strip().partition(_NEWLINE)[0]}"
+    log.warning("optimize: the model runs as it was, %s", reason)
+    return Optimized(call, Report("none: the model runs as it was", report.sites, notes=[reason]))

@@ -4,22 +4,23 @@ Density says whether event-driven kernels could pay, the share of empty blocks w
 either matters.
 """
 
-import io
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
-from sparsecomp.compiler.snapshot import undone
+from sparsecomp.compiler.call import Call
+from sparsecomp.errors import InputError
+from sparsecomp.options import Options
+from sparsecomp.report import rendered
 
-_WIDTH = 140
 _BLOCKS = ((56, 16), (14, 8), (8, 4))
 
 
@@ -72,40 +73,53 @@ class Profile:
             table.add_column(column, justify="left" if column in ("layer", "kind") else "right")
         for layer in self.layers:
             table.add_row(
-                layer.name, layer.kind, str(layer.calls), f"{layer.milliseconds:.3f}",
+                Text(layer.name, overflow="fold"), layer.kind, str(layer.calls), f"{layer.milliseconds:.3f}",
                 f"{layer.samples_per_second:,.0f}",
                 _percent(layer.density), str(layer.block or ""), _percent(layer.empty_blocks),
             )  # fmt: skip
         return table
 
     def __str__(self) -> str:
-        stream = io.StringIO()
-        Console(file=stream, width=_WIDTH).print(self.to_table())
-        return stream.getvalue()
+        return rendered(self.to_table())
 
 
-def profile(model: nn.Module, *args: Any, repetitions: int = 10, **kwargs: Any) -> Profile:
+def profile(
+    model: Callable[..., Any],
+    /,
+    *args: Any,
+    repetitions: int = 10,
+    options: Mapping[str, Any] | Options | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Profile:
     """Time and sparsity of every layer of `model` on the given input, uncompiled and without gradients.
 
-    The model is left as it was; every repetition starts from its present state.
+    The model is left as it was; every repetition starts from its present state. Options are checked and change nothing.
 
     Args:
-        model: any module.
-        *args, **kwargs: its inputs.
+        model: any module, or a function, of which the modules that it names are shown.
+        *args: its inputs.
         repetitions: timed forward passes, after one that warms up and measures sparsity.
+        options: as for `explain`.
+        kwargs: inputs by name. Needed only for those that have the name of an option.
+        **keywords: options, and inputs by name if `kwargs` is not given.
 
     Raises:
-        ValueError: `repetitions` is less than 1.
+        InputError: `repetitions` is less than 1, or a keyword is both an option and an input.
+        OptionError: an unknown option or value.
+        Exception: what `model` itself raises on the inputs.
     """
     if repetitions < 1:
-        raise ValueError(f"repetitions={repetitions}: use at least 1")
-    device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
-    layers = {module: LayerProfile(name, type(module).__name__) for name, module in _leaves(model)}
+        raise InputError(f"repetitions={repetitions}: use at least 1")
+    call = Call.of(model, args, options, kwargs, keywords, ("repetitions",) if repetitions != 10 else ()).accepted()
+    tensors = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor))
+    device = next((value.device.type for value in tensors), "cpu")
+    layers = {module: LayerProfile(name, type(module).__name__) for name, module in _leaves(call.model)}
     called: dict[nn.Module, LayerProfile] = {}
-    _run(model, args, kwargs, _SparsityHooks(layers, called))
+    _run(call, _SparsityHooks(layers, called))
     clock = _Clock(device, called)
     for _ in range(repetitions):
-        _run(model, args, kwargs, clock)
+        _run(call, clock)
     clock.finish(repetitions)
     return Profile(device, repetitions, list(called.values()))
 
@@ -172,17 +186,20 @@ class _Clock:
         return event
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _SparsityHooks | _Clock) -> None:
-    with undone(model, args, kwargs), torch.no_grad():
+def _run(call: Call, hooks: _SparsityHooks | _Clock) -> None:
+    def hooked(*args: Any, **kwargs: Any) -> None:
         handles = []
         try:
             for module in hooks.modules:
                 handles.append(module.register_forward_pre_hook(hooks.before))
                 handles.append(module.register_forward_hook(hooks.after))
-            model(*args, **kwargs)
+            call.model(*args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
+
+    with torch.no_grad():
+        call.run(hooked)
 
 
 def _leaves(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:

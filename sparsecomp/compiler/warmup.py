@@ -1,63 +1,85 @@
 """Tunes ahead of time: what a model will launch, or what another machine's tuning results name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from sparsecomp.compiler.snapshot import undone
+from sparsecomp.compiler.backend import sparsecomp_backend
+from sparsecomp.compiler.call import Call
 from sparsecomp.environment import Effort
-from sparsecomp.errors import SignatureError, TuningError
+from sparsecomp.errors import InputError, SignatureError, TuningError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, Rows, device_of
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.sparse.random_sparse import SKEWS
 from sparsecomp.lowering.tuning import autotune
 from sparsecomp.lowering.tuning.autotune import Chosen, effort_scope
 from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.options import Options
 
-Target = nn.Module | Iterable[KernelSignature | Mapping[str, str]]
+Signatures = Iterable[KernelSignature | Mapping[str, str]]
 
 _OF_DEVICE = ("gpu", "capability", "triton")
 
 
-def warmup(target: Target, example_inputs: Any = None, effort: Effort = "full") -> list[Chosen]:
-    """Tune on this machine, so that no later call has to.
+def tune(
+    model: Callable[..., Any],
+    /,
+    *args: Any,
+    effort: Effort = "full",
+    options: Mapping[str, Any] | Options | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> list[Chosen]:
+    """Measure the kernels that a model uses on this machine, so that no later call has to.
+
+    Compiles the model in its present mode, runs it once and leaves it as it was. On a CPU layers run references, of
+    which there is one each: nothing is measured.
 
     Args:
-        target: a model, which is run once under ``torch.compile(backend="sparsecomp")`` in its present mode and left as
-            it was; or signatures, or their fields as in exported tuning results, of any device.
-        example_inputs: a tensor or a tuple of positional arguments of a model's ``forward``.
-        effort: ``"quick"`` or ``"full"``; ``SPARSECOMP_AUTOTUNE`` overrides it.
+        model: any module or function.
+        *args: its inputs.
+        effort: `"quick"` measures a few promising candidates, `"full"` all; `SPARSECOMP_AUTOTUNE` overrides it.
+        options: as for the backend; see `Options`.
+        kwargs: inputs by name. Needed only for those that have the name of an option.
+        **keywords: options, and inputs by name if `kwargs` is not given.
 
     Returns:
         What was chosen for each signature that has several candidates.
 
     Raises:
-        TuningError: an operation that is not tuned, or a signature that stands for no problem, before anything is
-            measured; or as ``Tuner.choose``.
-        SignatureError: fields that are no signature's.
-        ValueError: a model without example inputs.
+        InputError: no inputs, or a keyword that is both an option and an input.
+        OptionError: an unknown option or value.
+        TuningError: as `Tuner.choose`.
+        Exception: what `model` itself raises on the inputs.
     """
+    call = Call.of(model, args, options, kwargs, keywords, ("effort",) if effort != "full" else ())
+    if not call.has_inputs:
+        raise InputError("tuning needs inputs to run the model on: give them after the model")
+    call = call.accepted()
     dispatch.forget()  # defaults that are prepared already
     with effort_scope(effort) as chosen:
-        if isinstance(target, nn.Module):
-            _run(target, example_inputs)
-        else:
-            _tune(target)
+        call.run(torch.compile(call.function, backend=partial(sparsecomp_backend, options=call.options)))
     return chosen
 
 
-def _run(model: nn.Module, example_inputs: Any) -> None:
-    if example_inputs is None:
-        raise ValueError("example_inputs=None: a model needs inputs to be run on")
-    arguments = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    with undone(model, *arguments):
-        torch.compile(model, backend="sparsecomp")(*arguments)
+def tune_signatures(signatures: Signatures, effort: Effort = "full") -> list[Chosen]:
+    """Measure the kernels that signatures name, or their fields as in exported tuning results, of any device.
+
+    Raises:
+        TuningError: an operation that is not tuned, or a signature that stands for no problem, before anything is
+            measured; or as `Tuner.choose`.
+        SignatureError: fields that are no signature's.
+    """
+    dispatch.forget()
+    with effort_scope(effort) as chosen:
+        _tune(signatures)
+    return chosen
 
 
-def _tune(target: Iterable[KernelSignature | Mapping[str, str]]) -> None:
+def _tune(target: Signatures) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     given = [item if isinstance(item, KernelSignature) else signature_of(item) for item in target]
     problems = [_problem(replace(signature, device=device_of(device))) for signature in given]

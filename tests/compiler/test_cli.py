@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import triton
 
+import sparsecomp
 from sparsecomp import cache
 from sparsecomp.__main__ import main
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
@@ -20,6 +23,7 @@ H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 FAST = "conv@1:BK=64"
 SLOW = "conv@1:BK=32"
 LATER = "conv@1:BK=128"
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 STATES = ("best", "not verified", "not measured yet", "rejected: relative error 1e-1")
 
 
@@ -132,16 +136,42 @@ def model(directory: Path) -> Path:
 def test_tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     seen = []
 
-    def warmup(model: torch.nn.Module, inputs: torch.Tensor, effort: str) -> None:
+    def tune(model: torch.nn.Module, inputs: torch.Tensor, effort: str) -> None:
         seen.append((model(inputs).shape, effort))
         default_cache().put(signature("lif"), times={FAST: len(seen)}, verified=[FAST])
 
-    monkeypatch.setattr(cache, "warmup", warmup)
+    monkeypatch.setattr(sparsecomp, "tune", tune)
     (tuned,) = answer(capsys, "tune", f"{model}:factory")
     assert tuned["op"] == "lif" and tuned["ms"] == 1.0 and tuned["candidates"] == 2
     assert "1 kernel signatures tuned" in printed(capsys, "tune", f"{model}:factory", "--effort", "quick")
     assert seen == [((2, 4), "full"), ((2, 4), "quick")]
     assert str(model.parent) not in sys.path
+
+
+@NO_GPU
+def test_tune_on_a_cpu_says_why_there_is_nothing_to_tune(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    assert "nothing to tune: there is no CUDA device" in printed(capsys, "tune", f"{model}:factory")
+    assert answer(capsys, "tune", f"{model}:factory") == []
+
+
+def test_a_model_in_a_file_is_explained_and_profiled(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    assert answer(capsys, "explain", f"{model}:factory")["sites"][0]["rule"] == "spike_linear"
+    assert "0 of 1 sites rewritten" in printed(capsys, "explain", f"{model}:factory")
+    assert answer(capsys, "profile", f"{model}:factory")["layers"][0]["kind"] == "Linear"
+    assert "Linear" in printed(capsys, "profile", f"{model}:factory")
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"sparsecomp {sparsecomp.__version__}\n"
+
+
+def test_the_installed_command_is_this_one() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["sparsecomp"].partition(":")
+    assert getattr(import_module(module), name) is main
 
 
 @pytest.mark.parametrize(
@@ -154,6 +184,7 @@ def test_tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         (["cache", "export", "{}/no/such/directory.json"], "cannot be written"),
         (["cache", "prune", "--only-device", "toaster"], "no device"),
         (["cache", "prune", "--only-device", "cuda:99"], "not there"),
+        pytest.param(["demo", "--device", "cuda"], "'cuda' is not there", marks=NO_GPU),
         (["tune", "{}/model.py"], "needs MODEL.py:factory"),
         (["tune", "{}/missing.py:factory"], "needs MODEL.py:factory"),
         (["tune", "{}/model.py:missing"], "no function 'missing'"),
@@ -199,8 +230,6 @@ sys.exit(code)
 
 
 def test_the_module_gives_what_the_cache_gives(directory: Path) -> None:
-    import sparsecomp
-
     assert sparsecomp.cache is cache and "cache" in dir(sparsecomp)
     assert (
         cache.export(directory / "x.json") == cache.merge(directory / "x.json") == cache.import_(directory / "x.json")

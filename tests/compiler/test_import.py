@@ -37,6 +37,15 @@ print(name := {name!r}, name in dir(sparsecomp), not inspect.ismodule(getattr(sp
     assert _python(code) == f"{name} True True"
 
 
+@pytest.mark.parametrize("name", ["cache", "formats", "nn", "ops", "passes", "runtime"])
+def test_packages_load_on_use(name):
+    code = f"""
+import sys, sparsecomp
+print("sparsecomp.{name}" in sys.modules, sparsecomp.{name}.__name__, {name!r} in dir(sparsecomp))
+"""
+    assert _python(code) == f"False sparsecomp.{name} True"
+
+
 def test_an_unknown_name_raises_as_any_module_does():
     import sparsecomp
 

@@ -192,7 +192,7 @@ def test_a_buffer_written_in_place_is_not_frozen():
 
 def test_without_example_inputs_the_model_is_compiled():
     optimized = sparsecomp.optimize(nn.Linear(4, 4))
-    assert optimized.report.capture == "torch.compile (no example inputs)"
+    assert optimized.report.capture == "torch.compile (no inputs)"
     assert optimized(torch.ones(1, 4)).shape == (1, 4)
 
 

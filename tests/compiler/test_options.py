@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from rewriting import OnSpikes, site
 
 import sparsecomp
-from sparsecomp.compiler.backend import sparsecomp_backend
 from sparsecomp.errors import OptionError
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import Rule
@@ -87,7 +87,9 @@ def test_a_malformed_environment_raises(monkeypatch, name, text):
         lambda: sparsecomp.optimize(torch.nn.ReLU(), disable=["spike_konv"]),
         lambda: sparsecomp.optimize(torch.nn.ReLU(), torch.ones(2), disable=["spike_konv"]),
         lambda: sparsecomp.explain(torch.nn.ReLU(), torch.ones(2), options={"disable": ["spike_konv"]}),
-        lambda: sparsecomp_backend(torch.fx.symbolic_trace(torch.nn.ReLU()), [], options={"disable": ["spike_konv"]}),
+        lambda: sparsecomp.sparsecomp_backend(
+            torch.fx.symbolic_trace(torch.nn.ReLU()), [], options={"disable": ["spike_konv"]}
+        ),
     ],
 )  # fmt: skip
 def test_a_misspelt_rule_is_refused_before_anything_is_compiled(use):
@@ -107,8 +109,15 @@ def test_the_cache_key_tells_options_apart_and_is_stable():
 
 
 def test_torch_compile_passes_the_error_on():
-    with pytest.raises(Exception, match="unknown options"):
+    with pytest.raises(OptionError, match="unknown options"):
         torch.compile(lambda x: x + 1, backend="sparsecomp", options={"nonsense": 1})(torch.ones(2))
+
+
+def test_torch_compile_takes_options_that_were_checked_where_they_were_made():
+    options = Options(implementation="binary", precision="tf32")
+    model = OnSpikes(torch.nn.Linear(16, 16))
+    torch.compile(model, backend="sparsecomp", options=options)(torch.rand(4, 16))
+    assert site(sparsecomp.last_report(), "spike_linear").precision == "tf32"
 
 
 @pytest.mark.parametrize("options", ["exact", 5, [("mode", "default")], {"inductor": {1: 2, "max_autotune": True}}])

@@ -8,7 +8,7 @@ import pytest
 from package_modules import modules
 
 COLLECTS = {
-    "LayerProfile", "Profile", "Outcome", "ModuleCapture", "_Group", "_Change", "Context", "Site", "PassRecord",
+    "LayerProfile", "Profile", "Outcome", "_Group", "_Change", "Context", "Site", "PassRecord",
     "Report", "_Layer", "RESUCycle", "History", "autotune.Stats",
 }  # fmt: skip
 """Filled in step by step."""

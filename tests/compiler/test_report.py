@@ -1,12 +1,17 @@
 """The report says what happened at every candidate site."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rewriting import ConvNet, rewritten, site
+from rewriting import ConvNet, OnSpikes, dyadic, rewritten, site
 
+from sparsecomp import _compat
+from sparsecomp.compiler.optimize import optimize
+from sparsecomp.compiler.profile import LayerProfile, Profile
 from sparsecomp.report import Report, Site, last_report, merge, remember
 
 
@@ -14,6 +19,12 @@ from sparsecomp.report import Report, Site, last_report, merge, remember
 def report() -> Report:
     with torch.no_grad():
         return rewritten(ConvNet().eval(), torch.rand(2, 3, 8, 8))[1]
+
+
+@pytest.fixture
+def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rewritten graph runs op by op."""
+    monkeypatch.setattr(_compat, "compile_fx", lambda gm, *_: gm.forward)
 
 
 def test_every_candidate_is_listed_with_its_reason(report):
@@ -37,7 +48,7 @@ def test_json_round_trips(report):
         "rule": "spike_conv", "node": site(report, "spike_conv").node, "rewritten": True,
         "reason": site(report, "spike_conv").reason, "location": site(report, "spike_conv").location,
         "module": "second", "density": None, "density_source": "unknown", "implementation": "binary",
-        "precision": "exact", "expected_gain": 1.0,
+        "precision": "exact", "expected_gain": None, "why": "", "graph": 0,
     }  # fmt: skip
 
 
@@ -69,6 +80,136 @@ def test_merging_keeps_every_graph_and_says_a_note_once():
     assert [found.node for found in merged.sites] == ["0", "1"]
     assert merged.notes == ["no CUDA"]
     assert merged.graph_before == "0\n\n1"
+
+
+def sites(*outcomes: tuple, **shared) -> list[Site]:
+    """A site each of (rewritten, gain, density), as the time steps of one layer have them."""
+    return [
+        Site("spike_conv", f"conv2d_{step}", done, "spikes" if done else "why not: at this step", "net.py:7", "conv",
+             density, implementation="binary" if done else "dense", expected_gain=gain, why="" if done else "GATE")
+        for step, (done, gain, density) in enumerate(outcomes)
+    ]  # fmt: skip
+
+
+def test_repeated_time_steps_are_one_row() -> None:
+    report = Report(sites=sites((False, None, 0.0), (True, 1.2, 0.1), (True, 1.6, 0.3)))
+    first, others = report.layers
+    assert (first.name, len(first.sites), others.name) == ("conv", 1, "conv ×2")
+    assert others.density == pytest.approx(0.2) and others.gains == [1.2, 1.6]
+    text = str(report)
+    assert text.count("net.py:7") == 2 and "conv ×2" in text and "1.20x to 1.60x" in text and "20.0%" in text
+
+
+def test_layers_of_one_name_in_two_graphs_or_at_two_lines_stay_apart() -> None:
+    parts = [Report(sites=sites((True, 1.0, None))) for _ in range(2)]
+    assert len(merge(parts, "two").layers) == 2
+    one, other = sites((True, 1.0, None)) + sites((True, 1.0, None))
+    other.location = "net.py:8"
+    assert len(Report(sites=[one, other]).layers) == 2
+
+
+def test_the_first_line_sums_up() -> None:
+    refused = [(False, None, None)] * 3
+    report = Report(sites=[*sites((True, 1.1, None), (True, 1.8, None), *refused), Site("r", "n", False, "hooks: two")])
+    assert str(report).splitlines()[0] == report.summary == (
+        "sparsecomp, torch.compile: 2 of 6 sites rewritten, expected 1.10x to 1.80x as fast; "
+        "3 dense because why not, 1 dense because hooks"
+    )
+    report = Report(sites=[Site("r", str(n), False, f"reason {n}") for n in range(5)])
+    assert report.summary.endswith("1 dense because reason 2, 2 for other reasons")
+    assert "no gain estimated" in Report(sites=sites((True, None, None))).summary
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_table_fits_the_terminal(width: int, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= width
+    assert width < 80 or ("second" in str(report) and "spike_linear" in str(report))
+    profile = Profile("cpu", 1, [LayerProfile("a.very.long.path.of.a.module.in.a.deep.model", "Conv2d", 1)])
+    assert max(map(len, str(profile).splitlines())) <= width
+
+
+def compiled(model: torch.nn.Module | Callable, **options: Any) -> Callable:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="sparsecomp", options={"implementation": "binary", **options})
+
+
+def test_all_graphs_of_a_model_with_breaks_are_kept(no_inductor: None) -> None:
+    class Broken(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (OnSpikes(torch.nn.Linear(16, 16)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.one(x)
+            torch._dynamo.graph_break()
+            return self.two(x)
+
+    compiled(Broken())(torch.rand(2, 16))
+    report = last_report()
+    assert report is not None and report.capture == "torch.compile, 2 graphs" and len(report.graph_breaks) == 1
+    assert [(site.module, site.graph) for site in report.rewritten] == [("one.layer", 0), ("two.layer", 1)]
+    compiled(OnSpikes(torch.nn.Linear(16, 16)))(torch.rand(2, 16))  # another model
+    report = last_report()
+    assert report is not None and report.capture == "torch.compile" and len(report.sites) == 1
+
+
+def test_layers_that_are_compiled_by_themselves_are_all_kept(no_inductor: None) -> None:
+    class Apart(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(OnSpikes(torch.nn.Linear(16 * n, 16 * n + 16)) for n in (1, 2, 3))
+
+        @torch._dynamo.disable(recursive=False)
+        def loop(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.loop(x)
+
+    compiled(Apart())(torch.rand(2, 16))
+    report = last_report()
+    assert report is not None and len(report.rewritten) == 3
+
+
+def test_a_second_batch_size_doubles_no_rows(no_inductor: None) -> None:
+    call = compiled(ConvNet().eval())
+    with torch.no_grad():
+        call(torch.rand(2, 3, 8, 8))
+        before = last_report()
+        call._orig_mod.fire1.v = call._orig_mod.fire2.v = None
+        call(torch.rand(5, 3, 8, 8))
+    after = last_report()
+    assert before is not None and after is not None and before is not after
+    assert [site.module for site in after.sites] == [site.module for site in before.sites]
+
+
+def test_an_optimized_model_keeps_graphs_alike(no_inductor: None) -> None:
+    torch._dynamo.reset()
+    model, x = dyadic(ConvNet()).eval(), torch.rand(2, 3, 8, 8)
+    optimized = optimize(model, x, implementation="binary")
+    count = len(optimized.report.sites)
+    assert optimized.report.rewritten
+    model.fire1.v = model.fire2.v = None
+    optimized(torch.cat([x, x]))
+    assert len(optimized.report.sites) == count
+
+
+def test_locations_are_never_in_a_library(no_inductor: None) -> None:
+    """Of a model that is made of library modules alone no line is the user's."""
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(16, 16))
+    compiled(model)(torch.rand(2, 16))
+    report = last_report()
+    assert report is not None and [(site.module, site.location) for site in report.sites] == [("1", "")]
+
+
+def test_a_forced_rewrite_on_a_cpu_promises_nothing(report: Report) -> None:
+    done = site(report, "spike_conv")
+    assert done.rewritten and done.expected_gain is None and "a reference, for checking only" in done.reason
+    assert "no gain estimated" in report.summary
 
 
 def test_the_last_report_is_the_remembered_one():

@@ -11,10 +11,9 @@ from torch import Tensor, fx, nn
 from write_matrix import CHANGES, OPTIMIZERS, VARIANTS, Form, check, pairs
 
 import sparsecomp
-from sparsecomp.compiler.backend import input_values
+from sparsecomp.compiler.capture import Graph
 from sparsecomp.ops import frozen_weights
 from sparsecomp.options import Options
-from sparsecomp.passes import pipeline
 from sparsecomp.passes.cost import masked as masked_cost
 
 SIZE = (12, 10)
@@ -24,7 +23,7 @@ RULES: list[str] = []
 
 def rewriting_backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """sparsecomp's rewrite, run op by op."""
-    report = pipeline.run(gm, Options.parse(None, {"strict": True}), values=input_values(gm, inputs))
+    report = Graph.of_dynamo(gm, inputs, {}).rewrite(Options.parse(options={"strict": True}))
     RULES.extend(str(site.implementation) for site in report.rewritten)
     return gm.forward
 

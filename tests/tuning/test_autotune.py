@@ -431,7 +431,7 @@ def test_warming_up_by_signature_makes_later_calls_tuned(process_tuner):
     bench, tuned = process_tuner
     assert launch(bench) == 16
     elsewhere = bench.operation.signature(Triple(), Device("NVIDIA H100", "9.0", "3.6.0"))
-    chosen = warmup.warmup([elsewhere.fields, replace(elsewhere, sizes=(("size", 100),))])
+    chosen = warmup.tune_signatures([elsewhere.fields, replace(elsewhere, sizes=(("size", 100),))])
     assert [(one.signature.device, one.choice.candidate.config["TILE"], one.choice.source) for one in chosen] == [
         (device_of(CPU), 32, "tuned")
     ] * 2
@@ -458,12 +458,12 @@ def test_warming_up_a_model_runs_it_once_and_leaves_it_as_it_was(process_tuner):
         return out
 
     model = Tripled()
-    chosen = warmup.warmup(model, torch.arange(8.0), effort="quick")
+    chosen = warmup.tune(model, torch.arange(8.0), effort="quick")
     assert [one.choice.candidate.config["TILE"] for one in chosen] == [32] and counts(tuned) == (3, 1, 1)
     assert model.calls.item() == 0
     assert launch(bench) == 32
     with pytest.raises(ValueError, match="needs inputs"):
-        warmup.warmup(model)
+        warmup.tune(model)
 
 
 def test_warming_up_refuses_what_it_cannot_stand_for_before_it_tunes(process_tuner):
@@ -478,7 +478,7 @@ def test_warming_up_refuses_what_it_cannot_stand_for_before_it_tunes(process_tun
         ({"op": "triple"}, SignatureError, "are no signature's fields"),
     ):
         with pytest.raises(error, match=why):
-            warmup.warmup([good, bad])
+            warmup.tune_signatures([good, bad])
     assert tuned.stats.timings == 0
 
 
