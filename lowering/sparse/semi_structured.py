@@ -36,7 +36,7 @@ _failed: set[tuple[SpmmNM, torch.device]] = set()
 """Products that the library refused when it came to it."""
 
 
-def run(
+def spmm_semi_structured(
     values: Tensor, indices: Tensor, dense: Tensor, out: Tensor, *, bias: Tensor | None = None,
     bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
 ) -> bool:  # fmt: skip
@@ -47,7 +47,7 @@ def run(
         values: (m, k / 2) float16 or bfloat16, contiguous.
         indices: (m, k / 2) uint8: each value's column within its group of four, ascending.
 
-    Everything else is as in ``spmm_nm.run``. gelu and silu are computed from what was rounded to the dtype of ``out``.
+    Everything else is as in ``spmm_nm``. gelu and silu are computed from what was rounded to the dtype of ``out``.
 
     Returns:
         Whether ``out`` was written.
@@ -64,7 +64,7 @@ def run(
     described = output_of(out, bias, bias_axis, residual, activation, scale)
     (m, width), (k, n) = values.shape, dense.shape
     problem = SpmmNM(
-        m, k, n, 1, 2, 4, -(-k // 4), 0, values.stride(0), width, *strides_of(dense), dtype_name(values),
+        m, k, n, 1, 2, 4, 0, values.stride(0), width, strides_of(dense), dtype_name(values),
         dtype_name(dense), described,
     )  # fmt: skip
     where = problem, values.device
@@ -73,7 +73,7 @@ def run(
     copy = COPIES.of(values, indices)
     kept = None if are_frozen() else copy.fingerprint
     try:
-        dispatch.run(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
+        dispatch.launch(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
     except LibraryError as error:  # such as an algorithm, tuned for sizes much like these, that does not take them
         _failed.add(where)
         log.warning("%s: ordinary tensor cores multiply %s from now on", error, problem)

@@ -44,6 +44,13 @@ class Lif(NamedTuple):
     has_bias: bool
 
     @property
+    def numbers(self) -> tuple[float, ...]:
+        """The run-time numbers of the kernel, in its order."""
+        p = self
+        sizes = (p.numel, p.x_step, p.spikes_step, p.channels, p.channel_stride)
+        return (*sizes, p.v0, p.eps, p.tau, p.threshold, p.reset)
+
+    @property
     def constants(self) -> dict[str, int | str | bool]:
         """What the kernel is specialised on."""
         return {
@@ -74,7 +81,7 @@ def lif(
         reset or 0.0, x.shape[0], charge, decay_input, reset is None, v is not None, mean is not None,
         weight is not None, bias is not None,
     )  # fmt: skip
-    dispatch.run(LIF, problem, x, v, mean, var, weight, bias, rate, spikes, last)
+    dispatch.launch(LIF, problem, x, v, mean, var, weight, bias, rate, spikes, last)
     return spikes, last
 
 

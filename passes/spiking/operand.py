@@ -18,7 +18,7 @@ from torch import fx
 from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.cache.tuning_cache import default_cache
-from sparsecomp.lowering.spiking.strategies import SPIKE_CONV
+from sparsecomp.lowering.spiking.implementations import SPIKE_CONV
 from sparsecomp.lowering.tuning.autotune import scoped_effort, tuner
 from sparsecomp.lowering.tuning.ceilings import H100, Ceilings, ceilings_of
 from sparsecomp.passes.cost import spiking as gate

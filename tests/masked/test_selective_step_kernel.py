@@ -28,7 +28,7 @@ def start(device="cpu", dtype=torch.float32, index=torch.int32, shape=(30, 50)):
 def kernel(weight, grad, pruned, mean, size, square, steps, *, lr, **settings):
     """What the operator does on CUDA, in the interpreter too."""
     lr = lr if isinstance(lr, torch.Tensor) else torch.full((), lr, dtype=torch.float64, device=weight.device)
-    lowered.run(weight, grad, pruned, (mean, size, square), steps, lr, **settings)
+    lowered.selective_step(weight, grad, pruned, (mean, size, square), steps, lr, **settings)
 
 
 STEPS = [

@@ -75,14 +75,14 @@ def _prepare(problem: Sddmm, config: Config) -> Launches:
     output = (p.m * p.n, p.n, 1, 0, 0, 0, 1.0)
     plain = {"BIAS_ROWS": False, "ACTIVATION": "none"}
     blocks = triton.cdiv(p.nnz, 512)
-    numbers = (p.m, p.n, p.d, blocks, p.m.bit_length(), *problem[6:13], p.scale)
+    numbers = (p.m, p.n, p.d, blocks, p.m.bit_length(), *p.a, *p.b, p.out_batch, p.scale)
     sample = Launch(sample_kernel, (blocks * p.batch,), numbers, {"HALVES": halves, "P": 512}, num_warps=4)
     sampling = Step(sample, (0, 1, 2, 3, 5, 4))
     full = ((p.batch, p.m, p.n), torch.float32)
     if halves:
         workspaces, steps = _in_halves(p, config, output, plain)
         return Launches([full, *workspaces], [*steps, sampling])
-    strides = (p.a_batch, p.a_row, p.a_col, p.b_batch, p.b_col, p.b_row)
+    strides = (*p.a, p.b.batch, p.b.column, p.b.row)
     product = dense_product.product_launch((p.batch, p.m, p.n, p.d), strides, output, plain, p.dtype, config)
     return Launches([full], [Step(product, (2, 3, None, None, 5, None)), sampling])
 
@@ -93,7 +93,7 @@ def _in_halves(
     """Halves and factors of a (6, 7) and b (8, 9), and the product of them (5)."""
     p, width = problem, padded(problem.d)
     workspaces, steps, operands, factors = [], [], [], []
-    for place, rows, strides in ((2, p.m, problem[6:9]), (3, p.n, problem[9:12])):
+    for place, rows, strides in ((2, p.m, p.a), (3, p.n, p.b)):
         sets = p.batch if strides[0] else 1
         at = 6 + len(workspaces)
         workspaces += [((2, sets, rows, width), torch.float16), ((sets, rows), torch.float32)]

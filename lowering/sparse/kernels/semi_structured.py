@@ -169,7 +169,7 @@ def _stream_of(device: torch.device) -> int:
 def _guard(problem: SpmmNM, parts: int) -> tuple[Launch, int]:
     p = problem
     tile = Config(BM=128 if p.m > 64 else 64, BN=max(min(triton.next_power_of_2(p.n), 128), 16))
-    numbers = (p.m, p.n, p.k, p.groups, *problem[7:13], *p.output.numbers)
+    numbers = (p.m, p.n, p.k, p.groups, p.values_batch, p.values_row, p.indices_row, *p.dense, *p.output.numbers)
     constants = {**p.output.constants, **tile, "PRECISION": precision(p.dtype), "G": 16, "GROUP": GROUP}
     constants |= {"PARTS": parts, "E": max(1024 // tile["BN"], 8)}
     tiles = tile_count(p.m, p.n, tile)
@@ -179,10 +179,10 @@ def _guard(problem: SpmmNM, parts: int) -> tuple[Launch, int]:
 def product_of(problem: SpmmNM) -> Product:
     """The product in the library's terms; everything that it leaves out is refused or done behind it."""
     p, out = problem, problem.output.strides
-    dense_columns, out_columns = p.dense_row == 1, out[1] == 1
+    dense_columns, out_columns = p.dense.row == 1, out.row == 1
     return Product(
-        p.m, p.k, p.n, p.dtype, dense_columns, p.dense_col if dense_columns else p.dense_row, out_columns,
-        out[2] if out_columns else out[1], bool(p.output.bias), p.output.activation == "relu",
+        p.m, p.k, p.n, p.dtype, dense_columns, p.dense.column if dense_columns else p.dense.row, out_columns,
+        out.column if out_columns else out.row, bool(p.output.bias), p.output.activation == "relu",
     )  # fmt: skip
 
 
@@ -208,9 +208,9 @@ def _unfit(problem: SpmmNM) -> str | None:
         return f"an operand of {p.m}, {p.k} and {p.n} has more than {_MOST} elements"
     if p.values_row != p.groups * 2 or p.indices_row != p.groups * 2:
         return "rows of the values are not side by side"
-    shapes = (("dense", problem[10:13], (p.k, p.n)), ("the result", p.output.strides, (p.m, p.n)))
+    shapes = (("dense", p.dense, (p.k, p.n)), ("the result", p.output.strides, (p.m, p.n)))
     for name, strides, (rows, cols) in shapes:
-        lead, least = (strides[2], rows) if strides[1] == 1 else (strides[1], cols)
+        lead, least = (strides.column, rows) if strides.row == 1 else (strides.row, cols)
         if 1 not in strides[1:] or lead % 8 or lead < least:
             return f"{name} has strides {strides[1:]}: one must be 1, the other a multiple of 8 and no overlap"
     return None

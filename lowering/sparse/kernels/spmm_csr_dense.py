@@ -114,7 +114,7 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launches:
         densify_kernel, (matrices * p.m,), (p.m, p.values_batch, width),
         {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": 256}, num_warps=8,
     )  # fmt: skip
-    strides = (0 if matrices == 1 else p.m * width, width, 1, p.dense_batch, p.dense_row, p.dense_col)
+    strides = (0 if matrices == 1 else p.m * width, width, 1, *p.dense)
     product = dense_product.product_launch(
         (p.batch, p.m, p.n, p.k), strides, p.output.numbers, p.output.constants, p.dtype, config
     )
@@ -131,7 +131,7 @@ def repair_launch(problem: SpmmCsr, config: Config) -> tuple[Launch, int]:
     flags = p.batch * tile_count(p.m, p.n, config)
     constants = {"ROWS": _REPAIR_ROWS, "BR": 2, "E": 4, "WIDE": min(config["BN"], 64), "GROUP": GROUP}
     constants |= {**p.output.constants, "FILLED": p.filled, "BM": config["BM"], "BN": config["BN"]}
-    numbers = (p.m, p.n, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
+    numbers = (p.m, p.n, p.values_batch, *p.dense, *p.output.numbers)
     return Launch(repair_kernel, (flags * (config["BM"] // _REPAIR_ROWS),), numbers, constants, num_warps=4), flags
 
 

@@ -71,12 +71,12 @@ def densify_halves_kernel(
 
 def _scales_rows(problem: SpmmCsr) -> bool:
     """Whether rows of the dense operand are scaled, which S makes up for, and not its columns."""
-    return problem.dense_row != 1 or problem.dense_col == 1
+    return problem.dense.row != 1 or problem.dense.column == 1
 
 
 def _matrices(problem: SpmmCsr) -> int:
     p = problem
-    return p.batch if p.values_batch or (_scales_rows(p) and p.dense_batch) else 1
+    return p.batch if p.values_batch or (_scales_rows(p) and p.dense.batch) else 1
 
 
 def _entries(problem: SpmmCsr) -> int:
@@ -102,9 +102,9 @@ def _space(problem: SpmmCsr, device: Device) -> list[Config]:
 def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     """Tensors: the operation's seven, halves and factors of S (7, 8), those of dense (9, 10), flags (11)."""
     p, width, matrices = problem, padded(problem.k), _matrices(problem)
-    by_row, sets = _scales_rows(p), p.batch if p.dense_batch else 1
+    by_row, sets = _scales_rows(p), p.batch if p.dense.batch else 1
     rows, length, real = (width, triton.cdiv(p.n, 8) * 8, (p.k, p.n)) if by_row else (p.n, width, (p.n, p.k))
-    strides = (p.dense_batch, p.dense_row, p.dense_col) if by_row else (p.dense_batch, p.dense_col, p.dense_row)
+    strides = p.dense if by_row else (p.dense.batch, p.dense.column, p.dense.row)
     split = halves_product.split_launch((sets, *real), strides, rows, length)
     densify = Launch(
         densify_halves_kernel, (matrices * p.m,),

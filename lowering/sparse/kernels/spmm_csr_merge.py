@@ -160,7 +160,7 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launches:
 def _main(problem: SpmmCsr, config: Config) -> Launch:
     p, chunks = problem, _chunks(problem, config["T"])
     grid = (chunks * triton.cdiv(p.n, config["BN"]) * p.batch,)
-    numbers = (p.m, p.n, chunks, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
+    numbers = (p.m, p.n, chunks, p.values_batch, *p.dense, *p.output.numbers)
     tile = {name: config[name] for name in ("T", "BR", "U", "E", "BN")}
     constants = {**p.output.constants, "FILLED": p.filled, **tile}
     return Launch(spmm_csr_merge_kernel, grid, numbers, constants, num_warps=config["warps"])
