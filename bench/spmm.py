@@ -266,7 +266,7 @@ def _row(case: str, group: str, dtype: torch.dtype, **facts: Any) -> dict[str, A
 def _time_ours(row: dict[str, Any], calls: Sequence[Call], out: Tensor, exact: Tensor) -> None:
     """Each schedule by itself, and what dispatch chooses."""
     found: list[tuple[Any, ...]] = []
-    with mock.patch.object(dispatch, "run", lambda *arguments: found.append(arguments)):
+    with mock.patch.object(dispatch, "launch", lambda *arguments: found.append(arguments)):
         for call in calls:
             call()
     operation, problem = found[0][:2]

@@ -276,7 +276,9 @@ REFUSED = {
     "wider result": (problem(out_dtype="float32"), "to float32 is not bound"),
     "bias by column": (problem(out_bias_axis="column"), "by columns"),
     "bias of float32": (problem(out_bias="float32"), "not one of float32"),
-    "residual": (problem(out_residual="float16", out_residual_strides=Strides(0, 4096, 1)), "lie in memory as the result"),
+    "residual": (
+        problem(out_residual="float16", out_residual_strides=Strides(0, 4096, 1)), "lie in memory as the result",
+    ),
 }
 
 

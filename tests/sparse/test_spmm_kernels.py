@@ -758,7 +758,8 @@ def test_csr_kernels_build_without_spills_and_read_whole_vectors(capability, ele
         + f"""
 from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import spmm_csr_rows_kernel, copy_rows_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_merge import spmm_csr_merge_kernel, finish_rows_kernel
-from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import densify_kernel, repair_kernel
+from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import repair_kernel
+from sparsecomp.lowering.sparse.kernels.stored_places import densify_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_halves import densify_halves_kernel
 from sparsecomp.lowering.sparse.kernels.halves_product import halves_product_kernel, split_rows_kernel
 for kernel, index, epilogue, sizes, warps in (
@@ -768,17 +769,18 @@ for kernel, index, epilogue, sizes, warps in (
     (spmm_csr_merge_kernel, "*i32", PLAIN, dict(FILLED=True, T=256, BR=1, U=8, E=1, BN=128), 2),
     (finish_rows_kernel, "*i64", FULL, dict(T=256, E=8, BN=128), 2),
     (repair_kernel, "*i32", PLAIN, dict(FILLED=True, BM=128, BN=128, GROUP=8, ROWS=16, BR=2, E=4, WIDE=64), 4),
-    (densify_kernel, "*i32", dict(), dict(ZEROS=4096, ENTRIES=128), 4),
+    (densify_kernel, "*i32", dict(), dict(ZEROS=4096, ENTRIES=256, VECTOR=16), 8),
+    (densify_kernel, "*i64", dict(), dict(ZEROS=4096, ENTRIES=4096, VECTOR=16), 8),
     (densify_halves_kernel, "*i32", dict(), dict(ZEROS=4096, ENTRIES=128), 4),
     (split_rows_kernel, "*i32", dict(x_l=1), dict(BR=4, BL=512), 4),
     (copy_rows_kernel, "*i32", dict(dense_k=1), dict(BK=64, BN=64), 4),
 ):
     built = made(kernel, "{element}", index, epilogue | sizes, {capability}, num_warps=warps)
-    vectors = kernel is not spmm_csr_rows_kernel or epilogue is FULL or "ld.global.v4" in built.asm["ptx"]
-    print(stack(built), vectors)
+    several = kernel is spmm_csr_rows_kernel and epilogue is PLAIN or sizes.get("ENTRIES") == 4096
+    print(stack(built), not several or "ld.global.v4" in built.asm["ptx"])
 """
     )
-    assert printed.split() == ["0", "True"] * 10
+    assert printed.split() == ["0", "True"] * 11
 
 
 @pytest.mark.parametrize(
@@ -825,13 +827,14 @@ def test_kernels_build_for_sizes_of_one():
         + """
 from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import spmm_csr_rows_kernel, copy_rows_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_merge import spmm_csr_merge_kernel, finish_rows_kernel
-from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import densify_kernel, repair_kernel
+from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import repair_kernel
+from sparsecomp.lowering.sparse.kernels.stored_places import densify_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_halves import densify_halves_kernel
 from sparsecomp.lowering.sparse.kernels.halves_product import halves_product_kernel, split_rows_kernel
 from sparsecomp.lowering.sparse.kernels.dense_product import product_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_bsr import spmm_bsr_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_nm import nm_repair_kernel, spmm_nm_kernel
-sizes = dict(BR=16, U=1, E=8, BN=16, T=128, BM=32, BK=32, GROUP=8, ROWS=16, WIDE=4, ZEROS=64, ENTRIES=128,
+sizes = dict(BR=16, U=1, E=8, BN=16, T=128, BM=32, BK=32, GROUP=8, ROWS=16, WIDE=4, ZEROS=64, ENTRIES=128, VECTOR=16,
              HEIGHT=1, BL=64, WIDTH=1, WHOLE=True, KEEP=1, MEMBERS=1, G=32, PRECISION="tf32x3", BIAS_ROWS=False,
              FILLED=True, ACTIVATION="silu")
 for kernel in (spmm_csr_rows_kernel, copy_rows_kernel, spmm_csr_merge_kernel, finish_rows_kernel, densify_kernel,

@@ -27,6 +27,7 @@ from sparsecomp.lowering.sparse.sddmm import Sddmm
 from sparsecomp.lowering.sparse.spmm_bsr import BlockStrides, SpmmBsr
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
+from sparsecomp.lowering.sparse.stored_places import WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
 from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
@@ -228,6 +229,7 @@ PROBLEMS: dict[str, list[Any]] = {
               _sddmm(128, 128, 33, 16, 0.4, 2, "float32"),
               _sddmm(512, 512, 1, 1, 0.1, 0, "float32")._replace(a=Strides(512, 1, 512)),
               _sddmm(2048, 2048, 2048, 1, 0.1, 0, "bfloat16")],
+    "write_out": [WriteOut(8192, 8192, 8192 * 820, "float32", "int32"), WriteOut(512, 700, 4000, "float16", "int64")],
     "pack_mask": [PackMask(10**6), PackMask(77)],
     "merge_pruned": [Merge(10**6, 700_000, 4), Merge(1000, 10, 2)],
     "split_pruned": [Split(10**6, 700_000, 4, 1, 1), Split(1000, 10, 2, 0, 1)],

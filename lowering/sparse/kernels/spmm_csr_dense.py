@@ -20,6 +20,7 @@ from sparsecomp.lowering.sparse.kernels.dense_product import GROUP, tile_count, 
 from sparsecomp.lowering.sparse.kernels.epilogue import finish
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
 from sparsecomp.lowering.sparse.kernels.product_cost import product_seconds
+from sparsecomp.lowering.sparse.kernels.stored_places import densify_kernel, densify_launch
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -29,31 +30,6 @@ MOST_WORKSPACE = 2**28
 _WIDTH = 64
 """Its rows are padded to a multiple of this, so that whole vectors are read and no tile ends within a row's padding."""
 _REPAIR_ROWS = 16
-
-
-@triton.jit
-def densify_kernel(
-    crow_ptr, col_ptr, values_ptr, full_ptr, M, values_b, width, ZEROS: tl.constexpr, ENTRIES: tl.constexpr
-):
-    """full (batch, M, width) = S, zero elsewhere; a program a row, which writes zeros and then what is stored."""
-    row = tl.program_id(0) % M
-    batch = (tl.program_id(0) // M).to(tl.int64)
-    full = full_ptr + (batch * M + row) * width
-    place = tl.arange(0, ZEROS)
-    for start in range(0, width, ZEROS):
-        at = start + place
-        tl.store(full + at, tl.zeros((ZEROS,), full_ptr.dtype.element_ty), mask=at < width)
-    begin = tl.load(crow_ptr + row)
-    end = tl.load(crow_ptr + row + 1)
-    # the zeros of all threads lie before the entries of any
-    tl.debug_barrier()
-    turn = tl.arange(0, ENTRIES)
-    for start in range(begin, end, ENTRIES):
-        at = start + turn
-        ok = at < end
-        col = tl.load(col_ptr + at, mask=ok, other=0)
-        value = tl.load(values_ptr + batch * values_b + at, mask=ok, other=0.0)
-        tl.store(full + col, value.to(full_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -110,10 +86,7 @@ def _space(problem: SpmmCsr, device: Device) -> list[Config]:
 def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     p, width = problem, _width(problem)
     matrices = 1 if p.values_batch == 0 else p.batch
-    densify = Launch(
-        densify_kernel, (matrices * p.m,), (p.m, p.values_batch, width),
-        {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": 256}, num_warps=8,
-    )  # fmt: skip
+    densify = densify_launch(p.m, width, p.nnz, matrices, p.values_batch)
     strides = (0 if matrices == 1 else p.m * width, width, 1, *p.dense)
     product = dense_product.product_launch(
         (p.batch, p.m, p.n, p.k), strides, p.output.numbers, p.output.constants, p.dtype, config
