@@ -23,7 +23,7 @@ _NO_STRIDES = Strides(0, 0, 0)
 
 
 class Output(NamedTuple):
-    """An output (batch, m, n) and how it is finished, but for addresses.
+    """The strides and types of an output (batch, m, n), and how it is finished.
 
     Attributes:
         strides: of the output by batch, row and column.

@@ -14,7 +14,7 @@ from sparsecomp.lowering.tuning.template import Operation
 
 
 class SelectiveStep(NamedTuple):
-    """A step but for addresses; see ``sparsecomp.ops.selective_step``.
+    """The sizes, numbers and types of a step; see ``sparsecomp.ops.selective_step``.
 
     The learning rate and the number of the step are read on the device, so that a schedule makes no new problems.
 

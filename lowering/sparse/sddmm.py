@@ -17,7 +17,7 @@ _CHUNK = 2**24
 
 
 class Sddmm(NamedTuple):
-    """A product but for its addresses.
+    """The sizes, strides and types of a product; its launch adds the addresses.
 
     Attributes:
         m, n, d: a is (m, d), b (n, d).

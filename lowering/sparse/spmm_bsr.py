@@ -37,7 +37,7 @@ class BlockStrides(NamedTuple):
 
 
 class SpmmBsr(NamedTuple):
-    """A product but for its addresses.
+    """The sizes, strides and types of a product; its launch adds the addresses.
 
     Attributes:
         m, k, n: S is (m, k), dense (k, n); the last blocks may reach beyond m and k, and hold zeros there.

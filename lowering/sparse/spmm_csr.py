@@ -31,7 +31,7 @@ TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 
 class SpmmCsr(NamedTuple):
-    """A product but for its addresses.
+    """The sizes, strides and types of a product; its launch adds the addresses.
 
     Attributes:
         m, k, n: S is (m, k), dense (k, n).

@@ -29,7 +29,7 @@ MOST_GROUP = 16
 
 
 class SpmmNM(NamedTuple):
-    """A product but for its addresses.
+    """The sizes, strides and types of a product; its launch adds the addresses.
 
     Attributes:
         m, k, n: S is (m, k), dense (k, n).

@@ -12,13 +12,13 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import contiguous_strides, random_tensor
-from sparsecomp.lowering.spiking.convolution import TOLERANCE, Convolution, Selection, as_image
+from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, as_image
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.digits import padded_channels, split_weight, used_weight
 
 
 class BinaryConv(NamedTuple):
-    """A convolution on int8 tensor cores but for its addresses.
+    """A convolution on int8 tensor cores.
 
     Attributes:
         conv: the convolution.
@@ -130,5 +130,5 @@ def _reference(problem: BinaryConv, operands: tuple[Tensor | None, ...]) -> tupl
 
 BINARY_CONV = Operation(
     "binary_conv", _signature, _representative, _operands, (6,), _reference,
-    lambda problem: TOLERANCE[problem.conv.dtype],
+    lambda problem: CONV_TOLERANCE[problem.conv.dtype],
 )  # fmt: skip

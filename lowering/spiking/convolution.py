@@ -16,7 +16,7 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch.strided import contiguous_strides
 from sparsecomp.reference.geometry import Window, convolve
 
-TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+CONV_TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
 """Relative Frobenius error of a convolution on spikes by dtype of its result: mostly that result's rounding."""
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name
-from sparsecomp.lowering.spiking.convolution import TOLERANCE, Convolution, Selection, planar
+from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, planar
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.geometry import Window
 
 SPARSEST_OVERFLOW = 16
-"""The event list holds one in this many inputs; beyond, the binary convolution is faster anyhow."""
+"""The event list holds one in this many inputs; beyond, int8 tensor cores are faster."""
 CHANNELS_A_BLOCK = 256
 """Most output channels that one program accumulates."""
 
@@ -58,7 +58,7 @@ class PackEvents(NamedTuple):
 
 
 class Accumulate(NamedTuple):
-    """An event-driven convolution but for its addresses, of a list of ``capacity`` events."""
+    """An event-driven convolution, with a list of ``capacity`` events."""
 
     conv: Convolution
     capacity: int
@@ -225,5 +225,5 @@ FIND_EVENTS = Operation("find_events", _find_signature)
 PACK_EVENTS = Operation("pack_events", _pack_signature)
 ACCUMULATE = Operation(
     "event_conv", _accumulate_signature, _representative, _operands, (6,), _reference,
-    lambda problem: TOLERANCE[problem.conv.dtype],
+    lambda problem: CONV_TOLERANCE[problem.conv.dtype],
 )  # fmt: skip

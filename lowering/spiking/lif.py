@@ -13,7 +13,7 @@ from sparsecomp.reference.lif import reference
 
 
 class Lif(NamedTuple):
-    """Everything about a layer of neurons but its addresses; see ``sparsecomp.ops.lif``.
+    """The sizes and numbers of a layer of neurons; see ``sparsecomp.ops.lif``.
 
     Attributes:
         numel: elements of one time step, dense in memory.
@@ -60,7 +60,7 @@ class Lif(NamedTuple):
         }  # fmt: skip
 
 
-def lif(
+def launch_lif(
     x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset
 ) -> tuple[Tensor, Tensor]:
     """See ``sparsecomp.ops.lif``."""
@@ -72,7 +72,7 @@ def lif(
     if strides != spikes.stride()[1:] or strides != last.stride():
         # a step is not one dense block of memory: run on a copy, answer in the layout asked for
         copy = x.contiguous()
-        dense = lif(copy, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset)
+        dense = launch_lif(copy, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset)
         return spikes.copy_(dense[0]), last.copy_(dense[1])
     if v is not None and (v.shape, v.stride()) != (last.shape, last.stride()):
         v = torch.empty_like(last).copy_(v)

@@ -20,23 +20,23 @@ from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.geometry import Window, lies_channels_last
 
 
-def spike_conv(
+def launch_conv(
     x, weight, bias, stride, padding, dilation, groups, digits, implementation,
     scale=1.0, factor=None, binary=False, spread=SPREAD,
 ) -> Tensor:  # fmt: skip
     """CUDA implementation of ``sparsecomp::spike_conv2d``."""
     how = (stride, padding, dilation, groups, digits, implementation, scale, factor, spread)
     counts = _counts(x, implementation, scale, binary)
-    return convolve_counts(counts, weight, bias, *how, _returns_channels_last(x, weight))
+    return launch_counts(counts, weight, bias, *how, _returns_channels_last(x, weight))
 
 
-def spike_linear(
+def launch_linear(
     x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD
 ) -> Tensor:
     """CUDA implementation of ``sparsecomp::spike_linear``: a 1×1 convolution of rows."""
     rows = _counts(x.reshape(-1, x.shape[-1], 1, 1), implementation, scale, binary)
     how = ((1, 1), (0, 0), (1, 1), 1, digits, implementation, scale, factor, spread)
-    return convolve_counts(rows, weight, bias, *how, True).reshape(*x.shape[:-1], weight.shape[0])
+    return launch_counts(rows, weight, bias, *how, True).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _counts(x: Tensor, implementation: str, scale: float, binary: bool) -> Tensor:
@@ -45,7 +45,7 @@ def _counts(x: Tensor, implementation: str, scale: float, binary: bool) -> Tenso
     return x if plain else to_bytes(x, scale=scale, binary=binary)
 
 
-def convolve_counts(
+def launch_counts(
     x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, spread, channels_last
 ) -> Tensor:
     """CUDA implementation of ``sparsecomp::spike_conv2d_counts``."""
@@ -74,7 +74,7 @@ def convolve_counts(
 
 
 class _Record:
-    """All of a call on int8 tensor cores but its addresses: the weight's split and the product, both launches."""
+    """The two launches of a call on int8 tensor cores, which split the weight and multiply, and their workspaces."""
 
     def __init__(self, conv: Convolution, split: PackWeight, weight: Tensor, out: Tensor, device: torch.device) -> None:
         problem = BinaryConv(conv, split.digits, weight.stride())

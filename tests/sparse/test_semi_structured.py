@@ -22,7 +22,7 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.epilogue import Output
 from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.sparse import cusparselt, semi_structured
-from sparsecomp.lowering.sparse.cusparselt import Algorithm, Plan, Product
+from sparsecomp.lowering.sparse.cusparselt import Algorithm, Matmul, MatmulPlan
 from sparsecomp.lowering.sparse.kernels import semi_structured as template
 from sparsecomp.lowering.sparse.semi_structured import SEMI_STRUCTURED, spmm_semi_structured
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
@@ -390,7 +390,7 @@ def test_arguments_reach_the_library_as_its_header_has_them(library):
     """Orders, leading dimensions, attributes and data types, which the stand-in decodes from memory."""
     handle = cusparselt.current_handle()
     bias = torch.zeros(32).bfloat16()
-    plan = Plan(handle, Product(32, 64, 16, "bfloat16", True, 72, False, 24, True, True), Algorithm(2, 4, 2),
+    plan = MatmulPlan(handle, Matmul(32, 64, 16, "bfloat16", True, 72, False, 24, True, True), Algorithm(2, 4, 2),
                 bias.data_ptr())  # fmt: skip
     ((described, chosen),) = (
         value for value in library.structures.values() if isinstance(value, tuple) and len(value) == 2
@@ -401,9 +401,9 @@ def test_arguments_reach_the_library_as_its_header_has_them(library):
     }  # fmt: skip
     assert chosen == {0: 2, 3: 4, 4: 2} and plan.workspace_bytes == 64
     with pytest.raises(LibraryError, match=r"cusparseLtMatmulPlanInit returned CUSPARSE_STATUS_NOT_SUPPORTED \(10\)"):
-        Plan(handle, Product(32, 64, 16, "float16", True, 64, True, 32, False, False), Algorithm(7))
+        MatmulPlan(handle, Matmul(32, 64, 16, "float16", True, 64, True, 32, False, False), Algorithm(7))
     with pytest.raises(LibraryError, match="float16 or bfloat16 is needed"):
-        Plan(handle, Product(32, 64, 16, "float32", True, 64, True, 32, False, False), Algorithm(0))
+        MatmulPlan(handle, Matmul(32, 64, 16, "float32", True, 64, True, 32, False, False), Algorithm(0))
 
 
 def test_structures_are_aligned_and_large():
@@ -575,6 +575,6 @@ def test_a_tensor_of_inference_mode_has_no_version_to_ask_for():
         values = torch.ones(4)
     indices = torch.zeros(4, dtype=torch.uint8)
     place = (values.data_ptr(), indices.data_ptr())
-    assert semi_structured._state(values, indices) == (*place, 0, indices._version)
+    assert semi_structured._sources(values, indices) == (*place, 0, indices._version)
     indices.add_(1)
-    assert semi_structured._state(values, indices) == (*place, 0, indices._version) and indices._version > 0
+    assert semi_structured._sources(values, indices) == (*place, 0, indices._version) and indices._version > 0

@@ -673,14 +673,14 @@ def test_a_copied_operand_gets_the_whole_epilogue(device, name):
 @pytest.mark.parametrize(("batch", "shared"), [(1, False), (3, False), (3, True)])
 def test_a_copy_by_rows_has_every_row_and_column(device, k, n, batch, shared):
     """At the edges of its blocks of 64 by 64 too; rows are padded to eight columns, one batch may serve all."""
-    from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import copied
+    from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import row_major_copy
 
     dense = random(1 if shared else batch, n, k).to(device).mT
     arrays, _ = csr(5, k, 0.5, device=device)
     operand, out = dense.expand(batch, k, n), torch.empty(batch, 5, n, device=device)
     described = output_of(out, None, "column", None, "none", 1.0)
     problem = SpmmCsr.of(*arrays, operand, out, described, "even")
-    (size, dtype), launch, by_rows = copied(problem)
+    (size, dtype), launch, by_rows = row_major_copy(problem)
     workspace = torch.full(size, torch.nan, dtype=dtype, device=device)
     launch(dense, workspace)
     width = -(-n // 8) * 8

@@ -50,7 +50,7 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)
         window = (stride, padding, dilation, groups)
-        return spike_conv.spike_conv(x, weight, bias, *window, digits, implementation, **promise)
+        return spike_conv.launch_conv(x, weight, bias, *window, digits, implementation, **promise)
 
 
 def check(device, implementation, x, weight, bias, rtol=1e-6, digits=3, **window):

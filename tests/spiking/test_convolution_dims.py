@@ -14,7 +14,7 @@ from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.spiking.event_conv import find_events
 from sparsecomp.lowering.spiking.packing import pack_weight, to_bytes
 from sparsecomp.lowering.spiking.skip_conv import scan_pixels
-from sparsecomp.lowering.spiking.spike_conv import spike_conv
+from sparsecomp.lowering.spiking.spike_conv import launch_conv
 from sparsecomp.reference.digits import split_weight
 from sparsecomp.reference.geometry import Window, is_channels_last, laid_out, lies_channels_last
 
@@ -69,7 +69,7 @@ def test_operators_take_every_number_of_dimensions_on_a_cpu(dims):
 def test_signals_are_convolved_as_they_are(device, implementation, channels_last):
     x, weight, bias = operands(1)
     given = laid_out(x, channels_last).to(device)
-    out = spike_conv(given, weight.to(device), bias.to(device), *WINDOWS[1][1:], 1, 3, implementation)
+    out = launch_conv(given, weight.to(device), bias.to(device), *WINDOWS[1][1:], 1, 3, implementation)
     expected = F.conv1d(x.double(), weight.double(), bias.double(), *WINDOWS[1][1:])
     assert is_channels_last(out) == channels_last
     torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)

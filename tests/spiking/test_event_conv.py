@@ -72,7 +72,7 @@ def test_no_images(device):
 @pytest.mark.parametrize("density", [0.02, 0.5])
 def test_linear(device, density):
     x, weight, bias = spikes((3, 5, 65), density), normal((20, 65)), normal((20,), seed=2)
-    out = spike_conv.spike_linear(x.to(device), weight.to(device), bias.to(device), 3, "event")
+    out = spike_conv.launch_linear(x.to(device), weight.to(device), bias.to(device), 3, "event")
     expected = F.linear(x.double(), weight.double(), bias.double())
     assert (out.cpu().double() - expected).norm() / expected.norm() < 1e-6
 
@@ -96,8 +96,8 @@ def test_prescan_lists_every_event_of_a_pixel_in_order(device, channels, width):
 def test_result_repeats_bit_for_bit(device):
     x, weight = channels_last(spikes((2, 64, 4, 4), 0.05)).to(device), normal((20, 64, 3, 3)).to(device)
     args = ((1, 1), (1, 1), (1, 1), 1, 3, "event")
-    first = spike_conv.spike_conv(x, weight, None, *args)
-    assert all(torch.equal(first, spike_conv.spike_conv(x, weight, None, *args)) for _ in range(2))
+    first = spike_conv.launch_conv(x, weight, None, *args)
+    assert all(torch.equal(first, spike_conv.launch_conv(x, weight, None, *args)) for _ in range(2))
 
 
 def test_nothing_is_written_when_the_list_overflows(device):
@@ -115,10 +115,10 @@ def test_a_write_that_bumps_no_version_counter_is_seen(device, implementation):
     with torch.no_grad():
         layer.weight.copy_(normal((16, 16, 3, 3)))
     args = ((1, 1), (1, 1), (1, 1), 1, 3, implementation)
-    before, version = spike_conv.spike_conv(x, layer.weight, None, *args), layer.weight._version
+    before, version = spike_conv.launch_conv(x, layer.weight, None, *args), layer.weight._version
     layer.weight.data.mul_(2)
     assert layer.weight._version == version
-    assert torch.equal(spike_conv.spike_conv(x, layer.weight, None, *args), before * 2)
+    assert torch.equal(spike_conv.launch_conv(x, layer.weight, None, *args), before * 2)
 
 
 WIDE = Window((1, 1), (1, 1), (0, 0), (1, 1))

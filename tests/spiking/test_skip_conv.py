@@ -65,14 +65,14 @@ def test_a_bad_weight_spoils_its_channel_in_idle_pixels(device):
     weight = normal((3, 16, 1, 1)).to(device)
     weight[1, 2] = float("inf")
     args = ((1, 1), (0, 0), (1, 1), 1, 3, "skip")
-    out = spike_conv.spike_conv(torch.zeros(1, 16, 4, 4, device=device), weight, None, *args)
+    out = spike_conv.launch_conv(torch.zeros(1, 16, 4, 4, device=device), weight, None, *args)
     assert torch.isnan(out[:, 1]).all() and not out[:, [0, 2]].any()
 
 
 def test_linear_skips_idle_rows(device):
     x, weight, bias = spikes((6, 50, 65), 0.2), normal((20, 65)), normal((20,), seed=2)
     x[::2] = 0
-    out = spike_conv.spike_linear(x.to(device), weight.to(device), bias.to(device), 3, "skip")
+    out = spike_conv.launch_linear(x.to(device), weight.to(device), bias.to(device), 3, "skip")
     expected = F.linear(x.double(), weight.double(), bias.double())
     assert (out.cpu().double() - expected).norm() / expected.norm() < 1e-6
 

@@ -205,8 +205,8 @@ def test_which_operands_the_kernels_see(name, groups, monkeypatch):
     from sparsecomp.ops.spiking.spike_conv import _cuda_conv2d, _cuda_linear
 
     seen = []
-    monkeypatch.setattr(lowered, "spike_conv", lambda *given: seen.append(given))
-    monkeypatch.setattr(lowered, "spike_linear", lambda *given: seen.append(given))
+    monkeypatch.setattr(lowered, "launch_conv", lambda *given: seen.append(given))
+    monkeypatch.setattr(lowered, "launch_linear", lambda *given: seen.append(given))
     x, w, b = (tensor.detach() for tensor in sample())
     x, w, b = CHANGED[name](x, w[:, : 16 // groups], b)
     window = ([1, 2], [1, 1], [1, 1], groups, 3, "binary", 1.0, None, False, 20.0)
@@ -240,7 +240,7 @@ def test_a_linear_layer_of_any_dimensions(size, monkeypatch):
     from sparsecomp.lowering.spiking import spike_conv as lowered
     from sparsecomp.ops.spiking.spike_conv import _cuda_linear
 
-    monkeypatch.setattr(lowered, "spike_linear", lambda *given: "kernel")
+    monkeypatch.setattr(lowered, "launch_linear", lambda *given: "kernel")
     if not size:
         with pytest.raises(RuntimeError):
             _cuda_linear(torch.ones(size), torch.ones(4, 16), None, 3, "binary")

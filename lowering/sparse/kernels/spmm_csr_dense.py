@@ -15,9 +15,16 @@ import triton.language as tl
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
-from sparsecomp.lowering.sparse.kernels import dense_product
-from sparsecomp.lowering.sparse.kernels.dense_product import GROUP, tile_count, tile_of
-from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.sparse.kernels.dense_product import (
+    GROUP,
+    SOURCES,
+    product_kernel,
+    product_tiles,
+    tile_count,
+    tile_launch,
+    tile_of,
+)
+from sparsecomp.lowering.sparse.kernels.epilogue import finish, precision
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
 from sparsecomp.lowering.sparse.kernels.product_cost import product_seconds
 from sparsecomp.lowering.sparse.kernels.stored_places import densify_kernel, densify_launch
@@ -80,7 +87,7 @@ def _refuse(problem: SpmmCsr, device: Device) -> str | None:
 
 
 def _space(problem: SpmmCsr, device: Device) -> list[Config]:
-    return dense_product.tiles(problem.m, problem.n, device)
+    return product_tiles(problem.m, problem.n, device)
 
 
 def _prepare(problem: SpmmCsr, config: Config) -> Launches:
@@ -88,9 +95,8 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     matrices = 1 if p.values_batch == 0 else p.batch
     densify = densify_launch(p.m, width, p.nnz, matrices, p.values_batch)
     strides = (0 if matrices == 1 else p.m * width, width, 1, *p.dense)
-    product = dense_product.product_launch(
-        (p.batch, p.m, p.n, p.k), strides, p.output.numbers, p.output.constants, p.dtype, config
-    )
+    constants = {**p.output.constants, "PRECISION": precision(p.dtype)}
+    product = tile_launch(product_kernel, (p.batch, p.m, p.n, p.k), strides, p.output.numbers, constants, config)
     repair, flags = repair_launch(p, config)
     full = ((matrices, p.m, width), getattr(torch, p.dtype))
     steps = [Step(densify, (0, 1, 2, 7)), Step(product, (7, 3, 4, 5, 6, 8)),
@@ -120,7 +126,7 @@ _measured = 0.7
 SPMM_CSR_DENSE = Template(
     name="spmm_csr_dense",
     op="spmm_csr",
-    sources=(densify_kernel, repair_kernel, gather_rows, *dense_product.SOURCES),
+    sources=(densify_kernel, repair_kernel, gather_rows, *SOURCES),
     refuse=_refuse,
     space=_space,
     cost=Cost(

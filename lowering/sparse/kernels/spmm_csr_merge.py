@@ -151,9 +151,9 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     if not config["COPY"]:
         main = Step(_main(p, config), (0, 1, 2, 3, 4, 5, 6, 7))
         return Launches([pieces], [main, Step(_finish(p, config), (0, 4, 5, 6, 7))])
-    dense, copy, row_major = rows.copied(p)
+    dense, copy, row_major = rows.row_major_copy(p)
     main = Step(_main(row_major, config), (0, 1, 2, 8, 4, 5, 6, 7))
-    steps = [Step(copy, (rows.DENSE, 8)), main, Step(_finish(p, config), (0, 4, 5, 6, 7))]
+    steps = [Step(copy, (rows.DENSE_OPERAND, 8)), main, Step(_finish(p, config), (0, 4, 5, 6, 7))]
     return Launches([pieces, dense], steps)
 
 

@@ -20,7 +20,7 @@ from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
-DENSE = 3
+DENSE_OPERAND = 3
 """Position of the dense operand among the tensors."""
 _GROUP = 8
 """Rows that a program looks at for long ones."""
@@ -122,7 +122,7 @@ def copy_rows_kernel(
     tl.store(rows_ptr + (batch * K + k) * rows_k + n, value, mask=mask)
 
 
-def copied(problem: SpmmCsr) -> tuple[tuple[tuple[int, ...], torch.dtype], Launch, SpmmCsr]:
+def row_major_copy(problem: SpmmCsr) -> tuple[tuple[tuple[int, ...], torch.dtype], Launch, SpmmCsr]:
     """A workspace, the launch (dense, workspace) that copies dense to it row by row, and the problem with it."""
     p = problem
     count = 1 if p.dense.batch == 0 else p.batch
@@ -174,8 +174,9 @@ def _space(problem: SpmmCsr, device: Device) -> list[Config]:
 
 def _prepare(problem: SpmmCsr, config: Config) -> Launch | Launches:
     if config["COPY"]:
-        workspace, copy, row_major = copied(problem)
-        return Launches([workspace], [Step(copy, (DENSE, 7)), Step(_main(row_major, config), (0, 1, 2, 7, 4, 5, 6))])
+        workspace, copy, row_major = row_major_copy(problem)
+        main = Step(_main(row_major, config), (0, 1, 2, 7, 4, 5, 6))
+        return Launches([workspace], [Step(copy, (DENSE_OPERAND, 7)), main])
     return _main(problem, config)
 
 

@@ -1,9 +1,9 @@
 """Idle pixels: which output pixels see a spike at all, so that the implicit GEMM computes only those.
 
 Serves inputs whose zeros cluster (event cameras, quiet regions). An input pixel is active when any of its channels is
-non-zero; an output pixel whose window holds no active pixel is the bias. The others are listed, in any order, for the
-binary convolution to take its rows from. Both kernels cost little next to a full convolution, so dense inputs lose
-little.
+non-zero; an output pixel whose window holds no active pixel is the bias. The others are listed, in any order: the rows
+that the convolution on int8 tensor cores then computes. Both kernels cost little next to a full convolution, so dense
+inputs lose little.
 """
 
 import triton

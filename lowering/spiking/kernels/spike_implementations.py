@@ -20,7 +20,7 @@ from sparsecomp.lowering.spiking.kernels import (
     prescan,
     skip_conv,
 )
-from sparsecomp.lowering.spiking.spike_conv import spike_conv
+from sparsecomp.lowering.spiking.spike_conv import launch_conv
 from sparsecomp.lowering.tuning.cost import Cost
 from sparsecomp.lowering.tuning.template import Config, Template
 from sparsecomp.reference.geometry import convolve
@@ -43,7 +43,7 @@ def _dense(site: SiteInfo, x: Tensor, x8: Tensor, weight: Tensor, out: Tensor) -
 
 def _sparse(implementation: str, site: SiteInfo, x: Tensor, x8: Tensor, weight: Tensor, out: Tensor) -> None:
     _, *window = site.window
-    out.set_(spike_conv(x8 if site.fused else x, weight, None, *window, site.groups, site.digits, implementation))
+    out.set_(launch_conv(x8 if site.fused else x, weight, None, *window, site.groups, site.digits, implementation))
 
 
 def _template(implementation: str, *kernels: Template[Any]) -> Template[SiteInfo]:

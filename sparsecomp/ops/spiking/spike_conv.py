@@ -180,7 +180,7 @@ def _cuda_conv2d(
         return _dense_conv(x, weight, bias, stride, padding, dilation, groups, scale, factor)
     from sparsecomp.lowering.spiking import spike_conv  # loads Triton
 
-    return spike_conv.spike_conv(
+    return spike_conv.launch_conv(
         x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, binary, spread
     )
 
@@ -192,7 +192,7 @@ def _cuda_linear(
         return F.linear(_products(x, weight, scale, factor), weight, bias)
     from sparsecomp.lowering.spiking import spike_conv  # loads Triton
 
-    return spike_conv.spike_linear(x, weight, bias, digits, implementation, scale, factor, binary, spread)
+    return spike_conv.launch_linear(x, weight, bias, digits, implementation, scale, factor, binary, spread)
 
 
 def _reference_counts(
@@ -218,7 +218,7 @@ def _fake_counts(
 def _cuda_counts(*arguments):
     from sparsecomp.lowering.spiking import spike_conv  # loads Triton
 
-    return spike_conv.convolve_counts(*arguments)
+    return spike_conv.launch_counts(*arguments)
 
 
 def _decompose_conv2d(
