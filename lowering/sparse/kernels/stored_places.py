@@ -48,11 +48,11 @@ def densify_kernel(
         value = tl.load(values_ptr + at, mask=at < whole, other=0.0)
         tl.store(full + col, value.to(full_ptr.dtype.element_ty), mask=at < tl.minimum(end, whole))
     if end > whole:
-        at = whole + tl.arange(0, VECTOR)
-        ok = (at >= begin) & (at < end)
-        col = tl.load(col_ptr + at, mask=ok, other=0)
-        value = tl.load(values_ptr + at, mask=ok, other=0.0)
-        tl.store(full + col, value.to(full_ptr.dtype.element_ty), mask=ok)
+        last = whole + tl.arange(0, VECTOR)
+        ok = (last >= begin) & (last < end)
+        last_col = tl.load(col_ptr + last, mask=ok, other=0)
+        last_value = tl.load(values_ptr + last, mask=ok, other=0.0)
+        tl.store(full + last_col, last_value.to(full_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
