@@ -75,6 +75,7 @@ def _product(
         if block == (2, 4) and kernel != "spmm_nm" and semi_structured.refusal(problem, device) is None:
             return None
         return prepared(SPMM_NM, problem, device, kernel)
+    operation: Any
     operation, family = (SPMM_BSR, SpmmBsr) if layout.format == "bsr" else (SPMM_CSR, SpmmCsr)
     pointers, indices = _meta((-(-rows // block[0]) + 1,), index), _meta(stored[:1], index)
     problem = family.of(pointers, indices, values, dense, out, described, layout.skews[0])

@@ -1,7 +1,7 @@
 """A sparse weight written out dense, and a dense matrix read at its stored places: one launch each, for CSR."""
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,7 +34,8 @@ def write_out(pointers: Tensor, indices: Tensor, values: Tensor, out: Tensor) ->
         out: contiguous, of the dtype of the values.
     """
     if out.numel():
-        problem = WriteOut(*out.shape, values.numel(), dtype_name(values), dtype_name(pointers))
+        rows, cols = out.shape
+        problem = WriteOut(rows, cols, values.numel(), dtype_name(values), dtype_name(pointers))
         dispatch.launch(WRITE_OUT, problem, pointers, indices, values, out)
 
 
@@ -72,7 +73,7 @@ def _representative(signature: KernelSignature) -> WriteOut:
 
 def _operands(problem: WriteOut, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     p, random, dtype = problem, torch.Generator(device).manual_seed(seed), getattr(torch, problem.dtype)
-    pattern = random_pattern(p.rows, p.cols, min(p.entries, p.rows * p.cols), 0.0, p.index_dtype, random)
+    pattern = random_pattern(p.rows, p.cols, min(p.entries, p.rows * p.cols), 0, p.index_dtype, random)
     spare = p.entries - pattern.col.numel()
     values = torch.randn(p.entries, generator=random, device=device).to(dtype)
     out = torch.full((p.rows, p.cols), float("nan"), dtype=dtype, device=device)
@@ -83,7 +84,7 @@ def _reference(problem: WriteOut, operands: tuple[Tensor | None, ...]) -> tuple[
     crow, col, values, out = operands
     assert crow is not None and col is not None and values is not None and out is not None
     row = torch.repeat_interleave(torch.arange(problem.rows, device=crow.device), crow.diff().long())
-    right: Any = torch.zeros_like(out, dtype=torch.float64)
+    right = torch.zeros_like(out, dtype=torch.float64)
     right[row, col[: row.numel()].long()] = values[: row.numel()].double()
     return (right,)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name
 from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, BinaryConv, binary_conv
-from sparsecomp.lowering.spiking.convolution import Convolution, empty_output
+from sparsecomp.lowering.spiking.convolution import Convolution, beyond_images, empty_output
 from sparsecomp.lowering.spiking.event_conv import event_conv, serves
 from sparsecomp.lowering.spiking.packing import PACK_WEIGHT, PackWeight, pack_weight, to_bytes
 from sparsecomp.lowering.spiking.skip_conv import list_rows
@@ -67,7 +67,7 @@ def launch_counts(
     if implementation == "event" and serves(x, window, groups):
         x = x if lies_channels_last(x) else to_bytes(x)
         select = event_conv(x, weight, scales, bias, factor, conv, out)
-    elif implementation == "skip" and conv.dims <= 2:
+    elif implementation == "skip" and beyond_images(conv) is None:
         x, select = list_rows(x, scales, bias, conv, out)
     binary_conv(to_bytes(x, select), planes, scales, weight, bias, factor, conv, out, select)
     return out
