@@ -17,7 +17,9 @@ from bench.timing import eager_ms, graph_ms, guarded, host_us
 from sparsecomp import ops
 from sparsecomp.formats import NM
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.sparse import cusparselt, semi_structured, spmm_nm
+from sparsecomp.lowering.sparse import cusparselt, semi_structured
+from sparsecomp.lowering.sparse.semi_structured import spmm_semi_structured
+from sparsecomp.lowering.sparse.spmm_nm import spmm_nm
 from sparsecomp.lowering.tuning import autotune
 from sparsecomp.lowering.tuning.trial import relative_error
 from sparsecomp.passes.cost import sparse as sparse_cost
@@ -56,14 +58,14 @@ class _Operands:
         """The product on sparse tensor cores; raises where it is refused."""
         f = self.matrix
         given = {"bias": self.bias, "bias_axis": "row", "activation": "relu"}
-        if not semi_structured.run(f.values, f.indices, self.x.mT, self.out.mT, **given):
+        if not spmm_semi_structured(f.values, f.indices, self.x.mT, self.out.mT, **given):
             raise RuntimeError("refused")
 
     def ordinary(self) -> None:
         """The product on ordinary tensor cores, of the compressed weight."""
         f = self.matrix
         given = {"bias": self.bias, "bias_axis": "row", "activation": "relu"}
-        spmm_nm.run(f.values, f.indices, 2, 4, self.x.mT, self.out.mT, **given)
+        spmm_nm(f.values, f.indices, 2, 4, self.x.mT, self.out.mT, **given)
 
     def dense(self) -> Tensor:
         """What a dense model runs."""

@@ -22,8 +22,11 @@ from bench.timing import graph_ms, host_us
 from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.sparse import sddmm, spmm_bsr, spmm_csr, spmm_nm
 from sparsecomp.lowering.sparse.random_sparse import random_pattern
+from sparsecomp.lowering.sparse.sddmm import sddmm
+from sparsecomp.lowering.sparse.spmm_bsr import spmm_bsr
+from sparsecomp.lowering.sparse.spmm_csr import spmm_csr
+from sparsecomp.lowering.sparse.spmm_nm import spmm_nm
 from sparsecomp.lowering.tuning import autotune
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import rank
@@ -129,7 +132,7 @@ def _csr_row(case: str, group: str, matrix: CSR, n: int, dtype: torch.dtype) -> 
     row = _row(case, group, dtype, n=n, shape=[m, k], nnz=col.numel(), skew=skew)
     exact = _torch_csr(matrix, values[0].double()) @ dense[0].double()
     calls = [
-        lambda v=v, d=d: spmm_csr.run(crow, col, v, d, out, skew=skew) for v, d in zip(values, dense, strict=True)
+        lambda v=v, d=d: spmm_csr(crow, col, v, d, out, skew=skew) for v, d in zip(values, dense, strict=True)
     ]
     _time_ours(row, calls, out, exact)
     theirs = [_torch_csr(matrix, v) for v in values]
@@ -155,7 +158,7 @@ def _bsr_row(block: int, n: int, dtype: torch.dtype, size: int = 4096, sparsity:
     row = _row(f"bsr {size}x{size} {sparsity:.0%} block {block}", f"bsr {block}", dtype, n=n)
     theirs = [torch.sparse_bsr_tensor(crow, col, v, (size, size)) for v in values]
     full = [s.to_dense() for s in theirs]
-    calls = [lambda v=v, d=d: spmm_bsr.run(crow, col, v, d, out) for v, d in zip(values, dense, strict=True)]
+    calls = [lambda v=v, d=d: spmm_bsr(crow, col, v, d, out) for v, d in zip(values, dense, strict=True)]
     _time_ours(row, calls, out, full[0].double() @ dense[0].double())
     if block >= 16:  # torch's kernel takes no smaller ones
         pairs = [(s, d.mT.contiguous()) for s, d in zip(theirs, dense, strict=True)]
@@ -175,7 +178,7 @@ def _nm_row(keep: int, group: int, m: int, k: int, n: int) -> dict[str, Any]:
     out = torch.empty(n, m, dtype=torch.float16, device="cuda")
     row = _row(f"{keep}:{group} {m}x{k}", "n:m emulated", torch.float16, n=n)
     calls = [
-        lambda f=f, a=a: spmm_nm.run(f.values, f.indices, keep, group, a.mT, out.mT)
+        lambda f=f, a=a: spmm_nm(f.values, f.indices, keep, group, a.mT, out.mT)
         for f, a in zip(formats, x, strict=True)
     ]
     _time_ours(row, calls, out, x[0].double() @ weights[0].double().mT)
@@ -199,7 +202,7 @@ def _sddmm_row(sparsity: float, d: int, dtype: torch.dtype, size: int = 4096) ->
     rows = torch.repeat_interleave(torch.arange(size, device="cuda"), pattern.crow.diff())
     exact = (a[0].double() @ b[0].double().mT)[rows, pattern.col.long()]
     pairs = list(zip(a, b, strict=True))
-    _time_ours(row, [lambda x=x, y=y: sddmm.run(pattern.crow, pattern.col, x, y, out) for x, y in pairs], out, exact)
+    _time_ours(row, [lambda x=x, y=y: sddmm(pattern.crow, pattern.col, x, y, out) for x, y in pairs], out, exact)
     zero = _torch_csr(pattern, torch.zeros_like(out))
     _time_peer(
         row, "sampled_addmm",
@@ -218,14 +221,14 @@ def _epilogue_row() -> dict[str, Any]:
     arrays = (matrix.crow, matrix.col, torch.randn(matrix.col.numel(), device="cuda"))
 
     def bare(d: Tensor) -> Tensor:
-        spmm_csr.run(*arrays, d, out)
+        spmm_csr(*arrays, d, out)
         return out
 
     fused = {"bias": bias, "bias_axis": "row", "activation": "relu"}
     variants: dict[str, Callable[[Tensor], Any]] = {
         "bare": bare,
-        "bias+relu fused": lambda d: spmm_csr.run(*arrays, d, out, **fused),
-        "bias+residual+relu fused": lambda d: spmm_csr.run(*arrays, d, out, residual=residual, **fused),
+        "bias+relu fused": lambda d: spmm_csr(*arrays, d, out, **fused),
+        "bias+residual+relu fused": lambda d: spmm_csr(*arrays, d, out, residual=residual, **fused),
         "bias+residual+relu apart": lambda d: torch.relu(bare(d) + bias[:, None] + residual),
     }
     calls = {name: [lambda d=d, f=f: f(d) for d in dense] for name, f in variants.items()}
@@ -244,10 +247,10 @@ def _host_row() -> dict[str, Any]:
     pairs = NM.from_dense(torch.eye(64, device="cuda"), n=2, m=4)
     sampled, theirs = torch.empty_like(matrix.values), _torch_csr(matrix, matrix.values)
     calls = {
-        "spmm_csr": lambda: spmm_csr.run(matrix.crow, matrix.col, matrix.values, dense, out),
-        "spmm_bsr": lambda: spmm_bsr.run(blocks.crow, blocks.col, blocks.values, dense, out),
-        "spmm_nm": lambda: spmm_nm.run(pairs.values, pairs.indices, 2, 4, dense, out),
-        "sddmm": lambda: sddmm.run(matrix.crow, matrix.col, dense, dense, sampled),
+        "spmm_csr": lambda: spmm_csr(matrix.crow, matrix.col, matrix.values, dense, out),
+        "spmm_bsr": lambda: spmm_bsr(blocks.crow, blocks.col, blocks.values, dense, out),
+        "spmm_nm": lambda: spmm_nm(pairs.values, pairs.indices, 2, 4, dense, out),
+        "sddmm": lambda: sddmm(matrix.crow, matrix.col, dense, dense, sampled),
         "torch csr @ dense": lambda: theirs @ dense,
         "matmul": lambda: dense @ dense,
     }
@@ -263,7 +266,7 @@ def _row(case: str, group: str, dtype: torch.dtype, **facts: Any) -> dict[str, A
 def _time_ours(row: dict[str, Any], calls: Sequence[Call], out: Tensor, exact: Tensor) -> None:
     """Each schedule by itself, and what dispatch chooses."""
     found: list[tuple[Any, ...]] = []
-    with mock.patch.object(dispatch, "run", lambda *arguments: found.append(arguments)):
+    with mock.patch.object(dispatch, "launch", lambda *arguments: found.append(arguments)):
         for call in calls:
             call()
     operation, problem = found[0][:2]

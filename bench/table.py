@@ -11,6 +11,7 @@ from bench.networks import PRECISIONS
 from bench.timing import MODES
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.cost.decision import Decision
+from sparsecomp.reference.geometry import Window
 
 RESULTS = Path(__file__).parent / "results"
 _VARIANTS = ("eager", "stock compile", "stock compile, reduce-overhead", "sparsecomp", "sparsecomp, reduce-overhead")
@@ -77,8 +78,9 @@ def site_of(row: dict[str, Any], fused: bool = False) -> gate.SiteInfo:
     numbers = [int(number) for number in re.findall(r"\d+", row["case"])]
     n, c, size, r = (numbers[0], numbers[1], 1, 1) if linear else (128, numbers[2], numbers[4], 3)
     return gate.SiteInfo(
-        device="cuda", itemsize=2 if half else 4, n=n, c=c, h=size, w=size, k=c, r=r, s=r, out_h=size, out_w=size,
-        groups=1, digits=2 if half else 3, density=row["density"], active=row.get("active"),
+        device="cuda", itemsize=2 if half else 4, n=n, c=c, size=(size, size), k=c,
+        window=Window.centred((r, r), (1, 1)), groups=1, digits=2 if half else 3,
+        density=row["density"], active=row.get("active"),
         tf32=not half and not linear, channels_last=True, fused=fused,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from bench.timing import host_us
 from sparsecomp.environment import Settings
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.cache.tuning_cache import TuningCache
-from sparsecomp.lowering.spiking.binary_conv import BinaryConv
-from sparsecomp.lowering.spiking.event_conv import SPARSEST_OVERFLOW, Accumulate, block_of
+from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
+from sparsecomp.lowering.spiking.convolution import Convolution
+from sparsecomp.lowering.spiking.event_conv import SPARSEST_OVERFLOW, Accumulate
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, PackWeight
 from sparsecomp.lowering.tuning.autotune import Tuner, effort_scope
@@ -30,51 +31,61 @@ from sparsecomp.lowering.tuning.cost import rank
 from sparsecomp.lowering.tuning.operations import operations
 from sparsecomp.ops import lif, spike_conv2d, spike_linear
 from sparsecomp.reference.digits import SPREAD
+from sparsecomp.reference.geometry import Window
 
 H100_DEVICE = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 """Where the committed results were measured."""
 STAGES = ((64, 56), (128, 28), (256, 14), (512, 7))
 
 
-def problems() -> Iterator[tuple[str, Any]]:
-    """The spiking suite: stages of a ResNet at several batches and precisions, its stride-2 layers, linear layers."""
+def problems() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The spiking suite: stages of a ResNet at several batches and precisions, its stride-2 layers, linear layers.
+
+    An operation, and what its function in ``_PROBLEMS`` makes a problem of.
+    """
     for digits, dtype in ((3, "float32"), (2, "float32"), (2, "float16")):
         for c, size in STAGES:
-            yield "binary_conv", _conv(128, c, size, c, 3, 1, digits, dtype)
+            yield "binary_conv", {"n": 128, "c": c, "size": size, "k": c, "digits": digits, "dtype": dtype}
     for c, size in STAGES:
-        yield "binary_conv", _conv(8, c, size, c, 3, 1, 3, "float32")
+        yield "binary_conv", {"n": 8, "c": c, "size": size, "k": c}
     for c, size in STAGES[:3]:
-        yield "binary_conv", _conv(128, c, size, 2 * c, 3, 2, 3, "float32")
-    yield "binary_conv", _conv(128, 64, 56, 128, 1, 2, 3, "float32")
+        yield "binary_conv", {"n": 128, "c": c, "size": size, "k": 2 * c, "stride": 2}
+    yield "binary_conv", {"n": 128, "c": 64, "size": 56, "k": 128, "side": 1, "stride": 2}
     for rows in (512, 4096):
-        yield "binary_conv", _conv(rows, 4096, 1, 4096, 1, 1, 3, "float32")
+        yield "binary_conv", {"n": rows, "c": 4096, "size": 1, "k": 4096, "side": 1}
     for c, size in STAGES:
-        numel = 32 * c * size * size
-        yield "lif", Lif(
-            numel, numel, numel, c, 1, 0.0, 1e-5, 2.0, 1.0, 0.0, 4, "lif", True, False, False, True, True, True
-        )  # fmt: skip
-        yield "pack_weight", PackWeight(c, c, c, 9 * c, 1, 3 * c, c, 3, 3, 3, "float32")
-        yield "cast", Cast(128 * c * size * size, 0, False, "float32")
-        yield "event_conv", _events(c, size)
+        for name in ("lif", "pack_weight", "cast", "event_conv"):
+            yield name, {"c": c, "size": size}
 
 
-def _conv(n: int, c: int, size: int, k: int, r: int, stride: int, digits: int, dtype: str) -> BinaryConv:
-    pad = r // 2
-    out = (size + 2 * pad - r) // stride + 1
-    strides = (k, 1, k * out * out)
-    return BinaryConv(
-        n, size, size, out, out, c, k, c, r, r, stride, stride, pad, pad, 1, 1, *strides, 1, digits, False, dtype,
-        "all", 0,
-    )  # fmt: skip
+def _conv(
+    n: int, c: int, size: int, k: int, side: int = 3, stride: int = 1, digits: int = 3, dtype: str = "float32"
+) -> BinaryConv:
+    window = Window.centred((side, side), (stride, stride))
+    return binary_conv_problem(Convolution.of((n, c, size, size), (k, c, side, side), window, dtype=dtype), digits)
+
+
+def _lif(c: int, size: int) -> Lif:
+    numel = 32 * c * size * size
+    return Lif(numel, numel, numel, c, 1, 0.0, 1e-5, 2.0, 1.0, 0.0, 4, "lif", True, False, False, True, True, True)
+
+
+def _pack_weight(c: int, size: int) -> PackWeight:
+    return PackWeight(c, c, (3, 3), (9 * c, 1, 3 * c, c), 3, "float32")
+
+
+def _cast(c: int, size: int) -> Cast:
+    return Cast(128 * c * size * size, 0, False, "float32")
 
 
 def _events(c: int, size: int) -> Accumulate:
-    strides = (c, 1, c * size * size)
-    capacity = 128 * c * size * size // SPARSEST_OVERFLOW
-    return Accumulate(
-        capacity, 128, size, size, size, size, c, c, 1, 1, 1, 1, 1, 1, *strides, 3, 3, block_of(c), 132, False,
-        "float32",
-    )  # fmt: skip
+    conv = Convolution.of((128, c, size, size), (c, c, 3, 3), Window.centred((3, 3), (1, 1)))
+    return Accumulate(conv, 128 * c * size * size // SPARSEST_OVERFLOW, processors=132)
+
+
+_PROBLEMS: dict[str, Callable[..., Any]] = {
+    "binary_conv": _conv, "lif": _lif, "pack_weight": _pack_weight, "cast": _cast, "event_conv": _events
+}
 
 
 def run() -> Iterator[dict[str, Any]]:
@@ -82,8 +93,8 @@ def run() -> Iterator[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         cache = TuningCache(Path(folder) / "bench.sqlite")
-        for name, problem in problems():
-            rows.append(_row(cache, name, problem))
+        for name, numbers in problems():
+            rows.append(_row(cache, name, numbers))
             yield rows[-1]
     yield _printed({"case": "summary", **summary(rows)})
     yield _printed({"case": "host microseconds of one eager call of a tuned op", "us": _host()})
@@ -91,8 +102,8 @@ def run() -> Iterator[dict[str, Any]]:
     yield _printed({"case": "share of the passes", **_twice("spiking_resnet34")})
 
 
-def _row(cache: TuningCache, name: str, problem: Any) -> dict[str, Any]:
-    device, tuner = torch.device("cuda", 0), Tuner(cache, Settings())
+def _row(cache: TuningCache, name: str, numbers: dict[str, Any]) -> dict[str, Any]:
+    device, tuner, problem = torch.device("cuda", 0), Tuner(cache, Settings()), _PROBLEMS[name](**numbers)
     operation, where = operations()[name], device_of(device)
     candidates = operation.candidates(problem, where)
     with effort_scope("full", note=print):
@@ -102,18 +113,17 @@ def _row(cache: TuningCache, name: str, problem: Any) -> dict[str, Any]:
     timed = [one for one in candidates if one.name in entry.times]
     times = {f"{one.template.name}:{one.config}": entry.times[one.name] for one in timed}
     row = {
-        "case": name, "problem": problem._asdict(), "ms": times, "tuned": f"{chosen.template.name}:{chosen.config}",
+        "case": name, "problem": numbers, "ms": times, "tuned": f"{chosen.template.name}:{chosen.config}",
         "rejected": dict(entry.rejected),
     }  # fmt: skip
     gain = times[ranked(row, card_of(device), where)[0]] / times[row["tuned"]]
-    print(f"{name} {tuple(problem)}: {row['tuned']} {times[row['tuned']]:.4f} ms, {gain:.3f} x the default", flush=True)
+    print(f"{name} {numbers}: {row['tuned']} {times[row['tuned']]:.4f} ms, {gain:.3f} x the default", flush=True)
     return row
 
 
 def problem_of(row: dict[str, Any]) -> Any:
     """The problem that a row of this benchmark measured."""
-    kinds = {"binary_conv": BinaryConv, "lif": Lif, "pack_weight": PackWeight, "cast": Cast, "event_conv": Accumulate}
-    return kinds[row["case"]](**row["problem"])
+    return _PROBLEMS[row["case"]](**row["problem"])
 
 
 def ranked(row: dict[str, Any], card: Card = H100, device: Device = H100_DEVICE) -> list[str]:

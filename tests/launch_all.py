@@ -120,18 +120,18 @@ def written_out(device: str) -> None:
 
 
 def spikes(device: str) -> None:
-    """Layers on spikes by every strategy, with gradients, weights of any range and factors."""
-    for dtype, strategy, groups in itertools.product(DTYPES, ("binary", "event", "skip"), (1, 2)):
+    """Layers on spikes by every implementation, with gradients, weights of any range and factors."""
+    for dtype, implementation, groups in itertools.product(DTYPES, ("binary", "event", "skip"), (1, 2)):
         x = (torch.rand(3, 18, 13, 11, device=device) < 0.1).to(dtype).requires_grad_()
         weight = torch.randn(34, 18 // groups, 3, 3, device=device, dtype=dtype, requires_grad=True)
         bias, how = torch.randn(34, device=device, dtype=dtype), ([2, 1], [1, 1], [1, 2], groups)
         for factor in (None, torch.tensor([float("inf")], device=device, dtype=dtype)):
             more: dict[str, Any] = {"factor": factor, "binary": factor is not None}
-            ops.spike_conv2d(x, weight, bias, *how, 3, strategy, **more).sum().backward()
+            ops.spike_conv2d(x, weight, bias, *how, 3, implementation, **more).sum().backward()
         with torch.no_grad():
             weight[3] *= 1e-4
             weight[3, 0] = 3e4
-            ops.spike_conv2d(x, weight, bias, *how, 3, strategy)
+            ops.spike_conv2d(x, weight, bias, *how, 3, implementation)
             ops.spike_linear(x.flatten(1), torch.randn(19, x[0].numel(), device=device, dtype=dtype), None, 2, "binary")
     whole = (torch.rand(3, 64, 13, 11, device=device) < 0.1).float()  # channels as tensor cores want them
     ops.spike_conv2d(whole, torch.randn(33, 64, 3, 3, device=device), None, [1, 1], [1, 1], [1, 1], 1, 3, "binary")

@@ -34,7 +34,7 @@ def recorded(make: Callable[..., R]) -> Callable[..., R]:
     return find
 
 
-def run(operation: Operation[P], problem: P, *tensors: Tensor | None) -> None:
+def launch(operation: Operation[P], problem: P, *tensors: Tensor | None) -> None:
     """Carry out ``problem`` on ``tensors`` (the operation's operands and results), with the kernel the tuner chooses.
 
     Raises:
@@ -42,16 +42,16 @@ def run(operation: Operation[P], problem: P, *tensors: Tensor | None) -> None:
     """
     first = tensors[0]
     assert first is not None
-    _launch(first.device, operation, problem, "")(*tensors)
+    _found(first.device, operation, problem, "")(*tensors)
 
 
 def prepared(operation: Operation[P], problem: P, device: torch.device, only: str = "") -> Callable[..., None]:
-    """What :func:`run` calls with the tensors of ``problem`` on ``device``.
+    """What :func:`launch` calls with the tensors of ``problem`` on ``device``.
 
     Args:
         only: name of the template to choose among, if that takes the problem; any if empty.
     """
-    return _launch(device, operation, problem, only)
+    return _found(device, operation, problem, only)
 
 
 def forget() -> None:
@@ -61,6 +61,6 @@ def forget() -> None:
 
 
 @recorded
-def _launch(device: torch.device, operation: Operation[Any], problem: Any, only: str) -> Callable[..., None]:
+def _found(device: torch.device, operation: Operation[Any], problem: Any, only: str) -> Callable[..., None]:
     candidate = autotune.tuner().choose(operation, problem, device, only).candidate
     return candidate.template.prepare(problem, candidate.config)

@@ -19,9 +19,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }  # fmt: skip
 
+_NO_STRIDES = Strides(0, 0, 0)
+
 
 class Output(NamedTuple):
-    """An output (batch, m, n) and how it is finished, but for addresses.
+    """The strides and types of an output (batch, m, n), and how it is finished.
 
     Attributes:
         strides: of the output by batch, row and column.
@@ -83,7 +85,7 @@ def output_of(
         raise FormatError(f"residual has shape {tuple(residual.shape)}, needs that of out, {tuple(out.shape)}")
     return Output(
         strides_of(out), dtype_name(out), "" if bias is None else dtype_name(bias), "" if bias is None else bias_axis,
-        "" if residual is None else dtype_name(residual), (0, 0, 0) if residual is None else strides_of(residual),
+        "" if residual is None else dtype_name(residual), _NO_STRIDES if residual is None else strides_of(residual),
         activation, float(scale),
     )  # fmt: skip
 
@@ -103,7 +105,7 @@ def output_from_text(text: str, dtype: str, strides: Strides) -> Output:
             fields["residual"] = words[1]
         else:
             fields["activation"] = part
-    given = strides if fields["residual"] else (0, 0, 0)
+    given = strides if fields["residual"] else _NO_STRIDES
     found = Output(strides, dtype, fields["bias"], fields["bias_axis"], fields["residual"], given,
                    fields["activation"], 1.0)  # fmt: skip
     if found.text != text or found.activation not in ACTIVATIONS:

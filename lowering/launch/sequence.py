@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.launch.strided import contiguous_strides
 from sparsecomp.lowering.tuning import host
 
 Workspace = tuple[tuple[int, ...], torch.dtype]
@@ -30,7 +31,7 @@ class Launches:
     """
 
     def __init__(self, workspaces: Sequence[Workspace], steps: Sequence[Step]) -> None:
-        self._workspaces = [(shape, _strides(shape), dtype) for shape, dtype in workspaces]
+        self._workspaces = [(shape, contiguous_strides(shape), dtype) for shape, dtype in workspaces]
         self._steps = steps
         self.host_seconds = sum(step.launch.host_seconds for step in steps) + host.ALLOCATION * len(workspaces)
 
@@ -42,7 +43,3 @@ class Launches:
         every = (*tensors, *own)
         for launch, takes in self._steps:
             launch(*[None if position is None else every[position] for position in takes])
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

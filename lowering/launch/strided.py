@@ -1,20 +1,33 @@
 """Operands of any strides: described as numbers, named as layouts, and made at random."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Strides = tuple[int, int, int]
-"""Of a batch of matrices by batch, row and column."""
+
+class Strides(NamedTuple):
+    """Of a batch of matrices; 0 by batch where one is shared."""
+
+    batch: int
+    row: int
+    column: int
+
 
 _CHUNK = 2**24
 
 
 def strides_of(matrix: Tensor) -> Strides:
     """Strides of (rows, columns) or (batch, rows, columns); a lone matrix has batch stride 0."""
-    first, *rest = matrix.stride() if matrix.dim() == 3 else (0, *matrix.stride())
-    return first, rest[0], rest[1]
+    return Strides(*(matrix.stride() if matrix.dim() == 3 else (0, *matrix.stride())))
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor whose last dimension is innermost, as torch gives them."""
+    return tuple(accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -27,9 +40,9 @@ def layout_of(strides: Strides, columns: int) -> str:
 
     Kernels read either with whole vectors only if the other stride is a multiple of 16 bytes' worth of elements.
     """
-    if strides[2] == 1 or columns <= 1:
-        return "rows" if strides[1] % 8 == 0 else "uneven rows"
-    return "columns" if strides[1] == 1 else "strided"
+    if strides.column == 1 or columns <= 1:
+        return "rows" if strides.row % 8 == 0 else "uneven rows"
+    return "columns" if strides.row == 1 else "strided"
 
 
 def strides_from(layout: str, rows: int, columns: int) -> Strides:
@@ -39,10 +52,10 @@ def strides_from(layout: str, rows: int, columns: int) -> Strides:
         ValueError: no layout of such a matrix.
     """
     wide = -(-columns // 8) * 8
-    strides = {
+    strides = Strides(*{
         "rows": (rows * wide, wide, 1), "uneven rows": (rows * (wide + 1), wide + 1, 1),
         "columns": (rows * columns, 1, rows), "strided": (2 * rows * wide, 2 * wide, 2),
-    }[layout]  # fmt: skip
+    }[layout])  # fmt: skip
     if layout_of(strides, columns) != layout:
         raise ValueError(f"no matrix of {columns} columns lies in {layout}")
     return strides

@@ -57,7 +57,7 @@ def ranks(mask: Tensor) -> Tensor:
     """
     problem = PackMask(mask.numel())
     table = torch.zeros((2, problem.words + 1), dtype=torch.int32, device=mask.device)
-    dispatch.run(PACK_MASK, problem, mask.view(torch.uint8), table)
+    dispatch.launch(PACK_MASK, problem, mask.view(torch.uint8), table)
     table[1].cumsum_(0)
     return table
 
@@ -66,7 +66,7 @@ def merge(weight: Tensor, theta: Tensor, table: Tensor) -> Tensor:
     """See ``sparsecomp.ops.effective_weight``: contiguous operands, and a mask from :func:`ranks`."""
     out, bits = torch.empty_like(weight), _BITS[weight.itemsize]
     problem = Merge(weight.numel(), theta.numel(), weight.itemsize)
-    dispatch.run(MERGE, problem, weight.view(bits), theta.view(bits), table, out.view(bits))
+    dispatch.launch(MERGE, problem, weight.view(bits), theta.view(bits), table, out.view(bits))
     return out
 
 
@@ -78,7 +78,7 @@ def split(whole: Tensor, table: Tensor, pruned: int, active: bool, rest: bool) -
     if active or gone.numel():
         problem = Split(whole.numel(), pruned, whole.itemsize, int(active), int(gone.numel() > 0))
         results = (kept.view(bits) if active else None, gone.view(bits) if problem.rest else None)
-        dispatch.run(SPLIT, problem, whole.view(bits), table, *results)
+        dispatch.launch(SPLIT, problem, whole.view(bits), table, *results)
     return kept, gone
 
 
@@ -107,11 +107,11 @@ def _pack_reference(problem: PackMask, operands: tuple[Tensor | None, ...]) -> t
 
 
 def _signature(problem: Merge | Split, device: Device) -> KernelSignature:
-    wanted = problem[3:]
+    wanted = () if isinstance(problem, Merge) else (("active", problem.active), ("rest", problem.rest))
     return KernelSignature(
         "merge_pruned" if isinstance(problem, Merge) else "split_pruned", device, dtypes=(f"{problem.itemsize} bytes",),
         sizes=(("numel", problem.numel),), density=problem.pruned / problem.numel,
-        parameters=tuple(zip(("active", "rest"), wanted, strict=False)),
+        parameters=wanted,
     )  # fmt: skip
 
 

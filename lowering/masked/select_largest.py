@@ -24,19 +24,17 @@ class SelectLargest(NamedTuple):
     count_dtype: str
 
 
-def select(scores: Tensor, count: Tensor | int) -> Tensor:
+def select(scores: Tensor, count: Tensor) -> Tensor:
     """See ``sparsecomp.ops.select_largest``: by the kernels, or by sorting what they do not take."""
-    if not isinstance(count, Tensor):
-        count = torch.full((), count, device=scores.device)
     fits = scores.dtype in KERNEL_DTYPES and 0 < scores.numel() <= MOST and count.device == scores.device
-    return run(scores.contiguous(), count) if fits else select_by_sorting(scores, count)
+    return select_by_kernel(scores.contiguous(), count) if fits else select_by_sorting(scores, count)
 
 
-def run(scores: Tensor, count: Tensor) -> Tensor:
+def select_by_kernel(scores: Tensor, count: Tensor) -> Tensor:
     """See ``sparsecomp.ops.select_largest``: contiguous scores of a kernel's dtype, and a 0-d count on their device."""
     selected = torch.empty_like(scores, dtype=torch.bool)
     problem = SelectLargest(scores.numel(), dtype_name(scores), dtype_name(count))
-    dispatch.run(SELECT_LARGEST, problem, scores.view(_BITS[scores.itemsize]), count, selected.view(torch.uint8))
+    dispatch.launch(SELECT_LARGEST, problem, scores.view(_BITS[scores.itemsize]), count, selected.view(torch.uint8))
     return selected
 
 

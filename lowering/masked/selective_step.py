@@ -14,7 +14,7 @@ from sparsecomp.lowering.tuning.template import Operation
 
 
 class SelectiveStep(NamedTuple):
-    """A step but for addresses; see ``sparsecomp.ops.selective_step``.
+    """The sizes, numbers and types of a step; see ``sparsecomp.ops.selective_step``.
 
     The learning rate and the number of the step are read on the device, so that a schedule makes no new problems.
 
@@ -48,10 +48,10 @@ class SelectiveStep(NamedTuple):
         return self.index_dtype == "uint8"
 
 
-def run(
+def selective_step(
     weight: Tensor, grad: Tensor, pruned: Tensor, slots: tuple[Tensor, Tensor, Tensor], steps: Tensor, lr: Tensor, *,
     betas: tuple[float, float], tau: float, delta: float, eps: float, weight_decay: float, warm_up: int,
-    count: Tensor | int | None = None, whole: bool = False,
+    count: Tensor | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
     """See ``sparsecomp.ops.selective_step``; all tensors are contiguous."""
     if not pruned.numel():
@@ -64,12 +64,12 @@ def run(
     )  # fmt: skip
     operands = (weight, grad, pruned, *slots, steps, lr)
     if count is None:
-        dispatch.run(SELECTIVE_STEP, problem, *operands, None, None)
+        dispatch.launch(SELECTIVE_STEP, problem, *operands, None, None)
         return
     consistency = torch.empty_like(slots[1]).view(-1)
-    dispatch.run(SELECTIVE_STEP, problem._replace(phase="average"), *operands, consistency, None)
+    dispatch.launch(SELECTIVE_STEP, problem._replace(phase="average"), *operands, consistency, None)
     selected = select_largest.select(consistency, count).view(torch.uint8)
-    dispatch.run(SELECTIVE_STEP, problem._replace(phase="move"), *operands, None, selected)
+    dispatch.launch(SELECTIVE_STEP, problem._replace(phase="move"), *operands, None, selected)
 
 
 def _signature(problem: SelectiveStep, device: Device) -> KernelSignature:

@@ -160,8 +160,8 @@ def _wheels() -> Iterator[Path]:
                 yield path
 
 
-class Product(NamedTuple):
-    """activation(scale · W @ dense + residual + bias), W (m, k) in 2:4 and dense (k, n), but for its addresses.
+class Matmul(NamedTuple):
+    """activation(scale · W @ dense + residual + bias), W (m, k) in 2:4 and dense (k, n).
 
     Attributes:
         m, k, n: multiples of 16, 16 and 8.
@@ -250,7 +250,7 @@ def make_handle(library: Library) -> Handle:
     return Handle(library, memory)
 
 
-class Plan:
+class MatmulPlan:
     """A product made ready, which may take a quarter of a second: with its device current, callable with addresses.
 
     Args:
@@ -264,7 +264,7 @@ class Plan:
     """
 
     def __init__(
-        self, handle: Handle, product: Product, algorithm: Algorithm, bias: int | None = None, scale: float = 1.0
+        self, handle: Handle, product: Matmul, algorithm: Algorithm, bias: int | None = None, scale: float = 1.0
     ) -> None:
         self._handle, self._bias = handle, bias
         self._parts = _Parts(handle, product, bias)
@@ -309,7 +309,7 @@ class Plan:
 class _Parts:
     """The structures that a plan is made of, which live as long as it."""
 
-    def __init__(self, handle: Handle, product: Product, bias: int | None) -> None:
+    def __init__(self, handle: Handle, product: Matmul, bias: int | None) -> None:
         self._handle, p = handle, product
         self._weight = structured(handle, p.m, p.k, p.dtype)
         self._dense = _matrix(handle, p.k, p.n, p.dtype, p.dense_columns, p.dense_stride)
@@ -357,7 +357,7 @@ class _Parts:
         self._handle.call("cusparseLtMatmulAlgSetAttribute", self.selection, attribute, ctypes.byref(given), size)
 
 
-def algorithms(handle: Handle, product: Product) -> int:
+def algorithms(handle: Handle, product: Matmul) -> int:
     """How many algorithms the library has for a product.
 
     Raises:

@@ -13,7 +13,11 @@ from torch import Tensor
 from sparsecomp import _compat
 from sparsecomp.lowering.launch.dispatch import prepared, recorded
 from sparsecomp.lowering.launch.epilogue import output_of
-from sparsecomp.lowering.sparse import sddmm, semi_structured, spmm_bsr, spmm_csr, spmm_nm
+from sparsecomp.lowering.sparse import semi_structured
+from sparsecomp.lowering.sparse.sddmm import SDDMM, Sddmm
+from sparsecomp.lowering.sparse.spmm_bsr import SPMM_BSR, SpmmBsr
+from sparsecomp.lowering.sparse.spmm_csr import SPMM_CSR, SpmmCsr
+from sparsecomp.lowering.sparse.spmm_nm import SPMM_NM, SpmmNM
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -30,7 +34,7 @@ def product(
         x: (..., k), contiguous; all tensors are.
         values, own: of S; more arrays than the layout's own are not read.
         kernel: name of the template that is to do it; empty for the one with the least device time.
-        filled: of csr, as in ``spmm_csr.run``.
+        filled: of csr, as in ``spmm_csr``.
 
     Returns:
         (..., rows), contiguous; None if no launch can be kept: there is nothing to compute, no kernel takes the dtypes,
@@ -67,14 +71,14 @@ def _product(
     beside = None if residual is None else _meta((count, rows), residual).mT
     described = output_of(out, None if bias is None else _meta((rows,), bias), "row", beside, activation, 1.0)
     if layout.format == "nm":
-        problem: Any = spmm_nm.problem_of(values, _meta(stored, index), *block, dense, out, described)
+        problem: Any = SpmmNM.of(values, _meta(stored, index), *block, dense, out, described)
         if block == (2, 4) and kernel != "spmm_nm" and semi_structured.refusal(problem, device) is None:
             return None
-        return prepared(spmm_nm.SPMM_NM, problem, device, kernel)
-    operation: Any = spmm_bsr.SPMM_BSR if layout.format == "bsr" else spmm_csr.SPMM_CSR
-    family = spmm_bsr if layout.format == "bsr" else spmm_csr
+        return prepared(SPMM_NM, problem, device, kernel)
+    operation: Any
+    operation, family = (SPMM_BSR, SpmmBsr) if layout.format == "bsr" else (SPMM_CSR, SpmmCsr)
     pointers, indices = _meta((-(-rows // block[0]) + 1,), index), _meta(stored[:1], index)
-    problem = family.problem_of(pointers, indices, values, dense, out, described, layout.skews[0])
+    problem = family.of(pointers, indices, values, dense, out, described, layout.skews[0])
     if filled:
         problem = problem._replace(filled=True)
     return prepared(operation, problem, device, kernel)
@@ -107,8 +111,8 @@ def _sampled(
         return None
     left, right = _meta((count, rows), dtype).mT, _meta((count, b_shape[-1]), dtype).mT
     arrays = _meta(pointers, index), _meta(stored, index)
-    problem = sddmm.problem_of(*arrays, left, right, _meta(stored, dtype), 1.0, skew)
-    return prepared(sddmm.SDDMM, problem, device)
+    problem = Sddmm.of(*arrays, left, right, _meta(stored, dtype), 1.0, skew)
+    return prepared(SDDMM, problem, device)
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

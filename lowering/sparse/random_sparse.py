@@ -12,7 +12,7 @@ SKEWS = {"even": 0, "mixed": 1, "skewed": 4, "extreme": 32}
 """Deviation over mean of a row's entries that stands for each word of ``signature.row_bucket``."""
 
 
-class Pattern(NamedTuple):
+class RandomPattern(NamedTuple):
     """Entries of a sparse matrix by row; ``row`` is what ``crow`` says at length."""
 
     crow: Tensor
@@ -53,7 +53,7 @@ def sizes_and_entries(signature: KernelSignature, rows: str, columns: str) -> tu
 
 def random_pattern(
     rows: int, columns: int, entries: int, variation: int, index: str, random: torch.Generator
-) -> Pattern:
+) -> RandomPattern:
     """Entries at distinct places, ascending in each row; lengths follow a gamma distribution of this variation."""
     device = random.device
     if variation:
@@ -73,7 +73,7 @@ def random_pattern(
     low, high = place * columns // count, (place + 1) * columns // count
     uniform = torch.rand(entries, generator=random, device=device, dtype=torch.float64)
     col = low + (uniform * (high - low)).long()
-    return Pattern(crow.to(getattr(torch, index)), col.to(getattr(torch, index)), row)
+    return RandomPattern(crow.to(getattr(torch, index)), col.to(getattr(torch, index)), row)
 
 
 def _shares(weights: Tensor, total: int, most: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import dtype_name, layout_of, random_tensor, strides_from, strides_of
+from sparsecomp.lowering.launch.strided import Strides, dtype_name, layout_of, random_tensor, strides_from, strides_of
 from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, rows_of, sizes_and_entries
 from sparsecomp.lowering.sparse.spmm_csr import TOLERANCE
 from sparsecomp.lowering.tuning.template import Operation
@@ -17,14 +17,14 @@ _CHUNK = 2**24
 
 
 class Sddmm(NamedTuple):
-    """A product but for its addresses.
+    """The sizes, strides and types of a product; its launch adds the addresses.
 
     Attributes:
         m, n, d: a is (m, d), b (n, d).
         batch: products with one pattern.
         nnz: entries there is room for.
         variation: deviation over mean of the entries a row, as one of ``SKEWS``.
-        a_batch, a_row, a_col, b_batch, b_row, b_col: strides; 0 by batch if shared.
+        a, b: their strides.
         out_batch: stride of the values by batch; neighbours lie side by side.
         scale: of the product.
         dtype: of a and b.
@@ -38,20 +38,46 @@ class Sddmm(NamedTuple):
     batch: int
     nnz: int
     variation: int
-    a_batch: int
-    a_row: int
-    a_col: int
-    b_batch: int
-    b_row: int
-    b_col: int
+    a: Strides
+    b: Strides
     out_batch: int
     scale: float
     dtype: str
     out_dtype: str
     index_dtype: str
 
+    @classmethod
+    def of(
+        cls, crow: Tensor, col: Tensor, a: Tensor, b: Tensor, out: Tensor, scale: float, skew: str
+    ) -> "Sddmm":
+        """The product of these tensors, as ``sddmm`` takes them.
 
-def run(
+        Raises:
+            FormatError: shapes or dtypes that do not belong together, or an unknown word.
+        """
+        batched = out.dim() == 2
+        sizes = {matrix.shape[0] for matrix in (a, b) if matrix.dim() == 3}
+        fits = sizes <= {out.shape[0]} if batched else not sizes
+        if not fits or a.shape[-1] != b.shape[-1] or a.shape[-2] != crow.numel() - 1 or a.dtype != b.dtype:
+            raise FormatError(
+                f"a {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype} do not give values {tuple(out.shape)} "
+                f"of {crow.numel() - 1} rows: (m, d) and (n, d) of one dtype are needed"
+            )
+        if out.shape[-1] != col.numel() or crow.dtype != col.dtype or skew not in SKEWS or (
+            out.numel() > 1 and out.stride(-1) != 1
+        ):
+            raise FormatError(
+                f"values {tuple(out.shape)} with strides {out.stride()}, col {tuple(col.shape)} {col.dtype}, crow "
+                f"{crow.dtype}, skew {skew!r}: one value a column index, side by side, and one of {', '.join(SKEWS)}"
+            )
+        return cls(
+            a.shape[-2], b.shape[-2], a.shape[-1], out.shape[0] if batched else 1, col.numel(), SKEWS[skew],
+            strides_of(a), strides_of(b), out.stride(0) if batched else 0, float(scale), dtype_name(a), dtype_name(out),
+            dtype_name(crow),
+        )  # fmt: skip
+
+
+def sddmm(
     crow: Tensor, col: Tensor, a: Tensor, b: Tensor, out: Tensor, *, scale: float = 1.0, skew: str = "even"
 ) -> None:
     """Write scale · a[i] · b[j], summed in float32, to ``out`` for each stored place (i, j).
@@ -61,43 +87,15 @@ def run(
         col: (entries,), of the same dtype, contiguous.
         a: (m, d) or (batch, m, d), b: (n, d) or (batch, n, d); float16, bfloat16 or float32, of any strides.
         out: (entries,) or (batch, entries), neighbours side by side. Spare capacity is not written.
-        skew: how uneven the rows are, as in ``spmm_csr.run``.
+        skew: how uneven the rows are, as in ``spmm_csr``.
 
     Raises:
         FormatError: shapes or dtypes that do not belong together, or an unknown word.
         TuningError: no kernel takes these dtypes.
     """
-    problem = problem_of(crow, col, a, b, out, scale, skew)
+    problem = Sddmm.of(crow, col, a, b, out, scale, skew)
     if out.numel() and a.shape[-2]:
-        dispatch.run(SDDMM, problem, crow, col, a, b, out)
-
-
-def problem_of(crow: Tensor, col: Tensor, a: Tensor, b: Tensor, out: Tensor, scale: float, skew: str) -> Sddmm:
-    """The product of these tensors, as ``run`` takes them.
-
-    Raises:
-        FormatError: shapes or dtypes that do not belong together, or an unknown word.
-    """
-    batched = out.dim() == 2
-    sizes = {matrix.shape[0] for matrix in (a, b) if matrix.dim() == 3}
-    fits = sizes <= {out.shape[0]} if batched else not sizes
-    if not fits or a.shape[-1] != b.shape[-1] or a.shape[-2] != crow.numel() - 1 or a.dtype != b.dtype:
-        raise FormatError(
-            f"a {tuple(a.shape)} {a.dtype} and b {tuple(b.shape)} {b.dtype} do not give values {tuple(out.shape)} "
-            f"of {crow.numel() - 1} rows: (m, d) and (n, d) of one dtype are needed"
-        )
-    if out.shape[-1] != col.numel() or crow.dtype != col.dtype or skew not in SKEWS or (
-        out.numel() > 1 and out.stride(-1) != 1
-    ):
-        raise FormatError(
-            f"values {tuple(out.shape)} with strides {out.stride()}, col {tuple(col.shape)} {col.dtype}, crow "
-            f"{crow.dtype}, skew {skew!r}: one value a column index, side by side, and one of {', '.join(SKEWS)}"
-        )
-    return Sddmm(
-        a.shape[-2], b.shape[-2], a.shape[-1], out.shape[0] if batched else 1, col.numel(), SKEWS[skew],
-        *strides_of(a), *strides_of(b), out.stride(0) if batched else 0, float(scale), dtype_name(a), dtype_name(out),
-        dtype_name(crow),
-    )  # fmt: skip
+        dispatch.launch(SDDMM, problem, crow, col, a, b, out)
 
 
 def _signature(problem: Sddmm, device: Device) -> KernelSignature:
@@ -105,7 +103,7 @@ def _signature(problem: Sddmm, device: Device) -> KernelSignature:
     entries = min(p.nnz, p.m * p.n)
     return KernelSignature(
         "sddmm", device, dtypes=(p.dtype, p.out_dtype), accumulator="float32", formats=("csr",), index=p.index_dtype,
-        layouts=(layout_of(problem[6:9], p.d), layout_of(problem[9:12], p.d)),
+        layouts=(layout_of(p.a, p.d), layout_of(p.b, p.d)),
         sizes=(("m", p.m), ("n", p.n), ("d", p.d), ("batch", p.batch)),
         density=density_of(entries, p.m, p.n), rows=rows_of(entries, p.m, p.variation),
     )  # fmt: skip
@@ -117,7 +115,7 @@ def _representative(signature: KernelSignature) -> Sddmm:
     a, b = strides_from(signature.layouts[0], m, d), strides_from(signature.layouts[1], n, d)
     operands, out = signature.dtypes
     return Sddmm(
-        m, n, d, batch, entries, variation, *a, *b, out_batch=entries, scale=1.0, dtype=operands, out_dtype=out,
+        m, n, d, batch, entries, variation, a, b, out_batch=entries, scale=1.0, dtype=operands, out_dtype=out,
         index_dtype=signature.index,
     )  # fmt: skip
 
@@ -128,8 +126,8 @@ def _operands(problem: Sddmm, device: torch.device, seed: int) -> tuple[Tensor |
     pattern = random_pattern(p.m, p.n, entries, p.variation, p.index_dtype, random)
     col = torch.zeros(p.nnz, dtype=pattern.col.dtype, device=device)
     col[:entries] = pattern.col
-    a = random_tensor((p.batch, p.m, p.d), problem[6:9], p.dtype, random)
-    b = random_tensor((p.batch, p.n, p.d), problem[9:12], p.dtype, random)
+    a = random_tensor((p.batch, p.m, p.d), p.a, p.dtype, random)
+    b = random_tensor((p.batch, p.n, p.d), p.b, p.dtype, random)
     # what no entry points at is not written
     out = torch.zeros(p.batch * max(p.out_batch, p.nnz), dtype=getattr(torch, p.out_dtype), device=device)
     out = out.as_strided((p.batch, p.nnz), (p.out_batch, 1))

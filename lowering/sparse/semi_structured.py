@@ -36,7 +36,7 @@ _failed: set[tuple[SpmmNM, torch.device]] = set()
 """Products that the library refused when it came to it."""
 
 
-def run(
+def spmm_semi_structured(
     values: Tensor, indices: Tensor, dense: Tensor, out: Tensor, *, bias: Tensor | None = None,
     bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
 ) -> bool:  # fmt: skip
@@ -47,7 +47,7 @@ def run(
         values: (m, k / 2) float16 or bfloat16, contiguous.
         indices: (m, k / 2) uint8: each value's column within its group of four, ascending.
 
-    Everything else is as in ``spmm_nm.run``. gelu and silu are computed from what was rounded to the dtype of ``out``.
+    Everything else is as in ``spmm_nm``. gelu and silu are computed from what was rounded to the dtype of ``out``.
 
     Returns:
         Whether ``out`` was written.
@@ -64,7 +64,7 @@ def run(
     described = output_of(out, bias, bias_axis, residual, activation, scale)
     (m, width), (k, n) = values.shape, dense.shape
     problem = SpmmNM(
-        m, k, n, 1, 2, 4, -(-k // 4), 0, values.stride(0), width, *strides_of(dense), dtype_name(values),
+        m, k, n, 1, 2, 4, 0, values.stride(0), width, strides_of(dense), dtype_name(values),
         dtype_name(dense), described,
     )  # fmt: skip
     where = problem, values.device
@@ -73,7 +73,7 @@ def run(
     copy = COPIES.of(values, indices)
     kept = None if are_frozen() else copy.fingerprint
     try:
-        dispatch.run(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
+        dispatch.launch(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
     except LibraryError as error:  # such as an algorithm, tuned for sizes much like these, that does not take them
         _failed.add(where)
         log.warning("%s: ordinary tensor cores multiply %s from now on", error, problem)
@@ -107,14 +107,14 @@ class Copy:
     Attributes:
         compressed: uint8, opaque.
         fingerprint: of the values that it was made of; see ``templates.semi_structured.fingerprint``.
-        state: versions and addresses that values and indices had.
-        ready: where and when it was made.
+        sources: versions and addresses that values and indices had.
+        made: where and when it was made.
     """
 
     compressed: Tensor
     fingerprint: Tensor
-    state: tuple[int, ...]
-    ready: Ready
+    sources: tuple[int, ...]
+    made: Ready
 
 
 class Copies:
@@ -129,17 +129,17 @@ class Copies:
 
     def of(self, values: Tensor, indices: Tensor) -> Copy:
         """The copy of a weight, made anew if it was written to since; safe to read on the current stream."""
-        state, memory = _state(values, indices), values.untyped_storage()
+        sources, memory = _sources(values, indices), values.untyped_storage()
         key = (values.data_ptr(), values.shape, values.dtype)
         reference, copy = self._known.get(key, (None, None))
         capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
-        if copy is not None and reference is not None and reference() is memory and copy.state == state:
+        if copy is not None and reference is not None and reference() is memory and copy.sources == sources:
             if capturing:
                 self._captured.add(copy)
             else:
-                copy.ready.await_(copy.compressed, copy.fingerprint)
+                copy.made.await_(copy.compressed, copy.fingerprint)
             return copy
-        copy = Copy(*copied(values, indices), state, Ready.now(values.device))
+        copy = Copy(*compressed_copy(values, indices), sources, Ready.now(values.device))
         if not capturing:  # in a graph each replay makes it anew, in memory of the graph's
             self._known[key] = weakref.ref(memory, lambda dead: self._forget(key, dead)), copy
         return copy
@@ -153,12 +153,12 @@ class Copies:
 COPIES = Copies()
 
 
-def _state(values: Tensor, indices: Tensor) -> tuple[int, ...]:
+def _sources(values: Tensor, indices: Tensor) -> tuple[int, ...]:
     versions = (0 if tensor.is_inference() else tensor._version for tensor in (values, indices))
     return values.data_ptr(), indices.data_ptr(), *versions
 
 
-def copied(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+def compressed_copy(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """A weight compressed by the library, and the fingerprint of its values.
 
     Raises:
@@ -167,11 +167,11 @@ def copied(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     from sparsecomp.lowering.sparse.kernels.semi_structured import fingerprint
 
     with torch.no_grad():
-        weight = spread(values.detach(), indices)
+        weight = dense_weight(values.detach(), indices)
         return cusparselt.compress(cusparselt.current_handle(values.device), weight), fingerprint(values)
 
 
-def spread(values: Tensor, indices: Tensor) -> Tensor:
+def dense_weight(values: Tensor, indices: Tensor) -> Tensor:
     """The dense weight (m, k) of values and indices (m, k / 2)."""
     m, width = values.shape
     groups = values.new_zeros((m, width // 2, 4))
@@ -193,13 +193,13 @@ def _operands(problem: SpmmNM, device: torch.device, seed: int) -> tuple[Tensor 
     assert SPMM_NM.operands is not None
     values, indices, *others = SPMM_NM.operands(problem, device, seed)
     assert values is not None and indices is not None
-    return values[0], indices, *copied(values[0], indices), *others
+    return values[0], indices, *compressed_copy(values[0], indices), *others
 
 
 def _reference(problem: SpmmNM, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     values, indices, _, _, dense, bias, residual, _ = operands
     assert values is not None and indices is not None and dense is not None
-    product = spread(values.double(), indices) @ dense.double()
+    product = dense_weight(values.double(), indices) @ dense.double()
     return (finished(problem.output, product, bias, residual),)
 
 

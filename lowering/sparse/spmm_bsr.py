@@ -13,6 +13,7 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.epilogue import Output, finished, output_from_text, output_of, random_operands
 from sparsecomp.lowering.launch.strided import (
+    Strides,
     dtype_name,
     gather_product,
     layout_of,
@@ -26,8 +27,17 @@ from sparsecomp.lowering.sparse.spmm_csr import TOLERANCE, check_shapes
 from sparsecomp.lowering.tuning.template import Operation
 
 
+class BlockStrides(NamedTuple):
+    """Of a batch of lists of blocks; 0 by batch where one is shared."""
+
+    batch: int
+    block: int
+    row: int
+    column: int
+
+
 class SpmmBsr(NamedTuple):
-    """A product but for its addresses.
+    """The sizes, strides and types of a product; its launch adds the addresses.
 
     Attributes:
         m, k, n: S is (m, k), dense (k, n); the last blocks may reach beyond m and k, and hold zeros there.
@@ -36,8 +46,8 @@ class SpmmBsr(NamedTuple):
         block_rows, block_columns: of the pattern.
         blocks: blocks there is room for.
         variation: deviation over mean of the blocks a block row, as one of ``SKEWS``.
-        values_batch, values_block, values_row, values_col: strides of the values.
-        dense_batch, dense_row, dense_col: strides of dense.
+        values: strides of the values.
+        dense: strides of dense.
         dtype: of values and dense.
         dense_dtype: of dense; kernels want the same.
         index_dtype: of the indices.
@@ -54,20 +64,43 @@ class SpmmBsr(NamedTuple):
     block_columns: int
     blocks: int
     variation: int
-    values_batch: int
-    values_block: int
-    values_row: int
-    values_col: int
-    dense_batch: int
-    dense_row: int
-    dense_col: int
+    values: BlockStrides
+    dense: Strides
     dtype: str
     dense_dtype: str
     index_dtype: str
     output: Output
 
+    @classmethod
+    def of(
+        cls, crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, described: Output, skew: str
+    ) -> "SpmmBsr":
+        """The product of these tensors, as ``spmm_bsr`` takes them.
 
-def run(
+        Raises:
+            FormatError: shapes that do not belong together, or an unknown word.
+        """
+        m, n = out.shape[-2:]
+        height, width = values.shape[-2:]
+        batched = values.dim() == 4
+        check_shapes(m, batched, values.shape[:-3], dense, out)
+        if skew not in SKEWS:
+            raise FormatError(f"skew is {skew!r}, needs one of {', '.join(SKEWS)}")
+        block_rows = crow.numel() - 1
+        if block_rows != -(-m // height) or values.shape[-3] != col.numel() or crow.dtype != col.dtype:
+            raise FormatError(
+                f"{block_rows} block rows of height {height} for {m} rows, values {tuple(values.shape)} for "
+                f"{col.numel()} columns of blocks, crow {crow.dtype} and col {col.dtype}: they must agree"
+            )
+        strides = BlockStrides(*(values.stride() if batched else (0, *values.stride())))
+        k = dense.shape[-2]
+        return cls(
+            m, k, n, out.shape[0] if out.dim() == 3 else 1, height, width, block_rows, -(-k // width), col.numel(),
+            SKEWS[skew], strides, strides_of(dense), dtype_name(values), dtype_name(dense), dtype_name(crow), described,
+        )  # fmt: skip
+
+
+def spmm_bsr(
     crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, *, bias: Tensor | None = None,
     bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
     skew: str = "even",
@@ -79,44 +112,16 @@ def run(
         col: (blocks,) of the same dtype, contiguous: columns of blocks.
         values: (blocks, height, width) or (batch, blocks, height, width), of any strides, zero beyond m and k.
 
-    Everything else is as in ``spmm_csr.run``; ``skew`` is of the blocks a block row.
+    Everything else is as in ``spmm_csr``; ``skew`` is of the blocks a block row.
 
     Raises:
         FormatError: shapes that do not belong together, or an unknown word.
         TuningError: no kernel takes these dtypes.
     """
     described = output_of(out, bias, bias_axis, residual, activation, scale)
-    problem = problem_of(crow, col, values, dense, out, described, skew)
+    problem = SpmmBsr.of(crow, col, values, dense, out, described, skew)
     if out.numel():
-        dispatch.run(SPMM_BSR, problem, crow, col, values, dense, bias, residual, out)
-
-
-def problem_of(
-    crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, described: Output, skew: str
-) -> SpmmBsr:
-    """The product of these tensors, as ``run`` takes them.
-
-    Raises:
-        FormatError: shapes that do not belong together, or an unknown word.
-    """
-    m, n = out.shape[-2:]
-    height, width = values.shape[-2:]
-    batched = values.dim() == 4
-    check_shapes(m, batched, values.shape[:-3], dense, out)
-    if skew not in SKEWS:
-        raise FormatError(f"skew is {skew!r}, needs one of {', '.join(SKEWS)}")
-    block_rows = crow.numel() - 1
-    if block_rows != -(-m // height) or values.shape[-3] != col.numel() or crow.dtype != col.dtype:
-        raise FormatError(
-            f"{block_rows} block rows of height {height} for {m} rows, values {tuple(values.shape)} for "
-            f"{col.numel()} columns of blocks, crow {crow.dtype} and col {col.dtype}: they must agree"
-        )
-    strides = (values.stride(0) if batched else 0, values.stride(-3), values.stride(-2), values.stride(-1))
-    k = dense.shape[-2]
-    return SpmmBsr(
-        m, k, n, out.shape[0] if out.dim() == 3 else 1, height, width, block_rows, -(-k // width), col.numel(),
-        SKEWS[skew], *strides, *strides_of(dense), dtype_name(values), dtype_name(dense), dtype_name(crow), described,
-    )  # fmt: skip
+        dispatch.launch(SPMM_BSR, problem, crow, col, values, dense, bias, residual, out)
 
 
 def _signature(problem: SpmmBsr, device: Device) -> KernelSignature:
@@ -126,7 +131,7 @@ def _signature(problem: SpmmBsr, device: Device) -> KernelSignature:
         "spmm_bsr", device, dtypes=(p.dtype, p.dense_dtype, p.output.dtype), accumulator="float32",
         formats=(f"bsr{p.height}x{p.width}",), index=p.index_dtype,
         layouts=(
-            "rows" if p.values_col == 1 else "columns", layout_of(problem[14:17], p.n), layout_of(p.output.strides, p.n)
+            "rows" if p.values.column == 1 else "columns", layout_of(p.dense, p.n), layout_of(p.output.strides, p.n)
         ),
         epilogue=p.output.text, sizes=(
             ("block_rows", p.block_rows), ("block_columns", p.block_columns), ("n", p.n), ("batch", p.batch)
@@ -145,9 +150,10 @@ def _representative(signature: KernelSignature) -> SpmmBsr:
     dense, out = strides_from(signature.layouts[1], k, n), strides_from(signature.layouts[2], m, n)
     area = height * width
     within = (width, 1) if signature.layouts[0] == "rows" else (1, height)
+    values = BlockStrides(blocks * area, area, *within)
     output = output_from_text(signature.epilogue, signature.dtypes[2], out)
     return SpmmBsr(
-        m, k, n, batch, height, width, rows, columns, blocks, variation, blocks * area, area, *within, *dense,
+        m, k, n, batch, height, width, rows, columns, blocks, variation, values, dense,
         dtype=signature.dtypes[0], dense_dtype=signature.dtypes[1], index_dtype=signature.index, output=output,
     )  # fmt: skip
 
@@ -162,13 +168,13 @@ def _operands(problem: SpmmBsr, device: torch.device, seed: int) -> tuple[Tensor
     def normal(count: int) -> Tensor:
         return torch.randn(count, generator=random, device=device).to(getattr(torch, p.dtype))
 
-    values = strided((p.batch, p.blocks, p.height, p.width), problem[10:14], normal)
+    values = strided((p.batch, p.blocks, p.height, p.width), p.values, normal)
     row = pattern.row[:, None] * p.height + torch.arange(p.height, device=device)
     column = pattern.col[:, None].long() * p.width + torch.arange(p.width, device=device)
     beyond = (row >= p.m)[:, :, None] | (column >= p.k)[:, None, :]
     if bool(beyond.any()):
         values[:, :entries].masked_fill_(beyond, 0.0)
-    dense = random_tensor((p.batch, p.k, p.n), problem[14:17], p.dense_dtype, random)
+    dense = random_tensor((p.batch, p.k, p.n), p.dense, p.dense_dtype, random)
     return pattern.crow, col, values, dense, *random_operands(p.output, (p.batch, p.m, p.n), random)
 
 

@@ -15,6 +15,7 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.epilogue import Output, finished, output_from_text, output_of, random_operands
 from sparsecomp.lowering.launch.strided import (
+    Strides,
     dtype_name,
     gather_product,
     layout_of,
@@ -30,7 +31,7 @@ TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 
 class SpmmCsr(NamedTuple):
-    """A product but for its addresses.
+    """The sizes, strides and types of a product; its launch adds the addresses.
 
     Attributes:
         m, k, n: S is (m, k), dense (k, n).
@@ -38,7 +39,7 @@ class SpmmCsr(NamedTuple):
         nnz: entries there is room for.
         variation: deviation over mean of the entries a row, as one of ``SKEWS``.
         values_batch: stride of the values by batch.
-        dense_batch, dense_row, dense_col: strides of dense; 0 by batch if shared.
+        dense: strides of dense.
         dtype: of the values.
         dense_dtype: of dense.
         index_dtype: of the indices.
@@ -53,17 +54,39 @@ class SpmmCsr(NamedTuple):
     nnz: int
     variation: int
     values_batch: int
-    dense_batch: int
-    dense_row: int
-    dense_col: int
+    dense: Strides
     dtype: str
     dense_dtype: str
     index_dtype: str
     output: Output
     filled: bool = False
 
+    @classmethod
+    def of(
+        cls, crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, described: Output, skew: str
+    ) -> "SpmmCsr":
+        """The product of these tensors, as ``spmm_csr`` takes them, values' neighbours side by side.
 
-def run(
+        Raises:
+            FormatError: shapes that do not belong together, or an unknown word.
+        """
+        check_shapes(crow.numel() - 1, values.dim() == 2, values.shape[:-1], dense, out)
+        if skew not in SKEWS:
+            raise FormatError(f"skew is {skew!r}, needs one of {', '.join(SKEWS)}")
+        if values.shape[-1] != col.numel() or crow.dtype != col.dtype:
+            raise FormatError(
+                f"values {tuple(values.shape)} and col {tuple(col.shape)}, crow {crow.dtype} and col {col.dtype}: one "
+                "column index a value is needed, of the pointers' dtype"
+            )
+        m, n = out.shape[-2:]
+        return cls(
+            m, dense.shape[-2], n, out.shape[0] if out.dim() == 3 else 1, col.numel(), SKEWS[skew],
+            values.stride(0) if values.dim() == 2 else 0, strides_of(dense), dtype_name(values), dtype_name(dense),
+            dtype_name(crow), described,
+        )  # fmt: skip
+
+
+def spmm_csr(
     crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, *, bias: Tensor | None = None,
     bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
     skew: str = "even", filled: bool = False,
@@ -89,33 +112,9 @@ def run(
     """
     values = values if values.stride(-1) == 1 or values.numel() < 2 else values.contiguous()
     described = output_of(out, bias, bias_axis, residual, activation, scale)
-    problem = problem_of(crow, col, values, dense, out, described, skew)._replace(filled=filled)
+    problem = SpmmCsr.of(crow, col, values, dense, out, described, skew)._replace(filled=filled)
     if out.numel():
-        dispatch.run(SPMM_CSR, problem, crow, col, values, dense, bias, residual, out)
-
-
-def problem_of(
-    crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, described: Output, skew: str
-) -> SpmmCsr:
-    """The product of these tensors, as ``run`` takes them, values' neighbours side by side.
-
-    Raises:
-        FormatError: shapes that do not belong together, or an unknown word.
-    """
-    check_shapes(crow.numel() - 1, values.dim() == 2, values.shape[:-1], dense, out)
-    if skew not in SKEWS:
-        raise FormatError(f"skew is {skew!r}, needs one of {', '.join(SKEWS)}")
-    if values.shape[-1] != col.numel() or crow.dtype != col.dtype:
-        raise FormatError(
-            f"values {tuple(values.shape)} and col {tuple(col.shape)}, crow {crow.dtype} and col {col.dtype}: one "
-            "column index a value is needed, of the pointers' dtype"
-        )
-    m, n = out.shape[-2:]
-    return SpmmCsr(
-        m, dense.shape[-2], n, out.shape[0] if out.dim() == 3 else 1, col.numel(), SKEWS[skew],
-        values.stride(0) if values.dim() == 2 else 0, *strides_of(dense), dtype_name(values), dtype_name(dense),
-        dtype_name(crow), described,
-    )  # fmt: skip
+        dispatch.launch(SPMM_CSR, problem, crow, col, values, dense, bias, residual, out)
 
 
 def check_shapes(rows: int, batched: bool, batch: torch.Size, dense: Tensor, out: Tensor) -> None:
@@ -144,7 +143,7 @@ def _signature(problem: SpmmCsr, device: Device) -> KernelSignature:
     entries = min(p.nnz, p.m * p.k)
     return KernelSignature(
         "spmm_csr", device, dtypes=(p.dtype, p.dense_dtype, p.output.dtype), accumulator="float32", formats=("csr",),
-        index=p.index_dtype, layouts=(layout_of(problem[7:10], p.n), layout_of(p.output.strides, p.n)),
+        index=p.index_dtype, layouts=(layout_of(p.dense, p.n), layout_of(p.output.strides, p.n)),
         epilogue=p.output.text, sizes=(("m", p.m), ("k", p.k), ("n", p.n), ("batch", p.batch)),
         density=density_of(entries, p.m, p.k), rows=rows_of(entries, p.m, p.variation),
     )  # fmt: skip
@@ -157,7 +156,7 @@ def _representative(signature: KernelSignature) -> SpmmCsr:
     output = output_from_text(signature.epilogue, signature.dtypes[2], out)
     values, dense_dtype, _ = signature.dtypes
     return SpmmCsr(
-        m, k, n, batch, entries, variation, entries, *dense, dtype=values, dense_dtype=dense_dtype,
+        m, k, n, batch, entries, variation, entries, dense, dtype=values, dense_dtype=dense_dtype,
         index_dtype=signature.index, output=output,
     )  # fmt: skip
 
@@ -168,7 +167,7 @@ def _operands(problem: SpmmCsr, device: torch.device, seed: int) -> tuple[Tensor
     col = torch.zeros(p.nnz, dtype=pattern.col.dtype, device=device)
     col[: pattern.col.numel()] = pattern.col
     values = random_tensor((p.batch, p.nnz), (p.values_batch, 1), p.dtype, random)
-    dense = random_tensor((p.batch, p.k, p.n), problem[7:10], p.dense_dtype, random)
+    dense = random_tensor((p.batch, p.k, p.n), p.dense, p.dense_dtype, random)
     return pattern.crow, col, values, dense, *random_operands(p.output, (p.batch, p.m, p.n), random)
 
 

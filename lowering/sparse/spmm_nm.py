@@ -14,6 +14,7 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.epilogue import Output, finished, output_from_text, output_of, random_operands
 from sparsecomp.lowering.launch.strided import (
+    Strides,
     dtype_name,
     gather_product,
     layout_of,
@@ -28,15 +29,14 @@ MOST_GROUP = 16
 
 
 class SpmmNM(NamedTuple):
-    """A product but for its addresses.
+    """The sizes, strides and types of a product; its launch adds the addresses.
 
     Attributes:
         m, k, n: S is (m, k), dense (k, n).
         batch: products with one pattern.
         keep, group: S stores ``keep`` values in each ``group`` columns.
-        groups: of a row.
         values_batch, values_row, indices_row: strides; a row's elements are neighbours.
-        dense_batch, dense_row, dense_col: strides of dense.
+        dense: strides of dense.
         dtype, dense_dtype: of values and dense; kernels want the same.
         output: the output and its epilogue.
     """
@@ -47,19 +47,48 @@ class SpmmNM(NamedTuple):
     batch: int
     keep: int
     group: int
-    groups: int
     values_batch: int
     values_row: int
     indices_row: int
-    dense_batch: int
-    dense_row: int
-    dense_col: int
+    dense: Strides
     dtype: str
     dense_dtype: str
     output: Output
 
+    @property
+    def groups(self) -> int:
+        """Of a row."""
+        return -(-self.k // self.group)
 
-def run(
+    @classmethod
+    def of(
+        cls, values: Tensor, indices: Tensor, keep: int, group: int, dense: Tensor, out: Tensor, described: Output
+    ) -> "SpmmNM":
+        """The product of these tensors, as ``spmm_nm`` takes them, a row's values and indices side by side.
+
+        Raises:
+            FormatError: shapes that do not belong together, or an unknown word.
+        """
+        batched = values.dim() == 3
+        check_shapes(values.shape[-2], batched, values.shape[:-2], dense, out)
+        k, n = dense.shape[-2:]
+        groups = -(-k // group)
+        if not 1 <= keep <= group <= MOST_GROUP or indices.shape != (values.shape[-2], groups * keep) or (
+            values.shape[-1] != groups * keep or indices.dtype is not torch.uint8
+        ):
+            raise FormatError(
+                f"values {tuple(values.shape)} and indices {tuple(indices.shape)} {indices.dtype} are not "
+                f"{keep}:{group} of {k} columns: {groups * keep} a row are needed, indices uint8, groups of at "
+                f"most {MOST_GROUP}"
+            )
+        return cls(
+            values.shape[-2], k, n, out.shape[0] if out.dim() == 3 else 1, keep, group,
+            values.stride(0) if batched else 0, values.stride(-2), indices.stride(0), strides_of(dense),
+            dtype_name(values), dtype_name(dense), described,
+        )  # fmt: skip
+
+
+def spmm_nm(
     values: Tensor, indices: Tensor, keep: int, group: int, dense: Tensor, out: Tensor, *, bias: Tensor | None = None,
     bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
 ) -> None:  # fmt: skip
@@ -70,7 +99,7 @@ def run(
         indices: (m, groups · keep) uint8: each value's column within its group, each once in a group.
         keep, group: values in a group, and its columns, at most 16.
 
-    Everything else is as in ``spmm_csr.run``.
+    Everything else is as in ``spmm_csr``.
 
     Raises:
         FormatError: shapes that do not belong together, or an unknown word.
@@ -79,35 +108,9 @@ def run(
     described = output_of(out, bias, bias_axis, residual, activation, scale)
     values = values if values.stride(-1) == 1 else values.contiguous()
     indices = indices if indices.stride(-1) == 1 else indices.contiguous()
-    problem = problem_of(values, indices, keep, group, dense, out, described)
+    problem = SpmmNM.of(values, indices, keep, group, dense, out, described)
     if out.numel():
-        dispatch.run(SPMM_NM, problem, values, indices, dense, bias, residual, out)
-
-
-def problem_of(
-    values: Tensor, indices: Tensor, keep: int, group: int, dense: Tensor, out: Tensor, described: Output
-) -> SpmmNM:
-    """The product of these tensors, as ``run`` takes them, a row's values and indices side by side.
-
-    Raises:
-        FormatError: shapes that do not belong together, or an unknown word.
-    """
-    batched = values.dim() == 3
-    check_shapes(values.shape[-2], batched, values.shape[:-2], dense, out)
-    k, n = dense.shape[-2:]
-    groups = -(-k // group)
-    if not 1 <= keep <= group <= MOST_GROUP or indices.shape != (values.shape[-2], groups * keep) or (
-        values.shape[-1] != groups * keep or indices.dtype is not torch.uint8
-    ):
-        raise FormatError(
-            f"values {tuple(values.shape)} and indices {tuple(indices.shape)} {indices.dtype} are not {keep}:{group} "
-            f"of {k} columns: {groups * keep} a row are needed, indices uint8, groups of at most {MOST_GROUP}"
-        )
-    return SpmmNM(
-        values.shape[-2], k, n, out.shape[0] if out.dim() == 3 else 1, keep, group, groups,
-        values.stride(0) if batched else 0, values.stride(-2), indices.stride(0), *strides_of(dense),
-        dtype_name(values), dtype_name(dense), described,
-    )  # fmt: skip
+        dispatch.launch(SPMM_NM, problem, values, indices, dense, bias, residual, out)
 
 
 def _signature(problem: SpmmNM, device: Device) -> KernelSignature:
@@ -115,7 +118,7 @@ def _signature(problem: SpmmNM, device: Device) -> KernelSignature:
     return KernelSignature(
         "spmm_nm", device, dtypes=(p.dtype, p.dense_dtype, p.output.dtype), accumulator="float32",
         formats=(f"{p.keep}:{p.group}",), index="uint8",
-        layouts=(layout_of(problem[10:13], p.n), layout_of(p.output.strides, p.n)), epilogue=p.output.text,
+        layouts=(layout_of(p.dense, p.n), layout_of(p.output.strides, p.n)), epilogue=p.output.text,
         sizes=(("m", p.m), ("groups", p.groups), ("n", p.n), ("batch", p.batch)),
         parameters=(("keep", p.keep), ("group", p.group)), density=p.keep / p.group,
     )  # fmt: skip
@@ -130,7 +133,7 @@ def _representative(signature: KernelSignature) -> SpmmNM:
     output = output_from_text(signature.epilogue, signature.dtypes[2], out)
     values, dense_dtype, _ = signature.dtypes
     return SpmmNM(
-        m, k, n, batch, keep, group, groups, m * row, row, row, *dense, dtype=values, dense_dtype=dense_dtype,
+        m, k, n, batch, keep, group, m * row, row, row, dense, dtype=values, dense_dtype=dense_dtype,
         output=output,
     )  # fmt: skip
 
@@ -143,7 +146,7 @@ def _operands(problem: SpmmNM, device: torch.device, seed: int) -> tuple[Tensor 
     indices.copy_(order.sort(-1).values.flatten(1))
     values = random_tensor((p.batch, p.m, p.groups * p.keep), (p.values_batch, p.values_row, 1), p.dtype, random)
     values.masked_fill_(_columns(p, indices) >= p.k, 0.0)
-    dense = random_tensor((p.batch, p.k, p.n), problem[10:13], p.dense_dtype, random)
+    dense = random_tensor((p.batch, p.k, p.n), p.dense, p.dense_dtype, random)
     return values, indices, dense, *random_operands(p.output, (p.batch, p.m, p.n), random)
 
 

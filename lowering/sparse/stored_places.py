@@ -1,13 +1,28 @@
 """A sparse weight written out dense, and a dense matrix read at its stored places: one launch each, for CSR."""
 
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from sparsecomp.lowering.cache.signature import Device, KernelSignature
+from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.launch.strided import dtype_name
+from sparsecomp.lowering.sparse.random_sparse import density_of, random_pattern, rows_of, sizes_and_entries
+from sparsecomp.lowering.tuning.template import Operation
+
+
+class WriteOut(NamedTuple):
+    """A CSR matrix (rows, cols) with room for ``entries``, to be written out dense."""
+
+    rows: int
+    cols: int
+    entries: int
+    dtype: str
+    index_dtype: str
 
 
 def write_out(pointers: Tensor, indices: Tensor, values: Tensor, out: Tensor) -> None:
@@ -16,32 +31,19 @@ def write_out(pointers: Tensor, indices: Tensor, values: Tensor, out: Tensor) ->
     Args:
         pointers: (rows + 1,) and indices (entries,), contiguous, int32 or int64.
         values: (entries,), contiguous.
-        out: contiguous, of any floating dtype.
+        out: contiguous, of the dtype of the values.
     """
     if out.numel():
-        _writing(out.shape[0], out.shape[1], values.numel(), *_kinds(pointers, values, out))(
-            pointers, indices, values, out
-        )
+        rows, cols = out.shape
+        problem = WriteOut(rows, cols, values.numel(), dtype_name(values), dtype_name(pointers))
+        dispatch.launch(WRITE_OUT, problem, pointers, indices, values, out)
 
 
 def read_at(dense: Tensor, pointers: Tensor, indices: Tensor, out: Tensor) -> None:
     """out (entries,) = dense (rows, columns) at the stored places; spare capacity is not written."""
     if out.numel() and dense.numel():
-        _reading(dense.shape[0], *dense.stride(), out.numel(), *_kinds(pointers, dense, out))(
-            dense, pointers, indices, out
-        )
-
-
-def _kinds(*tensors: Tensor) -> tuple[Any, ...]:
-    return tensors[0].device, *(tensor.dtype for tensor in tensors)
-
-
-@lru_cache(maxsize=4096)
-def _writing(rows: int, cols: int, entries: int, device: torch.device, *dtypes: torch.dtype) -> Launch:
-    from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import densify_kernel
-
-    constants = {"ZEROS": min(triton.next_power_of_2(cols), 4096), "ENTRIES": 256}
-    return Launch(densify_kernel, (rows,), (rows, 0, cols), constants, num_warps=8 if cols > 1024 else 4)
+        dtypes = (tensor.dtype for tensor in (pointers, dense, out))
+        _reading(dense.shape[0], *dense.stride(), out.numel(), pointers.device, *dtypes)(dense, pointers, indices, out)
 
 
 @lru_cache(maxsize=4096)
@@ -52,3 +54,39 @@ def _reading(
 
     block = min(max(triton.next_power_of_2(triton.cdiv(entries, max(rows, 1))), 32), 1024)
     return Launch(read_kernel, (rows,), (row, column), {"ENTRIES": block}, num_warps=4 if block > 128 else 1)
+
+
+def _signature(problem: WriteOut, device: Device) -> KernelSignature:
+    p = problem
+    entries = min(p.entries, p.rows * p.cols)
+    return KernelSignature(
+        "write_out", device, dtypes=(p.dtype,), formats=("csr",), index=p.index_dtype,
+        sizes=(("rows", p.rows), ("cols", p.cols)), density=density_of(entries, p.rows, p.cols),
+        rows=rows_of(entries, p.rows, 0.0),
+    )  # fmt: skip
+
+
+def _representative(signature: KernelSignature) -> WriteOut:
+    rows, cols, entries, _ = sizes_and_entries(signature, "rows", "cols")
+    return WriteOut(rows, cols, entries, signature.dtypes[0], signature.index)
+
+
+def _operands(problem: WriteOut, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    p, random, dtype = problem, torch.Generator(device).manual_seed(seed), getattr(torch, problem.dtype)
+    pattern = random_pattern(p.rows, p.cols, min(p.entries, p.rows * p.cols), 0, p.index_dtype, random)
+    spare = p.entries - pattern.col.numel()
+    values = torch.randn(p.entries, generator=random, device=device).to(dtype)
+    out = torch.full((p.rows, p.cols), float("nan"), dtype=dtype, device=device)
+    return pattern.crow, torch.nn.functional.pad(pattern.col, (0, spare)), values, out
+
+
+def _reference(problem: WriteOut, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    crow, col, values, out = operands
+    assert crow is not None and col is not None and values is not None and out is not None
+    row = torch.repeat_interleave(torch.arange(problem.rows, device=crow.device), crow.diff().long())
+    right = torch.zeros_like(out, dtype=torch.float64)
+    right[row, col[: row.numel()].long()] = values[: row.numel()].double()
+    return (right,)
+
+
+WRITE_OUT = Operation("write_out", _signature, _representative, _operands, (3,), _reference, lambda _: 0.0)

@@ -1,4 +1,4 @@
-"""What a configuration of the binary convolution costs, for both its kernels.
+"""What a configuration of the convolution on int8 tensor cores costs, for both its kernels.
 
 Held against all configurations of 22 convolutions and products on an H100 (`bench/results/tuning.json`): the fastest is
 among the first three in 18, and the first is within 13 % of it, 3 % in the mean. Only three numbers are fitted there:
@@ -9,8 +9,9 @@ import sympy
 
 from sparsecomp.lowering.tuning.cost import Cost, sizes, waves
 
-_n, _oh, _ow, _h, _w, _c, _k, _cp, _r, _s = sizes("n oh ow h w c k cp r s")
-_groups, _digits = sizes("groups digits")
+_m, _in_pixels, _taps = sizes("conv.m conv.in_pixels conv.taps")
+_c, _k, _groups = sizes("conv.c conv.k conv.groups")
+_cp, _digits = sizes("cp digits")
 _bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
 _bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
 _shared_rate, _int8_portable = sizes("shared_rate int8_portable")
@@ -32,9 +33,8 @@ def binary_conv_cost(hopper: bool) -> Cost:
     copies, of which the stages allow so many at a time, and the inputs' traffic. The tensor cores read from shared
     memory, which is no less busy than they are.
     """
-    pixels = _n * _oh * _ow
-    tiles = sympy.ceiling(pixels / _bm) * sympy.ceiling(_k / (_groups * _bn)) * _groups
-    steps = _r * _s * _cp / _bk
+    tiles = sympy.ceiling(_m / _bm) * sympy.ceiling(_k / (_groups * _bn)) * _groups
+    steps = _taps * _cp / _bk
     copied = (_bm + _digits * _bn) * _bk
     walks = waves(tiles, _processors) * steps
     # the ceiling of int8 is what whole convolutions reach; warp-wide instructions reach less
@@ -44,9 +44,9 @@ def binary_conv_cost(hopper: bool) -> Cost:
     ahead = _stages - (2 if hopper else 1)
     arrival = _LATENCY + copied / _COPY_RATE
     wait = waves(tiles, _processors * _resident(_stages * copied)) * steps * arrival / ahead
-    traffic = (_n * _h * _w * _c + _digits * _k * _r * _s * _cp) / _bandwidth
+    traffic = (_in_pixels * _c + _digits * _k * _taps * _cp) / _bandwidth
     return Cost(
-        bytes=6 * pixels * _k,  # of half precision as well, whose stores are narrower
+        bytes=6 * _m * _k,  # of half precision as well, whose stores are narrower
         seconds=sympy.sqrt(work**2 + copies**2 + wait**2 + traffic**2) + _START,
     )
 

@@ -13,7 +13,7 @@ from sparsecomp.reference.lif import reference
 
 
 class Lif(NamedTuple):
-    """Everything about a layer of neurons but its addresses; see ``sparsecomp.ops.lif``.
+    """The sizes and numbers of a layer of neurons; see ``sparsecomp.ops.lif``.
 
     Attributes:
         numel: elements of one time step, dense in memory.
@@ -44,6 +44,13 @@ class Lif(NamedTuple):
     has_bias: bool
 
     @property
+    def numbers(self) -> tuple[float, ...]:
+        """The run-time numbers of the kernel, in its order."""
+        p = self
+        sizes = (p.numel, p.x_step, p.spikes_step, p.channels, p.channel_stride)
+        return (*sizes, p.v0, p.eps, p.tau, p.threshold, p.reset)
+
+    @property
     def constants(self) -> dict[str, int | str | bool]:
         """What the kernel is specialised on."""
         return {
@@ -53,7 +60,7 @@ class Lif(NamedTuple):
         }  # fmt: skip
 
 
-def lif(
+def launch_lif(
     x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset
 ) -> tuple[Tensor, Tensor]:
     """See ``sparsecomp.ops.lif``."""
@@ -65,7 +72,7 @@ def lif(
     if strides != spikes.stride()[1:] or strides != last.stride():
         # a step is not one dense block of memory: run on a copy, answer in the layout asked for
         copy = x.contiguous()
-        dense = lif(copy, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset)
+        dense = launch_lif(copy, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset)
         return spikes.copy_(dense[0]), last.copy_(dense[1])
     if v is not None and (v.shape, v.stride()) != (last.shape, last.stride()):
         v = torch.empty_like(last).copy_(v)
@@ -74,7 +81,7 @@ def lif(
         reset or 0.0, x.shape[0], charge, decay_input, reset is None, v is not None, mean is not None,
         weight is not None, bias is not None,
     )  # fmt: skip
-    dispatch.run(LIF, problem, x, v, mean, var, weight, bias, rate, spikes, last)
+    dispatch.launch(LIF, problem, x, v, mean, var, weight, bias, rate, spikes, last)
     return spikes, last
 
 

@@ -1,5 +1,6 @@
 """The light first passes as operations: weights to signed bytes, spikes to one byte an element."""
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -8,34 +9,47 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor, strided
-from sparsecomp.lowering.spiking.window import Selection
+from sparsecomp.lowering.spiking.convolution import Selection, as_image, planar
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.digits import SPREAD, padded_channels, split_weight
+from sparsecomp.reference.geometry import laid_out, lies_channels_last
 
 
 class PackWeight(NamedTuple):
-    """A weight (k, c, r, s) with its strides, to be split in ``digits`` bytes; ``cp`` channels are stored.
+    """A weight (k, c, …) with its strides, to be split in ``digits`` bytes.
 
     ``spread``: as in ``sparsecomp.reference.digits.channel_scale``.
     """
 
     k: int
     c: int
-    cp: int
-    stride_k: int
-    stride_c: int
-    stride_r: int
-    stride_s: int
-    r: int
-    s: int
+    kernel: tuple[int, ...]
+    strides: tuple[int, ...]
     digits: int
     dtype: str
     spread: float = SPREAD
 
+    @classmethod
+    def of(cls, weight: Tensor, digits: int, spread: float = SPREAD) -> "PackWeight":
+        """The split of a weight (K, C, …)."""
+        weight = planar(weight)
+        k, c, *kernel = weight.shape
+        return cls(k, c, tuple(kernel), weight.stride(), digits, dtype_name(weight), spread)
+
+    @property
+    def cp(self) -> int:
+        """Input channels as stored."""
+        return padded_channels(self.c)
+
+    @property
+    def taps(self) -> int:
+        """Pixels that a window sees."""
+        return prod(self.kernel)
+
     @property
     def depth(self) -> int:
         """Bytes of one channel in one plane."""
-        return self.r * self.s * self.cp
+        return self.taps * self.cp
 
 
 class Cast(NamedTuple):
@@ -55,27 +69,20 @@ class Cast(NamedTuple):
 
 
 class CastStrided(NamedTuple):
-    """Numbers (n, c, h, w) of any strides to counts of one byte in channels-last memory; see ``Cast``."""
+    """Numbers (n, c, …) of any strides to counts of one byte in channels-last memory; see ``Cast``."""
 
     n: int
     c: int
-    h: int
-    w: int
-    stride_n: int
-    stride_c: int
-    stride_h: int
-    stride_w: int
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: str
     inverse: float = 1.0
     binary: bool = False
 
-
-def pack_problem(weight: Tensor, digits: int, spread: float) -> PackWeight:
-    """The split of ``weight``, (K, C, R, S) or (K, C)."""
-    (k, c, *window), stride = weight.shape, weight.stride()
-    r, s = window or (1, 1)
-    strides = stride if window else (*stride, 0, 0)
-    return PackWeight._make((k, c, padded_channels(c), *strides, r, s, digits, dtype_name(weight), spread))
+    @property
+    def pixels(self) -> int:
+        """Of an image."""
+        return prod(self.size)
 
 
 def pack_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[Tensor, Tensor]:
@@ -83,62 +90,58 @@ def pack_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[Te
 
     Every call packs anew: nothing shows that a weight was written to through ``.data``, so nothing can be kept.
     """
-    problem = pack_problem(weight, digits, spread)
+    problem = PackWeight.of(weight, digits, spread)
     planes = torch.empty((digits, problem.k, problem.depth), dtype=torch.int8, device=weight.device)
     scale = torch.empty((problem.k,), dtype=torch.float32, device=weight.device)
     if problem.k:
-        dispatch.run(PACK_WEIGHT, problem, weight, planes, scale)
+        dispatch.launch(PACK_WEIGHT, problem, planar(weight), planes, scale)
     return planes, scale
 
 
 def to_bytes(
     x: Tensor, select: Selection | None = None, scale: float = 1.0, binary: bool = False
 ) -> Tensor:
-    """The prescan: ``x`` (N, C, H, W) as counts of one byte, channels last; see ``sparsecomp.ops.spike_conv2d``.
+    """The prescan: ``x`` (N, C, …) as counts of one byte, channels last; see ``sparsecomp.ops.spike_conv2d``.
 
     ``select``: the result is only needed, and in dense memory only made, where it says so.
     """
     if x.dtype is torch.int8:
-        return x.contiguous(memory_format=torch.channels_last)
-    n, c, h, w = x.shape
-    out = torch.empty((n, h, w, c), dtype=torch.int8, device=x.device)
-    view = out.permute(0, 3, 1, 2)
+        return laid_out(x, channels_last=True)
+    n, c, *size = x.shape
+    out = torch.empty((n, *size, c), dtype=torch.int8, device=x.device)
+    view = out.movedim(-1, 1)
     if x.numel() == 0:
         return view
     inverse, name = 1.0 / scale if not binary else 1.0, dtype_name(x)
-    if lies_dense_nhwc(x):
+    if lies_channels_last(x):
         count, limit = (None, 0) if select is None else (select.count, select.limit)
-        dispatch.run(CAST, Cast(x.numel(), limit, count is not None, name, inverse, binary), x, out, count)
+        dispatch.launch(CAST, Cast(x.numel(), limit, count is not None, name, inverse, binary), x, out, count)
     else:
-        dispatch.run(CAST_STRIDED, CastStrided._make((n, c, h, w, *x.stride(), name, inverse, binary)), x, out)
+        x = planar(x)
+        problem = CastStrided(n, c, tuple(x.shape[2:]), x.stride(), name, inverse, binary)
+        dispatch.launch(CAST_STRIDED, problem, x, out)
     return view
 
 
-def lies_dense_nhwc(x: Tensor) -> bool:
-    """Whether ``x`` (N, C, H, W) fills its memory in channels-last order."""
-    return x.is_contiguous(memory_format=torch.channels_last)
-
-
 def _pack_signature(problem: PackWeight, device: Device) -> KernelSignature:
-    layout = "channels last" if problem.stride_c == 1 else "channels first"
+    layout = "channels last" if problem.strides[1] == 1 else "channels first"
     return KernelSignature(
         "pack_weight", device, dtypes=(problem.dtype, "int8"), layouts=(layout,),
-        sizes=(("k", problem.k), ("c", problem.c)),
-        parameters=(("taps", problem.r * problem.s), ("digits", problem.digits)),
+        sizes=(("k", problem.k), ("c", problem.c)), parameters=(("taps", problem.taps), ("digits", problem.digits)),
     )  # fmt: skip
 
 
 def _pack_representative(signature: KernelSignature) -> PackWeight:
     sizes, given = dict(signature.sizes), dict(signature.parameters)
     k, c, taps = int(sizes["k"]), int(sizes["c"]), int(given["taps"])
-    strides = (taps * c, 1, c, c) if signature.layouts[0] == "channels last" else (taps * c, taps, 1, 1)
-    return PackWeight(k, c, padded_channels(c), *strides, taps, 1, int(given["digits"]), signature.dtypes[0])
+    strides = (taps * c, 1, c) if signature.layouts[0] == "channels last" else (taps * c, taps, 1)
+    return PackWeight(k, c, (taps,), strides, int(given["digits"]), signature.dtypes[0])
 
 
 def _pack_operands(problem: PackWeight, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     p, random = problem, torch.Generator(device).manual_seed(seed)
-    w = random_tensor((p.k, p.c, p.r, p.s), (p.stride_k, p.stride_c, p.stride_r, p.stride_s), p.dtype, random)
-    planes = torch.full((p.digits, p.k, p.r * p.s * p.cp), 77, dtype=torch.int8, device=device)
+    w = random_tensor((p.k, p.c, *p.kernel), p.strides, p.dtype, random)
+    planes = torch.full((p.digits, p.k, p.depth), 77, dtype=torch.int8, device=device)
     return w, planes, torch.full((p.k,), float("nan"), device=device)
 
 
@@ -166,8 +169,9 @@ def _cast_operands(problem: Cast, device: torch.device, seed: int) -> tuple[Tens
 
 
 def _strided_signature(problem: CastStrided, device: Device) -> KernelSignature:
-    sizes = tuple(zip("nchw", problem[:4], strict=True))
-    innermost = min(zip(problem[5:8], "chw", strict=True))[1]
+    sizes = tuple(zip("nchw", (problem.n, problem.c, *as_image(problem.size, 1)), strict=True))
+    _, *strides = problem.strides
+    innermost = min(zip(strides, "c" + "dhw"[-len(problem.size) :], strict=True))[1]
     return KernelSignature("cast_strided", device, dtypes=(problem.dtype, "int8"), layouts=(innermost,), sizes=sizes)
 
 
@@ -175,13 +179,13 @@ def _strided_representative(signature: KernelSignature) -> CastStrided:
     sizes = dict(signature.sizes)
     n, c, h, w = (int(sizes[name]) for name in "nchw")
     order = {"w": (c * h * w, h * w, w, 1), "h": (c * h * w, h * w, 1, h), "c": (c * h * w, 1, w * c, c)}
-    return CastStrided(n, c, h, w, *order[signature.layouts[0]], signature.dtypes[0])
+    return CastStrided(n, c, (h, w), order[signature.layouts[0]], signature.dtypes[0])
 
 
 def _strided_operands(problem: CastStrided, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
-    n, c, h, w = problem[:4]
-    x = strided((n, c, h, w), problem[4:8], lambda size: _whole_numbers(size, problem.dtype, device, seed))
-    return x, torch.full((n, h, w, c), 77, dtype=torch.int8, device=device)
+    p = problem
+    x = strided((p.n, p.c, *p.size), p.strides, lambda size: _whole_numbers(size, p.dtype, device, seed))
+    return x, torch.full((p.n, *p.size, p.c), 77, dtype=torch.int8, device=device)
 
 
 def _cast_reference(problem: Cast, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
@@ -191,7 +195,7 @@ def _cast_reference(problem: Cast, operands: tuple[Tensor | None, ...]) -> tuple
 
 def _strided_reference(problem: CastStrided, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     assert operands[0] is not None
-    return (operands[0].permute(0, 2, 3, 1).to(torch.int8),)
+    return (operands[0].movedim(1, -1).to(torch.int8),)
 
 
 def _whole_numbers(size: int, dtype: str, device: torch.device, seed: int) -> Tensor:

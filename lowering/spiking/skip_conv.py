@@ -1,5 +1,6 @@
 """Convolution on non-idle pixels only, as two operations: scan the pixels, list the rows they reach."""
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -8,80 +9,60 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name
-from sparsecomp.lowering.spiking.window import Selection, Window, pixel_strides
+from sparsecomp.lowering.spiking.convolution import Convolution, Selection, planar
 from sparsecomp.lowering.tuning.template import Operation
 
 
 class ScanPixels(NamedTuple):
-    """An input (n, c, pixels of rows w wide) of any strides."""
+    """An input (n, c, …) of any strides, with maps of ``size``."""
 
     n: int
     c: int
-    w: int
-    pixels: int
-    stride_n: int
-    stride_c: int
-    stride_h: int
-    stride_w: int
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: str
+
+    @property
+    def pixels(self) -> int:
+        """Of an image, at least one."""
+        return max(prod(self.size), 1)
 
 
 class ListRows(NamedTuple):
-    """The output pixels ``m`` of a convolution; other fields as in ``BinaryConv``."""
+    """A convolution whose output pixels are listed."""
 
-    m: int
-    h: int
-    w: int
-    oh: int
-    ow: int
-    k: int
-    stride_h: int
-    stride_w: int
-    pad_h: int
-    pad_w: int
-    dil_h: int
-    dil_w: int
-    out_pixel: int
-    out_channel: int
-    out_image: int
-    r: int
-    s: int
-    has_bias: bool
-    dtype: str
+    conv: Convolution
 
 
-def list_rows(x: Tensor, scale: Tensor, bias: Tensor | None, window: Window, out: Tensor) -> tuple[Tensor, Selection]:
+def list_rows(
+    x: Tensor, scale: Tensor, bias: Tensor | None, conv: Convolution, out: Tensor
+) -> tuple[Tensor, Selection]:
     """Write the outputs that see no spike, and choose the others.
 
     Args:
-        x: (N, C, H, W) of any strides, integers in [-128, 127] of any dtype.
+        x: (N, C, …) of any strides, integers in [-128, 127] of any dtype.
         scale: (K,) float32 from ``split_weight``, NaN for a channel with a weight that is not finite.
 
     Returns:
         ``x`` as int8 in channels-last memory, and the rows of ``out`` that remain to be computed.
     """
     x8, active, count = scan_pixels(x)
-    n, k, oh, ow = out.shape
-    m = n * oh * ow
-    rows = torch.empty((m,), dtype=torch.int32, device=x.device)
+    rows = torch.empty((conv.m,), dtype=torch.int32, device=x.device)
     if out.numel():
-        problem = ListRows._make((
-            m, *x.shape[2:], oh, ow, k, *window.stride, *window.padding, *window.dilation, *pixel_strides(out),
-            *window.kernel, bias is not None, dtype_name(out),
-        ))  # fmt: skip
-        dispatch.run(LIST_ROWS, problem, active, rows, count, scale, bias, out)
+        dispatch.launch(LIST_ROWS, ListRows(conv), active, rows, count, scale, bias, out)
     return x8, Selection(count, 0, rows)
 
 
 def scan_pixels(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The prescan: ``x`` as channels-last int8, the flags (N, H, W) of its active pixels, and a cleared counter."""
-    n, c, h, w = x.shape
-    x8 = torch.empty((n, h, w, c), dtype=torch.int8, device=x.device)
-    active = torch.empty((n, h, w), dtype=torch.int8, device=x.device)
+    """The prescan: ``x`` as channels-last int8, the flags (N, …) of its active pixels, and a cleared counter."""
+    n, c, *size = x.shape
+    x8 = torch.empty((n, *size, c), dtype=torch.int8, device=x.device)
+    active = torch.empty((n, *size), dtype=torch.int8, device=x.device)
     count = torch.empty((1,), dtype=torch.int32, device=x.device)
-    problem = ScanPixels._make((n, c, w, max(h * w, 1), *x.stride(), dtype_name(x)))
-    dispatch.run(SCAN_PIXELS, problem, x, x8, active, count)
-    return x8.permute(0, 3, 1, 2), active, count
+    x = planar(x)
+    problem = ScanPixels(n, c, tuple(x.shape[2:]), x.stride(), dtype_name(x))
+    dispatch.launch(SCAN_PIXELS, problem, x, x8, active, count)
+    return x8.movedim(-1, 1), active, count
 
 
 def _scan_signature(problem: ScanPixels, device: Device) -> KernelSignature:
@@ -90,8 +71,8 @@ def _scan_signature(problem: ScanPixels, device: Device) -> KernelSignature:
 
 
 def _list_signature(problem: ListRows, device: Device) -> KernelSignature:
-    sizes = (("m", problem.m), ("k", problem.k))
-    return KernelSignature("list_rows", device, dtypes=(problem.dtype,), sizes=sizes)
+    sizes = (("m", problem.conv.m), ("k", problem.conv.k))
+    return KernelSignature("list_rows", device, dtypes=(problem.conv.dtype,), sizes=sizes)
 
 
 SCAN_PIXELS = Operation("scan_pixels", _scan_signature)

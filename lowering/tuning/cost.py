@@ -8,6 +8,7 @@ point and may keep a size that is only known at run time.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def sizes(names: str) -> tuple[sympy.Symbol, ...]:
-    """Symbols for the numbers that a cost depends on, by the names of a problem's and a configuration's fields.
+    """Symbols for the numbers that a cost depends on, by the names of a problem's and a configuration's attributes.
 
-    ``itemsize`` stands for the bytes of a problem's ``dtype``; a number of ``Card``, such as ``processors``, for the
-    card's.
+    A name may have dots, as ``conv.taps``. ``itemsize`` stands for the bytes of a problem's ``dtype``; a number of
+    ``Card``, such as ``processors``, for the card's.
     """
     return tuple(sympy.Symbol(name, nonnegative=True) for name in names.split())
 
@@ -81,10 +82,16 @@ def _compiled(cost: Cost, card: Card) -> tuple[tuple[str, ...], Callable[..., fl
 
 def seconds(candidate: "Candidate[Any]", problem: Any, card: Card) -> float:
     """Estimated seconds of a candidate for a problem (a NamedTuple)."""
-    numbers = {**problem._asdict(), **candidate.config}
-    if "dtype" in numbers:
-        numbers["itemsize"] = getattr(torch, numbers["dtype"]).itemsize
-    return candidate.template.cost.estimate(numbers, card)
+    cost, config = candidate.template.cost, candidate.config
+    names, _ = _compiled(cost, card)
+    numbers = {name: config[name] if name in config else _number(problem, name) for name in names}
+    return cost.estimate(numbers, card)
+
+
+def _number(problem: Any, name: str) -> Any:
+    if name == "itemsize" and not hasattr(problem, name):
+        return getattr(torch, problem.dtype).itemsize
+    return attrgetter(name)(problem)
 
 
 def rank(candidates: "Sequence[Candidate[Any]]", problem: Any, card: Card) -> "list[Candidate[Any]]":

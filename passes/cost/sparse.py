@@ -12,6 +12,7 @@ import torch
 from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.launch.epilogue import Output
+from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.sparse.random_sparse import SKEWS
 from sparsecomp.lowering.tuning import cost, host
 from sparsecomp.lowering.tuning.cards import Card
@@ -258,7 +259,7 @@ def _sampling(product: Product, device: Device, card: Card) -> Time:
         return _dense_product(p, card).plus(Time(0.0, _OTHER_LAUNCHES * host.LAUNCH))
     name = str(p.dtype)[6:]
     problem = Sddmm(
-        p.m, p.k, p.n, 1, p.entries, SKEWS[p.skew], 0, 1, p.m, 0, 1, p.k, 0, 1.0, name, name, "int32"
+        p.m, p.k, p.n, 1, p.entries, SKEWS[p.skew], Strides(0, 1, p.m), Strides(0, 1, p.k), 0, 1.0, name, name, "int32"
     )  # fmt: skip
     return _fastest(SDDMM.candidates(problem, device), problem, p, card, "sddmm")[0]
 
@@ -285,25 +286,25 @@ def _problem(product: Product) -> tuple[Any, Any]:
     from sparsecomp.lowering.sparse import spmm_bsr, spmm_csr, spmm_nm
 
     p, name = product, str(product.dtype)[6:]
-    right = (p.k * p.n, 1, p.k) if p.linear else (p.k * p.n, p.n, 1)
-    strides = (p.m * p.n, 1, p.m) if p.linear else (p.m * p.n, p.n, 1)
+    right = Strides(p.k * p.n, *((1, p.k) if p.linear else (p.n, 1)))
+    strides = Strides(p.m * p.n, *((1, p.m) if p.linear else (p.n, 1)))
     axis = ("row" if p.linear else "column") if p.bias else ""
     output = Output(
-        strides, name, name if p.bias else "", axis, name if p.residual else "", strides if p.residual else (0, 0, 0),
-        p.activation, 1.0,
+        strides, name, name if p.bias else "", axis, name if p.residual else "",
+        strides if p.residual else Strides(0, 0, 0), p.activation, 1.0,
     )  # fmt: skip
     if p.format == "nm":
         keep, group = p.block
         groups = -(-p.k // group)
         return spmm_nm.SPMM_NM, spmm_nm.SpmmNM(
-            p.m, p.k, p.n, p.batch, keep, group, groups, 0, groups * keep, groups * keep, *right, name, name, output
+            p.m, p.k, p.n, p.batch, keep, group, 0, groups * keep, groups * keep, right, name, name, output
         )
     if p.format == "bsr":
         height, width = p.block
         return spmm_bsr.SPMM_BSR, spmm_bsr.SpmmBsr(
             p.m, p.k, p.n, p.batch, height, width, -(-p.m // height), -(-p.k // width), p.entries, SKEWS[p.skew],
-            0, height * width, width, 1, *right, name, name, "int32", output,
+            spmm_bsr.BlockStrides(0, height * width, width, 1), right, name, name, "int32", output,
         )  # fmt: skip
     return spmm_csr.SPMM_CSR, spmm_csr.SpmmCsr(
-        p.m, p.k, p.n, p.batch, p.entries, SKEWS[p.skew], 0, *right, name, name, "int32", output
+        p.m, p.k, p.n, p.batch, p.entries, SKEWS[p.skew], 0, right, name, name, "int32", output
     )

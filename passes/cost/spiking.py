@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import sympy
 
 from sparsecomp.lowering.cache.signature import Size
-from sparsecomp.lowering.spiking.strategies import EVENT_CAPACITY, SiteInfo, able
+from sparsecomp.lowering.spiking.implementations import EVENT_CAPACITY, SiteInfo, able
 from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cards import H100, ByPrecision, Card
 from sparsecomp.lowering.tuning.cost import Cost, break_even, sizes
@@ -27,20 +27,20 @@ _STEP = 0.6e-6
 """One step of the reduction in a tile that nothing overlaps: what a layer with few active pixels waits for."""
 
 # Sites' numbers by name, then what :func:`_numbers` adds, then the card's.
-_FIELDS = "itemsize n c h w k r s out_h out_w groups digits density active fused"
-_itemsize, _n, _c, _h, _w, _k, _r, _s, _out_h, _out_w, _groups, _digits, _density, _active, _fused = sizes(_FIELDS)
+_FIELDS = "itemsize n c in_pixels k taps out_pixels groups digits density active fused"
+_itemsize, _n, _c, _in_pixels, _k, _taps, _out_pixels, _groups, _digits, _density, _active, _fused = sizes(_FIELDS)
 _dense_share, _int8_share, _event_share = sizes("dense_share int8_share event_share")
 _bandwidth, _int8, _single_rows = sizes("bandwidth int8 single_rows")
 
-_inputs = _n * _c * _h * _w
-_weights = _k * _c / _groups * _r * _s
-_operations = 2 * _n * _out_h * _out_w * _weights
+_inputs = _n * _c * _in_pixels
+_weights = _k * _c / _groups * _taps
+_operations = 2 * _n * _out_pixels * _weights
 _products = _operations * _digits / _int8_share
 _packing = _weights * (2 * _itemsize + _digits)  # every call splits the weight anew: it is read twice, written in bytes
 
 
 def _bytes(input_itemsize: Size, weight_itemsize: Size) -> sympy.Expr:
-    return _inputs * input_itemsize + _weights * weight_itemsize + _n * _k * _out_h * _out_w * _itemsize
+    return _inputs * input_itemsize + _weights * weight_itemsize + _n * _k * _out_pixels * _itemsize
 
 
 _NONE = sympy.Integer(0)  # the rates were measured with the launches in them
@@ -69,7 +69,7 @@ _SPARSE = {
         _NONE, _NONE, "int8", _NONE,
         # the prescan reads the input and lists pixels; then only listed rows are multiplied, but all are written
         (_packing + _bytes(_itemsize + 2, _digits)) / _bandwidth + _LISTING
-        + sympy.Max(_products / _int8 * _active, _r * _s * _c / _groups / 64 * _STEP),
+        + sympy.Max(_products / _int8 * _active, _taps * _c / _groups / 64 * _STEP),
     ),
 }  # fmt: skip
 
@@ -104,7 +104,7 @@ def as_called(site: SiteInfo, strategy: str, device: float, card: Card = H100) -
         gradient = Time(seconds(site._replace(fused=False), "dense", card), dense)
         time = time.plus(gradient, gradient)
         if strategy != "dense":
-            widened = site.n * site.c * site.h * site.w * (site.itemsize + 1) / card.bandwidth
+            widened = site.n * site.c * site.in_pixels * (site.itemsize + 1) / card.bandwidth
             time = time.plus(Time(widened, host.LAUNCH))
     return time.waited(replayed=not site.hosted)
 
@@ -160,7 +160,7 @@ def _cost(site: SiteInfo, strategy: str) -> Cost:
 
 
 def _is_matmul(site: SiteInfo) -> bool:
-    return site.h == site.w == 1
+    return site.in_pixels == 1
 
 
 def _precision(site: SiteInfo) -> str:

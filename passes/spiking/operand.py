@@ -18,7 +18,7 @@ from torch import fx
 from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.cache.tuning_cache import default_cache
-from sparsecomp.lowering.spiking.strategies import SPIKE_CONV
+from sparsecomp.lowering.spiking.implementations import SPIKE_CONV
 from sparsecomp.lowering.tuning.autotune import scoped_effort, tuner
 from sparsecomp.lowering.tuning.cards import H100, Card
 from sparsecomp.lowering.tuning.ceilings import card_of

@@ -1,4 +1,4 @@
-"""conv2d or conv1d whose input is spikes becomes `sparsecomp::spike_conv2d`; conv1d as an image of height one.
+"""A convolution whose input is spikes becomes `sparsecomp::spike_conv2d`, in as many dimensions as kernels index.
 
 A dense convolution multiplies floats; a spike is a small whole number, so the product can run on int8 tensor cores,
 exactly, at a fraction of the float32 time. Whether that pays at this shape is the gate's business.
@@ -24,21 +24,26 @@ from sparsecomp.passes.spiking.operand import (
     trains,
     writes_bytes,
 )
-from sparsecomp.reference.geometry import is_channels_last, output_size
+from sparsecomp.reference.geometry import KERNEL_DIMS, Window, is_channels_last
 
-_UNSUPPORTED = ("conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_DIMS = {f"conv{dims}d": dims for dims in (1, 2, 3)}
+_TAKEN = [name for name, dims in _DIMS.items() if dims <= KERNEL_DIMS]
+_LAYERS = [getattr(torch.nn, name.capitalize()) for name in _TAKEN]
+_UNSUPPORTED = [*_DIMS.keys() - _TAKEN, *(f"conv_transpose{dims}d" for dims in (1, 2, 3))]
+
+_Geometry = tuple[list[int], list[int], list[int]]
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
-    """Judge one node: every conv1d and conv2d is a candidate; other convolutions are, if spikes reach them."""
-    if hooked(node, ctx, torch.nn.Conv1d) or hooked(node, ctx, torch.nn.Conv2d):
+    """Judge one node: every convolution that kernels index is a candidate; others are, if spikes reach them."""
+    if any(hooked(node, ctx, layer) for layer in _LAYERS):
         return refuse(Why.HOOKED)
     op = op_of(node)
     if op is None:
         return None
     if op.name in _UNSUPPORTED:
         return refuse(Why.UNSUPPORTED_OP, op=op.name) if ctx.fact(op.input, op.node) is not None else None
-    if op.name not in ("conv1d", "conv2d"):
+    if op.name not in _TAKEN:
         return None
     operands = check(op, ctx)
     if isinstance(operands, Refusal):
@@ -55,7 +60,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 RULE = Rule("spike_conv", consider, after=("fuse_neurons",))
 
 
-def _build(operands: Operands, geometry: tuple[list[int], ...], strategy: str, ctx: Context) -> fx.Node:
+def _build(operands: Operands, geometry: _Geometry, strategy: str, ctx: Context) -> fx.Node:
     x, weight, bias, promise = build_inputs(operands, ctx)
     node, groups = operands.op.node, operands.op.get("groups", 1)
 
@@ -64,66 +69,54 @@ def _build(operands: Operands, geometry: tuple[list[int], ...], strategy: str, c
 
     multi_step = operands.op.step_mode == "m"
     frames = emit(torch.flatten, x, 0, 1) if multi_step else x
-    flat = operands.op.name == "conv1d"
-    if flat:
-        frames, weight = emit(torch.unsqueeze, frames, -2), emit(torch.unsqueeze, weight, -2)
     target = torch.ops.sparsecomp.spike_conv2d.default
     out = emit(target, frames, weight, bias, *geometry, groups, operands.digits, strategy, *promise)
-    out = emit(torch.squeeze, out, -2) if flat else out
     return emit(torch.unflatten, out, 0, (emit(torch.Tensor.size, x, 0), -1)) if multi_step else out
 
 
-def _geometry(op: CanonicalOp) -> tuple[list[int], list[int], list[int]] | Refusal:
-    """Stride, padding and dilation as pairs; string paddings resolved."""
-    stride, dilation = _pair(op, "stride", 1), _pair(op, "dilation", 1)
+def _geometry(op: CanonicalOp) -> _Geometry | Refusal:
+    """Stride, padding and dilation, a number a dimension; string paddings resolved."""
+    stride, dilation = _numbers(op, "stride", 1), _numbers(op, "dilation", 1)
     mode = op.get("padding_mode") or "zeros"
     if mode != "zeros":
         return refuse(Why.PADDING_MODE, mode=mode)
     padding = op.get("padding", 0)
     if not isinstance(padding, str):
-        return stride, _pair(op, "padding", 0), dilation
+        return stride, _numbers(op, "padding", 0), dilation
     if padding == "valid":
-        return stride, [0, 0], dilation
-    kernel = _image(op, sizes(op.get("weight")))
-    if padding != "same" or kernel is None:
+        return stride, [0] * len(stride), dilation
+    weight = sizes(op.get("weight"))
+    if padding != "same" or weight is None:
         return refuse(Why.PADDING, padding=padding)
-    totals = [dilation[i] * (kernel[2 + i] - 1) for i in range(2)]
+    totals = [d * (extent - 1) for d, extent in zip(dilation, weight[2:], strict=True)]
     if any(total % 2 for total in totals):
         return refuse(Why.PADDING, padding=padding)
     return stride, [total // 2 for total in totals], dilation
 
 
-def _site(operands: Operands, geometry: tuple[list[int], ...], ctx: Context) -> gate.SiteInfo | Refusal:
+def _site(operands: Operands, geometry: _Geometry, ctx: Context) -> gate.SiteInfo | Refusal:
     op = operands.op
-    x, weight = _image(op, sizes(op.input)), _image(op, sizes(op.get("weight")))
+    x, weight = sizes(op.input), sizes(op.get("weight"))
     if x is None or weight is None:
         return refuse(Why.UNKNOWN_SHAPE)
     if op.step_mode == "m":
         x = [x[0] * x[1], *x[2:]]
-    if len(x) != 4:
+    if len(x) != len(weight):
         return refuse(Why.UNSUPPORTED_OP, op=f"{op.name} without a batch dimension")
-    out = output_size(x[2:], weight[2:], *geometry)
     spikes = example_of(op.input)
     density, _ = ctx.density(op.node)
     return gate.SiteInfo(
         device=operands.device, itemsize=operands.dtype.itemsize,
-        n=x[0], c=x[1], h=x[2], w=x[3], k=weight[0], r=weight[2], s=weight[3], out_h=out[0], out_w=out[1],
+        n=x[0], c=x[1], size=tuple(x[2:]), k=weight[0], window=Window.of(weight, *geometry),
         groups=op.get("groups", 1), digits=operands.digits, density=density.share, active=density.active,
         tf32=_compat.conv_tf32(), fused=writes_bytes(operands, ctx),
         channels_last=isinstance(spikes, torch.Tensor) and is_channels_last(spikes),
-        stride=(geometry[0][0], geometry[0][1]), trained=trains(ctx), hosted=hosted(operands, ctx),
+        trained=trains(ctx), hosted=hosted(operands, ctx),
     )  # fmt: skip
 
 
-def _image(op: CanonicalOp, size: list[int] | None) -> list[int] | None:
-    """A shape as the two-dimensional operator sees it: a signal is an image of height one."""
-    return size if size is None or op.name == "conv2d" else [*size[:-1], 1, size[-1]]
-
-
-def _pair(op: CanonicalOp, name: str, idle: int) -> list[int]:
-    """A window parameter by rows and columns; `idle` is its value for the rows of a signal, and its default."""
-    value = op.get(name, idle)
+def _numbers(op: CanonicalOp, name: str, default: int) -> list[int]:
+    """A parameter of the window, a number a dimension."""
+    value = op.get(name, default)
     values = [value] if isinstance(value, int) else list(value)
-    if op.name == "conv1d":
-        return [idle, *values]
-    return values * 2 if len(values) == 1 else values
+    return values * _DIMS[op.name] if len(values) == 1 else values

@@ -20,6 +20,7 @@ from sparsecomp.passes.spiking.operand import (
     trains,
     writes_bytes,
 )
+from sparsecomp.reference.geometry import Window
 
 _UNSUPPORTED = ("matmul", "addmm", "baddbmm", "bilinear")
 
@@ -65,8 +66,8 @@ def _site(operands: Operands, ctx: Context) -> gate.SiteInfo | Refusal:
     density, _ = ctx.density(op.node)
     return gate.SiteInfo(
         device=operands.device, itemsize=operands.dtype.itemsize,
-        n=math.prod(x[:-1]), c=x[-1], h=1, w=1, k=weight[0], r=1, s=1, out_h=1, out_w=1,
-        groups=1, digits=operands.digits, density=density.share, active=density.active,
+        n=math.prod(x[:-1]), c=x[-1], size=(1, 1), k=weight[0], window=Window.centred((1, 1), (1, 1)), groups=1,
+        digits=operands.digits, density=density.share, active=density.active,
         tf32=_compat.matmul_tf32(), channels_last=True, fused=writes_bytes(operands, ctx),
         trained=trains(ctx), hosted=hosted(operands, ctx),
     )  # fmt: skip

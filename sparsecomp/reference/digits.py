@@ -9,6 +9,9 @@ Next to one very large weight the others would lose their digits, so the split i
 the scale of a channel whose digits would not do says so by its sign, and the product takes the channel's floats.
 """
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -70,21 +73,19 @@ def split_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[T
     """Split a convolution or linear weight in signed bytes, most significant first.
 
     Args:
-        weight: (K, C, R, S) or (K, C), float32, float16 or bfloat16; C is the number of input channels of one group.
+        weight: (K, C, …), float32, float16 or bfloat16; C is the number of input channels of one group.
         digits: number of signed bytes, 2 to 4.
         spread: see :func:`channel_scale`.
 
     Returns:
-        ``(bytes, scale)``: (digits, K, R·S·Cp) int8 with Cp = ``padded_channels(C)``, channels innermost; (K,) float32,
-        above zero where the bytes stand for the channel's weights.
+        ``(bytes, scale)``: (digits, K, taps · Cp) int8 with Cp = ``padded_channels(C)``, channels innermost; (K,)
+        float32, above zero where the bytes stand for the channel's weights.
     """
     w = weight.float()
-    if w.dim() == 2:
-        w = w[:, :, None, None]
-    k, c, r, s = w.shape
+    k, c = w.shape[:2]
     scale = channel_scale(w.abs().flatten(1), digits, spread)
     # 1/scale overflows for scales under 2^-126; channel_scale never returns one.
-    q = w.permute(0, 2, 3, 1) * (1.0 / scale.abs())[:, None, None, None]
+    q = w.reshape(k, c, prod(w.shape[2:])).mT * (1.0 / scale.abs())[:, None, None]
     # from 2^23 on every float32 is whole, and adding a half would round it
     q = torch.where(q.abs() < 2**23, torch.floor(q + 0.5), q)
     q = torch.where(torch.isfinite(q), q, 0.0).to(torch.int32)
@@ -95,19 +96,23 @@ def split_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[T
         q = (q - digit) >> 8
     stacked = torch.stack(planes[::-1])
     stacked = torch.nn.functional.pad(stacked, (0, padded_channels(c) - c))
-    return stacked.reshape(digits, k, r * s * padded_channels(c)), scale
+    return stacked.flatten(2), scale
 
 
 def multiplied_weight(weight: Tensor, digits: int, spread: float) -> Tensor:
-    """The float64 weight (K, C, R, S) that a product of ``digits`` multiplies with: the split one, or as it is."""
-    planes, scale = split_weight(weight, digits, spread)
-    split = join_weight(planes, scale, (weight.shape[2], weight.shape[3]), weight.shape[1])
-    return torch.where((scale > 0)[:, None, None, None], split, weight.double())
+    """The float64 weight (K, C, …) that a product of ``digits`` multiplies with: the split one, or as it is."""
+    return used_weight(weight, *split_weight(weight, digits, spread))
 
 
-def join_weight(planes: Tensor, scale: Tensor, kernel: tuple[int, int], channels: int) -> Tensor:
-    """The float64 weight (K, C, R, S) that ``split_weight`` stored; the inverse up to its rounding."""
+def used_weight(weight: Tensor, planes: Tensor, scale: Tensor) -> Tensor:
+    """As :func:`multiplied_weight`, of a weight that was split before."""
+    split = join_weight(planes, scale, weight.shape[2:], weight.shape[1])
+    return torch.where((scale > 0).view(-1, *(1,) * (weight.dim() - 1)), split, weight.double())
+
+
+def join_weight(planes: Tensor, scale: Tensor, kernel: Sequence[int], channels: int) -> Tensor:
+    """The float64 weight (K, C, …) that ``split_weight`` stored; the inverse up to its rounding."""
     digits, k, _ = planes.shape
     powers = 256.0 ** torch.arange(digits - 1, -1, -1, dtype=torch.float64, device=planes.device)
     w = (planes.double() * powers[:, None, None]).sum(0) * scale.double().abs()[:, None]
-    return w.reshape(k, *kernel, padded_channels(channels))[..., :channels].permute(0, 3, 1, 2)
+    return w.reshape(k, *kernel, padded_channels(channels))[..., :channels].movedim(-1, 1)

@@ -28,7 +28,9 @@ def start(device="cpu", dtype=torch.float32, index=torch.int32, shape=(30, 50)):
 def kernel(weight, grad, pruned, mean, size, square, steps, *, lr, **settings):
     """What the operator does on CUDA, in the interpreter too."""
     lr = lr if isinstance(lr, torch.Tensor) else torch.full((), lr, dtype=torch.float64, device=weight.device)
-    lowered.run(weight, grad, pruned, (mean, size, square), steps, lr, **settings)
+    if settings.get("count") is not None:
+        settings["count"] = torch.as_tensor(settings["count"], device=weight.device)
+    lowered.selective_step(weight, grad, pruned, (mean, size, square), steps, lr, **settings)
 
 
 STEPS = [

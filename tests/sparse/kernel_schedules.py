@@ -19,7 +19,7 @@ def captured(call: Callable[[], None]):
     def note(operation, problem, *tensors):
         found.append((operation, problem, tensors))
 
-    with mock.patch.object(dispatch, "run", note):
+    with mock.patch.object(dispatch, "launch", note):
         call()
     return found[0] if found else None
 

@@ -8,7 +8,7 @@ import torch
 from sparsecomp.compiler.warmup import signature_of
 from sparsecomp.lowering.cache.signature import Device, Rows
 from sparsecomp.lowering.launch.epilogue import Output
-from sparsecomp.lowering.launch.strided import layout_of, strides_from
+from sparsecomp.lowering.launch.strided import Strides, layout_of, strides_from
 from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, rows_of
 from sparsecomp.lowering.sparse.sddmm import SDDMM, Sddmm
 from sparsecomp.lowering.sparse.spmm_csr import SPMM_CSR, SpmmCsr
@@ -53,15 +53,16 @@ def test_shares_of_what_there_is():
     assert rows_of(6, 4, 0.5) == Rows(1.5, 0.5) and rows_of(0, 0, 0.0) == Rows(0.0, 0.0)
 
 
-OUTPUT = Output((63, 7, 1), "float32", "", "", "", (0, 0, 0), "none", 1.0)
+FLOAT32 = ("float32", "float32")
+OUTPUT = Output(Strides(63, 7, 1), "float32", "", "", "", Strides(0, 0, 0), "none", 1.0)
 
 
 @pytest.mark.parametrize("room", [0, 5, 200])
 @pytest.mark.parametrize(
     ("operation", "problem", "entries"),
     [
-        (SPMM_CSR, SpmmCsr(9, 8, 7, 1, 40, 1, 0, 0, 7, 1, "float32", "float32", "int32", OUTPUT), 40),
-        (SDDMM, Sddmm(9, 8, 3, 2, 40, 1, 27, 3, 1, 24, 3, 1, 40, 1.0, "float32", "float32", "int64"), 40),
+        (SPMM_CSR, SpmmCsr(9, 8, 7, 1, 40, 1, 0, Strides(0, 7, 1), *FLOAT32, "int32", OUTPUT), 40),
+        (SDDMM, Sddmm(9, 8, 3, 2, 40, 1, Strides(27, 3, 1), Strides(24, 3, 1), 40, 1.0, *FLOAT32, "int64"), 40),
     ],
 )
 def test_problems_are_timed_with_as_many_entries_as_they_have(operation, problem, entries, room):
@@ -86,9 +87,9 @@ def test_what_is_timed_for_a_signature_has_that_signature(operation, m, k, entri
     """A signature that is read has rounded numbers, which need not agree: others of their buckets are tried."""
     device = Device("H100", "9.0", "3.6.0")
     if operation is SPMM_CSR:
-        problem = SpmmCsr(m, k, 7, 1, entries, 0, 0, 0, 7, 1, "float32", "float32", "int32", OUTPUT)
+        problem = SpmmCsr(m, k, 7, 1, entries, 0, 0, Strides(0, 7, 1), *FLOAT32, "int32", OUTPUT)
     else:
-        problem = Sddmm(m, k, 3, 1, entries, 0, 0, 3, 1, 0, 3, 1, entries, 1.0, "float32", "float32", "int64")
+        problem = Sddmm(m, k, 3, 1, entries, 0, Strides(0, 3, 1), Strides(0, 3, 1), entries, 1.0, *FLOAT32, "int64")
     signature = operation.signature(problem, device)
     stand_in = operation.representative(signature_of(signature.fields))
     assert operation.signature(stand_in, device).key == signature.key

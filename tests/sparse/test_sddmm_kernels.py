@@ -8,7 +8,7 @@ from kernel_schedules import captured, schedules
 
 from sparsecomp.errors import FormatError, TuningError
 from sparsecomp.lowering.cache.signature import Device, device_of
-from sparsecomp.lowering.sparse import sddmm
+from sparsecomp.lowering.sparse.sddmm import sddmm
 from sparsecomp.lowering.tuning.trial import fault
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -54,7 +54,7 @@ def test_matches_float64(device, dtype, out_dtype, index, d, layout):
         a, b = a.repeat_interleave(2, 1)[:, ::2], b.repeat_interleave(2, 0)[::2]
     out = torch.empty(col.numel(), dtype=out_dtype, device=device)
     expected = 0.3 * (a.cpu().double()[rows] * b.cpu().double()[cols]).sum(1)
-    for name, got in schedules(lambda: sddmm.run(crow, col, a, b, out, scale=0.3), out, 2):
+    for name, got in schedules(lambda: sddmm(crow, col, a, b, out, scale=0.3), out, 2):
         assert error(got, expected) <= TOLERANCE[out_dtype], name
 
 
@@ -67,7 +67,7 @@ def test_batches_share_a_pattern(device, shared):
     out = torch.empty(3, col.numel(), device=device)
     left, right = a.cpu().double().expand(3, 12, 16), b.cpu().double().expand(3, 20, 16)
     expected = (left[:, rows] * right[:, cols]).sum(-1)
-    for name, got in schedules(lambda: sddmm.run(crow, col, a, b, out), out):
+    for name, got in schedules(lambda: sddmm(crow, col, a, b, out), out):
         assert error(got, expected) <= 1e-6, name
 
 
@@ -80,7 +80,7 @@ def test_row_slices_and_spare_capacity_are_neither_read_nor_written(device):
     out = torch.empty(padded.numel(), device=device)
     inside = (rows >= 12) & (rows < 22)
     expected = (a.cpu().double()[rows[inside] - 12] * b.cpu().double()[cols[inside]]).sum(1)
-    for name, got in schedules(lambda: sddmm.run(crow[12:23] + 9, padded, a, b, out), out):
+    for name, got in schedules(lambda: sddmm(crow[12:23] + 9, padded, a, b, out), out):
         first = int(crow[12]) + 9
         last = first + int(inside.sum())
         assert error(got[first:last], expected) <= 1e-6, name
@@ -94,7 +94,7 @@ def test_what_is_not_finite_reaches_its_own_places_only(device):
     a[4, 3], b[7, 2], b[9, 0] = torch.nan, torch.inf, -torch.inf
     out = torch.empty(col.numel(), device=device)
     touched = (rows == 4) | (cols == 7) | (cols == 9)
-    for name, got in schedules(lambda: sddmm.run(crow, col, a, b, out), out):
+    for name, got in schedules(lambda: sddmm(crow, col, a, b, out), out):
         assert torch.equal(~got.cpu().isfinite(), touched), name
 
 
@@ -107,7 +107,7 @@ def test_large_times_small_is_in_range_however_large_and_small(device):
     a[3, :3], b[4, :3] = torch.tensor([3e38, 0.0, 0.0]), torch.tensor([1e-25, 0.0, 0.0])
     out = torch.empty(col.numel(), device=device)
     expected = (a.cpu().double() @ b.cpu().double().T)[rows, cols]
-    for name, got in schedules(lambda: sddmm.run(crow, col, a, b, out), out):
+    for name, got in schedules(lambda: sddmm(crow, col, a, b, out), out):
         assert ((got.cpu().double() - expected).abs() <= 2.0**-18 * expected.abs() + 2.0**-149).all(), name
 
 
@@ -116,18 +116,18 @@ def test_edges(device):
     """Nothing stored, no depth, one element, and one row that holds everything."""
     crow, col = (torch.tensor(x, dtype=torch.int64, device=device) for x in ([0, 1], [0]))
     one, out = torch.full((1, 1), 3.0, device=device), torch.empty(1, device=device)
-    for name, got in schedules(lambda: sddmm.run(crow, col, one, one / 2, out), out):
+    for name, got in schedules(lambda: sddmm(crow, col, one, one / 2, out), out):
         assert got.item() == 4.5, name
-    for name, got in schedules(lambda: sddmm.run(crow, col, one[:, :0], one[:, :0], out), out):
+    for name, got in schedules(lambda: sddmm(crow, col, one[:, :0], one[:, :0], out), out):
         assert got.item() == 0, name
-    assert captured(lambda: sddmm.run(crow[:1].expand(2), col[:0], one, one, out[:0])) is None
+    assert captured(lambda: sddmm(crow[:1].expand(2), col[:0], one, one, out[:0])) is None
     counts = torch.zeros(50, dtype=torch.int64)
     counts[17] = 300
     crow = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(device)
     col = torch.arange(300, device=device)
     a, b, out = random(50, 24).to(device), random(300, 24, seed=1).to(device), torch.empty(300, device=device)
     expected = b.cpu().double() @ a[17].cpu().double()
-    for name, got in schedules(lambda: sddmm.run(crow, col, a, b, out, skew="skewed"), out):
+    for name, got in schedules(lambda: sddmm(crow, col, a, b, out, skew="skewed"), out):
         assert error(got, expected) <= 1e-6, name
 
 
@@ -138,7 +138,7 @@ def test_rows_lie_beyond_2_to_the_31_elements(device):
     a.copy_(torch.arange(16.0).view(2, 8))
     crow, col = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1, 2], [0, 1]))
     b, out = torch.eye(2, 8, device=device).half(), torch.empty(2, device=device)
-    for name, got in schedules(lambda: sddmm.run(crow, col, a, b, out), out):
+    for name, got in schedules(lambda: sddmm(crow, col, a, b, out), out):
         assert got.tolist() == [0, 9], name
 
 
@@ -146,7 +146,7 @@ def test_rows_lie_beyond_2_to_the_31_elements(device):
 def test_the_tuner_can_time_and_check_candidates(device):
     crow, col, _, _ = pattern(48, 40, 0.2)
     a, b, out = random(2, 24, 48).mT, random(40, 24), torch.empty(2, col.numel())
-    operation, problem, _ = captured(lambda: sddmm.run(crow, col, a, b, out, skew="mixed"))
+    operation, problem, _ = captured(lambda: sddmm(crow, col, a, b, out, skew="mixed"))
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     candidates = operation.candidates(problem, device_of(where))
     assert {candidate.template.name for candidate in candidates} == {"sddmm", "sddmm_dense"}
@@ -162,14 +162,14 @@ def test_bad_operands_are_named():
     crow, col, _, _ = pattern(8, 9, 0.4)
     a, b, out = random(8, 5), random(9, 5), torch.empty(col.numel())
     with pytest.raises(TuningError, match="float64"):
-        sddmm.run(crow, col, a.double(), b.double(), out.double())
+        sddmm(crow, col, a.double(), b.double(), out.double())
     for call in (
-        lambda: sddmm.run(crow, col, a[:7], b, out), lambda: sddmm.run(crow, col, a, b[:, :4], out),
-        lambda: sddmm.run(crow, col, a, b.half(), out), lambda: sddmm.run(crow, col, a, b, out[1:]),
-        lambda: sddmm.run(crow, col, a, b, out, skew="odd"), lambda: sddmm.run(crow.long(), col, a, b, out),
-        lambda: sddmm.run(crow, col, a.expand(2, 8, 5), b, out),
-        lambda: sddmm.run(crow, col, a.expand(col.numel(), 8, 5), b, out),
-        lambda: sddmm.run(crow, col, a.expand(2, 8, 5), b.expand(3, 9, 5), out.expand(2, -1)),
+        lambda: sddmm(crow, col, a[:7], b, out), lambda: sddmm(crow, col, a, b[:, :4], out),
+        lambda: sddmm(crow, col, a, b.half(), out), lambda: sddmm(crow, col, a, b, out[1:]),
+        lambda: sddmm(crow, col, a, b, out, skew="odd"), lambda: sddmm(crow.long(), col, a, b, out),
+        lambda: sddmm(crow, col, a.expand(2, 8, 5), b, out),
+        lambda: sddmm(crow, col, a.expand(col.numel(), 8, 5), b, out),
+        lambda: sddmm(crow, col, a.expand(2, 8, 5), b.expand(3, 9, 5), out.expand(2, -1)),
     ):  # fmt: skip
         with pytest.raises(FormatError, match="do not give values|one value a column"):
             call()

@@ -20,10 +20,11 @@ from sparsecomp.formats import NM
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.epilogue import Output
+from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.sparse import cusparselt, semi_structured
-from sparsecomp.lowering.sparse.cusparselt import Algorithm, Plan, Product
+from sparsecomp.lowering.sparse.cusparselt import Algorithm, Matmul, MatmulPlan
 from sparsecomp.lowering.sparse.kernels import semi_structured as template
-from sparsecomp.lowering.sparse.semi_structured import SEMI_STRUCTURED
+from sparsecomp.lowering.sparse.semi_structured import SEMI_STRUCTURED, spmm_semi_structured
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.tuning import autotune
 from sparsecomp.lowering.tuning.cards import H100
@@ -97,7 +98,7 @@ class Case:
         self.out = laid_out(torch.full((m, n), math.nan, dtype=dtype, device=device), columns[1], pad)
 
     def run(self, **more):
-        return semi_structured.run(self.values, self.indices, self.dense, self.out, **self.given, **more)
+        return spmm_semi_structured(self.values, self.indices, self.dense, self.out, **self.given, **more)
 
     def exact(self, activation="none", scale=1.0):
         result = scale * (self.weight.double() @ self.dense.double())
@@ -122,10 +123,10 @@ def laid_out(matrix, columns, pad):
 def problem(**changes):
     """4096 cubed in float16 as a linear layer's, with bias and relu; changes of `output` start with out_."""
     m, k, n = (changes.pop(name, 4096) for name in ("m", "k", "n"))
-    output = Output((0, 1, m), "float16", "float16", "row", "", (0, 0, 0), "relu", 1.0)
+    output = Output(Strides(0, 1, m), "float16", "float16", "row", "", Strides(0, 0, 0), "relu", 1.0)
     output = output._replace(**{name[4:]: changes.pop(name) for name in list(changes) if name.startswith("out_")})
     groups = -(-k // 4)
-    found = SpmmNM(m, k, n, 1, 2, 4, groups, 0, 2 * groups, 2 * groups, 0, 1, k, "float16", "float16", output)
+    found = SpmmNM(m, k, n, 1, 2, 4, 0, 2 * groups, 2 * groups, Strides(0, 1, k), "float16", "float16", output)
     return found._replace(**changes)
 
 
@@ -244,7 +245,7 @@ def test_a_copy_goes_with_its_weight(library):
 
 
 def test_every_algorithm_is_offered_and_tried(library):
-    output = Output((0, 1, 64), "float16", "", "", "", (0, 0, 0), "none", 1.0)
+    output = Output(Strides(0, 1, 64), "float16", "", "", "", Strides(0, 0, 0), "none", 1.0)
     given = problem(m=64, k=2048, n=16)._replace(output=output)
     candidates = SEMI_STRUCTURED.candidates(given, CARD)
     found = [tuple(one.config[name] for name in ("algorithm", "split_k", "split_k_mode")) for one in candidates]
@@ -268,14 +269,16 @@ REFUSED = {
     "columns": (problem(n=12), "not 4096, 4096 and 12"),
     "size": (problem(m=65536, k=65536, n=8), "more than 2147483647 elements"),
     "values": (problem(values_row=4096), "rows of the values"),
-    "strided": (problem(dense_row=2), "dense has strides"),
-    "overlapping": (problem(dense_col=2048), "dense has strides"),
-    "uneven": (problem(out_strides=(0, 4100, 1)), "the result has strides"),
+    "strided": (problem(dense=Strides(0, 2, 4096)), "dense has strides"),
+    "overlapping": (problem(dense=Strides(0, 1, 2048)), "dense has strides"),
+    "uneven": (problem(out_strides=Strides(0, 4100, 1)), "the result has strides"),
     "float32": (problem(dtype="float32", dense_dtype="float32", out_dtype="float32"), "float32 times float32"),
     "wider result": (problem(out_dtype="float32"), "to float32 is not bound"),
     "bias by column": (problem(out_bias_axis="column"), "by columns"),
     "bias of float32": (problem(out_bias="float32"), "not one of float32"),
-    "residual": (problem(out_residual="float16", out_residual_strides=(0, 4096, 1)), "lie in memory as the result"),
+    "residual": (
+        problem(out_residual="float16", out_residual_strides=Strides(0, 4096, 1)), "lie in memory as the result",
+    ),
 }
 
 
@@ -299,11 +302,11 @@ def test_other_tensors_go_to_other_kernels(library):
     memory = torch.zeros(case.dense.numel() + 1).half()
     unaligned = memory[1:].view(24, 64).mT
     for dense, out in ((unaligned, case.out), (case.dense[None], case.out[None]), (case.dense[:, :0], case.out[:, :0])):
-        assert not semi_structured.run(case.values, case.indices, dense, out)
-    assert not semi_structured.run(case.values[:, :-2], case.indices[:, :-2], case.dense, case.out)
+        assert not spmm_semi_structured(case.values, case.indices, dense, out)
+    assert not spmm_semi_structured(case.values[:, :-2], case.indices[:, :-2], case.dense, case.out)
     assert case.out.isnan().all() and not library.products
     with pytest.raises(FormatError, match="bias has shape"):
-        semi_structured.run(case.values, case.indices, case.dense, case.out, bias=case.bias[:16], bias_axis="row")
+        spmm_semi_structured(case.values, case.indices, case.dense, case.out, bias=case.bias[:16], bias_axis="row")
 
 
 def test_a_library_that_refuses_a_shape_is_quoted(monkeypatch, library):
@@ -372,8 +375,8 @@ def test_small_products_stay_with_the_ordinary_kernels_and_large_ones_do_not(mon
     forget()
 
     def refused(m, k, n):
-        out = Output((0, 1, m), "float16", "", "", "", (0, 0, 0), "none", 1.0)
-        problem = SpmmNM(m, k, n, 1, 2, 4, k // 4, 0, k // 2, k // 2, 0, 1, k, "float16", "float16", out)
+        out = Output(Strides(0, 1, m), "float16", "", "", "", Strides(0, 0, 0), "none", 1.0)
+        problem = SpmmNM(m, k, n, 1, 2, 4, 0, k // 2, k // 2, Strides(0, 1, k), "float16", "float16", out)
         return semi_structured.refusal(problem, torch.device("cpu"))
 
     assert refused(4096, 4096, 4096) is None
@@ -387,7 +390,7 @@ def test_arguments_reach_the_library_as_its_header_has_them(library):
     """Orders, leading dimensions, attributes and data types, which the stand-in decodes from memory."""
     handle = cusparselt.current_handle()
     bias = torch.zeros(32).bfloat16()
-    plan = Plan(handle, Product(32, 64, 16, "bfloat16", True, 72, False, 24, True, True), Algorithm(2, 4, 2),
+    plan = MatmulPlan(handle, Matmul(32, 64, 16, "bfloat16", True, 72, False, 24, True, True), Algorithm(2, 4, 2),
                 bias.data_ptr())  # fmt: skip
     ((described, chosen),) = (
         value for value in library.structures.values() if isinstance(value, tuple) and len(value) == 2
@@ -398,9 +401,9 @@ def test_arguments_reach_the_library_as_its_header_has_them(library):
     }  # fmt: skip
     assert chosen == {0: 2, 3: 4, 4: 2} and plan.workspace_bytes == 64
     with pytest.raises(LibraryError, match=r"cusparseLtMatmulPlanInit returned CUSPARSE_STATUS_NOT_SUPPORTED \(10\)"):
-        Plan(handle, Product(32, 64, 16, "float16", True, 64, True, 32, False, False), Algorithm(7))
+        MatmulPlan(handle, Matmul(32, 64, 16, "float16", True, 64, True, 32, False, False), Algorithm(7))
     with pytest.raises(LibraryError, match="float16 or bfloat16 is needed"):
-        Plan(handle, Product(32, 64, 16, "float32", True, 64, True, 32, False, False), Algorithm(0))
+        MatmulPlan(handle, Matmul(32, 64, 16, "float32", True, 64, True, 32, False, False), Algorithm(0))
 
 
 def test_structures_are_aligned_and_large():
@@ -494,7 +497,7 @@ def test_sizes_on_the_gpu(cuda, dtype, shape):
 @on_gpu
 def test_algorithms_of_the_library(cuda):
     for given in (problem(m=512, k=1024, n=256), problem(m=256, k=8192, n=64, out_activation="none")):
-        given = given._replace(dense_col=given.k)
+        given = given._replace(dense=given.dense._replace(column=given.k))
         candidates = SEMI_STRUCTURED.candidates(given, CARD)
         assert candidates
         for candidate in candidates[:: max(len(candidates) // 12, 1)]:
@@ -572,6 +575,6 @@ def test_a_tensor_of_inference_mode_has_no_version_to_ask_for():
         values = torch.ones(4)
     indices = torch.zeros(4, dtype=torch.uint8)
     place = (values.data_ptr(), indices.data_ptr())
-    assert semi_structured._state(values, indices) == (*place, 0, indices._version)
+    assert semi_structured._sources(values, indices) == (*place, 0, indices._version)
     indices.add_(1)
-    assert semi_structured._state(values, indices) == (*place, 0, indices._version) and indices._version > 0
+    assert semi_structured._sources(values, indices) == (*place, 0, indices._version) and indices._version > 0

@@ -14,7 +14,10 @@ from matrices import FOLDER
 
 from sparsecomp.errors import FormatError, TuningError
 from sparsecomp.lowering.cache.signature import Device, device_of
-from sparsecomp.lowering.sparse import spmm_bsr, spmm_csr, spmm_nm
+from sparsecomp.lowering.launch.epilogue import output_of
+from sparsecomp.lowering.sparse.spmm_bsr import spmm_bsr
+from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, spmm_csr
+from sparsecomp.lowering.sparse.spmm_nm import spmm_nm
 from sparsecomp.lowering.tuning.template import of_operation
 from sparsecomp.lowering.tuning.trial import fault
 
@@ -76,7 +79,7 @@ def test_csr_matches_float64(device, dtype, index, layout, n):
     dense = laid_out(random(53, n, seed=1).to(device, dtype), layout)
     out = laid_out(torch.empty(41, n, dtype=dtype, device=device), layout)
     expected = exact(matrix, dense)
-    for name, got in schedules(lambda: spmm_csr.run(*arrays, dense, out), out, 2):
+    for name, got in schedules(lambda: spmm_csr(*arrays, dense, out), out, 2):
         assert error(got, expected) <= TOLERANCE[dtype], name
 
 
@@ -89,7 +92,7 @@ def test_csr_sums_half_precision_in_float32_and_rounds_once(device, out_dtype):
     values[0] = 4096
     out = torch.empty(1, 8, dtype=out_dtype, device=device)
     arrays = [array.to(device) for array in (crow, col, values, torch.ones(65, 8, dtype=torch.float16))]
-    for name, got in schedules(lambda: spmm_csr.run(*arrays, out), out):
+    for name, got in schedules(lambda: spmm_csr(*arrays, out), out):
         assert (got == 4128).all(), name
 
 
@@ -106,7 +109,7 @@ def test_csr_batches_share_a_pattern(device, batched):
               every_dense[i])
         for i in range(3)
     ])  # fmt: skip
-    for name, got in schedules(lambda: spmm_csr.run(crow, col, values, dense, out), out):
+    for name, got in schedules(lambda: spmm_csr(crow, col, values, dense, out), out):
         assert error(got, expected) <= 1e-6, name
 
 
@@ -129,7 +132,7 @@ def test_zeros_that_fill_rows_up_are_not_multiplied(device, dtype, batched, fill
             stored = (values[..., entry, None].cpu() != 0) | (not filled)
             expected[..., row, :] += torch.where(stored, terms, 0.0)
     out, dense = torch.empty(expected.shape, dtype=dtype, device=device), dense.to(device)
-    for name, got in schedules(lambda: spmm_csr.run(crow, col, values, dense, out, filled=filled), out, 2):
+    for name, got in schedules(lambda: spmm_csr(crow, col, values, dense, out, filled=filled), out, 2):
         assert torch.equal(got.cpu().isnan(), expected.isnan()), name
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-3, atol=1e-3, equal_nan=True, msg=name)
 
@@ -169,15 +172,15 @@ def test_epilogue_of_every_product(device, axis, has_residual, activation):
     out, dense = torch.empty(m, n, device=device), random(k, n, seed=1).to(device)
     arrays, matrix = csr(m, k, 0.3, device=device)
     expected = finished(exact(matrix, dense), 0.7, bias, axis, residual, activation)
-    for name, got in schedules(lambda: spmm_csr.run(*arrays, dense, out, **given), out):
+    for name, got in schedules(lambda: spmm_csr(*arrays, dense, out, **given), out):
         assert error(got, expected) <= 1e-6, name
     (crow, col, values), full = bsr(m, k, 4, 8, 0.4, device=device)
     expected = finished(full @ dense.cpu().double(), 0.7, bias, axis, residual, activation)
-    for name, got in schedules(lambda: spmm_bsr.run(crow, col, values, dense, out, **given), out):
+    for name, got in schedules(lambda: spmm_bsr(crow, col, values, dense, out, **given), out):
         assert error(got, expected) <= 1e-6, name
     values, indices, full = n_of_m(m, k, 2, 4, device=device)
     expected = finished(full @ dense.cpu().double(), 0.7, bias, axis, residual, activation)
-    for name, got in schedules(lambda: spmm_nm.run(values, indices, 2, 4, dense, out, **given), out):
+    for name, got in schedules(lambda: spmm_nm(values, indices, 2, 4, dense, out, **given), out):
         assert error(got, expected) <= 1e-6, name
 
 
@@ -187,7 +190,7 @@ def test_csr_without_nonzeros_is_the_epilogue_of_zero(device, m, k, n):
     crow = torch.zeros(m + 1, dtype=torch.int64, device=device)
     col, values = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device)
     dense, out, bias = torch.ones(k, n, device=device), torch.empty(m, n, device=device), torch.arange(n).float() - 1
-    for name, got in schedules(lambda: spmm_csr.run(crow, col, values, dense, out, bias=bias.to(device)), out):
+    for name, got in schedules(lambda: spmm_csr(crow, col, values, dense, out, bias=bias.to(device)), out):
         assert torch.equal(got.cpu(), bias.expand(m, n)), name
 
 
@@ -196,16 +199,16 @@ def test_products_of_no_elements_launch_nothing_and_one_element_is_exact(device)
     one = torch.tensor([0, 1], dtype=torch.int32, device=device)
     zero, value = one[:1], torch.tensor([3.0], device=device)
     out = torch.empty(1, 1, device=device)
-    for name, got in schedules(lambda: spmm_csr.run(one, zero, value, value[None] / 2, out), out):
+    for name, got in schedules(lambda: spmm_csr(one, zero, value, value[None] / 2, out), out):
         assert got.item() == 4.5, name
-    spmm_bsr.run(one, zero, value[:, None, None], value[None] / 2, out)
+    spmm_bsr(one, zero, value[:, None, None], value[None] / 2, out)
     assert out.item() == 4.5
-    spmm_nm.run(value[None], zero[None].to(torch.uint8), 1, 1, value[None] / 2, out)
+    spmm_nm(value[None], zero[None].to(torch.uint8), 1, 1, value[None] / 2, out)
     assert out.item() == 4.5
     empty = torch.empty(0, 4, device=device)
-    assert captured(lambda: spmm_csr.run(zero, zero[:0], value[:0], torch.ones(3, 4, device=device), empty)) is None
+    assert captured(lambda: spmm_csr(zero, zero[:0], value[:0], torch.ones(3, 4, device=device), empty)) is None
     none = torch.empty(1, 0, device=device)
-    assert captured(lambda: spmm_csr.run(one, zero, value, torch.empty(1, 0, device=device), none)) is None
+    assert captured(lambda: spmm_csr(one, zero, value, torch.empty(1, 0, device=device), none)) is None
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
@@ -225,7 +228,7 @@ def test_csr_spreads_what_is_not_finite_only_along_what_is_stored(device, where)
     expected = expected + bias.cpu().double()[:, None] + residual.cpu().double()
 
     def call():
-        spmm_csr.run(crow, col, values, dense, out, bias=bias, bias_axis="row", residual=residual)
+        spmm_csr(crow, col, values, dense, out, bias=bias, bias_axis="row", residual=residual)
 
     for name, got in schedules(call, out, 2):
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
@@ -245,7 +248,7 @@ def test_csr_gathers_what_is_not_finite_from_each_item_of_a_batch(device, dtype)
     ])  # fmt: skip
     assert expected[1].isfinite().all() and 0 < expected[2].isnan().sum() < 18
     out = torch.empty(3, 18, 8, device=device)
-    for name, got in schedules(lambda: spmm_csr.run(crow, col, values, dense, out), out, 2):
+    for name, got in schedules(lambda: spmm_csr(crow, col, values, dense, out), out, 2):
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-3, atol=1e-3, equal_nan=True, msg=name)
 
 
@@ -258,7 +261,7 @@ def test_row_slices_and_spare_capacity_hide_what_lies_outside(device):
     dense = random(25, 20, seed=1).to(device)
     out = torch.empty(12, 20, device=device)
     expected = exact(matrix, dense)[10:22]
-    for name, got in schedules(lambda: spmm_csr.run(crow[10:23] + 5, col, values, dense, out), out):
+    for name, got in schedules(lambda: spmm_csr(crow[10:23] + 5, col, values, dense, out), out):
         assert error(got, expected) <= 1e-6, name
 
 
@@ -279,7 +282,7 @@ def test_csr_rows_that_span_many_chunks_and_many_empty_rows(device, long):
     crow, col, values = crow + 130, torch.cat([spare, col]), torch.cat([spare / 0, values])
     arrays = [array.to(device) for array in (crow.int(), col, values, dense)]
     operation, problem, tensors = captured(
-        lambda: spmm_csr.run(*arrays, out, bias=bias.to(device), skew="skewed")
+        lambda: spmm_csr(*arrays, out, bias=bias.to(device), skew="skewed")
     )  # fmt: skip
     template = next(one for one in of_operation("spmm_csr") if one.name == "spmm_csr_merge")
     space = template.space(problem, device_of(out.device))
@@ -313,7 +316,7 @@ def test_csr_tridiagonal_against_its_closed_form(device):
     rows = 1_000_000 if device == "cuda" else 2000
     crow, col, values, dense, expected = tridiagonal(rows, device)
     out = torch.empty(rows, 1, device=device)
-    for name, got in schedules(lambda: spmm_csr.run(crow, col, values, dense, out), out):
+    for name, got in schedules(lambda: spmm_csr(crow, col, values, dense, out), out):
         assert torch.equal(got, expected), name
 
 
@@ -335,7 +338,7 @@ def test_csr_of_values_from_1e_minus_24_to_1e12(device):
     expected = exact(matrix, dense)
     size = exact(abs(matrix), dense.abs())
     terms = torch.from_numpy(np.diff(matrix.indptr))[:, None] + 2
-    for name, got in schedules(lambda: spmm_csr.run(*arrays, values, dense, out, skew="mixed"), out):
+    for name, got in schedules(lambda: spmm_csr(*arrays, values, dense, out, skew="mixed"), out):
         # halves keep 20 bits of what is small beside its row: an eighth of float32's accuracy at worst
         slack = 8 if "halves" in name else 1
         assert ((got.cpu().double() - expected).abs() <= slack * terms * 2.0**-23 * size).all(), name
@@ -354,7 +357,7 @@ def test_csr_at_the_ends_of_float32s_range(device, layout):
     arrays = [torch.from_numpy(array).to(device) for array in (matrix.indptr, matrix.indices, matrix.data)]
     given, out = laid_out(dense.to(device), layout), torch.empty(3, 9, device=device)
     expected = exact(matrix, dense)
-    for name, got in schedules(lambda: spmm_csr.run(*arrays, given, out), out):
+    for name, got in schedules(lambda: spmm_csr(*arrays, given, out), out):
         assert ((got.cpu().double() - expected).abs() <= 2.0**-18 * expected + 2.0**-149).all(), name
 
 
@@ -362,7 +365,7 @@ def test_csr_at_the_ends_of_float32s_range(device, layout):
 def test_csr_at_99_9_percent_sparsity(device):
     arrays, matrix = csr(150, 400, 0.001, device=device)
     dense, out = random(400, 16, seed=1).to(device), torch.empty(150, 16, device=device)
-    for name, got in schedules(lambda: spmm_csr.run(*arrays, dense, out), out):
+    for name, got in schedules(lambda: spmm_csr(*arrays, dense, out), out):
         assert error(got, exact(matrix, dense)) <= 1e-6, name
 
 
@@ -377,7 +380,7 @@ def test_csr_reaches_beyond_2_to_the_31_elements(device):
     crow, col = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2, 3], [0, 1, 1]))
     values = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float16, device=device)
     expected = torch.stack([3 * torch.arange(8.0) + 16, 3 * torch.arange(8.0, 16.0)])
-    for name, got in schedules(lambda: spmm_csr.run(crow, col, values, dense, out), out):
+    for name, got in schedules(lambda: spmm_csr(crow, col, values, dense, out), out):
         assert torch.equal(got.cpu().float(), expected), name
 
 
@@ -386,9 +389,9 @@ def test_csr_reaches_beyond_2_to_the_31_elements(device):
 def test_csr_results_repeat_bit_for_bit():
     arrays, _ = csr(500, 400, 0.1, device="cuda")
     dense, out = random(400, 96, seed=1).cuda(), torch.empty(500, 96, device="cuda")
-    first = dict(schedules(lambda: spmm_csr.run(*arrays, dense, out), out))
+    first = dict(schedules(lambda: spmm_csr(*arrays, dense, out), out))
     for _ in range(5):
-        for name, got in schedules(lambda: spmm_csr.run(*arrays, dense, out), out):
+        for name, got in schedules(lambda: spmm_csr(*arrays, dense, out), out):
             assert torch.equal(got, first[name]), name
 
 
@@ -397,7 +400,7 @@ def test_csr_expanded_operands_and_the_chosen_schedule(device):
     arrays, matrix = csr(20, 16, 0.3, device=device)
     column = random(16, 1, seed=1).to(device)
     out, residual = torch.empty(20, 24, device=device), random(24, seed=2).to(device).expand(20, 24)
-    spmm_csr.run(*arrays, column.expand(16, 24), out, residual=residual)
+    spmm_csr(*arrays, column.expand(16, 24), out, residual=residual)
     assert error(out, exact(matrix, column.expand(16, 24)) + residual.cpu().double()) <= 1e-6
 
 
@@ -440,7 +443,7 @@ def test_bsr_matches_float64(device, block, dtype, layout, index):
         dense = laid_out(random(k, 33, seed=1).to(device, dtype), layout)
         out = laid_out(torch.empty(m, 33, dtype=dtype, device=device), layout)
         expected = full @ dense.cpu().double()
-        for name, got in schedules(lambda: spmm_bsr.run(*arrays, dense, out), out, 2):  # noqa: B023
+        for name, got in schedules(lambda: spmm_bsr(*arrays, dense, out), out, 2):  # noqa: B023
             assert error(got, expected) <= TOLERANCE[dtype], name
 
 
@@ -452,7 +455,7 @@ def test_bsr_batches_transposed_blocks_and_spare_capacity(device):
     col = torch.cat([col[:1] + 1000, col, col[:1] + 1000])
     dense, out = random(2, 40, 24, seed=1).to(device), torch.empty(2, 32, 24, device=device)
     expected = (full @ dense.cpu().double())[:, 16:]
-    for name, got in schedules(lambda: spmm_bsr.run(crow[1:] + 1, col, values, dense, out), out):
+    for name, got in schedules(lambda: spmm_bsr(crow[1:] + 1, col, values, dense, out), out):
         assert error(got, expected) <= 1e-6, name
 
 
@@ -469,7 +472,7 @@ def test_bsr_spreads_infinities_to_the_rows_of_blocks_that_meet_them(device):
             met[4 * block_row : 4 * block_row + 4, 4] = True
     assert met.any() and not met[:, 4].all()
     out = torch.empty(24, 20, device=device)
-    for name, got in schedules(lambda: spmm_bsr.run(crow, col, values, dense, out), out):
+    for name, got in schedules(lambda: spmm_bsr(crow, col, values, dense, out), out):
         assert torch.equal(~got.cpu().isfinite(), met), name
 
 
@@ -505,7 +508,7 @@ def test_n_of_m_matches_float64(device, keep, group, k, n, dtype, layout):
     dense = laid_out(random(k, n, seed=1).to(device, dtype), layout)
     out = laid_out(torch.empty(37, n, dtype=dtype, device=device), layout)
     expected = full @ dense.cpu().double()
-    for name, got in schedules(lambda: spmm_nm.run(values, indices, keep, group, dense, out), out, 2):
+    for name, got in schedules(lambda: spmm_nm(values, indices, keep, group, dense, out), out, 2):
         assert error(got, expected) <= TOLERANCE[dtype], name
 
 
@@ -522,7 +525,7 @@ def test_n_of_m_batches_row_slices_and_what_is_not_finite(device):
     expected[..., 3] += torch.where(full[..., 5] != 0, full[..., 5] * torch.inf, 0)
     out = torch.empty(2, 27, 10, device=device)
     assert 0 < stored[..., 5].sum() < 54 and 0 < stored[..., 17].sum() < 54
-    for name, got in schedules(lambda: spmm_nm.run(values, indices, 2, 4, dense, out), out, 2):
+    for name, got in schedules(lambda: spmm_nm(values, indices, 2, 4, dense, out), out, 2):
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
 
 
@@ -547,7 +550,7 @@ def test_filler_of_a_group_is_not_multiplied(device, keep, group, batch):
     expected = by_entries(full, dense)
     assert expected[..., 4].isnan().any() and expected[..., 4].isfinite().any()
     out = torch.empty(expected.shape, device=device)
-    for name, got in schedules(lambda: spmm_nm.run(values, indices, keep, group, dense, out), out, 2):
+    for name, got in schedules(lambda: spmm_nm(values, indices, keep, group, dense, out), out, 2):
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
 
 
@@ -557,12 +560,12 @@ def test_filler_of_a_group_is_not_multiplied(device, keep, group, batch):
 def problems():
     out = torch.empty(48, 40)
     arrays, _ = csr(48, 64, 0.2)
-    yield captured(lambda: spmm_csr.run(*arrays, random(64, 40), out, bias=random(40), activation="relu", skew="mixed"))
+    yield captured(lambda: spmm_csr(*arrays, random(64, 40), out, bias=random(40), activation="relu", skew="mixed"))
     (crow, col, values), _ = bsr(48, 64, 16, 8, 0.5)
-    yield captured(lambda: spmm_bsr.run(crow, col, values.half(), random(64, 40).half(), out.half()))
+    yield captured(lambda: spmm_bsr(crow, col, values.half(), random(64, 40).half(), out.half()))
     values, indices, _ = n_of_m(48, 64, 2, 4)
     yield captured(
-        lambda: spmm_nm.run(values.half(), indices, 2, 4, random(40, 64).half().mT, out, residual=random(48, 40))
+        lambda: spmm_nm(values.half(), indices, 2, 4, random(40, 64).half().mT, out, residual=random(48, 40))
     )
 
 
@@ -591,21 +594,21 @@ def test_float64_and_mixed_dtypes_are_refused_or_gathered():
     arrays, _ = csr(8, 8, 0.5)
     crow, col, values = arrays
     with pytest.raises(TuningError, match="float64"):
-        spmm_csr.run(crow, col, values.double(), random(8, 8).double(), torch.empty(8, 8, dtype=torch.float64))
+        spmm_csr(crow, col, values.double(), random(8, 8).double(), torch.empty(8, 8, dtype=torch.float64))
     mixed, halves = "tensor cores multiply one dtype, not", "splits float32, not"
     for given, other, name, said in ((values, "float16", "halves", halves), (values.half(), "float32", "dense", mixed)):
         right = random(8, 8).to(getattr(torch, other))
         operation, problem, _ = captured(
-            lambda given=given, right=right: spmm_csr.run(crow, col, given, right, torch.empty(8, 8))
+            lambda given=given, right=right: spmm_csr(crow, col, given, right, torch.empty(8, 8))
         )
         refusal = operation.refusals(problem, H100)[f"spmm_csr_{name}"]
         assert refusal == f"{said} {str(given.dtype).removeprefix('torch.')} with {other}"
     values_of, indices, _ = n_of_m(8, 8, 2, 4)
     operation, problem, _ = captured(
-        lambda: spmm_nm.run(values_of, indices, 2, 4, random(8, 8).half(), torch.empty(8, 8))
+        lambda: spmm_nm(values_of, indices, 2, 4, random(8, 8).half(), torch.empty(8, 8))
     )
     assert operation.refusals(problem, H100) == {"spmm_nm": f"{mixed} float32 with float16"}
-    operation, problem, _ = captured(lambda: spmm_csr.run(*arrays, random(8, 8), torch.empty(8, 8)))
+    operation, problem, _ = captured(lambda: spmm_csr(*arrays, random(8, 8), torch.empty(8, 8)))
     large = problem._replace(m=2**15, k=2**14)
     assert "268435456" in operation.refusals(large, H100)["spmm_csr_halves"]
     assert operation.refusals(problem, H100)["spmm_csr_dense"] == "float32 is split in halves: spmm_csr_halves"
@@ -615,7 +618,7 @@ def test_values_of_any_stride_are_taken_as_they_are_counted():
     crow, col = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
     values = torch.tensor([2.0, torch.nan, 3.0, torch.nan])[::2]
     out = torch.empty(2, 2)
-    for name, got in schedules(lambda: spmm_csr.run(crow, col, values, torch.eye(2), out), out):
+    for name, got in schedules(lambda: spmm_csr(crow, col, values, torch.eye(2), out), out):
         assert got.tolist() == [[0, 2], [3, 0]], name
 
 
@@ -624,7 +627,7 @@ def test_the_estimate_of_blocks_counts_the_programs_that_are_launched():
     (crow, col, values), _ = bsr(48, 64, 16, 8, 0.5)
     for dense in (random(64, 40), random(3, 64, 33)):
         out = torch.empty(*dense.shape[:-2], 48, dense.shape[-1])
-        operation, problem, _ = captured(lambda dense=dense, out=out: spmm_bsr.run(crow, col, values, dense, out))
+        operation, problem, _ = captured(lambda dense=dense, out=out: spmm_bsr(crow, col, values, dense, out))
         for candidate in operation.candidates(problem, H100):
             known = problem._asdict() | {name: candidate.config[name] for name in ("BM", "BN")}
             count = module._tiles.subs({symbol: known[symbol.name] for symbol in module._tiles.free_symbols})
@@ -638,9 +641,9 @@ def test_estimated_traffic_is_the_bytes_of_the_operands(dtype):
     (block_crow, block_col, of_bsr), _ = bsr(48, 64, 16, 8, 0.5, dtype=dtype)
     of_nm, indices, _ = n_of_m(48, 64, 2, 4, dtype)
     for name, call, stored in (
-        ("spmm_csr_rows", lambda: spmm_csr.run(crow, col, of_csr, dense, out), (col, of_csr)),
-        ("spmm_bsr", lambda: spmm_bsr.run(block_crow, block_col, of_bsr, dense, out), (of_bsr,)),
-        ("spmm_nm", lambda: spmm_nm.run(of_nm, indices, 2, 4, dense, out), (of_nm, indices)),
+        ("spmm_csr_rows", lambda: spmm_csr(crow, col, of_csr, dense, out), (col, of_csr)),
+        ("spmm_bsr", lambda: spmm_bsr(block_crow, block_col, of_bsr, dense, out), (of_bsr,)),
+        ("spmm_nm", lambda: spmm_nm(of_nm, indices, 2, 4, dense, out), (of_nm, indices)),
     ):
         operation, problem, _ = captured(call)
         (template,) = (one for one in of_operation(operation.name) if one.name == name)
@@ -657,7 +660,7 @@ def test_a_copied_operand_gets_the_whole_epilogue(device, name):
     bias, residual = epilogue(19, 11, "column", True, device)
     expected = finished(exact(matrix, dense), 0.7, bias, "column", residual, "relu")
     operation, problem, tensors = captured(
-        lambda: spmm_csr.run(*arrays, dense, out, bias=bias, residual=residual, activation="relu", scale=0.7)
+        lambda: spmm_csr(*arrays, dense, out, bias=bias, residual=residual, activation="relu", scale=0.7)
     )
     (template,) = (one for one in of_operation(operation.name) if one.name == name)
     config = next(config for config in template.space(problem, device_of(out.device)) if config["COPY"])
@@ -670,19 +673,19 @@ def test_a_copied_operand_gets_the_whole_epilogue(device, name):
 @pytest.mark.parametrize(("batch", "shared"), [(1, False), (3, False), (3, True)])
 def test_a_copy_by_rows_has_every_row_and_column(device, k, n, batch, shared):
     """At the edges of its blocks of 64 by 64 too; rows are padded to eight columns, one batch may serve all."""
-    from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import copied
+    from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import row_major_copy
 
     dense = random(1 if shared else batch, n, k).to(device).mT
     arrays, _ = csr(5, k, 0.5, device=device)
     operand, out = dense.expand(batch, k, n), torch.empty(batch, 5, n, device=device)
-    described = spmm_csr.output_of(out, None, "column", None, "none", 1.0)
-    problem = spmm_csr.problem_of(*arrays, operand, out, described, "even")
-    (size, dtype), launch, by_rows = copied(problem)
+    described = output_of(out, None, "column", None, "none", 1.0)
+    problem = SpmmCsr.of(*arrays, operand, out, described, "even")
+    (size, dtype), launch, by_rows = row_major_copy(problem)
     workspace = torch.full(size, torch.nan, dtype=dtype, device=device)
     launch(dense, workspace)
     width = -(-n // 8) * 8
     assert size == (len(dense) * k, width)
-    assert (by_rows.dense_batch, by_rows.dense_row, by_rows.dense_col) == (k * width if len(dense) > 1 else 0, width, 1)
+    assert by_rows.dense == (k * width if len(dense) > 1 else 0, width, 1)
     found = workspace.view(len(dense), k, width)
     assert torch.equal(found[..., :n], dense) and found[..., n:].isnan().all()
 
@@ -690,7 +693,7 @@ def test_a_copy_by_rows_has_every_row_and_column(device, k, n, batch, shared):
 def test_a_dense_operand_by_columns_is_copied_only_where_the_configuration_says_so():
     (crow, col, values), _ = csr(64, 64, 0.3)
     operation, problem, _ = captured(
-        lambda: spmm_csr.run(crow, col, values, laid_out(random(64, 64), "columns"), torch.empty(64, 64))
+        lambda: spmm_csr(crow, col, values, laid_out(random(64, 64), "columns"), torch.empty(64, 64))
     )
     for name, steps in (("spmm_csr_rows", 1), ("spmm_csr_merge", 2)):
         template = next(one for one in of_operation("spmm_csr") if one.name == name)
@@ -704,14 +707,14 @@ def test_bad_operands_are_named():
     (crow, col, values), _ = csr(8, 8, 0.5)
     dense, out, blocks = random(8, 4), torch.empty(8, 4), values[:, None, None].expand(-1, 2, 2)
     wrong = [
-        (FormatError, "does not fit", lambda: spmm_csr.run(crow, col, values, dense, out[:7])),
-        (FormatError, "bias has shape", lambda: spmm_csr.run(crow, col, values, dense, out, bias=random(5))),
-        (FormatError, "residual has shape", lambda: spmm_csr.run(crow, col, values, dense, out, residual=dense[:4])),
-        (FormatError, "tanh", lambda: spmm_csr.run(crow, col, values, dense, out, activation="tanh")),
-        (FormatError, "skew is", lambda: spmm_csr.run(crow, col, values, dense, out, skew="odd")),
-        (FormatError, "one column index", lambda: spmm_csr.run(crow, col[1:], values, dense, out)),
-        (FormatError, "block rows", lambda: spmm_bsr.run(crow, col, blocks, dense, out)),
-        (FormatError, "are not 2:4", lambda: spmm_nm.run(dense, col[:24].view(8, 3), 2, 4, dense, out)),
+        (FormatError, "does not fit", lambda: spmm_csr(crow, col, values, dense, out[:7])),
+        (FormatError, "bias has shape", lambda: spmm_csr(crow, col, values, dense, out, bias=random(5))),
+        (FormatError, "residual has shape", lambda: spmm_csr(crow, col, values, dense, out, residual=dense[:4])),
+        (FormatError, "tanh", lambda: spmm_csr(crow, col, values, dense, out, activation="tanh")),
+        (FormatError, "skew is", lambda: spmm_csr(crow, col, values, dense, out, skew="odd")),
+        (FormatError, "one column index", lambda: spmm_csr(crow, col[1:], values, dense, out)),
+        (FormatError, "block rows", lambda: spmm_bsr(crow, col, blocks, dense, out)),
+        (FormatError, "are not 2:4", lambda: spmm_nm(dense, col[:24].view(8, 3), 2, 4, dense, out)),
     ]  # fmt: skip
     for kind, message, call in wrong:
         with pytest.raises(kind, match=message):
@@ -755,7 +758,8 @@ def test_csr_kernels_build_without_spills_and_read_whole_vectors(capability, ele
         + f"""
 from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import spmm_csr_rows_kernel, copy_rows_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_merge import spmm_csr_merge_kernel, finish_rows_kernel
-from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import densify_kernel, repair_kernel
+from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import repair_kernel
+from sparsecomp.lowering.sparse.kernels.stored_places import densify_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_halves import densify_halves_kernel
 from sparsecomp.lowering.sparse.kernels.halves_product import halves_product_kernel, split_rows_kernel
 for kernel, index, epilogue, sizes, warps in (
@@ -765,17 +769,18 @@ for kernel, index, epilogue, sizes, warps in (
     (spmm_csr_merge_kernel, "*i32", PLAIN, dict(FILLED=True, T=256, BR=1, U=8, E=1, BN=128), 2),
     (finish_rows_kernel, "*i64", FULL, dict(T=256, E=8, BN=128), 2),
     (repair_kernel, "*i32", PLAIN, dict(FILLED=True, BM=128, BN=128, GROUP=8, ROWS=16, BR=2, E=4, WIDE=64), 4),
-    (densify_kernel, "*i32", dict(), dict(ZEROS=4096, ENTRIES=128), 4),
+    (densify_kernel, "*i32", dict(), dict(ZEROS=4096, ENTRIES=256, VECTOR=16), 8),
+    (densify_kernel, "*i64", dict(), dict(ZEROS=4096, ENTRIES=4096, VECTOR=16), 8),
     (densify_halves_kernel, "*i32", dict(), dict(ZEROS=4096, ENTRIES=128), 4),
     (split_rows_kernel, "*i32", dict(x_l=1), dict(BR=4, BL=512), 4),
     (copy_rows_kernel, "*i32", dict(dense_k=1), dict(BK=64, BN=64), 4),
 ):
     built = made(kernel, "{element}", index, epilogue | sizes, {capability}, num_warps=warps)
-    vectors = kernel is not spmm_csr_rows_kernel or epilogue is FULL or "ld.global.v4" in built.asm["ptx"]
-    print(stack(built), vectors)
+    several = kernel is spmm_csr_rows_kernel and epilogue is PLAIN or sizes.get("ENTRIES") == 4096
+    print(stack(built), not several or "ld.global.v4" in built.asm["ptx"])
 """
     )
-    assert printed.split() == ["0", "True"] * 10
+    assert printed.split() == ["0", "True"] * 11
 
 
 @pytest.mark.parametrize(
@@ -822,13 +827,14 @@ def test_kernels_build_for_sizes_of_one():
         + """
 from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import spmm_csr_rows_kernel, copy_rows_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_merge import spmm_csr_merge_kernel, finish_rows_kernel
-from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import densify_kernel, repair_kernel
+from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import repair_kernel
+from sparsecomp.lowering.sparse.kernels.stored_places import densify_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_halves import densify_halves_kernel
 from sparsecomp.lowering.sparse.kernels.halves_product import halves_product_kernel, split_rows_kernel
 from sparsecomp.lowering.sparse.kernels.dense_product import product_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_bsr import spmm_bsr_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_nm import nm_repair_kernel, spmm_nm_kernel
-sizes = dict(BR=16, U=1, E=8, BN=16, T=128, BM=32, BK=32, GROUP=8, ROWS=16, WIDE=4, ZEROS=64, ENTRIES=128,
+sizes = dict(BR=16, U=1, E=8, BN=16, T=128, BM=32, BK=32, GROUP=8, ROWS=16, WIDE=4, ZEROS=64, ENTRIES=128, VECTOR=16,
              HEIGHT=1, BL=64, WIDTH=1, WHOLE=True, KEEP=1, MEMBERS=1, G=32, PRECISION="tf32x3", BIAS_ROWS=False,
              FILLED=True, ACTIVATION="silu")
 for kernel in (spmm_csr_rows_kernel, copy_rows_kernel, spmm_csr_merge_kernel, finish_rows_kernel, densify_kernel,

@@ -6,7 +6,9 @@ from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES
 
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM
+from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.sparse import stored_places
+from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
 from sparsecomp.nn import SparseLinear
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.tensor.pattern import Pattern
@@ -37,6 +39,24 @@ def test_kernels_write_and_read_what_is_stored(shape, dtype, device):
         found = torch.full_like(matrix.values, float("nan"))
         stored_places.read_at(given, matrix.crow, matrix.col, found)
         assert torch.equal(found, other[row, matrix.col.long()])
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize(
+    ("shape", "index"), [((5, 1030), torch.int32), ((33, 300), torch.int64), ((2, 5000), torch.int32)]
+)
+def test_every_configuration_writes_the_same(shape, index, device):
+    """From a row that begins anywhere, to the last entry of memory that ends anywhere."""
+    dense = thinned(*shape, torch.float32).to(device)
+    matrix = CSR.from_dense(dense)
+    arrays = (matrix.crow.to(index), matrix.col.to(index), matrix.values)
+    problem = WriteOut(*shape, matrix.values.numel(), "float32", str(index)[6:])
+    candidates = WRITE_OUT.candidates(problem, device_of(torch.device(device)))
+    assert len({candidate.config["ENTRIES"] for candidate in candidates}) > 1
+    for candidate in candidates:
+        out = torch.full(shape, float("nan"), device=device)
+        candidate.template.prepare(problem, candidate.config)(*arrays, out)
+        assert torch.equal(out, dense), candidate.config
 
 
 @pytest.mark.parametrize("device", DEVICES)

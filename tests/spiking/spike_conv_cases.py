@@ -38,9 +38,9 @@ def sixteenths(shape: tuple[int, ...]) -> Tensor:
 
 
 def run(
-    x, weight, bias, strategy, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, digits=3, **promise
+    x, weight, bias, implementation, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, digits=3, **promise
 ):
-    """The strategy, its output memory filled with NaN before."""
+    """The implementation, its output memory filled with NaN before."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
@@ -49,16 +49,17 @@ def run(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)
-        return spike_conv.conv2d(x, weight, bias, stride, padding, dilation, groups, digits, strategy, **promise)
+        window = (stride, padding, dilation, groups)
+        return spike_conv.launch_conv(x, weight, bias, *window, digits, implementation, **promise)
 
 
-def check(device, strategy, x, weight, bias, rtol=1e-6, digits=3, **window):
+def check(device, implementation, x, weight, bias, rtol=1e-6, digits=3, **window):
     """Compare with float64: relative error of the whole output, and eager's memory format."""
     x, weight = x.to(device), weight.to(device)
     bias = None if bias is None else bias.to(device)
     window = {"padding": (1, 1), **window}
     expected = F.conv2d(x.double(), weight.double(), None if bias is None else bias.double(), **window)
-    out = run(x, weight, bias, strategy, digits=digits, **window)
+    out = run(x, weight, bias, implementation, digits=digits, **window)
     assert out.dtype == weight.dtype and out.shape == expected.shape
     if device == "cuda":
         eager = F.conv2d(x.to(weight.dtype), weight, bias, **window)

@@ -27,7 +27,7 @@ def run(x, w, bias, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, di
     from sparsecomp.lowering.spiking.packing import to_bytes
 
     window = (stride, padding, dilation, groups, digits, "binary", 1.0, None, SPREAD)
-    return spike_conv.convolve(to_bytes(x), w, bias, *window, channels_last)
+    return spike_conv.launch_counts(to_bytes(x), w, bias, *window, channels_last)
 
 
 @pytest.mark.parametrize("digits", [2, 3, 4])

@@ -7,7 +7,8 @@ from kernel_devices import KERNEL_DEVICES
 from spike_conv_cases import CASES, check, normal, sixteenths, spikes
 
 from sparsecomp.lowering.spiking import event_conv, spike_conv
-from sparsecomp.lowering.spiking.window import Window
+from sparsecomp.lowering.spiking.convolution import Convolution
+from sparsecomp.reference.geometry import Window
 
 pytestmark = pytest.mark.parametrize("device", KERNEL_DEVICES)
 
@@ -71,7 +72,7 @@ def test_no_images(device):
 @pytest.mark.parametrize("density", [0.02, 0.5])
 def test_linear(device, density):
     x, weight, bias = spikes((3, 5, 65), density), normal((20, 65)), normal((20,), seed=2)
-    out = spike_conv.linear(x.to(device), weight.to(device), bias.to(device), 3, "event")
+    out = spike_conv.launch_linear(x.to(device), weight.to(device), bias.to(device), 3, "event")
     expected = F.linear(x.double(), weight.double(), bias.double())
     assert (out.cpu().double() - expected).norm() / expected.norm() < 1e-6
 
@@ -95,28 +96,29 @@ def test_prescan_lists_every_event_of_a_pixel_in_order(device, channels, width):
 def test_result_repeats_bit_for_bit(device):
     x, weight = channels_last(spikes((2, 64, 4, 4), 0.05)).to(device), normal((20, 64, 3, 3)).to(device)
     args = ((1, 1), (1, 1), (1, 1), 1, 3, "event")
-    first = spike_conv.conv2d(x, weight, None, *args)
-    assert all(torch.equal(first, spike_conv.conv2d(x, weight, None, *args)) for _ in range(2))
+    first = spike_conv.launch_conv(x, weight, None, *args)
+    assert all(torch.equal(first, spike_conv.launch_conv(x, weight, None, *args)) for _ in range(2))
 
 
 def test_nothing_is_written_when_the_list_overflows(device):
     x, weight = channels_last(torch.ones(1, 16, 5, 5)).to(device), normal((16, 16, 3, 3)).to(device)
     out = torch.full((1, 16, 5, 5), 7.0, device=device)
-    select = event_conv.conv2d(x, weight, torch.ones(16, device=device), None, None, SQUARE, 1.0, out)
+    conv = Convolution.of(x.shape, weight.shape, SQUARE, channels_last=False)
+    select = event_conv.event_conv(x, weight, torch.ones(16, device=device), None, None, conv, out)
     assert select.count.item() == 400 > select.limit
     assert (out == 7).all()
 
 
-@pytest.mark.parametrize("strategy", ["event", "skip", "binary"])
-def test_a_write_that_bumps_no_version_counter_is_seen(device, strategy):
+@pytest.mark.parametrize("implementation", ["event", "skip", "binary"])
+def test_a_write_that_bumps_no_version_counter_is_seen(device, implementation):
     x, layer = channels_last(spikes((1, 16, 5, 5), 0.02)).to(device), torch.nn.Conv2d(16, 16, 3, bias=False).to(device)
     with torch.no_grad():
         layer.weight.copy_(normal((16, 16, 3, 3)))
-    args = ((1, 1), (1, 1), (1, 1), 1, 3, strategy)
-    before, version = spike_conv.conv2d(x, layer.weight, None, *args), layer.weight._version
+    args = ((1, 1), (1, 1), (1, 1), 1, 3, implementation)
+    before, version = spike_conv.launch_conv(x, layer.weight, None, *args), layer.weight._version
     layer.weight.data.mul_(2)
     assert layer.weight._version == version
-    assert torch.equal(spike_conv.conv2d(x, layer.weight, None, *args), before * 2)
+    assert torch.equal(spike_conv.launch_conv(x, layer.weight, None, *args), before * 2)
 
 
 WIDE = Window((1, 1), (1, 1), (0, 0), (1, 1))
@@ -142,7 +144,7 @@ def test_what_the_event_kernels_can_hold(device, shape, window, groups, served):
 
 def test_rows_too_long_for_the_event_code_take_the_binary_path(device, monkeypatch):
     taken = []
-    monkeypatch.setattr(event_conv, "conv2d", lambda *operands: taken.append(operands))
+    monkeypatch.setattr(spike_conv, "event_conv", lambda *operands: taken.append(operands))
     x = spikes((1, 1, 1, 1030), 0.01)
     check(device, "event", x, normal((16, 1, 1, 3)), None, padding=(0, 1))
     assert not taken

@@ -19,12 +19,13 @@ from sparsecomp.lowering.tuning.cost import break_even
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.graph.canonicalize import CanonicalOp
 from sparsecomp.passes.spiking import operand as spike_operand
+from sparsecomp.reference.geometry import Window
 
 STAGE1 = gate.SiteInfo(
-    device="cuda", itemsize=4, n=128, c=64, h=56, w=56, k=64, r=3, s=3, out_h=56, out_w=56, groups=1, digits=3,
-    density=None, active=None, tf32=False, channels_last=False, fused=True,
+    device="cuda", itemsize=4, n=128, c=64, size=(56, 56), k=64, window=Window.centred((3, 3), (1, 1)), groups=1,
+    digits=3, density=None, active=None, tf32=False, channels_last=False, fused=True,
 )  # fmt: skip
-QUIET = STAGE1._replace(n=1024, c=512, k=512, h=7, w=7, out_h=7, out_w=7, density=0.001)
+QUIET = STAGE1._replace(n=1024, c=512, k=512, size=(7, 7), density=0.001)
 
 
 def test_a_float32_convolution_is_worth_the_int8_tensor_cores():
@@ -104,7 +105,7 @@ def test_on_a_card_of_half_the_rates_everything_but_waiting_takes_twice_as_long(
 
 
 HOSTED = STAGE1._replace(hosted=True)
-TINY = HOSTED._replace(n=1, h=14, w=14, out_h=14, out_w=14)
+TINY = HOSTED._replace(n=1, size=(14, 14))
 
 
 def test_a_product_that_lengthens_the_hosts_path_is_not_made_where_the_host_decides():
@@ -139,7 +140,7 @@ def test_in_training_a_product_saves_one_of_three():
 
 
 def test_linear_layers_have_a_shorter_host_path_of_their_own():
-    linear = TINY._replace(h=1, w=1, out_h=1, out_w=1, r=1, s=1)
+    linear = TINY._replace(size=(1, 1), window=Window.centred((1, 1), (1, 1)))
     assert gate.as_called(linear, "dense", 1e-6) == pytest.approx(16e-6)
 
 
@@ -180,10 +181,12 @@ def test_times_that_leave_nothing_to_compare_change_nothing(measured):
 def test_the_signature_holds_whatever_changes_the_times():
     device = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
     key = STAGE1.signature(device).key
-    assert STAGE1._replace(n=100, h=50, w=60).signature(device).key == key
+    assert STAGE1._replace(n=100, size=(50, 60)).signature(device).key == key
     others = (
-        {"n": 129}, {"c": 128}, {"k": 128}, {"r": 1}, {"s": 1}, {"stride": (2, 2)}, {"groups": 4}, {"digits": 2},
-        {"itemsize": 2}, {"tf32": True}, {"channels_last": True}, {"fused": False}, {"density": 0.1}, {"active": 0.1},
+        {"n": 129}, {"c": 128}, {"k": 128}, {"window": Window.centred((1, 3), (1, 1))},
+        {"window": Window.centred((3, 1), (1, 1))}, {"window": Window.centred((3, 3), (2, 2))}, {"groups": 4},
+        {"digits": 2}, {"itemsize": 2}, {"tf32": True}, {"channels_last": True}, {"fused": False}, {"density": 0.1},
+        {"active": 0.1},
     )  # fmt: skip
     keys = {STAGE1._replace(**change).signature(device).key for change in others}
     assert len(keys | {key}) == 1 + len(others)
@@ -225,7 +228,7 @@ MEASURED = [  # 3x3 stages at batch 128 on an H100, ms: dense in the precision n
 def test_estimates_are_within_half_of_the_measured_times(stage, tf32, itemsize, digits, dense, binary):
     c, size = stage
     site = STAGE1._replace(
-        c=c, k=c, h=size, w=size, out_h=size, out_w=size,
+        c=c, k=c, size=(size, size),
         tf32=tf32, itemsize=itemsize, digits=digits, channels_last=True,
     )  # fmt: skip
     width = 128 * c * size * size * (itemsize - 1) / H100.bandwidth

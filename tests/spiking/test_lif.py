@@ -40,12 +40,12 @@ def on(device, args):
 @pytest.mark.parametrize("decay", [True, False])
 @pytest.mark.parametrize("reset", [0.0, 0.1, None])
 def test_kernel_equals_the_equations(device, charge, decay, reset):
-    from sparsecomp.lowering.spiking.lif import lif
+    from sparsecomp.lowering.spiking.lif import launch_lif
 
     args = arguments(sample(), charge, decay, reset, v=True, tau=3.0)
     expected, last = ops.lif(*args)
     assert 0 < expected.float().mean() < 1
-    spikes, v = lif(*on(device, args))
+    spikes, v = launch_lif(*on(device, args))
     assert (spikes.cpu() != expected).float().mean() < 1e-2  # a rounding may flip a spike at the threshold
     torch.testing.assert_close(v.cpu()[spikes[-1].cpu() == expected[-1]], last[spikes[-1].cpu() == expected[-1]])
 
@@ -54,12 +54,12 @@ def test_kernel_equals_the_equations(device, charge, decay, reset):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "time_inside", "sliced"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_kernel_in_any_layout(device, layout, norm):
-    from sparsecomp.lowering.spiking.lif import lif
+    from sparsecomp.lowering.spiking.lif import launch_lif
 
     x = sample(layout)
     args = on(device, arguments(x, norm=norm))
     expected, last = ops.lif(*arguments(x, norm=norm))
-    spikes, v = lif(*args)
+    spikes, v = launch_lif(*args)
     assert torch.equal(spikes.cpu(), expected)
     torch.testing.assert_close(v.cpu(), last, rtol=1e-5, atol=1e-6)
     assert spikes.dtype is torch.int8 and spikes.stride() == torch.empty_like(args[0]).stride()
@@ -67,11 +67,11 @@ def test_kernel_in_any_layout(device, layout, norm):
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_nan_never_fires_and_stays(device):
-    from sparsecomp.lowering.spiking.lif import lif
+    from sparsecomp.lowering.spiking.lif import launch_lif
 
     x = torch.zeros(2, 1, 1, 3)
     x[0, 0, 0] = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    spikes, v = lif(*on(device, arguments(x)))
+    spikes, v = launch_lif(*on(device, arguments(x)))
     expected, last = ops.lif(*arguments(x))
     assert spikes[:, 0, 0].tolist() == expected[:, 0, 0].tolist() == [[0, 1, 0], [0, 0, 0]]
     torch.testing.assert_close(v.cpu(), last, equal_nan=True)
@@ -96,14 +96,14 @@ def test_opcheck(other_layout):
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_first_membrane_is_broadcast(device):
-    from sparsecomp.lowering.spiking.lif import lif
+    from sparsecomp.lowering.spiking.lif import launch_lif
 
     x = sample(shape=(3, 4, 5, 1, 1))
     rest = arguments(x)[2:]
     start = torch.full((1, 5, 1, 1), 0.3)
     assert start.stride() == x[0].stride()
     expected, last = ops.lif(x, start, *rest)
-    spikes, v = lif(*on(device, (x, start, *rest)))
+    spikes, v = launch_lif(*on(device, (x, start, *rest)))
     assert torch.equal(spikes.cpu(), expected)
     torch.testing.assert_close(v.cpu(), last, rtol=1e-5, atol=1e-6)
 

@@ -20,6 +20,7 @@ from sparsecomp.passes import pipeline
 from sparsecomp.passes.engine.rule import Rule
 from sparsecomp.passes.spiking import spike_conv
 from sparsecomp.reference.digits import join_weight, split_weight
+from sparsecomp.reference.geometry import Window
 
 
 def _signal(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -341,16 +342,30 @@ def test_reset_and_changing_batches_give_eagers_results():
 
 
 SITES = {
-    # a layer, the shape of its input, and how it is described: n c h w, k r s, out_h out_w, groups, stride
+    # a layer, the shape of its input, and how it is described: n c, size, k, window, groups, size of the output
     "conv2d": (
         nn.Conv2d(32, 48, (3, 5), stride=(1, 2), padding=(1, 0), dilation=(2, 1)), (2, 32, 9, 11),
-        (2, 32, 9, 11, 48, 3, 5, 7, 4, 1, (1, 2)),
+        (2, 32, (9, 11), 48, Window((3, 5), (1, 2), (1, 0), (2, 1)), 1, (7, 4)),
     ),
-    "groups": (nn.Conv2d(32, 64, 1, groups=2, stride=2), (3, 32, 4, 6), (3, 32, 4, 6, 64, 1, 1, 2, 3, 2, (2, 2))),
-    "conv1d": (nn.Conv1d(32, 16, 3, stride=2, padding=1), (5, 32, 8), (5, 32, 1, 8, 16, 1, 3, 1, 4, 1, (1, 2))),
-    "same": (nn.Conv2d(16, 32, (3, 5), padding="same"), (2, 16, 6, 7), (2, 16, 6, 7, 32, 3, 5, 6, 7, 1, (1, 1))),
-    "valid": (nn.Conv2d(16, 32, (3, 5), padding="valid"), (2, 16, 6, 7), (2, 16, 6, 7, 32, 3, 5, 4, 3, 1, (1, 1))),
-    "linear": (nn.Linear(32, 48), (2, 3, 32), (6, 32, 1, 1, 48, 1, 1, 1, 1, 1, (1, 1))),
+    "groups": (
+        nn.Conv2d(32, 64, 1, groups=2, stride=2), (3, 32, 4, 6),
+        (3, 32, (4, 6), 64, Window((1, 1), (2, 2), (0, 0), (1, 1)), 2, (2, 3)),
+    ),
+    "conv1d": (
+        nn.Conv1d(32, 16, 3, stride=2, padding=1), (5, 32, 8),
+        (5, 32, (8,), 16, Window((3,), (2,), (1,), (1,)), 1, (4,)),
+    ),
+    "same": (
+        nn.Conv2d(16, 32, (3, 5), padding="same"), (2, 16, 6, 7),
+        (2, 16, (6, 7), 32, Window((3, 5), (1, 1), (1, 2), (1, 1)), 1, (6, 7)),
+    ),
+    "valid": (
+        nn.Conv2d(16, 32, (3, 5), padding="valid"), (2, 16, 6, 7),
+        (2, 16, (6, 7), 32, Window((3, 5), (1, 1), (0, 0), (1, 1)), 1, (4, 3)),
+    ),
+    "linear": (
+        nn.Linear(32, 48), (2, 3, 32), (6, 32, (1, 1), 48, Window((1, 1), (1, 1), (0, 0), (1, 1)), 1, (1, 1)),
+    ),
 }  # fmt: skip
 
 
@@ -365,6 +380,6 @@ def test_what_the_gate_is_told_of_a_site(name, dtype, digits, monkeypatch):
     with torch.no_grad():
         rewritten(OnSpikes(copy.deepcopy(layer).to(dtype)), _signal(*shape).to(dtype))
     (told,) = seen
-    assert (*told[2:5], told.w, *told[6:12], told.stride) == expected
+    assert (told.n, told.c, told.size, told.k, told.window, told.groups, told.out_size) == expected
     assert (told.device, told.itemsize, told.digits, told.trained) == ("cpu", dtype.itemsize, digits, False)
     assert told.density is told.active is None

@@ -7,7 +7,8 @@ from kernel_devices import KERNEL_DEVICES
 from spike_conv_cases import CASES, check, normal, sixteenths, spikes
 
 from sparsecomp.lowering.spiking import skip_conv, spike_conv
-from sparsecomp.lowering.spiking.window import Window
+from sparsecomp.lowering.spiking.convolution import Convolution
+from sparsecomp.reference.geometry import Window
 
 pytestmark = pytest.mark.parametrize("device", KERNEL_DEVICES)
 
@@ -64,14 +65,14 @@ def test_a_bad_weight_spoils_its_channel_in_idle_pixels(device):
     weight = normal((3, 16, 1, 1)).to(device)
     weight[1, 2] = float("inf")
     args = ((1, 1), (0, 0), (1, 1), 1, 3, "skip")
-    out = spike_conv.conv2d(torch.zeros(1, 16, 4, 4, device=device), weight, None, *args)
+    out = spike_conv.launch_conv(torch.zeros(1, 16, 4, 4, device=device), weight, None, *args)
     assert torch.isnan(out[:, 1]).all() and not out[:, [0, 2]].any()
 
 
 def test_linear_skips_idle_rows(device):
     x, weight, bias = spikes((6, 50, 65), 0.2), normal((20, 65)), normal((20,), seed=2)
     x[::2] = 0
-    out = spike_conv.linear(x.to(device), weight.to(device), bias.to(device), 3, "skip")
+    out = spike_conv.launch_linear(x.to(device), weight.to(device), bias.to(device), 3, "skip")
     expected = F.linear(x.double(), weight.double(), bias.double())
     assert (out.cpu().double() - expected).norm() / expected.norm() < 1e-6
 
@@ -79,9 +80,10 @@ def test_linear_skips_idle_rows(device):
 @pytest.mark.parametrize("window", [Window((3, 3), (1, 1), (1, 1), (1, 1)), Window((5, 3), (2, 1), (2, 0), (1, 2))])
 def test_lists_exactly_the_pixels_whose_window_is_not_idle(device, window):
     x = block_spikes((3, 20, 12, 11), 0.8)
-    out = window.empty_output(x, 8, torch.float32, False).to(device)
+    out = torch.empty(3, 8, *window.output_size((12, 11)), device=device)
+    conv = Convolution.of(x.shape, (8, 20), window, channels_last=False, has_bias=True)
     scale, bias = torch.ones(8, device=device), normal((8,)).to(device)
-    x8, select = skip_conv.list_rows(x.to(device), scale, bias, window, out)
+    x8, select = skip_conv.list_rows(x.to(device), scale, bias, conv, out)
     assert torch.equal(x8.cpu(), x.to(torch.int8))
     active = x.any(1, keepdim=True).float()
     seen = F.conv2d(active, torch.ones(1, 1, *window.kernel), None, *window[1:])[:, 0] > 0

@@ -31,11 +31,11 @@ def test_opcheck_linear():
     torch.library.opcheck(torch.ops.sparsecomp.spike_linear.default, (x, w, b, 3, "binary"))
 
 
-@pytest.mark.parametrize("strategy", ["binary", "event", "skip"])
+@pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
 @pytest.mark.parametrize("factor", [None, torch.tensor([0.3])])
-def test_opcheck_counts(strategy, factor):
+def test_opcheck_counts(implementation, factor):
     counts = (torch.rand(2, 16, 7, 6) < 0.3).to(torch.int8).to(memory_format=torch.channels_last)
-    window = ([1, 1], [1, 1], [1, 1], 1, 3, strategy, 1.0, factor, 20.0, False)
+    window = ([1, 1], [1, 1], [1, 1], 1, 3, implementation, 1.0, factor, 20.0, False)
     args = (counts, torch.randn(8, 16, 3, 3), None, *window)
     torch.library.opcheck(torch.ops.sparsecomp.spike_conv2d_counts.default, args)
 
@@ -122,8 +122,8 @@ FACTORS = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), -0.3, 1e-30, 6e
 
 
 @pytest.mark.parametrize("value", FACTORS)
-@pytest.mark.parametrize("strategy", ["binary", "event", "skip"])
-def test_a_factor_of_any_value_gives_what_the_dense_operator_gives(value, strategy):
+@pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
+def test_a_factor_of_any_value_gives_what_the_dense_operator_gives(value, implementation):
     """Through the decomposition, with windows of silence, of spikes alone, and of zeros that no factor has touched."""
     spikes = (torch.rand(3, 4, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.4).float()
     spikes[0], spikes[1] = 0, 1
@@ -131,7 +131,7 @@ def test_a_factor_of_any_value_gives_what_the_dense_operator_gives(value, strate
     w[0] = w[0].abs()
     x = torch.cat([spikes * factor, torch.zeros(1, 4, 6, 6)])
     expected = F.conv2d(x.double(), w.double(), padding=1)
-    args = (w, None, [1, 1], [1, 1], [1, 1], 1, 3, strategy, 1.0, factor, True)
+    args = (w, None, [1, 1], [1, 1], [1, 1], 1, 3, implementation, 1.0, factor, True)
     decomposed = ops.decompositions()[torch.ops.sparsecomp.spike_conv2d.default](x, *args)
     for found in (decomposed, ops.spike_conv2d(x, *args)):
         atol = 1e-5 * abs(value) + 1e-44 if math.isfinite(value) else 0
@@ -205,8 +205,8 @@ def test_which_operands_the_kernels_see(name, groups, monkeypatch):
     from sparsecomp.ops.spiking.spike_conv import _cuda_conv2d, _cuda_linear
 
     seen = []
-    monkeypatch.setattr(lowered, "conv2d", lambda *given: seen.append(given))
-    monkeypatch.setattr(lowered, "linear", lambda *given: seen.append(given))
+    monkeypatch.setattr(lowered, "launch_conv", lambda *given: seen.append(given))
+    monkeypatch.setattr(lowered, "launch_linear", lambda *given: seen.append(given))
     x, w, b = (tensor.detach() for tensor in sample())
     x, w, b = CHANGED[name](x, w[:, : 16 // groups], b)
     window = ([1, 2], [1, 1], [1, 1], groups, 3, "binary", 1.0, None, False, 20.0)
@@ -240,7 +240,7 @@ def test_a_linear_layer_of_any_dimensions(size, monkeypatch):
     from sparsecomp.lowering.spiking import spike_conv as lowered
     from sparsecomp.ops.spiking.spike_conv import _cuda_linear
 
-    monkeypatch.setattr(lowered, "linear", lambda *given: "kernel")
+    monkeypatch.setattr(lowered, "launch_linear", lambda *given: "kernel")
     if not size:
         with pytest.raises(RuntimeError):
             _cuda_linear(torch.ones(size), torch.ones(4, 16), None, 3, "binary")

@@ -1,4 +1,4 @@
-"""Weights and factors of any value, in every strategy: the kernels give what the dense operator gives in float64."""
+"""Weights and factors of any value: every implementation gives what the dense operator gives in float64."""
 
 import pytest
 import torch
@@ -52,15 +52,15 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("implementation", STRATEGIES)
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
-def test_weights_of_any_range(device, strategy, weight):
-    x = spikes((2, 16, 7, 6), 0.04 if strategy == "event" else 0.3)
+def test_weights_of_any_range(device, implementation, weight):
+    x = spikes((2, 16, 7, 6), 0.04 if implementation == "event" else 0.3)
     x[:, 0], x[1, 5] = 0, 1
     x[0, :, :4] = 0
     bias = normal((20,), seed=2) * weight.nan_to_num(0, 0, 0).abs().amax().clamp(max=1)
     expected = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
-    out = run(x.to(device), weight.to(device), bias.to(device), strategy)
+    out = run(x.to(device), weight.to(device), bias.to(device), implementation)
     # sums of subnormal numbers are off by half a unit in the last place
     assert error(out, expected) < (1e-2 if weight.nan_to_num().abs().amax() < 1e-38 else 1.5e-6)
 
@@ -69,11 +69,11 @@ FACTORS = [0.0, -0.3, 1e-20, 1e30, float("inf"), float("-inf"), float("nan")]
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("implementation", STRATEGIES)
 @pytest.mark.parametrize("layout", ["nchw", "bytes"])
 @pytest.mark.parametrize("value", FACTORS)
-def test_factors_of_any_value(device, strategy, layout, value):
-    fired = spikes((3, 16, 5, 6), 0.02 if strategy == "event" else 0.3)
+def test_factors_of_any_value(device, implementation, layout, value):
+    fired = spikes((3, 16, 5, 6), 0.02 if implementation == "event" else 0.3)
     fired[0], factor, weight = 1, torch.tensor([value]), normal((20, 16, 3, 3))
     weight[0] = weight[0].abs()
     x = fired * factor
@@ -82,19 +82,20 @@ def test_factors_of_any_value(device, strategy, layout, value):
     if layout == "bytes":
         x = ((x.abs() > 0).to(torch.int8) - x.isnan().to(torch.int8)).contiguous(memory_format=torch.channels_last)
     promise = {"factor": factor.to(device), "binary": True}
-    out = run(x.to(device), weight.to(device), None, strategy, **promise)
+    out = run(x.to(device), weight.to(device), None, implementation, **promise)
     assert error(out, expected) < 1.5e-6
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("implementation", STRATEGIES)
 @pytest.mark.parametrize(("scale", "binary"), [(0.25, False), (2.0**-10, False), (1 / 3, True), (-1.5, True)])
-def test_scales(device, strategy, scale, binary):
+def test_scales(device, implementation, scale, binary):
     counts = spikes((2, 16, 5, 6), 0.1, high=1 if binary else 100)
     weight, bias = normal((20, 16, 3, 3)), normal((20,), seed=2)
     scale = torch.tensor(scale).item()
     expected = F.conv2d(counts.double() * scale, weight.double(), bias.double(), padding=1)
-    out = run((counts * scale).to(device), weight.to(device), bias.to(device), strategy, scale=scale, binary=binary)
+    x = (counts * scale).to(device)
+    out = run(x, weight.to(device), bias.to(device), implementation, scale=scale, binary=binary)
     assert error(out, expected) < 1.5e-6
 
 

@@ -422,7 +422,7 @@ def process_tuner(monkeypatch):
 def launch(bench: Bench) -> int:
     """The tile that a call runs now."""
     x, out = torch.arange(8.0), torch.zeros(8)
-    dispatch.run(bench.operation, Triple(), x, out)
+    dispatch.launch(bench.operation, Triple(), x, out)
     assert torch.equal(out, 3 * x)
     return bench.ran[-1]
 
@@ -454,7 +454,7 @@ def test_warming_up_a_model_runs_it_once_and_leaves_it_as_it_was(process_tuner):
     @torch.compiler.disable
     def triple(x):
         out = torch.empty_like(x)
-        dispatch.run(bench.operation, Triple(), x, out)
+        dispatch.launch(bench.operation, Triple(), x, out)
         return out
 
     model = Tripled()

@@ -14,15 +14,18 @@ import pytest
 import sympy
 import torch
 
+from bench.tuning import problem_of
 from sparsecomp.errors import SignatureError
 from sparsecomp.lowering.cache.signature import Device
-from sparsecomp.lowering.spiking.binary_conv import BinaryConv
+from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
+from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.tuning import ceilings as ceilings_module
 from sparsecomp.lowering.tuning.cards import H100, KNOWN, Ceilings
 from sparsecomp.lowering.tuning.ceilings import card_of, measure
 from sparsecomp.lowering.tuning.cost import Cost, break_even, rank, seconds, sizes, waves
 from sparsecomp.lowering.tuning.operations import operations
 from sparsecomp.lowering.tuning.template import of_operation
+from sparsecomp.reference.geometry import Window
 
 CEILINGS = Ceilings(
     bandwidth=1e12, fp32=1e13, tf32=1e14, half=2e14, int8=4e14, launch=2e-6, processors=100, shared=100_000
@@ -73,7 +76,7 @@ def test_compiled_costs_equal_sympys(template):
 
 
 def test_candidates_are_ranked_by_estimate_and_equals_stay_in_order():
-    problem = SimpleNamespace(_asdict=lambda: {"n": 10_000, "m": 1, "dtype": "float16"})
+    problem = SimpleNamespace(n=10_000, m=1, dtype="float16")
     template = SimpleNamespace(cost=replace(PRODUCT, bytes=sympy.Symbol("itemsize") * n))
     candidates = [SimpleNamespace(template=template, config={"TILE": tile}) for tile in (10, 50, 100, 200, 99)]
     ranked = rank(candidates, problem, CARD)
@@ -131,7 +134,7 @@ MEASURED = [row for row in TUNING["result"] if row["case"] == "binary_conv"]
 
 def _held_against(row: dict[str, Any]) -> tuple[list[float], float]:
     """Measured times in the order of the estimates, and the first's estimate."""
-    problem = BinaryConv(**row["problem"])
+    problem = problem_of(row)
     ranked = rank(operations()["binary_conv"].candidates(problem, HOPPER), problem, H100)
     names = [f"{candidate.template.name}:{candidate.config}" for candidate in ranked]
     return [row["ms"][name] for name in names if name in row["ms"]], seconds(ranked[0], problem, H100) * 1e3
@@ -167,11 +170,9 @@ def test_few_pixels_take_small_tiles():
 
 
 def _stage(c: int, size: int, digits: int, batch: int = 128) -> BinaryConv:
-    strides = (c, 1, c * size * size)
-    return BinaryConv(
-        batch, size, size, size, size, c, c, c, 3, 3, 1, 1, 1, 1, 1, 1, *strides, 1, digits, False,
-        "float16" if digits == 2 else "float32", "all", 0,
-    )  # fmt: skip
+    dtype = "float16" if digits == 2 else "float32"
+    window = Window.centred((3, 3), (1, 1))
+    return binary_conv_problem(Convolution.of((batch, c, size, size), (c, c, 3, 3), window, dtype=dtype), digits)
 
 
 class _Cache:

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,22 @@ import torch
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.epilogue import Output
+from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
 from sparsecomp.lowering.sparse.sddmm import Sddmm
-from sparsecomp.lowering.sparse.spmm_bsr import SpmmBsr
+from sparsecomp.lowering.sparse.spmm_bsr import BlockStrides, SpmmBsr
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
-from sparsecomp.lowering.spiking.binary_conv import BinaryConv
+from sparsecomp.lowering.sparse.stored_places import WriteOut
+from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
+from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
+from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided, PackWeight
 from sparsecomp.lowering.spiking.skip_conv import ListRows, ScanPixels
-from sparsecomp.lowering.spiking.strategies import SiteInfo
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.cost import rank, seconds
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
@@ -39,6 +43,7 @@ from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product
+from sparsecomp.reference.geometry import Window
 from sparsecomp.reference.patterns import Layout
 
 TABLE = Path(__file__).with_name("cost_table.json")
@@ -47,56 +52,65 @@ DEVICES = {name: Device(name, capability, "3.6.0") for name, capability in
 
 
 def _out(m: int, n: int, dtype: str) -> Output:
-    return Output((m * n, n, 1), dtype, "", "", "", (0, 0, 0), "none", 1.0)
+    return Output(Strides(m * n, n, 1), dtype, "", "", "", Strides(0, 0, 0), "none", 1.0)
 
 
 def _csr(m: int, k: int, n: int, batch: int, share: float, variation: int, dtype: str, col: int = 1) -> SpmmCsr:
-    row, nnz = (n, int(m * k * share)) if col == 1 else (1, int(m * k * share))
+    nnz, dense = int(m * k * share), Strides(k * n, n if col == 1 else 1, col)
     return SpmmCsr(
-        m, k, n, batch, nnz, variation, nnz, k * n, row, col, dtype, dtype, "int32", _out(m, n, dtype)
+        m, k, n, batch, nnz, variation, nnz, dense, dtype, dtype, "int32", _out(m, n, dtype)
     )  # fmt: skip
 
 
 def _bsr(m: int, k: int, n: int, side: int, share: float, variation: int, dtype: str) -> SpmmBsr:
     height, width = m // side, k // side
     blocks = int(height * width * share)
+    values, dense = BlockStrides(0, side * side, side, 1), Strides(0, n, 1)
     return SpmmBsr(
-        m, k, n, 1, side, side, height, width, blocks, variation, 0, side * side, side, 1, 0, n, 1, dtype, dtype,
-        "int32", _out(m, n, dtype),
+        m, k, n, 1, side, side, height, width, blocks, variation, values, dense, dtype, dtype, "int32",
+        _out(m, n, dtype),
     )  # fmt: skip
 
 
 def _nm(m: int, k: int, n: int, keep: int, group: int, dtype: str) -> SpmmNM:
     groups = k // group
     row = groups * keep
-    return SpmmNM(m, k, n, 1, keep, group, groups, 0, row, row, 0, n, 1, dtype, dtype, _out(m, n, dtype))
+    return SpmmNM(m, k, n, 1, keep, group, 0, row, row, Strides(0, n, 1), dtype, dtype, _out(m, n, dtype))
 
 
 def _sddmm(m: int, n: int, d: int, batch: int, share: float, variation: int, dtype: str) -> Sddmm:
     nnz = int(m * n * share)
     return Sddmm(
-        m, n, d, batch, nnz, variation, m * d, d, 1, n * d, d, 1, nnz, 1.0, dtype, dtype, "int32"
+        m, n, d, batch, nnz, variation, Strides(m * d, d, 1), Strides(n * d, d, 1), nnz, 1.0, dtype, dtype, "int32"
     )  # fmt: skip
 
 
 def _conv(n: int, c: int, size: int, side: int, groups: int, digits: int, select: str = "all") -> BinaryConv:
-    out = (c, 1, c * size * size)
-    return BinaryConv(
-        n, size, size, size, size, c, c, c // groups, side, side, 1, 1, 1, 1, 1, 1, *out, groups, digits, False,
-        "float32", select, 0,
-    )  # fmt: skip
+    window = Window((side, side), (1, 1), (side // 2, side // 2), (1, 1))
+    shapes = (n, c, size, size), (c, c // groups, side, side)
+    return binary_conv_problem(Convolution.of(*shapes, window, groups), digits, select)
 
 
 def _accumulate(n: int, c: int, size: int, density: float, dtype: str) -> Accumulate:
-    return Accumulate(
-        int(n * c * size * size * density), n, size, size, size, size, c, c, 1, 1, 1, 1, 1, 1, c, 1, c * size * size,
-        3, 3, 64, 132, True, dtype,
-    )  # fmt: skip
+    window = Window.centred((3, 3), (1, 1))
+    conv = Convolution.of((n, c, size, size), (c, c, 3, 3), window, dtype=dtype, has_bias=True)
+    return Accumulate(conv, int(n * c * size * size * density), 132)
+
+
+def _channels_first(problem: Accumulate) -> Accumulate:
+    out = problem.conv.out._replace(pixel=1, channel=prod(problem.conv.out_size))
+    return problem._replace(conv=problem.conv._replace(out=out))
+
+
+def _listed(n: int, size: int, k: int, side: int, stride: int, dtype: str) -> ListRows:
+    window = Window.centred((side, side), (stride, stride))
+    return ListRows(Convolution.of((n, k, size, size), (k, k, side, side), window, dtype=dtype))
 
 
 def _site(n: int, c: int, size: int, side: int, **changes: Any) -> SiteInfo:
     site = SiteInfo(
-        "cuda", 4, n, c, size, size, c, side, side, size, size, 1, 3, 0.01, 0.25, False, True, True
+        device="cuda", itemsize=4, n=n, c=c, size=(size, size), k=c, window=Window.centred((side, side), (1, 1)),
+        groups=1, digits=3, density=0.01, active=0.25, tf32=False, channels_last=True, fused=True,
     )  # fmt: skip
     return site._replace(**changes)
 
@@ -190,22 +204,20 @@ STEP = ("float32", "float32", "int32", "float32")
 PROBLEMS: dict[str, list[Any]] = {
     "binary_conv": [_conv(32, 64, 56, 3, 1, 3), _conv(1, 512, 7, 3, 1, 2), _conv(8, 128, 14, 1, 2, 4),
                     _conv(32, 256, 14, 3, 1, 3, "rows"), _conv(4, 96, 9, 5, 1, 3)],
-    "pack_weight": [PackWeight(64, 64, 64, 576, 9, 3, 1, 3, 3, 3, "float32"),
-                    PackWeight(512, 500, 512, 500, 1, 1, 1, 1, 1, 2, "float16")],
+    "pack_weight": [PackWeight.of(torch.empty(64, 64, 3, 3), 3), PackWeight.of(torch.empty(512, 500).half(), 2)],
     "cast": [Cast(100_003, 0, False, "float32"), Cast(5000, 3, True, "float16")],
-    "cast_strided": [CastStrided(2, 40, 7, 5, 1400, 35, 5, 1, "float32"),
-                     CastStrided(32, 256, 14, 14, 50176, 196, 14, 1, "float16")],
+    "cast_strided": [CastStrided(2, 40, (7, 5), (1400, 35, 5, 1), "float32"),
+                     CastStrided(32, 256, (14, 14), (50176, 196, 14, 1), "float16")],
     "lif": [Lif(960, 960, 960, 16, 60, 0, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, False, True, True, True, True),
             Lif(10**6, 10**6, 10**6, 64, 1, 0, 1e-5, 2.0, 1.0, 0.0, 4, "if", True, False, False, False, False, False)],
     "find_events": [FindEvents(1000, 56, 64, 4000, "float32"), FindEvents(30, 7, 500, 999, "float16")],
-    "pack_events": [PackEvents(64, 64, 576, 9, 3, 1, 3, 3, 64, "float32", False),
-                    PackEvents(500, 300, 300, 1, 1, 1, 1, 1, 128, "float16", True)],
+    "pack_events": [PackEvents(64, 64, (3, 3), (576, 9, 3, 1), "float32", False),
+                    PackEvents(500, 300, (), (300, 1), "float16", True)],
     "event_conv": [_accumulate(32, 64, 56, 0.02, "float32"), _accumulate(2, 512, 7, 0.1, "float16"),
-                   _accumulate(2, 96, 14, 0.05, "float32")._replace(out_pixel=1, out_channel=196)],
-    "scan_pixels": [ScanPixels(2, 64, 14, 392, 12544, 1, 896, 64, "float32"),
-                    ScanPixels(32, 500, 7, 1568, 24500, 49, 7, 1, "float16")],
-    "list_rows": [ListRows(392, 14, 14, 14, 14, 64, 1, 1, 1, 1, 1, 1, 64, 1, 12544, 3, 3, True, "float32"),
-                  ListRows(9999, 100, 100, 50, 50, 20, 2, 2, 0, 0, 1, 1, 20, 1, 50000, 1, 1, False, "float16")],
+                   _channels_first(_accumulate(2, 96, 14, 0.05, "float32"))],
+    "scan_pixels": [ScanPixels(2, 64, (28, 14), (12544, 1, 896, 64), "float32"),
+                    ScanPixels(32, 500, (224, 7), (24500, 49, 7, 1), "float16")],
+    "list_rows": [_listed(2, 14, 64, 3, 1, "float32"), _listed(4, 100, 20, 1, 2, "float16")],
     "spike_conv2d": [_site(128, 64, 56, 3), _site(1, 512, 7, 3, density=None),
                      _site(8, 256, 14, 1, itemsize=2, digits=2), _site(512, 256, 1, 1, active=None),
                      _site(32, 128, 28, 3, fused=False, density=0.3),
@@ -220,8 +232,9 @@ PROBLEMS: dict[str, list[Any]] = {
                 _nm(300, 600, 77, 4, 8, "bfloat16"), _nm(128, 300, 200, 3, 5, "float16")],
     "sddmm": [_sddmm(1024, 1024, 64, 1, 0.05, 0, "float16"), _sddmm(4096, 2048, 256, 1, 0.01, 1, "float32"),
               _sddmm(128, 128, 33, 16, 0.4, 2, "float32"),
-              _sddmm(512, 512, 1, 1, 0.1, 0, "float32")._replace(a_col=512),
+              _sddmm(512, 512, 1, 1, 0.1, 0, "float32")._replace(a=Strides(512, 1, 512)),
               _sddmm(2048, 2048, 2048, 1, 0.1, 0, "bfloat16")],
+    "write_out": [WriteOut(8192, 8192, 8192 * 820, "float32", "int32"), WriteOut(512, 700, 4000, "float16", "int64")],
     "pack_mask": [PackMask(10**6), PackMask(77)],
     "merge_pruned": [Merge(10**6, 700_000, 4), Merge(1000, 10, 2)],
     "split_pruned": [Split(10**6, 700_000, 4, 1, 1), Split(1000, 10, 2, 0, 1)],

@@ -8,28 +8,45 @@ from kernel_devices import KERNEL_DEVICES
 
 from sparsecomp.compiler.warmup import signature_of
 from sparsecomp.lowering.cache.signature import Device, device_of
-from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, BinaryConv
+from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
+from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, binary_conv_problem
+from sparsecomp.lowering.spiking.convolution import Convolution, OutputStrides
 from sparsecomp.lowering.spiking.event_conv import ACCUMULATE, Accumulate
+from sparsecomp.lowering.spiking.implementations import SPIKE_CONV, SiteInfo
 from sparsecomp.lowering.spiking.lif import LIF, Lif
 from sparsecomp.lowering.spiking.packing import CAST, CAST_STRIDED, PACK_WEIGHT, Cast, CastStrided, PackWeight
-from sparsecomp.lowering.spiking.strategies import SPIKE_CONV, SiteInfo
 from sparsecomp.lowering.tuning.operations import operations
 from sparsecomp.lowering.tuning.template import of_operation
 from sparsecomp.lowering.tuning.trial import fault
+from sparsecomp.reference.geometry import Window
 
-CONV = BinaryConv(
-    2, 6, 5, 6, 5, 64, 64, 64, 3, 3, 1, 1, 1, 1, 1, 1, 64, 1, 64 * 30, 1, 3, True, "float32", "all", 0, 576, 9, 3, 1
+SQUARE = Window.centred((3, 3), (1, 1))
+CONV = Convolution.of((2, 64, 6, 5), (64, 64, 3, 3), SQUARE, has_bias=True)
+SCALED = {"scale": 0.25, "has_factor": True}
+SITE = SiteInfo(
+    device="cuda", itemsize=4, n=2, c=32, size=(9, 7), k=16, window=SQUARE, groups=1, digits=3, density=None,
+    active=None, tf32=False, channels_last=True, fused=True,
 )  # fmt: skip
 PROBLEMS = [
-    pytest.param(BINARY_CONV, CONV, id="conv"),
-    pytest.param(BINARY_CONV, CONV._replace(select="rows"), id="conv of listed rows"),
-    pytest.param(BINARY_CONV, CONV._replace(scale=0.25, has_factor=True), id="conv of scaled spikes"),
-    pytest.param(BINARY_CONV, CONV._replace(select="count", limit=7), id="conv if many"),
-    pytest.param(BINARY_CONV, CONV._replace(c=40, k=24, digits=2, out_pixel=24, out_image=24 * 30), id="padded conv"),
-    pytest.param(PACK_WEIGHT, PackWeight(16, 40, 64, 360, 9, 3, 1, 3, 3, 3, "float32"), id="pack_weight"),
+    pytest.param(BINARY_CONV, binary_conv_problem(CONV, 3), id="conv"),
+    pytest.param(BINARY_CONV, binary_conv_problem(CONV, 3, "rows"), id="conv of listed rows"),
+    pytest.param(BINARY_CONV, binary_conv_problem(CONV._replace(**SCALED), 3), id="conv of scaled spikes"),
+    pytest.param(BINARY_CONV, binary_conv_problem(CONV, 3, "count", 7), id="conv if many"),
+    pytest.param(
+        BINARY_CONV,
+        binary_conv_problem(Convolution.of((2, 40, 6, 5), (24, 40, 3, 3), SQUARE, has_bias=True), 2),
+        id="padded conv",
+    ),
+    pytest.param(
+        BINARY_CONV,
+        binary_conv_problem(Convolution.of((3, 64, 7), (32, 64, 3), Window((3,), (2,), (1,), (1,))), 3),
+        id="conv of signals",
+    ),
+    pytest.param(PACK_WEIGHT, PackWeight.of(torch.empty(16, 40, 3, 3), 3), id="pack_weight"),
     pytest.param(CAST, Cast(5000, 0, False, "float32"), id="cast"),
     pytest.param(CAST, Cast(5000, 3, True, "float16"), id="counted cast"),
-    pytest.param(CAST_STRIDED, CastStrided(2, 40, 7, 5, 1400, 35, 5, 1, "float32"), id="cast_strided"),
+    pytest.param(CAST_STRIDED, CastStrided(2, 40, (7, 5), (1400, 35, 5, 1), "float32"), id="cast_strided"),
+    pytest.param(WRITE_OUT, WriteOut(40, 3000, 37_003, "float16", "int32"), id="write_out"),
     pytest.param(
         LIF,
         Lif(960, 960, 960, 16, 60, 0.1, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, False, True, True, True, True),
@@ -42,21 +59,18 @@ PROBLEMS = [
     ),
     pytest.param(
         ACCUMULATE,
-        Accumulate(
-            2 * 64 * 30 // 16, 2, 6, 5, 6, 5, 64, 24, 1, 1, 1, 1, 1, 1, 24, 1, 24 * 30, 3, 3, 32, 8, True, "float32",
-            0.25, True,
-        ),
+        Accumulate(CONV._replace(k=24, out=OutputStrides(24, 1, 24 * 30), **SCALED), 2 * 64 * 30 // 16, processors=8),
         id="event_conv",
     ),
     pytest.param(
         SPIKE_CONV,
-        SiteInfo("cuda", 4, 2, 32, 9, 7, 16, 3, 3, 5, 4, 1, 3, 0.04, 0.5, False, True, True, (2, 2)),
-        id="strategies of a convolution",
+        SITE._replace(window=Window.centred((3, 3), (2, 2)), density=0.04, active=0.5),
+        id="implementations of a convolution",
     ),
     pytest.param(
         SPIKE_CONV,
-        SiteInfo("cuda", 4, 6, 32, 1, 1, 16, 1, 1, 1, 1, 1, 3, None, None, False, True, False),
-        id="strategies of a linear layer",
+        SITE._replace(n=6, size=(1, 1), window=Window.centred((1, 1), (1, 1)), fused=False),
+        id="implementations of a linear layer",
     ),
 ]  # fmt: skip
 
@@ -92,10 +106,10 @@ def test_every_card_has_a_configuration(operation, problem, capability):
 
 def test_hopper_has_its_own_convolution_and_says_why_others_do_not():
     h100, a100 = Device("H100", "9.0", "3.6.0"), Device("A100", "8.0", "3.6.0")
-    assert {one.template.name for one in BINARY_CONV.candidates(CONV, h100)} == {"binary_conv_hopper"}
-    assert {one.template.name for one in BINARY_CONV.candidates(CONV, a100)} == {"binary_conv"}
-    assert "compute capability 9" in BINARY_CONV.refusals(CONV, a100)["binary_conv_hopper"]
-    padded = CONV._replace(c=40)
+    whole, padded = (binary_conv_problem(conv, 3) for conv in (CONV, CONV._replace(c=40)))
+    assert {one.template.name for one in BINARY_CONV.candidates(whole, h100)} == {"binary_conv_hopper"}
+    assert {one.template.name for one in BINARY_CONV.candidates(whole, a100)} == {"binary_conv"}
+    assert "compute capability 9" in BINARY_CONV.refusals(whole, a100)["binary_conv_hopper"]
     assert {one.template.name for one in BINARY_CONV.candidates(padded, h100)} == {"binary_conv"}
 
 

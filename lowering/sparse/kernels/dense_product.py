@@ -4,7 +4,7 @@ A tile can tell whether all its sums are finite, for those who must not multiply
 with an infinity.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
@@ -12,12 +12,14 @@ import triton.language as tl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, flag, precision
+from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, flag
 from sparsecomp.lowering.tuning.limits import fits_shared
 from sparsecomp.lowering.tuning.template import Config
 
 GROUP = 8
 """Row blocks whose tiles run side by side, to share columns of the second operand in L2."""
+Tile = tuple[int, int, int, int, int]
+"""BM, BN, BK, warps and stages of a product's configuration."""
 _TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4),
          (64, 64, 64, 4, 4), (64, 32, 64, 4, 5), (64, 16, 128, 4, 4), (32, 16, 128, 4, 4))  # fmt: skip
 
@@ -78,15 +80,17 @@ def product_kernel(
 SOURCES = (product_kernel, tile_of, tile_at, dot, flag, finish)
 
 
-def tiles(m: int, n: int, device: Device) -> list[Config]:
-    """Tiles for a product of ``m`` rows by ``n`` columns that are no wider than it, or the narrowest."""
-    fitting = [
-        Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
-        for bm, bn, bk, warps, stages in _TILES
-        if bn < 2 * n and bm < 2 * m and fits_shared(stages * bk * (bm + bn) * 2, device)
-    ]
-    bm, bn, bk, warps, stages = _TILES[-1]
-    return fitting or [Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)]
+def fitting_tiles(tiles: Sequence[Tile], m: int, n: int, fits: Callable[[Config], bool]) -> list[Config]:
+    """Those for a product of ``m`` rows by ``n`` columns that are no wider than it and fit, or the last."""
+    configs = [Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages) for bm, bn, bk, warps, stages in tiles]
+    return [one for one in configs if one["BN"] < 2 * n and one["BM"] < 2 * m and fits(one)] or configs[-1:]
+
+
+def product_tiles(m: int, n: int, device: Device) -> list[Config]:
+    """Configurations of ``product_kernel``."""
+    return fitting_tiles(
+        _TILES, m, n, lambda one: fits_shared(one["stages"] * one["BK"] * (one["BM"] + one["BN"]) * 2, device)
+    )
 
 
 def tile_count(m: int, n: int, config: Config) -> int:
@@ -94,14 +98,19 @@ def tile_count(m: int, n: int, config: Config) -> int:
     return triton.cdiv(m, config["BM"]) * triton.cdiv(n, config["BN"])
 
 
-def product_launch(
-    shape: tuple[int, int, int, int], strides: Sequence[int], output_numbers: Sequence[Any],
-    output_constants: dict[str, Any], dtype: str, config: Config,
+def tile_launch(
+    kernel: Any, shape: tuple[int, int, int, int], operands: Sequence[int], output_numbers: Sequence[Any],
+    constants: dict[str, Any], config: Config,
 ) -> Launch:  # fmt: skip
-    """The launch of ``product_kernel`` for (batch, m, n, k), with the strides of a and b."""
+    """The launch of a kernel that takes a tile of a product a program.
+
+    Args:
+        shape: (batch, m, n, k).
+        operands: the kernel's run-time numbers of a and b.
+        output_numbers: those of the output.
+    """
     batch, m, n, k = shape
-    constants = {**output_constants, "PRECISION": precision(dtype), "GROUP": GROUP}
-    constants |= {name: config[name] for name in ("BM", "BN", "BK")}
-    numbers = (m, n, k, *strides, *output_numbers)
+    constants = {**constants, "GROUP": GROUP} | {name: config[name] for name in ("BM", "BN", "BK")}
     options = {"num_warps": config["warps"], "num_stages": config["stages"]}
-    return Launch(product_kernel, (batch * tile_count(m, n, config),), numbers, constants, **options)
+    numbers = (m, n, k, *operands, *output_numbers)
+    return Launch(kernel, (batch * tile_count(m, n, config),), numbers, constants, **options)

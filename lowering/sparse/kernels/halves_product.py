@@ -9,15 +9,12 @@ because it is smaller than 2^-30 of that, is written as NaN: it spoils the sums 
 computes sums that are not finite in another way. So no wide range of numbers goes wrong silently.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.sparse.kernels.dense_product import GROUP, tile_at, tile_count, tile_of
+from sparsecomp.lowering.sparse.kernels.dense_product import fitting_tiles, tile_at, tile_of
 from sparsecomp.lowering.sparse.kernels.epilogue import finish, flag
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.template import Config
@@ -143,7 +140,7 @@ def halves_product_kernel(
 
 
 SPLIT_SOURCES = (split_rows_kernel, halved, finite_size, lift_of, power_of_two)
-SOURCES = (*SPLIT_SOURCES, halves_product_kernel, tile_of, tile_at, flag, finish)
+HALVES_SOURCES = (*SPLIT_SOURCES, halves_product_kernel, tile_of, tile_at, flag, finish)
 
 
 def padded(depth: int) -> int:
@@ -151,18 +148,16 @@ def padded(depth: int) -> int:
     return triton.cdiv(max(depth, 1), WIDTH) * WIDTH
 
 
-def tiles(m: int, n: int, device: Device) -> list[Config]:
-    """Tiles for a product of ``m`` rows by ``n`` columns that are no wider than it, or the narrowest."""
+def halves_tiles(m: int, n: int, device: Device) -> list[Config]:
+    """Configurations of ``halves_product_kernel``."""
     # operands lie in registers before Hopper, beside three sums
     held = 4 if device.capability.startswith("8.") else 3
-    fitting = [
-        Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
-        for bm, bn, bk, warps, stages in _TILES
-        if bn < 2 * n and bm < 2 * m and fits_shared(stages * bk * (bm + bn) * 4, device)
-        and fits_registers(held * bm * bn, warps)
-    ]
-    bm, bn, bk, warps, stages = _TILES[-1]
-    return fitting or [Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)]
+
+    def fits(one: Config) -> bool:
+        shared = one["stages"] * one["BK"] * (one["BM"] + one["BN"]) * 4
+        return fits_shared(shared, device) and fits_registers(held * one["BM"] * one["BN"], one["warps"])
+
+    return fitting_tiles(_TILES, m, n, fits)
 
 
 def split_launch(shape: tuple[int, int, int], strides: tuple[int, int, int], rows: int, width: int) -> Launch:
@@ -173,19 +168,3 @@ def split_launch(shape: tuple[int, int, int], strides: tuple[int, int, int], row
     grid = (batch * triton.cdiv(rows, block["BR"]),)
     numbers = (real_rows, length, *strides, rows, width, batch * rows * width)
     return Launch(split_rows_kernel, grid, numbers, block, num_warps=4)
-
-
-def product_launch(
-    shape: tuple[int, int, int, int], operands: Sequence[int], output_numbers: Sequence[Any],
-    output_constants: dict[str, Any], config: Config,
-) -> Launch:  # fmt: skip
-    """The launch of ``halves_product_kernel`` for (batch, m, n, padded k).
-
-    Args:
-        operands: strides of a and the distance to its low half, those of b, and the batch strides of both factors.
-    """
-    batch, m, n, k = shape
-    constants = {**output_constants, "GROUP": GROUP} | {name: config[name] for name in ("BM", "BN", "BK")}
-    options = {"num_warps": config["warps"], "num_stages": config["stages"]}
-    numbers = (m, n, k, *operands, *output_numbers)
-    return Launch(halves_product_kernel, (batch * tile_count(m, n, config),), numbers, constants, **options)

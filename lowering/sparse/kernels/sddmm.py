@@ -12,6 +12,7 @@ import triton.language as tl
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
+from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import copy_rows_kernel
 from sparsecomp.lowering.sparse.sddmm import Sddmm
 from sparsecomp.lowering.sparse.spmm_csr import unsupported
@@ -65,7 +66,7 @@ def _refuse(problem: Sddmm, device: Device) -> str | None:
 
 def _space(problem: Sddmm, device: Device) -> list[Config]:
     depth = max(triton.next_power_of_2(problem.d), 4)
-    copies = (0, 1) if problem.d > 1 and (problem.a_col != 1 or problem.b_col != 1) else (0,)
+    copies = (0, 1) if problem.d > 1 and (problem.a.column != 1 or problem.b.column != 1) else (0,)
     return [
         Config(P=p, BD=bd, warps=warps, COPY=copy)
         for copy in copies for bd in (32, 64, 128, 256) if bd <= max(depth, 32)
@@ -78,31 +79,29 @@ def _prepare(problem: Sddmm, config: Config) -> Launch | Launches:
         return _main(problem, config)
     p, width = problem, triton.cdiv(problem.d, 8) * 8
     workspaces, steps, takes = [], [], [0, 1, 2, 3, 4]
-    for place, name, rows in ((2, "a", p.m), (3, "b", p.n)):
-        strides = [getattr(p, f"{name}_{axis}") for axis in ("batch", "row", "col")]
-        if strides[2] == 1:
+    for place, name, rows, strides in ((2, "a", p.m, p.a), (3, "b", p.n, p.b)):
+        if strides.column == 1:
             continue
-        count = p.batch if strides[0] else 1
+        count = p.batch if strides.batch else 1
         grid = (count * triton.cdiv(rows, 64) * triton.cdiv(p.d, 64),)
         copy = Launch(copy_rows_kernel, grid, (rows, p.d, *strides, width), {"BK": 64, "BN": 64}, num_warps=4)
         takes[place] = 5 + len(workspaces)
         workspaces.append(((count * rows, width), getattr(torch, p.dtype)))
         steps.append(Step(copy, (place, takes[place])))
-        fresh = {f"{name}_batch": rows * width if count > 1 else 0, f"{name}_row": width, f"{name}_col": 1}
-        problem = problem._replace(**fresh)
+        problem = problem._replace(**{name: Strides(rows * width if count > 1 else 0, width, 1)})
     return Launches(workspaces, [*steps, Step(_main(problem, config), tuple(takes))])
 
 
 def _main(problem: Sddmm, config: Config) -> Launch:
     p = problem
     blocks = triton.cdiv(p.nnz, config["P"])
-    numbers = (p.m, p.d, blocks, p.m.bit_length(), *problem[6:13], p.scale)
+    numbers = (p.m, p.d, blocks, p.m.bit_length(), *p.a, *p.b, p.out_batch, p.scale)
     constants = {"P": config["P"], "BD": config["BD"]}
     return Launch(sddmm_kernel, (blocks * p.batch,), numbers, constants, num_warps=config["warps"])
 
 
 _m, _n, _d, _batch, _nnz, _itemsize, _processors = sizes("m n d batch nnz itemsize processors")
-_p, _bd, _warps, _copy, _a_col, _b_col = sizes("P BD warps COPY a_col b_col")
+_p, _bd, _warps, _copy, _a_col, _b_col = sizes("P BD warps COPY a.column b.column")
 _gathered, _bandwidth, _rewritten = sizes("gathered bandwidth rewritten")
 
 _near = sympy.Eq(_copy, 1) | (sympy.Eq(_a_col, 1) & sympy.Eq(_b_col, 1))

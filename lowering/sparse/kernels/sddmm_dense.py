@@ -16,6 +16,8 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step, Workspace
 from sparsecomp.lowering.sparse.kernels import dense_product, halves_product
+from sparsecomp.lowering.sparse.kernels.dense_product import tile_launch
+from sparsecomp.lowering.sparse.kernels.epilogue import precision
 from sparsecomp.lowering.sparse.kernels.halves_product import padded
 from sparsecomp.lowering.sparse.kernels.product_cost import HALVES_RATE, RATE, product_seconds
 from sparsecomp.lowering.sparse.kernels.sddmm import rows_of_entries
@@ -24,7 +26,7 @@ from sparsecomp.lowering.sparse.spmm_csr import unsupported
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
-MOST_WORKSPACE = 2**28
+_MOST_PRODUCT = 2**28
 """Elements of the product, float32."""
 
 
@@ -57,8 +59,8 @@ def sample_kernel(
 
 def _refuse(problem: Sddmm, device: Device) -> str | None:
     p = problem
-    if p.batch * p.m * p.n > MOST_WORKSPACE:
-        return f"the product would pass {MOST_WORKSPACE} elements"
+    if p.batch * p.m * p.n > _MOST_PRODUCT:
+        return f"the product would pass {_MOST_PRODUCT} elements"
     if p.d < 8:
         return "a depth below 8 leaves tensor cores idle"
     return unsupported(p.dtype, p.out_dtype)
@@ -66,8 +68,8 @@ def _refuse(problem: Sddmm, device: Device) -> str | None:
 
 def _space(problem: Sddmm, device: Device) -> list[Config]:
     if problem.dtype == "float32":
-        return halves_product.tiles(problem.m, problem.n, device)
-    return dense_product.tiles(problem.m, problem.n, device)
+        return halves_product.halves_tiles(problem.m, problem.n, device)
+    return dense_product.product_tiles(problem.m, problem.n, device)
 
 
 def _prepare(problem: Sddmm, config: Config) -> Launches:
@@ -75,15 +77,16 @@ def _prepare(problem: Sddmm, config: Config) -> Launches:
     output = (p.m * p.n, p.n, 1, 0, 0, 0, 1.0)
     plain = {"BIAS_ROWS": False, "ACTIVATION": "none"}
     blocks = triton.cdiv(p.nnz, 512)
-    numbers = (p.m, p.n, p.d, blocks, p.m.bit_length(), *problem[6:13], p.scale)
+    numbers = (p.m, p.n, p.d, blocks, p.m.bit_length(), *p.a, *p.b, p.out_batch, p.scale)
     sample = Launch(sample_kernel, (blocks * p.batch,), numbers, {"HALVES": halves, "P": 512}, num_warps=4)
     sampling = Step(sample, (0, 1, 2, 3, 5, 4))
     full = ((p.batch, p.m, p.n), torch.float32)
     if halves:
         workspaces, steps = _in_halves(p, config, output, plain)
         return Launches([full, *workspaces], [*steps, sampling])
-    strides = (p.a_batch, p.a_row, p.a_col, p.b_batch, p.b_col, p.b_row)
-    product = dense_product.product_launch((p.batch, p.m, p.n, p.d), strides, output, plain, p.dtype, config)
+    strides = (*p.a, p.b.batch, p.b.column, p.b.row)
+    constants = {**plain, "PRECISION": precision(p.dtype)}
+    product = tile_launch(dense_product.product_kernel, (p.batch, p.m, p.n, p.d), strides, output, constants, config)
     return Launches([full], [Step(product, (2, 3, None, None, 5, None)), sampling])
 
 
@@ -93,8 +96,8 @@ def _in_halves(
     """Halves and factors of a (6, 7) and b (8, 9), and the product of them (5)."""
     p, width = problem, padded(problem.d)
     workspaces, steps, operands, factors = [], [], [], []
-    for place, rows, strides in ((2, p.m, problem[6:9]), (3, p.n, problem[9:12])):
-        sets = p.batch if strides[0] else 1
+    for place, rows, strides in ((2, p.m, p.a), (3, p.n, p.b)):
+        sets = p.batch if strides.batch else 1
         at = 6 + len(workspaces)
         workspaces += [((2, sets, rows, width), torch.float16), ((sets, rows), torch.float32)]
         split = halves_product.split_launch((sets, rows, p.d), strides, rows, width)
@@ -103,7 +106,8 @@ def _in_halves(
         operands += [rows * width if sets > 1 else 0, *walk, sets * rows * width]
         factors.append(rows if sets > 1 else 0)
     shape = (p.batch, p.m, p.n, width)
-    product = halves_product.product_launch(shape, (*operands, *factors), output, plain, config)
+    kernel = halves_product.halves_product_kernel
+    product = tile_launch(kernel, shape, (*operands, *factors), output, plain, config)
     return workspaces, [*steps, Step(product, (6, 8, 7, 9, None, None, 5, None))]
 
 
@@ -115,7 +119,7 @@ _rate = sympy.Piecewise((HALVES_RATE, sympy.Eq(_itemsize, 4)), (RATE, True))
 SDDMM_DENSE = Template(
     name="sddmm_dense",
     op="sddmm",
-    sources=(sample_kernel, rows_of_entries, *dense_product.SOURCES, *halves_product.SOURCES),
+    sources=(sample_kernel, rows_of_entries, *dense_product.SOURCES, *halves_product.HALVES_SOURCES),
     refuse=_refuse,
     space=_space,
     cost=Cost(

@@ -19,7 +19,7 @@ from sparsecomp.errors import LibraryError
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.sparse import cusparselt
-from sparsecomp.lowering.sparse.cusparselt import Algorithm, Plan, Product
+from sparsecomp.lowering.sparse.cusparselt import Algorithm, Matmul, MatmulPlan
 from sparsecomp.lowering.sparse.kernels.dense_product import GROUP, tile_count, tile_of
 from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, flag, precision
 from sparsecomp.lowering.sparse.kernels.spmm_nm import _put, nm_repair_kernel, spmm_nm_kernel, spread
@@ -130,8 +130,8 @@ class _Guarded:
         # where an address is a part of a plan, biases that come and go push one another out
         self._plans = lru_cache(maxsize=64)(self._plan)
 
-    def _plan(self, device: torch.device, bias: int | None) -> Plan:
-        return Plan(cusparselt.current_handle(device), self._product, self._algorithm, bias, self._scale)
+    def _plan(self, device: torch.device, bias: int | None) -> MatmulPlan:
+        return MatmulPlan(cusparselt.current_handle(device), self._product, self._algorithm, bias, self._scale)
 
     def __call__(
         self, values: Tensor, indices: Tensor, compressed: Tensor, kept: Tensor | None, dense: Tensor,
@@ -169,20 +169,20 @@ def _stream_of(device: torch.device) -> int:
 def _guard(problem: SpmmNM, parts: int) -> tuple[Launch, int]:
     p = problem
     tile = Config(BM=128 if p.m > 64 else 64, BN=max(min(triton.next_power_of_2(p.n), 128), 16))
-    numbers = (p.m, p.n, p.k, p.groups, *problem[7:13], *p.output.numbers)
+    numbers = (p.m, p.n, p.k, p.groups, p.values_batch, p.values_row, p.indices_row, *p.dense, *p.output.numbers)
     constants = {**p.output.constants, **tile, "PRECISION": precision(p.dtype), "G": 16, "GROUP": GROUP}
     constants |= {"PARTS": parts, "E": max(1024 // tile["BN"], 8)}
     tiles = tile_count(p.m, p.n, tile)
     return Launch(guarded_kernel, (tiles,), numbers, constants, num_warps=8, num_stages=3), tiles
 
 
-def product_of(problem: SpmmNM) -> Product:
+def product_of(problem: SpmmNM) -> Matmul:
     """The product in the library's terms; everything that it leaves out is refused or done behind it."""
     p, out = problem, problem.output.strides
-    dense_columns, out_columns = p.dense_row == 1, out[1] == 1
-    return Product(
-        p.m, p.k, p.n, p.dtype, dense_columns, p.dense_col if dense_columns else p.dense_row, out_columns,
-        out[2] if out_columns else out[1], bool(p.output.bias), p.output.activation == "relu",
+    dense_columns, out_columns = p.dense.row == 1, out.row == 1
+    return Matmul(
+        p.m, p.k, p.n, p.dtype, dense_columns, p.dense.column if dense_columns else p.dense.row, out_columns,
+        out.column if out_columns else out.row, bool(p.output.bias), p.output.activation == "relu",
     )  # fmt: skip
 
 
@@ -208,9 +208,9 @@ def _unfit(problem: SpmmNM) -> str | None:
         return f"an operand of {p.m}, {p.k} and {p.n} has more than {_MOST} elements"
     if p.values_row != p.groups * 2 or p.indices_row != p.groups * 2:
         return "rows of the values are not side by side"
-    shapes = (("dense", problem[10:13], (p.k, p.n)), ("the result", p.output.strides, (p.m, p.n)))
+    shapes = (("dense", p.dense, (p.k, p.n)), ("the result", p.output.strides, (p.m, p.n)))
     for name, strides, (rows, cols) in shapes:
-        lead, least = (strides[2], rows) if strides[1] == 1 else (strides[1], cols)
+        lead, least = (strides.column, rows) if strides.row == 1 else (strides.row, cols)
         if 1 not in strides[1:] or lead % 8 or lead < least:
             return f"{name} has strides {strides[1:]}: one must be 1, the other a multiple of 8 and no overlap"
     return None
@@ -229,7 +229,7 @@ def _unlike(problem: SpmmNM) -> str | None:
 
 
 @lru_cache(maxsize=8192)
-def _algorithms(product: Product) -> tuple[Algorithm, ...]:
+def _algorithms(product: Matmul) -> tuple[Algorithm, ...]:
     """Those of the library's that are offered, on the current device; of some with parts it makes no plan.
 
     Raises:
@@ -240,13 +240,13 @@ def _algorithms(product: Product) -> tuple[Algorithm, ...]:
     return tuple(Algorithm(number, *split) for split in _splits(product) for number in numbers)
 
 
-def _splits(product: Product) -> list[tuple[int, int]]:
+def _splits(product: Matmul) -> list[tuple[int, int]]:
     """Parts of k and how their sums are joined, in one kernel or two: worth a try where tiles leave processors idle."""
     small = triton.cdiv(product.m, 128) * triton.cdiv(product.n, 128) < 132
     return [(1, 0), *((parts, mode) for parts in (2, 4) for mode in (1, 2) if small and product.k >= 1024 * parts)]
 
 
-def _unable(product: Product) -> str | None:
+def _unable(product: Matmul) -> str | None:
     try:
         return None if _algorithms(product) else "cuSPARSELt has no algorithm for it"
     except LibraryError as error:
@@ -289,7 +289,7 @@ SEMI_STRUCTURED = Template(
         dot,
         flag,
         finish,
-        Plan,
+        MatmulPlan,
         _Guarded,
     ),
     refuse=_refuse,

@@ -104,7 +104,7 @@ def _prepare(problem: SpmmBsr, config: Config) -> Launch:
     p = problem
     parts = triton.cdiv(p.height, config["BM"])
     grid = (triton.cdiv(p.n, config["BN"]) * parts * p.block_rows * p.batch,)
-    numbers = (p.m, p.n, p.k, p.block_rows, *problem[10:17], *p.output.numbers)
+    numbers = (p.m, p.n, p.k, p.block_rows, *p.values, *p.dense, *p.output.numbers)
     constants = {**p.output.constants, "PRECISION": precision(p.dtype), "HEIGHT": p.height, "WIDTH": p.width}
     constants |= {"WHOLE": p.k == p.block_columns * p.width, **{name: config[name] for name in ("BM", "BN", "BK")}}
     options = {"num_warps": config["warps"], "num_stages": config["stages"]}
@@ -113,7 +113,7 @@ def _prepare(problem: SpmmBsr, config: Config) -> Launch:
 
 _m, _k, _n, _batch, _blocks, _block_rows = sizes("m k n batch blocks block_rows")
 _height, _width, _variation, _itemsize, _bm, _bn, _dense_col = sizes(
-    "height width variation itemsize BM BN dense_col"
+    "height width variation itemsize BM BN dense.column"
 )
 
 _bk, _warps, _stages, _processors = sizes("BK warps stages processors")

@@ -15,11 +15,19 @@ import triton.language as tl
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
-from sparsecomp.lowering.sparse.kernels import dense_product
-from sparsecomp.lowering.sparse.kernels.dense_product import GROUP, tile_count, tile_of
-from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.sparse.kernels.dense_product import (
+    GROUP,
+    SOURCES,
+    product_kernel,
+    product_tiles,
+    tile_count,
+    tile_launch,
+    tile_of,
+)
+from sparsecomp.lowering.sparse.kernels.epilogue import finish, precision
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
 from sparsecomp.lowering.sparse.kernels.product_cost import product_seconds
+from sparsecomp.lowering.sparse.kernels.stored_places import densify_kernel, densify_launch
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -29,31 +37,6 @@ MOST_WORKSPACE = 2**28
 _WIDTH = 64
 """Its rows are padded to a multiple of this, so that whole vectors are read and no tile ends within a row's padding."""
 _REPAIR_ROWS = 16
-
-
-@triton.jit
-def densify_kernel(
-    crow_ptr, col_ptr, values_ptr, full_ptr, M, values_b, width, ZEROS: tl.constexpr, ENTRIES: tl.constexpr
-):
-    """full (batch, M, width) = S, zero elsewhere; a program a row, which writes zeros and then what is stored."""
-    row = tl.program_id(0) % M
-    batch = (tl.program_id(0) // M).to(tl.int64)
-    full = full_ptr + (batch * M + row) * width
-    place = tl.arange(0, ZEROS)
-    for start in range(0, width, ZEROS):
-        at = start + place
-        tl.store(full + at, tl.zeros((ZEROS,), full_ptr.dtype.element_ty), mask=at < width)
-    begin = tl.load(crow_ptr + row)
-    end = tl.load(crow_ptr + row + 1)
-    # the zeros of all threads lie before the entries of any
-    tl.debug_barrier()
-    turn = tl.arange(0, ENTRIES)
-    for start in range(begin, end, ENTRIES):
-        at = start + turn
-        ok = at < end
-        col = tl.load(col_ptr + at, mask=ok, other=0)
-        value = tl.load(values_ptr + batch * values_b + at, mask=ok, other=0.0)
-        tl.store(full + col, value.to(full_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -104,20 +87,16 @@ def _refuse(problem: SpmmCsr, device: Device) -> str | None:
 
 
 def _space(problem: SpmmCsr, device: Device) -> list[Config]:
-    return dense_product.tiles(problem.m, problem.n, device)
+    return product_tiles(problem.m, problem.n, device)
 
 
 def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     p, width = problem, _width(problem)
     matrices = 1 if p.values_batch == 0 else p.batch
-    densify = Launch(
-        densify_kernel, (matrices * p.m,), (p.m, p.values_batch, width),
-        {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": 256}, num_warps=8,
-    )  # fmt: skip
-    strides = (0 if matrices == 1 else p.m * width, width, 1, p.dense_batch, p.dense_row, p.dense_col)
-    product = dense_product.product_launch(
-        (p.batch, p.m, p.n, p.k), strides, p.output.numbers, p.output.constants, p.dtype, config
-    )
+    densify = densify_launch(p.m, width, p.nnz, matrices, p.values_batch)
+    strides = (0 if matrices == 1 else p.m * width, width, 1, *p.dense)
+    constants = {**p.output.constants, "PRECISION": precision(p.dtype)}
+    product = tile_launch(product_kernel, (p.batch, p.m, p.n, p.k), strides, p.output.numbers, constants, config)
     repair, flags = repair_launch(p, config)
     full = ((matrices, p.m, width), getattr(torch, p.dtype))
     steps = [Step(densify, (0, 1, 2, 7)), Step(product, (7, 3, 4, 5, 6, 8)),
@@ -131,7 +110,7 @@ def repair_launch(problem: SpmmCsr, config: Config) -> tuple[Launch, int]:
     flags = p.batch * tile_count(p.m, p.n, config)
     constants = {"ROWS": _REPAIR_ROWS, "BR": 2, "E": 4, "WIDE": min(config["BN"], 64), "GROUP": GROUP}
     constants |= {**p.output.constants, "FILLED": p.filled, "BM": config["BM"], "BN": config["BN"]}
-    numbers = (p.m, p.n, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
+    numbers = (p.m, p.n, p.values_batch, *p.dense, *p.output.numbers)
     return Launch(repair_kernel, (flags * (config["BM"] // _REPAIR_ROWS),), numbers, constants, num_warps=4), flags
 
 
@@ -148,7 +127,7 @@ _measured = 0.7
 SPMM_CSR_DENSE = Template(
     name="spmm_csr_dense",
     op="spmm_csr",
-    sources=(densify_kernel, repair_kernel, gather_rows, *dense_product.SOURCES),
+    sources=(densify_kernel, repair_kernel, gather_rows, *SOURCES),
     refuse=_refuse,
     space=_space,
     cost=Cost(

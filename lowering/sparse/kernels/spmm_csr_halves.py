@@ -12,9 +12,19 @@ import triton.language as tl
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
-from sparsecomp.lowering.sparse.kernels import halves_product
+from sparsecomp.lowering.sparse.kernels.dense_product import tile_launch
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
-from sparsecomp.lowering.sparse.kernels.halves_product import finite_size, halved, lift_of, padded, power_of_two
+from sparsecomp.lowering.sparse.kernels.halves_product import (
+    HALVES_SOURCES,
+    finite_size,
+    halved,
+    halves_product_kernel,
+    halves_tiles,
+    lift_of,
+    padded,
+    power_of_two,
+    split_launch,
+)
 from sparsecomp.lowering.sparse.kernels.product_cost import HALVES_RATE, product_seconds
 from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import MATRICES, MOST_WORKSPACE, repair_kernel, repair_launch
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported
@@ -71,12 +81,12 @@ def densify_halves_kernel(
 
 def _scales_rows(problem: SpmmCsr) -> bool:
     """Whether rows of the dense operand are scaled, which S makes up for, and not its columns."""
-    return problem.dense_row != 1 or problem.dense_col == 1
+    return problem.dense.row != 1 or problem.dense.column == 1
 
 
 def _matrices(problem: SpmmCsr) -> int:
     p = problem
-    return p.batch if p.values_batch or (_scales_rows(p) and p.dense_batch) else 1
+    return p.batch if p.values_batch or (_scales_rows(p) and p.dense.batch) else 1
 
 
 def _entries(problem: SpmmCsr) -> int:
@@ -96,16 +106,16 @@ def _refuse(problem: SpmmCsr, device: Device) -> str | None:
 
 
 def _space(problem: SpmmCsr, device: Device) -> list[Config]:
-    return halves_product.tiles(problem.m, problem.n, device)
+    return halves_tiles(problem.m, problem.n, device)
 
 
 def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     """Tensors: the operation's seven, halves and factors of S (7, 8), those of dense (9, 10), flags (11)."""
     p, width, matrices = problem, padded(problem.k), _matrices(problem)
-    by_row, sets = _scales_rows(p), p.batch if p.dense_batch else 1
+    by_row, sets = _scales_rows(p), p.batch if p.dense.batch else 1
     rows, length, real = (width, triton.cdiv(p.n, 8) * 8, (p.k, p.n)) if by_row else (p.n, width, (p.n, p.k))
-    strides = (p.dense_batch, p.dense_row, p.dense_col) if by_row else (p.dense_batch, p.dense_col, p.dense_row)
-    split = halves_product.split_launch((sets, *real), strides, rows, length)
+    strides = p.dense if by_row else (p.dense.batch, p.dense.column, p.dense.row)
+    split = split_launch((sets, *real), strides, rows, length)
     densify = Launch(
         densify_halves_kernel, (matrices * p.m,),
         (p.m, p.values_batch, rows if sets > 1 else 0, width, matrices * p.m * width),
@@ -114,9 +124,10 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     a = (p.m * width if matrices > 1 else 0, width, 1, matrices * p.m * width)
     b = (rows * length if sets > 1 else 0, *((length, 1) if by_row else (1, length)), sets * rows * length)
     factors = (p.m if matrices > 1 else 0, rows if sets > 1 else 0)
-    product = halves_product.product_launch(
-        (p.batch, p.m, p.n, width), (*a, *b, *factors), p.output.numbers, p.output.constants, config
-    )
+    product = tile_launch(
+        halves_product_kernel, (p.batch, p.m, p.n, width), (*a, *b, *factors), p.output.numbers, p.output.constants,
+        config,
+    )  # fmt: skip
     repair, flags = repair_launch(p, config)
     workspaces = [
         ((2, matrices, p.m, width), torch.float16), ((matrices, p.m), torch.float32),
@@ -140,7 +151,7 @@ _measured = 0.75
 SPMM_CSR_HALVES = Template(
     name="spmm_csr_halves",
     op="spmm_csr",
-    sources=(densify_halves_kernel, repair_kernel, gather_rows, *halves_product.SOURCES),
+    sources=(densify_halves_kernel, repair_kernel, gather_rows, *HALVES_SOURCES),
     refuse=_refuse,
     space=_space,
     cost=Cost(

@@ -151,16 +151,16 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launches:
     if not config["COPY"]:
         main = Step(_main(p, config), (0, 1, 2, 3, 4, 5, 6, 7))
         return Launches([pieces], [main, Step(_finish(p, config), (0, 4, 5, 6, 7))])
-    dense, copy, row_major = rows.copied(p)
+    dense, copy, row_major = rows.row_major_copy(p)
     main = Step(_main(row_major, config), (0, 1, 2, 8, 4, 5, 6, 7))
-    steps = [Step(copy, (rows.DENSE, 8)), main, Step(_finish(p, config), (0, 4, 5, 6, 7))]
+    steps = [Step(copy, (rows.DENSE_OPERAND, 8)), main, Step(_finish(p, config), (0, 4, 5, 6, 7))]
     return Launches([pieces, dense], steps)
 
 
 def _main(problem: SpmmCsr, config: Config) -> Launch:
     p, chunks = problem, _chunks(problem, config["T"])
     grid = (chunks * triton.cdiv(p.n, config["BN"]) * p.batch,)
-    numbers = (p.m, p.n, chunks, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
+    numbers = (p.m, p.n, chunks, p.values_batch, *p.dense, *p.output.numbers)
     tile = {name: config[name] for name in ("T", "BR", "U", "E", "BN")}
     constants = {**p.output.constants, "FILLED": p.filled, **tile}
     return Launch(spmm_csr_merge_kernel, grid, numbers, constants, num_warps=config["warps"])

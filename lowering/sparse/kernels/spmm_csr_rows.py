@@ -13,13 +13,14 @@ import triton.language as tl
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
+from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.sparse.kernels.epilogue import finish
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
-DENSE = 3
+DENSE_OPERAND = 3
 """Position of the dense operand among the tensors."""
 _GROUP = 8
 """Rows that a program looks at for long ones."""
@@ -121,15 +122,15 @@ def copy_rows_kernel(
     tl.store(rows_ptr + (batch * K + k) * rows_k + n, value, mask=mask)
 
 
-def copied(problem: SpmmCsr) -> tuple[tuple[tuple[int, ...], torch.dtype], Launch, SpmmCsr]:
+def row_major_copy(problem: SpmmCsr) -> tuple[tuple[tuple[int, ...], torch.dtype], Launch, SpmmCsr]:
     """A workspace, the launch (dense, workspace) that copies dense to it row by row, and the problem with it."""
     p = problem
-    count = 1 if p.dense_batch == 0 else p.batch
+    count = 1 if p.dense.batch == 0 else p.batch
     width = triton.cdiv(p.n, 8) * 8
     grid = (count * triton.cdiv(p.k, 64) * triton.cdiv(p.n, 64),)
-    numbers = (p.k, p.n, p.dense_batch, p.dense_row, p.dense_col, width)
+    numbers = (p.k, p.n, *p.dense, width)
     launch = Launch(copy_rows_kernel, grid, numbers, {"BK": 64, "BN": 64}, num_warps=4)
-    row_major = p._replace(dense_batch=0 if count == 1 else p.k * width, dense_row=width, dense_col=1)
+    row_major = p._replace(dense=Strides(0 if count == 1 else p.k * width, width, 1))
     return ((count * max(p.k, 1), width), getattr(torch, p.dense_dtype)), launch, row_major
 
 
@@ -138,7 +139,7 @@ def gather_configs(problem: SpmmCsr) -> list[Config]:
     n = triton.next_power_of_2(problem.n)
     wide = n >= 64
     columns = (64, 128, 256, 512) if wide else (max(n, 1),)
-    copies = (0, 1) if problem.dense_col != 1 and problem.n > 1 and problem.k > 0 else (0,)
+    copies = (0, 1) if problem.dense.column != 1 and problem.n > 1 and problem.k > 0 else (0,)
     return [
         Config(BR=br, U=u, E=e, BN=bn, warps=warps, COPY=copy)
         for copy in copies for bn in columns if bn <= n
@@ -173,8 +174,9 @@ def _space(problem: SpmmCsr, device: Device) -> list[Config]:
 
 def _prepare(problem: SpmmCsr, config: Config) -> Launch | Launches:
     if config["COPY"]:
-        workspace, copy, row_major = copied(problem)
-        return Launches([workspace], [Step(copy, (DENSE, 7)), Step(_main(row_major, config), (0, 1, 2, 7, 4, 5, 6))])
+        workspace, copy, row_major = row_major_copy(problem)
+        main = Step(_main(row_major, config), (0, 1, 2, 7, 4, 5, 6))
+        return Launches([workspace], [Step(copy, (DENSE_OPERAND, 7)), main])
     return _main(problem, config)
 
 
@@ -185,13 +187,13 @@ def _main(problem: SpmmCsr, config: Config) -> Launch:
     ahead = triton.cdiv(p.m, group) * slabs if group else 0
     grid = (ahead + triton.cdiv(p.m, config["BR"]) * slabs,)
     long_from = max(_LONG, 4 * p.nnz // max(p.m, 1))
-    numbers = (p.m, p.n, ahead, long_from, p.values_batch, p.dense_batch, p.dense_row, p.dense_col, *p.output.numbers)
+    numbers = (p.m, p.n, ahead, long_from, p.values_batch, *p.dense, *p.output.numbers)
     tile = {name: config[name] for name in ("BR", "U", "E", "BN")}
     constants = {**p.output.constants, "FILLED": p.filled, "GROUP": group, **tile}
     return Launch(spmm_csr_rows_kernel, grid, numbers, constants, num_warps=config["warps"])
 
 
-_m, _k, _n, _batch, _nnz, _variation, _col, _itemsize = sizes("m k n batch nnz variation dense_col itemsize")
+_m, _k, _n, _batch, _nnz, _variation, _col, _itemsize = sizes("m k n batch nnz variation dense.column itemsize")
 _br, _u, _e, _bn, _warps, _copy, _ahead, _processors = sizes("BR U E BN warps COPY AHEAD processors")
 _gathered, _bandwidth, _rewritten = sizes("gathered bandwidth rewritten")
 

@@ -170,7 +170,7 @@ def _space(problem: SpmmNM, device: Device) -> list[Config]:
 def _prepare(problem: SpmmNM, config: Config) -> Launches:
     p = problem
     tiles = p.batch * tile_count(p.m, p.n, config)
-    numbers = (p.m, p.n, p.k, p.groups, *problem[7:13], *p.output.numbers)
+    numbers = (p.m, p.n, p.k, p.groups, p.values_batch, p.values_row, p.indices_row, *p.dense, *p.output.numbers)
     shared = {**p.output.constants, "KEEP": p.keep, "MEMBERS": p.group, "GROUP": GROUP}
     shared |= {"BM": config["BM"], "BN": config["BN"]}
     wide = triton.next_power_of_2(p.group)

@@ -1,7 +1,58 @@
-"""A dense matrix read at a CSR pattern's places: the gradient of a weight that is written out dense."""
+"""A CSR matrix written out dense, and a dense matrix read at its places, as the gradient of a written out weight."""
 
+import sympy
 import triton
 import triton.language as tl
+
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.sparse.stored_places import WriteOut
+from sparsecomp.lowering.tuning.cost import Cost, sizes
+from sparsecomp.lowering.tuning.template import Config, Template
+
+VECTOR = 16
+"""Entries are loaded from a multiple of this on, so that a thread loads several at once."""
+
+
+@triton.jit
+def densify_kernel(
+    crow_ptr, col_ptr, values_ptr, full_ptr, M, values_b, width, whole,
+    ZEROS: tl.constexpr, ENTRIES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """full (batch, M, width) = S, zero elsewhere; a program a row, which writes zeros and then what is stored.
+
+    whole: the number of entries there is room for, rounded down to a multiple of VECTOR.
+    """
+    row = tl.program_id(0) % M
+    batch = (tl.program_id(0) // M).to(tl.int64)
+    full = full_ptr + (batch * M + row) * width
+    values_ptr += batch * values_b
+    begin = tl.load(crow_ptr + row)
+    end = tl.load(crow_ptr + row + 1)
+    turn = tl.arange(0, ENTRIES)
+    first = begin // VECTOR * VECTOR
+    # the first entries are on their way while zeros are written
+    at = first + turn
+    col = tl.load(col_ptr + at, mask=at < whole, other=0)
+    value = tl.load(values_ptr + at, mask=at < whole, other=0.0)
+    place = tl.arange(0, ZEROS)
+    for start in range(0, width, ZEROS):
+        spot = start + place
+        tl.store(full + spot, tl.zeros((ZEROS,), full_ptr.dtype.element_ty), mask=spot < width)
+    # the zeros of all threads lie before the entries of any
+    tl.debug_barrier()
+    tl.store(full + col, value.to(full_ptr.dtype.element_ty), mask=(at >= begin) & (at < tl.minimum(end, whole)))
+    for start in range(first + ENTRIES, end, ENTRIES):
+        at = start + turn
+        col = tl.load(col_ptr + at, mask=at < whole, other=0)
+        value = tl.load(values_ptr + at, mask=at < whole, other=0.0)
+        tl.store(full + col, value.to(full_ptr.dtype.element_ty), mask=at < tl.minimum(end, whole))
+    if end > whole:
+        last = whole + tl.arange(0, VECTOR)
+        ok = (last >= begin) & (last < end)
+        last_col = tl.load(col_ptr + last, mask=ok, other=0)
+        last_value = tl.load(values_ptr + last, mask=ok, other=0.0)
+        tl.store(full + last_col, last_value.to(full_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -17,3 +68,46 @@ def read_kernel(dense_ptr, crow_ptr, col_ptr, out_ptr, dense_m, dense_n, ENTRIES
         ok = at < end
         col = tl.load(col_ptr + at, mask=ok, other=0).to(tl.int64)
         tl.store(out_ptr + at, tl.load(line + col * dense_n, mask=ok, other=0.0), mask=ok)
+
+
+def densify_launch(
+    rows: int, width: int, entries: int, batch: int = 1, values_b: int = 0, length: int = 256, warps: int = 8
+) -> Launch:
+    """The launch of ``densify_kernel`` that takes ``length`` of a row's entries together."""
+    numbers = (rows, values_b, width, entries // VECTOR * VECTOR)
+    constants = {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": length, "VECTOR": VECTOR}
+    return Launch(densify_kernel, (batch * rows,), numbers, constants, num_warps=warps)
+
+
+def _space(problem: WriteOut, device: Device) -> list[Config]:
+    """Entries taken together, up to all of a row; at most 16 of them, or of its zeros, a thread."""
+    p = problem
+    longest = max(triton.next_power_of_2(triton.cdiv(p.entries, max(p.rows, 1))), 256)
+    return [
+        Config(ENTRIES=length, warps=warps)
+        for length in (256, 512, 1024, 2048, 4096) for warps in (4, 8, 16)
+        if length <= 2 * longest and length <= 16 * 32 * warps and 64 * warps <= max(p.cols, 256)
+    ]  # fmt: skip
+
+
+def _prepare(problem: WriteOut, config: Config) -> Launch:
+    p = problem
+    return densify_launch(p.rows, p.cols, p.entries, length=config["ENTRIES"], warps=config["warps"])
+
+
+_rows, _cols, _entries, _itemsize, _length, _warps = sizes("rows cols entries itemsize ENTRIES warps")
+# not measured yet: 256 entries by 8 warps, or by 4 where rows are short, are what was used before there was a choice
+_usual = sympy.Piecewise((8, _cols > 1024), (4, True))
+
+WRITE_OUT = Template(
+    name="write_out",
+    op="write_out",
+    sources=(densify_kernel,),
+    refuse=lambda problem, device: None,
+    space=_space,
+    cost=Cost(
+        bytes=_rows * _cols * _itemsize + _entries * (_itemsize + 4),
+        seconds=1e-8 * (abs(sympy.log(_length / 256)) + abs(sympy.log(_warps / _usual))),
+    ),
+    prepare=_prepare,
+)

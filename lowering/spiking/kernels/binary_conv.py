@@ -12,6 +12,7 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv
 from sparsecomp.lowering.spiking.binary_cost import binary_conv_cost
+from sparsecomp.lowering.spiking.convolution import beyond_images
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -153,14 +154,15 @@ def _sums(
 
 
 def _refuse(problem: BinaryConv, device: Device) -> str | None:
-    if device.is_hopper and problem.cp == problem.c // problem.groups:
+    refusal = beyond_images(problem.conv)
+    if refusal is None and device.is_hopper and problem.cp == problem.cg:
         return "binary_conv_hopper takes it, and was faster at every size measured on an H100"
-    return None
+    return refusal
 
 
 def _space(problem: BinaryConv, device: Device) -> list[Config]:
     p = problem
-    narrow = p.k // p.groups <= 32
+    narrow = p.kg <= 32
     return [
         Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
         for bm in (64, 128) for bn in ((32,) if narrow else (64, 128))
@@ -173,7 +175,7 @@ def _space(problem: BinaryConv, device: Device) -> list[Config]:
 
 def _prepare(problem: BinaryConv, config: Config) -> Launch:
     p = problem
-    constants = {**p.constants, "EVEN_C": p.cp == p.c // p.groups}
+    constants = {**p.constants, "EVEN_C": p.cp == p.cg}
     constants |= {name: config[name] for name in ("BM", "BN", "BK")}
     options = {"num_warps": config["warps"], "num_stages": config["stages"]}
     return Launch(binary_conv_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants, **options)

@@ -19,6 +19,7 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv
 from sparsecomp.lowering.spiking.binary_cost import binary_conv_cost
+from sparsecomp.lowering.spiking.convolution import beyond_images
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -227,14 +228,14 @@ def _sums(
 def _refuse(problem: BinaryConv, device: Device) -> str | None:
     if not device.is_hopper:
         return f"needs compute capability 9.x, not {device.capability or 'no GPU'}"
-    if problem.cp != problem.c // problem.groups:
-        return f"{problem.c // problem.groups} channels a group would need padding to {problem.cp}"
-    return None
+    if problem.cp != problem.cg:
+        return f"{problem.cg} channels a group would need padding to {problem.cp}"
+    return beyond_images(problem.conv)
 
 
 def _space(problem: BinaryConv, device: Device) -> list[Config]:
     p = problem
-    narrow = p.k // p.groups <= 32
+    narrow = p.kg <= 32
     return [
         Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
         for bm, warps in ((64, 4), (128, 4), (128, 8), (256, 8)) for bn in ((32,) if narrow else (64, 128))

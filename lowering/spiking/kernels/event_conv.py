@@ -13,6 +13,7 @@ import triton.language as tl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.spiking.convolution import as_image, beyond_images
 from sparsecomp.lowering.spiking.event_conv import TRIAL_DENSITY, Accumulate, FindEvents, PackEvents
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -199,25 +200,26 @@ def _prepare_find(problem: FindEvents, config: Config) -> Launch:
 
 
 def _prepare_pack(problem: PackEvents, config: Config) -> Launch:
-    k, c, *strides, r, s, block, _, _ = problem
-    depth = r * s * c
-    grid = (triton.cdiv(depth, 32), triton.cdiv(k, block))
-    numbers = (k, c, depth, *strides, 2**30)
-    return Launch(pack_event_weight_kernel, grid, numbers, {"S": s, "BD": 32, "KS": block})
+    p = problem
+    stride_k, stride_c, *within = p.strides
+    grid = (triton.cdiv(p.depth, 32), triton.cdiv(p.k, p.block))
+    numbers = (p.k, p.c, p.depth, stride_k, stride_c, *as_image(within, 0), 2**30)
+    constants = {"S": as_image(p.kernel, 1)[-1], "BD": 32, "KS": p.block}
+    return Launch(pack_event_weight_kernel, grid, numbers, constants)
 
 
 def _prepare_accumulate(problem: Accumulate, config: Config) -> Launch:
-    p = problem
-    blocks = triton.cdiv(p.n * p.oh * p.ow, config["P"]) * triton.cdiv(p.k, p.block)
-    constants = {"R": p.r, "S": p.s, "SPAN": p.s if p.dil_w == 1 else 1, "HAS_BIAS": p.has_bias}
-    constants |= {"P": config["P"], "E": config["E"], "KS": p.block}
+    p, c = problem, problem.conv
+    blocks = triton.cdiv(c.m, config["P"]) * triton.cdiv(c.k, p.block)
+    span = c.window.kernel[-1] if c.window.dilation[-1] == 1 else 1
+    constants = {**c.constants, "SPAN": span, "P": config["P"], "E": config["E"], "KS": p.block}
     grid = (min(blocks, p.processors * config["programs"]),)
     return Launch(event_conv_kernel, grid, p.numbers, constants, num_warps=config["warps"])
 
 
 def _accumulate_space(problem: Accumulate, device: Device) -> list[Config]:
     """Few pixels of all channels a program; whole memory sectors of one channel where the output is channels-first."""
-    pixels = (1, 2, 4) if problem.out_channel == 1 else (4, 8, 16)
+    pixels = (1, 2, 4) if problem.conv.out.channel == 1 else (4, 8, 16)
     return [
         Config(P=p, E=e, warps=warps, programs=128)
         for p in pixels for e in (1, 2, 4) for warps in (1, 2, 4)
@@ -226,15 +228,16 @@ def _accumulate_space(problem: Accumulate, device: Device) -> list[Config]:
 
 
 _rows, _w, _c, _itemsize = sizes("rows w c itemsize")
-_k, _r, _s = sizes("k r s")
-_n, _oh, _ow, _processors, _weight_rows = sizes("n oh ow processors weight_rows")
-_p, _e, _warps, _block, _channel = sizes("P E warps block out_channel")
+_k, _depth, _weight_rows = sizes("k depth weight_rows")
+_m, _channels, _filters, _taps, _out_itemsize = sizes("conv.m conv.c conv.k conv.taps conv.itemsize")
+_p, _e, _warps, _block, _processors, _channel = sizes("P E warps block processors conv.out.channel")
 # what was best on an H100: as many pixels as fill 192 lanes with channels, or 8 of channels-first; two events; one
 # warp; what is twice or half of that takes some 15 % more
 _best_pixels = sympy.Piecewise((sympy.Max(sympy.floor(192 / _block), 1), sympy.Eq(_channel, 1)), (8, True))
 _misfit = abs(sympy.log(_p / _best_pixels)) + abs(sympy.log(_e / 2)) + sympy.log(_warps)
 # of one processor: 12 ns a pixel to find its stretches of the list, and the rows of the weight
-_accumulating = _n * _oh * _ow / _processors * (1.2e-8 + TRIAL_DENSITY * _r * _s * _c * _k * _itemsize / _weight_rows)
+_weight_bytes = _taps * _channels * _filters * _out_itemsize
+_accumulating = _m / _processors * (1.2e-8 + TRIAL_DENSITY * _weight_bytes / _weight_rows)
 
 FIND_EVENTS = Template(
     name="find_events",
@@ -252,7 +255,7 @@ PACK_EVENTS = Template(
     sources=(pack_event_weight_kernel,),
     refuse=lambda problem, device: None,
     space=lambda problem, device: [Config()],
-    cost=Cost(bytes=2 * _k * _c * _r * _s * _itemsize),
+    cost=Cost(bytes=2 * _k * _depth * _itemsize),
     prepare=_prepare_pack,
 )
 
@@ -260,10 +263,10 @@ ACCUMULATE = Template(
     name="event_conv",
     op="event_conv",
     sources=(event_conv_kernel, _gather),
-    refuse=lambda problem, device: None,
+    refuse=lambda problem, device: beyond_images(problem.conv),
     space=_accumulate_space,
     cost=Cost(
-        bytes=_n * _oh * _ow * _k * _itemsize,
+        bytes=_m * _filters * _out_itemsize,
         seconds=3e-6 + _accumulating * (1 + 0.2 * _misfit),
     ),
     prepare=_prepare_accumulate,

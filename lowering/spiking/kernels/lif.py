@@ -67,7 +67,7 @@ def lif_kernel(
 def _prepare(problem: Lif, config: Config) -> Launch:
     constants = {**problem.constants, "BLOCK": config["BLOCK"]}
     grid = (triton.cdiv(problem.numel, config["BLOCK"]),)
-    return Launch(lif_kernel, grid, problem[:10], constants, num_warps=config["warps"])
+    return Launch(lif_kernel, grid, problem.numbers, constants, num_warps=config["warps"])
 
 
 _numel, _steps, _block, _warps = sizes("numel steps BLOCK warps")

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.spiking.convolution import as_image, kernel_constants
 from sparsecomp.lowering.spiking.packing import PackWeight
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -71,14 +72,14 @@ def _channel(
 
 
 def _prepare(problem: PackWeight, config: Config) -> Launch:
-    p = problem
-    constants = {"R": p.r, "S": p.s, "DIGITS": p.digits, "BITS": digit_bits(p.digits)}
+    p, (stride_k, stride_c, *within) = problem, problem.strides
+    constants = {**kernel_constants(p.kernel), "DIGITS": p.digits, "BITS": digit_bits(p.digits)}
     constants |= {"TOP": largest_mantissa(p.digits), "BLOCK": config["BLOCK"]}
-    numbers = (*p[:7], p.spread)
+    numbers = (p.k, p.c, p.cp, stride_k, stride_c, *as_image(within, 0), p.spread)
     return Launch(pack_weight_kernel, (p.k,), numbers, constants, num_warps=config["warps"])
 
 
-_k, _c, _r, _s, _digits, _itemsize, _block, _warps = sizes("k c r s digits itemsize BLOCK warps")
+_k, _c, _taps, _digits, _itemsize, _block, _warps = sizes("k c taps digits itemsize BLOCK warps")
 
 PACK_WEIGHT = Template(
     name="pack_weight",
@@ -91,7 +92,7 @@ PACK_WEIGHT = Template(
     # a program reads its channel twice, a block at a time; 3 µs to start and end; 1024 to 2048 elements by 4 warps were
     # best on an H100, if by less than its timings of so short a kernel vary
     cost=Cost(
-        bytes=_k * _c * _r * _s * (2 * _itemsize + _digits),
+        bytes=_k * _c * _taps * (2 * _itemsize + _digits),
         seconds=3e-6 + 1e-8 * (abs(sympy.log(_block / 1400)) + abs(sympy.log(_warps / 4)) / 2),
     ),
     prepare=_prepare,

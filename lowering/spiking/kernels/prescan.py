@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.spiking.convolution import as_image
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -62,13 +63,14 @@ def _prepare_flat(problem: Cast, config: Config) -> Launch:
 
 def _prepare_strided(problem: CastStrided, config: Config) -> Launch:
     p, bc, bp = problem, config["BC"], config["BP"]
-    grid = (p.n * triton.cdiv(p.h * p.w, bp), triton.cdiv(p.c, bc))
-    numbers, constants = (p.c, p.w, p.h * p.w, *p[4:8], p.inverse), {"BINARY": p.binary, "BC": bc, "BP": bp}
-    return Launch(cast_strided_kernel, grid, numbers, constants)
+    stride_n, stride_c, *within = p.strides
+    grid = (p.n * triton.cdiv(p.pixels, bp), triton.cdiv(p.c, bc))
+    numbers = (p.c, as_image(p.size, 1)[-1], p.pixels, stride_n, stride_c, *as_image(within, 0), p.inverse)
+    return Launch(cast_strided_kernel, grid, numbers, {"BINARY": p.binary, "BC": bc, "BP": bp})
 
 
 _numel, _itemsize, _block, _warps, _bandwidth = sizes("numel itemsize BLOCK warps bandwidth")
-_n, _c, _h, _w, _bc, _bp = sizes("n c h w BC BP")
+_n, _c, _pixels, _bc, _bp = sizes("n c pixels BC BP")
 _cast_bytes = _numel * (_itemsize + 1)
 # more than eight elements a thread leave fewer threads to hide loads; blocks of 2048 are a shade better than others
 _cast_misfit = 0.04 * sympy.Max(sympy.log(_block / (256 * _warps)), 0) + 0.004 * abs(sympy.log(_block / 2048))
@@ -94,7 +96,7 @@ CAST_STRIDED = Template(
     space=lambda problem, device: [Config(BC=bc, BP=bp) for bc in (32, 64, 128) for bp in (32, 64, 128)],
     # tiles that reach past the channels or pixels are read in vain
     cost=Cost(
-        bytes=_n * sympy.ceiling(_c / _bc) * _bc * sympy.ceiling(_h * _w / _bp) * _bp * (_itemsize + 1),
+        bytes=_n * sympy.ceiling(_c / _bc) * _bc * sympy.ceiling(_pixels / _bp) * _bp * (_itemsize + 1),
         seconds=1e-10 * (abs(_bc - 64) + abs(_bp - 64)),
     ),
     prepare=_prepare_strided,

@@ -1,15 +1,16 @@
 """Idle pixels: which output pixels see a spike at all, so that the implicit GEMM computes only those.
 
 Serves inputs whose zeros cluster (event cameras, quiet regions). An input pixel is active when any of its channels is
-non-zero; an output pixel whose window holds no active pixel is the bias. The others are listed, in any order, for the
-binary convolution to take its rows from. Both kernels cost little next to a full convolution, so dense inputs lose
-little.
+non-zero; an output pixel whose window holds no active pixel is the bias. The others are listed, in any order: the rows
+that the convolution on int8 tensor cores then computes. Both kernels cost little next to a full convolution, so dense
+inputs lose little.
 """
 
 import triton
 import triton.language as tl
 
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.spiking.convolution import as_image, beyond_images
 from sparsecomp.lowering.spiking.skip_conv import ListRows, ScanPixels
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -86,21 +87,24 @@ def list_rows_kernel(
 
 
 def _prepare_scan(problem: ScanPixels, config: Config) -> Launch:
-    n, c, w, pixels, *strides, _ = problem
-    channels = min(triton.next_power_of_2(max(c, 1)), 128)
+    p = problem
+    channels = min(triton.next_power_of_2(max(p.c, 1)), 128)
     block = max(4096 // channels, 16)
     # at least one program, which clears the counter
-    grid = (max(triton.cdiv(n * pixels, block), 1),)
-    return Launch(scan_pixels_kernel, grid, (n, c, w, pixels, *strides), {"BP": block, "BC": channels})
+    grid = (max(triton.cdiv(p.n * p.pixels, block), 1),)
+    (stride_n, stride_c, *within), width = p.strides, as_image(p.size, 1)[-1]
+    numbers = (p.n, p.c, width, p.pixels, stride_n, stride_c, *as_image(within, 0))
+    return Launch(scan_pixels_kernel, grid, numbers, {"BP": block, "BC": channels})
 
 
 def _prepare_list(problem: ListRows, config: Config) -> Launch:
-    p, block = problem, 128
-    constants = {"R": p.r, "S": p.s, "HAS_BIAS": p.has_bias, "BM": block, "BN": 32}
-    return Launch(list_rows_kernel, (triton.cdiv(p.m, block),), p[:15], constants)
+    c, block = problem.conv, 128
+    constants = {**c.constants, "BM": block, "BN": 32}
+    return Launch(list_rows_kernel, (triton.cdiv(c.m, block),), (*c.maps, c.k, *c.geometry), constants)
 
 
-_n, _c, _pixels, _m, _k, _itemsize = sizes("n c pixels m k itemsize")
+_n, _c, _pixels, _itemsize = sizes("n c pixels itemsize")
+_m, _k, _out_itemsize = sizes("conv.m conv.k conv.itemsize")
 
 SCAN_PIXELS = Template(
     name="scan_pixels",
@@ -116,8 +120,8 @@ LIST_ROWS = Template(
     name="list_rows",
     op="list_rows",
     sources=(list_rows_kernel,),
-    refuse=lambda problem, device: None,
+    refuse=lambda problem, device: beyond_images(problem.conv),
     space=lambda problem, device: [Config()],
-    cost=Cost(bytes=_m * (_k * _itemsize + 5)),
+    cost=Cost(bytes=_m * (_k * _out_itemsize + 5)),
     prepare=_prepare_list,
 )

@@ -58,9 +58,12 @@ def select_largest(scores: Tensor, count: Tensor | int) -> Tensor:
     NaN ranks with minus infinity, a count outside of 0..size as the nearest of the two. It can be captured in a CUDA
     graph, whose replays read scores and a tensor `count` anew.
     """
-    if not isinstance(count, Tensor):
-        count = torch.full((), count, device=scores.device)
-    return torch.ops.sparsecomp.select_largest.default(scores.detach(), count)
+    return torch.ops.sparsecomp.select_largest.default(scores.detach(), count_on(scores.device, count))
+
+
+def count_on(device: torch.device, count: Tensor | int) -> Tensor:
+    """A count as operators take it: on the device, where none that is there already is waited for."""
+    return count if isinstance(count, Tensor) else torch.full((), count, device=device)
 
 
 def _select_cuda(scores: Tensor, count: Tensor) -> Tensor:

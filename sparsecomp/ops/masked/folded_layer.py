@@ -4,7 +4,7 @@ The operators mean exactly ``linear`` and ``conv`` of the computed weight. They 
 result, so that the weight that is kept never becomes a buffer of the graph, whose memory Inductor would use again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsecomp.ops.library import TAGS, library
 from sparsecomp.ops.masked.folded_weight import FOLDS, Packed, Recipe, computed
 from sparsecomp.ops.sparse.spmm import spmm
+from sparsecomp.reference.geometry import convolution_of
 
 library.define("folded_linear(Tensor x, Tensor[] sources, Tensor? bias, str recipe) -> Tensor", tags=TAGS)
 library.define(
@@ -20,7 +21,6 @@ library.define(
     "SymInt[] dilation, SymInt groups) -> Tensor",
     tags=TAGS,
 )
-_CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 
 
 def folded_linear(x: Tensor, sources: list[Tensor], bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -66,7 +66,7 @@ def _sparse(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
 def _conv(x, sources, bias, recipe, stride, padding, dilation, groups):
     _refuse_gradients(x, sources, bias)
     weight = FOLDS.of(sources, *Recipe.read(recipe)).values
-    return _CONVOLUTIONS[weight.dim()](x, weight, bias, stride, padding, dilation, groups)
+    return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
 
 
 def _fake_linear(x, sources, bias, recipe):
@@ -75,7 +75,7 @@ def _fake_linear(x, sources, bias, recipe):
 
 def _fake_conv(x, sources, bias, recipe, stride, padding, dilation, groups):
     weight = computed(sources, Recipe.read(recipe).formula)
-    return _CONVOLUTIONS[weight.dim()](x, weight, bias, stride, padding, dilation, groups)
+    return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
 
 
 for _name, _function, _fake in (("folded_linear", _linear, _fake_linear), ("folded_conv", _conv, _fake_conv)):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsecomp.errors import MaskError
 from sparsecomp.ops.library import TAGS, library
-from sparsecomp.ops.masked.elementwise import select_largest
+from sparsecomp.ops.masked.elementwise import count_on, select_largest
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 library.define(
@@ -58,7 +58,7 @@ def selective_step(
     if isinstance(count, int):
         if not 0 <= count <= pruned.numel():
             raise MaskError(f"{count} of {pruned.numel()} elements cannot be selected: at most all can")
-        count = torch.full((), count, device=weight.device)
+        count = count_on(weight.device, count)
     torch.ops.sparsecomp.selective_step.default(
         weight, grad, pruned, mean, size, square, steps, lr, *betas, eps, weight_decay, tau, delta, warm_up, count,
         whole,
@@ -166,7 +166,7 @@ def _cuda(
     from sparsecomp.lowering.masked import selective_step as lowered  # loads Triton
 
     dense = weight.contiguous()
-    lowered.run(
+    lowered.selective_step(
         dense, grad.contiguous(), pruned.contiguous(), (mean, size, square), steps, lr, betas=(beta, beta2), tau=tau,
         delta=delta, eps=eps, weight_decay=weight_decay, warm_up=warm_up, count=count, whole=whole,
     )  # fmt: skip

@@ -76,12 +76,12 @@ def _cuda(a, b, pattern, format, block, shape, skews, scale):
     out = a.new_zeros(size)
     if format == "csr":
         pointers, columns = pattern[0].contiguous(), pattern[1].contiguous()
-        lowered.run(pointers, columns, a, b, out, scale=scale, skew=layout.skews[0])
+        lowered.sddmm(pointers, columns, a, b, out, scale=scale, skew=layout.skews[0])
         return out
     pointers, columns = elements_of(pattern, layout)
     inside = columns < layout.shape[1]
     flat = out.flatten(-2)
-    lowered.run(pointers, columns.clamp(max=max(layout.shape[1] - 1, 0)), a, b, flat, scale=scale)
+    lowered.sddmm(pointers, columns.clamp(max=max(layout.shape[1] - 1, 0)), a, b, flat, scale=scale)
     return flat.masked_fill_(~inside, 0).view(size)
 
 

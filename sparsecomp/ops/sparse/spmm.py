@@ -162,22 +162,23 @@ def _cuda(
         "bias": bias, "bias_axis": bias_axis, "residual": residual, "activation": activation, "scale": scale
     }  # fmt: skip
     if format == "nm" and not transpose:
-        from sparsecomp.lowering.sparse import semi_structured, spmm_nm  # load Triton
+        from sparsecomp.lowering.sparse.semi_structured import spmm_semi_structured  # loads Triton
+        from sparsecomp.lowering.sparse.spmm_nm import spmm_nm
 
-        if layout.block == (2, 4) and semi_structured.run(values, pattern[0], dense, out, **finish):
+        if layout.block == (2, 4) and spmm_semi_structured(values, pattern[0], dense, out, **finish):
             return out
-        spmm_nm.run(values, pattern[0], layout.block[0], layout.block[1], dense, out, **finish)
+        spmm_nm(values, pattern[0], layout.block[0], layout.block[1], dense, out, **finish)
         return out
     matrix = compressed(values, pattern, layout, transpose)
     arrays = (matrix.pointers.contiguous(), matrix.indices.contiguous(), matrix.values)
     if format == "bsr":
-        from sparsecomp.lowering.sparse import spmm_bsr  # loads Triton
+        from sparsecomp.lowering.sparse.spmm_bsr import spmm_bsr  # loads Triton
 
-        spmm_bsr.run(*arrays, dense, out, **finish, skew=matrix.skew)
+        spmm_bsr(*arrays, dense, out, **finish, skew=matrix.skew)
     else:
-        from sparsecomp.lowering.sparse import spmm_csr  # loads Triton
+        from sparsecomp.lowering.sparse.spmm_csr import spmm_csr  # loads Triton
 
-        spmm_csr.run(*arrays, dense, out, **finish, skew=matrix.skew, filled=format == "nm")
+        spmm_csr(*arrays, dense, out, **finish, skew=matrix.skew, filled=format == "nm")
     return out
 
 

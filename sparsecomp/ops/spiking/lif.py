@@ -58,7 +58,7 @@ def lif(
 def _cuda(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset):
     from sparsecomp.lowering.spiking import lif as neurons  # loads Triton
 
-    return neurons.lif(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset)
+    return neurons.launch_lif(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset)
 
 
 def _fake(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset):

@@ -20,24 +20,24 @@ from torch import Tensor
 from sparsecomp import _compat
 from sparsecomp.ops.library import TAGS, library
 from sparsecomp.reference.digits import SPREAD, multiplied_weight
-from sparsecomp.reference.geometry import is_channels_last, output_size
+from sparsecomp.reference.geometry import KERNEL_DIMS, Window, convolution_of, is_channels_last, laid_out
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _PROMISES = f"float scale=1.0, Tensor? factor=None, bool binary=False, float spread={SPREAD}, bool keep_input=False"
 
 library.define(
-    "spike_conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
-    f"int groups, int digits, str strategy, {_PROMISES}) -> Tensor",
+    "spike_conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
+    f"int groups, int digits, str implementation, {_PROMISES}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
-    f"spike_linear(Tensor x, Tensor weight, Tensor? bias, int digits, str strategy, {_PROMISES}) -> Tensor",
+    f"spike_linear(Tensor x, Tensor weight, Tensor? bias, int digits, str implementation, {_PROMISES}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # What both lower to: Inductor takes no operator that has a decomposition as it is.
 library.define(
-    "spike_conv2d_counts(Tensor counts, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, "
-    "SymInt[2] dilation, int groups, int digits, str strategy, float scale, Tensor? factor, float spread, "
+    "spike_conv2d_counts(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation, int groups, int digits, str implementation, float scale, Tensor? factor, float spread, "
     "bool channels_last) -> Tensor",
     tags=TAGS,
 )
@@ -52,7 +52,7 @@ def spike_conv2d(
     dilation: list[int],
     groups: int,
     digits: int,
-    strategy: str,
+    implementation: str,
     scale: float = 1.0,
     factor: Tensor | None = None,
     binary: bool = False,
@@ -67,7 +67,7 @@ def spike_conv2d(
         bias: (K,) or None.
         stride, padding, dilation: two integers each.
         digits: signed bytes a weight (2: error 2^-15, 3: 2^-23, 4: 2^-31 of the channel's largest weight).
-        strategy: ``"binary"`` (int8 tensor cores), ``"skip"`` (the same on non-idle pixels only) or ``"event"``
+        implementation: ``"binary"`` (int8 tensor cores), ``"skip"`` (the same on non-idle pixels only) or ``"event"``
             (event-driven accumulation in float32).
         scale: a number; a power of two unless ``binary``.
         factor: one element of any value, in place of a scale. Its gradient is what flows to ``x``.
@@ -82,8 +82,9 @@ def spike_conv2d(
         (N, K, OH, OW) of ``weight``'s dtype, in the memory format ``conv2d`` would return.
     """
     return torch.ops.sparsecomp.spike_conv2d.default(
-        x, weight, bias, stride, padding, dilation, groups, digits, strategy, scale, factor, binary, spread, keep_input
-    )
+        x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, binary, spread,
+        keep_input,
+    )  # fmt: skip
 
 
 def spike_linear(
@@ -91,7 +92,7 @@ def spike_linear(
     weight: Tensor,
     bias: Tensor | None,
     digits: int,
-    strategy: str,
+    implementation: str,
     scale: float = 1.0,
     factor: Tensor | None = None,
     binary: bool = False,
@@ -100,7 +101,7 @@ def spike_linear(
 ) -> Tensor:
     """``linear`` of an input (…, C) that holds counts times a number; see :func:`spike_conv2d`."""
     return torch.ops.sparsecomp.spike_linear.default(
-        x, weight, bias, digits, strategy, scale, factor, binary, spread, keep_input
+        x, weight, bias, digits, implementation, scale, factor, binary, spread, keep_input
     )
 
 
@@ -113,14 +114,19 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _reference_conv2d(
-    x, weight, bias, stride, padding, dilation, groups, digits, strategy,
+    x, weight, bias, stride, padding, dilation, groups, digits, implementation,
     scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
-    return F.conv2d(_products(x, weight, scale, factor), weight, bias, stride, padding, dilation, groups)
+    return _dense_conv(x, weight, bias, stride, padding, dilation, groups, scale, factor)
+
+
+def _dense_conv(x, weight, bias, stride, padding, dilation, groups, scale, factor):
+    x = _products(x, weight, scale, factor)
+    return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
 
 
 def _reference_linear(
-    x, weight, bias, digits, strategy, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
+    x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
 ):
     with _compat.below_autograd():  # else the result would count as a view, which must not be written to
         return F.linear(_products(x, weight, scale, factor), weight, bias)
@@ -166,85 +172,83 @@ def _kernels_take(x: Tensor, weight: Tensor, bias: Tensor | None, channels: int,
 
 
 def _cuda_conv2d(
-    x, weight, bias, stride, padding, dilation, groups, digits, strategy,
+    x, weight, bias, stride, padding, dilation, groups, digits, implementation,
     scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
-    batched = x.dim() == 4 and x.shape[1] % groups == 0 and weight.shape[0] % groups == 0
-    if not batched or not _kernels_take(x, weight, bias, x.shape[1] // groups, 4):
-        return F.conv2d(_products(x, weight, scale, factor), weight, bias, stride, padding, dilation, groups)
+    indexed = 3 <= x.dim() <= 2 + KERNEL_DIMS and x.shape[1] % groups == 0 and weight.shape[0] % groups == 0
+    if not indexed or not _kernels_take(x, weight, bias, x.shape[1] // groups, x.dim()):
+        return _dense_conv(x, weight, bias, stride, padding, dilation, groups, scale, factor)
     from sparsecomp.lowering.spiking import spike_conv  # loads Triton
 
-    return spike_conv.conv2d(
-        x, weight, bias, stride, padding, dilation, groups, digits, strategy, scale, factor, binary, spread
+    return spike_conv.launch_conv(
+        x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, binary, spread
     )
 
 
 def _cuda_linear(
-    x, weight, bias, digits, strategy, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
+    x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
 ):
     if x.dim() == 0 or not _kernels_take(x, weight, bias, x.shape[-1], 2):
         return F.linear(_products(x, weight, scale, factor), weight, bias)
     from sparsecomp.lowering.spiking import spike_conv  # loads Triton
 
-    return spike_conv.linear(x, weight, bias, digits, strategy, scale, factor, binary, spread)
+    return spike_conv.launch_linear(x, weight, bias, digits, implementation, scale, factor, binary, spread)
 
 
 def _reference_counts(
-    counts, weight, bias, stride, padding, dilation, groups, digits, strategy, scale, factor, spread, channels_last
-):
-    w = weight if weight.dim() == 4 else weight[:, :, None, None]
-    w = w.double() if strategy == "event" else multiplied_weight(w, digits, spread)
+    counts, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, spread,
+    channels_last,
+):  # fmt: skip
+    w = weight if weight.dim() > 2 else weight[..., None, None]
+    w = w.double() if implementation == "event" else multiplied_weight(w, digits, spread)
     x = elements_of(counts, torch.float64, scale, factor)
-    out = F.conv2d(x, w, None if bias is None else bias.double(), stride, padding, dilation, groups)
-    return out.to(weight.dtype).contiguous(memory_format=_layout(channels_last))
+    bias = None if bias is None else bias.double()
+    out = convolution_of(w)(x, w, bias, stride, padding, dilation, groups)
+    return laid_out(out.to(weight.dtype), channels_last)
 
 
 def _fake_counts(
-    counts, weight, bias, stride, padding, dilation, groups, digits, strategy, scale, factor, spread, channels_last
-):
-    kernel = weight.shape[2:] if weight.dim() == 4 else (1, 1)
-    size = [counts.shape[0], weight.shape[0], *output_size(counts.shape[2:], kernel, stride, padding, dilation)]
-    return counts.new_empty(size, dtype=weight.dtype).to(memory_format=_layout(channels_last))
+    counts, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, spread,
+    channels_last,
+):  # fmt: skip
+    size = Window.of(weight.shape, stride, padding, dilation).output_size(counts.shape[2:])
+    return laid_out(counts.new_empty((counts.shape[0], weight.shape[0], *size), dtype=weight.dtype), channels_last)
 
 
 def _cuda_counts(*arguments):
     from sparsecomp.lowering.spiking import spike_conv  # loads Triton
 
-    return spike_conv.convolve(*arguments)
-
-
-def _layout(channels_last: bool) -> torch.memory_format:
-    return torch.channels_last if channels_last else torch.contiguous_format
+    return spike_conv.launch_counts(*arguments)
 
 
 def _decompose_conv2d(
-    x, weight, bias, stride, padding, dilation, groups, digits, strategy,
+    x, weight, bias, stride, padding, dilation, groups, digits, implementation,
     scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
     # eager's memory format, whatever rule torch has for it, read off the dense operator's fake
-    dense = F.conv2d(_products(x, weight, scale, factor), weight, bias, stride, padding, dilation, groups)
-    counts = _lowered(x, strategy, scale, binary)
+    dense = _dense_conv(x, weight, bias, stride, padding, dilation, groups, scale, factor)
+    counts = _lowered(x, implementation, scale, binary)
     if counts.dtype is torch.int8:
-        counts = counts.to(memory_format=torch.channels_last)
+        counts = laid_out(counts, channels_last=True)
     return torch.ops.sparsecomp.spike_conv2d_counts.default(
-        counts, weight, bias, stride, padding, dilation, groups, digits, strategy, scale, factor, spread,
+        counts, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, spread,
         is_channels_last(dense),
     )  # fmt: skip
 
 
 def _decompose_linear(
-    x, weight, bias, digits, strategy, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
+    x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
 ):
-    counts = _lowered(x, strategy, scale, binary).reshape(-1, x.shape[-1], 1, 1)
+    counts = _lowered(x, implementation, scale, binary).reshape(-1, x.shape[-1], 1, 1)
     out = torch.ops.sparsecomp.spike_conv2d_counts.default(
-        counts, weight, bias, [1, 1], [0, 0], [1, 1], 1, digits, strategy, scale, factor, spread, True
+        counts, weight, bias, [1, 1], [0, 0], [1, 1], 1, digits, implementation, scale, factor, spread, True
     )
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _lowered(x: Tensor, strategy: str, scale: float, binary: bool) -> Tensor:
-    """Bytes, except where the other strategies' own first pass reads whole numbers as they are."""
-    return x if strategy != "binary" and scale == 1.0 and not binary else counts_of(x, scale, binary)
+def _lowered(x: Tensor, implementation: str, scale: float, binary: bool) -> Tensor:
+    """Bytes, except where the other implementations' own first pass reads whole numbers as they are."""
+    return x if implementation != "binary" and scale == 1.0 and not binary else counts_of(x, scale, binary)
 
 
 def _save(ctx, x, weight, bias, scale, factor, binary, keep_input):

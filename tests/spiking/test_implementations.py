@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from sparsecomp.lowering.spiking.strategies import SPIKE_CONV, SiteInfo
+from sparsecomp.lowering.spiking.implementations import SPIKE_CONV, SiteInfo
+from sparsecomp.reference.geometry import Window
 
-SITE = SiteInfo("cuda", 4, 4, 16, 64, 64, 16, 3, 3, 64, 64, 1, 3, 0.5, None, False, True, True)
+SITE = SiteInfo(
+    device="cuda", itemsize=4, n=4, c=16, size=(64, 64), k=16, window=Window.centred((3, 3), (1, 1)), groups=1,
+    digits=3, density=0.5, active=None, tf32=False, channels_last=True, fused=True,
+)  # fmt: skip
 
 
 def spikes(site: SiteInfo) -> torch.Tensor:

@@ -11,7 +11,7 @@ import sympy
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.lowering.spiking import spike_conv, strategies
+from sparsecomp.lowering.spiking.implementations import SiteInfo, able
 from sparsecomp.lowering.spiking.kernels import (
     binary_conv,
     binary_conv_hopper,
@@ -20,9 +20,10 @@ from sparsecomp.lowering.spiking.kernels import (
     prescan,
     skip_conv,
 )
-from sparsecomp.lowering.spiking.strategies import SiteInfo, padding
+from sparsecomp.lowering.spiking.spike_conv import launch_conv
 from sparsecomp.lowering.tuning.cost import Cost
 from sparsecomp.lowering.tuning.template import Config, Template
+from sparsecomp.reference.geometry import convolve
 
 # Templates that a module holds by name are taken for its own: here they stay in tuples.
 _BINARY = (
@@ -34,24 +35,24 @@ _SKIP = (*_BINARY, skip_conv.SCAN_PIXELS, skip_conv.LIST_ROWS)
 
 
 def _dense(site: SiteInfo, x: Tensor, x8: Tensor, weight: Tensor, out: Tensor) -> None:
-    if site.h == site.w == site.r == site.s == 1:
-        out.set_(F.linear(x[:, :, 0, 0], weight[:, :, 0, 0])[:, :, None, None])
+    if site.is_linear:
+        out.set_(F.linear(x.flatten(1), weight.flatten(1)).view(out.shape))
     else:
-        out.set_(F.conv2d(x, weight, None, list(site.stride), padding(site), 1, site.groups))
+        out.set_(convolve(x, weight, None, site.window, site.groups))
 
 
-def _sparse(strategy: str, site: SiteInfo, x: Tensor, x8: Tensor, weight: Tensor, out: Tensor) -> None:
-    window = (list(site.stride), padding(site), [1, 1], site.groups)
-    out.set_(spike_conv.conv2d(x8 if site.fused else x, weight, None, *window, site.digits, strategy))
+def _sparse(implementation: str, site: SiteInfo, x: Tensor, x8: Tensor, weight: Tensor, out: Tensor) -> None:
+    _, *window = site.window
+    out.set_(launch_conv(x8 if site.fused else x, weight, None, *window, site.groups, site.digits, implementation))
 
 
-def _template(strategy: str, *kernels: Template[Any]) -> Template[SiteInfo]:
-    run = _dense if strategy == "dense" else partial(_sparse, strategy)
+def _template(implementation: str, *kernels: Template[Any]) -> Template[SiteInfo]:
+    run = _dense if implementation == "dense" else partial(_sparse, implementation)
     return Template(
-        name=strategy,
+        name=implementation,
         op="spike_conv2d",
         sources=tuple(source for kernel in kernels for source in kernel.sources),
-        refuse=lambda site, device: None if strategy in strategies.able(site) else "it cannot serve this input",
+        refuse=lambda site, device: None if implementation in able(site) else "it cannot serve this input",
         space=lambda site, device: [Config()],
         cost=Cost(bytes=sympy.Integer(0)),
         prepare=lambda site, config: partial(run, site),

@@ -1,0 +1,103 @@
+"""Convolutions of signals, images and volumes are one path: geometry, packing, prescans, operators and references."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_devices import KERNEL_DEVICES
+
+from sparsecomp import ops
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, binary_conv_problem
+from sparsecomp.lowering.spiking.convolution import Convolution
+from sparsecomp.lowering.spiking.event_conv import find_events
+from sparsecomp.lowering.spiking.packing import pack_weight, to_bytes
+from sparsecomp.lowering.spiking.skip_conv import scan_pixels
+from sparsecomp.lowering.spiking.spike_conv import launch_conv
+from sparsecomp.reference.digits import split_weight
+from sparsecomp.reference.geometry import Window, is_channels_last, laid_out, lies_channels_last
+
+SIZES = {1: (11,), 2: (5, 7), 3: (3, 5, 4)}
+WINDOWS = {
+    1: Window((3,), (2,), (1,), (2,)),
+    2: Window((3, 2), (1, 2), (1, 0), (2, 1)),
+    3: Window((2, 3, 1), (1, 2, 1), (1, 1, 0), (1, 1, 2)),
+}
+DENSE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+DIMS = pytest.mark.parametrize("dims", (1, 2, 3))
+
+
+def operands(dims: int, density: float = 0.1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(dims)
+    x = (torch.rand(2, 16, *SIZES[dims], generator=random) < density).float()
+    weight = torch.randn(24, 16, *WINDOWS[dims].kernel, generator=random)
+    return x, weight, torch.randn(24, generator=random)
+
+
+@DIMS
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_convolution_knows_the_shape_and_the_strides_of_its_output(dims, channels_last):
+    x, weight, bias = operands(dims)
+    expected = DENSE[dims](x.double(), weight.double(), bias.double(), *WINDOWS[dims][1:])
+    conv = Convolution.of(x.shape, weight.shape, WINDOWS[dims], channels_last=channels_last, has_bias=True)
+    assert (conv.m, conv.k, conv.in_pixels, conv.taps) == (
+        expected[:, 0].numel(), 24, x[:, 0].numel(), weight[0, 0].numel()
+    )  # fmt: skip
+    out = conv.poisoned_output(torch.device("cpu"))
+    assert out.shape == expected.shape and out.isnan().all()
+    assert lies_channels_last(out) if channels_last else out.is_contiguous()
+    torch.testing.assert_close(conv.reference(x, weight, bias, None), expected)
+
+
+@DIMS
+def test_operators_take_every_number_of_dimensions_on_a_cpu(dims):
+    x, weight, bias = operands(dims)
+    window = [list(numbers) for numbers in WINDOWS[dims][1:]]
+    out = ops.spike_conv2d(x, weight, bias, *window, 1, 3, "binary")
+    torch.testing.assert_close(out, DENSE[dims](x, weight, bias, *window))
+    for channels_last in (False, True):
+        more = (1, 3, "binary", 1.0, None, 20.0, channels_last)
+        counts = torch.ops.sparsecomp.spike_conv2d_counts.default
+        torch.testing.assert_close(counts(x.to(torch.int8), weight, bias, *window, *more), out, rtol=1e-5, atol=1e-5)
+        torch.library.opcheck(counts, (x.to(torch.int8), weight, bias, *window, *more))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_signals_are_convolved_as_they_are(device, implementation, channels_last):
+    x, weight, bias = operands(1)
+    given = laid_out(x, channels_last).to(device)
+    out = launch_conv(given, weight.to(device), bias.to(device), *WINDOWS[1][1:], 1, 3, implementation)
+    expected = F.conv1d(x.double(), weight.double(), bias.double(), *WINDOWS[1][1:])
+    assert is_channels_last(out) == channels_last
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@DIMS
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_first_passes_take_every_number_of_dimensions(device, dims):
+    x, weight, _ = operands(dims)
+    for layout, flipped in product((False, True), (False, True)):
+        given = laid_out(x, layout).to(device)
+        given, expected = (given.mT, x.mT) if flipped else (given, x)
+        assert torch.equal(to_bytes(given).cpu(), expected.to(torch.int8))
+        x8, active, _ = scan_pixels(given)
+        assert torch.equal(x8.cpu(), expected.to(torch.int8)) and lies_channels_last(x8)
+        assert torch.equal(active.cpu().bool(), expected.any(1))
+        planes, scales = pack_weight(laid_out(weight, layout).to(device), 3)
+        for found, right in zip((planes, scales), split_weight(weight, 3), strict=True):
+            assert torch.equal(found.cpu(), right)
+    assert find_events(laid_out(x, channels_last=True).to(device)).total.item() == x.count_nonzero()
+
+
+def test_a_kernel_that_indexes_images_refuses_volumes_by_name():
+    x, weight, _ = operands(3)
+    problem = binary_conv_problem(Convolution.of(x.shape, weight.shape, WINDOWS[3]), 3)
+    refusals = BINARY_CONV.refusals(problem, Device("A100", "8.0", "3.6.0"))
+    assert refusals["binary_conv"] == "it indexes images, not maps of 3 dimensions"
+    assert problem.numbers[:7] == (problem.conv.m, *problem.conv.size, *problem.conv.out_size)
+    assert {name: problem.constants[name] for name in "TRS"} == dict(zip("TRS", WINDOWS[3].kernel, strict=True))
+    stand_in = BINARY_CONV.representative(BINARY_CONV.signature(problem, Device("A100", "8.0", "3.6.0")))
+    assert stand_in.conv.size == SIZES[3] and stand_in.conv.window.stride == WINDOWS[3].stride
