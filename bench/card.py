@@ -74,7 +74,7 @@ def _written(value: float | ByPrecision) -> str:
 
 def _kind(row: dict[str, Any]) -> str:
     site = table.site_of(row)
-    return "linear" if site.h == 1 else "narrow" if site.k <= _NARROW else "wide"
+    return "linear" if site.is_linear else "narrow" if site.k <= _NARROW else "wide"
 
 
 def _rates(rows: Sequence[dict[str, Any]], kind: str) -> dict[str, float]:
@@ -96,7 +96,7 @@ def _shares(rates: dict[str, float], card: Card, layout: str = "") -> ByPrecisio
 
 def _operations(row: dict[str, Any]) -> float:
     s = table.site_of(row)
-    return 2.0 * s.n * s.out_h * s.out_w * s.k * s.c * s.r * s.s
+    return 2.0 * s.n * s.out_pixels * s.k * s.c * s.taps
 
 
 def _events(rows: Sequence[dict[str, Any]], dtype: str, card: Card) -> float:
