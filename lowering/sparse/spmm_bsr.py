@@ -3,7 +3,8 @@
 A stored block is dense: its zeros count, and 0 · inf within it is NaN.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from sparsecomp.lowering.launch.strided import (
 from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, rows_of, sizes_and_entries
 from sparsecomp.lowering.sparse.spmm_csr import TOLERANCE, check_shapes
 from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.reference.patterns import Layout, compressed
 
 
 class SpmmBsr(NamedTuple):
@@ -117,6 +119,26 @@ def problem_of(
         m, k, n, out.shape[0] if out.dim() == 3 else 1, height, width, block_rows, -(-k // width), col.numel(),
         SKEWS[skew], *strides, *strides_of(dense), dtype_name(values), dtype_name(dense), dtype_name(crow), described,
     )  # fmt: skip
+
+
+def multiply(
+    values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool, dense: Tensor, out: Tensor,
+    **finish: Any,
+) -> None:  # fmt: skip
+    """As `Launcher.multiply`, for every layout whose entries are blocks."""
+    matrix = compressed(values, pattern, layout, transpose)
+    arrays = matrix.pointers.contiguous(), matrix.indices.contiguous(), matrix.values
+    run(*arrays, dense, out, **finish, skew=matrix.skew)
+
+
+def layer_problem(
+    values: Tensor, index: torch.dtype, layout: Layout, dense: Tensor, out: Tensor, described: Output, kernel: str,
+    device: torch.device,
+) -> tuple[Operation[Any], SpmmBsr]:  # fmt: skip
+    """As `Launcher.layer_problem`."""
+    lines = layout.padded_shape[0] // layout.block[0]
+    pointers, indices = (torch.empty(n, dtype=index, device="meta") for n in (lines + 1, values.shape[0]))
+    return SPMM_BSR, problem_of(pointers, indices, values, dense, out, described, layout.skews[0])
 
 
 def _signature(problem: SpmmBsr, device: Device) -> KernelSignature:

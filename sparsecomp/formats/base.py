@@ -7,7 +7,7 @@ a new one, which may share arrays with the old.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -20,14 +20,16 @@ from sparsecomp.formats import drawing, files, triplets
 from sparsecomp.formats.checks import check_shape, check_tensor, check_values
 from sparsecomp.formats.compare import allclose
 from sparsecomp.formats.indices import choose_index_dtype, index_dtype_for
+from sparsecomp.formats.operand import Block, ByRows, Operand, Shape
 from sparsecomp.formats.statistics import Statistics, statistics_of
 from sparsecomp.formats.triplets import Triplets
 
 Matrix = TypeVar("Matrix", bound="SparseMatrix")
 FORMATS: dict[str, type["SparseMatrix"]] = {}
+"""Every format, by the name of its class; to define the class is to enter it."""
 
 
-class SparseMatrix(ABC):
+class SparseMatrix(Operand, ABC):
     """A matrix of `shape` that stores some of its elements; those it does not store are 0.
 
     With a batch, `values` have one more dimension in front and all matrices share one pattern. Values are float16,
@@ -42,8 +44,6 @@ class SparseMatrix(ABC):
     """
 
     ARRAYS: ClassVar[tuple[str, ...]]
-    LAYOUT: ClassVar[tuple[str, ...]] = ()
-    VALUE_DIMS: ClassVar[int] = 1
     TORCH_LAYOUT: ClassVar[torch.layout | None] = None
     SCIPY_FORMAT: ClassVar[str | None] = None
 
@@ -83,6 +83,15 @@ class SparseMatrix(ABC):
     @abstractmethod
     def _positions(self) -> tuple[Tensor, Tensor]:
         """Row and column, int64, of each value of a compact matrix: they broadcast to `values` without its batch."""
+
+    @abstractmethod
+    def by_rows(self) -> ByRows:
+        """A compact matrix, or its transpose if `BY_COLUMNS`, as operators take it; may share its arrays."""
+
+    @classmethod
+    @abstractmethod
+    def of_rows(cls, values: Tensor, arrays: Sequence[Tensor], block: Block, shape: Shape) -> Self:
+        """The matrix that `by_rows` gave; what is computed of each is not checked."""
 
     @classmethod
     def _from_native_torch(cls, tensor: Tensor) -> Self:

@@ -343,8 +343,7 @@ def _by_columns(sparse: Any) -> bool:
 def by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor, int]:
     """Pointers and columns of elements by rows, and entries of the longest row."""
     pattern = sparse._pattern
-    if _by_columns(sparse) or pattern.layout.format == "bsr":
+    if _by_columns(sparse) or pattern.layout.entry:
         raise unsupported(cls, func, (sparse,))
-    if pattern.layout.format == "nm":
-        return *elements_of(pattern.arrays, pattern.layout), pattern.arrays[0].shape[1]
-    return *pattern.arrays, sparse.shape[1] if is_traced(*pattern.arrays) else pattern.longest()
+    longest = sparse.shape[1] if is_traced(*pattern.arrays) else pattern.longest()
+    return *elements_of(pattern.arrays, pattern.layout), longest

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import CSR, SparseMatrix
+from sparsecomp.formats.base import FORMATS
 from sparsecomp.formats.files import Stored
 from sparsecomp.ops.sparse.matmul import to_dense
-from sparsecomp.reference.patterns import OWN_ARRAYS, Layout
+from sparsecomp.reference.patterns import Layout
 from sparsecomp.tensor.by_values import dense_by_values
 from sparsecomp.tensor.dispatch import OPERATORS, elementwise
 from sparsecomp.tensor.functions import FUNCTIONS
-from sparsecomp.tensor.pattern import FORMATS, Pattern, is_traced
+from sparsecomp.tensor.pattern import Pattern, is_traced
 
 
 class SparseTensor(Tensor):
@@ -57,7 +58,7 @@ class SparseTensor(Tensor):
     def _make(
         cls, values: Tensor, pattern: Pattern, transpose: bool, requires_grad: bool = False
     ) -> "SparseTensor":
-        rows_first = transpose == (pattern.format in ("CSC", "BCSC"))
+        rows_first = transpose == pattern.kind.BY_COLUMNS
         shape = pattern.layout.shape if rows_first else pattern.layout.shape[::-1]
         self = _compat.make_wrapper(cls, shape, values.dtype, values.device, requires_grad)
         self._values, self._pattern, self._transpose = values, pattern, transpose
@@ -124,7 +125,7 @@ class SparseTensor(Tensor):
         cls, inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> "SparseTensor":
         format, layout, transpose = context
-        own = tuple(inner[f"_own{index}"] for index in range(OWN_ARRAYS[layout.format]))
+        own = tuple(inner[f"_own{index}"] for index in range(layout.own))
         kept = tuple(inner[f"_transposed{index}"] for index in range(3)) if "_transposed0" in inner else None
         return cls._make(inner["_values"], Pattern(format, layout, own, kept), transpose)
 
@@ -192,8 +193,7 @@ def view_of(values: Tensor, arrays: Sequence[Tensor], format: str, layout: str) 
         layout: what `Layout.written` returns.
     """
     read = Layout.read(layout)
-    own = OWN_ARRAYS[read.format]
-    pattern = Pattern(format, read, tuple(arrays[:own]), tuple(arrays[own:]) or None)
+    pattern = Pattern(format, read, tuple(arrays[: read.own]), tuple(arrays[read.own :]) or None)
     if _compat.carries_levels(values):  # what a transform follows must stay within its sight
         return SparseTensor._make(values, pattern, False)
     with _compat.outside_transforms():

@@ -16,8 +16,6 @@ from sparsecomp.reference.patterns import skew_of
 from sparsecomp.tensor.pattern import Pattern
 from sparsecomp.tensor.sparse_tensor import SparseTensor, view_of
 
-_OWN = {"csr": ("pointers", "indices"), "bsr": ("pointers", "indices"), "nm": ("indices",)}
-"""Names of the index arrays by layout."""
 _TRANSPOSED = ("transposed_pointers", "transposed_indices", "transposed_order")
 
 
@@ -53,7 +51,8 @@ class StoredWeight(nn.Module):
         values, pattern = Pattern.of(weight.matrix if isinstance(weight, SparseTensor) else weight)
         self.values = nn.Parameter(values.detach().contiguous(), requires_grad)
         self.format, self._by_columns = pattern.format, pattern.stored_by_columns(False)
-        for name, array in zip(_OWN[pattern.layout.format], pattern.arrays, strict=True):
+        self._names = pattern.layout.kind.INDICES
+        for name, array in zip(self._names, pattern.arrays, strict=True):
             self.register_buffer(name, array)
         for name in _TRANSPOSED:
             self.register_buffer(name, None, persistent=False)
@@ -116,7 +115,7 @@ class StoredWeight(nn.Module):
         return view_of(self.values, self._own() + self._kept_transposed(), self.format, self._written)
 
     def _own(self) -> list[Tensor]:
-        return [self.indices] if self.format == "NM" else [self.pointers, self.indices]
+        return [getattr(self, name) for name in self._names]
 
     def _kept_transposed(self) -> list[Tensor]:
         self._follow_writes()
@@ -155,7 +154,7 @@ class StoredWeight(nn.Module):
         if weight is not None:
             state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}weight"}
             state_dict |= self._state_of(weight, prefix)
-        names = ("values", *_OWN[self._layout.format])
+        names = ("values", *self._names)
         given = {name: found for name in names if (found := state_dict.get(f"{prefix}{name}")) is not None}
         # values may be missing, being computed by a parametrization; what is there must fit what stays
         tensors = [given[name] if name in given else getattr(self, name) for name in names]
@@ -175,7 +174,7 @@ class StoredWeight(nn.Module):
                 "make the layer of that format and shape"
             )
         values, pattern = Pattern.of(weight.matrix)
-        arrays = zip(_OWN[self._layout.format], pattern.arrays, strict=True)
+        arrays = zip(self._names, pattern.arrays, strict=True)
         return {f"{prefix}values": values, **{f"{prefix}{name}": array for name, array in arrays}}
 
     def _make_room(self, name: str, given: Tensor) -> None:
@@ -196,7 +195,7 @@ class StoredWeight(nn.Module):
         layout = self._layout._replace(skews=("even", "even"))
         pattern = Pattern(self.format, layout, arrays)
         pattern.matrix(values.detach(), False).validate()
-        if layout.format == "nm":
+        if "pointers" not in self._names:
             return pattern
         pointers, entries = arrays[0], arrays[1].numel()
         if (int(pointers[0]), int(pointers[-1])) != (0, entries):
