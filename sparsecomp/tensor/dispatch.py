@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
-from sparsecomp.ops.sparse.linear import by_rows, sampled
-from sparsecomp.ops.sparse.matmul import backward, save
+from sparsecomp.ops.sparse.linear import sampled
+from sparsecomp.ops.sparse.matmul import backward, multiplied, save
 from sparsecomp.ops.sparse.rows import gradient_of_arrays, rows_of_arrays
 from sparsecomp.ops.sparse.sddmm import run as run_sddmm
 from sparsecomp.ops.sparse.spmm import run as run_spmm
@@ -99,7 +99,7 @@ def _keeps_zero(cls: Any, func: Any, args: Any) -> bool:
 def _agree(first: Any, other: Any) -> None:
     """Raise PatternError unless both store the same elements."""
     if not first.same_pattern(other):
-        raise PatternError(f"{first!r} and {other!r} store different elements: give both one pattern")
+        raise PatternError(f"{first!r} and {other!r} store different elements: give both one pattern, or add matrices")
 
 
 @_implements(aten.detach.default, aten.alias.default)
@@ -192,25 +192,9 @@ def _multiplied(
 ) -> Tensor:  # fmt: skip
     """`sparse_matmul` by the operator `spmm`."""
     values, pattern, layout, transpose = _operands(sparse)
-    m = layout.shape[1 if transpose else 0]
-    size = dense.shape
-    if not linear:
-        flat = dense if dense.dim() == 2 else dense.flatten(0, -3)
-        beside = residual if residual is None or dense.dim() == 2 else residual.flatten(0, -3)
-        how = (transpose, bias_axis, activation, scale, dtype, False)
-        return spmm(values, pattern, flat, bias, beside, *layout, *how).view(*size[:-2], m, size[-1])
-    bias, residual = by_column(bias, residual, bias_axis, (*size[:-1], m))
-    return by_rows(spmm, dense, values, pattern, bias, residual, layout, transpose, activation, scale, dtype)
-
-
-def by_column(
-    bias: Tensor | None, residual: Tensor | None, bias_axis: str, shape: tuple[int, ...]
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Bias and residual of a result whose bias can only be one number a column."""
-    if bias is None or bias_axis == "column":
-        return bias, residual
-    beside = bias[:, None].expand(shape)
-    return None, beside if residual is None else residual + beside
+    return multiplied(
+        spmm, values, pattern, layout, transpose, dense, bias, residual, linear, bias_axis, activation, scale, dtype
+    )
 
 
 class _Product(torch.autograd.Function):

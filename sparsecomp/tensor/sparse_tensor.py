@@ -87,6 +87,30 @@ class SparseTensor(Tensor):
         """The stored values as the layout by rows has them (blocks and groups with their filler), without gradient."""
         return self._values.detach()
 
+    @property
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Bytes of the values and index arrays; what is kept of the transpose follows from these and is left out."""
+        return sum(array.numel() * array.element_size() for array in (self._values, *self._pattern.arrays))
+
+    def to(self, *args: Any, **kwargs: Any) -> "SparseTensor":  # pyright: ignore[reportIncompatibleMethodOverride]
+        """`torch.Tensor.to`, or the matrix in another format.
+
+        Args:
+            args: as of torch; or a format, such as "bsr" or BSR, with `block=`, or `n=` and `m=`. A tensor in another
+                format is a new leaf.
+
+        Raises:
+            FormatError: the matrix does not fit the format.
+            SparseOperatorError: it takes a gradient, which no change of format passes on.
+        """
+        given = args[0] if args else None
+        kind = FORMATS.get(given.upper()) if isinstance(given, str) else given
+        if not (isinstance(kind, type) and issubclass(kind, SparseMatrix)):
+            return cast(SparseTensor, super().to(*args, **kwargs))
+        if self.requires_grad and torch.is_grad_enabled():
+            raise SparseOperatorError(f"{self!r} takes a gradient, which no change of format passes on: detach() first")
+        return SparseTensor(self.matrix.to(kind, **kwargs))
+
     def with_values(self, values: Tensor) -> "SparseTensor":
         """The same pattern with other values, of any dtype and the shape of `values()`."""
         return type(self)._make(values, self._pattern, self._transpose)
