@@ -30,11 +30,14 @@ _PLAIN = (Tensor, nn.Parameter, type(None))
 _KEEPS_ZERO = {
     aten.abs.default, aten.neg.default, aten.sqrt.default, aten.sign.default, aten.tanh.default, aten.relu.default,
     aten.clone.default, aten.mul.Scalar, aten.div.Scalar, aten.zeros_like.default, aten.empty_like.default,
-    aten.nan_to_num.default, aten.square.default,
+    aten.nan_to_num.default, aten.square.default, aten.sgn.default,
 }  # fmt: skip
 _OF_TWO = {aten.add.Tensor, aten.sub.Tensor, aten.maximum.default, aten.minimum.default, aten.lerp.Scalar}
 _OF_THREE = {aten.addcmul.default}
-_IN_PLACE = {aten.zero_.default, aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+_IN_PLACE = {
+    aten.zero_.default, aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.fill_.Tensor,
+    aten.masked_fill_.Scalar,
+}  # fmt: skip
 
 
 def _implements(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -52,6 +55,8 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
         SparseOperatorError: one that would store more, or that is not known.
         PatternError: other operands store other elements.
     """
+    if func is aten.mul.Tensor and not isinstance(args[0], cls):
+        args = args[::-1]
     first = args[0] if args else None
     in_place = func in _IN_PLACE or (torch.Tag.pointwise in func.tags and func._schema.name.endswith("_"))
     sparse = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]

@@ -114,6 +114,13 @@ def _sum(cls: type, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return torch.sum(input, *args, **kwargs)
 
 
+@_handles(torch.mean, Tensor.mean)
+def _mean(cls: type, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args or kwargs:
+        raise SparseOperatorError("mean of a SparseTensor is of all elements: leave the arguments out, or to_dense()")
+    return _sum(cls, input) / (input.shape[0] * input.shape[1])
+
+
 @_handles(Tensor.__getitem__)
 def _rows(cls: Any, input: Any, index: Any) -> Tensor:
     if not isinstance(index, slice) or (input.requires_grad and torch.is_grad_enabled()):

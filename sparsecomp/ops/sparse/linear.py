@@ -57,6 +57,8 @@ def sparse_linear(
     Raises:
         FormatError: operands that do not belong together, or an unknown word.
     """
+    if not isinstance(x, Tensor):
+        raise FormatError(f"x is a {type(x).__name__}, needs a tensor of the dtype of values, {values.dtype}")
     x, values = autocast(x, values)
     return torch.ops.sparsecomp.sparse_linear.default(
         x, values, pattern, bias, residual, layout, transpose, activation, kernel

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import differentiable, library
 from sparsecomp.reference.patterns import Layout, elements_of
 
@@ -42,6 +43,8 @@ def stored_rows(index: Tensor, values: Tensor, pattern: Sequence[Tensor], layout
     Returns:
         (*index.shape, columns).
     """
+    if not isinstance(index, Tensor):
+        raise FormatError(f"index is a {type(index).__name__}, needs a tensor of int32 or int64")
     pointers, columns = elements_of(pattern, layout)
     flat = values.flatten()
     return torch.ops.sparsecomp.stored_rows.default(flat, index, pointers, columns, longest, layout.shape[1])
