@@ -23,7 +23,7 @@ def union(one: Matrix, other: SparseMatrix) -> Matrix:
     Raises:
         FormatError: another shape, batch or device, or a sum that does not fit the format.
     """
-    batches = {matrix.batch for matrix in (one, other)} - {None}
+    batches = {batch for matrix in (one, other) if (batch := matrix.batch) is not None}
     if one.shape != other.shape or len(batches) > 1 or one.device != other.device:
         raise FormatError(
             f"{one!r} and {other!r} have no sum: they need one shape, batch and device; `ragged` puts other shapes "

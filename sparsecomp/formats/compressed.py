@@ -225,9 +225,10 @@ class Compressed(SparseMatrix):
     @classmethod
     def of_rows(cls, values: Tensor, arrays: Sequence[Tensor], block: Block, shape: Shape) -> Self:
         """The matrix of these arrays, which it shares."""
+        pointers, indices = arrays
         if not cls.MAJOR:
-            return cls(*arrays, values, shape)
-        return cast(Self, cls.TWIN(*arrays, values, shape).mT)
+            return cls(pointers, indices, values, shape)
+        return cast(Self, cls.TWIN(pointers, indices, values, shape).mT)
 
     def _direct(self, target: type[Matrix], layout: Mapping[str, Any]) -> Matrix | None:
         if not issubclass(self.TWIN, target) or layout != self.layout:
