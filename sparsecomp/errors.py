@@ -41,7 +41,7 @@ class LibraryError(SparsecompError, RuntimeError):
 
 
 class SparseOperatorError(SparsecompError, RuntimeError):
-    """An operator that a SparseTensor does not take; nothing was made dense behind the caller's back."""
+    """An operator that a SparseTensor or a matrix does not take; nothing was made dense behind the caller's back."""
 
 
 class PatternError(SparsecompError, ValueError):

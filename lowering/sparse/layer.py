@@ -5,7 +5,6 @@ launches are kept under shapes and dtypes, and a call allocates its result and f
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,8 @@ from torch import Tensor
 from sparsecomp import _compat
 from sparsecomp.lowering.launch.dispatch import prepared, recorded
 from sparsecomp.lowering.launch.epilogue import output_of
-from sparsecomp.lowering.sparse import semi_structured
+from sparsecomp.lowering.sparse.launcher import launcher_of
 from sparsecomp.lowering.sparse.sddmm import SDDMM, Sddmm
-from sparsecomp.lowering.sparse.spmm_bsr import SPMM_BSR, SpmmBsr
-from sparsecomp.lowering.sparse.spmm_csr import SPMM_CSR, SpmmCsr
-from sparsecomp.lowering.sparse.spmm_nm import SPMM_NM, SpmmNM
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -50,10 +46,8 @@ def product(
     out = _compat.empty_cuda((x.shape[0], rows), (rows, 1), x.dtype, x.device) if x.dim() == 2 else x.new_empty(
         (*x.shape[:-1], rows)
     )  # fmt: skip
-    if layout.format == "nm":
-        launch(values, own[0], x, bias, residual, out)
-    else:
-        launch(own[0], own[1], values, x, bias, residual, out)
+    first = (values, *own[: layout.own]) if layout.kind.ARRAYS[0] == "values" else (*own[: layout.own], values)
+    launch(*first, x, bias, residual, out)
     return out
 
 
@@ -63,25 +57,18 @@ def _product(
     index: torch.dtype, bias: torch.dtype | None, residual: torch.dtype | None, layout: Layout, activation: str,
     kernel: str, filled: bool,
 ) -> _Launch | None:  # fmt: skip
-    (rows, columns), block, count = layout.shape, layout.block, x_shape[:-1].numel()
+    (rows, columns), count = layout.shape, x_shape[:-1].numel()
     dtypes = [one for one in (x_dtype, dtype, bias, residual) if one is not None]
     if count * rows == 0 or stored.numel() == 0 or not all(one in KERNEL_DTYPES for one in dtypes):
         return None
     values, dense, out = _meta(stored, dtype), _meta((count, columns), x_dtype).mT, _meta((count, rows), x_dtype).mT
     beside = None if residual is None else _meta((count, rows), residual).mT
     described = output_of(out, None if bias is None else _meta((rows,), bias), "row", beside, activation, 1.0)
-    if layout.format == "nm":
-        problem: Any = SpmmNM.of(values, _meta(stored, index), *block, dense, out, described)
-        if block == (2, 4) and kernel != "spmm_nm" and semi_structured.refusal(problem, device) is None:
-            return None
-        return prepared(SPMM_NM, problem, device, kernel)
-    operation: Any
-    operation, family = (SPMM_BSR, SpmmBsr) if layout.format == "bsr" else (SPMM_CSR, SpmmCsr)
-    pointers, indices = _meta((-(-rows // block[0]) + 1,), index), _meta(stored[:1], index)
-    problem = family.of(pointers, indices, values, dense, out, described, layout.skews[0])
-    if filled:
-        problem = problem._replace(filled=True)
-    return prepared(operation, problem, device, kernel)
+    found = launcher_of(layout).layer_problem(values, index, layout, dense, out, described, kernel, device)
+    if found is None:
+        return None
+    operation, problem = found
+    return prepared(operation, problem._replace(filled=True) if filled else problem, device, kernel)
 
 
 def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> Tensor | None:

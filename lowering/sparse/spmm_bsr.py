@@ -3,7 +3,8 @@
 A stored block is dense: its zeros count, and 0 · inf within it is NaN.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from sparsecomp.lowering.launch.strided import (
 from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, rows_of, sizes_and_entries
 from sparsecomp.lowering.sparse.spmm_csr import TOLERANCE, check_shapes
 from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.reference.patterns import Layout, compressed
 
 
 class BlockStrides(NamedTuple):
@@ -122,6 +124,26 @@ def spmm_bsr(
     problem = SpmmBsr.of(crow, col, values, dense, out, described, skew)
     if out.numel():
         dispatch.launch(SPMM_BSR, problem, crow, col, values, dense, bias, residual, out)
+
+
+def multiply(
+    values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool, dense: Tensor, out: Tensor,
+    **finish: Any,
+) -> None:  # fmt: skip
+    """As `Launcher.multiply`, for every layout whose entries are blocks."""
+    matrix = compressed(values, pattern, layout, transpose)
+    arrays = matrix.pointers.contiguous(), matrix.indices.contiguous(), matrix.values
+    spmm_bsr(*arrays, dense, out, **finish, skew=matrix.skew)
+
+
+def layer_problem(
+    values: Tensor, index: torch.dtype, layout: Layout, dense: Tensor, out: Tensor, described: Output, kernel: str,
+    device: torch.device,
+) -> tuple[Operation[Any], SpmmBsr]:  # fmt: skip
+    """As `Launcher.layer_problem`."""
+    lines = layout.padded_shape[0] // layout.block[0]
+    pointers, indices = (torch.empty(n, dtype=index, device="meta") for n in (lines + 1, values.shape[0]))
+    return SPMM_BSR, SpmmBsr.of(pointers, indices, values, dense, out, described, layout.skews[0])
 
 
 def _signature(problem: SpmmBsr, device: Device) -> KernelSignature:

@@ -5,7 +5,8 @@ what S does not store is never multiplied: 0 · inf cannot arise. The densified 
 and gives every tile whose sums are not finite to a gathering kernel, so that all of them agree.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from sparsecomp.lowering.launch.strided import (
 )
 from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, rows_of, sizes_and_entries
 from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.reference.patterns import Layout, compressed
 
 TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 """Relative Frobenius error of a product by dtype of its result; float32 runs as three products of its halves."""
@@ -115,6 +117,27 @@ def spmm_csr(
     problem = SpmmCsr.of(crow, col, values, dense, out, described, skew)._replace(filled=filled)
     if out.numel():
         dispatch.launch(SPMM_CSR, problem, crow, col, values, dense, bias, residual, out)
+
+
+def multiply(
+    values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool, dense: Tensor, out: Tensor,
+    **finish: Any,
+) -> None:  # fmt: skip
+    """As `Launcher.multiply`, for every layout whose entries are elements."""
+    matrix = compressed(values, pattern, layout, transpose)
+    arrays = matrix.pointers.contiguous(), matrix.indices.contiguous(), matrix.values
+    spmm_csr(*arrays, dense, out, **finish, skew=matrix.skew, filled=layout.kind.FILLED)
+
+
+def layer_problem(
+    values: Tensor, index: torch.dtype, layout: Layout, dense: Tensor, out: Tensor, described: Output, kernel: str,
+    device: torch.device,
+) -> tuple[Operation[Any], SpmmCsr] | None:  # fmt: skip
+    """As `Launcher.layer_problem`; None for a layout whose pointers must be made in each call."""
+    if not layout.plain:
+        return None
+    pointers = torch.empty(layout.shape[0] + 1, dtype=index, device="meta")
+    return SPMM_CSR, SpmmCsr.of(pointers, values.to(index), values, dense, out, described, layout.skews[0])
 
 
 def check_shapes(rows: int, batched: bool, batch: torch.Size, dense: Tensor, out: Tensor) -> None:

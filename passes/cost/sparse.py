@@ -13,6 +13,7 @@ from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.launch.epilogue import Output
 from sparsecomp.lowering.launch.strided import Strides
+from sparsecomp.lowering.sparse.launcher import launcher_name
 from sparsecomp.lowering.sparse.random_sparse import SKEWS
 from sparsecomp.lowering.tuning import cost, host
 from sparsecomp.lowering.tuning.cards import Card
@@ -21,6 +22,7 @@ from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.passes.cost import cpu as cpu_cost
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.reference.patterns import Layout
+from sparsecomp.reference.precision import KERNEL_DTYPES
 from sparsecomp.tensor.sparse_tensor import SparseTensor
 
 
@@ -29,7 +31,7 @@ class Product(NamedTuple):
 
     Attributes:
         device: "cuda" or another.
-        format: "csr", "bsr" or "nm", of S by rows; an N:M matrix that is multiplied transposed is "csr".
+        format: whose kernel multiplies, "csr", "bsr" or "nm"; an N:M matrix that is multiplied transposed is "csr".
         block: height and width, or n and m.
         m, k, n, batch: sizes.
         entries: stored elements, or blocks of "bsr".
@@ -86,12 +88,12 @@ class Product(NamedTuple):
         (rows, cols), block = map(_expected, layout.shape), layout.block
         m, k = (cols, rows) if transpose else (rows, cols)
         leading = torch.Size(dense[:-1] if linear else dense[:-2]).numel()
-        stored = entries * (block[0] * block[1] if layout.format == "bsr" else 1)
+        stored = entries * (block[0] * block[1] if layout.entry else 1)
         share = 1 - stored / max(m * k, 1)
-        named = format or _BY_LAYOUT[layout.format, transpose]
+        named = format or _BY_LAYOUT.get((layout.format, transpose), layout.kind.__name__)
         return cls(
-            device=out.device, format="csr" if layout.format == "nm" and transpose else layout.format,
-            block=(block[1], block[0]) if layout.format == "bsr" and transpose else block, m=m, k=k,
+            device=out.device, format=launcher_name(layout, transpose).removeprefix("spmm_"),
+            block=(block[1], block[0]) if layout.entry and transpose else block, m=m, k=k,
             n=leading if linear else dense[-1], batch=1 if linear else leading, entries=entries,
             skew=layout.skews[transpose], dtype=out.dtype, linear=linear, bias=bias, residual=residual,
             activation=activation, described=f"{named} {m}x{k} at {share:.1%} sparsity", **how,
@@ -118,13 +120,19 @@ def _expected(size: int | torch.SymInt) -> int:
     return _compat.size_hint(size) or 0
 
 
+_ESTIMATED = ("csr", "bsr", "nm")
+"""Kernels whose time can be told beforehand."""
+
+
 def decide(product: Product) -> Decision:
     """The faster way by estimate: dense, or a kernel."""
     kernel = f"spmm_{product.format}"
-    if product.device.type == "cpu" and product.dtype is torch.float32:
+    known = product.format in _ESTIMATED
+    if known and product.device.type == "cpu" and product.dtype is torch.float32:
         return _compare_on_cpu(product)
-    if product.device.type != "cuda" or product.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        reason = f"no estimate of {product.dtype} on {product.device.type}: sparse as written"
+    if not (known and product.device.type == "cuda" and product.dtype in KERNEL_DTYPES):
+        what = product.dtype if known else kernel
+        reason = f"no estimate of {what} on {product.device.type}: sparse as written"
         return Decision(f"{kernel} (reference)", None, reason)
     return compare(product, device_of(product.device), card_of(product.device))
 

@@ -63,7 +63,7 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
     problem = problem_of_writes(chain, ctx, *pattern)
     if problem is not None:
         return problem
-    out, shape, indices = example_of(chain.nodes[-1]), sizes(chain.dense), sizes(pattern[layout.format != "nm"])
+    out, shape, indices = example_of(chain.nodes[-1]), sizes(chain.dense), sizes(pattern[layout.own - 1])
     if out is None or shape is None or indices is None:
         return refuse(Why.UNKNOWN_SHAPE)
     entries = torch.Size(indices).numel()

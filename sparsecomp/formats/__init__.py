@@ -3,14 +3,32 @@
     csr = CSR.from_dense(weight)
     bsr = csr.to(BSR, block=(16, 16))
     bsr.save("weight.safetensors")
+    y = bsr @ x
+    print(best(csr))
 """
 
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.batch import Ragged, ragged, stack
+from sparsecomp.formats.best_format import BestFormat, Estimate, best
 from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSC, CSR
 from sparsecomp.formats.nm import NM
 from sparsecomp.formats.statistics import Statistics
 
-__all__ = ["BCSC", "BSR", "COO", "CSC", "CSR", "NM", "Ragged", "SparseMatrix", "Statistics", "ragged", "stack"]
+__all__ = [
+    "BCSC",
+    "BSR",
+    "COO",
+    "CSC",
+    "CSR",
+    "NM",
+    "BestFormat",
+    "Estimate",
+    "Ragged",
+    "SparseMatrix",
+    "Statistics",
+    "best",
+    "ragged",
+    "stack",
+]

@@ -7,27 +7,29 @@ a new one, which may share arrays with the old.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
-from sparsecomp.errors import FormatError
-from sparsecomp.formats import drawing, files, triplets
-from sparsecomp.formats.checks import check_shape, check_tensor, check_values
+from sparsecomp.errors import FormatError, SparseOperatorError
+from sparsecomp.formats import arithmetic, drawing, files, products, triplets
+from sparsecomp.formats.checks import check_shape, check_slice, check_tensor, check_values
 from sparsecomp.formats.compare import allclose
 from sparsecomp.formats.indices import choose_index_dtype, index_dtype_for
+from sparsecomp.formats.operand import Block, ByRows, Operand, Shape
 from sparsecomp.formats.statistics import Statistics, statistics_of
 from sparsecomp.formats.triplets import Triplets
 
 Matrix = TypeVar("Matrix", bound="SparseMatrix")
 FORMATS: dict[str, type["SparseMatrix"]] = {}
+"""Every format, by the name of its class; to define the class is to enter it."""
 
 
-class SparseMatrix(ABC):
+class SparseMatrix(Operand, ABC):
     """A matrix of `shape` that stores some of its elements; those it does not store are 0.
 
     With a batch, `values` have one more dimension in front and all matrices share one pattern. Values are float16,
@@ -42,8 +44,6 @@ class SparseMatrix(ABC):
     """
 
     ARRAYS: ClassVar[tuple[str, ...]]
-    LAYOUT: ClassVar[tuple[str, ...]] = ()
-    VALUE_DIMS: ClassVar[int] = 1
     TORCH_LAYOUT: ClassVar[torch.layout | None] = None
     SCIPY_FORMAT: ClassVar[str | None] = None
 
@@ -84,6 +84,15 @@ class SparseMatrix(ABC):
     def _positions(self) -> tuple[Tensor, Tensor]:
         """Row and column, int64, of each value of a compact matrix: they broadcast to `values` without its batch."""
 
+    @abstractmethod
+    def by_rows(self) -> ByRows:
+        """A compact matrix, or its transpose if `BY_COLUMNS`, as operators take it; may share its arrays."""
+
+    @classmethod
+    @abstractmethod
+    def of_rows(cls, values: Tensor, arrays: Sequence[Tensor], block: Block, shape: Shape) -> Self:
+        """The matrix that `by_rows` gave; what is computed of each is not checked."""
+
     @classmethod
     def _from_native_torch(cls, tensor: Tensor) -> Self:
         """The matrix in a tensor of `TORCH_LAYOUT`, unchecked; a format without one needs no such method."""
@@ -103,6 +112,11 @@ class SparseMatrix(ABC):
     @abstractmethod
     def mT(self) -> "SparseMatrix":
         """The transposed matrix; CSR, CSC, BSR and BCSC share their arrays with it, COO and N:M make new ones."""
+
+    @property
+    def T(self) -> "SparseMatrix":
+        """`mT`."""
+        return self.mT
 
     # -- properties
 
@@ -231,20 +245,41 @@ class SparseMatrix(ABC):
         by_size = converted._cast(index_dtype_for(*converted.shape, converted._stored))
         return by_size.to(cls, index_dtype=index_dtype, **layout)
 
-    def to(self, target: type[Matrix], *, index_dtype: torch.dtype | None = None, **layout: Any) -> Matrix:
-        """This matrix in another format; itself if it is that already. Runs on the matrix's device.
+    @overload
+    def to(self, target: type[Matrix], *, index_dtype: torch.dtype | None = None, **layout: Any) -> Matrix: ...
+    @overload
+    def to(self, target: torch.dtype | torch.device) -> Self: ...
+    @overload
+    def to(self, target: str, *, index_dtype: torch.dtype | None = None, **layout: Any) -> "SparseMatrix": ...
+    def to(
+        self, target: "type[SparseMatrix] | torch.dtype | torch.device | str", *,
+        index_dtype: torch.dtype | None = None, **layout: Any,
+    ) -> "SparseMatrix":  # fmt: skip
+        """This matrix in another format, of another dtype or on another device; itself if it is that already.
 
-        Zeros that a block or a group holds as filler are dropped on the way out of BSR, BCSC and N:M; zeros that COO,
-        CSR and CSC store are kept.
+        Conversions run on the matrix's device. Zeros that a block or a group holds as filler are dropped on the way
+        out of BSR, BCSC and N:M; zeros that COO, CSR and CSC store are kept.
 
         Args:
-            target: COO, CSR, CSC, BSR, BCSC or NM.
-            index_dtype: int32 or int64; by default this matrix's, or int64 where that is too narrow.
-            layout: as for `from_dense`; by default this matrix's own, if `target` has such.
+            target: a format, such as CSR or "csr"; a dtype of the values; or a device, such as "cpu".
+            index_dtype: of a format: int32 or int64; by default this matrix's, or int64 where that is too narrow.
+            layout: of a format, as for `from_dense`; by default this matrix's own, if `target` has such.
 
         Raises:
-            FormatError: the matrix does not fit the layout or the index dtype.
+            FormatError: the matrix does not fit the format, layout or dtype, or `target` is none of these.
         """
+        kind = FORMATS.get(target.upper(), target) if isinstance(target, str) else target
+        if isinstance(kind, type) and issubclass(kind, SparseMatrix):
+            return self._converted(kind, index_dtype, layout)
+        if index_dtype is not None or layout:
+            raise FormatError(f"{target!r} is no format, so that {sorted(layout) or 'index_dtype'} mean nothing")
+        if isinstance(kind, torch.dtype):
+            values = self.values.to(kind)
+            check_values("values", values, self.VALUE_DIMS)
+            return self if kind is self.dtype else self._with(values=values)
+        return self.to_device(_device(kind))
+
+    def _converted(self, target: type[Matrix], index_dtype: torch.dtype | None, layout: dict[str, Any]) -> Matrix:
         known = {name: value for name, value in self.layout.items() if name in target.LAYOUT}
         wanted = {**known, **layout}
         target._check_layout(wanted)
@@ -329,14 +364,62 @@ class SparseMatrix(ABC):
 
     # -- arithmetic
 
-    def __add__(self, other: Tensor | float) -> Tensor:
-        """Dense sum with a dense tensor or a number, broadcast as torch does."""
+    def __matmul__(self, dense: Tensor) -> Tensor:
+        """S @ dense, for (columns,), (columns, n) or (…, columns, n); with a batch, matrix by matrix.
+
+        Sums are float32 (float64 for float64), rounded once; gradients flow to `dense` and to `values`. A
+        `SparseTensor` keeps what its later products need, and is the faster where there are many; in a graph that
+        torch.compile may not break, write `torch.matmul`.
+
+        Raises:
+            SparseOperatorError: `dense` is sparse too.
+            FormatError: shapes, dtypes or devices do not belong together.
+        """
+        return products.product(self, dense, False)
+
+    def __rmatmul__(self, dense: Tensor) -> Tensor:
+        """dense @ S, for (…, rows); with a batch (rows,), (n, rows) or (batch, n, rows). As `S @ dense`."""
+        return products.product(self, dense, True)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return products.function(func, args, kwargs or {})
+
+    @overload
+    def __add__(self, other: "SparseMatrix") -> Self: ...
+    @overload
+    def __add__(self, other: Tensor | float) -> Tensor: ...
+    def __add__(self, other: "SparseMatrix | Tensor | float") -> "Self | Tensor":
+        """With a sparse matrix the sparse sum, in this one's format; with a dense tensor or a number, which broadcast
+        as in torch, the dense one.
+
+        Raises:
+            FormatError: matrices of another shape, batch or device, or a sum that does not fit the format.
+        """
+        if isinstance(other, SparseMatrix):
+            return arithmetic.union(self, other)
         if not isinstance(other, Tensor | int | float):
             return NotImplemented
-        self._check_partner(other)
+        arithmetic.check_partner(self, other)
         return self.to_dense() + other
 
     __radd__ = __add__
+
+    def __neg__(self) -> Self:
+        """The same pattern with the negative values."""
+        return self._with(values=-self.values)
+
+    @overload
+    def __sub__(self, other: "SparseMatrix") -> Self: ...
+    @overload
+    def __sub__(self, other: Tensor | float) -> Tensor: ...
+    def __sub__(self, other: "SparseMatrix | Tensor | float") -> "Self | Tensor":
+        """As `+`."""
+        return self + -other if isinstance(other, SparseMatrix | Tensor | int | float) else NotImplemented
+
+    def __rsub__(self, other: Tensor | float) -> Tensor:
+        """As `+`."""
+        return -self + other if isinstance(other, Tensor | int | float) else NotImplemented
 
     def __mul__(self, other: Tensor | float) -> Self:
         """Elementwise product with a dense tensor that broadcasts to the shape, or a number; the pattern stays.
@@ -346,42 +429,52 @@ class SparseMatrix(ABC):
 
         Raises:
             FormatError: `other` does not broadcast to the shape, is elsewhere, or its dtype leads out of the four.
+            SparseOperatorError: `other` is sparse too.
         """
-        if not isinstance(other, Tensor | int | float):
-            return NotImplemented
-        self._check_partner(other)
-        this = self.compact()
-        product = this.values * (this._gather(other) if isinstance(other, Tensor) and other.dim() else other)
-        if this.padded_shape != this.shape:
-            row, col = this._positions()
-            product = product.masked_fill((row >= self.shape[0]) | (col >= self.shape[1]), 0)
-        check_values("product", product, self.VALUE_DIMS)
-        return this._with(values=product)
+        if isinstance(other, SparseMatrix):
+            raise SparseOperatorError("an elementwise product of two sparse matrices: make one dense by to_dense()")
+        return arithmetic.scaled(self, other) if isinstance(other, Tensor | int | float) else NotImplemented
 
     __rmul__ = __mul__
 
-    def _gather(self, dense: Tensor) -> Tensor:
-        """Elements of `dense` at the stored positions; those beyond the shape read the last row or column."""
-        rows, cols = self.shape
-        batch = dense.shape[:-2]
-        fits = dense.dim() <= 3 and all(
-            given in (1, needed) for given, needed in zip(dense.shape[::-1], (cols, rows), strict=False)
-        )
-        if self.batch is not None and batch:
-            fits = fits and (batch[0] == 1 or self.batch in (1, batch[0]))
-        if not fits:
-            raise FormatError(
-                f"other has shape {tuple(dense.shape)}, which does not broadcast to the matrix's {self.shape}"
-                + (f" with batch {self.batch}" if self.batch is not None else "")
-            )
-        row, col = self._positions()
-        return dense.expand(*batch, rows, cols)[..., row.clamp(max=rows - 1), col.clamp(max=cols - 1)]
+    def __truediv__(self, other: Tensor | float) -> Self:
+        """As `*`; elements that are not stored stay zero, even where `other` is."""
+        return self * (1 / other) if isinstance(other, Tensor | int | float) else NotImplemented
 
-    def _check_partner(self, other: Tensor | float) -> None:
-        if isinstance(other, Tensor) and other.dim():
-            check_tensor("other", other)
-            if other.device != self.device:
-                raise FormatError(f"other is on {other.device}, the matrix on {self.device}: move one of them")
+    # -- rows
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> Self:
+        """The matrix of a slice of its rows, without steps; `slice_rows` says in each format what it shares.
+
+        Raises:
+            SparseOperatorError: another index.
+        """
+        if not isinstance(rows, slice) or rows.step not in (None, 1):
+            raise SparseOperatorError(
+                f"a matrix is indexed by a slice of rows without steps, such as [2:5], not by {rows!r}: for columns "
+                "slice mT, for others to_dense()"
+            )
+        start, stop, _ = rows.indices(self.shape[0])
+        return self.slice_rows(start, max(start, stop))
+
+    # it would be a sequence by the two above
+    __iter__: ClassVar[None] = None
+
+    def slice_rows(self, start: int, stop: int) -> Self:
+        """Rows `start` to `stop` - 1, copied.
+
+        Raises:
+            FormatError: not 0 <= start <= stop <= rows.
+        """
+        check_slice(start, stop, self.shape[0])
+        row, col, values, (_, cols) = self._triplets()
+        kept = (row >= start) & (row < stop)
+        rows = Triplets(row[kept] - start, col[kept], values[..., kept], (stop - start, cols))
+        return self._from_triplets(rows, None, self.index_dtype, **self.layout)
 
     def allclose(
         self, other: "SparseMatrix | Tensor", rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
@@ -476,3 +569,17 @@ class SparseMatrix(ABC):
     def _with(self, **changed: Tensor) -> Self:
         """The matrix with some of its arrays replaced."""
         return type(self)(*{**self.arrays, **changed}.values(), shape=self.shape)
+
+
+def _device(name: Any) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        FormatError: there is none.
+    """
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise FormatError(
+            f"{name!r} is no format ({', '.join(FORMATS)}), no dtype and no device: give one of these"
+        ) from error

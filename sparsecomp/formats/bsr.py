@@ -3,6 +3,7 @@
 Blocks need not divide the shape: the last ones reach beyond it and hold zeros there.
 """
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -15,14 +16,39 @@ from sparsecomp.formats.csr import CSC, CSR
 from sparsecomp.formats.files import Stored
 from sparsecomp.formats.foreign import scipy_sparse, to_numpy
 from sparsecomp.formats.indices import choose_index_dtype, groups_of, sorted_pairs, take
+from sparsecomp.formats.operand import Block, ByRows, Shape
 from sparsecomp.formats.triplets import Triplets, without_filler
 
 
 class _Blocks(Compressed):
     """Entries are blocks."""
 
+    OPERAND = "bsr"
     LAYOUT = ("block",)
     VALUE_DIMS = 3
+    BLOCKS = True
+    KERNEL = "spmm_bsr"
+
+    @classmethod
+    def layout_of(cls, block: Block) -> dict[str, Any]:
+        """The block's height and width."""
+        return {"block": block}
+
+    @classmethod
+    def padded(cls, block: Block, shape: Shape) -> Shape:
+        """Shape rounded up to whole blocks."""
+        return shape[0] + -shape[0] % block[0], shape[1] + -shape[1] % block[1]
+
+    @classmethod
+    def value_shape(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[int, ...]:
+        """(blocks, height, width)."""
+        return (arrays[1].shape[0], *block)
+
+    def by_rows(self) -> ByRows:
+        """As `Compressed.by_rows`, with the block."""
+        found = super().by_rows()
+        height, width = found.values.shape[-2:]
+        return found._replace(block=(height, width))
 
     @property
     def block(self) -> tuple[int, int]:
@@ -39,8 +65,7 @@ class _Blocks(Compressed):
     @property
     def padded_shape(self) -> tuple[int, int]:
         """Shape rounded up to whole blocks."""
-        (lines, columns), (height, width) = self.grid, self.block
-        return lines * height, columns * width
+        return self.padded(self.block, self.shape)
 
     def _check_blocks(self) -> None:
         if 0 in self.values.shape[-2:]:
@@ -180,6 +205,7 @@ class BCSC(_Blocks):
 
     ARRAYS = ("ccol", "row", "values")
     MAJOR = 1
+    BY_COLUMNS = True
     TORCH_LAYOUT = torch.sparse_bsc
 
     @property

@@ -5,9 +5,9 @@ entry is a value, or a block of them. What is true of rows here is true of colum
 matrix and its transpose are the same arrays.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from sparsecomp.formats.indices import (
     sum_groups,
     take,
 )
+from sparsecomp.formats.operand import Block, ByRows, Shape
 
 
 class Compressed(SparseMatrix):
@@ -215,6 +216,19 @@ class Compressed(SparseMatrix):
         rows, cols = self.shape
         values = self.values.mT if self.VALUE_DIMS > 1 else self.values
         return self.TWIN(self.pointers, self.indices, values, (cols, rows))
+
+    def by_rows(self) -> ByRows:
+        """The arrays as they are: those of a matrix by columns are its transpose's by rows."""
+        this = self.mT if self.MAJOR else self
+        return ByRows(this.values, (this.pointers, this.indices), (1, 1), this.shape)
+
+    @classmethod
+    def of_rows(cls, values: Tensor, arrays: Sequence[Tensor], block: Block, shape: Shape) -> Self:
+        """The matrix of these arrays, which it shares."""
+        pointers, indices = arrays
+        if not cls.MAJOR:
+            return cls(pointers, indices, values, shape)
+        return cast(Self, cls.TWIN(pointers, indices, values, shape).mT)
 
     def _direct(self, target: type[Matrix], layout: Mapping[str, Any]) -> Matrix | None:
         if not issubclass(self.TWIN, target) or layout != self.layout:

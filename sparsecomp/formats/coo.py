@@ -1,5 +1,6 @@
 """COO: a list of positions and values, sorted by row, then column."""
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -17,7 +18,8 @@ from sparsecomp.formats.checks import (
     require,
 )
 from sparsecomp.formats.foreign import scipy_sparse, tensor_of, to_numpy
-from sparsecomp.formats.indices import choose_index_dtype
+from sparsecomp.formats.indices import choose_index_dtype, pointers_of, rows_of
+from sparsecomp.formats.operand import Block, ByRows, Shape
 from sparsecomp.formats.triplets import Triplets, coalesced, of_batched_coo
 
 
@@ -161,6 +163,16 @@ class COO(SparseMatrix):
         """
         values, row, col = to_numpy(self.values, self.row, self.col)
         return scipy_sparse().coo_array((values, (row, col)), shape=self.shape)
+
+    def by_rows(self) -> ByRows:
+        """As CSR: rows become pointers."""
+        return ByRows(self.values, (pointers_of(self.row, self.shape[0], self.row.dtype), self.col), (1, 1), self.shape)
+
+    @classmethod
+    def of_rows(cls, values: Tensor, arrays: Sequence[Tensor], block: Block, shape: Shape) -> Self:
+        """Pointers become rows."""
+        pointers, col = arrays
+        return cls(rows_of(pointers, col.numel(), col.dtype), col, values, shape)
 
     @classmethod
     def _from_triplets(

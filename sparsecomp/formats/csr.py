@@ -126,6 +126,7 @@ class CSC(_Elements):
 
     ARRAYS = ("ccol", "row", "values")
     MAJOR = 1
+    BY_COLUMNS = True
     TORCH_LAYOUT = torch.sparse_csc
     SCIPY_FORMAT = "csc"
 

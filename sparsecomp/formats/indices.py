@@ -47,8 +47,7 @@ def choose_index_dtype(forced: torch.dtype | None, at_least: torch.dtype | None,
 
 def rows_of(pointers: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """Row of each of `count` entries, of `dtype`, from pointers (rows + 1,) that begin at 0 and end at `count`."""
-    rows = torch.arange(pointers.numel() - 1, dtype=dtype, device=pointers.device)
-    return torch.repeat_interleave(rows, pointers.diff(), output_size=count)
+    return torch.repeat_interleave(pointers.diff(), output_size=count).to(dtype)
 
 
 def lines_of(pointers: Tensor, first: int, last: int) -> Tensor:

@@ -1,6 +1,6 @@
 """N:M: each row holds N values in each group of M columns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -12,6 +12,8 @@ from sparsecomp.formats.checks import Invariant, check_shape, check_slice, check
 from sparsecomp.formats.compressed import Compressed
 from sparsecomp.formats.csr import CSR
 from sparsecomp.formats.files import Stored
+from sparsecomp.formats.indices import index_dtype_for
+from sparsecomp.formats.operand import Block, ByRows, Shape
 from sparsecomp.formats.triplets import Triplets, kept, to_dense, without_filler
 
 _MAX_M = 16
@@ -32,8 +34,12 @@ class NM(SparseMatrix):
     """
 
     ARRAYS = ("values", "indices")
+    OPERAND = "nm"
+    INDICES = ("indices",)
     LAYOUT = ("n", "m")
     VALUE_DIMS = 2
+    FILLED = True
+    KERNEL = "nm"
 
     def __init__(self, values: Tensor, indices: Tensor, shape: tuple[int, int], n: int, m: int) -> None:
         self.values, self.indices, self.shape, self.n, self.m = values, indices, shape, n, m
@@ -143,11 +149,48 @@ class NM(SparseMatrix):
     @property
     def padded_shape(self) -> tuple[int, int]:
         """Shape with the columns rounded up to whole groups."""
-        return self.shape[0], self._groups * self.m
+        return self.padded((self.n, self.m), self.shape)
 
     @property
     def _groups(self) -> int:
         return -(-self.shape[1] // self.m)
+
+    # -- how operators take it
+
+    @classmethod
+    def padded(cls, block: Block, shape: Shape) -> Shape:
+        """Shape with the columns rounded up to whole groups."""
+        return shape[0], shape[1] + -shape[1] % block[1]
+
+    @classmethod
+    def value_shape(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[int, ...]:
+        """(rows, groups * n)."""
+        return shape[0], -(-shape[1] // block[1]) * block[0]
+
+    @classmethod
+    def entries(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Pointers and columns, int32 where that does; a group's filler may lie beyond the last column."""
+        indices, (n, m) = arrays[0], block
+        dtype = index_dtype_for(indices.numel(), shape[1] + m)
+        starts = torch.arange(indices.shape[1] // n, dtype=dtype, device=indices.device).repeat_interleave(n) * m
+        pointers = torch.arange(shape[0] + 1, dtype=dtype, device=indices.device) * indices.shape[1]
+        return pointers, (indices.to(dtype) + starts).flatten()
+
+    @classmethod
+    def entry_places(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Row and column, int64; they broadcast to (rows, groups * n)."""
+        indices, (n, m) = arrays[0], block
+        starts = torch.arange(indices.shape[1] // n, device=indices.device).repeat_interleave(n) * m
+        return torch.arange(shape[0], device=indices.device)[:, None], starts + indices
+
+    def by_rows(self) -> ByRows:
+        """Its values and indices."""
+        return ByRows(self.values, (self.indices,), (self.n, self.m), self.shape)
+
+    @classmethod
+    def of_rows(cls, values: Tensor, arrays: Sequence[Tensor], block: Block, shape: Shape) -> Self:
+        """The matrix of these arrays, which it shares."""
+        return cls(values, arrays[0], shape, *block)
 
     def compressed(self) -> tuple[Tensor, Tensor]:
         """Values (rows, groups * n) and their columns within groups, uint8, for a kernel to pack: 2 bits each in 2:4.
@@ -192,10 +235,7 @@ class NM(SparseMatrix):
         return without_filler(Triplets(row, col, self.values.flatten(-2), self.shape))
 
     def _positions(self) -> tuple[Tensor, Tensor]:
-        rows, groups = self.shape[0], self._groups
-        starts = torch.arange(groups, device=self.device) * self.m
-        col = starts[:, None] + self.indices.view(rows, groups, self.n)
-        return torch.arange(rows, device=self.device)[:, None], col.flatten(-2)
+        return self.entry_places((self.indices,), (self.n, self.m), self.shape)
 
     def _cast(self, index_dtype: torch.dtype) -> Self:
         return self

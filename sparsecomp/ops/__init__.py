@@ -15,6 +15,7 @@ from sparsecomp.ops.masked.elementwise import (
     tournament,
 )
 from sparsecomp.ops.masked.selective_step import selective_step
+from sparsecomp.ops.sparse import matrices as _matrices  # noqa: F401  (enters itself in sparsecomp.formats)
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.ops.sparse.matmul import sparse_matmul
 from sparsecomp.ops.sparse.rows import sparse_rows

@@ -1,8 +1,8 @@
 """How the sparse operators take a matrix: values, index arrays, and a `Layout` that says what these are.
 
-Operators know three layouts, by rows. ``csr``: pointers (rows + 1,) and indices (entries,), values (entries,).
-``bsr``: the same of blocks, values (blocks, height, width). ``nm``: indices (rows, groups · n) uint8, values alike. A
-matrix stored by columns is the transpose of one stored by rows.
+A layout is by rows: a matrix stored by columns is the transpose of one stored by rows. Its format says in
+`sparsecomp.formats` what its arrays mean. ``csr``: pointers (rows + 1,) and indices (entries,), values (entries,).
+``bsr``: the same of blocks, values (blocks, height, width). ``nm``: indices (rows, groups · n) uint8, values alike.
 
 Behind a layout's own arrays a pattern may carry three more, which describe the transposed matrix: pointers, indices,
 and which of the values each of its entries is. Whoever multiplies by the transpose more than once keeps them; an
@@ -17,17 +17,15 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
+from sparsecomp.formats.base import FORMATS, SparseMatrix
 from sparsecomp.formats.indices import index_dtype_for, pointers_of, rows_of
-
-OWN_ARRAYS = {"csr": 2, "bsr": 2, "nm": 1}
-VALUE_DIMS = {"csr": 1, "bsr": 3, "nm": 2}
 
 
 class Layout(NamedTuple):
     """What a matrix's arrays are.
 
     Attributes:
-        format: "csr", "bsr" or "nm".
+        format: whose own layout it is: "csr", "bsr", "nm".
         block: (height, width) of bsr, (n, m) of nm, (1, 1) of csr.
         shape: rows and columns.
         skews: how uneven the rows are, and the columns: "even", "mixed", "skewed" or "extreme", for entries (or blocks)
@@ -42,8 +40,32 @@ class Layout(NamedTuple):
     @property
     def padded_shape(self) -> tuple[int, int]:
         """Shape by rows, rounded up to whole blocks or groups."""
-        (rows, cols), (height, width) = self.shape, self.block
-        return rows + (-rows % height if self.format == "bsr" else 0), cols + -cols % width
+        return self.kind.padded(self.block, self.shape)
+
+    @property
+    def kind(self) -> type[SparseMatrix]:
+        """The format's class.
+
+        Raises:
+            FormatError: no format has such a layout of its own.
+        """
+        return layout_kind(self.format)
+
+    @property
+    def entry(self) -> tuple[int, ...]:
+        """Shape of an entry: (height, width), or nothing where entries are single elements."""
+        return self.block if self.kind.BLOCKS else ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether its arrays are CSR's: torch's products and some kernels then take them as they are."""
+        kind = self.kind
+        return not kind.BLOCKS and kind.INDICES[0] == "pointers"
+
+    @property
+    def own(self) -> int:
+        """How many of a pattern's arrays are the layout's own."""
+        return len(self.kind.INDICES)
 
     def written(self) -> str:
         """As one argument of an operator, such as ``"csr 1x1 512x256 even mixed"``: each one costs the host."""
@@ -70,6 +92,27 @@ def _pair(sizes: tuple[int, int]) -> str:
     return f"{sizes[0]}x{sizes[1]}"
 
 
+def layout_kind(format: str) -> type[SparseMatrix]:
+    """The format whose own layout has this name.
+
+    Raises:
+        FormatError: there is none.
+    """
+    kind = FORMATS.get(format.upper())
+    if kind is None or format != kind.OPERAND:
+        known = ", ".join(sorted({one.OPERAND for one in FORMATS.values()}))
+        raise FormatError(f"format is {format!r}, needs one of {known}")
+    return kind
+
+
+def stored_by_rows(matrix: SparseMatrix) -> tuple[Tensor, tuple[Tensor, ...], Layout]:
+    """Values, index arrays and layout of a matrix, or of its transpose if it is by columns; reads from the device."""
+    values, arrays, block, shape = matrix.compact().by_rows()
+    kind = layout_kind(matrix.OPERAND)
+    skew = skew_of(arrays[0]) if kind.INDICES[0] == "pointers" else "even"
+    return values, arrays, Layout(matrix.OPERAND, block, shape, (skew, "even"))
+
+
 def layout_of(format: str, block: Sequence[int], shape: Sequence[int], skews: Sequence[str]) -> Layout:
     """The layout that an operator's arguments say.
 
@@ -93,50 +136,41 @@ class Compressed(NamedTuple):
 
 def check_pattern(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> None:
     """Raise FormatError if arrays, values and layout do not belong together; looks at no contents."""
-    if layout.format not in OWN_ARRAYS:
-        raise FormatError(f"format is {layout.format!r}, needs one of {', '.join(OWN_ARRAYS)}")
-    own, dims = OWN_ARRAYS[layout.format], VALUE_DIMS[layout.format]
+    kind = layout.kind
+    own, dims = len(kind.INDICES), kind.VALUE_DIMS
     if len(pattern) not in (own, own + 3):
         raise FormatError(
             f"the pattern has {len(pattern)} arrays, needs {own} of {layout.format}, or {own + 3} with the transpose's"
         )
-    needed = _value_shape(pattern, layout)
+    needed = kind.value_shape(pattern, layout.block, layout.shape)
     if values.dim() - dims not in (0, 1) or tuple(values.shape[values.dim() - dims :]) != needed:
         raise FormatError(f"values have shape {tuple(values.shape)}, need {needed}, or that with a batch in front")
-    if own == 2 and pattern[0].shape[0] != -(-layout.shape[0] // layout.block[0]) + 1:
+    height = layout.block[0] if kind.BLOCKS else 1
+    if kind.INDICES[0] == "pointers" and pattern[0].shape[0] != -(-layout.shape[0] // height) + 1:
         raise FormatError(
-            f"{pattern[0].shape[0]} pointers do not fit {layout.shape[0]} rows of height {layout.block[0]}: one more "
-            "than rows of entries is needed"
+            f"{pattern[0].shape[0]} pointers do not fit {layout.shape[0]} rows of height {height}: one more than rows "
+            "of entries is needed"
         )
-
-
-def _value_shape(pattern: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
-    if layout.format == "nm":
-        n, m = layout.block
-        return layout.shape[0], -(-layout.shape[1] // m) * n
-    return stored_shape(pattern, layout)
 
 
 def stored_shape(pattern: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
     """Shape of one matrix's values at a pattern's places."""
-    if layout.format == "nm":
-        return tuple(pattern[0].shape)
-    return (pattern[1].shape[0], *(layout.block if layout.format == "bsr" else ()))
+    return layout.kind.value_shape(pattern, layout.block, layout.shape)
 
 
 def transposed_arrays(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Pointers, indices and order of the transposed matrix: kept ones, or computed now."""
-    kept = pattern[OWN_ARRAYS[layout.format] :]
+    kept = pattern[layout.own :]
     if kept:
         return kept[0], kept[1], kept[2]
-    pointers, indices = elements_of(pattern, layout)[:2] if layout.format == "nm" else pattern[:2]
-    columns = -(-layout.shape[1] // layout.block[1]) if layout.format == "bsr" else layout.shape[1]
+    pointers, indices = elements_of(pattern, layout)
+    columns = layout.padded_shape[1] // layout.entry[1] if layout.entry else layout.shape[1]
     first, last = torch.stack([pointers[0], pointers[-1]]).tolist()
     by_column = torch.sort(indices[first:last], stable=True)
     rows = rows_of(pointers - first, last - first, indices.dtype)
     order = by_column.indices + first
     stored = by_column.values
-    if layout.format == "nm" and layout.shape[1] % layout.block[1]:
+    if not layout.entry and layout.padded_shape != layout.shape:
         inside = int((stored < columns).sum())  # filler beyond the last column sorts last
         stored, order = stored[:inside], order[:inside]
     order = order.to(index_dtype_for(indices.numel()))
@@ -144,23 +178,29 @@ def transposed_arrays(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor
 
 
 def elements_of(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-    """Pointers and columns, int32, of each element of an nm matrix; filler may lie beyond the last column."""
-    indices, (rows, _), (n, m) = pattern[0], layout.shape, layout.block
-    dtype = index_dtype_for(indices.numel(), layout.shape[1] + m)
-    starts = torch.arange(indices.shape[1] // n, dtype=dtype, device=indices.device).repeat_interleave(n) * m
-    pointers = torch.arange(rows + 1, dtype=dtype, device=indices.device) * indices.shape[1]
-    return pointers, (indices.to(dtype) + starts).flatten()
+    """Pointers, and the column of each element or block; elements that are filler may lie beyond the last column."""
+    return layout.kind.entries(pattern, layout.block, layout.shape)
+
+
+def longest_row(pattern: Sequence[Tensor], layout: Layout) -> int:
+    """Entries of the longest row; reads from the device where the layout does not tell."""
+    if layout.kind.INDICES[0] != "pointers":
+        return stored_shape(pattern, layout)[1]
+    counts = pattern[0].diff()
+    return int(counts.max()) if counts.numel() else 0
 
 
 def compressed(values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool) -> Compressed:
-    """The matrix, or its transpose, by rows; not for nm as it is."""
+    """The matrix, or its transpose, by rows of entries; filler may lie beyond the last column of the matrix itself."""
     rows, cols = layout.shape
+    kind = layout.kind
+    entry = 2 if kind.BLOCKS else 0
+    flat = values.flatten(-kind.VALUE_DIMS, -1 - entry)
     if not transpose:
-        return Compressed(pattern[0], pattern[1], values, layout.shape, layout.skews[0])
+        return Compressed(*kind.entries(pattern, layout.block, layout.shape), flat, layout.shape, layout.skews[0])
     pointers, indices, order = transposed_arrays(pattern, layout)
-    flat = values.flatten(-2) if layout.format == "nm" else values
-    entries = flat.index_select(flat.dim() - (3 if layout.format == "bsr" else 1), order)
-    entries = entries.mT if layout.format == "bsr" else entries
+    entries = flat.index_select(flat.dim() - 1 - entry, order)
+    entries = entries.mT if entry else entries
     return Compressed(pointers, indices, entries, (cols, rows), layout.skews[1])
 
 

@@ -30,9 +30,10 @@ def product(
 ) -> Tensor:
     """op(S) @ dense in the dtype it is summed in; shapes as in ``sparsecomp.ops.spmm``."""
     wide = accumulator(values.dtype, out_dtype)
-    matrix = _nm_by_rows(values, pattern, layout) if layout.format == "nm" and not transpose else None
-    matrix = compressed(values, pattern, layout, transpose) if matrix is None else matrix
-    one = {"bsr": _block_product, "nm": _filled_product, "csr": _element_product}[layout.format]
+    matrix = compressed(values, pattern, layout, transpose)
+    if not layout.entry and not transpose and layout.padded_shape != layout.shape:
+        matrix = _within(matrix)
+    one = _block_product if layout.entry else _filled_product if layout.kind.FILLED else _element_product
     matrix, dense = matrix._replace(values=matrix.values.to(wide)), dense.to(wide)
     with without_autocast(dense):
         return _by_items(matrix, dense, one, layout)
@@ -40,7 +41,7 @@ def product(
 
 def _by_items(matrix: Compressed, dense: Tensor, one: Callable[[Compressed, Tensor], Tensor], layout: Layout) -> Tensor:
     """The product of a batch of values or dense tensors by `one`, which takes a single one of each."""
-    if matrix.values.dim() == (4 if layout.format == "bsr" else 2):
+    if matrix.values.dim() == 2 + len(layout.entry):
         parts = [
             one(matrix._replace(values=part), dense[item] if dense.dim() == 3 else dense)
             for item, part in enumerate(matrix.values)
@@ -67,14 +68,15 @@ def sampled(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout, out
 
 
 def _sampled_once(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Tensor:
-    if layout.format == "bsr":
+    if layout.entry:
         return sampled_blocks(a, b, pattern, layout)
-    if layout.format == "csr":
-        return _sampled_elements(a, b, pattern[0], pattern[1])
     pointers, columns = elements_of(pattern, layout)
-    whole = F.pad(b, (0, 0, 0, -b.shape[0] % layout.block[1]))
-    found = _sampled_elements(a, whole, pointers, columns)
-    return found.masked_fill(columns >= layout.shape[1], 0).view(pattern[0].shape)
+    if layout.padded_shape != layout.shape:
+        whole = F.pad(b, (0, 0, 0, layout.padded_shape[1] - layout.shape[1]))
+        found = _sampled_elements(a, whole, pointers, columns).masked_fill_(columns >= layout.shape[1], 0)
+    else:
+        found = _sampled_elements(a, b, pointers, columns)
+    return found.view(stored_shape(pattern, layout))
 
 
 def sampled_blocks(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -108,15 +110,11 @@ def gathered_elements(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor) -
     return out
 
 
-def _nm_by_rows(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Compressed:
-    pointers, columns = elements_of(pattern, layout)
-    flat = values.flatten(-2)
-    if layout.shape[1] % layout.block[1]:
-        inside = columns < layout.shape[1]
-        counts = inside.view(pattern[0].shape).sum(1).cumsum(0)
-        pointers = F.pad(counts, (1, 0)).to(pointers.dtype)
-        columns, flat = columns[inside], flat[..., inside]
-    return Compressed(pointers, columns, flat, layout.shape, "even")
+def _within(matrix: Compressed) -> Compressed:
+    """A matrix of elements without those beyond its last column."""
+    inside = matrix.indices < matrix.shape[1]
+    pointers = F.pad(inside.cumsum(0), (1, 0))[matrix.pointers.long()].to(matrix.pointers.dtype)
+    return matrix._replace(pointers=pointers, indices=matrix.indices[inside], values=matrix.values[..., inside])
 
 
 def _element_product(matrix: Compressed, dense: Tensor) -> Tensor:

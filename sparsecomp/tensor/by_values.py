@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.ops.sparse.linear import autocast, sparse_linear
-from sparsecomp.tensor.dispatch import by_column, by_row_elements, written_out
+from sparsecomp.ops.sparse.matmul import by_column
+from sparsecomp.tensor.dispatch import by_row_elements, written_out
 
 
 @torch.compiler.allow_in_graph

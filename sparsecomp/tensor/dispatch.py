@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
-from sparsecomp.ops.sparse.linear import by_rows, sampled
-from sparsecomp.ops.sparse.matmul import backward, save
+from sparsecomp.ops.sparse.linear import sampled
+from sparsecomp.ops.sparse.matmul import backward, multiplied, save
 from sparsecomp.ops.sparse.rows import gradient_of_arrays, rows_of_arrays
 from sparsecomp.ops.sparse.sddmm import run as run_sddmm
 from sparsecomp.ops.sparse.spmm import run as run_spmm
@@ -30,11 +30,14 @@ _PLAIN = (Tensor, nn.Parameter, type(None))
 _KEEPS_ZERO = {
     aten.abs.default, aten.neg.default, aten.sqrt.default, aten.sign.default, aten.tanh.default, aten.relu.default,
     aten.clone.default, aten.mul.Scalar, aten.div.Scalar, aten.zeros_like.default, aten.empty_like.default,
-    aten.nan_to_num.default, aten.square.default,
+    aten.nan_to_num.default, aten.square.default, aten.sgn.default,
 }  # fmt: skip
 _OF_TWO = {aten.add.Tensor, aten.sub.Tensor, aten.maximum.default, aten.minimum.default, aten.lerp.Scalar}
 _OF_THREE = {aten.addcmul.default}
-_IN_PLACE = {aten.zero_.default, aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+_IN_PLACE = {
+    aten.zero_.default, aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.fill_.Tensor,
+    aten.masked_fill_.Scalar,
+}  # fmt: skip
 
 
 def _implements(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -52,6 +55,8 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
         SparseOperatorError: one that would store more, or that is not known.
         PatternError: other operands store other elements.
     """
+    if func is aten.mul.Tensor and not isinstance(args[0], cls):
+        args = args[::-1]
     first = args[0] if args else None
     in_place = func in _IN_PLACE or (torch.Tag.pointwise in func.tags and func._schema.name.endswith("_"))
     sparse = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
@@ -99,7 +104,7 @@ def _keeps_zero(cls: Any, func: Any, args: Any) -> bool:
 def _agree(first: Any, other: Any) -> None:
     """Raise PatternError unless both store the same elements."""
     if not first.same_pattern(other):
-        raise PatternError(f"{first!r} and {other!r} store different elements: give both one pattern")
+        raise PatternError(f"{first!r} and {other!r} store different elements: give both one pattern, or add matrices")
 
 
 @_implements(aten.detach.default, aten.alias.default)
@@ -192,25 +197,9 @@ def _multiplied(
 ) -> Tensor:  # fmt: skip
     """`sparse_matmul` by the operator `spmm`."""
     values, pattern, layout, transpose = _operands(sparse)
-    m = layout.shape[1 if transpose else 0]
-    size = dense.shape
-    if not linear:
-        flat = dense if dense.dim() == 2 else dense.flatten(0, -3)
-        beside = residual if residual is None or dense.dim() == 2 else residual.flatten(0, -3)
-        how = (transpose, bias_axis, activation, scale, dtype, False)
-        return spmm(values, pattern, flat, bias, beside, *layout, *how).view(*size[:-2], m, size[-1])
-    bias, residual = by_column(bias, residual, bias_axis, (*size[:-1], m))
-    return by_rows(spmm, dense, values, pattern, bias, residual, layout, transpose, activation, scale, dtype)
-
-
-def by_column(
-    bias: Tensor | None, residual: Tensor | None, bias_axis: str, shape: tuple[int, ...]
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Bias and residual of a result whose bias can only be one number a column."""
-    if bias is None or bias_axis == "column":
-        return bias, residual
-    beside = bias[:, None].expand(shape)
-    return None, beside if residual is None else residual + beside
+    return multiplied(
+        spmm, values, pattern, layout, transpose, dense, bias, residual, linear, bias_axis, activation, scale, dtype
+    )
 
 
 class _Product(torch.autograd.Function):
@@ -343,8 +332,7 @@ def _by_columns(sparse: Any) -> bool:
 def by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor, int]:
     """Pointers and columns of elements by rows, and entries of the longest row."""
     pattern = sparse._pattern
-    if _by_columns(sparse) or pattern.layout.format == "bsr":
+    if _by_columns(sparse) or pattern.layout.entry:
         raise unsupported(cls, func, (sparse,))
-    if pattern.layout.format == "nm":
-        return *elements_of(pattern.arrays, pattern.layout), pattern.arrays[0].shape[1]
-    return *pattern.arrays, sparse.shape[1] if is_traced(*pattern.arrays) else pattern.longest()
+    longest = sparse.shape[1] if is_traced(*pattern.arrays) else pattern.longest()
+    return *elements_of(pattern.arrays, pattern.layout), longest

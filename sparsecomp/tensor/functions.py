@@ -89,6 +89,48 @@ def _embedding(
     return rows_by_values(weight, input) if _compat.inside_forward_mode() else sparse_rows(weight, input)
 
 
+@_handles(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply)
+def _times(cls: type, input: Any, other: Any) -> Tensor:
+    """With a dense tensor: at the stored places, so that what is not stored stays zero."""
+    sparse, dense = (input, other) if isinstance(input, cls) else (other, input)
+    if isinstance(dense, Tensor) and not isinstance(dense, cls) and dense.dim():
+        if torch.broadcast_shapes(dense.shape, sparse.shape) != sparse.shape:
+            raise SparseOperatorError(
+                f"times a dense {tuple(dense.shape)} it is no matrix of {tuple(sparse.shape)}: call to_dense() first"
+            )
+        dense = torch.ops.sparsecomp.sparse_gather.default(sparse.detach(), dense.expand(sparse.shape))
+    with _compat.without_torch_function():
+        return torch.mul(sparse, dense)
+
+
+@_handles(torch.sum, Tensor.sum)
+def _sum(cls: type, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not args and not kwargs and input.requires_grad and torch.is_grad_enabled():
+        # torch's own gradient of a sum is dense
+        ones = torch.ones(input.shape[1], dtype=input.dtype, device=input.device)
+        wide = torch.float64 if input.dtype is torch.float64 else torch.float32
+        return product(input, ones, None, None, True, "column", "none", 1.0, wide).sum().to(input.dtype)
+    with _compat.without_torch_function():
+        return torch.sum(input, *args, **kwargs)
+
+
+@_handles(torch.mean, Tensor.mean)
+def _mean(cls: type, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args or kwargs:
+        raise SparseOperatorError("mean of a SparseTensor is of all elements: leave the arguments out, or to_dense()")
+    return _sum(cls, input) / (input.shape[0] * input.shape[1])
+
+
+@_handles(Tensor.__getitem__)
+def _rows(cls: Any, input: Any, index: Any) -> Tensor:
+    if not isinstance(index, slice) or (input.requires_grad and torch.is_grad_enabled()):
+        raise SparseOperatorError(
+            f"{input!r} is indexed by a slice of rows, and passes no gradient on from there: use detach(), "
+            "torch.nn.functional.embedding(rows, tensor), or to_dense()"
+        )
+    return cls(input.matrix[index])
+
+
 def _transposing(function: Callable[..., Any]) -> Callable[..., Any]:
     def handler(cls: type, input: Tensor, *dims: int) -> Tensor:
         if _compat.inside_forward_mode() and (not dims or dims[0] % 2 != dims[1] % 2):

@@ -9,13 +9,8 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, PatternError
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
-from sparsecomp.formats.compressed import Compressed
-from sparsecomp.formats.indices import pointers_of, rows_of
-from sparsecomp.reference.patterns import Layout, skew_of, transposed_arrays
-
-FORMATS: dict[str, type[SparseMatrix]] = {kind.__name__: kind for kind in (COO, CSR, CSC, BSR, BCSC, NM)}
-_BY_COLUMNS = ("CSC", "BCSC")
+from sparsecomp.formats.base import FORMATS, SparseMatrix
+from sparsecomp.reference.patterns import Layout, longest_row, skew_of, stored_by_rows, transposed_arrays
 
 
 class Pattern:
@@ -45,37 +40,23 @@ class Pattern:
         """
         if matrix.batch is not None:
             raise FormatError(f"{matrix!r} is a batch: make a SparseTensor of each of unbatch()")
-        matrix, name = matrix.compact(), type(matrix).__name__
-        if isinstance(matrix, NM):
-            return matrix.values, cls(name, Layout("nm", (matrix.n, matrix.m), matrix.shape), (matrix.indices,))
-        if isinstance(matrix, COO):
-            pointers, indices = pointers_of(matrix.row, matrix.shape[0], matrix.row.dtype), matrix.col
-        else:
-            assert isinstance(matrix, Compressed)
-            pointers, indices = matrix.pointers, matrix.indices
-        by_rows = matrix.mT if name in _BY_COLUMNS else matrix
-        block = by_rows.block if isinstance(by_rows, BSR) else (1, 1)
-        format = "bsr" if isinstance(by_rows, BSR) else "csr"
-        layout = Layout(format, block, by_rows.shape, (skew_of(pointers), "even"))
-        return by_rows.values, cls(name, layout, (pointers, indices))
+        values, arrays, layout = stored_by_rows(matrix)
+        return values, cls(type(matrix).__name__, layout, arrays)
+
+    @property
+    def kind(self) -> type[SparseMatrix]:
+        """Class of the format."""
+        return FORMATS[self.format]
 
     def matrix(self, values: Tensor, transpose: bool) -> SparseMatrix:
         """The matrix of these values, or its transpose, in `sparsecomp.formats`."""
-        values = self.without_filler(values)
-        if self.format == "NM":
-            found: SparseMatrix = NM(values, self.arrays[0], self.layout.shape, *self.layout.block)
-        elif self.format == "COO":
-            row = rows_of(self.arrays[0], self.arrays[1].numel(), self.arrays[1].dtype)
-            found = COO(row, self.arrays[1], values, self.layout.shape)
-        else:
-            pointers, indices = self.arrays
-            by_rows = (BSR if self.layout.format == "bsr" else CSR)(pointers, indices, values, self.layout.shape)
-            found = by_rows.mT if self.format in _BY_COLUMNS else by_rows
+        _, block, shape, _ = self.layout
+        found = self.kind.of_rows(self.without_filler(values), self.arrays, block, shape)
         return found.mT if transpose else found
 
     def stored_by_columns(self, transpose: bool) -> bool:
         """Whether a product needs the arrays of the transpose, of the matrix or of its transpose."""
-        return transpose != (self.format in _BY_COLUMNS)
+        return transpose != self.kind.BY_COLUMNS
 
     def keep_transposed(self) -> None:
         """Compute the arrays of the transpose, once; reads from the device."""
@@ -87,11 +68,8 @@ class Pattern:
 
     def longest(self) -> int:
         """Entries of the longest row (of the layout by rows); reads from the device once."""
-        if self.layout.format == "nm":
-            return self.arrays[0].shape[1]
         if self._longest is None:
-            counts = self.arrays[0].diff()
-            self._longest = int(counts.max()) if counts.numel() else 0
+            self._longest = longest_row(self.arrays, self.layout)
         return self._longest
 
     def operands(self) -> tuple[Tensor, ...]:
@@ -122,11 +100,8 @@ class Pattern:
 
     def places(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Row and column, int64, of each of the values in the layout by rows; they broadcast to the values."""
-        kinds = {"csr": CSR, "bsr": BSR}
-        shape = self.layout.shape
-        if self.layout.format == "nm":
-            return NM(values, self.arrays[0], shape, *self.layout.block)._positions()
-        return kinds[self.layout.format](*self.arrays, values, shape=shape)._positions()
+        _, block, shape, _ = self.layout
+        return self.layout.kind.of_rows(values, self.arrays, block, shape)._positions()
 
     def without_filler(self, values: Tensor) -> Tensor:
         """The values with 0 where blocks and groups reach beyond the shape."""

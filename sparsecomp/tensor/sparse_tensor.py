@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import CSR, SparseMatrix
+from sparsecomp.formats.base import FORMATS
 from sparsecomp.formats.files import Stored
 from sparsecomp.ops.sparse.matmul import to_dense
-from sparsecomp.reference.patterns import OWN_ARRAYS, Layout
+from sparsecomp.reference.patterns import Layout
 from sparsecomp.tensor.by_values import dense_by_values
 from sparsecomp.tensor.dispatch import OPERATORS, elementwise
 from sparsecomp.tensor.functions import FUNCTIONS
-from sparsecomp.tensor.pattern import FORMATS, Pattern, is_traced
+from sparsecomp.tensor.pattern import Pattern, is_traced
 
 
 class SparseTensor(Tensor):
@@ -57,7 +58,7 @@ class SparseTensor(Tensor):
     def _make(
         cls, values: Tensor, pattern: Pattern, transpose: bool, requires_grad: bool = False
     ) -> "SparseTensor":
-        rows_first = transpose == (pattern.format in ("CSC", "BCSC"))
+        rows_first = transpose == pattern.kind.BY_COLUMNS
         shape = pattern.layout.shape if rows_first else pattern.layout.shape[::-1]
         self = _compat.make_wrapper(cls, shape, values.dtype, values.device, requires_grad)
         self._values, self._pattern, self._transpose = values, pattern, transpose
@@ -85,6 +86,30 @@ class SparseTensor(Tensor):
     def values(self) -> Tensor:
         """The stored values as the layout by rows has them (blocks and groups with their filler), without gradient."""
         return self._values.detach()
+
+    @property
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Bytes of the values and index arrays; what is kept of the transpose follows from these and is left out."""
+        return sum(array.numel() * array.element_size() for array in (self._values, *self._pattern.arrays))
+
+    def to(self, *args: Any, **kwargs: Any) -> "SparseTensor":  # pyright: ignore[reportIncompatibleMethodOverride]
+        """`torch.Tensor.to`, or the matrix in another format.
+
+        Args:
+            args: as of torch; or a format, such as "bsr" or BSR, with `block=`, or `n=` and `m=`. A tensor in another
+                format is a new leaf.
+
+        Raises:
+            FormatError: the matrix does not fit the format.
+            SparseOperatorError: it takes a gradient, which no change of format passes on.
+        """
+        given = args[0] if args else None
+        kind = FORMATS.get(given.upper()) if isinstance(given, str) else given
+        if not (isinstance(kind, type) and issubclass(kind, SparseMatrix)):
+            return cast(SparseTensor, super().to(*args, **kwargs))
+        if self.requires_grad and torch.is_grad_enabled():
+            raise SparseOperatorError(f"{self!r} takes a gradient, which no change of format passes on: detach() first")
+        return SparseTensor(self.matrix.to(kind, **kwargs))
 
     def with_values(self, values: Tensor) -> "SparseTensor":
         """The same pattern with other values, of any dtype and the shape of `values()`."""
@@ -124,7 +149,7 @@ class SparseTensor(Tensor):
         cls, inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> "SparseTensor":
         format, layout, transpose = context
-        own = tuple(inner[f"_own{index}"] for index in range(OWN_ARRAYS[layout.format]))
+        own = tuple(inner[f"_own{index}"] for index in range(layout.own))
         kept = tuple(inner[f"_transposed{index}"] for index in range(3)) if "_transposed0" in inner else None
         return cls._make(inner["_values"], Pattern(format, layout, own, kept), transpose)
 
@@ -192,8 +217,7 @@ def view_of(values: Tensor, arrays: Sequence[Tensor], format: str, layout: str) 
         layout: what `Layout.written` returns.
     """
     read = Layout.read(layout)
-    own = OWN_ARRAYS[read.format]
-    pattern = Pattern(format, read, tuple(arrays[:own]), tuple(arrays[own:]) or None)
+    pattern = Pattern(format, read, tuple(arrays[: read.own]), tuple(arrays[read.own :]) or None)
     if _compat.carries_levels(values):  # what a transform follows must stay within its sight
         return SparseTensor._make(values, pattern, False)
     with _compat.outside_transforms():

@@ -377,7 +377,7 @@ def test_products_and_sums_broadcast(name) -> None:
     with pytest.raises(FormatError, match="complex64"):
         _ = matrix * torch.ones(6, dtype=torch.complex64)
     with pytest.raises(TypeError):
-        _ = matrix + matrix  # pyright: ignore[reportOperatorIssue]
+        _ = matrix + "1"  # pyright: ignore[reportOperatorIssue]
 
 
 def test_with_values_keeps_the_pattern() -> None:

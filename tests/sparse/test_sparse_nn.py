@@ -122,7 +122,7 @@ def test_arguments_that_do_not_fit():
             SparseLinear.from_linear(linear, **arguments)
     with pytest.raises(FormatError, match="padding_idx"):
         SparseEmbedding.from_embedding(nn.Embedding(4, 2, padding_idx=0), sparsity=0.5)
-    with pytest.raises(FormatError, match="needs one of CSR"):
+    with pytest.raises(FormatError, match="needs one of COO, CSR, NM"):
         SparseEmbedding.from_embedding(nn.Embedding(4, 2), BSR, block=(1, 1), sparsity=0.5)
     with pytest.raises(FormatError, match="needs a matrix"):
         SparseLinear(torch.eye(2))  # pyright: ignore[reportArgumentType]
@@ -525,8 +525,89 @@ def test_checkpoints_of_version_0_1_hold_a_sparse_tensor():
     other.load_state_dict(torch.load(buffer, weights_only=True))
     x = torch.randn(3, 8)
     assert torch.equal(other(x), one(x))
-    with pytest.raises(FormatError, match="the checkpoint's weight is dense"):
+    with pytest.raises(FormatError, match="both weight and values"):
         other.load_state_dict({**one.state_dict(), "0.weight": torch.zeros(6, 8)})
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_a_dense_checkpoint_loads_by_the_layers_mask(format):
+    dense, sparse, x = nn.Linear(8, 6), build(0, format)[0], torch.randn(3, 8)
+    stored = sparse.weight.detach().with_values(torch.ones_like(sparse.values)).to_dense() != 0
+    sparse.load_state_dict(dense.state_dict())
+    assert torch.equal(sparse.weight.to_dense(), dense.weight * stored)
+    torch.testing.assert_close(sparse(x), nn.functional.linear(x, dense.weight * stored, dense.bias))
+    sparse(x).sum().backward()
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    whole = build(0, format)
+    state = {name: value for name, value in whole.state_dict().items() if not name.startswith("0.")}
+    whole.load_state_dict(state | {f"0.{name}": value for name, value in dense.state_dict().items()})
+    assert torch.equal(whole[0](x), sparse(x)) and len(model) == 3
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_a_strict_pattern_refuses_another(format):
+    one, other = build(0, format), build(1, format)
+    before = copy.deepcopy(one.state_dict())
+    state = {name[2:]: value for name, value in other.state_dict().items() if name.startswith("0.")}
+    sizes = rf"values \({state['values'].shape[0]}.*the layer's are values \({one[0].values.shape[0]}"
+    with pytest.raises(FormatError, match=sizes):
+        one[0].load_state_dict(state, strict_pattern=True)
+    one[0].strict_pattern = True
+    with pytest.raises(FormatError, match="strict"):
+        one.load_state_dict(other.state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
+    one.load_state_dict({**before, "0.values": before["0.values"] * 2})
+    one[0].load_state_dict(state, strict_pattern=False)
+    x = torch.randn(3, 8)
+    assert one[0].strict_pattern and torch.equal(one[0](x), other[0](x))
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing_and_names_both_sizes():
+    layer = build(0)[0]
+    state = layer.state_dict()
+    before = copy.deepcopy(state)
+    larger = SparseLinear(CSR.from_dense(torch.eye(7, 9)), torch.zeros(7)).state_dict()
+    other = SparseLinear(NM.from_dense(torch.eye(6, 8), n=1, m=4), torch.zeros(6)).state_dict()
+    for given, message in (
+        (larger, rf"values \(7,\), pointers \(8,\).*layer's are values \({len(before['values'])},\), pointers \(7,\)"),
+        ({**state, "bias": torch.zeros(3)}, r"bias has shape \(3,\), the layer's \(6,\)"),
+        ({"weight": torch.zeros(8, 6), "bias": torch.zeros(6)}, r"dense \(8, 6\), the layer's CSR \(6, 8\)"),
+        (other, r"torch.uint8.*values \(6, 2\).*layer's are values"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            layer.load_state_dict(given)
+        assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_reductions_of_a_weight_have_gradients(format):
+    layer = build(0, format)[0]
+    whole = layer.weight.to_dense().detach().requires_grad_()
+    stored = layer.weight.detach().with_values(torch.ones_like(layer.values)).to_dense()
+    for reduce in (torch.sum, torch.mean, torch.linalg.vector_norm, lambda w: w.abs().sum()):
+        layer.values.grad = whole.grad = None
+        reduce(layer.weight).backward()
+        reduce(whole).backward()
+        found = layer.weight.detach().with_values(layer.values.grad).to_dense()
+        torch.testing.assert_close(found, whole.grad * stored)
+
+
+def test_an_input_that_is_no_tensor_is_named():
+    layer, table = build(0)[0], SparseEmbedding(CSR.from_dense(torch.eye(3)))
+    for given in (None, [1.0], "x"):
+        for module in (layer, table):
+            with pytest.raises(FormatError, match=f"is a {type(given).__name__}"):
+                module(given)
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
+def test_a_weights_matrix_within_compiled_code(format):
+    layer, x = build(0, format)[0], torch.randn(3, 8)
+
+    def stored(x):
+        return x * layer.weight.matrix.nnz if hasattr(layer.weight, "matrix") else x
+
+    assert torch.equal(torch.compile(stored, backend="eager")(x), x * layer.weight.matrix.nnz)
 
 
 def test_a_checkpoint_that_is_no_matrix_is_refused():

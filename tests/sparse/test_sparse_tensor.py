@@ -89,7 +89,6 @@ DENSE_ONLY: dict[str, Callable[[SparseTensor], object]] = {
     "add a number": lambda w: w + 1.0,
     "add a dense tensor": lambda w: w + torch.ones(6, 8),
     "be added to one": lambda w: torch.ones(6, 8).add_(w),
-    "multiply by one": lambda w: w * torch.ones(6, 8),
     "exp": lambda w: w.exp(),
     "cos": lambda w: torch.cos(w),
     "divide two": lambda w: w / w,

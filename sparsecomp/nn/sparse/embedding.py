@@ -7,13 +7,12 @@ from torch import Tensor, nn
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, SparseMatrix
+from sparsecomp.formats.base import FORMATS
 from sparsecomp.nn.sparse.pruning import pruned
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
 from sparsecomp.ops.sparse.rows import stored_rows
 from sparsecomp.tensor.pattern import Pattern
 from sparsecomp.tensor.sparse_tensor import SparseTensor
-
-_BY_ROWS = ("CSR", "COO", "NM")
 
 
 class SparseEmbedding(StoredWeight):
@@ -29,8 +28,9 @@ class SparseEmbedding(StoredWeight):
 
     def __init__(self, weight: SparseMatrix | SparseTensor, requires_grad: bool = True) -> None:
         super().__init__(weight, requires_grad)
-        if self.format not in _BY_ROWS:
-            raise FormatError(f"the table's format is {self.format}, needs one of {', '.join(_BY_ROWS)}")
+        if self._by_columns or self._layout.entry:
+            known = ", ".join(sorted(name for name, kind in FORMATS.items() if not (kind.BY_COLUMNS or kind.BLOCKS)))
+            raise FormatError(f"the table's format is {self.format}, needs one of {known}")
 
     @classmethod
     def from_embedding(
@@ -53,8 +53,8 @@ class SparseEmbedding(StoredWeight):
     def _derive(self, pattern: Pattern) -> None:
         self._longest = pattern.longest()
 
-    def _make_room(self, name: str, given: Tensor) -> None:
-        super()._make_room(name, given)
+    def _make_room(self, name: str, given: Tensor, checked: bool) -> None:
+        super()._make_room(name, given, checked)
         own = getattr(self, name)
         if name != "values" and not torch.equal(own, given.to(own)):
             setattr(self, name, own.clone())  # a backward that is still to come reads the old one

@@ -4,6 +4,7 @@ The stored numbers are an ordinary parameter and the index arrays ordinary buffe
 gradient scalers, data parallelism, checkpoints, shared memory and compiled graphs need to know nothing of them.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -12,12 +13,11 @@ from torch import Tensor, nn
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import SparseMatrix
+from sparsecomp.ops.sparse.dense_weight import dense_to_stored
 from sparsecomp.reference.patterns import skew_of
 from sparsecomp.tensor.pattern import Pattern
 from sparsecomp.tensor.sparse_tensor import SparseTensor, view_of
 
-_OWN = {"csr": ("pointers", "indices"), "bsr": ("pointers", "indices"), "nm": ("indices",)}
-"""Names of the index arrays by layout."""
 _TRANSPOSED = ("transposed_pointers", "transposed_indices", "transposed_order")
 
 
@@ -34,11 +34,13 @@ class StoredWeight(nn.Module):
         transposed_pointers, transposed_indices, transposed_order: buffers that follow from those and are in no
             checkpoint; None where no product needs them.
         format: name of the class in `sparsecomp.formats`.
+        strict_pattern: whether a checkpoint of another pattern is refused; False unless set.
 
     Raises:
         FormatError: the weight is a batch or no sparse matrix.
     """
 
+    strict_pattern: bool = False
     values: nn.Parameter
     pointers: Tensor
     indices: Tensor
@@ -53,7 +55,8 @@ class StoredWeight(nn.Module):
         values, pattern = Pattern.of(weight.matrix if isinstance(weight, SparseTensor) else weight)
         self.values = nn.Parameter(values.detach().contiguous(), requires_grad)
         self.format, self._by_columns = pattern.format, pattern.stored_by_columns(False)
-        for name, array in zip(_OWN[pattern.layout.format], pattern.arrays, strict=True):
+        self._names = pattern.layout.kind.INDICES
+        for name, array in zip(self._names, pattern.arrays, strict=True):
             self.register_buffer(name, array)
         for name in _TRANSPOSED:
             self.register_buffer(name, None, persistent=False)
@@ -116,7 +119,7 @@ class StoredWeight(nn.Module):
         return view_of(self.values, self._own() + self._kept_transposed(), self.format, self._written)
 
     def _own(self) -> list[Tensor]:
-        return [self.indices] if self.format == "NM" else [self.pointers, self.indices]
+        return [getattr(self, name) for name in self._names]
 
     def _kept_transposed(self) -> list[Tensor]:
         self._follow_writes()
@@ -143,45 +146,117 @@ class StoredWeight(nn.Module):
 
     # -- checkpoints
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, *,
+        strict_pattern: bool | None = None,
+    ) -> Any:  # fmt: skip
+        """`torch.nn.Module.load_state_dict`, which takes the checkpoint's pattern with its values.
+
+        A dense checkpoint, which has a plain `weight`, loads by the layer's pattern: what that stores is taken.
+
+        Args:
+            strict_pattern: refuse a checkpoint of another pattern; by default the layer's own `strict_pattern`, which
+                is what counts where the layer is part of a model.
+
+        Raises:
+            FormatError: the checkpoint does not fit; nothing was changed.
+        """
+        kept = self.strict_pattern
+        self.strict_pattern = kept if strict_pattern is None else strict_pattern
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:
+            self.strict_pattern = kept
+
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: Any
     ) -> None:
         """Take values and pattern of a checkpoint, whatever pattern the layer had; one of version 0.1 has a `weight`.
 
         Raises:
-            FormatError: the checkpoint's weight is no matrix of this format and shape.
+            FormatError: the checkpoint's weight is no matrix of this format and shape, or not of the layer's pattern
+                where that is strict. The layer is as it was.
         """
         weight = state_dict.get(f"{prefix}weight")
         if weight is not None:
+            if f"{prefix}values" in state_dict:
+                raise FormatError("the checkpoint has both weight and values: leave one out")
             state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}weight"}
-            state_dict |= self._state_of(weight, prefix)
-        names = ("values", *_OWN[self._layout.format])
+            state_dict |= {f"{prefix}{name}": array for name, array in self._state_of(weight).items()}
+        names = ("values", *self._names)
         given = {name: found for name in names if (found := state_dict.get(f"{prefix}{name}")) is not None}
-        # values may be missing, being computed by a parametrization; what is there must fit what stays
-        tensors = [given[name] if name in given else getattr(self, name) for name in names]
         # before anything of the layer changes
-        pattern = self._checked(*tensors) if given and not any(tensor.is_meta for tensor in tensors) else None
+        pattern = self._pattern_of(given)
+        self._check_others(state_dict, prefix)
         for name, tensor in given.items():
-            self._make_room(name, tensor)
+            self._make_room(name, tensor, checked=pattern is not None)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if pattern is not None and not self.values.is_meta:
             self._describe(Pattern(self.format, pattern.layout, tuple(self._own())))
 
-    def _state_of(self, weight: Tensor, prefix: str) -> dict[str, Tensor]:
-        if not isinstance(weight, SparseTensor) or (weight.format, tuple(weight.shape)) != (self.format, self.shape):
-            given = weight.format if isinstance(weight, SparseTensor) else "dense"
+    def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
+        """Values and index arrays of a checkpoint that has a whole weight: a SparseTensor, or a dense one."""
+        sparse = isinstance(weight, SparseTensor)
+        given = weight.format if sparse else "dense"
+        if tuple(weight.shape) != self.shape or (sparse and weight.format != self.format):
             raise FormatError(
                 f"the checkpoint's weight is {given} {tuple(weight.shape)}, the layer's {self.format} {self.shape}: "
                 "make the layer of that format and shape"
             )
-        values, pattern = Pattern.of(weight.matrix)
-        arrays = zip(_OWN[self._layout.format], pattern.arrays, strict=True)
-        return {f"{prefix}values": values, **{f"{prefix}{name}": array for name, array in arrays}}
+        if sparse:
+            values, pattern = Pattern.of(weight.matrix)
+            return {"values": values, **dict(zip(self._names, pattern.arrays, strict=True))}
+        if self.indices.is_meta:
+            raise FormatError(
+                f"the checkpoint's weight is dense and the layer, {self.format} {self.shape}, is on the meta device, "
+                "where it has no pattern: make the layer elsewhere"
+            )
+        arrays = [array.to(weight.device) for array in self._own()]
+        values = dense_to_stored(weight.detach(), arrays, self._written, self._by_columns)
+        return {"values": values, **dict(zip(self._names, arrays, strict=True))}
 
-    def _make_room(self, name: str, given: Tensor) -> None:
-        """Have as many entries as the checkpoint has; all else must be as it is, which torch checks."""
+    def _pattern_of(self, given: dict[str, Tensor]) -> Pattern | None:
+        """The pattern that the layer has with these arrays; None where they have no contents."""
+        # values may be missing, being computed by a parametrization; what is there must fit what stays
+        tensors = [given[name] if name in given else getattr(self, name) for name in ("values", *self._names)]
+        if not given or any(tensor.is_meta for tensor in tensors):
+            return None
+        sizes = f"{self._sizes(tensors)}, the layer's are {self._sizes([self.values, *self._own()])}"
+        if self.strict_pattern and not all(
+            one.shape == other.shape and torch.equal(one.to(other.device), other)
+            for one, other in zip(tensors[1:], self._own(), strict=True)
+        ):
+            raise FormatError(
+                f"the checkpoint stores other elements than the layer, whose pattern is strict: its are {sizes}: "
+                "leave strict_pattern out to take its pattern"
+            )
+        try:
+            return self._checked(*tensors)
+        except FormatError as error:
+            raise FormatError(
+                f"the checkpoint is no {self.format} matrix of the layer's shape {self.shape}: {error}. Its arrays are "
+                f"{sizes}: make the layer of the checkpoint's format and shape"
+            ) from error
+
+    def _sizes(self, tensors: Sequence[Tensor]) -> str:
+        named = zip(("values", *self._names), tensors, strict=True)
+        return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named)
+
+    def _check_others(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raise FormatError unless what the layer has besides, such as a bias, keeps its shape."""
+        for name, own in self._parameters.items():
+            found = None if name == "values" or own is None else state_dict.get(f"{prefix}{name}")
+            if own is not None and found is not None and found.shape != own.shape:
+                raise FormatError(
+                    f"the checkpoint's {name} has shape {tuple(found.shape)}, the layer's {tuple(own.shape)}: make the "
+                    "layer of the checkpoint's sizes"
+                )
+
+    def _make_room(self, name: str, given: Tensor, checked: bool) -> None:
+        """Have as many entries as the checkpoint has; all else must be as it is, which torch checks if we could not."""
         own = getattr(self, name)
-        if own.dim() == given.dim() and own.shape[1:] == given.shape[1:] and own.shape[0] != given.shape[0]:
+        fits = own.shape[1:] == given.shape[1:] or checked
+        if own.dim() == given.dim() and own.shape != given.shape and fits:
             if name == "values":
                 self.values.data = own.data.new_empty(given.shape)
             elif name == "indices":
@@ -196,7 +271,7 @@ class StoredWeight(nn.Module):
         layout = self._layout._replace(skews=("even", "even"))
         pattern = Pattern(self.format, layout, arrays)
         pattern.matrix(values.detach(), False).validate()
-        if layout.format == "nm":
+        if "pointers" not in self._names:
             return pattern
         pointers, entries = arrays[0], arrays[1].numel()
         if (int(pointers[0]), int(pointers[-1])) != (0, entries):

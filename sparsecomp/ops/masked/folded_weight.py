@@ -18,10 +18,10 @@ from torch import Tensor, UntypedStorage, fx
 
 from sparsecomp.environment import Settings
 from sparsecomp.errors import FormatError
-from sparsecomp.formats import BSR, CSR, NM
+from sparsecomp.formats import CSR
 from sparsecomp.ops.promise import check_kept
 from sparsecomp.reference.frozen import promise_here
-from sparsecomp.reference.patterns import Layout, skew_of
+from sparsecomp.reference.patterns import Layout, layout_kind, stored_by_rows
 from sparsecomp.reference.ready import Ready
 
 Keep = Literal["asked", "always", "prepared"]
@@ -108,24 +108,21 @@ class Packed(NamedTuple):
 def packed(weight: Tensor, format: str, block: tuple[int, int]) -> Packed:
     """A weight in a format: "dense", "csr", "bsr" of this (height, width) or "nm" of this (n, m).
 
-    An N:M weight that does not keep to its n becomes CSR: the sources may have changed since the format was chosen.
+    A weight that does not keep to the n of N:M becomes CSR: the sources may have changed since the format was chosen.
 
     Raises:
         FormatError: another format, or no matrix.
     """
     if format == "dense":
         return Packed(weight)
-    if format == "nm":
-        try:
-            matrix = NM.from_dense(weight, n=block[0], m=block[1])
-        except FormatError:
-            return packed(weight, "csr", (1, 1))
-        return Packed(matrix.values, (matrix.indices,), Layout("nm", block, matrix.shape))
-    if format not in ("csr", "bsr"):
-        raise FormatError(f"format is {format!r}, needs one of dense, csr, bsr, nm")
-    stored = BSR.from_dense(weight, block=block) if format == "bsr" else CSR.from_dense(weight)
-    skews = (skew_of(stored.pointers), "even")
-    return Packed(stored.values, (stored.pointers, stored.indices), Layout(format, block, stored.shape, skews))
+    kind = layout_kind(format)
+    try:
+        matrix = kind.from_dense(weight, **kind.layout_of(block))
+    except FormatError:
+        if not kind.FILLED:
+            raise
+        matrix = CSR.from_dense(weight)
+    return Packed(*stored_by_rows(matrix))
 
 
 _ALWAYS = object()

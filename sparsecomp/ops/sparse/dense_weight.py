@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.formats.indices import lines_of
 from sparsecomp.ops.library import TAGS, differentiable, library
 from sparsecomp.reference.patterns import Layout, stored_shape
 
@@ -35,11 +34,12 @@ def dense_to_stored(dense: Tensor, pattern: Sequence[Tensor], layout: str, trans
 
 def _written(values, pattern, layout, transpose):
     layout = Layout.read(layout)
-    (rows, cols), (height, width) = layout.padded_shape, layout.block
-    if layout.format == "bsr":
-        line, column = lines_of(pattern[0], 0, pattern[1].numel()), pattern[1].long()
+    rows, cols = layout.padded_shape
+    if layout.entry:
+        height, width = layout.entry
+        line, column = _places(pattern, layout)
         blocks = values.new_zeros((rows // height, cols // width, height, width))
-        out = blocks.index_put_((line, column), values).transpose(1, 2).reshape(rows, cols)
+        out = blocks.index_put_((line, column.long()), values).transpose(1, 2).reshape(rows, cols)
     else:
         out = values.new_zeros((rows, cols))
         out.view(-1).scatter_(0, _flat(pattern, layout), values.reshape(-1))
@@ -50,22 +50,23 @@ def _written(values, pattern, layout, transpose):
 
 def _read(dense, pattern, layout, transpose):
     layout = Layout.read(layout)
-    (rows, cols), (height, width) = layout.padded_shape, layout.block
+    rows, cols = layout.padded_shape
     stored = dense.mT if transpose else dense
     if (rows, cols) == layout.shape:
         padded = stored
     else:
         padded = F.pad(stored, (0, cols - layout.shape[1], 0, rows - layout.shape[0]))
-    if layout.format == "bsr":
+    if layout.entry:
+        height, width = layout.entry
+        line, column = _places(pattern, layout)
         blocks = padded.reshape(rows // height, height, cols // width, width).transpose(1, 2)
-        return blocks[lines_of(pattern[0], 0, pattern[1].numel()), pattern[1].long()].contiguous()
-    found = padded.reshape(-1).index_select(0, _flat(pattern, layout))
-    return found.view(pattern[0].shape) if layout.format == "nm" else found
+        return blocks[line, column.long()].contiguous()
+    return padded.reshape(-1).index_select(0, _flat(pattern, layout)).view(stored_shape(pattern, layout))
 
 
 def _written_cuda(values, pattern, layout, transpose):
     read = Layout.read(layout)
-    if read.format != "csr" or not values.is_contiguous() or not _are_contiguous(pattern):
+    if not read.plain or not values.is_contiguous() or not _are_contiguous(pattern):
         return _written(values, pattern, layout, transpose)
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
 
@@ -79,7 +80,7 @@ def _written_cuda(values, pattern, layout, transpose):
 
 
 def _read_cuda(dense, pattern, layout, transpose):
-    if not layout.startswith("csr") or not _are_contiguous(pattern):
+    if not Layout.read(layout).plain or not _are_contiguous(pattern):
         return _read(dense, pattern, layout, transpose)
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
 
@@ -94,13 +95,12 @@ def _are_contiguous(arrays: Sequence[Tensor]) -> bool:
 
 def _flat(pattern: Sequence[Tensor], layout: Layout) -> Tensor:
     """Place of each element in the flat matrix of the padded shape."""
-    cols = layout.padded_shape[1]
-    if layout.format == "nm":
-        n, m = layout.block
-        rows, width = pattern[0].shape
-        starts = torch.arange(width // n, device=pattern[0].device).repeat_interleave(n) * m
-        return ((torch.arange(rows, device=pattern[0].device) * cols)[:, None] + starts + pattern[0]).view(-1)
-    return torch.add(pattern[1], lines_of(pattern[0], 0, pattern[1].numel()), alpha=cols)
+    row, column = _places(pattern, layout)
+    return torch.add(column, row, alpha=layout.padded_shape[1]).view(-1)
+
+
+def _places(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+    return layout.kind.entry_places(pattern, layout.block, layout.shape)
 
 
 def _fake_written(values, pattern, layout, transpose):

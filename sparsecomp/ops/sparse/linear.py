@@ -15,7 +15,7 @@ from sparsecomp.ops.library import TAGS, differentiable, library
 from sparsecomp.ops.sparse.sddmm import run as run_sddmm
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
 from sparsecomp.ops.sparse.spmm import run as run_spmm
-from sparsecomp.reference.patterns import OWN_ARRAYS, VALUE_DIMS, Layout, check_pattern, compressed, stored_shape
+from sparsecomp.reference.patterns import Layout, check_pattern, compressed, stored_shape
 from sparsecomp.reference.precision import accumulator, without_autocast
 from sparsecomp.reference.sparse import compact_product, compact_sampled
 
@@ -57,6 +57,8 @@ def sparse_linear(
     Raises:
         FormatError: operands that do not belong together, or an unknown word.
     """
+    if not isinstance(x, Tensor):
+        raise FormatError(f"x is a {type(x).__name__}, needs a tensor of the dtype of values, {values.dtype}")
     x, values = autocast(x, values)
     return torch.ops.sparsecomp.sparse_linear.default(
         x, values, pattern, bias, residual, layout, transpose, activation, kernel
@@ -101,7 +103,7 @@ def sampled(
 
 def _reference(x, values, pattern, bias, residual, layout, transpose, activation, kernel):
     layout = Layout.read(layout)
-    if layout.format != "csr":
+    if not layout.plain:
         return by_rows(partial(run_spmm, "cpu"), x, values, pattern, bias, residual, layout, transpose, activation)
     shape = _result_shape(x, values, pattern, bias, residual, layout, transpose)
     wide, matrix = accumulator(x.dtype), compressed(values, pattern, layout, transpose)
@@ -134,21 +136,21 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
 
     if not transpose:
         return sparse_layer.product(x, values, pattern, bias, residual, layout, activation, kernel)
-    own = OWN_ARRAYS[layout.format]
-    if len(pattern) == own or layout.format == "bsr":
+    own = layout.own
+    if len(pattern) == own or layout.entry:
         return None
     pointers, indices, order = pattern[own:]
     entries = values.view(-1).index_select(0, order)
     (rows, cols), (of_rows, of_columns) = layout.shape, layout.skews
     flipped = Layout("csr", (1, 1), (cols, rows), (of_columns, of_rows))
     return sparse_layer.product(
-        x, entries, (pointers, indices), bias, residual, flipped, activation, kernel, filled=layout.format == "nm"
+        x, entries, (pointers, indices), bias, residual, flipped, activation, kernel, filled=layout.kind.FILLED
     )
 
 
 def _reference_gradient(x, grad, pattern, layout, transpose):
     layout = Layout.read(layout)
-    sddmm = _compact_sddmm if layout.format == "csr" else partial(run_sddmm, "cpu")
+    sddmm = _compact_sddmm if layout.plain else partial(run_sddmm, "cpu")
     return sampled(sddmm, x, grad, pattern, layout, transpose)
 
 
@@ -160,7 +162,7 @@ def _compact_sddmm(a, b, pattern, *rest):
 
 def _cuda_gradient(x, grad, pattern, layout, transpose):
     layout = Layout.read(layout)
-    if layout.format == "csr" and _are_contiguous(x, grad, *pattern):
+    if layout.plain and _are_contiguous(x, grad, *pattern):
         from sparsecomp.lowering.sparse import layer as sparse_layer  # loads Triton
 
         operands = (x, grad) if transpose else (grad, x)
@@ -182,7 +184,7 @@ def _result_shape(x, values, pattern, bias, residual, layout: Layout, transpose)
     """Shape of the result, after all checks that look at no contents."""
     check_pattern(values, pattern, layout)
     m, k = layout.shape[::-1] if transpose else layout.shape
-    if x.dim() == 0 or x.shape[-1] != k or x.dtype != values.dtype or values.dim() != VALUE_DIMS[layout.format]:
+    if x.dim() == 0 or x.shape[-1] != k or x.dtype != values.dtype or values.dim() != layout.kind.VALUE_DIMS:
         raise FormatError(
             f"x is {tuple(x.shape)} {x.dtype} and values are {tuple(values.shape)} {values.dtype}: needs (..., {k}) "
             "and one dtype, without a batch of values"

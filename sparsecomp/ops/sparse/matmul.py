@@ -5,12 +5,16 @@ A tensor subclass implements these operators on its arrays; given a plain tensor
 is also what they mean.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.sparse.linear import by_rows
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
+from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import without_autocast
 
 library.define(
@@ -55,6 +59,37 @@ def sparse_matmul(
 def to_dense(sparse: Tensor) -> Tensor:
     """The dense tensor of a `SparseTensor`, whose gradient has the sparse one's pattern."""
     return torch.ops.sparsecomp.sparse_to_dense.default(sparse)
+
+
+def multiplied(
+    spmm: Callable[..., Tensor], values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool,
+    dense: Tensor, bias: Tensor | None, residual: Tensor | None, linear: bool, bias_axis: str, activation: str,
+    scale: float, dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    """`sparse_matmul` on a matrix's arrays, by an implementation of the operator `spmm`.
+
+    Args:
+        values, pattern, layout, transpose: as of `sparsecomp.ops.spmm`; values may have a batch unless `linear`.
+    """
+    m, size = layout.shape[1 if transpose else 0], dense.shape
+    if linear:
+        bias, residual = by_column(bias, residual, bias_axis, (*size[:-1], m))
+        return by_rows(spmm, dense, values, pattern, bias, residual, layout, transpose, activation, scale, dtype)
+    many = dense.dim() > 3
+    flat = dense.flatten(0, -3) if many else dense
+    beside = residual.flatten(0, -3) if many and residual is not None else residual
+    out = spmm(values, pattern, flat, bias, beside, *layout, transpose, bias_axis, activation, scale, dtype, False)
+    return out.view(*size[:-2], m, size[-1]) if many else out
+
+
+def by_column(
+    bias: Tensor | None, residual: Tensor | None, bias_axis: str, shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Bias and residual of a result whose bias can only be one number a column."""
+    if bias is None or bias_axis == "column":
+        return bias, residual
+    beside = bias[:, None].expand(shape)
+    return None, beside if residual is None else residual + beside
 
 
 def _dense(sparse, dense, bias, residual, linear, bias_axis, activation, scale, dtype):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import differentiable, library
 from sparsecomp.reference.patterns import Layout, elements_of
 
@@ -32,7 +33,7 @@ def sparse_rows(sparse: Tensor, index: Tensor) -> Tensor:
 
 
 def stored_rows(index: Tensor, values: Tensor, pattern: Sequence[Tensor], layout: Layout, longest: int) -> Tensor:
-    """Rows of a matrix of layout csr or nm, dense; its gradient by `values` is summed in float32 at least.
+    """Rows of a matrix whose entries are elements, dense; its gradient by `values` is summed in float32 at least.
 
     Args:
         index: of any shape, int32 or int64, in the rows; it is not checked on a device.
@@ -42,7 +43,9 @@ def stored_rows(index: Tensor, values: Tensor, pattern: Sequence[Tensor], layout
     Returns:
         (*index.shape, columns).
     """
-    pointers, columns = elements_of(pattern, layout) if layout.format == "nm" else pattern[:2]
+    if not isinstance(index, Tensor):
+        raise FormatError(f"index is a {type(index).__name__}, needs a tensor of int32 or int64")
+    pointers, columns = elements_of(pattern, layout)
     flat = values.flatten()
     return torch.ops.sparsecomp.stored_rows.default(flat, index, pointers, columns, longest, layout.shape[1])
 

@@ -13,7 +13,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, differentiable, library
 from sparsecomp.ops.sparse.spmm import is_by_column, spmm
 from sparsecomp.reference import sparse as sparse_reference
-from sparsecomp.reference.patterns import VALUE_DIMS, Layout, elements_of, layout_of, stored_shape
+from sparsecomp.reference.patterns import Layout, elements_of, layout_of, stored_shape
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 library.define(
@@ -69,18 +69,18 @@ def _reference(a, b, pattern, format, block, shape, skews, scale):
 def _cuda(a, b, pattern, format, block, shape, skews, scale):
     layout = layout_of(format, block, shape, skews)
     size = _check(a, b, pattern, layout)
-    if a.dtype not in KERNEL_DTYPES or format == "bsr":
+    if a.dtype not in KERNEL_DTYPES or layout.entry:
         return _reference(a, b, pattern, format, block, shape, skews, scale)
     from sparsecomp.lowering.sparse import sddmm as lowered  # loads Triton
 
     out = a.new_zeros(size)
-    if format == "csr":
+    if layout.plain:
         pointers, columns = pattern[0].contiguous(), pattern[1].contiguous()
         lowered.sddmm(pointers, columns, a, b, out, scale=scale, skew=layout.skews[0])
         return out
     pointers, columns = elements_of(pattern, layout)
     inside = columns < layout.shape[1]
-    flat = out.flatten(-2)
+    flat = out.flatten(-layout.kind.VALUE_DIMS)
     lowered.sddmm(pointers, columns.clamp(max=max(layout.shape[1] - 1, 0)), a, b, flat, scale=scale)
     return flat.masked_fill_(~inside, 0).view(size)
 
@@ -106,7 +106,7 @@ def _backward(ctx, grad):
         found = spmm(
             grad, pattern, other, layout, transpose=transpose, scale=scale, by_column=is_by_column(one)
         )  # fmt: skip
-        batched = grad.dim() > VALUE_DIMS[layout.format]
+        batched = grad.dim() > layout.kind.VALUE_DIMS
         grads.append(found.sum(0) if batched and one.dim() == 2 else found)
     return *grads, [None] * len(pattern), None, None, None, None, None
 

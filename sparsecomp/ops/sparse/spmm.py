@@ -13,9 +13,10 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.lowering.launch.epilogue import ACTIVATIONS
+from sparsecomp.lowering.sparse.launcher import launcher_of
 from sparsecomp.ops.library import TAGS, differentiable, library
 from sparsecomp.reference import sparse as sparse_reference
-from sparsecomp.reference.patterns import VALUE_DIMS, Layout, check_pattern, compressed, layout_of
+from sparsecomp.reference.patterns import Layout, check_pattern, layout_of
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 library.define(
@@ -100,7 +101,7 @@ def _result_shape(values: Tensor, pattern, dense, bias, residual, layout: Layout
     """Shape of the result, after all checks that look at no contents."""
     check_pattern(values, pattern, layout)
     m, k = layout.shape[::-1] if transpose else layout.shape
-    batched = values.dim() > VALUE_DIMS[layout.format]
+    batched = values.dim() > layout.kind.VALUE_DIMS
     if dense.dim() not in (2, 3) or dense.shape[-2] != k:
         raise FormatError(f"dense has shape {tuple(dense.shape)}, needs ({k}, n) or (batch, {k}, n)")
     if batched and dense.dim() == 3 and dense.shape[0] != values.shape[0]:
@@ -161,24 +162,7 @@ def _cuda(
     finish = {
         "bias": bias, "bias_axis": bias_axis, "residual": residual, "activation": activation, "scale": scale
     }  # fmt: skip
-    if format == "nm" and not transpose:
-        from sparsecomp.lowering.sparse.semi_structured import spmm_semi_structured  # loads Triton
-        from sparsecomp.lowering.sparse.spmm_nm import spmm_nm
-
-        if layout.block == (2, 4) and spmm_semi_structured(values, pattern[0], dense, out, **finish):
-            return out
-        spmm_nm(values, pattern[0], layout.block[0], layout.block[1], dense, out, **finish)
-        return out
-    matrix = compressed(values, pattern, layout, transpose)
-    arrays = (matrix.pointers.contiguous(), matrix.indices.contiguous(), matrix.values)
-    if format == "bsr":
-        from sparsecomp.lowering.sparse.spmm_bsr import spmm_bsr  # loads Triton
-
-        spmm_bsr(*arrays, dense, out, **finish, skew=matrix.skew)
-    else:
-        from sparsecomp.lowering.sparse.spmm_csr import spmm_csr  # loads Triton
-
-        spmm_csr(*arrays, dense, out, **finish, skew=matrix.skew, filled=format == "nm")
+    launcher_of(layout, transpose).multiply(values, pattern, layout, transpose, dense, out, **finish)
     return out
 
 
@@ -239,7 +223,7 @@ def epilogue_gradients(
 def _values_gradient(grad, dense, pattern, layout, transpose, scale, values):
     from sparsecomp.ops.sparse.sddmm import sddmm  # each is the other's gradient
 
-    if grad.dim() == 3 and values.dim() == VALUE_DIMS[layout.format]:
+    if grad.dim() == 3 and values.dim() == layout.kind.VALUE_DIMS:
         # values that a batch shares: its sum is a product over all columns of the batch
         grad = grad.transpose(0, 1).flatten(1)
         dense = dense.transpose(0, 1).flatten(1)

@@ -1,0 +1,146 @@
+"""Which format suits a matrix, by what a product moves in each, and why.
+
+An estimate counts bytes: the arrays, the rows of the dense operand that are fetched, and the result. What is fetched
+depends on the format: CSR fetches one row for each element, blocks one for each of their columns, shared by the rows of
+the block, and N:M all columns of its groups, shared by the rows of a kernel's tile. It holds for any card;
+`passes/cost` weighs single kernels on a given one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsecomp.formats.base import SparseMatrix
+from sparsecomp.formats.bsr import BSR
+from sparsecomp.formats.csr import CSR
+from sparsecomp.formats.indices import index_dtype_for
+from sparsecomp.formats.nm import NM
+from sparsecomp.formats.statistics import Statistics
+
+BLOCKS = (4, 8, 16, 32, 64)
+"""Heights and widths of the blocks that are tried."""
+GROUPS = (4, 8, 16)
+"""Columns of the groups that are tried."""
+_TILE = 64
+"""Rows of a tile of the kernel for N:M."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a matrix takes in a format.
+
+    Attributes:
+        format: the class.
+        layout: block, or n and m.
+        nbytes: of the arrays.
+        moved: bytes that a product moves.
+        why: what of the matrix decides it.
+    """
+
+    format: type[SparseMatrix]
+    layout: dict[str, Any]
+    nbytes: int
+    moved: int
+    why: str
+
+    def __str__(self) -> str:
+        layout = "".join(f" {name} {value}" for name, value in self.layout.items())
+        return f"{self.format.__name__}{layout}: {self.nbytes} bytes stored, {self.moved} moved; {self.why}"
+
+
+@dataclass(frozen=True)
+class BestFormat:
+    """The format that moves the fewest bytes: ``matrix.to(best.format, **best.layout)``.
+
+    Attributes:
+        format: the class.
+        layout: block, or n and m.
+        reasons: for the choice, and against what was not tried.
+        estimates: of every format that was tried, the best first.
+        statistics: of the matrix.
+    """
+
+    format: type[SparseMatrix]
+    layout: dict[str, Any]
+    reasons: tuple[str, ...]
+    estimates: tuple[Estimate, ...]
+    statistics: Statistics
+
+    def __str__(self) -> str:
+        return "\n".join((*map(str, self.estimates), *self.reasons))
+
+
+def best(matrix: SparseMatrix | Tensor, columns: int = 64) -> BestFormat:
+    """The format of fewest bytes moved in a product with a dense (k, `columns`); reads from the device.
+
+    Args:
+        matrix: in any format, or dense.
+
+    Raises:
+        FormatError: a tensor that is no matrix.
+    """
+    matrix = matrix if isinstance(matrix, SparseMatrix) else CSR.from_torch(matrix)
+    row, col, _, _ = matrix._triplets()
+    row, col = row.long(), col.long()
+    groups = [_grouped(matrix, row, col, m, columns) for m in GROUPS if m <= matrix.shape[1]]
+    tried = [_by_elements(matrix, row.numel(), columns)]
+    if row.numel():
+        tried += [_by_blocks(matrix, row, col, size, columns) for size in BLOCKS if size <= min(matrix.shape)]
+    tried += [one for one in groups if isinstance(one, Estimate)]
+    first, *others = sorted(tried, key=lambda one: one.moved)
+    reasons = [f"{first.format.__name__}: {first.why}"]
+    if others:
+        times = others[0].moved / max(first.moved, 1)
+        reasons.append(f"the next, {others[0].format.__name__}, moves {times:.2f} times as much")
+    reasons += [one for one in groups if isinstance(one, str)]
+    dense = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
+    if first.nbytes >= dense:
+        reasons.append(f"dense it is {dense} bytes, no more than in any format: keep it dense")
+    return BestFormat(first.format, first.layout, tuple(reasons), (first, *others), matrix.statistics())
+
+
+def _estimate(
+    matrix: SparseMatrix, format: type[SparseMatrix], layout: dict[str, Any], values: int, index_bytes: int,
+    fetched: int, columns: int, why: str,
+) -> Estimate:  # fmt: skip
+    size = matrix.dtype.itemsize
+    nbytes = values * size * (1 if matrix.batch is None else matrix.batch) + index_bytes
+    return Estimate(format, layout, nbytes, nbytes + (fetched + matrix.shape[0]) * columns * size, why)
+
+
+def _by_elements(matrix: SparseMatrix, nnz: int, columns: int) -> Estimate:
+    rows, cols = matrix.shape
+    index = index_dtype_for(rows, cols, nnz).itemsize
+    share = nnz / max(rows * cols, 1)
+    return _estimate(
+        matrix, CSR, {}, nnz, (nnz + rows + 1) * index, nnz, columns, f"{nnz} elements, {share:.1%} of the matrix"
+    )
+
+
+def _by_blocks(matrix: SparseMatrix, row: Tensor, col: Tensor, size: int, columns: int) -> Estimate:
+    lines, across = (-(-length // size) for length in matrix.shape)
+    blocks = int(torch.unique(row // size * across + col // size).numel())
+    values = blocks * size * size
+    index = index_dtype_for(*matrix.shape, values).itemsize
+    occupied = row.numel() / max(values, 1)
+    return _estimate(
+        matrix, BSR, {"block": (size, size)}, values, (blocks + lines + 1) * index, blocks * size, columns,
+        f"{blocks} blocks of {size}x{size}, {occupied:.1%} full",
+    )  # fmt: skip
+
+
+def _grouped(matrix: SparseMatrix, row: Tensor, col: Tensor, m: int, columns: int) -> Estimate | str:
+    """The estimate for N:M with groups of `m`, or why it is none."""
+    rows, cols = matrix.shape
+    groups = -(-cols // m)
+    counts = torch.unique(row * groups + col // m, return_counts=True)[1]
+    most = int(counts.max()) if counts.numel() else 0
+    if not 0 < most <= m // 2:
+        return f"no N:{m}: " + ("nothing is stored" if not most else f"a group of {m} columns holds {most}")
+    slots, fetched = rows * groups * most, -(-rows // _TILE) * groups * m
+    return _estimate(
+        matrix, NM, {"n": most, "m": m}, slots, slots, fetched, columns,
+        f"no group of {m} columns holds more than {most}, {row.numel() / slots:.1%} full",
+    )  # fmt: skip

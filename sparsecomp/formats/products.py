@@ -1,0 +1,114 @@
+"""Products of matrices with dense tensors.
+
+Operators do them, a floor above, where `SparseTensor` multiplies by the same code. They enter themselves here, and are
+loaded with the first product, since they bring Dynamo with them: whoever only stores matrices does not wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsecomp.errors import FormatError, SparseOperatorError
+
+if TYPE_CHECKING:
+    from sparsecomp.formats.base import SparseMatrix
+
+Multiply = Callable[["SparseMatrix", Tensor, bool, bool], Tensor]
+
+_PROVIDER = "sparsecomp.ops.sparse.matrices"
+_multiply: Multiply | None = None
+
+
+def provide(multiply: Multiply) -> None:
+    """Enter what computes `product` of a tensor that is dense."""
+    global _multiply
+    _multiply = multiply
+
+
+def product(matrix: SparseMatrix, dense: Tensor, from_right: bool, transpose: bool = False) -> Tensor:
+    """op(S) @ dense, or dense @ op(S) if `from_right`, op(S) being the transpose of S if `transpose`.
+
+    Raises:
+        SparseOperatorError: `dense` is no dense tensor.
+        FormatError: shapes, dtypes or devices do not belong together.
+    """
+    if not isinstance(dense, Tensor) or dense.layout is not torch.strided:
+        raise SparseOperatorError(
+            f"{matrix!r} multiplies with dense tensors, not with a {type(dense).__name__}: make one of both dense by "
+            "to_dense()"
+        )
+    if _multiply is None:
+        importlib.import_module(_PROVIDER)
+    assert _multiply is not None
+    return _multiply(matrix, dense, from_right, transpose)
+
+
+def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function of torch's gives that was called with a matrix, such as by ``tensor @ matrix``.
+
+    Raises:
+        SparseOperatorError: no product, and no elementwise sum or product of two.
+    """
+    handler = _FUNCTIONS.get(func)
+    if handler is None or kwargs or len(args) != 2:
+        raise SparseOperatorError(
+            f"{getattr(func, '__name__', func)} does not take a matrix of sparsecomp.formats with these arguments: use "
+            "SparseTensor(matrix), which takes more, or to_dense()"
+        )
+    return handler(*args)
+
+
+def _matmul(left: Any, right: Any) -> Tensor:
+    return product(right, left, True) if isinstance(left, Tensor) else product(left, right, False)
+
+
+def _operator(left: Any, right: Any) -> Tensor:
+    if torch.compiler.is_compiling():
+        # Dynamo makes one call of S @ x and of x @ S, with the tensor first
+        raise SparseOperatorError(
+            "@ with a matrix of sparsecomp.formats in a compiled graph: write torch.matmul, or use SparseTensor(matrix)"
+        )
+    return _matmul(left, right)
+
+
+def _linear(x: Tensor, weight: Any) -> Tensor:
+    return product(weight, x, True, transpose=True)
+
+
+def _bmm(left: Any, right: Any) -> Tensor:
+    for operand in (left, right):
+        if isinstance(operand, Tensor) and operand.dim() != 3:
+            raise FormatError(f"bmm takes a dense tensor of 3 dimensions, not {tuple(operand.shape)}: use @")
+    return _matmul(left, right)
+
+
+# a tensor's own operators would come back here
+def _sum(one: Any, other: Any) -> Any:
+    return other + one if isinstance(one, Tensor) else one + other
+
+
+def _difference(one: Any, other: Any) -> Any:
+    return -other + one if isinstance(one, Tensor) else one - other
+
+
+def _times(one: Any, other: Any) -> Any:
+    return other * one if isinstance(one, Tensor) else one * other
+
+
+_FUNCTIONS: dict[Any, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.mm, torch.mv, Tensor.mv), _matmul),
+    **dict.fromkeys((Tensor.matmul, Tensor.__matmul__), _operator),
+    torch.bmm: _bmm,
+    Tensor.bmm: _bmm,
+    F.linear: _linear,
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), _sum),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _difference),
+    Tensor.__rsub__: lambda one, other: _difference(other, one),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), _times),
+}

@@ -1,0 +1,251 @@
+"""Matrices multiply and add, eager and compiled: against float64 dense and scipy."""
+
+import operator
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsecomp import SparseTensor
+from sparsecomp.errors import FormatError, SparseOperatorError
+from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix, stack
+
+KINDS = {CSR: {}, CSC: {}, COO: {}, BSR: {"block": (2, 3)}, BCSC: {"block": (3, 2)}, NM: {"n": 2, "m": 4}}
+EVERY = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+def dense_of(rows: int = 7, cols: int = 10, seed: int = 0) -> Tensor:
+    """Random, 2 of each 4 columns at most, with an empty row."""
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
+    dense[:, 2::4] = dense[:, 3::4] = 0
+    dense[rows // 2] = 0
+    return dense
+
+
+def matrix_of(kind: type[SparseMatrix], dense: Tensor) -> SparseMatrix:
+    return kind.from_dense(dense, **KINDS[kind])
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert found.shape == wanted.shape
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def by_operators(matrix, left, right):
+    return matrix @ right, left @ matrix
+
+
+def by_functions(matrix, left, right):
+    return torch.matmul(matrix, right), torch.mm(left, matrix), F.linear(right.mT, matrix)
+
+
+@EVERY
+@pytest.mark.parametrize("backend", [None, "eager", "sparsecomp"])
+@pytest.mark.parametrize("products", [by_operators, by_functions])
+def test_products_are_those_of_the_dense_matrix(kind, backend, products):
+    torch._dynamo.reset()
+    dense = dense_of()
+    matrix = matrix_of(kind, dense).to(torch.float32)
+    whole = products is by_functions
+    run = products if backend is None else torch.compile(products, backend=backend, fullgraph=whole)
+    operands = torch.randn(4, 7, requires_grad=True), torch.randn(10, 4, requires_grad=True)
+    found = run(matrix, *operands)
+    exact = [operand.detach().double().requires_grad_() for operand in operands]
+    wanted = products(dense, *exact)
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other)
+    for one, other in zip(
+        torch.autograd.grad(sum(one.sin().sum() for one in found), operands),
+        torch.autograd.grad(sum(one.sin().sum() for one in wanted), exact),
+        strict=True,
+    ):
+        close(one, other)
+
+
+def test_the_operator_in_an_unbroken_graph_says_what_to_write():
+    """Of a square matrix Dynamo tells S @ x from x @ S in nothing."""
+    matrix = CSR.from_dense(dense_of(8, 8))
+    for product in (lambda x: matrix @ x, lambda x: x @ matrix):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"write torch.matmul, or use SparseTensor"):
+            torch.compile(product, backend="eager", fullgraph=True)(torch.eye(8).double())
+        found = torch.compile(lambda x, product=product: product(x) + 1, backend="eager")(torch.eye(8).double())
+        close(found, dense_of(8, 8) + 1)
+
+
+@EVERY
+def test_every_shape_of_the_dense_operand(kind):
+    dense = dense_of()
+    matrix = matrix_of(kind, dense)
+    for shape in ((10,), (10, 4), (2, 10, 4), (2, 3, 10, 4), (10, 0)):
+        x = torch.randn(shape, dtype=torch.float64)
+        close(matrix @ x, dense @ x)
+    for shape in ((7,), (4, 7), (2, 4, 7), (2, 3, 4, 7), (0, 7)):
+        x = torch.randn(shape, dtype=torch.float64)
+        close(x @ matrix, x @ dense)
+    close(torch.mv(matrix, torch.ones(10).double()), dense.sum(1))  # pyright: ignore[reportArgumentType]
+
+
+@EVERY
+@pytest.mark.parametrize("backend", [None, "sparsecomp"])
+def test_a_batch_multiplies_matrix_by_matrix(kind, backend):
+    torch._dynamo.reset()
+    dense = torch.stack([dense_of(), dense_of() * 2, dense_of() - 3 * (dense_of() != 0)])
+    batch = stack([matrix_of(kind, one) for one in dense.where(dense != 0, 0)])
+    right, left = torch.randn(3, 10, 4).double(), torch.randn(3, 5, 7).double()
+
+    def products(batch, left, right):
+        return torch.bmm(batch, right), torch.bmm(left, batch), torch.matmul(batch, right), torch.matmul(left, batch)
+
+    run = products if backend is None else torch.compile(products, backend=backend, fullgraph=True)
+    for one, other in zip(run(batch, left, right), products(dense, left, right), strict=True):
+        close(one, other)
+    for x in (right[0], right[0, :, 0]):
+        close(batch @ x, dense @ x)
+    for x in (left[0], left[0, 0]):
+        close(x @ batch, x @ dense)
+
+
+@EVERY
+def test_gradients_reach_the_values(kind):
+    dense = dense_of()
+    matrix = matrix_of(kind, dense)
+    values = matrix.values.clone().requires_grad_()
+    x = torch.randn(10, 4, dtype=torch.float64)
+    (matrix.with_values(values) @ x).sin().sum().backward()
+    whole = dense.clone().requires_grad_()
+    (whole @ x).sin().sum().backward()
+    assert values.grad is not None and whole.grad is not None
+    found = matrix.with_values(values.grad).to_dense()
+    close(found, whole.grad * (matrix.with_values(torch.ones_like(values)).to_dense() != 0))
+
+
+@EVERY
+def test_sums_are_scipys(kind):
+    one, other = dense_of(seed=1), dense_of(seed=2)
+    left, right = matrix_of(kind, one), CSR.from_dense(other)
+    for combine in (operator.add, operator.sub):
+        found = combine(left, right)
+        wanted = combine(left.to(CSR).to_scipy(), right.to_scipy())
+        assert type(found) is kind and np.array_equal(found.to(CSR).to_scipy().todense(), wanted.todense())
+    assert torch.equal((-left / 2).to_dense(), -one / 2)
+    assert torch.equal(left - 1.0, one - 1) and torch.equal(1.0 - left, 1 - one)
+    assert torch.equal(torch.ones(10) - left, 1 - one) and torch.equal(torch.mul(other, left).to_dense(), other * one)
+    batch = stack([left, left * 2])
+    assert torch.equal((batch + right).to_dense(), torch.stack([one + other, 2 * one + other]))
+    assert torch.equal((left + batch).to_dense(), torch.stack([2 * one, 3 * one]))
+
+
+@EVERY
+def test_rows_are_sliced(kind):
+    dense = dense_of(12, 10)
+    matrix = matrix_of(kind, dense)
+    assert len(matrix) == 12 and torch.equal(matrix.T.to_dense(), dense.T)
+    close(matrix.T @ torch.ones(12).double(), dense.sum(0))
+    for rows in (slice(6), slice(6, None), slice(-6, -2), slice(4, 2), slice(2, 100), slice(None)):
+        part = matrix[rows]
+        assert type(part) is kind and torch.equal(part.to_dense(), dense[rows])
+        close(part @ torch.ones(10).double(), dense[rows].sum(1))
+    for index in (0, slice(0, 4, 2), [1, 2], torch.tensor([1]), (slice(2), slice(3))):
+        with pytest.raises(SparseOperatorError, match="slice of rows"):
+            _ = matrix[index]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError):
+        iter(matrix)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+@EVERY
+def test_to_a_device_a_dtype_or_a_format_by_name(kind):
+    matrix = matrix_of(kind, dense_of())
+    assert all(matrix.to(same) is matrix for same in ("cpu", torch.float64, torch.device("cpu"), kind))
+    assert matrix.to("meta").device.type == "meta"
+    half = matrix.to(torch.float16)
+    assert half.dtype is torch.float16 and torch.equal(half.to_dense(), dense_of().half())
+    assert type(matrix.to("csr")) is CSR and matrix.to("csr").allclose(matrix)
+    blocks = matrix.to("bsr", block=(2, 2))
+    assert isinstance(blocks, BSR) and blocks.block == (2, 2)
+    for target, message in (("csx", "no format"), (torch.int32, "int32"), (3.5, "no format")):
+        with pytest.raises(FormatError, match=message):
+            matrix.to(target)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    with pytest.raises(FormatError, match="mean nothing"):
+        matrix.to("cpu", block=(2, 2))
+
+
+def test_what_is_stored_is_what_scipy_stores():
+    matrix = CSR.from_dense(dense_of(40, 50))
+    theirs = matrix.to_scipy()
+    stored = theirs.data.nbytes + theirs.indices.nbytes + theirs.indptr.nbytes
+    assert matrix.nbytes == stored == SparseTensor(matrix).nbytes == SparseTensor(matrix).t().nbytes
+    assert matrix[10:20].nbytes < stored / 2
+
+
+@EVERY
+def test_what_is_not_supported_says_what_to_do(kind):
+    matrix = matrix_of(kind, dense_of())
+    for call in (
+        lambda: matrix @ matrix, lambda: matrix @ 2.0, lambda: matrix * matrix, lambda: torch.exp(matrix),
+        lambda: torch.cat([matrix, matrix]), lambda: torch.mul(matrix, 2, out=torch.ones(1)),
+    ):  # fmt: skip
+        with pytest.raises(SparseOperatorError, match=r"to_dense\(\)"):
+            call()
+    for call in (
+        lambda: matrix @ torch.ones(7), lambda: torch.ones(10) @ matrix, lambda: matrix @ torch.ones(9, 10),
+        lambda: matrix @ torch.tensor(1.0), lambda: torch.bmm(matrix, torch.ones(10, 2)), lambda: matrix + matrix.mT,
+        lambda: matrix @ torch.ones(10), lambda: matrix + matrix.to("meta"),
+    ):  # fmt: skip
+        with pytest.raises(FormatError):
+            call()
+
+
+def test_operators_load_with_the_first_product():
+    code = """
+import sys, torch
+from sparsecomp.formats import CSR
+matrix = CSR.from_dense(torch.eye(3))
+before = "sparsecomp.ops" in sys.modules
+print(before, (torch.ones(3) @ matrix).tolist())
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert found.strip() == "False [1.0, 1.0, 1.0]"
+
+
+@EVERY
+@pytest.mark.parametrize("backend", [None, "sparsecomp"])
+def test_a_tensor_times_a_dense_one_and_its_sum(kind, backend):
+    torch._dynamo.reset()
+    dense, factor = dense_of(), torch.randn(7, 10, dtype=torch.float64)
+    stored = SparseTensor(matrix_of(kind, torch.ones_like(dense).where(dense != 0, 0))).to_dense()
+    sparse, factors = SparseTensor(matrix_of(kind, dense), requires_grad=True), factor.clone().requires_grad_()
+
+    def combine(sparse, factor):
+        return ((sparse * factor) @ factor.mT).sum() + (factor[0] * sparse * 2).sum()
+
+    run = combine if backend is None else torch.compile(combine, backend=backend, fullgraph=True)
+    whole, exact = dense.clone().requires_grad_(), factor.clone().requires_grad_()
+    wanted = combine(whole, exact)
+    wanted.backward()
+    found = run(sparse, factors)
+    found.backward()
+    close(found, wanted)
+    assert sparse.grad is not None and whole.grad is not None and factors.grad is not None and exact.grad is not None
+    close(sparse.grad.to_dense() * stored, whole.grad * stored)
+    close(factors.grad, exact.grad)
+
+
+def test_a_tensor_changes_its_format_and_gives_its_rows():
+    dense = dense_of()
+    sparse = SparseTensor(CSR.from_dense(dense))
+    for found in (sparse.to("bsr", block=2), sparse.to(BSR, block=(2, 2))):
+        assert found.format == "BSR" and torch.equal(found.to_dense(), dense)
+    assert sparse.to("cpu") is sparse and sparse.to(torch.float16).dtype is torch.float16
+    assert len(sparse) == 7 and torch.equal(sparse[2:4].to_dense(), dense[2:4])
+    trained = SparseTensor(CSR.from_dense(dense), requires_grad=True)
+    whole = torch.ones(2, 7, 10)
+    for call in (lambda: trained.to("csc"), lambda: trained[:2], lambda: sparse[0], lambda: sparse * whole):
+        with pytest.raises(SparseOperatorError, match=r"detach\(\)|to_dense\(\)"):
+            call()
+    with pytest.raises(SparseOperatorError):
+        trained.sum(0)
