@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 import sparsecomp.ops.masked.merged_weight  # noqa: F401  (registers the operators)
-from sparsecomp.ops.masked.folded_weight import Keep
 from sparsecomp.ops.masked.merged_weight import Form, merging
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked.formula import CASTS, FILLS, Formula, formula_of, is_view
 from sparsecomp.reference.frozen import are_frozen
+from sparsecomp.reference.memo import Keep
 
 LEAST = {"cpu, by a mask": 4 << 20, "cuda": 64 << 20}
 """By device: bytes of a weight from which on merging pays. The two operators of a step take the host 0.2 ms more than

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparsecomp.errors import MaskError
 from sparsecomp.ops.library import TAGS, library
-from sparsecomp.ops.masked.folded_weight import FOLDS, named_formula
 from sparsecomp.reference.masks import MOST
+from sparsecomp.reference.memo import MEMO
 
 library.define("effective_weight(Tensor weight, Tensor theta, Tensor mask) -> Tensor", tags=TAGS)
 library.define(
@@ -103,21 +103,18 @@ def split_at(whole: Tensor, positions: Tensor, active: bool, rest: bool) -> tupl
     return kept, whole.reshape(-1).index_select(0, positions) if rest else nothing
 
 
-def positions_of(mask: Tensor) -> Tensor:
+def pruned_positions(mask: Tensor) -> Tensor:
     """The flat positions of the pruned elements; waits for the device."""
     return (~mask).reshape(-1).nonzero()[:, 0]
 
 
-_POSITIONS = named_formula("pruned positions of a mask", positions_of)
-
-
 def _kept_positions(mask: Tensor, pruned: int) -> Tensor | None:
     """The flat positions of the pruned elements where they may be kept; it pays to list them for more than one call."""
-    kept = FOLDS.kept([mask], _POSITIONS, "dense", (1, 1), "asked")
-    found = mask.numel() - int(mask.count_nonzero()) if kept is None else kept.values.shape[0]
+    kept = MEMO.kept(pruned_positions, [mask])
+    found = mask.numel() - int(mask.count_nonzero()) if kept is None else kept.shape[0]
     if found != pruned:
         raise MaskError(f"the mask prunes {found} elements, not {pruned}: gather theta again after a change")
-    return None if kept is None else kept.values
+    return kept
 
 
 def _merge_cpu(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
@@ -129,7 +126,7 @@ def _merge_cpu(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
 def _split_cpu(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
     _check(whole, mask, pruned)
     positions = _kept_positions(mask, pruned)
-    return split_at(whole, positions_of(mask) if positions is None else positions, active, rest)
+    return split_at(whole, pruned_positions(mask) if positions is None else positions, active, rest)
 
 
 def _merged(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
@@ -174,21 +171,14 @@ def ranks_of(mask: Tensor) -> Tensor:
 
 def _merge_cuda(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
     _check_merge(weight, theta, mask)
-    return merge_by(weight, theta, _ranks(mask)) if fits_kernels(weight) else _merged(weight, theta, mask)
+    return merge_by(weight, theta, MEMO.of(ranks_of, [mask])) if fits_kernels(weight) else _merged(weight, theta, mask)
 
 
 def _split_cuda(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
     _check(whole, mask, pruned)
     if not fits_kernels(whole):
         return _split(whole, mask, pruned, active, rest)
-    return split_by(whole, _ranks(mask), pruned, active, rest)
-
-
-_RANKS = named_formula("ranks of a mask", ranks_of)
-
-
-def _ranks(mask: Tensor) -> Tensor:
-    return FOLDS.of([mask], _RANKS, "dense", (1, 1)).values
+    return split_by(whole, MEMO.of(ranks_of, [mask]), pruned, active, rest)
 
 
 def _fake_merge(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
