@@ -136,12 +136,12 @@ def _pruned(selectors: list[Tensor], name: str, keep: Keep) -> Tensor | None:
     proof = MEMO.kept(Proof(name), selectors, keep)
     if proof is None or proof.dim():
         return proof
-    _tell(name)
+    tell_once(name)
     return None
 
 
 @cache
-def _tell(name: str) -> None:
+def tell_once(name: str) -> None:
     log.warning("masks and positions of a merged weight do not fit together: it is computed as written (%s)", name)
 
 
