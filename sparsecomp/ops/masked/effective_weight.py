@@ -120,7 +120,7 @@ def _kept_positions(mask: Tensor, pruned: int) -> Tensor | None:
 def _merge_cpu(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
     _check_merge(weight, theta, mask)
     positions = _kept_positions(mask, theta.shape[0])
-    return _merged(weight, theta, mask) if positions is None else merge_at(weight, theta, positions)
+    return merge_in_torch(weight, theta, mask) if positions is None else merge_at(weight, theta, positions)
 
 
 def _split_cpu(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
@@ -129,11 +129,13 @@ def _split_cpu(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: boo
     return split_at(whole, pruned_positions(mask) if positions is None else positions, active, rest)
 
 
-def _merged(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+def merge_in_torch(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+    """`effective_weight` without a kernel and without waiting for the device."""
     return weight.contiguous().masked_scatter(~mask, theta)
 
 
-def _split(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+def split_in_torch(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    """`split_pruned` likewise."""
     kept = torch.where(mask, whole, 0).contiguous() if active else whole.new_empty(0)
     if not rest:
         return kept, whole.new_empty(0)
@@ -169,15 +171,19 @@ def ranks_of(mask: Tensor) -> Tensor:
     return lowered.ranks(mask.contiguous())
 
 
-def _merge_cuda(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+def merge_cuda(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+    """`effective_weight` on CUDA."""
     _check_merge(weight, theta, mask)
-    return merge_by(weight, theta, MEMO.of(ranks_of, [mask])) if fits_kernels(weight) else _merged(weight, theta, mask)
+    if not fits_kernels(weight):
+        return merge_in_torch(weight, theta, mask)
+    return merge_by(weight, theta, MEMO.of(ranks_of, [mask]))
 
 
-def _split_cuda(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+def split_cuda(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    """`split_pruned` likewise."""
     _check(whole, mask, pruned)
     if not fits_kernels(whole):
-        return _split(whole, mask, pruned, active, rest)
+        return split_in_torch(whole, mask, pruned, active, rest)
     return split_by(whole, MEMO.of(ranks_of, [mask]), pruned, active, rest)
 
 
@@ -221,10 +227,10 @@ def _split_backward(ctx: Any, of_active: Tensor, of_rest: Tensor) -> tuple[Tenso
 
 
 library.impl("effective_weight", _merge_cpu, "CPU")
-library.impl("effective_weight", _merge_cuda, "CUDA")
+library.impl("effective_weight", merge_cuda, "CUDA")
 torch.library.register_fake("sparsecomp::effective_weight", _fake_merge, lib=library)
 torch.library.register_autograd("sparsecomp::effective_weight", _merge_backward, setup_context=_save_merge, lib=library)
 library.impl("split_pruned", _split_cpu, "CPU")
-library.impl("split_pruned", _split_cuda, "CUDA")
+library.impl("split_pruned", split_cuda, "CUDA")
 torch.library.register_fake("sparsecomp::split_pruned", _fake_split, lib=library)
 torch.library.register_autograd("sparsecomp::split_pruned", _split_backward, setup_context=_save_split, lib=library)
