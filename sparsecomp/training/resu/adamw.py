@@ -102,7 +102,7 @@ class RESUAdamW(torch.optim.AdamW):
         One weight after another, so that what is kept meanwhile is of one weight.
         """
         state = self._moments_of(weight, group)
-        gradient, selective = weight.grad, self.selective_of(weight, masked, group)
+        gradient, selective = weight.grad, self._selective_of(weight, masked, group)
         assert gradient is not None
         selective.step(weight, -gradient if group["maximize"] else gradient)
         if not self._train_active:
