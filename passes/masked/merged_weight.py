@@ -45,7 +45,7 @@ def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tenso
     for place, core in enumerate(chain):
         part = formula_of(core, op.node, ctx)
         part = None if part is None else _by_roles(part, values)
-        if part is None or not _is_linear(part):
+        if part is None or not is_linear(part):
             continue
         problem = _unfit(part, op.node, masked, ctx)
         if problem is not None:
@@ -96,7 +96,7 @@ def _by_roles(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> Formula 
     return replace(part, sources=(*trained, *selectors))
 
 
-def _is_linear(part: Formula) -> bool:
+def is_linear(part: Formula) -> bool:
     """Whether each step gives, of what depends on the trained, a sum of it times constants, and passes gradients."""
     moving, dtype = set(part.sources[:2]), example_of(part.result).dtype
     for node in part.nodes:

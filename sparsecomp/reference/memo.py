@@ -28,6 +28,7 @@ itself whether it still holds, unless it was made within the `frozen_weights` th
 
 _ALWAYS = object()
 """The promise that an option gives."""
+_ADDRESS = Tensor.data_ptr
 
 
 class _Source(NamedTuple):
@@ -70,10 +71,14 @@ class _Kept:
         """Whether it may be read under a promise, or without one by who looks himself."""
         if promise is not None and self.promise is not promise and self.promise is not _ALWAYS:
             return False
-        for source, (memory, version, shape, strides, dtype) in zip(sources, self.sources, strict=True):
-            if memory() is not source.untyped_storage() or (version is not None and source._version != version):
-                return False
-            if source.shape != shape or source.stride() != strides or source.dtype is not dtype:
+        for source, (memory, version, shape, strides, dtype) in zip(sources, self.sources, strict=False):
+            if (
+                memory() is not source.untyped_storage()
+                or (version is not None and source._version != version)
+                or source.dtype is not dtype
+                or source.shape != shape
+                or source.stride() != strides
+            ):
                 return False
         return True
 
@@ -118,17 +123,18 @@ class Memo:
         promise = promise_here() if keep in ("asked", "guarded") else _ALWAYS
         if promise is None and keep == "asked":
             return None
-        kept = self._kept.get(_key(function, sources))
+        kept = self._kept.get((function, *map(_ADDRESS, sources)))
         if kept is None or not kept.current(sources, promise):
             if keep == "prepared" or any(map(_captures, sources)):
                 return None
             kept = self._make(function, sources, promise)
-        if _captures(kept.tensors[0]):
-            kept.captured.append(kept.result)
-            return kept.result
+        if kept.tensors[0].is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                kept.captured.append(kept.result)
+                return kept.result
+            kept.ready.await_(*kept.tensors)
         if kept.seen and promise is not None:
             kept.check(sources)
-        kept.ready.await_(*kept.tensors)
         return kept.result
 
     def prepare(
@@ -147,7 +153,7 @@ class Memo:
         self, function: Callable[..., Any], sources: Sequence[Tensor], promise: object | None,
         names: tuple[str, ...] = (),
     ) -> _Kept:  # fmt: skip
-        key = _key(function, sources)
+        key = (function, *map(_ADDRESS, sources))
 
         def forget(dead: "weakref.ref[UntypedStorage]") -> None:
             found = self._kept.get(key)
@@ -172,10 +178,6 @@ class Memo:
 
 
 MEMO = Memo()
-
-
-def _key(function: Callable[..., Any], sources: Sequence[Tensor]) -> tuple[object, ...]:
-    return (function, *[source.data_ptr() for source in sources])
 
 
 def _captures(tensor: Tensor) -> bool:
