@@ -3,18 +3,18 @@
 cuSPARSELt multiplies a copy of S in a form of its own, which is made once and kept. A write to S's values can escape
 the host: through ``.data``, in a compiled graph, in the replay of a CUDA graph. So each product takes a fingerprint of
 the values on the device, and where it is not that of the copy, an ordinary kernel behind the product writes the result
-anew. Inside ``frozen_weights`` this is left out.
+anew. So it does where the library multiplied NaN or infinity by the zeros that fill groups up. Inside
+``frozen_weights`` a weight without such zeros needs none of this.
 """
 
 import logging
-import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from sparsecomp.errors import LibraryError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, device_of
@@ -28,7 +28,7 @@ from sparsecomp.lowering.tuning import cost
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.frozen import are_frozen
-from sparsecomp.reference.ready import Ready
+from sparsecomp.reference.memo import MEMO
 
 log = logging.getLogger("sparsecomp")
 
@@ -70,8 +70,8 @@ def spmm_semi_structured(
     where = problem, values.device
     if width != 2 * problem.groups or refusal(*where) is not None or (_failed and where in _failed):
         return False
-    copy = COPIES.of(values, indices)
-    kept = None if are_frozen() else copy.fingerprint
+    copy = MEMO.of(copied, (values, indices), "guarded")
+    kept = copy.fingerprint if copy.filled or not are_frozen() else None
     try:
         dispatch.launch(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
     except LibraryError as error:  # such as an algorithm, tuned for sizes much like these, that does not take them
@@ -100,75 +100,33 @@ def _slower(problem: SpmmNM, device: torch.device) -> str | None:
     return f"estimated {sparse * 1e6:.1f} us on sparse tensor cores against {ordinary * 1e6:.1f} us by ordinary ones"
 
 
-@dataclass(frozen=True, eq=False)
-class Copy:
+class Copy(NamedTuple):
     """A weight as the library wants it.
 
     Attributes:
         compressed: uint8, opaque.
-        fingerprint: of the values that it was made of; see ``templates.semi_structured.fingerprint``.
-        sources: versions and addresses that values and indices had.
-        made: where and when it was made.
+        fingerprint: of the values that it was made of; see ``kernels.semi_structured.fingerprint``.
+        filled: whether zeros may fill its groups up; only within ``frozen_weights`` is that looked for.
     """
 
     compressed: Tensor
     fingerprint: Tensor
-    sources: tuple[int, ...]
-    made: Ready
+    filled: bool
 
 
-class Copies:
-    """The copies of weights, each kept as long as the memory of its values, or for ever once a CUDA graph reads it.
-
-    Tensors are not referred to, so that they can be swapped for others.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[weakref.ref[UntypedStorage], Copy]] = {}
-        self._captured: set[Copy] = set()
-
-    def of(self, values: Tensor, indices: Tensor) -> Copy:
-        """The copy of a weight, made anew if it was written to since; safe to read on the current stream."""
-        sources, memory = _sources(values, indices), values.untyped_storage()
-        key = (values.data_ptr(), values.shape, values.dtype)
-        reference, copy = self._known.get(key, (None, None))
-        capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
-        if copy is not None and reference is not None and reference() is memory and copy.sources == sources:
-            if capturing:
-                self._captured.add(copy)
-            else:
-                copy.made.await_(copy.compressed, copy.fingerprint)
-            return copy
-        copy = Copy(*compressed_copy(values, indices), sources, Ready.now(values.device))
-        if not capturing:  # in a graph each replay makes it anew, in memory of the graph's
-            self._known[key] = weakref.ref(memory, lambda dead: self._forget(key, dead)), copy
-        return copy
-
-    def _forget(self, key: tuple[Any, ...], dead: "weakref.ref[UntypedStorage]") -> None:
-        found = self._known.get(key)
-        if found is not None and found[0] is dead:
-            del self._known[key]
-
-
-COPIES = Copies()
-
-
-def _sources(values: Tensor, indices: Tensor) -> tuple[int, ...]:
-    versions = (0 if tensor.is_inference() else tensor._version for tensor in (values, indices))
-    return values.data_ptr(), indices.data_ptr(), *versions
-
-
-def compressed_copy(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight compressed by the library, and the fingerprint of its values.
+def copied(values: Tensor, indices: Tensor) -> Copy:
+    """A weight compressed by the library.
 
     Raises:
         LibraryError: the library does not take it.
     """
     from sparsecomp.lowering.sparse.kernels.semi_structured import fingerprint
 
-    with torch.no_grad():
-        weight = dense_weight(values.detach(), indices)
-        return cusparselt.compress(cusparselt.current_handle(values.device), weight), fingerprint(values)
+    values = values.detach()
+    compressed = cusparselt.compress(cusparselt.current_handle(values.device), dense_weight(values, indices))
+    capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
+    filled = capturing or not are_frozen() or not bool(values.all())
+    return Copy(compressed, fingerprint(values), filled)
 
 
 def dense_weight(values: Tensor, indices: Tensor) -> Tensor:
@@ -193,7 +151,7 @@ def _operands(problem: SpmmNM, device: torch.device, seed: int) -> tuple[Tensor 
     assert SPMM_NM.operands is not None
     values, indices, *others = SPMM_NM.operands(problem, device, seed)
     assert values is not None and indices is not None
-    return values[0], indices, *compressed_copy(values[0], indices), *others
+    return values[0], indices, *copied(values[0], indices)[:2], *others
 
 
 def _reference(problem: SpmmNM, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:

@@ -16,13 +16,13 @@ import torch
 from torch import fx
 
 from sparsecomp import _compat
-from sparsecomp.ops.masked.folded_weight import Keep
 from sparsecomp.options import Options
 from sparsecomp.passes.facts.analysis import Analysis
 from sparsecomp.passes.graph.canonicalize import example_of, target_name
 from sparsecomp.passes.graph.operators import Trait, record_of, spelling_of
 from sparsecomp.reference.facts import SparsityFact
 from sparsecomp.reference.frozen import are_frozen
+from sparsecomp.reference.memo import Keep
 from sparsecomp.report import Report
 
 _DYNAMO_ROOT = re.compile(r"^L\['\w+'\](\.__self__)?\.?")

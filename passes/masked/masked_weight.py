@@ -15,7 +15,7 @@ from torch import fx
 
 import sparsecomp.ops.masked.folded_layer  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
-from sparsecomp.ops.masked.folded_weight import FOLDS, Keep, Recipe, formula
+from sparsecomp.ops.masked.folded_weight import Folded, Recipe, formula
 from sparsecomp.passes.cost.masked import decide_fold
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
@@ -33,6 +33,7 @@ from sparsecomp.passes.masked.formula import (
 )
 from sparsecomp.passes.masked.merged_weight import merge
 from sparsecomp.passes.spiking.operand import cast
+from sparsecomp.reference.memo import MEMO, Keep
 
 _NOT_FOLDED = (
     "addmm", "baddbmm", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
@@ -185,8 +186,9 @@ def _build(
     name = formula(masked.module(cast_to, flip=op.name == "matmul"))
     # made now: the first call may run in the memory of a CUDA graph
     read, names = zip(*((values[source], source.target) for source in masked.sources), strict=True)
-    recipe = Recipe(name, choice.format, choice.block, keep)
-    FOLDS.prepare(read, *recipe, names)
+    folded = Folded(name, choice.format, choice.block)
+    MEMO.prepare(folded, read, keep, names)
+    recipe = Recipe(folded, keep)
     x, bias = cast(op.input, dtype, node), op.get("bias")
     bias = None if bias is None else cast(bias, dtype, node)
     sources = list(masked.sources)

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 import sparsecomp.ops.masked.merged_weight  # noqa: F401  (registers the operators)
-from sparsecomp.ops.masked.folded_weight import Keep
 from sparsecomp.ops.masked.merged_weight import Form, merging
 from sparsecomp.passes.cost.masked import decide_merge
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
@@ -19,6 +18,7 @@ from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.masked.formula import Formula, formula_of, is_view
 from sparsecomp.reference.frozen import are_frozen
+from sparsecomp.reference.memo import Keep
 
 
 def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Plan | Refusal:
@@ -32,7 +32,7 @@ def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tenso
     for place, core in enumerate(chain):
         part = formula_of(core, op.node, ctx)
         part = None if part is None else _by_roles(part, values)
-        if part is None or not _is_linear(part):
+        if part is None or not is_linear(part):
             continue
         problem = _unfit(part, op.node, masked, ctx)
         if problem is not None:
@@ -83,7 +83,7 @@ def _by_roles(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> Formula 
     return replace(part, sources=(*trained, *selectors))
 
 
-def _is_linear(part: Formula) -> bool:
+def is_linear(part: Formula) -> bool:
     """Whether each step gives, of what depends on the trained, a sum of it times constants, and passes gradients."""
     moving, dtype = set(part.sources[:2]), example_of(part.result).dtype
     for node in part.nodes:

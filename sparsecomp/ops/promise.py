@@ -1,15 +1,10 @@
-"""Looks, under ``SPARSECOMP_DEBUG=1``, whether what something was worked out of still is what it was then.
-
-Bits are compared, not numbers: NaN that stays is no write, and -0.0 in the place of 0.0 is one.
-"""
-
-from collections.abc import Sequence
+"""Looks, under ``SPARSECOMP_DEBUG=1``, whether what a constant of a graph was worked out of is what it was then."""
 
 import torch
 from torch import Tensor
 
-from sparsecomp.errors import FrozenWeightError
 from sparsecomp.ops.library import TAGS, library
+from sparsecomp.reference.memo import check_kept
 
 library.define("promised(Tensor kept, Tensor[] sources, Tensor[] seen, str name) -> Tensor", tags=TAGS)
 
@@ -24,28 +19,6 @@ def promised(kept: Tensor, sources: list[Tensor], seen: list[Tensor], name: str)
         FrozenWeightError: a source holds something else.
     """
     return torch.ops.sparsecomp.promised.default(kept, sources, seen, name)
-
-
-def check_kept(sources: Sequence[Tensor], seen: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Look whether `sources` hold what was `seen`; waits for the device.
-
-    Args:
-        names: of each source, for the error.
-
-    Raises:
-        FrozenWeightError: one holds something else.
-    """
-    for source, one, name in zip(sources, seen, names, strict=True):
-        if source.dtype is not one.dtype or source.shape != one.shape or not torch.equal(_bytes(source), _bytes(one)):
-            raise FrozenWeightError(
-                f"{name} ({source.dtype}, {'x'.join(map(str, source.shape))}) was promised to stay, but it was "
-                "written to: write to it outside of sparsecomp.ops.frozen_weights(), compile without the option "
-                "frozen, or compile again after the write"
-            )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _promised(kept: Tensor, sources: list[Tensor], seen: list[Tensor], name: str) -> Tensor:

@@ -1,1 +1,1 @@
-"""What kernels and operators both need and that needs neither: references, geometry, patterns, facts, promises."""
+"""What kernels and operators both need and that needs neither: references, geometry, patterns, facts, the memo."""

@@ -17,8 +17,8 @@ from sparsecomp.training.resu.ablation import ablate
 from sparsecomp.training.resu.adamw import RESUAdamW
 from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
 from sparsecomp.training.resu.cycle import Phase, RESUCycle
-from sparsecomp.training.resu.optim import RESUSelective, RESUUpdater
-from sparsecomp.training.resu.resurrection import ResurrectionEmbedding
+from sparsecomp.training.resu.optim import RESUSelective
+from sparsecomp.training.resu.resurrection import ResurrectionEmbedding, RESUUpdater
 from sparsecomp.training.schedules import amnesty_rate, sparsity_at
 
 __all__ = [

@@ -10,7 +10,7 @@ from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.masked import effective_weight as lowered
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.ops import effective_weight, frozen_weights, split_pruned
-from sparsecomp.ops.masked.effective_weight import _merge_cuda, _merged, _split, _split_cuda, fits_kernels
+from sparsecomp.ops.masked.effective_weight import fits_kernels, merge_cuda, merge_in_torch, split_cuda, split_in_torch
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 SHAPES = [(1,), (3, 5), (32,), (1025,), (40, 100), (3, 7, 5, 31)]
@@ -49,10 +49,11 @@ def test_operators_put_the_parts_together_and_take_them_apart(device, shape, dty
 def test_weights_that_no_kernel_takes(shape, active):
     weight, theta, mask = operands(shape, active)
     out, pruned = by_indexing(weight, theta, mask), theta.shape[0]
-    assert torch.equal(_merged(weight, theta, mask), out)
-    kept, rest = _split(out, mask, pruned, True, True)
+    assert torch.equal(merge_in_torch(weight, theta, mask), out)
+    kept, rest = split_in_torch(out, mask, pruned, True, True)
     assert torch.equal(kept, torch.where(mask, weight, 0)) and torch.equal(rest, theta)
-    assert _split(out, mask, pruned, False, True)[0].numel() == _split(out, mask, pruned, True, False)[1].numel() == 0
+    assert split_in_torch(out, mask, pruned, False, True)[0].numel() == 0
+    assert split_in_torch(out, mask, pruned, True, False)[1].numel() == 0
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
@@ -102,13 +103,13 @@ def test_a_mask_is_packed_once_for_each_of_its_states(device):
     weight, theta, mask = operands((40, 100), device=device)
     found = []
     for _ in range(2):
-        merged = _merge_cuda(weight, theta, mask)
-        found.append(torch.equal(_split_cuda(merged, mask, theta.shape[0], False, True)[1], theta))
+        merged = merge_cuda(weight, theta, mask)
+        found.append(torch.equal(split_cuda(merged, mask, theta.shape[0], False, True)[1], theta))
         mask.copy_(mask.flip(0))
-    assert torch.equal(_merge_cuda(weight, theta, mask), by_indexing(weight, theta, mask))
+    assert torch.equal(merge_cuda(weight, theta, mask), by_indexing(weight, theta, mask))
     turned = weight.t()
     assert torch.equal(
-        _merge_cuda(turned, theta, mask.reshape(100, 40)), by_indexing(turned, theta, mask.reshape(100, 40))
+        merge_cuda(turned, theta, mask.reshape(100, 40)), by_indexing(turned, theta, mask.reshape(100, 40))
     )
     assert found == [True, True]
 
@@ -121,11 +122,11 @@ def test_what_the_kernels_do_not_take_is_split_and_merged_in_torch(pruned, activ
     mask[torch.randperm(35, generator=torch.Generator().manual_seed(pruned))[:pruned]] = False
     mask, whole = mask.view(5, 7), torch.arange(1.0, 36.0).view(5, 7)
     whole[~mask] *= -1
-    kept, gone = _split(whole, mask, pruned, active, rest)
+    kept, gone = split_in_torch(whole, mask, pruned, active, rest)
     numbers = torch.arange(1.0, 36.0)[~mask.flatten()]
     assert torch.equal(kept, whole.clamp(min=0)) if active else kept.numel() == 0
     assert torch.equal(gone, -numbers) if rest else gone.numel() == 0
-    assert torch.equal(_merged(whole.abs(), -numbers, mask), whole)
+    assert torch.equal(merge_in_torch(whole.abs(), -numbers, mask), whole)
 
 
 def test_gradients_are_copies_and_the_operators_are_well_formed():

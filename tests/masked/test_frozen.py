@@ -1,30 +1,34 @@
 """The promise that weights are not written to: who gives it, what it lets be kept, what finds that it was broken."""
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kept_models import FORMS, Trained, X, shrink
 from kernel_devices import DEVICES, graph_of
 from rewriting import rewritten, site
-from test_kept_weights import FORMS, Trained, X, shrink
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 import sparsecomp
 from sparsecomp.errors import FrozenWeightError
 from sparsecomp.ops import effective_weight, frozen_weights, split_pruned
-from sparsecomp.ops.masked import folded_weight
-from sparsecomp.ops.masked.folded_weight import Folds, Recipe, named_formula
+from sparsecomp.ops.masked.folded_weight import Folded, Recipe, named_formula, weight_of
 from sparsecomp.ops.promise import promised
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.facts.analysis import Analysis
 from sparsecomp.reference.frozen import are_frozen, promise_here
+from sparsecomp.reference.memo import Memo
 from sparsecomp.report import Report
 
-PRODUCT = named_formula("a product of the test's", lambda mask, weight: mask * weight)
+
+def product(mask: Tensor, weight: Tensor) -> Tensor:
+    """What the memo is asked for here."""
+    return mask * weight
 
 
 @pytest.fixture(autouse=True)
@@ -134,44 +138,57 @@ def inputs(*shape: int, seed: int = 2) -> Tensor:
 
 
 def test_each_promise_begins_with_nothing_kept():
-    folds, mask, weight = Folds(), inputs(6, 5) > 0, inputs(6, 5)
-    of = lambda: folds.of([mask, weight], PRODUCT, "dense", (1, 1)).values  # noqa: E731
+    memo, mask, weight = Memo(), inputs(6, 5) > 0, inputs(6, 5)
+    of = lambda: memo.of(product, [mask, weight])  # noqa: E731
     for made in (1, 2):
         with frozen_weights():
             assert of() is of() and torch.equal(of(), mask * weight)
-        assert folds.made == made
+        assert memo.made == made
         weight.data.neg_()
-        assert torch.equal(of(), mask * weight) and folds.made == made
+        assert torch.equal(of(), mask * weight) and memo.made == made
 
 
 def test_what_is_always_kept_is_read_within_other_promises_too():
-    folds, sources = Folds(), [inputs(6, 5) > 0, inputs(6, 5)]
-    kept = folds.prepare(sources, PRODUCT, "dense", (1, 1), "always")
-    for keep in ("always", "prepared"):
-        assert folds.kept(sources, PRODUCT, "dense", (1, 1), keep) is kept
-    assert folds.kept(sources, PRODUCT, "dense", (1, 1), "asked") is None
+    memo, sources = Memo(), [inputs(6, 5) > 0, inputs(6, 5)]
+    kept = memo.prepare(product, sources, "always")
+    for keep in ("always", "prepared", "guarded"):
+        assert memo.kept(product, sources, keep) is kept
+    assert memo.kept(product, sources) is None
     with frozen_weights():
-        assert folds.kept(sources, PRODUCT, "dense", (1, 1), "asked") is kept
+        assert memo.kept(product, sources) is kept
     # a promise that is given later says nothing of what was written before it
     sources[1].data.neg_()
-    again = folds.prepare(sources, PRODUCT, "dense", (1, 1), "always")
-    assert torch.equal(again.values, sources[0] * sources[1])
+    assert torch.equal(memo.prepare(product, sources, "always"), sources[0] * sources[1])
+
+
+def test_what_is_guarded_is_kept_without_a_promise_and_made_anew_for_each():
+    memo, sources = Memo(), [inputs(6, 5) > 0, inputs(6, 5)]
+    of = lambda: memo.of(product, sources, "guarded")  # noqa: E731
+    first = of()
+    sources[1].data.neg_()  # which its reader would see
+    assert of() is first
+    with frozen_weights():
+        trusted = of()
+        assert torch.equal(trusted, sources[0] * sources[1]) and of() is trusted
+    assert of() is trusted and memo.made == 2
+    sources[1].neg_()
+    assert torch.equal(of(), sources[0] * sources[1]) and memo.made == 3
 
 
 def test_what_is_prepared_is_not_made_in_a_call():
-    folds, sources = Folds(), [inputs(6, 5) > 0, inputs(6, 5)]
-    assert folds.kept(sources, PRODUCT, "csr", (1, 1), "prepared") is None
-    assert torch.equal(folds.of(sources, PRODUCT, "csr", (1, 1), "prepared").values, sources[0] * sources[1])
-    folds.prepare(sources, PRODUCT, "csr", (1, 1), "prepared")
-    assert folds.of(sources, PRODUCT, "csr", (1, 1), "prepared").layout is not None
+    memo, sources = Memo(), [inputs(6, 5) > 0, inputs(6, 5)]
+    assert memo.kept(product, sources, "prepared") is None
+    assert torch.equal(memo.of(product, sources, "prepared"), sources[0] * sources[1])
+    kept = memo.prepare(product, sources, "prepared")
+    assert memo.kept(product, sources, "prepared") is kept
     sources[1].neg_()
-    assert torch.equal(folds.of(sources, PRODUCT, "csr", (1, 1), "prepared").values, sources[0] * sources[1])
+    assert memo.kept(product, sources, "prepared") is None
 
 
 @pytest.mark.parametrize("other", ["shape", "strides", "dtype", "offset", "memory"])
-def test_other_sources_have_a_weight_of_their_own(other):
-    folds, mask, weight = Folds(), inputs(6, 6) > 0, inputs(6, 6)
-    of = lambda *sources: folds.of(sources, PRODUCT, "dense", (1, 1), "always").values  # noqa: E731
+def test_other_sources_have_a_result_of_their_own(other):
+    memo, mask, weight = Memo(), inputs(6, 6) > 0, inputs(6, 6)
+    of = lambda *sources: memo.of(product, sources, "always")  # noqa: E731
     assert torch.equal(of(mask, weight), mask * weight)
     change = {
         "shape": (mask[:3], weight[:3]), "strides": (mask, weight.t()), "dtype": (mask, weight.view(torch.int32)),
@@ -182,39 +199,56 @@ def test_other_sources_have_a_weight_of_their_own(other):
 
 
 def test_versions_are_those_of_the_same_memory():
-    folds, mask, array = Folds(), inputs(6, 6) > 0, inputs(6, 6).numpy()
+    memo, mask, array = Memo(), inputs(6, 6) > 0, inputs(6, 6).numpy()
     one, other = torch.from_numpy(array), torch.from_numpy(array)
-    of = lambda weight: folds.of([mask, weight], PRODUCT, "dense", (1, 1), "always").values  # noqa: E731
+    of = lambda weight: memo.of(product, [mask, weight], "always")  # noqa: E731
     assert torch.equal(of(one), mask * one)
     one.neg_()
     assert other._version == 0 and torch.equal(of(other), mask * other)
 
 
-@pytest.mark.parametrize("promised", [False, True])
-def test_a_capture_takes_the_kept_weight_only_where_that_is_promised(promised, monkeypatch):
-    """The capture is feigned: what it holds must be computed from the sources, or promised to stay."""
+def test_a_tensor_of_inference_mode_has_no_version_to_ask_for():
+    memo, mask = Memo(), inputs(4, 4) > 0
+    with torch.inference_mode():
+        weight = inputs(4, 4)
+    first = memo.of(product, [mask, weight], "always")
+    assert memo.of(product, [mask, weight], "always") is first
+    mask.logical_not_()
+    assert torch.equal(memo.of(product, [mask, weight], "always"), mask * weight)
+
+
+@pytest.mark.parametrize("keep", ["always", "asked", "guarded"])
+def test_a_capture_takes_what_is_kept_only_where_that_is_right(keep, monkeypatch):
+    """The capture is feigned: what it holds must be computed from the sources, promised to stay, or guarded."""
 
     class OnCuda(Tensor):
         is_cuda = True
 
-    sources, folds = [inputs(96, 64, seed=4).as_subclass(OnCuda), inputs(96, 64, seed=5)], Folds()
-    kept = folds._keep(sources, PRODUCT, "csr", (1, 1), folded_weight._ALWAYS)
-    monkeypatch.setattr(kept.weight.values, "__class__", OnCuda)
+    sources, memo = [inputs(9, 6, seed=4).as_subclass(OnCuda), inputs(9, 6, seed=5)], Memo()
+    kept = memo.prepare(product, sources, "always")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    found = folds.of(sources, PRODUCT, "csr", (1, 1), "always" if promised else "asked")
-    if not promised:
-        assert found.layout is None and torch.equal(found.values, sources[0] * sources[1])
+    assert (memo.of(product, sources, keep) is kept) == (keep != "asked")
+    if keep == "asked":
         return
-    assert found is kept.weight
-    sources[1].neg_()  # what is no longer current is not made in a graph, and what a graph reads lives on
-    assert folds.of(sources, PRODUCT, "csr", (1, 1), "always").layout is None
-    again = folds._keep(sources, PRODUCT, "csr", (1, 1), folded_weight._ALWAYS)
-    assert again.weight is not kept.weight and kept.weight in again.captured
+    # what is no longer current is not made in a graph, and what a graph reads lives on
+    sources[1].neg_()
+    assert memo.kept(product, sources, keep) is None and torch.equal(memo.of(product, sources, keep), product(*sources))
+    alive = weakref.ref(kept)
+    del kept
+    assert memo.prepare(product, sources, "always") is not alive() and alive() is not None
 
 
 def test_a_recipe_is_read_as_it_was_written():
-    recipe = Recipe("proof of a name", "bsr", (16, 32), "prepared")
+    recipe = Recipe(Folded("proof of a name", "bsr", (16, 32)), "prepared")
     assert Recipe.read(recipe.written()) == recipe
+
+
+def test_a_weight_that_may_not_be_kept_is_dense():
+    name, sources = named_formula("a product of the test's", product), [inputs(6, 5) > 0, inputs(6, 5)]
+    recipe = Recipe(Folded(name, "csr"), "asked").written()
+    assert torch.equal(weight_of(sources, recipe).values, sources[0] * sources[1])
+    with frozen_weights():
+        assert weight_of(sources, recipe).layout.format == "csr"
 
 
 def test_the_pruned_of_a_mask_are_worked_out_again_without_a_promise():
@@ -280,15 +314,14 @@ def test_nan_that_stays_is_no_write(debug):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("keeper", ["constant of a graph", "folded weight"])
+@pytest.mark.parametrize("keeper", ["constant of a graph", "memo"])
 def test_a_write_is_a_change_of_bits(keeper, dtype):
     """NaN equals itself, zeros of both signs and NaN of another payload differ: as bits in numpy or struct do."""
     source = torch.tensor([[1.0, float("nan")], [0.0, float("inf")]], dtype=dtype)
     seen = source.clone()
-    if keeper == "folded weight":
-        folds = Folds()
-        name = named_formula("twice, for a test of bits", lambda weight: weight * 2)
-        look = lambda: folds.kept([source], name, "dense", (1, 1), "always")  # noqa: E731
+    if keeper == "memo":
+        memo = Memo()
+        look = lambda: memo.kept(torch.neg, [source], "always")  # noqa: E731
     else:
         look = lambda: promised(seen, [source], [seen], "values")  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:

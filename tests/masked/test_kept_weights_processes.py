@@ -1,18 +1,15 @@
 """What other processes write to a model's tensors: collectives, data-parallel training, shared memory."""
 
 import gc
-import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from kept_models import FORMS, RULES, rewriting_backend, shrink
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from write_matrix import Subject, write
-
-FORMS = ("mask * weight", "numbers * weight", "blend", "where", "masked_fill", "masked_scatter")
 
 
 def _broadcast(tensor: Tensor) -> None:
@@ -64,21 +61,19 @@ ACTS = {
 }
 
 
-def worker(rank: int, file: str, module: str, shared: dict[str, dict[str, Tensor]]) -> None:
+def worker(rank: int, file: str, shared: dict[str, dict[str, Tensor]]) -> None:
     """One of two processes that write to each other's models.
 
     Args:
-        module: whose `FORMS` the models are, and whose `rewriting_backend` compiles them.
         shared: by form: a state in the memory of both.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    cases = importlib.import_module(module)
-    cases.shrink()
+    shrink()
     for name, state in shared.items():
-        form: Any = cases.FORMS[name]
+        form = FORMS[name]
         torch._dynamo.reset()
-        subject = Subject(form.make(), form, cases.rewriting_backend)
+        subject = Subject(form.make(), form, rewriting_backend)
         if rank:
             write(subject.model, form.masks, lambda tensor, value: tensor.data.copy_(value))
         subject.evaluate()
@@ -92,12 +87,11 @@ def worker(rank: int, file: str, module: str, shared: dict[str, dict[str, Tensor
             write(subject.model, form.masks, lambda tensor, value: tensor.data.copy_(value))
         dist.barrier()
         subject.evaluate()
-    assert "folded dense" in cases.RULES
+    assert "folded dense" in RULES
     gc.collect()  # the last owner of a process group must not be DistributedDataParallel: its end would never come
     dist.destroy_process_group()
 
 
 def test_what_other_processes_write_is_followed(tmp_path):
-    module = importlib.import_module("test_kept_weights")
-    shared = {name: module.FORMS[name].make().share_memory().state_dict() for name in FORMS}
-    mp.spawn(worker, args=(str(tmp_path / "store"), module.__name__, shared), nprocs=2)
+    shared = {name: form.make().share_memory().state_dict() for name, form in FORMS.items()}
+    mp.spawn(worker, args=(str(tmp_path / "store"), shared), nprocs=2)

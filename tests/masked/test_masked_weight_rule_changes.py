@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from masked_models import SPELLINGS, Masked
 from rewriting import rewritten, site
-from test_masked_weight_rule import SPELLINGS, Masked
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.utils import parametrize, prune
@@ -20,7 +20,7 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.ops.masked import folded_layer as masked_linear
 from sparsecomp.ops.masked import folded_weight
-from sparsecomp.ops.masked.folded_weight import FOLDS, Recipe
+from sparsecomp.ops.masked.folded_weight import Folded, Recipe
 from sparsecomp.options import Options
 from sparsecomp.passes.cost import masked as masked_cost
 from sparsecomp.passes.cost.decision import MIN_GAIN, Decision
@@ -29,6 +29,7 @@ from sparsecomp.passes.graph.canonicalize import CanonicalOp
 from sparsecomp.passes.masked import fold as masked_fold
 from sparsecomp.passes.masked import masked_weight
 from sparsecomp.passes.masked.fold import Choice, compare
+from sparsecomp.reference.memo import MEMO
 
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 
@@ -49,10 +50,10 @@ def compiled():
     run = torch.compile(model, backend="sparsecomp", options=FROZEN, fullgraph=True)
 
     def made(x: Tensor = X) -> int:
-        before = FOLDS.made
+        before = MEMO.made
         with torch.no_grad():
             torch.testing.assert_close(run(x), model(x), rtol=1e-5, atol=1e-4)
-        return FOLDS.made - before
+        return MEMO.made - before
 
     assert made() == 1 and made() == 0
     return model, made
@@ -122,15 +123,15 @@ def test_a_copied_model_has_a_weight_of_its_own(compiled):
 def test_a_weight_is_forgotten_with_its_model():
     torch._dynamo.reset()
     gc.collect()
-    before = len(FOLDS._kept)
+    before = len(MEMO)
     model = Masked(SPELLINGS["where"])
     with torch.no_grad():
         out, _ = rewritten(model, X, implementation="auto", frozen=True)
-    assert len(FOLDS._kept) == before + 1
+    assert len(MEMO) == before + 1
     del model, out
     torch._dynamo.reset()
     gc.collect()
-    assert len(FOLDS._kept) == before
+    assert len(MEMO) == before
 
 
 def test_two_layers_on_one_weight_keep_it_once():
@@ -145,11 +146,11 @@ def test_two_layers_on_one_weight_keep_it_once():
             return F.linear(F.linear(x, weight), self.weight * self.mask) + F.linear(x, weight)
 
     gc.collect()
-    model, before = Tied(), len(FOLDS._kept)
+    model, before = Tied(), len(MEMO)
     with torch.no_grad():
         out, report = rewritten(model, inputs(4, 384), implementation="auto", frozen=True, strict=True)
         assert torch.equal(out, model(inputs(4, 384)))
-    assert len(FOLDS._kept) == before + 1
+    assert len(MEMO) == before + 1
     assert [found.rewritten for found in report.sites if found.rule == "masked_weight"] == [True] * 3
     assert not [line for line in report.graph_after.splitlines() if "mul" in line and "#" not in line]
 
@@ -367,12 +368,12 @@ def test_other_dtypes(dtype):
 
 def test_a_batch_of_another_size_needs_no_other_graph():
     torch._dynamo.reset()
-    model, before = Masked(SPELLINGS["mask * weight"]), FOLDS.made
+    model, before = Masked(SPELLINGS["mask * weight"]), MEMO.made
     run = torch.compile(model, backend="sparsecomp", options=FROZEN, fullgraph=True, dynamic=True)
     with torch.no_grad():
         for rows in (2, 5, 7):
             torch.testing.assert_close(run(inputs(rows, 352)), model(inputs(rows, 352)), rtol=1e-5, atol=1e-4)
-    assert FOLDS.made == before + 1
+    assert MEMO.made == before + 1
 
 
 def test_the_compiled_model_trains_and_then_folds_again(compiled):
@@ -402,12 +403,12 @@ def test_frozen_layers_in_training_fold_unless_a_gradient_passes_through():
 
 def test_inference_mode():
     torch._dynamo.reset()
-    model, before = Masked(SPELLINGS["where"]), FOLDS.made
+    model, before = Masked(SPELLINGS["where"]), MEMO.made
     run = torch.compile(model, backend="sparsecomp", options=FROZEN, fullgraph=True)
     with torch.inference_mode():
         for _ in range(3):
             torch.testing.assert_close(run(X), model(X), rtol=1e-5, atol=1e-4)
-        assert FOLDS.made == before + 1
+        assert MEMO.made == before + 1
         model = Masked(SPELLINGS["where"])  # its tensors have no version
         found, report = rewritten(model, X, implementation="auto", frozen=True, strict=True)
         assert torch.equal(found, model(X))
@@ -463,7 +464,7 @@ def test_every_format_of_the_operator(keep, format, shape):
     x, mask, bias, name = inputs(*shape), weight != 0, inputs(96), name_of_product()
     kept = inputs(96, 64, seed=5)
     for _ in range(2):
-        arguments = (x, [mask, kept], bias, Recipe(name, format, block, keep).written())
+        arguments = (x, [mask, kept], bias, Recipe(Folded(name, format, block), keep).written())
         found = torch.ops.sparsecomp.folded_linear.default(*arguments)
         wanted = F.linear(x.double(), torch.where(mask, kept, 0).double(), bias.double())
         torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-5)
@@ -476,14 +477,14 @@ def test_a_weight_that_no_longer_fits_its_format_is_still_right():
     weight, name = two_of_four(96, 64), name_of_product()
     mask, kept, x = weight != 0, inputs(96, 64, seed=5), inputs(4, 64)
     for _ in range(2):
-        found = masked_linear.folded_linear(x, [mask, kept], None, Recipe(name, "nm", (2, 4), "always"))
+        found = masked_linear.folded_linear(x, [mask, kept], None, Recipe(Folded(name, "nm", (2, 4)), "always"))
         torch.testing.assert_close(found, F.linear(x, mask * kept), rtol=1e-5, atol=1e-5)
         mask[:] = True
 
 
 def test_an_operand_that_needs_a_gradient_is_refused():
     operator, mask, weight = torch.ops.sparsecomp.folded_linear.default, inputs(96, 64) > 0, inputs(96, 64)
-    arguments = (Recipe(name_of_product(), "dense", (1, 1), "asked").written(),)
+    arguments = (Recipe(Folded(name_of_product()), "asked").written(),)
     operator(inputs(2, 64), [mask, weight], None, *arguments)
     for x, source in ((inputs(2, 64).requires_grad_(), weight), (inputs(2, 64), weight.clone().requires_grad_())):
         with pytest.raises(NotImplementedError, match="no gradient"):

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_devices import DEVICES, graph_of
+from masked_models import INPUTS, SPELLINGS, Masked
 from rewriting import rewritten, site
-from test_masked_weight_rule import INPUTS, SPELLINGS, Masked
 from torch import Tensor, nn
 
 import sparsecomp
 from sparsecomp.ops import frozen_weights
 from sparsecomp.ops.masked import merged_weight as merged_ops
-from sparsecomp.ops.masked.folded_weight import FOLDS
 from sparsecomp.passes.cost import masked as masked_cost
+from sparsecomp.reference.memo import MEMO
 
 NAMES = ("weight", "theta", "phi", "bias")
 
@@ -122,10 +122,10 @@ def compiled():
     run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"}, fullgraph=True)
 
     def proofs() -> int:
-        before = FOLDS.made
+        before = MEMO.made
         agree(trained(run, model, X), trained(model, model, X), exact=False)
         assert site(sparsecomp.last_report(), "masked_weight").implementation == "merged"
-        return FOLDS.made - before
+        return MEMO.made - before
 
     proofs()
     assert proofs() == 0
@@ -178,7 +178,7 @@ def test_a_formula_that_becomes_another_is_computed_as_written(compiled, break_i
 
 def test_what_no_longer_fits_is_told_once(compiled, caplog):
     model, proofs = compiled
-    merged_ops._tell.cache_clear()
+    merged_ops.tell_once.cache_clear()
     with torch.no_grad():
         model.numbers.mul_(0.5)
     with caplog.at_level("WARNING", "sparsecomp"):

@@ -140,7 +140,7 @@ class FakeLibrary:
         places = tensor_at(a + rows * cols, rows * cols // 2, torch.uint8).view(rows, -1, 2).long()
         out, dense = matrix_at(d, product["d"]), matrix_at(b, product["b"]).float()
         place = (places + 4 * torch.arange(cols // 4)[:, None]).view(rows, -1)
-        # what is not stored is not multiplied
+        # the two that it keeps of each four are multiplied, be they zero
         sums = torch.stack([one @ dense[at] for one, at in zip(values.view(rows, -1), place, strict=True)])
         result = ctypes.c_float.from_address(alpha).value * sums
         if ctypes.c_float.from_address(beta).value:
@@ -169,10 +169,10 @@ def installed(monkeypatch, **options):
     return fake
 
 
-def half_of_each_four(rows, cols, seed=0):
-    """A dense float32 matrix with two numbers in each four of a row, or fewer, none of them zero."""
+def half_of_each_four(rows, cols, seed=0, filled=True):
+    """A dense float32 matrix with two numbers in each four of a row, or fewer if `filled`, none of them zero."""
     random = np.random.default_rng(seed)
     order = random.random((rows, cols // 4, 4)).argsort(-1)
-    keep = (order < 2) & ~((order == 1) & (random.random((rows, cols // 4, 4)) < 0.1))
+    keep = (order < 2) & ~((order == 1) & (random.random((rows, cols // 4, 4)) < 0.1 * filled))
     numbers = random.normal(size=(rows, cols // 4, 4)) * keep
     return torch.from_numpy(numbers.reshape(rows, cols)).float()

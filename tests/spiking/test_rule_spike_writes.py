@@ -209,3 +209,32 @@ def test_a_write_to_a_factor(trained):
     assert (outcomes[0] is None) == (outcomes[1] is None) == trained
     if not trained:
         torch.testing.assert_close(outcomes[1], outcomes[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("layer", ["linear", "conv"])
+def test_a_write_to_the_weight_behind_the_layer(layer, trained):
+    """Eager's linear saves its weight only for the gradient of its input; its convolution always does."""
+
+    def model(x, weight):
+        spikes = Surrogate.apply(x)
+        y = F.linear(spikes, weight) if layer == "linear" else F.conv2d(spikes, weight)
+        with torch.no_grad():
+            weight.mul_(0.9)
+        return y
+
+    outcomes = []
+    for call in (model, compiled(model)):
+        random = torch.Generator().manual_seed(0)
+        x = torch.randn(3, 4, 6, 6, generator=random).requires_grad_(trained)
+        weight = torch.randn((5, 6) if layer == "linear" else (5, 4, 3, 3), generator=random).requires_grad_()
+        try:
+            call(x, weight).square().sum().backward()
+        except Exception as error:  # a compiler may find it before there is a backward pass
+            assert "modified by an inplace operation" in str(error)
+            outcomes.append(None)
+        else:
+            outcomes.append((weight.grad, weight.detach()))
+    assert (outcomes[0] is None) == (outcomes[1] is None) == (trained or layer == "conv")
+    if outcomes[0] is not None:
+        torch.testing.assert_close(outcomes[1], outcomes[0], rtol=1e-4, atol=1e-4)

@@ -235,8 +235,8 @@ def test_a_tied_weight_shifts_the_bias_of_each_of_its_layers_once():
     for _ in range(2):
         _next(cycle)
     kept = model.first.weight.detach().clone()
-    lost = cycle._layers["first.weight"].before - kept
-    mean = cycle._layers["first.weight"].parts[0].mean
+    before = cycle.state_dict()["layers"]["first.weight"]
+    lost, mean = before["before"] - kept, before["parts"][0]["mean"]
     _next(cycle)
     for layer, bias in zip((model.first, model.second), biases, strict=True):
         torch.testing.assert_close(layer.bias.detach(), bias + (lost.double() @ mean).float(), atol=1e-6, rtol=1e-5)

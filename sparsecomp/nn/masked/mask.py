@@ -55,9 +55,14 @@ class SparseMask(torch.nn.Module):
         return positions_of(~self.mask)
 
     @property
+    def pruned_count(self) -> int:
+        """How many elements are pruned."""
+        return self.mask.numel() - int(self.mask.count_nonzero())
+
+    @property
     def sparsity(self) -> float:
         """Share of pruned elements; 0 for an empty mask."""
-        return int((~self.mask).sum()) / max(self.mask.numel(), 1)
+        return self.pruned_count / max(self.mask.numel(), 1)
 
     def check_weight(self, weight: torch.Tensor) -> None:
         """MaskError unless ``weight`` has the mask's shape and device."""

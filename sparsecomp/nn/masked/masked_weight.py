@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsecomp.errors import MaskError
-from sparsecomp.nn.masked.effective_weight import gather_pruned, load_theta_
 from sparsecomp.nn.masked.mask import SparseMask, check_before_load
+from sparsecomp.ops.masked.effective_weight import effective_weight
+from sparsecomp.ops.masked.elementwise import gather_pruned
 
 
 class Mode(IntEnum):
@@ -89,14 +90,20 @@ class MaskedWeight(nn.Module):
         self.mask.check_weight(weight)
         if theta is None:
             self.mask.apply_(weight)
+        elif theta.shape != (self.mask.pruned_count,):
+            raise MaskError(
+                f"theta is {tuple(theta.shape)}, the mask has {self.mask.pruned_count} pruned elements: gather theta "
+                "again after a change of the mask"
+            )
         else:
-            load_theta_(weight, theta, self.mask)
+            with torch.no_grad():
+                weight.copy_(effective_weight(weight, theta.to(weight.dtype), self.mask.mask))
         self._switch(Mode.RESU)
 
     def theta(self, weight: Tensor) -> Tensor:
         """A copy of theta, 1-d; MaskError outside of a RESU phase."""
         self._expect(Mode.RESU, advice="enter_resu_ begins one")
-        return gather_pruned(weight.detach(), self.mask)
+        return gather_pruned(weight.detach(), self.mask.mask, self.mask.pruned_count)
 
     def theta_grad(self, weight: Tensor) -> Tensor:
         """dL/dtheta: the weight's gradient at the pruned places, 1-d.
@@ -108,7 +115,7 @@ class MaskedWeight(nn.Module):
         if weight.grad is None:
             frozen = "" if weight.requires_grad else " (requires_grad is False: freeze the active part otherwise)"
             raise MaskError(f"the weight has no gradient{frozen}, so theta has none: call backward first")
-        return gather_pruned(weight.grad, self.mask)
+        return gather_pruned(weight.grad, self.mask.mask, self.mask.pruned_count)
 
     def commit_(self, weight: Tensor, mask: Tensor) -> None:
         """End the RESU phase with another ``mask``: what it keeps stays, the rest becomes zero, the weight SPARSE.

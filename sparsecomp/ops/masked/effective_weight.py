@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparsecomp.errors import MaskError
 from sparsecomp.ops.library import TAGS, library
-from sparsecomp.ops.masked.folded_weight import FOLDS, named_formula
 from sparsecomp.reference.masks import MOST
+from sparsecomp.reference.memo import MEMO
 
 library.define("effective_weight(Tensor weight, Tensor theta, Tensor mask) -> Tensor", tags=TAGS)
 library.define(
@@ -103,40 +103,39 @@ def split_at(whole: Tensor, positions: Tensor, active: bool, rest: bool) -> tupl
     return kept, whole.reshape(-1).index_select(0, positions) if rest else nothing
 
 
-def positions_of(mask: Tensor) -> Tensor:
+def pruned_positions(mask: Tensor) -> Tensor:
     """The flat positions of the pruned elements; waits for the device."""
     return (~mask).reshape(-1).nonzero()[:, 0]
 
 
-_POSITIONS = named_formula("pruned positions of a mask", positions_of)
-
-
 def _kept_positions(mask: Tensor, pruned: int) -> Tensor | None:
     """The flat positions of the pruned elements where they may be kept; it pays to list them for more than one call."""
-    kept = FOLDS.kept([mask], _POSITIONS, "dense", (1, 1), "asked")
-    found = mask.numel() - int(mask.count_nonzero()) if kept is None else kept.values.shape[0]
+    kept = MEMO.kept(pruned_positions, [mask])
+    found = mask.numel() - int(mask.count_nonzero()) if kept is None else kept.shape[0]
     if found != pruned:
         raise MaskError(f"the mask prunes {found} elements, not {pruned}: gather theta again after a change")
-    return None if kept is None else kept.values
+    return kept
 
 
 def _merge_cpu(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
     _check_merge(weight, theta, mask)
     positions = _kept_positions(mask, theta.shape[0])
-    return _merged(weight, theta, mask) if positions is None else merge_at(weight, theta, positions)
+    return merge_in_torch(weight, theta, mask) if positions is None else merge_at(weight, theta, positions)
 
 
 def _split_cpu(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
     _check(whole, mask, pruned)
     positions = _kept_positions(mask, pruned)
-    return split_at(whole, positions_of(mask) if positions is None else positions, active, rest)
+    return split_at(whole, pruned_positions(mask) if positions is None else positions, active, rest)
 
 
-def _merged(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+def merge_in_torch(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+    """`effective_weight` without a kernel and without waiting for the device."""
     return weight.contiguous().masked_scatter(~mask, theta)
 
 
-def _split(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+def split_in_torch(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    """`split_pruned` likewise."""
     kept = torch.where(mask, whole, 0).contiguous() if active else whole.new_empty(0)
     if not rest:
         return kept, whole.new_empty(0)
@@ -172,23 +171,20 @@ def ranks_of(mask: Tensor) -> Tensor:
     return lowered.ranks(mask.contiguous())
 
 
-def _merge_cuda(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+def merge_cuda(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
+    """`effective_weight` on CUDA."""
     _check_merge(weight, theta, mask)
-    return merge_by(weight, theta, _ranks(mask)) if fits_kernels(weight) else _merged(weight, theta, mask)
+    if not fits_kernels(weight):
+        return merge_in_torch(weight, theta, mask)
+    return merge_by(weight, theta, MEMO.of(ranks_of, [mask]))
 
 
-def _split_cuda(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+def split_cuda(whole: Tensor, mask: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+    """`split_pruned` likewise."""
     _check(whole, mask, pruned)
     if not fits_kernels(whole):
-        return _split(whole, mask, pruned, active, rest)
-    return split_by(whole, _ranks(mask), pruned, active, rest)
-
-
-_RANKS = named_formula("ranks of a mask", ranks_of)
-
-
-def _ranks(mask: Tensor) -> Tensor:
-    return FOLDS.of([mask], _RANKS, "dense", (1, 1)).values
+        return split_in_torch(whole, mask, pruned, active, rest)
+    return split_by(whole, MEMO.of(ranks_of, [mask]), pruned, active, rest)
 
 
 def _fake_merge(weight: Tensor, theta: Tensor, mask: Tensor) -> Tensor:
@@ -231,10 +227,10 @@ def _split_backward(ctx: Any, of_active: Tensor, of_rest: Tensor) -> tuple[Tenso
 
 
 library.impl("effective_weight", _merge_cpu, "CPU")
-library.impl("effective_weight", _merge_cuda, "CUDA")
+library.impl("effective_weight", merge_cuda, "CUDA")
 torch.library.register_fake("sparsecomp::effective_weight", _fake_merge, lib=library)
 torch.library.register_autograd("sparsecomp::effective_weight", _merge_backward, setup_context=_save_merge, lib=library)
 library.impl("split_pruned", _split_cpu, "CPU")
-library.impl("split_pruned", _split_cuda, "CUDA")
+library.impl("split_pruned", split_cuda, "CUDA")
 torch.library.register_fake("sparsecomp::split_pruned", _fake_split, lib=library)
 torch.library.register_autograd("sparsecomp::split_pruned", _split_backward, setup_context=_save_split, lib=library)

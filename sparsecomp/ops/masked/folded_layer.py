@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, library
-from sparsecomp.ops.masked.folded_weight import FOLDS, Packed, Recipe, computed
+from sparsecomp.ops.masked.folded_weight import Packed, Recipe, computed, weight_of
 from sparsecomp.ops.sparse.spmm import spmm
 from sparsecomp.reference.geometry import convolution_of
 
@@ -39,7 +39,7 @@ def folded_linear(x: Tensor, sources: list[Tensor], bias: Tensor | None, recipe:
     Raises:
         NotImplementedError: something needs a gradient.
         FormatError: an unknown formula or format.
-        FrozenWeightError: a source was written to; see `sparsecomp.ops.masked.folded_weight.Folds.kept`.
+        FrozenWeightError: a source was written to; see `sparsecomp.reference.memo.Memo.kept`.
     """
     return torch.ops.sparsecomp.folded_linear.default(x, sources, bias, recipe.written())
 
@@ -52,7 +52,7 @@ def _refuse_gradients(x: Tensor, sources: Sequence[Tensor], bias: Tensor | None)
 
 def _linear(x, sources, bias, recipe):
     _refuse_gradients(x, sources, bias)
-    weight = FOLDS.of(sources, *Recipe.read(recipe))
+    weight = weight_of(sources, recipe)
     return F.linear(x, weight.values, bias) if weight.layout is None else _sparse(x, weight, bias)
 
 
@@ -65,16 +65,16 @@ def _sparse(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
 
 def _conv(x, sources, bias, recipe, stride, padding, dilation, groups):
     _refuse_gradients(x, sources, bias)
-    weight = FOLDS.of(sources, *Recipe.read(recipe)).values
+    weight = weight_of(sources, recipe).values
     return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
 
 
 def _fake_linear(x, sources, bias, recipe):
-    return F.linear(x, computed(sources, Recipe.read(recipe).formula), bias)
+    return F.linear(x, computed(sources, Recipe.read(recipe).folded.formula), bias)
 
 
 def _fake_conv(x, sources, bias, recipe, stride, padding, dilation, groups):
-    weight = computed(sources, Recipe.read(recipe).formula)
+    weight = computed(sources, Recipe.read(recipe).folded.formula)
     return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
 
 

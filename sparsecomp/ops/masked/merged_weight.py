@@ -21,12 +21,13 @@ from sparsecomp.ops.masked.effective_weight import (
     fits_kernels,
     merge_at,
     merge_by,
-    positions_of,
+    pruned_positions,
     ranks_of,
     split_at,
     split_by,
 )
-from sparsecomp.ops.masked.folded_weight import FOLDS, Keep, computed, formula, named, named_formula
+from sparsecomp.ops.masked.folded_weight import computed, formula, named, named_formula
+from sparsecomp.reference.memo import MEMO, Keep
 
 log = logging.getLogger("sparsecomp")
 
@@ -40,6 +41,8 @@ library.define(
 )
 _PROBES = 4
 """Sets of random numbers. Two numbers of a set are the same bfloat16 in one case of a hundred."""
+_FORMS: dict[str, "Form"] = {}
+"""What a formula that was proved, by its name, is given."""
 
 
 class Form(NamedTuple):
@@ -72,8 +75,8 @@ def merging(
         What `merged_weight` is to be given as `formula`.
     """
     name = named_formula(f"{formula(gm)} of {form}", gm.forward)
-    named_formula(_proof_of(name), lambda *selectors: _proved(gm.forward, form, selectors))
-    return name if FOLDS.prepare(selectors, _proof_of(name), "dense", (1, 1), keep, names).values.dim() else None
+    _FORMS[name] = form
+    return name if MEMO.prepare(Proof(name), selectors, keep, names).dim() else None
 
 
 def merged_weight(
@@ -95,8 +98,13 @@ def merged_weight(
     return torch.ops.sparsecomp.merged_weight.default(weight, theta, selectors, formula, keep)
 
 
-def _proof_of(name: str) -> str:
-    return f"proof of {name}"
+class Proof(NamedTuple):
+    """What a formula's selectors prove of it."""
+
+    formula: str
+
+    def __call__(self, *selectors: Tensor) -> Tensor:
+        return _proved(named(self.formula), _FORMS[self.formula], selectors)
 
 
 def _proved(function: Callable[..., Tensor], form: Form, selectors: tuple[Tensor, ...]) -> Tensor:
@@ -109,7 +117,7 @@ def _proved(function: Callable[..., Tensor], form: Form, selectors: tuple[Tensor
     if mask.numel() - int(mask.sum()) != torch.Size(form.theta).numel():
         return nothing
     by_kernel = form.device.type == "cuda" and fits_kernels(torch.empty(form.weight, dtype=form.dtype, device="meta"))
-    pruned = ranks_of(mask) if by_kernel else positions_of(mask)
+    pruned = ranks_of(mask) if by_kernel else pruned_positions(mask)
     for _ in range(_PROBES):
         weight, theta = (torch.randn(shape, generator=random, **factory) for shape in (form.weight, form.theta))
         if not torch.equal(function(weight, theta, *selectors), _merge_pruned(weight, theta, pruned)):
@@ -125,15 +133,15 @@ def _merge_pruned(weight: Tensor, theta: Tensor, pruned: Tensor) -> Tensor:
 
 def _pruned(selectors: list[Tensor], name: str, keep: Keep) -> Tensor | None:
     """What `_proved` found for what the selectors hold; None if the formula is to be computed as it was written."""
-    proof = FOLDS.kept(selectors, _proof_of(name), "dense", (1, 1), keep)
-    if proof is None or proof.values.dim():
-        return None if proof is None else proof.values
-    _tell(name)
+    proof = MEMO.kept(Proof(name), selectors, keep)
+    if proof is None or proof.dim():
+        return proof
+    tell_once(name)
     return None
 
 
 @cache
-def _tell(name: str) -> None:
+def tell_once(name: str) -> None:
     log.warning("masks and positions of a merged weight do not fit together: it is computed as written (%s)", name)
 
 

@@ -153,10 +153,11 @@ def _average(g, steps, beta, beta2, mean, size, square) -> None:
         slot.masked_fill_(steps == 1, 0).lerp_(new, gain)
 
 
-def _cuda(
+def step_cuda(
     weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count,
     whole,
 ) -> None:  # fmt: skip
+    """The operator on CUDA."""
     if weight.dtype not in KERNEL_DTYPES or grad.dtype not in KERNEL_DTYPES:
         return reference(
             weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up,
@@ -183,5 +184,5 @@ def _fake(
 
 
 library.impl("selective_step", reference, "CPU")
-library.impl("selective_step", _cuda, "CUDA")
+library.impl("selective_step", step_cuda, "CUDA")
 torch.library.register_fake("sparsecomp::selective_step", _fake, lib=library)

@@ -261,12 +261,12 @@ def _save(ctx, x, weight, bias, scale, factor, binary, keep_input):
     _compat.keep_for_backward(x)
 
 
-def _saved(ctx) -> tuple[Tensor, Tensor]:
+def _saved(ctx, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Input and weight. A compiled graph is shown the way through bytes, a quarter of the memory to keep."""
     x, weight, factor = ctx.saved_tensors
     scale, binary = ctx.promises
     if x.dtype is torch.int8 or (ctx.by_counts and not torch.is_grad_enabled()):
-        x = elements_of(counts_of(x, scale, binary), weight.dtype, scale, factor)
+        x = elements_of(counts_of(x, scale, binary), dtype, scale, factor)
     return x, weight
 
 
@@ -277,7 +277,7 @@ def _save_conv2d(ctx, inputs, output):
 
 
 def _backward_conv2d(ctx, grad):
-    x, weight = _saved(ctx)
+    x, weight = _saved(ctx, grad.dtype)
     stride, padding, dilation, groups = ctx.geometry
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
     grads = torch.ops.aten.convolution_backward.default(
@@ -288,11 +288,13 @@ def _backward_conv2d(ctx, grad):
 
 def _save_linear(ctx, inputs, output):
     x, weight, bias, _, _, scale, factor, binary, _, keep_input = inputs
-    _save(ctx, x, weight, bias, scale, factor, binary, keep_input)
+    # as the dense operator, which otherwise takes no offence at a later write to its weight
+    kept = weight if ctx.needs_input_grad[0] else None
+    _save(ctx, x, kept, bias, scale, factor, binary, keep_input)
 
 
 def _backward_linear(ctx, grad):
-    x, weight = _saved(ctx)
+    x, weight = _saved(ctx, grad.dtype)
     rows = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])  # Size.numel() would fix a symbolic size
     inputs = x.reshape(rows.shape[0], x.shape[-1])
     grad_x = grad @ weight if ctx.needs_input_grad[0] else None

@@ -16,7 +16,7 @@ from sparsecomp.training.resu.optim import RESUSelective
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _NOWHERE = (torch.empty(0), torch.empty(0))
 """Stands for moments that are still to be loaded."""
-_OWN = ("_masked", "_theta", "_theta_lr", "_train_active", "_selective", "_forgotten")
+_OWN = ("_masked", "_theta", "_theta_lr", "_train_active", "selective", "_forgotten")
 
 
 class RESUAdamW(torch.optim.AdamW):
@@ -32,6 +32,9 @@ class RESUAdamW(torch.optim.AdamW):
         train_active: whether active elements move in a RESU phase; their gradient is needed in any case.
         tau, delta, select, amount: see `RESUSelective`.
         options: of `torch.optim.AdamW`, such as ``betas``, ``weight_decay`` or ``fused``.
+
+    Attributes:
+        selective: the step of theta, by the weights that are in their RESU phase.
 
     Raises:
         MaskError: a model that is not wrapped, a setting of theta's step outside its domain, or, in a step, a weight in
@@ -57,7 +60,7 @@ class RESUAdamW(torch.optim.AdamW):
         self._masked: dict[Tensor, MaskedWeight] = {weight: masked for weight, masked in weights.values()}
         self._theta = {"tau": tau, "delta": delta, "select": select, "amount": amount, "weight_decay": theta_decay}
         self._theta_lr, self._train_active = theta_lr, train_active
-        self._selective: dict[Tensor, RESUSelective] = {}
+        self.selective: dict[Tensor, RESUSelective] = {}
         # copies of masks on a CPU, where comparing them is cheaper than to write the moments again
         self._forgotten: dict[Tensor, Tensor] = {}
         RESUSelective(torch.zeros(0, dtype=torch.int32), lr=lr if theta_lr is None else theta_lr, **self._theta)
@@ -127,9 +130,9 @@ class RESUAdamW(torch.optim.AdamW):
         return state
 
     def _selective_of(self, weight: Tensor, masked: MaskedWeight, group: dict[str, Any]) -> RESUSelective:
-        pruned, found = _pruned(masked), self._selective.get(weight)
+        pruned, found = _pruned(masked), self.selective.get(weight)
         if found is None or found.pruned.device != pruned.device:
-            found = self._selective[weight] = RESUSelective(pruned, whole=self._whole(weight), **self._theta)
+            found = self.selective[weight] = RESUSelective(pruned, whole=self._whole(weight), **self._theta)
         found.follow(pruned)
         found.betas, found.eps = group["betas"], group["eps"]
         found.lr = float(group["lr"]) if self._theta_lr is None else self._theta_lr
@@ -148,7 +151,7 @@ class RESUAdamW(torch.optim.AdamW):
         """Let go what is known of the phases that weights are not in any more."""
         for weight, masked in self._masked.items():
             if masked.mode is not Mode.RESU:
-                self._selective.pop(weight, None)
+                self.selective.pop(weight, None)
             if masked.mode is not Mode.SPARSE:
                 self._forgotten.pop(weight, None)
 
@@ -163,7 +166,7 @@ class RESUAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def _forget_pruned(self, weight: Tensor, masked: MaskedWeight) -> None:
         """Zero the moments of pruned elements, but for those that are theta's averages."""
-        found, mask = self._selective.get(weight), masked.mask.mask
+        found, mask = self.selective.get(weight), masked.mask.mask
         whole = self._whole(weight) if found is None else found.whole
         if masked.mode is Mode.SPARSE and mask.device.type == "cpu":
             if weight in self._forgotten and torch.equal(self._forgotten[weight], mask):
@@ -177,7 +180,7 @@ class RESUAdamW(torch.optim.AdamW):
     def reset(self, weight: Tensor, positions: Tensor) -> None:
         """Forget the moments of a weight's elements (flat positions), and all that is known of its theta."""
         self._zero_moments(weight, positions)
-        self._selective.pop(weight, None)
+        self.selective.pop(weight, None)
 
     @torch.no_grad()
     def _zero_moments(self, weight: Tensor, positions: Tensor) -> None:
@@ -192,7 +195,7 @@ class RESUAdamW(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """torch's, with the state of each theta under ``theta``, by the number of its parameter."""
         numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        theta = {str(numbers[weight]): one.state_dict() for weight, one in self._selective.items()}
+        theta = {str(numbers[weight]): one.state_dict() for weight, one in self.selective.items()}
         return {**super().state_dict(), "theta": theta}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -219,7 +222,7 @@ class RESUAdamW(torch.optim.AdamW):
                 selective.whole = self._whole(weight)
                 if selective.whole is None:
                     self._copy_averages(weight, selective)
-        self._selective, self._forgotten = thetas, {}
+        self.selective, self._forgotten = thetas, {}
 
     def _copy_averages(self, weight: Tensor, selective: RESUSelective) -> None:
         """Give theta the averages that AdamW's moments hold, for a weight of another dtype or memory format."""

@@ -1,4 +1,4 @@
-"""The steps on theta: only weights whose gradients agree over time move, so that noise resurrects little.
+"""The step on theta: only weights whose gradients agree over time move, so that noise resurrects little.
 
 C = |m| / (v + delta), with m and v the moving averages of g and |g|, tells how much a gradient agrees with itself; it
 lies in [0, 1]. C is 1 at the first step whatever the gradient, so nothing moves during the first round(1 / (1 - beta))
@@ -15,49 +15,6 @@ from torch import Tensor
 from sparsecomp.errors import MaskError
 from sparsecomp.nn.masked.mask import positions_of
 from sparsecomp.ops.masked.selective_step import selective_step
-
-
-class RESUUpdater:
-    """Selective SGD on theta as a vector of its own: elements with C > ``tau`` move by -lr * g.
-
-    Others stay bit for bit, as no decay or momentum acts. MaskError for a setting outside its domain.
-    """
-
-    def __init__(self, theta: Tensor, lr: float, beta: float = 0.9, tau: float = 0.5, delta: float = 1e-12) -> None:
-        _check(lr=lr, beta=beta, tau=tau, delta=delta)
-        self.theta, self.lr, self.beta, self.tau, self.delta = theta, lr, beta, tau, delta
-        self.mean = torch.zeros_like(theta, dtype=torch.float32, requires_grad=False)
-        self.size = torch.zeros_like(self.mean)
-        self.steps = 0
-        self.warm_up = round(1 / (1 - beta))
-
-    def consistency(self) -> Tensor:
-        """C of each element, fp32 of theta's shape; 0 before the first step."""
-        return self.mean.abs() / (self.size + self.delta)
-
-    @torch.no_grad()
-    def step(self, gradient: Tensor) -> None:
-        """Take dL/dtheta, of theta's shape (the gather of dL/dW_eff at P); MaskError for another shape."""
-        if gradient.shape != self.theta.shape:
-            raise MaskError(f"the gradient is {tuple(gradient.shape)}, theta {tuple(self.theta.shape)}: gather it at P")
-        wide = gradient.float()
-        self.mean.lerp_(wide, 1 - self.beta)
-        self.size.lerp_(wide.abs(), 1 - self.beta)
-        self.steps += 1
-        if self.steps > self.warm_up:
-            moved = (self.theta - self.lr * wide).to(self.theta.dtype)
-            self.theta.copy_(torch.where(self.consistency() > self.tau, moved, self.theta))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The averages and the number of steps; theta is its owner's."""
-        return {"mean": self.mean, "size": self.size, "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; MaskError, with nothing taken, if it is of another number of elements."""
-        _check_state(state, {"mean": self.mean, "size": self.size})
-        self.mean.copy_(state["mean"])
-        self.size.copy_(state["size"])
-        self.steps = state["steps"]
 
 
 class RESUSelective:
@@ -80,7 +37,7 @@ class RESUSelective:
         weight_decay: float = 0.0, tau: float = 0.5, delta: float = 1e-12, select: str = "threshold",
         amount: float = 0.1, whole: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        _check(lr=lr, beta=betas[0], tau=tau, delta=delta)
+        check_settings(lr=lr, beta=betas[0], tau=tau, delta=delta)
         if select not in ("threshold", "top") or not 0 <= amount <= 1 or not 0 <= betas[1] < 1:
             raise MaskError(f"select {select!r}, amount {amount}, betas {betas}: threshold or top, a share, below 1")
         if not (eps >= 0 and weight_decay >= 0):
@@ -148,7 +105,7 @@ class RESUSelective:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; MaskError, with nothing taken, if it is of other positions."""
         own = self.state_dict()
-        _check_state(state, own)
+        check_state(state, own)
         if not torch.equal(state["pruned"].to(self.pruned.device), own["pruned"]):
             raise MaskError("the state is of another mask, with other positions: load the model, with its masks, first")
         self.steps.copy_(state["steps"])
@@ -159,12 +116,14 @@ class RESUSelective:
                 slot.copy_(state[name])
 
 
-def _check(*, lr: float, beta: float, tau: float, delta: float) -> None:
+def check_settings(*, lr: float, beta: float, tau: float, delta: float) -> None:
+    """MaskError for a setting of theta's step outside its domain."""
     if not (lr >= 0 and 0 <= beta < 1 and 0 <= tau <= 1 and delta > 0):
         raise MaskError(f"lr {lr}, beta {beta}, tau {tau}, delta {delta}: lr >= 0, beta in [0, 1), tau in [0, 1]")
 
 
-def _check_state(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+def check_state(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+    """MaskError for a saved state whose tensors are not like one's own."""
     for name, tensor in own.items():
         saved = state.get(name)
         if not isinstance(saved, Tensor) or saved.shape != tensor.shape:

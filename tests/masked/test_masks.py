@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sparsecomp.errors import MaskError, ScheduleError
-from sparsecomp.nn.masked.effective_weight import effective_weight, gather_pruned, load_theta_
 from sparsecomp.runtime import (
     SparseMask,
     amnesty_rate,
@@ -67,10 +66,7 @@ def test_the_lists_are_of_the_mask_that_is_there_whoever_wrote_it(write):
     assert mask.pruned.tolist() == [1] and mask.sparsity == 0.25
     write(mask, torch.tensor([False, True, False, True]))
     assert mask.pruned.tolist() == [0, 2] and mask.active.tolist() == [1, 3] and mask.sparsity == 0.5
-    weight, theta = torch.arange(4.0), torch.tensor([7.0, 8.0])
-    assert gather_pruned(weight, mask).tolist() == [0, 2]
-    assert effective_weight(weight, theta, mask).tolist() == [7, 1, 8, 3]
-    assert load_theta_(weight.clone(), theta, mask).tolist() == [7, 1, 8, 3]
+    assert mask.pruned_count == 2 and mask.apply_(torch.arange(1.0, 5.0)).tolist() == [0, 2, 0, 4]
 
 
 @pytest.mark.parametrize("shape", [(0,), (5,), (0, 4), ()])
