@@ -233,13 +233,11 @@ def _fastest(
     candidates: list[Any], problem: Any, product: Product, card: Card, otherwise: str
 ) -> tuple[Time, str]:
     """Time and template of the best candidate; infinite without one."""
-    best: dict[tuple[str, int], tuple[float, Any]] = {}
+    best: dict[str, tuple[float, Any]] = {}  # of each template: its launch asks the device's time alone
     for candidate in candidates:
-        # the host's time follows from these
-        kind = candidate.template.name, candidate.config.get("COPY", 0)
-        seconds = cost.seconds(candidate, problem, card)
-        if kind not in best or seconds < best[kind][0]:
-            best[kind] = seconds, candidate
+        name, seconds = candidate.template.name, cost.seconds(candidate, problem, card)
+        if name not in best or seconds < best[name][0]:
+            best[name] = seconds, candidate
     times = [
         (Time(seconds, 0.0 if product.replayed else _host_seconds(candidate, problem)), candidate.template.name)
         for seconds, candidate in best.values()
