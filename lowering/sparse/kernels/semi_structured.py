@@ -48,25 +48,19 @@ _SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
 
 @triton.jit
 def fingerprint_kernel(values_ptr, out_ptr, words, steps, PARTS: tl.constexpr, B: tl.constexpr):
-    """out[part] = sum of the part's words, each scrambled with its position by MurmurHash3's finaliser, but for the
-    lowest bit, which says whether one of the four half-precision numbers of a word is zero."""
+    """out[part] = sum of the part's words, each scrambled with its position by MurmurHash3's finaliser."""
     words_ptr = values_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     first = tl.program_id(0).to(tl.int64) * B
     total = tl.zeros((B,), tl.uint64)
-    zeros = tl.zeros((B,), tl.uint64)
     for step in range(steps):
         at = first + tl.cast(step, tl.int64) * PARTS * B + tl.arange(0, B)
         word = tl.load(words_ptr + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
-        # 0x7FFF carries into the sign's place from any number but zero
-        signs = ((word & 0x7FFF7FFF7FFF7FFF) + 0x7FFF7FFF7FFF7FFF) & 0x8000800080008000
-        zeros |= ((signs != 0x8000800080008000) & (at < words)).to(tl.uint64)
         word += at.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
         word = (word ^ (word >> 33)) * 0xFF51AFD7ED558CCD
         word = (word ^ (word >> 33)) * 0xC4CEB9FE1A85EC53
         total += word ^ (word >> 33)
     parts_ptr = out_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    found = (tl.sum(total, 0) & 0xFFFFFFFFFFFFFFFE) | (tl.sum(zeros, 0) != 0).to(tl.uint64)
-    tl.store(parts_ptr + tl.program_id(0), found.to(tl.int64, bitcast=True))
+    tl.store(parts_ptr + tl.program_id(0), tl.sum(total, 0).to(tl.int64, bitcast=True))
 
 
 @triton.jit
@@ -80,21 +74,23 @@ def guarded_kernel(
     """What ``spmm_nm_kernel`` and then ``nm_repair_kernel`` do for a tile of a 2:4 product, if values have changed, or
     if a weight with zeros gave a number that is not finite.
 
-    scratch: PARTS fingerprints of the values as they are, and a byte a tile; kept: those of the values as they were.
+    scratch: PARTS fingerprints of the values as they are, and a byte a tile; kept: those of the values as they were,
+    with a lowest bit that says whether there were zeros.
     """
     now_ptr = scratch_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     bad_ptr = (now_ptr + PARTS).to(tl.pointer_type(tl.int8), bitcast=True)
     known_ptr = kept_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     part = tl.arange(0, PARTS)
-    now = tl.load(now_ptr + part)
-    wrong = tl.sum((now != tl.load(known_ptr + part)).to(tl.int32), 0)
-    if (wrong == 0) & (tl.sum((now & 1).to(tl.int32), 0) > 0):
+    known = tl.load(known_ptr + part)
+    differ = ((tl.load(now_ptr + part) ^ known) >> 1 != 0).to(tl.int32)
+    wrong = tl.sum(differ * 1024 + (known & 1).to(tl.int32), 0)  # in one sum: of up to 512 parts
+    if (wrong > 0) & (wrong < 1024):
         batch, block_m, block_n = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
         rows = (block_m * BM + tl.arange(0, BM))[:, None]
         cols = (block_n * BN + tl.arange(0, BN))[None, :]
         at = rows.to(tl.int64) * out_m + cols.to(tl.int64) * out_n
         found = tl.load(out_ptr + at, mask=(rows < M) & (cols < N), other=0.0).to(tl.float32)
-        wrong = tl.sum(tl.sum((found - found != 0.0).to(tl.int32), 1), 0)
+        wrong = tl.sum((found - found != 0.0).to(tl.int32))
     if wrong == 0:
         return
     spmm_nm_kernel(
