@@ -27,7 +27,9 @@ class Options:
     Attributes:
         mode: torch.compile's `mode`, with torch's meaning.
         precision: `exact` (relative error at most 1e-6), `tf32`, or `half` (what a half-precision model gets anyway);
-            `auto` is `exact` for float32 models and `half` for float16 and bfloat16 ones.
+            `auto` is `exact` for float32 models and `half` for float16 and bfloat16 ones. Where `exact` is asked for,
+            sparse weights are multiplied sparsely and masked ones densely, as eager does, so that NaN and infinity in
+            an input reach the same results; otherwise that is for finite inputs.
         implementation: `auto` lets the cost gate choose; anything else is forced at every legal site, on the CPU too,
             where the operators run their references.
         density: share of non-zero inputs to assume where none was measured, in [0, 1].

@@ -60,6 +60,10 @@ class Why(Enum):
         "the masked weight stays as it was written: what it is made of may be written to where nothing tells of it; "
         "{option} promises that it is not"
     )
+    PRUNED = (
+        "{reason}; once it is trained, torch.nn.utils.prune.remove makes it a plain weight, and "
+        "sparsecomp.sparsify(model, FromMask()) a sparse layer"
+    )
     FAILED = "the rule failed and the site was left as it was: {detail}"
 
 

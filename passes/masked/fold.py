@@ -50,6 +50,8 @@ def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
     where = weight.device
     if op.name != "linear":
         return _dense(weight, "convolutions have no sparse kernel")
+    if ctx.options.precision == "exact":
+        return _dense(weight, "precision='exact' multiplies its zeros too, be the input NaN or infinite")
     if where.type != "cuda":
         return _dense(weight, "no CUDA device")
     rows = sizes(op.input)

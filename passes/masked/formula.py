@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.utils import prune
 
 from sparsecomp import _compat
 from sparsecomp.passes.engine.rule import Context
@@ -41,6 +42,11 @@ class Formula:
         """The operators that mask, for people to read."""
         ops = [op for node in self.nodes if (op := op_of(node)) is not None]
         return ", ".join(dict.fromkeys(op.name for op in ops if op.has(Trait.SELECTS) or op.name == "mul"))
+
+    def by_torchs_pruning(self) -> bool:
+        """Whether a hook of `torch.nn.utils.prune` computes it, which leaves it behind as an attribute of its module,
+        so that the graph gives it out."""
+        return any(str(prune.__file__) in (node.meta.get("stack_trace") or "") for node in self.nodes)
 
     def base(self) -> fx.Node:
         """What the result is a view of: itself, if it is none."""

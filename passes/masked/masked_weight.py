@@ -5,6 +5,10 @@ they are not written to. It is computed once and packed in the format that is es
 (`sparsecomp.ops.masked.folded_weight`). With gradients, as without a promise, the multiplication by a mask is one
 elementwise operator, which Inductor fuses by itself; what scatters a vector to the pruned elements it does not
 (`sparsecomp.passes.masked.merged_weight`).
+
+`torch.nn.utils.prune` sets the product as an attribute of its module in each call, so that the graph gives it out. It
+gets the weight that is kept. Other readers may write to a weight that they are given, which is then computed in each
+call.
 """
 
 from collections.abc import Mapping
@@ -50,6 +54,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     for weight in weights:
         masked = formula_of(weight, node, ctx) if isinstance(weight, fx.Node) else None
         verdict = None if masked is None else _judged(op, masked, ctx)
+        if masked is not None and isinstance(verdict, Refusal) and masked.by_torchs_pruning():
+            return refuse(Why.PRUNED, reason=verdict)
         if verdict is not None:
             return verdict
     return None
@@ -148,7 +154,7 @@ def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
         return "shapes are unknown"
     if len(shape) != 2 + CONVOLUTIONS.get(op.name, 0):
         return f"{op.name} with a weight of {len(shape)} dimensions takes no folded one"
-    decision = decide_fold(example_of(masked.result).numel())
+    decision = decide_fold(example_of(masked.result).numel(), 2 if _is_given_out(masked, op.node) else 1)
     if decision.dense:
         return decision.reason
     if isinstance(op.get("padding"), str) and op.get("padding") != "valid":
@@ -167,15 +173,49 @@ def _folded(
     base = masked.base()
     outside = masked.outside(op.node)
     beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
-    if choice.format == "dense" and beside is not None:
+    # what a CUDA graph gives out must be its own
+    given_out = keep != "prepared" and _is_given_out(masked, op.node)
+    if choice.format == "dense" and beside is not None and not given_out:
         return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{beside.name}` reads it too, so it is computed all the same")
     kernel = f"torch's {op.name}" if choice.decision.dense else choice.decision.implementation
     reason = (
         f"{masked.spelled()} of parameters and buffers is folded, since they are promised to stay; "
         f"{choice.described} by {kernel}: {choice.decision.reason}"
     )
-    build = lambda: {op.node: _build(op, masked, choice, values, keep)}  # noqa: E731
-    return Plan(build, reason, choice.name, "", choice.gain, masked.nodes[::-1])
+
+    def build() -> dict[fx.Node, fx.Node]:
+        built = {op.node: _build(op, masked, choice, values, keep)}
+        return built | ({masked.result: _build_weight(op, masked, values, keep)} if given_out else {})
+
+    dead = tuple(node for node in masked.nodes[::-1] if not (given_out and node is masked.result))
+    return Plan(build, reason, choice.name, "", choice.gain, dead)
+
+
+def _is_given_out(masked: Formula, layer: fx.Node) -> bool:
+    """Whether nobody reads the weight but the layer and, for torch's pruning, the module that it is an attribute of."""
+    outside = masked.outside(layer)
+    alone = len(outside) == 1 and outside[0].op == "output" and set(masked.result.users) == {layer, outside[0]}
+    return alone and masked.by_torchs_pruning()
+
+
+def _build_weight(
+    op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], keep: Keep
+) -> fx.Node:
+    recipe = _prepared(masked, None, False, ("dense", (1, 1)), values, keep)
+    target = torch.ops.sparsecomp.folded_weight.default
+    return call(op.node.graph, op.node, target, list(masked.sources), recipe)
+
+
+def _prepared(
+    masked: Formula, cast_to: torch.dtype | None, flip: bool, form: tuple[str, tuple[int, int]],
+    values: Mapping[fx.Node, torch.Tensor], keep: Keep,
+) -> str:  # fmt: skip
+    """The recipe of the weight in a format and block, by which it is kept already: the first call may run in the
+    memory of a CUDA graph."""
+    folded = Folded(formula(masked.module(cast_to, flip)), *form)
+    read, names = zip(*((values[source], source.target) for source in masked.sources), strict=True)
+    MEMO.prepare(folded, read, keep, names)
+    return Recipe(folded, keep).written()
 
 
 def _build(
@@ -183,21 +223,16 @@ def _build(
 ) -> fx.Node:
     node, dtype = op.node, example_of(op.node).dtype
     cast_to = None if example_of(masked.result).dtype is dtype else dtype
-    name = formula(masked.module(cast_to, flip=op.name == "matmul"))
-    # made now: the first call may run in the memory of a CUDA graph
-    read, names = zip(*((values[source], source.target) for source in masked.sources), strict=True)
-    folded = Folded(name, choice.format, choice.block)
-    MEMO.prepare(folded, read, keep, names)
-    recipe = Recipe(folded, keep)
+    recipe = _prepared(masked, cast_to, op.name == "matmul", (choice.format, choice.block), values, keep)
     x, bias = cast(op.input, dtype, node), op.get("bias")
     bias = None if bias is None else cast(bias, dtype, node)
     sources = list(masked.sources)
     if op.name not in CONVOLUTIONS:
         target: Any = torch.ops.sparsecomp.folded_linear.default
-        return call(node.graph, node, target, x, sources, bias, recipe.written())
+        return call(node.graph, node, target, x, sources, bias, recipe)
     window = [_window(op, parameter) for parameter in ("stride", "padding", "dilation")]
     target = torch.ops.sparsecomp.folded_conv.default
-    return call(node.graph, node, target, x, sources, bias, recipe.written(), *window, op.get("groups", 1))
+    return call(node.graph, node, target, x, sources, bias, recipe, *window, op.get("groups", 1))
 
 
 def _window(op: CanonicalOp, parameter: str) -> list[Any]:

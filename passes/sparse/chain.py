@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 from sparsecomp import _compat
+from sparsecomp.passes.cost.decision import Decision
+from sparsecomp.passes.cost.sparse import Product, decide
 from sparsecomp.passes.engine.rule import Context, Refusal, Why, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.tensor.sparse_tensor import SparseTensor
@@ -161,6 +163,21 @@ def autocast_dtype(chain: Chain) -> torch.dtype | None:
     operands = {example_of(chain.sparse).dtype, example_of(chain.dense).dtype}
     lower = dtype in (torch.float16, torch.bfloat16) and operands != {dtype}
     return dtype if lower and operands <= {torch.float32, torch.float16, torch.bfloat16} else None
+
+
+def decided(product: Product, ctx: Context) -> Decision:
+    """What runs: what is estimated to be faster, but what is sparse stays so under precision='exact'.
+
+    A dense product multiplies the zeros too, so that NaN and infinity in the other operand reach results that nothing
+    is stored for.
+    """
+    decision = decide(product)
+    if not decision.dense:
+        return decision
+    if ctx.options.precision == "exact":
+        reason = f"precision='exact' keeps it sparse, be its input NaN or infinite; {decision.reason}"
+        return decision._replace(implementation=f"spmm_{product.format}", reason=reason)
+    return decision._replace(reason=f"{decision.reason}; for finite inputs")
 
 
 def circumstances(chain: Chain, ctx: Context, device: torch.device) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Behind a `sparsecomp::sparse_linear`, the node of `sparsecomp.nn.SparseLinear`, may stand an added residual and an
 activation; they become its arguments. On CUDA, where the estimate says that dense is faster, the weight is written out
-in each call; under the promise that it stays as it is, once, as a constant of the graph.
+in each call; under the promise that it stays as it is, once, as a constant of the graph. That is for finite inputs: a
+NaN or an infinity times a zero that was written out is NaN. Under precision='exact' the layer stays sparse.
 """
 
 from typing import Any
@@ -16,10 +17,10 @@ import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operator
 from sparsecomp.environment import Settings
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
-from sparsecomp.passes.cost.sparse import Product, decide, fuses_relu
+from sparsecomp.passes.cost.sparse import Product, fuses_relu
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, sizes
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.sparse.chain import Chain, circumstances, copied_behind, ending_at, problem_of_writes
+from sparsecomp.passes.sparse.chain import Chain, circumstances, copied_behind, decided, ending_at, problem_of_writes
 from sparsecomp.reference.patterns import Layout
 
 _LINEAR = torch.ops.sparsecomp.sparse_linear.default
@@ -73,7 +74,7 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     kept = None if product.trained else _kept(chain, ctx)
-    decision = decide(product._replace(constant=kept is not None))
+    decision = decided(product._replace(constant=kept is not None), ctx)
     dead = chain.dead
     if decision.dense:
         once = ": written out once, under the promise that it stays" if kept is not None else ""

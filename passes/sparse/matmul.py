@@ -2,7 +2,7 @@
 
 A product is written as linear, matmul, `@`, mm, addmm or a module, with the sparse operand on either side; behind it
 may stand what `sparsecomp.passes.sparse.chain` fuses. On CUDA, where the estimate says that dense is faster, the weight
-is made dense in the graph instead.
+is made dense in the graph instead, for finite operands; under precision='exact' it is not.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
-from sparsecomp.passes.cost.sparse import Product, decide
+from sparsecomp.passes.cost.sparse import Product
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.sparse.chain import (
@@ -22,6 +22,7 @@ from sparsecomp.passes.sparse.chain import (
     autocast_dtype,
     circumstances,
     copied_behind,
+    decided,
     ending_at,
     is_sparse,
     problem_of_writes,
@@ -51,7 +52,7 @@ RULE = Rule("sparse_matmul", consider)
 
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
-    decision = decide(product)
+    decision = decided(product, ctx)
     dead = chain.dead
     if decision.dense:
         reason = f"{product.described}: {decision.reason}"

@@ -51,6 +51,7 @@ class _Kept:
 
     Attributes:
         tensors: in the result.
+        version: of the first of them, which who was given it may write to; None where autograd counts none.
         promise: that its sources stay; None if they may be written to.
         ready: where and when it was made.
         seen: what the sources held, if that is to be checked.
@@ -60,6 +61,7 @@ class _Kept:
 
     result: Any
     tensors: tuple[Tensor, ...]
+    version: int | None
     promise: object | None
     sources: tuple[_Source, ...]
     ready: Ready
@@ -70,6 +72,8 @@ class _Kept:
     def current(self, sources: Sequence[Tensor], promise: object | None) -> bool:
         """Whether it may be read under a promise, or without one by who looks himself."""
         if promise is not None and self.promise is not promise and self.promise is not _ALWAYS:
+            return False
+        if self.version is not None and self.tensors[0]._version != self.version:
             return False
         for source, (memory, version, shape, strides, dtype) in zip(sources, self.sources, strict=False):
             if (
@@ -161,16 +165,16 @@ class Memo:
                 del self._kept[key]
 
         def described(source: Tensor) -> _Source:
-            version = None if source.is_inference() else source._version
             memory = weakref.ref(source.untyped_storage(), forget)
-            return _Source(memory, version, source.shape, source.stride(), source.dtype)
+            return _Source(memory, _version(source), source.shape, source.stride(), source.dtype)
 
         self.made += 1
         with torch.no_grad():
             before, result = self._kept.get(key), function(*sources)
         tensors = tuple(_tensors_in(result))
         kept = self._kept[key] = _Kept(
-            result, tensors, promise, tuple(map(described, sources)), Ready.now(tensors[0].device),
+            result, tensors, _version(tensors[0]), promise, tuple(map(described, sources)),
+            Ready.now(tensors[0].device),
             tuple(source.detach().clone() for source in sources) if Settings.from_environment().debug else (),
             names or (before.names if before else ()), before.captured if before else [],
         )  # fmt: skip
@@ -178,6 +182,11 @@ class Memo:
 
 
 MEMO = Memo()
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written to as far as autograd counts; None where it does not."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _captures(tensor: Tensor) -> bool:

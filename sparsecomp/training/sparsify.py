@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from sparsecomp.errors import FormatError, MaskError
+from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
 from sparsecomp.nn.masked.layers import RESULinear
 from sparsecomp.nn.sparse.linear import SparseLinear
 from sparsecomp.training.pruning.calibration import Statistics, TokenMask, calibrate
@@ -58,8 +59,7 @@ def sparsify(
         except (FormatError, MaskError) as error:
             raise type(error)(f"{name or 'the layer'}: {error}; a filter can leave the layer out") from error
         if matrix is not None:
-            trained = any(one.requires_grad for name, one in layer.named_parameters() if "weight" in name)
-            found[layer] = SparseLinear(matrix, layer.bias, trained).train(layer.training)
+            found[layer] = SparseLinear(matrix, bias_of(layer), is_trained(layer)).train(layer.training)
     return replace_layers(model, found)
 
 

@@ -1,5 +1,6 @@
 """The rule for sparse layers: what it fuses behind them, when they run dense, and what it leaves alone."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from sparsecomp.errors import FrozenWeightError
 from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost.decision import Decision
-from sparsecomp.passes.sparse import linear as sparse_linear
+from sparsecomp.passes.sparse import chain
 from sparsecomp.reference.patterns import Layout
 
 
@@ -24,7 +25,7 @@ from sparsecomp.reference.patterns import Layout
 def small_products_stay_sparse(monkeypatch):
     """What is tested here has a few numbers, for which dense is faster; tests of that say so themselves."""
     decide = lambda product: Decision(f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
-    monkeypatch.setattr(sparse_linear, "decide", decide)
+    monkeypatch.setattr(chain, "decide", decide)
 
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -82,7 +83,7 @@ def test_what_follows_a_layer_is_fused_where_nobody_else_reads_it(what):
 def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, monkeypatch):
     torch._dynamo.reset()
     if dense:
-        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+        monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     model = Net(lambda layer, x: torch.relu(layer(x) + x[..., :6]), format)
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
     results = []
@@ -100,7 +101,7 @@ def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, mo
 
 
 def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkeypatch):
-    monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     for format in FORMATS:
         model = Net(lambda layer, x: F.relu(layer(x)), format)
         torch._dynamo.reset()
@@ -126,7 +127,7 @@ def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkey
     ],
 )  # fmt: skip
 def test_a_cpu_runs_the_faster_way(size, rows, frozen, trained, dense, monkeypatch):
-    monkeypatch.setattr(sparse_linear, "decide", sparse_cost.decide)
+    monkeypatch.setattr(chain, "decide", sparse_cost.decide)
     torch.manual_seed(0)
     layer, x = SparseLinear.from_linear(nn.Linear(size, size), sparsity=0.9), torch.randn(rows, size)
     with torch.set_grad_enabled(trained):
@@ -148,7 +149,7 @@ def test_a_cpu_keeps_dtypes_it_has_no_estimate_of():
 
 
 def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):
-    monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
     torch._dynamo.reset()
     model = Net(lambda layer, x: F.relu(layer(x)))
@@ -163,7 +164,7 @@ def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):
 @pytest.mark.parametrize("dense", [False, True])
 def test_autocast_rounds_as_torch_does(dense, monkeypatch):
     if dense:
-        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+        monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     model = Net(lambda layer, x: F.relu(layer(x)))
     with torch.autocast("cpu", torch.bfloat16):
         out, report = rewritten(model, X, implementation="auto", strict=True, verify=False)
@@ -202,3 +203,29 @@ def test_other_batch_sizes_need_no_other_graph():
     for rows in (2, 5, 7):
         x = torch.randn(rows, 3, 8)
         torch.testing.assert_close(compiled(x), model(x))
+
+
+# -- inputs that are not finite
+
+
+RULES = {"layer": "sparse_linear", "tensor": "sparse_matmul"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("form", RULES)
+def test_precision_exact_keeps_what_is_not_finite_to_the_rows_that_store_it(form, value, monkeypatch):
+    dense = lambda product: Decision("dense", 0.5, "dense is faster")  # noqa: E731
+    monkeypatch.setattr(chain, "decide", dense)
+    weight = torch.eye(6, 8)
+    layer = SparseLinear.from_linear(nn.Linear(8, 6), mask=weight)
+    x = torch.zeros(2, 8)
+    x[0, 3] = value
+    function = layer if form == "layer" else lambda x: F.linear(x, layer.weight, layer.bias)
+    with torch.no_grad():
+        found, report = rewritten(function, x, implementation="auto", precision="exact", strict=True)
+        # feature 3 is stored for row 3 alone
+        assert (~found.isfinite()).nonzero().tolist() == [[0, 3]]
+        assert "precision='exact' keeps it sparse" in site(report, RULES[form]).reason
+        found, report = rewritten(function, x, implementation="auto", strict=True)
+        assert (~found.isfinite()).nonzero().tolist() == [[0, row] for row in range(6)]
+        assert "for finite inputs" in site(report, RULES[form]).reason

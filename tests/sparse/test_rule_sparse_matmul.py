@@ -20,16 +20,14 @@ from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, compare, fuses_relu
-from sparsecomp.passes.sparse import linear as sparse_linear
-from sparsecomp.passes.sparse import matmul as sparse_matmul
+from sparsecomp.passes.sparse import chain
 
 
 @pytest.fixture(autouse=True)
 def small_products_stay_sparse(monkeypatch):
     """What is tested here has a few numbers, for which dense is faster; tests of that say so themselves."""
     decide = lambda product: Decision(f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
-    for rule in (sparse_linear, sparse_matmul):
-        monkeypatch.setattr(rule, "decide", decide)
+    monkeypatch.setattr(chain, "decide", decide)
 
 
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
@@ -203,7 +201,7 @@ AUTOCAST = {
 def test_autocast_around_the_call_or_within_it(inside, dense, monkeypatch):
     """The fused operator gives the dtype that torch gives, and half precision rounds once."""
     if dense:
-        monkeypatch.setattr(sparse_matmul, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+        monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     around = torch.autocast("cpu", torch.bfloat16)
     for spelling, fused in AUTOCAST.items():
         forward = SPELLINGS[spelling][0]
@@ -254,7 +252,7 @@ def test_a_batch_of_another_size_needs_no_other_graph():
 
 @pytest.mark.parametrize("spelling", ["torch's module", "all", "addmm", "transposed", "added in place"])
 def test_dense_where_that_is_faster(spelling, monkeypatch):
-    monkeypatch.setattr(sparse_matmul, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
     model = Layers(SPELLINGS[spelling][0])
     out, report = rewritten(model, X, implementation="auto", strict=True)
     torch.testing.assert_close(out, model(X))

@@ -33,7 +33,7 @@ from sparsecomp.lowering.tuning.trial import fault, relative_error
 from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost.decision import Decision
-from sparsecomp.passes.sparse import linear as sparse_linear
+from sparsecomp.passes.sparse import chain
 from sparsecomp.reference.memo import Memo
 
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
@@ -581,7 +581,7 @@ def test_a_layer_and_its_compiled_form(cuda, monkeypatch):
     with torch.no_grad():
         assert relative_error(F.relu(layer(x)), expected) <= 1e-3
         assert len(semi_structured.MEMO) == before + 1
-        monkeypatch.setattr(sparse_linear, "decide", lambda product: Decision("", 1.0, "sparse is faster"))
+        monkeypatch.setattr(chain, "decide", lambda product: Decision("", 1.0, "sparse is faster"))
         compiled = torch.compile(torch.nn.Sequential(layer, torch.nn.ReLU()), backend="sparsecomp")
         assert relative_error(compiled(x), expected) <= 1e-3
         layer.values.mul_(-1)

@@ -38,12 +38,24 @@ def weight_and_mask(layer: nn.Module, name: str = "weight") -> tuple[Tensor, Ten
 
 
 def has_mask(layer: nn.Module, name: str = "weight") -> bool:
-    """Whether torch's pruning, a parametrization or a RESU phase gave the weight a mask."""
+    """Whether torch's pruning, a parametrization or RESU gave the weight a mask."""
+    masked: Any = getattr(layer, "masked", None)
     return (
         isinstance(getattr(layer, f"{name}_mask", None), Tensor)
-        or isinstance(getattr(layer, "masked", None), MaskedWeight)
+        or (isinstance(masked, MaskedWeight) and masked.mode is not Mode.DENSE)
         or bool(_masks_of_parametrizations(layer, name, getattr(layer, name)))
     )
+
+
+def bias_of(layer: nn.Module) -> Tensor | None:
+    """The bias: the parameter itself, or what torch's pruning or a parametrization makes of it now, detached."""
+    bias: Tensor | None = getattr(layer, "bias", None)
+    return bias if bias is None or isinstance(bias, nn.Parameter) else weight_and_mask(layer, "bias")[0]
+
+
+def is_trained(layer: nn.Module, name: str = "weight") -> bool:
+    """Whether a parameter that the weight is, or is computed of, takes a gradient."""
+    return any(one.requires_grad for path, one in layer.named_parameters() if name in path)
 
 
 def _masks_of_parametrizations(layer: nn.Module, name: str, weight: Tensor) -> list[Tensor]:

@@ -11,9 +11,11 @@ from typing import Any, Self, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import prune
 
 from sparsecomp.errors import MaskError
 from sparsecomp.nn.masked.attention import PROJECTIONS, RESUMultiheadAttention, adopt_attention
+from sparsecomp.nn.masked.existing_mask import weight_and_mask
 from sparsecomp.nn.masked.layer_state import Masked, guard_state, settled, shared_mask
 from sparsecomp.nn.masked.masked_weight import MaskedWeight, Mode
 
@@ -67,6 +69,9 @@ def wrap_module(model: nn.Module, skip: Iterable[str] = ()) -> nn.Module:
     weight. Modules of other classes, derived ones too, are left as they are. Weights that are tied share a mask; a
     module of another class that reads the same weight, such as an embedding, sees what the memory holds.
 
+    A linear layer or convolution that `torch.nn.utils.prune` masks keeps its mask and is SPARSE; the hook and its
+    buffer go, and the parameter that was ``weight_orig``, which optimizers know, is ``weight`` again.
+
     Args:
         skip: names of modules (as in ``named_modules``) to leave dense, with what they contain.
 
@@ -88,11 +93,15 @@ def wrap_module(model: nn.Module, skip: Iterable[str] = ()) -> nn.Module:
         if type(module) in _ADOPT and not any(name == one or name.startswith(f"{one}.") for one in skip)
     }  # fmt: skip
     for name, module in taken.items():
-        _check_own_weights(name, module)
+        if not _is_pruned_alone(module, model):
+            _check_own_weights(name, module)
     for module in taken.values():
+        mask = _end_pruning(module)
         module.__class__ = _ADOPT[type(module)]
         adopt = adopt_attention if isinstance(module, RESUMultiheadAttention) else _adopt_one
         adopt(module, known)
+        if mask is not None:
+            cast(MaskedWeight, module.masked).prune_(cast(Tensor, module.weight), mask)
     return model
 
 
@@ -118,8 +127,30 @@ def _check_own_weights(name: str, module: nn.Module) -> None:
         if isinstance(value, Tensor) and weight not in own:
             raise MaskError(
                 f"{weight} of {name or 'the model'} is no parameter but computed from others, as by weight_norm or "
-                "torch's pruning: make it one again (torch.nn.utils.prune.remove) or put the layer in skip"
+                "torch's pruning of attention or of a shared weight: make it one again (torch.nn.utils.prune.remove), "
+                "store it sparse (sparsecomp.sparsify) or put the layer in skip"
             )
+
+
+def _is_pruned_alone(module: nn.Module, model: nn.Module) -> bool:
+    """Whether torch's pruning masks a layer's weight, and no other layer of the model has the same one."""
+    if not _is_pruned(module):
+        return False
+    parameters = (one for layer in model.modules() for one in layer.parameters(recurse=False))
+    return sum(one is module.weight_orig for one in parameters) == 1
+
+
+def _is_pruned(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "weight_orig", None), nn.Parameter) and prune.is_pruned(module)
+
+
+def _end_pruning(module: nn.Module) -> Tensor | None:
+    """Make the weight that torch's pruning masks a parameter again, the one that it was; its mask, if it had one."""
+    if not _is_pruned(module):
+        return None
+    _, mask = weight_and_mask(module)
+    prune.remove(module, "weight")
+    return mask
 
 
 def _adopt_one(module: nn.Module, known: dict[int, MaskedWeight]) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, SparseMatrix
 from sparsecomp.formats.base import FORMATS
-from sparsecomp.nn.sparse.pruning import pruned
+from sparsecomp.nn.masked.existing_mask import is_trained
+from sparsecomp.nn.sparse.pruning import pruned_layer
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
 from sparsecomp.ops.sparse.rows import stored_rows
 from sparsecomp.tensor.pattern import Pattern
@@ -42,13 +43,14 @@ class SparseEmbedding(StoredWeight):
         Raises:
             FormatError: arguments that do not fit, or an embedding with padding, max_norm, frequency scaling or torch's
                 sparse gradients.
+            MaskError: a table to be ranked holds NaN.
         """
         if embedding.padding_idx is not None or embedding.max_norm is not None:
             raise FormatError("the embedding has padding_idx or max_norm: SparseEmbedding has neither")
         if embedding.scale_grad_by_freq or embedding.sparse:
             raise FormatError("the embedding has scale_grad_by_freq or sparse: SparseEmbedding has neither")
-        matrix = pruned(embedding.weight, format, mask, sparsity, layout)
-        return cls(matrix, embedding.weight.requires_grad).train(embedding.training)
+        matrix = pruned_layer(embedding, format, mask, sparsity, layout)
+        return cls(matrix, is_trained(embedding)).train(embedding.training)
 
     def _derive(self, pattern: Pattern) -> None:
         self._longest = pattern.longest()

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, SparseMatrix
-from sparsecomp.nn.sparse.pruning import pruned
+from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
+from sparsecomp.nn.sparse.pruning import pruned_layer
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.tensor.sparse_tensor import SparseTensor
@@ -37,20 +38,22 @@ class SparseLinear(StoredWeight):
         cls, linear: nn.Linear, format: type[SparseMatrix] = CSR, *, mask: Tensor | None = None,
         sparsity: float | None = None, **layout: Any,
     ) -> Self:  # fmt: skip
-        """The layer with part of `linear`'s weight, copied; the bias parameter is shared.
+        """The layer with part of `linear`'s weight, copied; a bias that is a parameter is shared.
 
         Args:
             linear: left as it is.
             format: of the weight, with `block=` for BSR and BCSC, `n=` and `m=` for N:M.
             mask: (out_features, in_features): store what is not zero in it. Whole blocks for BSR and BCSC.
-            sparsity: share to leave out, the least magnitudes (or block norms) first. Instead of `mask`; for N:M,
-                neither means the n largest of each m.
+            sparsity: share to leave out, the least magnitudes (or block norms) first. Instead of `mask`. Neither means
+                the mask that `linear` has, by torch.nn.utils.prune, a parametrization or RESU; without one, for N:M,
+                the n largest of each m.
 
         Raises:
             FormatError: arguments that do not fit.
+            MaskError: a weight to be ranked holds NaN, or the layer is in its RESU phase.
         """
-        matrix = pruned(linear.weight, format, mask, sparsity, layout)
-        return cls(matrix, linear.bias, linear.weight.requires_grad).train(linear.training)
+        matrix = pruned_layer(linear, format, mask, sparsity, layout)
+        return cls(matrix, bias_of(linear), is_trained(linear)).train(linear.training)
 
     @property
     def in_features(self) -> int:
@@ -63,7 +66,12 @@ class SparseLinear(StoredWeight):
         return self.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in_features) to (…, out_features)."""
+        """(…, in_features) to (…, out_features).
+
+        What is not stored is not multiplied: NaN or infinity in a feature reaches only the rows that store something
+        there. A compiled layer that the report calls dense promises that for finite inputs only, unless
+        precision='exact' is asked for.
+        """
         return sparse_linear(
             x, self.values, self._pattern(), self._written, transpose=self._by_columns, bias=self.bias
         )  # fmt: skip

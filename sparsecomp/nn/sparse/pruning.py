@@ -3,11 +3,27 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BCSC, BSR, NM, SparseMatrix
+from sparsecomp.nn.masked.existing_mask import has_mask, weight_and_mask
 from sparsecomp.reference.selection import select_top
+
+
+def pruned_layer(
+    layer: nn.Module, format: type[SparseMatrix], mask: Tensor | None, sparsity: float | None, layout: dict[str, Any]
+) -> SparseMatrix:
+    """`pruned` of a layer's weight; where neither a mask nor a sparsity is given, by the mask that it has already.
+
+    Raises:
+        FormatError: as in `pruned`.
+        MaskError: as in `pruned`, or the layer is in its RESU phase.
+    """
+    weight, own = weight_and_mask(layer)
+    if mask is None and sparsity is None and has_mask(layer):
+        mask = own
+    return pruned(weight, format, mask, sparsity, layout)
 
 
 def pruned(
@@ -33,7 +49,8 @@ def pruned(
         raise FormatError("the weight is on the meta device, which has no numbers: make the layer elsewhere")
     if (mask is None) == (sparsity is None) and not (mask is None and format is NM):
         raise FormatError(
-            "give mask= or sparsity=, one of them; N:M takes mask= or nothing, since n and m say the rest"
+            "give mask= or sparsity=, one of them; N:M takes mask= or nothing, since n and m say the rest, and a layer "
+            "that torch.nn.utils.prune, a parametrization or RESU masks needs neither"
         )
     if sparsity is not None and (format is NM or not 0 <= sparsity <= 1):
         raise FormatError(f"sparsity is {sparsity} for {format.__name__}, needs 0 to 1; N:M's is 1 - n/m: leave it out")

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsecomp import _compat
+from sparsecomp.environment import Settings
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import SparseMatrix
+from sparsecomp.ops.sparse.checked_transpose import checked_transpose
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored
 from sparsecomp.reference.patterns import skew_of
 from sparsecomp.tensor.pattern import Pattern
@@ -66,6 +68,7 @@ class StoredWeight(nn.Module):
         """Keep what follows from the index arrays; reads from the device."""
         self._derive(pattern)
         self._layout, self._written = pattern.layout, pattern.layout.written()
+        self._checks = Settings.from_environment().debug
         self._remember()
 
     def _remember(self) -> None:
@@ -126,7 +129,8 @@ class StoredWeight(nn.Module):
         # functional_call may have put another pattern in place of the layer's, without its transpose
         if self.transposed_order is None or self._is_described() != (self.transposed_order is self._described[1]):
             return []
-        return [self.transposed_pointers, self.transposed_indices, self.transposed_order]
+        kept = [self.transposed_pointers, self.transposed_indices, self.transposed_order]
+        return checked_transpose(self._own() + kept, self._written) if self._checks else kept
 
     def _pattern(self) -> list[Tensor]:
         """Index arrays for an operator; those of the transpose only where they are read."""

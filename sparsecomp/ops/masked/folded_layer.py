@@ -2,9 +2,8 @@
 
 The operators mean exactly ``linear`` and ``conv`` of the computed weight. They take the formula's sources, not its
 result, so that the weight that is kept never becomes a buffer of the graph, whose memory Inductor would use again.
+`folded_weight` is the weight itself, for a graph that gives it out and does nothing else with it.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ library.define(
     "SymInt[] dilation, SymInt groups) -> Tensor",
     tags=TAGS,
 )
+library.define("folded_weight(Tensor[] sources, str recipe) -> Tensor", tags=TAGS)
 
 
 def folded_linear(x: Tensor, sources: list[Tensor], bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -44,14 +44,14 @@ def folded_linear(x: Tensor, sources: list[Tensor], bias: Tensor | None, recipe:
     return torch.ops.sparsecomp.folded_linear.default(x, sources, bias, recipe.written())
 
 
-def _refuse_gradients(x: Tensor, sources: Sequence[Tensor], bias: Tensor | None) -> None:
+def _refuse_gradients(*operands: Tensor | None) -> None:
     """Here, not in a backward: registering one costs each call 13 us."""
-    if torch.is_grad_enabled() and any(read is not None and read.requires_grad for read in (x, bias, *sources)):
+    if torch.is_grad_enabled() and any(read is not None and read.requires_grad for read in operands):
         raise NotImplementedError("a folded weight has no gradient: call it under torch.no_grad()")
 
 
 def _linear(x, sources, bias, recipe):
-    _refuse_gradients(x, sources, bias)
+    _refuse_gradients(x, bias, *sources)
     weight = weight_of(sources, recipe)
     return F.linear(x, weight.values, bias) if weight.layout is None else _sparse(x, weight, bias)
 
@@ -64,9 +64,15 @@ def _sparse(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
 
 
 def _conv(x, sources, bias, recipe, stride, padding, dilation, groups):
-    _refuse_gradients(x, sources, bias)
+    _refuse_gradients(x, bias, *sources)
     weight = weight_of(sources, recipe).values
     return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
+
+
+def _weight(sources, recipe):
+    _refuse_gradients(*sources)
+    # not the tensor that is kept, on which its reader may set what belongs to no tensor of ours; a write is noticed
+    return weight_of(sources, recipe).values.detach()
 
 
 def _fake_linear(x, sources, bias, recipe):
@@ -78,7 +84,14 @@ def _fake_conv(x, sources, bias, recipe, stride, padding, dilation, groups):
     return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
 
 
-for _name, _function, _fake in (("folded_linear", _linear, _fake_linear), ("folded_conv", _conv, _fake_conv)):
+def _fake_weight(sources, recipe):
+    return computed(sources, Recipe.read(recipe).folded.formula)
+
+
+for _name, _function, _fake in (
+    ("folded_linear", _linear, _fake_linear), ("folded_conv", _conv, _fake_conv),
+    ("folded_weight", _weight, _fake_weight),
+):  # fmt: skip
     library.impl(_name, _function, "CPU")
     library.impl(_name, _function, "CUDA")
     torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
