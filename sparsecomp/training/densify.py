@@ -73,10 +73,13 @@ def _resu_linear(layer: RESULinear) -> nn.Module:
 
 
 def _resu_conv2d(layer: RESUConv2d) -> nn.Module:
-    sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
-    bias = layer.bias is not None
-    channels = (layer.in_channels, layer.out_channels)
-    return _settled(layer, nn.Conv2d(*channels, *cast(Any, sizes), bias, layer.padding_mode, device="meta"))
+    same: Any = {name: getattr(layer, name) for name in _OF_CONV2D}
+    return _settled(layer, nn.Conv2d(**same, bias=layer.bias is not None, device="meta"))
+
+
+_OF_CONV2D = (
+    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"
+)  # fmt: skip
 
 
 def _resu_attention(layer: RESUMultiheadAttention) -> nn.Module:

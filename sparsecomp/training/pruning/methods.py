@@ -97,13 +97,15 @@ class SparseGPT:
         if not parts or not keep:  # where nothing is kept, nothing can make up for what is gone
             return Magnitude().prune(weight, keep, parts)
         sparsity = 1 - keep / max(weight.numel(), 1)
-        return self._solved(weight, parts, lambda *layer: sparsegpt(*layer, sparsity, self.damping))
+        return self._solved(weight, parts, lambda rows, products: sparsegpt(rows, products, sparsity, self.damping))
 
     def prune_groups(self, weight: Tensor, keep: int, group: int, parts: Parts) -> Pruned:
         """See `Pruner`."""
         if not parts:
             return Magnitude().prune_groups(weight, keep, group, parts)
-        return self._solved(weight, parts, lambda *layer: sparsegpt_n_of_m(*layer, keep, group, self.damping))
+        return self._solved(
+            weight, parts, lambda rows, products: sparsegpt_n_of_m(rows, products, keep, group, self.damping)
+        )
 
     def _solved(self, weight: Tensor, parts: Parts, solve: Callable[[Tensor, Tensor], Pruned]) -> Pruned:
         solved = [
