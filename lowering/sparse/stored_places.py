@@ -4,9 +4,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from sparsecomp.lowering.cache.signature import size_bucket
 from sparsecomp.lowering.launch.launch import Launch
 
 
@@ -40,7 +40,7 @@ def _kinds(*tensors: Tensor) -> tuple[Any, ...]:
 def _writing(rows: int, cols: int, entries: int, device: torch.device, *dtypes: torch.dtype) -> Launch:
     from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import densify_kernel
 
-    constants = {"ZEROS": min(triton.next_power_of_2(cols), 4096), "ENTRIES": 256}
+    constants = {"ZEROS": min(size_bucket(cols), 4096), "ENTRIES": 256}
     return Launch(densify_kernel, (rows,), (rows, 0, cols), constants, num_warps=8 if cols > 1024 else 4)
 
 
@@ -50,5 +50,5 @@ def _reading(
 ) -> Launch:  # fmt: skip
     from sparsecomp.lowering.sparse.kernels.stored_places import read_kernel
 
-    block = min(max(triton.next_power_of_2(triton.cdiv(entries, max(rows, 1))), 32), 1024)
+    block = min(max(size_bucket(-(-entries // max(rows, 1))), 32), 1024)
     return Launch(read_kernel, (rows,), (row, column), {"ENTRIES": block}, num_warps=4 if block > 128 else 1)

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
-from sparsecomp.lowering.cache.signature import Device, KernelSignature
+from sparsecomp.lowering.cache.signature import Device, KernelSignature, size_bucket
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name
 from sparsecomp.lowering.spiking.window import (
@@ -120,7 +119,7 @@ def serves(x: Tensor, window: Window, groups: int) -> bool:
     return (
         groups == 1
         and x.numel() < 2**31
-        and w * triton.cdiv(c, 32) <= _MAX_WORDS
+        and w * -(-c // 32) <= _MAX_WORDS
         and stretches <= _MAX_STRETCHES
     )
 
@@ -167,7 +166,7 @@ def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: T
     w = weight if weight.dim() == 4 else weight[:, :, None, None]
     k, c, r, s = w.shape
     block = block_of(k)
-    out = torch.empty((triton.cdiv(k, block), r * s * c, block), dtype=w.dtype, device=w.device)
+    out = torch.empty((-(-k // block), r * s * c, block), dtype=w.dtype, device=w.device)
     if out.numel():
         problem = PackEvents._make((k, c, *w.stride(), r, s, block, dtype_name(w), factor is not None))
         dispatch.run(PACK_EVENTS, problem, w, scales, factor, out, total)
@@ -176,7 +175,7 @@ def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: T
 
 def block_of(out_channels: int) -> int:
     """Output channels a program accumulates: all, up to ``CHANNELS_A_BLOCK``, as a power of two from 16 on."""
-    return min(max(triton.next_power_of_2(out_channels), 16), CHANNELS_A_BLOCK)
+    return min(max(size_bucket(out_channels), 16), CHANNELS_A_BLOCK)
 
 
 def _accumulate(
