@@ -1,10 +1,14 @@
 """Triton reads TRITON_INTERPRET when it is imported, so it is set before anything else.
 
 Tests keep their tuning results to themselves: what a user's cache holds must not decide what they run.
+
+The quick run leaves out what is marked ``slow``. A file of many cases says ``pytestmark = pytest.mark.quick_cases(n)``:
+of each of its tests n cases are quick, and the others are slow.
 """
 
 import os
 import tempfile
+from itertools import groupby
 
 import pytest
 import torch
@@ -23,3 +27,32 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for _, group in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        mark = cases[0].get_closest_marker("quick_cases")
+        if mark is not None:
+            quick = _covering([_choices(case) for case in cases], *mark.args)
+            for number, case in enumerate(cases):
+                if number not in quick:
+                    case.add_marker("slow")
+
+
+def _choices(item: pytest.Item) -> set[tuple[str, int]]:
+    """Which value each parameter of a case has; none where the case needs a device, so that others come first."""
+    call = getattr(item, "callspec", None)
+    return set() if call is None or item.get_closest_marker("gpu") else set(call.indices.items())
+
+
+def _covering(cases: list[set[tuple[str, int]]], count: int) -> set[int]:
+    """Numbers of ``count`` cases that show as many values of the parameters as so few can: each the most new ones."""
+    chosen: set[int] = set()
+    seen: set[tuple[str, int]] = set()
+    for _ in range(min(count, len(cases))):
+        best = max((n for n in range(len(cases)) if n not in chosen), key=lambda n: len(cases[n] - seen))
+        chosen.add(best)
+        seen |= cases[best]
+    return chosen

@@ -26,6 +26,8 @@ from sparsecomp.lowering.tuning.autotune import Tuner, effort_scope
 from sparsecomp.lowering.tuning.measure import measure_ms, settled_median
 from sparsecomp.lowering.tuning.trial import relative_error
 
+pytest.importorskip("triton")  # templates hold their kernels
+
 CPU = torch.device("cpu")
 
 

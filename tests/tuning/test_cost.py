@@ -31,6 +31,8 @@ CARD = replace(H100, **asdict(CEILINGS))
 n, m, tile, density, processors = sizes("n m TILE density processors")
 """Names as in problems, configurations and ceilings."""
 
+pytest.importorskip("triton")  # templates hold their kernels
+
 TEMPLATES = [template for op in operations() for template in of_operation(op)]
 
 PRODUCT = Cost(

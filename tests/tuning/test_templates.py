@@ -17,6 +17,8 @@ from sparsecomp.lowering.tuning.operations import operations
 from sparsecomp.lowering.tuning.template import of_operation
 from sparsecomp.lowering.tuning.trial import fault
 
+pytest.importorskip("triton")  # templates hold their kernels
+
 CONV = BinaryConv(
     2, 6, 5, 6, 5, 64, 64, 64, 3, 3, 1, 1, 1, 1, 1, 1, 64, 1, 64 * 30, 1, 3, True, "float32", "all", 0, 576, 9, 3, 1
 )  # fmt: skip
