@@ -25,6 +25,7 @@ def run() -> dict:
     return {"code": code, **json.loads(printed.getvalue())}
 
 
+@pytest.mark.slow(reason="trains a network")
 def test_learns_and_compiles_without_failures(run: dict) -> None:
     assert run["code"] == 0 and run["failures"] == []
     assert run["accuracy_eager"] > 0.9
@@ -44,6 +45,7 @@ def test_densities_are_measured(run: dict) -> None:
     assert all(0 < density < 1 for density in run["densities"].values())
 
 
+@pytest.mark.slow(reason="trains a network")
 def test_says_why_a_cpu_stays_dense(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(demo, "train", lambda x, y: demo.DigitsNet().eval())

@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -97,6 +98,7 @@ def worker(rank: int, file: str, module: str, shared: dict[str, dict[str, Tensor
     dist.destroy_process_group()
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_what_other_processes_write_is_followed(tmp_path):
     module = importlib.import_module("test_kept_weights")
     shared = {name: module.FORMS[name].make().share_memory().state_dict() for name in FORMS}

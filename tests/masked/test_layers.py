@@ -341,6 +341,7 @@ def test_compiled_layers_follow_their_phases(backend):
     torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.slow(reason="compiles attention in training and out of it")
 @pytest.mark.parametrize("backend", ["eager", "sparsecomp"])
 def test_compiled_attention_follows_its_phases(backend):
     torch.compiler.reset()
@@ -381,6 +382,7 @@ def _replica(rank, path, results):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_two_processes_have_the_first_one_s_masks(tmp_path):
     with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()

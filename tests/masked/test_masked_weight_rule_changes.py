@@ -300,6 +300,7 @@ def test_pruned_by_torch_is_left_since_the_layer_keeps_the_product():
     assert "`output` reads it too" in site(report, "masked_weight").reason
 
 
+@pytest.mark.slow(reason="compiles attention in training and out of it")
 @pytest.mark.parametrize("training", [False, True])
 def test_multi_head_attention_with_pruned_projections(training):
     torch._dynamo.reset()
@@ -455,6 +456,7 @@ def name_of_product() -> str:
     return folded_weight.formula(torch.fx.GraphModule(nn.Module(), graph))
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64), (0, 64)])
 @pytest.mark.parametrize("keep", ["asked", "always", "prepared"])

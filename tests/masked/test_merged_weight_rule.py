@@ -97,6 +97,7 @@ def judged(model: Any, x: Tensor, **options: Any) -> Any:
     return found
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("layer", ["linear", "conv2d"])
 @pytest.mark.parametrize("spelling", MERGED)
 def test_spellings_are_merged_with_eager_gradients(spelling, layer):

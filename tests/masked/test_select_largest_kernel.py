@@ -149,6 +149,7 @@ def test_a_cuda_graph_reads_scores_and_count_anew():
             assert torch.equal(selected.cpu(), select_by_sorting(scores.cpu(), torch.tensor(number))), (new, number)
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(("capability", "width"), [(80, 32), (90, 32), (90, 16)])
 def test_kernels_build_with_whole_vectors(capability, width):
     printed = compile_in_subprocess(

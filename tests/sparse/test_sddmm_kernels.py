@@ -177,6 +177,7 @@ def test_bad_operands_are_named():
             call()
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(("capability", "element"), [(80, "*fp32"), (90, "*bf16")])
 def test_kernels_build(capability, element):
     """Also for sizes of one, which Triton makes constants; the dot products read whole vectors."""

@@ -210,6 +210,7 @@ def test_a_fingerprint_tells_values_apart(device):
         assert not torch.equal(template.fingerprint(one), template.fingerprint(other))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("version", "plans"), [((0, 8, 0), 1), ((0, 7, 1), 64)])
 def test_biases_share_a_plan_where_the_library_is_known_to_take_others(monkeypatch, library, version, plans):
     """Otherwise each has its own, and those of biases long gone are destroyed."""
@@ -445,6 +446,7 @@ def test_the_operator_picks_it(library):
     assert len(library.products) == 1 and relative_error(out, expected) <= 1e-3
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_guard_builds(capability):
     """Both kernels, for both dtypes, with tensor cores and without spilling registers to the stack."""

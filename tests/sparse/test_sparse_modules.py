@@ -101,6 +101,7 @@ class Both:
         torch.testing.assert_close(self.widened(found) if wide else found, wanted)
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("format", "spelling"), [
     *((CSC, spelling) for spelling in SPELLINGS), *((format, "addmm left") for format in LAYOUTS if format is not CSC),
     *((format, "linear") for format in LAYOUTS if format is not CSC), (NM, "to_dense"), (BSR, "to_dense"),
@@ -122,6 +123,7 @@ def test_a_weight_in_transforms_is_a_dense_one(format, spelling):
     torch.testing.assert_close(written_out(both.layer, both.layer.values.grad), leaves["layer.values"].grad)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("spelling", "backend"), [
     ("linear", "sparsecomp"), ("left", "aot_eager"), ("addmm by row", "sparsecomp"), ("T", "eager"),
     ("to_dense", "aot_eager"),
@@ -186,6 +188,7 @@ class Tanh(nn.Module):
         return value.atanh()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format", FEW)
 def test_values_take_a_parametrization(format):
     torch._dynamo.reset()
@@ -451,6 +454,7 @@ def _longer_rows(rank: int) -> None:
     torch.testing.assert_close(both(torch.arange(5)), written_out(uneven(8), uneven(8).values))
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_two_processes_with_two_forwards_and_gradients_that_add_up():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

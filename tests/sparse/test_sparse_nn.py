@@ -250,6 +250,7 @@ def step(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], model: nn
         (torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step)()
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_trains_as_with_a_masked_weight(name, way):
@@ -279,6 +280,7 @@ def test_optimizers_of_matrices_step(name):
     assert pair.losses(0)[0] < before
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("format", LAYOUTS)
 @pytest.mark.parametrize("backend", ["sparsecomp", "inductor"])
 def test_compiled_training_and_evaluation_between_steps(format, backend):
@@ -381,6 +383,7 @@ def test_copies_train_apart():
         torch.testing.assert_close(other(x), F.relu(F.linear(x, dense_of(other[0]), other[0].bias)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format", LAYOUTS)
 def test_derivatives_of_every_order_and_mode_are_those_of_the_dense_layer(format):
     func, x, tangent = torch.func, torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
@@ -547,6 +550,7 @@ def _hogwild(model: nn.Module) -> None:
         model[0].values.mul_(3)
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_shared_memory_is_read_as_another_process_writes_it():
     model, x = build(0), torch.randn(3, 8)
     compiled = torch.compile(model, backend="sparsecomp")

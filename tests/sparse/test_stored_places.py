@@ -39,6 +39,7 @@ def test_kernels_write_and_read_what_is_stored(shape, dtype, device):
         assert torch.equal(found, other[row, matrix.col.long()])
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(

@@ -307,6 +307,7 @@ def _traced():
     return graphs[0], graphs[0].code
 
 
+@pytest.mark.slow(reason="traces 2000 layers")
 def test_passes_are_linear_in_the_size_of_the_graph():
     class Deep(nn.Module):
         def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

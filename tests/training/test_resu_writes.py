@@ -21,6 +21,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from sparsecomp.nn import masked_weights, wrap_module
 from sparsecomp.runtime import Mode
 
+pytestmark = pytest.mark.quick_cases(3)
+
 X = torch.randn(6, 2, 5, 5, generator=torch.Generator().manual_seed(1))
 TARGET = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
 

@@ -441,6 +441,7 @@ def test_warming_up_by_signature_makes_later_calls_tuned(process_tuner):
     assert launch(bench) == 32 and tuned.stats.timings == 6
 
 
+@pytest.mark.slow(reason="tunes a model through the interpreter")
 def test_warming_up_a_model_runs_it_once_and_leaves_it_as_it_was(process_tuner):
     bench, tuned = process_tuner
 
