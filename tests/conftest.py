@@ -12,6 +12,7 @@ from itertools import groupby
 
 import pytest
 import torch
+from quick_cases import covering
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -35,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases = list(group)
         mark = cases[0].get_closest_marker("quick_cases")
         if mark is not None:
-            quick = _covering([_choices(case) for case in cases], *mark.args)
+            quick = covering([_choices(case) for case in cases], *mark.args)
             for number, case in enumerate(cases):
                 if number not in quick:
                     case.add_marker("slow")
@@ -45,14 +46,3 @@ def _choices(item: pytest.Item) -> set[tuple[str, int]]:
     """Which value each parameter of a case has; none where the case needs a device, so that others come first."""
     call = getattr(item, "callspec", None)
     return set() if call is None or item.get_closest_marker("gpu") else set(call.indices.items())
-
-
-def _covering(cases: list[set[tuple[str, int]]], count: int) -> set[int]:
-    """Numbers of ``count`` cases that show as many values of the parameters as so few can: each the most new ones."""
-    chosen: set[int] = set()
-    seen: set[tuple[str, int]] = set()
-    for _ in range(min(count, len(cases))):
-        best = max((n for n in range(len(cases)) if n not in chosen), key=lambda n: len(cases[n] - seen))
-        chosen.add(best)
-        seen |= cases[best]
-    return chosen
