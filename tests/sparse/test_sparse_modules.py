@@ -256,6 +256,7 @@ def test_pruned_values_are_zero_and_learn_nothing():
 # -- other patterns
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("backend", [None, "eager", "sparsecomp"])
 @pytest.mark.parametrize("format", FEW)
 def test_functional_call_with_another_layers_state(format, backend):
@@ -372,6 +373,7 @@ def test_a_table_that_takes_another_pattern_goes_backward_by_its_own():
     torch.testing.assert_close(same(index), written_out(same, same.values)[index])
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "on the CPU", "traced", "exported", "compiled"])
 @pytest.mark.parametrize("format", [CSR, NM])
 def test_ways_to_run_a_module(format, way):

@@ -610,6 +610,7 @@ def _train_sharded(rank: int) -> None:
     torch.testing.assert_close(whole, alone[0].values.detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_two_processes_train_as_one_without_a_special_call():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
