@@ -383,7 +383,7 @@ def test_copies_train_apart():
         torch.testing.assert_close(other(x), F.relu(F.linear(x, dense_of(other[0]), other[0].bias)))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow(reason="finite differences")
 @pytest.mark.parametrize("format", LAYOUTS)
 def test_derivatives_of_every_order_and_mode_are_those_of_the_dense_layer(format):
     func, x, tangent = torch.func, torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)

@@ -19,7 +19,7 @@ from sparsecomp.lowering.tuning.template import of_operation
 from sparsecomp.lowering.tuning.trial import fault
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(3)
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
@@ -310,6 +310,7 @@ def tridiagonal(rows, device):
     return crow, col, values, index.float()[:, None], expected[:, None]
 
 
+@pytest.mark.slow(reason="long rows through the interpreter")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_csr_tridiagonal_against_its_closed_form(device):
     """A million rows on a GPU; two thousand in the interpreter, which is slow."""
@@ -320,6 +321,7 @@ def test_csr_tridiagonal_against_its_closed_form(device):
         assert torch.equal(got, expected), name
 
 
+@pytest.mark.slow(reason="long rows through the interpreter")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.skipif(not FOLDER.exists(), reason="the collection of real matrices is not here")
 def test_csr_of_values_from_1e_minus_24_to_1e12(device):
@@ -751,6 +753,7 @@ FULL = dict(BIAS_ROWS=True, ACTIVATION="gelu", dense_k=1, out_m=1)
 """
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(("capability", "element"), [(80, "*fp32"), (90, "*fp32"), (90, "*bf16")])
 def test_csr_kernels_build_without_spills_and_read_whole_vectors(capability, element):
     printed = compile_in_subprocess(
@@ -781,6 +784,7 @@ for kernel, index, epilogue, sizes, warps in (
     assert printed.split() == ["0", "True"] * 10
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(
     ("capability", "element", "precision"),
     [(80, "*fp32", "tf32x3"), (90, "*fp32", "tf32x3"), (80, "*bf16", "ieee"), (90, "*fp16", "ieee")],
@@ -818,6 +822,7 @@ for kernel, sizes, warps in (
     assert printed.split() == [word for kind in kinds for word in ("0", kind, str(kind != "none"))]
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 def test_kernels_build_for_sizes_of_one():
     """Triton makes a constant of an argument that is 1."""
     printed = compile_in_subprocess(

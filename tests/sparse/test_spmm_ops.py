@@ -162,6 +162,7 @@ def test_what_is_not_stored_is_not_multiplied(kind, transpose, dtype):
     torch.testing.assert_close(many, torch.stack([wanted(1), wanted(-2)]), equal_nan=True)
 
 
+@pytest.mark.slow(reason="finite differences")
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_by_finite_differences(kind, transpose):
@@ -302,6 +303,7 @@ def test_backward_keeps_to_what_is_stored(tmp_path):
     assert relative(grads[0], right.detach().double().sum(1).numpy()[col]) < 2e-6
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("kind", ["csr", "bsr", "2:4"])
@@ -326,6 +328,7 @@ def test_kernels_behind_the_operators(kind, transpose, device):
     assert relative(found.cpu(), again.numpy()) < 2e-6
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("kind", ["nm", "2:4"])

@@ -72,6 +72,7 @@ def test_nothing_stored_is_all_zeros():
         assert dense_to_stored(torch.ones(shape), pattern.arrays, pattern.layout.written()).shape == (0,)
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_reading_kernel_builds(capability):
     printed = compile_in_subprocess(f"""
