@@ -11,6 +11,8 @@ from torch import nn
 from sparsecomp import demo
 from sparsecomp.__main__ import main
 
+pytestmark = pytest.mark.slow(reason="trains a network")
+
 pytest.importorskip("sklearn")
 
 IMPLEMENTATION = "binary"
@@ -25,7 +27,6 @@ def run() -> dict:
     return {"code": code, **json.loads(printed.getvalue())}
 
 
-@pytest.mark.slow(reason="trains a network")
 def test_learns_and_compiles_without_failures(run: dict) -> None:
     assert run["code"] == 0 and run["failures"] == []
     assert run["accuracy_eager"] > 0.9
@@ -45,7 +46,6 @@ def test_densities_are_measured(run: dict) -> None:
     assert all(0 < density < 1 for density in run["densities"].values())
 
 
-@pytest.mark.slow(reason="trains a network")
 def test_says_why_a_cpu_stays_dense(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(demo, "train", lambda x, y: demo.DigitsNet().eval())

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 import sparsecomp
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 
 def _signal(*shape: int, seed: int = 0) -> torch.Tensor:

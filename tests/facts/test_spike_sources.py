@@ -16,6 +16,8 @@ from sparsecomp.passes.facts.registry import TRANSFERS, Lost
 from sparsecomp.passes.graph.canonicalize import CanonicalOp
 from sparsecomp.reference.facts import SparsityFact
 
+pytestmark = pytest.mark.quick_cases(8)
+
 MODES = [False, True]
 
 

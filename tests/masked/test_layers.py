@@ -14,6 +14,8 @@ from sparsecomp.errors import MaskError
 from sparsecomp.nn import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
 from sparsecomp.runtime import MaskedWeight, Mode, ResurrectionEmbedding
 
+pytestmark = pytest.mark.quick_cases(3)
+
 
 def half(weight, seed=0):
     return torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed)) < 0.5

@@ -100,7 +100,7 @@ def test_every_spelling_is_folded_once_and_gives_eager_bits(spelling, layer):
     assert f"sparsecomp.folded_{layer.removesuffix('2d')}.default(" in report.graph_after
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("layer", SHAPES)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_training_is_left_alone_with_eager_gradients(spelling, layer):

@@ -30,6 +30,8 @@ from sparsecomp.passes.masked import fold as masked_fold
 from sparsecomp.passes.masked import masked_weight
 from sparsecomp.passes.masked.fold import Choice, compare
 
+pytestmark = pytest.mark.quick_cases(4)
+
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 
 

@@ -19,6 +19,8 @@ from sparsecomp.ops.masked import merged_weight as merged_ops
 from sparsecomp.ops.masked.folded_weight import FOLDS
 from sparsecomp.passes.cost import masked as masked_cost
 
+pytestmark = pytest.mark.quick_cases(4)
+
 NAMES = ("weight", "theta", "phi", "bias")
 
 

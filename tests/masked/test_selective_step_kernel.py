@@ -11,7 +11,7 @@ from sparsecomp.lowering.masked import selective_step as lowered
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.ops import selective_step
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = [pytest.mark.quick_cases(2), pytest.mark.quick_cases(2)]
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 SETTINGS = {

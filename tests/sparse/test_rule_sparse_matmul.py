@@ -23,6 +23,8 @@ from sparsecomp.passes.cost.sparse import Product, compare, fuses_relu
 from sparsecomp.passes.sparse import linear as sparse_linear
 from sparsecomp.passes.sparse import matmul as sparse_matmul
 
+pytestmark = pytest.mark.quick_cases(4)
+
 
 @pytest.fixture(autouse=True)
 def small_products_stay_sparse(monkeypatch):

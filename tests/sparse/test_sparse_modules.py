@@ -25,6 +25,8 @@ from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 
+pytestmark = pytest.mark.quick_cases(2)
+
 LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = {
     CSR: {"sparsity": 0.5}, CSC: {"sparsity": 0.5}, COO: {"sparsity": 0.5}, BSR: {"block": (2, 4), "sparsity": 0.5},
     BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4},
@@ -101,7 +103,7 @@ class Both:
         torch.testing.assert_close(self.widened(found) if wide else found, wanted)
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("format", "spelling"), [
     *((CSC, spelling) for spelling in SPELLINGS), *((format, "addmm left") for format in LAYOUTS if format is not CSC),
     *((format, "linear") for format in LAYOUTS if format is not CSC), (NM, "to_dense"), (BSR, "to_dense"),
@@ -123,7 +125,7 @@ def test_a_weight_in_transforms_is_a_dense_one(format, spelling):
     torch.testing.assert_close(written_out(both.layer, both.layer.values.grad), leaves["layer.values"].grad)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow(reason="compiles training")
 @pytest.mark.parametrize(("spelling", "backend"), [
     ("linear", "sparsecomp"), ("left", "aot_eager"), ("addmm by row", "sparsecomp"), ("T", "eager"),
     ("to_dense", "aot_eager"),
@@ -256,7 +258,7 @@ def test_pruned_values_are_zero_and_learn_nothing():
 # -- other patterns
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("backend", [None, "eager", "sparsecomp"])
 @pytest.mark.parametrize("format", FEW)
 def test_functional_call_with_another_layers_state(format, backend):
@@ -373,7 +375,7 @@ def test_a_table_that_takes_another_pattern_goes_backward_by_its_own():
     torch.testing.assert_close(same(index), written_out(same, same.values)[index])
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "on the CPU", "traced", "exported", "compiled"])
 @pytest.mark.parametrize("format", [CSR, NM])
 def test_ways_to_run_a_module(format, way):

@@ -30,6 +30,8 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 
+pytestmark = pytest.mark.quick_cases(3)
+
 LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = {
     CSR: {"sparsity": 0.5}, CSC: {"sparsity": 0.5}, COO: {"sparsity": 0.5}, BSR: {"block": (2, 4), "sparsity": 0.5},
     BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4},
@@ -250,7 +252,7 @@ def step(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], model: nn
         (torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step)()
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_trains_as_with_a_masked_weight(name, way):
@@ -280,7 +282,7 @@ def test_optimizers_of_matrices_step(name):
     assert pair.losses(0)[0] < before
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format", LAYOUTS)
 @pytest.mark.parametrize("backend", ["sparsecomp", "inductor"])
 def test_compiled_training_and_evaluation_between_steps(format, backend):

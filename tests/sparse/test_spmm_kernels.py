@@ -19,7 +19,7 @@ from sparsecomp.lowering.tuning.template import of_operation
 from sparsecomp.lowering.tuning.trial import fault
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(2)
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
@@ -211,6 +211,7 @@ def test_products_of_no_elements_launch_nothing_and_one_element_is_exact(device)
     assert captured(lambda: spmm_csr.run(one, zero, value, torch.empty(1, 0, device=device), none)) is None
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("where", ["dense", "values"])
 def test_csr_spreads_what_is_not_finite_only_along_what_is_stored(device, where):
@@ -234,6 +235,7 @@ def test_csr_spreads_what_is_not_finite_only_along_what_is_stored(device, where)
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_csr_gathers_what_is_not_finite_from_each_item_of_a_batch(device, dtype):
@@ -265,6 +267,7 @@ def test_row_slices_and_spare_capacity_hide_what_lies_outside(device):
         assert error(got, expected) <= 1e-6, name
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("long", [0, 5, 39])
 def test_csr_rows_that_span_many_chunks_and_many_empty_rows(device, long):
@@ -363,6 +366,7 @@ def test_csr_at_the_ends_of_float32s_range(device, layout):
         assert ((got.cpu().double() - expected).abs() <= 2.0**-18 * expected + 2.0**-149).all(), name
 
 
+@pytest.mark.slow(reason="large matrices through the interpreter")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_csr_at_99_9_percent_sparsity(device):
     arrays, matrix = csr(150, 400, 0.001, device=device)

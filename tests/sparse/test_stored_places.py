@@ -11,6 +11,8 @@ from sparsecomp.nn import SparseLinear
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.tensor.pattern import Pattern
 
+pytestmark = pytest.mark.quick_cases(4)
+
 SHAPES = [(1, 1), (3, 5), (7, 64), (5, 1030), (33, 300)]
 
 
@@ -39,7 +41,7 @@ def test_kernels_write_and_read_what_is_stored(shape, dtype, device):
         assert torch.equal(found, other[row, matrix.col.long()])
 
 
-@pytest.mark.quick_cases(8)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from kernel_devices import KERNEL_DEVICES
 import sparsecomp.ops  # noqa: F401  registers the ops
 from sparsecomp.reference.digits import SPREAD, join_weight, split_weight
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 TOLERANCE = {2: 1e-4, 3: 1e-6, 4: 2e-7}
 
@@ -179,7 +179,7 @@ def test_pack_weight_and_prescan_compile(capability):
     assert printed.split() == ["True"] * 3
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_to_int8_tensor_core_instructions(capability):
     printed = compile_in_subprocess(

@@ -9,7 +9,7 @@ from spike_conv_cases import CASES, check, normal, sixteenths, spikes
 from sparsecomp.lowering.spiking import event_conv, spike_conv
 from sparsecomp.lowering.spiking.window import Window
 
-pytestmark = [pytest.mark.parametrize("device", KERNEL_DEVICES), pytest.mark.quick_cases(4)]
+pytestmark = [pytest.mark.parametrize("device", KERNEL_DEVICES), pytest.mark.quick_cases(2)]
 
 SQUARE = Window((3, 3), (1, 1), (1, 1), (1, 1))
 

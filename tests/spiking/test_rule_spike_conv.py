@@ -21,6 +21,8 @@ from sparsecomp.passes.engine.rule import Rule
 from sparsecomp.passes.spiking import spike_conv
 from sparsecomp.reference.digits import join_weight, split_weight
 
+pytestmark = pytest.mark.quick_cases(3)
+
 
 def _signal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -18,7 +18,7 @@ import sparsecomp
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 
-pytestmark = pytest.mark.quick_cases(6)
+pytestmark = pytest.mark.quick_cases(3)
 
 SOURCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cast": lambda state: (state > 0).float(),

@@ -9,7 +9,7 @@ from spike_conv_cases import CASES, check, normal, sixteenths, spikes
 from sparsecomp.lowering.spiking import skip_conv, spike_conv
 from sparsecomp.lowering.spiking.window import Window
 
-pytestmark = [pytest.mark.parametrize("device", KERNEL_DEVICES), pytest.mark.quick_cases(4)]
+pytestmark = [pytest.mark.parametrize("device", KERNEL_DEVICES), pytest.mark.quick_cases(2)]
 
 
 def block_spikes(shape, empty, density=0.2, block=4, high=1):

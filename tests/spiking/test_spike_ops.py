@@ -10,7 +10,7 @@ import sparsecomp.ops as ops
 
 torch.manual_seed(0)
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(3)
 
 
 def sample(dtype=torch.float32, bias=True):

@@ -21,8 +21,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from sparsecomp.nn import masked_weights, wrap_module
 from sparsecomp.runtime import Mode
 
-pytestmark = pytest.mark.quick_cases(3)
-
 X = torch.randn(6, 2, 5, 5, generator=torch.Generator().manual_seed(1))
 TARGET = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
 
@@ -206,6 +204,7 @@ def _stepped(optimizer: Any, way: str, compiled: Any, scaler: Any) -> None:
         scaler.update()
 
 
+@pytest.mark.slow(reason="every optimizer with every write")
 @pytest.mark.parametrize(("name", "way", "write"), _cases())
 def test_compiled_layers_equal_the_formula_after_each_step_and_write(
     name: str, way: str, write: Callable[..., None], trained: Any

@@ -331,6 +331,7 @@ print(json.dumps([choice.candidate.config["TILE"], choice.source, autotune.tuner
 """
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_a_second_process_times_nothing(tmp_path):
     cache, bench = TuningCache(tmp_path / "tuning.sqlite"), Bench({16: 3.0, 32: 1.0, 64: 2.0})
     assert choose(tuner(bench, cache), bench) == (32, "tuned")
