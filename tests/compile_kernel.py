@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 
 def compile_in_subprocess(body: str) -> str:
     """Run ``body`` in a fresh process without the interpreter and return what it printed.
@@ -13,6 +15,7 @@ def compile_in_subprocess(body: str) -> str:
     pointers, and the numbers named in ``whole``, are multiples of 16.
     Triton decides at import whether it interprets, hence the process.
     """
+    pytest.importorskip("triton")
     prelude = textwrap.dedent(
         """
         import triton

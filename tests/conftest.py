@@ -1,13 +1,18 @@
 """Triton reads TRITON_INTERPRET when it is imported, so it is set before anything else.
 
 Tests keep their tuning results to themselves: what a user's cache holds must not decide what they run.
+
+The quick run leaves out what is marked ``slow``. A file of many cases says ``pytestmark = pytest.mark.quick_cases(n)``:
+of each of its tests n cases are quick, and the others are slow.
 """
 
 import os
 import tempfile
+from itertools import groupby
 
 import pytest
 import torch
+from quick_cases import covering
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -23,3 +28,21 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for _, group in groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        mark = cases[0].get_closest_marker("quick_cases")
+        if mark is not None:
+            quick = covering([_choices(case) for case in cases], *mark.args)
+            for number, case in enumerate(cases):
+                if number not in quick:
+                    case.add_marker("slow")
+
+
+def _choices(item: pytest.Item) -> set[tuple[str, int]]:
+    """Which value each parameter of a case has; none where the case needs a device, so that others come first."""
+    call = getattr(item, "callspec", None)
+    return set() if call is None or item.get_closest_marker("gpu") else set(call.indices.items())

@@ -3,6 +3,7 @@
 On a device a call can also run in a CUDA graph.
 """
 
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,11 +16,18 @@ T = TypeVar("T")
 _has_cuda = torch.cuda.is_available()
 _interpreting = os.environ.get("TRITON_INTERPRET") == "1"
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install -e '.[gpu]'"
+)
+
 KERNEL_DEVICES = [
     pytest.param(
         "cpu",
         id="interpreter",
-        marks=pytest.mark.skipif(not _interpreting, reason="TRITON_INTERPRET is off: kernels are compiled for a GPU"),
+        marks=[
+            pytest.mark.skipif(not _interpreting, reason="TRITON_INTERPRET is off: kernels are compiled for a GPU"),
+            needs_triton,
+        ],
     ),
     pytest.param(
         "cuda",

@@ -4,10 +4,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from sparsecomp.lowering.cache.signature import Device, KernelSignature
+from sparsecomp.lowering.cache.signature import Device, KernelSignature, size_bucket
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.strided import dtype_name
@@ -52,7 +51,7 @@ def _reading(
 ) -> Launch:  # fmt: skip
     from sparsecomp.lowering.sparse.kernels.stored_places import read_kernel
 
-    block = min(max(triton.next_power_of_2(triton.cdiv(entries, max(rows, 1))), 32), 1024)
+    block = min(max(size_bucket(-(-entries // max(rows, 1))), 32), 1024)
     return Launch(read_kernel, (rows,), (row, column), {"ENTRIES": block}, num_warps=4 if block > 128 else 1)
 
 

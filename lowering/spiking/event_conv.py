@@ -5,10 +5,9 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from sparsecomp.lowering.cache.signature import Device, KernelSignature
+from sparsecomp.lowering.cache.signature import Device, KernelSignature, size_bucket
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name
 from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, planar
@@ -100,7 +99,7 @@ def serves(x: Tensor, window: Window, groups: int) -> bool:
         groups == 1
         and x.dim() <= 4
         and x.numel() < 2**31
-        and x.shape[-1] * triton.cdiv(x.shape[1], 32) <= _MAX_WORDS
+        and x.shape[-1] * -(-x.shape[1] // 32) <= _MAX_WORDS
         and stretches <= _MAX_STRETCHES
     )
 
@@ -150,7 +149,7 @@ def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: T
     weight = planar(weight)
     k, c, *kernel = weight.shape
     problem = PackEvents(k, c, tuple(kernel), weight.stride(), dtype_name(weight), factor is not None)
-    shape = (triton.cdiv(k, problem.block), problem.depth, problem.block)
+    shape = (-(-k // problem.block), problem.depth, problem.block)
     out = torch.empty(shape, dtype=weight.dtype, device=weight.device)
     if out.numel():
         dispatch.launch(PACK_EVENTS, problem, weight, scales, factor, out, total)
@@ -159,7 +158,7 @@ def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: T
 
 def block_of(out_channels: int) -> int:
     """Output channels a program accumulates: all, up to ``CHANNELS_A_BLOCK``, as a power of two from 16 on."""
-    return min(max(triton.next_power_of_2(out_channels), 16), CHANNELS_A_BLOCK)
+    return min(max(size_bucket(out_channels), 16), CHANNELS_A_BLOCK)
 
 
 def _find_signature(problem: FindEvents, device: Device) -> KernelSignature:

@@ -27,6 +27,7 @@ def fails(case: int) -> Callable[[], dict[str, Any]]:
     raise SystemExit(3)
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_each_case_is_measured_alone_and_after_all_of_its_round_are_ready() -> None:
     rows = sorted(measured(times, range(5), workers=2, batch=2), key=lambda row: row["begun"])
     assert sorted(row["case"] for row in rows) == [0, 1, 2, 3, 4]

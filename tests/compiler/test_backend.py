@@ -44,6 +44,7 @@ def test_a_spiking_network_end_to_end():
     assert [found.rewritten for found in report.sites if found.rule.startswith("spike_")] == [False, True, True]
 
 
+@pytest.mark.slow(reason="compiles training")
 def test_training_end_to_end():
     eager = dyadic(ConvNet(SurrogateLIF))
     model = copy.deepcopy(eager)
@@ -56,6 +57,7 @@ def test_training_end_to_end():
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may rewrite this network")
 @pytest.mark.parametrize("strategy", ["event", "skip"])
 @pytest.mark.parametrize("layer", [nn.Conv2d(16, 16, 3, padding=1), nn.Linear(8, 16)], ids=["conv2d", "linear"])

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 import sparsecomp
 from sparsecomp import cache
@@ -88,6 +87,7 @@ def test_export_and_import(capsys: pytest.CaptureFixture[str], directory: Path) 
 
 
 def test_stats_prune_and_clear(capsys: pytest.CaptureFixture[str], directory: Path) -> None:
+    triton = pytest.importorskip("triton")
     found = answer(capsys, "cache", "stats")
     assert found["entries"] == 2 and found["writable"] and found["path"] == str(directory / "cache" / "tuning.sqlite")
     assert "tuning.sqlite" in printed(capsys, "cache", "stats")
@@ -101,6 +101,7 @@ def test_stats_prune_and_clear(capsys: pytest.CaptureFixture[str], directory: Pa
 
 
 def test_env(capsys: pytest.CaptureFixture[str], directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
     monkeypatch.setenv("SPARSECOMP_AUTOTUNE", "quick")
     found = answer(capsys, "env")
     assert (found["torch"], found["triton"]) == (torch.__version__, triton.__version__)

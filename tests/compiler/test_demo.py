@@ -11,6 +11,8 @@ from torch import nn
 from sparsecomp import demo
 from sparsecomp.__main__ import main
 
+pytestmark = pytest.mark.slow(reason="trains a network")
+
 pytest.importorskip("sklearn")
 
 IMPLEMENTATION = "binary"

@@ -22,6 +22,7 @@ def quiet(one_thread: None):
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("first", range(0, PROGRAMS, BATCH))
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs(first: int) -> None:
@@ -41,6 +42,7 @@ def test_random_programs(first: int) -> None:
     assert refused < BATCH / 5 and rewritten > BATCH / 4
 
 
+@pytest.mark.slow(reason="hundreds of programs")
 def test_a_wrong_claim_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The net holds: with a transfer function that claims too much, it fails, and the reproducer is a few lines."""
     from sparsecomp.passes.facts.registry import TRANSFERS

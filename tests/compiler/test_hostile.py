@@ -12,6 +12,8 @@ from torch.nn.utils import prune
 
 import sparsecomp
 
+pytestmark = pytest.mark.quick_cases(2)
+
 
 def _signal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -141,6 +143,7 @@ class _FrozenEncoder(nn.Module):
             return self.encoder.weight.mean() * x.mean()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_contexts_inside_forward_are_kept(context):
     model, x = _FrozenEncoder(context), _signal(2, 3, 8, 8)

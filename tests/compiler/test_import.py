@@ -27,6 +27,7 @@ def test_import_takes_under_0_3_seconds_beyond_torch():
     assert min(float(_python(code)) for _ in range(3)) < 0.3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["Options", "Report", "explain", "optimize", "profile", "last_report", "OptionError"])
 def test_public_names_load_on_use_and_are_not_hidden_by_modules(name):
     code = f"""

@@ -304,6 +304,7 @@ class RandomGraph(nn.Module):
         return self.head(x.amax((2, 3)))
 
 
+@pytest.mark.slow(reason="many graphs")
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @example(["conv", "fire", "conv"], "graph")
 @example(["conv"], "aot")

@@ -7,6 +7,8 @@ import inspect
 import pytest
 from package_modules import modules
 
+pytest.importorskip("triton")  # the modules of kernels import it
+
 COLLECTS = {
     "LayerProfile", "Profile", "Outcome", "_Group", "_Change", "Context", "Site", "PassRecord",
     "Report", "_Layer", "RESUCycle", "History", "autotune.Stats",

@@ -650,6 +650,7 @@ def random_model(steps: list[tuple[str, int, int]]) -> Callable[[torch.Tensor, t
     return model
 
 
+@pytest.mark.slow(reason="many graphs")
 @settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(STEPS, st.integers(0, 10**6), st.sampled_from(["plain", "small integers", "nan", "inf"]), st.booleans())
 def test_random_graphs_obey_their_facts(steps: list[tuple[str, int, int]], seed: int, kind: str, shapes: bool) -> None:

@@ -16,6 +16,8 @@ from sparsecomp.passes.facts.registry import TRANSFERS, Lost
 from sparsecomp.passes.graph.canonicalize import CanonicalOp
 from sparsecomp.reference.facts import SparsityFact
 
+pytestmark = pytest.mark.quick_cases(8)
+
 MODES = [False, True]
 
 
@@ -31,6 +33,7 @@ def conv_input(analysis: Analysis) -> SparsityFact | None:
     return analysis.fact(calls[-1].args[0], at=calls[-1])
 
 
+@pytest.mark.quick_cases(15)
 @pytest.mark.parametrize("train", MODES)
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("gather", GATHER)
@@ -165,6 +168,7 @@ def sequence(steps: int) -> torch.Tensor:
     return 2 * torch.randn(steps, 2, 2, 6, 6)
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("train", MODES)
 @pytest.mark.parametrize("steps", [0, 1, 4])
 @pytest.mark.parametrize("kind", ["IFNode", "LIFNode", "ParametricLIFNode", "QIFNode", "EIFNode", "KLIFNode"])
@@ -237,6 +241,7 @@ def test_sinabs_with_a_spike_limit_counts() -> None:
     assert fact is not None and fact.integral and fact.hi == 3 and not fact.is_binary
 
 
+@pytest.mark.slow(reason="traces a large network")
 @pytest.mark.parametrize("train", MODES)
 def test_sew_resnet_18(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     neuron = pytest.importorskip("spikingjelly.activation_based.neuron")

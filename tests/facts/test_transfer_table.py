@@ -556,6 +556,7 @@ def _claimed(gm: fx.GraphModule, analysis: Any) -> SparsityFact | Items | None:
     return analysis.fact(output.args[0], at=output)
 
 
+@pytest.mark.quick_cases(60)
 @pytest.mark.parametrize("name,case,expected", ALL, ids=[f"{index}-{entry[0]}" for index, entry in enumerate(ALL)])
 def test_what_is_claimed_holds(name: str, case: Callable[..., Any], expected: Any) -> None:
     for kind, x in INPUTS.items():

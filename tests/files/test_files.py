@@ -168,6 +168,7 @@ def test_leftovers_of_older_versions_go_and_what_looks_like_them_stays(tmp_path:
     assert f".x.{'0' * 32}.partial" not in os.listdir(tmp_path)
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_writers_of_one_file_leave_one_whole_file(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom pathlib import Path\nfrom sparsecomp.files.whole_file import written_whole\n"

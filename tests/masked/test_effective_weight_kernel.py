@@ -12,6 +12,8 @@ from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.ops import effective_weight, frozen_weights, split_pruned
 from sparsecomp.ops.masked.effective_weight import fits_kernels, merge_cuda, merge_in_torch, split_cuda, split_in_torch
 
+pytestmark = pytest.mark.quick_cases(4)
+
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 SHAPES = [(1,), (3, 5), (32,), (1025,), (40, 100), (3, 7, 5, 31)]
 
@@ -197,6 +199,7 @@ def test_a_cuda_graph_reads_the_mask_anew_unless_it_was_promised_to_stay(frozen)
     assert torch.equal(effective_weight(weight, theta, mask), by_indexing(weight, theta, mask))
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(("capability", "element"), [(80, "*i32"), (90, "*i16")])
 def test_kernels_build_with_whole_vectors_and_population_counts(capability, element):
     printed = compile_in_subprocess(

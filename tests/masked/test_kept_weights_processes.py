@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -92,6 +93,7 @@ def worker(rank: int, file: str, shared: dict[str, dict[str, Tensor]]) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_what_other_processes_write_is_followed(tmp_path):
     shared = {name: form.make().share_memory().state_dict() for name, form in FORMS.items()}
     mp.spawn(worker, args=(str(tmp_path / "store"), shared), nprocs=2)

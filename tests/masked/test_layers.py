@@ -13,6 +13,8 @@ from sparsecomp.errors import MaskError
 from sparsecomp.nn import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
 from sparsecomp.runtime import MaskedWeight, Mode, ResurrectionEmbedding
 
+pytestmark = pytest.mark.quick_cases(3)
+
 
 def half(weight, seed=0):
     return torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
@@ -340,6 +342,7 @@ def test_compiled_layers_follow_their_phases(backend):
     torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.slow(reason="compiles attention in training and out of it")
 @pytest.mark.parametrize("backend", ["eager", "sparsecomp"])
 def test_compiled_attention_follows_its_phases(backend):
     torch.compiler.reset()
@@ -380,6 +383,7 @@ def _replica(rank, path, results):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_two_processes_have_the_first_one_s_masks(tmp_path):
     with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()

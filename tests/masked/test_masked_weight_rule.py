@@ -25,6 +25,7 @@ def test_every_spelling_is_folded_once_and_gives_eager_bits(spelling, layer):
     assert f"sparsecomp.folded_{layer.removesuffix('2d')}.default(" in report.graph_after
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("layer", SHAPES)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_training_is_left_alone_with_eager_gradients(spelling, layer):
@@ -75,6 +76,7 @@ def _by_steps(m: Any, steps: list[tuple[str, int, float]]) -> Tensor:
     return weight
 
 
+@pytest.mark.slow(reason="many formulas")
 def test_random_formulas_fold_to_eager_bits_or_stay():
     folded, x = [], torch.randn(2, 352, generator=torch.Generator().manual_seed(2))
     for seed in range(30):

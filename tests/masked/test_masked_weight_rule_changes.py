@@ -31,6 +31,8 @@ from sparsecomp.passes.masked import masked_weight
 from sparsecomp.passes.masked.fold import Choice, compare
 from sparsecomp.reference.memo import MEMO
 
+pytestmark = pytest.mark.quick_cases(4)
+
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 
 
@@ -293,6 +295,7 @@ def test_a_parametrization_is_folded(layer):
     assert site(report, "masked_weight").rewritten
 
 
+@pytest.mark.slow(reason="compiles attention in training and out of it")
 @pytest.mark.parametrize("training", [False, True])
 def test_multi_head_attention_with_pruned_projections(training):
     torch._dynamo.reset()
@@ -448,6 +451,7 @@ def name_of_product() -> str:
     return folded_weight.formula(torch.fx.GraphModule(nn.Module(), graph))
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64), (0, 64)])
 @pytest.mark.parametrize("keep", ["asked", "always", "prepared"])

@@ -19,6 +19,8 @@ from sparsecomp.ops.masked import merged_weight as merged_ops
 from sparsecomp.passes.cost import masked as masked_cost
 from sparsecomp.reference.memo import MEMO
 
+pytestmark = pytest.mark.quick_cases(4)
+
 NAMES = ("weight", "theta", "phi", "bias")
 
 
@@ -97,6 +99,7 @@ def judged(model: Any, x: Tensor, **options: Any) -> Any:
     return found
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("layer", ["linear", "conv2d"])
 @pytest.mark.parametrize("spelling", MERGED)
 def test_spellings_are_merged_with_eager_gradients(spelling, layer):

@@ -13,6 +13,8 @@ from sparsecomp.ops import select_largest
 from sparsecomp.ops.masked.elementwise import _select_cuda
 from sparsecomp.reference.masks import select_by_sorting
 
+pytestmark = pytest.mark.quick_cases(2)
+
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BLOCK = 2048
@@ -41,6 +43,7 @@ def wrong(scores, count):
     return int((lowered.select_by_kernel(scores, count) != expected).sum())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_kind_of_number_is_ranked_as_by_a_sort(device, dtype):
@@ -51,6 +54,7 @@ def test_every_kind_of_number_is_ranked_as_by_a_sort(device, dtype):
         assert [wrong(torch.full_like(scores, alike), count) for count in (0, 1, 50, 99)] == [0] * 4
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sizes_around_blocks(device, dtype):
@@ -150,6 +154,7 @@ def test_a_cuda_graph_reads_scores_and_count_anew():
             assert torch.equal(selected.cpu(), select_by_sorting(scores.cpu(), torch.tensor(number))), (new, number)
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(("capability", "width"), [(80, 32), (90, 32), (90, 16)])
 def test_kernels_build_with_whole_vectors(capability, width):
     printed = compile_in_subprocess(

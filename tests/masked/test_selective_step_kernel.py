@@ -11,6 +11,8 @@ from sparsecomp.lowering.masked import selective_step as lowered
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.ops import selective_step
 
+pytestmark = [pytest.mark.quick_cases(2), pytest.mark.quick_cases(2)]
+
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 SETTINGS = {
     "lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "tau": 0.5, "delta": 1e-12, "warm_up": 10,
@@ -138,6 +140,7 @@ def test_a_count_takes_the_most_consistent_and_of_equals_the_first(step, device)
     assert torch.equal(moved, pruned[50:120].long())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("step", "device"), STEPS)
 @pytest.mark.parametrize("count", [None, 300])
 def test_averages_may_lie_in_the_weight_s_own_moments(step, device, count):
@@ -156,6 +159,7 @@ def test_averages_may_lie_in_the_weight_s_own_moments(step, device, count):
         assert int((moment == 7).sum()) == weight.numel() - pruned.numel()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("step", "device"), STEPS)
 @pytest.mark.parametrize("count", [None, 300])
 def test_a_mask_means_what_the_positions_mean(step, device, count):
@@ -268,6 +272,7 @@ def test_a_cuda_graph_reads_steps_rate_and_gradient_anew():
     assert not torch.equal(weight, start("cuda", shape=(300, 500))[0])
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("by_mask", [False, True])
 @pytest.mark.parametrize(("capability", "element"), [(80, "*fp32"), (90, "*bf16")])
 def test_the_kernel_builds_with_whole_vectors(capability, element, by_mask):

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from sparsecomp import _compat
 
+pytestmark = pytest.mark.quick_cases(1)
+
 
 class Fire(nn.Module):
     """A threshold with a surrogate gradient, as a module so that a hook sees its spikes."""
@@ -169,6 +171,7 @@ def _flips_from_float64(model: nn.Module, x: Tensor, backend: str, **options: An
         return sum(int((a != b).sum()) for a, b in pairs)
 
 
+@pytest.mark.slow(reason="compiles many graphs")
 def test_random_weights_flip_no_more_spikes_than_inductor():
     """Against a float64 run, over 80,000 spikes a neuron and step; both through Inductor's generated code."""
     torch.manual_seed(0)
@@ -205,6 +208,7 @@ def test_no_recompilation_that_eager_does_not_have(style, monkeypatch):
     assert counts[0] == counts[1] and counts[0][1] == 0
 
 
+@pytest.mark.slow(reason="compiles many graphs")
 def test_changing_batches_compile_as_often_as_eager(monkeypatch):
     monkeypatch.setattr(_compat, "compile_fx", lambda gm, *_: gm.forward)
     calls = [(images(4, batch, 2, 8, 8),) for batch in (2, 2, 1, 3)]
@@ -222,6 +226,7 @@ def test_changing_batches_are_exact():
     assert _all_rewritten(run) == {2}
 
 
+@pytest.mark.slow(reason="compiles many graphs")
 def test_two_forwards_with_one_backward():
     eager = sixteenths(OneStep(Attribute)).train()
     model = copy.deepcopy(eager)

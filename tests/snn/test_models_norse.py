@@ -9,6 +9,8 @@ from torch import nn
 
 import sparsecomp
 
+pytestmark = pytest.mark.quick_cases(1)
+
 norse = pytest.importorskip("norse.torch", reason="Norse is not installed")
 
 # dt * tau_mem_inv = dt * tau_syn_inv = 1/2, so that every step is exact

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick_cases(1)
+
 VARIABLE = "SPARSECOMP_OLD_SPIKINGJELLY"
 CASES = [
     ("0.0.0.0.14", "spikingjelly.activation_based", "LIFNode"),

@@ -58,6 +58,7 @@ def test_optimize_is_exact_over_calls_and_resets(kind):
                 _reset(eager), _reset(model)
 
 
+@pytest.mark.slow(reason="compiles many graphs")
 def test_bounded_counts_stay_dense_because_a_potential_may_be_nan():
     model = _net("MaxSpike")
     x = images(BATCH * STEPS, 2, 14, 14)
@@ -71,6 +72,7 @@ def test_bounded_counts_stay_dense_because_a_potential_may_be_nan():
         torch.testing.assert_close(optimized(x), expected)
 
 
+@pytest.mark.slow(reason="compiles many graphs")
 def test_unbounded_counts_stay_dense_and_say_why():
     """Dynamo gives up on the whole forward, so that only the modules' graph can name the sites."""
     net = nn.Sequential(nn.Conv2d(2, 4, 3), layers.IAFSqueeze(batch_size=BATCH), nn.Conv2d(4, 4, 3))

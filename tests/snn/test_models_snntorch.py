@@ -8,6 +8,8 @@ import torch
 from snn_zoo import assert_exact, gradients_beside_eager, images, run_beside_eager, sixteenths
 from torch import nn
 
+pytestmark = pytest.mark.quick_cases(1)
+
 snn = pytest.importorskip("snntorch", reason="snnTorch is not installed")
 
 NEURONS: dict[str, Callable[[], nn.Module]] = {

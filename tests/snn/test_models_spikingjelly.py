@@ -18,6 +18,8 @@ from torch import nn
 
 pytest.importorskip("spikingjelly", reason="spikingjelly is not installed")
 
+pytestmark = pytest.mark.quick_cases(1)
+
 VGG11 = [16, "M", 32, "M", 32, 32, "M", 32, 32, "M", 32, 32, "M"]
 
 
@@ -220,6 +222,7 @@ TRAINED = {name: MODELS[name] for name in ("SEW-ResNet-18 ADD", "MS-ResNet-18", 
 TRAINED |= {"VGG-11": MODELS["VGG-11 LIF"], "MNISTNet": MODELS["MNISTNet PLIF"]}
 
 
+@pytest.mark.slow(reason="compiles training")
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_fires_the_same_and_has_the_same_gradients(name):
     build, shape, count = TRAINED[name]

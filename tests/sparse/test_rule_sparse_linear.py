@@ -65,6 +65,7 @@ FUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("what", FUSED)
 def test_what_follows_a_layer_is_fused_where_nobody_else_reads_it(what):
     forward, fused = FUSED[what]
@@ -78,6 +79,7 @@ def test_what_follows_a_layer_is_fused_where_nobody_else_reads_it(what):
     assert len(report.rewritten) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, monkeypatch):

@@ -22,6 +22,8 @@ from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, compare, fuses_relu
 from sparsecomp.passes.sparse import chain
 
+pytestmark = pytest.mark.quick_cases(4)
+
 
 @pytest.fixture(autouse=True)
 def small_products_stay_sparse(monkeypatch):
@@ -290,6 +292,7 @@ def product(share: float, n: int, dtype: torch.dtype, format: str = "csr", size:
 
 def test_the_estimate_is_sure_at_the_ends():
     """Where the share of nonzeros and the width leave no doubt: dense for many of both, sparse for few."""
+    pytest.importorskip("triton")
     half, full = torch.float16, torch.float32
     for share, n, dtype, format, dense in (
         (0.5, 4096, half, "csr", True), (0.1, 4096, half, "csr", True), (0.01, 16, half, "csr", False),
@@ -306,6 +309,7 @@ def test_the_estimate_is_sure_at_the_ends():
 def test_a_way_that_gives_the_host_more_to_do_must_save_the_device_more_than_a_call_takes():
     """A product in halves takes the device half as long as dense and needs more launches: alone it gains nothing,
     among many others, which keep the device busy, it does; and in a CUDA graph the host does not count."""
+    pytest.importorskip("triton")
     alone = product(0.5, 1024, torch.float32, size=1536)._replace(constant=True, replayed=False)
     assert compare(alone, CARD, H100).dense
     busy = compare(alone._replace(products=64), CARD, H100)

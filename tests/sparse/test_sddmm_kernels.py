@@ -11,6 +11,10 @@ from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.sparse.sddmm import sddmm
 from sparsecomp.lowering.tuning.trial import fault
 
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.quick_cases(4)
+
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {F32: 1e-6, F16: 1e-3, BF16: 8e-3}
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
@@ -175,6 +179,7 @@ def test_bad_operands_are_named():
             call()
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(("capability", "element"), [(80, "*fp32"), (90, "*bf16")])
 def test_kernels_build(capability, element):
     """Also for sizes of one, which Triton makes constants; the dot products read whole vectors."""

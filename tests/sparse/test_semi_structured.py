@@ -24,7 +24,6 @@ from sparsecomp.lowering.launch.epilogue import Output
 from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.sparse import cusparselt, semi_structured
 from sparsecomp.lowering.sparse.cusparselt import Algorithm, Matmul, MatmulPlan
-from sparsecomp.lowering.sparse.kernels import semi_structured as template
 from sparsecomp.lowering.sparse.semi_structured import SEMI_STRUCTURED, spmm_semi_structured
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.tuning import autotune
@@ -35,6 +34,8 @@ from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.sparse import chain
 from sparsecomp.reference.memo import Memo
+
+template = pytest.importorskip("sparsecomp.lowering.sparse.kernels.semi_structured")  # needs Triton
 
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -228,6 +229,7 @@ def test_a_fingerprint_tells_values_apart(device):
         assert not torch.equal(template.fingerprint(one), template.fingerprint(other))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("version", "plans"), [((0, 8, 0), 1), ((0, 7, 1), 64)])
 def test_biases_share_a_plan_where_the_library_is_known_to_take_others(monkeypatch, library, version, plans):
     """Otherwise each has its own, and those of biases long gone are destroyed."""
@@ -466,6 +468,7 @@ def test_the_operator_picks_it(library):
     assert len(library.products) == 1 and relative_error(out, expected) <= 1e-3
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_guard_builds(capability):
     """Both kernels, for both dtypes, with tensor cores and without spilling registers to the stack."""

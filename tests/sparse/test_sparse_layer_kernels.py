@@ -12,6 +12,8 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.sparse import layer as sparse_layer
 from sparsecomp.tensor.pattern import Pattern
 
+pytestmark = pytest.mark.quick_cases(4)
+
 sparse_linear, dense_weight, dense_linear = (
     import_module(f"sparsecomp.ops.sparse.{name}") for name in ("linear", "dense_weight", "dense_linear")
 )

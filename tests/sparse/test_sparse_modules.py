@@ -25,6 +25,8 @@ from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 
+pytestmark = pytest.mark.quick_cases(2)
+
 LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = {
     CSR: {"sparsity": 0.5}, CSC: {"sparsity": 0.5}, COO: {"sparsity": 0.5}, BSR: {"block": (2, 4), "sparsity": 0.5},
     BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4},
@@ -101,6 +103,7 @@ class Both:
         torch.testing.assert_close(self.widened(found) if wide else found, wanted)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("format", "spelling"), [
     *((CSC, spelling) for spelling in SPELLINGS), *((format, "addmm left") for format in LAYOUTS if format is not CSC),
     *((format, "linear") for format in LAYOUTS if format is not CSC), (NM, "to_dense"), (BSR, "to_dense"),
@@ -122,6 +125,7 @@ def test_a_weight_in_transforms_is_a_dense_one(format, spelling):
     torch.testing.assert_close(written_out(both.layer, both.layer.values.grad), leaves["layer.values"].grad)
 
 
+@pytest.mark.slow(reason="compiles training")
 @pytest.mark.parametrize(("spelling", "backend"), [
     ("linear", "sparsecomp"), ("left", "aot_eager"), ("addmm by row", "sparsecomp"), ("T", "eager"),
     ("to_dense", "aot_eager"),
@@ -186,6 +190,7 @@ class Tanh(nn.Module):
         return value.atanh()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format", FEW)
 def test_values_take_a_parametrization(format):
     torch._dynamo.reset()
@@ -253,6 +258,7 @@ def test_pruned_values_are_zero_and_learn_nothing():
 # -- other patterns
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("backend", [None, "eager", "sparsecomp"])
 @pytest.mark.parametrize("format", FEW)
 def test_functional_call_with_another_layers_state(format, backend):
@@ -369,6 +375,7 @@ def test_a_table_that_takes_another_pattern_goes_backward_by_its_own():
     torch.testing.assert_close(same(index), written_out(same, same.values)[index])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "on the CPU", "traced", "exported", "compiled"])
 @pytest.mark.parametrize("format", [CSR, NM])
 def test_ways_to_run_a_module(format, way):
@@ -451,6 +458,7 @@ def _longer_rows(rank: int) -> None:
     torch.testing.assert_close(both(torch.arange(5)), written_out(uneven(8), uneven(8).values))
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_two_processes_with_two_forwards_and_gradients_that_add_up():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -30,6 +30,8 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 
+pytestmark = pytest.mark.quick_cases(3)
+
 LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = {
     CSR: {"sparsity": 0.5}, CSC: {"sparsity": 0.5}, COO: {"sparsity": 0.5}, BSR: {"block": (2, 4), "sparsity": 0.5},
     BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4},
@@ -250,6 +252,7 @@ def step(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], model: nn
         (torch.compile(optimizer.step, backend="eager") if way == "compiled" else optimizer.step)()
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_trains_as_with_a_masked_weight(name, way):
@@ -279,6 +282,7 @@ def test_optimizers_of_matrices_step(name):
     assert pair.losses(0)[0] < before
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format", LAYOUTS)
 @pytest.mark.parametrize("backend", ["sparsecomp", "inductor"])
 def test_compiled_training_and_evaluation_between_steps(format, backend):
@@ -381,6 +385,7 @@ def test_copies_train_apart():
         torch.testing.assert_close(other(x), F.relu(F.linear(x, dense_of(other[0]), other[0].bias)))
 
 
+@pytest.mark.slow(reason="finite differences")
 @pytest.mark.parametrize("format", LAYOUTS)
 def test_derivatives_of_every_order_and_mode_are_those_of_the_dense_layer(format):
     func, x, tangent = torch.func, torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
@@ -628,6 +633,7 @@ def _hogwild(model: nn.Module) -> None:
         model[0].values.mul_(3)
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_shared_memory_is_read_as_another_process_writes_it():
     model, x = build(0), torch.randn(3, 8)
     compiled = torch.compile(model, backend="sparsecomp")
@@ -687,6 +693,7 @@ def _train_sharded(rank: int) -> None:
     torch.testing.assert_close(whole, alone[0].values.detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_two_processes_train_as_one_without_a_special_call():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

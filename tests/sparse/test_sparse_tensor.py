@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from sparsecomp import SparseTensor, formats
 from sparsecomp.errors import FormatError, PatternError, SparseOperatorError
 
+pytestmark = pytest.mark.quick_cases(3)
+
 FORMATS = {**LAYOUTS, "BSR": {"block": (2, 2)}, "BCSC": {"block": (2, 2)}, "NM": {"n": 1, "m": 2}}
 
 
@@ -252,6 +254,7 @@ def test_a_module_keeps_its_state():
     assert torch.equal(one(x), other(x))
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_a_fresh_process_reads_weights_and_an_optimizers_state_after_import_sparsecomp(tmp_path):
     weight = nn.Parameter(tensor())
     optimizer = torch.optim.Adam([weight])

@@ -251,6 +251,7 @@ def test_unsorted_and_repeated_elements_are_summed_or_refused():
 # -- gradients
 
 
+@pytest.mark.slow(reason="finite differences")
 @pytest.mark.parametrize("format", FORMATS)
 def test_gradients_of_tensors_by_finite_differences(format):
     """By x, bias and residual directly; by the values through a change of each."""

@@ -21,6 +21,9 @@ from sparsecomp.lowering.sparse.spmm_nm import spmm_nm
 from sparsecomp.lowering.tuning.template import of_operation
 from sparsecomp.lowering.tuning.trial import fault
 
+pytest.importorskip("triton")
+pytestmark = pytest.mark.quick_cases(2)
+
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 
@@ -211,6 +214,7 @@ def test_products_of_no_elements_launch_nothing_and_one_element_is_exact(device)
     assert captured(lambda: spmm_csr(one, zero, value, torch.empty(1, 0, device=device), none)) is None
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("where", ["dense", "values"])
 def test_csr_spreads_what_is_not_finite_only_along_what_is_stored(device, where):
@@ -234,6 +238,7 @@ def test_csr_spreads_what_is_not_finite_only_along_what_is_stored(device, where)
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True, msg=name)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_csr_gathers_what_is_not_finite_from_each_item_of_a_batch(device, dtype):
@@ -265,6 +270,7 @@ def test_row_slices_and_spare_capacity_hide_what_lies_outside(device):
         assert error(got, expected) <= 1e-6, name
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("long", [0, 5, 39])
 def test_csr_rows_that_span_many_chunks_and_many_empty_rows(device, long):
@@ -310,6 +316,7 @@ def tridiagonal(rows, device):
     return crow, col, values, index.float()[:, None], expected[:, None]
 
 
+@pytest.mark.slow(reason="long rows through the interpreter")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_csr_tridiagonal_against_its_closed_form(device):
     """A million rows on a GPU; two thousand in the interpreter, which is slow."""
@@ -320,6 +327,7 @@ def test_csr_tridiagonal_against_its_closed_form(device):
         assert torch.equal(got, expected), name
 
 
+@pytest.mark.slow(reason="long rows through the interpreter")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.skipif(not FOLDER.exists(), reason="the collection of real matrices is not here")
 def test_csr_of_values_from_1e_minus_24_to_1e12(device):
@@ -361,6 +369,7 @@ def test_csr_at_the_ends_of_float32s_range(device, layout):
         assert ((got.cpu().double() - expected).abs() <= 2.0**-18 * expected + 2.0**-149).all(), name
 
 
+@pytest.mark.slow(reason="large matrices through the interpreter")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_csr_at_99_9_percent_sparsity(device):
     arrays, matrix = csr(150, 400, 0.001, device=device)
@@ -751,6 +760,7 @@ FULL = dict(BIAS_ROWS=True, ACTIVATION="gelu", dense_k=1, out_m=1)
 """
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(("capability", "element"), [(80, "*fp32"), (90, "*fp32"), (90, "*bf16")])
 def test_csr_kernels_build_without_spills_and_read_whole_vectors(capability, element):
     printed = compile_in_subprocess(
@@ -783,6 +793,7 @@ for kernel, index, epilogue, sizes, warps in (
     assert printed.split() == ["0", "True"] * 11
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(
     ("capability", "element", "precision"),
     [(80, "*fp32", "tf32x3"), (90, "*fp32", "tf32x3"), (80, "*bf16", "ieee"), (90, "*fp16", "ieee")],
@@ -820,6 +831,7 @@ for kernel, sizes, warps in (
     assert printed.split() == [word for kind in kinds for word in ("0", kind, str(kind != "none"))]
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 def test_kernels_build_for_sizes_of_one():
     """Triton makes a constant of an argument that is 1."""
     printed = compile_in_subprocess(

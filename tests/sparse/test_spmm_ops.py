@@ -23,6 +23,8 @@ from sparsecomp.reference.patterns import transposed_arrays
 from sparsecomp.reference.precision import without_autocast
 from sparsecomp.tensor.pattern import Pattern
 
+pytestmark = pytest.mark.quick_cases(4)
+
 KINDS = {"csr": (CSR, {}), "bsr": (BSR, {"block": (2, 3)}), "nm": (NM, {"n": 4, "m": 4}), "2:4": (NM, {"n": 2, "m": 4})}
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -162,6 +164,7 @@ def test_what_is_not_stored_is_not_multiplied(kind, transpose, dtype):
     torch.testing.assert_close(many, torch.stack([wanted(1), wanted(-2)]), equal_nan=True)
 
 
+@pytest.mark.slow(reason="finite differences")
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_by_finite_differences(kind, transpose):
@@ -302,6 +305,7 @@ def test_backward_keeps_to_what_is_stored(tmp_path):
     assert relative(grads[0], right.detach().double().sum(1).numpy()[col]) < 2e-6
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("kind", ["csr", "bsr", "2:4"])
@@ -326,6 +330,7 @@ def test_kernels_behind_the_operators(kind, transpose, device):
     assert relative(found.cpu(), again.numpy()) < 2e-6
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("kind", ["nm", "2:4"])

@@ -13,6 +13,8 @@ from sparsecomp.nn import SparseLinear
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.tensor.pattern import Pattern
 
+pytestmark = pytest.mark.quick_cases(4)
+
 SHAPES = [(1, 1), (3, 5), (7, 64), (5, 1030), (33, 300)]
 
 
@@ -59,6 +61,7 @@ def test_every_configuration_writes_the_same(shape, index, device):
         assert torch.equal(out, dense), candidate.config
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(
@@ -91,6 +94,7 @@ def test_nothing_stored_is_all_zeros():
         assert dense_to_stored(torch.ones(shape), pattern.arrays, pattern.layout.written()).shape == (0,)
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_reading_kernel_builds(capability):
     printed = compile_in_subprocess(f"""

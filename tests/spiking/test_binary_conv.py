@@ -9,6 +9,8 @@ from kernel_devices import KERNEL_DEVICES
 import sparsecomp.ops  # noqa: F401  registers the ops
 from sparsecomp.reference.digits import SPREAD, join_weight, split_weight
 
+pytestmark = pytest.mark.quick_cases(2)
+
 TOLERANCE = {2: 1e-4, 3: 1e-6, 4: 2e-7}
 
 
@@ -157,6 +159,7 @@ def test_pack_weight_kernel_equals_split_weight(device, digits, layout):
     assert torch.equal(planes.cpu()[:, finite], expected_planes[:, finite])
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_pack_weight_and_prescan_compile(capability):
     printed = compile_in_subprocess(
@@ -176,6 +179,7 @@ def test_pack_weight_and_prescan_compile(capability):
     assert printed.split() == ["True"] * 3
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles_to_int8_tensor_core_instructions(capability):
     printed = compile_in_subprocess(
@@ -195,6 +199,7 @@ def test_compiles_to_int8_tensor_core_instructions(capability):
     assert instruction in printed
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 def test_compiles_for_one_output_channel():
     """Triton makes a constant of an argument that is 1."""
     printed = compile_in_subprocess(
@@ -211,6 +216,7 @@ def test_compiles_for_one_output_channel():
     assert printed.split() == ["True"]
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(("digits", "blocks"), [(2, (256, 64, 64)), (3, (128, 128, 64)), (4, (128, 64, 64))])
 def test_hopper_kernel_compiles_without_spills_and_overlaps_its_products(digits, blocks):
     printed = compile_in_subprocess(

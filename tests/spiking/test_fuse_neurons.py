@@ -29,6 +29,7 @@ def _input(steps: int = 4, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(steps, 2, 3, 5, 5, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
 def test_bits_equal_the_operators(make):
     eager, module = make(), make()

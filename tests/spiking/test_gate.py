@@ -193,6 +193,7 @@ def test_the_signature_holds_whatever_changes_the_times():
 
 
 def test_the_tuning_cache_is_asked_for_sites_on_a_gpu_only(monkeypatch):
+    pytest.importorskip("triton")
     device, found = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0"), TuningCache(None)
     found.put(
         STAGE1.signature(device), times={"dense": 0.2, "binary": 0.11, "skip": 0.01}, rejected={"skip": "it is wrong"}

@@ -7,6 +7,8 @@ from kernel_devices import KERNEL_DEVICES
 
 import sparsecomp.ops as ops
 
+pytestmark = pytest.mark.quick_cases(2)
+
 
 def sample(layout="contiguous", shape=(3, 2, 5, 4, 3)):
     x = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -108,6 +110,7 @@ def test_first_membrane_is_broadcast(device):
     torch.testing.assert_close(v.cpu(), last, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles(capability):
     printed = compile_in_subprocess(

@@ -22,6 +22,8 @@ from sparsecomp.passes.spiking import spike_conv
 from sparsecomp.reference.digits import join_weight, split_weight
 from sparsecomp.reference.geometry import Window
 
+pytestmark = pytest.mark.quick_cases(3)
+
 
 def _signal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -308,6 +310,7 @@ def _traced():
     return graphs[0], graphs[0].code
 
 
+@pytest.mark.slow(reason="traces 2000 layers")
 def test_passes_are_linear_in_the_size_of_the_graph():
     class Deep(nn.Module):
         def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

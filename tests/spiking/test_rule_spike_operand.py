@@ -16,6 +16,8 @@ from sparsecomp.passes import pipeline
 from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference import facts
 
+pytestmark = pytest.mark.quick_cases(3)
+
 
 def signal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -201,6 +203,7 @@ TRANSFORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("inside", [True, False])
 def test_transforms_inside_and_around(transform, inside):
@@ -259,6 +262,7 @@ def test_sums_that_could_pass_32_bits_stay_dense(most, taken):
     assert found.item() == pytest.approx(most * depth, rel=1e-6)
 
 
+@pytest.mark.slow(reason="compiles training at many sizes")
 @pytest.mark.parametrize("strategy", ["binary", "event"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_strided_pixel_layer_trains_at_any_size(strategy, layout):
@@ -290,6 +294,7 @@ def test_what_the_model_refuses_is_raised_as_the_model_says_it(caplog):
     assert "torch.compile failed" not in caplog.text
 
 
+@pytest.mark.slow(reason="compiles training")
 @pytest.mark.parametrize(("kind", "shape"), [(nn.Conv1d, (2, 4, 9)), (nn.Conv2d, (2, 4, 9, 9))])
 def test_a_layer_with_hooks_keeps_them(kind, shape):
     """At the level of modules; the hook's negation is in the result."""

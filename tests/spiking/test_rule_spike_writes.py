@@ -18,6 +18,8 @@ import sparsecomp
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 
+pytestmark = pytest.mark.quick_cases(3)
+
 SOURCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cast": lambda state: (state > 0).float(),
     "bool": lambda state: state.bool().float(),

@@ -10,7 +10,7 @@ from sparsecomp.lowering.spiking import skip_conv, spike_conv
 from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.reference.geometry import Window
 
-pytestmark = pytest.mark.parametrize("device", KERNEL_DEVICES)
+pytestmark = [pytest.mark.parametrize("device", KERNEL_DEVICES), pytest.mark.quick_cases(2)]
 
 
 def block_spikes(shape, empty, density=0.2, block=4, high=1):

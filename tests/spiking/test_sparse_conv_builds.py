@@ -3,6 +3,8 @@
 import pytest
 from compile_kernel import compile_in_subprocess
 
+pytestmark = pytest.mark.slow(reason="builds for a GPU")
+
 PRELUDE = """
 pointers = dict(starts_ptr="*i32", total_ptr="*i32", codes_ptr="*i32", events_ptr="*i32", rows_ptr="*i32",
                 count_ptr="*i32", active_ptr="*i8", bytes_ptr="*i8", scale_ptr="*fp32", bias_ptr="*fp32",

@@ -10,6 +10,8 @@ import sparsecomp.ops as ops
 
 torch.manual_seed(0)
 
+pytestmark = pytest.mark.quick_cases(3)
+
 
 def sample(dtype=torch.float32, bias=True):
     x = (torch.rand(2, 16, 7, 6) < 0.3).to(dtype).requires_grad_()

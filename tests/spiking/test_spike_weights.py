@@ -8,6 +8,8 @@ from spike_conv_cases import normal, run, spikes
 
 from sparsecomp.reference.digits import SPREAD, channel_scale, join_weight, multiplied_weight, split_weight
 
+pytestmark = pytest.mark.quick_cases(3)
+
 STRATEGIES = ["binary", "event", "skip"]
 
 

@@ -17,7 +17,7 @@ from sparsecomp.training.resu.ablation import ablate
 from sparsecomp.training.resu.adamw import RESUAdamW
 from sparsecomp.training.resu.cycle import Phase, RESUCycle
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.quick_cases(2)]
 
 
 class _Network(nn.Module):

@@ -93,6 +93,7 @@ class _SaveAll(Callback):
         self.on_step(trainer)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("case", ["plain", "generator", "dsnot", "float16"])
 def test_a_run_resumes_with_the_same_bits_from_any_phase_and_step(tmp_path, case):
     settings = {
@@ -338,6 +339,7 @@ class _Save(Callback):
             trainer.save(self.path)
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_two_processes_have_one_mask_and_resume(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -204,6 +204,7 @@ def _stepped(optimizer: Any, way: str, compiled: Any, scaler: Any) -> None:
         scaler.update()
 
 
+@pytest.mark.slow(reason="every optimizer with every write")
 @pytest.mark.parametrize(("name", "way", "write"), _cases())
 def test_compiled_layers_equal_the_formula_after_each_step_and_write(
     name: str, way: str, write: Callable[..., None], trained: Any

@@ -26,6 +26,8 @@ from sparsecomp.lowering.tuning.autotune import Tuner, effort_scope
 from sparsecomp.lowering.tuning.measure import measure_ms, settled_median
 from sparsecomp.lowering.tuning.trial import relative_error
 
+pytest.importorskip("triton")  # templates hold their kernels
+
 CPU = torch.device("cpu")
 
 
@@ -329,6 +331,7 @@ print(json.dumps([choice.candidate.config["TILE"], choice.source, autotune.tuner
 """
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_a_second_process_times_nothing(tmp_path):
     cache, bench = TuningCache(tmp_path / "tuning.sqlite"), Bench({16: 3.0, 32: 1.0, 64: 2.0})
     assert choose(tuner(bench, cache), bench) == (32, "tuned")
@@ -439,6 +442,7 @@ def test_warming_up_by_signature_makes_later_calls_tuned(process_tuner):
     assert launch(bench) == 32 and tuned.stats.timings == 6
 
 
+@pytest.mark.slow(reason="tunes a model through the interpreter")
 def test_warming_up_a_model_runs_it_once_and_leaves_it_as_it_was(process_tuner):
     bench, tuned = process_tuner
 

@@ -54,15 +54,15 @@ def test_used_and_written_results_reach_another_cache(directory: Path, monkeypat
     assert default_cache().get(signature(1)) is not None and default_cache().get(signature(4)) is None
 
 
-SCRIPT = """
+SCRIPT = f"""
 import sys, torch
 from sparsecomp.lowering.cache import artifact
+from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.cache.tuning_cache import default_cache
-from test_cache_artifact import signature
 artifact.install()
 with open(sys.argv[1], "rb") as file:
     assert torch.compiler.load_cache_artifacts(file.read()) is not None
-print(default_cache().get(signature(8)).best)
+print(default_cache().get({signature(8)!r}).best)
 """
 
 
@@ -70,8 +70,7 @@ print(default_cache().get(signature(8)).best)
 def test_to_another_process(directory: Path) -> None:
     default_cache().put(signature(8), times={"a": 1.0}, verified=["a"])
     (directory / "artifacts").write_bytes(saved())
-    here = str(Path(__file__).parent)
-    environment = os.environ | {"SPARSECOMP_CACHE_DIR": str(directory / "second"), "PYTHONPATH": here}
+    environment = os.environ | {"SPARSECOMP_CACHE_DIR": str(directory / "second")}
     command = [sys.executable, "-c", SCRIPT, str(directory / "artifacts")]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=root)

@@ -46,6 +46,8 @@ from sparsecomp.passes.cost.sparse import Product
 from sparsecomp.reference.geometry import Window
 from sparsecomp.reference.patterns import Layout
 
+pytest.importorskip("triton")  # templates hold their kernels
+
 TABLE = Path(__file__).with_name("cost_table.json")
 DEVICES = {name: Device(name, capability, "3.6.0") for name, capability in
            {"H100": "9.0", "A100": "8.0", "RTX": "8.6"}.items()}  # fmt: skip

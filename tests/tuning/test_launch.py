@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 
 from sparsecomp.lowering.launch import launch
 from sparsecomp.lowering.launch.launch import Launch
+
+triton = pytest.importorskip("triton")
 
 
 class Driver:

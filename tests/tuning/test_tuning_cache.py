@@ -203,6 +203,7 @@ def test_prune_and_clear(cache: TuningCache) -> None:
     assert cache.get(signature()) is None and cache.stats().entries == 0 and cache.facts() == []
 
 
+@pytest.mark.slow(reason="a hundred thousand rows")
 def test_a_hundred_thousand_entries(tmp_path: Path) -> None:
     entries = [Entry({**signature(number).fields}, {"a": 1.0 + number}, frozenset(["a"])) for number in range(100_000)]
     cache = TuningCache(tmp_path / "tuning.sqlite")

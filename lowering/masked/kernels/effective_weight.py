@@ -43,8 +43,9 @@ def places(table_ptr, first, words, ROWS: tl.constexpr):
     one = tl.full((1, 1), 1, tl.uint32)
     active = ((word >> bit) & one) != 0
     lower = (one << bit) - one
+    # ~word & lower: Triton before 3.9 does not interpret ~ of unsigned numbers
+    n = (word & lower) ^ lower
     # the population count, in the form that compilers know
-    n = ~word & lower
     n = n - ((n >> 1) & 0x55555555)
     n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
     n = (n + (n >> 4)) & 0x0F0F0F0F

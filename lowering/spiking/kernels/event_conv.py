@@ -52,7 +52,7 @@ def events_kernel(
         at = base + end - ones
         for _ in range(tl.max(ones, 0)):
             left = flags != 0
-            bit = flags & (~flags + 1)
+            bit = flags & (0 - flags)  # not ~flags + 1: Triton before 3.9 does not interpret ~ of unsigned numbers
             # the exponent of a power of two is the number of its bit
             index = (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             where = place + index
