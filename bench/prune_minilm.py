@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from bench.table import markdown_grid
 from sparsecomp.reference.selection import select_top
-from sparsecomp.training.pruning import pruners
+from sparsecomp.training.pruning.scores import input_norms, n_of_m_mask, rowwise_mask, wanda_scores
 from sparsecomp.training.pruning.sparsegpt import input_products, sparsegpt, sparsegpt_n_of_m
 from sparsecomp.training.pruning.stabilisers import bias_shift, dsnot_mask
 
@@ -161,7 +161,7 @@ def pruned_layer(
         new = weight * mask
     mean = tokens.mean(0)
     if repair in _THRESHOLDS:
-        scores = pruners.wanda_scores(weight, pruners.input_norms(tokens))
+        scores = wanda_scores(weight, input_norms(tokens))
         mask = dsnot_mask(weight, mask, scores, mean, tokens.var(0), _THRESHOLDS[repair])
         new = weight * mask
     # what the mean output lost: after SparseGPT, kept weights moved too
@@ -174,13 +174,13 @@ def ranked_mask(
 ) -> torch.Tensor:
     """The weights that a ranking keeps: Wanda within each row, the others over the layer, as published; or 2 of 4."""
     if ranking == "Wanda":
-        scores = pruners.wanda_scores(weight, pruners.input_norms(tokens))
+        scores = wanda_scores(weight, input_norms(tokens))
     else:
         scores = weight.abs() if ranking == "magnitude" else torch.rand(weight.shape, generator=generator)
     if isinstance(amount, str):
-        return pruners.n_of_m_mask(scores, 2, 4)
+        return n_of_m_mask(scores, 2, 4)
     if ranking == "Wanda":
-        return pruners.rowwise_mask(scores, amount)
+        return rowwise_mask(scores, amount)
     return select_top(scores.reshape(-1), scores.numel() - int(scores.numel() * amount)).reshape(scores.shape)
 
 

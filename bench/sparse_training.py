@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from sparsecomp.runtime import erk_budget, select_top
-from sparsecomp.training.pruning.pruners import magnitude_mask
+from sparsecomp.training.pruning.scores import magnitude_mask
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sparsecomp.tensor.sparse_tensor import SparseTensor
     from sparsecomp.training.densify import densify
     from sparsecomp.training.pruning.configs import NM, Block, FromMask, Unstructured
-    from sparsecomp.training.pruning.methods import Magnitude, SparseGPT, Wanda
+    from sparsecomp.training.pruning.pruners import Magnitude, SparseGPT, Wanda
     from sparsecomp.training.sparsify import sparsify
 
 __version__ = "0.2.0"
@@ -40,7 +40,7 @@ _HOME = {
     "Block": "training.pruning.configs",
     "FromMask": "training.pruning.configs",
     "InputError": "errors",
-    "Magnitude": "training.pruning.methods",
+    "Magnitude": "training.pruning.pruners",
     "NM": "training.pruning.configs",
     "OptionError": "errors",
     "Options": "options",
@@ -48,12 +48,12 @@ _HOME = {
     "Report": "report",
     "RuleError": "errors",
     "Site": "report",
-    "SparseGPT": "training.pruning.methods",
+    "SparseGPT": "training.pruning.pruners",
     "SparseOperatorError": "errors",
     "SparseTensor": "tensor.sparse_tensor",
     "SparsecompError": "errors",
     "Unstructured": "training.pruning.configs",
-    "Wanda": "training.pruning.methods",
+    "Wanda": "training.pruning.pruners",
     "densify": "training.densify",
     "explain": "compiler.explain",
     "last_report": "report",

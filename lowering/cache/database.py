@@ -27,6 +27,10 @@ from sparsecomp.lowering.cache.signature import Device
 
 T = TypeVar("T")
 
+FILE = "tuning.sqlite"
+"""Of the database in the cache's directory."""
+SQLITE = b"SQLite format 3\0"
+"""With which such a file begins."""
 VERSION = 1
 """Of the schema."""
 

@@ -18,7 +18,7 @@ from weakref import WeakSet
 from sparsecomp.environment import Settings
 from sparsecomp.errors import CacheError
 from sparsecomp.files.whole_file import check_regular, written_whole
-from sparsecomp.lowering.cache.database import CacheWarning, Store, Totals, read_database
+from sparsecomp.lowering.cache.database import FILE, SQLITE, CacheWarning, Store, Totals, read_database
 from sparsecomp.lowering.cache.entry import (
     MAX_BYTES,
     Document,
@@ -34,9 +34,6 @@ from sparsecomp.lowering.cache.entry import (
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 
 __all__ = ["CacheWarning", "Entry", "Fact", "Miss", "Stats", "TuningCache", "default_cache", "observers"]
-
-_FILE = "tuning.sqlite"
-_SQLITE = b"SQLite format 3\0"
 
 observers: list[Callable[[Entry], None]] = []
 """Told of each entry that the process's own cache reads or writes."""
@@ -235,7 +232,7 @@ class TuningCache:
             CacheError: as there.
         """
         path = Path(other)
-        is_database = _read_file(path, len(_SQLITE)) == _SQLITE
+        is_database = _read_file(path, len(SQLITE)) == SQLITE
         return self.take(read_database(path) if is_database else parse(_read_file(path)))
 
     def take(self, document: Document) -> int:
@@ -375,7 +372,7 @@ def default_cache() -> TuningCache:
     """
     global _default
     directory = Settings.from_environment().cache_dir
-    path = None if directory is None else directory / _FILE
+    path = None if directory is None else directory / FILE
     with _choosing:
         if _default is None or _default.path != path:
             _close_default()

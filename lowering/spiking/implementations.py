@@ -98,8 +98,10 @@ class SiteInfo(NamedTuple):
 
 def able(site: SiteInfo) -> list[str]:
     """The implementations that can serve a site, by what is known of its input; dense first."""
-    sparse = site.density is not None and site.density < EVENT_CAPACITY and site.groups == 1
-    return ["dense", "binary", *(["event"] if sparse else []), *(["skip"] if site.active is not None else [])]
+    image = len(site.size) <= 2  # which is what the kernels of event and skip index
+    sparse = image and site.density is not None and site.density < EVENT_CAPACITY and site.groups == 1
+    active = image and site.active is not None
+    return ["dense", "binary", *(["event"] if sparse else []), *(["skip"] if active else [])]
 
 
 def _representative(signature: KernelSignature) -> SiteInfo:

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sparsecomp.errors import ConfigError, ScheduleError
+from sparsecomp.training.pruning.pruners import PRUNERS
 from sparsecomp.training.schedules import amnesty_rate, sparsity_at
 
-PRUNERS = ("magnitude", "wanda", "n_of_m", "sparsegpt")
+METHODS = (*PRUNERS, "n_of_m")
 BUDGETS = ("uniform", "erk")
 STABILISERS = ("bias_shift", "dsnot", "none")
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -139,7 +140,7 @@ _COUNTS = {
 _CHOICES = {
     "schedule": ("linear", "exponential", "cosine", "cubic"),
     "budget": BUDGETS,
-    "pruner": PRUNERS,
+    "pruner": METHODS,
     "stabiliser": STABILISERS,
     "precision": PRECISIONS,
 }

@@ -124,7 +124,7 @@ def test_arguments_that_do_not_fit():
             SparseLinear.from_linear(linear, **arguments)
     with pytest.raises(FormatError, match="padding_idx"):
         SparseEmbedding.from_embedding(nn.Embedding(4, 2, padding_idx=0), sparsity=0.5)
-    with pytest.raises(FormatError, match="needs one of COO, CSR, NM"):
+    with pytest.raises(FormatError, match="needs one of .*CSR"):
         SparseEmbedding.from_embedding(nn.Embedding(4, 2), BSR, block=(1, 1), sparsity=0.5)
     with pytest.raises(FormatError, match="needs a matrix"):
         SparseLinear(torch.eye(2))  # pyright: ignore[reportArgumentType]

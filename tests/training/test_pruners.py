@@ -4,52 +4,60 @@ import pytest
 import torch
 
 from sparsecomp.errors import MaskError
-from sparsecomp.training.pruning import pruners, stabilisers
+from sparsecomp.training.pruning import stabilisers
+from sparsecomp.training.pruning.scores import (
+    input_norms,
+    magnitude_mask,
+    n_of_m_mask,
+    rowwise_mask,
+    unfolded,
+    wanda_scores,
+)
 
 
 def test_magnitude_counts_and_refuses_nan():
     weight = torch.tensor([[3.0, -5.0, 1.0], [1.0, -1.0, 4.0]])
-    assert pruners.magnitude_mask(weight, 4).tolist() == [[True, True, True], [False, False, True]]
-    assert not pruners.magnitude_mask(weight, 0).any()
+    assert magnitude_mask(weight, 4).tolist() == [[True, True, True], [False, False, True]]
+    assert not magnitude_mask(weight, 0).any()
     with pytest.raises(MaskError, match="NaN"):
-        pruners.magnitude_mask(weight * torch.nan, 1)
+        magnitude_mask(weight * torch.nan, 1)
 
 
 def test_wanda_ranks_within_each_row():
     weight = torch.tensor([[4.0, 1.0, 2.0, 3.0], [0.1, 0.4, 0.3, 0.2]])
-    norms = pruners.input_norms(torch.tensor([[[3.0, 0, 0, 1]], [[4.0, 20, 0, 0]]]))
+    norms = input_norms(torch.tensor([[[3.0, 0, 0, 1]], [[4.0, 20, 0, 0]]]))
     assert norms.tolist() == [5, 20, 0, 1]
-    scores = pruners.wanda_scores(-weight, norms)
+    scores = wanda_scores(-weight, norms)
     torch.testing.assert_close(scores, torch.tensor([[20.0, 20, 0, 3], [0.5, 8, 0, 0.2]]))
-    kept = pruners.rowwise_mask(scores, 0.5)
+    kept = rowwise_mask(scores, 0.5)
     assert kept.tolist() == [[True, True, False, False], [True, True, False, False]]
-    assert pruners.rowwise_mask(torch.ones(2, 3), 0.3).all(), "int(3 * 0.3) is 0"
+    assert rowwise_mask(torch.ones(2, 3), 0.3).all(), "int(3 * 0.3) is 0"
 
 
 def test_unfold_gives_the_convolutions_fan_in():
     torch.manual_seed(0)
     layer = torch.nn.Conv2d(3, 5, 3, stride=2, padding=1, dtype=torch.float64)
     images = torch.randn(2, 3, 7, 7, dtype=torch.float64)
-    tokens = pruners.unfolded(images, layer)
+    tokens = unfolded(images, layer)
     out = (tokens @ layer.weight.reshape(5, -1).T + layer.bias).reshape(2, 16, 5).transpose(1, 2).reshape(2, 5, 4, 4)
     torch.testing.assert_close(out, layer(images))
-    assert pruners.wanda_scores(layer.weight, pruners.input_norms(tokens)).shape == layer.weight.shape
+    assert wanda_scores(layer.weight, input_norms(tokens)).shape == layer.weight.shape
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (6, 8, 3, 3)])
 def test_n_of_m_along_the_input(shape):
-    kept = pruners.n_of_m_mask(torch.rand(shape, generator=torch.Generator().manual_seed(0)), 2, 4)
+    kept = n_of_m_mask(torch.rand(shape, generator=torch.Generator().manual_seed(0)), 2, 4)
     assert kept.shape == shape and (kept.unflatten(1, (2, 4)).sum(2) == 2).all()
     with pytest.raises(MaskError):
-        pruners.n_of_m_mask(torch.rand(6, 6), 2, 4)
+        n_of_m_mask(torch.rand(6, 6), 2, 4)
 
 
 def _layer():
     torch.manual_seed(0)
     x = torch.randn(500, 32) + torch.rand(32) * 2
     weight = torch.randn(16, 32)
-    scores = pruners.wanda_scores(weight, pruners.input_norms(x))
-    return x, weight, scores, pruners.rowwise_mask(scores, 0.6)
+    scores = wanda_scores(weight, input_norms(x))
+    return x, weight, scores, rowwise_mask(scores, 0.6)
 
 
 def test_bias_shift_removes_the_mean_error():

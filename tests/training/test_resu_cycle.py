@@ -12,7 +12,7 @@ from sparsecomp.nn.masked.masked_weight import Mode
 from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.history import CycleReport
 from sparsecomp.training.pruning.calibration import InputStatistics, calibrate
-from sparsecomp.training.pruning.methods import best_of_rows
+from sparsecomp.training.pruning.pruners import best_of_rows
 from sparsecomp.training.resu.ablation import ablate
 from sparsecomp.training.resu.adamw import RESUAdamW
 from sparsecomp.training.resu.cycle import Phase, RESUCycle

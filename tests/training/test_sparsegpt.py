@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsecomp.errors import MaskError
-from sparsecomp.training.pruning import pruners
+from sparsecomp.training.pruning.scores import input_norms, magnitude_mask, rowwise_mask, wanda_scores
 from sparsecomp.training.pruning.sparsegpt import input_products, sparsegpt, sparsegpt_n_of_m
 
 
@@ -87,8 +87,8 @@ def test_lower_error_than_wanda_and_magnitude_over_several_blocks(sparsity):
     pruned, mask = sparsegpt(weight, input_products(x), sparsity)
     dropped = [int(64 * size * sparsity) for size in (128, 128, 44)]
     assert [int((~part).sum()) for part in mask.split(128, 1)] == dropped and not pruned[~mask].any()
-    wanda = pruners.rowwise_mask(pruners.wanda_scores(weight, pruners.input_norms(x)), sparsity)
-    others = (weight * wanda, weight * pruners.magnitude_mask(weight, int(mask.sum())), weight * mask)
+    wanda = rowwise_mask(wanda_scores(weight, input_norms(x)), sparsity)
+    others = (weight * wanda, weight * magnitude_mask(weight, int(mask.sum())), weight * mask)
     errors = [(x @ other.T - target).norm().item() for other in (pruned, *others)]
     assert errors[0] < 0.95 * min(errors[1:])
 

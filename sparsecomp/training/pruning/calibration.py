@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparsecomp.errors import MaskError
 from sparsecomp.nn.masked.layers import masked_weights
-from sparsecomp.training.pruning.pruners import unfolded
+from sparsecomp.training.pruning.scores import unfolded
 from sparsecomp.training.pruning.sparsegpt import input_products
 
 TokenMask = Callable[[Any], torch.Tensor]

@@ -10,7 +10,7 @@ from sparsecomp.formats import BSR, CSR, SparseMatrix
 from sparsecomp.formats import NM as NMFormat
 from sparsecomp.nn.masked.existing_mask import weight_and_mask
 from sparsecomp.nn.sparse.pruning import pruned
-from sparsecomp.training.pruning.methods import Magnitude, Parts, Pruner, method_of
+from sparsecomp.training.pruning.pruners import Magnitude, Parts, Pruner, pruner_of
 
 
 class Config(Protocol):
@@ -42,12 +42,12 @@ class Unstructured:
 
     def __post_init__(self) -> None:
         _check_sparsity(self.sparsity)
-        method_of(self.by)
+        pruner_of(self.by)
 
     @property
     def pruner(self) -> Pruner:
         """See `Config`."""
-        return method_of(self.by)
+        return pruner_of(self.by)
 
     def matrix(self, layer: nn.Linear, parts: Parts) -> SparseMatrix:
         """See `Config`."""
@@ -73,12 +73,12 @@ class NM:
     def __post_init__(self) -> None:
         if not 0 < self.n <= self.m:
             raise MaskError(f"n:m is {self.n}:{self.m}: n must be from 1 to m")
-        method_of(self.by)
+        pruner_of(self.by)
 
     @property
     def pruner(self) -> Pruner:
         """See `Config`."""
-        return method_of(self.by)
+        return pruner_of(self.by)
 
     def matrix(self, layer: nn.Linear, parts: Parts) -> SparseMatrix:
         """See `Config`."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.pruning.calibration import InputStatistics
-from sparsecomp.training.pruning.methods import METHODS, Parts, Pruned, Wanda, by_parts, wanda_scores_by_parts
+from sparsecomp.training.pruning.pruners import PRUNERS, Parts, Pruned, Wanda, by_parts, wanda_scores_by_parts
 from sparsecomp.training.pruning.stabilisers import bias_shift, dsnot_mask
 
 
@@ -21,7 +21,7 @@ def pruned_layer(weight: torch.Tensor, keep: int, parts: Parts, config: RESUConf
     """
     if config.n_of_m is not None:
         return Wanda().prune_groups(weight, *config.n_of_m, parts)
-    return METHODS[config.pruner].prune(weight, keep, parts)
+    return PRUNERS[config.pruner].prune(weight, keep, parts)
 
 
 def dsnot(weight: torch.Tensor, mask: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -1,65 +1,164 @@
-"""Which weights to keep, by magnitude or by Wanda (Sun et al. 2023).
+"""The pruners, objects with their settings: what each needs of a layer's inputs, and what it makes of the weight."""
 
-A weight is a linear layer's (rows, fan_in) or a convolution's (K, C, R, S).
-"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
-from torch.nn import functional
+from torch import Tensor
 
 from sparsecomp.errors import MaskError
 from sparsecomp.reference.selection import select_top
+from sparsecomp.training.pruning.calibration import InputStatistics
+from sparsecomp.training.pruning.scores import magnitude_mask, n_of_m_mask, wanda_scores
+from sparsecomp.training.pruning.sparsegpt import sparsegpt, sparsegpt_n_of_m
+
+Parts = tuple[InputStatistics, ...]
+"""Statistics of a layer's inputs: one, or three for the rows of a packed attention projection; empty if unknown."""
+
+Pruned = tuple[Tensor, Tensor]
+"""A weight and its bool mask."""
 
 
-def magnitude_mask(weight: torch.Tensor, keep: int) -> torch.Tensor:
-    """True at the ``keep`` largest |w| of the layer, ties to the lowest index; MaskError on NaN or a bad count."""
-    return select_top(weight.detach().float().abs().reshape(-1), keep, refuse_nan=True).reshape(weight.shape)
+class Pruner(Protocol):
+    """A way to prune one weight, of a linear layer (rows, fan_in) or a convolution (K, C, R, S).
 
-
-def wanda_scores(weight: torch.Tensor, input_norm: torch.Tensor) -> torch.Tensor:
-    """|W_ij| * ||X_j||_2 in fp32, of the weight's shape.
-
-    ``input_norm`` has fan_in elements: the norm of each input over all tokens, padding left out (``input_norms`` for
-    a linear layer, on ``unfolded`` for a convolution). MaskError if it has another size.
+    Without statistics (empty ``parts``) each ranks by magnitude. MaskError on NaN.
     """
-    flat = weight.detach().float().reshape(weight.shape[0], weight.shape[1:].numel())
-    if input_norm.shape != flat.shape[1:]:
-        raise MaskError(f"{tuple(input_norm.shape)} input norms for a fan-in of {flat.shape[1]}: give one an input")
-    return (flat.abs() * input_norm.float()).reshape(weight.shape)
+
+    calibrated: ClassVar[bool]
+    """Whether it reads statistics of the layer's inputs."""
+    products: ClassVar[bool]
+    """Whether it reads their products too, fan_in squared numbers a layer."""
+
+    def prune(self, weight: Tensor, keep: int, parts: Parts) -> Pruned:
+        """The weight, perhaps with new values, and its bool mask with ``keep`` True."""
+        ...
+
+    def prune_groups(self, weight: Tensor, keep: int, group: int, parts: Parts) -> Pruned:
+        """The same with ``keep`` of each ``group`` neighbours along the input (dimension 1)."""
+        ...
 
 
-def input_norms(tokens: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of each input over all tokens, fp32 of shape (fan_in,); ``tokens`` is (..., fan_in)."""
-    return tokens.detach().float().reshape(-1, tokens.shape[-1]).norm(dim=0)
+@dataclass(frozen=True)
+class Magnitude:
+    """Keep the largest |w| of the layer (Han et al. 2015)."""
+
+    calibrated: ClassVar[bool] = False
+    products: ClassVar[bool] = False
+
+    def prune(self, weight: Tensor, keep: int, parts: Parts) -> Pruned:
+        """See `Pruner`."""
+        return weight, magnitude_mask(weight, keep)
+
+    def prune_groups(self, weight: Tensor, keep: int, group: int, parts: Parts) -> Pruned:
+        """See `Pruner`."""
+        return weight, n_of_m_mask(weight.detach().float().abs(), keep, group)
 
 
-def unfolded(images: torch.Tensor, convolution: torch.nn.Conv2d) -> torch.Tensor:
-    """The convolution's input patches as tokens, (N * positions, C * R * S); groups and non-zero padding: MaskError."""
-    if convolution.groups != 1 or convolution.padding_mode != "zeros" or isinstance(convolution.padding, str):
-        raise MaskError("scores by unfold need groups=1 and numeric zero padding: prune this layer by magnitude")
-    patches = functional.unfold(
-        images, convolution.weight.shape[-2:], convolution.dilation, convolution.padding, convolution.stride
-    )
-    return patches.transpose(1, 2).reshape(-1, patches.shape[1])
+@dataclass(frozen=True)
+class Wanda:
+    """Keep the largest |w| times the norm of its input, as many in each output row (Sun et al. 2023)."""
+
+    calibrated: ClassVar[bool] = True
+    products: ClassVar[bool] = False
+
+    def prune(self, weight: Tensor, keep: int, parts: Parts) -> Pruned:
+        """See `Pruner`."""
+        if not parts or not keep:
+            return Magnitude().prune(weight, keep, parts)
+        return weight, best_of_rows(wanda_scores_by_parts(weight, parts), keep)
+
+    def prune_groups(self, weight: Tensor, keep: int, group: int, parts: Parts) -> Pruned:
+        """See `Pruner`."""
+        return weight, n_of_m_mask(wanda_scores_by_parts(weight, parts), keep, group)
 
 
-def rowwise_mask(scores: torch.Tensor, sparsity: float) -> torch.Tensor:
-    """Keep the best of each output row, bool of the scores' shape; a row drops int(fan_in * sparsity) elements.
+@dataclass(frozen=True)
+class SparseGPT:
+    """Prune column after column and let what is kept make up for it (Frantar & Alistarh 2023).
 
-    MaskError on NaN or a sparsity outside [0, 1).
+    Its blocks of 128 columns round their counts.
+
+    Attributes:
+        damping: share of the products' mean diagonal that is added to the diagonal, positive.
     """
-    if not 0 <= sparsity < 1:
-        raise MaskError(f"the sparsity is {sparsity}: it lies in [0, 1)")
-    rows = scores.reshape(scores.shape[0], scores.shape[1:].numel())
-    return select_top(rows, rows.shape[1] - int(rows.shape[1] * sparsity), refuse_nan=True).reshape(scores.shape)
+
+    damping: float = 0.01
+    calibrated: ClassVar[bool] = True
+    products: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.damping > 0:
+            raise MaskError(f"damping is {self.damping}: it must be positive, such as 0.01")
+
+    def prune(self, weight: Tensor, keep: int, parts: Parts) -> Pruned:
+        """See `Pruner`."""
+        if not parts or not keep:  # where nothing is kept, nothing can make up for what is gone
+            return Magnitude().prune(weight, keep, parts)
+        sparsity = 1 - keep / max(weight.numel(), 1)
+        return self._solved(weight, parts, lambda rows, products: sparsegpt(rows, products, sparsity, self.damping))
+
+    def prune_groups(self, weight: Tensor, keep: int, group: int, parts: Parts) -> Pruned:
+        """See `Pruner`."""
+        if not parts:
+            return Magnitude().prune_groups(weight, keep, group, parts)
+        return self._solved(
+            weight, parts, lambda rows, products: sparsegpt_n_of_m(rows, products, keep, group, self.damping)
+        )
+
+    def _solved(self, weight: Tensor, parts: Parts, solve: Callable[[Tensor, Tensor], Pruned]) -> Pruned:
+        solved = [
+            solve(rows, part.products)
+            for rows, part in zip(weight.chunk(len(parts)), parts, strict=True)
+            if part.products is not None
+        ]
+        return torch.cat([rows for rows, _ in solved]), torch.cat([mask for _, mask in solved])
 
 
-def n_of_m_mask(scores: torch.Tensor, keep: int, group: int) -> torch.Tensor:
-    """Keep ``keep`` of each ``group`` neighbours along the input channels (dimension 1); bool of the scores' shape.
+PRUNERS: dict[str, Pruner] = {"magnitude": Magnitude(), "wanda": Wanda(), "sparsegpt": SparseGPT()}
+"""By the names that configs take."""
 
-    MaskError on NaN, or if the group does not divide the input channels.
+
+def pruner_of(by: str | Pruner) -> Pruner:
+    """The pruner itself, or the one of that name with its usual settings.
+
+    Raises:
+        MaskError: no such name.
     """
-    if group < 1 or scores.shape[1] % group:
-        raise MaskError(f"groups of {group} do not divide {scores.shape[1]} input channels: leave this layer dense")
-    last = scores.movedim(1, -1)
-    kept = select_top(last.reshape(-1, group), keep, refuse_nan=True)
-    return kept.reshape(last.shape).movedim(-1, 1).contiguous()
+    if not isinstance(by, str):
+        return by
+    if by not in PRUNERS:
+        raise MaskError(f"by is {by!r}: give one of {', '.join(map(repr, PRUNERS))} or a pruner such as Wanda()")
+    return PRUNERS[by]
+
+
+def wanda_scores_by_parts(weight: Tensor, parts: Parts) -> Tensor:
+    """Wanda's scores, of the weight's shape in fp32; magnitudes where the inputs are not known."""
+    if not parts:
+        return weight.detach().float().abs()
+    return by_parts(parts, lambda part, rows: wanda_scores(rows, part.norm), weight)
+
+
+def best_of_rows(scores: Tensor, keep: int) -> Tensor:
+    """Keep exactly ``keep`` scores, as many in each output row; the remainder goes to the rows with the best next one.
+
+    Bool of the scores' shape. MaskError on NaN.
+    """
+    if not scores.numel():
+        return torch.zeros_like(scores, dtype=torch.bool)
+    rows = scores.reshape(len(scores), scores.shape[1:].numel())
+    each, rest = divmod(keep, len(rows))
+    mask = select_top(rows, each, refuse_nan=True)
+    after, column = rows.masked_fill(mask, -torch.inf).max(1, keepdim=True)
+    gets = select_top(after.reshape(-1), rest)[:, None]
+    mask.scatter_(1, column, mask.gather(1, column) | gets)
+    return mask.reshape(scores.shape)
+
+
+def by_parts(parts: Parts, method: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``method`` on the statistics and the rows (flattened to matrices) of each part, above one another."""
+    shape = tensors[0].shape
+    flat = [tensor.detach().reshape(len(tensor), shape[1:].numel()).chunk(len(parts)) for tensor in tensors]
+    found = torch.cat([method(part, *rows) for part, *rows in zip(parts, *flat, strict=True)])
+    return found.reshape(shape) if found.dim() == 2 else found

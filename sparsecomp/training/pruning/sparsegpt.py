@@ -11,7 +11,7 @@ import torch
 
 from sparsecomp.errors import MaskError
 from sparsecomp.reference.selection import select_top
-from sparsecomp.training.pruning.pruners import n_of_m_mask
+from sparsecomp.training.pruning.scores import n_of_m_mask
 
 _BLOCK = 128
 """Columns ranked together, and updated together in one product, as published."""

@@ -6,7 +6,7 @@ from sparsecomp.errors import MaskError
 from sparsecomp.ops.masked.effective_weight import check_mask
 from sparsecomp.ops.masked.elementwise import tournament
 from sparsecomp.reference.selection import select_top
-from sparsecomp.training.pruning.pruners import n_of_m_mask
+from sparsecomp.training.pruning.scores import n_of_m_mask
 
 
 def amnesty_mask(weight: torch.Tensor, mask: torch.Tensor, keep: int, rate: float) -> torch.Tensor:
