@@ -25,7 +25,8 @@ from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.distributed import Replicas, bare
 from sparsecomp.training.history import CycleReport, History, LayerReport
 from sparsecomp.training.pruning.calibration import InputStatistics, Statistics
-from sparsecomp.training.pruning.layer_pruning import bias_of, dsnot, lost_output, pruned_layer
+from sparsecomp.training.pruning.layer_repair import bias_of, dsnot, lost_output
+from sparsecomp.training.pruning.pruners import PRUNERS, Parts, Pruned, Wanda
 from sparsecomp.training.resu.adamw import RESUAdamW
 from sparsecomp.training.resu.amnesty import amnesty_mask, amnesty_n_of_m
 from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
@@ -161,6 +162,12 @@ class RESUCycle:
             return Phase.TRAIN if self.cycle + 1 < self.config.cycles else Phase.FINETUNE
         return _AFTER[phase]
 
+    def _pruned(self, weight: torch.Tensor, keep: int, parts: Parts) -> Pruned:
+        """Only n_of_m, whose count is its groups', and sparsegpt, which rounds its blocks', do not keep ``keep``."""
+        if self.config.n_of_m is not None:
+            return Wanda().prune_groups(weight, *self.config.n_of_m, parts)
+        return PRUNERS[self.config.pruner].prune(weight, keep, parts)
+
     @torch.no_grad()
     def _prune(self, statistics: Statistics) -> None:
         shapes = {name: layer.weight.shape for name, layer in self._layers.items()}
@@ -171,7 +178,7 @@ class RESUCycle:
             layer.parts = statistics.get(name, ())
             layer.calibrated = bool(layer.parts)
             layer.before = layer.masked.effective(layer.weight).detach().clone()
-            pruned[name] = pruned_layer(layer.before, keep[name], layer.parts, self.config)
+            pruned[name] = self._pruned(layer.before, keep[name], layer.parts)
         # a layer that cannot be ranked has raised by now, and no other has changed
         for name, (values, mask) in pruned.items():
             layer = self._layers[name]

@@ -1,4 +1,4 @@
-"""Prune and repair one layer, by whichever method the config names.
+"""Repair one layer after it was pruned.
 
 A packed attention projection is three layers above one another, each with its own input statistics; everything here
 works part by part.
@@ -7,21 +7,9 @@ works part by part.
 import torch
 from torch import nn
 
-from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.pruning.calibration import InputStatistics
-from sparsecomp.training.pruning.pruners import PRUNERS, Parts, Pruned, Wanda, by_parts, wanda_scores_by_parts
+from sparsecomp.training.pruning.pruners import Parts, by_parts, wanda_scores_by_parts
 from sparsecomp.training.pruning.stabilisers import bias_shift, dsnot_mask
-
-
-def pruned_layer(weight: torch.Tensor, keep: int, parts: Parts, config: RESUConfig) -> Pruned:
-    """The weight and its bool mask after the config's pruner, with ``keep`` True.
-
-    Only n_of_m, whose count is its groups', and sparsegpt, which rounds its blocks', keep another count. Without
-    ``parts`` the ranking is by magnitude. MaskError on NaN.
-    """
-    if config.n_of_m is not None:
-        return Wanda().prune_groups(weight, *config.n_of_m, parts)
-    return PRUNERS[config.pruner].prune(weight, keep, parts)
 
 
 def dsnot(weight: torch.Tensor, mask: torch.Tensor, parts: Parts) -> torch.Tensor:
