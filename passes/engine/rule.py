@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from sparsecomp import _compat
+from sparsecomp.lowering.tuning.ceilings import Target
 from sparsecomp.ops.masked.folded_weight import Keep
 from sparsecomp.options import Options
 from sparsecomp.passes.facts.analysis import Analysis
@@ -23,7 +24,7 @@ from sparsecomp.passes.graph.canonicalize import example_of, target_name
 from sparsecomp.passes.graph.operators import Trait, record_of, spelling_of
 from sparsecomp.reference.facts import SparsityFact
 from sparsecomp.reference.frozen import are_frozen
-from sparsecomp.report import Report
+from sparsecomp.report import Estimate, Report
 
 _DYNAMO_ROOT = re.compile(r"^L\['\w+'\](\.__self__)?\.?")
 
@@ -69,6 +70,7 @@ class Refusal:
 
     why: Why
     details: Mapping[str, object] = field(default_factory=dict)
+    estimate: Estimate | None = None
 
     def __bool__(self) -> bool:
         return False
@@ -89,7 +91,7 @@ class Plan:
     Attributes:
         build: makes the replacement; called with insertion before the node, returns what takes each old node's place.
         reason: why, for the report.
-        implementation, precision, expected_gain: for the report.
+        implementation, precision, expected_gain, estimate: for the report.
         dead: nodes to erase after the replaced one, the last first, if nothing else reads any of them.
     """
 
@@ -98,6 +100,7 @@ class Plan:
     implementation: str
     precision: str = ""
     expected_gain: float | None = None
+    estimate: Estimate | None = None
     dead: tuple[fx.Node, ...] = ()
 
 
@@ -135,6 +138,7 @@ class Context:
         values: real tensors behind placeholders and attributes, where the capture knows them.
         densities: measured ones, by `site_key`.
         eager: the result runs op by op, not through Inductor.
+        target: the card to estimate for, which need not be there; None for the devices of the tensors.
         switches: the positions at which the graph switches gradients or inference mode on or off.
         gradients: somebody may ask for gradients: they are enabled here, or within the graph, or it runs in any mode.
         written: parameters, buffers and inputs that the graph writes to.
@@ -149,6 +153,7 @@ class Context:
     values: Mapping[fx.Node, torch.Tensor] = field(default_factory=dict)
     densities: Mapping[str, Density] = field(default_factory=dict)
     eager: bool = False
+    target: Target | None = None
     switches: tuple[int, ...] = field(init=False)
     gradients: bool = field(init=False)
     written: frozenset[fx.Node] = field(init=False)
@@ -164,6 +169,10 @@ class Context:
         self.written = _written(self.analysis)
         self.transformed = _transformed(self.gm.graph)
         self.products = max(1, sum(map(_is_product, nodes)))
+
+    def device(self, device: torch.device) -> torch.device:
+        """Where an operator on tensors of a device is to run."""
+        return device if self.target is None else torch.device("cuda")
 
     def fact(self, value: object, reader: fx.Node) -> SparsityFact | None:
         """What is known about the values of an argument when `reader` reads it."""

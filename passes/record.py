@@ -1,0 +1,145 @@
+"""What the report keeps of a graph: its nodes before and after rewriting, with facts, densities and times.
+
+The times of layers that rules judged are the rules' own estimates. Those of other products of matrices and of
+convolutions are estimated here, where the card is known; of everything else, which Inductor fuses in ways that nobody
+foresees, no time is claimed.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from sparsecomp.lowering.tuning.cards import Card
+from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.passes.cost.dense import DenseWork, conv_work, matmul_work, time_of
+from sparsecomp.passes.engine.location import user_location
+from sparsecomp.passes.engine.rule import Context, module_path, replays, sizes
+from sparsecomp.passes.facts.analysis import Analysis
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of, target_name
+from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.reference.geometry import is_channels_last
+from sparsecomp.report import Node, Site
+from sparsecomp.report.node import Timing
+
+_FREE = ("placeholder", "get_attr", "output")
+
+
+class Record:
+    """Follows a graph through the rules.
+
+    Attributes:
+        sites: by node what a rule made of it, or why it left it alone; the latest with an estimate counts.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        self.sites: dict[fx.Node, Site] = {}
+        self._made: dict[fx.Node, Site] = {}
+        self._ctx = ctx
+        self._before = {node: _node(node, ctx.analysis) for node in ctx.gm.graph.nodes}
+        # now: a node that is replaced loses its operands
+        self._dense = {node: _dense_seconds(node, ctx) for node in self._before}
+
+    def judged(self, node: fx.Node, site: Site) -> None:
+        """A rule looked at a node."""
+        known = self.sites.get(node)
+        if known is None or known.estimate is None:
+            self.sites[node] = site
+
+    def replaced(self, added: Iterable[fx.Node], results: Iterable[fx.Node], site: Site) -> None:
+        """A rule put nodes in the place of a site, among them those of its results."""
+        self._made |= dict.fromkeys(added, site)
+        self.sites |= dict.fromkeys(results, site)
+
+    def before(self) -> list[Node]:
+        """The nodes as they were captured, all dense."""
+        return [self._as_dense(node, kept) for node, kept in self._before.items()]
+
+    def after(self, analysis: Analysis | None) -> list[Node]:
+        """The nodes of the graph as it is now."""
+        return [self._timed(node, _node(node, analysis)) for node in self._ctx.gm.graph.nodes]
+
+    def _as_dense(self, node: fx.Node, kept: Node) -> Node:
+        timed = self._timed(node, kept)
+        return replace(timed, implementation="", seconds=timed.dense_seconds)
+
+    def _timed(self, node: fx.Node, kept: Node) -> Node:
+        site, made = self.sites.get(node), self._made.get(node)
+        known = replace(kept, rule="" if made is None else made.rule)
+        if site is not None:
+            known = replace(known, density=site.density, implementation=site.implementation)
+        if made is not None and made.estimate is not None and made is not site:
+            return replace(known, timing=Timing.INCLUDED)
+        if site is not None and site.estimate is not None:
+            estimate = site.estimate
+            timing = Timing(estimate.source)
+            return replace(known, timing=timing, seconds=estimate.seconds, dense_seconds=estimate.dense_seconds)
+        seconds = self._dense.get(node)
+        if seconds is None:
+            return known
+        return replace(known, timing=Timing.ESTIMATED, seconds=seconds, dense_seconds=seconds)
+
+
+def _node(node: fx.Node, analysis: Analysis | None) -> Node:
+    fact = None if analysis is None else analysis.fact(node)
+    return Node(
+        node.name, _called(node), tuple(read.name for read in node.all_input_nodes),
+        "" if fact is None else fact.described(), timing=Timing.NONE if _is_free(node) else Timing.UNKNOWN,
+        location=user_location(node), module=module_path(node),
+    )  # fmt: skip
+
+
+def _called(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        is_static = isinstance(example_of(node), torch.nn.Parameter) or "_dynamo_static_input_type" in (
+            node.meta.get("tensor_dict") or {}
+        )
+        return "parameter" if is_static else "input"
+    if node.op in ("get_attr", "output"):
+        return "parameter" if node.op == "get_attr" else "output"
+    return target_name(node) or getattr(node.target, "__name__", str(node.target))
+
+
+def _is_free(node: fx.Node) -> bool:
+    op = op_of(node)
+    if node.op in _FREE or isinstance(node.meta.get("example_value"), int | torch.SymInt | torch.Size):
+        return True
+    return op is not None and (op.name == "getitem" or op.has(Trait.VIEW))
+
+
+def _dense_seconds(node: fx.Node, ctx: Context) -> float | None:
+    """Of a product or a convolution as it was captured; None where there is no estimate."""
+    op, out = op_of(node), example_of(node)
+    if op is None or not isinstance(out, torch.Tensor):
+        return None
+    work, card = _work(op, out), _card(ctx, out.device)
+    time = None if work is None or card is None else time_of(work, card)
+    if time is None:
+        return None
+    if ctx.gradients and not ctx.eager and out.requires_grad:
+        time = time.plus(time, time)
+    return time.waited(not ctx.eager and replays(ctx.options, ctx.device(out.device)))
+
+
+def _card(ctx: Context, device: torch.device) -> Card | None:
+    if ctx.target is not None:
+        return ctx.target.card
+    return card_of(device) if device.type == "cuda" else None
+
+
+def _work(op: CanonicalOp, out: torch.Tensor) -> DenseWork | None:
+    if op.name in ("conv1d", "conv2d", "conv3d", "linear"):
+        operands = op.input, op.get("weight")
+    else:
+        names = {"matmul": ("input", "other"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
+        operands = tuple(op.get(name) for name in names.get(op.name, ()))
+    shapes = [sizes(operand) for operand in (*operands, op.node)]
+    known = [shape for shape in shapes if shape]
+    if not operands or len(known) != 3:
+        return None
+    left, right, result = known
+    if not op.name.startswith("conv"):
+        return matmul_work(left, right, result, out.dtype)
+    x = example_of(op.input)
+    return conv_work(left, right, result, out.dtype, x is not None and is_channels_last(x))
