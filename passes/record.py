@@ -5,6 +5,7 @@ convolutions are estimated here, where the card is known; of everything else, wh
 foresees, no time is claimed.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from torch import fx
 
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.passes.cost import cpu as cpu_cost
 from sparsecomp.passes.cost.dense import DenseWork, conv_work, matmul_work, time_of
 from sparsecomp.passes.engine.location import user_location
 from sparsecomp.passes.engine.rule import Context, module_path, replays, sizes
@@ -113,13 +115,27 @@ def _dense_seconds(node: fx.Node, ctx: Context) -> float | None:
     op, out = op_of(node), example_of(node)
     if op is None or not isinstance(out, torch.Tensor):
         return None
+    trained = ctx.gradients and not ctx.eager and out.requires_grad
     work, card = _work(op, out), _card(ctx, out.device)
-    time = None if work is None or card is None else time_of(work, card)
+    if card is None:
+        return _seconds_on_cpu(op, out, trained)
+    time = None if work is None else time_of(work, card)
     if time is None:
         return None
-    if ctx.gradients and not ctx.eager and out.requires_grad:
+    if trained:
         time = time.plus(time, time)
     return time.waited(not ctx.eager and replays(ctx.options, ctx.device(out.device)))
+
+
+def _seconds_on_cpu(op: CanonicalOp, out: torch.Tensor, trained: bool) -> float | None:
+    """Of a linear layer; how fast a CPU convolves is not known here."""
+    x, weight = sizes(op.input), sizes(op.get("weight"))
+    if op.name != "linear" or out.device.type != "cpu" or out.dtype is not torch.float32:
+        return None
+    if x is None or weight is None or len(weight) != 2:
+        return None
+    work = cpu_cost.Work("", (1, 1), *weight, n=math.prod(x[:-1]), stored=0)
+    return cpu_cost.dense_seconds(work, trained, written=True)
 
 
 def _card(ctx: Context, device: torch.device) -> Card | None:

@@ -36,8 +36,8 @@ class ModelGain:
         return self.dense_path / self.path
 
     def __str__(self) -> str:
-        counted = f"{self.estimated} operators estimated, {self.others} not"
-        return f"whole model {self.serial:.2f}x in a row and {self.critical:.2f}x along the critical path ({counted})"
+        counted = f"{self.estimated} of {self.estimated + self.others} operators estimated"
+        return f"whole model, {counted}: {self.serial:.2f}x in a row, {self.critical:.2f}x along the critical path"
 
 
 def model_gain(graph: networkx.DiGraph) -> ModelGain | None:

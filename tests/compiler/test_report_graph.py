@@ -108,6 +108,19 @@ def test_on_this_machine_nothing_is_estimated_of_spikes_without_a_gpu() -> None:
     assert layer["timing"] == "not estimated" and "seconds" not in layer
 
 
+def test_on_a_cpu_linear_layers_that_stay_count_in_the_gain_of_the_whole() -> None:
+    sparse = sparsecomp.nn.SparseLinear.from_linear(nn.Linear(2048, 2048), sparsity=0.98)
+    model = nn.Sequential(sparse, nn.Tanh(), nn.Linear(2048, 64))
+    with torch.no_grad():
+        report = sparsecomp.explain(model, torch.rand(8, 2048))
+    (done,), gain = report.rewritten, report.model_gain()
+    assert gain is not None and (gain.estimated, gain.others) == (2, 1) and done.expected_gain is not None
+    assert done.estimate is not None and done.expected_gain > gain.serial == gain.critical > 1
+    # by `bench/results/cpu.json`: 3 us for the host, and for each weight 0.15 ns and 0.0125 a row of the input
+    rest = 3e-6 + 2048 * 64 * (0.15 + 0.0125 * 8) * 1e-9 / torch.get_num_threads()
+    assert gain.seconds == pytest.approx(done.estimate.seconds + rest)
+
+
 def test_a_card_that_is_not_there_is_said_to_be_estimated(estimated: Report) -> None:
     assert estimated.summary.startswith("sparsecomp, torch.compile, estimated for NVIDIA H100 80GB HBM3: ")
     assert not any("CUDA" in note for note in estimated.notes)
