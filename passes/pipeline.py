@@ -7,7 +7,8 @@ whole rule has been verified. Everything is linear in the graph's size.
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -56,8 +57,8 @@ def run(
         RuleError: a rule failed, under `options.strict`.
     """
     report = Report()
-    context: Context | None = None
-    record: Record | None = None
+    context = last = None
+    record = Record()
     for rule in enabled(options) if rules is None else rules:
         start = time.perf_counter()
         if context is None:
@@ -65,16 +66,31 @@ def run(
             if analysis is None:
                 break
             context = Context(gm, options, report, analysis, values or {}, densities or {}, eager, target)
-            record = record or Record(context)
-        assert record is not None
+            if not report.passes:
+                with _reporting(context):
+                    record.begin(context)
+        last = context
         done = _run_rule(rule, context, record)
         report.passes.append(PassRecord(rule.name, time.perf_counter() - start, done))
         if done:
             context = None
-    if record is not None:
+    if last is not None:
         analysis = _analysed(gm, options, report) if context is None else context.analysis
-        report.before, report.after = record.before(), record.after(analysis)
+        with _reporting(last):
+            report.before, report.after = record.graphs(last, analysis)
     return report
+
+
+@contextmanager
+def _reporting(ctx: Context) -> Iterator[None]:
+    """What goes wrong within it leaves the report without a graph."""
+    try:
+        yield
+    except Exception as error:
+        if ctx.options.strict:
+            raise RuleError(f"the report of the graph failed: {error}") from error
+        log.warning("the report has no graph", exc_info=True)
+        ctx.report.note(f"no graph, since its report failed: {_brief(error)}")
 
 
 def _analysed(gm: fx.GraphModule, options: Options, report: Report) -> Analysis | None:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from sparsecomp.lowering.tuning.cards import Card
-from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.lowering.tuning.ceilings import known_card
 from sparsecomp.passes.cost import cpu as cpu_cost
 from sparsecomp.passes.cost.dense import DenseWork, conv_work, matmul_work, time_of
 from sparsecomp.passes.engine.location import user_location
@@ -29,58 +29,60 @@ _FREE = ("placeholder", "get_attr", "output")
 
 
 class Record:
-    """Follows a graph through the rules.
+    """Follows a graph through the rules."""
 
-    Attributes:
-        sites: by node what a rule made of it, or why it left it alone; the latest with an estimate counts.
-    """
-
-    def __init__(self, ctx: Context) -> None:
-        self.sites: dict[fx.Node, Site] = {}
+    def __init__(self) -> None:
+        self._before: dict[fx.Node, Node] = {}
+        # what a rule made of a node, or why it left it alone
+        self._sites: dict[fx.Node, Site] = {}
+        # of which site a node is that a rule made
         self._made: dict[fx.Node, Site] = {}
-        self._ctx = ctx
+
+    def begin(self, ctx: Context) -> None:
+        """The graph as it was captured, before any rule."""
         self._before = {node: _node(node, ctx.analysis) for node in ctx.gm.graph.nodes}
-        # now: a node that is replaced loses its operands
-        self._dense = {node: _dense_seconds(node, ctx) for node in self._before}
 
     def judged(self, node: fx.Node, site: Site) -> None:
-        """A rule looked at a node."""
-        known = self.sites.get(node)
+        """A rule looked at a node; the latest counts, but one without an estimate for nothing against one with."""
+        known = self._sites.get(node)
         if known is None or known.estimate is None:
-            self.sites[node] = site
+            self._sites[node] = site
 
     def replaced(self, added: Iterable[fx.Node], results: Iterable[fx.Node], site: Site) -> None:
         """A rule put nodes in the place of a site, among them those of its results."""
         self._made |= dict.fromkeys(added, site)
-        self.sites |= dict.fromkeys(results, site)
+        self._sites |= dict.fromkeys(results, site)
 
-    def before(self) -> list[Node]:
-        """The nodes as they were captured, all dense."""
-        return [self._as_dense(node, kept) for node, kept in self._before.items()]
+    def graphs(self, ctx: Context, analysis: Analysis | None) -> tuple[list[Node], list[Node]]:
+        """The nodes as they were captured, all dense, and as they are now, of which `analysis` tells."""
+        now = {node: self._timed(node, _node(node, analysis), ctx) for node in ctx.gm.graph.nodes}
+        before = []
+        for node, kept in self._before.items():
+            # what was replaced has lost its operands, by which it would be estimated
+            timed = replace(now[node], fact=kept.fact) if node in now else self._judged(node, kept)
+            before.append(replace(timed, implementation="", seconds=timed.dense_seconds))
+        return before, list(now.values())
 
-    def after(self, analysis: Analysis | None) -> list[Node]:
-        """The nodes of the graph as it is now."""
-        return [self._timed(node, _node(node, analysis)) for node in self._ctx.gm.graph.nodes]
-
-    def _as_dense(self, node: fx.Node, kept: Node) -> Node:
-        timed = self._timed(node, kept)
-        return replace(timed, implementation="", seconds=timed.dense_seconds)
-
-    def _timed(self, node: fx.Node, kept: Node) -> Node:
-        site, made = self.sites.get(node), self._made.get(node)
-        known = replace(kept, rule="" if made is None else made.rule)
-        if site is not None:
-            known = replace(known, density=site.density, implementation=site.implementation)
-        if made is not None and made.estimate is not None and made is not site:
-            return replace(known, timing=Timing.INCLUDED)
-        if site is not None and site.estimate is not None:
-            estimate = site.estimate
-            timing = Timing(estimate.source)
-            return replace(known, timing=timing, seconds=estimate.seconds, dense_seconds=estimate.dense_seconds)
-        seconds = self._dense.get(node)
+    def _timed(self, node: fx.Node, kept: Node, ctx: Context) -> Node:
+        made = self._made.get(node)
+        known = self._judged(node, replace(kept, rule="" if made is None else made.rule))
+        if made is not None and made.estimate is not None and made is not self._sites.get(node):
+            return replace(known, timing=Timing.INCLUDED, seconds=None, dense_seconds=None)
+        seconds = _dense_seconds(node, ctx) if known.timing is Timing.UNKNOWN else None
         if seconds is None:
             return known
         return replace(known, timing=Timing.ESTIMATED, seconds=seconds, dense_seconds=seconds)
+
+    def _judged(self, node: fx.Node, kept: Node) -> Node:
+        """With what a rule knew of it."""
+        site = self._sites.get(node)
+        if site is None:
+            return kept
+        known = replace(kept, density=site.density, implementation=site.implementation)
+        if site.estimate is None:
+            return known
+        timing, seconds, dense = Timing(site.estimate.source), site.estimate.seconds, site.estimate.dense_seconds
+        return replace(known, timing=timing, seconds=seconds, dense_seconds=dense)
 
 
 def _node(node: fx.Node, analysis: Analysis | None) -> Node:
@@ -111,7 +113,7 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _dense_seconds(node: fx.Node, ctx: Context) -> float | None:
-    """Of a product or a convolution as it was captured; None where there is no estimate."""
+    """Of a product or a convolution that is torch's own; None where there is no estimate."""
     op, out = op_of(node), example_of(node)
     if op is None or not isinstance(out, torch.Tensor):
         return None
@@ -141,7 +143,7 @@ def _seconds_on_cpu(op: CanonicalOp, out: torch.Tensor, trained: bool) -> float 
 def _card(ctx: Context, device: torch.device) -> Card | None:
     if ctx.target is not None:
         return ctx.target.card
-    return card_of(device) if device.type == "cuda" else None
+    return known_card(device) if device.type == "cuda" else None
 
 
 def _work(op: CanonicalOp, out: torch.Tensor) -> DenseWork | None:

@@ -24,6 +24,11 @@ class Target(NamedTuple):
     card: Card
 
 
+def known_card(device: torch.device) -> Card | None:
+    """The card of a CUDA device if it is known without measuring, for what is not worth it."""
+    return _stored(device)
+
+
 def target_of(device: torch.device) -> Target:
     """The card that a device is."""
     return Target(device_of(device), card_of(device))

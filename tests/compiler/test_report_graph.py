@@ -9,10 +9,11 @@ from rewriting import ConvNet, OnSpikes, rewritten, site
 from torch import nn
 
 import sparsecomp
-from sparsecomp.errors import OptionError
+from sparsecomp.errors import OptionError, RuleError
 from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.passes.cost.dense import conv_work, matmul_work, time_of
+from sparsecomp.passes.record import Record
 from sparsecomp.report import Estimate, Node, Report, merge
 from sparsecomp.report.node import Timing
 
@@ -167,3 +168,28 @@ def test_a_decision_that_is_overruled_has_the_estimate_of_what_runs() -> None:
     assert decision.estimate == Estimate(1.0, 1.0)
     assert decision._replace(implementation="sparse").estimate == Estimate(2.0, 1.0)
     assert decision._replace(implementation="another").estimate is None
+
+
+def test_a_graph_that_cannot_be_reported_costs_the_report_its_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("a strange node")
+
+    monkeypatch.setattr(Record, "graphs", fail)
+    with torch.no_grad():
+        _, report = rewritten(OnSpikes(nn.Linear(16, 16)), torch.rand(2, 16))
+        assert report.rewritten and report.after == [] and any("a strange node" in note for note in report.notes)
+        with pytest.raises(RuleError, match="a strange node"):
+            sparsecomp.explain(nn.Linear(2, 2), torch.rand(1, 2), strict=True)
+
+
+def test_what_a_rewrite_is_made_of_is_counted_once() -> None:
+    """A sparse layer that is written out is a dense one, of which the rule for spikes has an estimate too."""
+    layer = sparsecomp.nn.SparseLinear.from_linear(nn.Linear(256, 256), sparsity=0.5)
+    with torch.no_grad():
+        report = sparsecomp.explain(
+            OnSpikes(layer), torch.rand(64, 256), device="h100", frozen=True, mode="reduce-overhead"
+        )
+    done = site(report, "sparse_linear")
+    gain = report.model_gain()
+    assert done.implementation == "dense copy" and site(report, "spike_linear").estimate is not None
+    assert gain is not None and done.estimate is not None and gain.seconds == done.estimate.seconds
