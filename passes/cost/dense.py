@@ -54,7 +54,7 @@ def time_of(work: DenseWork, card: Card) -> Time | None:
     if precision is None:
         return None
     rate = getattr(card, precision) * getattr(_reached(work, card), precision)
-    if is_conv and work.channels <= _NARROW:
+    if work.channels is not None and work.channels <= _NARROW:
         rate *= getattr(card.narrow, precision)
     traffic = work.elements * work.dtype.itemsize / card.bandwidth
     return Time(max(traffic, work.operations / rate) + card.launch, host.CONV if is_conv else host.MATMUL)

@@ -24,7 +24,7 @@ class Timing(StrEnum):
         return self in (Timing.ESTIMATED, Timing.MEASURED)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Node:
     """One node of a graph.
 
