@@ -91,8 +91,9 @@ class Plan:
     Attributes:
         build: makes the replacement; called with insertion before the node, returns what takes each old node's place.
         reason: why, for the report.
-        implementation, precision, expected_gain, estimate: for the report.
+        implementation, precision, expected_gain: for the report.
         dead: nodes to erase after the replaced one, the last first, if nothing else reads any of them.
+        estimate: seconds, for the report.
     """
 
     build: Callable[[], Mapping[fx.Node, fx.Node]]
@@ -100,8 +101,8 @@ class Plan:
     implementation: str
     precision: str = ""
     expected_gain: float | None = None
-    estimate: Estimate | None = None
     dead: tuple[fx.Node, ...] = ()
+    estimate: Estimate | None = None
 
 
 Verdict = Plan | Refusal | None

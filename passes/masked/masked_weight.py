@@ -174,7 +174,7 @@ def _folded(
         f"{choice.described} by {kernel}: {choice.decision.reason}"
     )
     build = lambda: {op.node: _build(op, masked, choice, values, keep)}  # noqa: E731
-    return Plan(build, reason, choice.name, "", choice.gain, choice.decision.estimate, masked.nodes[::-1])
+    return Plan(build, reason, choice.name, "", choice.gain, masked.nodes[::-1], choice.decision.estimate)
 
 
 def _build(
