@@ -7,7 +7,8 @@ whole rule has been verified. Everything is linear in the graph's size.
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,14 @@ from torch import fx
 
 from sparsecomp import _compat
 from sparsecomp.errors import RuleError
+from sparsecomp.lowering.tuning.ceilings import Target
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.location import user_location
 from sparsecomp.passes.engine.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, module_path, refuse
 from sparsecomp.passes.facts.analysis import Analysis, analyse
 from sparsecomp.passes.facts.registry import LostKind
 from sparsecomp.passes.graph.canonicalize import RESHAPED, example_of
+from sparsecomp.passes.record import Record
 from sparsecomp.passes.rules import enabled
 from sparsecomp.report import PassRecord, Report, Site
 
@@ -35,6 +38,7 @@ def run(
     values: Mapping[fx.Node, torch.Tensor] | None = None,
     densities: Mapping[str, Density] | None = None,
     eager: bool = False,
+    target: Target | None = None,
     rules: Iterable[Rule] | None = None,
 ) -> Report:
     """Rewrite `gm` in place.
@@ -45,6 +49,7 @@ def run(
         values: real tensors behind placeholders and attributes.
         densities: measured densities, by `rule.site_key`.
         eager: the result will run op by op, not through Inductor.
+        target: the card to estimate for, None for the devices of the tensors.
         rules: the rules to run, in order; by default those that the options leave on.
 
     Raises:
@@ -52,19 +57,40 @@ def run(
         RuleError: a rule failed, under `options.strict`.
     """
     report = Report()
-    context: Context | None = None
+    context = last = None
+    record = Record()
     for rule in enabled(options) if rules is None else rules:
         start = time.perf_counter()
         if context is None:
             analysis = _analysed(gm, options, report)
             if analysis is None:
-                return report
-            context = Context(gm, options, report, analysis, values or {}, densities or {}, eager)
-        done = _run_rule(rule, context)
+                break
+            context = Context(gm, options, report, analysis, values or {}, densities or {}, eager, target)
+            if not report.passes:
+                with _reporting(context):
+                    record.begin(context)
+        last = context
+        done = _run_rule(rule, context, record)
         report.passes.append(PassRecord(rule.name, time.perf_counter() - start, done))
         if done:
             context = None
+    if last is not None:
+        analysis = _analysed(gm, options, report) if context is None else context.analysis
+        with _reporting(last):
+            report.before, report.after = record.graphs(last, analysis)
     return report
+
+
+@contextmanager
+def _reporting(ctx: Context) -> Iterator[None]:
+    """What goes wrong within it leaves the report without a graph."""
+    try:
+        yield
+    except Exception as error:
+        if ctx.options.strict:
+            raise RuleError(f"the report of the graph failed: {error}") from error
+        log.warning("the report has no graph", exc_info=True)
+        ctx.report.note(f"no graph, since its report failed: {_brief(error)}")
 
 
 def _analysed(gm: fx.GraphModule, options: Options, report: Report) -> Analysis | None:
@@ -84,7 +110,7 @@ def _analysed(gm: fx.GraphModule, options: Options, report: Report) -> Analysis 
     return analysis
 
 
-def _run_rule(rule: Rule, ctx: Context) -> int:
+def _run_rule(rule: Rule, ctx: Context, record: Record) -> int:
     plans: list[tuple[fx.Node, Plan, Site]] = []
     for node in ctx.gm.graph.nodes:
         verdict = _considered(rule, node, ctx)
@@ -92,6 +118,7 @@ def _run_rule(rule: Rule, ctx: Context) -> int:
             continue
         site = _site(rule, node, verdict, ctx)
         ctx.report.sites.append(site)
+        record.judged(node, site)
         if isinstance(verdict, Plan):
             plans.append((node, verdict, site))
         log.debug("%s: %s %s: %s", rule.name, "rewrite" if verdict else "leave", node.name, site.reason)
@@ -99,22 +126,23 @@ def _run_rule(rule: Rule, ctx: Context) -> int:
         return 0
     if not ctx.report.graph_before:
         ctx.report.graph_before = _compat.readable(ctx.gm, TAG)
-    changes: list[_Change] = []
+    changes: list[tuple[_Change, Site]] = []
     replaced: dict[fx.Node, fx.Node] = {}
     for node, plan, site in plans:
         change = _apply(node, plan, site, ctx, replaced)
         if change is not None:
-            changes.append(change)
+            changes.append((change, site))
             replaced.update((old, new) for old, new, _ in change.uses)
     try:
         _verify(ctx)
     except Exception as error:
-        for change in reversed(changes):
+        for change, _ in reversed(changes):
             change.undo()
         _failed(rule.name, error, ctx, [site for _, _, site in plans])
         return 0
-    for change in changes:
+    for change, site in changes:
         change.finish()
+        record.replaced(change.added, [new for _, new, _ in change.uses], site)
     ctx.gm.recompile()
     ctx.report.graph_after = _compat.readable(ctx.gm, TAG)
     return len(changes)
@@ -248,6 +276,7 @@ def _failed(rule: str, error: Exception, ctx: Context, sites: Iterable[Site]) ->
     for site in sites:
         site.rewritten, site.implementation, site.expected_gain, site.precision = False, "dense", None, ""
         site.reason, site.why = str(refuse(Why.FAILED, detail=_brief(error))), Why.FAILED.name
+        site.estimate = None
 
 
 def _site(rule: Rule, node: fx.Node, verdict: Plan | Refusal, ctx: Context) -> Site:
@@ -257,9 +286,10 @@ def _site(rule: Rule, node: fx.Node, verdict: Plan | Refusal, ctx: Context) -> S
     )  # fmt: skip
     if isinstance(verdict, Plan):
         site.reason, site.implementation = verdict.reason, verdict.implementation
+        site.estimate = verdict.estimate
         site.precision, site.expected_gain = verdict.precision, verdict.expected_gain
     else:
-        site.reason, site.why = str(verdict), verdict.why.name
+        site.reason, site.why, site.estimate = str(verdict), verdict.why.name, verdict.estimate
     return site
 
 

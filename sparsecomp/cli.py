@@ -78,7 +78,9 @@ def _add_model_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         command.set_defaults(run=run)
         return command
 
-    add("explain", _explain, "what would be rewritten in a model, and why")
+    explain = add("explain", _explain, "what would be rewritten in a model, and why")
+    explain.add_argument("--device", metavar="CARD", help="estimate for a card that need not be here, such as h100")
+    explain.add_argument("--html", metavar="FILE", help="write the report as a page, with the graphs")
     add("profile", _profile, "time, density and empty blocks of each layer of a model")
     tune = add("tune", _tune, "measure the kernels that a model uses, ahead of its use")
     tune.add_argument("--effort", choices=("quick", "full"), default="full", help="how many candidates to measure")
@@ -241,7 +243,9 @@ def _installed(package: str) -> str | None:
 
 
 def _explain(given: argparse.Namespace) -> None:
-    report = _on_model(given, sparsecomp.explain)
+    report = _on_model(given, sparsecomp.explain, device=given.device)
+    if given.html is not None:
+        report.to_html(given.html)
     print(report.to_json() if given.json else str(report))
 
 

@@ -16,6 +16,10 @@ class InputError(SparsecompError, ValueError):
     """`explain`, `optimize`, `profile`, `tune` or `warmup` cannot tell what to call, or what to call it with."""
 
 
+class ExtraError(SparsecompError, ImportError):
+    """A library that an optional part needs is missing; the message names the extra that brings it."""
+
+
 class RuleError(SparsecompError, RuntimeError):
     """A rewrite rule failed unexpectedly; raised only under ``options={"strict": True}``."""
 

@@ -98,3 +98,6 @@ H100 = Card(
 
 KNOWN = {"NVIDIA H100 80GB HBM3": H100}
 """By name of the GPU: not measured again, so that the same model is compiled the same way on every such machine."""
+
+CAPABILITIES = {"NVIDIA H100 80GB HBM3": "9.0"}
+"""Compute capabilities of the same, for estimates where the GPU is not there."""

@@ -5,14 +5,47 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
-from sparsecomp.lowering.cache.signature import device_of
+from sparsecomp.errors import OptionError
+from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.cache.tuning_cache import default_cache
-from sparsecomp.lowering.tuning.cards import H100, KNOWN, Card, Ceilings
+from sparsecomp.lowering.tuning.cards import CAPABILITIES, H100, KNOWN, Card, Ceilings
 
 _FACT = "ceilings"
+
+
+class Target(NamedTuple):
+    """A card that estimates are made for, which need not be there."""
+
+    device: Device
+    card: Card
+
+
+def known_card(device: torch.device) -> Card | None:
+    """The card of a CUDA device if it is known without measuring, for what is not worth it."""
+    return _stored(device)
+
+
+def target_of(device: torch.device) -> Target:
+    """The card that a device is."""
+    return Target(device_of(device), card_of(device))
+
+
+def target_named(text: str) -> Target:
+    """The known card whose name has the word `text`, such as `h100`, or is it.
+
+    Raises:
+        OptionError: there is none, or several have it.
+    """
+    found = [name for name in KNOWN if text.lower() in (name.lower(), *name.lower().split())]
+    if len(found) != 1:
+        known = ", ".join(f"{name!r}" for name in KNOWN)
+        raise OptionError(f"device={text!r} names no card that estimates are known of: use a word of {known}")
+    return Target(Device(found[0], CAPABILITIES[found[0]], triton=""), KNOWN[found[0]])
+
 
 # Rates that are not measured: for TF32 a switch for the whole process would let anybody's float32 run in it meanwhile,
 # and torch's integer product is private. Data sheets say 0.5 and 2; the H100 measured 0.59 and 1.5, by its power limit.

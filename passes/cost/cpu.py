@@ -16,7 +16,7 @@ class Work(NamedTuple):
     """A product S (m, k) times dense (k, n).
 
     Attributes:
-        format: "csr", "bsr" or "nm".
+        format: "csr", "bsr" or "nm", which a dense product has no use for.
         block: height and width of "bsr".
         m, k, n: sizes.
         stored: numbers of S.

@@ -1,7 +1,10 @@
 """Whether a rewrite pays: the one record of every rule's answer, and the one margin by which something must win."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
+
+from sparsecomp.report import Estimate
 
 MIN_GAIN = 1.03
 """Least speed-up over dense for which something sparse is chosen."""
@@ -14,15 +17,26 @@ class Decision(NamedTuple):
         implementation: `dense`, or the sparse implementation that pays.
         gain: speed-up over dense of the fastest sparse implementation, chosen or not; None without an estimate.
         reason: for the report.
+        seconds: by implementation, `dense` among them; empty without an estimate.
+        source: of the seconds, "estimated" or "measured".
     """
 
     implementation: str
     gain: float | None
     reason: str
+    seconds: Mapping[str, float] = MappingProxyType({})
+    source: str = "estimated"
 
     @property
     def dense(self) -> bool:
         return self.implementation == "dense"
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """Seconds of what runs and of the dense operator, for the report."""
+        if self.implementation not in self.seconds:
+            return None
+        return Estimate(self.seconds[self.implementation], self.seconds["dense"], self.source)
 
 
 def fastest(seconds: Mapping[str, float], source: str = "estimated") -> Decision:
@@ -38,5 +52,5 @@ def fastest(seconds: Mapping[str, float], source: str = "estimated") -> Decision
     ours, rival = (form.format(seconds[one] * scale) for one in (name, "dense"))
     reason = f"{source} {ours} against {rival} dense"
     if gain < MIN_GAIN:
-        return Decision("dense", gain, f"{name} would not pay: {reason}")
-    return Decision(name, gain, reason)
+        return Decision("dense", gain, f"{name} would not pay: {reason}", seconds, source)
+    return Decision(name, gain, reason, seconds, source)

@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsecomp import _compat
-from sparsecomp.lowering.cache.signature import Device, device_of
+from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.epilogue import Output
 from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.sparse.launcher import launcher_name
 from sparsecomp.lowering.sparse.random_sparse import SKEWS
 from sparsecomp.lowering.tuning import cost, host
 from sparsecomp.lowering.tuning.cards import Card
-from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.lowering.tuning.ceilings import Target, card_of, target_of
 from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.passes.cost import cpu as cpu_cost
 from sparsecomp.passes.cost.decision import Decision, fastest
+from sparsecomp.passes.cost.dense import DenseWork, time_of
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import KERNEL_DTYPES
 from sparsecomp.tensor.sparse_tensor import SparseTensor
@@ -45,6 +46,7 @@ class Product(NamedTuple):
         trained: whether gradients are asked for.
         replayed: whether a CUDA graph is replayed, so that the host's time does not count.
         products: of the whole graph, which share what a call takes the host besides.
+        target: the card to estimate for, None for that of the device.
     """
 
     device: torch.device
@@ -66,6 +68,12 @@ class Product(NamedTuple):
     trained: bool = False
     replayed: bool = True
     products: int = 1
+    target: Target | None = None
+
+    @property
+    def card(self) -> Card:
+        """Of the estimate."""
+        return card_of(self.device) if self.target is None else self.target.card
 
     def waited(self, time: Time) -> float:
         """Seconds that a caller waits for the product, if it takes this time."""
@@ -83,7 +91,7 @@ class Product(NamedTuple):
             entries: elements stored, or blocks.
             out: the result, or what stands for it.
             format: for the report; by default that of the layout.
-            how: `trained`, `replayed`, `products`.
+            how: `trained`, `replayed`, `products`, `target`.
         """
         (rows, cols), block = map(_expected, layout.shape), layout.block
         m, k = (cols, rows) if transpose else (rows, cols)
@@ -91,8 +99,9 @@ class Product(NamedTuple):
         stored = entries * (block[0] * block[1] if layout.entry else 1)
         share = 1 - stored / max(m * k, 1)
         named = format or _BY_LAYOUT.get((layout.format, transpose), layout.kind.__name__)
+        device = torch.device("cuda") if how.get("target") else out.device
         return cls(
-            device=out.device, format=launcher_name(layout, transpose).removeprefix("spmm_"),
+            device=device, format=launcher_name(layout, transpose).removeprefix("spmm_"),
             block=(block[1], block[0]) if layout.entry and transpose else block, m=m, k=k,
             n=leading if linear else dense[-1], batch=1 if linear else leading, entries=entries,
             skew=layout.skews[transpose], dtype=out.dtype, linear=linear, bias=bias, residual=residual,
@@ -134,7 +143,7 @@ def decide(product: Product) -> Decision:
         what = product.dtype if known else kernel
         reason = f"no estimate of {what} on {product.device.type}: sparse as written"
         return Decision(f"{kernel} (reference)", None, reason)
-    return compare(product, device_of(product.device), card_of(product.device))
+    return compare(product, *(product.target or target_of(product.device)))
 
 
 def compare(product: Product, device: Device, card: Card) -> Decision:
@@ -174,9 +183,10 @@ def fuses_relu(product: Product, card: Card) -> bool:
     p = product
     if not p.linear or not p.bias or p.trained:
         return False
+    if p.dtype.itemsize == 2:
+        return True
     ahead = host.MATMUL + host.besides(p.trained, p.products)
-    waits = not p.replayed and _WAITS * _dense_product(p, card).device < ahead
-    return p.dtype.itemsize == 2 or (p.dtype is torch.float32 and waits)
+    return p.dtype is torch.float32 and not p.replayed and _WAITS * _dense_product(p, card).device < ahead
 
 
 _WAITS = 3
@@ -184,11 +194,11 @@ _WAITS = 3
 
 
 def _dense_product(product: Product, card: Card) -> Time:
-    p, size = product, product.dtype.itemsize
-    rate = "half" if size == 2 else "tf32" if _compat.matmul_tf32() else "fp32"
-    traffic = size * (p.m * p.k + p.batch * (p.k + p.m) * p.n)
-    operations = 2 * p.m * p.k * p.n * p.batch / (getattr(card.matmul, rate) * getattr(card, rate))
-    return Time(max(traffic / card.bandwidth, operations) + card.launch, host.MATMUL)
+    p = product
+    elements = p.m * p.k + p.batch * (p.k + p.m) * p.n
+    time = time_of(DenseWork(2.0 * p.m * p.k * p.n * p.batch, elements, p.dtype), card)
+    assert time is not None, f"no product of {p.dtype} is estimated"
+    return time
 
 
 def _writing(product: Product, card: Card) -> Time:

@@ -109,13 +109,16 @@ def as_called(site: SiteInfo, strategy: str, device: float, card: Card = H100) -
     return time.waited(replayed=not site.hosted)
 
 
-def estimate(site: SiteInfo, strategy: str, card: Card = H100) -> float:
-    """The expected speed-up of a forced implementation (1.0 on the CPU, where operators run their references)."""
+def forced(site: SiteInfo, strategy: str, card: Card = H100) -> Decision:
+    """An implementation that was asked for, with its estimate; on the CPU, where references run, there is none."""
+    reason = f"implementation={strategy!r} was asked for"
     if site.device != "cuda":
-        return 1.0
+        return Decision(strategy, None, f"{reason}; on a CPU it is a reference, for checking only")
     needed = {"event": site.density, "skip": site.active}
-    known = needed.get(strategy, 1.0) is not None
-    return seconds(site, "dense", card) / seconds(site, strategy if known else "binary", card)
+    known = strategy if needed.get(strategy, 1.0) is not None else "binary"
+    times = {"dense": seconds(site, "dense", card), strategy: seconds(site, known, card)}
+    times = {name: as_called(site, name, device, card) for name, device in times.items()}
+    return Decision(strategy, times["dense"] / times[strategy], reason, times)
 
 
 def seconds(site: SiteInfo, strategy: str, card: Card = H100) -> float:

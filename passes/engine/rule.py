@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from sparsecomp import _compat
+from sparsecomp.lowering.tuning.ceilings import Target
 from sparsecomp.options import Options
 from sparsecomp.passes.facts.analysis import Analysis
 from sparsecomp.passes.graph.canonicalize import example_of, target_name
@@ -23,7 +24,7 @@ from sparsecomp.passes.graph.operators import Trait, record_of, spelling_of
 from sparsecomp.reference.facts import SparsityFact
 from sparsecomp.reference.frozen import are_frozen
 from sparsecomp.reference.memo import Keep
-from sparsecomp.report import Report
+from sparsecomp.report import Estimate, Report
 
 _DYNAMO_ROOT = re.compile(r"^L\['\w+'\](\.__self__)?\.?")
 
@@ -73,6 +74,7 @@ class Refusal:
 
     why: Why
     details: Mapping[str, object] = field(default_factory=dict)
+    estimate: Estimate | None = None
 
     def __bool__(self) -> bool:
         return False
@@ -95,6 +97,7 @@ class Plan:
         reason: why, for the report.
         implementation, precision, expected_gain: for the report.
         dead: nodes to erase after the replaced one, the last first, if nothing else reads any of them.
+        estimate: seconds, for the report.
     """
 
     build: Callable[[], Mapping[fx.Node, fx.Node]]
@@ -103,6 +106,7 @@ class Plan:
     precision: str = ""
     expected_gain: float | None = None
     dead: tuple[fx.Node, ...] = ()
+    estimate: Estimate | None = None
 
 
 Verdict = Plan | Refusal | None
@@ -139,6 +143,7 @@ class Context:
         values: real tensors behind placeholders and attributes, where the capture knows them.
         densities: measured ones, by `site_key`.
         eager: the result runs op by op, not through Inductor.
+        target: the card to estimate for, which need not be there; None for the devices of the tensors.
         switches: the positions at which the graph switches gradients or inference mode on or off.
         gradients: somebody may ask for gradients: they are enabled here, or within the graph, or it runs in any mode.
         written: parameters, buffers and inputs that the graph writes to.
@@ -153,6 +158,7 @@ class Context:
     values: Mapping[fx.Node, torch.Tensor] = field(default_factory=dict)
     densities: Mapping[str, Density] = field(default_factory=dict)
     eager: bool = False
+    target: Target | None = None
     switches: tuple[int, ...] = field(init=False)
     gradients: bool = field(init=False)
     written: frozenset[fx.Node] = field(init=False)
@@ -168,6 +174,10 @@ class Context:
         self.written = _written(self.analysis)
         self.transformed = _transformed(self.gm.graph)
         self.products = max(1, sum(map(_is_product, nodes)))
+
+    def device(self, device: torch.device) -> torch.device:
+        """Where an operator on tensors of a device is to run."""
+        return device if self.target is None else torch.device("cuda")
 
     def fact(self, value: object, reader: fx.Node) -> SparsityFact | None:
         """What is known about the values of an argument when `reader` reads it."""

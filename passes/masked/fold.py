@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsecomp.lowering.cache.signature import Device, device_of
+from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.tuning.cards import Card
-from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, dense_seconds, sparse_seconds
 from sparsecomp.passes.engine.rule import Context, replays, sizes
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
 
 def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
     """The fastest format for a layer's weight by estimate; looks at its values."""
-    where = weight.device
+    where = ctx.device(weight.device)
     if op.name != "linear":
         return _dense(weight, "convolutions have no sparse kernel")
     if ctx.options.precision == "exact":
@@ -58,7 +58,7 @@ def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
     assert rows is not None
     n, replayed = torch.Size(rows[:-1]).numel(), replays(ctx.options, where)
     bias = op.get("bias") is not None
-    return compare(weight, n, bias, device_of(where), card_of(where), replayed=replayed, products=ctx.products)
+    return compare(weight, n, bias, *(ctx.target or target_of(where)), replayed=replayed, products=ctx.products)
 
 
 def compare(weight: Tensor, n: int, bias: bool, device: Device, card: Card, **how: int) -> Choice:
@@ -76,7 +76,7 @@ def compare(weight: Tensor, n: int, bias: bool, device: Device, card: Card, **ho
     # a fold has written the weight out already
     decision = fastest({kernel: seconds, "dense": dense_seconds(best._replace(constant=True), card)})
     if decision.dense:
-        return _dense(weight, decision.reason)
+        return Choice("dense", (1, 1), _described(weight), decision)
     reason = f"{decision.reason}; for finite inputs"
     return Choice(best.format, best.block, _described(weight), decision._replace(reason=reason))
 

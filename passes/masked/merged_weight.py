@@ -136,8 +136,9 @@ def _unfit(part: Formula, layer: fx.Node, masked: Formula, ctx: Context) -> str 
     if any(ctx.analysis.order[masked.nodes[0]] < switch < ctx.analysis.order[layer] for switch in ctx.switches):
         return "gradients are switched on or off on the way"
     # the promise is what a graph is captured with, be it by hand
-    replayed, size = replays(ctx.options, example.device) or are_frozen(), example.numel() * example.dtype.itemsize
-    decision = decide_merge(size, example.device.type, _scatters_by_mask(part), replayed)
+    where = ctx.device(example.device)
+    replayed, size = replays(ctx.options, where) or are_frozen(), example.numel() * example.dtype.itemsize
+    decision = decide_merge(size, where.type, _scatters_by_mask(part), replayed)
     if decision.dense:
         return decision.reason
     outside = masked.outside(layer)
@@ -189,4 +190,4 @@ def _plan(
         f"gradients another; proved for the masks and positions as they are, which are promised to stay; for finite "
         f"values"
     )
-    return Plan(build, reason, "merged", "", None, masked.nodes[::-1])
+    return Plan(build, reason, "merged", dead=masked.nodes[::-1])

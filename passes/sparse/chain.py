@@ -183,8 +183,9 @@ def decided(product: Product, ctx: Context) -> Decision:
 def circumstances(chain: Chain, ctx: Context, device: torch.device) -> dict[str, Any]:
     """What an estimate of the product must know beside its numbers; see `passes.cost.sparse.Product`."""
     return {
+        "target": ctx.target,
         "trained": differentiated(chain, ctx),
-        "replayed": replays(ctx.options, device),
+        "replayed": replays(ctx.options, ctx.device(device)),
         "products": ctx.products,
     }
 

@@ -15,7 +15,6 @@ from torch import fx
 import sparsecomp.ops.promise
 import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operators)
 from sparsecomp.environment import Settings
-from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.passes.cost.sparse import Product, fuses_relu
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, sizes
@@ -79,11 +78,13 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     if decision.dense:
         once = ": written out once, under the promise that it stays" if kept is not None else ""
         reason, name = f"{product.described}{once}: {decision.reason}", "dense copy" if once else "dense"
-        return Plan(lambda: {node: _build_dense(chain, node, product, kept)}, reason, name, "", 1.0, dead)
+        build = lambda: {node: _build_dense(chain, node, product, kept)}  # noqa: E731
+        return Plan(build, reason, name, "", 1.0, dead, decision.estimate)
     reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"
     # without a CUDA graph the fewest launches may be the best, which the device's time alone does not tell
     chosen = decision.implementation if product.device.type == "cuda" and not product.replayed else ""
-    return Plan(lambda: {node: _build(chain, node, chosen)}, reason, product.format, "", decision.gain, dead)
+    build = lambda: {node: _build(chain, node, chosen)}  # noqa: E731
+    return Plan(build, reason, product.format, "", decision.gain, dead, decision.estimate)
 
 
 def _kept(chain: Chain, ctx: Context) -> list[torch.Tensor] | None:
@@ -119,7 +120,7 @@ def _has_fused_form(chain: Chain, product: Product) -> bool:
     """Whether torch's product can do what follows it."""
     if product.device.type != "cuda" or chain.residual is not None:
         return False
-    if not fuses_relu(product, card_of(product.device)):
+    if not fuses_relu(product, product.card):
         return False
     bias = example_of(chain.bias) if isinstance(chain.bias, fx.Node) else None
     return chain.activation == "relu" and bias is not None and bias.dtype is product.dtype

@@ -56,9 +56,10 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     dead = chain.dead
     if decision.dense:
         reason = f"{product.described}: {decision.reason}"
-        return Plan(lambda: {node: _build_dense(chain, node)}, reason, "dense", "", 1.0, dead)
+        return Plan(lambda: {node: _build_dense(chain, node)}, reason, "dense", "", 1.0, dead, decision.estimate)
     reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"
-    return Plan(lambda: {node: _build(chain, node)}, reason, product.format, "", decision.gain, dead)
+    build = lambda: {node: _build(chain, node)}  # noqa: E731
+    return Plan(build, reason, product.format, "", decision.gain, dead, decision.estimate)
 
 
 def _product(node: fx.Node) -> Chain | None:

@@ -48,7 +48,7 @@ RULE = Rule("fuse_neurons", consider)
 def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Context) -> str | None:
     if ctx.options.implementation == "dense":
         return "implementation='dense' was asked for"
-    if x.device.type != "cuda" and ctx.options.neurons != "fuse":
+    if ctx.device(x.device).type != "cuda" and ctx.options.neurons != "fuse":
         return "on the CPU the operator is no Triton kernel, and nothing is gained"
     if ctx.gradients:
         return "gradients are enabled, so the operator keeps its own backward; use torch.no_grad()"

@@ -23,7 +23,6 @@ from sparsecomp.lowering.tuning.autotune import scoped_effort, tuner
 from sparsecomp.lowering.tuning.cards import H100, Card
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.passes.cost import spiking as gate
-from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks
 from sparsecomp.reference.digits import SPREAD
@@ -122,7 +121,7 @@ def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
         spread, digits = spread * 256, digits + 1
     if digits > _MOST_DIGITS:
         return refuse(Why.WEIGHT_RANGE, precision=precision)
-    return Operands(op, fact, dtype, x.device.type, precision, digits, spread, promise)
+    return Operands(op, fact, dtype, ctx.device(x.device).type, precision, digits, spread, promise)
 
 
 def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callable[[str], fx.Node]) -> Plan | Refusal:
@@ -130,24 +129,22 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     forced = ctx.options.implementation
     if forced == "dense":
         return refuse(Why.FORCED_DENSE)
-    card, measured = _card(operands, site)
+    card, measured = _card(operands, site) if ctx.target is None else (ctx.target.card, None)
     if forced != "auto":
-        reason, gain = f"implementation={forced!r} was asked for", None
-        if site.device == "cuda":
-            gain = gate.estimate(site, forced, card)
-        else:
-            reason += "; on a CPU it is a reference, for checking only"
-        decision = Decision(forced, gain, reason)
-    elif site.device == "cuda" and not _triton_available():
+        decision = gate.forced(site, forced, card)
+    elif site.device == "cuda" and ctx.target is None and not _triton_available():
         ctx.report.note("Triton is not installed: everything stays dense")
         return refuse(Why.GATE, detail="Triton is not installed")
     else:
         decision = gate.decide(site, card, measured)
     if decision.dense:
-        return refuse(Why.GATE, detail=decision.reason)
+        return Refusal(Why.GATE, {"detail": decision.reason}, decision.estimate)
     node, strategy = operands.op.node, decision.implementation
     reason = f"input is {operands.fact.described()}; {decision.reason}"
-    return Plan(lambda: {node: build(strategy)}, reason, strategy, operands.precision, decision.gain)
+    return Plan(
+        lambda: {node: build(strategy)}, reason, strategy, operands.precision, decision.gain,
+        estimate=decision.estimate,
+    )  # fmt: skip
 
 
 def _card(operands: Operands, site: gate.SiteInfo) -> tuple[Card, Mapping[str, float] | None]:

@@ -10,6 +10,7 @@ from torch import fx
 from sparsecomp import _compat
 from sparsecomp.compiler.call import Call
 from sparsecomp.compiler.density import DensityRecorder
+from sparsecomp.lowering.tuning.ceilings import Target
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.passes.engine.rule import Density
@@ -43,13 +44,13 @@ class Graph:
         pairs = zip(placeholders, example_inputs, strict=False)
         return cls(gm, {node: value for node, value in pairs if isinstance(value, torch.Tensor)}, densities)
 
-    def rewrite(self, options: Options) -> Report:
-        """Run the rules over the graph, in place, and say what they did."""
+    def rewrite(self, options: Options, target: Target | None = None) -> Report:
+        """Run the rules over the graph, in place, and say what they did; for a card that need not be there."""
         with torch.set_grad_enabled(self.gradients):
             report = pipeline.run(
-                self.gm, options, values=self.values, densities=self.densities, eager=self.eager
+                self.gm, options, values=self.values, densities=self.densities, eager=self.eager, target=target
             )  # fmt: skip
-        if not torch.cuda.is_available():
+        if target is None and not torch.cuda.is_available():
             report.note(NO_CUDA)
         return report
 

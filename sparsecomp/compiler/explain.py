@@ -6,6 +6,7 @@ from typing import Any
 from sparsecomp import _compat
 from sparsecomp.compiler.call import Call
 from sparsecomp.compiler.capture import capture
+from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import TAG
 from sparsecomp.report import Report, merge
@@ -15,6 +16,7 @@ def explain(
     model: Callable[..., Any],
     /,
     *args: Any,
+    device: str | None = None,
     options: Mapping[str, Any] | Options | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
@@ -26,6 +28,8 @@ def explain(
     Args:
         model: any module or function.
         *args: its inputs.
+        device: a word of a known card's name, such as `"h100"`: what would be rewritten there is estimated, whatever
+            this machine has. By default it is for the devices of the tensors.
         options: as for `torch.compile(backend="sparsecomp")`; see `Options`.
         kwargs: inputs by name. Needed only for those that have the name of an option.
         **keywords: options, and inputs by name if `kwargs` is not given.
@@ -34,18 +38,22 @@ def explain(
         A report of all graphs of the model, with Dynamo's reasons for graph breaks.
 
     Raises:
-        OptionError: an unknown option or value.
+        OptionError: an unknown option or value, or a card that nothing is known of.
         InputError: a keyword that is both an option and an input.
         Exception: what `model` itself raises on these inputs.
     """
-    call = Call.of(model, args, options, kwargs, keywords).accepted()
+    own = ("device",) if device is not None else ()
+    call = Call.of(model, args, options, kwargs, keywords, own).accepted()
+    target = None if device is None else target_named(device)
     graphs, breaks = capture(call)
     reports = []
     for graph in graphs:
-        report = graph.rewrite(call.options)
+        report = graph.rewrite(call.options, target)
         if not report.graph_before:
             report.graph_before = report.graph_after = _compat.readable(graph.gm, TAG)
         reports.append(report)
     merged = merge(reports, "torch.compile")
     merged.graph_breaks = breaks
+    if target is not None:
+        merged.capture += f", estimated for {target.device.name}"
     return merged

@@ -6,30 +6,37 @@ either matters.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
 from sparsecomp.compiler.call import Call
+from sparsecomp.compiler.layer_calls import LayerCalls
+from sparsecomp.compiler.profile_plot import figure
 from sparsecomp.errors import InputError
+from sparsecomp.lowering.tuning.progress import Progress
 from sparsecomp.options import Options
 from sparsecomp.report import rendered
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _BLOCKS = ((56, 16), (14, 8), (8, 4))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LayerProfile:
     """One layer.
 
     Attributes:
-        name, kind: its path in the model and its class.
+        name, kind: its path in the model and its class; of a function the path of the module that calls it and its
+            name, with a number where a module calls it at several lines, and `F.` before the name.
         calls: calls in one forward pass.
         milliseconds: time of all its calls in one forward pass (mean over the repetitions).
         samples_per_second: throughput, counting the first dimension of its inputs.
@@ -55,7 +62,7 @@ class Profile:
     Attributes:
         device: device type of the inputs.
         repetitions: forward passes that were timed.
-        layers: one entry a layer without submodules.
+        layers: one entry a module without submodules, a neuron, or a function of torch that does the work of one.
     """
 
     device: str
@@ -68,7 +75,7 @@ class Profile:
 
     def to_table(self) -> Table:
         """A rich table, one row a layer."""
-        table = Table(title=f"{self.device}, mean of {self.repetitions}")
+        table = Table(title=self._title)
         for column in ("layer", "kind", "calls", "ms", "samples/s", "density", "block", "empty blocks"):
             table.add_column(column, justify="left" if column in ("layer", "kind") else "right")
         for layer in self.layers:
@@ -78,6 +85,23 @@ class Profile:
                 _percent(layer.density), str(layer.block or ""), _percent(layer.empty_blocks),
             )  # fmt: skip
         return table
+
+    def plot(self) -> "Figure":
+        """Time, density and empty blocks of each layer as a figure of matplotlib.
+
+        Raises:
+            ExtraError: matplotlib is missing, which `pip install 'sparsecomp[plot]'` brings.
+        """
+        shares = {
+            "non-zero inputs": [layer.density or 0.0 for layer in self.layers],
+            "empty blocks": [layer.empty_blocks or 0.0 for layer in self.layers],
+        }
+        names = [f"{layer.name} ({layer.kind})" for layer in self.layers]
+        return figure(self._title, names, [layer.milliseconds for layer in self.layers], shares)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.device}, mean of {self.repetitions}"
 
     def __str__(self) -> str:
         return rendered(self.to_table())
@@ -97,7 +121,7 @@ def profile(
     The model is left as it was; every repetition starts from its present state. Options are checked and change nothing.
 
     Args:
-        model: any module, or a function, of which the modules that it names are shown.
+        model: any module or function.
         *args: its inputs.
         repetitions: timed forward passes, after one that warms up and measures sparsity.
         options: as for `explain`.
@@ -114,69 +138,64 @@ def profile(
     call = Call.of(model, args, options, kwargs, keywords, ("repetitions",) if repetitions != 10 else ()).accepted()
     tensors = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor))
     device = next((value.device.type for value in tensors), "cpu")
-    layers = {module: LayerProfile(name, type(module).__name__) for name, module in _leaves(call.model)}
-    called: dict[nn.Module, LayerProfile] = {}
-    _run(call, _SparsityHooks(layers, called))
-    clock = _Clock(device, called)
-    for _ in range(repetitions):
-        _run(call, clock)
+    calls, clock = LayerCalls(call.model, LayerProfile), _Clock(device)
+    with Progress("profiling", repetitions + 1) as progress:
+        for meter in (_Sparsity(), *[clock] * repetitions):
+            with torch.no_grad(), calls.told_to(meter):
+                call.run()
+            progress.advance()
     clock.finish(repetitions)
-    return Profile(device, repetitions, list(called.values()))
+    return Profile(device, repetitions, list(calls.layers.values()))
 
 
-class _SparsityHooks:
+class _Sparsity:
     """Counts calls and non-zero inputs."""
 
-    def __init__(self, layers: dict[nn.Module, LayerProfile], called: dict[nn.Module, LayerProfile]) -> None:
-        self.modules = list(layers)
-        self._layers, self._called = layers, called
-        self._counts: dict[nn.Module, list[int]] = {}
+    def __init__(self) -> None:
+        self._counts: dict[LayerProfile, list[int]] = {}
 
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        layer = self._called.setdefault(module, self._layers[module])
+    def before(self, layer: LayerProfile, x: Any) -> None:
         layer.calls += 1
-        x = args[0] if args else None
         if not isinstance(x, torch.Tensor) or not x.numel():
             return
-        counts = self._counts.setdefault(module, [0, 0, 0, 0])
+        counts = self._counts.setdefault(layer, [0, 0, 0, 0])
         occupied, blocks, layer.block = _blocks(x)
         for index, value in enumerate((int(torch.count_nonzero(x)), x.numel(), blocks - occupied, blocks)):
             counts[index] += value
         layer.density = counts[0] / counts[1]
         layer.empty_blocks = counts[2] / counts[3] if counts[3] else None
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(self, layer: LayerProfile, x: Any) -> None:
         pass
 
 
 class _Clock:
     """Times each call; on CUDA with events, read only at the end."""
 
-    def __init__(self, device: str, called: dict[nn.Module, LayerProfile]) -> None:
-        self.modules = list(called)
-        self._cuda, self._called = device == "cuda", called
-        self._open: dict[nn.Module, Any] = {}
-        self._spans: list[tuple[nn.Module, Any, Any, int]] = []
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+        self._open: dict[LayerProfile, Any] = {}
+        self._spans: list[tuple[LayerProfile, Any, Any, int]] = []
 
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._open[module] = self._now()
+    def before(self, layer: LayerProfile, x: Any) -> None:
+        self._open[layer] = self._now()
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        x = args[0] if args else None
+    def after(self, layer: LayerProfile, x: Any) -> None:
         samples = x.shape[0] if isinstance(x, torch.Tensor) and x.dim() else 0
-        self._spans.append((module, self._open.pop(module), self._now(), samples))
+        self._spans.append((layer, self._open.pop(layer), self._now(), samples))
 
     def finish(self, repetitions: int) -> None:
+        """Write the times to the layers."""
         if self._cuda:
             torch.cuda.synchronize()
-        samples = dict.fromkeys(self._called, 0)
-        for module, start, end, count in self._spans:
+        samples: Counter[LayerProfile] = Counter()
+        for layer, start, end, count in self._spans:
             spent = start.elapsed_time(end) if self._cuda else (end - start) * 1e3
-            self._called[module].milliseconds += spent / repetitions
-            samples[module] += count
-        for module, layer in self._called.items():
+            layer.milliseconds += spent / repetitions
+            samples[layer] += count
+        for layer, count in samples.items():
             if layer.milliseconds:
-                layer.samples_per_second = samples[module] / repetitions / layer.milliseconds * 1e3
+                layer.samples_per_second = count / repetitions / layer.milliseconds * 1e3
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -184,26 +203,6 @@ class _Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def _run(call: Call, hooks: _SparsityHooks | _Clock) -> None:
-    def hooked(*args: Any, **kwargs: Any) -> None:
-        handles = []
-        try:
-            for module in hooks.modules:
-                handles.append(module.register_forward_pre_hook(hooks.before))
-                handles.append(module.register_forward_hook(hooks.after))
-            call.model(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    with torch.no_grad():
-        call.run(hooked)
-
-
-def _leaves(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if not list(module.children()))
 
 
 def block_size(height: int) -> int | None:

@@ -158,6 +158,11 @@ def test_tune_on_a_cpu_says_why_there_is_nothing_to_tune(capsys: pytest.CaptureF
 def test_a_model_in_a_file_is_explained_and_profiled(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert answer(capsys, "explain", f"{model}:factory")["sites"][0]["rule"] == "spike_linear"
     assert "0 of 1 sites rewritten" in printed(capsys, "explain", f"{model}:factory")
+    page = model.with_suffix(".html")
+    assert "estimated for NVIDIA H100" in printed(
+        capsys, "explain", f"{model}:factory", "--device", "h100", "--html", page
+    )
+    assert "estimated for NVIDIA H100" in page.read_text()
     assert answer(capsys, "profile", f"{model}:factory")["layers"][0]["kind"] == "Linear"
     assert "Linear" in printed(capsys, "profile", f"{model}:factory")
 

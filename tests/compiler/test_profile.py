@@ -1,15 +1,24 @@
 """profile: counts are exact, times are plausible, the model is left alone."""
 
 import json
+import sys
 import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rewriting import AttributeLIF, ConvNet
 from torch import nn
 
 import sparsecomp
-from sparsecomp.compiler.profile import block_size
+from sparsecomp.compiler.profile import LayerProfile, Profile, block_size
+from sparsecomp.errors import ExtraError
+from sparsecomp.lowering.tuning.progress import Progress
+
+try:
+    from spikingjelly.activation_based import neuron
+except ImportError:
+    neuron = None
 
 
 def test_density_and_empty_blocks_are_exact():
@@ -102,3 +111,83 @@ def test_of_what_is_no_tensor_or_empty_no_share_is_taken() -> None:
     layers = sparsecomp.profile(Around(), torch.ones(3, 2), repetitions=1).layers
     assert [(layer.name, layer.calls) for layer in layers] == [("first", 1), ("second", 1), ("third", 1), ("last", 1)]
     assert [layer.density for layer in layers] == [None, None, None, 1.0]
+
+
+class Functional(nn.Module):
+    """Convolves and multiplies by functions, a neuron with a surrogate between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.weight = nn.Parameter(torch.rand(4, 2, 3, 3)), nn.Parameter(torch.rand(5, 4))
+        self.fire = neuron.LIFNode(step_mode="s") if neuron is not None else nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            y = F.conv2d(x, self.kernel)
+        z = self.fire(F.relu(y)).mean((2, 3))
+        return F.linear(z, self.weight) + F.linear(input=z, weight=self.weight) + z @ self.weight.T
+
+
+class Outer(nn.Module):
+    """Calls it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Functional()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) + self.block(x)
+
+
+def test_functions_that_are_layers_are_named_after_the_module_that_calls_them() -> None:
+    x = torch.zeros(3, 2, 8, 8)
+    x[:, 0] = 1
+    profile = sparsecomp.profile(Outer(), x, repetitions=1)
+    layers = {layer.name: layer for layer in profile.layers}
+    kind = type(Outer().block.fire).__name__
+    assert {name: (layer.kind, layer.calls) for name, layer in layers.items()} == {
+        "block.conv2d": ("F.conv2d", 4), "block.relu": ("F.relu", 2), "block.fire": (kind, 2),
+        "block.linear": ("F.linear", 4), "block.matmul": ("matmul", 2),
+    }  # fmt: skip
+    assert layers["block.conv2d"].density == 0.5 and layers["block.conv2d"].milliseconds > 0
+
+
+def test_two_calls_of_a_function_are_told_apart_by_their_lines() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(x, torch.ones(3, 3))
+        return F.linear(x, torch.zeros(3, 3))
+
+    first, second = sparsecomp.profile(model, torch.ones(1, 3), repetitions=1).layers
+    assert [(layer.name, layer.calls) for layer in (first, second)] == [("linear", 1), ("linear_1", 1)]
+
+
+@pytest.mark.skipif(neuron is None, reason="needs spikingjelly")
+def test_a_neuron_is_one_layer_whatever_it_is_made_of() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), neuron.LIFNode())
+    layers = sparsecomp.profile(model, torch.rand(2, 4), repetitions=1).layers
+    assert [(layer.name, layer.kind) for layer in layers] == [("0", "Linear"), ("1", "LIFNode")]
+
+
+def test_the_plot_has_a_row_a_layer() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    profile = Profile("cpu", 1, [
+        LayerProfile("a", "Linear", 1, 2.0, 1.0, 0.25), LayerProfile("b", "Conv2d", 1, 0.5, 1.0, 0.5, 8, 0.75),
+    ])  # fmt: skip
+    times, shares = profile.plot().axes
+    assert [bar.get_width() for bar in times.patches] == [2.0, 0.5]
+    assert [label.get_text() for label in times.get_yticklabels()] == ["a (Linear)", "b (Conv2d)"]
+    assert [bar.get_width() for bar in shares.patches] == [0.25, 0.5, 0.0, 0.75]
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ExtraError, match=r"sparsecomp\[plot\]"):
+        Profile("cpu", 1).plot()
+
+
+def test_a_long_run_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(Progress, "advance", lambda self: steps.append(self._title))
+    sparsecomp.profile(nn.Linear(4, 4), torch.ones(1, 4), repetitions=3)
+    assert steps == ["profiling"] * 4  # one pass measures sparsity

@@ -14,7 +14,7 @@ COLLECTS = {
     "Report", "_Layer", "RESUCycle", "History", "autotune.Stats",
 }  # fmt: skip
 """Filled in step by step."""
-ONESELF = {"Handle", "Ready", "Template", "Operation", "_Kept"}
+ONESELF = {"Handle", "Ready", "Template", "Operation", "_Kept", "LayerProfile"}
 """Two of them with the same contents are two: they own something, or are the name of something."""
 
 

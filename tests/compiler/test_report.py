@@ -48,7 +48,7 @@ def test_json_round_trips(report):
         "rule": "spike_conv", "node": site(report, "spike_conv").node, "rewritten": True,
         "reason": site(report, "spike_conv").reason, "location": site(report, "spike_conv").location,
         "module": "second", "density": None, "density_source": "unknown", "implementation": "binary",
-        "precision": "exact", "expected_gain": None, "why": "", "graph": 0,
+        "precision": "exact", "expected_gain": None, "estimate": None, "why": "", "graph": 0,
     }  # fmt: skip
 
 

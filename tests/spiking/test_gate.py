@@ -71,7 +71,8 @@ def test_idle_pixels_are_skipped_where_most_are():
 
 
 def test_a_forced_implementation_promises_nothing_on_the_cpu():
-    assert gate.estimate(STAGE1._replace(device="cpu"), "event") == 1.0
+    decision = gate.forced(STAGE1._replace(device="cpu"), "event")
+    assert decision.gain is None and decision.estimate is None and "for checking only" in decision.reason
 
 
 def test_the_reason_names_the_density_at_which_events_stop_to_win():

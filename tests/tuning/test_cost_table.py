@@ -188,8 +188,8 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
     },
     **{
         f"site {n} {c} {size} {changes}": partial(
-            lambda site: [*gate.decide(site), gate.event_pays_below(site),
-                          *(gate.estimate(site, name) for name in ("binary", "event", "skip"))],
+            lambda site: [*gate.decide(site)[:3], gate.event_pays_below(site),
+                          *(gate.forced(site, name).gain for name in ("binary", "event", "skip"))],
             _site(n, c, size, side)._replace(**changes),
         )
         for n, c, size, side in ((128, 64, 56, 3), (1, 512, 7, 3), (256, 128, 1, 1))

@@ -6,6 +6,7 @@ from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.passes.cost.decision import MIN_GAIN, Decision, fastest
 from sparsecomp.passes.cost.masked import decide_fold, decide_merge
+from sparsecomp.report import Estimate
 
 MIB = 1 << 20
 
@@ -18,9 +19,12 @@ def test_dense_stays_unless_another_wins_by_the_margin():
 
 
 def test_reasons_name_both_times_and_where_they_come_from():
-    assert fastest({"dense": 20e-6, "fast": 10e-6}) == Decision("fast", 2.0, "estimated 10.0 us against 20.0 us dense")
+    times = {"dense": 20e-6, "fast": 10e-6}
+    assert fastest(times) == Decision("fast", 2.0, "estimated 10.0 us against 20.0 us dense", times)
     reason = "slow would not pay: measured 0.020 ms against 0.010 ms dense"
-    assert fastest({"dense": 10e-6, "slow": 20e-6}, "measured") == Decision("dense", 0.5, reason)
+    times = {"dense": 10e-6, "slow": 20e-6}
+    assert fastest(times, "measured") == Decision("dense", 0.5, reason, times, "measured")
+    assert fastest(times, "measured").estimate == Estimate(10e-6, 10e-6, "measured")
     assert fastest({"dense": 1e-6, "none": float("inf")}).dense
 
 
