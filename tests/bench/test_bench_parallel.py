@@ -36,6 +36,7 @@ def test_each_case_is_measured_alone_and_after_all_of_its_round_are_ready() -> N
     assert all(row["ended"] <= later["begun"] for row, later in zip(rows, rows[1:], strict=False))
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_a_worker_that_ends_early_ends_the_measurement() -> None:
     with pytest.raises(RuntimeError, match="exit code 3"):
         list(measured(fails, range(2), workers=2, batch=1))

@@ -112,6 +112,7 @@ def _hook(model: nn.Module, where: str, kind: str) -> list[str]:
     return calls
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("where", ["2", "2.0", "2.1", "2.2"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
@@ -143,7 +144,7 @@ class _FrozenEncoder(nn.Module):
             return self.encoder.weight.mean() * x.mean()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow(reason="compiles many graphs")
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_contexts_inside_forward_are_kept(context):
     model, x = _FrozenEncoder(context), _signal(2, 3, 8, 8)

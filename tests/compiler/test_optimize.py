@@ -90,6 +90,7 @@ def test_hooks_of_the_model_run_once(model):
     assert calls == ["after"]
 
 
+@pytest.mark.slow(reason="compiles many graphs")
 def test_a_hook_on_a_layer_keeps_it_dense(model):
     model.conv.register_forward_hook(lambda module, args, output: output + 1)
     twin = copy.deepcopy(model)
@@ -154,6 +155,7 @@ def test_under_autocast_the_original_runs(model):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow(reason="compiles many graphs")
 def test_a_hand_written_neuron_is_not_frozen():
     """symbolic_trace "succeeds" here, freezes v at 0 and leaves a Proxy in `v`."""
     model = dyadic(ConvNet()).eval()

@@ -20,7 +20,7 @@ def small(monkeypatch):
 CASES = list(pairs(list(FORMS), OPTIMIZERS, VARIANTS, list(CHANGES)))
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_every_way_to_write_and_every_optimizer(case):
     form, optimizer, variant, change = case

@@ -215,6 +215,7 @@ def test_in_half_precision():
     assert judged(model, X.bfloat16()).rewritten
 
 
+@pytest.mark.slow(reason="compiles training")
 def test_under_autocast():
     model = Masked(MERGED["masked_scatter"])
 

@@ -238,6 +238,7 @@ def test_two_forwards_with_one_backward():
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-4 * float(p.grad.abs().max()), msg=name)
 
 
+@pytest.mark.slow(reason="compiles training")
 def test_forgetting_to_reset_raises_as_in_eager():
     """The second backward goes through the first step's graph, which is freed."""
     eager = sixteenths(OneStep(Attribute)).train()

@@ -9,7 +9,7 @@ from torch import nn
 
 import sparsecomp
 
-pytestmark = pytest.mark.quick_cases(1)
+pytestmark = pytest.mark.slow(reason="models of a library")
 
 norse = pytest.importorskip("norse.torch", reason="Norse is not installed")
 

@@ -8,7 +8,7 @@ import torch
 from snn_zoo import assert_exact, gradients_beside_eager, images, run_beside_eager, sixteenths
 from torch import nn
 
-pytestmark = pytest.mark.quick_cases(1)
+pytestmark = pytest.mark.slow(reason="models of a library")
 
 snn = pytest.importorskip("snntorch", reason="snnTorch is not installed")
 

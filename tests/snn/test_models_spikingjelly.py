@@ -177,6 +177,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.slow(reason="models of a library")
 @pytest.mark.parametrize("name", BETWEEN)
 def test_what_stands_between_a_spike_and_the_next_weight_layer(name):
     assert _domains(_evaluated(name)) == BETWEEN[name]
@@ -188,6 +189,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow(reason="models of a library")
 @pytest.mark.parametrize("mode", ["m", "s"])
 @pytest.mark.parametrize("name", SMALL)
 def test_state_carries_over_calls_and_resets(name, mode):
@@ -202,6 +204,7 @@ def test_state_carries_over_calls_and_resets(name, mode):
     assert [run.rewritten(graph) for graph in range(len(run.reports))] == [count, count]
 
 
+@pytest.mark.slow(reason="compiles training")
 def test_one_step():
     build, (_, *shape), count = MODELS["SEW-ResNet-18 ADD"]
     run = run_beside_eager(sixteenths(build()).eval(), [(images(1, *shape),)], _neurons())
@@ -209,6 +212,7 @@ def test_one_step():
     assert run.rewritten() == count
 
 
+@pytest.mark.slow(reason="models of a library")
 def test_through_our_decompositions():
     """The packed operators that Inductor would get, on AOTAutograd's graph."""
     build, shape, count = SMALL["MNISTNet"]

@@ -198,6 +198,7 @@ AUTOCAST = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast_around_the_call_or_within_it(inside, dense, monkeypatch):

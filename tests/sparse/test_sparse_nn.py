@@ -374,6 +374,7 @@ def test_a_layer_converts_while_its_loss_is_alive():
     loss.backward()
 
 
+@pytest.mark.slow(reason="compiles training")
 def test_copies_train_apart():
     model = nn.Sequential(SparseLinear.from_linear(nn.Linear(8, 6), sparsity=0.5), nn.ReLU())
     compiled, x = torch.compile(model, backend="sparsecomp"), torch.randn(3, 8)
@@ -425,6 +426,7 @@ def test_tangents_of_values_and_of_a_tensor_product():
     torch.testing.assert_close(found, tangent @ dense_of(layer).mT)
 
 
+@pytest.mark.slow(reason="compiles training")
 def test_one_row_without_a_batch_has_a_gradient_by_the_bias():
     layer = SparseLinear.from_linear(nn.Linear(8, 6), sparsity=0.5)
     weights = torch.randn(6)

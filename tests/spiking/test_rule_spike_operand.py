@@ -144,6 +144,7 @@ class Recurrent(nn.Module):
         return y
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("backend", ["inductor", "aot"])
 def test_a_backward_sees_the_spikes_that_were_read(view, backend):
@@ -203,7 +204,7 @@ TRANSFORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("inside", [True, False])
 def test_transforms_inside_and_around(transform, inside):

@@ -66,6 +66,7 @@ print(default_cache().get({signature(8)!r}).best)
 """
 
 
+@pytest.mark.slow(reason="starts processes")
 @pytest.mark.skipif(not artifact.install(), reason="this torch takes no artifacts of others")
 def test_to_another_process(directory: Path) -> None:
     default_cache().put(signature(8), times={"a": 1.0}, verified=["a"])
