@@ -70,7 +70,8 @@ def _draw(plot: Plot, path: Path) -> None:
     from matplotlib import pyplot
 
     count = len(plot.panels)
-    figure, axes = pyplot.subplots(1, count, figsize=(1 + 2.8 * count, 3), sharey=True, squeeze=False, layout="constrained")
+    size = (1 + 2.8 * count, 3)
+    figure, axes = pyplot.subplots(1, count, figsize=size, sharey=True, squeeze=False, layout="constrained")
     for axis, (title, lines) in zip(axes[0], plot.panels.items(), strict=True):
         axis.axhline(1, color="black", linewidth=0.8)
         for name, points in lines.items():

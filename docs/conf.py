@@ -1,0 +1,30 @@
+"""How Sphinx builds these pages: `sphinx-build -W --keep-going -b html docs build/docs`. No network is needed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import sparsecomp
+
+project = "sparsecomp"
+version = release = sparsecomp.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["plots"]
+html_theme = "furo"
+html_title = f"sparsecomp {release}"
+html_copy_source = False
+
+myst_heading_anchors = 3
+# README.md, ARCHITECTURE.md and CHANGELOG.md are included from the root, where they begin with a heading of their own
+suppress_warnings = ["myst.header"]
+
+default_role = "code"  # docstrings put names in single backticks
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
