@@ -107,7 +107,7 @@ def _layers(which: str, training: bool, title: str) -> Callable[[Path], Plot]:
         for (dtype, count, sparsity), found in sorted(speeds.items()):
             if dtype in panels:
                 point = (100 * sparsity, round(statistics.geometric_mean(found), 3))
-                panels[dtype].setdefault(f"{count} rows", []).append(point)
+                panels[dtype].setdefault(f"{count} row{'s' * (count > 1)}", []).append(point)
         return Plot(f"{title}, 2048² to 8192² (mean), {gpu}", "zeros in the weight, %", _TO_STOCK, panels)
 
     return make

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -21,10 +22,27 @@ myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]
 
 default_role = "code"  # docstrings put names in single backticks
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+
+
+def setup(app: Any) -> None:
+    """Docstrings show code as indented lines; napoleon reads them after this."""
+    app.connect("autodoc-process-docstring", _mark_code, priority=400)
+
+
+def _mark_code(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    marked: list[str] = []
+    paragraph = ""
+    for place, line in enumerate(lines):
+        indented, after_blank = line.startswith("    "), place > 0 and not lines[place - 1].strip()
+        if indented and after_blank and not paragraph.startswith(" ") and not paragraph.endswith(":"):
+            marked += ["::", ""]
+        marked.append(line)
+        paragraph = line if line.strip() else paragraph
+    lines[:] = marked
