@@ -195,7 +195,8 @@ def networks_as_called(rows: list[dict[str, Any]]) -> str:
         fires = f"{row['rates']['mean']:.1%}" if "rates" in row else "–"
         cells = [times.get(f"{which}, {mode}", "–") for mode, which in variants]
         grid.append([row["network"], "×".join(map(str, row["shape"])), fires, _step(row), *cells])
-    return "\n\n".join([title, markdown_grid(grid), *_left_out(rows)])
+    notes = [f"{row['network']}, {_step(row)}: {row['note']}." for row in rows if "note" in row]
+    return "\n\n".join([title, markdown_grid(grid), *notes, *_left_out(rows)])
 
 
 def _step(what: dict[str, Any]) -> str:

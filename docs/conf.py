@@ -1,5 +1,6 @@
 """How Sphinx builds these pages: `sphinx-build -W --keep-going -b html docs build/docs`. No network is needed."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,17 @@ napoleon_use_ivar = True
 
 
 def setup(app: Any) -> None:
-    """Docstrings show code as indented lines; napoleon reads them after this."""
+    """Docstrings are plain text: code is indented, and |x| is a magnitude. Napoleon reads them after this."""
+    app.connect("autodoc-process-docstring", _escape_bars, priority=300)
     app.connect("autodoc-process-docstring", _mark_code, priority=400)
+
+
+def _escape_bars(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
+    def escaped(line: str) -> str:
+        parts = re.split(r"(`+[^`]*`+)", line)  # every second one is code
+        return "".join(part if place % 2 else part.replace("|", r"\|") for place, part in enumerate(parts))
+
+    lines[:] = map(escaped, lines)
 
 
 def _mark_code(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:

@@ -77,7 +77,7 @@ def _fake_select(scores: Tensor, count: Tensor) -> Tensor:
 
 
 def tournament(weight: Tensor, mask: Tensor, keep: int, rate: float) -> Tensor:
-    """Which elements stay at the end of a RESU phase: the active and the resurrected compete apart, by `|weight|`.
+    """Which elements stay at the end of a RESU phase: the active and the resurrected compete apart, by |weight|.
 
     The best min(round(rate * keep), pruned elements that are not 0) of the pruned come back, the best active fill the
     rest, and a group that is too short is filled from what is left of all. Ties go to the lowest index. NaN ranks last;

@@ -30,7 +30,7 @@ def selective_step(
 ) -> None:  # fmt: skip
     """Move theta, the elements of `weight` that are `pruned`, where their gradients agree over time.
 
-    In place, with g = grad at P: averages m of g and v of `|g|` by betas[0], s of g² by betas[1]; C = m.abs() / (v +
+    In place, with g = grad at P: averages m of g and v of |g| by betas[0], s of g² by betas[1]; C = m.abs() / (v +
     delta). Where C > tau, or among the `count` largest C (ties to the first), and after `warm_up` steps, theta becomes
     theta · (1 - lr · weight_decay) - lr · (m / (1 - betas[0]^steps)) / (sqrt(s / (1 - betas[1]^steps)) + eps). All else
     of the weight keeps its bits. It can be captured in a CUDA graph, whose replays read `steps` and a tensor `lr` anew.

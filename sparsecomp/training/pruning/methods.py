@@ -42,7 +42,7 @@ class Pruner(Protocol):
 
 @dataclass(frozen=True)
 class Magnitude:
-    """Keep the largest `|w|` of the layer (Han et al. 2015)."""
+    """Keep the largest |w| of the layer (Han et al. 2015)."""
 
     calibrated: ClassVar[bool] = False
     products: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class Magnitude:
 
 @dataclass(frozen=True)
 class Wanda:
-    """Keep the largest `|w|` times the norm of its input, as many in each output row (Sun et al. 2023)."""
+    """Keep the largest |w| times the norm of its input, as many in each output row (Sun et al. 2023)."""
 
     calibrated: ClassVar[bool] = True
     products: ClassVar[bool] = False
