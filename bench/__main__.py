@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from bench import card, cpu, prune_minilm, resu_mnist, table
+from bench import card, cpu, documents, plots, prune_minilm, resu_mnist, table
 from bench.networks import PRECISIONS
 from bench.timing import MODES, machine
 
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist}
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
-    "card", *STUDIES, "table",
+    "card", *STUDIES, "table", "plots",
 )  # fmt: skip
 
 
@@ -34,7 +34,10 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.suite == "table":
-        print(table.markdown(arguments.out), end="")
+        documents.write(arguments.out)
+        return 0
+    if arguments.suite == "plots":
+        plots.write(arguments.out)
         return 0
     if arguments.suite == "cpu":
         save(arguments.out / "cpu.json", cpu.run())

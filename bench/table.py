@@ -1,4 +1,4 @@
-"""The README's table of results, made from the JSON files that the benchmarks wrote."""
+"""The tables of README.md and docs/results.md, made from the JSON files that the benchmarks wrote."""
 
 import json
 import re
@@ -98,6 +98,35 @@ def _as_called(results: Path) -> list[str]:
     return parts
 
 
+def headline(results: Path = RESULTS) -> str:
+    """How fast layers and networks are as called, of stock compile's speed, in one short table."""
+    layers, networks = (json.loads((results / name).read_text()) for name in ("loop.json", "loop_networks.json"))
+    variants = [(which, mode) for mode in MODES for which in ("sparsecomp", "frozen")]
+    grid = [["model", "step", *(mode + ", frozen" * (which == "frozen") for which, mode in variants)]]
+    on_layers, on_networks = (_card(found["machine"]) for found in (layers, networks))
+    groups: dict[tuple[str, str], dict[tuple[str, str], list[float]]] = {}
+    for call in _calls(layers["result"]):
+        group = f"layers, {call.row['layer']['dtype']}", _step(call.row["layer"])
+        groups.setdefault(group, {}).setdefault((call.which, call.mode), []).append(call.speed)
+    for (name, step), speeds in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
+        grid.append([f"{name} ({on_layers})", step, *(_mean_and_range(speeds.get(one)) for one in variants)])
+    for row in sorted(networks["result"], key=lambda row: (row["training"], row["network"])):
+        found = {(call.which, call.mode): f"{call.speed:.2f}" for call in _calls([row])}
+        if found:
+            grid.append([f"{row['network']} ({on_networks})", _step(row), *(found.get(one, "–") for one in variants)])
+    return markdown_grid(grid)
+
+
+def _card(machine: dict[str, str]) -> str:
+    return machine["gpu"].removeprefix("NVIDIA ").split()[0]
+
+
+def _mean_and_range(speeds: list[float] | None) -> str:
+    if not speeds:
+        return "–"
+    return f"{statistics.geometric_mean(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})"
+
+
 class _Call(NamedTuple):
     """A time of a row of `bench.loop` or `bench.loop_networks`, and stock's in the same mode."""
 
@@ -166,7 +195,8 @@ def networks_as_called(rows: list[dict[str, Any]]) -> str:
         fires = f"{row['rates']['mean']:.1%}" if "rates" in row else "–"
         cells = [times.get(f"{which}, {mode}", "–") for mode, which in variants]
         grid.append([row["network"], "×".join(map(str, row["shape"])), fires, _step(row), *cells])
-    return "\n\n".join([title, markdown_grid(grid), *_left_out(rows)])
+    notes = [f"{row['network']}, {_step(row)}: {row['note']}." for row in rows if "note" in row]
+    return "\n\n".join([title, markdown_grid(grid), *notes, *_left_out(rows)])
 
 
 def _step(what: dict[str, Any]) -> str:

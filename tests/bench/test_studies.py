@@ -1,9 +1,7 @@
 """The studies in small: their peers follow the published algorithms, and their figures are of what they name."""
 
 import copy
-import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 from bench import prune_minilm, resu_mnist, sparse_training
-from bench.__main__ import STUDIES
 from bench.sparse_training import Masked
 from sparsecomp.runtime import erk_budget, masked_weights, wrap_module
 
@@ -204,23 +201,3 @@ def test_pruned_models_have_their_sparsity_and_a_shift_repairs_the_mean(minilm):
 def test_a_small_run_has_the_known_order(minilm):
     random, wanda = (row["cosine"]["0.5"] for row in prune_minilm.run(8, 8, (0.5,), ("random", "Wanda")))
     assert random < 0.4 < 0.6 < wanda < 1
-
-
-def test_the_readme_shows_the_studies_own_tables_and_its_example_runs(capsys):
-    pytest.importorskip("sklearn", reason="the demo extra is not installed")
-    readme = (ROOT / "README.md").read_text()
-    for name, study in STUDIES.items():
-        result = json.loads((ROOT / "bench" / "results" / f"{name.replace('-', '_')}.json").read_text())["result"]
-        assert study.table(result) in readme
-    section = readme.split("## Resurrecting pruned weights")[1]
-    code = re.search(r"```python\n(.*?)```", section, re.S)
-    assert code is not None
-    torch.manual_seed(0)
-    exec(code.group(1), names := {})
-    layers = [layer for layer in names["model"] if isinstance(layer, nn.Linear)]
-    size = 64 * 128 + 128 * 10
-    assert sum(int(layer.weight.count_nonzero()) for layer in layers) == round(0.1 * size)
-    printed = capsys.readouterr().out
-    assert "90% sparse" in printed
-    assert float(re.search(r"accuracy ([\d.]+)%", printed).group(1)) > 90
-    assert all(cycle.resurrected > 0 for cycle in names["trainer"].history.cycles)

@@ -1,28 +1,28 @@
-"""The README says what the code does: options, environment variables, columns, paths and the test command."""
+"""README.md and docs/ say what the code does: options, variables, columns, reasons, paths, figures and commands."""
 
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from bench import table as results
+from bench import documents, plots
 from bench.__main__ import STUDIES, SUITES
-from sparsecomp import environment, formats
+from sparsecomp import environment
 from sparsecomp.environment import Settings
 from sparsecomp.options import Options
+from sparsecomp.passes.engine.rule import Why
 from sparsecomp.passes.rules import RULES
 from sparsecomp.report import Report
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 
 
-def table(first_header: str) -> dict[str, list[str]]:
-    """Rows of the README's table whose first column has this header, by their first cell without backticks."""
-    lines = README.split(f"\n| {first_header} |", 1)[1].splitlines()[2:]
+def table(first_header: str, text: str = README) -> dict[str, list[str]]:
+    """Rows of a document's table whose first column has this header, by their first cell without backticks."""
+    lines = text.split(f"\n| {first_header} |", 1)[1].splitlines()[2:]
     rows: dict[str, list[str]] = {}
     for line in lines:
         if not line.startswith("|"):
@@ -67,8 +67,14 @@ def test_every_rule() -> None:
 def test_every_environment_variable() -> None:
     sources = [path for name in ("sparsecomp", "passes", "lowering") for path in (ROOT / name).rglob("*.py")]
     read = {name for path in sources for name in re.findall(r"SPARSECOMP_[A-Z_]+", path.read_text())}
-    assert f"\n{environment.markdown()}\n\n" in README
-    assert read == set(table("environment variable")) == {item.metadata["variable"] for item in fields(Settings)}
+    assert f"\n{environment.markdown()}\n\n" in PAGES["options.md"]
+    shown = set(table("environment variable", PAGES["options.md"]))
+    assert read == shown == {item.metadata["variable"] for item in fields(Settings)}
+
+
+def test_every_reason_says_what_to_do() -> None:
+    headings = re.findall(r"^### `(\w+)`: (.+)\n\n[^#\n]", PAGES["troubleshooting.md"], re.M)
+    assert sorted(name for name, _ in headings) == sorted(why.name for why in Why)
 
 
 def test_every_column_of_the_report() -> None:
@@ -89,28 +95,38 @@ def test_continuous_integration_runs_the_command_of_the_readme() -> None:
     assert f"\n({command.group(1)}) ||" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_results_are_the_benchmarks_own_and_nothing_else() -> None:
+@pytest.mark.parametrize("file", documents.PARTS)
+def test_the_results_are_the_benchmarks_own_and_nothing_else(file: str) -> None:
     pytest.importorskip("triton")
-    between = README.split("<!-- results -->")[1].split("<!-- /results -->")[0]
-    assert between.strip() == results.markdown().strip()
+    assert (ROOT / file).read_text() == documents.filled(file)
+
+
+def test_the_plots_show_the_results_and_each_is_shown() -> None:
+    drawn = {path.name: plots.figures_of(path) for path in plots.PLOTS.iterdir()}
+    assert drawn == {name: plot.figures for name, plot in plots.plots().items()}
+    assert set(re.findall(r"plots/(\w+\.svg)", PAGES["performance.md"])) == set(drawn)
 
 
 def test_every_suite_of_a_gpu_is_named() -> None:
-    sentence = README.split("On a CUDA machine `python -m bench` with ")[1].split("measures again")[0]
+    sentence = PAGES["results.md"].split("machine\n`python -m bench` with ")[1].split("measures")[0]
     named = set(re.findall(r"`([\w-]+)`", sentence)) | {"snn-conv", "snn-network"}  # the two of `snn`
-    assert named == set(SUITES) - {"card", "cpu", "table", *STUDIES}
+    assert named == set(SUITES) - {"card", "cpu", "table", "plots", *STUDIES}
 
 
-def test_the_sparse_example_runs_and_its_file_holds_the_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = README.split("## Sparse weights")[1].split("\n## ")[0]
-    code = re.search(r"```python\n(.*?)```", section, re.S)
-    assert code is not None
-    monkeypatch.chdir(tmp_path)
-    torch.compiler.reset()  # other tests may have taken nn.Sequential's forward to Dynamo's limit of compilations
-    names: dict[str, Any] = {}
-    exec(code.group(1), names)
-    weight, gradient = names["pruned"][0].weight, names["pruned"][0].values.grad
-    stored = formats.CSR.load("weight.safetensors")
-    assert stored.nnz == round(0.1 * 512 * 256)
-    assert torch.equal(stored.to_dense(), weight.to_dense())
-    assert gradient.shape == stored.values.shape and gradient.any()
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) < 200
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    assert len(links) >= 10
+    for link in links:
+        path, _, heading = link.partition("#")
+        text = (ROOT / path).read_text()
+        titles = (re.sub(r"[^\w -]", "", title).strip().lower() for title in re.findall(r"^#+ (.+)$", text, re.M))
+        assert not heading or heading in {title.replace(" ", "-") for title in titles}
+
+
+def test_every_example_has_its_place_in_the_docs() -> None:
+    shown = re.findall(r"\{literalinclude\} \.\./examples/(\w+\.py)", PAGES["examples.md"])
+    assert sorted(shown) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))

@@ -27,7 +27,7 @@ def sparse_rows(sparse: Tensor, index: Tensor) -> Tensor:
         index: of any shape, int32 or int64, in the rows; it is not checked on a device.
 
     Returns:
-        (*index.shape, columns). The gradient of a `SparseTensor` is one of the same pattern.
+        `(*index.shape, columns)`. The gradient of a `SparseTensor` is one of the same pattern.
     """
     return torch.ops.sparsecomp.sparse_rows.default(sparse, index)
 

@@ -1,0 +1,48 @@
+"""The parts of README.md and docs/ that are made of the benchmarks' results, each between two comments that name it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import prune_minilm, resu_mnist, table
+
+ROOT = Path(__file__).parents[1]
+
+Part = Callable[[Path], str]
+"""Markdown of a folder of results."""
+
+
+def _study(name: str, rows_to_table: Callable[..., str]) -> Part:
+    return lambda results: rows_to_table(json.loads((results / f"{name}.json").read_text())["result"])
+
+
+PARTS: dict[str, dict[str, Part]] = {
+    "README.md": {"headline": table.headline},
+    "docs/results.md": {
+        "results": table.markdown,
+        "resu-mnist": _study("resu_mnist", resu_mnist.table),
+        "prune-minilm": _study("prune_minilm", prune_minilm.table),
+    },
+}
+
+
+def filled(file: str, results: Path = table.RESULTS) -> str:
+    """The text of a document with its parts made anew.
+
+    Raises:
+        ValueError: a pair of comments is not there once.
+    """
+    text = (ROOT / file).read_text()
+    for name, part in PARTS[file].items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if text.count(start) != 1 or text.count(end) != 1:
+            raise ValueError(f"{file} needs one {start} and one {end}")
+        before, after = text.split(start)[0], text.split(end)[1]
+        text = f"{before}{start}\n\n{part(results).strip()}\n\n{end}{after}"
+    return text
+
+
+def write(results: Path = table.RESULTS) -> None:
+    """Make the parts of every document anew, in place."""
+    for file in PARTS:
+        (ROOT / file).write_text(filled(file, results))
