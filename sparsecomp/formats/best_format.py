@@ -25,6 +25,8 @@ GROUPS = (4, 8, 16)
 """Columns of the groups that are tried."""
 _TILE = 64
 """Rows of a tile of the kernel for N:M."""
+_FULL = 0.5
+"""Least share of elements in what a format stores: kernels multiply its filler like anything else."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Estimate:
         layout: block, or n and m.
         nbytes: of the arrays.
         moved: bytes that a product moves.
+        full: share of elements in what is stored, the rest being filler.
         why: what of the matrix decides it.
     """
 
@@ -43,6 +46,7 @@ class Estimate:
     layout: dict[str, Any]
     nbytes: int
     moved: int
+    full: float
     why: str
 
     def __str__(self) -> str:
@@ -52,13 +56,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class BestFormat:
-    """The format that moves the fewest bytes: ``matrix.to(best.format, **best.layout)``.
+    """The format that moves the fewest bytes of those at least half full: ``matrix.to(best.format, **best.layout)``.
 
     Attributes:
         format: the class.
         layout: block, or n and m.
         reasons: for the choice, and against what was not tried.
-        estimates: of every format that was tried, the best first.
+        estimates: of every format that was tried, the best first, those with more filler than elements last.
         statistics: of the matrix.
     """
 
@@ -73,7 +77,9 @@ class BestFormat:
 
 
 def best(matrix: SparseMatrix | Tensor, columns: int = 64) -> BestFormat:
-    """The format of fewest bytes moved in a product with a dense (k, `columns`); reads from the device.
+    """The format, at least half full of elements, of fewest bytes moved in a product with a dense (k, `columns`).
+
+    Reads from the device.
 
     Args:
         matrix: in any format, or dense.
@@ -89,11 +95,14 @@ def best(matrix: SparseMatrix | Tensor, columns: int = 64) -> BestFormat:
     if row.numel():
         tried += [_by_blocks(matrix, row, col, size, columns) for size in BLOCKS if size <= min(matrix.shape)]
     tried += [one for one in groups if isinstance(one, Estimate)]
-    first, *others = sorted(tried, key=lambda one: one.moved)
+    first, *others = sorted(tried, key=lambda one: (one.full < _FULL, one.moved))
     reasons = [f"{first.format.__name__}: {first.why}"]
     if others:
-        times = others[0].moved / max(first.moved, 1)
-        reasons.append(f"the next, {others[0].format.__name__}, moves {times:.2f} times as much")
+        next_one = others[0]
+        how = f"moves {next_one.moved / max(first.moved, 1):.2f} times as much"
+        if next_one.full < _FULL:
+            how = f"is {next_one.full:.1%} full and would multiply more filler than elements"
+        reasons.append(f"the next, {next_one.format.__name__}, {how}")
     reasons += [one for one in groups if isinstance(one, str)]
     dense = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
     if first.nbytes >= dense:
@@ -103,20 +112,20 @@ def best(matrix: SparseMatrix | Tensor, columns: int = 64) -> BestFormat:
 
 def _estimate(
     matrix: SparseMatrix, format: type[SparseMatrix], layout: dict[str, Any], values: int, index_bytes: int,
-    fetched: int, columns: int, why: str,
+    fetched: int, columns: int, full: float, why: str,
 ) -> Estimate:  # fmt: skip
     size = matrix.dtype.itemsize
     nbytes = values * size * (1 if matrix.batch is None else matrix.batch) + index_bytes
-    return Estimate(format, layout, nbytes, nbytes + (fetched + matrix.shape[0]) * columns * size, why)
+    moved = nbytes + (fetched + matrix.shape[0]) * columns * size
+    return Estimate(format, layout, nbytes, moved, full, f"{why}, {full:.1%} full")
 
 
 def _by_elements(matrix: SparseMatrix, nnz: int, columns: int) -> Estimate:
     rows, cols = matrix.shape
     index = index_dtype_for(rows, cols, nnz).itemsize
     share = nnz / max(rows * cols, 1)
-    return _estimate(
-        matrix, CSR, {}, nnz, (nnz + rows + 1) * index, nnz, columns, f"{nnz} elements, {share:.1%} of the matrix"
-    )
+    why = f"{nnz} elements, {share:.1%} of the matrix"
+    return _estimate(matrix, CSR, {}, nnz, (nnz + rows + 1) * index, nnz, columns, 1.0, why)
 
 
 def _by_blocks(matrix: SparseMatrix, row: Tensor, col: Tensor, size: int, columns: int) -> Estimate:
@@ -127,7 +136,7 @@ def _by_blocks(matrix: SparseMatrix, row: Tensor, col: Tensor, size: int, column
     occupied = row.numel() / max(values, 1)
     return _estimate(
         matrix, BSR, {"block": (size, size)}, values, (blocks + lines + 1) * index, blocks * size, columns,
-        f"{blocks} blocks of {size}x{size}, {occupied:.1%} full",
+        occupied, f"{blocks} blocks of {size}x{size}",
     )  # fmt: skip
 
 
@@ -142,5 +151,5 @@ def _grouped(matrix: SparseMatrix, row: Tensor, col: Tensor, m: int, columns: in
     slots, fetched = rows * groups * most, -(-rows // _TILE) * groups * m
     return _estimate(
         matrix, NM, {"n": most, "m": m}, slots, slots, fetched, columns,
-        f"no group of {m} columns holds more than {most}, {row.numel() / slots:.1%} full",
+        row.numel() / slots, f"no group of {m} columns holds more than {most}",
     )  # fmt: skip
