@@ -281,8 +281,9 @@ def _failed(rule: str, error: Exception, ctx: Context, sites: Iterable[Site]) ->
 
 def _site(rule: Rule, node: fx.Node, verdict: Plan | Refusal, ctx: Context) -> Site:
     density, source = ctx.density(node)
+    layer = (verdict.layer if isinstance(verdict, Plan) else None) or node
     site = Site(
-        rule.name, node.name, bool(verdict), "", user_location(node), module_path(node), density.share, source
+        rule.name, node.name, bool(verdict), "", user_location(layer), module_path(layer), density.share, source
     )  # fmt: skip
     if isinstance(verdict, Plan):
         site.reason, site.implementation = verdict.reason, verdict.implementation

@@ -98,6 +98,7 @@ class Plan:
         implementation, precision, expected_gain: for the report.
         dead: nodes to erase after the replaced one, the last first, if nothing else reads any of them.
         estimate: seconds, for the report.
+        layer: whose module and line the report gives, if that is not the node that was judged.
     """
 
     build: Callable[[], Mapping[fx.Node, fx.Node]]
@@ -107,6 +108,7 @@ class Plan:
     expected_gain: float | None = None
     dead: tuple[fx.Node, ...] = ()
     estimate: Estimate | None = None
+    layer: fx.Node | None = None
 
 
 Verdict = Plan | Refusal | None

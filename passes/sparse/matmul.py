@@ -56,10 +56,11 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     dead = chain.dead
     if decision.dense:
         reason = f"{product.described}: {decision.reason}"
-        return Plan(lambda: {node: _build_dense(chain, node)}, reason, "dense", "", 1.0, dead, decision.estimate)
+        build = lambda: {node: _build_dense(chain, node)}  # noqa: E731
+        return Plan(build, reason, "dense", "", 1.0, dead, decision.estimate, chain.nodes[0])
     reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"
     build = lambda: {node: _build(chain, node)}  # noqa: E731
-    return Plan(build, reason, product.format, "", decision.gain, dead, decision.estimate)
+    return Plan(build, reason, product.format, "", decision.gain, dead, decision.estimate, chain.nodes[0])
 
 
 def _product(node: fx.Node) -> Chain | None:

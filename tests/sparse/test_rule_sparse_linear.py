@@ -231,3 +231,10 @@ def test_precision_exact_keeps_what_is_not_finite_to_the_rows_that_store_it(form
         found, report = rewritten(function, x, implementation="auto", strict=True)
         assert (~found.isfinite()).nonzero().tolist() == [[0, row] for row in range(6)]
         assert "for finite inputs" in site(report, RULES[form]).reason
+
+
+def test_the_report_names_the_layer_and_not_what_is_fused_behind_it():
+    layer = SparseLinear.from_linear(nn.Linear(256, 512), sparsity=0.9)
+    report = sparsecomp.explain(nn.Sequential(nn.Identity(), layer, nn.ReLU()), torch.randn(32, 256))
+    (found,) = (one for one in report.sites if one.rule == "sparse_linear")
+    assert found.module == "1" and "relu" in found.reason
