@@ -17,6 +17,9 @@ from quick_cases import covering
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# tables are as wide as the terminal, which has no say in what tests look for
+os.environ["COLUMNS"] = "160"
+
 _cache = tempfile.TemporaryDirectory(prefix="sparsecomp-tests-", ignore_cleanup_errors=True)
 os.environ["SPARSECOMP_CACHE_DIR"] = _cache.name
 

@@ -539,12 +539,12 @@ def test_a_fold_counts_the_host_and_the_products_that_share_a_call(monkeypatch):
     assert compare(weight, 1024, True, CARD, H100, replayed=True).format == "csr"
     passed: dict[str, Any] = {}
     monkeypatch.setattr(masked_fold, "compare", lambda *rest, **how: passed.update(how))
-    for name in ("device_of", "card_of"):
-        monkeypatch.setattr(masked_fold, name, lambda device: None)
+    monkeypatch.setattr(masked_fold, "target_of", lambda device: (CARD, H100))
     x = torch.fx.Graph().placeholder("x")
     x.meta["example_value"] = X
     op, there = CanonicalOp("linear", {"input": x}, x), SimpleNamespace(device=torch.device("cuda"))
-    masked_fold.choose(op, there, SimpleNamespace(options=Options(), products=7))
+    context = SimpleNamespace(options=Options(), products=7, target=None, device=lambda device: device)
+    masked_fold.choose(op, there, context)
     assert passed == {"replayed": False, "products": 7}
 
 

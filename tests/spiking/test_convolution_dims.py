@@ -63,6 +63,20 @@ def test_operators_take_every_number_of_dimensions_on_a_cpu(dims):
         torch.library.opcheck(counts, (x.to(torch.int8), weight, bias, *window, *more))
 
 
+@DIMS
+def test_gradients_are_the_dense_operators(dims):
+    x, weight, bias = (one.requires_grad_() for one in operands(dims))
+    wide = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
+    window = [list(part) for part in WINDOWS[dims][1:]]
+    found = ops.spike_conv2d(x, weight, bias, *window, 1, 3, "binary")
+    expected = DENSE[dims](*wide, *window)
+    grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(5))
+    found.backward(grad)
+    expected.backward(grad.double())
+    for one, other in zip((x, weight, bias), wide, strict=True):
+        torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
 @pytest.mark.parametrize("channels_last", [False, True])

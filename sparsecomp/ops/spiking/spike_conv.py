@@ -281,7 +281,7 @@ def _backward_conv2d(ctx, grad):
     stride, padding, dilation, groups = ctx.geometry
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
     grads = torch.ops.aten.convolution_backward.default(
-        grad, x, weight, ctx.bias_sizes, stride, padding, dilation, False, [0, 0], groups, needs
+        grad, x, weight, ctx.bias_sizes, stride, padding, dilation, False, [0] * len(stride), groups, needs
     )
     return (*grads, *(None,) * 11)
 
