@@ -116,6 +116,8 @@ def _run_rule(rule: Rule, ctx: Context, record: Record) -> int:
         verdict = _considered(rule, node, ctx)
         if verdict is None:
             continue
+        if isinstance(verdict, Refusal) and TAG in node.meta:
+            continue  # an earlier rule wrote it, and its site says so
         site = _site(rule, node, verdict, ctx)
         ctx.report.sites.append(site)
         record.judged(node, site)

@@ -274,7 +274,10 @@ def _untuned() -> str:
 def _on_model(given: argparse.Namespace, verb: Callable[..., Any], **keywords: Any) -> Any:
     """What a verb makes of the model in the user's file."""
     with _others_failures(given.target), _progress(f"{given.command} {given.target}"):
-        model, inputs = _factory(given.target)()
+        made = _factory(given.target)()
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise OptionError(f"{given.target} returns a {type(made).__name__}: it must return (model, input or tuple)")
+        model, inputs = made
         return verb(model, *(inputs if isinstance(inputs, tuple) else (inputs,)), **keywords)
 
 
@@ -298,8 +301,10 @@ def _others_failures(target: str) -> Iterator[None]:
 
 def _factory(target: str) -> Callable[[], tuple[Any, Any]]:
     file, colon, name = target.rpartition(":")
-    if not colon or not Path(file).is_file():
+    if not colon:
         raise OptionError(f"{target!r}: needs MODEL.py:factory, a file and the name of a function in it")
+    if not Path(file).is_file():
+        raise OptionError(f"{file}: there is no such file")
     path = Path(file).resolve()
     spec = spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:

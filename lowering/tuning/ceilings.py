@@ -40,6 +40,8 @@ def target_named(text: str) -> Target:
     Raises:
         OptionError: there is none, or several have it.
     """
+    if not isinstance(text, str):
+        raise OptionError(f"device={text!r}: give the name of a card, one of {', '.join(KNOWN)}")
     found = [name for name in KNOWN if text.lower() in (name.lower(), *name.lower().split())]
     if len(found) != 1:
         known = ", ".join(f"{name!r}" for name in KNOWN)

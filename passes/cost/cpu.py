@@ -41,11 +41,16 @@ def sparse_seconds(work: Work, trained: bool) -> float:
 
 def dense_seconds(work: Work, trained: bool, written: bool) -> float:
     """Seconds of the same with the weight written out, which `written` says is done already."""
-    product = _seconds(host.CPU_MATMUL, work.m * work.k * (0.15 + 0.0125 * work.n))
+    product = layer_seconds(work, False)
     writing = 0.0 if written else _seconds(host.CPU_WRITING, 0.4 * work.m * work.k + 4.0 * work.stored)
     if not trained:
         return product + writing
     return 3 * product + writing + _seconds(host.CPU_WRITING, 0.3 * work.m * work.k + 4.0 * work.stored)
+
+
+def layer_seconds(work: Work, trained: bool) -> float:
+    """Seconds of a dense layer of these sizes, in training also of both gradients."""
+    return (3 if trained else 1) * _seconds(host.CPU_MATMUL, work.m * work.k * (0.15 + 0.0125 * work.n))
 
 
 def _sparse_product(work: Work) -> float:

@@ -24,6 +24,7 @@ from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.dense import DenseWork, time_of
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import KERNEL_DTYPES
+from sparsecomp.report import Estimate
 from sparsecomp.tensor.sparse_tensor import SparseTensor
 
 
@@ -153,25 +154,47 @@ def compare(product: Product, device: Device, card: Card) -> Decision:
     return decision._replace(reason=decision.reason + _not_by_library(product, device))
 
 
-def _compare_on_cpu(product: Product) -> Decision:
+def beside_the_layer(product: Product, decision: Decision) -> Estimate | None:
+    """What runs beside the dense layer that could stand in its place, which has no weight to write out."""
+    ran = decision.seconds.get(decision.implementation)
+    if ran is None:
+        return None
+    if product.device.type == "cpu":
+        layer = cpu_cost.layer_seconds(_work(product), product.trained)
+    else:
+        _, card = product.target or target_of(product.device)
+        layer = product.waited(_forward(product, card).plus(*[_dense_product(product, card)] * 2 * product.trained))
+    return Estimate(ran, layer, decision.source)
+
+
+def _work(product: Product) -> cpu_cost.Work:
     p = product
     stored = p.entries * (p.block[0] * p.block[1] if p.format == "bsr" else 1)
-    work = cpu_cost.Work(p.format, p.block, p.m, p.k, p.n * p.batch, stored)
+    return cpu_cost.Work(p.format, p.block, p.m, p.k, p.n * p.batch, stored)
+
+
+def _compare_on_cpu(product: Product) -> Decision:
+    p, work = product, _work(product)
     dense, sparse = cpu_cost.dense_seconds(work, p.trained, p.constant), cpu_cost.sparse_seconds(work, p.trained)
     return fastest({f"spmm_{p.format} (reference)": sparse, "dense": dense})
 
 
 def dense_seconds(product: Product, card: Card) -> float:
     """Seconds to multiply densely, and to write the weight out if that is not done once for all calls."""
-    p = product
-    forward = _dense_product(p, card)
+    p, forward = product, _forward(product, card)
+    if not p.trained:
+        return p.waited(forward if p.constant else forward.plus(_writing(p, card)))
+    return p.waited(forward.plus(*[_dense_product(p, card)] * 2, *[_writing(p, card)] * 2))
+
+
+def _forward(product: Product, card: Card) -> Time:
+    """The dense product and what follows it."""
+    p, forward = product, _dense_product(product, card)
     if p.activation == "relu" and not p.residual and fuses_relu(p, card):
         forward = forward.plus(Time(0.0, host.MATMUL_RELU))
     elif p.residual or p.activation != "none":
         forward = forward.plus(Time(0.0, host.LAUNCH))  # what follows is one kernel of Inductor's
-    if not p.trained:
-        return p.waited(forward if p.constant else forward.plus(_writing(p, card)))
-    return p.waited(forward.plus(*[_dense_product(p, card)] * 2, *[_writing(p, card)] * 2))
+    return forward
 
 
 def fuses_relu(product: Product, card: Card) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
-from sparsecomp.passes.cost.sparse import Product
+from sparsecomp.passes.cost.sparse import Product, beside_the_layer
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.sparse.chain import (
@@ -53,14 +53,15 @@ RULE = Rule("sparse_matmul", consider)
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     decision = decided(product, ctx)
-    dead = chain.dead
+    dead, estimate = chain.dead, beside_the_layer(product, decision)
+    gain = None if estimate is None else estimate.gain
     if decision.dense:
         reason = f"{product.described}: {decision.reason}"
         build = lambda: {node: _build_dense(chain, node)}  # noqa: E731
-        return Plan(build, reason, "dense", "", 1.0, dead, decision.estimate, chain.nodes[0])
+        return Plan(build, reason, "dense", "", gain, dead, estimate, chain.nodes[0])
     reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"
     build = lambda: {node: _build(chain, node)}  # noqa: E731
-    return Plan(build, reason, product.format, "", decision.gain, dead, decision.estimate, chain.nodes[0])
+    return Plan(build, reason, product.format, "", gain, dead, estimate, chain.nodes[0])
 
 
 def _product(node: fx.Node) -> Chain | None:

@@ -12,6 +12,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -91,7 +92,8 @@ class Call:
             Exception: what the model itself raises.
         """
         if any(map(is_lazy, self.model.parameters())):
-            return self  # its first run gives it its shapes, which cannot be undone
+            with torch.no_grad():  # a first run gives it its shapes, which cannot be undone
+                self.model(*self.args, **self.kwargs)
         try:
             self.run()
             return self
@@ -129,6 +131,8 @@ class FunctionModule(nn.Module):
 def _module(target: Any) -> nn.Module:
     if isinstance(target, nn.Module):
         return target
+    if isinstance(target, type):
+        raise InputError(f"{target.__name__} is a class: make an object of it first")
     if not callable(target):
         raise InputError(f"{type(target).__name__} is neither a module nor a function: give what is to be called first")
     return FunctionModule(target)

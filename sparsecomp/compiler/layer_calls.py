@@ -54,7 +54,7 @@ class LayerCalls:
         with ExitStack() as stack:
             for module in self._names:
                 stack.callback(module.register_forward_pre_hook(self._entering(meter)).remove)
-                stack.callback(module.register_forward_hook(self._leaving(meter)).remove)
+                stack.callback(module.register_forward_hook(self._leaving(meter), always_call=True).remove)
             if not self.layers or any(isinstance(key, tuple) for key in self.layers):
                 stack.enter_context(_Functions(self, meter))
             yield

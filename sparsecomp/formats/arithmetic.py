@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,11 +39,13 @@ def union(one: Matrix, other: SparseMatrix) -> Matrix:
     return type(one)._from_triplets(found, None, torch.int32, **one.layout)
 
 
-def scaled(matrix: Matrix, other: Tensor | float) -> Matrix:
-    """The elementwise product; see `SparseMatrix.__mul__`."""
+def scaled(
+    matrix: Matrix, other: Tensor | float, by: Callable[[Any, Any], Any] = operator.mul
+) -> Matrix:
+    """The elementwise product, or quotient, with what is stored; see `SparseMatrix.__mul__`."""
     check_partner(matrix, other)
     this = matrix.compact()
-    product = this.values * (_gather(this, other) if isinstance(other, Tensor) and other.dim() else other)
+    product = by(this.values, _gather(this, other) if isinstance(other, Tensor) and other.dim() else other)
     if this.padded_shape != this.shape:
         row, col = this._positions()
         product = product.masked_fill((row >= this.shape[0]) | (col >= this.shape[1]), 0)

@@ -6,6 +6,7 @@ a new one, which may share arrays with the old.
 """
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -415,11 +416,11 @@ class SparseMatrix(Operand, ABC):
     def __sub__(self, other: Tensor | float) -> Tensor: ...
     def __sub__(self, other: "SparseMatrix | Tensor | float") -> "Self | Tensor":
         """As `+`."""
-        return self + -other if isinstance(other, SparseMatrix | Tensor | int | float) else NotImplemented
+        return self.__add__(-other) if isinstance(other, SparseMatrix | Tensor | int | float) else NotImplemented
 
     def __rsub__(self, other: Tensor | float) -> Tensor:
         """As `+`."""
-        return -self + other if isinstance(other, Tensor | int | float) else NotImplemented
+        return (-self).__add__(other) if isinstance(other, Tensor | int | float) else NotImplemented
 
     def __mul__(self, other: Tensor | float) -> Self:
         """Elementwise product with a dense tensor that broadcasts to the shape, or a number; the pattern stays.
@@ -439,7 +440,9 @@ class SparseMatrix(Operand, ABC):
 
     def __truediv__(self, other: Tensor | float) -> Self:
         """As `*`; elements that are not stored stay zero, even where `other` is."""
-        return self * (1 / other) if isinstance(other, Tensor | int | float) else NotImplemented
+        if not isinstance(other, Tensor | int | float):
+            return NotImplemented
+        return arithmetic.scaled(self, other, operator.truediv)
 
     # -- rows
 

@@ -88,17 +88,17 @@ def _bmm(left: Any, right: Any) -> Tensor:
     return _matmul(left, right)
 
 
-# a tensor's own operators would come back here
+# by methods of the matrix: in a compiled graph an operator is the function that came here
 def _sum(one: Any, other: Any) -> Any:
-    return other + one if isinstance(one, Tensor) else one + other
+    return other.__radd__(one) if isinstance(one, Tensor) else one.__add__(other)
 
 
 def _difference(one: Any, other: Any) -> Any:
-    return -other + one if isinstance(one, Tensor) else one - other
+    return other.__rsub__(one) if isinstance(one, Tensor) else one.__sub__(other)
 
 
 def _times(one: Any, other: Any) -> Any:
-    return other * one if isinstance(one, Tensor) else one * other
+    return other.__rmul__(one) if isinstance(one, Tensor) else one.__mul__(other)
 
 
 _FUNCTIONS: dict[Any, Callable[[Any, Any], Any]] = {

@@ -17,6 +17,11 @@ class Estimate:
     dense_seconds: float
     source: str = "estimated"
 
+    @property
+    def gain(self) -> float:
+        """Speed-up over the dense operator."""
+        return self.dense_seconds / self.seconds
+
 
 @dataclass(slots=True)
 class Site:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 from torch import nn
 
+from sparsecomp.errors import InputError
 from sparsecomp.reference.facts import SparsityFact
 from sparsecomp.snn import TABLES
 from sparsecomp.snn.spec import NeuronSpec, NotASource
@@ -99,7 +100,14 @@ def register_neuron(
         domain: what its spikes obey: a fact, `NotASource(reason)`, or a function of the module that gives either.
         returns_tuple: the spikes are item 0 of a tuple; or a function of the module that says so.
         writes_input: the module writes to its input tensor.
+
+    Raises:
+        InputError: `domain` is none of these, or `target` is neither a class nor a name.
     """
+    if not isinstance(domain, SparsityFact | NotASource) and not callable(domain):
+        raise InputError(f"domain is {domain!r}: give a fact such as binary(), NotASource(reason), or a function")
+    if not (target is None or isinstance(target, str | type)):
+        raise InputError(f"target is {target!r}: give a class or its name")
     spec = NeuronSpec(domain, returns_tuple, writes_input)
     if target is None:
         return lambda cls: register_neuron(cls, domain=domain, returns_tuple=returns_tuple, writes_input=writes_input)

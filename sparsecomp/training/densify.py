@@ -1,15 +1,19 @@
 """The way out: sparse and resurrectable layers become torch's own again, with torch's keys in their state."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
+from sparsecomp import _compat
 from sparsecomp.errors import MaskError
+from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
 from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention
 from sparsecomp.nn.masked.masked_weight import Mode
 from sparsecomp.nn.sparse.embedding import SparseEmbedding
 from sparsecomp.nn.sparse.linear import SparseLinear
+from sparsecomp.nn.sparse.stored_weight import StoredWeight
 from sparsecomp.training.replacement import refuse_hooks, replace_layers
 
 
@@ -28,7 +32,10 @@ def densify(model: nn.Module) -> nn.Module:
     Raises:
         MaskError: a layer is in its RESU phase, or has hooks that its replacement would lose. The model is unchanged.
     """
-    layers = {name: layer for name, layer in model.named_modules() if type(layer) in _PLAIN}
+    modules = dict(model.named_modules())
+    layers = {
+        name: one for name, one in modules.items() if parametrize.type_before_parametrizations(one) in _PLAIN
+    }
     refuse_hooks(layers)
     for name, layer in layers.items():
         if getattr(layer, "mode", None) is Mode.RESU:
@@ -37,25 +44,28 @@ def densify(model: nn.Module) -> nn.Module:
 
 
 def _plain(layer: nn.Module) -> nn.Module:
-    plain = _PLAIN[type(layer)](layer)
+    _compat.refresh_pruned(layer)
+    plain = _PLAIN[parametrize.type_before_parametrizations(layer)](layer)
     return plain.train(layer.training)
 
 
 def _linear(layer: SparseLinear) -> nn.Linear:
     plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-    plain.weight = _dense(layer.weight, layer.values)
-    plain.bias = cast(Any, layer.bias)
+    plain.weight = _dense(layer)
+    bias = bias_of(layer)
+    if bias is not None:
+        plain.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, is_trained(layer, "bias"))
     return plain
 
 
 def _embedding(layer: SparseEmbedding) -> nn.Embedding:
     plain = nn.Embedding(*layer.shape, device="meta")
-    plain.weight = _dense(layer.weight, layer.values)
+    plain.weight = _dense(layer)
     return plain
 
 
-def _dense(weight: Any, values: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(weight.detach().to_dense(), values.requires_grad)
+def _dense(layer: StoredWeight) -> nn.Parameter:
+    return nn.Parameter(layer.weight.detach().to_dense(), is_trained(layer, "values"))
 
 
 def _settled(layer: Any, plain: nn.Module) -> nn.Module:

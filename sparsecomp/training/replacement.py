@@ -12,7 +12,7 @@ from sparsecomp.errors import MaskError
 def replace_layers(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Put new layers in place of old ones, in place; the model, or what replaces it."""
     for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+        for name, child in _compat.children_of(module).items():
             if child in new:
                 setattr(module, name, new[child])
     return new.get(model, model)

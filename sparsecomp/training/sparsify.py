@@ -1,5 +1,6 @@
 """One verb for a whole model: its linear layers become sparse ones."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -48,6 +49,10 @@ def sparsify(
             the pruner needs batches, or a layer's weight cannot be ranked. The model is unchanged.
         FormatError: a layer's sizes do not fit the config. The model is unchanged.
     """
+    if isinstance(config, type) or not isinstance(config, Config):
+        raise MaskError(
+            f"config is {config!r}: give one such as Unstructured(0.9), NM(2, 4), Block(16, 0.8) or FromMask()"
+        )
     layers = _layers(model, filter)
     _check_unshared(model, layers)
     refuse_hooks(layers)
@@ -58,8 +63,16 @@ def sparsify(
             matrix = config.matrix(layer, statistics.get(name, ()))
         except (FormatError, MaskError) as error:
             raise type(error)(f"{name or 'the layer'}: {error}; a filter can leave the layer out") from error
+        if matrix is not None and isinstance(getattr(layer, "bias_mask", None), Tensor):
+            warnings.warn(
+                f"the mask of {name or 'the layer'}'s bias is applied once, here: in training its zeros move",
+                stacklevel=2,
+            )
         if matrix is not None:
-            found[layer] = SparseLinear(matrix, bias_of(layer), is_trained(layer)).train(layer.training)
+            bias = bias_of(layer)
+            if bias is not None and not isinstance(bias, nn.Parameter):
+                bias = nn.Parameter(bias, is_trained(layer, "bias"))
+            found[layer] = SparseLinear(matrix, bias, is_trained(layer)).train(layer.training)
     return replace_layers(model, found)
 
 

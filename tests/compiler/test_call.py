@@ -179,3 +179,19 @@ def test_a_failed_capture_is_one_line_with_its_reason(monkeypatch, caplog) -> No
     assert record.exc_info is None and "\n" not in record.getMessage()
     assert record.getMessage().endswith("torch.compile failed: RuntimeError: no compiler")
     torch.testing.assert_close(optimized(x), model(x))
+
+
+def test_a_class_is_no_model() -> None:
+    class Model(nn.Module):
+        pass
+
+    with pytest.raises(InputError, match="is a class"):
+        sparsecomp.explain(Model)
+    assert "__call__" not in vars(Model)
+
+
+def test_a_lazy_model_is_given_its_shapes_and_works_on() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU())
+    x = torch.randn(3, 4)
+    sparsecomp.explain(model, x)
+    assert model(x).shape == (3, 8) and type(model[0]) is nn.Linear

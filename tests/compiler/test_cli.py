@@ -192,7 +192,7 @@ def test_the_installed_command_is_this_one() -> None:
         (["cache", "prune", "--only-device", "cuda:99"], "not there"),
         pytest.param(["demo", "--device", "cuda"], "'cuda' is not there", marks=NO_GPU),
         (["tune", "{}/model.py"], "needs MODEL.py:factory"),
-        (["tune", "{}/missing.py:factory"], "needs MODEL.py:factory"),
+        (["tune", "{}/missing.py:factory"], "no such file"),
         (["tune", "{}/model.py:missing"], "no function 'missing'"),
         (["tune", "{}/model.py:not_a_function"], "no function 'not_a_function'"),
         (["tune", "{}/model.py:broken"], "KeyError: 'no such layer'"),

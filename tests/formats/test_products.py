@@ -249,3 +249,20 @@ def test_a_tensor_changes_its_format_and_gives_its_rows():
             call()
     with pytest.raises(SparseOperatorError):
         trained.sum(0)
+
+
+@pytest.mark.parametrize("other", [3, torch.tensor(3.0), torch.full((1, 2), 3)], ids=["number", "0-dim", "integers"])
+def test_a_quotient_is_torchs_own(other):
+    for dense in (torch.tensor([[1e-5, 0.0], [0.0, 2.0]]).half(), torch.eye(2).double() / 7):
+        found = CSR.from_dense(dense) / other
+        assert found.dtype == (dense / other).dtype and torch.equal(found.to_dense(), dense / other)
+
+
+@pytest.mark.parametrize("call", [
+    lambda s, x: s + x, lambda s, x: x + s, lambda s, x: x - s, lambda s, x: s - x,
+    lambda s, x: (x * s).to_dense(), lambda s, x: (s * x).to_dense(),
+])  # fmt: skip
+def test_sums_and_products_in_compiled_code(call):
+    torch._dynamo.reset()
+    matrix, x = CSR.from_dense(torch.eye(4)), torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(torch.compile(lambda x: call(matrix, x), backend="eager")(x), call(matrix, x))

@@ -724,3 +724,20 @@ def test_a_view_of_the_weight_shares_its_memory():
 def test_a_meta_layer_computes_shapes():
     layer = SparseLinear.from_linear(nn.Linear(8, 6), sparsity=0.5).to("meta")
     assert layer(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 6)
+
+
+def test_a_checkpoint_of_another_size_leaves_no_gradient_of_the_old_one():
+    one, other = (SparseLinear.from_linear(nn.Linear(8, 8), sparsity=sparsity) for sparsity in (0.5, 0.9))
+    one(torch.ones(2, 8)).sum().backward()
+    one.load_state_dict(other.state_dict())
+    assert one.values.grad is None
+    one(torch.ones(2, 8)).sum().backward()
+    assert one.values.grad.shape == other.values.shape
+
+
+def test_a_checkpoint_of_other_things_than_tensors_is_refused():
+    layer = SparseLinear.from_linear(nn.Linear(8, 8), sparsity=0.5)
+    before = layer.weight.detach().to_dense()
+    with pytest.raises(FormatError, match="must be tensors"):
+        layer.load_state_dict({**layer.state_dict(), "values": [1, 2]})
+    assert torch.equal(layer.weight.detach().to_dense(), before)

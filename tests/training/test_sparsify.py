@@ -197,6 +197,8 @@ def _with_nan() -> nn.Module:
         (_net, Unstructured(0.5, by=Wanda()), MaskError, "give batches="),
         (_net, NM(2, 5), MaskError, "groups of 5"),
         (lambda: nn.Sequential(nn.ReLU()), Unstructured(0.5), MaskError, "no linear layer"),
+        (_net, Unstructured, MaskError, "give one such as"),
+        (_net, 0.9, MaskError, "give one such as"),
     ],
 )  # fmt: skip
 def test_bad_input_changes_nothing(make, config, error, says) -> None:
@@ -237,3 +239,36 @@ def test_a_sparse_model_trains_and_compiles_as_its_dense_form() -> None:
     stored = dense[0].weight != 0
     torch.testing.assert_close(model[0].values.grad, dense[0].weight.grad[stored])
     assert sparsecomp.last_report() is not None
+
+
+def test_a_layer_in_several_places_stays_one() -> None:
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    sparsify(model, Unstructured(0.5))
+    assert model[0] is model[2] and type(model[0]) is SparseLinear
+    densify(model)
+    assert model[0] is model[2] and type(model[0]) is nn.Linear
+
+
+def test_values_and_bias_that_torch_prunes_are_read_as_they_are_now() -> None:
+    model = sparsify(nn.Sequential(nn.Linear(8, 8)), Unstructured(0.5))
+    layer = model[0]
+    prune.l1_unstructured(layer, "values", 0.5)
+    prune.l1_unstructured(layer, "bias", 0.5)
+    with torch.no_grad():
+        layer.values_orig.mul_(3)
+    x = torch.randn(4, 8)
+    expected = (layer.values_orig * layer.values_mask).detach()
+    plain = densify(model)
+    torch.testing.assert_close(plain[0].weight.detach().abs().sum(), expected.abs().sum())
+    assert plain(x).shape == (4, 8) and int((plain[0].bias == 0).sum()) == 4
+
+
+def test_a_frozen_bias_stays_frozen_and_its_lost_mask_is_told() -> None:
+    model = _net()
+    prune.l1_unstructured(model[0], "weight", 0.9)
+    prune.l1_unstructured(model[0], "bias", 0.5)
+    model[0].bias_orig.requires_grad_(False)
+    with pytest.warns(UserWarning, match="bias is applied once"):
+        sparsify(model, FromMask())
+    assert not model[0].bias.requires_grad and model[0].values.requires_grad

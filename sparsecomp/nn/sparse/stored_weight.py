@@ -190,6 +190,8 @@ class StoredWeight(nn.Module):
         names = ("values", *self._names)
         given = {name: found for name in names if (found := state_dict.get(f"{prefix}{name}")) is not None}
         # before anything of the layer changes
+        if not all(isinstance(one, Tensor) for one in given.values()):
+            raise FormatError(f"the checkpoint's {', '.join(given)} must be tensors")
         pattern = self._pattern_of(given)
         self._check_others(state_dict, prefix)
         for name, tensor in given.items():
@@ -263,6 +265,7 @@ class StoredWeight(nn.Module):
         if own.dim() == given.dim() and own.shape != given.shape and fits:
             if name == "values":
                 self.values.data = own.data.new_empty(given.shape)
+                self.values.grad = None  # of other elements
             elif name == "indices":
                 self.indices = own.new_empty(given.shape)
 

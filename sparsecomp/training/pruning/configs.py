@@ -1,7 +1,7 @@
 """What `sparsify` makes of each layer: how much of its weight stays, by which pruner, in which format."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from sparsecomp.nn.sparse.pruning import pruned
 from sparsecomp.training.pruning.pruners import Magnitude, Parts, Pruner, pruner_of
 
 
+@runtime_checkable
 class Config(Protocol):
     """How one layer's weight is pruned and stored."""
 
