@@ -12,6 +12,8 @@ import sparsecomp
 from sparsecomp import cache
 from sparsecomp.errors import InputError, OptionError
 
+pytestmark = pytest.mark.quick_cases(2)
+
 VERBS = [sparsecomp.explain, sparsecomp.optimize, sparsecomp.profile, sparsecomp.tune, cache.warmup]
 QUICK = {sparsecomp.profile: {"repetitions": 1}}
 

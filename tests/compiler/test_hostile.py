@@ -112,7 +112,7 @@ def _hook(model: nn.Module, where: str, kind: str) -> list[str]:
     return calls
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow(reason="compiles with gradients")
 @pytest.mark.parametrize("where", ["2", "2.0", "2.1", "2.2"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])

@@ -122,6 +122,7 @@ def shown(browser: Any, selector: str) -> list[str]:
     return [found.text for found in browser.find_elements("css selector", selector) if found.is_displayed()]
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_the_browser_fetches_nothing_and_has_nothing_to_say(browser: Any, report: Report, tmp_path: Path) -> None:
     show(browser, report, tmp_path)
     asked = re.findall(r'"documentURL":"([^"]*)"', str(browser.get_log("performance")))
@@ -130,6 +131,7 @@ def test_the_browser_fetches_nothing_and_has_nothing_to_say(browser: Any, report
     assert shown(browser, "#summary") == [report.summary]
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_rows_are_filtered(browser: Any, report: Report, tmp_path: Path) -> None:
     show(browser, report, tmp_path)
     every = len(report.layers)
@@ -153,6 +155,7 @@ def sites(*densities: float | None) -> list[Site]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_rows_are_sorted_by_number_with_the_unknown_last(browser: Any, tmp_path: Path) -> None:
     show(browser, Report(sites=sites(0.5, None, 0.09, 0.1)), tmp_path)
     heading = browser.find_element("xpath", "//th[button='density']/button")
@@ -164,6 +167,7 @@ def test_rows_are_sorted_by_number_with_the_unknown_last(browser: Any, tmp_path:
     assert shown(browser, "#layers td.site") == ["layer0", "layer1", "layer2", "layer3"]
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_bars_are_as_long_as_their_numbers(browser: Any, tmp_path: Path) -> None:
     show(browser, Report(sites=sites(0.5, None, 0.1)), tmp_path)
 
@@ -176,6 +180,7 @@ def test_bars_are_as_long_as_their_numbers(browser: Any, tmp_path: Path) -> None
     assert lengths("time") == pytest.approx([0.0, 0.5, 1.0], abs=0.03)
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_reasons_are_grouped_with_their_counts(browser: Any, report: Report, tmp_path: Path) -> None:
     show(browser, report, tmp_path)
     (kind, layers), *_ = report.why_not()
@@ -185,6 +190,7 @@ def test_reasons_are_grouped_with_their_counts(browser: Any, report: Report, tmp
     assert len(first.find_elements("tag name", "li")) == len(layers) and layers[0].site.reason in first.text
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_changed_nodes_are_marked_on_both_sides(browser: Any, report: Report, tmp_path: Path) -> None:
     show(browser, report, tmp_path)
     before, after = ({node.name for node in nodes} for nodes in (report.before, report.after))
@@ -202,6 +208,7 @@ def test_changed_nodes_are_marked_on_both_sides(browser: Any, report: Report, tm
     assert all(places["before"][name] == places["after"][name] for name in places["before"].keys() & places["after"])
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_a_node_leads_to_its_line(browser: Any, report: Report, tmp_path: Path) -> None:
     show(browser, report, tmp_path)
     (node,) = browser.find_elements("xpath", "//div[@class='node changed'][.//b='spike_conv2d_default']")
@@ -211,6 +218,7 @@ def test_a_node_leads_to_its_line(browser: Any, report: Report, tmp_path: Path) 
     assert "self.second(x)" in Path(path).read_text().splitlines()[int(line) - 1]
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_a_node_leads_to_what_it_reads(browser: Any, report: Report, tmp_path: Path) -> None:
     show(browser, report, tmp_path)
     (link,) = browser.find_elements("css selector", ".after .node [href^='#']")[:1]
@@ -219,6 +227,7 @@ def test_a_node_leads_to_what_it_reads(browser: Any, report: Report, tmp_path: P
     assert shown(browser, ".node:target b") == [name]
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_hostile_text_is_shown_as_it_is(browser: Any, tmp_path: Path) -> None:
     show(browser, evil(), tmp_path)
     assert browser.title == "sparsecomp report"
@@ -226,6 +235,7 @@ def test_hostile_text_is_shown_as_it_is(browser: Any, tmp_path: Path) -> None:
     assert not browser.find_elements("css selector", "a[href^='javascript']") and browser.get_log("browser") == []
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_nothing_is_wider_than_the_window(browser: Any, report: Report, tmp_path: Path) -> None:
     show(browser, report, tmp_path)
     for width in (1400, 800):
@@ -233,6 +243,7 @@ def test_nothing_is_wider_than_the_window(browser: Any, report: Report, tmp_path
         assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
 
 
+@pytest.mark.slow(reason="drives a browser")
 def test_a_graph_of_a_thousand_nodes_is_drawn(browser: Any, tmp_path: Path) -> None:
     nodes = [Node("n0", "input", timing=Timing.NONE)]
     nodes += [Node(f"n{place}", "relu", (f"n{place - 1}", "n0")) for place in range(1, 1000)]

@@ -22,6 +22,8 @@ from sparsecomp.passes.masked import masked_weight
 from sparsecomp.passes.masked.fold import Choice
 from sparsecomp.reference.memo import MEMO
 
+pytestmark = pytest.mark.quick_cases(1)
+
 FROZEN = {"implementation": "auto", "strict": True, "frozen": True}
 
 

@@ -79,7 +79,7 @@ def test_what_follows_a_layer_is_fused_where_nobody_else_reads_it(what):
     assert len(report.rewritten) == 1
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow(reason="compiles with gradients")
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, monkeypatch):

@@ -404,6 +404,7 @@ def test_ways_to_run_a_module(format, way):
     torch.testing.assert_close([x.grad, *(parameter.grad for parameter in model.parameters())], wanted)
 
 
+@pytest.mark.slow(reason="compiles a training step")
 def test_a_compiled_training_step_with_its_optimizer():
     torch._dynamo.reset()
     layer, x = layer_of(), rows()

@@ -282,7 +282,7 @@ def test_optimizers_of_matrices_step(name):
     assert pair.losses(0)[0] < before
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow(reason="compiles with gradients")
 @pytest.mark.parametrize("format", LAYOUTS)
 @pytest.mark.parametrize("backend", ["sparsecomp", "inductor"])
 def test_compiled_training_and_evaluation_between_steps(format, backend):

@@ -18,6 +18,8 @@ from sparsecomp.lowering.spiking.spike_conv import launch_conv
 from sparsecomp.reference.digits import split_weight
 from sparsecomp.reference.geometry import Window, is_channels_last, laid_out, lies_channels_last
 
+pytestmark = pytest.mark.quick_cases(2)
+
 SIZES = {1: (11,), 2: (5, 7), 3: (3, 5, 4)}
 WINDOWS = {
     1: Window((3,), (2,), (1,), (2,)),
