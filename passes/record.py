@@ -20,12 +20,17 @@ from sparsecomp.passes.engine.location import user_location
 from sparsecomp.passes.engine.rule import Context, module_path, replays, sizes
 from sparsecomp.passes.facts.analysis import Analysis
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of, target_name
-from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.graph.operators import Trait, record_of, spelling_of
 from sparsecomp.reference.geometry import is_channels_last
 from sparsecomp.report import Node, Site
 from sparsecomp.report.node import Timing
 
 _FREE = ("placeholder", "get_attr", "output")
+_OPERANDS = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "linear"), ("input", "weight")),
+    "matmul": ("input", "other"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"),
+}  # fmt: skip
+"""Of the products whose time can be told."""
 
 
 class Record:
@@ -106,15 +111,24 @@ def _called(node: fx.Node) -> str:
 
 
 def _is_free(node: fx.Node) -> bool:
-    op = op_of(node)
     if node.op in _FREE or isinstance(node.meta.get("example_value"), int | torch.SymInt | torch.Size):
         return True
-    return op is not None and (op.name == "getitem" or op.has(Trait.VIEW))
+    name = _name(node)
+    return name == "getitem" or bool(record_of(name).traits & Trait.VIEW)
+
+
+def _name(node: fx.Node) -> str:
+    """The canonical operator's, without its arguments, which take the longest to bind; empty if there is none."""
+    if node.op == "call_module":
+        op = op_of(node)
+        return "" if op is None else op.name
+    raw = target_name(node) if node.op in ("call_function", "call_method") else None
+    return "" if raw is None else spelling_of(raw)[0]
 
 
 def _dense_seconds(node: fx.Node, ctx: Context) -> float | None:
     """Of a product or a convolution that is torch's own; None where there is no estimate."""
-    op, out = op_of(node), example_of(node)
+    op, out = op_of(node) if _name(node) in _OPERANDS else None, example_of(node)
     if op is None or not isinstance(out, torch.Tensor):
         return None
     trained = ctx.gradients and not ctx.eager and out.requires_grad
@@ -147,14 +161,9 @@ def _card(ctx: Context, device: torch.device) -> Card | None:
 
 
 def _work(op: CanonicalOp, out: torch.Tensor) -> DenseWork | None:
-    if op.name in ("conv1d", "conv2d", "conv3d", "linear"):
-        operands = op.input, op.get("weight")
-    else:
-        names = {"matmul": ("input", "other"), "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2")}
-        operands = tuple(op.get(name) for name in names.get(op.name, ()))
-    shapes = [sizes(operand) for operand in (*operands, op.node)]
+    shapes = [sizes(operand) for operand in (*map(op.get, _OPERANDS[op.name]), op.node)]
     known = [shape for shape in shapes if shape]
-    if not operands or len(known) != 3:
+    if len(known) != 3:
         return None
     left, right, result = known
     if not op.name.startswith("conv"):
