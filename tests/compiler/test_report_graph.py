@@ -128,6 +128,7 @@ def test_a_card_that_is_not_there_is_said_to_be_estimated(estimated: Report) -> 
 
 
 def test_a_sparse_layer_is_estimated_for_a_card() -> None:
+    pytest.importorskip("triton")  # estimates ask the kernels' templates
     model = sparsecomp.nn.SparseLinear.from_linear(nn.Linear(4096, 4096), sparsity=0.98)
     with torch.no_grad():
         x, card = torch.rand(512, 4096), "nvidia h100 80gb hbm3"
@@ -184,6 +185,7 @@ def test_a_graph_that_cannot_be_reported_costs_the_report_its_graph_alone(monkey
 
 def test_what_a_rewrite_is_made_of_is_counted_once() -> None:
     """A sparse layer that is written out is a dense one, which the rule for spikes has no row of its own for."""
+    pytest.importorskip("triton")  # estimates ask the kernels' templates
     layer = sparsecomp.nn.SparseLinear.from_linear(nn.Linear(256, 256), sparsity=0.5)
     with torch.no_grad():
         report = sparsecomp.explain(

@@ -109,6 +109,7 @@ def test_first_passes_take_every_number_of_dimensions(device, dims):
 
 
 def test_a_kernel_that_indexes_images_refuses_volumes_by_name():
+    pytest.importorskip("triton")
     x, weight, _ = operands(3)
     problem = binary_conv_problem(Convolution.of(x.shape, weight.shape, WINDOWS[3]), 3)
     refusals = BINARY_CONV.refusals(problem, Device("A100", "8.0", "3.6.0"))
