@@ -189,10 +189,11 @@ def _bind(
     signature = signature_of(name, form)
     positional = args if signature is None else _gather_variadic(signature.names, signature.variadic, args)
     named = {} if signature is None else {_parameter(signature, key): value for key, value in kwargs.items()}
-    if signature is None or len(positional) > len(signature.names) or not named.keys() <= _places(signature):
+    unplaced = bool(named) and signature is not None and not named.keys() <= _places(signature)
+    if signature is None or len(positional) > len(signature.names) or unplaced:
         bound = {f"other_{index}": value for index, value in enumerate(args)}
         return {**bound, **kwargs}, False
-    bound = {parameter: signature.defaults.get(parameter) for parameter in (*signature.names, *signature.named)}
+    bound: dict[str, Any] = dict.fromkeys((*signature.names, *signature.named)) | dict(signature.defaults)
     bound.update(zip(signature.names, positional, strict=False))
     return {**bound, **named}, True
 
