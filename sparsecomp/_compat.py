@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, maybe_get_
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
-from torch.nn.utils.prune import BasePruningMethod
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -60,7 +59,6 @@ __all__ = [
     "plain_eager",
     "propagate_fakes",
     "readable",
-    "refresh_pruned",
     "register_artifact",
     "register_logger",
     "sets_autocast",
@@ -525,10 +523,3 @@ def hooks_of(module: torch.nn.Module) -> list[Any]:
 def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """A module's children by each of their names: `named_children` tells of one that it holds twice only once."""
     return {name: child for name, child in module._modules.items() if child is not None}
-
-
-def refresh_pruned(module: torch.nn.Module) -> None:
-    """Write what torch's pruning masks anew to the module's attributes, as its hooks do before each forward."""
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, BasePruningMethod):
-            hook(module, ())

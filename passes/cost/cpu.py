@@ -41,11 +41,9 @@ def sparse_seconds(work: Work, trained: bool) -> float:
 
 def dense_seconds(work: Work, trained: bool, written: bool) -> float:
     """Seconds of the same with the weight written out, which `written` says is done already."""
-    product = layer_seconds(work, False)
     writing = 0.0 if written else _seconds(host.CPU_WRITING, 0.4 * work.m * work.k + 4.0 * work.stored)
-    if not trained:
-        return product + writing
-    return 3 * product + writing + _seconds(host.CPU_WRITING, 0.3 * work.m * work.k + 4.0 * work.stored)
+    reading = _seconds(host.CPU_WRITING, 0.3 * work.m * work.k + 4.0 * work.stored) if trained else 0.0
+    return layer_seconds(work, trained) + writing + reading
 
 
 def layer_seconds(work: Work, trained: bool) -> float:

@@ -162,8 +162,8 @@ def beside_the_layer(product: Product, decision: Decision) -> Estimate | None:
     if product.device.type == "cpu":
         layer = cpu_cost.layer_seconds(_work(product), product.trained)
     else:
-        _, card = product.target or target_of(product.device)
-        layer = product.waited(_forward(product, card).plus(*[_dense_product(product, card)] * 2 * product.trained))
+        gradients = [_dense_product(product, product.card)] * 2 * product.trained
+        layer = product.waited(_forward(product, product.card).plus(*gradients))
     return Estimate(ran, layer, decision.source)
 
 

@@ -1,12 +1,11 @@
 """The way out: sparse and resurrectable layers become torch's own again, with torch's keys in their state."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from sparsecomp import _compat
 from sparsecomp.errors import MaskError
 from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
 from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention
@@ -14,7 +13,7 @@ from sparsecomp.nn.masked.masked_weight import Mode
 from sparsecomp.nn.sparse.embedding import SparseEmbedding
 from sparsecomp.nn.sparse.linear import SparseLinear
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
-from sparsecomp.training.replacement import refuse_hooks, replace_layers
+from sparsecomp.training.replacement import refresh_pruned, refuse_hooks, replace_layers
 
 
 def densify(model: nn.Module) -> nn.Module:
@@ -44,7 +43,7 @@ def densify(model: nn.Module) -> nn.Module:
 
 
 def _plain(layer: nn.Module) -> nn.Module:
-    _compat.refresh_pruned(layer)
+    refresh_pruned(layer)
     plain = _PLAIN[parametrize.type_before_parametrizations(layer)](layer)
     return plain.train(layer.training)
 
@@ -52,9 +51,7 @@ def _plain(layer: nn.Module) -> nn.Module:
 def _linear(layer: SparseLinear) -> nn.Linear:
     plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     plain.weight = _dense(layer)
-    bias = bias_of(layer)
-    if bias is not None:
-        plain.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, is_trained(layer, "bias"))
+    plain.bias = cast(Any, bias_of(layer))
     return plain
 
 

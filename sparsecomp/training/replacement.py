@@ -18,6 +18,13 @@ def replace_layers(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> nn.M
     return new.get(model, model)
 
 
+def refresh_pruned(layer: nn.Module) -> None:
+    """Write what torch's pruning masks anew to the layer's attributes, as its hooks do before each forward."""
+    for hook in _compat.hooks_of(layer):
+        if isinstance(hook, BasePruningMethod):
+            hook(layer, ())
+
+
 def refuse_hooks(layers: Mapping[str, nn.Module]) -> None:
     """MaskError for a layer with hooks, but those of torch's pruning: its replacement would not have them."""
     for name, layer in layers.items():

@@ -69,10 +69,7 @@ def sparsify(
                 stacklevel=2,
             )
         if matrix is not None:
-            bias = bias_of(layer)
-            if bias is not None and not isinstance(bias, nn.Parameter):
-                bias = nn.Parameter(bias, is_trained(layer, "bias"))
-            found[layer] = SparseLinear(matrix, bias, is_trained(layer)).train(layer.training)
+            found[layer] = SparseLinear(matrix, bias_of(layer), is_trained(layer)).train(layer.training)
     return replace_layers(model, found)
 
 

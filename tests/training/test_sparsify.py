@@ -269,6 +269,7 @@ def test_a_frozen_bias_stays_frozen_and_its_lost_mask_is_told() -> None:
     prune.l1_unstructured(model[0], "weight", 0.9)
     prune.l1_unstructured(model[0], "bias", 0.5)
     model[0].bias_orig.requires_grad_(False)
+    assert not SparseLinear.from_linear(model[0]).bias.requires_grad
     with pytest.warns(UserWarning, match="bias is applied once"):
         sparsify(model, FromMask())
     assert not model[0].bias.requires_grad and model[0].values.requires_grad

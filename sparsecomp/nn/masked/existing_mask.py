@@ -47,10 +47,13 @@ def has_mask(layer: nn.Module, name: str = "weight") -> bool:
     )
 
 
-def bias_of(layer: nn.Module) -> Tensor | None:
-    """The bias: the parameter itself, or what torch's pruning or a parametrization makes of it now, detached."""
+def bias_of(layer: nn.Module) -> nn.Parameter | None:
+    """The bias: the parameter itself, or one of what torch's pruning or a parametrization makes of it now, which is
+    trained if that is."""
     bias: Tensor | None = getattr(layer, "bias", None)
-    return bias if bias is None or isinstance(bias, nn.Parameter) else weight_and_mask(layer, "bias")[0]
+    if bias is None or isinstance(bias, nn.Parameter):
+        return bias
+    return nn.Parameter(weight_and_mask(layer, "bias")[0], is_trained(layer, "bias"))
 
 
 def is_trained(layer: nn.Module, name: str = "weight") -> bool:
