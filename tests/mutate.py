@@ -25,6 +25,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+_ONE_FORK = threading.Lock()
+"""Libraries that guard what they hold against a fork (filelock) refuse two at once."""
 _INNER = ("compiler", "files", "formats", "nn", "ops", "reference", "snn", "tensor", "training")
 PACKAGES = {"passes": "passes", "lowering": "lowering", **{name: f"sparsecomp/{name}" for name in _INNER},
             "sparsecomp": "sparsecomp"}  # fmt: skip
@@ -174,7 +177,8 @@ def copied(folder: Path) -> Path:
 
 def forked(copy: Path, work: Callable[[], int], limit: float) -> int | None:
     """What `work` returns in a process that has the copy's sparsecomp before it; None past the limit of seconds."""
-    child = os.fork()
+    with _ONE_FORK:
+        child = os.fork()
     if child == 0:
         status = 3
         try:
