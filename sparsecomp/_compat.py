@@ -105,9 +105,13 @@ def compile_fx(
 
 @cache
 def call_directly(operators: frozenset[Any]) -> None:
-    """Have Inductor's code call `operator.direct_cpu` or `direct_cuda` where it would call the operator."""
+    """Have Inductor's code call `operator.direct_cpu` or `direct_cuda` where it would call the operator.
+
+    What such an operator reads besides others is computed once, as before a matrix product. Otherwise a residual
+    connection would be summed up from its first term behind each layer again.
+    """
     from torch._inductor import ir
-    from torch._inductor.lowering import register_lowering
+    from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
     from torch._inductor.virtualized import V
     from torch.utils._pytree import tree_map
 
@@ -126,6 +130,7 @@ def call_directly(operators: frozenset[Any]) -> None:
 
         return lower
 
+    add_needs_realized_inputs(list(operators))
     for operator in operators:
         register_lowering(operator, type_promotion_kind=None)(lowering_of(operator))
 
