@@ -6,7 +6,7 @@ importing it takes seconds.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from itertools import count
@@ -61,6 +61,7 @@ __all__ = [
     "readable",
     "register_artifact",
     "register_logger",
+    "serve_one_module",
     "sets_autocast",
     "sets_grad_mode",
     "size_expression",
@@ -104,11 +105,14 @@ def compile_fx(
 
 
 @cache
-def call_directly(operators: frozenset[Any]) -> None:
+def call_directly(operators: frozenset[Any], kept: frozenset[Any]) -> None:
     """Have Inductor's code call `operator.direct_cpu` or `direct_cuda` where it would call the operator.
 
     What such an operator reads besides others is computed once, as before a matrix product. Otherwise a residual
     connection would be summed up from its first term behind each layer again.
+
+    Args:
+        kept: those of them whose result's memory nothing else may use.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
@@ -126,6 +130,8 @@ def call_directly(operators: frozenset[Any]) -> None:
     def lowering_of(operator: Any) -> Callable[..., Any]:
         def lower(*args: Any, **kwargs: Any) -> Any:
             made = Direct.create(operator, *args, **kwargs)
+            if operator in kept:
+                V.graph.never_reuse_buffers.add(made.get_name())
             return tree_map(lambda node: ir.TensorBox.create(node) if isinstance(node, ir.IRNode) else node, made)
 
         return lower
@@ -342,7 +348,7 @@ def fake_of(value: torch.Tensor, beside: object) -> torch.Tensor:
     """A stand-in for `value` in the fake mode of another stand-in, `value` itself if that is none."""
     if not isinstance(beside, FakeTensor):
         return value
-    return cast(Any, beside).fake_mode.from_tensor(value.detach())
+    return cast(Any, beside).fake_mode.from_tensor(value.detach(), static_shapes=True)
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:
@@ -437,6 +443,26 @@ def compiled_by() -> object | None:
             found = frame.f_locals.get("self", found)
         frame = frame.f_back
     return found
+
+
+def serve_one_module(inputs: Iterable[fx.Node]) -> None:
+    """Have the graph that Dynamo compiles serve only the module, among local variables, that the inputs belong to.
+
+    Another module of the same class gets a graph of its own, which counts towards no limit of recompilations.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import LocalSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        local: Any = InstructionTranslator.current_tx().output.local_scope
+    except AttributeError:  # no compilation of Dynamo's
+        return
+    for node in inputs:
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        base = None if source is None else source.get_base()
+        if isinstance(base, LocalSource) and isinstance(local.get(base.local_name), torch.nn.Module):
+            install_guard(base.make_guard(GuardBuilder.ID_MATCH))
 
 
 def compiled_frame() -> int | None:

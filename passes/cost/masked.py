@@ -12,14 +12,12 @@ needs no host. On a CPU torch scatters by a mask in one thread, a quarter as fas
 times as fast."""
 
 
-def decide_fold(elements: int, operators: int = 1) -> Decision:
-    """Whether a weight of so many elements is folded, which takes so many operators: `dense` is the multiplication by
-    its mask in each call."""
-    least = LEAST_FOLDED * operators
-    if elements >= least:
+def decide_fold(elements: int) -> Decision:
+    """Whether an operator keeps a weight of so many elements: `dense` is to multiply it by its mask in each call."""
+    if elements >= LEAST_FOLDED:
         return Decision("folded", None, "")
     reason = f"its {elements} elements are masked faster than an operator is called"
-    return Decision("dense", None, f"{reason} (from {least} on it is folded)")
+    return Decision("dense", None, f"{reason} (from {LEAST_FOLDED} on it is folded)")
 
 
 def decide_merge(size: int, device: str, by_mask: bool, replayed: bool) -> Decision:

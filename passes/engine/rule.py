@@ -128,7 +128,7 @@ class Density(NamedTuple):
 
 _OWN_PRODUCTS = frozenset(
     f"sparsecomp::{name}"
-    for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv2d", "folded_linear", "folded_conv",
+    for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv2d", "folded_linear",
                  "dense_linear_relu")
 )  # fmt: skip
 
@@ -195,9 +195,9 @@ class Context:
 
     def constant(self, value: object) -> torch.Tensor | None:
         """The tensor behind an operand that is a parameter or buffer, of which the option `frozen` promises that it
-        stays as it is."""
+        stays as it is; None where nothing looks whether another takes its place, as the backend does."""
         tensor = self.values.get(value) if isinstance(value, fx.Node) else None
-        if tensor is None or _compat.is_fake(tensor) or not self.options.promises(tensor):
+        if tensor is None or self.eager or _compat.is_fake(tensor) or not self.options.promises(tensor):
             return None
         # Dynamo's mark on the parameters and buffers of modules
         static = isinstance(value, fx.Node) and "_dynamo_static_input_type" in (value.meta.get("tensor_dict") or {})
@@ -283,15 +283,6 @@ def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     is_method = isinstance(target, MethodDescriptorType)
     node = graph.call_method(target.__name__, args) if is_method else graph.call_function(target, args)
     node.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "tensor_meta")}
-    return node
-
-
-def constant(like: fx.Node, value: torch.Tensor) -> fx.Node:
-    """A node for a tensor that becomes a buffer of the graph's module."""
-    module = like.graph.owning_module
-    assert module is not None
-    node = like.graph.get_attr(_compat.add_constant(module, value))
-    node.meta["example_value"] = _compat.fake_of(value, beside=example_of(like.all_input_nodes[0]))
     return node
 
 

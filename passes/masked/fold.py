@@ -49,13 +49,14 @@ def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
     """The fastest format for a layer's weight by estimate; looks at its values."""
     where = ctx.device(weight.device)
     if op.name != "linear":
-        return _dense(weight, "convolutions have no sparse kernel")
+        return _dense(weight, f"{op.name} has no sparse kernel")
     if ctx.options.precision == "exact":
         return _dense(weight, "precision='exact' multiplies its zeros too, be the input NaN or infinite")
     if where.type != "cuda":
         return _dense(weight, "no CUDA device")
     rows = sizes(op.input)
-    assert rows is not None
+    if rows is None:
+        return _dense(weight, "the input's shape is unknown")
     n, replayed = torch.Size(rows[:-1]).numel(), replays(ctx.options, where)
     bias = op.get("bias") is not None
     return compare(weight, n, bias, *(ctx.target or target_of(where)), replayed=replayed, products=ctx.products)

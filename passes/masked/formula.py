@@ -18,10 +18,12 @@ from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.graph.canonicalize import op_of
 from sparsecomp.passes.graph.operators import Trait
 
-CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
-"""By operator: dimensions of the image."""
-LAYERS = {"linear": "weight", "matmul": "other", **dict.fromkeys(CONVOLUTIONS, "weight")}
-"""By operator that can have a folded weight: the argument that is it."""
+_CONVOLUTIONS = tuple(f"conv{transposed}{dims}d" for transposed in ("", "_transpose") for dims in (1, 2, 3))
+LAYERS: dict[str, str | None] = {
+    "linear": "weight", "matmul": "other", "embedding": "weight", **dict.fromkeys(_CONVOLUTIONS, "weight"),
+    **dict.fromkeys(("addmm", "baddbmm", "multi_head_attention_forward")),
+}  # fmt: skip
+"""By operator that has a weight: the argument that is it; None where it may be any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,8 @@ class Formula:
                 found[node] = function(*args, **kwargs)
         return found
 
-    def module(self, dtype: torch.dtype | None, flip: bool) -> fx.GraphModule:
-        """The formula as a function of its sources, its result in another dtype if one is given, or transposed."""
+    def module(self, dtype: torch.dtype | None) -> fx.GraphModule:
+        """The formula as a function of its sources, its result in another dtype if one is given."""
         graph, copies = fx.Graph(), {}
         for index, source in enumerate(self.sources):
             copies[source] = graph.placeholder(f"source_{index}")
@@ -85,8 +87,7 @@ class Formula:
             # named by its place, so that the same formula elsewhere reads the same
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, f"value_{index}")
         result = copies[self.result]
-        result = result if dtype is None else graph.call_method("to", (result, dtype))
-        graph.output(graph.call_method("transpose", (result, 0, 1)) if flip else result)
+        graph.output(result if dtype is None else graph.call_method("to", (result, dtype)))
         return fx.GraphModule(torch.nn.Module(), graph)
 
 

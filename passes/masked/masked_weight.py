@@ -1,10 +1,11 @@
 """Layers on a masked weight: in inference the weight is folded, in training one with a theta is merged in one pass.
 
 Without gradients a weight that is a formula of parameters and buffers is a constant, where the caller promised that
-they are not written to. It is computed once and packed in the format that is estimated to be the fastest
-(`sparsecomp.ops.masked.folded_weight`). With gradients, as without a promise, the multiplication by a mask is one
-elementwise operator, which Inductor fuses by itself; what scatters a vector to the pruned elements it does not
-(`sparsecomp.passes.masked.merged_weight`).
+they are not written to. By the option `frozen` it becomes a constant of the graph, and the layer stays as it was
+written. Where a sparse kernel is estimated to be faster, or where the promise is `frozen_weights`, after which each
+call asks, the operators of `sparsecomp.ops.masked.folded_layer` keep it, in the fastest format. With gradients, as
+without a promise, the multiplication by a mask is one elementwise operator, which Inductor fuses by itself; what
+scatters a vector to the pruned elements it does not (`sparsecomp.passes.masked.merged_weight`).
 
 `torch.nn.utils.prune` sets the product as an attribute of its module in each call, so that the graph gives it out. It
 gets the weight that is kept. Other readers may write to a weight that they are given, which is then computed in each
@@ -12,20 +13,20 @@ call.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 import sparsecomp.ops.masked.folded_layer  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
-from sparsecomp.ops.masked.folded_weight import Folded, Recipe, formula
+from sparsecomp.ops.masked.folded_weight import Folded, Recipe, computed, formula
 from sparsecomp.passes.cost.masked import decide_fold
-from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.engine.constants import promised
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked.fold import Choice, choose
 from sparsecomp.passes.masked.formula import (
-    CONVOLUTIONS,
     LAYERS,
     Formula,
     factors,
@@ -39,18 +40,13 @@ from sparsecomp.passes.masked.merged_weight import merge
 from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference.memo import MEMO, Keep
 
-_NOT_FOLDED = (
-    "addmm", "baddbmm", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding",
-    "multi_head_attention_forward",
-)  # fmt: skip
-
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every layer whose weight is masked in the graph is a site."""
     op = op_of(node)
-    if op is None or op.module is not None or op.name not in (*LAYERS, *_NOT_FOLDED):
+    if op is None or op.module is not None or op.name not in LAYERS:
         return None
-    weights = [op.get(LAYERS[op.name])] if op.name in LAYERS else node.all_input_nodes
+    weights = node.all_input_nodes if LAYERS[op.name] is None else [op.get(LAYERS[op.name])]
     for weight in weights:
         masked = formula_of(weight, node, ctx) if isinstance(weight, fx.Node) else None
         verdict = None if masked is None else _judged(op, masked, ctx)
@@ -71,7 +67,8 @@ def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
     problem = _varies(masked, op.node, values, ctx)
     if problem is None and ctx.gradients and _needs_gradient(op.node, masked, values):
         return merge(op, masked, values, ctx)
-    problem, keep = problem or _unfit(op, masked, ctx), ctx.keep(*values.values())
+    keep = ctx.keep(*values.values())
+    problem = problem or _unfit(op, masked, keep, ctx)
     if problem is not None:
         return refuse(Why.MASKED_AS_WRITTEN, detail=problem)
     if keep is None:
@@ -143,33 +140,23 @@ def _needs_gradient(layer: fx.Node, masked: Formula, values: Mapping[fx.Node, to
     return any(getattr(value, "requires_grad", False) for value in read)
 
 
-def _unfit(op: CanonicalOp, masked: Formula, ctx: Context) -> str | None:
+def _unfit(op: CanonicalOp, masked: Formula, keep: Keep | None, ctx: Context) -> str | None:
     """Why a fold would not pay, or cannot be expressed; None if it may."""
-    shape = sizes(masked.result)
     if ctx.eager:
         return "the graph runs op by op and may be asked for gradients"
-    if op.name in _NOT_FOLDED:
-        return f"{op.name} takes no folded weight"
-    if example_of(op.node) is None or shape is None or sizes(op.input) is None:
-        return "shapes are unknown"
-    if len(shape) != 2 + CONVOLUTIONS.get(op.name, 0):
-        return f"{op.name} with a weight of {len(shape)} dimensions takes no folded one"
-    decision = decide_fold(example_of(masked.result).numel(), 2 if _is_given_out(masked, op.node) else 1)
-    if decision.dense:
-        return decision.reason
-    if isinstance(op.get("padding"), str) and op.get("padding") != "valid":
-        return f"padding={op.get('padding')!r} is not symmetric for every size"
-    return None
+    if op.get("max_norm") is not None:
+        return f"{op.name} writes to it"
+    if keep != "asked" and keep is not None:
+        return None
+    decision = decide_fold(example_of(masked.result).numel())
+    return decision.reason if decision.dense else None
 
 
 def _folded(
     op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], keep: Keep, ctx: Context
 ) -> Verdict:
-    dtype = example_of(op.node).dtype
-    weight = masked.values(values)[masked.result]
-    assert isinstance(weight, torch.Tensor)
-    weight = weight.to(dtype)
-    choice = choose(op, weight.mT if op.name == "matmul" else weight, ctx)
+    weight = masked.values(values)[masked.result].to(example_of(op.node).dtype)
+    choice = choose(op, weight, ctx)
     base = masked.base()
     outside = masked.outside(op.node)
     beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
@@ -184,8 +171,11 @@ def _folded(
     )
 
     def build() -> dict[fx.Node, fx.Node]:
-        built = {op.node: _build(op, masked, choice, values, keep)}
-        return built | ({masked.result: _build_weight(op, masked, values, keep)} if given_out else {})
+        given = {masked.result: _build_kept(op, masked, None, values, keep)} if given_out else {}
+        if choice.format != "dense":
+            return {op.node: _build_sparse(op, masked, choice, values, keep)} | given
+        read = given or {masked.result: _build_dense(op, masked, weight, values, keep)}
+        return {op.node: op.node.graph.node_copy(op.node, lambda old: read.get(old, old))} | given
 
     dead = tuple(node for node in masked.nodes[::-1] if not (given_out and node is masked.result))
     return Plan(build, reason, choice.name, "", choice.gain, dead, choice.decision.estimate)
@@ -198,46 +188,55 @@ def _is_given_out(masked: Formula, layer: fx.Node) -> bool:
     return alone and masked.by_torchs_pruning()
 
 
-def _build_weight(
-    op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], keep: Keep
+def _build_dense(
+    op: CanonicalOp, masked: Formula, weight: torch.Tensor, values: Mapping[fx.Node, torch.Tensor], keep: Keep
 ) -> fx.Node:
-    recipe = _prepared(masked, None, False, ("dense", (1, 1)), values, keep)
-    target = torch.ops.sparsecomp.folded_weight.default
-    return call(op.node.graph, op.node, target, list(masked.sources), recipe)
+    if keep == "asked":
+        return _build_kept(op, masked, weight.dtype, values, keep)
+    names = [f"`{source.target}`" for source in masked.sources]
+    made = _Computed(formula(masked.module(_cast(masked, weight.dtype))))
+    return promised(op.node, made, masked.sources, [values[source] for source in masked.sources], names)
+
+
+class _Computed(NamedTuple):
+    """A weight by its formula."""
+
+    formula: str
+
+    def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
+        return computed(sources, self.formula)
+
+
+def _cast(masked: Formula, dtype: torch.dtype) -> torch.dtype | None:
+    return None if example_of(masked.result).dtype is dtype else dtype
+
+
+def _build_kept(
+    op: CanonicalOp, masked: Formula, dtype: torch.dtype | None, values: Mapping[fx.Node, torch.Tensor], keep: Keep
+) -> fx.Node:
+    """The weight, of another dtype if one is given, by an operator that keeps it."""
+    recipe = _prepared(masked, dtype, ("dense", (1, 1)), values, keep)
+    return call(op.node.graph, op.node, torch.ops.sparsecomp.folded_weight.default, list(masked.sources), recipe)
 
 
 def _prepared(
-    masked: Formula, cast_to: torch.dtype | None, flip: bool, form: tuple[str, tuple[int, int]],
+    masked: Formula, cast_to: torch.dtype | None, form: tuple[str, tuple[int, int]],
     values: Mapping[fx.Node, torch.Tensor], keep: Keep,
 ) -> str:  # fmt: skip
     """The recipe of the weight in a format and block, by which it is kept already: the first call may run in the
     memory of a CUDA graph."""
-    folded = Folded(formula(masked.module(cast_to, flip)), *form)
+    folded = Folded(formula(masked.module(cast_to and _cast(masked, cast_to))), *form)
     read, names = zip(*((values[source], source.target) for source in masked.sources), strict=True)
     MEMO.prepare(folded, read, keep, names)
     return Recipe(folded, keep).written()
 
 
-def _build(
+def _build_sparse(
     op: CanonicalOp, masked: Formula, choice: Choice, values: Mapping[fx.Node, torch.Tensor], keep: Keep
 ) -> fx.Node:
     node, dtype = op.node, example_of(op.node).dtype
-    cast_to = None if example_of(masked.result).dtype is dtype else dtype
-    recipe = _prepared(masked, cast_to, op.name == "matmul", (choice.format, choice.block), values, keep)
+    recipe = _prepared(masked, dtype, (choice.format, choice.block), values, keep)
     x, bias = cast(op.input, dtype, node), op.get("bias")
     bias = None if bias is None else cast(bias, dtype, node)
-    sources = list(masked.sources)
-    if op.name not in CONVOLUTIONS:
-        target: Any = torch.ops.sparsecomp.folded_linear.default
-        return call(node.graph, node, target, x, sources, bias, recipe)
-    window = [_window(op, parameter) for parameter in ("stride", "padding", "dilation")]
-    target = torch.ops.sparsecomp.folded_conv.default
-    return call(node.graph, node, target, x, sources, bias, recipe, *window, op.get("groups", 1))
-
-
-def _window(op: CanonicalOp, parameter: str) -> list[Any]:
-    value = op.get(parameter)
-    if value == "valid":
-        value = 0
-    values = [value] if isinstance(value, int) else list(value)
-    return values * CONVOLUTIONS[op.name] if len(values) == 1 else values
+    target = torch.ops.sparsecomp.folded_linear.default
+    return call(node.graph, node, target, x, list(masked.sources), bias, recipe)

@@ -164,7 +164,7 @@ def _proved(part: Formula, selectors: list[torch.Tensor], keep: Keep) -> str | N
     weight, theta = (example_of(node) for node in part.sources[:2])
     form = Form(tuple(weight.shape), tuple(theta.shape), weight.dtype, weight.device)
     names = [node.target for node in part.sources[2:]]
-    return merging(part.module(None, flip=False), form, selectors, keep, names)
+    return merging(part.module(None), form, selectors, keep, names)
 
 
 def _plan(

@@ -6,25 +6,23 @@ in each call; under the promise that it stays as it is, once, as a constant of t
 NaN or an infinity times a zero that was written out is NaN. Under precision='exact' the layer stays sparse.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
-import sparsecomp.ops.promise
 import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operators)
-from sparsecomp.environment import Settings
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer, fuses_relu
-from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, constant, refuse, sizes
+from sparsecomp.passes.engine.constants import promised
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.sparse.chain import Chain, circumstances, copied_behind, decided, ending_at, problem_of_writes
 from sparsecomp.reference.patterns import Layout
 
 _LINEAR = torch.ops.sparsecomp.sparse_linear.default
 _LINEAR_RELU = torch.ops.sparsecomp.dense_linear_relu.default
-_PROMISED = torch.ops.sparsecomp.promised.default
 _TO_DENSE = torch.ops.sparsecomp.stored_to_dense.default
 
 
@@ -88,7 +86,7 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     return Plan(build, reason, product.format, "", gain, dead, estimate, chain.nodes[0])
 
 
-def _kept(chain: Chain, ctx: Context) -> list[torch.Tensor] | None:
+def _kept(chain: Chain, ctx: Context) -> list[Tensor] | None:
     """Values and index arrays, if it is promised that they stay as they are."""
     pattern, _ = _arrays(chain)
     found = [ctx.constant(read) for read in (chain.sparse, *pattern)]
@@ -104,7 +102,7 @@ def _build(chain: Chain, node: fx.Node, kernel: str) -> fx.Node:
     )  # fmt: skip
 
 
-def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[torch.Tensor] | None) -> fx.Node:
+def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[Tensor] | None) -> fx.Node:
     """The layer with its weight written out, and behind it the rest as written."""
     arguments: Any = chain.nodes[0].args
     pattern, layout = list(arguments[2]), arguments[5]
@@ -127,13 +125,18 @@ def _has_fused_form(chain: Chain, product: Product) -> bool:
     return chain.activation == "relu" and bias is not None and bias.dtype is product.dtype
 
 
-def _constant_weight(chain: Chain, node: fx.Node, kept: list[torch.Tensor]) -> fx.Node:
+class _WrittenOut(NamedTuple):
+    """The dense weight of stored values and index arrays."""
+
+    layout: str
+    transpose: bool
+
+    def __call__(self, values: Tensor, *pattern: Tensor) -> Tensor:
+        return stored_to_dense(values, pattern, self.layout, self.transpose)
+
+
+def _constant_weight(chain: Chain, node: fx.Node, kept: list[Tensor]) -> fx.Node:
     arguments: Any = chain.nodes[0].args
-    pattern, layout = list(arguments[2]), arguments[5]
-    with torch.no_grad():
-        weight = constant(node, stored_to_dense(kept[0], kept[1:], layout, chain.flip))
-    if not Settings.from_environment().debug:
-        return weight
-    seen = [constant(node, one.clone()) for one in kept]
     name = f"the weight `{getattr(chain.sparse, 'target', chain.sparse)}`"
-    return call(node.graph, node, _PROMISED, weight, [chain.sparse, *pattern], seen, name)
+    made = _WrittenOut(arguments[5], chain.flip)
+    return promised(node, made, [chain.sparse, *arguments[2]], kept, [name] * len(kept))

@@ -21,8 +21,9 @@ from sparsecomp import _compat
 from sparsecomp.compiler.capture import Graph
 from sparsecomp.errors import SparsecompError
 from sparsecomp.lowering.cache import artifact
-from sparsecomp.ops.library import DIRECT
+from sparsecomp.ops.library import DIRECT, KEPT
 from sparsecomp.options import Options
+from sparsecomp.passes.engine.constants import Constants
 from sparsecomp.passes.engine.rule import Density
 from sparsecomp.passes.rules import parse_options
 from sparsecomp.report import Compilations, compilations_of
@@ -75,20 +76,26 @@ def compile_graph(
     report.graph_breaks = _compat.graph_break_of(gm)
     compilations.add(_identity(graph), report)
     log.info("%d of %d sites rewritten", len(report.rewritten), len(report.sites))
-    _compat.call_directly(frozenset(DIRECT))
+    _compat.call_directly(frozenset(DIRECT), frozenset(KEPT))
     if not report.changed:
         return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, None)
+    constants = Constants(gm, example_inputs)
     with _compat.cache_key(f"sparsecomp:{sources_hash()}:{options.cache_key()}"):
         decompositions = sparsecomp.ops.decompositions
         compiled = _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions)
 
     @wraps(compiled)
     def run(*arguments: Any) -> Any:
+        if constants and constants.follow(arguments):
+            report.note(_NOT_FROZEN)
         # under CUDA graphs kernels are tuned in the warm-up call: nothing can be measured during capture
         with _effort(options, report.note):
             return compiled(*arguments)
 
-    return run if _tunes(options) else compiled
+    return run if constants or _tunes(options) else compiled
+
+
+_NOT_FROZEN = "a weight that the option frozen promises to stay was replaced or written to: its constant was made anew"
 
 
 def _identity(graph: Graph) -> Hashable:

@@ -1,25 +1,17 @@
-"""Linear layers and convolutions whose weight is a formula of tensors that stay; see `folded_weight`.
+"""Weights that are a formula of tensors that stay, and linear layers on sparse ones; see `folded_weight`.
 
-The operators mean exactly ``linear`` and ``conv`` of the computed weight. They take the formula's sources, not its
-result, so that the weight that is kept never becomes a buffer of the graph, whose memory Inductor would use again.
-`folded_weight` is the weight itself, for a graph that gives it out and does nothing else with it.
+The operators take the formula's sources and keep its result from call to call.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import KEPT, TAGS, library
 from sparsecomp.ops.masked.folded_weight import Packed, Recipe, computed, weight_of
 from sparsecomp.ops.sparse.spmm import spmm
-from sparsecomp.reference.geometry import convolution_of
 
 library.define("folded_linear(Tensor x, Tensor[] sources, Tensor? bias, str recipe) -> Tensor", tags=TAGS)
-library.define(
-    "folded_conv(Tensor x, Tensor[] sources, Tensor? bias, str recipe, SymInt[] stride, SymInt[] padding, "
-    "SymInt[] dilation, SymInt groups) -> Tensor",
-    tags=TAGS,
-)
 library.define("folded_weight(Tensor[] sources, str recipe) -> Tensor", tags=TAGS)
 
 
@@ -63,15 +55,9 @@ def _sparse(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
     return out.mT.view(*x.shape[:-1], weight.layout.shape[0])
 
 
-def _conv(x, sources, bias, recipe, stride, padding, dilation, groups):
-    _refuse_gradients(x, bias, *sources)
-    weight = weight_of(sources, recipe).values
-    return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
-
-
 def _weight(sources, recipe):
     _refuse_gradients(*sources)
-    # not the tensor that is kept, on which its reader may set what belongs to no tensor of ours; a write is noticed
+    # not the tensor that is kept, on which a reader may set what belongs to no tensor of ours; a write is noticed
     return weight_of(sources, recipe).values.detach()
 
 
@@ -79,19 +65,12 @@ def _fake_linear(x, sources, bias, recipe):
     return F.linear(x, computed(sources, Recipe.read(recipe).folded.formula), bias)
 
 
-def _fake_conv(x, sources, bias, recipe, stride, padding, dilation, groups):
-    weight = computed(sources, Recipe.read(recipe).folded.formula)
-    return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
-
-
 def _fake_weight(sources, recipe):
     return computed(sources, Recipe.read(recipe).folded.formula)
 
 
-for _name, _function, _fake in (
-    ("folded_linear", _linear, _fake_linear), ("folded_conv", _conv, _fake_conv),
-    ("folded_weight", _weight, _fake_weight),
-):  # fmt: skip
+for _name, _function, _fake in (("folded_linear", _linear, _fake_linear), ("folded_weight", _weight, _fake_weight)):
     library.impl(_name, _function, "CPU")
     library.impl(_name, _function, "CUDA")
     torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
+KEPT.add(torch.ops.sparsecomp.folded_weight.default)

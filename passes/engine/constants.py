@@ -1,0 +1,115 @@
+"""Constants of a graph: what was worked out of inputs that the option `frozen` promises to stay as they are.
+
+They are buffers of the graph's module, so that compiled code reads them as any weight. A promise covers what the inputs
+hold, not which they are: one graph may serve several modules, and `torch.func.functional_call` gives it other tensors.
+So before each call the host looks whether the inputs are those that the constants were made of, and makes them anew in
+place if not. It sees other memory and counted writes; hidden ones are the promise's, and ``SPARSECOMP_DEBUG=1`` finds
+them.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from sparsecomp import _compat
+from sparsecomp.environment import Settings
+from sparsecomp.ops import promise  # noqa: F401  (registers the operator)
+from sparsecomp.passes.engine.rule import call
+from sparsecomp.passes.graph.canonicalize import example_of
+
+_KEY = "sparsecomp_constants"
+"""Of the graph module's meta, where rules leave the constants for the backend."""
+
+
+class Constant(NamedTuple):
+    """A buffer of a graph's module.
+
+    Attributes:
+        make: what gives it for tensors in the place of the sources; equal ones make equal buffers.
+        sources: placeholders.
+    """
+
+    make: Callable[..., Tensor]
+    sources: tuple[fx.Node, ...]
+
+
+def promised(
+    like: fx.Node, make: Callable[..., Tensor], sources: Sequence[fx.Node], held: Sequence[Tensor], names: Sequence[str]
+) -> fx.Node:  # fmt: skip
+    """A node for what is made of inputs that are promised to stay as they are.
+
+    Under ``SPARSECOMP_DEBUG=1`` each call looks whether they did.
+
+    Args:
+        sources, held: the inputs, and what they hold.
+        names: of them, for the error.
+    """
+    node = _buffer(like, Constant(make, tuple(sources)), held)
+    if not Settings.from_environment().debug:
+        return node
+    seen = [_buffer(like, Constant(torch.clone, (source,)), [one]) for source, one in zip(sources, held, strict=True)]
+    return call(like.graph, like, torch.ops.sparsecomp.promised.default, node, list(sources), seen, list(names))
+
+
+def _buffer(like: fx.Node, constant: Constant, held: Sequence[Tensor]) -> fx.Node:
+    module = like.graph.owning_module
+    assert module is not None
+    names: dict[Constant, str] = module.meta.setdefault(_KEY, {})
+    if constant not in names:
+        names[constant] = _compat.add_constant(module, _made(constant.make, held))
+    node = like.graph.get_attr(names[constant])
+    value = module.get_buffer(names[constant])
+    node.meta["example_value"] = _compat.fake_of(value, beside=example_of(like.all_input_nodes[0]))
+    return node
+
+
+def _made(make: Callable[..., Tensor], held: Sequence[Tensor]) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        made = make(*held)
+    if made.is_cuda and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(made.device)  # calls may come on any stream
+    return made
+
+
+class Constants:
+    """The constants of a graph that is compiled, and the inputs that they were made of."""
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[object]) -> None:
+        """Takes them off the graph's module."""
+        places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        read = {node.target for node in gm.graph.find_nodes(op="get_attr")}
+        self._made = [
+            (gm.get_buffer(name), constant.make, [places[source] for source in constant.sources])
+            for constant, name in gm.meta.pop(_KEY, {}).items() if name in read
+        ]  # fmt: skip
+        self._places = sorted({place for *_, sources in self._made for place in sources})
+        _compat.serve_one_module(node for node, place in places.items() if place in self._places)
+        self._remember(inputs)
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def follow(self, inputs: Sequence[object]) -> bool:
+        """Make the constants anew if an input is another tensor than before, or was written to; whether it was."""
+        for place, memory, version in self._known:
+            source = inputs[place]
+            if memory() is not source.untyped_storage() or (version is not None and source._version != version):
+                break
+        else:
+            return False
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()  # for those who still read them
+        for buffer, make, sources in self._made:
+            buffer.copy_(_made(make, [inputs[place] for place in sources]))
+        self._remember(inputs)
+        return True
+
+    def _remember(self, inputs: Sequence[object]) -> None:
+        held = [(place, inputs[place]) for place in self._places]
+        self._known = [
+            (place, weakref.ref(one.untyped_storage()), None if one.is_inference() else one._version)
+            for place, one in held if isinstance(one, Tensor)
+        ]  # fmt: skip
