@@ -23,6 +23,7 @@ from sparsecomp.lowering.sparse.spmm_nm import spmm_nm
 from sparsecomp.lowering.tuning import autotune
 from sparsecomp.lowering.tuning.trial import relative_error
 from sparsecomp.passes.cost import sparse as sparse_cost
+from sparsecomp.reference.patterns import Layout
 
 COPIES = 3
 """Sets of operands rotated through, so that no call finds its own in the L2 cache."""
@@ -103,8 +104,8 @@ def _row(size: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
 def _decision(size: int, rows: int, dtype: torch.dtype) -> str:
     """What the compiler makes of such a layer, and why."""
     product = sparse_cost.Product(
-        torch.device("cuda", torch.cuda.current_device()), "nm", (2, 4), size, size, rows, 1, size * size // 2, "even",
-        dtype, True, True, False, "relu", "",
+        torch.device("cuda", torch.cuda.current_device()), Layout("nm", (2, 4), (size, size)), rows, 1,
+        size * size // 2, dtype, True, True, False, "relu", "",
     )  # fmt: skip
     decision = sparse_cost.decide(product)
     return f"{decision.implementation}: {decision.reason}"

@@ -289,8 +289,8 @@ def _site(rule: Rule, node: fx.Node, verdict: Plan | Refusal, ctx: Context) -> S
     )  # fmt: skip
     if isinstance(verdict, Plan):
         site.reason, site.implementation = verdict.reason, verdict.implementation
-        site.estimate = verdict.estimate
-        site.precision, site.expected_gain = verdict.precision, verdict.expected_gain
+        site.precision, site.estimate = verdict.precision, verdict.estimate
+        site.expected_gain = None if verdict.estimate is None else verdict.estimate.gain
     else:
         site.reason, site.why, site.estimate = str(verdict), verdict.why.name, verdict.estimate
     return site

@@ -90,6 +90,17 @@ def output_of(
     )  # fmt: skip
 
 
+def described_output(
+    out: Tensor, axis: str, bias: torch.dtype | None, residual: torch.dtype | None, activation: str
+) -> Output:
+    """`output_of` for a bias by this axis and a residual that lies as ``out`` does, from their dtypes."""
+    length = out.shape[-2 if axis == "row" else -1]
+    added = None if bias is None else out.new_empty(length, dtype=bias)
+    return output_of(
+        out, added, axis, None if residual is None else torch.empty_like(out, dtype=residual), activation, 1.0
+    )  # fmt: skip
+
+
 def output_from_text(text: str, dtype: str, strides: Strides) -> Output:
     """An output whose ``text`` is this, with a residual laid out like it.
 

@@ -77,6 +77,16 @@ class Sddmm(NamedTuple):
         )  # fmt: skip
 
 
+def weight_gradient(
+    count: int, rows: int, columns: int, entries: int, dtype: torch.dtype, index: torch.dtype, skew: str
+) -> Sddmm:
+    """The gradient by the values of a weight (rows, columns) from ``count`` rows of input and of the output's gradient,
+    contiguous all."""
+    out = torch.empty(entries, dtype=dtype, device="meta")
+    a, b = (out.new_empty(count, size).mT for size in (rows, columns))
+    return Sddmm.of(out.new_empty(rows + 1, dtype=index), out.to(index), a, b, out, 1.0, skew)
+
+
 def sddmm(
     crow: Tensor, col: Tensor, a: Tensor, b: Tensor, out: Tensor, *, scale: float = 1.0, skew: str = "even"
 ) -> None:

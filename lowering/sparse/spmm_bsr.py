@@ -136,14 +136,18 @@ def multiply(
     spmm_bsr(*arrays, dense, out, **finish, skew=matrix.skew)
 
 
-def layer_problem(
-    values: Tensor, index: torch.dtype, layout: Layout, dense: Tensor, out: Tensor, described: Output, kernel: str,
-    device: torch.device,
-) -> tuple[Operation[Any], SpmmBsr]:  # fmt: skip
-    """As `Launcher.layer_problem`."""
+def problem_of(
+    values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, index: torch.dtype = torch.int32
+) -> SpmmBsr:
+    """As `Launcher.problem_of`."""
     lines = layout.padded_shape[0] // layout.block[0]
-    pointers, indices = (torch.empty(n, dtype=index, device="meta") for n in (lines + 1, values.shape[0]))
-    return SPMM_BSR, SpmmBsr.of(pointers, indices, values, dense, out, described, layout.skews[0])
+    pointers, indices = (values.new_empty(n, dtype=index) for n in (lines + 1, values.shape[0]))
+    return SpmmBsr.of(pointers, indices, values, dense, out, described, layout.skews[0])
+
+
+def operations(layout: Layout) -> tuple[Operation[Any], ...]:
+    """As `Launcher.operations`."""
+    return (SPMM_BSR,)
 
 
 def _signature(problem: SpmmBsr, device: Device) -> KernelSignature:

@@ -129,15 +129,17 @@ def multiply(
     spmm_csr(*arrays, dense, out, **finish, skew=matrix.skew, filled=layout.kind.FILLED)
 
 
-def layer_problem(
-    values: Tensor, index: torch.dtype, layout: Layout, dense: Tensor, out: Tensor, described: Output, kernel: str,
-    device: torch.device,
-) -> tuple[Operation[Any], SpmmCsr] | None:  # fmt: skip
-    """As `Launcher.layer_problem`; None for a layout whose pointers must be made in each call."""
-    if not layout.plain:
-        return None
-    pointers = torch.empty(layout.shape[0] + 1, dtype=index, device="meta")
-    return SPMM_CSR, SpmmCsr.of(pointers, values.to(index), values, dense, out, described, layout.skews[0])
+def problem_of(
+    values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, index: torch.dtype = torch.int32
+) -> SpmmCsr:
+    """As `Launcher.problem_of`."""
+    pointers = values.new_empty(layout.shape[0] + 1, dtype=index)
+    return SpmmCsr.of(pointers, values.to(index), values, dense, out, described, layout.skews[0])
+
+
+def operations(layout: Layout) -> tuple[Operation[Any], ...]:
+    """As `Launcher.operations`."""
+    return (SPMM_CSR,)
 
 
 def check_shapes(rows: int, batched: bool, batch: torch.Size, dense: Tensor, out: Tensor) -> None:

@@ -188,7 +188,7 @@ def _folded(
         return built | ({masked.result: _build_weight(op, masked, values, keep)} if given_out else {})
 
     dead = tuple(node for node in masked.nodes[::-1] if not (given_out and node is masked.result))
-    return Plan(build, reason, choice.name, "", choice.gain, dead, choice.decision.estimate)
+    return Plan(build, reason, choice.name, "", dead, choice.decision.estimate)
 
 
 def _is_given_out(masked: Formula, layer: fx.Node) -> bool:

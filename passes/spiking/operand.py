@@ -142,8 +142,7 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     node, strategy = operands.op.node, decision.implementation
     reason = f"input is {operands.fact.described()}; {decision.reason}"
     return Plan(
-        lambda: {node: build(strategy)}, reason, strategy, operands.precision, decision.gain,
-        estimate=decision.estimate,
+        lambda: {node: build(strategy)}, reason, strategy, operands.precision, estimate=decision.estimate
     )  # fmt: skip
 
 

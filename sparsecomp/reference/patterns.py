@@ -206,9 +206,14 @@ def compressed(values: Tensor, pattern: Sequence[Tensor], layout: Layout, transp
 
 def skew_of(pointers: Tensor) -> str:
     """How uneven rows are, for `Layout.skews`; reads from the device."""
-    counts = pointers.diff().double()
+    return skew_of_counts(pointers.diff())
+
+
+def skew_of_counts(counts: Tensor) -> str:
+    """`skew_of` for rows of so many entries."""
     if not counts.numel():
         return "even"
+    counts = counts.double()
     mean, deviation = torch.stack([counts.mean(), counts.std(correction=0)]).tolist()
     return evenness(deviation / mean if mean else 0.0)
 

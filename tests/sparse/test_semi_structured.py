@@ -34,6 +34,7 @@ from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.sparse import chain
 from sparsecomp.reference.memo import Memo
+from sparsecomp.reference.patterns import Layout
 
 template = pytest.importorskip("sparsecomp.lowering.sparse.kernels.semi_structured")  # needs Triton
 
@@ -436,7 +437,7 @@ def test_structures_are_aligned_and_large():
 
 def linear_of(size, n, dtype=torch.float16):
     return sparse_cost.Product(
-        torch.device("cuda"), "nm", (2, 4), size, size, n, 1, size * size // 2, "even", dtype, True, True, False,
+        torch.device("cuda"), Layout("nm", (2, 4), (size, size)), n, 1, size * size // 2, dtype, True, True, False,
         "relu", f"NM {size}x{size} at 50.0% sparsity",
     )  # fmt: skip
 
@@ -584,7 +585,7 @@ def test_a_layer_and_its_compiled_form(cuda, monkeypatch):
     with torch.no_grad():
         assert relative_error(F.relu(layer(x)), expected) <= 1e-3
         assert len(semi_structured.MEMO) == before + 1
-        monkeypatch.setattr(chain, "decide", lambda product: Decision("", 1.0, "sparse is faster"))
+        monkeypatch.setattr(chain, "decide", lambda product: Decision("", "sparse is faster"))
         compiled = torch.compile(torch.nn.Sequential(layer, torch.nn.ReLU()), backend="sparsecomp")
         assert relative_error(compiled(x), expected) <= 1e-3
         layer.values.mul_(-1)

@@ -123,9 +123,10 @@ CSR, BSR, NM = ("csr", (1, 1), 600), ("bsr", (16, 16), 60), ("nm", (2, 4), 32000
 def _product(kind: tuple[str, tuple[int, int], int], n: int, dtype: torch.dtype, flags: str) -> Product:
     """S is (128, 256), or 250 rows of N:M, which cuSPARSELt never takes; `flags` name what is true of it."""
     format, block, entries = kind
+    layout = Layout(format, block, (250 if format == "nm" else 128, 256), ("mixed", "mixed"))
     return Product(
-        torch.device("cuda"), format, block, 250 if format == "nm" else 128, 256, n, 1, entries, "mixed", dtype,
-        "linear" in flags, "bias" in flags, "residual" in flags, "relu" if "relu" in flags else "none", "",
+        torch.device("cuda"), layout, n, 1, entries, dtype, "linear" in flags, "bias" in flags, "residual" in flags,
+        "relu" if "relu" in flags else "none", "",
         "constant" in flags, "trained" in flags, "hosted" not in flags,
     )  # fmt: skip
 
@@ -134,12 +135,18 @@ def _read_off(layout: Layout, transpose: bool, linear: bool) -> list[Any]:
     """What kernels see of a matrix with 20 elements or blocks times a batch."""
     dense = [2, 3, 40] if linear else [5, 96, 7]
     product = Product.of(layout, 20, transpose, dense, linear, torch.empty(1), True, False, "relu", trained=False)
-    return [str(tuple(product)[1:])]
+    (format, block, (m, k), (skew, _)), *rest = product[1:]
+    return [str((format, block, m, k, *rest[:3], skew, *rest[3:]))]
 
 
 def _as_rewritten(decision: Decision) -> list[Any]:
     """Whether a sparse layer runs dense, what runs, what the rewrite gains, and why."""
     return [decision.dense, decision.implementation, 1.0 if decision.dense else decision.gain, decision.reason]
+
+
+def _said(decision: Decision) -> list[Any]:
+    """What was decided, the gain, 1 where none is estimated, and why."""
+    return [decision.implementation, decision.gain or 1.0, decision.reason]
 
 
 HALF_AND_FLOAT = (torch.float16, torch.float32)
@@ -157,8 +164,12 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
         for dtype in HALF_AND_FLOAT
         for flags in ("", "linear bias relu constant", "trained", "trained hosted", "linear residual hosted")
     },
-    "large product": lambda: [sparse_cost.dense_seconds(
-        _product(CSR, 8192, dtype, "constant")._replace(m=4096, k=4096), H100) for dtype in HALF_AND_FLOAT],
+    "large product": lambda: [
+        sparse_cost.dense_seconds(
+            _product(CSR, 8192, dtype, "constant")._replace(layout=Layout("csr", (1, 1), (4096, 4096))), H100
+        )
+        for dtype in HALF_AND_FLOAT
+    ],
     **{
         f"on a CPU {kind[0]} {dtype} {flags}": partial(
             lambda product: _as_rewritten(sparse_cost.decide(product)),
@@ -180,15 +191,15 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
                 cpu_cost.sparse_seconds(work, trained), cpu_cost.dense_seconds(work, trained, False),
                 cpu_cost.dense_seconds(work, trained, True),
             ],
-            cpu_cost.Work(format, block, 128, 256, n, 3000), trained,
+            cpu_cost.Work(format, entry, 128, 256, n, 3000), trained,
         )
-        for format, block in (("csr", (1, 1)), ("bsr", (16, 8)), ("nm", (2, 4)))
+        for format, entry in (("csr", ()), ("bsr", (16, 8)), ("nm", ()))
         for n in (1, 64)
         for trained in (False, True)
     },
     **{
         f"site {n} {c} {size} {changes}": partial(
-            lambda site: [*gate.decide(site)[:3], gate.event_pays_below(site),
+            lambda site: [*_said(gate.decide(site)), gate.event_pays_below(site),
                           *(gate.forced(site, name).gain for name in ("binary", "event", "skip"))],
             _site(n, c, size, side)._replace(**changes),
         )

@@ -28,7 +28,7 @@ def lost_output(lost: torch.Tensor, parts: Parts) -> torch.Tensor:
     return by_parts(parts, lambda part, rows, kept: bias_shift(rows, kept, part.mean), lost, none)
 
 
-def bias_of(module: nn.Module, name: str) -> torch.Tensor | None:
+def added_bias(module: nn.Module, name: str) -> torch.Tensor | None:
     """The bias (a view of it) that is added to what the module's weight ``name`` gives; None where there is none."""
     if not isinstance(module, nn.MultiheadAttention):
         return getattr(module, "bias", None)

@@ -25,7 +25,7 @@ from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.distributed import Replicas, bare
 from sparsecomp.training.history import CycleReport, History, LayerReport
 from sparsecomp.training.pruning.calibration import InputStatistics, Statistics
-from sparsecomp.training.pruning.layer_repair import bias_of, dsnot, lost_output
+from sparsecomp.training.pruning.layer_repair import added_bias, dsnot, lost_output
 from sparsecomp.training.pruning.pruners import PRUNERS, Parts, Pruned, Wanda
 from sparsecomp.training.resu.adamw import RESUAdamW
 from sparsecomp.training.resu.amnesty import amnesty_mask, amnesty_n_of_m
@@ -280,7 +280,7 @@ def _layers(model: nn.Module, skip: tuple[str, ...]) -> dict[str, _Layer]:
             continue
         for name, weight in module.named_parameters():
             layer = by_weight.get(id(weight))
-            bias = bias_of(module, name) if layer else None
+            bias = added_bias(module, name) if layer else None
             # an attention and its output projection are two modules with one bias
             if layer and bias is not None and all(bias is not known for known in layer.biases):
                 layer.biases.append(bias)
