@@ -20,7 +20,7 @@ from sparsecomp.environment import Settings
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.cache.tuning_cache import TuningCache
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
-from sparsecomp.lowering.spiking.convolution import Convolution
+from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.event_conv import SPARSEST_OVERFLOW, Accumulate
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, PackWeight
@@ -71,7 +71,7 @@ def _lif(c: int, size: int) -> Lif:
 
 
 def _pack_weight(c: int, size: int) -> PackWeight:
-    return PackWeight(c, c, (3, 3), (9 * c, 1, 3 * c, c), 3, "float32")
+    return PackWeight(Maps(c, c, (3, 3), (9 * c, 1, 3 * c, c), "float32"), 3)
 
 
 def _cast(c: int, size: int) -> Cast:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import contiguous_strides, random_tensor
-from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, as_image
+from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, image_strides
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.digits import padded_channels, split_weight, used_weight
 
@@ -55,9 +55,8 @@ class BinaryConv(NamedTuple):
     @property
     def numbers(self) -> tuple[float, ...]:
         """The run-time numbers of the kernels, in their order."""
-        c, (weight_k, weight_c, *within) = self.conv, self.weight
-        weight = (weight_k, weight_c, *as_image(within, 0))
-        return (*c.maps, c.c, c.k, self.cp, *c.geometry, *weight, c.scale, self.limit)
+        c = self.conv
+        return (*c.maps, c.c, c.k, self.cp, *c.geometry, *image_strides(self.weight), c.scale, self.limit)
 
     @property
     def constants(self) -> dict[str, int | bool]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
-from sparsecomp.lowering.launch.strided import contiguous_strides
+from sparsecomp.lowering.launch.strided import contiguous_strides, dtype_name
 from sparsecomp.reference.geometry import Window, convolve
 
 CONV_TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
@@ -41,6 +41,45 @@ class OutputStrides(NamedTuple):
     pixel: int
     channel: int
     image: int
+
+
+class Maps(NamedTuple):
+    """Maps of any strides as kernels read them: inputs (N, C, …), or a weight (K, C, …).
+
+    Attributes:
+        outer: images, or output channels.
+        c: channels of each.
+        size: of a map, of two dimensions at most.
+        strides: one a dimension of the tensor.
+        dtype: of the elements.
+    """
+
+    outer: int
+    c: int
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Maps":
+        """Those of a tensor that is `planar`."""
+        outer, c, *size = x.shape
+        return cls(outer, c, tuple(size), x.stride(), dtype_name(x))
+
+    @property
+    def pixels(self) -> int:
+        """Of a map, at least one."""
+        return max(prod(self.size), 1)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Run-time numbers of every kernel: strides by image, channel and two dimensions of a map."""
+        return image_strides(self.strides)
 
 
 class Convolution(NamedTuple):
@@ -172,6 +211,11 @@ def planar(x: Tensor) -> Tensor:
 def as_image(numbers: Sequence[int], idle: int) -> tuple[int, ...]:
     """A number a dimension for at least two, where ``idle`` changes nothing in those that there are not."""
     return (idle,) * (2 - len(numbers)) + tuple(numbers)
+
+
+def image_strides(strides: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor of images, of one with maps of at most two dimensions."""
+    return (*strides[:2], *as_image(strides[2:], 0))
 
 
 def kernel_constants(kernel: tuple[int, ...]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, size_bucket
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name
-from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, planar
+from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Maps, Selection, planar
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.geometry import Window
 
@@ -36,24 +36,20 @@ class FindEvents(NamedTuple):
 
 
 class PackEvents(NamedTuple):
-    """A weight (k, c, …) with its strides, stored by blocks of output channels, and beside a factor."""
+    """A weight, stored by blocks of output channels, and beside a factor."""
 
-    k: int
-    c: int
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
+    weight: Maps
     has_factor: bool
 
     @property
     def block(self) -> int:
         """Output channels of a block."""
-        return block_of(self.k)
+        return block_of(self.weight.outer)
 
     @property
     def depth(self) -> int:
         """Weights of an output channel."""
-        return prod(self.kernel) * self.c
+        return self.weight.pixels * self.weight.c
 
 
 class Accumulate(NamedTuple):
@@ -147,9 +143,8 @@ def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: T
     ``total`` becomes more than any capacity where events alone would be wrong; see :func:`event_conv`.
     """
     weight = planar(weight)
-    k, c, *kernel = weight.shape
-    problem = PackEvents(k, c, tuple(kernel), weight.stride(), dtype_name(weight), factor is not None)
-    shape = (-(-k // problem.block), problem.depth, problem.block)
+    problem = PackEvents(Maps.of(weight), factor is not None)
+    shape = (-(-weight.shape[0] // problem.block), problem.depth, problem.block)
     out = torch.empty(shape, dtype=weight.dtype, device=weight.device)
     if out.numel():
         dispatch.launch(PACK_EVENTS, problem, weight, scales, factor, out, total)
@@ -167,8 +162,9 @@ def _find_signature(problem: FindEvents, device: Device) -> KernelSignature:
 
 
 def _pack_signature(problem: PackEvents, device: Device) -> KernelSignature:
-    sizes = (("k", problem.k), ("c", problem.c))
-    return KernelSignature("pack_events", device, dtypes=(problem.dtype,), sizes=sizes)
+    weight = problem.weight
+    sizes = (("k", weight.outer), ("c", weight.c))
+    return KernelSignature("pack_events", device, dtypes=(weight.dtype,), sizes=sizes)
 
 
 def _accumulate_signature(problem: Accumulate, device: Device) -> KernelSignature:

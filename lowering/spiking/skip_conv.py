@@ -1,6 +1,5 @@
 """Convolution on non-idle pixels only, as two operations: scan the pixels, list the rows they reach."""
 
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -8,24 +7,8 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import dtype_name
-from sparsecomp.lowering.spiking.convolution import Convolution, Selection, planar
+from sparsecomp.lowering.spiking.convolution import Convolution, Maps, Selection, planar
 from sparsecomp.lowering.tuning.template import Operation
-
-
-class ScanPixels(NamedTuple):
-    """An input (n, c, …) of any strides, with maps of ``size``."""
-
-    n: int
-    c: int
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-
-    @property
-    def pixels(self) -> int:
-        """Of an image, at least one."""
-        return max(prod(self.size), 1)
 
 
 class ListRows(NamedTuple):
@@ -60,13 +43,12 @@ def scan_pixels(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     active = torch.empty((n, *size), dtype=torch.int8, device=x.device)
     count = torch.empty((1,), dtype=torch.int32, device=x.device)
     x = planar(x)
-    problem = ScanPixels(n, c, tuple(x.shape[2:]), x.stride(), dtype_name(x))
-    dispatch.launch(SCAN_PIXELS, problem, x, x8, active, count)
+    dispatch.launch(SCAN_PIXELS, Maps.of(x), x, x8, active, count)
     return x8.movedim(-1, 1), active, count
 
 
-def _scan_signature(problem: ScanPixels, device: Device) -> KernelSignature:
-    sizes = (("n", problem.n), ("c", problem.c), ("pixels", problem.pixels))
+def _scan_signature(problem: Maps, device: Device) -> KernelSignature:
+    sizes = (("n", problem.outer), ("c", problem.c), ("pixels", problem.pixels))
     return KernelSignature("scan_pixels", device, dtypes=(problem.dtype, "int8"), sizes=sizes)
 
 

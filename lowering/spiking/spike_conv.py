@@ -78,7 +78,7 @@ class _Record:
 
     def __init__(self, conv: Convolution, split: PackWeight, weight: Tensor, out: Tensor, device: torch.device) -> None:
         problem = BinaryConv(conv, split.digits, weight.stride())
-        self._planes, self._scales = (split.digits, split.k, split.depth), (split.k,)
+        self._planes, self._scales = split.planes, split.planes[1:2]
         self._size, self._stride, self._dtype, self._device = out.size(), out.stride(), out.dtype, device
         self._pack = dispatch.prepared(PACK_WEIGHT, split, device) if out.numel() else None
         self._multiply = dispatch.prepared(BINARY_CONV, problem, device) if out.numel() else None

@@ -28,12 +28,12 @@ from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.sparse.stored_places import WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
-from sparsecomp.lowering.spiking.convolution import Convolution
+from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
 from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided, PackWeight
-from sparsecomp.lowering.spiking.skip_conv import ListRows, ScanPixels
+from sparsecomp.lowering.spiking.skip_conv import ListRows
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.cost import rank, seconds
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
@@ -219,17 +219,17 @@ PROBLEMS: dict[str, list[Any]] = {
                     _conv(32, 256, 14, 3, 1, 3, "rows"), _conv(4, 96, 9, 5, 1, 3)],
     "pack_weight": [PackWeight.of(torch.empty(64, 64, 3, 3), 3), PackWeight.of(torch.empty(512, 500).half(), 2)],
     "cast": [Cast(100_003, 0, False, "float32"), Cast(5000, 3, True, "float16")],
-    "cast_strided": [CastStrided(2, 40, (7, 5), (1400, 35, 5, 1), "float32"),
-                     CastStrided(32, 256, (14, 14), (50176, 196, 14, 1), "float16")],
+    "cast_strided": [CastStrided(Maps(2, 40, (7, 5), (1400, 35, 5, 1), "float32")),
+                     CastStrided(Maps(32, 256, (14, 14), (50176, 196, 14, 1), "float16"))],
     "lif": [Lif(960, 960, 960, 16, 60, 0, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, False, True, True, True, True),
             Lif(10**6, 10**6, 10**6, 64, 1, 0, 1e-5, 2.0, 1.0, 0.0, 4, "if", True, False, False, False, False, False)],
     "find_events": [FindEvents(1000, 56, 64, 4000, "float32"), FindEvents(30, 7, 500, 999, "float16")],
-    "pack_events": [PackEvents(64, 64, (3, 3), (576, 9, 3, 1), "float32", False),
-                    PackEvents(500, 300, (), (300, 1), "float16", True)],
+    "pack_events": [PackEvents(Maps(64, 64, (3, 3), (576, 9, 3, 1), "float32"), False),
+                    PackEvents(Maps(500, 300, (), (300, 1), "float16"), True)],
     "event_conv": [_accumulate(32, 64, 56, 0.02, "float32"), _accumulate(2, 512, 7, 0.1, "float16"),
                    _channels_first(_accumulate(2, 96, 14, 0.05, "float32"))],
-    "scan_pixels": [ScanPixels(2, 64, (28, 14), (12544, 1, 896, 64), "float32"),
-                    ScanPixels(32, 500, (224, 7), (24500, 49, 7, 1), "float16")],
+    "scan_pixels": [Maps(2, 64, (28, 14), (12544, 1, 896, 64), "float32"),
+                    Maps(32, 500, (224, 7), (24500, 49, 7, 1), "float16")],
     "list_rows": [_listed(2, 14, 64, 3, 1, "float32"), _listed(4, 100, 20, 1, 2, "float16")],
     "spike_conv2d": [_site(128, 64, 56, 3), _site(1, 512, 7, 3, density=None),
                      _site(8, 256, 14, 1, itemsize=2, digits=2), _site(512, 256, 1, 1, active=None),

@@ -10,7 +10,7 @@ from sparsecomp.compiler.warmup import signature_of
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, binary_conv_problem
-from sparsecomp.lowering.spiking.convolution import Convolution, OutputStrides
+from sparsecomp.lowering.spiking.convolution import Convolution, Maps, OutputStrides
 from sparsecomp.lowering.spiking.event_conv import ACCUMULATE, Accumulate
 from sparsecomp.lowering.spiking.implementations import SPIKE_CONV, SiteInfo
 from sparsecomp.lowering.spiking.lif import LIF, Lif
@@ -47,7 +47,7 @@ PROBLEMS = [
     pytest.param(PACK_WEIGHT, PackWeight.of(torch.empty(16, 40, 3, 3), 3), id="pack_weight"),
     pytest.param(CAST, Cast(5000, 0, False, "float32"), id="cast"),
     pytest.param(CAST, Cast(5000, 3, True, "float16"), id="counted cast"),
-    pytest.param(CAST_STRIDED, CastStrided(2, 40, (7, 5), (1400, 35, 5, 1), "float32"), id="cast_strided"),
+    pytest.param(CAST_STRIDED, CastStrided(Maps(2, 40, (7, 5), (1400, 35, 5, 1), "float32")), id="cast_strided"),
     pytest.param(WRITE_OUT, WriteOut(40, 3000, 37_003, "float16", "int32"), id="write_out"),
     pytest.param(
         LIF,

@@ -200,11 +200,10 @@ def _prepare_find(problem: FindEvents, config: Config) -> Launch:
 
 
 def _prepare_pack(problem: PackEvents, config: Config) -> Launch:
-    p = problem
-    stride_k, stride_c, *within = p.strides
-    grid = (triton.cdiv(p.depth, 32), triton.cdiv(p.k, p.block))
-    numbers = (p.k, p.c, p.depth, stride_k, stride_c, *as_image(within, 0), 2**30)
-    constants = {"S": as_image(p.kernel, 1)[-1], "BD": 32, "KS": p.block}
+    p, weight = problem, problem.weight
+    grid = (triton.cdiv(p.depth, 32), triton.cdiv(weight.outer, p.block))
+    numbers = (weight.outer, weight.c, p.depth, *weight.numbers, 2**30)
+    constants = {"S": as_image(weight.size, 1)[-1], "BD": 32, "KS": p.block}
     return Launch(pack_event_weight_kernel, grid, numbers, constants)
 
 
@@ -228,7 +227,7 @@ def _accumulate_space(problem: Accumulate, device: Device) -> list[Config]:
 
 
 _rows, _w, _c, _itemsize = sizes("rows w c itemsize")
-_k, _depth, _weight_rows = sizes("k depth weight_rows")
+_k, _depth, _weight_itemsize, _weight_rows = sizes("weight.outer depth weight.itemsize weight_rows")
 _m, _channels, _filters, _taps, _out_itemsize = sizes("conv.m conv.c conv.k conv.taps conv.itemsize")
 _p, _e, _warps, _block, _processors, _channel = sizes("P E warps block processors conv.out.channel")
 # what was best on an H100: as many pixels as fill 192 lanes with channels, or 8 of channels-first; two events; one
@@ -255,7 +254,7 @@ PACK_EVENTS = Template(
     sources=(pack_event_weight_kernel,),
     refuse=lambda problem, device: None,
     space=lambda problem, device: [Config()],
-    cost=Cost(bytes=2 * _k * _depth * _itemsize),
+    cost=Cost(bytes=2 * _k * _depth * _weight_itemsize),
     prepare=_prepare_pack,
 )
 
