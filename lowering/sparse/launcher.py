@@ -62,6 +62,7 @@ def multiplied_as(layout: Layout, transpose: bool = False) -> Layout:
     general = BSR if layout.entry else CSR
     if not transpose and layout.kind.KERNEL != general.KERNEL:
         return layout
-    turn = -1 if transpose else 1
-    block = layout.entry[::turn] if layout.entry else (1, 1)
-    return Layout(general.OPERAND, block, layout.shape[::turn], layout.skews[::turn])
+    (rows, cols), (height, width) = layout.shape, layout.block if layout.entry else (1, 1)
+    if not transpose:
+        return Layout(general.OPERAND, (height, width), (rows, cols), layout.skews)
+    return Layout(general.OPERAND, (width, height), (cols, rows), (layout.skews[1], layout.skews[0]))

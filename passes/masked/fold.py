@@ -87,9 +87,9 @@ def _described(weight: Tensor) -> str:
 
 def forms_of(weight: Tensor) -> list[Form]:
     """Formats that can hold the weight without much filler, of groups 2:4 alone."""
-    shape = (weight.shape[0], weight.shape[1])
+    shape, (row, col) = (weight.shape[0], weight.shape[1]), weight.nonzero().unbind(1)
     blocks = [side for side in _BLOCKS if not any(length % side for length in shape)]
-    found = forms(*weight.nonzero().unbind(1), shape, blocks, [4] if shape[1] % 4 == 0 else [])
+    found = forms(row, col, shape, blocks, [4] if shape[1] % 4 == 0 else [])
     return [
         form._replace(block=(2, 4), counts=form.counts * 2 // form.block[0]) if form.format is NM else form
         for form in found
