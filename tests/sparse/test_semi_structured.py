@@ -6,8 +6,8 @@ import math
 import os
 import sys
 import weakref
-from dataclasses import replace
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -267,6 +267,14 @@ def test_a_copy_goes_with_its_weight(library):
     assert left == ["handle"]
 
 
+def test_parts_of_a_product_are_offered_where_tiles_leave_processors_of_the_card_idle(library, monkeypatch):
+    """Four tiles of 128 by 128."""
+    for k, processors, parts in ((4096, 4, {1}), (4352, 5, {1, 2, 4})):
+        monkeypatch.setattr(template, "card_of", lambda device, count=processors: replace(H100, processors=count))
+        candidates = SEMI_STRUCTURED.candidates(problem(m=256, k=k, n=256), CARD)
+        assert {one.config["split_k"] for one in candidates} == parts
+
+
 def test_every_algorithm_is_offered_and_tried(library):
     output = Output(Strides(0, 1, 64), "float16", "", "", "", Strides(0, 0, 0), "none", 1.0)
     given = problem(m=64, k=2048, n=16)._replace(output=output)
@@ -306,14 +314,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_parts_of_a_product_are_offered_where_tiles_leave_processors_of_the_card_idle(library, monkeypatch):
-    """Four tiles of 128 by 128."""
-    for k, processors, parts in ((4096, 4, {1}), (4352, 5, {1, 2, 4})):
-        monkeypatch.setattr(template, "card_of", lambda device, count=processors: replace(H100, processors=count))
-        candidates = SEMI_STRUCTURED.candidates(problem(m=256, k=k, n=256), CARD)
-        assert {one.config["split_k"] for one in candidates} == parts
-
-
 def test_refusals_say_why(library, name):
     given, why = REFUSED[name]
     assert why in SEMI_STRUCTURED.refusals(given, CARD)["cusparselt"]
