@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from bench import spike_maps
 from bench.timing import graph_ms
 from sparsecomp.lowering.spiking.packing import pack_weight, to_bytes
-from sparsecomp.ops import spike_conv2d, spike_linear
+from sparsecomp.ops import spike_conv, spike_linear
 
 BATCH = 128
 CLUSTERED = 0.1
@@ -103,7 +103,7 @@ def _conv_row(maps: list[torch.Tensor], spikes: str, dtype: torch.dtype) -> dict
     exact = F.conv2d(inputs[0][:8].double(), weight.double(), None, *window)
 
     def ours(x: torch.Tensor, strategy: str) -> torch.Tensor:
-        return spike_conv2d(x, weight, None, *window, digits, strategy)
+        return spike_conv(x, weight, None, *window, digits, strategy)
 
     for strategy in ("binary", "event", "skip"):
         _time_ours(row, strategy, inputs, exact, lambda x, s=strategy: ours(x, s))

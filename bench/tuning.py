@@ -29,7 +29,7 @@ from sparsecomp.lowering.tuning.cards import H100, Card
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import rank
 from sparsecomp.lowering.tuning.operations import operations
-from sparsecomp.ops import lif, spike_conv2d, spike_linear
+from sparsecomp.ops import lif, spike_conv, spike_linear
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.geometry import Window
 
@@ -147,17 +147,17 @@ def _host() -> dict[str, float]:
     weight, matrix = torch.randn(64, 64, 3, 3, device="cuda"), torch.randn(64, 64, device="cuda")
     currents = torch.randn(4, 1, 64, 8, 8, device="cuda")
     spikes, rows, one = x.to(torch.int8), (torch.rand(64, 64, device="cuda") < 0.1).float(), [1, 1]
-    counts = torch.ops.sparsecomp.spike_conv2d_counts.default
+    counts = torch.ops.sparsecomp.spike_conv_counts.default
     neuron = (None, 0.0, None, None, None, None, 0.0, "lif", 2.0, None, True, 1.0, 0.0)
     calls = {
         "lif": lambda: lif(currents, *neuron),
-        "spike_conv2d_counts": lambda: counts(
+        "spike_conv_counts": lambda: counts(
             spikes, weight, None, one, one, one, 1, 3, "binary", 1.0, None, SPREAD, True
         ),
         "spike_linear": lambda: spike_linear(rows, matrix, None, 3, "binary"),
     }
     for strategy in ("binary", "event", "skip"):
-        calls[f"spike_conv2d {strategy}"] = lambda s=strategy: spike_conv2d(x, weight, None, one, one, one, 1, 3, s)
+        calls[f"spike_conv {strategy}"] = lambda s=strategy: spike_conv(x, weight, None, one, one, one, 1, 3, s)
     calls["conv2d (cuDNN)"] = lambda: torch.nn.functional.conv2d(x, weight, None, 1, 1)
     calls["relu"] = lambda: torch.relu(currents)
     return {name: host_us(call) for name, call in calls.items()}

@@ -110,7 +110,7 @@ def event_conv(
         x: (N, C, …) in dense channels-last memory, integers in [-128, 127] of any dtype.
         weight: (K, C, …), or (K, C) for a window of one pixel.
         scales: of ``split_weight``: NaN tells of a weight that is not finite, of which a zero makes NaN.
-        factor: what the integers stand for, beside the convolution's scale; see ``sparsecomp.ops.spike_conv2d``.
+        factor: what the integers stand for, beside the convolution's scale; see ``sparsecomp.ops.spike_conv``.
 
     Returns:
         The selection under which another kernel must write ``out``: everything or nothing.

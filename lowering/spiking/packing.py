@@ -80,7 +80,7 @@ def pack_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[Te
 def to_bytes(
     x: Tensor, select: Selection | None = None, scale: float = 1.0, binary: bool = False
 ) -> Tensor:
-    """The prescan: ``x`` (N, C, …) as counts of one byte, channels last; see ``sparsecomp.ops.spike_conv2d``.
+    """The prescan: ``x`` (N, C, …) as counts of one byte, channels last; see ``sparsecomp.ops.spike_conv``.
 
     ``select``: the result is only needed, and in dense memory only made, where it says so.
     """

@@ -24,7 +24,7 @@ def launch_conv(
     x, weight, bias, stride, padding, dilation, groups, digits, implementation,
     scale=1.0, factor=None, binary=False, spread=SPREAD,
 ) -> Tensor:  # fmt: skip
-    """CUDA implementation of ``sparsecomp::spike_conv2d``."""
+    """CUDA implementation of ``sparsecomp::spike_conv``."""
     how = (stride, padding, dilation, groups, digits, implementation, scale, factor, spread)
     counts = _counts(x, implementation, scale, binary)
     return launch_counts(counts, weight, bias, *how, _returns_channels_last(x, weight))
@@ -48,7 +48,7 @@ def _counts(x: Tensor, implementation: str, scale: float, binary: bool) -> Tenso
 def launch_counts(
     x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, spread, channels_last
 ) -> Tensor:
-    """CUDA implementation of ``sparsecomp::spike_conv2d_counts``."""
+    """CUDA implementation of ``sparsecomp::spike_conv_counts``."""
     factor = factor if factor is None or factor.dtype is weight.dtype else factor.to(weight.dtype)
     if implementation == "binary" and x.dtype is torch.int8 and lies_channels_last(x):
         record = _record(

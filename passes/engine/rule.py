@@ -127,7 +127,7 @@ class Density(NamedTuple):
 
 _OWN_PRODUCTS = frozenset(
     f"sparsecomp::{name}"
-    for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv2d", "folded_linear", "folded_conv",
+    for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv", "folded_linear", "folded_conv",
                  "dense_linear_relu")
 )  # fmt: skip
 

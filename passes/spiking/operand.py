@@ -40,7 +40,7 @@ _DIGIT = 128
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What the operator is told of the values of its input: arguments of `sparsecomp::spike_conv2d`.
+    """What the operator is told of the values of its input: arguments of `sparsecomp::spike_conv`.
 
     Attributes:
         scale: the number, as the input's dtype holds it.

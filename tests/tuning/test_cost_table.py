@@ -231,7 +231,7 @@ PROBLEMS: dict[str, list[Any]] = {
     "scan_pixels": [Maps(2, 64, (28, 14), (12544, 1, 896, 64), "float32"),
                     Maps(32, 500, (224, 7), (24500, 49, 7, 1), "float16")],
     "list_rows": [_listed(2, 14, 64, 3, 1, "float32"), _listed(4, 100, 20, 1, 2, "float16")],
-    "spike_conv2d": [_site(128, 64, 56, 3), _site(1, 512, 7, 3, density=None),
+    "spike_conv": [_site(128, 64, 56, 3), _site(1, 512, 7, 3, density=None),
                      _site(8, 256, 14, 1, itemsize=2, digits=2), _site(512, 256, 1, 1, active=None),
                      _site(32, 128, 28, 3, fused=False, density=0.3),
                      _site(32, 128, 28, 3, groups=2, channels_last=False), _site(4, 64, 9, 5, active=0.7, tf32=True)],

@@ -128,7 +128,7 @@ def test_another_source_is_another_version_of_the_candidate():
 
 
 def test_a_strategy_is_another_version_when_one_of_its_kernels_is():
-    dense, *sparse = of_operation("spike_conv2d")
+    dense, *sparse = of_operation("spike_conv")
     assert not dense.sources  # a library's
     shared = {source for op in ("pack_weight", "binary_conv") for one in of_operation(op) for source in one.sources}
     assert all(shared <= set(strategy.sources) for strategy in sparse)
