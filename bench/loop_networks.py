@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsecomp
-from bench.networks import DeadNetworkError, firing_rates
 from bench.parallel import measured
+from bench.spiking.networks import DeadNetworkError, firing_rates
 from bench.timing import MODES, guarded, time_rivals
 from sparsecomp.nn import SparseLinear
 

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.networks import PRECISIONS
+from bench.spiking.networks import PRECISIONS
 from bench.timing import MODES
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.cost.decision import Decision
@@ -296,7 +296,7 @@ def _products(rows: list[dict[str, Any]]) -> str:
 
 
 def _beside_peer(times: dict[str, float]) -> str:
-    from bench import spmm  # loads Triton
+    from bench.sparse import spmm  # loads Triton
 
     peer = next((times[name] for name in spmm.PEERS if name in times), None)
     return _ms(times["chosen"]) + (f" ({peer / times['chosen']:.2f})" if peer else "")

@@ -165,8 +165,8 @@ def _host() -> dict[str, float]:
 
 _CHILD = """
 import json, sys, torch, triton, sparsecomp
-from bench import networks  # thresholds as they are: whether it fires makes no difference to what is compiled
-from bench.snn_network import Variant, measure
+from bench.spiking import networks  # thresholds as they are: whether it fires makes no difference to what is compiled
+from bench.spiking.snn_network import Variant, measure
 from sparsecomp.lowering.tuning import autotune
 compiled = []
 triton.knobs.compilation.listener = lambda *args, cache_hit=False, **kw: compiled.append(cache_hit)

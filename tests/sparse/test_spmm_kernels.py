@@ -335,7 +335,7 @@ def test_csr_of_values_from_1e_minus_24_to_1e12(device):
 
     All rows on a GPU; every tenth in the interpreter, which is slow.
     """
-    from bench.matrices import read
+    from bench.sparse.matrices import read
 
     matrix = scipy.sparse.csr_array(read(FOLDER / "bcsstk13.mtx.gz").to_scipy())
     matrix = matrix if device == "cuda" else matrix[::10]

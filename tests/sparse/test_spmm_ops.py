@@ -13,7 +13,7 @@ from kernel_devices import DEVICES, KERNEL_DEVICES
 from matrices import FOLDER, REAL
 from torch import Tensor
 
-from bench.matrices import read
+from bench.sparse.matrices import read
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM, SparseMatrix
 from sparsecomp.formats.indices import lines_of, searched_lines

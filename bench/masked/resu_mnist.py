@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bench import sparse_training
-from bench.sparse_training import Batch, Rule
+from bench.masked import sparse_training
+from bench.masked.sparse_training import Batch, Rule
 from bench.table import markdown_grid
 from sparsecomp.runtime import RESUConfig, RESUTrainer, ablate, masked_weights, select_top
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench import spike_maps
+from bench.spiking import spike_maps
 from bench.timing import graph_ms
 from sparsecomp.lowering.spiking.packing import pack_weight, to_bytes
 from sparsecomp.ops import spike_conv, spike_linear

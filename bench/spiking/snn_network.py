@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import sparsecomp
-from bench import networks
-from bench.networks import PRECISIONS
+from bench.spiking import networks
+from bench.spiking.networks import PRECISIONS
 from bench.timing import eager_ms
 
 

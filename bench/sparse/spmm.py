@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import matrices
+from bench.sparse import matrices
 from bench.timing import graph_ms, host_us
 from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.lowering.cache.signature import device_of
