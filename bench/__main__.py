@@ -1,4 +1,4 @@
-"""``python -m bench snn``: prints every figure as it is measured and writes them as JSON."""
+"""`python -m bench snn`: prints every figure as it is measured and writes them as JSON."""
 
 import argparse
 import json

@@ -41,7 +41,7 @@ STAGES = ((64, 56), (128, 28), (256, 14), (512, 7))
 def problems() -> Iterator[tuple[str, dict[str, Any]]]:
     """The spiking suite: stages of a ResNet at several batches and precisions, its stride-2 layers, linear layers.
 
-    An operation, and what its function in ``_PROBLEMS`` makes a problem of.
+    An operation, and what its function in `_PROBLEMS` makes a problem of.
     """
     for digits, dtype in ((3, "float32"), (2, "float32"), (2, "float16")):
         for c, size in STAGES:

@@ -1,4 +1,4 @@
-"""Launches every kernel at odd sizes, for a checker of memory: ``compute-sanitizer python -m tests.launch_all``.
+"""Launches every kernel at odd sizes, for a checker of memory: `compute-sanitizer python -m tests.launch_all`.
 
 Sizes are primes and one more than powers of two, so that every mask of a load is needed. What is computed is compared
 elsewhere; here kernels only have to be launched, and those that were not are named at the end.

@@ -1,8 +1,8 @@
 """2:4 weights on sparse tensor cores: linear + bias + ReLU beside dense and torch's own cuSPARSELt path.
 
-Device times are of CUDA graph replays over rotated operands, as in ``bench.sparse.spmm``, and of eager calls. ``ours``
-has the algorithm of the cost model's choice, ``ours tuned`` the best that was found in a few seconds; ``frozen`` is
-under ``ops.frozen_weights``. What cannot run is recorded with its reason.
+Device times are of CUDA graph replays over rotated operands, as in `bench.sparse.spmm`, and of eager calls. `ours`
+has the algorithm of the cost model's choice, `ours tuned` the best that was found in a few seconds; `frozen` is
+under `ops.frozen_weights`. What cannot run is recorded with its reason.
 """
 
 from collections.abc import Callable, Iterator

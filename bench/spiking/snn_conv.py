@@ -1,7 +1,7 @@
 """Single layers on spikes: every implementation beside cuDNN and cuBLAS, prescan included, checked against float64.
 
 Times are of CUDA graph replays. Spikes arrive at full width and the time to turn them to bytes or events counts; so
-does packing the weight, which a graph repeats in every replay to see new values. ``binary from bytes`` is what a site
+does packing the weight, which a graph repeats in every replay to see new values. `binary from bytes` is what a site
 costs in a compiled graph, where the neuron writes bytes.
 """
 
@@ -29,7 +29,7 @@ def run(data: Path | None = None) -> Iterator[dict[str, Any]]:
     """All cases, as they are measured: milliseconds by implementation and the error of each of ours.
 
     Args:
-        data: folder of real spike maps, for cases of their own; see ``bench.spike_maps``.
+        data: folder of real spike maps, for cases of their own; see `bench.spike_maps`.
     """
     for dtype, densities in ((torch.float32, (0.15, 0.05, 0.01, 0.001)), (torch.float16, (0.15, 0.01, 0.001))):
         for channels, size in STAGES:

@@ -31,7 +31,7 @@ def product(
         x: (..., k), contiguous; all tensors are.
         values, own: of S; more arrays than the layout's own are not read.
         kernel: name of the template that is to do it; empty for the one with the least device time.
-        filled: of csr, as in ``spmm_csr``.
+        filled: of csr, as in `spmm_csr`.
 
     Returns:
         (..., rows), contiguous; None if no launch can be kept: there is nothing to compute, no kernel takes the dtypes,

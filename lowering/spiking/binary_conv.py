@@ -24,7 +24,7 @@ class BinaryConv(NamedTuple):
         conv: the convolution.
         digits: bytes a weight.
         weight: strides of the weight itself, (K, C / groups, …).
-        select: ``"all"`` outputs, all if ``"count"`` exceeds ``limit``, or the listed ``"rows"``.
+        select: `"all"` outputs, all if `"count"` exceeds `limit`, or the listed `"rows"`.
     """
 
     conv: Convolution
@@ -68,9 +68,9 @@ def binary_conv(
     x: Tensor, planes: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None,
     conv: Convolution, out: Tensor, select: Selection | None = None,
 ) -> None:  # fmt: skip
-    """Write the convolution of int8 ``x``, channels-last, to ``out``, all of it or what ``select`` says.
+    """Write the convolution of int8 `x`, channels-last, to `out`, all of it or what `select` says.
 
-    ``planes`` and ``scales`` are ``split_weight`` of ``weight``.
+    `planes` and `scales` are `split_weight` of `weight`.
     """
     if out.numel() == 0:
         return

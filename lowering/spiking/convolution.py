@@ -1,7 +1,7 @@
 """What every kernel of a convolution on spikes takes: its sizes, its window, its output, and a choice of rows.
 
 Everything here has any number of dimensions. Kernels index two, so that maps of fewer are lifted to images; of more
-than two, templates refuse (``beyond_images``) until they index them.
+than two, templates refuse (`beyond_images`) until they index them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ class Selection:
     """Work that the device itself chose, for kernels whose grid cannot depend on it.
 
     Attributes:
-        count: (1,) int32. A kernel does nothing unless ``count > limit``.
-        limit: see ``count``.
-        rows: int32 list whose first ``count`` entries are the output pixels to compute; None for all of them.
+        count: (1,) int32. A kernel does nothing unless `count > limit`.
+        limit: see `count`.
+        rows: int32 list whose first `count` entries are the output pixels to compute; None for all of them.
     """
 
     count: Tensor
@@ -198,7 +198,7 @@ class Convolution(NamedTuple):
         return memory.as_strided((self.n, self.k, *self.out_size), strides)
 
     def reference(self, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None) -> Tensor:
-        """The dense convolution of counts ``x`` in float64."""
+        """The dense convolution of counts `x` in float64."""
         x = x.double() * self.scale * (1.0 if factor is None else factor.double())
         return convolve(x, weight.double(), None if bias is None else bias.double(), self.window, self.groups)
 
@@ -209,7 +209,7 @@ def planar(x: Tensor) -> Tensor:
 
 
 def as_image(numbers: Sequence[int], idle: int) -> tuple[int, ...]:
-    """A number a dimension for at least two, where ``idle`` changes nothing in those that there are not."""
+    """A number a dimension for at least two, where `idle` changes nothing in those that there are not."""
     return (idle,) * (2 - len(numbers)) + tuple(numbers)
 
 
@@ -229,7 +229,7 @@ def beyond_images(conv: Convolution) -> str | None:
 
 
 def named(prefix: str, letters: str, numbers: Sequence[int]) -> dict[str, int]:
-    """Numbers by the last of the ``letters``, a letter a dimension."""
+    """Numbers by the last of the `letters`, a letter a dimension."""
     return {prefix + letter: number for letter, number in zip(letters[-len(numbers) :], numbers, strict=True)}
 
 
@@ -239,7 +239,7 @@ def numbered(given: Mapping[str, Any], prefix: str, letters: str) -> tuple[int, 
 
 
 def empty_output(x: Tensor, window: Window, channels: int, dtype: torch.dtype, channels_last: bool) -> Tensor:
-    """The uninitialised output (N, channels, …) of a convolution of ``x`` (N, C, …)."""
+    """The uninitialised output (N, channels, …) of a convolution of `x` (N, C, …)."""
     size = window.output_size(x.shape[2:])
     shape = (x.shape[0], channels, *size)
     strides = contiguous_strides(shape)

@@ -26,7 +26,7 @@ TRIAL_DENSITY = 0.01
 
 
 class FindEvents(NamedTuple):
-    """Rows of an image ``w`` pixels wide with ``c`` channels, whose events go to a list of ``capacity``."""
+    """Rows of an image `w` pixels wide with `c` channels, whose events go to a list of `capacity`."""
 
     rows: int
     w: int
@@ -53,7 +53,7 @@ class PackEvents(NamedTuple):
 
 
 class Accumulate(NamedTuple):
-    """An event-driven convolution, with a list of ``capacity`` events."""
+    """An event-driven convolution, with a list of `capacity` events."""
 
     conv: Convolution
     capacity: int
@@ -73,7 +73,7 @@ class Accumulate(NamedTuple):
 
 @dataclass(frozen=True)
 class Events:
-    """The non-zero inputs of a convolution; see ``events_kernel`` for the tensors."""
+    """The non-zero inputs of a convolution; see `events_kernel` for the tensors."""
 
     codes: Tensor
     starts: Tensor
@@ -104,16 +104,16 @@ def event_conv(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, factor: Tensor | None, conv: Convolution,
     out: Tensor,
 ) -> Selection:  # fmt: skip
-    """Write the convolution of ``x`` to ``out``, unless ``x`` has too many events, or zeros matter.
+    """Write the convolution of `x` to `out`, unless `x` has too many events, or zeros matter.
 
     Args:
         x: (N, C, …) in dense channels-last memory, integers in [-128, 127] of any dtype.
         weight: (K, C, …), or (K, C) for a window of one pixel.
-        scales: of ``split_weight``: NaN tells of a weight that is not finite, of which a zero makes NaN.
-        factor: what the integers stand for, beside the convolution's scale; see ``sparsecomp.ops.spike_conv``.
+        scales: of `split_weight`: NaN tells of a weight that is not finite, of which a zero makes NaN.
+        factor: what the integers stand for, beside the convolution's scale; see `sparsecomp.ops.spike_conv`.
 
     Returns:
-        The selection under which another kernel must write ``out``: everything or nothing.
+        The selection under which another kernel must write `out`: everything or nothing.
     """
     events = find_events(x)
     packed = event_weight(weight, scales, factor, events.total)
@@ -125,7 +125,7 @@ def event_conv(
 
 
 def find_events(x: Tensor) -> Events:
-    """The prescan of ``x`` (N, C, …), channels-last: one pass over it, no host synchronisation."""
+    """The prescan of `x` (N, C, …), channels-last: one pass over it, no host synchronisation."""
     n, c, *outer, w = x.shape
     rows = n * prod(outer)
     codes = torch.empty((x.numel() // SPARSEST_OVERFLOW,), dtype=torch.int32, device=x.device)
@@ -138,9 +138,9 @@ def find_events(x: Tensor) -> Events:
 
 
 def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: Tensor) -> Tensor:
-    """``weight`` as ``event_conv_kernel`` reads it, by blocks of :func:`block_of` output channels.
+    """`weight` as `event_conv_kernel` reads it, by blocks of :func:`block_of` output channels.
 
-    ``total`` becomes more than any capacity where events alone would be wrong; see :func:`event_conv`.
+    `total` becomes more than any capacity where events alone would be wrong; see :func:`event_conv`.
     """
     weight = planar(weight)
     problem = PackEvents(Maps.of(weight), factor is not None)
@@ -152,7 +152,7 @@ def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: T
 
 
 def block_of(out_channels: int) -> int:
-    """Output channels a program accumulates: all, up to ``CHANNELS_A_BLOCK``, as a power of two from 16 on."""
+    """Output channels a program accumulates: all, up to `CHANNELS_A_BLOCK`, as a power of two from 16 on."""
     return min(max(size_bucket(out_channels), 16), CHANNELS_A_BLOCK)
 
 

@@ -84,7 +84,7 @@ class SiteInfo(NamedTuple):
         return self.in_pixels == self.taps == 1
 
     def signature(self, device: Device) -> KernelSignature:
-        """Under which the times of this site's implementations on ``device`` are kept; bfloat16 counts as float16."""
+        """Under which the times of this site's implementations on `device` are kept; bfloat16 counts as float16."""
         parameters = {name: int(getattr(self, name)) for name in ("c", "k", "groups", "digits", "tf32", "fused")}
         parameters |= named("", "trs", as_image(self.window.kernel, 1))
         parameters |= named("stride_", "dhw", as_image(self.window.stride, 1))

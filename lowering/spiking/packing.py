@@ -15,9 +15,9 @@ from sparsecomp.reference.geometry import laid_out, lies_channels_last
 
 
 class PackWeight(NamedTuple):
-    """A weight, to be split in ``digits`` bytes.
+    """A weight, to be split in `digits` bytes.
 
-    ``spread``: as in ``sparsecomp.reference.digits.channel_scale``.
+    `spread`: as in `sparsecomp.reference.digits.channel_scale`.
     """
 
     weight: Maps
@@ -41,7 +41,7 @@ class PackWeight(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """``numel`` numbers of dense memory to counts of one byte, all or only if a count exceeds ``limit``.
+    """`numel` numbers of dense memory to counts of one byte, all or only if a count exceeds `limit`.
 
     Attributes:
         inverse: the whole numbers are the elements times this.
@@ -57,7 +57,7 @@ class Cast(NamedTuple):
 
 
 class CastStrided(NamedTuple):
-    """Numbers of any strides to counts of one byte in channels-last memory; see ``Cast``."""
+    """Numbers of any strides to counts of one byte in channels-last memory; see `Cast`."""
 
     x: Maps
     inverse: float = 1.0
@@ -65,9 +65,9 @@ class CastStrided(NamedTuple):
 
 
 def pack_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[Tensor, Tensor]:
-    """``split_weight`` on CUDA, in one launch.
+    """`split_weight` on CUDA, in one launch.
 
-    Every call packs anew: nothing shows that a weight was written to through ``.data``, so nothing can be kept.
+    Every call packs anew: nothing shows that a weight was written to through `.data`, so nothing can be kept.
     """
     problem = PackWeight.of(weight, digits, spread)
     planes = torch.empty(problem.planes, dtype=torch.int8, device=weight.device)
@@ -80,9 +80,9 @@ def pack_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[Te
 def to_bytes(
     x: Tensor, select: Selection | None = None, scale: float = 1.0, binary: bool = False
 ) -> Tensor:
-    """The prescan: ``x`` (N, C, …) as counts of one byte, channels last; see ``sparsecomp.ops.spike_conv``.
+    """The prescan: `x` (N, C, …) as counts of one byte, channels last; see `sparsecomp.ops.spike_conv`.
 
-    ``select``: the result is only needed, and in dense memory only made, where it says so.
+    `select`: the result is only needed, and in dense memory only made, where it says so.
     """
     if x.dtype is torch.int8:
         return laid_out(x, channels_last=True)

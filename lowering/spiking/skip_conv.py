@@ -24,10 +24,10 @@ def list_rows(
 
     Args:
         x: (N, C, …) of any strides, integers in [-128, 127] of any dtype.
-        scale: (K,) float32 from ``split_weight``, NaN for a channel with a weight that is not finite.
+        scale: (K,) float32 from `split_weight`, NaN for a channel with a weight that is not finite.
 
     Returns:
-        ``x`` as int8 in channels-last memory, and the rows of ``out`` that remain to be computed.
+        `x` as int8 in channels-last memory, and the rows of `out` that remain to be computed.
     """
     x8, active, count = scan_pixels(x)
     rows = torch.empty((conv.m,), dtype=torch.int32, device=x.device)
@@ -37,7 +37,7 @@ def list_rows(
 
 
 def scan_pixels(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The prescan: ``x`` as channels-last int8, the flags (N, …) of its active pixels, and a cleared counter."""
+    """The prescan: `x` as channels-last int8, the flags (N, …) of its active pixels, and a cleared counter."""
     n, c, *size = x.shape
     x8 = torch.empty((n, *size, c), dtype=torch.int8, device=x.device)
     active = torch.empty((n, *size), dtype=torch.int8, device=x.device)

@@ -94,7 +94,7 @@ def decide(site: SiteInfo, card: Card = H100, measured: Mapping[str, float] | No
 
 
 def as_called(site: SiteInfo, strategy: str, device: float, card: Card = H100) -> float:
-    """Seconds that a site adds to a step, where its own product takes ``device`` seconds of the card's.
+    """Seconds that a site adds to a step, where its own product takes `device` seconds of the card's.
 
     The gradients are the dense operator's whatever the product is, of spikes that the bytes are widened to first.
     """

@@ -73,7 +73,7 @@ def guarded_kernel(
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """What ``spmm_nm_kernel`` and then ``nm_repair_kernel`` do for a tile of a 2:4 product, if values have changed, or
+    """What `spmm_nm_kernel` and then `nm_repair_kernel` do for a tile of a 2:4 product, if values have changed, or
     if a weight with zeros gave a number that is not finite.
 
     scratch: PARTS fingerprints of the values as they are, and a byte a tile; kept: those of the values as they were,

@@ -1,4 +1,4 @@
-"""Weights split in signed bytes, one launch a layer: ``sparsecomp.reference.digits.split_weight`` on CUDA."""
+"""Weights split in signed bytes, one launch a layer: `sparsecomp.reference.digits.split_weight` on CUDA."""
 
 import sympy
 import triton
@@ -17,7 +17,7 @@ def pack_weight_kernel(
     w_ptr, planes_ptr, scale_ptr, K, C, CP, stride_k, stride_c, stride_r, stride_s, spread,
     R: tl.constexpr, S: tl.constexpr, DIGITS: tl.constexpr, BITS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """planes[d, k, (r·S + s)·CP + c] and scale[k] of one output channel k; see ``split_weight`` for the values.
+    """planes[d, k, (r·S + s)·CP + c] and scale[k] of one output channel k; see `split_weight` for the values.
 
     TOP is the largest number of DIGITS balanced bytes as a share of 2^BITS, BITS = 8·DIGITS - 1.
     """

@@ -23,8 +23,8 @@ def scan_pixels_kernel(
 ):  # fmt: skip
     """bytes[n, p, c] = int8(x[n, c, p]) and active[n, p] = any channel of x[n, :, p] non-zero; count = 0.
 
-    x: any strides, ``pixels`` = H·W an image, N images. active: (N, pixels) int8. count: (1,) int32, cleared here for
-    ``list_rows_kernel``.
+    x: any strides, `pixels` = H·W an image, N images. active: (N, pixels) int8. count: (1,) int32, cleared here for
+    `list_rows_kernel`.
     """
     p = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     image = p // pixels

@@ -1,6 +1,6 @@
 """Linear layers and convolutions whose weight is a formula of tensors that stay; see `folded_weight`.
 
-The operators mean exactly ``linear`` and ``conv`` of the computed weight. They take the formula's sources, not its
+The operators mean exactly `linear` and `conv` of the computed weight. They take the formula's sources, not its
 result, so that the weight that is kept never becomes a buffer of the graph, whose memory Inductor would use again.
 `folded_weight` is the weight itself, for a graph that gives it out and does nothing else with it.
 """
@@ -24,7 +24,7 @@ library.define("folded_weight(Tensor[] sources, str recipe) -> Tensor", tags=TAG
 
 
 def folded_linear(x: Tensor, sources: list[Tensor], bias: Tensor | None, recipe: Recipe) -> Tensor:
-    """``F.linear(x, weight, bias)`` of a computed weight (m, k).
+    """`F.linear(x, weight, bias)` of a computed weight (m, k).
 
     Args:
         x: (…, k), of the weight's dtype.

@@ -1,10 +1,10 @@
 """Convolution and linear layers whose input holds small integers times one number (spikes and sums of spikes).
 
-The functions here mean exactly a convolution and ``linear``; what their input holds is a promise of the compiler's
+The functions here mean exactly a convolution and `linear`; what their input holds is a promise of the compiler's
 analysis, and only buys speed. On the CPU they run the dense operator, which is also the oracle of every test. On CUDA
-they split the weight in bytes (``sparsecomp.reference.digits``) and run on int8 tensor cores, or event-driven.
+they split the weight in bytes (`sparsecomp.reference.digits`) and run on int8 tensor cores, or event-driven.
 
-Under Inductor each op decomposes (``decompositions``) into a cast to int8, which Inductor fuses into the kernel that
+Under Inductor each op decomposes (`decompositions`) into a cast to int8, which Inductor fuses into the kernel that
 produced the spikes, so that no separate pass reads them, and one product of these counts. The number in front of the
 spikes is multiplied in at the end of that product, in float32: moved to the weight it could leave the dtype's range.
 """
@@ -59,27 +59,27 @@ def spike_conv(
     spread: float = SPREAD,
     keep_input: bool = False,
 ) -> Tensor:
-    """``conv1d``, ``conv2d`` or ``conv3d`` of an input that holds counts in [-128, 127] times ``scale`` or ``factor``.
+    """`conv1d`, `conv2d` or `conv3d` of an input that holds counts in [-128, 127] times `scale` or `factor`.
 
     Args:
-        x: (N, C, …): int8, the counts themselves, or the dtype of ``weight``, their products; on any device.
+        x: (N, C, …): int8, the counts themselves, or the dtype of `weight`, their products; on any device.
         weight: (K, C/groups, …), float32, float16 or bfloat16.
         bias: (K,) or None.
         stride, padding, dilation: an integer a dimension each.
         digits: signed bytes a weight (2: error 2^-15, 3: 2^-23, 4: 2^-31 of the channel's largest weight).
-        implementation: ``"binary"`` (int8 tensor cores), ``"skip"`` (the same on non-idle pixels only) or ``"event"``
+        implementation: `"binary"` (int8 tensor cores), `"skip"` (the same on non-idle pixels only) or `"event"`
             (event-driven accumulation in float32).
-        scale: a number; a power of two unless ``binary``.
-        factor: one element of any value, in place of a scale. Its gradient is what flows to ``x``.
-        binary: ``x`` is zero or not: the counts are 0 and 1, whatever the elements are. Needed for a factor, for scales
+        scale: a number; a power of two unless `binary`.
+        factor: one element of any value, in place of a scale. Its gradient is what flows to `x`.
+        binary: `x` is zero or not: the counts are 0 and 1, whatever the elements are. Needed for a factor, for scales
             that round, and for spikes that are a few units in the last place off.
         spread: a channel whose largest weight is so often the median of its non-zero ones, or is not finite, is
             multiplied with its floats, at the pace of float32.
-        keep_input: a compiled graph keeps ``x`` itself for its backward, not its counts: others can write to its
-            memory, or to that of ``factor``, and the result of a write must be that of the dense operator.
+        keep_input: a compiled graph keeps `x` itself for its backward, not its counts: others can write to its
+            memory, or to that of `factor`, and the result of a write must be that of the dense operator.
 
     Returns:
-        (N, K, …) of ``weight``'s dtype, in the memory format of the dense operator's result.
+        (N, K, …) of `weight`'s dtype, in the memory format of the dense operator's result.
     """
     return torch.ops.sparsecomp.spike_conv.default(
         x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, binary, spread,
@@ -99,7 +99,7 @@ def spike_linear(
     spread: float = SPREAD,
     keep_input: bool = False,
 ) -> Tensor:
-    """``linear`` of an input (…, C) that holds counts times a number; see :func:`spike_conv`."""
+    """`linear` of an input (…, C) that holds counts times a number; see :func:`spike_conv`."""
     return torch.ops.sparsecomp.spike_linear.default(
         x, weight, bias, digits, implementation, scale, factor, binary, spread, keep_input
     )
@@ -138,7 +138,7 @@ def _products(x: Tensor, weight: Tensor, scale: float, factor: Tensor | None) ->
 
 
 def counts_of(x: Tensor, scale: float, binary: bool) -> Tensor:
-    """The whole numbers that ``x`` holds, as bytes. NaN, which an infinite factor makes of silence, counts -1."""
+    """The whole numbers that `x` holds, as bytes. NaN, which an infinite factor makes of silence, counts -1."""
     if x.dtype is torch.int8:
         return x
     if binary:
@@ -147,7 +147,7 @@ def counts_of(x: Tensor, scale: float, binary: bool) -> Tensor:
 
 
 def elements_of(counts: Tensor, dtype: torch.dtype, scale: float, factor: Tensor | None) -> Tensor:
-    """What ``counts`` are the counts of: the inverse of :func:`counts_of`."""
+    """What `counts` are the counts of: the inverse of :func:`counts_of`."""
     if factor is not None:
         fired = torch.where(counts < 0, torch.nan, factor.reshape(()).to(dtype))
         return torch.where(counts == 0, 0.0, fired)
