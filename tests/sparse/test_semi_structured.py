@@ -4,7 +4,6 @@ import ctypes
 import gc
 import math
 import os
-import sys
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -464,7 +463,7 @@ def test_sparse_tensor_cores_pay_for_large_products_only(library):
 
 def test_the_operator_picks_it(library):
     """What `ops.spmm` runs on CUDA, with the operands of a linear layer."""
-    implementation = sys.modules["sparsecomp.ops.sparse.spmm"]._cuda
+    implementation = torch.ops.sparsecomp.spmm.default.direct_cuda
     case = Case("cpu", m=48, k=32, n=40)
     arguments = ("nm", [2, 4], [48, 32], ["even", "even"], False, "row", "relu", 1.0, None, True)
     out = implementation(case.values, [case.indices], case.dense, case.bias, None, *arguments)

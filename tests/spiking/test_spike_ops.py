@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 import sparsecomp.ops as ops
 
+conv_cuda = torch.ops.sparsecomp.spike_conv.default.direct_cuda
+linear_cuda = torch.ops.sparsecomp.spike_linear.default.direct_cuda
 torch.manual_seed(0)
 
 pytestmark = pytest.mark.quick_cases(3)
@@ -151,23 +153,19 @@ def _misfits():
 
 @pytest.mark.parametrize("operands", [pytest.param(operands, id=name) for name, operands in _misfits()])
 def test_kernels_see_only_operands_that_the_dense_operator_takes(operands):
-    from sparsecomp.ops.spiking.spike_conv import _cuda_conv, _cuda_linear
-
     with pytest.raises(RuntimeError) as eager:
         F.conv2d(*operands, *WINDOW[:4])
     with pytest.raises(RuntimeError) as ours:
-        _cuda_conv(*operands, *WINDOW)
+        conv_cuda(*operands, *WINDOW)
     assert str(ours.value) == str(eager.value)
     x, w, b = operands
     with pytest.raises(RuntimeError):
-        _cuda_linear(x.flatten(1), w.flatten(1)[:, :5], b, 3, "binary")
+        linear_cuda(x.flatten(1), w.flatten(1)[:, :5], b, 3, "binary")
 
 
 def test_a_double_layer_keeps_double_precision():
-    from sparsecomp.ops.spiking.spike_conv import _cuda_conv
-
     x, w, b = (t.detach() for t in sample(torch.float64))
-    torch.testing.assert_close(_cuda_conv(x, w, b, *WINDOW), F.conv2d(x, w, b, *WINDOW[:4]), rtol=0, atol=0)
+    torch.testing.assert_close(conv_cuda(x, w, b, *WINDOW), F.conv2d(x, w, b, *WINDOW[:4]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(3, 6), (2, 3, 6), (2, 3, 4, 6)])
@@ -204,15 +202,13 @@ TAKEN = ("nothing", "bytes", "half", "no bias")
 @pytest.mark.parametrize("groups", [1, 2])
 def test_which_operands_the_kernels_see(name, groups, monkeypatch):
     from sparsecomp.lowering.spiking import spike_conv as lowered
-    from sparsecomp.ops.spiking.spike_conv import _cuda_conv, _cuda_linear
-
     seen = []
     monkeypatch.setattr(lowered, "launch_conv", lambda *given: seen.append(given))
     monkeypatch.setattr(lowered, "launch_linear", lambda *given: seen.append(given))
     x, w, b = (tensor.detach() for tensor in sample())
     x, w, b = CHANGED[name](x, w[:, : 16 // groups], b)
     window = ([1, 2], [1, 1], [1, 1], groups, 3, "binary", 1.0, None, False, 20.0)
-    out = _cuda_conv(x, w, b, *window)
+    out = conv_cuda(x, w, b, *window)
     if name in TAKEN:
         assert seen == [(x, w, b, *window)]
     else:
@@ -220,7 +216,7 @@ def test_which_operands_the_kernels_see(name, groups, monkeypatch):
         torch.testing.assert_close(out, F.conv2d(x, w, b, *window[:4]))
     seen.clear()
     x, w = x.flatten(1), w.flatten(1)[:, :1].expand(-1, x.flatten(1).shape[1])
-    out = _cuda_linear(x, w, b, *window[4:])
+    out = linear_cuda(x, w, b, *window[4:])
     if name in (*TAKEN, "one image"):
         assert seen == [(x, w, b, *window[4:])]
     else:
@@ -229,22 +225,18 @@ def test_which_operands_the_kernels_see(name, groups, monkeypatch):
 
 
 def test_groups_that_do_not_divide_are_the_dense_operators_business():
-    from sparsecomp.ops.spiking.spike_conv import _cuda_conv
-
     x, w, b = (tensor.detach() for tensor in sample())
     for weight, bias, groups in ((w[:, :5], b, 3), (w[:7, :8], b[:7], 2)):
         with pytest.raises(RuntimeError, match="groups"):
-            _cuda_conv(x, weight, bias, [1, 1], [0, 0], [1, 1], groups, 3, "binary")
+            conv_cuda(x, weight, bias, [1, 1], [0, 0], [1, 1], groups, 3, "binary")
 
 
 @pytest.mark.parametrize("size", [(), (16,), (3, 16), (2, 3, 16)])
 def test_a_linear_layer_of_any_dimensions(size, monkeypatch):
     from sparsecomp.lowering.spiking import spike_conv as lowered
-    from sparsecomp.ops.spiking.spike_conv import _cuda_linear
-
     monkeypatch.setattr(lowered, "launch_linear", lambda *given: "kernel")
     if not size:
         with pytest.raises(RuntimeError):
-            _cuda_linear(torch.ones(size), torch.ones(4, 16), None, 3, "binary")
+            linear_cuda(torch.ones(size), torch.ones(4, 16), None, 3, "binary")
         return
-    assert _cuda_linear(torch.ones(size), torch.ones(4, 16), None, 3, "binary") == "kernel"
+    assert linear_cuda(torch.ones(size), torch.ones(4, 16), None, 3, "binary") == "kernel"
