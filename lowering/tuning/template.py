@@ -58,19 +58,19 @@ class Template(Generic[P]):
         name: unique among all templates.
         op: the operation it carries out.
         sources: the `@triton.jit` or `@gluon.jit` functions it is made of.
-        refuse: why it cannot run a problem on a device, or None if it can. Looks at nothing else.
-        space: the legal configurations for a problem on a device, within its shared memory and registers.
         cost: what a configuration costs, as expressions; see :mod:`sparsecomp.lowering.tuning.cost`.
         prepare: what runs a problem in a configuration, called with the operation's tensors; mostly a `Launch`.
+        refuse: why it cannot run a problem on a device, or None if it can. Looks at nothing else.
+        space: the legal configurations for a problem on a device, within its shared memory and registers.
     """
 
     name: str
     op: str
     sources: tuple[Any, ...]
-    refuse: Callable[[P, Device], str | None]
-    space: Callable[[P, Device], Sequence[Config]]
     cost: Cost
     prepare: Callable[[P, Config], Callable[..., None]]
+    refuse: Callable[[P, Device], str | None] = lambda problem, device: None
+    space: Callable[[P, Device], Sequence[Config]] = lambda problem, device: (Config(),)
 
     @cached_property
     def version(self) -> str:

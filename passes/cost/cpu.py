@@ -36,21 +36,26 @@ class Work(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Nanoseconds for each number stored, and for each one gathered: of the product, and of the gradient by S."""
+    """Of the product and of the gradient by S: seconds of a call on the host, and of each nanoseconds for each number
+    stored and for each one gathered."""
 
+    call: float
     product: tuple[float, float]
     sampling: tuple[float, float]
 
 
 RATES = {
-    "csr": Rates((0.4, 0.03), (1.8, 0.09)), "bsr": Rates((1.4, 1.7), (3.0, 2.2)), "nm": Rates((1.5, 0.04), (6.0, 0.09)),
-}  # fmt: skip
+    "csr": Rates(35e-6, (0.4, 0.03), (1.8, 0.09)),
+    "bsr": Rates(80e-6, (1.4, 1.7), (3.0, 2.2)),
+    "nm": Rates(80e-6, (1.5, 0.04), (6.0, 0.09)),
+}
 """By format."""
 
 
 def sparse_seconds(work: Work, trained: bool) -> float:
     """Seconds of the product, in training also of both gradients."""
-    product, sampling = (_touching(work, *rate) for rate in RATES[work.format])
+    rates = RATES[work.format]
+    product, sampling = (_touching(work, rates.call, *each) for each in (rates.product, rates.sampling))
     return 2 * product + _seconds(0.0, 1.0 * work.stored) + sampling if trained else product
 
 
@@ -66,10 +71,10 @@ def layer_seconds(work: Work, trained: bool) -> float:
     return (3 if trained else 1) * _seconds(host.CPU_MATMUL, work.m * work.k * (0.15 + 0.0125 * work.n))
 
 
-def _touching(work: Work, stored: float, gathered: float) -> float:
+def _touching(work: Work, call: float, stored: float, gathered: float) -> float:
     """Seconds at these nanoseconds each, with dense operand and result transposed; as long for S transposed."""
     each, transposing = stored + gathered * work.gathered, 1.1 * work.n * (work.m + work.k)
-    return _seconds(host.CPU_SPARSE[work.format], work.stored * each + transposing)
+    return _seconds(call, work.stored * each + transposing)
 
 
 def _seconds(call: float, nanoseconds: float) -> float:

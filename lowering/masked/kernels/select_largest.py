@@ -151,7 +151,6 @@ SELECT_LARGEST = Template(
     name="select_largest",
     op="select_largest",
     sources=(count_kernel, mark_kernel, count_block, mark_block, keys, last_selected),
-    refuse=lambda problem, device: None,
     space=_space,
     cost=Cost(
         bytes=(_itemsize + 1) * _numel,

@@ -131,7 +131,6 @@ SELECTIVE_STEP = Template(
     name="selective_step",
     op="selective_step",
     sources=(selective_step_kernel, block_of_step, averages, average, move),
-    refuse=lambda problem, device: None,
     space=_space,
     # the fewer elements a thread, whose loads follow one another, the more threads hide them
     cost=Cost(

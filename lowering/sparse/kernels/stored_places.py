@@ -113,7 +113,6 @@ WRITE_OUT = Template(
     name="write_out",
     op="write_out",
     sources=(densify_kernel,),
-    refuse=lambda problem, device: None,
     space=_space,
     cost=Cost(
         bytes=_rows * _cols * _itemsize + _entries * (_itemsize + 4),

@@ -242,8 +242,6 @@ FIND_EVENTS = Template(
     name="find_events",
     op="find_events",
     sources=(events_kernel, _popcount),
-    refuse=lambda problem, device: None,
-    space=lambda problem, device: [Config()],
     cost=Cost(bytes=_rows * _w * _c * _itemsize),
     prepare=_prepare_find,
 )
@@ -252,8 +250,6 @@ PACK_EVENTS = Template(
     name="pack_events",
     op="pack_events",
     sources=(pack_event_weight_kernel,),
-    refuse=lambda problem, device: None,
-    space=lambda problem, device: [Config()],
     cost=Cost(bytes=2 * _k * _depth * _weight_itemsize),
     prepare=_prepare_pack,
 )

@@ -76,7 +76,6 @@ LIF = Template(
     name="lif",
     op="lif",
     sources=(lif_kernel,),
-    refuse=lambda problem, device: None,
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (256, 512, 1024, 2048) for warps in (2, 4, 8)
         if 4 <= block // (32 * warps) <= 16

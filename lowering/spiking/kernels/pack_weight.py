@@ -86,7 +86,6 @@ PACK_WEIGHT = Template(
     name="pack_weight",
     op="pack_weight",
     sources=(pack_weight_kernel, _channel),
-    refuse=lambda problem, device: None,
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (512, 1024, 2048, 4096) for warps in (4, 8)
     ],

@@ -78,7 +78,6 @@ CAST_FLAT = Template(
     name="cast_flat",
     op="cast",
     sources=(cast_flat_kernel, _count),
-    refuse=lambda problem, device: None,
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (1024, 2048, 4096, 8192) for warps in (4, 8)
     ],
@@ -91,7 +90,6 @@ CAST_STRIDED = Template(
     name="cast_strided",
     op="cast_strided",
     sources=(cast_strided_kernel, _count),
-    refuse=lambda problem, device: None,
     space=lambda problem, device: [Config(BC=bc, BP=bp) for bc in (32, 64, 128) for bp in (32, 64, 128)],
     # tiles that reach past the channels or pixels are read in vain
     cost=Cost(

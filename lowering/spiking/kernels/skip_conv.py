@@ -109,8 +109,6 @@ SCAN_PIXELS = Template(
     name="scan_pixels",
     op="scan_pixels",
     sources=(scan_pixels_kernel,),
-    refuse=lambda problem, device: None,
-    space=lambda problem, device: [Config()],
     cost=Cost(bytes=_n * _pixels * _c * (_itemsize + 1)),
     prepare=_prepare_scan,
 )
@@ -120,7 +118,6 @@ LIST_ROWS = Template(
     op="list_rows",
     sources=(list_rows_kernel,),
     refuse=lambda problem, device: beyond_images(problem.conv),
-    space=lambda problem, device: [Config()],
     cost=Cost(bytes=_m * (_k * _out_itemsize + 5)),
     prepare=_prepare_list,
 )
