@@ -1,1 +1,1 @@
-"""Benchmarks against peers: ``python -m bench NAME``; every figure comes with the machine that gave it."""
+"""Benchmarks against peers: `python -m bench NAME`; every figure comes with the machine that gave it."""

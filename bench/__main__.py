@@ -1,4 +1,4 @@
-"""``python -m bench snn``: prints every figure as it is measured and writes them as JSON."""
+"""`python -m bench snn`: prints every figure as it is measured and writes them as JSON."""
 
 import argparse
 import json
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from bench import card, cpu, documents, plots, prune_minilm, resu_mnist, table
-from bench.networks import PRECISIONS
+from bench import card, cpu, documents, plots, table
+from bench.masked import prune_minilm, resu_mnist
+from bench.spiking.networks import PRECISIONS
 from bench.timing import MODES, machine
 
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist}
@@ -51,16 +52,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("the benchmarks need a CUDA device; none was found", file=sys.stderr)
         return 2
-    from bench import (  # they load Triton
-        loop,
-        loop_networks,
-        resu,
-        semi_structured,
-        snn_conv,
-        snn_network,
-        spmm,
-        tuning,
-    )
+    # they load Triton
+    from bench import loop, loop_networks, tuning
+    from bench.masked import resu
+    from bench.sparse import semi_structured, spmm
+    from bench.spiking import snn_conv, snn_network
 
     if arguments.suite in ("loop", "loop-networks"):
         rows = []

@@ -31,7 +31,7 @@ _SHARES = (
 
 def run() -> Iterator[dict[str, Any]]:
     """The ceilings, and the layers that the shares are made of, as they are measured."""
-    from bench import snn_conv  # loads Triton
+    from bench.spiking import snn_conv  # loads Triton
 
     yield {"case": "ceilings", **asdict(measure(torch.device("cuda", torch.cuda.current_device())))}
     for dtype in (torch.float32, torch.float16):

@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import prune_minilm, resu_mnist, table
+from bench import table
+from bench.masked import prune_minilm, resu_mnist
 
 ROOT = Path(__file__).parents[1]
 

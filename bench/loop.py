@@ -56,7 +56,7 @@ def grid(
 def run(
     layers: Iterable[Layer], modes: tuple[str, ...] = MODES, device: str = "cuda", workers: int = 1
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Milliseconds of each layer in each mode, by ``stock``, ``sparsecomp`` and, without gradients, ``frozen``.
+    """Milliseconds of each layer in each mode, by `stock`, `sparsecomp` and, without gradients, `frozen`.
 
     The rivals of a mode take turns, so that all see the same machine; the least mean of each counts.
     """

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsecomp
-from bench.networks import DeadNetworkError, firing_rates
 from bench.parallel import measured
+from bench.spiking.networks import DeadNetworkError, firing_rates
 from bench.timing import MODES, guarded, time_rivals
 from sparsecomp.nn import SparseLinear
 
@@ -101,7 +101,7 @@ def run(
     names: Iterable[str] = tuple(NETWORKS), modes: tuple[str, ...] = MODES,
     trainings: tuple[bool, ...] = (False, True), workers: int = 1,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Milliseconds of each network in each mode by ``stock``, ``sparsecomp`` and, without gradients, ``frozen``.
+    """Milliseconds of each network in each mode by `stock`, `sparsecomp` and, without gradients, `frozen`.
 
     The rivals take turns. A network's row comes once for each mode, with what is known of it by then.
     """

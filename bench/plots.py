@@ -56,7 +56,7 @@ def figures_of(path: Path) -> str:
 
 
 def write(results: Path = RESULTS) -> None:
-    """Draw all of them to ``docs/plots``."""
+    """Draw all of them to `docs/plots`."""
     PLOTS.mkdir(exist_ok=True)
     for name, plot in plots(results).items():
         _draw(plot, PLOTS / name)

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.networks import PRECISIONS
+from bench.spiking.networks import PRECISIONS
 from bench.timing import MODES
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.cost.decision import Decision
@@ -32,11 +32,11 @@ def markdown(results: Path = RESULTS) -> str:
     """All tables as Markdown, with the machine in front.
 
     Args:
-        results: folder with ``snn_sew_resnet34.json``, ``snn_conv.json``, ``tuning.json``, ``spmm.json``,
-            ``semi_structured.json`` and ``resu.json``, and perhaps ``loop.json`` and ``loop_networks.json``.
+        results: folder with `snn_sew_resnet34.json`, `snn_conv.json`, `tuning.json`, `spmm.json`,
+            `semi_structured.json` and `resu.json`, and perhaps `loop.json` and `loop_networks.json`.
 
     Raises:
-        FileNotFoundError: one of the others is missing; run ``python -m bench`` on a GPU first.
+        FileNotFoundError: one of the others is missing; run `python -m bench` on a GPU first.
     """
     network = json.loads((results / "snn_sew_resnet34.json").read_text())
     layers = json.loads((results / "snn_conv.json").read_text())
@@ -72,7 +72,7 @@ def decision(row: dict[str, Any], fused: bool = False) -> tuple[Decision, float]
 def site_of(row: dict[str, Any], fused: bool = False) -> gate.SiteInfo:
     """What the gate sees of a measured layer.
 
-    ``fused``: in a compiled graph, where the neuron writes bytes; run op by op otherwise.
+    `fused`: in a compiled graph, where the neuron writes bytes; run op by op otherwise.
     """
     half, linear = row["dtype"] == "float16", row["case"].startswith("linear")
     numbers = [int(number) for number in re.findall(r"\d+", row["case"])]
@@ -296,7 +296,7 @@ def _products(rows: list[dict[str, Any]]) -> str:
 
 
 def _beside_peer(times: dict[str, float]) -> str:
-    from bench import spmm  # loads Triton
+    from bench.sparse import spmm  # loads Triton
 
     peer = next((times[name] for name in spmm.PEERS if name in times), None)
     return _ms(times["chosen"]) + (f" ({peer / times['chosen']:.2f})" if peer else "")

@@ -16,7 +16,7 @@ MODES = ("default", "reduce-overhead")
 
 
 def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
-    """Median milliseconds of one call, replayed as a CUDA graph of all ``calls`` (one for each rotated input)."""
+    """Median milliseconds of one call, replayed as a CUDA graph of all `calls` (one for each rotated input)."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -47,7 +47,7 @@ def loop_ms(call: Callable[[], Any], calls: int = 20, repeats: int = 9) -> float
 
 
 def in_turns_ms(calls: Sequence[Callable[[], Any]], each: int = 20, rounds: int = 15) -> list[float]:
-    """As ``loop_ms`` for each of several, which take turns so that a busy machine is busy for all of them.
+    """As `loop_ms` for each of several, which take turns so that a busy machine is busy for all of them.
 
     A loop takes about 4 ms: calls that are long by themselves are not repeated.
     """
@@ -62,16 +62,16 @@ def in_turns_ms(calls: Sequence[Callable[[], Any]], each: int = 20, rounds: int 
 def time_rivals(
     row: dict[str, Any], mode: str, calls: Mapping[str, Callable[[], Any]], gradients: bool
 ) -> None:  # fmt: skip
-    """Add to a row's ``ms`` what each of the rivals takes in a mode, by ``in_turns_ms``."""
+    """Add to a row's `ms` what each of the rivals takes in a mode, by `in_turns_ms`."""
     with torch.set_grad_enabled(gradients):
         times = in_turns_ms(list(calls.values()))
     row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
 
 
 def host_us(call: Callable[[], Any], calls: int = 200, repeats: int = 5) -> float:
-    """Host microseconds of one eager call without gradients, the best of ``repeats`` means.
+    """Host microseconds of one eager call without gradients, the best of `repeats` means.
 
-    ``call`` must be so short on the device that the host never waits for it.
+    `call` must be so short on the device that the host never waits for it.
     """
     with torch.no_grad():
         for _ in range(10):

@@ -20,7 +20,7 @@ from sparsecomp.environment import Settings
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.cache.tuning_cache import TuningCache
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
-from sparsecomp.lowering.spiking.convolution import Convolution
+from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.event_conv import SPARSEST_OVERFLOW, Accumulate
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, PackWeight
@@ -29,7 +29,7 @@ from sparsecomp.lowering.tuning.cards import H100, Card
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import rank
 from sparsecomp.lowering.tuning.operations import operations
-from sparsecomp.ops import lif, spike_conv2d, spike_linear
+from sparsecomp.ops import lif, spike_conv, spike_linear
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.geometry import Window
 
@@ -41,7 +41,7 @@ STAGES = ((64, 56), (128, 28), (256, 14), (512, 7))
 def problems() -> Iterator[tuple[str, dict[str, Any]]]:
     """The spiking suite: stages of a ResNet at several batches and precisions, its stride-2 layers, linear layers.
 
-    An operation, and what its function in ``_PROBLEMS`` makes a problem of.
+    An operation, and what its function in `_PROBLEMS` makes a problem of.
     """
     for digits, dtype in ((3, "float32"), (2, "float32"), (2, "float16")):
         for c, size in STAGES:
@@ -71,7 +71,7 @@ def _lif(c: int, size: int) -> Lif:
 
 
 def _pack_weight(c: int, size: int) -> PackWeight:
-    return PackWeight(c, c, (3, 3), (9 * c, 1, 3 * c, c), 3, "float32")
+    return PackWeight(Maps(c, c, (3, 3), (9 * c, 1, 3 * c, c), "float32"), 3)
 
 
 def _cast(c: int, size: int) -> Cast:
@@ -147,17 +147,17 @@ def _host() -> dict[str, float]:
     weight, matrix = torch.randn(64, 64, 3, 3, device="cuda"), torch.randn(64, 64, device="cuda")
     currents = torch.randn(4, 1, 64, 8, 8, device="cuda")
     spikes, rows, one = x.to(torch.int8), (torch.rand(64, 64, device="cuda") < 0.1).float(), [1, 1]
-    counts = torch.ops.sparsecomp.spike_conv2d_counts.default
+    counts = torch.ops.sparsecomp.spike_conv_counts.default
     neuron = (None, 0.0, None, None, None, None, 0.0, "lif", 2.0, None, True, 1.0, 0.0)
     calls = {
         "lif": lambda: lif(currents, *neuron),
-        "spike_conv2d_counts": lambda: counts(
+        "spike_conv_counts": lambda: counts(
             spikes, weight, None, one, one, one, 1, 3, "binary", 1.0, None, SPREAD, True
         ),
         "spike_linear": lambda: spike_linear(rows, matrix, None, 3, "binary"),
     }
     for strategy in ("binary", "event", "skip"):
-        calls[f"spike_conv2d {strategy}"] = lambda s=strategy: spike_conv2d(x, weight, None, one, one, one, 1, 3, s)
+        calls[f"spike_conv {strategy}"] = lambda s=strategy: spike_conv(x, weight, None, one, one, one, 1, 3, s)
     calls["conv2d (cuDNN)"] = lambda: torch.nn.functional.conv2d(x, weight, None, 1, 1)
     calls["relu"] = lambda: torch.relu(currents)
     return {name: host_us(call) for name, call in calls.items()}
@@ -165,8 +165,8 @@ def _host() -> dict[str, float]:
 
 _CHILD = """
 import json, sys, torch, triton, sparsecomp
-from bench import networks  # thresholds as they are: whether it fires makes no difference to what is compiled
-from bench.snn_network import Variant, measure
+from bench.spiking import networks  # thresholds as they are: whether it fires makes no difference to what is compiled
+from bench.spiking.snn_network import Variant, measure
 from sparsecomp.lowering.tuning import autotune
 compiled = []
 triton.knobs.compilation.listener = lambda *args, cache_hit=False, **kw: compiled.append(cache_hit)

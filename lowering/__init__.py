@@ -1,1 +1,1 @@
-"""Kernel templates and the code that picks and launches one; imported as ``sparsecomp.lowering``."""
+"""Kernel templates and the code that picks and launches one; imported as `sparsecomp.lowering`."""

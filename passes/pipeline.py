@@ -22,7 +22,7 @@ from sparsecomp.passes.engine.location import user_location
 from sparsecomp.passes.engine.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, module_path, refuse
 from sparsecomp.passes.facts.analysis import Analysis, analyse
 from sparsecomp.passes.facts.registry import LostKind
-from sparsecomp.passes.graph.canonicalize import RESHAPED, example_of
+from sparsecomp.passes.graph.canonicalize import RESHAPED, binding_once, example_of
 from sparsecomp.passes.record import Record
 from sparsecomp.passes.rules import enabled
 from sparsecomp.report import PassRecord, Report, Site
@@ -31,6 +31,7 @@ log = logging.getLogger("sparsecomp")
 _compat.register_logger("sparsecomp")
 
 
+@binding_once()
 def run(
     gm: fx.GraphModule,
     options: Options,
@@ -289,8 +290,8 @@ def _site(rule: Rule, node: fx.Node, verdict: Plan | Refusal, ctx: Context) -> S
     )  # fmt: skip
     if isinstance(verdict, Plan):
         site.reason, site.implementation = verdict.reason, verdict.implementation
-        site.estimate = verdict.estimate
-        site.precision, site.expected_gain = verdict.precision, verdict.expected_gain
+        site.precision, site.estimate = verdict.precision, verdict.estimate
+        site.expected_gain = None if verdict.estimate is None else verdict.estimate.gain
     else:
         site.reason, site.why, site.estimate = str(verdict), verdict.why.name, verdict.estimate
     return site

@@ -150,7 +150,7 @@ def _seconds_on_cpu(op: CanonicalOp, out: torch.Tensor, trained: bool) -> float 
         return None
     if x is None or weight is None or len(weight) != 2:
         return None
-    work = cpu_cost.Work("", (1, 1), *weight, n=math.prod(x[:-1]), stored=0)
+    work = cpu_cost.Work("", (), *weight, n=math.prod(x[:-1]), stored=0)
     return cpu_cost.dense_seconds(work, trained, written=True)
 
 

@@ -21,7 +21,7 @@ class ExtraError(SparsecompError, ImportError):
 
 
 class RuleError(SparsecompError, RuntimeError):
-    """A rewrite rule failed unexpectedly; raised only under ``options={"strict": True}``."""
+    """A rewrite rule failed unexpectedly; raised only under `options={"strict": True}`."""
 
 
 class FormatError(SparsecompError, ValueError):
@@ -58,7 +58,7 @@ class MaskError(SparsecompError, ValueError):
 
 class FrozenWeightError(SparsecompError, RuntimeError):
     """A tensor was written to although the caller promised that it was not, or the index arrays of a sparse layer where
-    nothing tells of it; looked for under ``SPARSECOMP_DEBUG=1``."""
+    nothing tells of it; looked for under `SPARSECOMP_DEBUG=1`."""
 
 
 class ScheduleError(SparsecompError, ValueError):

@@ -9,10 +9,10 @@ import pytest
 
 
 def compile_in_subprocess(body: str) -> str:
-    """Run ``body`` in a fresh process without the interpreter and return what it printed.
+    """Run `body` in a fresh process without the interpreter and return what it printed.
 
-    ``body`` may call ``build(kernel, signature, constants, capability, source, whole, **options)``, which compiles;
-    pointers, and the numbers named in ``whole``, are multiples of 16.
+    `body` may call `build(kernel, signature, constants, capability, source, whole, **options)`, which compiles;
+    pointers, and the numbers named in `whole`, are multiples of 16.
     Triton decides at import whether it interprets, hence the process.
     """
     pytest.importorskip("triton")

@@ -2,7 +2,7 @@
 
 Tests keep their tuning results to themselves: what a user's cache holds must not decide what they run.
 
-The quick run leaves out what is marked ``slow``. A file of many cases says ``pytestmark = pytest.mark.quick_cases(n)``:
+The quick run leaves out what is marked `slow`. A file of many cases says `pytestmark = pytest.mark.quick_cases(n)`:
 of each of its tests n cases are quick, and the others are slow.
 """
 

@@ -1,4 +1,4 @@
-"""Launches every kernel at odd sizes, for a checker of memory: ``compute-sanitizer python -m tests.launch_all``.
+"""Launches every kernel at odd sizes, for a checker of memory: `compute-sanitizer python -m tests.launch_all`.
 
 Sizes are primes and one more than powers of two, so that every mask of a load is needed. What is computed is compared
 elsewhere; here kernels only have to be launched, and those that were not are named at the end.
@@ -127,14 +127,14 @@ def spikes(device: str) -> None:
         bias, how = torch.randn(34, device=device, dtype=dtype), ([2, 1], [1, 1], [1, 2], groups)
         for factor in (None, torch.tensor([float("inf")], device=device, dtype=dtype)):
             more: dict[str, Any] = {"factor": factor, "binary": factor is not None}
-            ops.spike_conv2d(x, weight, bias, *how, 3, implementation, **more).sum().backward()
+            ops.spike_conv(x, weight, bias, *how, 3, implementation, **more).sum().backward()
         with torch.no_grad():
             weight[3] *= 1e-4
             weight[3, 0] = 3e4
-            ops.spike_conv2d(x, weight, bias, *how, 3, implementation)
+            ops.spike_conv(x, weight, bias, *how, 3, implementation)
             ops.spike_linear(x.flatten(1), torch.randn(19, x[0].numel(), device=device, dtype=dtype), None, 2, "binary")
     whole = (torch.rand(3, 64, 13, 11, device=device) < 0.1).float()  # channels as tensor cores want them
-    ops.spike_conv2d(whole, torch.randn(33, 64, 3, 3, device=device), None, [1, 1], [1, 1], [1, 1], 1, 3, "binary")
+    ops.spike_conv(whole, torch.randn(33, 64, 3, 3, device=device), None, [1, 1], [1, 1], [1, 1], 1, 3, "binary")
 
 
 def neurons(device: str) -> None:

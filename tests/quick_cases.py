@@ -4,7 +4,7 @@ from collections.abc import Sequence, Set
 
 
 def covering(cases: Sequence[Set[tuple[str, int]]], count: int) -> set[int]:
-    """Numbers of ``count`` cases, each of which shows the most values of parameters that none before it showed.
+    """Numbers of `count` cases, each of which shows the most values of parameters that none before it showed.
 
     Args:
         cases: of each case, its parameters with the number of the value that each has.

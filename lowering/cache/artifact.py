@@ -1,8 +1,8 @@
-"""Tuning results ride in torch's compilation artifacts (``torch.compiler.save_cache_artifacts``), where torch has them.
+"""Tuning results ride in torch's compilation artifacts (`torch.compiler.save_cache_artifacts`), where torch has them.
 
 Each entry that this process reads or writes is recorded as the JSON of :mod:`sparsecomp.lowering.cache.entry`;
 loading checks it like any file. Torch refuses to load artifacts of a type that nobody has registered: a process that
-loads some must have imported the backend first, as ``torch.compile(model, backend="sparsecomp")`` does.
+loads some must have imported the backend first, as `torch.compile(model, backend="sparsecomp")` does.
 """
 
 import warnings

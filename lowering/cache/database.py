@@ -282,7 +282,7 @@ def read_database(path: Path) -> Document:
 
 
 def _from_file(path: Path, suspect: bool) -> sqlite3.Connection:
-    """The database at ``path``, begun anew if it is broken. One process at a time, or two would set files aside."""
+    """The database at `path`, begun anew if it is broken. One process at a time, or two would set files aside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _check_files(path)
     with FileLock(f"{path}.lock", timeout=_PATIENCE):

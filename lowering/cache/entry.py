@@ -51,7 +51,7 @@ class Entry:
 
     @cached_property
     def key(self) -> str:
-        """As ``KernelSignature.key``."""
+        """As `KernelSignature.key`."""
         return compact(dict(sorted(self.fields.items())))
 
     @cached_property
@@ -66,7 +66,7 @@ class Entry:
         return Device(self.fields["gpu"], self.fields["capability"], self.fields["triton"])
 
     def updated(self, newer: "Entry") -> "Entry":
-        """This entry with ``newer``'s results, whose word on a candidate is the last."""
+        """This entry with `newer`'s results, whose word on a candidate is the last."""
         times = _last({name: ms for name, ms in self.times.items() if name not in newer.times} | dict(newer.times))
         rejected = {name: why for name, why in self.rejected.items() if name not in newer.verified}
         rejected = _last(rejected | dict(newer.rejected))
@@ -150,7 +150,7 @@ def parse(text: str | bytes) -> Document:
 
 
 def loads(text: str | bytes, **hooks: Any) -> Any:
-    """As ``json_text.loads``.
+    """As `json_text.loads`.
 
     Raises:
         CacheError: this is no JSON, or nested too deep.
@@ -165,7 +165,7 @@ def entry_of(raw: Any, where: str) -> Entry:
     """An entry from JSON values.
 
     Raises:
-        CacheError: a value out of its domain, at ``where``.
+        CacheError: a value out of its domain, at `where`.
     """
     _keys(raw, {"fields", "times", "verified", "rejected", "postponed"}, where)
     entry = Entry(
@@ -199,7 +199,7 @@ def _fact_of(raw: Any, where: str) -> Fact:
 
 
 def sentence(text: str) -> str:
-    """``text`` as one printable line of bounded length."""
+    """`text` as one printable line of bounded length."""
     line = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
     return line if len(line) <= _MAX_TEXT else f"{line[: _MAX_TEXT - 1]}…"
 

@@ -17,7 +17,7 @@ _FORGET: list[Callable[[], None]] = []
 
 
 def recorded(make: Callable[..., R]) -> Callable[..., R]:
-    """``make``, of a device and other hashable arguments, whose results are kept until :func:`forget`."""
+    """`make`, of a device and other hashable arguments, whose results are kept until :func:`forget`."""
 
     @lru_cache(maxsize=8192)
     def remembered(effort: str | None, *arguments: Any) -> R:
@@ -35,7 +35,7 @@ def recorded(make: Callable[..., R]) -> Callable[..., R]:
 
 
 def launch(operation: Operation[P], problem: P, *tensors: Tensor | None) -> None:
-    """Carry out ``problem`` on ``tensors`` (the operation's operands and results), with the kernel the tuner chooses.
+    """Carry out `problem` on `tensors` (the operation's operands and results), with the kernel the tuner chooses.
 
     Raises:
         TuningError: no kernel takes the problem.
@@ -46,7 +46,7 @@ def launch(operation: Operation[P], problem: P, *tensors: Tensor | None) -> None
 
 
 def prepared(operation: Operation[P], problem: P, device: torch.device, only: str = "") -> Callable[..., None]:
-    """What :func:`launch` calls with the tensors of ``problem`` on ``device``.
+    """What :func:`launch` calls with the tensors of `problem` on `device`.
 
     Args:
         only: name of the template to choose among, if that takes the problem; any if empty.

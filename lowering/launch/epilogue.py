@@ -28,11 +28,11 @@ class Output(NamedTuple):
     Attributes:
         strides: of the output by batch, row and column.
         dtype: of the output.
-        bias: dtype of the bias, ``""`` without.
-        bias_axis: ``"row"`` (one number a row) or ``"column"``; ``""`` without a bias.
-        residual: dtype of the residual, ``""`` without.
-        residual_strides: as ``strides``; zeros without a residual.
-        activation: one of ``ACTIVATIONS``.
+        bias: dtype of the bias, `""` without.
+        bias_axis: `"row"` (one number a row) or `"column"`; `""` without a bias.
+        residual: dtype of the residual, `""` without.
+        residual_strides: as `strides`; zeros without a residual.
+        activation: one of `ACTIVATIONS`.
         scale: of the product.
     """
 
@@ -57,7 +57,7 @@ class Output(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For a signature: ``"row bias+residual+relu"``, ``""`` for nothing. Any scale costs the same."""
+        """For a signature: `"row bias+residual+relu"`, `""` for nothing. Any scale costs the same."""
         parts = (
             self.bias and f"{self.bias_axis} bias {self.bias}", self.residual and f"residual {self.residual}",
             "" if self.activation == "none" else self.activation,
@@ -71,7 +71,7 @@ def output_of(
     """Describe an output (m, n) or (batch, m, n).
 
     Raises:
-        FormatError: a bias or residual that does not fit ``out``, an unknown axis or activation.
+        FormatError: a bias or residual that does not fit `out`, an unknown axis or activation.
     """
     if activation not in ACTIVATIONS:
         raise FormatError(f"activation is {activation!r}, needs one of {', '.join(ACTIVATIONS)}")
@@ -90,8 +90,19 @@ def output_of(
     )  # fmt: skip
 
 
+def described_output(
+    out: Tensor, axis: str, bias: torch.dtype | None, residual: torch.dtype | None, activation: str
+) -> Output:
+    """`output_of` for a bias by this axis and a residual that lies as `out` does, from their dtypes."""
+    length = out.shape[-2 if axis == "row" else -1]
+    added = None if bias is None else out.new_empty(length, dtype=bias)
+    return output_of(
+        out, added, axis, None if residual is None else torch.empty_like(out, dtype=residual), activation, 1.0
+    )  # fmt: skip
+
+
 def output_from_text(text: str, dtype: str, strides: Strides) -> Output:
-    """An output whose ``text`` is this, with a residual laid out like it.
+    """An output whose `text` is this, with a residual laid out like it.
 
     Raises:
         ValueError: no output has this text.

@@ -1,7 +1,7 @@
 """A kernel launch in all but its tensors, with little host work.
 
 Triton binds, specialises and hashes every argument of every launch and asks the driver about every pointer, tens of
-microseconds for the kernels here. A ``Launch`` knows everything but the addresses: it lets Triton compile and launch
+microseconds for the kernels here. A `Launch` knows everything but the addresses: it lets Triton compile and launch
 once, and then fills the addresses into the parameter block that Triton's own launcher would build, and calls the
 driver.
 """
@@ -28,11 +28,11 @@ class Launch:
     """One launch of a kernel, callable with its tensors.
 
     Args:
-        kernel: a ``@triton.jit`` or ``@gluon.jit`` function: tensors first, then numbers, then constants.
+        kernel: a `@triton.jit` or `@gluon.jit` function: tensors first, then numbers, then constants.
         grid: programs along each axis.
         numbers: its run-time numbers, in its order.
-        constants: its ``constexpr`` arguments by name, ``num_warps`` too if it is one.
-        options: Triton's own, such as ``num_warps``.
+        constants: its `constexpr` arguments by name, `num_warps` too if it is one.
+        options: Triton's own, such as `num_warps`.
 
     A launch belongs to one device. Its tensors always have the dtypes of the first call, and are None in the same
     places.
@@ -77,7 +77,7 @@ class Launch:
 
 
 class _DirectLaunch:
-    """Calls ``cuLaunchKernel`` with a parameter block of its own.
+    """Calls `cuLaunchKernel` with a parameter block of its own.
 
     The block is what Triton's launchers (3.6 to 3.9) build: the arguments that are no constants, in order, and two
     scratch pointers. The kernel was compiled for addresses that are multiples of 16; others go through Triton.

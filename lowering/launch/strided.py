@@ -31,12 +31,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Such as ``"float32"``."""
+    """Such as `"float32"`."""
     return str(tensor.dtype)[6:]
 
 
 def layout_of(strides: Strides, columns: int) -> str:
-    """``"rows"`` if a row's elements are neighbours, ``"columns"`` if a column's are, else ``"strided"``.
+    """`"rows"` if a row's elements are neighbours, `"columns"` if a column's are, else `"strided"`.
 
     Kernels read either with whole vectors only if the other stride is a multiple of 16 bytes' worth of elements.
     """
@@ -46,7 +46,7 @@ def layout_of(strides: Strides, columns: int) -> str:
 
 
 def strides_from(layout: str, rows: int, columns: int) -> Strides:
-    """Strides of which ``layout_of`` says ``layout``.
+    """Strides of which `layout_of` says `layout`.
 
     Raises:
         ValueError: no layout of such a matrix.
@@ -62,7 +62,7 @@ def strides_from(layout: str, rows: int, columns: int) -> Strides:
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...], fill: Callable[[int], Tensor]) -> Tensor:
-    """A tensor of these strides over as many elements of ``fill(count)`` as it spans."""
+    """A tensor of these strides over as many elements of `fill(count)` as it spans."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return fill(max(extent, 1)).as_strided(shape, strides)
 
@@ -74,7 +74,7 @@ def random_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, 
 
 
 def gather_product(row: Tensor, col: Tensor, values: Tensor, dense: Tensor, rows: int) -> Tensor:
-    """The float64 product of entries (row, col, values (batch, entries)) with ``dense`` (batch, k, n)."""
+    """The float64 product of entries (row, col, values (batch, entries)) with `dense` (batch, k, n)."""
     out = torch.zeros((*dense.shape[:-2], rows, dense.shape[-1]), dtype=torch.float64, device=dense.device)
     step = max(_CHUNK // max(dense.shape[-1] * dense.shape[0], 1), 1)
     for start in range(0, row.numel(), step):

@@ -21,7 +21,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PackMask(NamedTuple):
-    """A flat bool mask of ``numel`` elements, to be packed."""
+    """A flat bool mask of `numel` elements, to be packed."""
 
     numel: int
 
@@ -32,7 +32,7 @@ class PackMask(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """A weight of ``numel`` elements, ``pruned`` of which come from theta, ``itemsize`` bytes each."""
+    """A weight of `numel` elements, `pruned` of which come from theta, `itemsize` bytes each."""
 
     numel: int
     pruned: int
@@ -40,7 +40,7 @@ class Merge(NamedTuple):
 
 
 class Split(NamedTuple):
-    """As ``Merge``, taken apart; ``active`` and ``rest`` are 1 for the results that are wanted."""
+    """As `Merge`, taken apart; `active` and `rest` are 1 for the results that are wanted."""
 
     numel: int
     pruned: int
@@ -63,7 +63,7 @@ def ranks(mask: Tensor) -> Tensor:
 
 
 def merge(weight: Tensor, theta: Tensor, table: Tensor) -> Tensor:
-    """See ``sparsecomp.ops.effective_weight``: contiguous operands, and a mask from :func:`ranks`."""
+    """See `sparsecomp.ops.effective_weight`: contiguous operands, and a mask from :func:`ranks`."""
     out, bits = torch.empty_like(weight), _BITS[weight.itemsize]
     problem = Merge(weight.numel(), theta.numel(), weight.itemsize)
     dispatch.launch(MERGE, problem, weight.view(bits), theta.view(bits), table, out.view(bits))
@@ -71,7 +71,7 @@ def merge(weight: Tensor, theta: Tensor, table: Tensor) -> Tensor:
 
 
 def split(whole: Tensor, table: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
-    """See ``sparsecomp.ops.split_pruned``: a contiguous operand, and a mask from :func:`ranks`."""
+    """See `sparsecomp.ops.split_pruned`: a contiguous operand, and a mask from :func:`ranks`."""
     bits = _BITS[whole.itemsize]
     kept = whole.new_empty(whole.shape if active else (0,))
     gone = whole.new_empty(pruned if rest else 0)

@@ -17,7 +17,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class SelectLargest(NamedTuple):
-    """The largest of ``numel`` scores, 1 to 2^31 - 2^16 of them; how many is read on the device."""
+    """The largest of `numel` scores, 1 to 2^31 - 2^16 of them; how many is read on the device."""
 
     numel: int
     dtype: str
@@ -25,13 +25,13 @@ class SelectLargest(NamedTuple):
 
 
 def select(scores: Tensor, count: Tensor) -> Tensor:
-    """See ``sparsecomp.ops.select_largest``: by the kernels, or by sorting what they do not take."""
+    """See `sparsecomp.ops.select_largest`: by the kernels, or by sorting what they do not take."""
     fits = scores.dtype in KERNEL_DTYPES and 0 < scores.numel() <= MOST and count.device == scores.device
     return select_by_kernel(scores.contiguous(), count) if fits else select_by_sorting(scores, count)
 
 
 def select_by_kernel(scores: Tensor, count: Tensor) -> Tensor:
-    """See ``sparsecomp.ops.select_largest``: contiguous scores of a kernel's dtype, and a 0-d count on their device."""
+    """See `sparsecomp.ops.select_largest`: contiguous scores of a kernel's dtype, and a 0-d count on their device."""
     selected = torch.empty_like(scores, dtype=torch.bool)
     problem = SelectLargest(scores.numel(), dtype_name(scores), dtype_name(count))
     dispatch.launch(SELECT_LARGEST, problem, scores.view(_BITS[scores.itemsize]), count, selected.view(torch.uint8))

@@ -14,7 +14,7 @@ from sparsecomp.lowering.tuning.template import Operation
 
 
 class SelectiveStep(NamedTuple):
-    """The sizes, numbers and types of a step; see ``sparsecomp.ops.selective_step``.
+    """The sizes, numbers and types of a step; see `sparsecomp.ops.selective_step`.
 
     The learning rate and the number of the step are read on the device, so that a schedule makes no new problems.
 
@@ -53,7 +53,7 @@ def selective_step(
     betas: tuple[float, float], tau: float, delta: float, eps: float, weight_decay: float, warm_up: int,
     count: Tensor | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
-    """See ``sparsecomp.ops.selective_step``; all tensors are contiguous."""
+    """See `sparsecomp.ops.selective_step`; all tensors are contiguous."""
     if not pruned.numel():
         return
     if pruned.dtype is torch.bool:

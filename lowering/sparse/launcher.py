@@ -1,16 +1,17 @@
 """The launcher that multiplies a format's matrices, found by the name that the format gives it.
 
-A module of this room that defines `multiply` and `layer_problem` is one; Triton loads with it.
+A module of this room that defines what `Launcher` does is one; Triton loads with it.
 """
 
 import importlib
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from sparsecomp.formats import BSR, CSR
 from sparsecomp.lowering.launch.epilogue import Output
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.patterns import Layout
@@ -32,34 +33,36 @@ class Launcher(Protocol):
         """
         ...
 
-    def layer_problem(
-        self, values: Tensor, index: torch.dtype, layout: Layout, dense: Tensor, out: Tensor, described: Output,
-        kernel: str, device: torch.device,
-    ) -> tuple[Operation[Any], Any] | None:  # fmt: skip
-        """The product that these tensors on the meta device describe, of which a layer may keep the launch.
+    def problem_of(
+        self, values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, index: torch.dtype = ...
+    ) -> Any:
+        """The product that these tensors on the meta device describe.
 
         Args:
-            index: dtype of the index arrays, which are contiguous, as the values are.
-            kernel: name of the template that is to do it; empty for the best.
-
-        Returns:
-            Operation and problem, whose launches take the format's arrays in the order of its constructor; None if no
-            launch can be kept.
+            index: dtype of the index arrays, which are contiguous, as the values are; by default the usual one.
         """
         ...
 
+    def operations(self, layout: Layout) -> tuple[Operation[Any], ...]:
+        """Those that can do such a product: our own, whose launches take the format's arrays in the order of its
+        constructor, and others that keep a copy of the weight."""
+        ...
 
+
+@lru_cache(maxsize=8192)
 def launcher_of(layout: Layout, transpose: bool = False) -> Launcher:
     """The launcher for a matrix of this layout, or for its transpose."""
-    return _loaded(launcher_name(layout, transpose))
-
-
-def launcher_name(layout: Layout, transpose: bool) -> str:
-    """The module of the launcher: the format's own, or for a transpose, whose entries are sorted by rows, CSR's or
-    BSR's."""
-    return layout.kind.KERNEL if not transpose else "spmm_bsr" if layout.entry else "spmm_csr"
-
-
-@cache
-def _loaded(name: str) -> Launcher:
+    name = multiplied_as(layout, transpose).kind.KERNEL
     return cast(Launcher, importlib.import_module(f"sparsecomp.lowering.sparse.{name}"))
+
+
+def multiplied_as(layout: Layout, transpose: bool = False) -> Layout:
+    """The layout in which a matrix, or its transpose, is multiplied: its own if that has a launcher of its own; else,
+    and for a transpose, whose entries are sorted by rows, CSR's or BSR's."""
+    general = BSR if layout.entry else CSR
+    if not transpose and layout.kind.KERNEL != general.KERNEL:
+        return layout
+    (rows, cols), (height, width) = layout.shape, layout.block if layout.entry else (1, 1)
+    if not transpose:
+        return Layout(general.OPERAND, (height, width), (rows, cols), layout.skews)
+    return Layout(general.OPERAND, (width, height), (cols, rows), (layout.skews[1], layout.skews[0]))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.lowering.launch.dispatch import prepared, recorded
-from sparsecomp.lowering.launch.epilogue import output_of
-from sparsecomp.lowering.sparse.launcher import launcher_of
-from sparsecomp.lowering.sparse.sddmm import SDDMM, Sddmm
+from sparsecomp.lowering.launch.epilogue import described_output
+from sparsecomp.lowering.sparse.launcher import launcher_of, multiplied_as
+from sparsecomp.lowering.sparse.sddmm import SDDMM, weight_gradient
+from sparsecomp.lowering.sparse.semi_structured import refusal
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -30,11 +31,12 @@ def product(
         x: (..., k), contiguous; all tensors are.
         values, own: of S; more arrays than the layout's own are not read.
         kernel: name of the template that is to do it; empty for the one with the least device time.
-        filled: of csr, as in ``spmm_csr``.
+        filled: of csr, as in `spmm_csr`.
 
     Returns:
         (..., rows), contiguous; None if no launch can be kept: there is nothing to compute, no kernel takes the dtypes,
-        or sparse tensor cores, which keep a copy of the weight, are expected to be the fastest.
+        its arrays must be made in each call, or sparse tensor cores, which keep a copy of the weight, are expected to
+        be the fastest.
     """
     launch = _product(
         x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, None if bias is None else bias.dtype,
@@ -61,14 +63,16 @@ def _product(
     dtypes = [one for one in (x_dtype, dtype, bias, residual) if one is not None]
     if count * rows == 0 or stored.numel() == 0 or not all(one in KERNEL_DTYPES for one in dtypes):
         return None
-    values, dense, out = _meta(stored, dtype), _meta((count, columns), x_dtype).mT, _meta((count, rows), x_dtype).mT
-    beside = None if residual is None else _meta((count, rows), residual).mT
-    described = output_of(out, None if bias is None else _meta((rows,), bias), "row", beside, activation, 1.0)
-    found = launcher_of(layout).layer_problem(values, index, layout, dense, out, described, kernel, device)
-    if found is None:
+    if multiplied_as(layout) != layout:
         return None
-    operation, problem = found
-    return prepared(operation, problem._replace(filled=True) if filled else problem, device, kernel)
+    launcher, values = launcher_of(layout), torch.empty(stored, dtype=dtype, device="meta")
+    dense, out = (values.new_empty(count, size, dtype=x_dtype).mT for size in (columns, rows))
+    described = described_output(out, "row", bias, residual, activation)
+    problem = launcher.problem_of(values, layout, dense, out, described, index)
+    own, *libraries = launcher.operations(layout)
+    if libraries and kernel != own.name and refusal(problem, device) is None:
+        return None
+    return prepared(own, problem._replace(filled=True) if filled else problem, device, kernel)
 
 
 def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> Tensor | None:
@@ -80,7 +84,7 @@ def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) 
     Returns:
         (entries,) of their dtype. None as for `product`.
     """
-    launch = _sampled(a.device, a.shape, b.shape, a.dtype, pointers.shape, indices.shape, indices.dtype, skew)
+    launch = _sampled(a.device, a.shape, b.shape, a.dtype, indices.numel(), indices.dtype, skew)
     if launch is None:
         return None
     out = a.new_empty(indices.shape)
@@ -90,17 +94,10 @@ def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) 
 
 @recorded
 def _sampled(
-    device: torch.device, a_shape: torch.Size, b_shape: torch.Size, dtype: torch.dtype, pointers: torch.Size,
-    stored: torch.Size, index: torch.dtype, skew: str,
+    device: torch.device, a_shape: torch.Size, b_shape: torch.Size, dtype: torch.dtype, entries: int,
+    index: torch.dtype, skew: str,
 ) -> _Launch | None:  # fmt: skip
     count, rows = a_shape[:-1].numel(), a_shape[-1]
-    if stored.numel() == 0 or count * rows == 0 or dtype not in KERNEL_DTYPES:
+    if entries == 0 or count * rows == 0 or dtype not in KERNEL_DTYPES:
         return None
-    left, right = _meta((count, rows), dtype).mT, _meta((count, b_shape[-1]), dtype).mT
-    arrays = _meta(pointers, index), _meta(stored, index)
-    problem = Sddmm.of(*arrays, left, right, _meta(stored, dtype), 1.0, skew)
-    return prepared(SDDMM, problem, device)
-
-
-def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return prepared(SDDMM, weight_gradient(count, rows, b_shape[-1], entries, dtype, index, skew), device)

@@ -25,12 +25,13 @@ def multiply(
     spmm_nm(values, pattern[0], *layout.block, dense, out, **finish)
 
 
-def layer_problem(
-    values: Tensor, index: torch.dtype, layout: Layout, dense: Tensor, out: Tensor, described: Output, kernel: str,
-    device: torch.device,
-) -> tuple[Operation[Any], Any] | None:  # fmt: skip
-    """As `Launcher.layer_problem`; None where sparse tensor cores, which keep a copy of the weight, are the faster."""
-    problem = SpmmNM.of(values, values.to(index), *layout.block, dense, out, described)
-    if layout.block == _LIBRARYS and kernel != "spmm_nm" and semi_structured.refusal(problem, device) is None:
-        return None
-    return SPMM_NM, problem
+def problem_of(
+    values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, index: torch.dtype = torch.uint8
+) -> SpmmNM:
+    """As `Launcher.problem_of`."""
+    return SpmmNM.of(values, values.to(index), *layout.block, dense, out, described)
+
+
+def operations(layout: Layout) -> tuple[Operation[Any], ...]:
+    """As `Launcher.operations`."""
+    return (SPMM_NM, semi_structured.SEMI_STRUCTURED) if layout.block == _LIBRARYS else (SPMM_NM,)

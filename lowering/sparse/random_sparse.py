@@ -9,11 +9,11 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import KernelSignature, Rows, density_bucket, row_bucket
 
 SKEWS = {"even": 0, "mixed": 1, "skewed": 4, "extreme": 32}
-"""Deviation over mean of a row's entries that stands for each word of ``signature.row_bucket``."""
+"""Deviation over mean of a row's entries that stands for each word of `signature.row_bucket`."""
 
 
 class RandomPattern(NamedTuple):
-    """Entries of a sparse matrix by row; ``row`` is what ``crow`` says at length."""
+    """Entries of a sparse matrix by row; `row` is what `crow` says at length."""
 
     crow: Tensor
     col: Tensor
@@ -21,7 +21,7 @@ class RandomPattern(NamedTuple):
 
 
 def rows_of(entries: int, rows: int, variation: float) -> Rows:
-    """The distribution of ``entries`` over ``rows``."""
+    """The distribution of `entries` over `rows`."""
     return Rows(entries / rows if rows else 0.0, variation)
 
 
@@ -31,7 +31,7 @@ def density_of(entries: int, rows: int, columns: int) -> float:
 
 
 def sizes_and_entries(signature: KernelSignature, rows: str, columns: str) -> tuple[int, int, int, int]:
-    """Rows, columns, entries and variation that fall in the buckets of ``signature`` (sizes named by the arguments).
+    """Rows, columns, entries and variation that fall in the buckets of `signature` (sizes named by the arguments).
 
     Rounded sizes and a rounded density need not agree with the rounded entries a row, so that lower ones are tried.
 
@@ -77,7 +77,7 @@ def random_pattern(
 
 
 def _shares(weights: Tensor, total: int, most: int) -> Tensor:
-    """Whole numbers of this sum in proportion to ``weights``, none above ``most``."""
+    """Whole numbers of this sum in proportion to `weights`, none above `most`."""
     counts = (weights / weights.sum() * total).long().clamp_(max=most)
     order = weights.argsort(descending=True, stable=True)
     left = total - int(counts.sum())

@@ -23,7 +23,7 @@ class Sddmm(NamedTuple):
         m, n, d: a is (m, d), b (n, d).
         batch: products with one pattern.
         nnz: entries there is room for.
-        variation: deviation over mean of the entries a row, as one of ``SKEWS``.
+        variation: deviation over mean of the entries a row, as one of `SKEWS`.
         a, b: their strides.
         out_batch: stride of the values by batch; neighbours lie side by side.
         scale: of the product.
@@ -50,7 +50,7 @@ class Sddmm(NamedTuple):
     def of(
         cls, crow: Tensor, col: Tensor, a: Tensor, b: Tensor, out: Tensor, scale: float, skew: str
     ) -> "Sddmm":
-        """The product of these tensors, as ``sddmm`` takes them.
+        """The product of these tensors, as `sddmm` takes them.
 
         Raises:
             FormatError: shapes or dtypes that do not belong together, or an unknown word.
@@ -77,17 +77,27 @@ class Sddmm(NamedTuple):
         )  # fmt: skip
 
 
+def weight_gradient(
+    count: int, rows: int, columns: int, entries: int, dtype: torch.dtype, index: torch.dtype, skew: str
+) -> Sddmm:
+    """The gradient by the values of a weight (rows, columns) from `count` rows of input and of the output's gradient,
+    contiguous all."""
+    out = torch.empty(entries, dtype=dtype, device="meta")
+    a, b = (out.new_empty(count, size).mT for size in (rows, columns))
+    return Sddmm.of(out.new_empty(rows + 1, dtype=index), out.to(index), a, b, out, 1.0, skew)
+
+
 def sddmm(
     crow: Tensor, col: Tensor, a: Tensor, b: Tensor, out: Tensor, *, scale: float = 1.0, skew: str = "even"
 ) -> None:
-    """Write scale · a[i] · b[j], summed in float32, to ``out`` for each stored place (i, j).
+    """Write scale · a[i] · b[j], summed in float32, to `out` for each stored place (i, j).
 
     Args:
         crow: (m + 1,) int32 or int64, contiguous: row i holds the entries crow[i] to crow[i + 1] - 1.
         col: (entries,), of the same dtype, contiguous.
         a: (m, d) or (batch, m, d), b: (n, d) or (batch, n, d); float16, bfloat16 or float32, of any strides.
         out: (entries,) or (batch, entries), neighbours side by side. Spare capacity is not written.
-        skew: how uneven the rows are, as in ``spmm_csr``.
+        skew: how uneven the rows are, as in `spmm_csr`.
 
     Raises:
         FormatError: shapes or dtypes that do not belong together, or an unknown word.

@@ -1,10 +1,10 @@
 """2:4 times dense on sparse tensor cores as an operation: out = activation(scale · (S @ dense) + bias + residual).
 
 cuSPARSELt multiplies a copy of S in a form of its own, which is made once and kept. A write to S's values can escape
-the host: through ``.data``, in a compiled graph, in the replay of a CUDA graph. So each product takes a fingerprint of
+the host: through `.data`, in a compiled graph, in the replay of a CUDA graph. So each product takes a fingerprint of
 the values on the device, and where it is not that of the copy, an ordinary kernel behind the product writes the result
 anew. So it does where the library multiplied NaN or infinity by the zeros that fill groups up. Inside
-``frozen_weights`` a weight without such zeros needs none of this.
+`frozen_weights` a weight without such zeros needs none of this.
 """
 
 import logging
@@ -40,20 +40,20 @@ def spmm_semi_structured(
     values: Tensor, indices: Tensor, dense: Tensor, out: Tensor, *, bias: Tensor | None = None,
     bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
 ) -> bool:  # fmt: skip
-    """Write activation(scale · (S @ dense) + bias + residual) to ``out``, if the library takes it and is expected to
+    """Write activation(scale · (S @ dense) + bias + residual) to `out`, if the library takes it and is expected to
     be the faster; else do nothing.
 
     Args:
         values: (m, k / 2) float16 or bfloat16, contiguous.
         indices: (m, k / 2) uint8: each value's column within its group of four, ascending.
 
-    Everything else is as in ``spmm_nm``. gelu and silu are computed from what was rounded to the dtype of ``out``.
+    Everything else is as in `spmm_nm`. gelu and silu are computed from what was rounded to the dtype of `out`.
 
     Returns:
-        Whether ``out`` was written.
+        Whether `out` was written.
 
     Raises:
-        FormatError: a bias or residual that does not fit ``out``, or an unknown word.
+        FormatError: a bias or residual that does not fit `out`, or an unknown word.
     """
     if values.dim() != 2 or dense.dim() != 2 or out.numel() == 0 or indices.shape != values.shape:
         return False
@@ -106,7 +106,7 @@ class Copy(NamedTuple):
     Attributes:
         compressed: uint8, opaque.
         fingerprint: of the values that it was made of, each part's lowest bit set if there are zeros among them.
-        filled: whether there may be zeros; only within ``frozen_weights`` is that read from the device.
+        filled: whether there may be zeros; only within `frozen_weights` is that read from the device.
     """
 
     compressed: Tensor

@@ -47,7 +47,7 @@ class SpmmBsr(NamedTuple):
         height, width: of a block.
         block_rows, block_columns: of the pattern.
         blocks: blocks there is room for.
-        variation: deviation over mean of the blocks a block row, as one of ``SKEWS``.
+        variation: deviation over mean of the blocks a block row, as one of `SKEWS`.
         values: strides of the values.
         dense: strides of dense.
         dtype: of values and dense.
@@ -77,7 +77,7 @@ class SpmmBsr(NamedTuple):
     def of(
         cls, crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, described: Output, skew: str
     ) -> "SpmmBsr":
-        """The product of these tensors, as ``spmm_bsr`` takes them.
+        """The product of these tensors, as `spmm_bsr` takes them.
 
         Raises:
             FormatError: shapes that do not belong together, or an unknown word.
@@ -107,14 +107,14 @@ def spmm_bsr(
     bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
     skew: str = "even",
 ) -> None:  # fmt: skip
-    """Write activation(scale · (S @ dense) + bias + residual) to ``out``.
+    """Write activation(scale · (S @ dense) + bias + residual) to `out`.
 
     Args:
         crow: (block rows + 1,) int32 or int64, contiguous.
         col: (blocks,) of the same dtype, contiguous: columns of blocks.
         values: (blocks, height, width) or (batch, blocks, height, width), of any strides, zero beyond m and k.
 
-    Everything else is as in ``spmm_csr``; ``skew`` is of the blocks a block row.
+    Everything else is as in `spmm_csr`; `skew` is of the blocks a block row.
 
     Raises:
         FormatError: shapes that do not belong together, or an unknown word.
@@ -136,14 +136,18 @@ def multiply(
     spmm_bsr(*arrays, dense, out, **finish, skew=matrix.skew)
 
 
-def layer_problem(
-    values: Tensor, index: torch.dtype, layout: Layout, dense: Tensor, out: Tensor, described: Output, kernel: str,
-    device: torch.device,
-) -> tuple[Operation[Any], SpmmBsr]:  # fmt: skip
-    """As `Launcher.layer_problem`."""
+def problem_of(
+    values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, index: torch.dtype = torch.int32
+) -> SpmmBsr:
+    """As `Launcher.problem_of`."""
     lines = layout.padded_shape[0] // layout.block[0]
-    pointers, indices = (torch.empty(n, dtype=index, device="meta") for n in (lines + 1, values.shape[0]))
-    return SPMM_BSR, SpmmBsr.of(pointers, indices, values, dense, out, described, layout.skews[0])
+    pointers, indices = (values.new_empty(n, dtype=index) for n in (lines + 1, values.shape[0]))
+    return SpmmBsr.of(pointers, indices, values, dense, out, described, layout.skews[0])
+
+
+def operations(layout: Layout) -> tuple[Operation[Any], ...]:
+    """As `Launcher.operations`."""
+    return (SPMM_BSR,)
 
 
 def _signature(problem: SpmmBsr, device: Device) -> KernelSignature:

@@ -1,6 +1,6 @@
 """CSR times dense as an operation: out = activation(scale · (S @ dense) + bias + residual), summed in float32.
 
-Its kernels differ in what they do with a nonzero of S. Gathering ones read the row of ``dense`` it points at, so that
+Its kernels differ in what they do with a nonzero of S. Gathering ones read the row of `dense` it points at, so that
 what S does not store is never multiplied: 0 · inf cannot arise. The densified one writes S out and uses tensor cores,
 and gives every tile whose sums are not finite to a gathering kernel, so that all of them agree.
 """
@@ -39,7 +39,7 @@ class SpmmCsr(NamedTuple):
         m, k, n: S is (m, k), dense (k, n).
         batch: products with one pattern.
         nnz: entries there is room for.
-        variation: deviation over mean of the entries a row, as one of ``SKEWS``.
+        variation: deviation over mean of the entries a row, as one of `SKEWS`.
         values_batch: stride of the values by batch.
         dense: strides of dense.
         dtype: of the values.
@@ -67,7 +67,7 @@ class SpmmCsr(NamedTuple):
     def of(
         cls, crow: Tensor, col: Tensor, values: Tensor, dense: Tensor, out: Tensor, described: Output, skew: str
     ) -> "SpmmCsr":
-        """The product of these tensors, as ``spmm_csr`` takes them, values' neighbours side by side.
+        """The product of these tensors, as `spmm_csr` takes them, values' neighbours side by side.
 
         Raises:
             FormatError: shapes that do not belong together, or an unknown word.
@@ -93,7 +93,7 @@ def spmm_csr(
     bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
     skew: str = "even", filled: bool = False,
 ) -> None:  # fmt: skip
-    """Write activation(scale · (S @ dense) + bias + residual) to ``out``.
+    """Write activation(scale · (S @ dense) + bias + residual) to `out`.
 
     Args:
         crow: (m + 1,) int32 or int64, contiguous: row i of S holds the entries crow[i] to crow[i + 1] - 1.
@@ -102,7 +102,7 @@ def spmm_csr(
         dense: (k, n) or (batch, k, n), of any strides and of those dtypes.
         out: (m, n) or (batch, m, n), of any strides without overlap.
         bias: (m,) with bias_axis "row", (n,) with "column".
-        residual: of the shape of ``out`` and any strides.
+        residual: of the shape of `out` and any strides.
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
         skew: how uneven the rows are: "even", "mixed", "skewed" or "extreme" (deviation over mean below 0.5, below 2,
             below 16, or above).
@@ -129,19 +129,21 @@ def multiply(
     spmm_csr(*arrays, dense, out, **finish, skew=matrix.skew, filled=layout.kind.FILLED)
 
 
-def layer_problem(
-    values: Tensor, index: torch.dtype, layout: Layout, dense: Tensor, out: Tensor, described: Output, kernel: str,
-    device: torch.device,
-) -> tuple[Operation[Any], SpmmCsr] | None:  # fmt: skip
-    """As `Launcher.layer_problem`; None for a layout whose pointers must be made in each call."""
-    if not layout.plain:
-        return None
-    pointers = torch.empty(layout.shape[0] + 1, dtype=index, device="meta")
-    return SPMM_CSR, SpmmCsr.of(pointers, values.to(index), values, dense, out, described, layout.skews[0])
+def problem_of(
+    values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, index: torch.dtype = torch.int32
+) -> SpmmCsr:
+    """As `Launcher.problem_of`."""
+    pointers = values.new_empty(layout.shape[0] + 1, dtype=index)
+    return SpmmCsr.of(pointers, values.to(index), values, dense, out, described, layout.skews[0])
+
+
+def operations(layout: Layout) -> tuple[Operation[Any], ...]:
+    """As `Launcher.operations`."""
+    return (SPMM_CSR,)
 
 
 def check_shapes(rows: int, batched: bool, batch: torch.Size, dense: Tensor, out: Tensor) -> None:
-    """That a product of ``rows`` rows with ``dense`` fits ``out``.
+    """That a product of `rows` rows with `dense` fits `out`.
 
     Raises:
         FormatError: it does not.

@@ -34,7 +34,7 @@ class SpmmNM(NamedTuple):
     Attributes:
         m, k, n: S is (m, k), dense (k, n).
         batch: products with one pattern.
-        keep, group: S stores ``keep`` values in each ``group`` columns.
+        keep, group: S stores `keep` values in each `group` columns.
         values_batch, values_row, indices_row: strides; a row's elements are neighbours.
         dense: strides of dense.
         dtype, dense_dtype: of values and dense; kernels want the same.
@@ -64,7 +64,7 @@ class SpmmNM(NamedTuple):
     def of(
         cls, values: Tensor, indices: Tensor, keep: int, group: int, dense: Tensor, out: Tensor, described: Output
     ) -> "SpmmNM":
-        """The product of these tensors, as ``spmm_nm`` takes them, a row's values and indices side by side.
+        """The product of these tensors, as `spmm_nm` takes them, a row's values and indices side by side.
 
         Raises:
             FormatError: shapes that do not belong together, or an unknown word.
@@ -92,14 +92,14 @@ def spmm_nm(
     values: Tensor, indices: Tensor, keep: int, group: int, dense: Tensor, out: Tensor, *, bias: Tensor | None = None,
     bias_axis: str = "column", residual: Tensor | None = None, activation: str = "none", scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """Write activation(scale · (S @ dense) + bias + residual) to ``out``.
+    """Write activation(scale · (S @ dense) + bias + residual) to `out`.
 
     Args:
         values: (m, groups · keep) or (batch, m, groups · keep), a row's elements side by side.
         indices: (m, groups · keep) uint8: each value's column within its group, each once in a group.
         keep, group: values in a group, and its columns, at most 16.
 
-    Everything else is as in ``spmm_csr``.
+    Everything else is as in `spmm_csr`.
 
     Raises:
         FormatError: shapes that do not belong together, or an unknown word.

@@ -15,7 +15,7 @@ from sparsecomp.lowering.tuning.template import Operation
 
 
 class WriteOut(NamedTuple):
-    """A CSR matrix (rows, cols) with room for ``entries``, to be written out dense."""
+    """A CSR matrix (rows, cols) with room for `entries`, to be written out dense."""
 
     rows: int
     cols: int

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import contiguous_strides, random_tensor
-from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, as_image
+from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, image_strides
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.digits import padded_channels, split_weight, used_weight
 
@@ -24,7 +24,7 @@ class BinaryConv(NamedTuple):
         conv: the convolution.
         digits: bytes a weight.
         weight: strides of the weight itself, (K, C / groups, …).
-        select: ``"all"`` outputs, all if ``"count"`` exceeds ``limit``, or the listed ``"rows"``.
+        select: `"all"` outputs, all if `"count"` exceeds `limit`, or the listed `"rows"`.
     """
 
     conv: Convolution
@@ -55,9 +55,8 @@ class BinaryConv(NamedTuple):
     @property
     def numbers(self) -> tuple[float, ...]:
         """The run-time numbers of the kernels, in their order."""
-        c, (weight_k, weight_c, *within) = self.conv, self.weight
-        weight = (weight_k, weight_c, *as_image(within, 0))
-        return (*c.maps, c.c, c.k, self.cp, *c.geometry, *weight, c.scale, self.limit)
+        c = self.conv
+        return (*c.maps, c.c, c.k, self.cp, *c.geometry, *image_strides(self.weight), c.scale, self.limit)
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -69,9 +68,9 @@ def binary_conv(
     x: Tensor, planes: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None,
     conv: Convolution, out: Tensor, select: Selection | None = None,
 ) -> None:  # fmt: skip
-    """Write the convolution of int8 ``x``, channels-last, to ``out``, all of it or what ``select`` says.
+    """Write the convolution of int8 `x`, channels-last, to `out`, all of it or what `select` says.
 
-    ``planes`` and ``scales`` are ``split_weight`` of ``weight``.
+    `planes` and `scales` are `split_weight` of `weight`.
     """
     if out.numel() == 0:
         return

@@ -63,6 +63,6 @@ def _reads(hopper: bool) -> sympy.Expr:
 
 
 def _resident(shared: sympy.Expr) -> sympy.Expr:
-    """Tiles that run on a processor at a time, by ``shared`` bytes and by registers: the sums, and 30 a thread."""
+    """Tiles that run on a processor at a time, by `shared` bytes and by registers: the sums, and 30 a thread."""
     registers = _bm * _bn * _digits + 30 * 32 * _warps
     return sympy.Max(sympy.floor(sympy.Min(_shared / shared, _REGISTERS / registers)), 1)

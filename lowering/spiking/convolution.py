@@ -1,7 +1,7 @@
 """What every kernel of a convolution on spikes takes: its sizes, its window, its output, and a choice of rows.
 
 Everything here has any number of dimensions. Kernels index two, so that maps of fewer are lifted to images; of more
-than two, templates refuse (``beyond_images``) until they index them.
+than two, templates refuse (`beyond_images`) until they index them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
-from sparsecomp.lowering.launch.strided import contiguous_strides
+from sparsecomp.lowering.launch.strided import contiguous_strides, dtype_name
 from sparsecomp.reference.geometry import Window, convolve
 
 CONV_TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
@@ -25,9 +25,9 @@ class Selection:
     """Work that the device itself chose, for kernels whose grid cannot depend on it.
 
     Attributes:
-        count: (1,) int32. A kernel does nothing unless ``count > limit``.
-        limit: see ``count``.
-        rows: int32 list whose first ``count`` entries are the output pixels to compute; None for all of them.
+        count: (1,) int32. A kernel does nothing unless `count > limit`.
+        limit: see `count`.
+        rows: int32 list whose first `count` entries are the output pixels to compute; None for all of them.
     """
 
     count: Tensor
@@ -41,6 +41,45 @@ class OutputStrides(NamedTuple):
     pixel: int
     channel: int
     image: int
+
+
+class Maps(NamedTuple):
+    """Maps of any strides as kernels read them: inputs (N, C, …), or a weight (K, C, …).
+
+    Attributes:
+        outer: images, or output channels.
+        c: channels of each.
+        size: of a map, of two dimensions at most.
+        strides: one a dimension of the tensor.
+        dtype: of the elements.
+    """
+
+    outer: int
+    c: int
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Maps":
+        """Those of a tensor that is `planar`."""
+        outer, c, *size = x.shape
+        return cls(outer, c, tuple(size), x.stride(), dtype_name(x))
+
+    @property
+    def pixels(self) -> int:
+        """Of a map, at least one."""
+        return max(prod(self.size), 1)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Run-time numbers of every kernel: strides by image, channel and two dimensions of a map."""
+        return image_strides(self.strides)
 
 
 class Convolution(NamedTuple):
@@ -159,7 +198,7 @@ class Convolution(NamedTuple):
         return memory.as_strided((self.n, self.k, *self.out_size), strides)
 
     def reference(self, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None) -> Tensor:
-        """The dense convolution of counts ``x`` in float64."""
+        """The dense convolution of counts `x` in float64."""
         x = x.double() * self.scale * (1.0 if factor is None else factor.double())
         return convolve(x, weight.double(), None if bias is None else bias.double(), self.window, self.groups)
 
@@ -170,8 +209,13 @@ def planar(x: Tensor) -> Tensor:
 
 
 def as_image(numbers: Sequence[int], idle: int) -> tuple[int, ...]:
-    """A number a dimension for at least two, where ``idle`` changes nothing in those that there are not."""
+    """A number a dimension for at least two, where `idle` changes nothing in those that there are not."""
     return (idle,) * (2 - len(numbers)) + tuple(numbers)
+
+
+def image_strides(strides: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor of images, of one with maps of at most two dimensions."""
+    return (*strides[:2], *as_image(strides[2:], 0))
 
 
 def kernel_constants(kernel: tuple[int, ...]) -> dict[str, int]:
@@ -185,7 +229,7 @@ def beyond_images(conv: Convolution) -> str | None:
 
 
 def named(prefix: str, letters: str, numbers: Sequence[int]) -> dict[str, int]:
-    """Numbers by the last of the ``letters``, a letter a dimension."""
+    """Numbers by the last of the `letters`, a letter a dimension."""
     return {prefix + letter: number for letter, number in zip(letters[-len(numbers) :], numbers, strict=True)}
 
 
@@ -195,7 +239,7 @@ def numbered(given: Mapping[str, Any], prefix: str, letters: str) -> tuple[int, 
 
 
 def empty_output(x: Tensor, window: Window, channels: int, dtype: torch.dtype, channels_last: bool) -> Tensor:
-    """The uninitialised output (N, channels, …) of a convolution of ``x`` (N, C, …)."""
+    """The uninitialised output (N, channels, …) of a convolution of `x` (N, C, …)."""
     size = window.output_size(x.shape[2:])
     shape = (x.shape[0], channels, *size)
     strides = contiguous_strides(shape)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, size_bucket
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name
-from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, planar
+from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Maps, Selection, planar
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.geometry import Window
 
@@ -26,7 +26,7 @@ TRIAL_DENSITY = 0.01
 
 
 class FindEvents(NamedTuple):
-    """Rows of an image ``w`` pixels wide with ``c`` channels, whose events go to a list of ``capacity``."""
+    """Rows of an image `w` pixels wide with `c` channels, whose events go to a list of `capacity`."""
 
     rows: int
     w: int
@@ -36,28 +36,24 @@ class FindEvents(NamedTuple):
 
 
 class PackEvents(NamedTuple):
-    """A weight (k, c, …) with its strides, stored by blocks of output channels, and beside a factor."""
+    """A weight, stored by blocks of output channels, and beside a factor."""
 
-    k: int
-    c: int
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
+    weight: Maps
     has_factor: bool
 
     @property
     def block(self) -> int:
         """Output channels of a block."""
-        return block_of(self.k)
+        return block_of(self.weight.outer)
 
     @property
     def depth(self) -> int:
         """Weights of an output channel."""
-        return prod(self.kernel) * self.c
+        return self.weight.pixels * self.weight.c
 
 
 class Accumulate(NamedTuple):
-    """An event-driven convolution, with a list of ``capacity`` events."""
+    """An event-driven convolution, with a list of `capacity` events."""
 
     conv: Convolution
     capacity: int
@@ -77,7 +73,7 @@ class Accumulate(NamedTuple):
 
 @dataclass(frozen=True)
 class Events:
-    """The non-zero inputs of a convolution; see ``events_kernel`` for the tensors."""
+    """The non-zero inputs of a convolution; see `events_kernel` for the tensors."""
 
     codes: Tensor
     starts: Tensor
@@ -108,16 +104,16 @@ def event_conv(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, factor: Tensor | None, conv: Convolution,
     out: Tensor,
 ) -> Selection:  # fmt: skip
-    """Write the convolution of ``x`` to ``out``, unless ``x`` has too many events, or zeros matter.
+    """Write the convolution of `x` to `out`, unless `x` has too many events, or zeros matter.
 
     Args:
         x: (N, C, …) in dense channels-last memory, integers in [-128, 127] of any dtype.
         weight: (K, C, …), or (K, C) for a window of one pixel.
-        scales: of ``split_weight``: NaN tells of a weight that is not finite, of which a zero makes NaN.
-        factor: what the integers stand for, beside the convolution's scale; see ``sparsecomp.ops.spike_conv2d``.
+        scales: of `split_weight`: NaN tells of a weight that is not finite, of which a zero makes NaN.
+        factor: what the integers stand for, beside the convolution's scale; see `sparsecomp.ops.spike_conv`.
 
     Returns:
-        The selection under which another kernel must write ``out``: everything or nothing.
+        The selection under which another kernel must write `out`: everything or nothing.
     """
     events = find_events(x)
     packed = event_weight(weight, scales, factor, events.total)
@@ -129,7 +125,7 @@ def event_conv(
 
 
 def find_events(x: Tensor) -> Events:
-    """The prescan of ``x`` (N, C, …), channels-last: one pass over it, no host synchronisation."""
+    """The prescan of `x` (N, C, …), channels-last: one pass over it, no host synchronisation."""
     n, c, *outer, w = x.shape
     rows = n * prod(outer)
     codes = torch.empty((x.numel() // SPARSEST_OVERFLOW,), dtype=torch.int32, device=x.device)
@@ -142,14 +138,13 @@ def find_events(x: Tensor) -> Events:
 
 
 def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: Tensor) -> Tensor:
-    """``weight`` as ``event_conv_kernel`` reads it, by blocks of :func:`block_of` output channels.
+    """`weight` as `event_conv_kernel` reads it, by blocks of :func:`block_of` output channels.
 
-    ``total`` becomes more than any capacity where events alone would be wrong; see :func:`event_conv`.
+    `total` becomes more than any capacity where events alone would be wrong; see :func:`event_conv`.
     """
     weight = planar(weight)
-    k, c, *kernel = weight.shape
-    problem = PackEvents(k, c, tuple(kernel), weight.stride(), dtype_name(weight), factor is not None)
-    shape = (-(-k // problem.block), problem.depth, problem.block)
+    problem = PackEvents(Maps.of(weight), factor is not None)
+    shape = (-(-weight.shape[0] // problem.block), problem.depth, problem.block)
     out = torch.empty(shape, dtype=weight.dtype, device=weight.device)
     if out.numel():
         dispatch.launch(PACK_EVENTS, problem, weight, scales, factor, out, total)
@@ -157,7 +152,7 @@ def event_weight(weight: Tensor, scales: Tensor, factor: Tensor | None, total: T
 
 
 def block_of(out_channels: int) -> int:
-    """Output channels a program accumulates: all, up to ``CHANNELS_A_BLOCK``, as a power of two from 16 on."""
+    """Output channels a program accumulates: all, up to `CHANNELS_A_BLOCK`, as a power of two from 16 on."""
     return min(max(size_bucket(out_channels), 16), CHANNELS_A_BLOCK)
 
 
@@ -167,8 +162,9 @@ def _find_signature(problem: FindEvents, device: Device) -> KernelSignature:
 
 
 def _pack_signature(problem: PackEvents, device: Device) -> KernelSignature:
-    sizes = (("k", problem.k), ("c", problem.c))
-    return KernelSignature("pack_events", device, dtypes=(problem.dtype,), sizes=sizes)
+    weight = problem.weight
+    sizes = (("k", weight.outer), ("c", weight.c))
+    return KernelSignature("pack_events", device, dtypes=(weight.dtype,), sizes=sizes)
 
 
 def _accumulate_signature(problem: Accumulate, device: Device) -> KernelSignature:

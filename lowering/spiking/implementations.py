@@ -84,12 +84,12 @@ class SiteInfo(NamedTuple):
         return self.in_pixels == self.taps == 1
 
     def signature(self, device: Device) -> KernelSignature:
-        """Under which the times of this site's implementations on ``device`` are kept; bfloat16 counts as float16."""
+        """Under which the times of this site's implementations on `device` are kept; bfloat16 counts as float16."""
         parameters = {name: int(getattr(self, name)) for name in ("c", "k", "groups", "digits", "tf32", "fused")}
         parameters |= named("", "trs", as_image(self.window.kernel, 1))
         parameters |= named("stride_", "dhw", as_image(self.window.stride, 1))
         return KernelSignature(
-            "spike_conv2d", device, dtypes=(f"float{8 * self.itemsize}",),
+            "spike_conv", device, dtypes=(f"float{8 * self.itemsize}",),
             layouts=("nhwc" if self.channels_last else "nchw",),
             sizes=(("n", self.n), *named("", "dhw", as_image(self.size, 1)).items()),
             parameters=(*parameters.items(), ("active", density_bucket(self.active))), density=self.density,
@@ -149,5 +149,5 @@ def _tolerance(site: SiteInfo) -> float:
 
 
 SPIKE_CONV = Operation(
-    "spike_conv2d", SiteInfo.signature, _representative, _operands, (3,), _reference, _tolerance
+    "spike_conv", SiteInfo.signature, _representative, _operands, (3,), _reference, _tolerance
 )

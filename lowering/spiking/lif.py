@@ -13,7 +13,7 @@ from sparsecomp.reference.lif import reference
 
 
 class Lif(NamedTuple):
-    """The sizes and numbers of a layer of neurons; see ``sparsecomp.ops.lif``.
+    """The sizes and numbers of a layer of neurons; see `sparsecomp.ops.lif`.
 
     Attributes:
         numel: elements of one time step, dense in memory.
@@ -21,7 +21,7 @@ class Lif(NamedTuple):
         channels, channel_stride: channels, and elements between two.
         steps: time steps.
         has_v, has_norm, has_weight, has_bias: which operands are given.
-        soft_reset: the threshold is subtracted; ``reset`` is not read.
+        soft_reset: the threshold is subtracted; `reset` is not read.
     """
 
     numel: int
@@ -63,7 +63,7 @@ class Lif(NamedTuple):
 def launch_lif(
     x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset
 ) -> tuple[Tensor, Tensor]:
-    """See ``sparsecomp.ops.lif``."""
+    """See `sparsecomp.ops.lif`."""
     spikes = torch.empty_like(x, dtype=torch.int8)
     last = torch.empty_like(x[0])
     if x.numel() == 0:

@@ -1,6 +1,5 @@
 """The light first passes as operations: weights to signed bytes, spikes to one byte an element."""
 
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -9,51 +8,40 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor, strided
-from sparsecomp.lowering.spiking.convolution import Selection, as_image, planar
+from sparsecomp.lowering.spiking.convolution import Maps, Selection, as_image, planar
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.digits import SPREAD, padded_channels, split_weight
 from sparsecomp.reference.geometry import laid_out, lies_channels_last
 
 
 class PackWeight(NamedTuple):
-    """A weight (k, c, …) with its strides, to be split in ``digits`` bytes.
+    """A weight, to be split in `digits` bytes.
 
-    ``spread``: as in ``sparsecomp.reference.digits.channel_scale``.
+    `spread`: as in `sparsecomp.reference.digits.channel_scale`.
     """
 
-    k: int
-    c: int
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
+    weight: Maps
     digits: int
-    dtype: str
     spread: float = SPREAD
 
     @classmethod
     def of(cls, weight: Tensor, digits: int, spread: float = SPREAD) -> "PackWeight":
         """The split of a weight (K, C, …)."""
-        weight = planar(weight)
-        k, c, *kernel = weight.shape
-        return cls(k, c, tuple(kernel), weight.stride(), digits, dtype_name(weight), spread)
+        return cls(Maps.of(planar(weight)), digits, spread)
 
     @property
     def cp(self) -> int:
         """Input channels as stored."""
-        return padded_channels(self.c)
+        return padded_channels(self.weight.c)
 
     @property
-    def taps(self) -> int:
-        """Pixels that a window sees."""
-        return prod(self.kernel)
-
-    @property
-    def depth(self) -> int:
-        """Bytes of one channel in one plane."""
-        return self.taps * self.cp
+    def planes(self) -> tuple[int, int, int]:
+        """Shape of the bytes: planes, output channels, and the bytes of one channel in one plane."""
+        return self.digits, self.weight.outer, self.weight.pixels * self.cp
 
 
 class Cast(NamedTuple):
-    """``numel`` numbers of dense memory to counts of one byte, all or only if a count exceeds ``limit``.
+    """`numel` numbers of dense memory to counts of one byte, all or only if a count exceeds `limit`.
 
     Attributes:
         inverse: the whole numbers are the elements times this.
@@ -69,31 +57,22 @@ class Cast(NamedTuple):
 
 
 class CastStrided(NamedTuple):
-    """Numbers (n, c, …) of any strides to counts of one byte in channels-last memory; see ``Cast``."""
+    """Numbers of any strides to counts of one byte in channels-last memory; see `Cast`."""
 
-    n: int
-    c: int
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
+    x: Maps
     inverse: float = 1.0
     binary: bool = False
 
-    @property
-    def pixels(self) -> int:
-        """Of an image."""
-        return prod(self.size)
-
 
 def pack_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[Tensor, Tensor]:
-    """``split_weight`` on CUDA, in one launch.
+    """`split_weight` on CUDA, in one launch.
 
-    Every call packs anew: nothing shows that a weight was written to through ``.data``, so nothing can be kept.
+    Every call packs anew: nothing shows that a weight was written to through `.data`, so nothing can be kept.
     """
     problem = PackWeight.of(weight, digits, spread)
-    planes = torch.empty((digits, problem.k, problem.depth), dtype=torch.int8, device=weight.device)
-    scale = torch.empty((problem.k,), dtype=torch.float32, device=weight.device)
-    if problem.k:
+    planes = torch.empty(problem.planes, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(weight.shape[:1], dtype=torch.float32, device=weight.device)
+    if scale.numel():
         dispatch.launch(PACK_WEIGHT, problem, planar(weight), planes, scale)
     return planes, scale
 
@@ -101,9 +80,9 @@ def pack_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[Te
 def to_bytes(
     x: Tensor, select: Selection | None = None, scale: float = 1.0, binary: bool = False
 ) -> Tensor:
-    """The prescan: ``x`` (N, C, …) as counts of one byte, channels last; see ``sparsecomp.ops.spike_conv2d``.
+    """The prescan: `x` (N, C, …) as counts of one byte, channels last; see `sparsecomp.ops.spike_conv`.
 
-    ``select``: the result is only needed, and in dense memory only made, where it says so.
+    `select`: the result is only needed, and in dense memory only made, where it says so.
     """
     if x.dtype is torch.int8:
         return laid_out(x, channels_last=True)
@@ -112,22 +91,22 @@ def to_bytes(
     view = out.movedim(-1, 1)
     if x.numel() == 0:
         return view
-    inverse, name = 1.0 / scale if not binary else 1.0, dtype_name(x)
+    inverse = 1.0 / scale if not binary else 1.0
     if lies_channels_last(x):
         count, limit = (None, 0) if select is None else (select.count, select.limit)
-        dispatch.launch(CAST, Cast(x.numel(), limit, count is not None, name, inverse, binary), x, out, count)
+        dispatch.launch(CAST, Cast(x.numel(), limit, count is not None, dtype_name(x), inverse, binary), x, out, count)
     else:
         x = planar(x)
-        problem = CastStrided(n, c, tuple(x.shape[2:]), x.stride(), name, inverse, binary)
-        dispatch.launch(CAST_STRIDED, problem, x, out)
+        dispatch.launch(CAST_STRIDED, CastStrided(Maps.of(x), inverse, binary), x, out)
     return view
 
 
 def _pack_signature(problem: PackWeight, device: Device) -> KernelSignature:
-    layout = "channels last" if problem.strides[1] == 1 else "channels first"
+    weight = problem.weight
+    layout = "channels last" if weight.strides[1] == 1 else "channels first"
     return KernelSignature(
-        "pack_weight", device, dtypes=(problem.dtype, "int8"), layouts=(layout,),
-        sizes=(("k", problem.k), ("c", problem.c)), parameters=(("taps", problem.taps), ("digits", problem.digits)),
+        "pack_weight", device, dtypes=(weight.dtype, "int8"), layouts=(layout,),
+        sizes=(("k", weight.outer), ("c", weight.c)), parameters=(("taps", weight.pixels), ("digits", problem.digits)),
     )  # fmt: skip
 
 
@@ -135,14 +114,14 @@ def _pack_representative(signature: KernelSignature) -> PackWeight:
     sizes, given = dict(signature.sizes), dict(signature.parameters)
     k, c, taps = int(sizes["k"]), int(sizes["c"]), int(given["taps"])
     strides = (taps * c, 1, c) if signature.layouts[0] == "channels last" else (taps * c, taps, 1)
-    return PackWeight(k, c, (taps,), strides, int(given["digits"]), signature.dtypes[0])
+    return PackWeight(Maps(k, c, (taps,), strides, signature.dtypes[0]), int(given["digits"]))
 
 
 def _pack_operands(problem: PackWeight, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
-    p, random = problem, torch.Generator(device).manual_seed(seed)
-    w = random_tensor((p.k, p.c, *p.kernel), p.strides, p.dtype, random)
-    planes = torch.full((p.digits, p.k, p.depth), 77, dtype=torch.int8, device=device)
-    return w, planes, torch.full((p.k,), float("nan"), device=device)
+    weight, random = problem.weight, torch.Generator(device).manual_seed(seed)
+    w = random_tensor((weight.outer, weight.c, *weight.size), weight.strides, weight.dtype, random)
+    planes = torch.full(problem.planes, 77, dtype=torch.int8, device=device)
+    return w, planes, torch.full((weight.outer,), float("nan"), device=device)
 
 
 def _pack_reference(problem: PackWeight, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
@@ -169,23 +148,23 @@ def _cast_operands(problem: Cast, device: torch.device, seed: int) -> tuple[Tens
 
 
 def _strided_signature(problem: CastStrided, device: Device) -> KernelSignature:
-    sizes = tuple(zip("nchw", (problem.n, problem.c, *as_image(problem.size, 1)), strict=True))
-    _, *strides = problem.strides
-    innermost = min(zip(strides, "c" + "dhw"[-len(problem.size) :], strict=True))[1]
-    return KernelSignature("cast_strided", device, dtypes=(problem.dtype, "int8"), layouts=(innermost,), sizes=sizes)
+    x = problem.x
+    sizes = tuple(zip("nchw", (x.outer, x.c, *as_image(x.size, 1)), strict=True))
+    innermost = min(zip(x.strides[1:], "c" + "dhw"[-len(x.size) :], strict=True))[1]
+    return KernelSignature("cast_strided", device, dtypes=(x.dtype, "int8"), layouts=(innermost,), sizes=sizes)
 
 
 def _strided_representative(signature: KernelSignature) -> CastStrided:
     sizes = dict(signature.sizes)
     n, c, h, w = (int(sizes[name]) for name in "nchw")
     order = {"w": (c * h * w, h * w, w, 1), "h": (c * h * w, h * w, 1, h), "c": (c * h * w, 1, w * c, c)}
-    return CastStrided(n, c, (h, w), order[signature.layouts[0]], signature.dtypes[0])
+    return CastStrided(Maps(n, c, (h, w), order[signature.layouts[0]], signature.dtypes[0]))
 
 
 def _strided_operands(problem: CastStrided, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
-    p = problem
-    x = strided((p.n, p.c, *p.size), p.strides, lambda size: _whole_numbers(size, p.dtype, device, seed))
-    return x, torch.full((p.n, *p.size, p.c), 77, dtype=torch.int8, device=device)
+    p = problem.x
+    x = strided((p.outer, p.c, *p.size), p.strides, lambda size: _whole_numbers(size, p.dtype, device, seed))
+    return x, torch.full((p.outer, *p.size, p.c), 77, dtype=torch.int8, device=device)
 
 
 def _cast_reference(problem: Cast, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:

@@ -1,6 +1,5 @@
 """Convolution on non-idle pixels only, as two operations: scan the pixels, list the rows they reach."""
 
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -8,24 +7,8 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import dtype_name
-from sparsecomp.lowering.spiking.convolution import Convolution, Selection, planar
+from sparsecomp.lowering.spiking.convolution import Convolution, Maps, Selection, planar
 from sparsecomp.lowering.tuning.template import Operation
-
-
-class ScanPixels(NamedTuple):
-    """An input (n, c, …) of any strides, with maps of ``size``."""
-
-    n: int
-    c: int
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-
-    @property
-    def pixels(self) -> int:
-        """Of an image, at least one."""
-        return max(prod(self.size), 1)
 
 
 class ListRows(NamedTuple):
@@ -41,10 +24,10 @@ def list_rows(
 
     Args:
         x: (N, C, …) of any strides, integers in [-128, 127] of any dtype.
-        scale: (K,) float32 from ``split_weight``, NaN for a channel with a weight that is not finite.
+        scale: (K,) float32 from `split_weight`, NaN for a channel with a weight that is not finite.
 
     Returns:
-        ``x`` as int8 in channels-last memory, and the rows of ``out`` that remain to be computed.
+        `x` as int8 in channels-last memory, and the rows of `out` that remain to be computed.
     """
     x8, active, count = scan_pixels(x)
     rows = torch.empty((conv.m,), dtype=torch.int32, device=x.device)
@@ -54,19 +37,18 @@ def list_rows(
 
 
 def scan_pixels(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The prescan: ``x`` as channels-last int8, the flags (N, …) of its active pixels, and a cleared counter."""
+    """The prescan: `x` as channels-last int8, the flags (N, …) of its active pixels, and a cleared counter."""
     n, c, *size = x.shape
     x8 = torch.empty((n, *size, c), dtype=torch.int8, device=x.device)
     active = torch.empty((n, *size), dtype=torch.int8, device=x.device)
     count = torch.empty((1,), dtype=torch.int32, device=x.device)
     x = planar(x)
-    problem = ScanPixels(n, c, tuple(x.shape[2:]), x.stride(), dtype_name(x))
-    dispatch.launch(SCAN_PIXELS, problem, x, x8, active, count)
+    dispatch.launch(SCAN_PIXELS, Maps.of(x), x, x8, active, count)
     return x8.movedim(-1, 1), active, count
 
 
-def _scan_signature(problem: ScanPixels, device: Device) -> KernelSignature:
-    sizes = (("n", problem.n), ("c", problem.c), ("pixels", problem.pixels))
+def _scan_signature(problem: Maps, device: Device) -> KernelSignature:
+    sizes = (("n", problem.outer), ("c", problem.c), ("pixels", problem.pixels))
     return KernelSignature("scan_pixels", device, dtypes=(problem.dtype, "int8"), sizes=sizes)
 
 

@@ -24,7 +24,7 @@ def launch_conv(
     x, weight, bias, stride, padding, dilation, groups, digits, implementation,
     scale=1.0, factor=None, binary=False, spread=SPREAD,
 ) -> Tensor:  # fmt: skip
-    """CUDA implementation of ``sparsecomp::spike_conv2d``."""
+    """CUDA implementation of `sparsecomp::spike_conv`."""
     how = (stride, padding, dilation, groups, digits, implementation, scale, factor, spread)
     counts = _counts(x, implementation, scale, binary)
     return launch_counts(counts, weight, bias, *how, _returns_channels_last(x, weight))
@@ -33,14 +33,14 @@ def launch_conv(
 def launch_linear(
     x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD
 ) -> Tensor:
-    """CUDA implementation of ``sparsecomp::spike_linear``: a 1×1 convolution of rows."""
+    """CUDA implementation of `sparsecomp::spike_linear`: a 1×1 convolution of rows."""
     rows = _counts(x.reshape(-1, x.shape[-1], 1, 1), implementation, scale, binary)
     how = ((1, 1), (0, 0), (1, 1), 1, digits, implementation, scale, factor, spread)
     return launch_counts(rows, weight, bias, *how, True).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _counts(x: Tensor, implementation: str, scale: float, binary: bool) -> Tensor:
-    """``x`` as bytes, or as it is where the implementation's own first pass reads it."""
+    """`x` as bytes, or as it is where the implementation's own first pass reads it."""
     plain = implementation != "binary" and scale == 1.0 and not binary
     return x if plain else to_bytes(x, scale=scale, binary=binary)
 
@@ -48,7 +48,7 @@ def _counts(x: Tensor, implementation: str, scale: float, binary: bool) -> Tenso
 def launch_counts(
     x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, spread, channels_last
 ) -> Tensor:
-    """CUDA implementation of ``sparsecomp::spike_conv2d_counts``."""
+    """CUDA implementation of `sparsecomp::spike_conv_counts`."""
     factor = factor if factor is None or factor.dtype is weight.dtype else factor.to(weight.dtype)
     if implementation == "binary" and x.dtype is torch.int8 and lies_channels_last(x):
         record = _record(
@@ -78,7 +78,7 @@ class _Record:
 
     def __init__(self, conv: Convolution, split: PackWeight, weight: Tensor, out: Tensor, device: torch.device) -> None:
         problem = BinaryConv(conv, split.digits, weight.stride())
-        self._planes, self._scales = (split.digits, split.k, split.depth), (split.k,)
+        self._planes, self._scales = split.planes, split.planes[1:2]
         self._size, self._stride, self._dtype, self._device = out.size(), out.stride(), out.dtype, device
         self._pack = dispatch.prepared(PACK_WEIGHT, split, device) if out.numel() else None
         self._multiply = dispatch.prepared(BINARY_CONV, problem, device) if out.numel() else None
@@ -118,7 +118,7 @@ def _returns_channels_last(x: Tensor, weight: Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def _suggests_channels_last(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """c10's ``suggest_memory_format`` rule: strides grow along C, the map's dimensions from the last, and N."""
+    """c10's `suggest_memory_format` rule: strides grow along C, the map's dimensions from the last, and N."""
     if stride[1] == 0:
         return False
     least = 0

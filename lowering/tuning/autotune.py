@@ -46,7 +46,7 @@ class Measure(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate, and whether it was measured and checked (``"tuned"``) or comes first by cost (``"default"``)."""
+    """A candidate, and whether it was measured and checked (`"tuned"`) or comes first by cost (`"default"`)."""
 
     candidate: Candidate[Any]
     source: Literal["tuned", "default"]
@@ -89,7 +89,7 @@ _scope: ContextVar[_Scope | None] = ContextVar("sparsecomp_effort", default=None
 
 @contextmanager
 def effort_scope(effort: Effort, note: Callable[[str], None] = lambda text: None) -> Iterator[list[Chosen]]:
-    """Tune what is launched inside (in this thread) with ``effort``, unless the environment says otherwise.
+    """Tune what is launched inside (in this thread) with `effort`, unless the environment says otherwise.
 
     Args:
         note: told of whatever was not as it should be: a candidate that is wrong, a problem that could not be tuned.
@@ -121,7 +121,7 @@ class Tuner:
 
     Args:
         cache: what was measured before, and where new measurements go.
-        settings: ``autotune`` overrides the effort of any scope; ``force_autotune`` measures anew what the cache
+        settings: `autotune` overrides the effort of any scope; `force_autotune` measures anew what the cache
             knows, once a signature.
         measure: the stopwatch.
         clock: seconds, for the time budget.
@@ -152,7 +152,7 @@ class Tuner:
         return None if effort == "none" else effort
 
     def choose(self, operation: Operation[P], problem: P, device: torch.device, only: str = "") -> Choice:
-        """The candidate for ``problem``, measured now if the effort in force asks for it and the cache lacks times.
+        """The candidate for `problem`, measured now if the effort in force asks for it and the cache lacks times.
 
         Args:
             only: name of the template to choose among, if that takes the problem; any if empty.

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def sizes(names: str) -> tuple[sympy.Symbol, ...]:
     """Symbols for the numbers that a cost depends on, by the names of a problem's and a configuration's attributes.
 
-    A name may have dots, as ``conv.taps``. ``itemsize`` stands for the bytes of a problem's ``dtype``; a number of
-    ``Card``, such as ``processors``, for the card's.
+    A name may have dots, as `conv.taps`. `itemsize` stands for the bytes of a problem's `dtype`; a number of
+    `Card`, such as `processors`, for the card's.
     """
     return tuple(sympy.Symbol(name, nonnegative=True) for name in names.split())
 
@@ -95,27 +95,27 @@ def _number(problem: Any, name: str) -> Any:
 
 
 def rank(candidates: "Sequence[Candidate[Any]]", problem: Any, card: Card) -> "list[Candidate[Any]]":
-    """``candidates``, the cheapest by estimate first; equals stay in order."""
+    """`candidates`, the cheapest by estimate first; equals stay in order."""
     return sorted(candidates, key=lambda candidate: seconds(candidate, problem, card))
 
 
 def waves(tiles: sympy.Expr, processors: sympy.Expr) -> sympy.Expr:
-    """Tiles that the busiest of ``processors`` computes one after another."""
+    """Tiles that the busiest of `processors` computes one after another."""
     return sympy.ceiling(tiles / processors)
 
 
 def break_even(cost: sympy.Expr, rival: sympy.Expr, unknown: sympy.Symbol) -> sympy.Expr:
-    """Greatest ``unknown`` (a density) at which ``cost`` is no more than a ``rival`` that does not depend on it.
+    """Greatest `unknown` (a density) at which `cost` is no more than a `rival` that does not depend on it.
 
     Args:
-        cost: a sum, and maximum, of terms that grow linearly with ``unknown``.
+        cost: a sum, and maximum, of terms that grow linearly with `unknown`.
 
     Returns:
-        An expression over whatever else is symbolic, such as a batch: negative where ``cost`` is always more, infinite
+        An expression over whatever else is symbolic, such as a batch: negative where `cost` is always more, infinite
         where it never is.
 
     Raises:
-        ValueError: ``cost`` is not of that form.
+        ValueError: `cost` is not of that form.
     """
     bounds = []
     for branch in _branches(cost, unknown):
@@ -130,7 +130,7 @@ def break_even(cost: sympy.Expr, rival: sympy.Expr, unknown: sympy.Symbol) -> sy
 
 
 def _branches(cost: sympy.Expr, unknown: sympy.Symbol) -> list[sympy.Expr]:
-    """Expressions that ``cost`` is the maximum of, with no maximum over ``unknown`` left in them."""
+    """Expressions that `cost` is the maximum of, with no maximum over `unknown` left in them."""
     maximum = next((found for found in cost.atoms(sympy.Max) if found.has(unknown)), None)
     if maximum is None:
         return [cost]

@@ -27,8 +27,6 @@ CALL = {False: 45e-6, True: 400e-6}
 CPU_MATMUL, CPU_WRITING = 3e-6, 25e-6
 """On a CPU (`bench/results/cpu.json`): torch's product in a compiled graph, and our operator that writes a weight
 out."""
-CPU_SPARSE = {"csr": 35e-6, "bsr": 80e-6, "nm": 80e-6}
-"""On a CPU: a product with a sparse weight, by format."""
 
 
 def besides(trained: bool, products: int) -> float:

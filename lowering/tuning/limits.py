@@ -15,5 +15,5 @@ def fits_shared(bytes_used: int, device: Device) -> bool:
 
 
 def fits_registers(accumulators: int, warps: int) -> bool:
-    """Whether ``accumulators`` 32-bit values of a block fit in the registers of ``warps`` warps."""
+    """Whether `accumulators` 32-bit values of a block fit in the registers of `warps` warps."""
     return accumulators <= warps * 32 * _MOST_ACCUMULATORS

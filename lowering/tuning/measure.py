@@ -52,7 +52,7 @@ def measure_ms(calls: Sequence[Call], flush: bool = True, *, best: float = inf, 
 
 
 def settled_median(draw: Callable[[int], list[float]], best: float, samples: int) -> float:
-    """Median of what ``draw`` gives, a few at a time, until it has settled, is hopeless, or ``samples`` are drawn."""
+    """Median of what `draw` gives, a few at a time, until it has settled, is hopeless, or `samples` are drawn."""
     found: list[float] = []
     medians: list[float] = []
     while len(found) < samples:

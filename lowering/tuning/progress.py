@@ -10,7 +10,7 @@ _PATIENCE = 1.0
 
 
 class Progress:
-    """Counts ``total`` steps under a title, on standard error.
+    """Counts `total` steps under a title, on standard error.
 
     It draws when it advances and at no other time: a thread that draws would disturb what is being measured.
     """

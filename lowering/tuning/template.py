@@ -1,7 +1,7 @@
 """A kernel as one declared object, and an operation that several kernels can carry out.
 
 A template says which problems its kernel takes, in which configurations, what each would cost, and how to launch it.
-Its file in a room's ``kernels/`` is all that has to change for a new kernel: ``of_operation`` finds it there.
+Its file in a room's `kernels/` is all that has to change for a new kernel: `of_operation` finds it there.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ P = TypeVar("P", bound=NamedTuple)
 
 
 class Config(Mapping[str, int]):
-    """A point of a template's configuration space: hashable, and written ``BK=64,BM=128``."""
+    """A point of a template's configuration space: hashable, and written `BK=64,BM=128`."""
 
     def __init__(self, **values: int) -> None:
         self._values = dict(sorted(values.items()))
@@ -57,20 +57,20 @@ class Template(Generic[P]):
     Attributes:
         name: unique among all templates.
         op: the operation it carries out.
-        sources: the ``@triton.jit`` or ``@gluon.jit`` functions it is made of.
+        sources: the `@triton.jit` or `@gluon.jit` functions it is made of.
+        cost: what a configuration costs, as expressions; see :mod:`sparsecomp.lowering.tuning.cost`.
+        prepare: what runs a problem in a configuration, called with the operation's tensors; mostly a `Launch`.
         refuse: why it cannot run a problem on a device, or None if it can. Looks at nothing else.
         space: the legal configurations for a problem on a device, within its shared memory and registers.
-        cost: what a configuration costs, as expressions; see :mod:`sparsecomp.lowering.tuning.cost`.
-        prepare: what runs a problem in a configuration, called with the operation's tensors; mostly a ``Launch``.
     """
 
     name: str
     op: str
     sources: tuple[Any, ...]
-    refuse: Callable[[P, Device], str | None]
-    space: Callable[[P, Device], Sequence[Config]]
     cost: Cost
     prepare: Callable[[P, Config], Callable[..., None]]
+    refuse: Callable[[P, Device], str | None] = lambda problem, device: None
+    space: Callable[[P, Device], Sequence[Config]] = lambda problem, device: (Config(),)
 
     @cached_property
     def version(self) -> str:
@@ -88,7 +88,7 @@ class Candidate(Generic[P]):
 
     @cached_property
     def name(self) -> str:
-        """Stable text under which its time is kept, such as ``binary_conv@1f…:BK=64,BM=128``."""
+        """Stable text under which its time is kept, such as `binary_conv@1f…:BK=64,BM=128`."""
         return f"{self.template.name}@{self.template.version}:{self.config}"
 
 
@@ -99,7 +99,7 @@ class Operation(Generic[P]):
     Two operations are never equal: an operation is a name for its kernels, and one of each stands in its module.
 
     Attributes:
-        name: as in ``Template.op``.
+        name: as in `Template.op`.
         signature: of a problem on a device. A problem is a NamedTuple of numbers, exact and complete: two launches with
             one problem differ in their tensors' addresses only.
         representative: the problem to time for a signature, for tuning ahead of any call.
@@ -121,19 +121,19 @@ class Operation(Generic[P]):
     tolerance: Callable[[P], float] | None = None
 
     def candidates(self, problem: P, device: Device) -> list[Candidate[P]]:
-        """Every template in every configuration that can run ``problem``, in the templates' order."""
+        """Every template in every configuration that can run `problem`, in the templates' order."""
         able = [template for template in of_operation(self.name) if template.refuse(problem, device) is None]
         return [Candidate(template, config) for template in able for config in template.space(problem, device)]
 
     def refusals(self, problem: P, device: Device) -> dict[str, str]:
-        """Why each template that cannot run ``problem`` cannot, by name."""
+        """Why each template that cannot run `problem` cannot, by name."""
         reasons = {template.name: template.refuse(problem, device) for template in of_operation(self.name)}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 @cache
 def of_operation(op: str) -> tuple[Template[Any], ...]:
-    """The templates of an operation, from all modules in ``kernels/`` in the order of their names."""
+    """The templates of an operation, from all modules in `kernels/` in the order of their names."""
     return tuple(template for template in _all_templates() if template.op == op)
 
 

@@ -25,7 +25,7 @@ def fault(operation: Operation[Any], problem: Any, device: torch.device, candida
     All operands are fresh: a wrong candidate before this one may have written to any of them.
 
     Raises:
-        Exception: whatever the operation's own functions raise, and ``torch.OutOfMemoryError`` of the launch.
+        Exception: whatever the operation's own functions raise, and `torch.OutOfMemoryError` of the launch.
     """
     assert operation.operands and operation.reference and operation.tolerance, f"{operation.name} has no reference"
     operands = operation.operands(problem, device, _CHECK_SEED)
@@ -48,7 +48,7 @@ def fault(operation: Operation[Any], problem: Any, device: torch.device, candida
 
 
 def relative_error(result: Tensor, right: Tensor) -> float:
-    """Frobenius norm of the difference over that of ``right``, in float64; infinite if only ``right`` is zero."""
+    """Frobenius norm of the difference over that of `right`, in float64; infinite if only `right` is zero."""
     right = right.double()
     difference = float(torch.linalg.vector_norm(result.double() - right))
     if difference == 0:

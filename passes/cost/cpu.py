@@ -16,27 +16,47 @@ class Work(NamedTuple):
     """A product S (m, k) times dense (k, n).
 
     Attributes:
-        format: "csr", "bsr" or "nm", which a dense product has no use for.
-        block: height and width of "bsr".
+        format: a key of `RATES`, which a dense product has no use for.
+        entry: height and width of a block, or nothing where entries are single elements.
         m, k, n: sizes.
         stored: numbers of S.
     """
 
     format: str
-    block: tuple[int, int]
+    entry: tuple[int, ...]
     m: int
     k: int
     n: int
     stored: int
 
+    @property
+    def gathered(self) -> float:
+        """Numbers of the dense operand, or of the result, that are touched for each one stored."""
+        return self.n * sum(1 / side for side in self.entry) if self.entry else self.n
+
+
+class Rates(NamedTuple):
+    """Of the product and of the gradient by S: seconds of a call on the host, and of each nanoseconds for each number
+    stored and for each one gathered."""
+
+    call: float
+    product: tuple[float, float]
+    sampling: tuple[float, float]
+
+
+RATES = {
+    "csr": Rates(35e-6, (0.4, 0.03), (1.8, 0.09)),
+    "bsr": Rates(80e-6, (1.4, 1.7), (3.0, 2.2)),
+    "nm": Rates(80e-6, (1.5, 0.04), (6.0, 0.09)),
+}
+"""By format."""
+
 
 def sparse_seconds(work: Work, trained: bool) -> float:
     """Seconds of the product, in training also of both gradients."""
-    forward = _sparse_product(work)
-    if not trained:
-        return forward
-    flipped = work._replace(m=work.k, k=work.m, block=work.block[::-1])
-    return forward + _sparse_product(flipped) + _seconds(0.0, 1.0 * work.stored) + _sampling(work)
+    rates = RATES[work.format]
+    product, sampling = (_touching(work, rates.call, *each) for each in (rates.product, rates.sampling))
+    return 2 * product + _seconds(0.0, 1.0 * work.stored) + sampling if trained else product
 
 
 def dense_seconds(work: Work, trained: bool, written: bool) -> float:
@@ -51,23 +71,10 @@ def layer_seconds(work: Work, trained: bool) -> float:
     return (3 if trained else 1) * _seconds(host.CPU_MATMUL, work.m * work.k * (0.15 + 0.0125 * work.n))
 
 
-def _sparse_product(work: Work) -> float:
-    each = {"csr": 0.4 + 0.03 * work.n, "nm": 1.5 + 0.04 * work.n, "bsr": 1.4 + 1.7 * _gathered(work)}[work.format]
-    return _seconds(host.CPU_SPARSE[work.format], work.stored * each + _transposing(work))
-
-
-def _sampling(work: Work) -> float:
-    each = {"csr": 1.8 + 0.09 * work.n, "nm": 6.0 + 0.09 * work.n, "bsr": 3.0 + 2.2 * _gathered(work)}[work.format]
-    return _seconds(host.CPU_SPARSE[work.format], work.stored * each + _transposing(work))
-
-
-def _gathered(work: Work) -> float:
-    """Numbers that a product of blocks brings together for each one stored."""
-    return work.n * (1 / work.block[0] + 1 / work.block[1])
-
-
-def _transposing(work: Work) -> float:
-    return 1.1 * work.n * (work.m + work.k)
+def _touching(work: Work, call: float, stored: float, gathered: float) -> float:
+    """Seconds at these nanoseconds each, with dense operand and result transposed; as long for S transposed."""
+    each, transposing = stored + gathered * work.gathered, 1.1 * work.n * (work.m + work.k)
+    return _seconds(call, work.stored * each + transposing)
 
 
 def _seconds(call: float, nanoseconds: float) -> float:

@@ -15,14 +15,12 @@ class Decision(NamedTuple):
 
     Attributes:
         implementation: `dense`, or the sparse implementation that pays.
-        gain: speed-up over dense of the fastest sparse implementation, chosen or not; None without an estimate.
         reason: for the report.
         seconds: by implementation, `dense` among them; empty without an estimate.
         source: of the seconds, "estimated" or "measured".
     """
 
     implementation: str
-    gain: float | None
     reason: str
     seconds: Mapping[str, float] = MappingProxyType({})
     source: str = "estimated"
@@ -30,6 +28,12 @@ class Decision(NamedTuple):
     @property
     def dense(self) -> bool:
         return self.implementation == "dense"
+
+    @property
+    def gain(self) -> float | None:
+        """Speed-up over dense of the fastest sparse implementation, chosen or not; None without an estimate."""
+        sparse = [seconds for name, seconds in self.seconds.items() if name != "dense"]
+        return self.seconds["dense"] / min(sparse) if sparse else None
 
     @property
     def estimate(self) -> Estimate | None:
@@ -46,11 +50,10 @@ def fastest(seconds: Mapping[str, float], source: str = "estimated") -> Decision
         source: "estimated" or "measured".
     """
     name = min((name for name in seconds if name != "dense"), key=lambda name: seconds[name])
-    gain = seconds["dense"] / seconds[name]
     form = "{:.1f} us" if source == "estimated" else "{:.3f} ms"
     scale = 1e6 if source == "estimated" else 1e3
     ours, rival = (form.format(seconds[one] * scale) for one in (name, "dense"))
-    reason = f"{source} {ours} against {rival} dense"
-    if gain < MIN_GAIN:
-        return Decision("dense", gain, f"{name} would not pay: {reason}", seconds, source)
-    return Decision(name, gain, reason, seconds, source)
+    decision = Decision(name, f"{source} {ours} against {rival} dense", seconds, source)
+    if seconds["dense"] / seconds[name] < MIN_GAIN:
+        return decision._replace(implementation="dense", reason=f"{name} would not pay: {decision.reason}")
+    return decision

@@ -15,9 +15,9 @@ times as fast."""
 def decide_fold(elements: int) -> Decision:
     """Whether an operator keeps a weight of so many elements: `dense` is to multiply it by its mask in each call."""
     if elements >= LEAST_FOLDED:
-        return Decision("folded", None, "")
+        return Decision("folded", "")
     reason = f"its {elements} elements are masked faster than an operator is called"
-    return Decision("dense", None, f"{reason} (from {LEAST_FOLDED} on it is folded)")
+    return Decision("dense", f"{reason} (from {LEAST_FOLDED} on it is folded)")
 
 
 def decide_merge(size: int, device: str, by_mask: bool, replayed: bool) -> Decision:
@@ -34,8 +34,8 @@ def decide_merge(size: int, device: str, by_mask: bool, replayed: bool) -> Decis
     elif device == "cpu" and by_mask:
         kind = "cpu, by a mask"
     if kind not in LEAST_MERGED:
-        return Decision("dense", None, f"on {kind} Inductor scatters by positions as fast")
+        return Decision("dense", f"on {kind} Inductor scatters by positions as fast")
     if size < LEAST_MERGED[kind]:
         least = LEAST_MERGED[kind]
-        return Decision("dense", None, f"Inductor trains its {size} bytes as fast (from {least} on they are merged)")
-    return Decision("merged", None, "")
+        return Decision("dense", f"Inductor trains its {size} bytes as fast (from {least} on they are merged)")
+    return Decision("merged", "")

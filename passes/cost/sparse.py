@@ -4,25 +4,24 @@ A training step is three products. On a CPU the same is asked of torch's own pro
 dtype, the product stays sparse, as it was written.
 """
 
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
 
 from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import Device
-from sparsecomp.lowering.launch.epilogue import Output
-from sparsecomp.lowering.launch.strided import Strides
-from sparsecomp.lowering.sparse.launcher import launcher_name
-from sparsecomp.lowering.sparse.random_sparse import SKEWS
+from sparsecomp.lowering.launch.epilogue import described_output
+from sparsecomp.lowering.sparse.launcher import launcher_of, multiplied_as
 from sparsecomp.lowering.tuning import cost, host
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import Target, card_of, target_of
 from sparsecomp.lowering.tuning.host import Time
+from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.passes.cost import cpu as cpu_cost
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.dense import DenseWork, time_of
-from sparsecomp.reference.patterns import Layout
+from sparsecomp.reference.patterns import Layout, stored_shape
 from sparsecomp.reference.precision import KERNEL_DTYPES
 from sparsecomp.report import Estimate
 from sparsecomp.tensor.sparse_tensor import SparseTensor
@@ -33,11 +32,9 @@ class Product(NamedTuple):
 
     Attributes:
         device: "cuda" or another.
-        format: whose kernel multiplies, "csr", "bsr" or "nm"; an N:M matrix that is multiplied transposed is "csr".
-        block: height and width, or n and m.
-        m, k, n, batch: sizes.
-        entries: stored elements, or blocks of "bsr".
-        skew: how uneven the rows are.
+        layout: of S, as the launcher that multiplies it takes it; see `multiplied_as`.
+        n, batch: sizes.
+        entries: elements or blocks that are stored.
         dtype: of all operands.
         linear: dense's columns lie contiguous, and the result's.
         bias, residual: whether there are such.
@@ -51,14 +48,10 @@ class Product(NamedTuple):
     """
 
     device: torch.device
-    format: str
-    block: tuple[int, int]
-    m: int
-    k: int
+    layout: Layout
     n: int
     batch: int
     entries: int
-    skew: str
     dtype: torch.dtype
     linear: bool
     bias: bool
@@ -70,6 +63,21 @@ class Product(NamedTuple):
     replayed: bool = True
     products: int = 1
     target: Target | None = None
+
+    @property
+    def m(self) -> int:
+        """Rows of S."""
+        return self.layout.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Columns of S."""
+        return self.layout.shape[1]
+
+    @property
+    def stored(self) -> int:
+        """Numbers that are stored."""
+        return self.entries * prod(self.layout.entry)
 
     @property
     def card(self) -> Card:
@@ -94,20 +102,17 @@ class Product(NamedTuple):
             format: for the report; by default that of the layout.
             how: `trained`, `replayed`, `products`, `target`.
         """
-        (rows, cols), block = map(_expected, layout.shape), layout.block
-        m, k = (cols, rows) if transpose else (rows, cols)
+        layout, kind = layout._replace(shape=tuple(map(_expected, layout.shape))), layout.kind
+        multiplied = multiplied_as(layout, transpose)
         leading = torch.Size(dense[:-1] if linear else dense[:-2]).numel()
-        stored = entries * (block[0] * block[1] if layout.entry else 1)
-        share = 1 - stored / max(m * k, 1)
-        named = format or _BY_LAYOUT.get((layout.format, transpose), layout.kind.__name__)
+        named = format or (getattr(kind, "TWIN", kind) if transpose else kind).__name__
         device = torch.device("cuda") if how.get("target") else out.device
-        return cls(
-            device=device, format=launcher_name(layout, transpose).removeprefix("spmm_"),
-            block=(block[1], block[0]) if layout.entry and transpose else block, m=m, k=k,
-            n=leading if linear else dense[-1], batch=1 if linear else leading, entries=entries,
-            skew=layout.skews[transpose], dtype=out.dtype, linear=linear, bias=bias, residual=residual,
-            activation=activation, described=f"{named} {m}x{k} at {share:.1%} sparsity", **how,
+        product = cls(
+            device, multiplied, leading if linear else dense[-1], 1 if linear else leading, entries, out.dtype, linear,
+            bias, residual, activation, described="", **how,
         )  # fmt: skip
+        (m, k), share = multiplied.shape, 1 - product.stored / max(prod(multiplied.shape), 1)
+        return product._replace(described=f"{named} {m}x{k} at {share:.1%} sparsity")
 
     @classmethod
     def of_tensor(cls, sparse: SparseTensor, dense: list[int], *rest: Any, **how: Any) -> "Product":
@@ -118,32 +123,21 @@ class Product(NamedTuple):
         return cls.of(layout, stored, transpose, dense, *rest, format=sparse.format, **how)
 
 
-_BY_LAYOUT = {
-    ("csr", False): "CSR", ("csr", True): "CSC", ("bsr", False): "BSR", ("bsr", True): "BCSC", ("nm", False): "NM",
-    ("nm", True): "NM",
-}  # fmt: skip
-"""The format of a layout, for the report."""
-
-
 def _expected(size: int | torch.SymInt) -> int:
     """A size as it was in the example; 0 if it had none."""
     return _compat.size_hint(size) or 0
 
 
-_ESTIMATED = ("csr", "bsr", "nm")
-"""Kernels whose time can be told beforehand."""
-
-
 def decide(product: Product) -> Decision:
     """The faster way by estimate: dense, or a kernel."""
-    kernel = f"spmm_{product.format}"
-    known = product.format in _ESTIMATED
+    kernel = f"spmm_{product.layout.format}"
+    known = product.layout.format in cpu_cost.RATES
     if known and product.device.type == "cpu" and product.dtype is torch.float32:
         return _compare_on_cpu(product)
     if not (known and product.device.type == "cuda" and product.dtype in KERNEL_DTYPES):
         what = product.dtype if known else kernel
         reason = f"no estimate of {what} on {product.device.type}: sparse as written"
-        return Decision(f"{kernel} (reference)", None, reason)
+        return Decision(f"{kernel} (reference)", reason)
     return compare(product, *(product.target or target_of(product.device)))
 
 
@@ -169,14 +163,13 @@ def beside_the_layer(product: Product, decision: Decision) -> Estimate | None:
 
 def _work(product: Product) -> cpu_cost.Work:
     p = product
-    stored = p.entries * (p.block[0] * p.block[1] if p.format == "bsr" else 1)
-    return cpu_cost.Work(p.format, p.block, p.m, p.k, p.n * p.batch, stored)
+    return cpu_cost.Work(p.layout.format, p.layout.entry, p.m, p.k, p.n * p.batch, p.stored)
 
 
 def _compare_on_cpu(product: Product) -> Decision:
     p, work = product, _work(product)
     dense, sparse = cpu_cost.dense_seconds(work, p.trained, p.constant), cpu_cost.sparse_seconds(work, p.trained)
-    return fastest({f"spmm_{p.format} (reference)": sparse, "dense": dense})
+    return fastest({f"spmm_{p.layout.format} (reference)": sparse, "dense": dense})
 
 
 def dense_seconds(product: Product, card: Card) -> float:
@@ -227,9 +220,8 @@ def _dense_product(product: Product, card: Card) -> Time:
 def _writing(product: Product, card: Card) -> Time:
     """To write the weight out, or to read a gradient at its places."""
     p, size = product, product.dtype.itemsize
-    width = p.block[0] * p.block[1] if p.format == "bsr" else 1
-    written = p.m * p.k * size + p.entries * width * (size + 4)
-    launches = 1 if p.format == "csr" else _OTHER_LAUNCHES
+    written = p.m * p.k * size + p.stored * (size + 4)
+    launches = 1 if p.layout.plain else _OTHER_LAUNCHES
     return Time(written / card.bandwidth + launches * card.launch, host.OPERATOR + launches * host.LAUNCH)
 
 
@@ -246,8 +238,7 @@ def sparse_seconds(product: Product, device: Device, card: Card) -> tuple[float,
     if not product.trained or forward.device == inf:
         return product.waited(forward), kernel
     flipped = product._replace(
-        m=product.k, k=product.m, format="csr" if product.format == "nm" else product.format, bias=False,
-        residual=False, activation="none",
+        layout=multiplied_as(product.layout, True), bias=False, residual=False, activation="none"
     )  # fmt: skip
     backward, _ = _sparse_product(flipped, device, card)
     rest = (backward, _reordering(product, card), _sampling(product, device, card))
@@ -255,11 +246,9 @@ def sparse_seconds(product: Product, device: Device, card: Card) -> tuple[float,
 
 
 def _sparse_product(product: Product, device: Device, card: Card) -> tuple[Time, str]:
-    operation, problem = _problem(product)
-    candidates = operation.candidates(problem, device)
-    if _is_semi_structured(product):
-        candidates += _semi_structured().candidates(problem, device)
-    return _fastest(candidates, problem, product, card, f"spmm_{product.format}")
+    operations, problem = _problem(product)
+    candidates = [one for operation in operations for one in operation.candidates(problem, device)]
+    return _fastest(candidates, problem, product, card, f"spmm_{product.layout.format}")
 
 
 def _fastest(
@@ -285,65 +274,37 @@ def _host_seconds(candidate: Any, problem: Any) -> float:
 def _reordering(product: Product, card: Card) -> Time:
     """To bring the values in the order of the transpose."""
     p, size = product, product.dtype.itemsize
-    width = p.block[0] * p.block[1] if p.format == "bsr" else 1
-    return Time(p.entries * width * (2 * size + 8) / card.bandwidth + card.launch, host.LAUNCH)
+    return Time(p.stored * (2 * size + 8) / card.bandwidth + card.launch, host.LAUNCH)
 
 
 def _sampling(product: Product, device: Device, card: Card) -> Time:
     """The gradient by the values; for blocks and groups torch's products of them."""
-    from sparsecomp.lowering.sparse.sddmm import SDDMM, Sddmm
+    from sparsecomp.lowering.sparse.sddmm import SDDMM, weight_gradient
 
     p = product
-    if p.format != "csr":
+    if not p.layout.plain:
         return _dense_product(p, card).plus(Time(0.0, _OTHER_LAUNCHES * host.LAUNCH))
-    name = str(p.dtype)[6:]
-    problem = Sddmm(
-        p.m, p.k, p.n, 1, p.entries, SKEWS[p.skew], Strides(0, 1, p.m), Strides(0, 1, p.k), 0, 1.0, name, name, "int32"
-    )  # fmt: skip
+    problem = weight_gradient(p.n, p.m, p.k, p.entries, p.dtype, torch.int32, p.layout.skews[0])
     return _fastest(SDDMM.candidates(problem, device), problem, p, card, "sddmm")[0]
-
-
-def _is_semi_structured(product: Product) -> bool:
-    return product.format == "nm" and product.block == (2, 4)
-
-
-def _semi_structured() -> Any:
-    from sparsecomp.lowering.sparse.semi_structured import SEMI_STRUCTURED
-
-    return SEMI_STRUCTURED
 
 
 def _not_by_library(product: Product, device: Device) -> str:
     """For the report: why sparse tensor cores are out of the question for a 2:4 weight; nothing if they are not."""
-    if not _is_semi_structured(product):
-        return ""
-    reasons = _semi_structured().refusals(_problem(product)[1], device).values()
+    (_, *libraries), problem = _problem(product)
+    reasons = [reason for library in libraries for reason in library.refusals(problem, device).values()]
     return "".join(f"; not on sparse tensor cores: {reason}" for reason in reasons)
 
 
-def _problem(product: Product) -> tuple[Any, Any]:
-    from sparsecomp.lowering.sparse import spmm_bsr, spmm_csr, spmm_nm
-
-    p, name = product, str(product.dtype)[6:]
-    right = Strides(p.k * p.n, *((1, p.k) if p.linear else (p.n, 1)))
-    strides = Strides(p.m * p.n, *((1, p.m) if p.linear else (p.n, 1)))
-    axis = ("row" if p.linear else "column") if p.bias else ""
-    output = Output(
-        strides, name, name if p.bias else "", axis, name if p.residual else "",
-        strides if p.residual else Strides(0, 0, 0), p.activation, 1.0,
-    )  # fmt: skip
-    if p.format == "nm":
-        keep, group = p.block
-        groups = -(-p.k // group)
-        return spmm_nm.SPMM_NM, spmm_nm.SpmmNM(
-            p.m, p.k, p.n, p.batch, keep, group, 0, groups * keep, groups * keep, right, name, name, output
-        )
-    if p.format == "bsr":
-        height, width = p.block
-        return spmm_bsr.SPMM_BSR, spmm_bsr.SpmmBsr(
-            p.m, p.k, p.n, p.batch, height, width, -(-p.m // height), -(-p.k // width), p.entries, SKEWS[p.skew],
-            spmm_bsr.BlockStrides(0, height * width, width, 1), right, name, name, "int32", output,
-        )  # fmt: skip
-    return spmm_csr.SPMM_CSR, spmm_csr.SpmmCsr(
-        p.m, p.k, p.n, p.batch, p.entries, SKEWS[p.skew], 0, right, name, name, "int32", output
+def _problem(product: Product) -> tuple[tuple[Operation[Any], ...], Any]:
+    """The product as launchers describe it, and the operations that can do it."""
+    p = product
+    entries = torch.empty(p.entries, dtype=p.dtype, device="meta")
+    values = entries.new_empty(stored_shape((entries, entries), p.layout))
+    dense, out = (
+        values.new_empty(p.batch, p.n, rows).mT if p.linear else values.new_empty(p.batch, rows, p.n)
+        for rows in (p.k, p.m)
     )
+    dtypes = (p.dtype if p.bias else None, p.dtype if p.residual else None)
+    described = described_output(out, "row" if p.linear else "column", *dtypes, p.activation)
+    launcher = launcher_of(p.layout)
+    return launcher.operations(p.layout), launcher.problem_of(values, p.layout, dense, out, described)

@@ -83,7 +83,7 @@ def decide(site: SiteInfo, card: Card = H100, measured: Mapping[str, float] | No
     """
     refusal = _unsuitable(site)
     if refusal is not None:
-        return Decision("dense", 1.0, refusal)
+        return Decision("dense", refusal)
     names = able(site)
     known = {name: measured[name] for name in names if measured and name in measured}
     if "dense" in known and len(known) > 1:
@@ -94,7 +94,7 @@ def decide(site: SiteInfo, card: Card = H100, measured: Mapping[str, float] | No
 
 
 def as_called(site: SiteInfo, strategy: str, device: float, card: Card = H100) -> float:
-    """Seconds that a site adds to a step, where its own product takes ``device`` seconds of the card's.
+    """Seconds that a site adds to a step, where its own product takes `device` seconds of the card's.
 
     The gradients are the dense operator's whatever the product is, of spikes that the bytes are widened to first.
     """
@@ -113,12 +113,12 @@ def forced(site: SiteInfo, strategy: str, card: Card = H100) -> Decision:
     """An implementation that was asked for, with its estimate; on the CPU, where references run, there is none."""
     reason = f"implementation={strategy!r} was asked for"
     if site.device != "cuda":
-        return Decision(strategy, None, f"{reason}; on a CPU it is a reference, for checking only")
+        return Decision(strategy, f"{reason}; on a CPU it is a reference, for checking only")
     needed = {"event": site.density, "skip": site.active}
     known = strategy if needed.get(strategy, 1.0) is not None else "binary"
     times = {"dense": seconds(site, "dense", card), strategy: seconds(site, known, card)}
     times = {name: as_called(site, name, device, card) for name, device in times.items()}
-    return Decision(strategy, times["dense"] / times[strategy], reason, times)
+    return Decision(strategy, reason, times)
 
 
 def seconds(site: SiteInfo, strategy: str, card: Card = H100) -> float:

@@ -95,7 +95,7 @@ class Plan:
     Attributes:
         build: makes the replacement; called with insertion before the node, returns what takes each old node's place.
         reason: why, for the report.
-        implementation, precision, expected_gain: for the report.
+        implementation, precision: for the report.
         dead: nodes to erase after the replaced one, the last first, if nothing else reads any of them.
         estimate: seconds, for the report.
         layer: whose module and line the report gives, if that is not the node that was judged.
@@ -105,7 +105,6 @@ class Plan:
     reason: str
     implementation: str
     precision: str = ""
-    expected_gain: float | None = None
     dead: tuple[fx.Node, ...] = ()
     estimate: Estimate | None = None
     layer: fx.Node | None = None
@@ -128,7 +127,7 @@ class Density(NamedTuple):
 
 _OWN_PRODUCTS = frozenset(
     f"sparsecomp::{name}"
-    for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv2d", "folded_linear",
+    for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv", "folded_linear",
                  "dense_linear_relu")
 )  # fmt: skip
 

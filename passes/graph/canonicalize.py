@@ -5,7 +5,9 @@ so are `nn.Conv2d`, `F.conv2d` and `torch.conv2d`. `op_of` gives a normalised *v
 nothing, so later stages still find the modules and methods they need.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -87,6 +89,21 @@ class CanonicalOp:
         return self.args.get(name, default)
 
 
+_bound: ContextVar[dict[fx.Node, tuple[Any, Any, Any, CanonicalOp | None]] | None] = ContextVar("bound", default=None)
+"""What calls are, each with the target and arguments that it had then; none are kept outside `binding_once`."""
+
+
+@contextmanager
+def binding_once() -> Iterator[None]:
+    """Within it a call's arguments are bound once, though every rule asks, and the analysis between them; of a changed
+    call, whose arguments are other objects, anew."""
+    token = _bound.set({})
+    try:
+        yield
+    finally:
+        _bound.reset(token)
+
+
 def op_of(node: fx.Node, modules: Mapping[str, nn.Module] | None = None) -> CanonicalOp | None:
     """The canonical view of `node`, or None for placeholders, attributes, outputs and opaque modules.
 
@@ -96,16 +113,26 @@ def op_of(node: fx.Node, modules: Mapping[str, nn.Module] | None = None) -> Cano
         return _module_op(node, _module_of(node, modules))
     if node.op not in ("call_function", "call_method"):
         return None
+    bound, call = _bound.get(), (node.target, node.args, node.kwargs)
+    if bound is None:
+        return _call_op(node)
+    *before, op = bound.get(node, (None,))
+    if not before or any(then is not now for then, now in zip(before, call, strict=True)):
+        op = _call_op(node)
+        bound[node] = (*call, op)
+    return op
+
+
+def _call_op(node: fx.Node) -> CanonicalOp | None:
     raw = target_name(node)
     if raw is None:
         return None
     name, inplace = spelling_of(raw)
-    out = node.kwargs.get("out")
     kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
     args, known = _bind(name, _form(node), node.args, kwargs)
-    if args.get("inplace") is True:
-        inplace = True
-    return CanonicalOp(name, args, node, inplace, known=known, out=out)
+    return CanonicalOp(
+        name, args, node, inplace or args.get("inplace") is True, known=known, out=node.kwargs.get("out")
+    )  # fmt: skip
 
 
 def target_name(node: fx.Node) -> str | None:

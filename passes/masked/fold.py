@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsecomp.formats import NM
+from sparsecomp.formats.best_format import FULL, Form, forms
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import target_of
@@ -12,12 +14,10 @@ from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, dense_seconds, sparse_seconds
 from sparsecomp.passes.engine.rule import Context, replays, sizes
 from sparsecomp.passes.graph.canonicalize import CanonicalOp
-from sparsecomp.reference.patterns import evenness
+from sparsecomp.reference.patterns import Layout, skew_of_counts
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _BLOCKS = (16, 32, 64)
-_FULL = 0.5
-"""A weight counts as one of blocks if more than this share of the elements of blocks that hold any is not zero."""
 
 
 class Choice(NamedTuple):
@@ -38,11 +38,6 @@ class Choice(NamedTuple):
     def name(self) -> str:
         """Of the implementation, for the report."""
         return f"folded {self.format}"
-
-    @property
-    def gain(self) -> float | None:
-        """Over the layer as it was written; None without an estimate, such as of the masking that a fold saves."""
-        return None if self.decision.dense else self.decision.gain
 
 
 def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
@@ -71,7 +66,7 @@ def compare(weight: Tensor, n: int, bias: bool, device: Device, card: Card, **ho
     """
     if weight.dtype not in KERNEL_DTYPES:
         return _dense(weight, f"no sparse kernel of {weight.dtype}")
-    products = [_product(weight, n, bias, *form)._replace(**how) for form in _forms(weight)]
+    products = [_product(weight, n, bias, form)._replace(**how) for form in forms_of(weight)]
     timed = [(*sparse_seconds(product, device, card), product) for product in products]
     seconds, kernel, best = min(timed, key=lambda one: one[0])
     # a fold has written the weight out already
@@ -79,11 +74,11 @@ def compare(weight: Tensor, n: int, bias: bool, device: Device, card: Card, **ho
     if decision.dense:
         return Choice("dense", (1, 1), _described(weight), decision)
     reason = f"{decision.reason}; for finite inputs"
-    return Choice(best.format, best.block, _described(weight), decision._replace(reason=reason))
+    return Choice(best.layout.format, best.layout.block, _described(weight), decision._replace(reason=reason))
 
 
 def _dense(weight: Tensor, reason: str) -> Choice:
-    return Choice("dense", (1, 1), _described(weight), Decision("dense", None, reason))
+    return Choice("dense", (1, 1), _described(weight), Decision("dense", reason))
 
 
 def _described(weight: Tensor) -> str:
@@ -91,32 +86,21 @@ def _described(weight: Tensor) -> str:
     return f"{'x'.join(map(str, weight.shape))} at {zeros:.1%} sparsity"
 
 
-def _forms(weight: Tensor) -> list[tuple[str, tuple[int, int], int, str]]:
-    """Formats that can hold the weight without much filler: format, block, entries and skew."""
-    stored = weight != 0
-    forms = [("csr", (1, 1), *_counted(stored))]
-    for size in _BLOCKS:
-        if all(length % size == 0 for length in weight.shape):
-            blocks = stored.unflatten(1, (-1, size)).unflatten(0, (-1, size)).any(-1).any(1)
-            entries, skew = _counted(blocks)
-            if forms[0][2] > _FULL * entries * size * size:
-                forms.append(("bsr", (size, size), entries, skew))
-    if weight.shape[1] % 4 == 0 and int(stored.unflatten(1, (-1, 4)).sum(-1).amax()) <= 2:
-        forms.append(("nm", (2, 4), weight.numel() // 2, "even"))
-    return forms
+def forms_of(weight: Tensor) -> list[Form]:
+    """Formats that can hold the weight without much filler, of groups 2:4 alone."""
+    shape, (row, col) = (weight.shape[0], weight.shape[1]), weight.nonzero().unbind(1)
+    blocks = [side for side in _BLOCKS if not any(length % side for length in shape)]
+    found = forms(row, col, shape, blocks, [4] if shape[1] % 4 == 0 else [])
+    return [
+        form._replace(block=(2, 4), counts=form.counts * 2 // form.block[0]) if form.format is NM else form
+        for form in found
+        if form.full > FULL or form.format is NM
+    ]
 
 
-def _counted(stored: Tensor) -> tuple[int, str]:
-    counts = stored.sum(1).double()
-    total, mean, deviation = torch.stack([counts.sum(), counts.mean(), counts.std(correction=0)]).tolist()
-    return int(total), evenness(deviation / mean if mean else 0.0)
-
-
-def _product(
-    weight: Tensor, n: int, bias: bool, format: str, block: tuple[int, int], entries: int, skew: str
-) -> Product:
-    m, k = weight.shape
+def _product(weight: Tensor, n: int, bias: bool, form: Form) -> Product:
+    shape, skew = (weight.shape[0], weight.shape[1]), skew_of_counts(form.counts)
     return Product(
-        device=torch.device("cuda"), format=format, block=block, m=m, k=k, n=n, batch=1, entries=entries, skew=skew,
-        dtype=weight.dtype, linear=True, bias=bias, residual=False, activation="none", described="",
+        torch.device("cuda"), Layout(form.format.OPERAND, form.block, shape, (skew, "even")), n, 1,
+        int(form.counts.sum()), weight.dtype, True, bias, False, "none", described="",
     )  # fmt: skip

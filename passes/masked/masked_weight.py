@@ -178,7 +178,7 @@ def _folded(
         return {op.node: op.node.graph.node_copy(op.node, lambda old: read.get(old, old))} | given
 
     dead = tuple(node for node in masked.nodes[::-1] if not (given_out and node is masked.result))
-    return Plan(build, reason, choice.name, "", choice.gain, dead, choice.decision.estimate)
+    return Plan(build, reason, choice.name, "", dead, choice.decision.estimate)
 
 
 def _is_given_out(masked: Formula, layer: fx.Node) -> bool:

@@ -176,7 +176,7 @@ def decided(product: Product, ctx: Context) -> Decision:
         return decision
     if ctx.options.precision == "exact":
         reason = f"precision='exact' keeps it sparse, be its input NaN or infinite; {decision.reason}"
-        return decision._replace(implementation=f"spmm_{product.format}", reason=reason)
+        return decision._replace(implementation=f"spmm_{product.layout.format}", reason=reason)
     return decision._replace(reason=f"{decision.reason}; for finite inputs")
 
 

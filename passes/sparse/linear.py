@@ -73,17 +73,16 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     kept = None if product.trained else _kept(chain, ctx)
     decision = decided(product._replace(constant=kept is not None), ctx)
     dead, estimate = chain.dead, beside_the_layer(product, decision)
-    gain = None if estimate is None else estimate.gain
     if decision.dense:
         once = ": written out once, under the promise that it stays" if kept is not None else ""
         reason, name = f"{product.described}{once}: {decision.reason}", "dense copy" if once else "dense"
         build = lambda: {node: _build_dense(chain, node, product, kept)}  # noqa: E731
-        return Plan(build, reason, name, "", gain, dead, estimate, chain.nodes[0])
+        return Plan(build, reason, name, "", dead, estimate, chain.nodes[0])
     reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"
     # without a CUDA graph the fewest launches may be the best, which the device's time alone does not tell
     chosen = decision.implementation if product.device.type == "cuda" and not product.replayed else ""
     build = lambda: {node: _build(chain, node, chosen)}  # noqa: E731
-    return Plan(build, reason, product.format, "", gain, dead, estimate, chain.nodes[0])
+    return Plan(build, reason, product.layout.format, "", dead, estimate, chain.nodes[0])
 
 
 def _kept(chain: Chain, ctx: Context) -> list[Tensor] | None:

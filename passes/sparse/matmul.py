@@ -54,14 +54,13 @@ RULE = Rule("sparse_matmul", consider)
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     decision = decided(product, ctx)
     dead, estimate = chain.dead, beside_the_layer(product, decision)
-    gain = None if estimate is None else estimate.gain
     if decision.dense:
         reason = f"{product.described}: {decision.reason}"
         build = lambda: {node: _build_dense(chain, node)}  # noqa: E731
-        return Plan(build, reason, "dense", "", gain, dead, estimate, chain.nodes[0])
+        return Plan(build, reason, "dense", "", dead, estimate, chain.nodes[0])
     reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"
     build = lambda: {node: _build(chain, node)}  # noqa: E731
-    return Plan(build, reason, product.format, "", gain, dead, estimate, chain.nodes[0])
+    return Plan(build, reason, product.layout.format, "", dead, estimate, chain.nodes[0])
 
 
 def _product(node: fx.Node) -> Chain | None:

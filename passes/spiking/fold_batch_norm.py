@@ -21,7 +21,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if op is None or op.name != "batch_norm" or not isinstance(op.input, fx.Node):
         return None
     conv, multi_step = _producer(op)
-    if conv.target is not torch.ops.sparsecomp.spike_conv2d.default:
+    if conv.target is not torch.ops.sparsecomp.spike_conv.default:
         return None
     if not ctx.eager:
         return refuse(Why.NOT_FOLDED, detail="Inductor fuses batch-norm with what follows it")

@@ -14,7 +14,7 @@ from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, call
 from sparsecomp.passes.graph.canonicalize import op_of
 from sparsecomp.passes.graph.operators import Trait
 
-_READERS = (torch.ops.sparsecomp.spike_conv2d.default, torch.ops.sparsecomp.spike_linear.default)
+_READERS = (torch.ops.sparsecomp.spike_conv.default, torch.ops.sparsecomp.spike_linear.default)
 _DEPTH = 64
 """Sums are followed this far back: the longest chain of residual additions before a neuron resets it."""
 

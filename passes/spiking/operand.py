@@ -40,7 +40,7 @@ _DIGIT = 128
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What the operator is told of the values of its input: arguments of `sparsecomp::spike_conv2d`.
+    """What the operator is told of the values of its input: arguments of `sparsecomp::spike_conv`.
 
     Attributes:
         scale: the number, as the input's dtype holds it.
@@ -142,8 +142,7 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     node, strategy = operands.op.node, decision.implementation
     reason = f"input is {operands.fact.described()}; {decision.reason}"
     return Plan(
-        lambda: {node: build(strategy)}, reason, strategy, operands.precision, decision.gain,
-        estimate=decision.estimate,
+        lambda: {node: build(strategy)}, reason, strategy, operands.precision, estimate=decision.estimate
     )  # fmt: skip
 
 

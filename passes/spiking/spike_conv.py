@@ -1,4 +1,4 @@
-"""A convolution whose input is spikes becomes `sparsecomp::spike_conv2d`, in as many dimensions as kernels index.
+"""A convolution whose input is spikes becomes `sparsecomp::spike_conv`, in as many dimensions as kernels index.
 
 A dense convolution multiplies floats; a spike is a small whole number, so the product can run on int8 tensor cores,
 exactly, at a fraction of the float32 time. Whether that pays at this shape is the gate's business.
@@ -69,7 +69,7 @@ def _build(operands: Operands, geometry: _Geometry, strategy: str, ctx: Context)
 
     multi_step = operands.op.step_mode == "m"
     frames = emit(torch.flatten, x, 0, 1) if multi_step else x
-    target = torch.ops.sparsecomp.spike_conv2d.default
+    target = torch.ops.sparsecomp.spike_conv.default
     out = emit(target, frames, weight, bias, *geometry, groups, operands.digits, strategy, *promise)
     return emit(torch.unflatten, out, 0, (emit(torch.Tensor.size, x, 0), -1)) if multi_step else out
 

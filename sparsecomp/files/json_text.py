@@ -8,10 +8,10 @@ MOST_NESTED = 400
 
 
 def loads(text: str | bytes, **hooks: Any) -> Any:
-    """As ``json.loads``.
+    """As `json.loads`.
 
     Raises:
-        ValueError: this is no JSON, or it is nested deeper than ``MOST_NESTED``.
+        ValueError: this is no JSON, or it is nested deeper than `MOST_NESTED`.
     """
     try:
         value = json.loads(text, **hooks)

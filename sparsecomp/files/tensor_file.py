@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
 
 def write(path: str | PathLike[str], kind: Kind, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a header of JSON ``content``, and the tensors, whole or not at all.
+    """Write a header of JSON `content`, and the tensors, whole or not at all.
 
     Raises:
         OSError: the file cannot be written.
@@ -51,7 +51,7 @@ def write(path: str | PathLike[str], kind: Kind, content: Mapping[str, Any], ten
 
 
 def read(path: str | PathLike[str], kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors, on the CPU, of what ``write`` wrote.
+    """The header and the tensors, on the CPU, of what `write` wrote.
 
     Raises:
         kind.refusal: no whole safetensors file, of another kind or version, or altered.

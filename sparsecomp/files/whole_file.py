@@ -38,7 +38,7 @@ def check_regular(path: str | os.PathLike[str]) -> int:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A place near ``path`` to write to, which is moved to ``path`` when the block ends and removed if it raises.
+    """A place near `path` to write to, which is moved to `path` when the block ends and removed if it raises.
 
     A link stays one, and leads to the new file.
 
@@ -61,7 +61,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def _locked_folder(path: Path) -> tuple[Path, int]:
-    """A folder of our own beside ``path``, which also takes what a library makes while it writes."""
+    """A folder of our own beside `path`, which also takes what a library makes while it writes."""
     while True:
         folder = path.with_name(f".{path.name}.{uuid4().hex}.partial")
         folder.mkdir(0o700)

@@ -6,8 +6,9 @@ the block, and N:M all columns of its groups, shared by the rows of a kernel's t
 `passes/cost` weighs single kernels on a given one.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from sparsecomp.formats.bsr import BSR
 from sparsecomp.formats.csr import CSR
 from sparsecomp.formats.indices import index_dtype_for
 from sparsecomp.formats.nm import NM
+from sparsecomp.formats.operand import Block, Shape
 from sparsecomp.formats.statistics import Statistics
 
 BLOCKS = (4, 8, 16, 32, 64)
@@ -25,8 +27,54 @@ GROUPS = (4, 8, 16)
 """Columns of the groups that are tried."""
 _TILE = 64
 """Rows of a tile of the kernel for N:M."""
-_FULL = 0.5
+FULL = 0.5
 """Least share of elements in what a format stores: kernels multiply its filler like anything else."""
+
+
+class Form(NamedTuple):
+    """A format that can hold a matrix.
+
+    Attributes:
+        format: the class.
+        block: height and width, or n and m.
+        counts: stored elements, or blocks, of each row of such.
+        full: share of elements in what is stored, the rest being filler.
+    """
+
+    format: type[SparseMatrix]
+    block: Block
+    counts: Tensor
+    full: float
+
+
+def forms(
+    row: Tensor, col: Tensor, shape: Shape, blocks: Sequence[int] = BLOCKS, groups: Sequence[int] = GROUPS
+) -> Iterator[Form]:
+    """The formats that can hold elements at these places, with little filler or with much; reads from the device.
+
+    Args:
+        row, col: int64.
+        blocks: sides that are tried, each a multiple of the one before.
+        groups: columns of the groups that are tried; a format is worth it that fills at most half of them.
+    """
+    (rows, cols), elements = shape, row.numel()
+    yield Form(CSR, (1, 1), torch.bincount(row, minlength=rows), 1.0)
+    line, place, last = row, col, 1
+    for side in blocks if elements else ():
+        lines, across = (-(-length // side) for length in shape)
+        keys = torch.unique(line // (side // last) * across + place // (side // last))
+        line, place, last = keys // across, keys % across, side
+        yield Form(BSR, (side, side), torch.bincount(line, minlength=lines), elements / (keys.numel() * side**2))
+    for m in groups:
+        most, slots = _most_in_a_group(row, col, cols, m), -(-cols // m)
+        if 0 < most <= m // 2:
+            counts = torch.full((rows,), slots * most)
+            yield Form(NM, (most, m), counts, elements / (rows * slots * most))
+
+
+def _most_in_a_group(row: Tensor, col: Tensor, cols: int, m: int) -> int:
+    counts = torch.unique(row * -(-cols // m) + col // m, return_counts=True)[1]
+    return int(counts.max()) if counts.numel() else 0
 
 
 @dataclass(frozen=True)
@@ -89,67 +137,43 @@ def best(matrix: SparseMatrix | Tensor, columns: int = 64) -> BestFormat:
     """
     matrix = matrix if isinstance(matrix, SparseMatrix) else CSR.from_torch(matrix)
     row, col, _, _ = matrix._triplets()
-    row, col = row.long(), col.long()
-    groups = [_grouped(matrix, row, col, m, columns) for m in GROUPS if m <= matrix.shape[1]]
-    tried = [_by_elements(matrix, row.numel(), columns)]
-    if row.numel():
-        tried += [_by_blocks(matrix, row, col, size, columns) for size in BLOCKS if size <= min(matrix.shape)]
-    tried += [one for one in groups if isinstance(one, Estimate)]
-    first, *others = sorted(tried, key=lambda one: (one.full < _FULL, one.moved))
+    row, col, (rows, cols) = row.long(), col.long(), matrix.shape
+    groups = [m for m in GROUPS if m <= cols]
+    blocks = [side for side in BLOCKS if side <= min(matrix.shape)]
+    tried = [_estimate(matrix, form, columns) for form in forms(row, col, matrix.shape, blocks, groups)]
+    first, *others = sorted(tried, key=lambda one: (one.full < FULL, one.moved))
     reasons = [f"{first.format.__name__}: {first.why}"]
     if others:
         next_one = others[0]
         how = f"moves {next_one.moved / max(first.moved, 1):.2f} times as much"
-        if next_one.full < _FULL:
+        if next_one.full < FULL:
             how = f"is {next_one.full:.1%} full and would multiply more filler than elements"
         reasons.append(f"the next, {next_one.format.__name__}, {how}")
-    reasons += [one for one in groups if isinstance(one, str)]
-    dense = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
+    held = [one.layout["m"] for one in tried if one.format is NM]
+    reasons += [_not_grouped(m, _most_in_a_group(row, col, cols, m)) for m in groups if m not in held]
+    dense = rows * cols * matrix.dtype.itemsize
     if first.nbytes >= dense:
         reasons.append(f"dense it is {dense} bytes, no more than in any format: keep it dense")
     return BestFormat(first.format, first.layout, tuple(reasons), (first, *others), matrix.statistics())
 
 
-def _estimate(
-    matrix: SparseMatrix, format: type[SparseMatrix], layout: dict[str, Any], values: int, index_bytes: int,
-    fetched: int, columns: int, full: float, why: str,
-) -> Estimate:  # fmt: skip
-    size = matrix.dtype.itemsize
+def _not_grouped(m: int, most: int) -> str:
+    return f"no N:{m}: " + (f"a group of {m} columns holds {most}" if most else "nothing is stored")
+
+
+def _estimate(matrix: SparseMatrix, form: Form, columns: int) -> Estimate:
+    (rows, cols), (height, width), size = matrix.shape, form.block, matrix.dtype.itemsize
+    entries = int(form.counts.sum())
+    if form.format is NM:
+        # positions in a group are bytes; a kernel's tile fetches all columns
+        values, index_bytes, fetched = entries, entries, -(-rows // _TILE) * -(-cols // width) * width
+        why = f"no group of {width} columns holds more than {height}"
+    else:
+        values, fetched = entries * height * width, entries * width
+        index_bytes = (entries + form.counts.numel() + 1) * index_dtype_for(rows, cols, values).itemsize
+        share = f"{entries} elements, {entries / max(rows * cols, 1):.1%} of the matrix"
+        why = f"{entries} blocks of {height}x{width}" if form.format.BLOCKS else share
     nbytes = values * size * (1 if matrix.batch is None else matrix.batch) + index_bytes
-    moved = nbytes + (fetched + matrix.shape[0]) * columns * size
-    return Estimate(format, layout, nbytes, moved, full, f"{why}, {full:.1%} full")
-
-
-def _by_elements(matrix: SparseMatrix, nnz: int, columns: int) -> Estimate:
-    rows, cols = matrix.shape
-    index = index_dtype_for(rows, cols, nnz).itemsize
-    share = nnz / max(rows * cols, 1)
-    why = f"{nnz} elements, {share:.1%} of the matrix"
-    return _estimate(matrix, CSR, {}, nnz, (nnz + rows + 1) * index, nnz, columns, 1.0, why)
-
-
-def _by_blocks(matrix: SparseMatrix, row: Tensor, col: Tensor, size: int, columns: int) -> Estimate:
-    lines, across = (-(-length // size) for length in matrix.shape)
-    blocks = int(torch.unique(row // size * across + col // size).numel())
-    values = blocks * size * size
-    index = index_dtype_for(*matrix.shape, values).itemsize
-    occupied = row.numel() / max(values, 1)
-    return _estimate(
-        matrix, BSR, {"block": (size, size)}, values, (blocks + lines + 1) * index, blocks * size, columns,
-        occupied, f"{blocks} blocks of {size}x{size}",
-    )  # fmt: skip
-
-
-def _grouped(matrix: SparseMatrix, row: Tensor, col: Tensor, m: int, columns: int) -> Estimate | str:
-    """The estimate for N:M with groups of `m`, or why it is none."""
-    rows, cols = matrix.shape
-    groups = -(-cols // m)
-    counts = torch.unique(row * groups + col // m, return_counts=True)[1]
-    most = int(counts.max()) if counts.numel() else 0
-    if not 0 < most <= m // 2:
-        return f"no N:{m}: " + ("nothing is stored" if not most else f"a group of {m} columns holds {most}")
-    slots, fetched = rows * groups * most, -(-rows // _TILE) * groups * m
-    return _estimate(
-        matrix, NM, {"n": most, "m": m}, slots, slots, fetched, columns,
-        row.numel() / slots, f"no group of {m} columns holds more than {most}",
-    )  # fmt: skip
+    moved = nbytes + (fetched + rows) * columns * size
+    layout = form.format.layout_of(form.block)
+    return Estimate(form.format, layout, nbytes, moved, form.full, f"{why}, {form.full:.1%} full")

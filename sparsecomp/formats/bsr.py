@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
+from sparsecomp.formats.axes import ByColumn, ByRow
 from sparsecomp.formats.checks import check_shape
 from sparsecomp.formats.compressed import Compressed
 from sparsecomp.formats.csr import CSC, CSR
@@ -113,7 +114,7 @@ class _Blocks(Compressed):
         return matrix
 
 
-class BSR(_Blocks):
+class BSR(_Blocks, ByRow):
     """Blocks row by row.
 
     Attributes:
@@ -125,53 +126,8 @@ class BSR(_Blocks):
     """
 
     ARRAYS = ("crow", "col", "values")
-    MAJOR = 0
     TORCH_LAYOUT = torch.sparse_bsr
     SCIPY_FORMAT = "bsr"
-
-    @property
-    def crow(self) -> Tensor:
-        """Pointers (rows of blocks + 1,)."""
-        return self.pointers
-
-    @property
-    def col(self) -> Tensor:
-        """Columns of blocks (blocks,)."""
-        return self.indices
-
-    @classmethod
-    def from_arrays(
-        cls,
-        crow: Tensor,
-        col: Tensor,
-        values: Tensor,
-        shape: tuple[int, int],
-        *,
-        coalesce: bool = False,
-        check: bool = True,
-    ) -> Self:
-        """The matrix in these arrays, which are kept and not copied unless `coalesce` reorders them.
-
-        Args:
-            crow: (rows of blocks + 1,) int32 or int64.
-            col: (blocks,) of the same dtype.
-            values: (blocks, height, width) or (batch, blocks, height, width).
-            shape: rows and columns of elements, which blocks may exceed by less than a block.
-            coalesce: sort blocks that do not ascend, and sum repeated ones, instead of raising.
-            check: False skips validation; wrong arrays then give wrong results.
-
-        Raises:
-            FormatError: the first invariant that is broken.
-        """
-        return cls._checked(crow, col, values, shape, coalesce, check)
-
-    def slice_rows(self, start: int, stop: int) -> Self:
-        """Rows `start` to `stop` - 1, sharing every array; nothing is copied or read.
-
-        Raises:
-            FormatError: not 0 <= start <= stop <= rows, or not at the edges of blocks.
-        """
-        return self._slice(start, stop)
 
     def to_torch(self) -> Tensor:
         """A torch tensor in BSR layout; in CSR layout where blocks do not divide the shape, which torch's must."""
@@ -192,7 +148,7 @@ class BSR(_Blocks):
         return scipy_sparse().bsr_array(to_numpy(this.values, this.indices, this.pointers), shape=self.shape)
 
 
-class BCSC(_Blocks):
+class BCSC(_Blocks, ByColumn):
     """Blocks column by column.
 
     Attributes:
@@ -204,53 +160,7 @@ class BCSC(_Blocks):
     """
 
     ARRAYS = ("ccol", "row", "values")
-    MAJOR = 1
-    BY_COLUMNS = True
     TORCH_LAYOUT = torch.sparse_bsc
-
-    @property
-    def ccol(self) -> Tensor:
-        """Pointers (columns of blocks + 1,)."""
-        return self.pointers
-
-    @property
-    def row(self) -> Tensor:
-        """Rows of blocks (blocks,)."""
-        return self.indices
-
-    @classmethod
-    def from_arrays(
-        cls,
-        ccol: Tensor,
-        row: Tensor,
-        values: Tensor,
-        shape: tuple[int, int],
-        *,
-        coalesce: bool = False,
-        check: bool = True,
-    ) -> Self:
-        """The matrix in these arrays; as `BSR.from_arrays`, with rows for columns.
-
-        Args:
-            ccol: (columns of blocks + 1,) int32 or int64.
-            row: (blocks,) of the same dtype.
-            values: (blocks, height, width) or (batch, blocks, height, width).
-            shape: rows and columns of elements, which blocks may exceed by less than a block.
-            coalesce: sort blocks that do not ascend, and sum repeated ones, instead of raising.
-            check: False skips validation; wrong arrays then give wrong results.
-
-        Raises:
-            FormatError: the first invariant that is broken.
-        """
-        return cls._checked(ccol, row, values, shape, coalesce, check)
-
-    def slice_cols(self, start: int, stop: int) -> Self:
-        """Columns `start` to `stop` - 1, sharing every array; nothing is copied or read.
-
-        Raises:
-            FormatError: not 0 <= start <= stop <= columns, or not at the edges of blocks.
-        """
-        return self._slice(start, stop)
 
     def to_torch(self) -> Tensor:
         """A torch tensor in BSC layout; in CSC layout where blocks do not divide the shape, which torch's must."""

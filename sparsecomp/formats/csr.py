@@ -5,6 +5,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparsecomp.formats.axes import ByColumn, ByRow
 from sparsecomp.formats.compressed import Compressed
 from sparsecomp.formats.foreign import scipy_sparse, to_numpy
 from sparsecomp.formats.indices import choose_index_dtype, sorted_keys, sorted_pairs, take
@@ -49,7 +50,7 @@ class _Elements(Compressed):
         return kind(to_numpy(this.values, this.indices, this.pointers), shape=self.shape)
 
 
-class CSR(_Elements):
+class CSR(_Elements, ByRow):
     """Elements row by row.
 
     Attributes:
@@ -61,59 +62,14 @@ class CSR(_Elements):
     """
 
     ARRAYS = ("crow", "col", "values")
-    MAJOR = 0
     TORCH_LAYOUT = torch.sparse_csr
     SCIPY_FORMAT = "csr"
-
-    @property
-    def crow(self) -> Tensor:
-        """Pointers (rows + 1,)."""
-        return self.pointers
-
-    @property
-    def col(self) -> Tensor:
-        """Columns (entries,)."""
-        return self.indices
-
-    @classmethod
-    def from_arrays(
-        cls,
-        crow: Tensor,
-        col: Tensor,
-        values: Tensor,
-        shape: tuple[int, int],
-        *,
-        coalesce: bool = False,
-        check: bool = True,
-    ) -> Self:
-        """The matrix in these arrays, which are kept and not copied unless `coalesce` reorders them.
-
-        Args:
-            crow: (rows + 1,) int32 or int64.
-            col: (entries,) of the same dtype.
-            values: (entries,) or (batch, entries).
-            shape: rows and columns.
-            coalesce: sort columns that do not ascend, and sum values of repeated ones, instead of raising.
-            check: False skips validation; wrong arrays then give wrong results.
-
-        Raises:
-            FormatError: the first invariant that is broken.
-        """
-        return cls._checked(crow, col, values, shape, coalesce, check)
-
-    def slice_rows(self, start: int, stop: int) -> Self:
-        """Rows `start` to `stop` - 1, sharing every array; nothing is copied or read.
-
-        Raises:
-            FormatError: not 0 <= start <= stop <= rows.
-        """
-        return self._slice(start, stop)
 
     def _row_counts(self) -> Tensor:
         return self.crow.diff().long()
 
 
-class CSC(_Elements):
+class CSC(_Elements, ByColumn):
     """Elements column by column.
 
     Attributes:
@@ -125,54 +81,8 @@ class CSC(_Elements):
     """
 
     ARRAYS = ("ccol", "row", "values")
-    MAJOR = 1
-    BY_COLUMNS = True
     TORCH_LAYOUT = torch.sparse_csc
     SCIPY_FORMAT = "csc"
-
-    @property
-    def ccol(self) -> Tensor:
-        """Pointers (columns + 1,)."""
-        return self.pointers
-
-    @property
-    def row(self) -> Tensor:
-        """Rows (entries,)."""
-        return self.indices
-
-    @classmethod
-    def from_arrays(
-        cls,
-        ccol: Tensor,
-        row: Tensor,
-        values: Tensor,
-        shape: tuple[int, int],
-        *,
-        coalesce: bool = False,
-        check: bool = True,
-    ) -> Self:
-        """The matrix in these arrays; as `CSR.from_arrays`, with rows for columns.
-
-        Args:
-            ccol: (columns + 1,) int32 or int64.
-            row: (entries,) of the same dtype.
-            values: (entries,) or (batch, entries).
-            shape: rows and columns.
-            coalesce: sort rows that do not ascend, and sum values of repeated ones, instead of raising.
-            check: False skips validation; wrong arrays then give wrong results.
-
-        Raises:
-            FormatError: the first invariant that is broken.
-        """
-        return cls._checked(ccol, row, values, shape, coalesce, check)
-
-    def slice_cols(self, start: int, stop: int) -> Self:
-        """Columns `start` to `stop` - 1, sharing every array; nothing is copied or read.
-
-        Raises:
-            FormatError: not 0 <= start <= stop <= columns.
-        """
-        return self._slice(start, stop)
 
 
 CSR.TWIN, CSC.TWIN = CSC, CSR

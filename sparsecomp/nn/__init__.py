@@ -5,7 +5,8 @@
 
     model = sparsecomp.nn.wrap_module(model)  # its layers become prunable and resurrectable
 
-Sparse modules take the formats of `sparsecomp.formats`; the RESU layers belong to `sparsecomp.runtime`.
+Sparse modules take the formats of `sparsecomp.formats`; `sparsecomp.runtime` trains the RESU layers, and has them under
+the same names.
 """
 
 from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module

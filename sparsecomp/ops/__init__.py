@@ -22,10 +22,13 @@ from sparsecomp.ops.sparse.rows import sparse_rows
 from sparsecomp.ops.sparse.sddmm import sddmm
 from sparsecomp.ops.sparse.spmm import spmm
 from sparsecomp.ops.spiking.lif import lif
-from sparsecomp.ops.spiking.spike_conv import decompositions, spike_conv2d, spike_linear
+from sparsecomp.ops.spiking.spike_conv import decompositions, spike_conv, spike_linear
 from sparsecomp.reference.digits import split_weight
 from sparsecomp.reference.frozen import frozen_weights
 from sparsecomp.reference.patterns import Layout
+
+spike_conv2d = spike_conv
+"""The name that `spike_conv` had when it took images only."""
 
 __all__ = [
     "Layout",
@@ -44,6 +47,7 @@ __all__ = [
     "sparse_linear",
     "sparse_matmul",
     "sparse_rows",
+    "spike_conv",
     "spike_conv2d",
     "spike_linear",
     "split_pruned",

@@ -1,8 +1,8 @@
-"""The one registration of ``torch.ops.sparsecomp``; each operator file defines its own operators in it.
+"""The one registration of `torch.ops.sparsecomp`; each operator file defines its own operators in it.
 
 A call of a registered operator passes torch's dispatcher twice, for autograd and for the device, which costs the host
 more than many a kernel costs the GPU. In a compiled graph neither has anything left to decide, so each implementation
-also stands at its operator, where generated code calls it: ``torch.ops.sparsecomp.lif.default.direct_cuda``.
+also stands at its operator, where generated code calls it: `torch.ops.sparsecomp.lif.default.direct_cuda`.
 """
 
 from collections.abc import Callable

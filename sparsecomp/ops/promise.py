@@ -1,4 +1,4 @@
-"""Looks, under ``SPARSECOMP_DEBUG=1``, whether what a constant of a graph was worked out of is what it was then."""
+"""Looks, under `SPARSECOMP_DEBUG=1`, whether what a constant of a graph was worked out of is what it was then."""
 
 import torch
 from torch import Tensor

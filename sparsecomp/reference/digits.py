@@ -1,8 +1,8 @@
 """Weights as sums of signed bytes, so that a product with small integers runs exactly on int8 tensor cores.
 
-A spike is a small integer, exact in int8. A weight becomes ``scale[k] * (d0·256^(D-1) + … + d(D-1))`` with signed
-bytes ``d`` and one power-of-two scale an output channel, so the tensor cores accumulate without rounding in int32 and
-the only error of a product is the rounding of the weights: at most ``2^(1-8D)`` of the channel's largest (D=3: 1.2e-7).
+A spike is a small integer, exact in int8. A weight becomes `scale[k] * (d0·256^(D-1) + … + d(D-1))` with signed
+bytes `d` and one power-of-two scale an output channel, so the tensor cores accumulate without rounding in int32 and
+the only error of a product is the rounding of the weights: at most `2^(1-8D)` of the channel's largest (D=3: 1.2e-7).
 This is the Ozaki scheme (Ootomo et al., 2024, "DGEMM on integer matrix multiplication unit") with one operand exact.
 
 Next to one very large weight the others would lose their digits, so the split itself looks at the weight that is there:
@@ -26,12 +26,12 @@ def padded_channels(channels: int) -> int:
 
 
 def digit_bits(digits: int) -> int:
-    """Bits of a weight, without sign, in ``digits`` signed bytes."""
+    """Bits of a weight, without sign, in `digits` signed bytes."""
     return 8 * digits - 1
 
 
 def largest_mantissa(digits: int) -> float:
-    """The largest number of ``digits`` balanced bytes (each at most 127), as a share of 2^digit_bits."""
+    """The largest number of `digits` balanced bytes (each at most 127), as a share of 2^digit_bits."""
     return sum(127 * 256**i for i in range(digits)) / 2 ** digit_bits(digits)
 
 
@@ -46,7 +46,7 @@ input may never fire.
 
 
 def channel_scale(magnitudes: Tensor, digits: int, spread: float) -> Tensor:
-    """The power of two that maps each channel's largest weight onto ``digits`` balanced bytes.
+    """The power of two that maps each channel's largest weight onto `digits` balanced bytes.
 
     Args:
         magnitudes: (K, N) float32, absolute weights of each output channel.
@@ -78,7 +78,7 @@ def split_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[T
         spread: see :func:`channel_scale`.
 
     Returns:
-        ``(bytes, scale)``: (digits, K, taps · Cp) int8 with Cp = ``padded_channels(C)``, channels innermost; (K,)
+        `(bytes, scale)`: (digits, K, taps · Cp) int8 with Cp = `padded_channels(C)`, channels innermost; (K,)
         float32, above zero where the bytes stand for the channel's weights.
     """
     w = weight.float()
@@ -100,7 +100,7 @@ def split_weight(weight: Tensor, digits: int, spread: float = SPREAD) -> tuple[T
 
 
 def multiplied_weight(weight: Tensor, digits: int, spread: float) -> Tensor:
-    """The float64 weight (K, C, …) that a product of ``digits`` multiplies with: the split one, or as it is."""
+    """The float64 weight (K, C, …) that a product of `digits` multiplies with: the split one, or as it is."""
     return used_weight(weight, *split_weight(weight, digits, spread))
 
 
@@ -111,7 +111,7 @@ def used_weight(weight: Tensor, planes: Tensor, scale: Tensor) -> Tensor:
 
 
 def join_weight(planes: Tensor, scale: Tensor, kernel: Sequence[int], channels: int) -> Tensor:
-    """The float64 weight (K, C, …) that ``split_weight`` stored; the inverse up to its rounding."""
+    """The float64 weight (K, C, …) that `split_weight` stored; the inverse up to its rounding."""
     digits, k, _ = planes.shape
     powers = 256.0 ** torch.arange(digits - 1, -1, -1, dtype=torch.float64, device=planes.device)
     w = (planes.double() * powers[:, None, None]).sum(0) * scale.double().abs()[:, None]

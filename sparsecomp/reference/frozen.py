@@ -15,7 +15,7 @@ _open: set[object] = set()
 def frozen_weights() -> Iterator[None]:
     """Promise that, in here, nothing writes to weights, masks and what else weights are computed of.
 
-    Nothing tells of every write: fused and compiled optimizers, ``.data``, collectives, and other processes count no
+    Nothing tells of every write: fused and compiled optimizers, `.data`, collectives, and other processes count no
     version. So a weight that is a formula of others is computed in each call, and a 2:4 product looks on the device
     whether its copy still holds. In here both are trusted: what a call made is read by the next. A model that is
     compiled in here keeps its weights whenever it is called in such a promise; without one it computes them. A CUDA

@@ -16,7 +16,7 @@ class Window(NamedTuple):
 
     Attributes:
         kernel: extent of the weight.
-        stride, padding, dilation: as in ``torch.nn.functional.conv2d``.
+        stride, padding, dilation: as in `torch.nn.functional.conv2d`.
     """
 
     kernel: tuple[int, ...]

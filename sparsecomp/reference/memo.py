@@ -3,7 +3,7 @@
 Nothing tells of every write to a tensor, so that a result is kept only where the caller promised that there is none
 (`sparsecomp.ops.frozen_weights`, the option `frozen`), or where its reader looks on the device whether it still holds.
 A write that a version counter tells of, or other memory, is followed all the same, since asking costs next to nothing;
-the replay of a CUDA graph cannot ask. Under ``SPARSECOMP_DEBUG=1`` each call compares the sources with what they were.
+the replay of a CUDA graph cannot ask. Under `SPARSECOMP_DEBUG=1` each call compares the sources with what they were.
 """
 
 import weakref
@@ -99,7 +99,7 @@ class _Kept:
 class Memo:
     """Results by function and sources, each kept as long as its sources' memory.
 
-    A function is hashable, such as a named tuple with ``__call__``; it returns a tensor, or a tuple with tensors.
+    A function is hashable, such as a named tuple with `__call__`; it returns a tensor, or a tuple with tensors.
 
     Attributes:
         made: how often a result has been made to be kept.
@@ -122,7 +122,7 @@ class Memo:
         """The result that is kept, made if need be; None if none may be, here and now.
 
         Raises:
-            FrozenWeightError: a source was written to, and ``SPARSECOMP_DEBUG=1`` was set when the result was made.
+            FrozenWeightError: a source was written to, and `SPARSECOMP_DEBUG=1` was set when the result was made.
         """
         promise = promise_here() if keep in ("asked", "guarded") else _ALWAYS
         if promise is None and keep == "asked":

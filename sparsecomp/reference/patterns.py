@@ -1,8 +1,8 @@
 """How the sparse operators take a matrix: values, index arrays, and a `Layout` that says what these are.
 
 A layout is by rows: a matrix stored by columns is the transpose of one stored by rows. Its format says in
-`sparsecomp.formats` what its arrays mean. ``csr``: pointers (rows + 1,) and indices (entries,), values (entries,).
-``bsr``: the same of blocks, values (blocks, height, width). ``nm``: indices (rows, groups · n) uint8, values alike.
+`sparsecomp.formats` what its arrays mean. `csr`: pointers (rows + 1,) and indices (entries,), values (entries,).
+`bsr`: the same of blocks, values (blocks, height, width). `nm`: indices (rows, groups · n) uint8, values alike.
 
 Behind a layout's own arrays a pattern may carry three more, which describe the transposed matrix: pointers, indices,
 and which of the values each of its entries is. Whoever multiplies by the transpose more than once keeps them; an
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
         return len(self.kind.INDICES)
 
     def written(self) -> str:
-        """As one argument of an operator, such as ``"csr 1x1 512x256 even mixed"``: each one costs the host."""
+        """As one argument of an operator, such as `"csr 1x1 512x256 even mixed"`: each one costs the host."""
         return f"{self.format} {_pair(self.block)} {_pair(self.shape)} {' '.join(self.skews)}"
 
     @staticmethod
@@ -206,9 +206,14 @@ def compressed(values: Tensor, pattern: Sequence[Tensor], layout: Layout, transp
 
 def skew_of(pointers: Tensor) -> str:
     """How uneven rows are, for `Layout.skews`; reads from the device."""
-    counts = pointers.diff().double()
+    return skew_of_counts(pointers.diff())
+
+
+def skew_of_counts(counts: Tensor) -> str:
+    """`skew_of` for rows of so many entries."""
     if not counts.numel():
         return "even"
+    counts = counts.double()
     mean, deviation = torch.stack([counts.mean(), counts.std(correction=0)]).tolist()
     return evenness(deviation / mean if mean else 0.0)
 

@@ -13,10 +13,10 @@ def _checked(scores: torch.Tensor, refuse_nan: bool) -> torch.Tensor:
 
 
 def select_top(scores: torch.Tensor, count: int, refuse_nan: bool = False) -> torch.Tensor:
-    """True at the ``count`` largest scores along the last dimension, bool of ``scores``'s shape.
+    """True at the `count` largest scores along the last dimension, bool of `scores`'s shape.
 
-    Equal scores go to the lowest index, on every device. NaN ranks with minus infinity; with ``refuse_nan`` it
-    raises MaskError, at the price of one host synchronisation. ``count`` 0 selects nothing; a count outside
+    Equal scores go to the lowest index, on every device. NaN ranks with minus infinity; with `refuse_nan` it
+    raises MaskError, at the price of one host synchronisation. `count` 0 selects nothing; a count outside
     0..size raises MaskError.
     """
     size = scores.shape[-1] if scores.dim() else 1
@@ -29,5 +29,5 @@ def select_top(scores: torch.Tensor, count: int, refuse_nan: bool = False) -> to
 
 
 def select_above(scores: torch.Tensor, threshold: float, refuse_nan: bool = False) -> torch.Tensor:
-    """True where a score is above ``threshold``, bool of ``scores``'s shape; NaN as in ``select_top``, never True."""
+    """True where a score is above `threshold`, bool of `scores`'s shape; NaN as in `select_top`, never True."""
     return _checked(scores, refuse_nan) > threshold

@@ -28,7 +28,7 @@ _LANES = 8
 def product(
     values: Tensor, pattern: Sequence[Tensor], dense: Tensor, layout: Layout, transpose: bool, out_dtype: torch.dtype
 ) -> Tensor:
-    """op(S) @ dense in the dtype it is summed in; shapes as in ``sparsecomp.ops.spmm``."""
+    """op(S) @ dense in the dtype it is summed in; shapes as in `sparsecomp.ops.spmm`."""
     wide = accumulator(values.dtype, out_dtype)
     matrix = compressed(values, pattern, layout, transpose)
     if not layout.entry and not transpose and layout.padded_shape != layout.shape:

@@ -5,7 +5,7 @@
     trainer.fit()
 """
 
-from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
+from sparsecomp.nn import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
 from sparsecomp.nn.masked.mask import SparseMask
 from sparsecomp.nn.masked.masked_weight import MaskedWeight, Mode
 from sparsecomp.reference.selection import select_above, select_top

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Replicas:
-    """The processes that train ``model`` together: those of its DistributedDataParallel, or this one alone."""
+    """The processes that train `model` together: those of its DistributedDataParallel, or this one alone."""
 
     def __init__(self, model: nn.Module) -> None:
         self.group = model.process_group if isinstance(model, DistributedDataParallel) else None
@@ -23,7 +23,7 @@ class Replicas:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def decided(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first process's ``tensor``; all call this with the same shape and dtype."""
+        """The first process's `tensor`; all call this with the same shape and dtype."""
         if self.group is None:
             return tensor
         sent = tensor.contiguous().to(torch.uint8) if tensor.dtype == torch.bool else tensor.contiguous()

@@ -20,7 +20,7 @@ class PhaseRecord:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One weight after a commit. ``calibrated`` is False where its pruner had no input statistics to go by."""
+    """One weight after a commit. `calibrated` is False where its pruner had no input statistics to go by."""
 
     name: str
     size: int
@@ -34,8 +34,8 @@ class LayerReport:
 class CycleReport:
     """The end of a cycle.
 
-    ``moved`` theta were not 0; ``resurrected`` of them came back in this commit. Of the ``earlier`` resurrections of
-    the cycles before, ``surviving`` have been kept without a break since.
+    `moved` theta were not 0; `resurrected` of them came back in this commit. Of the `earlier` resurrections of
+    the cycles before, `surviving` have been kept without a break since.
     """
 
     cycle: int
@@ -66,7 +66,7 @@ class History:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "History":
-        """The records that ``to_dict`` gave."""
+        """The records that `to_dict` gave."""
         cycles = [
             CycleReport(**{**report, "layers": tuple(LayerReport(**layer) for layer in report["layers"])})
             for report in state["cycles"]

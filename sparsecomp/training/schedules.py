@@ -20,10 +20,10 @@ def _progress(cycle: int, cycles: int) -> float:
 
 
 def sparsity_at(cycle: int, cycles: int, start: float, end: float, shape: str = "cubic") -> float:
-    """Sparsity of a cycle, from ``start`` in cycle 0 to ``end`` in cycle ``cycles - 1``, both in [0, 1).
+    """Sparsity of a cycle, from `start` in cycle 0 to `end` in cycle `cycles - 1`, both in [0, 1).
 
-    ``shape`` is linear, exponential, cosine or cubic (Zhu & Gupta 2017: s_f + (s_i - s_f)(1 - t)^3). A single cycle
-    has ``end``. Raises ScheduleError for a value outside its domain or an unknown shape.
+    `shape` is linear, exponential, cosine or cubic (Zhu & Gupta 2017: s_f + (s_i - s_f)(1 - t)^3). A single cycle
+    has `end`. Raises ScheduleError for a value outside its domain or an unknown shape.
     """
     if shape not in _SHAPES:
         raise ScheduleError(f"the schedule {shape!r} is unknown: choose one of {', '.join(_SHAPES)}")
@@ -35,7 +35,7 @@ def sparsity_at(cycle: int, cycles: int, start: float, end: float, shape: str = 
 
 
 def amnesty_rate(cycle: int, cycles: int, start: float, end: float) -> float:
-    """Share r(c) of the kept weights that resurrected ones may take: linear from ``start`` to ``end``, both reached.
+    """Share r(c) of the kept weights that resurrected ones may take: linear from `start` to `end`, both reached.
 
     Both ends lie in [0, 1]. Raises ScheduleError for a value outside its domain.
     """

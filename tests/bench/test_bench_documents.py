@@ -10,7 +10,7 @@ from bench import documents, plots, table
 
 
 def layer(size: int, rows: int, dtype: str, training: bool, **ms: float) -> dict[str, Any]:
-    """A row of ``loop.json``; stock takes 1 ms."""
+    """A row of `loop.json`; stock takes 1 ms."""
     what = {"size": size, "sparsity": 0.9, "rows": rows, "dtype": dtype, "training": training}
     return {"layer": what, "ms": {"stock, default": 1.0} | {f"{which}, default": time for which, time in ms.items()}}
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bench import prune_minilm, resu_mnist, sparse_training
-from bench.sparse_training import Masked
+from bench.masked import prune_minilm, resu_mnist, sparse_training
+from bench.masked.sparse_training import Masked
 from sparsecomp.runtime import erk_budget, masked_weights, wrap_module
 
 ROOT = Path(__file__).parents[2]

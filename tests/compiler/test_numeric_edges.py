@@ -223,7 +223,7 @@ def test_gradients_of_a_convolution_in_float64(groups, stride, dilation):
     conv = nn.Conv2d(8, 8, 3, stride, dilation, dilation, groups)
     x = spikes(torch.randn(2, 8, 7, 6)).requires_grad_()
     args = (conv.weight, conv.bias, [stride] * 2, [dilation] * 2, [dilation] * 2, groups)
-    found = torch.ops.sparsecomp.spike_conv2d.default(x, *args, 3, "binary")
+    found = torch.ops.sparsecomp.spike_conv.default(x, *args, 3, "binary")
     weight = torch.randn(found.shape)
     (found * weight).sum().backward()
     exact, twin = copy.deepcopy(conv).double(), x.detach().double().requires_grad_()
@@ -258,7 +258,7 @@ def test_real_spike_maps_against_float64():
         exact = dense(x.double(), weight.double())
         scale = dense(x.double(), weight.double().abs())
         frames = x if conv else x[:, :, None, None]
-        found = torch.ops.sparsecomp.spike_conv2d_counts.default(
+        found = torch.ops.sparsecomp.spike_conv_counts.default(
             frames.to(torch.int8), weight, None, [1, 1], [0, 0], [1, 1], 1, 3, "binary", 1.0, None, 20.0, False
         ).reshape(exact.shape)
         error = ((found.double() - exact).abs() / scale.clamp_min(1)).max()

@@ -66,9 +66,9 @@ def test_nodes_say_what_is_known_of_them(estimated: Report) -> None:
     assert done.estimate is not None and done.expected_gain == pytest.approx(
         done.estimate.dense_seconds / done.estimate.seconds
     )
-    (layer,) = (data for data in nodes.values() if data["op"] == "sparsecomp::spike_conv2d")
+    (layer,) = (data for data in nodes.values() if data["op"] == "sparsecomp::spike_conv")
     assert layer == {
-        "op": "sparsecomp::spike_conv2d", "rule": "spike_conv", "implementation": "binary", "timing": "estimated",
+        "op": "sparsecomp::spike_conv", "rule": "spike_conv", "implementation": "binary", "timing": "estimated",
         "density": done.density, "seconds": done.estimate.seconds, "dense_seconds": done.estimate.dense_seconds,
         "location": done.location, "module": "second", "graph": 0,
     }  # fmt: skip

@@ -199,7 +199,7 @@ def test_changed_nodes_are_marked_on_both_sides(browser: Any, report: Report, tm
         node.name for node in report.before if node.name not in after and node.op != "parameter"
     }
     assert set(shown(browser, ".after .node.changed b")) == drawn - before
-    assert "spike_conv2d_default" in drawn - before
+    assert "spike_conv_default" in drawn - before
     # what stayed stands in one line with itself
     places = {
         side: {found.text: found.location["y"] for found in browser.find_elements("css selector", f".{side} .node b")}
@@ -211,7 +211,7 @@ def test_changed_nodes_are_marked_on_both_sides(browser: Any, report: Report, tm
 @pytest.mark.slow(reason="drives a browser")
 def test_a_node_leads_to_its_line(browser: Any, report: Report, tmp_path: Path) -> None:
     show(browser, report, tmp_path)
-    (node,) = browser.find_elements("xpath", "//div[@class='node changed'][.//b='spike_conv2d_default']")
+    (node,) = browser.find_elements("xpath", "//div[@class='node changed'][.//b='spike_conv_default']")
     link = node.find_element("css selector", ".source")
     assert link.get_attribute("href").endswith("/rewriting.py") and "self.second(x)" in link.text
     path, _, line = link.get_attribute("title").rpartition(":")

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from sparsecomp.passes.graph.canonicalize import (
     RESHAPED,
+    binding_once,
     dtype_of,
     example_of,
     has_hooks,
@@ -207,3 +208,20 @@ def test_what_a_node_is_known_to_be() -> None:
     node.meta[RESHAPED] = True
     assert example_of(node) is None
     assert shape_of(torch.zeros(0, 4)) == (0, 4) and numel_of(torch.zeros(0, 4)) == 0 and example_of(3) is None
+
+
+def test_a_call_is_bound_once_and_anew_when_it_changed():
+    node = called(FUNCTION, torch.add, (X, 1))
+    other = node.graph.placeholder("other")
+    with binding_once():
+        first = op_of(node)
+        assert first is not None and op_of(node) is first
+        node.replace_input_with(node.all_input_nodes[0], other)
+        second = op_of(node)
+        assert second is not None and second.input is other and op_of(node) is second
+        node.kwargs = {"alpha": 2}
+        third = op_of(node)
+        assert third is not None and third.get("alpha") == 2
+        node.target = torch.sub
+        assert (fourth := op_of(node)) is not None and fourth.name == "sub"
+    assert op_of(node) is not fourth

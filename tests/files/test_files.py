@@ -135,7 +135,7 @@ with written_whole(Path(sys.argv[1])) as partial:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in the middle of writing ``tmp_path / "one"``."""
+    """A process in the middle of writing `tmp_path / "one"`."""
     child = subprocess.Popen([sys.executable, "-c", _WRITER, tmp_path / "one"], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline()
     yield child
@@ -300,7 +300,7 @@ def _altered(path: Path, *statements: str) -> None:
 
 
 def _remade(change: Callable[[str], str]) -> list[str]:
-    """Statements that make the tables of ``entries`` anew, with another definition."""
+    """Statements that make the tables of `entries` anew, with another definition."""
     table = (
         "CREATE TABLE entries (key TEXT PRIMARY KEY, op TEXT NOT NULL, body TEXT NOT NULL,"
         " used REAL NOT NULL, size INTEGER NOT NULL, crc INTEGER NOT NULL)"

@@ -7,7 +7,7 @@ import scipy.sparse
 import torch
 from matrices import FOLDER, REAL
 
-from bench.matrices import read
+from bench.sparse.matrices import read
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, SparseMatrix
 
 

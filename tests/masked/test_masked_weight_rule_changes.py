@@ -536,7 +536,7 @@ def test_an_unknown_formula_is_an_error_that_says_what_to_do():
 
 
 def test_a_sparse_format_through_the_backend(monkeypatch):
-    choice = Choice("csr", (1, 1), "a weight", Decision("spmm_csr", 2.0, "because"))
+    choice = Choice("csr", (1, 1), "a weight", Decision("spmm_csr", "because", {"dense": 2e-5, "spmm_csr": 1e-5}))
     monkeypatch.setattr(masked_weight, "choose", lambda op, weight, ctx: choice)
     torch._dynamo.reset()
     layer = prune.random_unstructured(nn.Linear(352, 768), "weight", 0.9)
@@ -567,7 +567,7 @@ def test_the_estimate_picks_the_format_on_an_h100(what):
     assert choice.format == what.split(",")[0]
     dense, reason = choice.format == "dense", choice.decision.reason
     assert "us against" in reason and "us dense" in reason and ("would not pay" in reason) == dense
-    assert choice.gain is None if dense else choice.gain > MIN_GAIN
+    assert (choice.decision.gain < MIN_GAIN) == dense
     assert ("for finite inputs" in reason) != dense
 
 
@@ -591,7 +591,7 @@ def test_a_fold_counts_the_host_and_the_products_that_share_a_call(monkeypatch):
 
 def test_forms_are_those_that_hold_the_weight():
     def forms(weight: Tensor) -> list[tuple[Any, ...]]:
-        return [form[:3] for form in masked_fold._forms(weight)]
+        return [(form.format.OPERAND, form.block, int(form.counts.sum())) for form in masked_fold.forms_of(weight)]
 
     assert forms(two_of_four(64, 64)) == [("csr", (1, 1), 2048), ("nm", (2, 4), 2048)]
     kept = torch.zeros(128, 128)

@@ -10,7 +10,6 @@ from sparsecomp.lowering.masked import select_largest as lowered
 from sparsecomp.lowering.tuning.operations import operations
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.ops import select_largest
-from sparsecomp.ops.masked.elementwise import _select_cuda
 from sparsecomp.reference.masks import select_by_sorting
 
 pytestmark = pytest.mark.quick_cases(2)
@@ -96,12 +95,12 @@ def test_counts_of_every_integer_dtype_and_the_operator_s_own_way_there(device):
     scores = drawn(300, torch.float32).to(device)
     for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
         count = torch.tensor(30, dtype=dtype, device=device)
-        assert torch.equal(_select_cuda(scores, count), select_by_sorting(scores, count))
+        assert torch.equal(lowered.select(scores, count), select_by_sorting(scores, count))
     turned = scores.view(20, 15).t()[3]
     assert not turned.is_contiguous()
-    assert torch.equal(_select_cuda(turned, count - 25), select_by_sorting(turned, count - 25))
+    assert torch.equal(lowered.select(turned, count - 25), select_by_sorting(turned, count - 25))
     for others in (scores.double(), scores[:0], (9 * scores).int()):
-        assert torch.equal(_select_cuda(others, count), select_by_sorting(others, count))
+        assert torch.equal(lowered.select(others, count), select_by_sorting(others, count))
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

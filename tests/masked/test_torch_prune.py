@@ -189,7 +189,7 @@ def test_the_operator_by_itself():
 
 def test_sparse_formats_keep_a_dense_product_for_the_attribute(monkeypatch):
     layer = prune.l1_unstructured(nn.Linear(512, 512), "weight", 0.9)
-    choice = Choice("csr", (1, 1), "512x512", Decision("spmm_csr", 2.0, "faster"))
+    choice = Choice("csr", (1, 1), "512x512", Decision("spmm_csr", "faster"))
     monkeypatch.setattr(masked_weight, "choose", lambda op, weight, ctx: choice)
     with torch.no_grad():
         found, report = rewritten(layer, X, **FROZEN)

@@ -17,7 +17,7 @@ _DTYPES = {2: torch.float16, 14: torch.bfloat16}
 
 
 def tensor_at(address, count, dtype):
-    """``count`` elements of memory."""
+    """`count` elements of memory."""
     size = count * dtype.itemsize
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
 
@@ -28,11 +28,11 @@ def written(address, kind, value):
 
 
 class FakeLibrary:
-    """Attributes named as the library's functions; ``calls`` counts them by name.
+    """Attributes named as the library's functions; `calls` counts them by name.
 
     Args:
         version: what it says it is.
-        algorithms: how many it has; odd ones take no ``split_k``.
+        algorithms: how many it has; odd ones take no `split_k`.
         drop: functions it does not have.
     """
 

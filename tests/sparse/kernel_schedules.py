@@ -13,7 +13,7 @@ from sparsecomp.lowering.tuning.template import of_operation
 
 
 def captured(call: Callable[[], None]):
-    """The operation, problem and tensors that ``call`` would dispatch."""
+    """The operation, problem and tensors that `call` would dispatch."""
     found = []
 
     def note(operation, problem, *tensors):
@@ -25,9 +25,9 @@ def captured(call: Callable[[], None]):
 
 
 def schedules(call: Callable[[], None], out: torch.Tensor, configs: int = 1) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and result of each template in some configurations; ``call`` writes ``out``, which is NaN before.
+    """Name and result of each template in some configurations; `call` writes `out`, which is NaN before.
 
-    The configuration that is expected to be fastest, and with ``configs`` = 2 the one expected last too.
+    The configuration that is expected to be fastest, and with `configs` = 2 the one expected last too.
     """
     found = captured(call)
     assert found is not None, "nothing was dispatched"

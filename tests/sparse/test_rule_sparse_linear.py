@@ -24,7 +24,7 @@ from sparsecomp.reference.patterns import Layout
 @pytest.fixture(autouse=True)
 def small_products_stay_sparse(monkeypatch):
     """What is tested here has a few numbers, for which dense is faster; tests of that say so themselves."""
-    decide = lambda product: Decision(f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
+    decide = lambda product: Decision(f"spmm_{product.layout.format} (reference)", "sparse is faster")  # noqa: E731
     monkeypatch.setattr(chain, "decide", decide)
 
 
@@ -85,7 +85,7 @@ def test_what_follows_a_layer_is_fused_where_nobody_else_reads_it(what):
 def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, monkeypatch):
     torch._dynamo.reset()
     if dense:
-        monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+        monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     model = Net(lambda layer, x: torch.relu(layer(x) + x[..., :6]), format)
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
     results = []
@@ -103,7 +103,7 @@ def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, mo
 
 
 def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkeypatch):
-    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     for format in FORMATS:
         model = Net(lambda layer, x: F.relu(layer(x)), format)
         torch._dynamo.reset()
@@ -151,7 +151,7 @@ def test_a_cpu_keeps_dtypes_it_has_no_estimate_of():
 
 
 def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):
-    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
     torch._dynamo.reset()
     model = Net(lambda layer, x: F.relu(layer(x)))
@@ -166,7 +166,7 @@ def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):
 @pytest.mark.parametrize("dense", [False, True])
 def test_autocast_rounds_as_torch_does(dense, monkeypatch):
     if dense:
-        monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+        monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     model = Net(lambda layer, x: F.relu(layer(x)))
     with torch.autocast("cpu", torch.bfloat16):
         out, report = rewritten(model, X, implementation="auto", strict=True, verify=False)
@@ -216,7 +216,7 @@ RULES = {"layer": "sparse_linear", "tensor": "sparse_matmul"}
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("form", RULES)
 def test_precision_exact_keeps_what_is_not_finite_to_the_rows_that_store_it(form, value, monkeypatch):
-    dense = lambda product: Decision("dense", 0.5, "dense is faster")  # noqa: E731
+    dense = lambda product: Decision("dense", "dense is faster")  # noqa: E731
     monkeypatch.setattr(chain, "decide", dense)
     weight = torch.eye(6, 8)
     layer = SparseLinear.from_linear(nn.Linear(8, 6), mask=weight)

@@ -21,6 +21,7 @@ from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, compare, fuses_relu
 from sparsecomp.passes.sparse import chain
+from sparsecomp.reference.patterns import Layout
 
 pytestmark = pytest.mark.quick_cases(4)
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.quick_cases(4)
 @pytest.fixture(autouse=True)
 def small_products_stay_sparse(monkeypatch):
     """What is tested here has a few numbers, for which dense is faster; tests of that say so themselves."""
-    decide = lambda product: Decision(f"spmm_{product.format} (reference)", None, "sparse is faster")  # noqa: E731
+    decide = lambda product: Decision(f"spmm_{product.layout.format} (reference)", "sparse is faster")  # noqa: E731
     monkeypatch.setattr(chain, "decide", decide)
 
 
@@ -204,7 +205,7 @@ AUTOCAST = {
 def test_autocast_around_the_call_or_within_it(inside, dense, monkeypatch):
     """The fused operator gives the dtype that torch gives, and half precision rounds once."""
     if dense:
-        monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+        monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     around = torch.autocast("cpu", torch.bfloat16)
     for spelling, fused in AUTOCAST.items():
         forward = SPELLINGS[spelling][0]
@@ -255,7 +256,7 @@ def test_a_batch_of_another_size_needs_no_other_graph():
 
 @pytest.mark.parametrize("spelling", ["torch's module", "all", "addmm", "transposed", "added in place"])
 def test_dense_where_that_is_faster(spelling, monkeypatch):
-    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", 0.5, "dense is faster"))
+    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     model = Layers(SPELLINGS[spelling][0])
     out, report = rewritten(model, X, implementation="auto", strict=True)
     torch.testing.assert_close(out, model(X))
@@ -286,9 +287,8 @@ def product(share: float, n: int, dtype: torch.dtype, format: str = "csr", size:
     """A linear layer of a square weight that stores this share, in blocks of 32 by 32 for bsr."""
     block = {"csr": (1, 1), "bsr": (32, 32), "nm": (2, 4)}[format]
     entries = math.ceil(share * size * size / (1024 if format == "bsr" else 1))
-    return Product(
-        torch.device("cuda"), format, block, size, size, n, 1, entries, "even", dtype, True, True, False, "relu", "W"
-    )
+    layout = Layout(format, block, (size, size))
+    return Product(torch.device("cuda"), layout, n, 1, entries, dtype, True, True, False, "relu", "W")
 
 
 def test_the_estimate_is_sure_at_the_ends():
@@ -346,11 +346,12 @@ def test_the_numbers_of_a_product_are_the_tensors():
     dense[0] = 1
     out = torch.empty(2, 3, 6)
     found = Product.of_tensor(SparseTensor.from_dense(dense), [2, 3, 8], True, out, True, False, "relu", trained=False)
-    assert (found.format, found.m, found.k, found.n, found.batch, found.entries) == ("csr", 6, 8, 6, 1, 8)
-    assert found.skew == "skewed"  # one row of 8 and five of none: deviation over mean is sqrt(5)
+    assert (found.layout.format, found.m, found.k, found.n, found.batch, found.entries) == ("csr", 6, 8, 6, 1, 8)
+    assert found.layout.skews[0] == "skewed"  # one row of 8 and five of none: deviation over mean is sqrt(5)
     blocks = SparseTensor.from_dense(torch.ones(6, 8), formats.BSR, block=(2, 4))
     found = Product.of_tensor(blocks.t(), [4, 6, 5], False, torch.empty(4, 8, 5), False, False, "none", trained=True)
-    assert (found.format, found.block, found.m, found.k, found.n, found.batch) == ("bsr", (4, 2), 8, 6, 5, 4)
+    assert (found.layout.format, found.layout.block, found.layout.shape) == ("bsr", (4, 2), (8, 6))
+    assert (found.n, found.batch) == (5, 4)
     assert found.entries == 6 and "at 0.0% sparsity" in found.described
 
 

@@ -4,9 +4,9 @@ import ctypes
 import gc
 import math
 import os
-import sys
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.sparse import chain
 from sparsecomp.reference.memo import Memo
+from sparsecomp.reference.patterns import Layout
 
 template = pytest.importorskip("sparsecomp.lowering.sparse.kernels.semi_structured")  # needs Triton
 
@@ -265,6 +266,14 @@ def test_a_copy_goes_with_its_weight(library):
     assert left == ["handle"]
 
 
+def test_parts_of_a_product_are_offered_where_tiles_leave_processors_of_the_card_idle(library, monkeypatch):
+    """Four tiles of 128 by 128."""
+    for k, processors, parts in ((4096, 4, {1}), (4352, 5, {1, 2, 4})):
+        monkeypatch.setattr(template, "card_of", lambda device, count=processors: replace(H100, processors=count))
+        candidates = SEMI_STRUCTURED.candidates(problem(m=256, k=k, n=256), CARD)
+        assert {one.config["split_k"] for one in candidates} == parts
+
+
 def test_every_algorithm_is_offered_and_tried(library):
     output = Output(Strides(0, 1, 64), "float16", "", "", "", Strides(0, 0, 0), "none", 1.0)
     given = problem(m=64, k=2048, n=16)._replace(output=output)
@@ -436,7 +445,7 @@ def test_structures_are_aligned_and_large():
 
 def linear_of(size, n, dtype=torch.float16):
     return sparse_cost.Product(
-        torch.device("cuda"), "nm", (2, 4), size, size, n, 1, size * size // 2, "even", dtype, True, True, False,
+        torch.device("cuda"), Layout("nm", (2, 4), (size, size)), n, 1, size * size // 2, dtype, True, True, False,
         "relu", f"NM {size}x{size} at 50.0% sparsity",
     )  # fmt: skip
 
@@ -454,7 +463,7 @@ def test_sparse_tensor_cores_pay_for_large_products_only(library):
 
 def test_the_operator_picks_it(library):
     """What `ops.spmm` runs on CUDA, with the operands of a linear layer."""
-    implementation = sys.modules["sparsecomp.ops.sparse.spmm"]._cuda
+    implementation = torch.ops.sparsecomp.spmm.default.direct_cuda
     case = Case("cpu", m=48, k=32, n=40)
     arguments = ("nm", [2, 4], [48, 32], ["even", "even"], False, "row", "relu", 1.0, None, True)
     out = implementation(case.values, [case.indices], case.dense, case.bias, None, *arguments)
@@ -584,7 +593,7 @@ def test_a_layer_and_its_compiled_form(cuda, monkeypatch):
     with torch.no_grad():
         assert relative_error(F.relu(layer(x)), expected) <= 1e-3
         assert len(semi_structured.MEMO) == before + 1
-        monkeypatch.setattr(chain, "decide", lambda product: Decision("", 1.0, "sparse is faster"))
+        monkeypatch.setattr(chain, "decide", lambda product: Decision("", "sparse is faster"))
         compiled = torch.compile(torch.nn.Sequential(layer, torch.nn.ReLU()), backend="sparsecomp")
         assert relative_error(compiled(x), expected) <= 1e-3
         layer.values.mul_(-1)

@@ -15,7 +15,7 @@ from matrices import FOLDER, REAL
 from torch import Tensor, nn
 
 import sparsecomp
-from bench.matrices import read
+from bench.sparse.matrices import read
 from sparsecomp import formats
 from sparsecomp.formats import BSR, COO, CSR, NM
 from sparsecomp.nn import SparseEmbedding, SparseLinear

@@ -14,9 +14,10 @@ from sparsecomp.tensor.pattern import Pattern
 
 pytestmark = pytest.mark.quick_cases(4)
 
-sparse_linear, dense_weight, dense_linear = (
-    import_module(f"sparsecomp.ops.sparse.{name}") for name in ("linear", "dense_weight", "dense_linear")
+sparse_linear, dense_linear, _ = (
+    import_module(f"sparsecomp.ops.sparse.{name}") for name in ("linear", "dense_linear", "dense_weight")
 )
+OPS = torch.ops.sparsecomp
 ROWS, COLUMNS = 16, 32
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.float64: 1e-12}
 
@@ -70,7 +71,7 @@ def test_a_product_is_the_dense_one(kind, transpose, leading, finished, device, 
     given = [None if tensor is None else tensor.to(device) for tensor in (bias, residual)]
     if not (transpose and kind == "bsr") and not (kind == "nm" and device == "cuda"):
         monkeypatch.setattr(sparse_linear, "run_spmm", refused)
-    out = sparse_linear._cuda(
+    out = OPS.sparse_linear.default.direct_cuda(
         x.to(device), values, pattern, *given, layout, transpose, "relu" if finished else "none", ""
     )  # fmt: skip
     assert out.shape == expected.shape and out.is_contiguous() and out.dtype == dtype
@@ -90,7 +91,7 @@ def test_a_gradient_by_the_values_is_the_dense_ones_at_their_places(kind, transp
     by_place = (wide.T if transpose else wide) * (weight(kind) != 0)
     if kind == "csr":
         monkeypatch.setattr(sparse_linear, "run_sddmm", refused)
-    found = sparse_linear._cuda_gradient(x.to(device), grad.to(device), pattern, layout, transpose)
+    found = OPS.sparse_linear_values.default.direct_cuda(x.to(device), grad.to(device), pattern, layout, transpose)
     assert found.shape == values.shape
     made = {"csr": CSR, "bsr": BSR, "nm": NM}[kind]
     layouts = {"csr": {}, "bsr": {"block": (16, 16)}, "nm": {"n": 2, "m": 4}}[kind]
@@ -115,12 +116,12 @@ def test_what_is_not_launched_directly_is_right_as_well(name, device):
     dense, values, pattern, layout = stored("csr", torch.float32, device, both=False)
     x = torch.randn(4, COLUMNS, generator=torch.Generator().manual_seed(2)).to(device)
     x, values, pattern = CASES[name](x, values, pattern)
-    out = sparse_linear._cuda(x, values, pattern, None, None, layout, False, "none", "")
+    out = OPS.sparse_linear.default.direct_cuda(x, values, pattern, None, None, layout, False, "none", "")
     expected = x.cpu().double() @ dense.T * (name != "no entries")
     assert out.dtype == x.dtype and out.shape == expected.shape
     assert (out.cpu() - expected).norm() <= TOLERANCE[x.dtype] * expected.norm()
     grad = torch.ones(x.shape[0], ROWS, dtype=x.dtype, device=device)
-    found = sparse_linear._cuda_gradient(x, grad, pattern, layout, False)
+    found = OPS.sparse_linear_values.default.direct_cuda(x, grad, pattern, layout, False)
     at_places = x.cpu().double().sum(0)[pattern[1].cpu().long()]
     assert found.shape == pattern[1].shape
     assert (found.cpu() - at_places).norm() <= TOLERANCE[x.dtype] * at_places.norm() + 1e-30
@@ -136,7 +137,7 @@ def test_the_kernel_that_is_asked_for_does_it(kernel, device, monkeypatch):
     monkeypatch.setattr(sparse_layer, "prepared", lambda *a: launched.append(a[-1]) or prepared(*a))
     dispatch.forget()
     for _ in range(2):
-        out = sparse_linear._cuda(x, values, pattern, None, None, layout, False, "none", kernel)
+        out = OPS.sparse_linear.default.direct_cuda(x, values, pattern, None, None, layout, False, "none", kernel)
     assert launched == [kernel], "the second call finds the launch of the first"
     expected = x.cpu().double() @ dense.T
     assert (out.cpu() - expected).norm() <= 2e-3 * expected.norm()
@@ -151,9 +152,9 @@ def test_a_weight_written_out_and_read_again(kind, transpose, both, strided, dev
     dense, values, pattern, layout = stored(kind, torch.float32, device, both=both)
     written = values.repeat_interleave(2, 0)[::2] if strided else values
     arrays = [array.repeat_interleave(2, 0)[::2] if strided else array for array in pattern]
-    out = dense_weight._written_cuda(written, arrays, layout, transpose)
+    out = OPS.stored_to_dense.default.direct_cuda(written, arrays, layout, transpose)
     assert out.is_contiguous() and torch.equal(out.cpu().double(), dense.T if transpose else dense)
-    found = dense_weight._read_cuda(out, arrays, layout, transpose)
+    found = OPS.dense_to_stored.default.direct_cuda(out, arrays, layout, transpose)
     assert found.shape == values.shape and torch.equal(found, values)
 
 
@@ -164,7 +165,8 @@ def test_a_dense_layer_with_relu_is_one_product(size, monkeypatch):
     monkeypatch.setattr(dense_linear._compat, "addmm_relu", lambda *a: calls.append(a) or addmm_relu(*a))
     generator = torch.Generator().manual_seed(2)
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in (size, (6, 8), (6,)))
-    out = dense_linear._cuda(x, weight, bias)
+    out = OPS.dense_linear_relu.default.direct_cuda(x, weight, bias)
     torch.testing.assert_close(out, torch.relu(x @ weight.T + bias))
     assert len(calls) == bool(x.numel()) and out.is_contiguous()
-    torch.testing.assert_close(dense_linear._cuda(x, weight[:0], bias[:0]), x.new_zeros((*size[:-1], 0)))
+    nothing = OPS.dense_linear_relu.default.direct_cuda(x, weight[:0], bias[:0])
+    torch.testing.assert_close(nothing, x.new_zeros((*size[:-1], 0)))

@@ -12,7 +12,7 @@ from matrices import FOLDER
 from rewriting import rewritten
 from torch import Tensor
 
-from bench.matrices import read
+from bench.sparse.matrices import read
 from sparsecomp import SparseTensor, _compat
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix

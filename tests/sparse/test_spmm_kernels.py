@@ -335,7 +335,7 @@ def test_csr_of_values_from_1e_minus_24_to_1e12(device):
 
     All rows on a GPU; every tenth in the interpreter, which is slow.
     """
-    from bench.matrices import read
+    from bench.sparse.matrices import read
 
     matrix = scipy.sparse.csr_array(read(FOLDER / "bcsstk13.mtx.gz").to_scipy())
     matrix = matrix if device == "cuda" else matrix[::10]
@@ -380,7 +380,7 @@ def test_csr_at_99_9_percent_sparsity(device):
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_csr_reaches_beyond_2_to_the_31_elements(device):
-    """Rows of ``dense`` and of ``out`` lie 2^31 elements apart, in memory that is reserved and hardly touched."""
+    """Rows of `dense` and of `out` lie 2^31 elements apart, in memory that is reserved and hardly touched."""
     far = 2**31
     memory = torch.empty(far + 32, dtype=torch.float16, device=device)
     dense = memory.as_strided((2, 8), (far, 1))

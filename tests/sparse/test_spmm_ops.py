@@ -13,7 +13,7 @@ from kernel_devices import DEVICES, KERNEL_DEVICES
 from matrices import FOLDER, REAL
 from torch import Tensor
 
-from bench.matrices import read
+from bench.sparse.matrices import read
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM, SparseMatrix
 from sparsecomp.formats.indices import lines_of, searched_lines
@@ -318,14 +318,14 @@ def test_kernels_behind_the_operators(kind, transpose, device):
     left = (dense.mT if transpose else dense).double()
     right, residual = torch.randn(left.shape[1], 16), torch.randn(left.shape[0], 16)
     bias = torch.randn(left.shape[0])
-    out = import_module("sparsecomp.ops.sparse.spmm")._cuda(
+    out = torch.ops.sparsecomp.spmm.default.direct_cuda(
         values, pattern, right.to(device), bias.to(device), residual.to(device), *layout, transpose, "row", "relu", 0.5,
         None, True,
     )  # fmt: skip
     wanted = (0.5 * (left @ right.double()) + bias[:, None] + residual).relu()
     assert relative(out.cpu(), wanted.numpy()) < 2e-6 and out.stride(0) == 1
     a, b = torch.randn(32, 16), torch.randn(48, 16)
-    found = import_module("sparsecomp.ops.sparse.sddmm")._cuda(a.to(device), b.to(device), pattern, *layout, 0.5)
+    found = torch.ops.sparsecomp.sddmm.default.direct_cuda(a.to(device), b.to(device), pattern, *layout, 0.5)
     again = sddmm(a.double(), b.double(), [array.cpu() for array in pattern], layout, scale=0.5)
     assert relative(found.cpu(), again.numpy()) < 2e-6
 
@@ -345,21 +345,22 @@ def test_an_inputs_nan_reaches_only_the_rows_that_use_it(kind, transpose, kept, 
     terms = x[:, None, :].double() * whole.double()
     wanted = torch.where(whole != 0, terms, 0).sum(-1)
     values, pattern = values.to(device), [array.to(device) for array in pattern]
-    operators = import_module("sparsecomp.ops.sparse.spmm"), import_module("sparsecomp.ops.sparse.linear")
-    product = operators[0]._cuda(
+    product = torch.ops.sparsecomp.spmm.default.direct_cuda(
         values, pattern, x.mT.to(device), None, None, *layout, transpose, "column", "none", 1.0, None, False
     )
-    of_layer = operators[1]._cuda(
+    of_layer = torch.ops.sparsecomp.sparse_linear.default.direct_cuda(
         x.to(device), values, pattern, None, None, layout.written(), transpose, "none", ""
     )
     assert wanted.isfinite().any(1)[:3].all() and wanted.isnan().any()
     for found in (product.mT.cpu(), of_layer.cpu()):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
     grad = torch.randn(wanted.shape)
-    of_values = operators[1]._cuda_gradient(x.to(device), grad.to(device), pattern, layout.written(), transpose)
+    of_values = torch.ops.sparsecomp.sparse_linear_values.default.direct_cuda(
+        x.to(device), grad.to(device), pattern, layout.written(), transpose
+    )
     by_hand = grad.double().mT @ x.double()
     by_hand = by_hand.mT if transpose else by_hand
-    places = NM(torch.ones_like(values.cpu()), pattern[0].cpu(), layout.shape, *layout.block)._positions()
+    places = layout.kind.entry_places([pattern[0].cpu()], layout.block, layout.shape)
     torch.testing.assert_close(
         of_values.cpu().double(), by_hand[torch.broadcast_tensors(*places)], rtol=1e-4, atol=1e-4, equal_nan=True
     )

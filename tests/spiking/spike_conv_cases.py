@@ -20,7 +20,7 @@ CASES = [
 
 
 def spikes(shape: tuple[int, ...], density: float, high: int = 1) -> Tensor:
-    """Integers, ``density`` of them non-zero: ones, or ±1…±high where ``high`` > 1."""
+    """Integers, `density` of them non-zero: ones, or ±1…±high where `high` > 1."""
     generator = torch.Generator().manual_seed(sum(shape))
     x = (torch.rand(shape, generator=generator) < density).float()
     if high > 1:

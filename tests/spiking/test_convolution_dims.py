@@ -56,11 +56,11 @@ def test_a_convolution_knows_the_shape_and_the_strides_of_its_output(dims, chann
 def test_operators_take_every_number_of_dimensions_on_a_cpu(dims):
     x, weight, bias = operands(dims)
     window = [list(numbers) for numbers in WINDOWS[dims][1:]]
-    out = ops.spike_conv2d(x, weight, bias, *window, 1, 3, "binary")
+    out = ops.spike_conv(x, weight, bias, *window, 1, 3, "binary")
     torch.testing.assert_close(out, DENSE[dims](x, weight, bias, *window))
     for channels_last in (False, True):
         more = (1, 3, "binary", 1.0, None, 20.0, channels_last)
-        counts = torch.ops.sparsecomp.spike_conv2d_counts.default
+        counts = torch.ops.sparsecomp.spike_conv_counts.default
         torch.testing.assert_close(counts(x.to(torch.int8), weight, bias, *window, *more), out, rtol=1e-5, atol=1e-5)
         torch.library.opcheck(counts, (x.to(torch.int8), weight, bias, *window, *more))
 
@@ -70,7 +70,7 @@ def test_gradients_are_the_dense_operators(dims):
     x, weight, bias = (one.requires_grad_() for one in operands(dims))
     wide = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
     window = [list(part) for part in WINDOWS[dims][1:]]
-    found = ops.spike_conv2d(x, weight, bias, *window, 1, 3, "binary")
+    found = ops.spike_conv(x, weight, bias, *window, 1, 3, "binary")
     expected = DENSE[dims](*wide, *window)
     grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(5))
     found.backward(grad)

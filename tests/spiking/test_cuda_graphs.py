@@ -18,7 +18,7 @@ pytestmark = [
 def test_convolution_replays_on_new_values(implementation, later_density):
     x = (torch.rand(2, 32, 9, 9, device="cuda") < 0.02).float().contiguous(memory_format=torch.channels_last)
     w = torch.randn(48, 32, 3, 3, device="cuda")
-    graph, out = graph_of(lambda: ops.spike_conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, 3, implementation))
+    graph, out = graph_of(lambda: ops.spike_conv(x, w, None, [1, 1], [1, 1], [1, 1], 1, 3, implementation))
     x.copy_(torch.rand_like(x) < later_density)
     w.copy_(torch.randn_like(w))
     graph.replay()
@@ -56,6 +56,6 @@ def test_an_eager_call_sees_a_weight_written_in_place():
     w = torch.randn(32, 32, 3, 3, device="cuda")
     for implementation in ("binary", "event", "skip", "binary"):
         w.mul_(-1.5)
-        out = ops.spike_conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, 3, implementation)
+        out = ops.spike_conv(x, w, None, [1, 1], [1, 1], [1, 1], 1, 3, implementation)
         expected = F.conv2d(x.double(), w.double(), padding=1)
         assert (out - expected).norm() <= 1e-6 * expected.norm()

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.parametrize("device", KERNEL_DEVICES), pytest.mark.qui
 
 
 def block_spikes(shape, empty, density=0.2, block=4, high=1):
-    """Spikes of ``density`` in a share of square blocks of pixels, none in the others (``empty`` of all)."""
+    """Spikes of `density` in a share of square blocks of pixels, none in the others (`empty` of all)."""
     n, _, h, w = shape
     quiet = torch.rand((n, 1, h, w), generator=torch.Generator().manual_seed(5))[:, :, ::block, ::block] < empty
     mask = F.interpolate((~quiet).float(), scale_factor=block)[:, :, :h, :w]

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 import sparsecomp.ops as ops
 
+conv_cuda = torch.ops.sparsecomp.spike_conv.default.direct_cuda
+linear_cuda = torch.ops.sparsecomp.spike_linear.default.direct_cuda
 torch.manual_seed(0)
 
 pytestmark = pytest.mark.quick_cases(3)
@@ -24,7 +26,7 @@ WINDOW = ([1, 2], [1, 1], [1, 1], 1, 3, "binary")
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_opcheck_conv2d(bias):
-    torch.library.opcheck(torch.ops.sparsecomp.spike_conv2d.default, (*sample(bias=bias), *WINDOW))
+    torch.library.opcheck(torch.ops.sparsecomp.spike_conv.default, (*sample(bias=bias), *WINDOW))
 
 
 def test_opcheck_linear():
@@ -39,12 +41,12 @@ def test_opcheck_counts(implementation, factor):
     counts = (torch.rand(2, 16, 7, 6) < 0.3).to(torch.int8).to(memory_format=torch.channels_last)
     window = ([1, 1], [1, 1], [1, 1], 1, 3, implementation, 1.0, factor, 20.0, False)
     args = (counts, torch.randn(8, 16, 3, 3), None, *window)
-    torch.library.opcheck(torch.ops.sparsecomp.spike_conv2d_counts.default, args)
+    torch.library.opcheck(torch.ops.sparsecomp.spike_conv_counts.default, args)
 
 
 def test_gradients_equal_the_dense_operators_in_float64():
     x, w, b = sample(torch.float64)
-    out = ops.spike_conv2d(x, w, b, *WINDOW)
+    out = ops.spike_conv(x, w, b, *WINDOW)
     seed = torch.randn_like(out)
     got = torch.autograd.grad(out, (x, w, b), seed)
     expected = torch.autograd.grad(F.conv2d(x, w, b, *WINDOW[:4]), (x, w, b), seed)
@@ -67,7 +69,7 @@ def test_decomposition_keeps_value_and_strides(channels_last):
     x, w, b = (t.detach() for t in sample())
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
-    decompose = ops.decompositions()[torch.ops.sparsecomp.spike_conv2d.default]
+    decompose = ops.decompositions()[torch.ops.sparsecomp.spike_conv.default]
     out = decompose(x, w, b, *WINDOW)
     expected = F.conv2d(x, w, b, *WINDOW[:4])
     assert out.stride() == expected.stride()
@@ -78,7 +80,7 @@ def test_decomposition_keeps_value_and_strides(channels_last):
 def test_mixed_devices_and_dtypes_raise_what_the_dense_operator_raises():
     x, w, b = (t.detach() for t in sample())
     with pytest.raises(RuntimeError) as ours:
-        ops.spike_conv2d(x.half(), w, b, *WINDOW)
+        ops.spike_conv(x.half(), w, b, *WINDOW)
     with pytest.raises(RuntimeError) as eager:
         F.conv2d(x.half(), w, b, *WINDOW[:4])
     assert str(ours.value) == str(eager.value)
@@ -95,7 +97,7 @@ def test_linear_gradients_of_an_empty_or_single_input(rows):
 @pytest.mark.parametrize("layer", ["conv2d", "linear"])
 def test_second_derivatives_equal_the_dense_operators(layer):
     x, w, b = sample(torch.float64)
-    dense, ours = (lambda x, w: F.conv2d(x, w, b, *WINDOW[:4])), (lambda x, w: ops.spike_conv2d(x, w, b, *WINDOW))
+    dense, ours = (lambda x, w: F.conv2d(x, w, b, *WINDOW[:4])), (lambda x, w: ops.spike_conv(x, w, b, *WINDOW))
     if layer == "linear":
         x, w = x.detach().flatten(2).requires_grad_(), torch.randn(8, 42, dtype=torch.float64, requires_grad=True)
         dense, ours = F.linear, (lambda x, w: ops.spike_linear(x, w, None, 3, "binary"))
@@ -109,7 +111,7 @@ def test_second_derivatives_equal_the_dense_operators(layer):
 
 @pytest.mark.parametrize("written", ["x", "w"])
 def test_a_write_to_what_the_backward_needs_is_the_error_that_eager_raises(written):
-    for call in (lambda x, w: F.conv2d(x, w, None, *WINDOW[:4]), lambda x, w: ops.spike_conv2d(x, w, None, *WINDOW)):
+    for call in (lambda x, w: F.conv2d(x, w, None, *WINDOW[:4]), lambda x, w: ops.spike_conv(x, w, None, *WINDOW)):
         x, w, _ = sample()
         x, w = x.detach().clone(), w.detach().clone()
         operands = {"x": x, "w": w}
@@ -134,8 +136,8 @@ def test_a_factor_of_any_value_gives_what_the_dense_operator_gives(value, implem
     x = torch.cat([spikes * factor, torch.zeros(1, 4, 6, 6)])
     expected = F.conv2d(x.double(), w.double(), padding=1)
     args = (w, None, [1, 1], [1, 1], [1, 1], 1, 3, implementation, 1.0, factor, True)
-    decomposed = ops.decompositions()[torch.ops.sparsecomp.spike_conv2d.default](x, *args)
-    for found in (decomposed, ops.spike_conv2d(x, *args)):
+    decomposed = ops.decompositions()[torch.ops.sparsecomp.spike_conv.default](x, *args)
+    for found in (decomposed, ops.spike_conv(x, *args)):
         atol = 1e-5 * abs(value) + 1e-44 if math.isfinite(value) else 0
         torch.testing.assert_close(found.double(), expected.float().double(), rtol=2e-6, atol=atol, equal_nan=True)
 
@@ -151,23 +153,19 @@ def _misfits():
 
 @pytest.mark.parametrize("operands", [pytest.param(operands, id=name) for name, operands in _misfits()])
 def test_kernels_see_only_operands_that_the_dense_operator_takes(operands):
-    from sparsecomp.ops.spiking.spike_conv import _cuda_conv2d, _cuda_linear
-
     with pytest.raises(RuntimeError) as eager:
         F.conv2d(*operands, *WINDOW[:4])
     with pytest.raises(RuntimeError) as ours:
-        _cuda_conv2d(*operands, *WINDOW)
+        conv_cuda(*operands, *WINDOW)
     assert str(ours.value) == str(eager.value)
     x, w, b = operands
     with pytest.raises(RuntimeError):
-        _cuda_linear(x.flatten(1), w.flatten(1)[:, :5], b, 3, "binary")
+        linear_cuda(x.flatten(1), w.flatten(1)[:, :5], b, 3, "binary")
 
 
 def test_a_double_layer_keeps_double_precision():
-    from sparsecomp.ops.spiking.spike_conv import _cuda_conv2d
-
     x, w, b = (t.detach() for t in sample(torch.float64))
-    torch.testing.assert_close(_cuda_conv2d(x, w, b, *WINDOW), F.conv2d(x, w, b, *WINDOW[:4]), rtol=0, atol=0)
+    torch.testing.assert_close(conv_cuda(x, w, b, *WINDOW), F.conv2d(x, w, b, *WINDOW[:4]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(3, 6), (2, 3, 6), (2, 3, 4, 6)])
@@ -183,7 +181,7 @@ def test_vmap_is_a_call_for_each():
     """Of several weights, with lists of numbers among the other arguments."""
     x, w, b = sample()
     several = torch.stack([w, 2 * w, -w]).detach()
-    found = torch.vmap(lambda w: ops.spike_conv2d(x.detach(), w, b.detach(), *WINDOW))(several)
+    found = torch.vmap(lambda w: ops.spike_conv(x.detach(), w, b.detach(), *WINDOW))(several)
     expected = torch.stack([F.conv2d(x, w, b, *WINDOW[:4]) for w in several])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -204,15 +202,13 @@ TAKEN = ("nothing", "bytes", "half", "no bias")
 @pytest.mark.parametrize("groups", [1, 2])
 def test_which_operands_the_kernels_see(name, groups, monkeypatch):
     from sparsecomp.lowering.spiking import spike_conv as lowered
-    from sparsecomp.ops.spiking.spike_conv import _cuda_conv2d, _cuda_linear
-
     seen = []
     monkeypatch.setattr(lowered, "launch_conv", lambda *given: seen.append(given))
     monkeypatch.setattr(lowered, "launch_linear", lambda *given: seen.append(given))
     x, w, b = (tensor.detach() for tensor in sample())
     x, w, b = CHANGED[name](x, w[:, : 16 // groups], b)
     window = ([1, 2], [1, 1], [1, 1], groups, 3, "binary", 1.0, None, False, 20.0)
-    out = _cuda_conv2d(x, w, b, *window)
+    out = conv_cuda(x, w, b, *window)
     if name in TAKEN:
         assert seen == [(x, w, b, *window)]
     else:
@@ -220,7 +216,7 @@ def test_which_operands_the_kernels_see(name, groups, monkeypatch):
         torch.testing.assert_close(out, F.conv2d(x, w, b, *window[:4]))
     seen.clear()
     x, w = x.flatten(1), w.flatten(1)[:, :1].expand(-1, x.flatten(1).shape[1])
-    out = _cuda_linear(x, w, b, *window[4:])
+    out = linear_cuda(x, w, b, *window[4:])
     if name in (*TAKEN, "one image"):
         assert seen == [(x, w, b, *window[4:])]
     else:
@@ -229,22 +225,18 @@ def test_which_operands_the_kernels_see(name, groups, monkeypatch):
 
 
 def test_groups_that_do_not_divide_are_the_dense_operators_business():
-    from sparsecomp.ops.spiking.spike_conv import _cuda_conv2d
-
     x, w, b = (tensor.detach() for tensor in sample())
     for weight, bias, groups in ((w[:, :5], b, 3), (w[:7, :8], b[:7], 2)):
         with pytest.raises(RuntimeError, match="groups"):
-            _cuda_conv2d(x, weight, bias, [1, 1], [0, 0], [1, 1], groups, 3, "binary")
+            conv_cuda(x, weight, bias, [1, 1], [0, 0], [1, 1], groups, 3, "binary")
 
 
 @pytest.mark.parametrize("size", [(), (16,), (3, 16), (2, 3, 16)])
 def test_a_linear_layer_of_any_dimensions(size, monkeypatch):
     from sparsecomp.lowering.spiking import spike_conv as lowered
-    from sparsecomp.ops.spiking.spike_conv import _cuda_linear
-
     monkeypatch.setattr(lowered, "launch_linear", lambda *given: "kernel")
     if not size:
         with pytest.raises(RuntimeError):
-            _cuda_linear(torch.ones(size), torch.ones(4, 16), None, 3, "binary")
+            linear_cuda(torch.ones(size), torch.ones(4, 16), None, 3, "binary")
         return
-    assert _cuda_linear(torch.ones(size), torch.ones(4, 16), None, 3, "binary") == "kernel"
+    assert linear_cuda(torch.ones(size), torch.ones(4, 16), None, 3, "binary") == "kernel"

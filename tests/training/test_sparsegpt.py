@@ -22,7 +22,7 @@ def _damped(x: torch.Tensor, damping: float = 0.01) -> torch.Tensor:
 
 
 def _reference(weight, damped, stretch, drop):
-    """Optimal brain surgeon with the columns before the current one frozen; ``drop`` weights of a stretch go."""
+    """Optimal brain surgeon with the columns before the current one frozen; `drop` weights of a stretch go."""
     work, kept = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
     inverses = [torch.linalg.inv(damped[i:, i:]) for i in range(len(damped))]
     for column, inverse in enumerate(inverses):

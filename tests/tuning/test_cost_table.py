@@ -28,12 +28,12 @@ from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.sparse.stored_places import WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
-from sparsecomp.lowering.spiking.convolution import Convolution
+from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
 from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided, PackWeight
-from sparsecomp.lowering.spiking.skip_conv import ListRows, ScanPixels
+from sparsecomp.lowering.spiking.skip_conv import ListRows
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.cost import rank, seconds
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
@@ -123,9 +123,10 @@ CSR, BSR, NM = ("csr", (1, 1), 600), ("bsr", (16, 16), 60), ("nm", (2, 4), 32000
 def _product(kind: tuple[str, tuple[int, int], int], n: int, dtype: torch.dtype, flags: str) -> Product:
     """S is (128, 256), or 250 rows of N:M, which cuSPARSELt never takes; `flags` name what is true of it."""
     format, block, entries = kind
+    layout = Layout(format, block, (250 if format == "nm" else 128, 256), ("mixed", "mixed"))
     return Product(
-        torch.device("cuda"), format, block, 250 if format == "nm" else 128, 256, n, 1, entries, "mixed", dtype,
-        "linear" in flags, "bias" in flags, "residual" in flags, "relu" if "relu" in flags else "none", "",
+        torch.device("cuda"), layout, n, 1, entries, dtype, "linear" in flags, "bias" in flags, "residual" in flags,
+        "relu" if "relu" in flags else "none", "",
         "constant" in flags, "trained" in flags, "hosted" not in flags,
     )  # fmt: skip
 
@@ -134,12 +135,18 @@ def _read_off(layout: Layout, transpose: bool, linear: bool) -> list[Any]:
     """What kernels see of a matrix with 20 elements or blocks times a batch."""
     dense = [2, 3, 40] if linear else [5, 96, 7]
     product = Product.of(layout, 20, transpose, dense, linear, torch.empty(1), True, False, "relu", trained=False)
-    return [str(tuple(product)[1:])]
+    (format, block, (m, k), (skew, _)), *rest = product[1:]
+    return [str((format, block, m, k, *rest[:3], skew, *rest[3:]))]
 
 
 def _as_rewritten(decision: Decision) -> list[Any]:
     """Whether a sparse layer runs dense, what runs, what the rewrite gains, and why."""
     return [decision.dense, decision.implementation, 1.0 if decision.dense else decision.gain, decision.reason]
+
+
+def _said(decision: Decision) -> list[Any]:
+    """What was decided, the gain, 1 where none is estimated, and why."""
+    return [decision.implementation, decision.gain or 1.0, decision.reason]
 
 
 HALF_AND_FLOAT = (torch.float16, torch.float32)
@@ -157,8 +164,12 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
         for dtype in HALF_AND_FLOAT
         for flags in ("", "linear bias relu constant", "trained", "trained hosted", "linear residual hosted")
     },
-    "large product": lambda: [sparse_cost.dense_seconds(
-        _product(CSR, 8192, dtype, "constant")._replace(m=4096, k=4096), H100) for dtype in HALF_AND_FLOAT],
+    "large product": lambda: [
+        sparse_cost.dense_seconds(
+            _product(CSR, 8192, dtype, "constant")._replace(layout=Layout("csr", (1, 1), (4096, 4096))), H100
+        )
+        for dtype in HALF_AND_FLOAT
+    ],
     **{
         f"on a CPU {kind[0]} {dtype} {flags}": partial(
             lambda product: _as_rewritten(sparse_cost.decide(product)),
@@ -180,15 +191,15 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
                 cpu_cost.sparse_seconds(work, trained), cpu_cost.dense_seconds(work, trained, False),
                 cpu_cost.dense_seconds(work, trained, True),
             ],
-            cpu_cost.Work(format, block, 128, 256, n, 3000), trained,
+            cpu_cost.Work(format, entry, 128, 256, n, 3000), trained,
         )
-        for format, block in (("csr", (1, 1)), ("bsr", (16, 8)), ("nm", (2, 4)))
+        for format, entry in (("csr", ()), ("bsr", (16, 8)), ("nm", ()))
         for n in (1, 64)
         for trained in (False, True)
     },
     **{
         f"site {n} {c} {size} {changes}": partial(
-            lambda site: [*gate.decide(site)[:3], gate.event_pays_below(site),
+            lambda site: [*_said(gate.decide(site)), gate.event_pays_below(site),
                           *(gate.forced(site, name).gain for name in ("binary", "event", "skip"))],
             _site(n, c, size, side)._replace(**changes),
         )
@@ -208,19 +219,19 @@ PROBLEMS: dict[str, list[Any]] = {
                     _conv(32, 256, 14, 3, 1, 3, "rows"), _conv(4, 96, 9, 5, 1, 3)],
     "pack_weight": [PackWeight.of(torch.empty(64, 64, 3, 3), 3), PackWeight.of(torch.empty(512, 500).half(), 2)],
     "cast": [Cast(100_003, 0, False, "float32"), Cast(5000, 3, True, "float16")],
-    "cast_strided": [CastStrided(2, 40, (7, 5), (1400, 35, 5, 1), "float32"),
-                     CastStrided(32, 256, (14, 14), (50176, 196, 14, 1), "float16")],
+    "cast_strided": [CastStrided(Maps(2, 40, (7, 5), (1400, 35, 5, 1), "float32")),
+                     CastStrided(Maps(32, 256, (14, 14), (50176, 196, 14, 1), "float16"))],
     "lif": [Lif(960, 960, 960, 16, 60, 0, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, False, True, True, True, True),
             Lif(10**6, 10**6, 10**6, 64, 1, 0, 1e-5, 2.0, 1.0, 0.0, 4, "if", True, False, False, False, False, False)],
     "find_events": [FindEvents(1000, 56, 64, 4000, "float32"), FindEvents(30, 7, 500, 999, "float16")],
-    "pack_events": [PackEvents(64, 64, (3, 3), (576, 9, 3, 1), "float32", False),
-                    PackEvents(500, 300, (), (300, 1), "float16", True)],
+    "pack_events": [PackEvents(Maps(64, 64, (3, 3), (576, 9, 3, 1), "float32"), False),
+                    PackEvents(Maps(500, 300, (), (300, 1), "float16"), True)],
     "event_conv": [_accumulate(32, 64, 56, 0.02, "float32"), _accumulate(2, 512, 7, 0.1, "float16"),
                    _channels_first(_accumulate(2, 96, 14, 0.05, "float32"))],
-    "scan_pixels": [ScanPixels(2, 64, (28, 14), (12544, 1, 896, 64), "float32"),
-                    ScanPixels(32, 500, (224, 7), (24500, 49, 7, 1), "float16")],
+    "scan_pixels": [Maps(2, 64, (28, 14), (12544, 1, 896, 64), "float32"),
+                    Maps(32, 500, (224, 7), (24500, 49, 7, 1), "float16")],
     "list_rows": [_listed(2, 14, 64, 3, 1, "float32"), _listed(4, 100, 20, 1, 2, "float16")],
-    "spike_conv2d": [_site(128, 64, 56, 3), _site(1, 512, 7, 3, density=None),
+    "spike_conv": [_site(128, 64, 56, 3), _site(1, 512, 7, 3, density=None),
                      _site(8, 256, 14, 1, itemsize=2, digits=2), _site(512, 256, 1, 1, active=None),
                      _site(32, 128, 28, 3, fused=False, density=0.3),
                      _site(32, 128, 28, 3, groups=2, channels_last=False), _site(4, 64, 9, 5, active=0.7, tf32=True)],

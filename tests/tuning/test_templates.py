@@ -10,7 +10,7 @@ from sparsecomp.compiler.warmup import signature_of
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, binary_conv_problem
-from sparsecomp.lowering.spiking.convolution import Convolution, OutputStrides
+from sparsecomp.lowering.spiking.convolution import Convolution, Maps, OutputStrides
 from sparsecomp.lowering.spiking.event_conv import ACCUMULATE, Accumulate
 from sparsecomp.lowering.spiking.implementations import SPIKE_CONV, SiteInfo
 from sparsecomp.lowering.spiking.lif import LIF, Lif
@@ -47,7 +47,7 @@ PROBLEMS = [
     pytest.param(PACK_WEIGHT, PackWeight.of(torch.empty(16, 40, 3, 3), 3), id="pack_weight"),
     pytest.param(CAST, Cast(5000, 0, False, "float32"), id="cast"),
     pytest.param(CAST, Cast(5000, 3, True, "float16"), id="counted cast"),
-    pytest.param(CAST_STRIDED, CastStrided(2, 40, (7, 5), (1400, 35, 5, 1), "float32"), id="cast_strided"),
+    pytest.param(CAST_STRIDED, CastStrided(Maps(2, 40, (7, 5), (1400, 35, 5, 1), "float32")), id="cast_strided"),
     pytest.param(WRITE_OUT, WriteOut(40, 3000, 37_003, "float16", "int32"), id="write_out"),
     pytest.param(
         LIF,
@@ -128,7 +128,7 @@ def test_another_source_is_another_version_of_the_candidate():
 
 
 def test_a_strategy_is_another_version_when_one_of_its_kernels_is():
-    dense, *sparse = of_operation("spike_conv2d")
+    dense, *sparse = of_operation("spike_conv")
     assert not dense.sources  # a library's
     shared = {source for op in ("pack_weight", "binary_conv") for one in of_operation(op) for source in one.sources}
     assert all(shared <= set(strategy.sources) for strategy in sparse)

@@ -19,7 +19,7 @@ TRIPLE = 3.0
 
 
 class Triple(NamedTuple):
-    """out = 3 x, of ``size`` numbers, on a device that can do it or not."""
+    """out = 3 x, of `size` numbers, on a device that can do it or not."""
 
     size: int = 8
     supported: bool = True
@@ -62,13 +62,13 @@ FAULTS: dict[str, Callable[[Tensor, Tensor], None]] = {
 
 
 class Bench:
-    """The operation ``triple`` with one candidate a tile, and a stopwatch for it.
+    """The operation `triple` with one candidate a tile, and a stopwatch for it.
 
     Attributes:
         times: milliseconds by tile; also which candidates there are. The cost model expects small tiles to be fast.
-        faults: what is the matter with a tile, by the names of ``FAULTS``.
-        seconds: how long the stopwatch takes for each candidate, on the clock ``now``.
-        timed: tiles in the order in which they were timed, and ``rivals`` the best time that each was held against.
+        faults: what is the matter with a tile, by the names of `FAULTS`.
+        seconds: how long the stopwatch takes for each candidate, on the clock `now`.
+        timed: tiles in the order in which they were timed, and `rivals` the best time that each was held against.
         ran: tiles in the order in which they were launched, to be timed or checked or used.
     """
 

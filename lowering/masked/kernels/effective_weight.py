@@ -141,7 +141,6 @@ PACK_MASK = Template(
     name="pack_mask",
     op="pack_mask",
     sources=(pack_mask_kernel,),
-    refuse=lambda problem, device: None,
     space=_tiles,
     cost=Cost(bytes=_numel + _table, seconds=_misfit),
     prepare=_prepare_pack,
@@ -151,7 +150,6 @@ MERGE = Template(
     name="merge_pruned",
     op="merge_pruned",
     sources=(merge_kernel, places),
-    refuse=lambda problem, device: None,
     space=_merge_space,
     cost=Cost(
         bytes=_itemsize * (2 * _numel + _pruned) + _table,
@@ -165,7 +163,6 @@ SPLIT = Template(
     name="split_pruned",
     op="split_pruned",
     sources=(split_kernel, places),
-    refuse=lambda problem, device: None,
     space=_tiles,
     cost=Cost(
         bytes=_itemsize * ((1 + _active) * _numel + _rest * _pruned) + _table, seconds=_parts + (1 - _rest) * _misfit

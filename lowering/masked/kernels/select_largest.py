@@ -27,7 +27,7 @@ _INFINITY = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
 
 @triton.jit
 def keys(scores_ptr, at, ok, INFINITY: tl.constexpr, WIDTH: tl.constexpr):
-    """Keys of the scores at ``at``: the same for both zeros, and for NaN and -infinity."""
+    """Keys of the scores at `at`: the same for both zeros, and for NaN and -infinity."""
     MOST: tl.constexpr = (1 << (WIDTH - 1)) - 1
     bits = tl.load(scores_ptr + at, mask=ok, other=0)
     magnitude = (bits & MOST).to(tl.uint32)
@@ -52,7 +52,7 @@ def last_selected(table_ptr, count_ptr, numel, KNOWN: tl.constexpr):
 
 @triton.jit
 def count_block(scores_ptr, at, ok, start, INFINITY: tl.constexpr, WIDTH: tl.constexpr, KNOWN: tl.constexpr):
-    """How often each value has byte KNOWN of the keys that begin with ``start``, the bytes before it."""
+    """How often each value has byte KNOWN of the keys that begin with `start`, the bytes before it."""
     key = keys(scores_ptr, at, ok, INFINITY, WIDTH) >> (WIDTH - 8 * (KNOWN + 1))
     return tl.histogram((key & 255).to(tl.int32), 256, mask=ok & ((key >> 8) == start))
 
@@ -62,9 +62,9 @@ def count_kernel(
     scores_ptr, count_ptr, table_ptr, own_ptr, numel, chunk,
     INFINITY: tl.constexpr, WIDTH: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add a byte's counts to row KNOWN of ``table`` (bytes, 256), and store this program's to ``own`` (programs, 256).
+    """Add a byte's counts to row KNOWN of `table` (bytes, 256), and store this program's to `own` (programs, 256).
 
-    ``own`` may be None.
+    `own` may be None.
     """
     start, _ = last_selected(table_ptr, count_ptr, numel, KNOWN)
     first = tl.program_id(0) * chunk
@@ -86,7 +86,7 @@ def count_kernel(
 
 @triton.jit
 def mark_block(scores_ptr, selected_ptr, at, ok, last, left, INFINITY: tl.constexpr, WIDTH: tl.constexpr):
-    """Mark what is selected; the number of ties for the last place, the first ``left`` of which are."""
+    """Mark what is selected; the number of ties for the last place, the first `left` of which are."""
     key = keys(scores_ptr, at, ok, INFINITY, WIDTH)
     ties = (ok & (key == last)).to(tl.int32)
     selected = (key < last) | ((ties > 0) & (tl.cumsum(ties, 0) <= left))
@@ -151,7 +151,6 @@ SELECT_LARGEST = Template(
     name="select_largest",
     op="select_largest",
     sources=(count_kernel, mark_kernel, count_block, mark_block, keys, last_selected),
-    refuse=lambda problem, device: None,
     space=_space,
     cost=Cost(
         bytes=(_itemsize + 1) * _numel,

@@ -16,7 +16,7 @@ from sparsecomp.lowering.tuning.template import Config, Template
 
 @triton.jit
 def averages(mean_ptr, size_ptr, square_ptr, step, at, own, inside, ok, g, gain, gain2):
-    """The averages of g, |g| and g², moved on in memory where ``ok``: the second at ``at``, the others at ``own``."""
+    """The averages of g, |g| and g², moved on in memory where `ok`: the second at `at`, the others at `own`."""
     mean = average(mean_ptr + own, step, inside, ok, g, gain)
     size = average(size_ptr + at, step, inside, ok, tl.abs(g), gain)
     square = average(square_ptr + own, step, inside, ok, g * g, gain2)
@@ -25,7 +25,7 @@ def averages(mean_ptr, size_ptr, square_ptr, step, at, own, inside, ok, g, gain,
 
 @triton.jit
 def average(slot_ptrs, step, inside, ok, new, gain):
-    """An average; it begins at the first step. Whole vectors are written back, those not ``ok`` as they were."""
+    """An average; it begins at the first step. Whole vectors are written back, those not `ok` as they were."""
     held = tl.load(slot_ptrs, mask=inside, other=0.0)
     old = tl.where(step > 1, held, 0.0)
     moved_on = old + gain * (new - old)
@@ -52,7 +52,7 @@ def block_of_step(
     at, inside, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
     WHOLE: tl.constexpr, MASK: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """The elements ``at`` of theta, or with a MASK of the weight, where ``inside``."""
+    """The elements `at` of theta, or with a MASK of the weight, where `inside`."""
     step = tl.load(step_ptr)
     if MASK:
         ok = inside & (tl.load(pruned_ptr + at, mask=inside, other=0) != 0)
@@ -87,7 +87,7 @@ def selective_step_kernel(
     pruned, warm_up, gain, gain2, log_beta, log_beta2, tau, delta, eps, weight_decay,
     WHOLE: tl.constexpr, MASK: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See ``sparsecomp.ops.selective_step``, and ``SelectiveStep`` for the phases."""
+    """See `sparsecomp.ops.selective_step`, and `SelectiveStep` for the phases."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
     # a bound that is no multiple of a vector's length would break all vectors up, not only the last block's
@@ -131,7 +131,6 @@ SELECTIVE_STEP = Template(
     name="selective_step",
     op="selective_step",
     sources=(selective_step_kernel, block_of_step, averages, average, move),
-    refuse=lambda problem, device: None,
     space=_space,
     # the fewer elements a thread, whose loads follow one another, the more threads hide them
     cost=Cost(

@@ -81,13 +81,13 @@ SOURCES = (product_kernel, tile_of, tile_at, dot, flag, finish)
 
 
 def fitting_tiles(tiles: Sequence[Tile], m: int, n: int, fits: Callable[[Config], bool]) -> list[Config]:
-    """Those for a product of ``m`` rows by ``n`` columns that are no wider than it and fit, or the last."""
+    """Those for a product of `m` rows by `n` columns that are no wider than it and fit, or the last."""
     configs = [Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages) for bm, bn, bk, warps, stages in tiles]
     return [one for one in configs if one["BN"] < 2 * n and one["BM"] < 2 * m and fits(one)] or configs[-1:]
 
 
 def product_tiles(m: int, n: int, device: Device) -> list[Config]:
-    """Configurations of ``product_kernel``."""
+    """Configurations of `product_kernel`."""
     return fitting_tiles(
         _TILES, m, n, lambda one: fits_shared(one["stages"] * one["BK"] * (one["BM"] + one["BN"]) * 2, device)
     )

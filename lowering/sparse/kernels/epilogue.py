@@ -10,7 +10,7 @@ def finish(
     out_b, out_m, out_n, res_b, res_m, res_n, scale,
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """out[batch, rows, cols] = activation(scale · acc + bias + residual) under ``mask``; acc is float32 (rows, cols).
+    """out[batch, rows, cols] = activation(scale · acc + bias + residual) under `mask`; acc is float32 (rows, cols).
 
     bias: (M,) if BIAS_ROWS else (N,), or None. residual: as out, with strides of its own, or None.
     """
@@ -41,7 +41,7 @@ def finish(
 
 @triton.jit
 def flag(acc, mask, bad_ptr):
-    """bad[program] = whether a sum under ``mask`` is not finite, as int8; nothing if bad is None."""
+    """bad[program] = whether a sum under `mask` is not finite, as int8; nothing if bad is None."""
     if bad_ptr is not None:
         # NaN and infinity alone are not equal to themselves less themselves
         odd = tl.where((acc - acc == 0.0) | ~mask, 0, 1)
@@ -50,7 +50,7 @@ def flag(acc, mask, bad_ptr):
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in float32; see ``precision`` for PRECISION."""
+    """acc + a @ b in float32; see `precision` for PRECISION."""
     if PRECISION == "upcast":
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
@@ -59,7 +59,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 def precision(dtype: str) -> str:
-    """How operands of ``dtype`` are multiplied on tensor cores: float32 as three products of TF32.
+    """How operands of `dtype` are multiplied on tensor cores: float32 as three products of TF32.
 
     The interpreter's products of bfloat16 are wrong, so that it multiplies them as float32.
     """

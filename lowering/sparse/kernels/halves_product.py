@@ -59,7 +59,7 @@ def halved(x, is_zero):
 def split_rows_kernel(
     x_ptr, halves_ptr, factor_ptr, R, L, x_b, x_r, x_l, rows, width, low, BR: tl.constexpr, BL: tl.constexpr
 ):  # fmt: skip
-    """halves: float16 (2, batch, rows, width), high at 0 and low at ``low``, of x (batch, R, L), zeros around it.
+    """halves: float16 (2, batch, rows, width), high at 0 and low at `low`, of x (batch, R, L), zeros around it.
 
     factor: float32 (batch, rows). x = factor · (high + low / 2048); 0 for a row of zeros.
     """
@@ -95,7 +95,7 @@ def halves_product_kernel(
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out = epilogue(a @ b), of halves as ``split_rows_kernel`` writes them and the factors of their rows and columns.
+    """out = epilogue(a @ b), of halves as `split_rows_kernel` writes them and the factors of their rows and columns.
 
     K is a multiple of BK. bad: (programs,) int8, whether a sum of the program's tile is not finite; or None.
     """
@@ -149,7 +149,7 @@ def padded(depth: int) -> int:
 
 
 def halves_tiles(m: int, n: int, device: Device) -> list[Config]:
-    """Configurations of ``halves_product_kernel``."""
+    """Configurations of `halves_product_kernel`."""
     # operands lie in registers before Hopper, beside three sums
     held = 4 if device.capability.startswith("8.") else 3
 
@@ -161,7 +161,7 @@ def halves_tiles(m: int, n: int, device: Device) -> list[Config]:
 
 
 def split_launch(shape: tuple[int, int, int], strides: tuple[int, int, int], rows: int, width: int) -> Launch:
-    """The launch of ``split_rows_kernel`` for x of ``shape`` (batch, R, L) and halves of (batch, rows, width)."""
+    """The launch of `split_rows_kernel` for x of `shape` (batch, R, L) and halves of (batch, rows, width)."""
     batch, real_rows, length = shape
     # a tile is read along whichever way its numbers lie side by side
     block = {"BR": 32, "BL": 64} if strides[1] == 1 and strides[2] != 1 else {"BR": 4, "BL": 512}

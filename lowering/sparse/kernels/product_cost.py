@@ -16,7 +16,7 @@ HALVES_RATE = _tile_halves * _half / _processors
 
 
 def product_seconds(depth: sympy.Expr, expand: sympy.Expr | float = 0.0, rate: sympy.Expr | float = RATE) -> sympy.Expr:
-    """Seconds of the tiles of BM by BN that walk ``depth`` in steps of BK, with ``expand`` more a step."""
+    """Seconds of the tiles of BM by BN that walk `depth` in steps of BK, with `expand` more a step."""
     # tiles of fewer than 64 rows use the older instructions, and small tiles reach less of the rate
     efficiency = sympy.Min(1, sympy.sqrt(_bm * _bn) / 128) * sympy.Piecewise((0.5, _bm < 64), (1, True))
     products = 2 * _bm * _bn * _bk / (rate * efficiency)

@@ -1,7 +1,7 @@
 """Sampled dense-dense product, entry by entry: every stored place is a dot product of two rows.
 
 Programs take equal numbers of entries, whatever the rows: each finds the rows of its entries by binary search. Entries
-of one row lie together, so that the row of ``a`` stays in the first-level cache.
+of one row lie together, so that the row of `a` stays in the first-level cache.
 """
 
 import sympy
@@ -39,7 +39,7 @@ def sddmm_kernel(
     crow_ptr, col_ptr, a_ptr, b_ptr, out_ptr,
     M, D, blocks, halvings, a_b, a_m, a_d, b_b, b_n, b_d, out_b, scale, P: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A program does P entries, BD of the depth at a time; ``blocks`` programs do a batch's."""
+    """A program does P entries, BD of the depth at a time; `blocks` programs do a batch's."""
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     entry = (tl.program_id(0) % blocks).to(tl.int64) * P + tl.arange(0, P)
     # of the pattern's entries, not of the capacity around them

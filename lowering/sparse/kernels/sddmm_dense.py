@@ -2,7 +2,7 @@
 
 From a few percent of stored places on this is faster than a dot product for each. Every element stands alone, so that
 values that are not finite reach no place they would not reach otherwise. Float32 is multiplied in halves, and what they
-cannot hold (see ``halves_product``) is multiplied again when it is sampled.
+cannot hold (see `halves_product`) is multiplied again when it is sampled.
 """
 
 from typing import Any

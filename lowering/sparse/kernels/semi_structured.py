@@ -26,6 +26,8 @@ from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, flag, preci
 from sparsecomp.lowering.sparse.kernels.spmm_nm import _put, nm_repair_kernel, spmm_nm_kernel, spread
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.tuning import host
+from sparsecomp.lowering.tuning.cards import Card
+from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -71,7 +73,7 @@ def guarded_kernel(
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """What ``spmm_nm_kernel`` and then ``nm_repair_kernel`` do for a tile of a 2:4 product, if values have changed, or
+    """What `spmm_nm_kernel` and then `nm_repair_kernel` do for a tile of a 2:4 product, if values have changed, or
     if a weight with zeros gave a number that is not finite.
 
     scratch: PARTS fingerprints of the values as they are, and a byte a tile; kept: those of the values as they were,
@@ -247,14 +249,15 @@ def _algorithms(product: Matmul) -> tuple[Algorithm, ...]:
     Raises:
         LibraryError: it takes no such product.
     """
+    current = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     count = cusparselt.algorithms(cusparselt.current_handle(), product)
     numbers = [number for number in _OFFERED[product.dtype] if number < count]
-    return tuple(Algorithm(number, *split) for split in _splits(product) for number in numbers)
+    return tuple(Algorithm(number, *split) for split in _splits(product, card_of(current)) for number in numbers)
 
 
-def _splits(product: Matmul) -> list[tuple[int, int]]:
+def _splits(product: Matmul, card: Card) -> list[tuple[int, int]]:
     """Parts of k and how their sums are joined, in one kernel or two: worth a try where tiles leave processors idle."""
-    small = triton.cdiv(product.m, 128) * triton.cdiv(product.n, 128) < 132
+    small = triton.cdiv(product.m, 128) * triton.cdiv(product.n, 128) < card.processors
     return [(1, 0), *((parts, mode) for parts in (2, 4) for mode in (1, 2) if small and product.k >= 1024 * parts)]
 
 

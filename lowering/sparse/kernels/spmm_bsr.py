@@ -1,7 +1,7 @@
 """BSR times dense on tensor cores: a block row is one deep product of its blocks, side by side, with gathered rows.
 
 The depth of a block row is the columns of all its blocks. A step takes BK of it, several small blocks or a part of a
-large one, and the rows of ``dense`` that they meet, so that blocks of 4 feed tensor cores as whole steps too. Blocks
+large one, and the rows of `dense` that they meet, so that blocks of 4 feed tensor cores as whole steps too. Blocks
 lower than a tile leave rows of it idle, which costs arithmetic that is not the bound.
 """
 
@@ -19,7 +19,7 @@ from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.template import Config, Template
 
 _STAGES = (3, 5, 7)
-"""Half of them are of the columns' loads, which the loads of ``dense`` wait for."""
+"""Half of them are of the columns' loads, which the loads of `dense` wait for."""
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """CSR times dense on tensor cores: S is written out densely, then multiplied.
 
 On a card whose tensor cores outrun its gathers this is the fastest way down to a few percent of nonzeros, once
-``dense`` has many columns. A written-out zero times an infinity would be NaN where a sparse product has nothing: every
+`dense` has many columns. A written-out zero times an infinity would be NaN where a sparse product has nothing: every
 tile with a sum that is not finite is computed again by gathering, by a third launch that finds nothing to do otherwise.
 So results are those of the gathering kernels whatever the values, the host never waits, and finite data pay one empty
 launch.
@@ -46,7 +46,7 @@ def repair_kernel(
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FILLED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gathers the tiles of ``product_kernel`` that are flagged; a program does ROWS rows of a tile, or nothing."""
+    """Gathers the tiles of `product_kernel` that are flagged; a program does ROWS rows of a tile, or nothing."""
     tile = tl.program_id(0) // (BM // ROWS)
     if tl.load(bad_ptr + tile) == 0:
         return

@@ -1,7 +1,7 @@
 """CSR times dense in float32 on 16-bit tensor cores: S is written out as two float16 matrices, then multiplied.
 
-The plan of ``spmm_csr_dense`` for float32, with the same repair: a tile with a sum that is not finite, be it for an
-infinity or for numbers of too wide a range (see ``halves_product``), is computed again by gathering.
+The plan of `spmm_csr_dense` for float32, with the same repair: a tile with a sum that is not finite, be it for an
+infinity or for numbers of too wide a range (see `halves_product`), is computed again by gathering.
 """
 
 import sympy

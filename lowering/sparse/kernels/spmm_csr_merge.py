@@ -1,7 +1,7 @@
 """CSR times dense for uneven rows: every program gets as many rows and nonzeros together as any other.
 
 Ends of rows and nonzeros form one list of M + nnz tokens (a row's end behind its nonzeros), cut in chunks of T. A
-binary search over ``crow`` finds where a chunk begins (merge path: Merrill and Garland, "Merge-based parallel sparse
+binary search over `crow` finds where a chunk begins (merge path: Merrill and Garland, "Merge-based parallel sparse
 matrix-vector multiplication", SC 2016). Rows within a chunk are finished there. The pieces of rows that span chunks go
 to a workspace, and a second small kernel adds them in order: no atomics, so that results repeat bit for bit, and the
 epilogue is applied once.
@@ -29,7 +29,7 @@ _TOKENS = (64, 128, 256, 512, 1024)
 
 @triton.jit
 def path_row(crow_ptr, first, M, token):
-    """How many rows end before ``token`` of the list of row ends and nonzeros; ``first`` is crow[0]."""
+    """How many rows end before `token` of the list of row ends and nonzeros; `first` is crow[0]."""
     low = tl.zeros((), tl.int64)
     high = low + tl.minimum(token, M)
     while low < high:
@@ -51,7 +51,7 @@ def spmm_csr_merge_kernel(
     """A program does chunk c by BN columns, BR rows at a time.
 
     pieces: (batch, chunks, 2, N) float32. Piece 0 of a chunk is what it adds to a row that began before it and ends in
-    it, piece 1 what it adds to the row that does not end in it. Only pieces that ``finish_rows_kernel`` reads need be
+    it, piece 1 what it adds to the row that does not end in it. Only pieces that `finish_rows_kernel` reads need be
     written.
     """
     chunk = (tl.program_id(0) % chunks).to(tl.int64)

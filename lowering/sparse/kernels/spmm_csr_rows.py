@@ -1,8 +1,8 @@
-"""CSR times dense, rows shared out among programs: each gathers the rows of ``dense`` that its nonzeros point at.
+"""CSR times dense, rows shared out among programs: each gathers the rows of `dense` that its nonzeros point at.
 
 Best while rows are alike: the program with the longest row ends last. Where rows are uneven, long ones can be done by
 programs of their own that start before all others. Programs of the same columns run side by side, so that their slab of
-``dense`` stays in L2, and as they walk ascending columns together, partly in L1.
+`dense` stays in L2, and as they walk ascending columns together, partly in L1.
 """
 
 import sympy
@@ -35,9 +35,9 @@ def spmm_csr_rows_kernel(
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FILLED: tl.constexpr,
     BR: tl.constexpr, U: tl.constexpr, E: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A program finishes BR rows by BN columns of out; see ``gather_rows`` for U and E, and ``finish``.
+    """A program finishes BR rows by BN columns of out; see `gather_rows` for U and E, and `finish`.
 
-    With GROUP, the first ``ahead`` programs look at GROUP rows each and finish those of ``long_from`` entries or more,
+    With GROUP, the first `ahead` programs look at GROUP rows each and finish those of `long_from` entries or more,
     which the others leave out.
     """
     pid = tl.program_id(0)
@@ -150,7 +150,7 @@ def gather_configs(problem: SpmmCsr) -> list[Config]:
 
 
 def _balanced(rows: int, unroll: int, entries: int, columns: int, warps: int) -> bool:
-    """Whether threads have work and registers for it, and a sum over ``unroll`` stays within a thread."""
+    """Whether threads have work and registers for it, and a sum over `unroll` stays within a thread."""
     elements = rows * unroll * entries * columns // (32 * warps)
     if unroll == 1:
         return entries > 1 and 4 <= elements <= 32
@@ -214,7 +214,7 @@ _measured = sympy.Piecewise((0.88, sympy.Eq(_itemsize, 2)), (0.6, True))
 
 
 def walk_seconds(steps: sympy.Expr, programs: sympy.Expr) -> sympy.Expr:
-    """Seconds of ``programs`` that make ``steps`` dependent loads each, as many at a time as registers allow."""
+    """Seconds of `programs` that make `steps` dependent loads each, as many at a time as registers allow."""
     registers = 40 + (1 + 1.5 * _u) * _br * _e * _bn / (32 * _warps)
     resident = sympy.Min(32, 65536 / (registers * 32 * _warps))
     return sympy.Max(programs / (_processors * resident), 1) * (sympy.Max(steps, 0.5) * 7e-7 + 1.5e-6)

@@ -1,6 +1,6 @@
 """N:M times dense on tensor cores: values and their places are read compressed and spread to dense tiles on chip.
 
-With few columns of ``dense`` the weight's bytes are the time, and only the compressed ones are read. Tiles with a sum
+With few columns of `dense` the weight's bytes are the time, and only the compressed ones are read. Tiles with a sum
 that is not finite are gathered anew, as in the densified CSR product, without a group's filler.
 """
 
@@ -27,7 +27,7 @@ _REPAIR_ROWS = 16
 @triton.jit
 def spread(values_ptr, indices_ptr, v_rows, i_rows, first, GROUPS, mask, BM: tl.constexpr, G: tl.constexpr,
            KEEP: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """A dense tile (BM, G · WIDE) of G groups from ``first``: each value at its place in its group, zero elsewhere."""
+    """A dense tile (BM, G · WIDE) of G groups from `first`: each value at its place in its group, zero elsewhere."""
     place = tl.arange(0, WIDE)[None, None, :]
     w = tl.zeros((BM, G, WIDE), values_ptr.dtype.element_ty)
     if KEEP == 1 or KEEP == 2 or KEEP == 4:
@@ -62,7 +62,7 @@ def spread(values_ptr, indices_ptr, v_rows, i_rows, first, GROUPS, mask, BM: tl.
 
 @triton.jit
 def _put(w, values, places, place):
-    """``w`` with values (BM, G) at their places."""
+    """`w` with values (BM, G) at their places."""
     return tl.where(places.to(tl.int32)[:, :, None] == place, values[:, :, None], w)
 
 
@@ -111,7 +111,7 @@ def nm_repair_kernel(
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr, MEMBERS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Gathers the flagged tiles of ``spmm_nm_kernel``; a program does ROWS rows of a tile, or nothing."""
+    """Gathers the flagged tiles of `spmm_nm_kernel`; a program does ROWS rows of a tile, or nothing."""
     tile = tl.program_id(0) // (BM // ROWS)
     if tl.load(bad_ptr + tile) == 0:
         return

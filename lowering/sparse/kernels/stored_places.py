@@ -80,7 +80,7 @@ def usual_config(rows: int, width: int, entries: int) -> Config:
 def densify_launch(
     rows: int, width: int, entries: int, batch: int = 1, values_b: int = 0, config: Config | None = None
 ) -> Launch:
-    """The launch of ``densify_kernel`` in its usual configuration, or in another."""
+    """The launch of `densify_kernel` in its usual configuration, or in another."""
     config = config or usual_config(rows, width, entries)
     numbers = (rows, values_b, width, entries // VECTOR * VECTOR)
     constants = {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": config["ENTRIES"], "VECTOR": VECTOR}
@@ -113,7 +113,6 @@ WRITE_OUT = Template(
     name="write_out",
     op="write_out",
     sources=(densify_kernel,),
-    refuse=lambda problem, device: None,
     space=_space,
     cost=Cost(
         bytes=_rows * _cols * _itemsize + _entries * (_itemsize + 4),

@@ -1,12 +1,12 @@
 # pyright: reportPossiblyUnbound=false
 """The byte-split convolution for Hopper's warpgroup instructions, with its asynchrony under our own control.
 
-``binary_conv`` compiles for Hopper too, but Triton waits after every product whose accumulator is not float32
+`binary_conv` compiles for Hopper too, but Triton waits after every product whose accumulator is not float32
 (rule 2.1 of its WGMMA pipeline pass), which leaves the tensor cores idle half of the time. Gluon issues the same
 instructions and lets them overlap: loads run two steps ahead, products one step. Same arguments, same result.
 
 Copies into shared memory are ordered before the products that read them by the copy wait and the block barrier alone,
-the protocol of CUTLASS's multistage Hopper main loop (``sm90_mma_multistage_gmma_ss_warpspecialized.hpp``); a proxy
+the protocol of CUTLASS's multistage Hopper main loop (`sm90_mma_multistage_gmma_ss_warpspecialized.hpp`); a proxy
 fence there drains the copies in flight and costs 7 % (H100).
 """
 
@@ -32,7 +32,7 @@ def _load_weights(
     smem, w_ptr, i, k0, kg, group, K, depth, plane0,
     PLANES: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Copy ``PLANES`` byte planes, starting at ``plane0``, of one block of output channels; rows are plane-major."""
+    """Copy `PLANES` byte planes, starting at `plane0`, of one block of output channels; rows are plane-major."""
     row = gl.arange(0, PLANES * BN, layout=gl.SliceLayout(1, LAYOUT))
     chan = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
     col = k0 + row % BN
@@ -69,7 +69,7 @@ def binary_conv_hopper_kernel(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """See ``binary_conv_kernel``; here planes go through the tensor cores in pairs, side by side in one instruction.
+    """See `binary_conv_kernel`; here planes go through the tensor cores in pairs, side by side in one instruction.
 
     Channels of a group need no padding (CP = C/GROUPS), so that every copy is of 16 aligned bytes.
     """
@@ -203,7 +203,7 @@ def _sums(
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_c, weight_r, weight_s,
     R: gl.constexpr, S: gl.constexpr, FACTOR: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """As ``_sums`` of ``binary_conv``, in the layout of the result."""
+    """As `_sums` of `binary_conv`, in the layout of the result."""
     pixel = rows % (OH * OW)
     ih = gl.where(row_ok, (pixel // OW) * stride_h - pad_h, -(1 << 30))
     iw = (pixel % OW) * stride_w - pad_w

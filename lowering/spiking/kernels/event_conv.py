@@ -2,8 +2,8 @@
 
 Serves sparse inputs at any arrangement: time grows with the number of events, the sums are of float32 weights, and a
 pixel adds its events in a fixed order, so results repeat bit for bit. An event is a 32-bit word: the value's bfloat16
-bits (exact for integers in [-128, 127]) above 16 bits of ``x·C + c``, its place in its image row. The events of an
-image row lie together and in order; ``starts`` tells where those of each pixel begin. The events of S adjacent pixels
+bits (exact for integers in [-128, 127]) above 16 bits of `x·C + c`, its place in its image row. The events of an
+image row lie together and in order; `starts` tells where those of each pixel begin. The events of S adjacent pixels
 are then one stretch of the list, whose weight rows follow from the place alone.
 """
 
@@ -26,7 +26,7 @@ def events_kernel(
     """The prescan of one image row, of channels-last memory: its events and where each pixel's begin.
 
     x: (rows, W, C). events: (capacity,) int32. starts: (rows, W + 1) int32. total: (1,) int32, zero before the launch
-    and the number of events after it; when that exceeds ``capacity``, ``events`` is incomplete and must not be read.
+    and the number of events after it; when that exceeds `capacity`, `events` is incomplete and must not be read.
     WORDS = ⌈C/32⌉ words of 32 flags a pixel; BLOCK ≥ W·WORDS.
     """
     row = tl.program_id(0)
@@ -83,7 +83,7 @@ def event_conv_kernel(
 ):  # fmt: skip
     """out[m, k] = f · Σ over events in the window of m: value · w[row(event), k] + bias[k]; nothing if over capacity.
 
-    f = multiplier · factor[0]. w: (⌈K/KS⌉, R·S·C, KS) as ``pack_event_weight_kernel`` writes it. SPAN: adjacent input
+    f = multiplier · factor[0]. w: (⌈K/KS⌉, R·S·C, KS) as `pack_event_weight_kernel` writes it. SPAN: adjacent input
     columns that one stretch of the event list covers, S without dilation, else 1. A block is P output pixels by KS
     channels, E events at a time; programs walk the blocks, all blocks of the same channels first, whose weights then
     stay in the first-level cache.
@@ -117,7 +117,7 @@ def _gather(
     events_ptr, starts_ptr, w_base, rows, M, H, W, OH, OW, C, stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
     R: tl.constexpr, S: tl.constexpr, SPAN: tl.constexpr, P: tl.constexpr, E: tl.constexpr, KS: tl.constexpr,
 ):  # fmt: skip
-    """The sums (P, KS) of the weight rows of all events that ``rows`` see.
+    """The sums (P, KS) of the weight rows of all events that `rows` see.
 
     A window meets the list in R·S/SPAN stretches. They are walked as one run, so that every pixel's loop is as short as
     its number of events and all the starts are loaded at once.
@@ -171,7 +171,7 @@ def pack_event_weight_kernel(
     """out[slab, (r·S + s)·C + c, j] = w[slab·KS + j, c, r, s], zero past K.
 
     DEPTH = R·S·C. Events leave out what zeros are multiplied with, which only a finite weight and factor allow: where a
-    scale of ``split_weight`` is NaN, or the factor is not finite, the number of events becomes ``over``, which no list
+    scale of `split_weight` is NaN, or the factor is not finite, the number of events becomes `over`, which no list
     holds.
     """
     slab = tl.program_id(1)
@@ -200,11 +200,10 @@ def _prepare_find(problem: FindEvents, config: Config) -> Launch:
 
 
 def _prepare_pack(problem: PackEvents, config: Config) -> Launch:
-    p = problem
-    stride_k, stride_c, *within = p.strides
-    grid = (triton.cdiv(p.depth, 32), triton.cdiv(p.k, p.block))
-    numbers = (p.k, p.c, p.depth, stride_k, stride_c, *as_image(within, 0), 2**30)
-    constants = {"S": as_image(p.kernel, 1)[-1], "BD": 32, "KS": p.block}
+    p, weight = problem, problem.weight
+    grid = (triton.cdiv(p.depth, 32), triton.cdiv(weight.outer, p.block))
+    numbers = (weight.outer, weight.c, p.depth, *weight.numbers, 2**30)
+    constants = {"S": as_image(weight.size, 1)[-1], "BD": 32, "KS": p.block}
     return Launch(pack_event_weight_kernel, grid, numbers, constants)
 
 
@@ -228,7 +227,7 @@ def _accumulate_space(problem: Accumulate, device: Device) -> list[Config]:
 
 
 _rows, _w, _c, _itemsize = sizes("rows w c itemsize")
-_k, _depth, _weight_rows = sizes("k depth weight_rows")
+_k, _depth, _weight_itemsize, _weight_rows = sizes("weight.outer depth weight.itemsize weight_rows")
 _m, _channels, _filters, _taps, _out_itemsize = sizes("conv.m conv.c conv.k conv.taps conv.itemsize")
 _p, _e, _warps, _block, _processors, _channel = sizes("P E warps block processors conv.out.channel")
 # what was best on an H100: as many pixels as fill 192 lanes with channels, or 8 of channels-first; two events; one
@@ -243,8 +242,6 @@ FIND_EVENTS = Template(
     name="find_events",
     op="find_events",
     sources=(events_kernel, _popcount),
-    refuse=lambda problem, device: None,
-    space=lambda problem, device: [Config()],
     cost=Cost(bytes=_rows * _w * _c * _itemsize),
     prepare=_prepare_find,
 )
@@ -253,9 +250,7 @@ PACK_EVENTS = Template(
     name="pack_events",
     op="pack_events",
     sources=(pack_event_weight_kernel,),
-    refuse=lambda problem, device: None,
-    space=lambda problem, device: [Config()],
-    cost=Cost(bytes=2 * _k * _depth * _itemsize),
+    cost=Cost(bytes=2 * _k * _depth * _weight_itemsize),
     prepare=_prepare_pack,
 )
 

@@ -20,7 +20,7 @@ def lif_kernel(
     STEPS: tl.constexpr, CHARGE: tl.constexpr, DECAY_INPUT: tl.constexpr, SOFT_RESET: tl.constexpr,
     HAS_V: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One element of the membrane a lane, STEPS time steps; see ``sparsecomp.ops.lif`` for the equations."""
+    """One element of the membrane a lane, STEPS time steps; see `sparsecomp.ops.lif` for the equations."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
     v = tl.full((BLOCK,), 0.0, tl.float32) + v0
@@ -76,7 +76,6 @@ LIF = Template(
     name="lif",
     op="lif",
     sources=(lif_kernel,),
-    refuse=lambda problem, device: None,
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (256, 512, 1024, 2048) for warps in (2, 4, 8)
         if 4 <= block // (32 * warps) <= 16

@@ -1,11 +1,11 @@
-"""Weights split in signed bytes, one launch a layer: ``sparsecomp.reference.digits.split_weight`` on CUDA."""
+"""Weights split in signed bytes, one launch a layer: `sparsecomp.reference.digits.split_weight` on CUDA."""
 
 import sympy
 import triton
 import triton.language as tl
 
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.spiking.convolution import as_image, kernel_constants
+from sparsecomp.lowering.spiking.convolution import kernel_constants
 from sparsecomp.lowering.spiking.packing import PackWeight
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -17,7 +17,7 @@ def pack_weight_kernel(
     w_ptr, planes_ptr, scale_ptr, K, C, CP, stride_k, stride_c, stride_r, stride_s, spread,
     R: tl.constexpr, S: tl.constexpr, DIGITS: tl.constexpr, BITS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """planes[d, k, (r·S + s)·CP + c] and scale[k] of one output channel k; see ``split_weight`` for the values.
+    """planes[d, k, (r·S + s)·CP + c] and scale[k] of one output channel k; see `split_weight` for the values.
 
     TOP is the largest number of DIGITS balanced bytes as a share of 2^BITS, BITS = 8·DIGITS - 1.
     """
@@ -72,20 +72,20 @@ def _channel(
 
 
 def _prepare(problem: PackWeight, config: Config) -> Launch:
-    p, (stride_k, stride_c, *within) = problem, problem.strides
-    constants = {**kernel_constants(p.kernel), "DIGITS": p.digits, "BITS": digit_bits(p.digits)}
+    p, weight = problem, problem.weight
+    constants = {**kernel_constants(weight.size), "DIGITS": p.digits, "BITS": digit_bits(p.digits)}
     constants |= {"TOP": largest_mantissa(p.digits), "BLOCK": config["BLOCK"]}
-    numbers = (p.k, p.c, p.cp, stride_k, stride_c, *as_image(within, 0), p.spread)
-    return Launch(pack_weight_kernel, (p.k,), numbers, constants, num_warps=config["warps"])
+    numbers = (weight.outer, weight.c, p.cp, *weight.numbers, p.spread)
+    return Launch(pack_weight_kernel, (weight.outer,), numbers, constants, num_warps=config["warps"])
 
 
-_k, _c, _taps, _digits, _itemsize, _block, _warps = sizes("k c taps digits itemsize BLOCK warps")
+_k, _c, _taps, _itemsize = sizes("weight.outer weight.c weight.pixels weight.itemsize")
+_digits, _block, _warps = sizes("digits BLOCK warps")
 
 PACK_WEIGHT = Template(
     name="pack_weight",
     op="pack_weight",
     sources=(pack_weight_kernel, _channel),
-    refuse=lambda problem, device: None,
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (512, 1024, 2048, 4096) for warps in (4, 8)
     ],

@@ -62,15 +62,14 @@ def _prepare_flat(problem: Cast, config: Config) -> Launch:
 
 
 def _prepare_strided(problem: CastStrided, config: Config) -> Launch:
-    p, bc, bp = problem, config["BC"], config["BP"]
-    stride_n, stride_c, *within = p.strides
-    grid = (p.n * triton.cdiv(p.pixels, bp), triton.cdiv(p.c, bc))
-    numbers = (p.c, as_image(p.size, 1)[-1], p.pixels, stride_n, stride_c, *as_image(within, 0), p.inverse)
-    return Launch(cast_strided_kernel, grid, numbers, {"BINARY": p.binary, "BC": bc, "BP": bp})
+    p, bc, bp = problem.x, config["BC"], config["BP"]
+    grid = (p.outer * triton.cdiv(p.pixels, bp), triton.cdiv(p.c, bc))
+    numbers = (p.c, as_image(p.size, 1)[-1], p.pixels, *p.numbers, problem.inverse)
+    return Launch(cast_strided_kernel, grid, numbers, {"BINARY": problem.binary, "BC": bc, "BP": bp})
 
 
 _numel, _itemsize, _block, _warps, _bandwidth = sizes("numel itemsize BLOCK warps bandwidth")
-_n, _c, _pixels, _bc, _bp = sizes("n c pixels BC BP")
+_n, _c, _pixels, _x_itemsize, _bc, _bp = sizes("x.outer x.c x.pixels x.itemsize BC BP")
 _cast_bytes = _numel * (_itemsize + 1)
 # more than eight elements a thread leave fewer threads to hide loads; blocks of 2048 are a shade better than others
 _cast_misfit = 0.04 * sympy.Max(sympy.log(_block / (256 * _warps)), 0) + 0.004 * abs(sympy.log(_block / 2048))
@@ -79,7 +78,6 @@ CAST_FLAT = Template(
     name="cast_flat",
     op="cast",
     sources=(cast_flat_kernel, _count),
-    refuse=lambda problem, device: None,
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (1024, 2048, 4096, 8192) for warps in (4, 8)
     ],
@@ -92,11 +90,10 @@ CAST_STRIDED = Template(
     name="cast_strided",
     op="cast_strided",
     sources=(cast_strided_kernel, _count),
-    refuse=lambda problem, device: None,
     space=lambda problem, device: [Config(BC=bc, BP=bp) for bc in (32, 64, 128) for bp in (32, 64, 128)],
     # tiles that reach past the channels or pixels are read in vain
     cost=Cost(
-        bytes=_n * sympy.ceiling(_c / _bc) * _bc * sympy.ceiling(_pixels / _bp) * _bp * (_itemsize + 1),
+        bytes=_n * sympy.ceiling(_c / _bc) * _bc * sympy.ceiling(_pixels / _bp) * _bp * (_x_itemsize + 1),
         seconds=1e-10 * (abs(_bc - 64) + abs(_bp - 64)),
     ),
     prepare=_prepare_strided,

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.spiking.convolution import as_image, beyond_images
-from sparsecomp.lowering.spiking.skip_conv import ListRows, ScanPixels
+from sparsecomp.lowering.spiking.convolution import Maps, as_image, beyond_images
+from sparsecomp.lowering.spiking.skip_conv import ListRows
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -23,8 +23,8 @@ def scan_pixels_kernel(
 ):  # fmt: skip
     """bytes[n, p, c] = int8(x[n, c, p]) and active[n, p] = any channel of x[n, :, p] non-zero; count = 0.
 
-    x: any strides, ``pixels`` = H·W an image, N images. active: (N, pixels) int8. count: (1,) int32, cleared here for
-    ``list_rows_kernel``.
+    x: any strides, `pixels` = H·W an image, N images. active: (N, pixels) int8. count: (1,) int32, cleared here for
+    `list_rows_kernel`.
     """
     p = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     image = p // pixels
@@ -86,14 +86,13 @@ def list_rows_kernel(
             tl.store(out_ptrs, filled.to(out_ptr.dtype.element_ty), mask=idle[:, None] & (k < K)[None, :])
 
 
-def _prepare_scan(problem: ScanPixels, config: Config) -> Launch:
+def _prepare_scan(problem: Maps, config: Config) -> Launch:
     p = problem
     channels = min(triton.next_power_of_2(max(p.c, 1)), 128)
     block = max(4096 // channels, 16)
     # at least one program, which clears the counter
-    grid = (max(triton.cdiv(p.n * p.pixels, block), 1),)
-    (stride_n, stride_c, *within), width = p.strides, as_image(p.size, 1)[-1]
-    numbers = (p.n, p.c, width, p.pixels, stride_n, stride_c, *as_image(within, 0))
+    grid = (max(triton.cdiv(p.outer * p.pixels, block), 1),)
+    numbers = (p.outer, p.c, as_image(p.size, 1)[-1], p.pixels, *p.numbers)
     return Launch(scan_pixels_kernel, grid, numbers, {"BP": block, "BC": channels})
 
 
@@ -103,15 +102,13 @@ def _prepare_list(problem: ListRows, config: Config) -> Launch:
     return Launch(list_rows_kernel, (triton.cdiv(c.m, block),), (*c.maps, c.k, *c.geometry), constants)
 
 
-_n, _c, _pixels, _itemsize = sizes("n c pixels itemsize")
+_n, _c, _pixels, _itemsize = sizes("outer c pixels itemsize")
 _m, _k, _out_itemsize = sizes("conv.m conv.k conv.itemsize")
 
 SCAN_PIXELS = Template(
     name="scan_pixels",
     op="scan_pixels",
     sources=(scan_pixels_kernel,),
-    refuse=lambda problem, device: None,
-    space=lambda problem, device: [Config()],
     cost=Cost(bytes=_n * _pixels * _c * (_itemsize + 1)),
     prepare=_prepare_scan,
 )
@@ -121,7 +118,6 @@ LIST_ROWS = Template(
     op="list_rows",
     sources=(list_rows_kernel,),
     refuse=lambda problem, device: beyond_images(problem.conv),
-    space=lambda problem, device: [Config()],
     cost=Cost(bytes=_m * (_k * _out_itemsize + 5)),
     prepare=_prepare_list,
 )

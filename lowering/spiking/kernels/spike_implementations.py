@@ -50,7 +50,7 @@ def _template(implementation: str, *kernels: Template[Any]) -> Template[SiteInfo
     run = _dense if implementation == "dense" else partial(_sparse, implementation)
     return Template(
         name=implementation,
-        op="spike_conv2d",
+        op="spike_conv",
         sources=tuple(source for kernel in kernels for source in kernel.sources),
         refuse=lambda site, device: None if implementation in able(site) else "it cannot serve this input",
         space=lambda site, device: [Config()],

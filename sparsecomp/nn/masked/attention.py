@@ -37,7 +37,7 @@ class RESUMultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` whose projections can be pruned and resurrected; takes the same arguments.
 
     Attributes:
-        masked: by the parameter's name, with ``out_proj`` for the output projection.
+        masked: by the parameter's name, with `out_proj` for the output projection.
     """
 
     in_proj_weight = _seen_through("in_proj_weight")
@@ -83,7 +83,7 @@ class RESUMultiheadAttention(nn.MultiheadAttention):
 
 
 def adopt_attention(module: nn.Module, known: dict[int, MaskedWeight]) -> None:
-    """Give a RESUMultiheadAttention what it lacks after its class was changed; ``known`` as of `shared_mask`."""
+    """Give a RESUMultiheadAttention what it lacks after its class was changed; `known` as of `shared_mask`."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     projection = cast(nn.Linear, module.out_proj)
     found = {name: shared_mask(own[name], known) for name in PROJECTIONS if name in own}

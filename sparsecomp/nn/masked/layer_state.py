@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from sparsecomp.nn.masked.masked_weight import MaskedWeight
 
 Masked = dict[str, tuple[nn.Parameter, MaskedWeight]]
-"""Weights and what is known of them, by the names of ``named_parameters``."""
+"""Weights and what is known of them, by the names of `named_parameters`."""
 
 
 def shared_mask(weight: Tensor, known: dict[int, MaskedWeight]) -> MaskedWeight:
-    """The mask of a weight: that in ``known``, by the weight's id, or a new one, which is added."""
+    """The mask of a weight: that in `known`, by the weight's id, or a new one, which is added."""
     if id(weight) not in known:
         known[id(weight)] = MaskedWeight(weight)
     return known[id(weight)]

@@ -2,7 +2,7 @@
 
 The layers are torch's: their parameters keep names and identity, so that optimizers, tied weights and checkpoints stay
 valid. Each has a `sparsecomp.nn.masked.masked_weight.MaskedWeight` beside each weight, and computes with what that
-calls effective. Outside of a layer's own forward its ``weight`` is the parameter, as ever.
+calls effective. Outside of a layer's own forward its `weight` is the parameter, as ever.
 """
 
 from collections.abc import Iterable
@@ -70,10 +70,10 @@ def wrap_module(model: nn.Module, skip: Iterable[str] = ()) -> nn.Module:
     module of another class that reads the same weight, such as an embedding, sees what the memory holds.
 
     A linear layer or convolution that `torch.nn.utils.prune` masks keeps its mask and is SPARSE; the hook and its
-    buffer go, and the parameter that was ``weight_orig``, which optimizers know, is ``weight`` again.
+    buffer go, and the parameter that was `weight_orig`, which optimizers know, is `weight` again.
 
     Args:
-        skip: names of modules (as in ``named_modules``) to leave dense, with what they contain.
+        skip: names of modules (as in `named_modules`) to leave dense, with what they contain.
 
     Raises:
         MaskError: a name of no module or of an attention's part, or a layer whose weight is computed from other

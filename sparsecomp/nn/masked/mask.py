@@ -10,7 +10,7 @@ from sparsecomp.formats.indices import index_dtype_for
 
 
 def checked_mask(mask: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """``mask`` as a fresh bool tensor; MaskError for another shape or device, or a value other than 0 and 1."""
+    """`mask` as a fresh bool tensor; MaskError for another shape or device, or a value other than 0 and 1."""
     if mask.shape != shape:
         raise MaskError(f"the mask has shape {tuple(mask.shape)}; {tuple(shape)} is needed: build it from its weight")
     if mask.device != device:
@@ -25,7 +25,7 @@ def checked_mask(mask: torch.Tensor, shape: torch.Size, device: torch.device) ->
 class SparseMask(torch.nn.Module):
     """The partition of a weight's elements in active (True) and pruned (False).
 
-    The mask is a persistent bool buffer of the weight's shape, so state_dict, deepcopy and ``to`` carry it. The index
+    The mask is a persistent bool buffer of the weight's shape, so state_dict, deepcopy and `to` carry it. The index
     lists are flat positions in ascending order, int32 where the weight has fewer than 2**31 elements. They are
     computed in each use, which waits for the device: no counter tells of every write to a mask.
 
@@ -65,7 +65,7 @@ class SparseMask(torch.nn.Module):
         return self.pruned_count / max(self.mask.numel(), 1)
 
     def check_weight(self, weight: torch.Tensor) -> None:
-        """MaskError unless ``weight`` has the mask's shape and device."""
+        """MaskError unless `weight` has the mask's shape and device."""
         if weight.shape != self.mask.shape or weight.device != self.mask.device:
             raise MaskError(
                 f"the weight is {tuple(weight.shape)} on {weight.device}, the mask {tuple(self.mask.shape)} on "
@@ -73,13 +73,13 @@ class SparseMask(torch.nn.Module):
             )
 
     def apply_(self, weight: torch.Tensor) -> torch.Tensor:
-        """Zero the pruned elements of ``weight`` in place, NaN and infinity too; MaskError if it does not fit."""
+        """Zero the pruned elements of `weight` in place, NaN and infinity too; MaskError if it does not fit."""
         self.check_weight(weight)
         with torch.no_grad():
             return weight.masked_fill_(~self.mask, 0)
 
     def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """MaskError unless the mask in ``state`` (of state_dict; none is no error) has this shape and only 0 and 1."""
+        """MaskError unless the mask in `state` (of state_dict; none is no error) has this shape and only 0 and 1."""
         saved = state.get(f"{prefix}mask")
         if saved is not None:
             checked_mask(saved, self.mask.shape, saved.device)
@@ -91,7 +91,7 @@ def positions_of(chosen: torch.Tensor) -> torch.Tensor:
 
 
 def check_before_load(module: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """The hook by which a module with ``check_state`` refuses a state before any of it is taken."""
+    """The hook by which a module with `check_state` refuses a state before any of it is taken."""
     module.check_state(state, prefix)
 
 

@@ -29,7 +29,7 @@ class Mode(IntEnum):
 class MaskedWeight(nn.Module):
     """Mask and mode of a weight, which every method takes: the module it belongs to keeps it as its parameter.
 
-    The mask and the mode are persistent buffers, so that state_dict, deepcopy and ``to`` carry them. It starts DENSE,
+    The mask and the mode are persistent buffers, so that state_dict, deepcopy and `to` carry them. It starts DENSE,
     with all elements active. Nothing of it reads from the device but what reads the mask's index lists first.
 
     Args:
@@ -70,7 +70,7 @@ class MaskedWeight(nn.Module):
             self.mask.apply_(weight)
 
     def prune_(self, weight: Tensor, mask: Tensor) -> None:
-        """Take ``mask`` (True: active) and zero the rest of a DENSE or SPARSE weight, which is SPARSE then.
+        """Take `mask` (True: active) and zero the rest of a DENSE or SPARSE weight, which is SPARSE then.
 
         Raises:
             MaskError: the mask does not fit, or the weight is in its RESU phase; nothing is changed.
@@ -79,9 +79,9 @@ class MaskedWeight(nn.Module):
         self._take(weight, mask)
 
     def enter_resu_(self, weight: Tensor, theta: Tensor | None = None) -> None:
-        """Begin the RESU phase of a SPARSE weight, with ``theta`` (1-d, ascending flat positions) at its pruned places.
+        """Begin the RESU phase of a SPARSE weight, with `theta` (1-d, ascending flat positions) at its pruned places.
 
-        Without ``theta`` it is zero, so that the function stays the same to the bit; any other changes it.
+        Without `theta` it is zero, so that the function stays the same to the bit; any other changes it.
 
         Raises:
             MaskError: the weight has no mask yet, or theta is not one number a pruned element; nothing is changed.
@@ -118,7 +118,7 @@ class MaskedWeight(nn.Module):
         return gather_pruned(weight.grad, self.mask.mask, self.mask.pruned_count)
 
     def commit_(self, weight: Tensor, mask: Tensor) -> None:
-        """End the RESU phase with another ``mask``: what it keeps stays, the rest becomes zero, the weight SPARSE.
+        """End the RESU phase with another `mask`: what it keeps stays, the rest becomes zero, the weight SPARSE.
 
         Raises:
             MaskError: the mask does not fit, or there is no RESU phase; nothing is changed.
@@ -134,7 +134,7 @@ class MaskedWeight(nn.Module):
         self._switch(Mode.DENSE)
 
     def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """MaskError if ``state`` (of state_dict) holds a mask that does not fit, a mode that there is not, or one
+        """MaskError if `state` (of state_dict) holds a mask that does not fit, a mode that there is not, or one
         of the two alone."""
         code = state.get(f"{prefix}code")
         if code is not None:

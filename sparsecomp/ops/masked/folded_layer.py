@@ -16,7 +16,7 @@ library.define("folded_weight(Tensor[] sources, str recipe) -> Tensor", tags=TAG
 
 
 def folded_linear(x: Tensor, sources: list[Tensor], bias: Tensor | None, recipe: Recipe) -> Tensor:
-    """``F.linear(x, weight, bias)`` of a computed weight (m, k).
+    """`F.linear(x, weight, bias)` of a computed weight (m, k).
 
     Args:
         x: (…, k), of the weight's dtype.

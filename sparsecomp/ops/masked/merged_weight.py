@@ -61,7 +61,7 @@ class Form(NamedTuple):
 def merging(
     gm: fx.GraphModule, form: Form, selectors: list[Tensor], keep: Keep, names: Sequence[object] = ()
 ) -> str | None:
-    """A name for the function ``(weight, theta, *selectors)`` that a graph computes; None unless it is the effective
+    """A name for the function `(weight, theta, *selectors)` that a graph computes; None unless it is the effective
     weight now.
 
     Args:

@@ -1,4 +1,4 @@
-"""Looks, under ``SPARSECOMP_DEBUG=1``, whether the transpose that a sparse layer keeps still fits its index arrays.
+"""Looks, under `SPARSECOMP_DEBUG=1`, whether the transpose that a sparse layer keeps still fits its index arrays.
 
 A layer follows writes to them that a version counter or another address tells of. One through a NumPy alias, by a
 collective or in compiled code it does not see, and its gradients would be those of another matrix.

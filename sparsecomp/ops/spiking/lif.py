@@ -1,7 +1,7 @@
 """Integrate-and-fire over all time steps as one operator that returns spikes as bytes.
 
 A rewrite for inference: evaluation-mode batch-norm in front and the narrowing behind are part of it, so that a neuron
-costs one pass over its input. Equations and their order are spikingjelly's (``activation_based/neuron``; Fang et al.,
+costs one pass over its input. Equations and their order are spikingjelly's (`activation_based/neuron`; Fang et al.,
 2023), whose multi-step operators it replaces.
 """
 
@@ -36,19 +36,19 @@ def lif(
 ) -> tuple[Tensor, Tensor]:
     """Spikes and last membrane of a layer of neurons. No gradient.
 
-    Each step: x' = (x - mean) / sqrt(var + eps) · weight + bias where ``mean`` is given; charge
-    h = v + x' (``"if"``), h = v + (x' - (v - rest)) / tau or h = v - (v - rest) / tau + x' (``"lif"``, by
-    ``decay_input``), or the same with a product by ``rate`` for the division (``"plif"``), rest being ``reset`` or 0;
-    spike = h ≥ threshold; v = reset where it fired, or h - threshold if ``reset`` is None.
+    Each step: x' = (x - mean) / sqrt(var + eps) · weight + bias where `mean` is given; charge
+    h = v + x' (`"if"`), h = v + (x' - (v - rest)) / tau or h = v - (v - rest) / tau + x' (`"lif"`, by
+    `decay_input`), or the same with a product by `rate` for the division (`"plif"`), rest being `reset` or 0;
+    spike = h ≥ threshold; v = reset where it fired, or h - threshold if `reset` is None.
 
     Args:
         x: (T, N, C, …) or (T, N, C), float32, T ≥ 1.
-        v: membrane before the first step, shape of ``x[0]``, or None for ``v0`` everywhere.
+        v: membrane before the first step, shape of `x[0]`, or None for `v0` everywhere.
         mean, var, weight, bias: (C,) batch-norm statistics and parameters, or None.
-        rate: one element, the inverse time constant of ``"plif"``.
+        rate: one element, the inverse time constant of `"plif"`.
 
     Returns:
-        ``(spikes, v)``: int8 in {0, 1} of the shape and strides of ``x``, and float32 of the shape of ``x[0]``.
+        `(spikes, v)`: int8 in {0, 1} of the shape and strides of `x`, and float32 of the shape of `x[0]`.
     """
     return torch.ops.sparsecomp.lif.default(
         x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset

@@ -1,10 +1,10 @@
 """Convolution and linear layers whose input holds small integers times one number (spikes and sums of spikes).
 
-The functions here mean exactly ``conv2d`` and ``linear``; what their input holds is a promise of the compiler's
+The functions here mean exactly a convolution and `linear`; what their input holds is a promise of the compiler's
 analysis, and only buys speed. On the CPU they run the dense operator, which is also the oracle of every test. On CUDA
-they split the weight in bytes (``sparsecomp.reference.digits``) and run on int8 tensor cores, or event-driven.
+they split the weight in bytes (`sparsecomp.reference.digits`) and run on int8 tensor cores, or event-driven.
 
-Under Inductor each op decomposes (``decompositions``) into a cast to int8, which Inductor fuses into the kernel that
+Under Inductor each op decomposes (`decompositions`) into a cast to int8, which Inductor fuses into the kernel that
 produced the spikes, so that no separate pass reads them, and one product of these counts. The number in front of the
 spikes is multiplied in at the end of that product, in float32: moved to the weight it could leave the dtype's range.
 """
@@ -26,7 +26,7 @@ from sparsecomp.reference.precision import KERNEL_DTYPES
 _PROMISES = f"float scale=1.0, Tensor? factor=None, bool binary=False, float spread={SPREAD}, bool keep_input=False"
 
 library.define(
-    "spike_conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
+    "spike_conv(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
     f"int groups, int digits, str implementation, {_PROMISES}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -36,14 +36,14 @@ library.define(
 )
 # What both lower to: Inductor takes no operator that has a decomposition as it is.
 library.define(
-    "spike_conv2d_counts(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
+    "spike_conv_counts(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
     "SymInt[] dilation, int groups, int digits, str implementation, float scale, Tensor? factor, float spread, "
     "bool channels_last) -> Tensor",
     tags=TAGS,
 )
 
 
-def spike_conv2d(
+def spike_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -59,29 +59,29 @@ def spike_conv2d(
     spread: float = SPREAD,
     keep_input: bool = False,
 ) -> Tensor:
-    """``conv2d`` of an input that holds counts in [-128, 127] times ``scale`` or ``factor``.
+    """`conv1d`, `conv2d` or `conv3d` of an input that holds counts in [-128, 127] times `scale` or `factor`.
 
     Args:
-        x: (N, C, H, W): int8, the counts themselves, or the dtype of ``weight``, their products; on any device.
-        weight: (K, C/groups, R, S), float32, float16 or bfloat16.
+        x: (N, C, …): int8, the counts themselves, or the dtype of `weight`, their products; on any device.
+        weight: (K, C/groups, …), float32, float16 or bfloat16.
         bias: (K,) or None.
-        stride, padding, dilation: two integers each.
+        stride, padding, dilation: an integer a dimension each.
         digits: signed bytes a weight (2: error 2^-15, 3: 2^-23, 4: 2^-31 of the channel's largest weight).
-        implementation: ``"binary"`` (int8 tensor cores), ``"skip"`` (the same on non-idle pixels only) or ``"event"``
+        implementation: `"binary"` (int8 tensor cores), `"skip"` (the same on non-idle pixels only) or `"event"`
             (event-driven accumulation in float32).
-        scale: a number; a power of two unless ``binary``.
-        factor: one element of any value, in place of a scale. Its gradient is what flows to ``x``.
-        binary: ``x`` is zero or not: the counts are 0 and 1, whatever the elements are. Needed for a factor, for scales
+        scale: a number; a power of two unless `binary`.
+        factor: one element of any value, in place of a scale. Its gradient is what flows to `x`.
+        binary: `x` is zero or not: the counts are 0 and 1, whatever the elements are. Needed for a factor, for scales
             that round, and for spikes that are a few units in the last place off.
         spread: a channel whose largest weight is so often the median of its non-zero ones, or is not finite, is
             multiplied with its floats, at the pace of float32.
-        keep_input: a compiled graph keeps ``x`` itself for its backward, not its counts: others can write to its
-            memory, or to that of ``factor``, and the result of a write must be that of the dense operator.
+        keep_input: a compiled graph keeps `x` itself for its backward, not its counts: others can write to its
+            memory, or to that of `factor`, and the result of a write must be that of the dense operator.
 
     Returns:
-        (N, K, OH, OW) of ``weight``'s dtype, in the memory format ``conv2d`` would return.
+        (N, K, …) of `weight`'s dtype, in the memory format of the dense operator's result.
     """
-    return torch.ops.sparsecomp.spike_conv2d.default(
+    return torch.ops.sparsecomp.spike_conv.default(
         x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, binary, spread,
         keep_input,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def spike_linear(
     spread: float = SPREAD,
     keep_input: bool = False,
 ) -> Tensor:
-    """``linear`` of an input (…, C) that holds counts times a number; see :func:`spike_conv2d`."""
+    """`linear` of an input (…, C) that holds counts times a number; see :func:`spike_conv`."""
     return torch.ops.sparsecomp.spike_linear.default(
         x, weight, bias, digits, implementation, scale, factor, binary, spread, keep_input
     )
@@ -108,12 +108,12 @@ def spike_linear(
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Decompositions for Inductor: op overload to function of fake or proxy tensors."""
     return {
-        torch.ops.sparsecomp.spike_conv2d.default: _decompose_conv2d,
+        torch.ops.sparsecomp.spike_conv.default: _decompose_conv,
         torch.ops.sparsecomp.spike_linear.default: _decompose_linear,
     }
 
 
-def _reference_conv2d(
+def _reference_conv(
     x, weight, bias, stride, padding, dilation, groups, digits, implementation,
     scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def _products(x: Tensor, weight: Tensor, scale: float, factor: Tensor | None) ->
 
 
 def counts_of(x: Tensor, scale: float, binary: bool) -> Tensor:
-    """The whole numbers that ``x`` holds, as bytes. NaN, which an infinite factor makes of silence, counts -1."""
+    """The whole numbers that `x` holds, as bytes. NaN, which an infinite factor makes of silence, counts -1."""
     if x.dtype is torch.int8:
         return x
     if binary:
@@ -147,7 +147,7 @@ def counts_of(x: Tensor, scale: float, binary: bool) -> Tensor:
 
 
 def elements_of(counts: Tensor, dtype: torch.dtype, scale: float, factor: Tensor | None) -> Tensor:
-    """What ``counts`` are the counts of: the inverse of :func:`counts_of`."""
+    """What `counts` are the counts of: the inverse of :func:`counts_of`."""
     if factor is not None:
         fired = torch.where(counts < 0, torch.nan, factor.reshape(()).to(dtype))
         return torch.where(counts == 0, 0.0, fired)
@@ -171,7 +171,7 @@ def _kernels_take(x: Tensor, weight: Tensor, bias: Tensor | None, channels: int,
     )
 
 
-def _cuda_conv2d(
+def _cuda_conv(
     x, weight, bias, stride, padding, dilation, groups, digits, implementation,
     scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
@@ -221,7 +221,7 @@ def _cuda_counts(*arguments):
     return spike_conv.launch_counts(*arguments)
 
 
-def _decompose_conv2d(
+def _decompose_conv(
     x, weight, bias, stride, padding, dilation, groups, digits, implementation,
     scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
@@ -230,7 +230,7 @@ def _decompose_conv2d(
     counts = _lowered(x, implementation, scale, binary)
     if counts.dtype is torch.int8:
         counts = laid_out(counts, channels_last=True)
-    return torch.ops.sparsecomp.spike_conv2d_counts.default(
+    return torch.ops.sparsecomp.spike_conv_counts.default(
         counts, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, spread,
         is_channels_last(dense),
     )  # fmt: skip
@@ -240,7 +240,7 @@ def _decompose_linear(
     x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
 ):
     counts = _lowered(x, implementation, scale, binary).reshape(-1, x.shape[-1], 1, 1)
-    out = torch.ops.sparsecomp.spike_conv2d_counts.default(
+    out = torch.ops.sparsecomp.spike_conv_counts.default(
         counts, weight, bias, [1, 1], [0, 0], [1, 1], 1, digits, implementation, scale, factor, spread, True
     )
     return out.reshape(*x.shape[:-1], weight.shape[0])
@@ -270,13 +270,13 @@ def _saved(ctx, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x, weight
 
 
-def _save_conv2d(ctx, inputs, output):
+def _save_conv(ctx, inputs, output):
     x, weight, bias, stride, padding, dilation, groups, _, _, scale, factor, binary, _, keep_input = inputs
     _save(ctx, x, weight, bias, scale, factor, binary, keep_input)
     ctx.geometry = (stride, padding, dilation, groups)
 
 
-def _backward_conv2d(ctx, grad):
+def _backward_conv(ctx, grad):
     x, weight = _saved(ctx, grad.dtype)
     stride, padding, dilation, groups = ctx.geometry
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
@@ -304,15 +304,15 @@ def _backward_linear(ctx, grad):
 
 
 for _name, _cpu, _cuda, _fake in (
-    ("spike_conv2d", _reference_conv2d, _cuda_conv2d, _reference_conv2d),
+    ("spike_conv", _reference_conv, _cuda_conv, _reference_conv),
     ("spike_linear", _reference_linear, _cuda_linear, _reference_linear),
-    ("spike_conv2d_counts", _reference_counts, _cuda_counts, _fake_counts),
+    ("spike_conv_counts", _reference_counts, _cuda_counts, _fake_counts),
 ):
     library.impl(_name, _cpu, "CPU")
     library.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
 for _name, _backward, _setup in (
-    ("spike_conv2d", _backward_conv2d, _save_conv2d),
+    ("spike_conv", _backward_conv, _save_conv),
     ("spike_linear", _backward_linear, _save_linear),
 ):
     torch.library.register_autograd(f"sparsecomp::{_name}", _backward, setup_context=_setup, lib=library)

@@ -12,11 +12,11 @@ Data = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
 class BatchStream:
-    """Batches of ``data``, epoch after epoch.
+    """Batches of `data`, epoch after epoch.
 
-    ``data`` is a DataLoader or another iterable that can be iterated anew, which restarts when it ends; a function
+    `data` is a DataLoader or another iterable that can be iterated anew, which restarts when it ends; a function
     that takes the epoch's number and returns an iterable; or an iterator, which cannot restart: DataError when it
-    ends. An epoch without a batch is a DataError too. A sampler's ``set_epoch`` is called.
+    ends. An epoch without a batch is a DataError too. A sampler's `set_epoch` is called.
 
     The position is the epoch's random states at its start and the batches taken since. Resuming iterates the epoch
     anew and drops these batches, so it reads them once more; an iterator must be given from its beginning.

@@ -22,10 +22,10 @@ class Callback:
         """Training starts or goes on."""
 
     def on_step(self, trainer: "RESUTrainer") -> None:
-        """An optimizer step was taken; ``trainer.loss`` is its loss, on the device."""
+        """An optimizer step was taken; `trainer.loss` is its loss, on the device."""
 
     def on_phase(self, trainer: "RESUTrainer", ended: Phase) -> None:
-        """A phase ended, and ``trainer.cycle.phase`` is the next."""
+        """A phase ended, and `trainer.cycle.phase` is the next."""
 
     def on_cycle(self, trainer: "RESUTrainer", report: CycleReport) -> None:
         """A cycle was committed."""
@@ -35,7 +35,7 @@ class Callback:
 
 
 class LogCallback(Callback):
-    """Log each phase's mean loss and each cycle's report to the logger ``sparsecomp.runtime``, at level INFO."""
+    """Log each phase's mean loss and each cycle's report to the logger `sparsecomp.runtime`, at level INFO."""
 
     def on_phase(self, trainer: "RESUTrainer", ended: Phase) -> None:
         last = trainer.history.phases[-1:]
@@ -56,7 +56,7 @@ class LogCallback(Callback):
 
 
 class CheckpointCallback(Callback):
-    """Save to ``path`` after each phase and each ``every`` optimizer steps; the file before is replaced as a whole."""
+    """Save to `path` after each phase and each `every` optimizer steps; the file before is replaced as a whole."""
 
     def __init__(self, path: str | PathLike[str], every: int = 1000) -> None:
         self.path, self.every = path, every

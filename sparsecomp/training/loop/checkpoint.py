@@ -34,7 +34,7 @@ def save_tree(path: str | PathLike[str], tree: Mapping[str, Any]) -> None:
 
 
 def load_tree(path: str | PathLike[str]) -> dict[str, Any]:
-    """Read what ``save_tree`` wrote, tensors on the CPU.
+    """Read what `save_tree` wrote, tensors on the CPU.
 
     Raises:
         CheckpointError: no whole checkpoint, of another version, or altered.
@@ -48,7 +48,7 @@ def load_tree(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def check_same_model(state: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """CheckpointError unless ``state`` has the names, shapes and dtypes of the model's state_dict."""
+    """CheckpointError unless `state` has the names, shapes and dtypes of the model's state_dict."""
     own = {name: _form(value) for name, value in model.state_dict().items()}
     theirs = {name: _form(value) for name, value in state.items()}
     if own == theirs:
@@ -66,7 +66,7 @@ def _form(value: Any) -> str:
 
 
 def _packed(value: Any, tensors: dict[str, torch.Tensor], place: str, deep: int = 0) -> Any:
-    """JSON for ``value``: [kind, content] where JSON has no such kind, and the value itself where it has."""
+    """JSON for `value`: [kind, content] where JSON has no such kind, and the value itself where it has."""
     if deep > _DEEPEST:
         raise CheckpointError(f"{place[:80]}… is nested more than {_DEEPEST} deep: a checkpoint holds no such tree")
 

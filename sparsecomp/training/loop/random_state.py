@@ -23,7 +23,7 @@ def random_state(generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], generators: Iterable[torch.Generator] = ()) -> None:
-    """Go back to what ``random_state`` gave, with the same number of given generators."""
+    """Go back to what `random_state` gave, with the same number of given generators."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if state["cuda"]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def save_run(trainer: "RESUTrainer", path: str | PathLike[str]) -> None:
-    """Write the run's state to ``path``; the processes after the first write only what is their own, beside it."""
+    """Write the run's state to `path`; the processes after the first write only what is their own, beside it."""
     own = {
         "processes": trainer.replicas.count,
         "steps": trainer.steps,
@@ -33,7 +33,7 @@ def save_run(trainer: "RESUTrainer", path: str | PathLike[str]) -> None:
 
 
 def restore_run(trainer: "RESUTrainer", path: str | PathLike[str]) -> None:
-    """Bring the trainer to the state that ``save_run`` wrote; CheckpointError or DataError leave the model alone."""
+    """Bring the trainer to the state that `save_run` wrote; CheckpointError or DataError leave the model alone."""
     state = load_tree(path)
     if set(state) != {"own", "run"}:
         raise CheckpointError(f"{path} holds no training run: give a file that RESUTrainer.save wrote")

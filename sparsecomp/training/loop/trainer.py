@@ -26,7 +26,7 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class RESUTrainer:
-    """Train ``model`` through the cycles of ``config`` and a last fine-tuning.
+    """Train `model` through the cycles of `config` and a last fine-tuning.
 
     Args:
         model: on its device. Its linear, convolution and attention modules are wrapped in place, where none is yet;
@@ -35,7 +35,7 @@ class RESUTrainer:
         loss_fn: takes the model and a batch, moves the batch to the device, and returns a scalar loss.
         data: a DataLoader, which restarts when it ends; a function of the epoch that gives an iterable; or an
             iterator, whose early end is a DataError. Calibration takes its batches from here too.
-        optimizer: arguments of RESUAdamW beside the model, such as ``{"lr": 1e-3}``.
+        optimizer: arguments of RESUAdamW beside the model, such as `{"lr": 1e-3}`.
         scheduler: makes a learning rate scheduler of the optimizer; it steps with each optimizer step.
         callbacks: called in order.
         token_mask: gives a batch's bool mask of real tokens, so that calibration drops padding.
@@ -87,7 +87,7 @@ class RESUTrainer:
 
         Raises:
             DataError: the data ended early, or an epoch has no batch.
-            DivergedError: the loss is NaN or infinite. The step with it is not taken, if ``check_every`` is 1;
+            DivergedError: the loss is NaN or infinite. The step with it is not taken, if `check_every` is 1;
                 batch norm's statistics have seen its batch.
         """
         self.model.train()

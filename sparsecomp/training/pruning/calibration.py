@@ -23,7 +23,7 @@ TokenMask = Callable[[Any], torch.Tensor]
 
 
 class InputStatistics:
-    """Count, mean and variance of each of ``fan_in`` inputs over all tokens, and their products if asked for.
+    """Count, mean and variance of each of `fan_in` inputs over all tokens, and their products if asked for.
 
     Sums are float64 over tokens in fp32, by batches (Chan et al. 1983), so that large means cost no digits.
     """
@@ -53,7 +53,7 @@ class InputStatistics:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> "InputStatistics":
-        """What ``state_dict`` gave, on a device."""
+        """What `state_dict` gave, on a device."""
         statistics = cls(0, device, products=False)
         statistics.count = state["count"]
         statistics.mean, statistics.deviation = state["mean"].to(device), state["deviation"].to(device)
@@ -82,11 +82,11 @@ def calibrate(
     products: bool = False,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Statistics:
-    """Statistics of the inputs of ``weights``, by their names; by default a wrapped model's ``masked_weights(model)``.
+    """Statistics of the inputs of `weights`, by their names; by default a wrapped model's `masked_weights(model)`.
 
-    Runs ``forward(batch)`` for each batch without gradients and in evaluation mode; training flags come back. Tied
-    weights add up. ``token_mask(batch)`` is a bool tensor, False at padding, which is dropped where a layer's input
-    has its leading shape. ``products`` also sums H = 2 X X^T, of fan_in squared elements a weight. A weight that no
+    Runs `forward(batch)` for each batch without gradients and in evaluation mode; training flags come back. Tied
+    weights add up. `token_mask(batch)` is a bool tensor, False at padding, which is dropped where a layer's input
+    has its leading shape. `products` also sums H = 2 X X^T, of fan_in squared elements a weight. A weight that no
     batch reaches, or a convolution with groups or a named padding, has no entry.
     """
     if weights is None:

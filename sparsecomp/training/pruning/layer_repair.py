@@ -13,7 +13,7 @@ from sparsecomp.training.pruning.stabilisers import bias_shift, dsnot_mask
 
 
 def dsnot(weight: torch.Tensor, mask: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """The mask after DSnoT's swaps; ``weight`` is the dense one."""
+    """The mask after DSnoT's swaps; `weight` is the dense one."""
     scores = wanda_scores_by_parts(weight, parts)
 
     def swapped(part: InputStatistics, rows: torch.Tensor, kept: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
@@ -23,13 +23,13 @@ def dsnot(weight: torch.Tensor, mask: torch.Tensor, parts: Parts) -> torch.Tenso
 
 
 def lost_output(lost: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """The mean output of each row that went with ``lost``, the weight before minus the one after: fp32 (rows,)."""
+    """The mean output of each row that went with `lost`, the weight before minus the one after: fp32 (rows,)."""
     none = torch.zeros_like(lost, dtype=torch.bool)
     return by_parts(parts, lambda part, rows, kept: bias_shift(rows, kept, part.mean), lost, none)
 
 
-def bias_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The bias (a view of it) that is added to what the module's weight ``name`` gives; None where there is none."""
+def added_bias(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The bias (a view of it) that is added to what the module's weight `name` gives; None where there is none."""
     if not isinstance(module, nn.MultiheadAttention):
         return getattr(module, "bias", None)
     if name == "out_proj.weight":

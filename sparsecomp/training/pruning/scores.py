@@ -11,15 +11,15 @@ from sparsecomp.reference.selection import select_top
 
 
 def magnitude_mask(weight: torch.Tensor, keep: int) -> torch.Tensor:
-    """True at the ``keep`` largest |w| of the layer, ties to the lowest index; MaskError on NaN or a bad count."""
+    """True at the `keep` largest |w| of the layer, ties to the lowest index; MaskError on NaN or a bad count."""
     return select_top(weight.detach().float().abs().reshape(-1), keep, refuse_nan=True).reshape(weight.shape)
 
 
 def wanda_scores(weight: torch.Tensor, input_norm: torch.Tensor) -> torch.Tensor:
     """|W_ij| * ||X_j||_2 in fp32, of the weight's shape.
 
-    ``input_norm`` has fan_in elements: the norm of each input over all tokens, padding left out (``input_norms`` for
-    a linear layer, on ``unfolded`` for a convolution). MaskError if it has another size.
+    `input_norm` has fan_in elements: the norm of each input over all tokens, padding left out (`input_norms` for
+    a linear layer, on `unfolded` for a convolution). MaskError if it has another size.
     """
     flat = weight.detach().float().reshape(weight.shape[0], weight.shape[1:].numel())
     if input_norm.shape != flat.shape[1:]:
@@ -28,7 +28,7 @@ def wanda_scores(weight: torch.Tensor, input_norm: torch.Tensor) -> torch.Tensor
 
 
 def input_norms(tokens: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of each input over all tokens, fp32 of shape (fan_in,); ``tokens`` is (..., fan_in)."""
+    """The 2-norm of each input over all tokens, fp32 of shape (fan_in,); `tokens` is (..., fan_in)."""
     return tokens.detach().float().reshape(-1, tokens.shape[-1]).norm(dim=0)
 
 
@@ -54,7 +54,7 @@ def rowwise_mask(scores: torch.Tensor, sparsity: float) -> torch.Tensor:
 
 
 def n_of_m_mask(scores: torch.Tensor, keep: int, group: int) -> torch.Tensor:
-    """Keep ``keep`` of each ``group`` neighbours along the input channels (dimension 1); bool of the scores' shape.
+    """Keep `keep` of each `group` neighbours along the input channels (dimension 1); bool of the scores' shape.
 
     MaskError on NaN, or if the group does not divide the input channels.
     """

@@ -2,7 +2,7 @@
 
 Where Wanda only ranks, this solves: each pruned column's error is spread over the columns after it by the inverse of
 H = 2 X X^T, so it costs one Cholesky factor a layer and no gradient. A weight is a linear layer's (rows, fan_in) or a
-convolution's (K, C, R, S), with the products of its ``unfolded`` input.
+convolution's (K, C, R, S), with the products of its `unfolded` input.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ _BLOCK = 128
 
 
 def input_products(tokens: torch.Tensor) -> torch.Tensor:
-    """H = 2 X X^T over all tokens, fp32 (float64 for float64) of shape (fan_in, fan_in); ``tokens`` is (..., fan_in).
+    """H = 2 X X^T over all tokens, fp32 (float64 for float64) of shape (fan_in, fan_in); `tokens` is (..., fan_in).
 
-    The products of several batches add up. Leave padding out, as for ``input_norms``.
+    The products of several batches add up. Leave padding out, as for `input_norms`.
     """
     wide = tokens.detach().to(torch.promote_types(tokens.dtype, torch.float32)).reshape(-1, tokens.shape[-1])
     return 2 * wide.T @ wide
@@ -29,10 +29,10 @@ def input_products(tokens: torch.Tensor) -> torch.Tensor:
 def sparsegpt(
     weight: torch.Tensor, products: torch.Tensor, sparsity: float, damping: float = 0.01
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pruned weight, in the weight's shape and dtype, and its bool mask; ``weight`` itself stays.
+    """The pruned weight, in the weight's shape and dtype, and its bool mask; `weight` itself stays.
 
-    Each block of 128 columns drops int(size * sparsity) of its weights over all rows. ``products`` is
-    ``input_products`` of the layer's input, ``damping`` the share of its mean diagonal that is added to the diagonal.
+    Each block of 128 columns drops int(size * sparsity) of its weights over all rows. `products` is
+    `input_products` of the layer's input, `damping` the share of its mean diagonal that is added to the diagonal.
     Columns of inputs that were always zero become zero. MaskError for products of another size or with NaN or
     infinity, NaN in the weight, a sparsity outside [0, 1) or a damping that is not positive.
     """
@@ -51,7 +51,7 @@ def sparsegpt(
 def sparsegpt_n_of_m(
     weight: torch.Tensor, products: torch.Tensor, keep: int, group: int, damping: float = 0.01
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``sparsegpt``, keeping ``keep`` of each ``group`` neighbours along the input channels (dimension 1).
+    """As `sparsegpt`, keeping `keep` of each `group` neighbours along the input channels (dimension 1).
 
     MaskError as there, and if the group does not divide the input channels.
     """
@@ -74,7 +74,7 @@ def _solve(
     stretch: int,
     best: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prune column after column; ``best`` picks the kept weights of the next ``stretch`` columns by their scores."""
+    """Prune column after column; `best` picks the kept weights of the next `stretch` columns by their scores."""
     _check_products(products, flat.shape[1])
     factor = _factor(products, damping).to(torch.promote_types(flat.dtype, torch.float32))
     work = flat.detach().to(factor.dtype).masked_fill(products.diagonal() == 0, 0)

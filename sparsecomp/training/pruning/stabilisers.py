@@ -8,7 +8,7 @@ from sparsecomp.errors import MaskError
 def bias_shift(weight: torch.Tensor, mask: torch.Tensor, input_mean: torch.Tensor) -> torch.Tensor:
     """What to add to the bias: the sum of W * E[x] over the pruned elements of each row, fp32 of shape (rows,).
 
-    ``weight`` is the dense (rows, fan_in) weight, ``mask`` bool of its shape, ``input_mean`` (fan_in,). The mean
+    `weight` is the dense (rows, fan_in) weight, `mask` bool of its shape, `input_mean` (fan_in,). The mean
     output is then the dense layer's exactly. MaskError for parts that do not fit.
     """
     return _means(weight, mask, input_mean).masked_fill(mask, 0).sum(1)
@@ -27,8 +27,8 @@ def dsnot_mask(
     """DSnoT: swap one weight a row and cycle so that the row's mean error e = sum over pruned of W * E[x] shrinks.
 
     Grows the pruned weight with the largest sign(e) * W * E[x] / Var(x)^power and prunes the kept weight with the
-    lowest Wanda score whose W * E[x] has the opposite sign to e. A row stops when |e| <= ``threshold`` (per token) or
-    when a side has no candidate. Every row keeps its count. Shapes as in ``bias_shift``; ``scores`` as the weight.
+    lowest Wanda score whose W * E[x] has the opposite sign to e. A row stops when |e| <= `threshold` (per token) or
+    when a side has no candidate. Every row keeps its count. Shapes as in `bias_shift`; `scores` as the weight.
     MaskError for parts that do not fit. No gradient and no host synchronisation.
     """
     means = _means(weight, mask, input_mean)

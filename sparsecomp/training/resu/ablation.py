@@ -12,7 +12,7 @@ from sparsecomp.nn.masked.layers import masked_weights
 
 @dataclass(frozen=True)
 class Ablation:
-    """``removed`` weights were set to 0, and the loss went from ``before`` to ``after``."""
+    """`removed` weights were set to 0, and the loss went from `before` to `after`."""
 
     removed: int
     before: float
@@ -21,10 +21,10 @@ class Ablation:
 
 @torch.no_grad()
 def ablate(model: nn.Module, chosen: Mapping[str, torch.Tensor], loss: Callable[[nn.Module], float]) -> Ablation:
-    """Evaluate ``loss(model)`` as it is and with the ``chosen`` weights at 0; every weight then has its bits again.
+    """Evaluate `loss(model)` as it is and with the `chosen` weights at 0; every weight then has its bits again.
 
-    ``chosen`` is ``RESUCycle.resurrected()``: bool of each weight's shape, by the names of ``masked_weights(model)``.
-    ``loss`` sees the model in evaluation mode, and its training flags come back. MaskError for a name or shape that
+    `chosen` is `RESUCycle.resurrected()`: bool of each weight's shape, by the names of `masked_weights(model)`.
+    `loss` sees the model in evaluation mode, and its training flags come back. MaskError for a name or shape that
     the model does not have.
     """
     weights = masked_weights(model)

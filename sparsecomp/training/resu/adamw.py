@@ -23,15 +23,15 @@ class RESUAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` over the parameters of a wrapped model, phase by phase of each masked weight.
 
     DENSE: AdamW, bit for bit. SPARSE: only active elements move; the moments of pruned ones are zero, and so are their
-    gradients after a step. RESU: active elements by AdamW, theta by RESUSelective with learning rate ``theta_lr`` (by
-    default that of the weight's group, scheduled or not) and ``theta_decay``, on selected elements only; what is known
+    gradients after a step. RESU: active elements by AdamW, theta by RESUSelective with learning rate `theta_lr` (by
+    default that of the weight's group, scheduled or not) and `theta_decay`, on selected elements only; what is known
     of theta's gradients is forgotten when the mask changes.
 
     Args:
         model: from `sparsecomp.nn.wrap_module`; all its parameters that require gradients are taken.
         train_active: whether active elements move in a RESU phase; their gradient is needed in any case.
         tau, delta, select, amount: see `RESUSelective`.
-        options: of `torch.optim.AdamW`, such as ``betas``, ``weight_decay`` or ``fused``.
+        options: of `torch.optim.AdamW`, such as `betas`, `weight_decay` or `fused`.
 
     Attributes:
         selective: the step of theta, by the weights that are in their RESU phase.
@@ -193,7 +193,7 @@ class RESUAdamW(torch.optim.AdamW):
                     moment.copy_(flat.view(moment.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with the state of each theta under ``theta``, by the number of its parameter."""
+        """torch's, with the state of each theta under `theta`, by the number of its parameter."""
         numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         theta = {str(numbers[weight]): one.state_dict() for weight, one in self.selective.items()}
         return {**super().state_dict(), "theta": theta}

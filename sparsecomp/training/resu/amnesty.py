@@ -10,9 +10,9 @@ from sparsecomp.training.pruning.scores import n_of_m_mask
 
 
 def amnesty_mask(weight: torch.Tensor, mask: torch.Tensor, keep: int, rate: float) -> torch.Tensor:
-    """The new mask, bool of the weight's shape, with exactly ``keep`` True.
+    """The new mask, bool of the weight's shape, with exactly `keep` True.
 
-    ``weight`` is the effective one, with theta in its pruned positions, so all scores |w| come from one tensor. The
+    `weight` is the effective one, with theta in its pruned positions, so all scores |w| come from one tensor. The
     best min(round(rate * keep), number of theta that are not 0) of the pruned positions come back and the best active
     weights fill the rest. A group that is too short is filled from what is left of the other. Equal scores go to the
     lowest index. MaskError for parts that do not fit, NaN or infinity, a count or a rate outside its domain.
@@ -22,7 +22,7 @@ def amnesty_mask(weight: torch.Tensor, mask: torch.Tensor, keep: int, rate: floa
 
 
 def amnesty_n_of_m(weight: torch.Tensor, mask: torch.Tensor, rate: float, keep: int, group: int) -> torch.Tensor:
-    """As ``amnesty_mask`` for groups of which ``keep`` stay: the best theta compete in their groups with the active.
+    """As `amnesty_mask` for groups of which `keep` stay: the best theta compete in their groups with the active.
 
     So no more than round(rate * K) weights come back, and fewer where active ones are larger. MaskError also if the
     group does not divide the input channels.

@@ -25,7 +25,7 @@ from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.distributed import Replicas, bare
 from sparsecomp.training.history import CycleReport, History, LayerReport
 from sparsecomp.training.pruning.calibration import InputStatistics, Statistics
-from sparsecomp.training.pruning.layer_repair import bias_of, dsnot, lost_output
+from sparsecomp.training.pruning.layer_repair import added_bias, dsnot, lost_output
 from sparsecomp.training.pruning.pruners import PRUNERS, Parts, Pruned, Wanda
 from sparsecomp.training.resu.adamw import RESUAdamW
 from sparsecomp.training.resu.amnesty import amnesty_mask, amnesty_n_of_m
@@ -78,7 +78,7 @@ class _Layer:
 
 @dataclass
 class RESUCycle:
-    """The cycle over a wrapped model whose optimizer is RESUAdamW; ``model`` may be within DistributedDataParallel.
+    """The cycle over a wrapped model whose optimizer is RESUAdamW; `model` may be within DistributedDataParallel.
 
     Raises ConfigError where the model has no masked weight, one that the config's n_of_m does not divide, or one that
     is frozen though there are RESU steps.
@@ -115,7 +115,7 @@ class RESUCycle:
 
     @property
     def steps_left(self) -> int:
-        """Optimizer steps until ``advance`` is due."""
+        """Optimizer steps until `advance` is due."""
         phases = {
             Phase.TRAIN: self.config.train_steps,
             Phase.RESU: self.config.resu_steps,
@@ -135,7 +135,7 @@ class RESUCycle:
     def advance(self, statistics: Callable[[], Statistics]) -> Phase:
         """Do what the phase does between steps, go to the next phase, and return the one that ended.
 
-        ``statistics`` calibrates the model (with products for sparsegpt); it is called in the Prune phase alone.
+        `statistics` calibrates the model (with products for sparsegpt); it is called in the Prune phase alone.
         RuntimeError while steps of the phase are left.
         """
         if self.steps_left or self.done:
@@ -163,7 +163,7 @@ class RESUCycle:
         return _AFTER[phase]
 
     def _pruned(self, weight: torch.Tensor, keep: int, parts: Parts) -> Pruned:
-        """Only n_of_m, whose count is its groups', and sparsegpt, which rounds its blocks', do not keep ``keep``."""
+        """Only n_of_m, whose count is its groups', and sparsegpt, which rounds its blocks', do not keep `keep`."""
         if self.config.n_of_m is not None:
             return Wanda().prune_groups(weight, *self.config.n_of_m, parts)
         return PRUNERS[self.config.pruner].prune(weight, keep, parts)
@@ -268,7 +268,7 @@ class RESUCycle:
 
 
 def _layers(model: nn.Module, skip: tuple[str, ...]) -> dict[str, _Layer]:
-    """The masked weights outside the modules named in ``skip``, and the biases of all modules that share them."""
+    """The masked weights outside the modules named in `skip`, and the biases of all modules that share them."""
     found = {
         name: _Layer(weight, masked, [], torch.zeros_like(weight, dtype=torch.int16, requires_grad=False))
         for name, (weight, masked) in masked_weights(model).items()
@@ -280,7 +280,7 @@ def _layers(model: nn.Module, skip: tuple[str, ...]) -> dict[str, _Layer]:
             continue
         for name, weight in module.named_parameters():
             layer = by_weight.get(id(weight))
-            bias = bias_of(module, name) if layer else None
+            bias = added_bias(module, name) if layer else None
             # an attention and its output projection are two modules with one bias
             if layer and bias is not None and all(bias is not known for known in layer.biases):
                 layer.biases.append(bias)

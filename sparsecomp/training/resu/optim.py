@@ -18,12 +18,12 @@ from sparsecomp.ops.masked.selective_step import selective_step
 
 
 class RESUSelective:
-    """Selective AdamW on theta in its weight's memory, where ``pruned``: flat positions, or a bool tensor of its shape.
+    """Selective AdamW on theta in its weight's memory, where `pruned`: flat positions, or a bool tensor of its shape.
 
-    Three float32 numbers a pruned element are kept: m (also Adam's first moment, so ``betas[0]`` is C's beta), v, and
-    the second moment. With ``whole``, m and the second moment are kept at the pruned places of these two tensors of the
+    Three float32 numbers a pruned element are kept: m (also Adam's first moment, so `betas[0]` is C's beta), v, and
+    the second moment. With `whole`, m and the second moment are kept at the pruned places of these two tensors of the
     weight's shape, float32 and contiguous, such as another optimizer's moments. Selected are the elements with
-    C > ``tau``, or with ``select`` "top" the share ``amount`` of largest C (at least one of any; ties to the lowest
+    C > `tau`, or with `select` "top" the share `amount` of largest C (at least one of any; ties to the lowest
     position). Selected ones decay by 1 - lr * weight_decay and move by Adam's step; all others stay bit for bit. The
     number of steps is on the device, so a step can be captured. With a bool tensor the averages have its shape, and
     `follow` takes another one without waiting for the device.
@@ -78,7 +78,7 @@ class RESUSelective:
 
     @torch.no_grad()
     def step(self, weight: Tensor, gradient: Tensor) -> None:
-        """Move theta within ``weight``, of any memory format, by dL/dW_eff of its shape."""
+        """Move theta within `weight`, of any memory format, by dL/dW_eff of its shape."""
         if gradient.shape != weight.shape:
             raise MaskError(f"the gradient is {tuple(gradient.shape)}, the weight {tuple(weight.shape)}: give dL/dW")
         self.steps += 1

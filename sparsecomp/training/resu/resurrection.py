@@ -39,7 +39,7 @@ class ResurrectionEmbedding(nn.Module):
 
 
 class RESUUpdater:
-    """Selective SGD on theta as a vector of its own: elements with C > ``tau`` move by -lr * g.
+    """Selective SGD on theta as a vector of its own: elements with C > `tau` move by -lr * g.
 
     Others stay bit for bit, as no decay or momentum acts. MaskError for a setting outside its domain.
     """

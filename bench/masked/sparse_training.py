@@ -81,7 +81,7 @@ def one_shot(sparsity: float, at: int) -> Rule:
 
 
 def gradual(sparsity: float, start: int, end: int, every: int) -> Rule:
-    """Gradual magnitude pruning (Zhu & Gupta 2017): cubic from 0 at ``start`` to the whole sparsity at ``end``.
+    """Gradual magnitude pruning (Zhu & Gupta 2017): cubic from 0 at `start` to the whole sparsity at `end`.
 
     A pruned weight is zero and gets no step, so it has the lowest magnitude and stays pruned.
     """
@@ -99,7 +99,7 @@ def rigl(
 ) -> Rule:
     """RigL (Evci et al. 2020) from random ERK masks, or the same with random growth.
 
-    Every ``every`` steps before ``end``, each layer drops share / 2 * (1 + cos(pi * step / end)) of its smallest kept
+    Every `every` steps before `end`, each layer drops share / 2 * (1 + cos(pi * step / end)) of its smallest kept
     weights and grows as many of the rest, just-dropped ones included: those with the largest gradient, or random ones.
     Weights that come back from zero start at zero; the change of the masks takes the place of the step.
     """

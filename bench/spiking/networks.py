@@ -56,7 +56,7 @@ def small() -> nn.Module:
 
 
 def make_fire(net: nn.Module, x: Tensor, rate: float = 0.12) -> dict[str, float]:
-    """Set batch-norm statistics from ``x`` and every neuron's threshold so that its layer fires at ``rate``.
+    """Set batch-norm statistics from `x` and every neuron's threshold so that its layer fires at `rate`.
 
     Args:
         net: a multi-step spikingjelly network.
@@ -66,7 +66,7 @@ def make_fire(net: nn.Module, x: Tensor, rate: float = 0.12) -> dict[str, float]
         The firing rate of each neuron layer afterwards.
 
     Raises:
-        DeadNetworkError: a layer still fires outside ``RATES``.
+        DeadNetworkError: a layer still fires outside `RATES`.
     """
     from spikingjelly.activation_based import functional, neuron
 
@@ -129,7 +129,7 @@ def _threshold_setter(rate: float) -> Callable[..., None]:
 
 
 def _rate(module: Any, x: Tensor) -> float:
-    """Firing rate of spikingjelly's LIF (hard reset to 0, decaying input) on ``x`` (T, …) at its present threshold."""
+    """Firing rate of spikingjelly's LIF (hard reset to 0, decaying input) on `x` (T, …) at its present threshold."""
     v, fired = torch.zeros_like(x[0]), 0.0
     for step in x:
         v = v + (step - v) / module.tau

@@ -10,7 +10,7 @@ from sparsecomp.formats import COO, CSR
 
 
 def read(path: Path) -> COO | CSR:
-    """The matrix in a ``.smtx``, ``.mtx`` or ``.mtx.gz`` file.
+    """The matrix in a `.smtx`, `.mtx` or `.mtx.gz` file.
 
     A file of patterns gets ones, float32; numbers are float64. Symmetric and skew-symmetric ones are expanded, and
     zeros that a file lists are stored.

@@ -1,8 +1,8 @@
 """2:4 weights on sparse tensor cores: linear + bias + ReLU beside dense and torch's own cuSPARSELt path.
 
-Device times are of CUDA graph replays over rotated operands, as in ``bench.spmm``, and of eager calls. ``ours`` has the
-algorithm of the cost model's choice, ``ours tuned`` the best that was found in a few seconds; ``frozen`` is under
-``ops.frozen_weights``. What cannot run is recorded with its reason.
+Device times are of CUDA graph replays over rotated operands, as in `bench.sparse.spmm`, and of eager calls. `ours`
+has the algorithm of the cost model's choice, `ours tuned` the best that was found in a few seconds; `frozen` is
+under `ops.frozen_weights`. What cannot run is recorded with its reason.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +23,7 @@ from sparsecomp.lowering.sparse.spmm_nm import spmm_nm
 from sparsecomp.lowering.tuning import autotune
 from sparsecomp.lowering.tuning.trial import relative_error
 from sparsecomp.passes.cost import sparse as sparse_cost
+from sparsecomp.reference.patterns import Layout
 
 COPIES = 3
 """Sets of operands rotated through, so that no call finds its own in the L2 cache."""
@@ -103,8 +104,8 @@ def _row(size: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
 def _decision(size: int, rows: int, dtype: torch.dtype) -> str:
     """What the compiler makes of such a layer, and why."""
     product = sparse_cost.Product(
-        torch.device("cuda", torch.cuda.current_device()), "nm", (2, 4), size, size, rows, 1, size * size // 2, "even",
-        dtype, True, True, False, "relu", "",
+        torch.device("cuda", torch.cuda.current_device()), Layout("nm", (2, 4), (size, size)), rows, 1,
+        size * size // 2, dtype, True, True, False, "relu", "",
     )  # fmt: skip
     decision = sparse_cost.decide(product)
     return f"{decision.implementation}: {decision.reason}"

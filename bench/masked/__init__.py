@@ -1,0 +1,1 @@
+"""Masked weights: pruning, RESU and training with them."""

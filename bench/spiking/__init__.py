@@ -1,0 +1,1 @@
+"""Networks of spiking neurons, and their layers."""
