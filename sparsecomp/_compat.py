@@ -38,6 +38,7 @@ __all__ = [
     "cache_key",
     "call_directly",
     "children_of",
+    "compilation_of",
     "compile_fx",
     "compiled_by",
     "compiled_frame",
@@ -431,7 +432,14 @@ def compiled_by() -> object | None:
         if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
             found = frame.f_locals.get("self", found)
         frame = frame.f_back
-    return found
+    return getattr(found, "dynamo_ctx", found)  # which a module's wrapper holds
+
+
+def compilation_of(compiled: object) -> object | None:
+    """What `compiled_by` gives for a model or function that `torch.compile` made, None for any other."""
+    compiled = getattr(compiled, "_compiled_call_impl", None) or compiled  # nn.Module.compile()
+    config = getattr(compiled, "get_compiler_config", None)
+    return None if config is None else inspect.getclosurevars(config).nonlocals.get("self")
 
 
 def compiled_frame() -> int | None:

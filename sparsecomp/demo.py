@@ -189,7 +189,6 @@ def compare(net: nn.Module, x: Tensor, y: Tensor, implementation: str = "auto") 
         _wait(x.device)
         compile_seconds = time.perf_counter() - start
         report = last_report()
-        assert report is not None
         measured = explain(net, x, options=options)
         return Outcome(
             device=torch.cuda.get_device_name(x.device) if x.device.type == "cuda" else "CPU",

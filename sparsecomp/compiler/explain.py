@@ -5,7 +5,7 @@ from typing import Any
 
 from sparsecomp import _compat
 from sparsecomp.compiler.call import Call
-from sparsecomp.compiler.capture import capture
+from sparsecomp.compiler.capture import capture, tell_breaks
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import TAG
@@ -53,7 +53,7 @@ def explain(
             report.graph_before = report.graph_after = _compat.readable(graph.gm, TAG)
         reports.append(report)
     merged = merge(reports, "torch.compile")
-    merged.graph_breaks = breaks
+    tell_breaks(merged, breaks)
     if target is not None:
         merged.capture += f", estimated for {target.device.name}"
     return merged
