@@ -49,6 +49,7 @@ __all__ = [
     "graph_break_of",
     "graph_break_reasons",
     "hooks_of",
+    "inductor_types",
     "inside_transform",
     "is_fake",
     "isolated_compile",
@@ -102,6 +103,16 @@ def compile_fx(
         with config.patch(settings):
             arguments["decompositions"] = _Decompositions(decompositions)
     return cast(Callable[..., Any], inductor(gm, example_inputs, **arguments))
+
+
+@cache
+def inductor_types() -> Mapping[str, type]:
+    """Every name of Inductor's configuration and the type of its values; `object` where that is not one class."""
+    from torch._inductor import config
+
+    given: Any = config
+    types = {name: given.get_type(name) for name in given.get_config_copy()}
+    return {name: kind if isinstance(kind, type) else object for name, kind in types.items()}
 
 
 @cache

@@ -29,7 +29,8 @@ def explain(
         model: any module or function.
         *args: its inputs.
         device: a word of a known card's name, such as `"h100"`: what would be rewritten there is estimated, whatever
-            this machine has. By default it is for the devices of the tensors.
+            this machine has. Known are the H100 and each card that imported tuning results are of. By default it is for
+            the devices of the tensors.
         options: as for `torch.compile(backend="sparsecomp")`; see `Options`.
         kwargs: inputs by name. Needed only for those that have the name of an option.
         **keywords: options, and inputs by name if `kwargs` is not given.
@@ -43,8 +44,8 @@ def explain(
         Exception: what `model` itself raises on these inputs.
     """
     own = ("device",) if device is not None else ()
-    call = Call.of(model, args, options, kwargs, keywords, own).accepted()
     target = None if device is None else target_named(device)
+    call = Call.of(model, args, options, kwargs, keywords, own).accepted()
     graphs, breaks = capture(call)
     reports = []
     for graph in graphs:

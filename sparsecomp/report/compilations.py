@@ -3,7 +3,6 @@
 from collections.abc import Hashable
 from weakref import WeakKeyDictionary
 
-from sparsecomp import _compat
 from sparsecomp.errors import InputError
 from sparsecomp.report.report import Report, merge
 
@@ -56,6 +55,8 @@ def last_report(model: object | None = None) -> Report:
 
 
 def _of_model(model: object) -> Compilations:
+    from sparsecomp import _compat  # loads Dynamo, and so Triton
+
     compiled = _compat.compilation_of(model)
     if compiled is None:
         raise InputError(f"{type(model).__name__} was not made by torch.compile: give what that returned")
