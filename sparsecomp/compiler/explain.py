@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from sparsecomp import _compat
 from sparsecomp.compiler.call import Call
 from sparsecomp.compiler.capture import capture, tell_breaks
@@ -10,6 +12,8 @@ from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import TAG
 from sparsecomp.report import Report, merge
+
+_GRADIENTS = "the model is in evaluation mode, but gradients are on: for inference, call it under torch.no_grad()"
 
 
 def explain(
@@ -55,6 +59,8 @@ def explain(
         reports.append(report)
     merged = merge(reports, "torch.compile")
     tell_breaks(merged, breaks)
+    if torch.is_grad_enabled() and not call.model.training and any(p.requires_grad for p in call.model.parameters()):
+        merged.note(_GRADIENTS)
     if target is not None:
         merged.capture += f", estimated for {target.device.name}"
     return merged
