@@ -72,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="sparsecomp", description="A sparsity compiler for PyTorch.")
     parser.add_argument("--version", action="version", version=f"sparsecomp {sparsecomp.__version__}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON value and nothing else")
     common.add_argument("--cache-dir", metavar="DIR", help="use the tuning results in this directory")
     commands = parser.add_subparsers(dest="command", required=True)
