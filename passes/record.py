@@ -70,7 +70,10 @@ class Record:
 
     def _timed(self, node: fx.Node, kept: Node, ctx: Context) -> Node:
         made = self._made.get(node)
-        known = self._judged(node, replace(kept, rule="" if made is None else made.rule))
+        if made is not None:  # the layer's own line, not that of what is fused into it
+            location, module = made.location or kept.location, made.module or kept.module
+            kept = replace(kept, rule=made.rule, location=location, module=module)
+        known = self._judged(node, kept)
         if made is not None and made.estimate is not None and made is not self._sites.get(node):
             return replace(known, timing=Timing.INCLUDED, seconds=None, dense_seconds=None)
         seconds = _dense_seconds(node, ctx) if known.timing is Timing.UNKNOWN else None

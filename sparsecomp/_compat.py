@@ -38,6 +38,7 @@ __all__ = [
     "cache_key",
     "call_directly",
     "children_of",
+    "compilation_of",
     "compile_fx",
     "compiled_by",
     "compiled_frame",
@@ -48,6 +49,7 @@ __all__ = [
     "graph_break_of",
     "graph_break_reasons",
     "hooks_of",
+    "inductor_types",
     "inside_transform",
     "is_fake",
     "isolated_compile",
@@ -102,6 +104,16 @@ def compile_fx(
         with config.patch(settings):
             arguments["decompositions"] = _Decompositions(decompositions)
     return cast(Callable[..., Any], inductor(gm, example_inputs, **arguments))
+
+
+@cache
+def inductor_types() -> Mapping[str, type]:
+    """Every name of Inductor's configuration and the type of its values; `object` where that is not one class."""
+    from torch._inductor import config
+
+    given: Any = config
+    types = {name: given.get_type(name) for name in given.get_config_copy()}
+    return {name: kind if isinstance(kind, type) else object for name, kind in types.items()}
 
 
 @cache
@@ -442,7 +454,14 @@ def compiled_by() -> object | None:
         if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
             found = frame.f_locals.get("self", found)
         frame = frame.f_back
-    return found
+    return getattr(found, "dynamo_ctx", found)  # which a module's wrapper holds
+
+
+def compilation_of(compiled: object) -> object | None:
+    """What `compiled_by` gives for a model or function that `torch.compile` made, None for any other."""
+    compiled = getattr(compiled, "_compiled_call_impl", None) or compiled  # nn.Module.compile()
+    config = getattr(compiled, "get_compiler_config", None)
+    return None if config is None else inspect.getclosurevars(config).nonlocals.get("self")
 
 
 def serve_one_module(inputs: Iterable[fx.Node]) -> None:

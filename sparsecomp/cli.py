@@ -1,22 +1,24 @@
 """The commands of `sparsecomp`: look at a model, tune it, look into the tuning results and carry them, and the demo.
 
-Each command makes one JSON value and may show it as a table; a failure is a message on stderr and exit code 2.
+Each command makes one JSON value and may show it as a table. A failure has exit code 2 and is a message on stderr or,
+under ``--json``, the value. What a model's own file prints goes to stderr then.
 """
 
 import argparse
+import ast
 import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -28,31 +30,49 @@ import sparsecomp
 from sparsecomp import cache
 from sparsecomp.environment import Settings
 from sparsecomp.errors import CacheError, OptionError, SparsecompError
-from sparsecomp.lowering.cache.signature import device_of
-from sparsecomp.lowering.cache.tuning_cache import Entry, default_cache
+from sparsecomp.lowering.cache.tuning_cache import Entry, default_cache, read_results
 from sparsecomp.options import Options
 from sparsecomp.report import rendered
 
+_FAILED = 2
 _LISTED = 100
 _COLUMNS = ("id", "op", "gpu", "triton", "problem", "best", "ms", "candidates")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
-    parsed = _parser().parse_args(arguments)
-    if parsed.cache_dir is not None:
-        os.environ["SPARSECOMP_CACHE_DIR"] = parsed.cache_dir
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        parsed = _parser().parse_args(given)
+        if parsed.cache_dir is not None:
+            os.environ["SPARSECOMP_CACHE_DIR"] = parsed.cache_dir
         return parsed.run(parsed) or 0
-    except (SparsecompError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (_UsageError, SparsecompError, OSError, ImportError) as error:
+        if "--json" in given:
+            _print_json({"error": str(error), "type": type(error).__name__.strip("_"), "exit_code": _FAILED})
+        else:
+            print(f"error: {error}", getattr(error, "usage", ""), sep="\n", end="", file=sys.stderr)
+        return _FAILED
+
+
+class _UsageError(Exception):
+    """Arguments that no command takes."""
+
+    def __init__(self, message: str, usage: str) -> None:
+        super().__init__(message)
+        self.usage = usage
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Leave it to `main` how a failure is told."""
+        raise _UsageError(message, self.format_usage())
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sparsecomp", description="A sparsity compiler for PyTorch.")
+    parser = _Parser(prog="sparsecomp", description="A sparsity compiler for PyTorch.")
     parser.add_argument("--version", action="version", version=f"sparsecomp {sparsecomp.__version__}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON value and nothing else")
     common.add_argument("--cache-dir", metavar="DIR", help="use the tuning results in this directory")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -67,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--implementation", default="auto", help="auto: what pays, where it pays; binary, event, skip: at every site"
     )
-    demo.set_defaults(run=lambda given: _demo(given, demo))
+    demo.set_defaults(run=_demo)
     return parser
 
 
@@ -75,6 +95,13 @@ def _add_model_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     def add(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, parents=[common], help=text)
         command.add_argument("target", metavar="MODEL.py:factory", help="factory() returns (model, input or tuple)")
+        command.add_argument(
+            "--option", metavar="NAME=VALUE", action="append", default=[],
+            help="an option of the compiler, as often as wanted: precision=exact, frozen=True, disable=spike_conv",
+        )  # fmt: skip
+        command.add_argument(
+            "--step", choices=("inference", "training"), help="the model's mode and gradients; as they are by default"
+        )
         command.set_defaults(run=run)
         return command
 
@@ -175,12 +202,17 @@ def _export(given: argparse.Namespace) -> None:
 
 
 def _import(given: argparse.Namespace) -> None:
-    _print_count(given, cache.merge(given.path), f"read from {given.path}")
+    document = read_results(given.path)
+    count, groups = default_cache().take(document), cache.by_device(document)
+    if given.json:
+        return _print_json({"entries": count, "devices": [asdict(group) for group in groups]})
+    _print_count(given, count, f"read from {given.path}")
+    for group in groups:
+        print(f"  {group}")
 
 
 def _prune(given: argparse.Namespace) -> None:
-    device = None if given.only_device is None else device_of(_present(given.only_device))
-    _print_count(given, cache.prune(device), "dropped")
+    _print_count(given, cache.prune(given.only_device), "dropped")
 
 
 def _clear(given: argparse.Namespace) -> None:
@@ -191,16 +223,6 @@ def _print_count(given: argparse.Namespace, count: int, what: str) -> None:
     if given.json:
         return _print_json({"entries": count})
     print(f"{count} {'entry' if count == 1 else 'entries'} {what}")
-
-
-def _present(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise OptionError(f"{text!r} is no device: use cuda, cuda:1 or cpu") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise OptionError(f"{text!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
 
 
 def _stats(given: argparse.Namespace) -> None:
@@ -273,12 +295,34 @@ def _untuned() -> str:
 
 def _on_model(given: argparse.Namespace, verb: Callable[..., Any], **keywords: Any) -> Any:
     """What a verb makes of the model in the user's file."""
-    with _others_failures(given.target), _progress(f"{given.command} {given.target}"):
+    from sparsecomp.passes.rules import parse_options  # loads Inductor
+
+    options = dict(map(_option, given.option))
+    parse_options(options=options)  # before the file is run, which may take long
+    quiet = redirect_stdout(sys.stderr) if given.json else nullcontext()
+    with _others_failures(given.target), _progress(f"{given.command} {given.target}"), quiet:
         made = _factory(given.target)()
         if not isinstance(made, tuple) or len(made) != 2:
             raise OptionError(f"{given.target} returns a {type(made).__name__}: it must return (model, input or tuple)")
         model, inputs = made
-        return verb(model, *(inputs if isinstance(inputs, tuple) else (inputs,)), **keywords)
+        if given.step is not None and isinstance(model, torch.nn.Module):
+            model.train(given.step == "training")
+        with torch.set_grad_enabled(given.step != "inference"):
+            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+            return verb(model, *inputs, options=options or None, **keywords)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """A name and a value as in Python, where texts need no quotes."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise OptionError(f"--option {text}: give a name and a value, such as frozen=True")
+    if name == "disable":
+        return name, tuple(value.split(","))
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 @contextmanager
@@ -320,14 +364,8 @@ def _factory(target: str) -> Callable[[], tuple[Any, Any]]:
     return getattr(module, name)
 
 
-def _demo(given: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    try:
-        Options(implementation=given.implementation)
-    except OptionError as error:
-        parser.error(str(error))
-
-    if given.device != "auto":
-        _present(given.device)
+def _demo(given: argparse.Namespace) -> int:
+    Options(implementation=given.implementation)
     from sparsecomp.demo import run  # loads Inductor and scikit-learn
 
     with _progress("loading the digits") as say:

@@ -19,6 +19,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from sparsecomp.compiler.explain import explain
+from sparsecomp.errors import ExtraError, OptionError
 from sparsecomp.report import Report, last_report, rendered
 
 SEED = 0
@@ -159,8 +160,11 @@ def run(
         say: is told what is going on.
 
     Raises:
-        SystemExit: scikit-learn is not installed.
+        OptionError: there is no such device.
+        ExtraError: scikit-learn is not installed.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device='cuda' is not there: this machine has no CUDA device; use 'cpu' or 'auto'")
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     x_train, y_train, x_test, y_test = (tensor.to(place) for tensor in digits())
     say(f"training on {len(x_train)} digits")
@@ -189,7 +193,6 @@ def compare(net: nn.Module, x: Tensor, y: Tensor, implementation: str = "auto") 
         _wait(x.device)
         compile_seconds = time.perf_counter() - start
         report = last_report()
-        assert report is not None
         measured = explain(net, x, options=options)
         return Outcome(
             device=torch.cuda.get_device_name(x.device) if x.device.type == "cuda" else "CPU",
@@ -211,12 +214,12 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training and test images (N, 1, 8, 8) in [0, 1] and their labels, always split the same way.
 
     Raises:
-        SystemExit: scikit-learn is not installed.
+        ExtraError: scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise SystemExit("the demo needs scikit-learn: pip install scikit-learn") from None
+        raise ExtraError("the digits are scikit-learn's: pip install -e '.[demo]' in a clone") from None
     images, labels = load_digits(return_X_y=True)
     x = torch.as_tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     y = torch.as_tensor(labels)

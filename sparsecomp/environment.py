@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from platformdirs import user_cache_dir
 
@@ -40,9 +40,19 @@ def _default_directory() -> Path | None:
 
 
 def _effort(text: str) -> Effort:
-    if text not in ("none", "quick", "full"):
+    if text not in get_args(Effort):
         raise ValueError("it is none of them")
     return cast(Effort, text)
+
+
+def check_effort(effort: object) -> None:
+    """Refuse an effort that there is not.
+
+    Raises:
+        OptionError: it is none of `Effort`.
+    """
+    if not isinstance(effort, str) or effort not in get_args(Effort):
+        raise OptionError(f"effort={effort!r}: use one of {', '.join(map(repr, get_args(Effort)))}")
 
 
 def _flag(text: str) -> bool:

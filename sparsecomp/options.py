@@ -1,8 +1,9 @@
 """What a user may ask of the compiler, parsed strictly: a misspelt option must not pass for a default."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, Self
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -55,6 +56,10 @@ class Options:
     verify: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        cls._refuse_unknown(given)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if repr(getattr(self, name)) not in map(repr, choices):  # 0 == False
@@ -86,7 +91,8 @@ class Options:
             over: more of them, which count over `options`.
 
         Raises:
-            OptionError: an unknown option, a value outside its domain, or a malformed environment variable.
+            OptionError: an unknown option or name in `inductor`, a value outside its domain, or a malformed environment
+                variable.
         """
         if isinstance(options, Options):
             given: dict[str, Any] = {item.name: getattr(options, item.name) for item in fields(cls)}
@@ -95,18 +101,24 @@ class Options:
         else:
             raise OptionError(f"options={options!r}: use a dict of option names and values")
         given |= over or {}
-        known = [item.name for item in fields(cls)]
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise OptionError(f"unknown options {unknown}; the options are {', '.join(known)}")
+        cls._refuse_unknown(given)
         if mode is not None:
             given["mode"] = mode
         parsed = cls(**given)
+        if parsed.inductor:
+            _check_inductor(parsed.inductor)
         settings = Settings.from_environment()
         disable = tuple(dict.fromkeys((*parsed.disable, *settings.disable_passes)))
         verify = parsed.verify or settings.debug
         values = {item.name: getattr(parsed, item.name) for item in fields(cls)}
         return cls(**{**values, "disable": disable, "verify": verify})
+
+    @classmethod
+    def _refuse_unknown(cls, given: Iterable[Any]) -> None:
+        known = [item.name for item in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise OptionError(f"unknown options {unknown}{nearest(unknown, known)}; the options are {', '.join(known)}")
 
     def promises(self, *kept: Tensor) -> bool:
         """Whether `frozen` says of all these tensors that they are not written to."""
@@ -117,6 +129,25 @@ class Options:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["inductor"] = sorted(self.inductor.items())
         return repr(sorted(values.items()))
+
+
+def nearest(names: Iterable[Any], known: Iterable[str]) -> str:
+    """What misspelt names may have meant, for a message; empty if they are like nothing."""
+    found = [match for name in names for match in get_close_matches(str(name), list(known), 1)]
+    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
+
+
+def _check_inductor(given: Mapping[str, Any]) -> None:
+    """Not where an `Options` is made: the names load Inductor, which takes seconds."""
+    from sparsecomp import _compat
+
+    types = _compat.inductor_types()
+    unknown = [name for name in given if name not in types]
+    if unknown:
+        raise OptionError(f"inductor={dict(given)}: Inductor has no configuration {unknown}{nearest(unknown, types)}")
+    for name, value in given.items():
+        if not isinstance(value, types[name]):
+            raise OptionError(f"inductor={dict(given)}: {name} needs a value of type {types[name].__name__}")
 
 
 def _is_number(value: object) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from importlib.util import find_spec
 from json import dumps
 
 import sympy
@@ -50,6 +51,14 @@ def device_of(device: torch.device) -> Device:
         return Device("interpreter", "", triton.__version__)
     major, minor = torch.cuda.get_device_capability(device)
     return Device(torch.cuda.get_device_name(device), f"{major}.{minor}", triton.__version__)
+
+
+def devices_here() -> frozenset[Device]:
+    """Whose results count on this machine: of its GPUs, else of Triton's interpreter; of none without Triton."""
+    if find_spec("triton") is None:
+        return frozenset()
+    places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return frozenset(map(device_of, places or [torch.device("cpu")]))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ from sparsecomp.lowering.cache.entry import (
 )
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 
-__all__ = ["CacheWarning", "Entry", "Fact", "Miss", "Stats", "TuningCache", "default_cache", "observers"]
+__all__ = [
+    "CacheWarning", "Entry", "Fact", "Miss", "Stats", "TuningCache", "default_cache", "observers", "read_results",
+]  # fmt: skip
 
 observers: list[Callable[[Entry], None]] = []
 """Told of each entry that the process's own cache reads or writes."""
@@ -231,9 +233,7 @@ class TuningCache:
         Raises:
             CacheError: as there.
         """
-        path = Path(other)
-        is_database = _read_file(path, len(SQLITE)) == SQLITE
-        return self.take(read_database(path) if is_database else parse(_read_file(path)))
+        return self.take(read_results(other))
 
     def take(self, document: Document) -> int:
         """Add checked results in one transaction; own results stay. Returns the number of entries."""
@@ -329,6 +329,17 @@ def _forget_choices() -> None:
     dispatch = sys.modules.get("sparsecomp.lowering.launch.dispatch")  # not loaded, it has chosen nothing
     if dispatch is not None:
         dispatch.forget()
+
+
+def read_results(path: str | os.PathLike[str]) -> Document:
+    """What an exported file or another cache's database holds.
+
+    Raises:
+        CacheError: the file cannot be read, or one value in it is not what it should be.
+    """
+    path = Path(path)
+    is_database = _read_file(path, len(SQLITE)) == SQLITE
+    return read_database(path) if is_database else parse(_read_file(path))
 
 
 def _read_file(path: Path, size: int = MAX_BYTES + 1) -> bytes:

@@ -1,7 +1,7 @@
 """Which card a device is: one that is known, or its ceilings measured once and kept beside the tuning results."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from functools import cache
@@ -40,13 +40,25 @@ def target_named(text: str) -> Target:
     Raises:
         OptionError: there is none, or several have it.
     """
-    if not isinstance(text, str):
-        raise OptionError(f"device={text!r}: give the name of a card, one of {', '.join(KNOWN)}")
-    found = [name for name in KNOWN if text.lower() in (name.lower(), *name.lower().split())]
+    targets = _targets()
+    word = text.lower() if isinstance(text, str) else ""
+    found = [name for name in targets if word in (name.lower(), *name.lower().split())]
     if len(found) != 1:
-        known = ", ".join(f"{name!r}" for name in KNOWN)
-        raise OptionError(f"device={text!r} names no card that estimates are known of: use a word of {known}")
-    return Target(Device(found[0], CAPABILITIES[found[0]], triton=""), KNOWN[found[0]])
+        raise OptionError(
+            f"device={text!r} names none of the cards that are known, or several: use a word of "
+            f"{', '.join(map(repr, targets))}; another card is known once tuning results of it were imported"
+        )
+    return targets[found[0]]
+
+
+def _targets() -> dict[str, Target]:
+    """By name: cards with a record, and those whose ceilings another machine has measured and exported."""
+    found = {name: Target(Device(name, CAPABILITIES[name], triton=""), card) for name, card in KNOWN.items()}
+    for fact in default_cache().facts():
+        card = _with_ceilings(fact.device.name, fact.values) if fact.name == _FACT else None
+        if card is not None:
+            found[fact.device.name] = Target(replace(fact.device, triton=""), card)
+    return found
 
 
 # Rates that are not measured: for TF32 a switch for the whole process would let anybody's float32 run in it meanwhile,
@@ -84,10 +96,14 @@ def _settled(device: torch.device) -> Card:
 
 def _stored(device: torch.device) -> Card | None:
     identity = device_of(device)
-    known = KNOWN.get(identity.name)
-    fact = default_cache().fact(_FACT, identity)
-    complete = fact is not None and fact.keys() == {field.name for field in fields(Ceilings)}
-    return replace(known or H100, **fact) if fact is not None and complete else known
+    return _with_ceilings(identity.name, default_cache().fact(_FACT, identity) or {})
+
+
+def _with_ceilings(name: str, measured: Mapping[str, float]) -> Card | None:
+    """The card of a name, with ceilings that were measured if they are all there; None if nothing is known of it."""
+    known = KNOWN.get(name)
+    complete = measured.keys() == {field.name for field in fields(Ceilings)}
+    return replace(known or H100, **measured) if complete else known
 
 
 def _proportional(device: torch.device) -> Card:

@@ -20,7 +20,7 @@ from sparsecomp.lowering.tuning.ceilings import Target
 from sparsecomp.options import Options
 from sparsecomp.passes.facts.analysis import Analysis
 from sparsecomp.passes.graph.canonicalize import example_of, target_name
-from sparsecomp.passes.graph.operators import Trait, record_of, spelling_of
+from sparsecomp.passes.graph.operators import OWN_PRODUCTS, Trait, record_of, spelling_of
 from sparsecomp.reference.facts import SparsityFact
 from sparsecomp.reference.frozen import are_frozen
 from sparsecomp.reference.memo import Keep
@@ -61,10 +61,7 @@ class Why(Enum):
         "the masked weight stays as it was written: what it is made of may be written to where nothing tells of it; "
         "{option} promises that it is not"
     )
-    PRUNED = (
-        "{reason}; once it is trained, torch.nn.utils.prune.remove makes it a plain weight, and "
-        "sparsecomp.sparsify(model, FromMask()) a sparse layer"
-    )
+    PRUNED = "{reason}; once it is trained, torch.nn.utils.prune.remove makes it a plain weight{sparse}"
     FAILED = "the rule failed and the site was left as it was: {detail}"
 
 
@@ -123,13 +120,6 @@ class Density(NamedTuple):
 
     share: float | None = None
     active: float | None = None
-
-
-_OWN_PRODUCTS = frozenset(
-    f"sparsecomp::{name}"
-    for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv", "folded_linear",
-                 "dense_linear_relu")
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -223,7 +213,7 @@ def _written(analysis: Analysis) -> frozenset[fx.Node]:
 
 def _is_product(node: fx.Node) -> bool:
     name = target_name(node)
-    return name is not None and (name in _OWN_PRODUCTS or Trait.PRODUCT in record_of(spelling_of(name)[0]).traits)
+    return name is not None and (name in OWN_PRODUCTS or Trait.PRODUCT in record_of(spelling_of(name)[0]).traits)
 
 
 def _memory(node: fx.Node) -> object:

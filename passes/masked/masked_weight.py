@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 import sparsecomp.ops.masked.folded_layer  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
@@ -40,6 +40,8 @@ from sparsecomp.passes.masked.merged_weight import merge
 from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference.memo import MEMO, Keep
 
+_SPARSE = ", and sparsecomp.sparsify(model, FromMask()) a sparse layer"
+
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every layer whose weight is masked in the graph is a site."""
@@ -51,7 +53,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         masked = formula_of(weight, node, ctx) if isinstance(weight, fx.Node) else None
         verdict = None if masked is None else _judged(op, masked, ctx)
         if masked is not None and isinstance(verdict, Refusal) and masked.by_torchs_pruning():
-            return refuse(Why.PRUNED, reason=verdict)
+            return refuse(Why.PRUNED, reason=verdict, sparse=_SPARSE if _can_be_sparse(masked, node, ctx) else "")
         if verdict is not None:
             return verdict
     return None
@@ -74,6 +76,13 @@ def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
     if keep is None:
         return refuse(Why.NOT_FROZEN, option="frozen=True")
     return _folded(op, masked, values, keep, ctx)
+
+
+def _can_be_sparse(masked: Formula, layer: fx.Node, ctx: Context) -> bool:
+    """Whether `sparsify` stores this layer's weight sparse: that of an `nn.Linear` which is half zeros or more."""
+    stack = layer.meta.get("nn_module_stack") or {"": ("", None)}
+    masks = [value for node, value in _constants(masked, ctx).items() if not _is_parameter(node, ctx)]
+    return list(stack.values())[-1][1] is nn.Linear and any(2 * int(mask.sum()) <= mask.numel() for mask in masks)
 
 
 RULE = Rule("masked_weight", consider, after=("spike_conv", "spike_linear"))

@@ -44,7 +44,10 @@ def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tenso
         name = _proved(part, selectors, keep)
         if name is not None:
             return _plan(op, masked, part, chain[:place], name, keep, ctx)
-    detail = f"in training its {masked.spelled()} is elementwise, which Inductor fuses into one kernel"
+    detail = (
+        f"gradients are on, and its {masked.spelled()} is elementwise, which Inductor fuses into one kernel; for "
+        "inference, call the model under torch.no_grad()"
+    )
     return refuse(Why.MASKED_AS_WRITTEN, detail=detail)
 
 
@@ -186,7 +189,7 @@ def _plan(
 
     size = "x".join(map(str, example_of(part.result).shape))
     reason = (
-        f"in training the {size} {masked.spelled()} of `{weight.target}` and `{theta.target}` is one pass, and its "
+        f"with gradients the {size} {masked.spelled()} of `{weight.target}` and `{theta.target}` is one pass, and its "
         f"gradients another; proved for the masks and positions as they are, which are promised to stay; for finite "
         f"values"
     )

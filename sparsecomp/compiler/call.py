@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from sparsecomp import _compat
 from sparsecomp.compiler.snapshot import undone
 from sparsecomp.errors import InputError, OptionError
-from sparsecomp.options import Options
+from sparsecomp.options import Options, nearest
 from sparsecomp.passes.rules import parse_options
 
 _OPTIONS = frozenset(item.name for item in fields(Options))
@@ -55,10 +56,12 @@ class Call:
             own: keywords of the verb itself that the user gave.
 
         Raises:
-            InputError: `target` cannot be called, or a keyword may be meant for both the verb and the model.
+            InputError: `target` cannot be called, a keyword may be meant for both the verb and the model, or `kwargs`
+                is no dict of inputs by name.
             OptionError: an unknown option or value.
         """
         model = _module(target)
+        _check_kwargs(kwargs)
         names, takes_any = _inputs(model.forward)
         if kwargs is None:
             given = {*keywords, *own, *(("options",) if options is not None else ())}
@@ -89,8 +92,10 @@ class Call:
         """This call, which the model takes as it is; one tuple of all inputs, the old spelling, is taken apart.
 
         Raises:
+            InputError: a tensor of the model or an input has no values to run with.
             Exception: what the model itself raises.
         """
+        self._refuse_valueless()
         if any(map(is_lazy, self.model.parameters())):
             with torch.no_grad():  # a first run gives it its shapes, which cannot be undone
                 self.model(*self.args, **self.kwargs)
@@ -104,6 +109,17 @@ class Call:
         message = "a tuple of all inputs is the old spelling: give them one by one, as in a call of the model"
         warnings.warn(message, FutureWarning, stacklevel=3)
         return apart
+
+    def _refuse_valueless(self) -> None:
+        """Densities, times and kernels are measured on values, which tensors of the meta device do not have."""
+        inputs = {f"input {place}": value for place, value in enumerate(self.args)} | self.kwargs
+        for name, value in (*self.model.named_parameters(), *self.model.named_buffers(), *inputs.items()):
+            if isinstance(value, torch.Tensor) and (value.is_meta or _compat.is_fake(value)):
+                kind = "on the meta device" if value.is_meta else "a fake tensor"
+                raise InputError(
+                    f"{name} of {_title(self.model)} is {kind}, so that it has no values, which this call needs: give "
+                    "real inputs and a real model, such as model.to_empty(device='cpu') with its weights loaded"
+                )
 
     def _apart(self) -> "Call | None":
         if len(self.args) != 1 or self.kwargs or not isinstance(self.args[0], tuple | list):
@@ -178,6 +194,12 @@ def _inputs(forward: Callable[..., Any]) -> tuple[set[str], bool]:
     return names, any(one.kind is one.VAR_KEYWORD for one in parameters)
 
 
+def _check_kwargs(kwargs: object) -> None:
+    is_named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    if kwargs is not None and not is_named:
+        raise InputError(f"kwargs is a {type(kwargs).__name__}, not a dict of the model's inputs by name: give one")
+
+
 def _refuse_both(names: set[str], model: nn.Module) -> None:
     for name in sorted(names):
         raise InputError(
@@ -190,8 +212,11 @@ def _refuse_unknown(names: list[str], model: nn.Module) -> None:
     if "example_inputs" in names:
         raise InputError("example_inputs= is the old spelling: give the inputs as in a call of the model")
     if names:
-        known = ", ".join(item.name for item in fields(Options))
-        raise OptionError(f"unknown options {names}, and no inputs of {_title(model)}; the options are {known}")
+        known = [item.name for item in fields(Options)]
+        meant = nearest(names, [*known, *_inputs(model.forward)[0]])
+        raise OptionError(
+            f"unknown options {names}{meant}, and no inputs of {_title(model)}; the options are {', '.join(known)}"
+        )
 
 
 def _title(model: nn.Module) -> str:

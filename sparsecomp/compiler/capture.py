@@ -16,6 +16,8 @@ from sparsecomp.passes import pipeline
 from sparsecomp.passes.engine.rule import Density
 from sparsecomp.report import Report
 
+_UNTOLD = "Dynamo gives no reason: the model has no operation on tensors, or TORCH_LOGS=+dynamo says what it skips"
+
 NO_CUDA = "no CUDA device: layers on spikes stay dense unless an implementation is forced"
 
 
@@ -75,3 +77,10 @@ def capture(call: Call) -> tuple[list[Graph], list[str]]:
     with _compat.graph_break_reasons(breaks):
         call.run(_compat.isolated_compile(call.function, backend))
     return graphs, breaks
+
+
+def tell_breaks(report: Report, breaks: list[str]) -> None:
+    """Write to the report of a model's graphs why they are several, or none."""
+    report.graph_breaks = breaks
+    if not report.graphs and not breaks:
+        report.note(_UNTOLD)

@@ -3,13 +3,17 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from sparsecomp import _compat
 from sparsecomp.compiler.call import Call
-from sparsecomp.compiler.capture import capture
+from sparsecomp.compiler.capture import capture, tell_breaks
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import TAG
 from sparsecomp.report import Report, merge
+
+_GRADIENTS = "the model is in evaluation mode, but gradients are on: for inference, call it under torch.no_grad()"
 
 
 def explain(
@@ -29,7 +33,8 @@ def explain(
         model: any module or function.
         *args: its inputs.
         device: a word of a known card's name, such as `"h100"`: what would be rewritten there is estimated, whatever
-            this machine has. By default it is for the devices of the tensors.
+            this machine has. Known are the H100 and each card that imported tuning results are of. By default it is for
+            the devices of the tensors.
         options: as for `torch.compile(backend="sparsecomp")`; see `Options`.
         kwargs: inputs by name. Needed only for those that have the name of an option.
         **keywords: options, and inputs by name if `kwargs` is not given.
@@ -43,8 +48,8 @@ def explain(
         Exception: what `model` itself raises on these inputs.
     """
     own = ("device",) if device is not None else ()
-    call = Call.of(model, args, options, kwargs, keywords, own).accepted()
     target = None if device is None else target_named(device)
+    call = Call.of(model, args, options, kwargs, keywords, own).accepted()
     graphs, breaks = capture(call)
     reports = []
     for graph in graphs:
@@ -53,7 +58,9 @@ def explain(
             report.graph_before = report.graph_after = _compat.readable(graph.gm, TAG)
         reports.append(report)
     merged = merge(reports, "torch.compile")
-    merged.graph_breaks = breaks
+    tell_breaks(merged, breaks)
+    if torch.is_grad_enabled() and not call.model.training and any(p.requires_grad for p in call.model.parameters()):
+        merged.note(_GRADIENTS)
     if target is not None:
         merged.capture += f", estimated for {target.device.name}"
     return merged

@@ -10,7 +10,7 @@ from torch import fx, nn
 from sparsecomp import _compat
 from sparsecomp.compiler.backend import compile_graph
 from sparsecomp.compiler.call import Call
-from sparsecomp.compiler.capture import capture
+from sparsecomp.compiler.capture import capture, tell_breaks
 from sparsecomp.compiler.trace import Assumptions, CaptureError, share_attributes, trace
 from sparsecomp.errors import SparsecompError
 from sparsecomp.options import Options
@@ -58,7 +58,8 @@ def optimize(
     """
     call = Call.of(model, args, options, kwargs, keywords)
     if not call.has_inputs:
-        return Optimized(call, Report(capture="torch.compile (no inputs)")).use_compile({})
+        waiting = Report("torch.compile (no inputs)", graphs=0, notes=["it is compiled in its first call"])
+        return Optimized(call, waiting).use_compile({})
     call = call.accepted()
     try:
         graph = trace(call)
@@ -93,7 +94,7 @@ class Optimized(nn.Module):
         if self._backend is None:
             return self._report
         compiled = self._backend.compilations.report(self._report.capture)
-        return compiled if compiled.sites else self._report
+        return compiled if compiled.graphs else self._report
 
     def use_graph(self, gm: fx.GraphModule, inputs: int) -> "Optimized":
         """Run `gm` for calls with `inputs` positional arguments."""
@@ -181,7 +182,9 @@ def _compiled(call: Call, report: Report) -> Optimized:
     """The model under torch.compile, compiled for the inputs; as it is if that fails, since eager takes them."""
     optimized = Optimized(call, report)
     try:
-        graphs, _ = capture(call)
+        graphs, breaks = capture(call)
+        report.graphs = 0  # it is the report as long as Dynamo makes none
+        tell_breaks(report, breaks)
         optimized.use_compile({key: density for graph in graphs for key, density in graph.densities.items()})
         call.run(optimized)
         return optimized

@@ -129,12 +129,12 @@ def profile(
         **keywords: options, and inputs by name if `kwargs` is not given.
 
     Raises:
-        InputError: `repetitions` is less than 1, or a keyword is both an option and an input.
+        InputError: `repetitions` is no int of at least 1, or a keyword is both an option and an input.
         OptionError: an unknown option or value.
         Exception: what `model` itself raises on the inputs.
     """
-    if repetitions < 1:
-        raise InputError(f"repetitions={repetitions}: use at least 1")
+    if type(repetitions) is not int or repetitions < 1:
+        raise InputError(f"repetitions={repetitions!r}: use an int of at least 1")
     call = Call.of(model, args, options, kwargs, keywords, ("repetitions",) if repetitions != 10 else ()).accepted()
     tensors = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor))
     device = next((value.device.type for value in tensors), "cpu")

@@ -9,7 +9,7 @@ import torch
 
 from sparsecomp.compiler.backend import sparsecomp_backend
 from sparsecomp.compiler.call import Call
-from sparsecomp.environment import Effort
+from sparsecomp.environment import Effort, check_effort
 from sparsecomp.errors import InputError, SignatureError, TuningError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, Rows, device_of
 from sparsecomp.lowering.launch import dispatch
@@ -51,10 +51,11 @@ def tune(
 
     Raises:
         InputError: no inputs, or a keyword that is both an option and an input.
-        OptionError: an unknown option or value.
+        OptionError: an unknown option, value or effort.
         TuningError: as `Tuner.choose`.
         Exception: what `model` itself raises on the inputs.
     """
+    check_effort(effort)
     call = Call.of(model, args, options, kwargs, keywords, ("effort",) if effort != "full" else ())
     if not call.has_inputs:
         raise InputError("tuning needs inputs to run the model on: give them after the model")
@@ -69,20 +70,29 @@ def tune_signatures(signatures: Signatures, effort: Effort = "full") -> list[Cho
     """Measure the kernels that signatures name, or their fields as in exported tuning results, of any device.
 
     Raises:
+        InputError: what is given holds something else.
+        OptionError: an unknown effort.
         TuningError: an operation that is not tuned, or a signature that stands for no problem, before anything is
             measured; or as `Tuner.choose`.
         SignatureError: fields that are no signature's.
     """
+    check_effort(effort)
+    known = _listed_signatures(signatures)
     dispatch.forget()
     with effort_scope(effort) as chosen:
-        _tune(signatures)
+        _tune(known)
     return chosen
 
 
-def _tune(target: Signatures) -> None:
+def _listed_signatures(given: Signatures) -> list[KernelSignature]:
+    if isinstance(given, str | bytes | Mapping | torch.Tensor) or not isinstance(given, Iterable):
+        raise InputError(f"{type(given).__name__} is no list of signatures: give a model and its inputs, or a list")
+    return [signature_of(item) for item in given]
+
+
+def _tune(signatures: list[KernelSignature]) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    given = [item if isinstance(item, KernelSignature) else signature_of(item) for item in target]
-    problems = [_problem(replace(signature, device=device_of(device))) for signature in given]
+    problems = [_problem(replace(signature, device=device_of(device))) for signature in signatures]
     for operation, problem in problems:
         autotune.tuner().choose(operation, problem, device)
 
@@ -107,18 +117,25 @@ def _operations() -> Mapping[str, Operation[Any]]:
     return operations()
 
 
-def signature_of(fields: Mapping[str, str]) -> KernelSignature:
-    """The signature whose :attr:`KernelSignature.fields` are ``fields``.
+def signature_of(fields: KernelSignature | Mapping[str, str]) -> KernelSignature:
+    """The signature whose :attr:`KernelSignature.fields` are ``fields``; a signature is one already.
 
     Raises:
+        InputError: ``fields`` are no fields by name.
         SignatureError: no signature has them.
     """
+    if isinstance(fields, KernelSignature):
+        return fields
+    if not isinstance(fields, Mapping) or not all(isinstance(text, str) for pair in fields.items() for text in pair):
+        raise InputError(f"{fields!r} is no signature: give one, or its fields as in an exported file")
     try:
         signature = _parsed(dict(fields))
         if signature.fields == fields:
             return signature
-    except (KeyError, ValueError) as error:
-        raise SignatureError(f"{dict(fields)} are no signature's fields: {error!r}") from None
+    except KeyError as error:
+        raise SignatureError(f"{dict(fields)} are no signature's fields: {error} is missing or unknown") from None
+    except ValueError as error:
+        raise SignatureError(f"{dict(fields)} are no signature's fields: {error}") from None
     raise SignatureError(f"{dict(fields)} are no signature's fields: they would read {dict(signature.fields)}")
 
 

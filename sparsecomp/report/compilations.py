@@ -3,7 +3,10 @@
 from collections.abc import Hashable
 from weakref import WeakKeyDictionary
 
+from sparsecomp.errors import InputError
 from sparsecomp.report.report import Report, merge
+
+_NOT_SEEN = "the model was not called yet, or Dynamo skips it as a whole: sparsecomp.explain(model, x) says why"
 
 
 class Compilations:
@@ -24,7 +27,7 @@ class Compilations:
 
 
 _by_model: WeakKeyDictionary[object, Compilations] = WeakKeyDictionary()
-_last: Compilations | Report | None = None
+_last: Compilations | Report = Compilations()
 
 
 def compilations_of(model: object | None) -> Compilations:
@@ -32,9 +35,32 @@ def compilations_of(model: object | None) -> Compilations:
     return Compilations() if model is None else _by_model.setdefault(model, Compilations())
 
 
-def last_report() -> Report | None:
-    """The report of the model that was compiled latest in this process, of all its graphs; None before the first."""
-    return _last.report() if isinstance(_last, Compilations) else _last
+def last_report(model: object | None = None) -> Report:
+    """The report of the model that was compiled latest in this process, of all its graphs.
+
+    A model that Dynamo skips as a whole is never compiled, so that the latest one is another: `last_report(model)`
+    tells of this one.
+
+    Args:
+        model: what `torch.compile` returned, or a module on which `compile` was called.
+
+    Raises:
+        InputError: `model` was not compiled.
+    """
+    found = _last if model is None else _of_model(model)
+    report = found.report() if isinstance(found, Compilations) else found
+    if not report.graphs:
+        report.note(_NOT_SEEN)
+    return report
+
+
+def _of_model(model: object) -> Compilations:
+    from sparsecomp import _compat  # loads Dynamo, and so Triton
+
+    compiled = _compat.compilation_of(model)
+    if compiled is None:
+        raise InputError(f"{type(model).__name__} was not made by torch.compile: give what that returned")
+    return _by_model.get(compiled, Compilations())
 
 
 def remember(report: Report) -> None:

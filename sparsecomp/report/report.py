@@ -19,7 +19,6 @@ from sparsecomp.report.node import Node, digraph
 from sparsecomp.report.site import Layer, Site
 from sparsecomp.report.text import rendered
 
-_NEWLINE = "\n"
 _REASONS = 3
 """The most that the first line tells; the table tells all."""
 
@@ -45,6 +44,7 @@ class Report:
         before, after: the nodes of the same graphs.
         graph_breaks: why the model could not be captured in one graph.
         notes: things to know that belong to no site, such as a missing CUDA device.
+        graphs: how many there are; none of a model that Dynamo skips as a whole.
     """
 
     capture: str = "torch.compile"
@@ -56,6 +56,7 @@ class Report:
     after: list[Node] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    graphs: int = 1
 
     @property
     def rewritten(self) -> list[Site]:
@@ -84,9 +85,16 @@ class Report:
         parts = [f"{count} dense because {kind}" for kind, count in dense[:_REASONS]]
         others = sum(count for _, count in dense[_REASONS:])
         parts += [f"{others} for other reasons"] if others else []
-        done = f"{len(self.rewritten)} of {len(self.sites)} sites rewritten"
+        done = self._nothing() or f"{len(self.rewritten)} of {len(self.sites)} sites rewritten"
         gain = str(self.model_gain() or "") if self.rewritten else ""
         return "; ".join(filter(None, (f"sparsecomp, {self.capture}: {done}{self._promise()}", gain, ", ".join(parts))))
+
+    def _nothing(self) -> str:
+        if not self.graphs:
+            return "no graph was compiled, the model runs as it is"
+        if self.sites:
+            return ""
+        return "the model has no layer that a rule looks at" if self.passes else "no rule was run"
 
     def why_not(self) -> list[tuple[str, list[Layer]]]:
         """The layers that stay dense, by the kind of condition that failed; the most frequent first."""
@@ -151,14 +159,15 @@ class Report:
         return page.render(self.before, self.after, summary=self.summary, report=self, gain=self.model_gain())
 
     def __str__(self) -> str:
-        breaks = [f"graph break: {text.partition(_NEWLINE)[0]}" for text in self.graph_breaks]
-        return rendered(Text(self.summary), self.to_table(), *map(Text, (*breaks, *self.notes)))
+        table = [self.to_table()] if self.sites else []
+        breaks = [f"graph break: {_brief(text)}" for text in self.graph_breaks]
+        return rendered(Text(self.summary), *table, *map(Text, (*breaks, *self.notes)))
 
 
 def merge(reports: Iterable[Report], capture: str) -> Report:
     """One report of several graphs of one model."""
     parts = list(reports)
-    merged = Report(capture=capture if len(parts) == 1 else f"{capture}, {len(parts)} graphs")
+    merged = Report(capture=capture if len(parts) < 2 else f"{capture}, {len(parts)} graphs", graphs=len(parts))
     for place, report in enumerate(parts):
         merged.sites += [replace(site, graph=place) for site in report.sites]
         merged.before += [replace(node, graph=place) for node in report.before]
@@ -170,3 +179,10 @@ def merge(reports: Iterable[Report], capture: str) -> Report:
         merged.graph_before = "\n\n".join(filter(None, (merged.graph_before, report.graph_before)))
         merged.graph_after = "\n\n".join(filter(None, (merged.graph_after, report.graph_after)))
     return merged
+
+
+def _brief(text: str) -> str:
+    """Dynamo's title of a graph break and its explanation, without hints and the user's stack."""
+    title, _, rest = text.partition("\n")
+    told = [line.partition("Explanation:")[2].strip() for line in rest.splitlines() if "Explanation:" in line]
+    return ": ".join([title, *told[:1]])

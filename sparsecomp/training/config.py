@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 from sparsecomp.errors import ConfigError, ScheduleError
 from sparsecomp.training.pruning.pruners import PRUNERS
@@ -60,6 +60,14 @@ class RESUConfig:
     precision: str = "float32"
     check_every: int = 1
     skip: tuple[str, ...] = ()
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        known = [field.name for field in fields(cls)]
+        for key in settings:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                raise ConfigError(f"the setting {key!r} is unknown: " + (f"{near[0]!r}?" if near else ", ".join(known)))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
@@ -118,12 +126,7 @@ class RESUConfig:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "RESUConfig":
         """The settings from JSON's types; ConfigError for an unknown key or a bad value."""
-        known = [field.name for field in fields(cls)]
-        for key in settings:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1)
-                raise ConfigError(f"the setting {key!r} is unknown: " + (f"{near[0]!r}?" if near else ", ".join(known)))
-        taken: dict[str, Any] = dict(settings)
+        taken: dict[str, Any] = {str(key): value for key, value in settings.items()}
         taken.update((key, tuple(value)) for key, value in settings.items() if isinstance(value, list))
         return cls(**taken)
 

@@ -108,6 +108,49 @@ def test_what_cannot_be_called_is_refused(verb) -> None:
         verb(3, torch.ones(1))
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_inputs_by_name_that_are_no_dict_are_refused(verb) -> None:
+    for kwargs in ([1], "ab", 3, {1: torch.ones(1)}):
+        with pytest.raises(InputError, match=r"kwargs is a .*, not a dict of the model's inputs by name"):
+            verb(Scaled(), torch.ones(3, 4), kwargs=kwargs)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("place", ["weight of Linear", "input 0 of Linear", "input of Linear", "running_mean"])
+def test_tensors_without_values_are_refused_with_what_to_do(verb, place) -> None:
+    model, x, kwargs = nn.Linear(4, 2), torch.ones(3, 4), {}
+    if place == "weight of Linear":
+        model = model.to("meta")
+    elif place == "input 0 of Linear":
+        x = x.to("meta")
+    elif place == "input of Linear":
+        kwargs = {"input": x.to("meta")}
+    else:
+        model = nn.Sequential(model, nn.BatchNorm1d(2, affine=False, device="meta"))
+    args = () if kwargs else (x,)
+    with pytest.raises(InputError, match=rf"{place}.* on the meta device.*to_empty\(device='cpu'\)"):
+        verb(model, *args, kwargs=kwargs or None)
+
+
+def test_an_optimized_model_may_get_its_values_later() -> None:
+    model = nn.Linear(4, 2, device="meta")
+    optimized = sparsecomp.optimize(model)
+    model.to_empty(device="cpu").requires_grad_(False).weight.fill_(1.0)
+    model.bias.zero_()
+    assert torch.equal(optimized(torch.ones(3, 4)), torch.full((3, 2), 4.0))
+
+
+def test_an_effort_and_a_number_of_repetitions_that_there_are_not_are_refused() -> None:
+    model, x = nn.Linear(4, 2), torch.ones(3, 4)
+    for effort in ("ful", 3, None):
+        for verb, args in ((sparsecomp.tune, (model, x)), (cache.warmup, ([],))):
+            with pytest.raises(OptionError, match=r"effort=.*'quick', 'full'"):
+                verb(*args, effort=effort)
+    for repetitions in ("3", 2.5, True, 0):
+        with pytest.raises(InputError, match="repetitions=.*use an int of at least 1"):
+            sparsecomp.profile(model, x, repetitions=repetitions)
+
+
 def test_signatures_take_no_inputs() -> None:
     with pytest.raises(InputError, match="tuned by themselves"):
         cache.warmup([], torch.ones(1))

@@ -1,5 +1,6 @@
 """`python -m sparsecomp cache|env|tune`: what a user sees of the tuning results."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,8 +16,12 @@ import torch
 import sparsecomp
 from sparsecomp import cache
 from sparsecomp.__main__ import main
+from sparsecomp.errors import InputError, OptionError, SignatureError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
-from sparsecomp.lowering.cache.tuning_cache import TuningCache, default_cache
+from sparsecomp.lowering.cache.tuning_cache import CacheWarning, TuningCache, default_cache
+from sparsecomp.lowering.tuning.cards import H100 as H100_CARD
+from sparsecomp.lowering.tuning.cards import Ceilings
+from sparsecomp.lowering.tuning.ceilings import target_named
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 FAST = "conv@1:BK=64"
@@ -76,7 +81,8 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
 def test_export_and_import(capsys: pytest.CaptureFixture[str], directory: Path) -> None:
     file, other = directory / "h100.json", directory / "other"
     assert "2 entries" in printed(capsys, "cache", "export", file)
-    assert answer(capsys, "cache", "import", file, "--cache-dir", other) == {"entries": 2}
+    group = {"gpu": H100.name, "triton": "3.6.0", "entries": 2, "used_here": False}
+    assert answer(capsys, "cache", "import", file, "--cache-dir", other) == {"entries": 2, "devices": [group]}
     there = TuningCache(other / "tuning.sqlite")
     found = there.get(signature())
     assert found is not None and found.best == FAST and there.fact("ceilings", H100) == {"bandwidth": 3.0e12}
@@ -84,6 +90,34 @@ def test_export_and_import(capsys: pytest.CaptureFixture[str], directory: Path) 
     assert "2 entries" in printed(
         capsys, "cache", "import", other / "tuning.sqlite", "--cache-dir", directory / "third"
     )
+
+
+def test_import_says_whose_results_there_are_and_which_are_not_used_here(
+    capsys: pytest.CaptureFixture[str], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Device("NVIDIA H200", "9.0", "3.7.1")
+    monkeypatch.setattr(cache, "devices_here", lambda: frozenset([here]))
+    default_cache().put(signature(device=here), times={FAST: 1.0})
+    cache.export(directory / "both.json")
+    lines = printed(capsys, "cache", "import", directory / "both.json", "--cache-dir", directory / "other").splitlines()
+    foreign = (
+        f"2 entries of {H100.name} with Triton 3.6.0: not used on this machine, which has NVIDIA H200 with Triton 3.7.1"
+    )
+    assert [line.strip() for line in lines[1:]] == [foreign, "1 entry of NVIDIA H200 with Triton 3.7.1"]
+    with pytest.warns(CacheWarning) as told:
+        assert cache.import_(directory / "both.json") == 3
+    assert [(str(one.message), one.filename) for one in told] == [(foreign, __file__)]
+
+
+def test_another_cards_imported_ceilings_are_known_to_explain(directory: Path) -> None:
+    fast = dataclasses.replace(H100_CARD, bandwidth=9e12)
+    ceilings = {field.name: getattr(fast, field.name) for field in dataclasses.fields(Ceilings)}
+    default_cache().put_fact("ceilings", Device("NVIDIA B300 SXM", "10.3", "3.7.1"), ceilings)
+    model, x = torch.nn.Linear(64, 64), torch.ones(8, 64)
+    assert "estimated for NVIDIA B300 SXM" in sparsecomp.explain(model, x, device="b300").capture
+    assert target_named("b300").card == fast
+    with pytest.raises(OptionError, match=r"'nvidia' names none .* or several: .*'NVIDIA H100 80GB HBM3', 'NVIDIA B30"):
+        sparsecomp.explain(model, x, device="nvidia")
 
 
 def test_stats_prune_and_clear(capsys: pytest.CaptureFixture[str], directory: Path) -> None:
@@ -137,7 +171,7 @@ def model(directory: Path) -> Path:
 def test_tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     seen = []
 
-    def tune(model: torch.nn.Module, inputs: torch.Tensor, effort: str) -> None:
+    def tune(model: torch.nn.Module, inputs: torch.Tensor, effort: str, options: None) -> None:
         seen.append((model(inputs).shape, effort))
         default_cache().put(signature("lif"), times={FAST: len(seen)}, verified=[FAST])
 
@@ -167,6 +201,30 @@ def test_a_model_in_a_file_is_explained_and_profiled(capsys: pytest.CaptureFixtu
     assert "Linear" in printed(capsys, "profile", f"{model}:factory")
 
 
+@pytest.mark.parametrize("verb", ["explain", "profile", "tune"])
+def test_every_verb_on_a_model_takes_the_compilers_options_and_a_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path, verb: str
+) -> None:
+    seen = []
+    original = getattr(sparsecomp, verb)
+
+    def watched(model: torch.nn.Module, *inputs: torch.Tensor, **given: Any) -> Any:
+        seen.append((model.training, torch.is_grad_enabled(), given["options"]))
+        return original(model, *inputs, **given)
+
+    monkeypatch.setattr(sparsecomp, verb, watched)
+    given = "--option", "precision=exact", "--option", "frozen=True", "--option", "disable=spike_conv,spike_linear"
+    answer(capsys, verb, f"{model}:factory", *given, "--step", "inference")
+    answer(capsys, verb, f"{model}:factory", "--step", "training")
+    wanted = {"precision": "exact", "frozen": True, "disable": ("spike_conv", "spike_linear")}
+    assert seen == [(False, False, wanted), (True, True, None)] and torch.is_grad_enabled()
+    refused = {"frozn=True": "did you mean 'frozen'", "frozen": "--option frozen", "density=2": "in [0, 1]"}
+    for bad, message in refused.items():
+        assert main([verb, f"{model}:factory", "--option", bad]) == 2
+        assert message in capsys.readouterr().err
+    assert len(seen) == 2
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
@@ -191,6 +249,8 @@ def test_the_installed_command_is_this_one() -> None:
         (["cache", "prune", "--only-device", "toaster"], "no device"),
         (["cache", "prune", "--only-device", "cuda:99"], "not there"),
         pytest.param(["demo", "--device", "cuda"], "'cuda' is not there", marks=NO_GPU),
+        (["demo", "--implementation", "bianry"], "use one of"),
+        (["explain", "{}/model.py:factory", "--device", "toaster"], "'NVIDIA H100 80GB HBM3'"),
         (["tune", "{}/model.py"], "needs MODEL.py:factory"),
         (["tune", "{}/missing.py:factory"], "no such file"),
         (["tune", "{}/model.py:missing"], "no function 'missing'"),
@@ -205,6 +265,15 @@ def test_a_failure_is_one_line_and_exit_code_two(
     assert main([argument.format(directory) for argument in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.startswith("error: ") and err.count("\n") == 1
+    assert main([*(argument.format(directory) for argument in arguments), "--json"]) == 2
+    failure = json.loads(capsys.readouterr().out)
+    assert failure["error"] == err.removeprefix("error: ").strip() and failure["exit_code"] == 2
+
+
+def test_what_a_models_file_prints_is_no_part_of_the_json(capsys: pytest.CaptureFixture[str], directory: Path) -> None:
+    (directory / "loud.py").write_text(MODEL.replace("import torch\n", "import torch\nprint('loading')\n", 1))
+    (directory / "beside.py").write_text("WIDTH = 3")
+    answer(capsys, "profile", f"{directory / 'loud.py'}:factory")
 
 
 def test_a_malformed_environment_is_a_failure(
@@ -217,10 +286,11 @@ def test_a_malformed_environment_is_a_failure(
 
 @pytest.mark.parametrize("arguments", [["cache"], ["cache", "burn"], ["tune"], ["cache", "ls", "--limit", "many"]])
 def test_bad_arguments_exit_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
+    assert main(arguments) == 2
     assert "usage:" in capsys.readouterr().err
+    assert main([*arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["type"] == "UsageError" and err == ""
 
 
 def test_the_command_loads_neither_triton_nor_inductor(directory: Path) -> None:
@@ -235,6 +305,7 @@ sys.exit(code)
     assert done.stdout.splitlines()[-1] == "[]" and '"entries": 2' in done.stdout
 
 
+@pytest.mark.filterwarnings("ignore:.*not used on this machine")
 def test_the_module_gives_what_the_cache_gives(directory: Path) -> None:
     assert sparsecomp.cache is cache and "cache" in dir(sparsecomp)
     assert (
@@ -243,9 +314,31 @@ def test_the_module_gives_what_the_cache_gives(directory: Path) -> None:
     assert cache.stats().entries == 2 and cache.explain_miss(signature()) is None
     miss = cache.explain_miss(signature(size=1000))
     assert miss is not None and miss.differing == (("size.pixels", "1024", "128"),)
+    assert cache.explain_miss(signature().fields) is None  # as `cache show --json` writes them
     assert cache.prune(H100) == 0 and cache.clear() == 2
 
 
+@pytest.mark.parametrize("given", [3, None, "lif", {1: 2}, [signature()]])
+def test_what_is_no_signature_is_refused(given: Any) -> None:
+    with pytest.raises(InputError, match="signature"):
+        cache.explain_miss(given)
+    with pytest.raises(InputError, match="signature"):
+        cache.warmup(given if isinstance(given, dict | str) else [given])
+
+
+def test_what_is_missing_of_a_signature_is_named() -> None:
+    with pytest.raises(SignatureError, match="'gpu' is missing"):
+        cache.explain_miss({"op": "lif"})
+
+
+def test_results_are_forgotten_for_a_device_that_is_there_only() -> None:
+    for given in ("cuda:99", "toaster", 3):
+        with pytest.raises(OptionError, match="is no device|is not there"):
+            cache.prune(given)
+    assert cache.stats().entries == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*not used on this machine")
 def test_replaced_results_are_chosen_by_anew(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     from sparsecomp.lowering.launch import dispatch
 

@@ -254,3 +254,11 @@ def test_locations_are_the_users_lines():
     optimized = sparsecomp.optimize(model, torch.randn(1, 4, 6, 6), implementation="binary")
     location = site(optimized.report, "spike_conv").location
     assert "module_capture" not in location
+
+
+def test_a_model_with_sparse_layers_is_compiled_and_says_so():
+    model = nn.Sequential(sparsecomp.nn.SparseLinear.from_linear(nn.Linear(16, 16), sparsity=0.5), nn.ReLU())
+    x = torch.randn(2, 16)
+    optimized = sparsecomp.optimize(model, x)
+    assert optimized.report.capture == "torch.compile (a model with sparse layers is not traced)"
+    torch.testing.assert_close(optimized(x), model(x))

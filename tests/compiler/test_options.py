@@ -24,6 +24,28 @@ def test_an_unknown_option_names_the_known_ones():
         Options.parse(None, {"precison": "exact"})
 
 
+def test_a_misspelt_name_is_told_the_nearest_wherever_it_is_given():
+    model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    for use in (
+        lambda: Options(frozn=True),  # pyright: ignore
+        lambda: Options.parse(None, {"frozn": True}),
+        lambda: sparsecomp.explain(model, x, frozn=True),
+        lambda: sparsecomp.optimize(model, options={"frozn": True}),
+    ):
+        with pytest.raises(OptionError, match="unknown options.*'frozn'.*did you mean 'frozen'"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("inductor", "message"),
+    [({"max_autotun": True}, "did you mean 'max_autotune'"), ({"max_autotune": "no"}, "needs a value of type bool")],
+)
+def test_inductors_configuration_is_checked_before_it_compiles(inductor, message):
+    with pytest.raises(OptionError, match=message):
+        sparsecomp.optimize(torch.nn.Linear(2, 2), torch.ones(1, 2), inductor=inductor)
+    assert Options.parse(None, {"inductor": {"triton.cudagraphs": True}}).inductor == {"triton.cudagraphs": True}
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -10,8 +10,10 @@ import torch
 from rewriting import ConvNet, OnSpikes, dyadic, rewritten, site
 
 from sparsecomp import _compat
+from sparsecomp.compiler.explain import explain
 from sparsecomp.compiler.optimize import optimize
 from sparsecomp.compiler.profile import LayerProfile, Profile
+from sparsecomp.errors import InputError
 from sparsecomp.report import Report, Site, last_report, merge, remember
 
 
@@ -70,7 +72,7 @@ def test_brackets_in_a_reason_are_not_markup():
 
 
 def test_an_empty_report_can_be_printed():
-    assert "0 of 0" in str(Report())
+    assert "no rule was run" in str(Report())
     assert Report().diff() == ""
 
 
@@ -148,11 +150,11 @@ def test_all_graphs_of_a_model_with_breaks_are_kept(no_inductor: None) -> None:
 
     compiled(Broken())(torch.rand(2, 16))
     report = last_report()
-    assert report is not None and report.capture == "torch.compile, 2 graphs" and len(report.graph_breaks) == 1
+    assert report.capture == "torch.compile, 2 graphs" and len(report.graph_breaks) == 1
     assert [(site.module, site.graph) for site in report.rewritten] == [("one.layer", 0), ("two.layer", 1)]
     compiled(OnSpikes(torch.nn.Linear(16, 16)))(torch.rand(2, 16))  # another model
     report = last_report()
-    assert report is not None and report.capture == "torch.compile" and len(report.sites) == 1
+    assert report.capture == "torch.compile" and len(report.sites) == 1
 
 
 def test_layers_that_are_compiled_by_themselves_are_all_kept(no_inductor: None) -> None:
@@ -172,7 +174,50 @@ def test_layers_that_are_compiled_by_themselves_are_all_kept(no_inductor: None) 
 
     compiled(Apart())(torch.rand(2, 16))
     report = last_report()
-    assert report is not None and len(report.rewritten) == 3
+    assert len(report.rewritten) == 3
+
+
+class Skipped(torch.nn.Module):
+    """Dynamo makes no graph of it."""
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu()
+
+
+def test_a_model_that_dynamo_skips_as_a_whole_says_why(no_inductor: None) -> None:
+    x, dense = torch.rand(2, 16), compiled(OnSpikes(torch.nn.Linear(16, 16)))
+    dense(x)
+    skipped = torch.compile(Skipped(), backend="sparsecomp")
+    skipped(x)
+    for report in (explain(Skipped(), x), optimize(Skipped(), x).report):
+        title, why = str(report).splitlines()[0], " ".join(str(report).split())
+        assert "no graph was compiled, the model runs as it is" in title and "torch.compiler.disable" in why
+        assert "Skip inlining function <function Skipped.forward" in why and report.sites == []
+    report = last_report(skipped)
+    assert "no graph was compiled" in report.summary and "Dynamo skips it as a whole" in report.notes[0]
+    assert last_report(dense).rewritten  # of the latest that was compiled, whatever was called since
+    assert last_report().rewritten
+
+
+def test_the_report_of_a_compiled_function_and_of_one_that_is_compiled_in_place(no_inductor: None) -> None:
+    net, other = OnSpikes(torch.nn.Linear(16, 16)), OnSpikes(torch.nn.Linear(16, 16))
+    function = compiled(lambda x: net(x).sum())
+    other.compile(backend="sparsecomp", options={"implementation": "dense"})
+    assert "not called yet" in last_report(function).notes[0]
+    function(torch.rand(2, 16)), other(torch.rand(2, 16))
+    assert [site.implementation for site in last_report(function).sites] == ["binary"]
+    assert [site.implementation for site in last_report(other).sites] == ["dense"]
+    with pytest.raises(InputError, match=r"Linear was not made by torch\.compile"):
+        last_report(net.layer)
+
+
+def test_an_empty_report_says_why_it_is_empty(no_inductor: None) -> None:
+    x = torch.rand(2, 16)
+    assert "no layer that a rule looks at" in explain(torch.relu, x).summary
+    assert "no rule was run" in explain(torch.nn.Linear(16, 16), x, disable=["all"]).summary
+    assert "no operation on tensors" in explain(lambda x: x, x).notes[0]
+    assert "in its first call" in optimize(torch.nn.Linear(16, 16)).report.notes[0]
 
 
 def test_a_second_batch_size_doubles_no_rows(no_inductor: None) -> None:
@@ -183,7 +228,7 @@ def test_a_second_batch_size_doubles_no_rows(no_inductor: None) -> None:
         call._orig_mod.fire1.v = call._orig_mod.fire2.v = None
         call(torch.rand(5, 3, 8, 8))
     after = last_report()
-    assert before is not None and after is not None and before is not after
+    assert before is not after
     assert [site.module for site in after.sites] == [site.module for site in before.sites]
 
 
@@ -203,7 +248,7 @@ def test_locations_are_never_in_a_library(no_inductor: None) -> None:
     model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(16, 16))
     compiled(model)(torch.rand(2, 16))
     report = last_report()
-    assert report is not None and [(site.module, site.location) for site in report.sites] == [("1", "")]
+    assert [(site.module, site.location) for site in report.sites] == [("1", "")]
 
 
 def test_a_forced_rewrite_on_a_cpu_promises_nothing(report: Report) -> None:

@@ -122,6 +122,33 @@ def test_on_a_cpu_linear_layers_that_stay_count_in_the_gain_of_the_whole() -> No
     assert gain.seconds == pytest.approx(done.estimate.seconds + rest)
 
 
+class TwoLines(nn.Module):
+    """A sparse layer whose ReLU stands on a line of its own, and a dense one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = sparsecomp.nn.SparseLinear.from_linear(nn.Linear(512, 512), sparsity=0.98)
+        self.dense = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.sparse(x)
+        x = torch.relu(x)
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("verb", ["explain", "optimize"])
+def test_a_sparse_layer_has_its_fact_its_module_and_its_line(verb: str) -> None:
+    with torch.no_grad():
+        made = getattr(sparsecomp, verb)(TwoLines().eval(), torch.rand(64, 512))
+    report = made if verb == "explain" else made.report
+    (layer,) = (data for data in report.graph().nodes.values() if data["op"] == "sparsecomp::sparse_linear")
+    file, _, line = layer["location"].rpartition(":")
+    assert Path(file).read_text().splitlines()[int(line) - 1].strip() == "x = self.sparse(x)"
+    assert layer["module"] == "sparse" and layer["fact"].startswith("values 0..inf, NaN possible")
+    behind = site(report, "spike_linear")  # the fused ReLU makes zeros, as its own node would
+    assert behind.why == "WRONG_DOMAIN" and behind.module == "dense"
+
+
 def test_a_card_that_is_not_there_is_said_to_be_estimated(estimated: Report) -> None:
     assert estimated.summary.startswith("sparsecomp, torch.compile, estimated for NVIDIA H100 80GB HBM3: ")
     assert not any("CUDA" in note for note in estimated.notes)

@@ -86,7 +86,7 @@ def test_text_of_users_is_no_markup(tmp_path: Path) -> None:
 
 
 def test_an_empty_report_has_a_page(tmp_path: Path) -> None:
-    assert "0 of 0" in written(Report(), tmp_path)
+    assert "no rule was run" in written(Report(), tmp_path)
 
 
 def test_a_notebook_shows_the_page_in_a_frame(report: Report) -> None:

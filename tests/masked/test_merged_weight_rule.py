@@ -109,7 +109,7 @@ def test_spellings_are_merged_with_eager_gradients(spelling, layer):
         found = judged(model, x)
         assert found.rewritten and found.implementation == "merged"
         size = "x".join(map(str, model.weight.shape))
-        assert f"in training the {size} " in found.reason and "for finite values" in found.reason
+        assert f"with gradients the {size} " in found.reason and "for finite values" in found.reason
     else:
         assert not judged(model, x).rewritten
 

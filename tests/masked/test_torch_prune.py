@@ -233,6 +233,43 @@ def test_what_is_left_names_what_helps(features, options, why):
     assert why in reason and "prune.remove" in reason and "sparsify(model, FromMask())" in reason
 
 
+def _pruned(layer, amount=0.9):
+    return prune.l1_unstructured(layer, "weight", amount)
+
+
+class Derived(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (_pruned(nn.Linear(16, 16)), torch.ones(2, 16)),
+        (_pruned(nn.Linear(16, 16), 0.4), torch.ones(2, 16)),
+        (_pruned(Derived(16, 16)), torch.ones(2, 16)),
+        (_pruned(nn.Conv2d(16, 16, 3)), torch.ones(1, 16, 8, 8)),
+        (_pruned(nn.ConvTranspose2d(16, 16, 3)), torch.ones(1, 16, 8, 8)),
+        (_pruned(nn.Embedding(16, 16)), torch.zeros(2, dtype=torch.int64)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_sparsify_is_named_where_it_makes_the_layer_sparse_and_nowhere_else(layer, x):
+    model = nn.Sequential(layer)
+    reason = site(sparsecomp.explain(model, x), "masked_weight").reason
+    try:
+        helps = isinstance(sparsecomp.sparsify(model, sparsecomp.FromMask())[0], SparseLinear)
+    except MaskError:
+        helps = False
+    assert ("sparsify" in reason) == helps and "prune.remove" in reason
+
+
+def test_in_evaluation_mode_with_gradients_the_reason_says_what_to_do():
+    report = sparsecomp.explain(_pruned(nn.Linear(16, 16)).eval(), torch.ones(2, 16))
+    reason = site(report, "masked_weight").reason
+    assert any("in evaluation mode, but gradients are on" in note for note in report.notes)
+    assert "gradients are on" in reason and "torch.no_grad()" in reason and "training" not in reason
+
+
 @pytest.mark.parametrize("frozen", [False, "buffers", True])
 def test_gradients_in_training(frozen):
     torch._dynamo.reset()

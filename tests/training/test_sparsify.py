@@ -221,6 +221,9 @@ def test_densify_refuses_a_resu_phase() -> None:
     [
         lambda: Unstructured(1.0), lambda: Unstructured(-0.1), lambda: Unstructured(0.5, by="best"),
         lambda: NM(5, 4), lambda: NM(0, 4), lambda: Block(16, 1.5), lambda: SparseGPT(damping=0.0),
+        lambda: Unstructured("0.5"), lambda: Unstructured(None), lambda: Unstructured(0.5, by=3),
+        lambda: Unstructured(0.5, by=SparseGPT), lambda: NM("2", 4), lambda: NM(2.0, 4), lambda: Block(16, "a"),
+        lambda: FromMask("a"), lambda: FromMask(7), lambda: FromMask(float("nan")), lambda: SparseGPT(damping="a"),
     ],
 )  # fmt: skip
 def test_configs_are_checked_when_made(make) -> None:

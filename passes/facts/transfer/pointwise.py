@@ -147,12 +147,17 @@ def power(op: CanonicalOp, facts: Facts) -> Result:
     return Lost(LostKind.UNSUPPORTED, f"power {exponent} ends the domain")
 
 
+def relu_of_unknown(op: CanonicalOp) -> SparsityFact:
+    """What is known of any ReLU's result."""
+    return SparsityFact(0, None, origin=Origin.RELU, exact_zeros=True, source=op.node.name)
+
+
 @transfer("relu")
 def relu(op: CanonicalOp, facts: Facts) -> Result:
     """Cuts off the negative part. Of unknown values it makes exact zeros (and passes NaN on)."""
     fact = facts.of(op.input)
     if fact is None:
-        return SparsityFact(0, None, origin=Origin.RELU, exact_zeros=True, source=op.node.name)
+        return relu_of_unknown(op)
     clipped = _clip(fact, 0, None)
     if clipped.integral or clipped.exact_zeros:
         return clipped

@@ -6,9 +6,10 @@ from typing import Any
 from torch import fx
 
 from sparsecomp.passes.facts.registry import Facts, Items, Kept, Lost, LostKind, Result, transfer
-from sparsecomp.passes.facts.transfer.pointwise import cast, either
+from sparsecomp.passes.facts.transfer.pointwise import cast, either, relu_of_unknown
 from sparsecomp.passes.facts.transfer.pooling import average, sum_of
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, shape_of
+from sparsecomp.passes.graph.operators import OWN_PRODUCTS
 from sparsecomp.reference import facts as algebra
 from sparsecomp.reference.facts import SparsityFact
 
@@ -124,3 +125,12 @@ def _contracted_size(left: Any) -> int | None:
 def mixes(op: CanonicalOp, facts: Facts) -> Result:
     """Weights mix values."""
     return Lost(LostKind.MIXES, f"{op.name} ends the domain: it mixes values through weights")
+
+
+@transfer(*OWN_PRODUCTS)
+def own_product(op: CanonicalOp, facts: Facts) -> Result:
+    """Our products mix values as torch's do; what follows them within is an activation."""
+    names = [argument.name for argument in op.node.target._schema.arguments]  # pyright: ignore
+    given = {**dict(zip(names, op.node.args, strict=False)), **op.node.kwargs}
+    fuses_relu = op.name.endswith("_relu") or given.get("activation") == "relu"
+    return relu_of_unknown(op) if fuses_relu else mixes(op, facts)

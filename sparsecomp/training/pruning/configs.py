@@ -72,8 +72,8 @@ class NM:
     by: str | Pruner = "magnitude"
 
     def __post_init__(self) -> None:
-        if not 0 < self.n <= self.m:
-            raise MaskError(f"n:m is {self.n}:{self.m}: n must be from 1 to m")
+        if not (type(self.n) is type(self.m) is int and 0 < self.n <= self.m):
+            raise MaskError(f"n:m is {self.n!r}:{self.m!r}: give ints, n from 1 to m")
         pruner_of(self.by)
 
     @property
@@ -127,6 +127,10 @@ class FromMask:
     least: float = 0.5
     format: type[SparseMatrix] = CSR
 
+    def __post_init__(self) -> None:
+        if not (_is_number(self.least) and 0 <= self.least <= 1):
+            raise MaskError(f"least is {self.least!r}: give a share of zeros from 0 to 1, such as 0.5")
+
     @property
     def pruner(self) -> Pruner:
         """See `Config`."""
@@ -145,6 +149,10 @@ def _stored(weight: Tensor, mask: Tensor, format: type[SparseMatrix], **layout: 
 
 
 def _check_sparsity(sparsity: float) -> None:
-    if not 0 <= sparsity < 1:
-        raise MaskError(f"sparsity is {sparsity}: give a share from 0 to less than 1, such as 0.9")
+    if not (_is_number(sparsity) and 0 <= sparsity < 1):
+        raise MaskError(f"sparsity is {sparsity!r}: give a share from 0 to less than 1, such as 0.9")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
