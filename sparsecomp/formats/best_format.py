@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import FormatError
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.bsr import BSR
 from sparsecomp.formats.csr import CSR
@@ -34,7 +35,7 @@ class Estimate:
     """What a matrix takes in a format.
 
     Attributes:
-        format: the class.
+        format: the class; None for a dense tensor.
         layout: block, or n and m.
         nbytes: of the arrays.
         moved: bytes that a product moves.
@@ -42,7 +43,7 @@ class Estimate:
         why: what of the matrix decides it.
     """
 
-    format: type[SparseMatrix]
+    format: type[SparseMatrix] | None
     layout: dict[str, Any]
     nbytes: int
     moved: int
@@ -51,22 +52,29 @@ class Estimate:
 
     def __str__(self) -> str:
         layout = "".join(f" {name} {value}" for name, value in self.layout.items())
-        return f"{self.format.__name__}{layout}: {self.nbytes} bytes stored, {self.moved} moved; {self.why}"
+        return f"{self.name}{layout}: {self.nbytes} bytes stored, {self.moved} moved; {self.why}"
+
+    @property
+    def name(self) -> str:
+        """Of the format."""
+        return "dense" if self.format is None else self.format.__name__
 
 
 @dataclass(frozen=True)
 class BestFormat:
-    """The format that moves the fewest bytes of those at least half full: ``matrix.to(best.format, **best.layout)``.
+    """The format that moves the fewest bytes of those at least half full, or none.
+
+    ``matrix.to(best.format, **best.layout)``, unless ``best.format`` is None: then keep the matrix dense.
 
     Attributes:
-        format: the class.
+        format: the class; None where the dense tensor takes no more bytes than the best of them.
         layout: block, or n and m.
         reasons: for the choice, and against what was not tried.
-        estimates: of every format that was tried, the best first, those with more filler than elements last.
+        estimates: of every format that was tried, the choice first, those with more filler than elements last.
         statistics: of the matrix.
     """
 
-    format: type[SparseMatrix]
+    format: type[SparseMatrix] | None
     layout: dict[str, Any]
     reasons: tuple[str, ...]
     estimates: tuple[Estimate, ...]
@@ -83,11 +91,16 @@ def best(matrix: SparseMatrix | Tensor, columns: int = 64) -> BestFormat:
 
     Args:
         matrix: in any format, or dense.
+        columns: of the product, 1 or more.
 
     Raises:
-        FormatError: a tensor that is no matrix.
+        FormatError: no matrix, one on the meta device, or a number of columns that is none.
     """
     matrix = matrix if isinstance(matrix, SparseMatrix) else CSR.from_torch(matrix)
+    if matrix.values.is_meta:
+        raise FormatError(f"{matrix!r} has no numbers to look at: give one on another device")
+    if type(columns) is not int or columns < 1:
+        raise FormatError(f"columns is {columns!r}, needs an int of 1 or more")
     row, col, _, _ = matrix._triplets()
     row, col = row.long(), col.long()
     groups = [_grouped(matrix, row, col, m, columns) for m in GROUPS if m <= matrix.shape[1]]
@@ -95,29 +108,40 @@ def best(matrix: SparseMatrix | Tensor, columns: int = 64) -> BestFormat:
     if row.numel():
         tried += [_by_blocks(matrix, row, col, size, columns) for size in BLOCKS if size <= min(matrix.shape)]
     tried += [one for one in groups if isinstance(one, Estimate)]
-    first, *others = sorted(tried, key=lambda one: (one.full < _FULL, one.moved))
-    reasons = [f"{first.format.__name__}: {first.why}"]
-    if others:
-        next_one = others[0]
-        how = f"moves {next_one.moved / max(first.moved, 1):.2f} times as much"
-        if next_one.full < _FULL:
-            how = f"is {next_one.full:.1%} full and would multiply more filler than elements"
-        reasons.append(f"the next, {next_one.format.__name__}, {how}")
+    tried.sort(key=lambda one: (one.full < _FULL, one.moved))
+    dense = _whole(matrix, row.numel(), columns)
+    if tried[0].nbytes >= dense.nbytes:
+        tried.insert(0, dense)
+    first, *others = tried
+    reasons = [f"{first.name}: {first.why}", *(_behind(first, one) for one in others[:1])]
     reasons += [one for one in groups if isinstance(one, str)]
-    dense = matrix.shape[0] * matrix.shape[1] * matrix.dtype.itemsize
-    if first.nbytes >= dense:
-        reasons.append(f"dense it is {dense} bytes, no more than in any format: keep it dense")
-    return BestFormat(first.format, first.layout, tuple(reasons), (first, *others), matrix.statistics())
+    return BestFormat(first.format, first.layout, tuple(reasons), tuple(tried), matrix.statistics())
+
+
+def _behind(first: Estimate, other: Estimate) -> str:
+    """Why the second best is not the best."""
+    if first.format is None:
+        return f"the best format, {other.name}, stores {other.nbytes / max(first.nbytes, 1):.2f} times as much"
+    if other.full < _FULL:
+        return f"the next, {other.name}, is {other.full:.1%} full and would multiply more filler than elements"
+    return f"the next, {other.name}, moves {other.moved / max(first.moved, 1):.2f} times as much"
 
 
 def _estimate(
-    matrix: SparseMatrix, format: type[SparseMatrix], layout: dict[str, Any], values: int, index_bytes: int,
+    matrix: SparseMatrix, format: type[SparseMatrix] | None, layout: dict[str, Any], values: int, index_bytes: int,
     fetched: int, columns: int, full: float, why: str,
 ) -> Estimate:  # fmt: skip
     size = matrix.dtype.itemsize
     nbytes = values * size * (1 if matrix.batch is None else matrix.batch) + index_bytes
     moved = nbytes + (fetched + matrix.shape[0]) * columns * size
     return Estimate(format, layout, nbytes, moved, full, f"{why}, {full:.1%} full")
+
+
+def _whole(matrix: SparseMatrix, nnz: int, columns: int) -> Estimate:
+    rows, cols = matrix.shape
+    why = "keep it dense, which stores no more bytes than any format"
+    fetched = -(-rows // _TILE) * cols
+    return _estimate(matrix, None, {}, rows * cols, 0, fetched, columns, nnz / max(rows * cols, 1), why)
 
 
 def _by_elements(matrix: SparseMatrix, nnz: int, columns: int) -> Estimate:
