@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sparsecomp.compiler.profile import profile
     from sparsecomp.compiler.warmup import tune
     from sparsecomp.errors import InputError, OptionError, PatternError, RuleError, SparsecompError, SparseOperatorError
+    from sparsecomp.nn.loading import load_state_dict
     from sparsecomp.options import Options
     from sparsecomp.report import Report, Site, last_report
     from sparsecomp.snn.registry import register_neuron
@@ -57,6 +58,7 @@ _HOME = {
     "densify": "training.densify",
     "explain": "compiler.explain",
     "last_report": "report",
+    "load_state_dict": "nn.loading",
     "optimize": "compiler.optimize",
     "profile": "compiler.profile",
     "register_neuron": "snn.registry",
@@ -90,6 +92,7 @@ __all__ = [
     "explain",
     "formats",
     "last_report",
+    "load_state_dict",
     "nn",
     "ops",
     "optimize",
