@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ Pruned = tuple[Tensor, Tensor]
 """A weight and its bool mask."""
 
 
+@runtime_checkable
 class Pruner(Protocol):
     """A way to prune one weight, of a linear layer (rows, fan_in) or a convolution (K, C, R, S).
 
@@ -89,8 +90,8 @@ class SparseGPT:
     products: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.damping > 0:
-            raise MaskError(f"damping is {self.damping}: it must be positive, such as 0.01")
+        if not isinstance(self.damping, int | float) or not self.damping > 0:
+            raise MaskError(f"damping is {self.damping!r}: it must be positive, such as 0.01")
 
     def prune(self, weight: Tensor, keep: int, parts: Parts) -> Pruned:
         """See `Pruner`."""
@@ -124,11 +125,11 @@ def pruner_of(by: str | Pruner) -> Pruner:
     """The pruner itself, or the one of that name with its usual settings.
 
     Raises:
-        MaskError: no such name.
+        MaskError: no such name, or no pruner.
     """
-    if not isinstance(by, str):
+    if isinstance(by, Pruner) and not isinstance(by, type):
         return by
-    if by not in PRUNERS:
+    if not isinstance(by, str) or by not in PRUNERS:
         raise MaskError(f"by is {by!r}: give one of {', '.join(map(repr, PRUNERS))} or a pruner such as Wanda()")
     return PRUNERS[by]
 
