@@ -17,6 +17,7 @@ from sparsecomp.compiler.call import Call, FunctionModule
 from sparsecomp.compiler.capture import Graph
 from sparsecomp.compiler.density import DensityRecorder
 from sparsecomp.compiler.snapshot import undone
+from sparsecomp.nn.sparse.stored_weight import StoredWeight
 from sparsecomp.passes.graph.canonicalize import has_hooks
 from sparsecomp.snn import registry as neurons
 
@@ -94,7 +95,9 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call of a submodule, unless tracing would run its hooks once and for all."""
+        """A call of a submodule, unless it would hide a sparse layer's operator, or run hooks once and for all."""
+        if isinstance(m, StoredWeight):
+            raise CaptureError(f"{self.path_of_module(m)} is a sparse layer, rewritten in a graph of operators only")
         if has_hooks(m) and not self.is_leaf_module(m, self.path_of_module(m)):
             raise CaptureError(f"{self.path_of_module(m)} has hooks")
         return super().call_module(m, forward, args, kwargs)

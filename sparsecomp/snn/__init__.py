@@ -5,8 +5,8 @@
     @register_neuron(domain=binary())
     class MyLIF(nn.Module): ...
 
-What a neuron gives is `binary()`, `integers(lo, hi)`, `interval(lo, hi)` (None means no bound: `interval(0, None)` is any
-number that is not negative) or `NotASource(reason)`.
+What a neuron gives is `binary()`, `integers(lo, hi)`, `interval(lo, hi)` (None means no bound: `interval(0, None)` is
+any number that is not negative) or `NotASource(reason)`.
 """
 
 from sparsecomp.reference.facts import SparsityFact, binary, integers, interval

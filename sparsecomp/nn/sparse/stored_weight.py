@@ -5,14 +5,14 @@ gradient scalers, data parallelism, checkpoints, shared memory and compiled grap
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from sparsecomp import _compat
 from sparsecomp.environment import Settings
-from sparsecomp.errors import FormatError
+from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import SparseMatrix
 from sparsecomp.ops.sparse.checked_transpose import checked_transpose
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored
@@ -147,6 +147,20 @@ class StoredWeight(nn.Module):
         elif not (self._by_columns or _compat.jit_traces()):  # a trace is checked with and without gradients
             return self._own()
         return self._own() + self._kept_transposed()
+
+    def _as_node(self, x: fx.Proxy) -> fx.Proxy:
+        """The call as one node of the graph that `torch.fx` traces, which is what it makes of torch's own layers.
+
+        Raises:
+            SparseOperatorError: the layer has hooks, or is traced alone.
+        """
+        path = cast(fx.Tracer, x.tracer).path_of_module(self)
+        if not path or _compat.hooks_of(self):
+            raise SparseOperatorError(
+                "torch.fx traces a sparse layer as one node: not one that is the whole model, nor one with hooks, "
+                "which would run in tracing too. Trace a module that holds it, with a Tracer whose is_leaf_module knows it"
+            )
+        return x.tracer.create_proxy("call_module", path, (x,), {})
 
     # -- parametrizations
 
