@@ -158,7 +158,7 @@ class StoredWeight(nn.Module):
         if not path or _compat.hooks_of(self):
             raise SparseOperatorError(
                 "torch.fx traces a sparse layer as one node: not one that is the whole model, nor one with hooks, "
-                "which would run in tracing too. Trace a module that holds it, with a Tracer whose is_leaf_module knows it"
+                "which would run in tracing too. Trace a module that holds it by a Tracer whose is_leaf_module knows it"
             )
         return x.tracer.create_proxy("call_module", path, (x,), {})
 
