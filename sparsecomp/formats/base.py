@@ -343,7 +343,7 @@ class SparseMatrix(Operand, ABC):
 
     def to_device(self, device: torch.device | str) -> Self:
         """The matrix with its arrays on `device`; itself if they are there."""
-        return self.to(torch.device(device))
+        return self.to(device=device)
 
     def with_values(self, values: Tensor) -> Self:
         """The same pattern with other values.

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -226,6 +227,7 @@ def test_densify_refuses_a_resu_phase() -> None:
     ],
 )  # fmt: skip
 def test_configs_are_checked_when_made(make) -> None:
+    assert Unstructured(np.float32(0.5)).matrix(nn.Linear(4, 4), ()).nnz == 8
     with pytest.raises((MaskError, FormatError), match="give|needs|must"):
         make()
 

@@ -1,5 +1,6 @@
 """From a dense weight to the matrix that a sparse layer keeps of it."""
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def pruned(
             "give mask= or sparsity=, one of them; N:M takes mask= or nothing, since n and m say the rest, and a layer "
             "that torch.nn.utils.prune, a parametrization or RESU masks needs neither"
         )
-    if sparsity is not None and (format is NM or not isinstance(sparsity, int | float) or not 0 <= sparsity <= 1):
+    if sparsity is not None and (format is NM or not isinstance(sparsity, Real) or not 0 <= sparsity <= 1):
         raise FormatError(
             f"sparsity is {sparsity!r} for {format.__name__}, needs 0 to 1; N:M's is 1 - n/m: leave it out"
         )

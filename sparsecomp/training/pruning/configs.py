@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -156,7 +157,7 @@ def _stored(weight: Tensor, mask: Tensor, format: type[SparseMatrix], **layout: 
 
 def _check_share(name: str, share: Any, below: float = math.inf) -> None:
     """Raise MaskError unless it is a number from 0 to 1, and below a bound."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1 or share >= below:
+    if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1 or share >= below:
         least = "less than 1" if below == 1 else "1"
         raise MaskError(f"{name} is {share!r}: give a share from 0 to {least}, such as 0.9")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -90,7 +91,7 @@ class SparseGPT:
     products: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.damping, int | float) or not self.damping > 0:
+        if not isinstance(self.damping, Real) or not self.damping > 0:
             raise MaskError(f"damping is {self.damping!r}: it must be positive, such as 0.01")
 
     def prune(self, weight: Tensor, keep: int, parts: Parts) -> Pruned:
