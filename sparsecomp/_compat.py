@@ -6,7 +6,6 @@ importing it takes seconds.
 
 import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
@@ -550,7 +549,7 @@ def share_hooks(old: torch.nn.Module, new: torch.nn.Module, without: Sequence[An
     for kind in (*_HOOKS, *_HOW_HOOKS_RUN):
         kept = getattr(old, kind)
         if apart and isinstance(kept, dict):
-            kept = OrderedDict((key, value) for key, value in kept.items() if value not in without)
+            kept = type(kept)((key, value) for key, value in kept.items() if value not in without)
         setattr(new, kind, kept)
 
 
