@@ -157,7 +157,8 @@ def _stored(weight: Tensor, mask: Tensor, format: type[SparseMatrix], **layout: 
 
 def _check_share(name: str, share: Any, below: float = math.inf) -> None:
     """Raise MaskError unless it is a number from 0 to 1, and below a bound."""
-    if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1 or share >= below:
+    given = float(share) if isinstance(share, Real) and not isinstance(share, bool) else math.nan
+    if not 0 <= given <= 1 or given >= below:
         least = "less than 1" if below == 1 else "1"
         raise MaskError(f"{name} is {share!r}: give a share from 0 to {least}, such as 0.9")
 
