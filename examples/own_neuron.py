@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsecomp
-from sparsecomp.reference.facts import binary
+from sparsecomp.snn import binary
 
 
 class NoisyNeuron(nn.Module):

@@ -18,13 +18,14 @@ if (_TREE / "passes" / "__init__.py").exists() and (_TREE / "pyproject.toml").ex
     __path__.append(str(_TREE))  # in a source tree `passes` and `lowering` stand beside this package
 
 if TYPE_CHECKING:
-    from sparsecomp import cache, formats, nn, ops, passes, runtime
+    from sparsecomp import cache, formats, nn, ops, passes, runtime, snn
     from sparsecomp.compiler.backend import sparsecomp_backend
     from sparsecomp.compiler.explain import explain
     from sparsecomp.compiler.optimize import optimize
     from sparsecomp.compiler.profile import profile
     from sparsecomp.compiler.warmup import tune
     from sparsecomp.errors import InputError, OptionError, PatternError, RuleError, SparsecompError, SparseOperatorError
+    from sparsecomp.nn.loading import load_state_dict
     from sparsecomp.options import Options
     from sparsecomp.report import Report, Site, last_report
     from sparsecomp.snn.registry import register_neuron
@@ -57,6 +58,7 @@ _HOME = {
     "densify": "training.densify",
     "explain": "compiler.explain",
     "last_report": "report",
+    "load_state_dict": "nn.loading",
     "optimize": "compiler.optimize",
     "profile": "compiler.profile",
     "register_neuron": "snn.registry",
@@ -65,7 +67,7 @@ _HOME = {
     "tune": "compiler.warmup",
 }
 
-_MODULES = ("cache", "formats", "nn", "ops", "passes", "runtime")
+_MODULES = ("cache", "formats", "nn", "ops", "passes", "runtime", "snn")
 
 __all__ = [
     "Block",
@@ -90,6 +92,7 @@ __all__ = [
     "explain",
     "formats",
     "last_report",
+    "load_state_dict",
     "nn",
     "ops",
     "optimize",
@@ -97,6 +100,7 @@ __all__ = [
     "profile",
     "register_neuron",
     "runtime",
+    "snn",
     "sparsecomp_backend",
     "sparsify",
     "tune",

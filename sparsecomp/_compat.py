@@ -52,10 +52,12 @@ __all__ = [
     "inductor_types",
     "inside_transform",
     "is_fake",
+    "is_persistent",
     "isolated_compile",
     "keep_for_backward",
     "make_wrapper",
     "matmul_tf32",
+    "names_of",
     "one_level",
     "passes_errors",
     "plain_eager",
@@ -66,8 +68,10 @@ __all__ = [
     "serve_one_module",
     "sets_autocast",
     "sets_grad_mode",
+    "share_hooks",
     "size_expression",
     "size_hint",
+    "state_hooks_of",
     "storage_of",
     "transform_nesting",
     "tree_leaves",
@@ -564,10 +568,49 @@ without_torch_function = cast(Any, torch._C).DisableTorchFunctionSubclass
 """Context within which torch's functions do not ask tensor subclasses; Dynamo knows it by its own name."""
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOW_HOOKS_RUN = (
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_is_full_backward_hook",
+)  # fmt: skip
+_STATE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
+)  # fmt: skip
+
+
 def hooks_of(module: torch.nn.Module) -> list[Any]:
     """What runs before and after the module's forward and backward, the module's own hooks only."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return [hook for kind in kinds for hook in getattr(module, kind).values()]
+    return [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
+
+
+def state_hooks_of(module: torch.nn.Module) -> list[Any]:
+    """What the module's own hooks run before and after its state is made or loaded."""
+    # torch wraps those that are given the module
+    return [getattr(hook, "hook", hook) for kind in _STATE_HOOKS for hook in getattr(module, kind).values()]
+
+
+def share_hooks(old: torch.nn.Module, new: torch.nn.Module, without: Sequence[Any]) -> None:
+    """Have `new` run the hooks of `old` before and after its forward and backward; their handles remove them from both.
+
+    Args:
+        without: hooks that stay with `old` alone; if it has such, handles reach only `old`.
+    """
+    apart = any(hook in without for hook in hooks_of(old))
+    for kind in (*_HOOKS, *_HOW_HOOKS_RUN):
+        kept = getattr(old, kind)
+        if apart and isinstance(kept, dict):
+            kept = type(kept)((key, value) for key, value in kept.items() if value not in without)
+        setattr(new, kind, kept)
+
+
+def names_of(module: torch.nn.Module) -> list[str]:
+    """Names of all that a module itself holds, torch's own tables included."""
+    return [*vars(module), *module._parameters, *module._buffers, *module._modules]
+
+
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Whether a buffer is part of the module's state."""
+    return name not in module._non_persistent_buffers_set
 
 
 def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -13,7 +13,7 @@ class OptionError(SparsecompError, ValueError):
 
 
 class InputError(SparsecompError, ValueError):
-    """`explain`, `optimize`, `profile`, `tune` or `warmup` cannot tell what to call, or what to call it with."""
+    """What a verb such as `explain`, `optimize` or `sparsify` was given is no model, or nothing to call it with."""
 
 
 class ExtraError(SparsecompError, ImportError):

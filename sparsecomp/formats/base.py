@@ -249,36 +249,44 @@ class SparseMatrix(Operand, ABC):
     @overload
     def to(self, target: type[Matrix], *, index_dtype: torch.dtype | None = None, **layout: Any) -> Matrix: ...
     @overload
-    def to(self, target: torch.dtype | torch.device) -> Self: ...
+    def to(self, target: torch.dtype, non_blocking: bool = ..., copy: bool = ...) -> Self: ...
+    @overload
+    def to(self, target: "Tensor | SparseMatrix", non_blocking: bool = ..., copy: bool = ...) -> Self: ...
     @overload
     def to(self, target: str, *, index_dtype: torch.dtype | None = None, **layout: Any) -> "SparseMatrix": ...
+    @overload
     def to(
-        self, target: "type[SparseMatrix] | torch.dtype | torch.device | str", *,
-        index_dtype: torch.dtype | None = None, **layout: Any,
-    ) -> "SparseMatrix":  # fmt: skip
-        """This matrix in another format, of another dtype or on another device; itself if it is that already.
+        self, target: torch.device | str | None = ..., dtype: torch.dtype | None = ..., non_blocking: bool = ...,
+        copy: bool = ..., *, device: torch.device | str | None = ...,
+    ) -> Self: ...  # fmt: skip
+    def to(self, *args: Any, **kwargs: Any) -> "SparseMatrix":
+        """This matrix in another format, or of another dtype or on another device; itself if it is that already.
 
         Conversions run on the matrix's device. Zeros that a block or a group holds as filler are dropped on the way
         out of BSR, BCSC and N:M; zeros that COO, CSR and CSC store are kept.
 
         Args:
-            target: a format, such as CSR or "csr"; a dtype of the values; or a device, such as "cpu".
-            index_dtype: of a format: int32 or int64; by default this matrix's, or int64 where that is too narrow.
-            layout: of a format, as for `from_dense`; by default this matrix's own, if `target` has such.
+            args: a format, such as CSR or "csr"; or what `torch.Tensor.to` takes: a dtype of the values, a device, or
+                both, or a tensor or matrix that has both.
+            kwargs: of `torch.Tensor.to`; or, of a format, `index_dtype` (int32 or int64; by default this matrix's, or
+                int64 where that is too narrow) and the layout as for `from_dense` (by default this matrix's own, if the
+                format has such).
 
         Raises:
-            FormatError: the matrix does not fit the format, layout or dtype, or `target` is none of these.
+            FormatError: the matrix does not fit the format, layout or dtype, or the arguments are none of these.
         """
-        kind = FORMATS.get(target.upper(), target) if isinstance(target, str) else target
-        if isinstance(kind, type) and issubclass(kind, SparseMatrix):
-            return self._converted(kind, index_dtype, layout)
-        if index_dtype is not None or layout:
-            raise FormatError(f"{target!r} is no format, so that {sorted(layout) or 'index_dtype'} mean nothing")
-        if isinstance(kind, torch.dtype):
-            values = self.values.to(kind)
-            check_values("values", values, self.VALUE_DIMS)
-            return self if kind is self.dtype else self._with(values=values)
-        return self.to_device(_device(kind))
+        kind, args = target_of(args, kwargs)
+        if kind is not None:
+            return self._converted(kind, kwargs.pop("index_dtype", None), kwargs)
+        try:
+            values = self.values.to(*args, **kwargs)
+        except TypeError as error:
+            raise FormatError(f"{args}, {sorted(kwargs)}: neither for a format nor for torch.Tensor.to") from error
+        check_values("values", values, self.VALUE_DIMS)
+        if values is self.values:
+            return self
+        others = {name: array.to(values.device) for name, array in self.arrays.items() if name != "values"}
+        return self._with(**{**others, "values": values})
 
     def _converted(self, target: type[Matrix], index_dtype: torch.dtype | None, layout: dict[str, Any]) -> Matrix:
         known = {name: value for name, value in self.layout.items() if name in target.LAYOUT}
@@ -335,8 +343,7 @@ class SparseMatrix(Operand, ABC):
 
     def to_device(self, device: torch.device | str) -> Self:
         """The matrix with its arrays on `device`; itself if they are there."""
-        device = torch.device(device)
-        return self if self.device == device else self._with(**{k: v.to(device) for k, v in self.arrays.items()})
+        return self.to(device=device)
 
     def with_values(self, values: Tensor) -> Self:
         """The same pattern with other values.
@@ -366,7 +373,7 @@ class SparseMatrix(Operand, ABC):
     # -- arithmetic
 
     def __matmul__(self, dense: Tensor) -> Tensor:
-        """S @ dense, for (columns,), (columns, n) or (…, columns, n); with a batch, matrix by matrix.
+        """S @ dense, for (columns,), (columns, n) or (…, columns, n); batches broadcast as in `torch.matmul`.
 
         Sums are float32 (float64 for float64), rounded once; gradients flow to `dense` and to `values`. A
         `SparseTensor` keeps what its later products need, and is the faster where there are many; in a graph that
@@ -379,7 +386,7 @@ class SparseMatrix(Operand, ABC):
         return products.product(self, dense, False)
 
     def __rmatmul__(self, dense: Tensor) -> Tensor:
-        """dense @ S, for (…, rows); with a batch (rows,), (n, rows) or (batch, n, rows). As `S @ dense`."""
+        """dense @ S, for (rows,) or (…, n, rows). As `S @ dense`."""
         return products.product(self, dense, True)
 
     @classmethod
@@ -574,14 +581,30 @@ class SparseMatrix(Operand, ABC):
         return type(self)(*{**self.arrays, **changed}.values(), shape=self.shape)
 
 
-def _device(name: Any) -> torch.device:
-    """The device of this name.
+def target_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[type[SparseMatrix] | None, tuple[Any, ...]]:
+    """The format that `to` was called with; or None, and what `torch.Tensor.to` takes.
 
     Raises:
-        FormatError: there is none.
+        FormatError: the arguments are for neither.
     """
+    target = args[0] if args else None
+    kind = FORMATS.get(target.upper()) if isinstance(target, str) else target
+    if isinstance(kind, type) and issubclass(kind, SparseMatrix):
+        if len(args) > 1:
+            raise FormatError(f"{args[1:]} stand behind {kind.__name__}: name them, such as block=(16, 16)")
+        return kind, ()
+    if isinstance(target, SparseMatrix):
+        return None, (target.values, *args[1:])
+    device = kwargs.get("device", target)
+    if (target is None and len(args) == 1) or not isinstance(device, torch.dtype | Tensor | None):
+        _check_device(device)
+    return None, args
+
+
+def _check_device(name: Any) -> None:
+    """Raise FormatError unless there is a device of this name."""
     try:
-        return torch.device(name)
+        torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise FormatError(
             f"{name!r} is no format ({', '.join(FORMATS)}), no dtype and no device: give one of these"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import FormatError
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.bsr import BSR
 from sparsecomp.formats.csr import CSR
@@ -82,7 +83,7 @@ class Estimate:
     """What a matrix takes in a format.
 
     Attributes:
-        format: the class.
+        format: the class; None for a dense tensor.
         layout: block, or n and m.
         nbytes: of the arrays.
         moved: bytes that a product moves.
@@ -90,7 +91,7 @@ class Estimate:
         why: what of the matrix decides it.
     """
 
-    format: type[SparseMatrix]
+    format: type[SparseMatrix] | None
     layout: dict[str, Any]
     nbytes: int
     moved: int
@@ -99,22 +100,29 @@ class Estimate:
 
     def __str__(self) -> str:
         layout = "".join(f" {name} {value}" for name, value in self.layout.items())
-        return f"{self.format.__name__}{layout}: {self.nbytes} bytes stored, {self.moved} moved; {self.why}"
+        return f"{self.name}{layout}: {self.nbytes} bytes stored, {self.moved} moved; {self.why}"
+
+    @property
+    def name(self) -> str:
+        """Of the format."""
+        return "dense" if self.format is None else self.format.__name__
 
 
 @dataclass(frozen=True)
 class BestFormat:
-    """The format that moves the fewest bytes of those at least half full: ``matrix.to(best.format, **best.layout)``.
+    """The format that moves the fewest bytes of those at least half full, or none.
+
+    ``matrix.to(best.format, **best.layout)``, unless ``best.format`` is None: then keep the matrix dense.
 
     Attributes:
-        format: the class.
+        format: the class; None where the dense tensor takes no more bytes than the best of them.
         layout: block, or n and m.
         reasons: for the choice, and against what was not tried.
-        estimates: of every format that was tried, the best first, those with more filler than elements last.
+        estimates: of every format that was tried, the choice first, those with more filler than elements last.
         statistics: of the matrix.
     """
 
-    format: type[SparseMatrix]
+    format: type[SparseMatrix] | None
     layout: dict[str, Any]
     reasons: tuple[str, ...]
     estimates: tuple[Estimate, ...]
@@ -131,38 +139,47 @@ def best(matrix: SparseMatrix | Tensor, columns: int = 64) -> BestFormat:
 
     Args:
         matrix: in any format, or dense.
+        columns: of the product, 1 or more.
 
     Raises:
-        FormatError: a tensor that is no matrix.
+        FormatError: no matrix, one on the meta device, or a number of columns that is none.
     """
     matrix = matrix if isinstance(matrix, SparseMatrix) else CSR.from_torch(matrix)
+    if matrix.values.is_meta:
+        raise FormatError(f"{matrix!r} has no numbers to look at: give one on another device")
+    if type(columns) is not int or columns < 1:
+        raise FormatError(f"columns is {columns!r}, needs an int of 1 or more")
     row, col, _, _ = matrix._triplets()
-    row, col, (rows, cols) = row.long(), col.long(), matrix.shape
+    row, col, (_, cols) = row.long(), col.long(), matrix.shape
     groups = [m for m in GROUPS if m <= cols]
     blocks = [side for side in BLOCKS if side <= min(matrix.shape)]
     tried = [_estimate(matrix, form, columns) for form in forms(row, col, matrix.shape, blocks, groups)]
-    first, *others = sorted(tried, key=lambda one: (one.full < FULL, one.moved))
-    reasons = [f"{first.format.__name__}: {first.why}"]
-    if others:
-        next_one = others[0]
-        how = f"moves {next_one.moved / max(first.moved, 1):.2f} times as much"
-        if next_one.full < FULL:
-            how = f"is {next_one.full:.1%} full and would multiply more filler than elements"
-        reasons.append(f"the next, {next_one.format.__name__}, {how}")
+    tried.sort(key=lambda one: (one.full < FULL, one.moved))
+    dense = _whole(matrix, row.numel(), columns)
+    if tried[0].nbytes >= dense.nbytes:
+        tried.insert(0, dense)
+    first, *others = tried
+    reasons = [f"{first.name}: {first.why}", *(_behind(first, one) for one in others[:1])]
     held = [one.layout["m"] for one in tried if one.format is NM]
     reasons += [_not_grouped(m, _most_in_a_group(row, col, cols, m)) for m in groups if m not in held]
-    dense = rows * cols * matrix.dtype.itemsize
-    if first.nbytes >= dense:
-        reasons.append(f"dense it is {dense} bytes, no more than in any format: keep it dense")
-    return BestFormat(first.format, first.layout, tuple(reasons), (first, *others), matrix.statistics())
+    return BestFormat(first.format, first.layout, tuple(reasons), tuple(tried), matrix.statistics())
 
 
 def _not_grouped(m: int, most: int) -> str:
     return f"no N:{m}: " + (f"a group of {m} columns holds {most}" if most else "nothing is stored")
 
 
+def _behind(first: Estimate, other: Estimate) -> str:
+    """Why the second best is not the best."""
+    if first.format is None:
+        return f"the best format, {other.name}, stores {other.nbytes / max(first.nbytes, 1):.2f} times as much"
+    if other.full < FULL:
+        return f"the next, {other.name}, is {other.full:.1%} full and would multiply more filler than elements"
+    return f"the next, {other.name}, moves {other.moved / max(first.moved, 1):.2f} times as much"
+
+
 def _estimate(matrix: SparseMatrix, form: Form, columns: int) -> Estimate:
-    (rows, cols), (height, width), size = matrix.shape, form.block, matrix.dtype.itemsize
+    (rows, cols), (height, width) = matrix.shape, form.block
     entries = int(form.counts.sum())
     if form.format is NM:
         # positions in a group are bytes; a kernel's tile fetches all columns
@@ -173,7 +190,22 @@ def _estimate(matrix: SparseMatrix, form: Form, columns: int) -> Estimate:
         index_bytes = (entries + form.counts.numel() + 1) * index_dtype_for(rows, cols, values).itemsize
         share = f"{entries} elements, {entries / max(rows * cols, 1):.1%} of the matrix"
         why = f"{entries} blocks of {height}x{width}" if form.format.BLOCKS else share
+    return _counted(matrix, form.format, form.format.layout_of(form.block), values, index_bytes, fetched, columns,
+                    form.full, why)  # fmt: skip
+
+
+def _whole(matrix: SparseMatrix, nnz: int, columns: int) -> Estimate:
+    rows, cols = matrix.shape
+    why = "keep it dense, which stores no more bytes than any format"
+    fetched = -(-rows // _TILE) * cols
+    return _counted(matrix, None, {}, rows * cols, 0, fetched, columns, nnz / max(rows * cols, 1), why)
+
+
+def _counted(
+    matrix: SparseMatrix, format: type[SparseMatrix] | None, layout: dict[str, Any], values: int, index_bytes: int,
+    fetched: int, columns: int, full: float, why: str,
+) -> Estimate:  # fmt: skip
+    size = matrix.dtype.itemsize
     nbytes = values * size * (1 if matrix.batch is None else matrix.batch) + index_bytes
-    moved = nbytes + (fetched + rows) * columns * size
-    layout = form.format.layout_of(form.block)
-    return Estimate(form.format, layout, nbytes, moved, form.full, f"{why}, {form.full:.1%} full")
+    moved = nbytes + (fetched + matrix.shape[0]) * columns * size
+    return Estimate(format, layout, nbytes, moved, full, f"{why}, {full:.1%} full")

@@ -85,7 +85,7 @@ class _Blocks(Compressed):
         cls, elements: Triplets, index_dtype: torch.dtype | None, at_least: torch.dtype, **layout: Any
     ) -> Self:
         row, col, values, shape = elements
-        height, width = block = _check_block(layout["block"])
+        height, width = block = check_block(layout["block"])
         line, column = row.div(height, rounding_mode="floor"), col.div(width, rounding_mode="floor")
         majors, minors = (line, column) if cls.MAJOR == 0 else (column, line)
         n_minors = -(-shape[1 - cls.MAJOR] // block[1 - cls.MAJOR])
@@ -174,7 +174,7 @@ class BCSC(_Blocks, ByColumn):
 BSR.TWIN, BCSC.TWIN = BCSC, BSR
 
 
-def _check_block(block: Any) -> tuple[int, int]:
+def check_block(block: Any) -> tuple[int, int]:
     """`block` as (height, width).
 
     Raises:

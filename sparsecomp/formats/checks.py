@@ -55,8 +55,8 @@ def check_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 def check_threshold(threshold: float) -> None:
     """Raise FormatError unless `threshold` is a number of 0 or more."""
-    if not threshold >= 0:
-        raise FormatError(f"threshold is {threshold}, needs a number of 0 or more")
+    if not isinstance(threshold, int | float | Tensor) or not threshold >= 0:
+        raise FormatError(f"threshold is {threshold!r}, needs a number of 0 or more")
 
 
 def check_tensor(name: str, value: Any) -> None:

@@ -78,13 +78,43 @@ def _operator(left: Any, right: Any) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Any) -> Tensor:
+    if weight.batch is not None:
+        raise FormatError(f"linear takes one matrix as its weight, not {weight!r}: use torch.matmul(x, weight.mT)")
     return product(weight, x, True, transpose=True)
 
 
+def check_dimensions(name: str, left: Any, right: Any) -> None:
+    """Raise FormatError where torch's `mm`, `mv` or `bmm` does not take operands of these dimensions."""
+    given = tuple(_sizes(operand) for operand in (left, right))
+    needed = _DIMENSIONS[name]
+    if tuple(map(len, given)) != needed or (name == "bmm" and given[0][0] != given[1][0]):
+        raise FormatError(
+            f"{name} takes operands of {needed[0]} and {needed[1]} dimensions and one batch, not of {given[0]} and "
+            f"{given[1]}: use torch.matmul, which broadcasts"
+        )
+
+
+def _sizes(operand: Any) -> tuple[int, ...]:
+    """Sizes of a tensor or a matrix, with its batch."""
+    batch = getattr(operand, "batch", None)
+    return (*(() if batch is None else (batch,)), *getattr(operand, "shape", ()))
+
+
+_DIMENSIONS = {"mm": (2, 2), "mv": (2, 1), "bmm": (3, 3)}
+
+
+def _mm(left: Any, right: Any) -> Tensor:
+    check_dimensions("mm", left, right)
+    return _matmul(left, right)
+
+
+def _mv(left: Any, right: Any) -> Tensor:
+    check_dimensions("mv", left, right)
+    return _matmul(left, right)
+
+
 def _bmm(left: Any, right: Any) -> Tensor:
-    for operand in (left, right):
-        if isinstance(operand, Tensor) and operand.dim() != 3:
-            raise FormatError(f"bmm takes a dense tensor of 3 dimensions, not {tuple(operand.shape)}: use @")
+    check_dimensions("bmm", left, right)
     return _matmul(left, right)
 
 
@@ -102,10 +132,11 @@ def _times(one: Any, other: Any) -> Any:
 
 
 _FUNCTIONS: dict[Any, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys((torch.matmul, torch.mm, Tensor.mm, torch.mv, Tensor.mv), _matmul),
+    torch.matmul: _matmul,
     **dict.fromkeys((Tensor.matmul, Tensor.__matmul__), _operator),
-    torch.bmm: _bmm,
-    Tensor.bmm: _bmm,
+    **dict.fromkeys((torch.mm, Tensor.mm), _mm),
+    **dict.fromkeys((torch.mv, Tensor.mv), _mv),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
     F.linear: _linear,
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), _sum),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _difference),

@@ -34,7 +34,7 @@ def of_dense(dense: Tensor, threshold: float) -> Triplets:
         threshold: at 0, both 0.0 and -0.0 are left out.
 
     Raises:
-        FormatError: wrong dtype or dimensions, a negative threshold.
+        FormatError: wrong dtype or dimensions, a negative threshold, the meta device.
     """
     mask = kept(dense, threshold)
     row, col = mask.nonzero(as_tuple=True)
@@ -45,6 +45,8 @@ def kept(dense: Tensor, threshold: float) -> Tensor:
     """Where `of_dense` keeps an element: bool (rows, columns)."""
     check_values("dense", dense, 2)
     check_threshold(threshold)
+    if dense.is_meta:
+        raise FormatError("dense is on the meta device, which has no numbers to look at: give a tensor of another one")
     mask = ~(dense.abs() <= threshold)
     return mask.any(0) if mask.dim() == 3 else mask
 

@@ -2,7 +2,7 @@
 
 When a neuron is traced through, the analysis finds its spikes by structure. When it stays one opaque node (a leaf
 module of `torch.fx.symbolic_trace`, a graph break in a library), this registry says what comes out. Classes are
-registered by name, so that no library has to be imported; `sparsecomp.snn` holds the tables of the known ones.
+registered by name, so that no library has to be imported; the modules beside this one know those of libraries.
 
     @register_neuron(domain=binary())
     class MyLIF(nn.Module): ...
@@ -18,7 +18,7 @@ from torch import nn
 
 from sparsecomp.errors import InputError
 from sparsecomp.reference.facts import SparsityFact
-from sparsecomp.snn import TABLES
+from sparsecomp.snn import norse, sinabs, snntorch, spikingjelly
 from sparsecomp.snn.spec import NeuronSpec, NotASource
 
 __all__ = ["Verdict", "domain_of", "inspect", "is_neuron", "register_neuron"]
@@ -27,8 +27,8 @@ Domain: TypeAlias = SparsityFact | NotASource | Callable[[Any], SparsityFact | N
 NeuronClass = TypeVar("NeuronClass", bound=type[nn.Module])
 
 _SPECS: dict[str, NeuronSpec] = {}
-for _table in TABLES:
-    _SPECS.update(_table)
+for _library in (spikingjelly, snntorch, norse, sinabs):
+    _SPECS.update(_library.NEURONS)
 
 _HARMLESS_OVERRIDES = frozenset({
     "__init__", "__repr__", "__setattr__", "__getattr__", "__delattr__", "__deepcopy__", "__dir__",
@@ -97,7 +97,9 @@ def register_neuron(
 
     Args:
         target: the class, or its name as users import it (`package.Class` also covers `package.module.Class`).
-        domain: what its spikes obey: a fact, `NotASource(reason)`, or a function of the module that gives either.
+        domain: what its spikes obey: a fact, such as `sparsecomp.snn.binary()` or `integers(lo, hi)`,
+            `NotASource(reason)`, or a function of the module that gives either. It is believed: a wrong one gives wrong
+            results.
         returns_tuple: the spikes are item 0 of a tuple; or a function of the module that says so.
         writes_input: the module writes to its input tensor.
 
@@ -105,7 +107,7 @@ def register_neuron(
         InputError: `domain` is none of these, or `target` is neither a class nor a name.
     """
     if not isinstance(domain, SparsityFact | NotASource) and not callable(domain):
-        raise InputError(f"domain is {domain!r}: give a fact such as binary(), NotASource(reason), or a function")
+        raise InputError(f"domain is {domain!r}: give one of sparsecomp.snn, such as binary(), or a function")
     if not (target is None or isinstance(target, str | type)):
         raise InputError(f"target is {target!r}: give a class or its name")
     spec = NeuronSpec(domain, returns_tuple, writes_input)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
+from sparsecomp.formats.products import check_dimensions
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.ops.sparse.rows import sparse_rows
 from sparsecomp.tensor.by_values import flipped, product_by_values, rows_by_values
@@ -38,7 +39,7 @@ def _linear(cls: type, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return _product(weight, input, bias, None, True, "column", 1.0)
 
 
-@_handles(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+@_handles(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _matmul(cls: type, input: Tensor, other: Tensor) -> Tensor:
     if isinstance(input, cls) and isinstance(other, cls):
         raise SparseOperatorError("a product of two SparseTensors is not supported: make one dense by to_dense()")
@@ -49,8 +50,15 @@ def _matmul(cls: type, input: Tensor, other: Tensor) -> Tensor:
     return _product(input, other, None, None, False, "column", 1.0)
 
 
+@_handles(torch.mm, Tensor.mm)
+def _mm(cls: type, input: Tensor, mat2: Tensor) -> Tensor:
+    check_dimensions("mm", input, mat2)
+    return _matmul(cls, input, mat2)
+
+
 @_handles(torch.mv, Tensor.mv)
 def _mv(cls: type, input: Tensor, vec: Tensor) -> Tensor:
+    check_dimensions("mv", input, vec)
     with torch.autocast("cpu", enabled=False):  # torch's does not know mv, though it does on a GPU
         return _matmul(cls, input, vec)
 
@@ -163,6 +171,11 @@ def _set_grad(cls: type, tensor: Any, grad: Any) -> None:
 def _product(
     sparse: Tensor, dense: Tensor, bias: Tensor | None, residual: Tensor | None, linear: bool, axis: str, scale: float
 ) -> Tensor:
+    if dense.layout is not torch.strided or not dense.dim():
+        raise SparseOperatorError(
+            f"a SparseTensor multiplies with dense tensors of one dimension or more, not with {tuple(dense.shape)} of "
+            f"layout {dense.layout}: make it dense by to_dense(), or write * for a number"
+        )
     if _compat.inside_forward_mode():
         return product_by_values(sparse, dense, bias, residual, linear, axis, scale)
     dense, sparse = autocast(dense, sparse)

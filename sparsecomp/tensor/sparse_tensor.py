@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import CSR, SparseMatrix
-from sparsecomp.formats.base import FORMATS
+from sparsecomp.formats.base import FORMATS, target_of
 from sparsecomp.formats.files import Stored
 from sparsecomp.ops.sparse.matmul import to_dense
 from sparsecomp.reference.patterns import Layout
@@ -100,12 +100,11 @@ class SparseTensor(Tensor):
                 format is a new leaf.
 
         Raises:
-            FormatError: the matrix does not fit the format.
+            FormatError: the matrix does not fit the format, or the arguments are for neither.
             SparseOperatorError: it takes a gradient, which no change of format passes on.
         """
-        given = args[0] if args else None
-        kind = FORMATS.get(given.upper()) if isinstance(given, str) else given
-        if not (isinstance(kind, type) and issubclass(kind, SparseMatrix)):
+        kind, args = target_of(args, kwargs)
+        if kind is None:
             return cast(SparseTensor, super().to(*args, **kwargs))
         if self.requires_grad and torch.is_grad_enabled():
             raise SparseOperatorError(f"{self!r} takes a gradient, which no change of format passes on: detach() first")

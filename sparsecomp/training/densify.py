@@ -1,26 +1,30 @@
 """The way out: sparse and resurrectable layers become torch's own again, with torch's keys in their state."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from sparsecomp.errors import MaskError
+from sparsecomp.errors import FormatError, MaskError
 from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
 from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention
 from sparsecomp.nn.masked.masked_weight import Mode
 from sparsecomp.nn.sparse.embedding import SparseEmbedding
 from sparsecomp.nn.sparse.linear import SparseLinear
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
-from sparsecomp.training.replacement import refresh_pruned, refuse_hooks, replace_layers
+from sparsecomp.training.replacement import check_model, obstacle, refresh_pruned, replace_layers, told
 
 
 def densify(model: nn.Module) -> nn.Module:
     """Replace a model's sparse and RESU layers by torch's own, in place.
 
     What was pruned is zero in the dense weights. Parameters of RESU layers and all biases stay the same objects, so
-    that optimizers stay valid; the weights of sparse layers are new parameters.
+    that optimizers stay valid; the weights of sparse layers are new parameters. Hooks around forward and backward and
+    what was added to a layer (attributes, parameters, buffers, modules) go over to its replacement; a layer of which
+    something would be lost, such as a forward of its own, stays, and a warning says why.
 
     Args:
         model: with layers of `sparsecomp.nn`; one without any is returned as it is.
@@ -29,23 +33,34 @@ def densify(model: nn.Module) -> nn.Module:
         The model, or its replacement where it is itself such a layer; its `state_dict` has the keys of the plain model.
 
     Raises:
-        MaskError: a layer is in its RESU phase, or has hooks that its replacement would lose. The model is unchanged.
+        InputError: `model` is no module.
+        MaskError: a layer is in its RESU phase. The model is unchanged.
+        FormatError: a sparse layer is on the meta device. The model is unchanged.
     """
+    check_model(model)
     modules = dict(model.named_modules())
     layers = {
         name: one for name, one in modules.items() if parametrize.type_before_parametrizations(one) in _PLAIN
     }
-    refuse_hooks(layers)
     for name, layer in layers.items():
         if getattr(layer, "mode", None) is Mode.RESU:
             raise MaskError(f"{name or 'the layer'} is in its RESU phase: commit it first, by RESUCycle or commit_")
-    return replace_layers(model, {layer: _plain(layer) for layer in layers.values()})
+        if isinstance(layer, StoredWeight) and layer.indices.is_meta:
+            raise FormatError(f"{name or 'the layer'} is on the meta device, which has no numbers: load it elsewhere")
+    kept = {name: why for name, layer in layers.items() if (why := obstacle(layer, _kind(layer)))}
+    if kept:
+        warnings.warn(f"densify leaves layers as they are: {told(kept)}", stacklevel=2)
+    with torch.inference_mode(False), torch.no_grad():
+        return replace_layers(model, {layer: _plain(layer) for name, layer in layers.items() if name not in kept})
+
+
+def _kind(layer: nn.Module) -> type[nn.Module]:
+    return _PLAIN[parametrize.type_before_parametrizations(layer)][0]
 
 
 def _plain(layer: nn.Module) -> nn.Module:
     refresh_pruned(layer)
-    plain = _PLAIN[parametrize.type_before_parametrizations(layer)](layer)
-    return plain.train(layer.training)
+    return _PLAIN[parametrize.type_before_parametrizations(layer)][1](layer)
 
 
 def _linear(layer: SparseLinear) -> nn.Linear:
@@ -97,10 +112,11 @@ def _resu_attention(layer: RESUMultiheadAttention) -> nn.Module:
     return _settled(layer, plain)
 
 
-_PLAIN: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
-    SparseLinear: _linear,
-    SparseEmbedding: _embedding,
-    RESULinear: _resu_linear,
-    RESUConv2d: _resu_conv2d,
-    RESUMultiheadAttention: _resu_attention,
+_PLAIN: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Any], nn.Module]]] = {
+    SparseLinear: (nn.Linear, _linear),
+    SparseEmbedding: (nn.Embedding, _embedding),
+    RESULinear: (nn.Linear, _resu_linear),
+    RESUConv2d: (nn.Conv2d, _resu_conv2d),
+    RESUMultiheadAttention: (nn.MultiheadAttention, _resu_attention),
 }
+"""What each becomes, and how."""

@@ -2,18 +2,19 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from sparsecomp.errors import FormatError, MaskError
+from sparsecomp.errors import FormatError, InputError, MaskError
 from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
 from sparsecomp.nn.masked.layers import RESULinear
 from sparsecomp.nn.sparse.linear import SparseLinear
 from sparsecomp.training.pruning.calibration import Statistics, TokenMask, calibrate
 from sparsecomp.training.pruning.configs import Config
-from sparsecomp.training.replacement import refuse_hooks, replace_layers
+from sparsecomp.training.replacement import check_model, obstacle, replace_layers, told
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -32,11 +33,17 @@ def sparsify(
 ) -> nn.Module:
     """Prune a model's linear layers and store their weights sparse, in place.
 
+    Hooks around forward and backward, and what was added to a layer (attributes, parameters, buffers, modules), go over
+    to its replacement, with its bias; the gradient and the hooks of its old weight do not. Handles remove hooks from
+    both, but where torch pruned the layer from the old one only. A layer of which something would be lost, such as a
+    forward of its own, and one that is sparse already stay as they are, and a warning says so.
+
     Args:
         model: whose `nn.Linear` and RESU linear layers are replaced by `sparsecomp.nn.SparseLinear`; its own layers
             are left unchanged. Layers of an `nn.MultiheadAttention` stay.
         config: `Unstructured(0.9)`, `NM(2, 4)`, `Block(16, 0.8)` or `FromMask()`, for masks and zeros that are there.
-        filter: of a layer and its name in the model, whether to take it; all by default.
+        filter: of a layer (one that is sparse already, too) and its name in the model, whether to take it: True or
+            False. All by default.
         batches: inputs of the model, for pruners that rank by what reaches a layer (wanda, sparsegpt).
         forward: runs the model on one of them; by default `model(batch)`.
         token_mask: of a batch, a bool tensor that is False at padding.
@@ -45,18 +52,29 @@ def sparsify(
         The model, or its replacement where it is itself such a layer.
 
     Raises:
-        MaskError: no layer is taken, a taken layer shares its weight with another or has hooks, which would be lost,
-            the pruner needs batches, or a layer's weight cannot be ranked. The model is unchanged.
-        FormatError: a layer's sizes do not fit the config. The model is unchanged.
+        InputError: `model` is no module, or `filter` or `batches` not what they should be.
+        MaskError: no layer is taken, a taken layer shares its weight with another, the pruner needs batches, or a
+            layer's weight cannot be ranked. The model is unchanged.
+        FormatError: a layer's sizes do not fit the config, or it is on the meta device. The model is unchanged.
     """
+    check_model(model)
     if isinstance(config, type) or not isinstance(config, Config):
         raise MaskError(
             f"config is {config!r}: give one such as Unstructured(0.9), NM(2, 4), Block(16, 0.8) or FromMask()"
         )
-    layers = _layers(model, filter)
+    layers, kept = _layers(model, filter)
     _check_unshared(model, layers)
-    refuse_hooks(layers)
     statistics = _statistics(model, layers, config, batches, forward or model, token_mask)
+    with torch.inference_mode(False), torch.no_grad():
+        found = _sparse(layers, config, statistics)
+    kept |= {} if found else dict.fromkeys(layers, f"dense by {config}")
+    if kept:
+        warnings.warn(f"sparsify leaves layers as they are: {told(kept)}", stacklevel=2)
+    return replace_layers(model, found)
+
+
+def _sparse(layers: Mapping[str, nn.Linear], config: Config, statistics: Statistics) -> dict[nn.Module, nn.Module]:
+    """Sparse layers by what they are to replace, without those that the config leaves dense."""
     found: dict[nn.Module, nn.Module] = {}
     for name, layer in layers.items():
         try:
@@ -66,23 +84,45 @@ def sparsify(
         if matrix is not None and isinstance(getattr(layer, "bias_mask", None), Tensor):
             warnings.warn(
                 f"the mask of {name or 'the layer'}'s bias is applied once, here: in training its zeros move",
-                stacklevel=2,
+                stacklevel=3,
             )
         if matrix is not None:
-            found[layer] = SparseLinear(matrix, bias_of(layer), is_trained(layer)).train(layer.training)
-    return replace_layers(model, found)
+            found[layer] = SparseLinear(matrix, bias_of(layer), is_trained(layer))
+    return found
 
 
-def _layers(model: nn.Module, filter: Filter | None) -> dict[str, nn.Linear]:
-    layers = {
-        name: layer for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and parametrize.type_before_parametrizations(layer) in _TAKEN
-    }  # fmt: skip
-    taken = {name: layer for name, layer in layers.items() if filter is None or filter(layer, name)}
-    if not taken:
-        names = ", ".join(list(layers)[:5]) or "none at all"
-        raise MaskError(f"no linear layer is taken; the model's are {names}: see named_modules() and the filter")
-    return taken
+def _layers(model: nn.Module, filter: Filter | None) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """What is to be made sparse, and why others that the filter takes are not, by their names."""
+    if not (filter is None or callable(filter)):
+        raise InputError(f"filter is {filter!r}, needs a function of a layer and its name")
+    linear = {name: one for name, one in model.named_modules() if _is_linear(one)}
+    sparse = {name: one for name, one in model.named_modules() if isinstance(one, SparseLinear)}
+    layers = {name: layer for name, layer in linear.items() if _is_chosen(filter, layer, name)}
+    done = {name: _DONE for name, layer in sparse.items() if _is_chosen(filter, layer, name)}
+    if not layers and not done:
+        names = ", ".join(list(linear)[:5]) or "none at all"
+        if not sparse:
+            raise MaskError(f"no linear layer is taken; the model's are {names}: see named_modules() and the filter")
+        done = dict.fromkeys(sparse, _DONE)
+    kept = {name: why for name, layer in layers.items() if (why := obstacle(layer, SparseLinear))}
+    for name, layer in layers.items():
+        if layer.weight.is_meta:
+            raise FormatError(f"{name or 'the layer'} is on the meta device, which has no numbers: load it elsewhere")
+    return {name: cast(nn.Linear, one) for name, one in layers.items() if name not in kept}, done | kept
+
+
+_DONE = "sparse already, and pruned anew only after densify(model)"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and parametrize.type_before_parametrizations(module) in _TAKEN
+
+
+def _is_chosen(filter: Filter | None, layer: nn.Module, name: str) -> bool:
+    chosen = filter is None or filter(layer, name)
+    if not isinstance(chosen, bool):
+        raise InputError(f"filter gave {chosen!r} for {name!r}, needs True or False: write bool(…) around it")
+    return chosen
 
 
 def _check_unshared(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
@@ -109,6 +149,8 @@ def _statistics(
     if batches is None:
         raise MaskError(f"{type(pruner).__name__} ranks by what reaches a layer: give batches=, inputs of the model")
     weights: dict[str, Tensor] = {name: layer.weight for name, layer in layers.items()}
+    if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        raise InputError(f"batches is a {type(batches).__name__}, needs inputs of the model, one after another")
     statistics = calibrate(model, batches, forward, token_mask, pruner.products, weights)
     unseen = sorted(weights.keys() - statistics.keys())
     if unseen:

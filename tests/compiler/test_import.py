@@ -38,7 +38,7 @@ print(name := {name!r}, name in dir(sparsecomp), not inspect.ismodule(getattr(sp
     assert _python(code) == f"{name} True True"
 
 
-@pytest.mark.parametrize("name", ["cache", "formats", "nn", "ops", "passes", "runtime"])
+@pytest.mark.parametrize("name", ["cache", "formats", "nn", "ops", "passes", "runtime", "snn"])
 def test_packages_load_on_use(name):
     code = f"""
 import sys, sparsecomp

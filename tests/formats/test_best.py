@@ -53,7 +53,32 @@ def test_no_format_is_chosen_that_is_mostly_filler():
 def test_it_says_what_does_not_fit_and_when_dense_is_smaller():
     found = formats.best(torch.rand(33, 65) + 1)
     assert any("no N:4: a group of 4 columns holds 4" in reason for reason in found.reasons)
-    assert found.reasons[-1].endswith("keep it dense")
+    assert found.format is None and found.layout == {} and found.reasons[0].startswith("dense: keep it dense")
+    assert str(found).startswith(f"dense: {33 * 65 * 4} bytes stored")
+    assert found.estimates[1].format is not None and all(one.nbytes >= 33 * 65 * 4 for one in found.estimates)
     assert formats.best(torch.eye(3).double()).format is CSR  # smaller than any block
     with pytest.raises(FormatError, match="dimensions"):
         formats.best(torch.ones(3))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.5, 0.6, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_matrix_stays_dense_where_scipys_csr_is_no_smaller(share, dtype):
+    """An element takes its value and a column of four bytes; scattered ones leave no block and no group to anything."""
+    dense = scattered(share).to(dtype)
+    found, theirs = formats.best(dense), CSR.from_dense(dense.float()).to_scipy()
+    stored = theirs.nnz * (dtype.itemsize + 4) + theirs.indptr.nbytes
+    assert (found.format is None) == (stored >= dense.nbytes)
+
+
+def test_what_is_no_matrix_or_no_number_of_columns():
+    matrix = CSR.from_dense(torch.eye(8))
+    for given, columns, message in (
+        (matrix, 0, "columns is 0"), (matrix, "many", "columns is 'many'"), (matrix, True, "columns"),
+        (matrix.to("meta"), 64, "no numbers"), (torch.ones(2, 2, device="meta"), 64, "meta device"),
+        ([[1.0]], 64, "list"), (None, 64, "NoneType"), (torch.ones(2, 2).long(), 64, "int64"),
+    ):  # fmt: skip
+        with pytest.raises(FormatError, match=message):
+            formats.best(given, columns)
+    with pytest.raises(FormatError, match="None is no format"):
+        matrix.to(formats.best(torch.ones(8, 8)).format)

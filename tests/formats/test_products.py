@@ -112,6 +112,87 @@ def test_a_batch_multiplies_matrix_by_matrix(kind, backend):
         close(x @ batch, x @ dense)
 
 
+LEADING = ((), (3,), (1,), (5, 3), (5, 1), (0, 3), (2, 1, 3), (2,), (3, 2))
+"""Axes before a dense operand's last two; the last two cases fit no batch of 3."""
+
+
+def outcome(product, *operands):
+    """The product; or what kind of error it is, which is one of ours for a matrix."""
+    try:
+        return product(*operands)
+    except (RuntimeError, FormatError) as error:
+        return type(error)
+
+
+def operands_of(kind, batch):
+    """A matrix, or several, and its dense form: leaves of their gradients, with the places that are stored."""
+    dense = torch.stack([dense_of() * (number + 1) for number in range(batch or 1)])
+    matrix = stack([matrix_of(kind, one) for one in dense])
+    matrix = matrix if batch else matrix.unbatch()[0]
+    values, whole = matrix.values.clone().requires_grad_(), (dense if batch else dense[0]).requires_grad_()
+    stored = matrix.with_values(torch.ones_like(values)).to_dense() != 0
+    return matrix.with_values(values), values, whole, stored
+
+
+@EVERY
+@pytest.mark.parametrize("batch", [None, 1, 3])
+def test_batches_broadcast_as_in_torch(kind, batch):
+    matrix, values, whole, stored = operands_of(kind, batch)
+    for leading in LEADING:
+        for shape, product in (((10, 4), operator.matmul), ((4, 7), lambda s, x: x @ s)):
+            x, exact = (torch.randn(*leading, *shape, dtype=torch.float64) for _ in range(2))
+            exact.copy_(x)
+            found = outcome(product, matrix, x.requires_grad_())
+            wanted = outcome(product, whole, exact.requires_grad_())
+            if wanted is RuntimeError:
+                assert found is FormatError and batch == 3 and leading[-1] == 2
+                continue
+            close(found, wanted)
+            by_values, by_x = torch.autograd.grad(found.sin().sum(), (values, x))
+            by_whole, by_exact = torch.autograd.grad(wanted.sin().sum(), (whole, exact))
+            close(by_x, by_exact)
+            close(matrix.with_values(by_values).to_dense(), by_whole * stored)
+
+
+@pytest.mark.parametrize("batch", [3, None])
+@pytest.mark.parametrize(("backend", "kind"), [*(("aot_eager", kind) for kind in KINDS), ("sparsecomp", CSR)])
+def test_batches_broadcast_in_compiled_code(kind, batch, backend):
+    torch._dynamo.reset()
+    matrix, values, whole, stored = operands_of(kind, batch)
+
+    def products(matrix, right, left):
+        found = [torch.matmul(matrix, x) for x in right] + [torch.matmul(x, matrix) for x in left]
+        return torch.stack([one.square().sum() for one in found])
+
+    right, left = ([torch.randn(*leading, *shape, dtype=torch.float64).requires_grad_() for leading in LEADING[:5]]
+                   for shape in ((10, 4), (4, 7)))  # fmt: skip
+    found = torch.compile(products, backend=backend, fullgraph=True)(matrix, right, left)
+    wanted = products(whole, right, left)
+    close(found, wanted)
+    by_values, *by_many = torch.autograd.grad(found.sum(), (values, *right, *left))
+    by_whole, *by_exact = torch.autograd.grad(wanted.sum(), (whole, *right, *left))
+    for one, other in zip(by_many, by_exact, strict=True):
+        close(one, other)
+    close(matrix.with_values(by_values).to_dense(), by_whole * stored)
+
+
+@EVERY
+def test_what_torch_refuses_of_its_stricter_products(kind):
+    matrix, tensor = matrix_of(kind, dense_of()), SparseTensor(matrix_of(kind, dense_of()))
+    batch = stack([matrix, matrix])
+    for one, dense in ((matrix, dense_of()), (tensor, dense_of()), (batch, torch.stack([dense_of()] * 2))):
+        for product in (torch.mm, torch.mv, torch.bmm, lambda s, x: F.linear(x.mT if x.dim() > 1 else x, s)):
+            for shape in ((10,), (10, 4), (2, 10, 4), (1, 10, 4), (3, 10, 4), ()):
+                if product is torch.bmm and one is tensor:
+                    continue
+                x = torch.ones(shape).double()
+                found, wanted = outcome(product, one, x), outcome(product, dense, x)
+                if isinstance(wanted, Tensor):
+                    close(found, wanted)
+                else:
+                    assert found is FormatError or found is SparseOperatorError, (product, shape)
+
+
 @EVERY
 def test_gradients_reach_the_values(kind):
     dense = dense_of()
@@ -160,20 +241,48 @@ def test_rows_are_sliced(kind):
 
 
 @EVERY
-def test_to_a_device_a_dtype_or_a_format_by_name(kind):
+@pytest.mark.parametrize("of", [lambda matrix: matrix, SparseTensor], ids=["matrix", "tensor"])
+def test_to_takes_what_torch_takes_or_a_format(kind, of):
+    matrix = of(matrix_of(kind, dense_of()))
+    for args, kwargs in (
+        ((), {}), (("cpu",), {}), ((torch.float64,), {}), ((torch.device("cpu"),), {}), ((dense_of(),), {}),
+        ((matrix,), {}), ((), {"device": "cpu", "dtype": torch.float64}), (("cpu", torch.float64, True), {}),
+        ((torch.float64,), {"non_blocking": True}),
+    ):  # fmt: skip
+        assert matrix.to(*args, **kwargs) is matrix
+    half = CSR.from_dense(torch.ones(1, 1).half())
+    for args, kwargs in (
+        ((torch.float16,), {}), (("cpu", torch.float16), {}), ((half,), {}), ((SparseTensor(half),), {}),
+        ((torch.ones(2).half(),), {}), ((None, torch.float16), {}), ((), {"dtype": torch.float16, "device": "cpu"}),
+        ((torch.device("cpu"),), {"dtype": torch.float16}),
+    ):  # fmt: skip
+        found = matrix.to(*args, **kwargs)
+        assert type(found) is type(matrix) and found.dtype is torch.float16
+        assert torch.equal(found.to_dense(), dense_of().half())
+    copied = matrix.to("cpu", copy=True)
+    assert copied is not matrix and torch.equal(copied.to_dense(), dense_of())
+    moved = matrix.to("meta", torch.float16)
+    assert moved.device.type == "meta" and moved.dtype is torch.float16
+    assert matrix.to("csr").to_dense().equal(dense_of())
+    for target in ("bsr", BSR):
+        blocks = matrix.to(target, block=(2, 2))
+        assert torch.equal(blocks.to_dense(), dense_of()) and "BSR" in repr(blocks)
+    for wrong in ("csx", 3.5, None, [], object()):
+        with pytest.raises(FormatError, match="no format"):
+            matrix.to(wrong)
+    with pytest.raises(FormatError, match="name them"):
+        matrix.to("bsr", (2, 2))
+    with pytest.raises(FormatError, match="no format"):
+        matrix.to(device="csx")
+
+
+@EVERY
+def test_a_matrix_goes_to_no_other_dtype(kind):
     matrix = matrix_of(kind, dense_of())
-    assert all(matrix.to(same) is matrix for same in ("cpu", torch.float64, torch.device("cpu"), kind))
-    assert matrix.to("meta").device.type == "meta"
-    half = matrix.to(torch.float16)
-    assert half.dtype is torch.float16 and torch.equal(half.to_dense(), dense_of().half())
-    assert type(matrix.to("csr")) is CSR and matrix.to("csr").allclose(matrix)
-    blocks = matrix.to("bsr", block=(2, 2))
-    assert isinstance(blocks, BSR) and blocks.block == (2, 2)
-    for target, message in (("csx", "no format"), (torch.int32, "int32"), (3.5, "no format")):
+    assert matrix.to(kind) is matrix and type(matrix.to("csr")) is CSR
+    for args, kwargs, message in (((torch.int32,), {}, "int32"), (("cpu",), {"block": (2, 2)}, "neither for a format")):
         with pytest.raises(FormatError, match=message):
-            matrix.to(target)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    with pytest.raises(FormatError, match="mean nothing"):
-        matrix.to("cpu", block=(2, 2))
+            matrix.to(*args, **kwargs)
 
 
 def test_what_is_stored_is_what_scipy_stores():

@@ -10,6 +10,7 @@ import torch
 from fact_checker import check, check_values
 from torch import fx, nn
 
+from sparsecomp.errors import InputError
 from sparsecomp.reference.facts import binary, integers
 from sparsecomp.snn import norse as norse_table
 from sparsecomp.snn import sinabs as sinabs_table
@@ -333,6 +334,71 @@ def test_registering_by_name_and_not_a_source() -> None:
     register_neuron(f"{__name__}.{Later.__qualname__}", domain=NotASource("analog"))
     assert is_neuron(Later()) and inspect(Later()).reason == "analog"
     assert not is_neuron(nn.ReLU()) and domain_of(nn.ReLU()) is None
+
+
+class Opaque(nn.Module):
+    """Levels below its input, up to a highest one, by a way that no graph shows."""
+
+    highest = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        levels, noise = torch.zeros_like(x), torch.rand(x.shape, generator=torch.Generator().manual_seed(0))
+        for level in range(self.highest):
+            levels[x > 0.1 + 0.1 * level + 0.01 * noise] = level + 1.0
+        return levels
+
+
+class Counting(Opaque):
+    highest = 3
+
+
+class ByName(Opaque):
+    pass
+
+
+class ByFunction(Counting):
+    pass
+
+
+class NotNegative(Opaque):
+    pass
+
+
+class Analog(Opaque):
+    pass
+
+
+def test_a_users_own_neuron_is_rewritten_by_public_names_alone() -> None:
+    import sparsecomp
+    from sparsecomp import snn
+
+    assert snn.register_neuron is sparsecomp.register_neuron and sparsecomp.snn is snn
+    snn.register_neuron(Counting, domain=snn.integers(0, 3))
+    snn.register_neuron(f"{__name__}.ByName", domain=snn.binary())
+    snn.register_neuron(ByFunction, domain=lambda module: snn.integers(0, module.highest))
+    snn.register_neuron(NotNegative, domain=snn.interval(0, None))
+    snn.register_neuron(Analog, domain=snn.NotASource("gives a membrane"))
+    x = torch.randn(2, 4, 6, 6)
+    for neuron in (Opaque, Counting, ByName, ByFunction, NotNegative, Analog):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(4, 8, 3), neuron(), nn.Conv2d(8, 8, 3)).eval()
+        with torch.no_grad():
+            optimized = sparsecomp.optimize(model, x, implementation="binary")
+            spikes = model[1](model[0](x))
+            wanted = nn.functional.conv2d(spikes.double(), model[2].weight.double(), model[2].bias.double())
+            assert spikes.max() == neuron.highest
+            torch.testing.assert_close(optimized(x).double(), wanted, rtol=1e-5, atol=1e-5)
+        whole_numbers = neuron in (Counting, ByName, ByFunction)
+        assert [site.module for site in optimized.report.rewritten] == (["2"] if whole_numbers else [])
+
+
+def test_a_domain_that_is_none_is_refused() -> None:
+    for domain in (None, 1, "binary", (0, 1)):
+        with pytest.raises(InputError, match="give one of sparsecomp.snn"):
+            register_neuron(Opaque, domain=domain)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    for target in (3, Opaque()):
+        with pytest.raises(InputError, match="give a class or its name"):
+            register_neuron(target, domain=binary())  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def test_no_library_is_imported() -> None:

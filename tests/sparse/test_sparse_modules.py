@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from sparsecomp import SparseTensor, ops
+from sparsecomp import SparseTensor, ops, optimize
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear
@@ -505,3 +505,39 @@ def test_sizes_that_no_block_has_are_refused(kind, layout):
 def test_a_bias_has_a_number_for_each_row(size):
     with pytest.raises(FormatError, match=r"needs \(4,\)"):
         SparseLinear(CSR.from_dense(torch.eye(4)), torch.ones(size))
+
+
+# -- torch.fx
+
+
+def test_a_sparse_layer_is_one_node_for_torch_fx_as_a_dense_one_is():
+    model = nn.Sequential(SparseEmbedding(CSR.from_dense(torch.eye(6))), layer_of(cols=6).float(), nn.Tanh())
+    index = torch.tensor([[0, 3], [5, 5]])
+    graph = torch.fx.symbolic_trace(model)
+    assert [(node.op, str(node.target)) for node in graph.graph.nodes] == [
+        ("placeholder", "input"), *(("call_module", name) for name in "012"), ("output", "output")
+    ]  # fmt: skip
+    for change in (lambda: None, lambda: model[1].load_state_dict(layer_of(seed=5, cols=6).float().state_dict())):
+        change()
+        assert torch.equal(graph(index), model(index))
+    graph(index).sum().backward()
+    found, model[1].values.grad = model[1].values.grad, None
+    model(index).sum().backward()
+    assert torch.equal(found, model[1].values.grad)
+
+
+def test_a_sparse_layer_that_torch_fx_cannot_take_as_one_node_says_why():
+    hooked = nn.Sequential(layer_of())
+    hooked[0].register_forward_hook(lambda *_: None)
+    for model in (hooked, layer_of()):
+        with pytest.raises(SparseOperatorError, match="one node"):
+            torch.fx.symbolic_trace(model)
+
+
+def test_optimize_says_that_sparse_layers_are_rewritten_by_compiling():
+    model, x = nn.Sequential(layer_of().float(), nn.ReLU()), torch.randn(3, 8)
+    with torch.no_grad():
+        optimized = optimize(model, x)
+        torch.testing.assert_close(optimized(x), model(x))
+    assert "0 is a sparse layer" in optimized.report.capture and "Proxy" not in optimized.report.capture
+    assert len(optimized.report.sites) == 1

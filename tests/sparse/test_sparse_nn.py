@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import swa_utils
 
-from sparsecomp import SparseTensor, optimize
-from sparsecomp.errors import FormatError
+from sparsecomp import SparseTensor, load_state_dict, optimize
+from sparsecomp.errors import CheckpointError, FormatError, InputError, MaskError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
-from sparsecomp.nn import SparseEmbedding, SparseLinear
+from sparsecomp.nn import SparseEmbedding, SparseLinear, wrap_module
 
 pytestmark = pytest.mark.quick_cases(3)
 
@@ -558,15 +558,91 @@ def test_a_strict_pattern_refuses_another(format):
     state = {name[2:]: value for name, value in other.state_dict().items() if name.startswith("0.")}
     sizes = rf"values \({state['values'].shape[0]}.*the layer's are values \({one[0].values.shape[0]}"
     with pytest.raises(FormatError, match=sizes):
-        one[0].load_state_dict(state, strict_pattern=True)
+        load_state_dict(one[0], state, strict_pattern=True)
     one[0].strict_pattern = True
-    with pytest.raises(FormatError, match="strict"):
-        one.load_state_dict(other.state_dict())
-    assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
-    one.load_state_dict({**before, "0.values": before["0.values"] * 2})
-    one[0].load_state_dict(state, strict_pattern=False)
+    for load in (lambda state: one.load_state_dict(state), lambda state: load_state_dict(one, state)):
+        with pytest.raises(FormatError, match="strict"):
+            load(other.state_dict())
+        assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
+        load({**before, "0.values": before["0.values"] * 2})
+        assert torch.equal(one[0].values, before["0.values"] * 2)
+        load(before)
+    one[0].strict_pattern = False
+    load_state_dict(one[0], state)
     x = torch.randn(3, 8)
-    assert one[0].strict_pattern and torch.equal(one[0](x), other[0](x))
+    assert torch.equal(one[0](x), other[0](x))
+
+
+def deep(seed: int) -> nn.Sequential:
+    """Sparse, plain, sparse and resurrectable layers."""
+    last = SparseLinear.from_linear(nn.Linear(4, 8), sparsity=0.5)
+    model = nn.Sequential(build(seed), nn.BatchNorm1d(2), nn.Linear(2, 4), last, wrap_module(nn.Linear(8, 3)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.copy_(torch.randn(one.shape, generator=generator))
+    mask = torch.rand(3, 8, generator=generator) < 0.5
+    cast(Any, model[4]).masked.prune_(model[4].weight, mask)
+    return model.eval()
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], type[Exception], str]] = {
+    "another pattern": (lambda state: state, {"strict_pattern": True}, FormatError, "pattern is strict"),
+    "another shape of the last sparse layer": (
+        lambda state: state | {"3.indices": state["3.indices"] + 4}, {}, FormatError, "no CSR matrix"
+    ),
+    "a mask": (lambda state: state | {"4.masked.mask.mask": torch.full((3, 8), 2)}, {}, MaskError, "other than 0"),
+    "another size": (lambda state: state | {"2.bias": torch.ones(3)}, {}, CheckpointError, r"2.bias has shape \(3,"),
+    "no tensor": (lambda state: state | {"2.bias": 3}, {}, CheckpointError, "2.bias is a int"),
+    "too little": (
+        lambda state: {name: one for name, one in state.items() if name != "2.bias"}, {}, CheckpointError,
+        "lacks 2.bias",
+    ),
+    "too much": (lambda state: state | {"5.bias": torch.ones(3)}, {}, CheckpointError, "no place for 5.bias"),
+    "no state": (lambda state: [*state], {}, InputError, "state is a list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_whole_model_refuses_before_it_takes_anything(fault):
+    model, other = deep(0), deep(1)
+    change, how, error, message = REFUSED[fault]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        load_state_dict(model, change(dict(other.state_dict())), **how)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("how", [{}, {"assign": True}, {"strict": False}])
+def test_a_whole_model_takes_what_another_had(how):
+    model, other, x = deep(0), deep(1), torch.randn(3, 8)
+    found = load_state_dict(model, other.state_dict(), **how)
+    assert not found.missing_keys and not found.unexpected_keys and torch.equal(model(x), other(x))
+    load_state_dict(model, other.state_dict(), strict_pattern=True, **how)
+    part = {name: value * 0 for name, value in other.state_dict().items() if name == "2.bias"}
+    assert load_state_dict(model, part | {"more": torch.ones(1)}, strict=False).unexpected_keys == ["more"]
+    assert model[2].bias.eq(0).all()
+    stored = ("3.values", "3.pointers", "3.indices")
+    plain = {name: value for name, value in other.state_dict().items() if name not in stored}
+    weight, stored = torch.randn(8, 4), mask_of(model[3])
+    load_state_dict(model, plain | {"3.weight": weight})
+    assert torch.equal(dense_of(model[3]), weight * stored)
+
+
+def test_names_that_compiling_adds_do_not_count():
+    x = torch.randn(3, 8)
+    wrap = lambda model: torch.compile(model, backend="eager")  # noqa: E731
+    for save, load in ((wrap, lambda model: model), (lambda model: model, wrap), (wrap, wrap)):
+        model, other = deep(0), deep(1)
+        state, target = save(other).state_dict(), load(model)
+        assert not load_state_dict(target, state).missing_keys and torch.equal(model(x), other(x))
+    inner, other = deep(0), deep(1)
+    inner[0] = wrap(inner[0])
+    load_state_dict(inner, other.state_dict())
+    assert torch.equal(inner(x), other(x))
+    back = deep(2)
+    load_state_dict(back, inner.state_dict())
+    assert torch.equal(back(x), other(x))
 
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing_and_names_both_sizes():

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,7 +10,8 @@ from torch.nn.utils import parametrize, prune
 
 import sparsecomp
 from sparsecomp import NM, Block, FromMask, SparseGPT, Unstructured, Wanda, densify, sparsify
-from sparsecomp.errors import FormatError, MaskError
+from sparsecomp.errors import FormatError, InputError, MaskError
+from sparsecomp.formats import BSR, CSR
 from sparsecomp.nn import RESULinear, SparseEmbedding, SparseLinear, wrap_module
 
 
@@ -165,12 +167,6 @@ def _tied() -> nn.Module:
     return model
 
 
-def _hooked() -> nn.Module:
-    model = _net()
-    model[0].register_forward_hook(lambda *_: None)
-    return model
-
-
 def _resurrecting() -> nn.Module:
     model = wrap_module(_net())
     layer = model[0]
@@ -191,7 +187,6 @@ def _with_nan() -> nn.Module:
     ("make", "config", "error", "says"),
     [
         (_tied, Unstructured(0.5), MaskError, "shares its weight with 0"),
-        (_hooked, Unstructured(0.5), MaskError, "has hooks"),
         (_resurrecting, FromMask(), MaskError, "0: .*commit it first"),
         (_with_nan, Unstructured(0.5), MaskError, "2: .*NaN"),
         (_net, Unstructured(0.5, by=Wanda()), MaskError, "give batches="),
@@ -199,6 +194,8 @@ def _with_nan() -> nn.Module:
         (lambda: nn.Sequential(nn.ReLU()), Unstructured(0.5), MaskError, "no linear layer"),
         (_net, Unstructured, MaskError, "give one such as"),
         (_net, 0.9, MaskError, "give one such as"),
+        (lambda: _net().to("meta"), Unstructured(0.5), FormatError, "0 is on the meta device"),
+        (lambda: _net().to("meta"), FromMask(), FormatError, "0 is on the meta device"),
     ],
 )  # fmt: skip
 def test_bad_input_changes_nothing(make, config, error, says) -> None:
@@ -220,15 +217,37 @@ def test_densify_refuses_a_resu_phase() -> None:
     "make",
     [
         lambda: Unstructured(1.0), lambda: Unstructured(-0.1), lambda: Unstructured(0.5, by="best"),
-        lambda: NM(5, 4), lambda: NM(0, 4), lambda: Block(16, 1.5), lambda: SparseGPT(damping=0.0),
-        lambda: Unstructured("0.5"), lambda: Unstructured(None), lambda: Unstructured(0.5, by=3),
-        lambda: Unstructured(0.5, by=SparseGPT), lambda: NM("2", 4), lambda: NM(2.0, 4), lambda: Block(16, "a"),
-        lambda: FromMask("a"), lambda: FromMask(7), lambda: FromMask(float("nan")), lambda: SparseGPT(damping="a"),
+        lambda: Unstructured(1.5), lambda: Unstructured("0.5"), lambda: Unstructured(None), lambda: Unstructured(True),
+        lambda: Unstructured(float("nan")), lambda: Unstructured(0.5, by=Wanda), lambda: Unstructured(0.5, by=3),
+        lambda: Unstructured(0.5, format="csr"), lambda: Unstructured(0.5, format=BSR), lambda: NM(5, 4),
+        lambda: NM(0, 4), lambda: NM(2.0, 4), lambda: NM("2", "4"), lambda: NM(-1, 4), lambda: Block(16, 1.5),
+        lambda: Block(0, 0.5), lambda: Block((16,), 0.5), lambda: Block("16", 0.5), lambda: Block((4, -4), 0.5),
+        lambda: Block(16, 0.5, format=CSR), lambda: FromMask(1.5), lambda: FromMask("half"),
+        lambda: FromMask(format=None), lambda: SparseGPT(damping=0.0), lambda: SparseGPT(damping="much"),
     ],
 )  # fmt: skip
 def test_configs_are_checked_when_made(make) -> None:
-    with pytest.raises((MaskError, FormatError)):
+    assert Unstructured(np.float32(0.5)).matrix(nn.Linear(4, 4), ()).nnz == 8
+    with pytest.raises((MaskError, FormatError), match="give|needs|must"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: sparsify([nn.Linear(4, 4)], Unstructured(0.5)), "model is a list"),
+        (lambda: sparsify(None, Unstructured(0.5)), "model is a NoneType"),
+        (lambda: densify(torch.ones(2, 2)), "model is a Tensor"),
+        (lambda: sparsecomp.load_state_dict(_net().state_dict(), {}), "model is a OrderedDict"),
+        (lambda: sparsify(_net(), Unstructured(0.5), filter="0"), "filter is '0'"),
+        (lambda: sparsify(_net(), Unstructured(0.5), filter=lambda layer, name: None), "filter gave None for '0'"),
+        (lambda: sparsify(_net(), Unstructured(0.5), filter=lambda layer, name: layer.weight.sum() > 0), "gave tensor"),
+        (lambda: sparsify(_net(), Unstructured(0.5, by="wanda"), batches=3), "batches is a int"),
+    ],
+)  # fmt: skip
+def test_what_is_no_model_filter_or_batches_is_named(call, says) -> None:
+    with pytest.raises(InputError, match=says):
+        call()
 
 
 def test_a_sparse_model_trains_and_compiles_as_its_dense_form() -> None:
@@ -276,3 +295,193 @@ def test_a_frozen_bias_stays_frozen_and_its_lost_mask_is_told() -> None:
     with pytest.warns(UserWarning, match="bias is applied once"):
         sparsify(model, FromMask())
     assert not model[0].bias.requires_grad and model[0].values.requires_grad
+
+
+# -- what users added to a layer
+
+
+class _Calls:
+    """Hooks of every kind that a layer's call runs, and what they saw."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.seen: list[str] = []
+        self.handles = [
+            layer.register_forward_pre_hook(self._pre, with_kwargs=True),
+            layer.register_forward_hook(self._post),
+            layer.register_forward_hook(lambda *_: self.seen.append("always"), always_call=True),
+            layer.register_full_backward_pre_hook(lambda *_: self.seen.append("before backward")),
+            layer.register_full_backward_hook(lambda *_: self.seen.append("backward")),
+        ]
+
+    def _pre(self, layer, args, kwargs):
+        self.seen.append(type(layer).__name__)
+        return (args[0] + 1,), kwargs
+
+    def _post(self, layer, args, out):
+        return out * layer.gain + layer.shift
+
+
+def _extended(layer: nn.Module) -> _Calls:
+    layer.gain = nn.Parameter(torch.tensor(3.0))
+    layer.register_buffer("shift", torch.tensor(0.5))
+    layer.register_buffer("passing", torch.tensor(1.0), persistent=False)
+    layer.inner = nn.Dropout().eval()
+    layer.note, layer._quiet = "first", [1]
+    return _Calls(layer)
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_hooks_and_what_was_added_go_over_to_the_replacement_and_back(pruned) -> None:
+    model = _net()
+    if pruned:
+        prune.l1_unstructured(model[0], "weight", 0.75)
+    calls, old = _extended(model[0]), model[0]
+    x = torch.randn(5, 32, requires_grad=True)
+
+    def check(kind: str) -> None:
+        layer = model[0]
+        assert (layer.gain, layer.shift, layer.passing, layer.inner) == (old.gain, old.shift, old.passing, old.inner)
+        assert layer.note == "first" and layer._quiet is old._quiet and not layer.inner.training
+        assert "0.gain" in dict(model.named_parameters()) and "0.shift" in model.state_dict()
+        assert "0.passing" not in model.state_dict()
+        weight = layer.weight.detach()
+        dense = weight if type(layer) is nn.Linear else weight.to_dense()
+        calls.seen.clear()
+        out = layer(x)
+        torch.testing.assert_close(out, nn.functional.linear(x + 1, dense, layer.bias) * 3 + 0.5)
+        out.sum().backward()
+        assert calls.seen == [kind, "always", "before backward", "backward"]
+
+    sparsify(model, FromMask() if pruned else Unstructured(0.75))
+    check("SparseLinear")
+    densify(model)
+    check("Linear")
+    for handle in calls.handles:
+        handle.remove()
+    calls.seen.clear()
+    model(x)
+    # handles reach the layer that torch pruned, not its replacement
+    assert calls.seen == (["Linear", "always"] if pruned else [])
+
+
+def _own_forward(layer: nn.Module) -> None:
+    layer.forward = lambda x: x
+
+
+def _state_hook(layer: nn.Module) -> None:
+    layer.register_state_dict_post_hook(lambda *_: None)
+
+
+def _load_hook(layer: nn.Module) -> None:
+    layer.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+def _named_as_ours(layer: nn.Module) -> None:
+    layer.register_buffer("pointers" if type(layer) is nn.Linear else "weight_scale", torch.ones(1))
+    layer.extra_repr = layer.extra_repr
+
+
+def _other_parametrization(layer: nn.Module) -> None:
+    layer.gain = nn.Parameter(torch.ones(2))
+    parametrize.register_parametrization(layer, "gain", nn.Identity())
+
+
+def _old_weight_norm(layer: nn.Module) -> None:
+    nn.utils.weight_norm(layer, "weight" if isinstance(layer, nn.Linear) else "values", dim=None)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_own_forward, "its own forward"), (_state_hook, "hooks on its state"), (_load_hook, "hooks on its state"),
+        (_named_as_ours, "its own extra_repr"), (_other_parametrization, "parametrizations of gain"),
+        (_old_weight_norm, "a hook that computes its (weight|values)"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_would_lose_something_stays_and_the_warning_says_why(change, says) -> None:
+    model = _net()
+    change(model[2])
+    kept = model[2]
+    with pytest.warns(UserWarning, match=f"sparsify leaves layers as they are: 2 .{says}"):
+        sparsify(model, Unstructured(0.5))
+    assert model[2] is kept and type(model[0]) is SparseLinear
+    change(model[0])
+    kept = model[0]
+    with pytest.warns(UserWarning, match=f"densify leaves layers as they are: 0 .{says}"):
+        densify(model)
+    assert model[0] is kept
+
+
+def test_layers_of_resu_keep_what_was_added() -> None:
+    model = wrap_module(_net())
+    calls = _extended(model[0])
+    model[0].masked.prune_(model[0].weight, torch.rand_like(model[0].weight) < 0.3)
+    x = torch.randn(5, 32)
+    expected = model(x)
+    for make, kind in ((lambda: sparsify(model, FromMask()), "SparseLinear"), (lambda: densify(model), "Linear")):
+        make()
+        calls.seen.clear()
+        torch.testing.assert_close(model(x), expected)
+        assert calls.seen == [kind, "always"] and model[0].note == "first"
+    plain = densify(wrap_module(nn.Sequential(nn.Conv2d(2, 2, 1), nn.MultiheadAttention(4, 2))))
+    assert not hasattr(plain[0], "masked") and not hasattr(plain[1], "masked")
+
+
+def test_layers_that_are_sparse_already_are_told_of() -> None:
+    model = sparsify(_net(), Unstructured(0.5))
+    modules, values = list(model.modules()), model[0].values.clone()
+    with pytest.warns(UserWarning, match="0, 2 .sparse already, .*densify"):
+        assert sparsify(model, Unstructured(0.9)) is model
+    assert list(model.modules()) == modules and torch.equal(model[0].values, values)
+    with pytest.warns(UserWarning, match="0, 2 .sparse already"):  # where the filter knows no other than plain layers
+        sparsify(model, Unstructured(0.9), filter=lambda layer, name: isinstance(layer, nn.Linear))
+    alone = sparsify(nn.Linear(8, 8), Unstructured(0.5))
+    with pytest.warns(UserWarning, match="the model .sparse already"):
+        assert sparsify(alone, Unstructured(0.5)) is alone
+
+
+@pytest.mark.filterwarnings("error")
+def test_layers_are_made_sparse_one_after_another() -> None:
+    model = sparsify(_net(), Unstructured(0.5), filter=lambda layer, name: name == "0")
+    sparsify(model, Unstructured(0.5), filter=lambda layer, name: name == "2")
+    assert type(model[0]) is type(model[2]) is SparseLinear
+    assert densify(densify(model)) is model
+
+
+def test_a_config_that_takes_nothing_says_so() -> None:
+    model = _net()
+    with pytest.warns(UserWarning, match=r"0, 2 .dense by FromMask\(least=0.5"):
+        sparsify(model, FromMask())
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("config", [Unstructured(0.5), NM(2, 4), Unstructured(0.5, by="wanda"), Block(4, 0.5)])
+def test_in_inference_mode_the_layers_learn_afterwards(config) -> None:
+    model, x = _net(), torch.randn(5, 32)
+    with torch.inference_mode():
+        sparsify(model, config, batches=[torch.randn(5, 32)])
+        inside = model(x)
+    assert not any(one.is_inference() for one in (*model.parameters(), *model.buffers()))
+    model(x).sum().backward()
+    assert model[0].values.grad is not None
+    with torch.inference_mode():
+        densify(model)
+    assert not any(one.is_inference() for one in model.parameters())
+    torch.testing.assert_close(model(x), inside)
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_densify_needs_numbers() -> None:
+    model = sparsify(_net(), Unstructured(0.5)).to("meta")
+    with pytest.raises(FormatError, match="0 is on the meta device"):
+        densify(model)
+    assert type(model[0]) is SparseLinear
+
+
+def test_replacing_layers_draws_no_random_numbers() -> None:
+    model = wrap_module(nn.Sequential(nn.Linear(8, 8), nn.Conv2d(2, 2, 1), nn.MultiheadAttention(4, 2)))
+    state = torch.get_rng_state()
+    densify(sparsify(model, Unstructured(0.5), filter=lambda layer, name: name == "0"))
+    assert torch.equal(torch.get_rng_state(), state)

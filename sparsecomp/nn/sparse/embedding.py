@@ -1,9 +1,9 @@
 """An embedding with a sparse table."""
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, SparseMatrix
@@ -63,6 +63,8 @@ class SparseEmbedding(StoredWeight):
 
     def forward(self, index: Tensor) -> Tensor:
         """Integers of any shape to (…, columns)."""
+        if isinstance(index, fx.Proxy):
+            return cast(Tensor, self._as_node(index))
         return stored_rows(index, self.values, self._own(), self._layout, self._reach())
 
     def _reach(self) -> int:

@@ -1,8 +1,8 @@
 """A linear layer with a sparse weight."""
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, SparseMatrix
@@ -72,6 +72,8 @@ class SparseLinear(StoredWeight):
         there. A compiled layer that the report calls dense promises that for finite inputs only, unless
         precision='exact' is asked for.
         """
+        if isinstance(x, fx.Proxy):
+            return cast(Tensor, self._as_node(x))
         return sparse_linear(
             x, self.values, self._pattern(), self._written, transpose=self._by_columns, bias=self.bias
         )  # fmt: skip

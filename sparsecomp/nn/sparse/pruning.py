@@ -1,5 +1,6 @@
 """From a dense weight to the matrix that a sparse layer keeps of it."""
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BCSC, BSR, NM, SparseMatrix
+from sparsecomp.formats.bsr import check_block
 from sparsecomp.nn.masked.existing_mask import has_mask, weight_and_mask
 from sparsecomp.reference.selection import select_top
 
@@ -52,8 +54,10 @@ def pruned(
             "give mask= or sparsity=, one of them; N:M takes mask= or nothing, since n and m say the rest, and a layer "
             "that torch.nn.utils.prune, a parametrization or RESU masks needs neither"
         )
-    if sparsity is not None and (format is NM or not 0 <= sparsity <= 1):
-        raise FormatError(f"sparsity is {sparsity} for {format.__name__}, needs 0 to 1; N:M's is 1 - n/m: leave it out")
+    if sparsity is not None and (format is NM or not isinstance(sparsity, Real) or not 0 <= sparsity <= 1):
+        raise FormatError(
+            f"sparsity is {sparsity!r} for {format.__name__}, needs 0 to 1; N:M's is 1 - n/m: leave it out"
+        )
     format._check_layout(layout)
     format.from_dense(weight[:0], **layout)  # refuses sizes that no block and no group has
     if mask is None:
@@ -71,8 +75,7 @@ def _largest(weight: Tensor, sparsity: float, layout: dict[str, Any]) -> Tensor:
     """True for the largest elements, or for blocks of the largest norm."""
     if "block" not in layout:
         return _top(weight.abs(), sparsity)
-    block = layout["block"]
-    height, width = (block, block) if isinstance(block, int) else block
+    height, width = check_block(layout["block"])
     rows, cols = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -cols % width, 0, -rows % height))
     norms = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width).square().sum((1, 3))

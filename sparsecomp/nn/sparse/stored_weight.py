@@ -5,14 +5,14 @@ gradient scalers, data parallelism, checkpoints, shared memory and compiled grap
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from sparsecomp import _compat
 from sparsecomp.environment import Settings
-from sparsecomp.errors import FormatError
+from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import SparseMatrix
 from sparsecomp.ops.sparse.checked_transpose import checked_transpose
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored
@@ -36,7 +36,8 @@ class StoredWeight(nn.Module):
         transposed_pointers, transposed_indices, transposed_order: buffers that follow from those and are in no
             checkpoint; None where no product needs them.
         format: name of the class in `sparsecomp.formats`.
-        strict_pattern: whether a checkpoint of another pattern is refused; False unless set.
+        strict_pattern: whether a checkpoint of another pattern is refused; False unless set. For a whole model, and so
+            that a refusal changes nothing of it: `sparsecomp.load_state_dict`.
 
     Raises:
         FormatError: the weight is a batch or no sparse matrix.
@@ -121,6 +122,11 @@ class StoredWeight(nn.Module):
         """The weight as a tensor on the same memory, to look at or to multiply with; gradients flow to `values`."""
         return view_of(self.values, self._own() + self._kept_transposed(), self.format, self._written)
 
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the parameter and buffers whose sizes are those of the pattern."""
+        return ("values", *self._names)
+
     def _own(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._names]
 
@@ -142,6 +148,20 @@ class StoredWeight(nn.Module):
             return self._own()
         return self._own() + self._kept_transposed()
 
+    def _as_node(self, x: fx.Proxy) -> fx.Proxy:
+        """The call as one node of the graph that `torch.fx` traces, which is what it makes of torch's own layers.
+
+        Raises:
+            SparseOperatorError: the layer has hooks, or is traced alone.
+        """
+        path = cast(fx.Tracer, x.tracer).path_of_module(self)
+        if not path or _compat.hooks_of(self):
+            raise SparseOperatorError(
+                "torch.fx traces a sparse layer as one node: not one that is the whole model, nor one with hooks, "
+                "which would run in tracing too. Trace a module that holds it by a Tracer whose is_leaf_module knows it"
+            )
+        return x.tracer.create_proxy("call_module", path, (x,), {})
+
     # -- parametrizations
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -150,55 +170,54 @@ class StoredWeight(nn.Module):
 
     # -- checkpoints
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, *,
-        strict_pattern: bool | None = None,
-    ) -> Any:  # fmt: skip
-        """`torch.nn.Module.load_state_dict`, which takes the checkpoint's pattern with its values.
-
-        A dense checkpoint, which has a plain `weight`, loads by the layer's pattern: what that stores is taken.
-
-        Args:
-            strict_pattern: refuse a checkpoint of another pattern; by default the layer's own `strict_pattern`, which
-                is what counts where the layer is part of a model.
-
-        Raises:
-            FormatError: the checkpoint does not fit; nothing was changed.
-        """
-        kept = self.strict_pattern
-        self.strict_pattern = kept if strict_pattern is None else strict_pattern
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        finally:
-            self.strict_pattern = kept
-
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: Any
     ) -> None:
-        """Take values and pattern of a checkpoint, whatever pattern the layer had; one of version 0.1 has a `weight`.
+        """Take values and pattern of a checkpoint, whatever pattern the layer had.
 
         Raises:
-            FormatError: the checkpoint's weight is no matrix of this format and shape, or not of the layer's pattern
-                where that is strict. The layer is as it was.
+            FormatError: as `read_state`. The layer is as it was.
         """
-        weight = state_dict.get(f"{prefix}weight")
-        if weight is not None:
-            if f"{prefix}values" in state_dict:
-                raise FormatError("the checkpoint has both weight and values: leave one out")
-            state_dict = {key: value for key, value in state_dict.items() if key != f"{prefix}weight"}
-            state_dict |= {f"{prefix}{name}": array for name, array in self._state_of(weight).items()}
-        names = ("values", *self._names)
-        given = {name: found for name in names if (found := state_dict.get(f"{prefix}{name}")) is not None}
-        # before anything of the layer changes
-        if not all(isinstance(one, Tensor) for one in given.values()):
-            raise FormatError(f"the checkpoint's {', '.join(given)} must be tensors")
-        pattern = self._pattern_of(given)
-        self._check_others(state_dict, prefix)
-        for name, tensor in given.items():
-            self._make_room(name, tensor, checked=pattern is not None)
+        state_dict, pattern = self.read_state(state_dict, prefix, self.strict_pattern)
+        for name in self.stored_names:
+            if (found := state_dict.get(f"{prefix}{name}")) is not None:
+                self._make_room(name, found, checked=pattern is not None)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if pattern is not None and not self.values.is_meta:
             self._describe(Pattern(self.format, pattern.layout, tuple(self._own())))
+
+    def read_state(
+        self, state: Mapping[str, Any], prefix: str, strict_pattern: bool
+    ) -> tuple[dict[str, Any], Pattern | None]:
+        """A checkpoint with the layer's own names, and the pattern that the layer has with it. Changes nothing.
+
+        A whole `weight` becomes values and index arrays: a dense one by the layer's pattern, of which what that stores
+        is taken, or the SparseTensor of version 0.1.
+
+        Args:
+            state: of a model.
+            prefix: of the layer's names in it.
+            strict_pattern: refuse a checkpoint of another pattern.
+
+        Returns:
+            The checkpoint; and the pattern, None where it gives none or its arrays have no contents.
+
+        Raises:
+            FormatError: the checkpoint's weight is no matrix of this format and shape, or not of the layer's pattern
+                where that is strict.
+        """
+        state = dict(state)
+        weight = state.pop(f"{prefix}weight", None)
+        if weight is not None:
+            if f"{prefix}values" in state:
+                raise FormatError("the checkpoint has both weight and values: leave one out")
+            state |= {f"{prefix}{name}": array for name, array in self._state_of(weight).items()}
+        given = {name: found for name in self.stored_names if (found := state.get(f"{prefix}{name}")) is not None}
+        if not all(isinstance(one, Tensor) for one in given.values()):
+            raise FormatError(f"the checkpoint's {', '.join(given)} must be tensors")
+        pattern = self._pattern_of(given, strict_pattern)
+        self._check_others(state, prefix)
+        return state, pattern
 
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
         """Values and index arrays of a checkpoint that has a whole weight: a SparseTensor, or a dense one."""
@@ -221,14 +240,14 @@ class StoredWeight(nn.Module):
         values = dense_to_stored(weight.detach(), arrays, self._written, self._by_columns)
         return {"values": values, **dict(zip(self._names, arrays, strict=True))}
 
-    def _pattern_of(self, given: dict[str, Tensor]) -> Pattern | None:
+    def _pattern_of(self, given: dict[str, Tensor], strict: bool) -> Pattern | None:
         """The pattern that the layer has with these arrays; None where they have no contents."""
         # values may be missing, being computed by a parametrization; what is there must fit what stays
-        tensors = [given[name] if name in given else getattr(self, name) for name in ("values", *self._names)]
+        tensors = [given[name] if name in given else getattr(self, name) for name in self.stored_names]
         if not given or any(tensor.is_meta for tensor in tensors):
             return None
         sizes = f"{self._sizes(tensors)}, the layer's are {self._sizes([self.values, *self._own()])}"
-        if self.strict_pattern and not all(
+        if strict and not all(
             one.shape == other.shape and torch.equal(one.to(other.device), other)
             for one, other in zip(tensors[1:], self._own(), strict=True)
         ):
@@ -245,7 +264,7 @@ class StoredWeight(nn.Module):
             ) from error
 
     def _sizes(self, tensors: Sequence[Tensor]) -> str:
-        named = zip(("values", *self._names), tensors, strict=True)
+        named = zip(self.stored_names, tensors, strict=True)
         return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named)
 
     def _check_others(self, state_dict: Mapping[str, Any], prefix: str) -> None:

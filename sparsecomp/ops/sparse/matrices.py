@@ -29,12 +29,32 @@ def multiply(matrix: SparseMatrix, dense: Tensor, from_right: bool, transpose: b
     values, arrays, block, shape = matrix.by_rows()
     dense, values = autocast(dense, values)
     layout = Layout(matrix.OPERAND, block, shape)
-    flip, linear = (from_right != matrix.BY_COLUMNS) != transpose, from_right or vector
-    if matrix.batch is not None and linear:
-        right = dense[:, None] if vector else dense.mT
-        found = _product(values, arrays, layout, flip, right, False)
-        return found.squeeze(-1) if vector else found.mT
-    return _product(values, arrays, layout, flip, dense, linear)
+    flip = (from_right != matrix.BY_COLUMNS) != transpose
+    if matrix.batch is None:
+        return _product(values, arrays, layout, flip, dense, from_right or vector)
+    if vector:
+        return _by_matrix(values, arrays, layout, flip, dense[:, None]).squeeze(-1)
+    if from_right:
+        return _by_matrix(values, arrays, layout, flip, dense.mT).mT
+    return _by_matrix(values, arrays, layout, flip, dense)
+
+
+def _by_matrix(
+    values: Tensor, arrays: tuple[Tensor, ...], layout: Layout, transpose: bool, dense: Tensor
+) -> Tensor:
+    """The product of a batch of matrices with (…, k, n), whose leading axes broadcast with the batch."""
+    many = values.shape[0]
+    *leading, last = dense.shape[:-2] or (1,)
+    if many == 1:
+        return _product(values[0], arrays, layout, transpose, dense if dense.dim() > 2 else dense[None], False)
+    if last not in (1, many):
+        raise FormatError(f"dense has shape {tuple(dense.shape)}, the matrix a batch of {many}: they do not broadcast")
+    # what stands before the batch goes beside the columns
+    times, (k, n) = torch.Size(leading).numel(), dense.shape[-2:]
+    beside = dense.reshape(times, last, k, n).permute(1, 2, 0, 3).reshape(last, k, times * n)
+    found = _product(values, arrays, layout, transpose, beside if last == many else beside[0], False)
+    m = found.shape[1]
+    return found.view(many, m, times, n).permute(2, 0, 1, 3).reshape(*leading, many, m, n)
 
 
 def _product(

@@ -1,6 +1,8 @@
 """What `sparsify` makes of each layer: how much of its weight stays, by which pruner, in which format."""
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -8,6 +10,8 @@ from torch import Tensor, nn
 from sparsecomp.errors import MaskError
 from sparsecomp.formats import BSR, CSR, SparseMatrix
 from sparsecomp.formats import NM as NMFormat
+from sparsecomp.formats.base import FORMATS
+from sparsecomp.formats.bsr import check_block
 from sparsecomp.nn.masked.existing_mask import weight_and_mask
 from sparsecomp.nn.sparse.pruning import pruned
 from sparsecomp.training.pruning.pruners import Magnitude, Parts, Pruner, pruner_of
@@ -42,7 +46,8 @@ class Unstructured:
     format: type[SparseMatrix] = CSR
 
     def __post_init__(self) -> None:
-        _check_sparsity(self.sparsity)
+        _check_share("sparsity", self.sparsity, below=1)
+        _check_format(self.format, ())
         pruner_of(self.by)
 
     @property
@@ -72,8 +77,8 @@ class NM:
     by: str | Pruner = "magnitude"
 
     def __post_init__(self) -> None:
-        if not (type(self.n) is type(self.m) is int and 0 < self.n <= self.m):
-            raise MaskError(f"n:m is {self.n!r}:{self.m!r}: give ints, n from 1 to m")
+        if type(self.n) is not int or type(self.m) is not int or not 0 < self.n <= self.m:
+            raise MaskError(f"n:m is {self.n!r}:{self.m!r}: give whole numbers, n from 1 to m, such as NM(2, 4)")
         pruner_of(self.by)
 
     @property
@@ -103,7 +108,9 @@ class Block:
     format: type[SparseMatrix] = BSR
 
     def __post_init__(self) -> None:
-        _check_sparsity(self.sparsity)
+        _check_share("sparsity", self.sparsity, below=1)
+        _check_format(self.format, ("block",))
+        check_block(self.size)
 
     @property
     def pruner(self) -> Pruner:
@@ -128,8 +135,8 @@ class FromMask:
     format: type[SparseMatrix] = CSR
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.least) and 0 <= self.least <= 1):
-            raise MaskError(f"least is {self.least!r}: give a share of zeros from 0 to 1, such as 0.5")
+        _check_share("least", self.least)
+        _check_format(self.format, ())
 
     @property
     def pruner(self) -> Pruner:
@@ -148,11 +155,16 @@ def _stored(weight: Tensor, mask: Tensor, format: type[SparseMatrix], **layout: 
     return pruned(weight, format, mask, None, layout)
 
 
-def _check_sparsity(sparsity: float) -> None:
-    if not (_is_number(sparsity) and 0 <= sparsity < 1):
-        raise MaskError(f"sparsity is {sparsity!r}: give a share from 0 to less than 1, such as 0.9")
+def _check_share(name: str, share: Any, below: float = math.inf) -> None:
+    """Raise MaskError unless it is a number from 0 to 1, and below a bound."""
+    given = float(share) if isinstance(share, Real) and not isinstance(share, bool) else math.nan
+    if not 0 <= given <= 1 or given >= below:
+        least = "less than 1" if below == 1 else "1"
+        raise MaskError(f"{name} is {share!r}: give a share from 0 to {least}, such as 0.9")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
+def _check_format(format: Any, layout: tuple[str, ...]) -> None:
+    """Raise MaskError unless it is a format that needs to be told no more than this layout."""
+    if not (isinstance(format, type) and issubclass(format, SparseMatrix)) or layout != format.LAYOUT:
+        fitting = ", ".join(name for name, kind in FORMATS.items() if layout == kind.LAYOUT)
+        raise MaskError(f"format is {format!r}: give one of sparsecomp.formats that fits the config: {fitting}")

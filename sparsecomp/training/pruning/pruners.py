@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -90,8 +91,8 @@ class SparseGPT:
     products: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.damping, int | float) and self.damping > 0):
-            raise MaskError(f"damping is {self.damping!r}: give a positive number, such as 0.01")
+        if not isinstance(self.damping, Real) or not self.damping > 0:
+            raise MaskError(f"damping is {self.damping!r}: it must be positive, such as 0.01")
 
     def prune(self, weight: Tensor, keep: int, parts: Parts) -> Pruned:
         """See `Pruner`."""
@@ -125,7 +126,7 @@ def pruner_of(by: str | Pruner) -> Pruner:
     """The pruner itself, or the one of that name with its usual settings.
 
     Raises:
-        MaskError: no such name, and no pruner.
+        MaskError: no such name, or no pruner.
     """
     if isinstance(by, Pruner) and not isinstance(by, type):
         return by

@@ -1,0 +1,104 @@
+"""Loading a whole model's state: all of it is checked before anything of the model changes.
+
+torch loads layer after layer, so that the tenth may refuse what nine have taken; and it has no way to tell a layer how
+strict to be about its pattern.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from sparsecomp.errors import CheckpointError, InputError
+from sparsecomp.nn.masked.masked_weight import MaskedWeight
+from sparsecomp.nn.sparse.stored_weight import StoredWeight
+
+
+def load_state_dict(
+    model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False,
+    strict_pattern: bool = False,
+) -> Any:  # fmt: skip
+    """`model.load_state_dict(state, strict, assign)`, which changes nothing where it refuses.
+
+    Sparse layers take the checkpoint's pattern with its values; one that has a dense weight in the checkpoint takes
+    what its own pattern stores. Model and checkpoint may be compiled or not: the names that `torch.compile` adds are
+    left out of account. Names and sizes are compared as they stand in both otherwise: a model whose own hooks rename
+    what they load is loaded by its `load_state_dict`.
+
+    Args:
+        model: any module; a sparse layer alone, too.
+        state: what `state_dict` returned, of this or a dense model.
+        strict: whether names must be the same.
+        assign: keep the checkpoint's tensors instead of copying them.
+        strict_pattern: refuse a checkpoint whose sparse layers store other elements than the model's.
+
+    Returns:
+        Missing and unexpected names, as torch returns them.
+
+    Raises:
+        InputError: `model` is no module, or `state` no mapping.
+        CheckpointError: missing or unexpected names, or a tensor of another size.
+        FormatError: a sparse layer's part is no matrix of the layer's format and shape, or of another pattern where
+            that is strict.
+        MaskError: the mask of a RESU layer does not fit.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, needs an nn.Module")
+    if not isinstance(state, Mapping):
+        raise InputError(f"state is a {type(state).__name__}: give what state_dict returned, or torch.load of its file")
+    state = _with_names_of(model, state)
+    read: Mapping[str, Any] = state
+    of_patterns: set[str] = set()
+    for name, part in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        if isinstance(part, StoredWeight):
+            read, _ = part.read_state(read, prefix, strict_pattern or part.strict_pattern)
+            of_patterns |= {f"{prefix}{one}" for one in part.stored_names}
+        elif isinstance(part, MaskedWeight):
+            part.check_state(read, prefix)
+    faults = list(_faults(model.state_dict(), read, strict, of_patterns))
+    if faults:
+        raise CheckpointError(f"{'; '.join(faults)}. Nothing was loaded")
+    return model.load_state_dict(state, strict, assign)
+
+
+def _faults(
+    own: Mapping[str, Any], given: Mapping[str, Any], strict: bool, of_patterns: set[str]
+) -> Iterator[str]:
+    """What torch would refuse: `of_patterns` names tensors whose sizes are checked elsewhere."""
+    for what, names in (("lacks", own.keys() - given.keys()), ("has no place for", given.keys() - own.keys())):
+        if strict and names:
+            subject = "the checkpoint" if what == "lacks" else "the model"
+            yield f"{subject} {what} {', '.join(sorted(names))}: strict=False leaves that out of account"
+    for name in sorted((own.keys() & given.keys()) - of_patterns):
+        mine, theirs = own[name], given[name]
+        if not isinstance(mine, Tensor) or is_lazy(mine):
+            continue
+        if not isinstance(theirs, Tensor):
+            yield f"{name} is a {type(theirs).__name__}, needs a tensor"
+        elif mine.shape != theirs.shape and (mine.dim() or theirs.shape != (1,)):  # as torch does for a number
+            yield f"{name} has shape {tuple(theirs.shape)}, the model's {tuple(mine.shape)}"
+
+
+def _with_names_of(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state under the names that the model's modules have, wherever `torch.compile` wrapped any."""
+    prefixes = {"": ""} | {
+        f"{name}.".replace(_WRAPPED, ""): f"{name}." for name, _ in model.named_modules(remove_duplicate=False) if name
+    }
+
+    def renamed(name: str) -> str:
+        plain = name.replace(_WRAPPED, "")
+        owner = plain[: plain.rfind(".") + 1]
+        return prefixes.get(owner, owner) + plain[len(owner) :]
+
+    if all(renamed(name) == name for name in state):
+        return state
+    found = OrderedDict((renamed(name), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", {})
+    found._metadata = {renamed(f"{name}.")[:-1]: version for name, version in versions.items()}  # pyright: ignore
+    return found
+
+
+_WRAPPED = "_orig_mod."
