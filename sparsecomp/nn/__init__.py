@@ -8,16 +8,22 @@
 Sparse modules take the formats of `sparsecomp.formats`; the RESU layers belong to `sparsecomp.runtime`.
 """
 
+from sparsecomp.nn.local.linear import GeoSparseLinear, adopt_patterns
 from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
 from sparsecomp.nn.sparse.embedding import SparseEmbedding
 from sparsecomp.nn.sparse.linear import SparseLinear
+from sparsecomp.reference.local.connectivity import build_geo_connectivity, expand_in_indices_to_edges
 
 __all__ = [
+    "GeoSparseLinear",
     "RESUConv2d",
     "RESULinear",
     "RESUMultiheadAttention",
     "SparseEmbedding",
     "SparseLinear",
+    "adopt_patterns",
+    "build_geo_connectivity",
+    "expand_in_indices_to_edges",
     "masked_weights",
     "wrap_module",
 ]
