@@ -23,8 +23,8 @@ class GeoSparseLinear(nn.Module):
         in_features, out_features: n_in and n_out.
         in_index_per_out: (n_out, k), int32 or int64, in 0 to n_in - 1; inputs of an output may repeat. Copied as int32.
         bias: whether there is one.
-        compute_mode: "compiled", one operator that never holds (..., n_out, k) elements; "gather" or "scatter", the same
-            in plain torch by gathered inputs or by a list of edges, which do.
+        compute_mode: "compiled", one operator that never holds (..., n_out, k) elements; "gather" or "scatter", the
+            same in plain torch by gathered inputs or by a list of edges, which do.
 
     Attributes:
         weight: (n_out, k), a parameter.
@@ -106,10 +106,10 @@ class GeoSparseLinear(nn.Module):
 
     def _lists(self) -> tuple[Tensor, Tensor]:
         """Of the transpose. An eager call sees a write that a version counter or another address tells of."""
-        if not torch.compiler.is_compiling() and self._memory() != self._seen:
-            index, lists = self.in_index_per_out, (self.transposed_pointers, self.transposed_order)
+        index, lists = self.in_index_per_out, (self.transposed_pointers, self.transposed_order)
+        if not torch.compiler.is_compiling() and not index.is_meta and self._memory() != self._seen:
             # DistributedDataParallel writes the same again in each forward
-            if not index.is_meta and not (lists[0].device == index.device and lists_fit(index, self.in_features, lists)):
+            if lists[0].device != index.device or not lists_fit(index, self.in_features, lists):
                 self._transpose()
             self._seen = self._memory()
         return self.transposed_pointers, self.transposed_order
@@ -144,9 +144,9 @@ class GeoSparseLinear(nn.Module):
             same = given.shape == own.shape and torch.equal(given.to(own.device), own)
             if not same and not self.adopt_pattern:
                 raise CheckpointError(
-                    f"the checkpoint's {prefix}in_index_per_out, k={given.shape[1]}, is another pattern than the layer's, "
-                    f"k={own.shape[1]}, such as that of another seed: build the model with the checkpoint's settings, or "
-                    "call sparsecomp.nn.adopt_patterns(model) to take the checkpoint's"
+                    f"the checkpoint's {prefix}in_index_per_out, k={given.shape[1]}, is another pattern than the "
+                    f"layer's, k={own.shape[1]}, such as that of another seed: build the model with the checkpoint's "
+                    "settings, or call sparsecomp.nn.adopt_patterns(model) to take the checkpoint's"
                 )
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if given is not None and not self.in_index_per_out.is_meta:

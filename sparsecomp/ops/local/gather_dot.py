@@ -60,14 +60,14 @@ def gather_dot(
 
 
 def _result_shape(
-    x: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, residual: Tensor | None, transposed: Sequence[Tensor],
-    activation: str,
+    x: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, residual: Tensor | None,
+    transposed: Sequence[Tensor], activation: str,
 ) -> tuple[int, ...]:  # fmt: skip
     """Shape of the result, after all checks that look at no contents."""
     if index.dim() != 2 or index.dtype is not torch.int32 or weight.shape != index.shape:
         raise FormatError(
-            f"weight is {tuple(weight.shape)}, index {tuple(index.shape)} {index.dtype}: both need (n_out, k), the index "
-            "int32"
+            f"weight is {tuple(weight.shape)}, index {tuple(index.shape)} {index.dtype}: both need (n_out, k), the "
+            "index int32"
         )
     if x.dim() == 0 or x.dtype != weight.dtype or not x.is_floating_point():
         raise FormatError(

@@ -1,8 +1,8 @@
 """Which k neurons of an (H, W) grid each neuron of a layer reads: fixed, deterministic, and computed all at once.
 
-Neurons are numbered row by row. A pattern is `local` (the nearest), `random` or `hash` (drawn from the neighbourhood; the
-hash gives the same on any machine and version). At an edge the grid wraps around, or cells beyond it count as the edge's
-own (clamp). Inputs of a neuron are distinct as long as its neighbourhood has enough of them.
+Neurons are numbered row by row. A pattern is `local` (the nearest), `random` or `hash` (drawn from the neighbourhood;
+the hash gives the same on any machine and version). At an edge the grid wraps around, or cells beyond it count as the
+edge's own (clamp). Inputs of a neuron are distinct as long as its neighbourhood has enough of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,16 +59,17 @@ def build_geo_connectivity(
                           "widen radius or offsets")  # fmt: skip
     if height * width * k > _MOST:
         raise ConfigError(f"{height * width} neurons of {k} inputs exceed the {_MOST} weights that int32 can count")
-    if pattern == "local":
-        moves = _square(_enough(height, width, k, radius)) if offsets is None else _listed(offsets)
-        index = _nearest(height, width, k, moves, wrap_mode, skip=int(offsets is None and not include_self))
-    else:
-        draw = _generated(seed, layer) if pattern == "random" else _hashed(seed, layer)
-        index = _drawn(height, width, k, radius, include_self, wrap_mode, draw)
+    with torch.device("cpu"):
+        if pattern == "local":
+            moves = _square(_enough(height, width, k, radius)) if offsets is None else _listed(offsets)
+            index = _nearest(height, width, k, moves, wrap_mode, skip=int(offsets is None and not include_self))
+        else:
+            draw = _generated(seed, layer) if pattern == "random" else _hashed(seed, layer)
+            index = _drawn(height, width, k, radius, include_self, wrap_mode, draw)
     if not allow_repeats and (least := int(effective_fan_in(index).min())) < k:
-        raise ConfigError(f"a neuron has {least} distinct inputs and k is {k}: lower k, widen the neighbourhood, wrap, or "
-                          "allow repeats")  # fmt: skip
-    return index.to(device)
+        raise ConfigError(f"a neuron has {least} distinct inputs and k is {k}: lower k, widen the neighbourhood, wrap, "
+                          "or allow repeats")  # fmt: skip
+    return index.to(torch.get_default_device() if device is None else device)
 
 
 def effective_fan_in(index: Tensor) -> Tensor:
@@ -98,7 +99,8 @@ def check_index(index: Any, inputs: int, outputs: int) -> Tensor:
     if not index.is_meta and index.numel():
         least, most = torch.stack(index.aminmax()).tolist()
         if least < 0 or most >= inputs:
-            raise FormatError(f"in_index_per_out has entries from {least} to {most}, needs 0 to {inputs - 1}: the inputs")
+            raise FormatError(f"in_index_per_out has entries from {least} to {most}, needs 0 to {inputs - 1}, the "
+                              "inputs")  # fmt: skip
     return index.to(torch.int32).contiguous()
 
 
@@ -154,7 +156,7 @@ def _listed(offsets: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _nearest(height: int, width: int, k: int, moves: Tensor, wrap_mode: str, skip: int) -> Tensor:
-    """k distinct cells that the moves lead to, behind the first `skip`. Neurons far from the edges make the same steps."""
+    """k distinct cells that the moves lead to, behind the first `skip`. Neurons far from all edges step alike."""
     reach = int(moves.abs().max())
     (rows, row_kind), (cols, col_kind) = _kinds(height, reach), _kinds(width, reach)
     to_row = _into(rows[:, None] + moves[:, 0], height, wrap_mode)
@@ -166,7 +168,7 @@ def _nearest(height: int, width: int, k: int, moves: Tensor, wrap_mode: str, ski
 
 
 def _kinds(size: int, reach: int) -> tuple[Tensor, Tensor]:
-    """Places along an axis that see its ends differently, and for each place the one of them that sees them as it does."""
+    """Places along an axis that see its ends differently, and for each place the one of them that sees as it does."""
     places = torch.arange(size)
     seen = places.clamp(max=reach) + (places - (size - 1 - reach)).clamp(min=0)
     kinds, kind = seen.unique(return_inverse=True)
@@ -208,7 +210,7 @@ def _drawn(
 
 
 def _subsets(count: Tensor, k: int, neuron: Tensor, draw: _Draw) -> Tensor:
-    """k of 0 to count - 1 for each neuron, by Floyd's sampling; all of them in turn where there are fewer: (k, neurons)."""
+    """k of 0 to count - 1 a neuron, by Floyd's sampling; all of them in turn where there are fewer: (k, neurons)."""
     chosen = count.new_empty((k, count.numel()))
     for turn in range(k):
         last = count - k + turn

@@ -1,7 +1,7 @@
 """Who reads an input: the lists that a gradient by the input goes through, so that it scatters nothing.
 
-An index of fixed fan-in (n_out, k) says which input each weight multiplies. Its transpose is a list a column:
-`order[pointers[i] : pointers[i + 1]]` are the places, in the flat (n_out, k) weight, of the weights that multiply input i.
+An index of fixed fan-in (n_out, k) says which input each weight multiplies. Its transpose is a list for each input i:
+`order[pointers[i] : pointers[i + 1]]` are the places, in the flat (n_out, k) weight, of the weights that multiply it.
 The output that a place belongs to is place // k, so that no third list is needed.
 """
 
