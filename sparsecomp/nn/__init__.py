@@ -8,22 +8,49 @@
 Sparse modules take the formats of `sparsecomp.formats`; the RESU layers belong to `sparsecomp.runtime`.
 """
 
+from sparsecomp.nn.local.activations import PhaseSineParam, SineParam
+from sparsecomp.nn.local.block import GeoSparseResidualBlock
+from sparsecomp.nn.local.config import GeoSparseConfig
 from sparsecomp.nn.local.linear import GeoSparseLinear, adopt_patterns
+from sparsecomp.nn.local.net import GeoSparseNet
+from sparsecomp.nn.local.parameters import (
+    count_params,
+    dense_linear_params,
+    dense_mlp_params,
+    geo_sparse_block_params,
+    geo_sparse_net_params,
+    match_dense,
+    match_dense_width,
+    sparse_linear_params,
+)
 from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
 from sparsecomp.nn.sparse.embedding import SparseEmbedding
 from sparsecomp.nn.sparse.linear import SparseLinear
 from sparsecomp.reference.local.connectivity import build_geo_connectivity, expand_in_indices_to_edges
 
 __all__ = [
+    "GeoSparseConfig",
     "GeoSparseLinear",
+    "GeoSparseNet",
+    "GeoSparseResidualBlock",
+    "PhaseSineParam",
     "RESUConv2d",
     "RESULinear",
     "RESUMultiheadAttention",
+    "SineParam",
     "SparseEmbedding",
     "SparseLinear",
     "adopt_patterns",
     "build_geo_connectivity",
+    "count_params",
+    "dense_linear_params",
+    "dense_mlp_params",
     "expand_in_indices_to_edges",
+    "geo_sparse_block_params",
+    "geo_sparse_net_params",
     "masked_weights",
+    "match_dense",
+    "match_dense_width",
+    "sparse_linear_params",
     "wrap_module",
 ]
