@@ -26,7 +26,13 @@ from sparsecomp.nn.local.parameters import (
 from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
 from sparsecomp.nn.sparse.embedding import SparseEmbedding
 from sparsecomp.nn.sparse.linear import SparseLinear
-from sparsecomp.reference.local.connectivity import build_geo_connectivity, expand_in_indices_to_edges
+from sparsecomp.reference.local.connectivity import (
+    build_geo_connectivity,
+    effective_fan_in,
+    expand_in_indices_to_edges,
+)
+from sparsecomp.reference.local.drawing import field_figure
+from sparsecomp.reference.local.graph import connectivity_graph, examine_connectivity, receptive_field
 
 __all__ = [
     "GeoSparseConfig",
@@ -42,15 +48,20 @@ __all__ = [
     "SparseLinear",
     "adopt_patterns",
     "build_geo_connectivity",
+    "connectivity_graph",
     "count_params",
     "dense_linear_params",
     "dense_mlp_params",
+    "effective_fan_in",
+    "examine_connectivity",
     "expand_in_indices_to_edges",
+    "field_figure",
     "geo_sparse_block_params",
     "geo_sparse_net_params",
     "masked_weights",
     "match_dense",
     "match_dense_width",
+    "receptive_field",
     "sparse_linear_params",
     "wrap_module",
 ]
