@@ -5,8 +5,14 @@
 
     model = sparsecomp.nn.wrap_module(model)  # its layers become prunable and resurrectable
 
+    net = sparsecomp.nn.GeoSparseNet(784, 10, shape=(28, 28))  # neurons on a grid that read 8 neurons each
+    model = sparsecomp.nn.GeoSparseClassifier()  # the same for scikit-learn, which it needs
+
 Sparse modules take the formats of `sparsecomp.formats`; the RESU layers belong to `sparsecomp.runtime`.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from sparsecomp.nn.local.activations import PhaseSineParam, SineParam
 from sparsecomp.nn.local.block import GeoSparseResidualBlock
@@ -33,6 +39,10 @@ from sparsecomp.reference.local.connectivity import (
 )
 from sparsecomp.reference.local.drawing import field_figure
 from sparsecomp.reference.local.graph import connectivity_graph, examine_connectivity, receptive_field
+
+if TYPE_CHECKING:
+    from sparsecomp.nn.local.estimators import GeoSparseClassifier as GeoSparseClassifier
+    from sparsecomp.nn.local.estimators import GeoSparseRegressor as GeoSparseRegressor
 
 __all__ = [
     "GeoSparseConfig",
@@ -65,3 +75,9 @@ __all__ = [
     "sparse_linear_params",
     "wrap_module",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("GeoSparseClassifier", "GeoSparseRegressor"):  # they need scikit-learn
+        return getattr(import_module("sparsecomp.nn.local.estimators"), name)
+    raise AttributeError(f"module 'sparsecomp.nn' has no attribute {name!r}")
