@@ -7,14 +7,14 @@ import torch
 
 pytest.importorskip("sklearn", minversion="1.6")
 
-import numpy as np  # noqa: E402
-from sklearn.datasets import load_digits  # noqa: E402
-from sklearn.pipeline import make_pipeline  # noqa: E402
-from sklearn.preprocessing import StandardScaler  # noqa: E402
-from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
+import numpy as np
+from sklearn.datasets import load_digits
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
 
-from sparsecomp.errors import ConfigError, ExtraError  # noqa: E402
-from sparsecomp.nn import GeoSparseClassifier, GeoSparseRegressor  # noqa: E402
+from sparsecomp.errors import ConfigError, ExtraError
+from sparsecomp.nn import GeoSparseClassifier, GeoSparseRegressor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOTH = pytest.mark.parametrize("kind", [GeoSparseRegressor, GeoSparseClassifier])
