@@ -39,6 +39,7 @@ class GeoSparseLinear(nn.Module):
     """
 
     adopt_pattern: bool = False
+    bias: nn.Parameter | None
     in_index_per_out: Tensor
     transposed_pointers: Tensor
     transposed_order: Tensor
@@ -131,7 +132,9 @@ class GeoSparseLinear(nn.Module):
             self._seen = self._memory()
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
         """Take a checkpoint of the same pattern, or of any if `adopt_pattern` is set.
 
         Raises:
