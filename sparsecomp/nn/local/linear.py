@@ -147,8 +147,8 @@ class GeoSparseLinear(nn.Module):
             if known and not self.adopt_pattern and not _are_equal(given, own):
                 raise CheckpointError(
                     f"the checkpoint's {key}, k={given.shape[1]}, is another pattern than the layer's, "
-                    f"k={own.shape[1]}, such as that of another seed: build the model with the checkpoint's settings, or "
-                    "call sparsecomp.nn.adopt_patterns(model) to take the checkpoint's"
+                    f"k={own.shape[1]}, such as that of another seed: build the model with the checkpoint's settings, "
+                    "or call sparsecomp.nn.adopt_patterns(model) to take the checkpoint's"
                 )
             state_dict = {**state_dict, key: given}
         super()._load_from_state_dict(state_dict, prefix, *rest)
