@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_devices import DEVICES, graph_of
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 
@@ -30,12 +31,13 @@ def dense(layer: GeoSparseLinear) -> Tensor:
     return layer.weight.new_zeros(layer.out_features, layer.in_features).scatter_add(1, index, layer.weight)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_is_the_dense_layer_with_its_gradients(mode, bias):
-    layer = layer_of(mode, bias)
+def test_every_mode_is_the_dense_layer_with_its_gradients(mode, bias, device):
+    layer = layer_of(mode, bias).to(device)
     for rows in ((), (0,), (1,), (2, 3), (40,)):
-        x = torch.randn(*rows, 35, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(*rows, 35, dtype=torch.float64, device=device, requires_grad=True)
         operands = (x, *layer.parameters())
         found, right = layer(x), F.linear(x, dense(layer), layer.bias)
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
@@ -132,6 +134,34 @@ def test_a_checkpoint_that_does_not_fit_is_refused():
         with pytest.raises(FormatError, match="in_index_per_out"):
             layer.load_state_dict(layer.state_dict() | {"in_index_per_out": index})
     assert torch.equal(layer.in_index_per_out, index_of())
+
+
+def test_a_layer_on_the_meta_device_takes_a_checkpoint():
+    layer = layer_of()
+    with torch.device("meta"):
+        empty = GeoSparseLinear(35, 35, torch.zeros(35, 4, dtype=torch.int32))
+    state = {key: value.long() if key == "in_index_per_out" else value for key, value in layer.state_dict().items()}
+    empty.load_state_dict(state, assign=True)
+    assert empty.in_index_per_out.dtype is torch.int32
+    x = torch.randn(40, 35, dtype=torch.float64, requires_grad=True)
+    for one, right in zip(
+        torch.autograd.grad(empty(x).square().sum(), x), torch.autograd.grad(layer(x).square().sum(), x), strict=True
+    ):
+        torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("mode", MODES)
+def test_in_a_cuda_graph(mode, device):
+    layer = layer_of(mode).float().to(device)
+    x = torch.randn(64, 35, device=device, requires_grad=True)
+    graph, found = graph_of(lambda: torch.autograd.grad(layer(x).square().sum(), (x, layer.weight)))
+    with torch.no_grad():
+        x.normal_()
+    graph.replay()
+    wanted = torch.autograd.grad(F.linear(x, dense(layer), layer.bias).square().sum(), (x, layer.weight))
+    for one, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-4)
 
 
 def test_copies_and_dtypes():

@@ -155,7 +155,8 @@ class _GeoSparseEstimator(BaseEstimator):
     # -- data
 
     def _checked(self, X: Any, y: Any, reset: bool) -> tuple[Any, Any]:
-        return validate_data(self, X, y, reset=reset, dtype="numeric", multi_output=True)
+        checked: Any = validate_data(self, X, y, reset=reset, dtype="numeric", multi_output=True)
+        return checked
 
     def _rows(self, X: Any) -> Tensor:
         return torch.as_tensor(np.ascontiguousarray(X)).to(self._device(), self._dtype())
@@ -186,12 +187,12 @@ _AT_ONCE = 4096
 class GeoSparseRegressor(RegressorMixin, _GeoSparseEstimator):
     """A network on a grid that predicts numbers by least squares; it standardises targets, not features.
 
+    Settings of `GeoSparseConfig`, such as k and activation_type, go to the network.
+
     Args:
         hidden_layers: blocks.
         shape: (H, W) of the grid, or one a block; None takes the least square with as many cells as features, and more
             than k.
-        k, pattern, radius, offsets, wrap_mode, activation_type, activation_config, norm, drop_path_max,
-            residual_alpha_init, bias, compute_mode, input_shape: of `GeoSparseConfig`.
         geo_seed: of the connectivity; None draws it by `random_state`.
         epochs: passes over the data, at most.
         batch_size: rows of a step.

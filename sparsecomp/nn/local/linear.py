@@ -39,6 +39,7 @@ class GeoSparseLinear(nn.Module):
     """
 
     adopt_pattern: bool = False
+    bias: nn.Parameter | None
     in_index_per_out: Tensor
     transposed_pointers: Tensor
     transposed_order: Tensor
@@ -131,26 +132,27 @@ class GeoSparseLinear(nn.Module):
             self._seen = self._memory()
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
         """Take a checkpoint of the same pattern, or of any if `adopt_pattern` is set.
 
         Raises:
             CheckpointError: it has another pattern; the layer is as it was.
         """
-        given = state_dict.get(f"{prefix}in_index_per_out")
-        own = self.in_index_per_out
-        if given is not None and not given.is_meta and not own.is_meta:
-            given = check_index(given, self.in_features, self.out_features)
-            same = given.shape == own.shape and torch.equal(given.to(own.device), own)
-            if not same and not self.adopt_pattern:
+        key, own = f"{prefix}in_index_per_out", self.in_index_per_out
+        if key in state_dict:
+            given = check_index(state_dict[key], self.in_features, self.out_features)
+            known = not given.is_meta and not own.is_meta
+            if known and not self.adopt_pattern and not _are_equal(given, own):
                 raise CheckpointError(
-                    f"the checkpoint's {prefix}in_index_per_out, k={given.shape[1]}, is another pattern than the "
-                    f"layer's, k={own.shape[1]}, such as that of another seed: build the model with the checkpoint's "
-                    "settings, or call sparsecomp.nn.adopt_patterns(model) to take the checkpoint's"
+                    f"the checkpoint's {key}, k={given.shape[1]}, is another pattern than the layer's, "
+                    f"k={own.shape[1]}, such as that of another seed: build the model with the checkpoint's settings, "
+                    "or call sparsecomp.nn.adopt_patterns(model) to take the checkpoint's"
                 )
+            state_dict = {**state_dict, key: given}
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        if given is not None and not self.in_index_per_out.is_meta:
-            self._transpose()
+        self._transpose()
 
 
 def adopt_patterns(model: nn.Module) -> None:
@@ -158,6 +160,10 @@ def adopt_patterns(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, GeoSparseLinear):
             layer.adopt_pattern = True
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.to(other.device), other)
 
 
 def _gathered(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ from torch import Tensor
 from sparsecomp.reference.local.transposed import lists_fit, transposed_lists
 from sparsecomp.reference.sparse import compact_product, compact_sampled, gathered_elements
 
+_ROWS = 128
+"""Rows of a CPU's gradient by the weight at a time, so that transposed operands stay in the cache."""
+
 
 def product(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     """(rows, n_in) to (rows, n_out): the sum of weight[o, j] · x[:, index[o, j]] over j."""
@@ -36,8 +39,13 @@ def by_input(grad: Tensor, weight: Tensor, index: Tensor, lists: Sequence[Tensor
 
 def by_weight(x: Tensor, grad: Tensor, index: Tensor) -> Tensor:
     """(n_out, k): the sum of grad[:, o] · x[:, index[o, j]] over rows."""
-    sampled = gathered_elements if index.is_cuda else compact_sampled
-    return sampled(grad.mT, x.mT, _pointers(index), index.flatten()).view(index.shape)
+    pattern = _pointers(index), index.flatten()
+    if index.is_cuda:
+        return gathered_elements(grad.mT, x.mT, *pattern).view(index.shape)
+    found = x.new_zeros(index.numel())
+    for some, of_some in zip(x.split(_ROWS), grad.split(_ROWS), strict=True):
+        found += compact_sampled(of_some.mT, some.mT, *pattern)
+    return found.view(index.shape)
 
 
 def _pointers(index: Tensor) -> Tensor:
