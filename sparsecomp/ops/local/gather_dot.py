@@ -16,11 +16,13 @@ from sparsecomp.ops.library import TAGS, differentiable, library
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
 from sparsecomp.reference.local import gather_dot as reference
-from sparsecomp.reference.precision import accumulator, without_autocast
+from sparsecomp.reference.local.spread import SPREADS
+from sparsecomp.reference.local.transposed import transposed_lists
+from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
 
 library.define(
     "gather_dot(Tensor x, Tensor weight, Tensor index, Tensor? bias, Tensor? residual, Tensor[] transposed, "
-    "str activation) -> Tensor",
+    "str activation, str spread) -> Tensor",
     tags=TAGS,
 )
 library.define(
@@ -32,7 +34,7 @@ library.define("gather_dot_weight(Tensor x, Tensor grad, Tensor index, Tensor[] 
 
 def gather_dot(
     x: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None,
-    transposed: Sequence[Tensor] = (), activation: str = "none",
+    transposed: Sequence[Tensor] = (), activation: str = "none", spread: str = "far",
 ) -> Tensor:  # fmt: skip
     """activation(y + bias + residual), where y[..., o] is the sum of weight[o, j] · x[..., index[o, j]] over j.
 
@@ -48,6 +50,8 @@ def gather_dot(
         transposed: pointers (n_in + 1,) and order (n_out · k,) of the index, which the gradient by x goes through:
             see `sparsecomp.reference.local.transposed`. Made in each backward where they are left out.
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        spread: how far apart neighbouring outputs read, a word of `sparsecomp.reference.local.spread`, by which a GPU
+            chooses how it gathers; any gives the right result.
 
     Returns:
         (..., n_out), contiguous. Gradients flow to x, weight, bias and residual.
@@ -56,12 +60,12 @@ def gather_dot(
         FormatError: operands that do not belong together, or an unknown word.
     """
     x, weight = autocast(x, weight)
-    return torch.ops.sparsecomp.gather_dot.default(x, weight, index, bias, residual, transposed, activation)
+    return torch.ops.sparsecomp.gather_dot.default(x, weight, index, bias, residual, transposed, activation, spread)
 
 
 def _result_shape(
     x: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, residual: Tensor | None,
-    transposed: Sequence[Tensor], activation: str,
+    transposed: Sequence[Tensor], activation: str, spread: str,
 ) -> tuple[int, ...]:  # fmt: skip
     """Shape of the result, after all checks that look at no contents."""
     if index.dim() != 2 or index.dtype is not torch.int32 or weight.shape != index.shape:
@@ -81,6 +85,8 @@ def _result_shape(
         raise FormatError(f"transposed has {len(transposed)} tensors, needs pointers and order, or nothing")
     if activation not in ACTIVATIONS:
         raise FormatError(f"activation is {activation!r}, needs one of {', '.join(ACTIVATIONS)}")
+    if spread not in SPREADS:
+        raise FormatError(f"spread is {spread!r}, needs one of {', '.join(SPREADS)}")
     return shape
 
 
@@ -89,8 +95,8 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(accumulator(x.dtype))
 
 
-def _product(x, weight, index, bias, residual, transposed, activation):
-    shape = _result_shape(x, weight, index, bias, residual, transposed, activation)
+def _product(x, weight, index, bias, residual, transposed, activation, spread):
+    shape = _result_shape(x, weight, index, bias, residual, transposed, activation, spread)
     with without_autocast(x):
         found = reference.product(_rows(x), weight.to(accumulator(x.dtype)), index)
         beside = None if residual is None else residual.reshape(found.shape)
@@ -109,8 +115,48 @@ def _by_weight(x, grad, index, transposed):
         return reference.by_weight(_rows(x), _rows(grad), index).to(x.dtype)
 
 
-def _fake_product(x, weight, index, bias, residual, transposed, activation):
-    return x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation))
+def _product_cuda(x, weight, index, bias, residual, transposed, activation, spread):
+    if x.dtype not in KERNEL_DTYPES:
+        return _product(x, weight, index, bias, residual, transposed, activation, spread)
+    from sparsecomp.lowering.local import gather_dot as lowered  # loads Triton
+
+    out = x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread))
+    rows, bias = x.shape[:-1].numel(), None if bias is None else bias.contiguous()
+    lowered.gather_dot(
+        x.reshape(rows, x.shape[-1]), weight.contiguous(), index.contiguous(), bias,
+        None if residual is None else residual.reshape(rows, index.shape[0]), out.view(rows, index.shape[0]),
+        activation, spread,
+    )  # fmt: skip
+    return out
+
+
+def _by_input_cuda(grad, weight, index, transposed, inputs):
+    if grad.dtype not in KERNEL_DTYPES:
+        return _by_input(grad, weight, index, transposed, inputs)
+    from sparsecomp.lowering.sparse import spmm_csr as lowered  # loads Triton
+
+    pointers, order = transposed or transposed_lists(index, inputs)
+    outputs = torch.div(order, index.shape[1], rounding_mode="floor")
+    values = weight.flatten().index_select(0, order)
+    rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+    out = grad.new_empty(rows.shape[0], inputs)
+    lowered.spmm_csr(pointers, outputs, values, rows.mT, out.mT)
+    return out.view(*grad.shape[:-1], inputs)
+
+
+def _by_weight_cuda(x, grad, index, transposed):
+    if x.dtype not in KERNEL_DTYPES:
+        return _by_weight(x, grad, index, transposed)
+    from sparsecomp.lowering.sparse import sddmm as lowered  # loads Triton
+
+    rows, out = x.shape[:-1].numel(), x.new_empty(index.shape)
+    left, right = grad.reshape(rows, grad.shape[-1]).mT, x.reshape(rows, x.shape[-1]).mT
+    lowered.sddmm(reference.pointers_of_rows(index), index.flatten(), left, right, out.view(-1))
+    return out
+
+
+def _fake_product(x, weight, index, bias, residual, transposed, activation, spread):
+    return x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread))
 
 
 def _fake_by_input(grad, weight, index, transposed, inputs):
@@ -122,7 +168,7 @@ def _fake_by_weight(x, grad, index, transposed):
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, weight, ctx.index, bias, residual, ctx.transposed, ctx.activation = inputs
+    x, weight, ctx.index, bias, residual, ctx.transposed, ctx.activation, ctx.spread = inputs
     smooth = ctx.activation not in ("none", "relu")
     # gelu and silu are computed again from their operands, which are smaller to keep than what went into them
     saved = (bias, residual, None) if smooth else (None, None, output if ctx.activation == "relu" else None)
@@ -135,13 +181,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, bias, residual, saved = ctx.saved_tensors
     index, transposed, wants = ctx.index, ctx.transposed, ctx.needs_input_grad
     if ctx.activation not in ("none", "relu"):
-        saved = gather_dot(x, weight, index, bias, residual=residual, transposed=transposed)
+        saved = gather_dot(x, weight, index, bias, residual=residual, transposed=transposed, spread=ctx.spread)
     grad = before_activation(grad, ctx.activation, saved)
     grad_bias, grad_residual = epilogue_gradients(grad, ctx.kinds, "column", wants[3:5])
     narrow = grad.to(x.dtype)
     by_x = _input_gradient(narrow, weight, index, transposed, x.shape[-1]) if wants[0] else None
     by_weight = _weight_gradient(x, narrow, index, transposed) if wants[1] else None
-    return by_x, by_weight, None, grad_bias, grad_residual, [None] * len(transposed) or None, None
+    return by_x, by_weight, None, grad_bias, grad_residual, [None] * len(transposed) or None, None, None
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, index: Tensor, transposed: Sequence[Tensor], inputs: int) -> Tensor:
@@ -176,12 +222,12 @@ def _backward_by_weight(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
     return by_x, by_grad, None, [None] * len(transposed) or None
 
 
-for _name, _function, _shape, _setup, _formula in (
-    ("gather_dot", _product, _fake_product, _save, _backward),
-    ("gather_dot_input", _by_input, _fake_by_input, _save_by_input, _backward_by_input),
-    ("gather_dot_weight", _by_weight, _fake_by_weight, _save_by_weight, _backward_by_weight),
+for _name, _cpu, _cuda, _shape, _setup, _formula in (
+    ("gather_dot", _product, _product_cuda, _fake_product, _save, _backward),
+    ("gather_dot_input", _by_input, _by_input_cuda, _fake_by_input, _save_by_input, _backward_by_input),
+    ("gather_dot_weight", _by_weight, _by_weight_cuda, _fake_by_weight, _save_by_weight, _backward_by_weight),
 ):
-    for _device in ("CPU", "CUDA"):
-        library.impl(_name, _function, _device)
+    library.impl(_name, _cpu, "CPU")
+    library.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"sparsecomp::{_name}", _shape, lib=library)
     differentiable(_name, _formula, _setup)

@@ -18,7 +18,7 @@ _ROWS = 128
 
 def product(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     """(rows, n_in) to (rows, n_out): the sum of weight[o, j] · x[:, index[o, j]] over j."""
-    matrix = _pointers(index), index.flatten(), weight.flatten()
+    matrix = pointers_of_rows(index), index.flatten(), weight.flatten()
     return compact_product(*matrix, (index.shape[0], x.shape[1]), x.mT).mT
 
 
@@ -39,7 +39,7 @@ def by_input(grad: Tensor, weight: Tensor, index: Tensor, lists: Sequence[Tensor
 
 def by_weight(x: Tensor, grad: Tensor, index: Tensor) -> Tensor:
     """(n_out, k): the sum of grad[:, o] · x[:, index[o, j]] over rows."""
-    pattern = _pointers(index), index.flatten()
+    pattern = pointers_of_rows(index), index.flatten()
     if index.is_cuda:
         return gathered_elements(grad.mT, x.mT, *pattern).view(index.shape)
     found = x.new_zeros(index.numel())
@@ -48,6 +48,7 @@ def by_weight(x: Tensor, grad: Tensor, index: Tensor) -> Tensor:
     return found.view(index.shape)
 
 
-def _pointers(index: Tensor) -> Tensor:
+def pointers_of_rows(index: Tensor) -> Tensor:
+    """Of the CSR matrix that a layer is: (n_out + 1,), int32."""
     outputs, fan_in = index.shape
     return torch.arange(0, outputs * fan_in + 1, fan_in, dtype=torch.int32, device=index.device)
