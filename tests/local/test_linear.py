@@ -158,6 +158,8 @@ def test_in_a_cuda_graph(mode, device):
     graph, found = graph_of(lambda: torch.autograd.grad(layer(x).square().sum(), (x, layer.weight)))
     with torch.no_grad():
         x.normal_()
+    adopt_patterns(layer)
+    layer.load_state_dict(layer_of(seed=1).state_dict())
     graph.replay()
     wanted = torch.autograd.grad(F.linear(x, dense(layer), layer.bias).square().sum(), (x, layer.weight))
     for one, right in zip(found, wanted, strict=True):
