@@ -117,9 +117,10 @@ def test_checkpoints_carry_the_pattern():
     with pytest.raises(CheckpointError, match="another seed.*adopt_patterns"):
         other.load_state_dict({key: value + 1 if key != "in_index_per_out" else value for key, value in state.items()})
     assert all(torch.equal(before[key], value) for key, value in other.state_dict().items())
-    model = nn.Sequential(other)
+    model, lists = nn.Sequential(other), other.transposed_order
     adopt_patterns(model)
     model.load_state_dict({f"0.{key}": value for key, value in state.items()})
+    assert other.transposed_order is lists  # where a captured graph reads it
     x = torch.randn(40, 35, dtype=torch.float64, requires_grad=True)
     for one, right in zip(
         torch.autograd.grad(other(x).square().sum(), x), torch.autograd.grad(layer(x).square().sum(), x), strict=True
