@@ -117,9 +117,10 @@ def test_checkpoints_carry_the_pattern():
     with pytest.raises(CheckpointError, match="another seed.*adopt_patterns"):
         other.load_state_dict({key: value + 1 if key != "in_index_per_out" else value for key, value in state.items()})
     assert all(torch.equal(before[key], value) for key, value in other.state_dict().items())
-    model = nn.Sequential(other)
+    model, lists = nn.Sequential(other), other.transposed_order
     adopt_patterns(model)
     model.load_state_dict({f"0.{key}": value for key, value in state.items()})
+    assert other.transposed_order is lists  # where a captured graph reads it
     x = torch.randn(40, 35, dtype=torch.float64, requires_grad=True)
     for one, right in zip(
         torch.autograd.grad(other(x).square().sum(), x), torch.autograd.grad(layer(x).square().sum(), x), strict=True
@@ -158,6 +159,8 @@ def test_in_a_cuda_graph(mode, device):
     graph, found = graph_of(lambda: torch.autograd.grad(layer(x).square().sum(), (x, layer.weight)))
     with torch.no_grad():
         x.normal_()
+    adopt_patterns(layer)
+    layer.load_state_dict(layer_of(seed=1).state_dict())
     graph.replay()
     wanted = torch.autograd.grad(F.linear(x, dense(layer), layer.bias).square().sum(), (x, layer.weight))
     for one, right in zip(found, wanted, strict=True):

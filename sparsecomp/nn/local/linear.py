@@ -14,6 +14,7 @@ from sparsecomp.reference.local.transposed import lists_fit, transposed_lists
 from sparsecomp.reference.precision import accumulator
 
 COMPUTE_MODES = ("compiled", "gather", "scatter")
+_LISTS = ("transposed_pointers", "transposed_order")
 
 
 class GeoSparseLinear(nn.Module):
@@ -59,7 +60,7 @@ class GeoSparseLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(index.shape, device=index.device))
         self.register_parameter("bias", nn.Parameter(self.weight.new_empty(out_features)) if bias else None)
         self.register_buffer("in_index_per_out", index)
-        for name in ("transposed_pointers", "transposed_order"):
+        for name in _LISTS:
             self.register_buffer(name, None, persistent=False)
         self._transpose()
         self.reset_parameters()
@@ -117,7 +118,12 @@ class GeoSparseLinear(nn.Module):
 
     def _transpose(self) -> None:
         index = check_index(self.in_index_per_out, self.in_features, self.out_features)
-        self.transposed_pointers, self.transposed_order = transposed_lists(index, self.in_features)
+        for name, fresh in zip(_LISTS, transposed_lists(index, self.in_features), strict=True):
+            kept = getattr(self, name)
+            if kept is None or (kept.shape, kept.device) != (fresh.shape, fresh.device):
+                setattr(self, name, fresh)
+            else:
+                kept.copy_(fresh)  # a captured graph reads it there
         self._seen = self._memory()
 
     def _memory(self) -> tuple[int, int]:
