@@ -10,6 +10,7 @@ from sparsecomp.errors import CheckpointError, ConfigError, FormatError
 from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.local.connectivity import check_index, effective_fan_in, expand_in_indices_to_edges
+from sparsecomp.reference.local.spread import spread_of
 from sparsecomp.reference.local.transposed import lists_fit, transposed_lists
 from sparsecomp.reference.precision import accumulator
 
@@ -91,7 +92,10 @@ class GeoSparseLinear(nn.Module):
         if x.shape[-1:] != (self.in_features,):
             raise FormatError(f"x has shape {tuple(x.shape)}, needs (..., {self.in_features})")
         if self.compute_mode == "compiled":
-            return gather_dot(x, self.weight, self.in_index_per_out, self.bias, transposed=self._lists())
+            lists = self._lists()
+            return gather_dot(
+                x, self.weight, self.in_index_per_out, self.bias, transposed=lists, spread=self._spread
+            )
         x, weight = autocast(x, self.weight)
         wide = accumulator(x.dtype)
         products = _gathered if self.compute_mode == "gather" else _scattered
@@ -124,6 +128,7 @@ class GeoSparseLinear(nn.Module):
                 setattr(self, name, fresh)
             else:
                 kept.copy_(fresh)  # a captured graph reads it there
+        self._spread = spread_of(index)
         self._seen = self._memory()
 
     def _memory(self) -> tuple[int, int]:

@@ -11,11 +11,13 @@ _LIMITS = {"near": 6, "mixed": 18}
 
 
 def spread_of(index: Tensor) -> str:
-    """The word for an index (n_out, k); waits for the device.
+    """The word for an index (n_out, k), "far" for one on the meta device; waits for the device.
 
     Lines are counted for float32. Thirty-two outputs in a row read 1 or 2 lines where each reads the input next to that
     of the one before, and 32 where they read anywhere.
     """
+    if index.is_meta:
+        return "far"
     outputs = index.shape[0] // _OUTPUTS * _OUTPUTS
     if not outputs or not index.numel():
         return "near"
