@@ -96,8 +96,12 @@ def test_checkpoints_of_another_seed():
     net, other = (net_of(seed, pattern="random", radius=2) for seed in (0, 1))
     x = torch.randn(5, 16)
     assert not torch.equal(net.blocks[0].fc1.in_index_per_out, net.blocks[1].fc1.in_index_per_out)
+    before = copy.deepcopy(other.state_dict())
+    with torch.no_grad():
+        net.blocks[0].alpha.fill_(0.5)
     with pytest.raises(CheckpointError, match=r"blocks\.0\.fc1\.in_index_per_out.*another seed"):
         other.load_state_dict(net.state_dict())
+    assert all(map(torch.equal, before.values(), other.state_dict().values()))
     adopt_patterns(other)
     other.load_state_dict(net.state_dict())
     assert torch.equal(other(x), net(x))

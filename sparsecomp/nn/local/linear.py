@@ -1,6 +1,7 @@
 """A linear layer whose outputs read k inputs each."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -143,25 +144,33 @@ class GeoSparseLinear(nn.Module):
             self._seen = self._memory()
         return self
 
+    def pattern_of(self, state_dict: Mapping[str, Any], prefix: str = "") -> Tensor | None:
+        """The index of a checkpoint that may be loaded here; None where it has none.
+
+        Raises:
+            CheckpointError: it has another pattern than the layer, and `adopt_pattern` is not set.
+            FormatError: it is no index of the layer's sizes.
+        """
+        key, own = f"{prefix}in_index_per_out", self.in_index_per_out
+        if key not in state_dict:
+            return None
+        given = check_index(state_dict[key], self.in_features, self.out_features)
+        known = not given.is_meta and not own.is_meta
+        if known and not self.adopt_pattern and not _are_equal(given, own):
+            raise CheckpointError(
+                f"the checkpoint's {key}, k={given.shape[1]}, is another pattern than the layer's, k={own.shape[1]}, "
+                "such as that of another seed: build the model with the checkpoint's settings, or call "
+                "sparsecomp.nn.adopt_patterns(model) to take the checkpoint's"
+            )
+        return given
+
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
-        """Take a checkpoint of the same pattern, or of any if `adopt_pattern` is set.
-
-        Raises:
-            CheckpointError: it has another pattern; the layer is as it was.
-        """
-        key, own = f"{prefix}in_index_per_out", self.in_index_per_out
-        if key in state_dict:
-            given = check_index(state_dict[key], self.in_features, self.out_features)
-            known = not given.is_meta and not own.is_meta
-            if known and not self.adopt_pattern and not _are_equal(given, own):
-                raise CheckpointError(
-                    f"the checkpoint's {key}, k={given.shape[1]}, is another pattern than the layer's, "
-                    f"k={own.shape[1]}, such as that of another seed: build the model with the checkpoint's settings, "
-                    "or call sparsecomp.nn.adopt_patterns(model) to take the checkpoint's"
-                )
-            state_dict = {**state_dict, key: given}
+        """Take a checkpoint of the same pattern, or of any if `adopt_pattern` is set; see `pattern_of`."""
+        given = self.pattern_of(state_dict, prefix)
+        if given is not None:
+            state_dict = {**state_dict, f"{prefix}in_index_per_out": given}
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._transpose()
 

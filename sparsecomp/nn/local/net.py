@@ -1,5 +1,6 @@
 """A network of residual blocks whose neurons sit on grids."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from sparsecomp.errors import ConfigError, FormatError
 from sparsecomp.nn.local.block import GeoSparseResidualBlock
 from sparsecomp.nn.local.config import GeoSparseConfig, Shape
+from sparsecomp.nn.local.linear import GeoSparseLinear
 from sparsecomp.reference.local.connectivity import build_geo_connectivity
 
 
@@ -56,6 +58,18 @@ class GeoSparseNet(nn.Module):
         for resample, block in zip(self.resample, self.blocks, strict=True):
             x = block(resample(x))
         return self.head(x)
+
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """`torch.nn.Module.load_state_dict` of a checkpoint with the same pattern; see `adopt_patterns`.
+
+        Raises:
+            CheckpointError: it has another pattern; nothing was changed.
+        """
+        for name, layer in self.named_modules():
+            if isinstance(layer, GeoSparseLinear):
+                layer.pattern_of(state_dict, f"{name}.")
+        return super().load_state_dict(state_dict, strict, assign)
 
 
 class GridResample(nn.Module):
