@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsecomp.lowering.tuning.template import Operation
 
-_ROOMS = ("spiking", "sparse", "masked")
+_ROOMS = ("spiking", "sparse", "masked", "local")
 
 
 @cache

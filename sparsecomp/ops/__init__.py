@@ -4,6 +4,7 @@ Importing this package registers them under ``torch.ops.sparsecomp`` and needs n
 their kernels on first use.
 """
 
+from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.masked.effective_weight import effective_weight, split_pruned
 from sparsecomp.ops.masked.elementwise import (
     gather_pruned,
@@ -35,6 +36,7 @@ __all__ = [
     "decompositions",
     "effective_weight",
     "frozen_weights",
+    "gather_dot",
     "gather_pruned",
     "lif",
     "masked_add",

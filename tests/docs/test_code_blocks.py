@@ -15,7 +15,7 @@ from sparsecomp import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_NEEDS = {"masked.md": "sklearn"}
+_NEEDS = {"local.md": "sklearn", "masked.md": "sklearn"}
 _NO_CODE = {"{toctree}", "{include}", "{literalinclude}", "{eval-rst}"}
 
 

@@ -1,0 +1,1 @@
+"""Layers of fixed fan-in: launchers, and their kernels."""

@@ -1,0 +1,1 @@
+"""Kernels for layers of fixed fan-in."""

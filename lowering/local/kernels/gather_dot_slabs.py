@@ -1,0 +1,131 @@
+"""A layer of fixed fan-in whose outputs read anywhere: rows of x in slabs, in which an input's rows are neighbours.
+
+A first launch writes x as slabs of a few rows, (slab, input, row in it). A gather then takes a whole sector of memory
+instead of one number of it, and a slab that fits is read from the L1 cache of the processor that works on it.
+"""
+
+import sympy
+import torch
+import triton
+import triton.language as tl
+
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.launch.sequence import Launches, Step
+from sparsecomp.lowering.local.gather_dot import GatherDot, unsupported
+from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.tuning.cost import Cost, sizes
+from sparsecomp.lowering.tuning.template import Config, Template
+
+_TILE = 128
+"""Inputs that a program copies."""
+
+
+@triton.jit
+def write_slabs_kernel(x_ptr, slabs_ptr, ROWS, INPUTS, x_row, BR: tl.constexpr, BI: tl.constexpr):
+    """slabs[s, i, r] = x[s·BR + r, i], and 0 beyond the rows."""
+    blocks = tl.cdiv(INPUTS, BI)
+    slab = (tl.program_id(0) // blocks).to(tl.int64)
+    within = tl.arange(0, BR)
+    rows = slab * BR + within
+    inputs = tl.program_id(0) % blocks * BI + tl.arange(0, BI)
+    inside = inputs < INPUTS
+    value = tl.load(x_ptr + rows[:, None] * x_row + inputs[None, :], mask=(rows < ROWS)[:, None] & inside[None, :],
+                    other=0.0)  # fmt: skip
+    place = (slab * INPUTS + inputs.to(tl.int64)[:, None]) * BR + within[None, :]
+    tl.store(slabs_ptr + place, tl.trans(value), mask=inside[:, None])
+
+
+@triton.jit
+def gather_dot_slabs_kernel(
+    slabs_ptr, weight_ptr, index_ptr, bias_ptr, residual_ptr, out_ptr,
+    ROWS, INPUTS, OUTPUTS, share, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FAN_IN: tl.constexpr, BR: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """A program finishes ``share`` blocks of BO outputs of one slab."""
+    parts = tl.cdiv(tl.cdiv(OUTPUTS, BO), share)
+    slab = (tl.program_id(0) // parts).to(tl.int64)
+    first = tl.program_id(0) % parts * share
+    within = tl.arange(0, BR)
+    rows = slab * BR + within
+    slabs = slabs_ptr + slab * INPUTS * BR + within[None, :]
+    for block in range(first, tl.minimum(first + share, tl.cdiv(OUTPUTS, BO))):
+        outputs = block * BO + tl.arange(0, BO)
+        wanted = outputs < OUTPUTS
+        at = outputs.to(tl.int64) * FAN_IN
+        acc = tl.zeros((BO, BR), tl.float32)
+        for j in range(FAN_IN):
+            place = tl.load(index_ptr + at + j, mask=wanted, other=0).to(tl.int64)
+            weight = tl.load(weight_ptr + at + j, mask=wanted, other=0.0).to(tl.float32)
+            value = tl.load(slabs + place[:, None] * BR).to(tl.float32)
+            acc += weight[:, None] * value
+        mask = (rows < ROWS)[:, None] & wanted[None, :]
+        finish(
+            tl.trans(acc), bias_ptr, residual_ptr, out_ptr, 0, rows, outputs, mask,
+            out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
+        )  # fmt: skip
+
+
+def _prepare(problem: GatherDot, config: Config) -> Launches:
+    p, height = problem, config["BR"]
+    slabs, blocks = triton.cdiv(p.rows, height), triton.cdiv(p.outputs, config["BO"])
+    copy = Launch(
+        write_slabs_kernel, (slabs * triton.cdiv(p.inputs, _TILE),), (p.rows, p.inputs, p.x_row),
+        {"BR": height, "BI": _TILE}, num_warps=4,
+    )  # fmt: skip
+    grid = (slabs * triton.cdiv(blocks, min(config["SHARE"], blocks)),)
+    numbers = (p.rows, p.inputs, p.outputs, min(config["SHARE"], blocks), *p.output.numbers)
+    constants = {**p.output.constants, "FAN_IN": p.fan_in, "BR": height, "BO": config["BO"]}
+    main = Launch(gather_dot_slabs_kernel, grid, numbers, constants, num_warps=config["warps"])
+    workspace = (slabs * p.inputs * height,), getattr(torch, p.dtype)
+    return Launches([workspace], [Step(copy, (0, 6)), Step(main, (6, 1, 2, 3, 4, 5))])
+
+
+def _space(problem: GatherDot, device: Device) -> list[Config]:
+    itemsize = getattr(torch, problem.dtype).itemsize
+    return [
+        Config(BR=br, BO=bo, SHARE=share, warps=warps)
+        for br in (4, 8, 16, 32, 64) if 16 <= br * itemsize <= 128
+        for bo in (32, 64, 128, 256) for share in (1, 4, 16, 64) for warps in (2, 4, 8, 16)
+        if 2 <= br * bo // (32 * warps) <= 16
+    ]  # fmt: skip
+
+
+def _refuse(problem: GatherDot, device: Device) -> str | None:
+    return unsupported(problem) or ("one row has no neighbours" if problem.rows < 4 else None)
+
+
+_rows, _inputs, _outputs, _fan_in, _itemsize = sizes("rows inputs outputs fan_in itemsize")
+_br, _bo, _share, _warps, _processors, _bandwidth = sizes("BR BO SHARE warps processors bandwidth")
+_gathered, _rewritten = sizes("gathered rewritten")
+
+_slabs = sympy.ceiling(_rows / _br)
+_padded = _slabs * _br
+_elements = _padded * _outputs * _fan_in
+_copying = 2 * _padded * _inputs * _itemsize / (_rewritten * _bandwidth) + 3e-6
+_width = _br * _itemsize
+# a line a cycle from L1 while a slab fits there, else sectors from L2
+_near = _elements / _br * 1.2 / (_processors * 1.7e9)
+_l2 = _elements / _br * sympy.Max(_width, 32) / (_gathered * _processors)
+_fits = sympy.Min(1, 1.8e5 / (_inputs * _width))
+_walk = _fits * _near + (1 - _fits) * sympy.Max(_near, _l2)
+_programs = _slabs * sympy.ceiling(sympy.ceiling(_outputs / _bo) / _share)
+_resident = sympy.Max(sympy.floor(sympy.Min(32, 65536 / (32 * _warps * (32 + 3 * _br * _bo / (32 * _warps))))), 1)
+_step = _share * (1.2e-6 + 6e-8 * _fan_in)
+_waves = sympy.Max(_programs / (_processors * _resident), 1) * _step
+# the fewer threads, the less of a line's way is hidden
+_thin = sympy.Max(1, 2 * 1024 * _processors / (_programs * 32 * _warps))
+
+GATHER_DOT_SLABS = Template(
+    name="gather_dot_slabs",
+    op="gather_dot",
+    sources=(gather_dot_slabs_kernel, write_slabs_kernel, finish),
+    refuse=_refuse,
+    space=_space,
+    cost=Cost(
+        bytes=_rows * (_inputs + _outputs) * _itemsize + _outputs * _fan_in * (4 + _itemsize),
+        launches=sympy.Integer(2),
+        seconds=_copying + sympy.Max(_walk * _thin, _waves),
+    ),
+    prepare=_prepare,
+)

@@ -1,0 +1,1 @@
+"""Networks whose neurons sit on a grid and read a few neurons of the layer below (GeoSparse)."""

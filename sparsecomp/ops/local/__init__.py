@@ -1,0 +1,1 @@
+"""Operators on layers of fixed fan-in."""

@@ -1,0 +1,205 @@
+"""Layers of fixed fan-in: modes, compiled and not, checkpoints, writes to the index."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_devices import DEVICES, graph_of
+from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
+
+from sparsecomp.compiler.backend import sparsecomp_backend
+from sparsecomp.errors import CheckpointError, ConfigError, FormatError
+from sparsecomp.nn import GeoSparseLinear, adopt_patterns, build_geo_connectivity
+
+MODES = ("compiled", "gather", "scatter")
+
+
+def index_of(seed: int = 0, shape: tuple[int, int] = (5, 7), k: int = 4) -> Tensor:
+    return build_geo_connectivity(shape, k=k, pattern="random", radius=2, seed=seed)
+
+
+def layer_of(mode: str = "compiled", bias: bool = True, seed: int = 0) -> GeoSparseLinear:
+    torch.manual_seed(0)
+    return GeoSparseLinear(35, 35, index_of(seed), bias=bias, compute_mode=mode).double()
+
+
+def dense(layer: GeoSparseLinear) -> Tensor:
+    """The weight written out."""
+    index = layer.in_index_per_out.long()
+    return layer.weight.new_zeros(layer.out_features, layer.in_features).scatter_add(1, index, layer.weight)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_the_dense_layer_with_its_gradients(mode, bias, device):
+    layer = layer_of(mode, bias).to(device)
+    for rows in ((), (0,), (1,), (2, 3), (40,)):
+        x = torch.randn(*rows, 35, dtype=torch.float64, device=device, requires_grad=True)
+        operands = (x, *layer.parameters())
+        found, right = layer(x), F.linear(x, dense(layer), layer.bias)
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+        grad = torch.randn_like(right)
+        for one, other in zip(
+            torch.autograd.grad(found, operands, grad), torch.autograd.grad(right, operands, grad), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_modes_agree_in_half_precision_to_the_last_rounding(dtype):
+    x = torch.randn(40, 35).to(dtype)
+    layers = [layer_of(mode).to(dtype) for mode in MODES]
+    right = F.linear(x.double(), dense(layers[0].double()), layers[0].bias).to(dtype)
+    layers[0].to(dtype)
+    for layer in layers:
+        torch.testing.assert_close(layer(x), right, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast(mode):
+    layer = layer_of(mode).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(3, 35)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("inner", [compile_fx, sparsecomp_backend], ids=["inductor", "sparsecomp"])
+@pytest.mark.slow(reason="compiles")
+def test_one_graph_serves_every_batch(inner):
+    torch.compiler.reset()
+    layer, graphs = layer_of().float(), []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return inner(gm, inputs)
+
+    compiled = torch.compile(layer, backend=backend, dynamic=True, fullgraph=True)
+    for rows in (3, 8, 40, 2):
+        x = torch.randn(rows, 35, requires_grad=True)
+        found, right = compiled(x), F.linear(x, dense(layer), layer.bias)
+        torch.testing.assert_close(found, right)
+        grads = [torch.autograd.grad(one.square().sum(), (x, layer.weight)) for one in (found, right)]
+        torch.testing.assert_close(*grads)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow(reason="compiles"))])
+def test_a_write_to_the_index_is_seen(compiled):
+    torch.compiler.reset()
+    layer = layer_of()
+    call = torch.compile(layer, backend="aot_eager") if compiled else layer
+    x = torch.randn(40, 35, dtype=torch.float64, requires_grad=True)
+    for seed in (1, 2):
+        right = F.linear(x, dense(layer), layer.bias)
+        for one, other in zip(
+            torch.autograd.grad(call(x).square().sum(), (x, layer.weight)),
+            torch.autograd.grad(right.square().sum(), (x, layer.weight)), strict=True,
+        ):  # fmt: skip
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+        layer.in_index_per_out.copy_(index_of(seed))
+    if not compiled:
+        layer.in_index_per_out[0, 0] = 35
+        with pytest.raises(FormatError, match="0 to 34"):
+            layer(x)
+
+
+def test_checkpoints_carry_the_pattern():
+    layer, other = layer_of(), layer_of(seed=1)
+    state = layer.state_dict()
+    assert sorted(state) == ["bias", "in_index_per_out", "weight"]
+    same = layer_of()
+    nn.init.zeros_(same.weight)
+    same.load_state_dict(state)
+    assert torch.equal(same.weight, layer.weight)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(CheckpointError, match="another seed.*adopt_patterns"):
+        other.load_state_dict({key: value + 1 if key != "in_index_per_out" else value for key, value in state.items()})
+    assert all(torch.equal(before[key], value) for key, value in other.state_dict().items())
+    model, lists = nn.Sequential(other), other.transposed_order
+    adopt_patterns(model)
+    model.load_state_dict({f"0.{key}": value for key, value in state.items()})
+    assert other.transposed_order is lists  # where a captured graph reads it
+    x = torch.randn(40, 35, dtype=torch.float64, requires_grad=True)
+    for one, right in zip(
+        torch.autograd.grad(other(x).square().sum(), x), torch.autograd.grad(layer(x).square().sum(), x), strict=True
+    ):
+        torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused():
+    layer = layer_of()
+    adopt_patterns(layer)
+    for index in (torch.full((35, 4), 35), index_of(k=3, shape=(5, 6)), torch.zeros(35, 4)):
+        with pytest.raises(FormatError, match="in_index_per_out"):
+            layer.load_state_dict(layer.state_dict() | {"in_index_per_out": index})
+    assert torch.equal(layer.in_index_per_out, index_of())
+
+
+def test_a_layer_on_the_meta_device_takes_a_checkpoint():
+    layer = layer_of()
+    with torch.device("meta"):
+        empty = GeoSparseLinear(35, 35, torch.zeros(35, 4, dtype=torch.int32))
+    state = {key: value.long() if key == "in_index_per_out" else value for key, value in layer.state_dict().items()}
+    empty.load_state_dict(state, assign=True)
+    assert empty.in_index_per_out.dtype is torch.int32
+    x = torch.randn(40, 35, dtype=torch.float64, requires_grad=True)
+    for one, right in zip(
+        torch.autograd.grad(empty(x).square().sum(), x), torch.autograd.grad(layer(x).square().sum(), x), strict=True
+    ):
+        torch.testing.assert_close(one, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("mode", MODES)
+def test_in_a_cuda_graph(mode, device):
+    layer = layer_of(mode).float().to(device)
+    x = torch.randn(64, 35, device=device, requires_grad=True)
+    graph, found = graph_of(lambda: torch.autograd.grad(layer(x).square().sum(), (x, layer.weight)))
+    with torch.no_grad():
+        x.normal_()
+    adopt_patterns(layer)
+    layer.load_state_dict(layer_of(seed=1).state_dict())
+    graph.replay()
+    wanted = torch.autograd.grad(F.linear(x, dense(layer), layer.bias).square().sum(), (x, layer.weight))
+    for one, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_and_dtypes():
+    layer = copy.deepcopy(layer_of())
+    assert layer.to(torch.float16).in_index_per_out.dtype is torch.int32
+    assert "35, 35, k=4 (4 distinct)" in repr(layer)
+    meta = layer.to("meta")
+    assert meta(torch.empty(3, 35, device="meta", dtype=torch.float16)).shape == (3, 35)
+
+
+INDEX = torch.zeros(5, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((4, 5, INDEX, "hash"), ConfigError, "needs one of compiled, gather, scatter"),
+        ((0, 5, INDEX, "gather"), ConfigError, "in_features is 0"),
+        ((4, 2.5, INDEX, "gather"), ConfigError, "out_features is 2.5"),
+        ((4, 6, INDEX, "gather"), FormatError, r"needs \(6, k\)"),
+        ((4, 5, INDEX[:, 0], "gather"), FormatError, r"shape \(5,\)"),
+        ((4, 5, INDEX[:, :0], "gather"), FormatError, "k 1 or more"),
+        ((4, 5, INDEX + 4, "gather"), FormatError, "needs 0 to 3"),
+        ((4, 5, INDEX - 1, "gather"), FormatError, "from -1"),
+        ((4, 5, INDEX.float(), "gather"), FormatError, "int32 or int64"),
+        ((4, 5, [[0]], "gather"), FormatError, "is list"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, error, message):
+    *sizes, mode = arguments
+    with pytest.raises(error, match=message):
+        GeoSparseLinear(*sizes, compute_mode=mode)
+
+
+def test_an_input_that_does_not_fit():
+    for mode in MODES:
+        with pytest.raises(FormatError, match=r"needs \(..., 35\)"):
+            layer_of(mode)(torch.randn(3, 34, dtype=torch.float64))
