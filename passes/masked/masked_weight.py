@@ -155,7 +155,7 @@ def _unfit(op: CanonicalOp, masked: Formula, keep: Keep | None, ctx: Context) ->
         return "the graph runs op by op and may be asked for gradients"
     if op.get("max_norm") is not None:
         return f"{op.name} writes to it"
-    if keep != "asked" and keep is not None:
+    if keep is None or not (keep == "asked" or _is_given_out(masked, op.node, keep)):
         return None
     decision = decide_fold(example_of(masked.result).numel())
     return decision.reason if decision.dense else None
@@ -169,8 +169,7 @@ def _folded(
     base = masked.base()
     outside = masked.outside(op.node)
     beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
-    # what a CUDA graph gives out must be its own
-    given_out = keep != "prepared" and _is_given_out(masked, op.node)
+    given_out = _is_given_out(masked, op.node, keep)
     if choice.format == "dense" and beside is not None and not given_out:
         return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{beside.name}` reads it too, so it is computed all the same")
     kernel = f"torch's {op.name}" if choice.decision.dense else choice.decision.implementation
@@ -190,10 +189,11 @@ def _folded(
     return Plan(build, reason, choice.name, "", dead, choice.decision.estimate)
 
 
-def _is_given_out(masked: Formula, layer: fx.Node) -> bool:
-    """Whether nobody reads the weight but the layer and, for torch's pruning, the module that it is an attribute of."""
+def _is_given_out(masked: Formula, layer: fx.Node, keep: Keep) -> bool:
+    """Whether nobody reads the weight but the layer and, for torch's pruning, the module that it is an attribute of,
+    which gets the one that is kept. What a CUDA graph gives out must be its own."""
     outside = masked.outside(layer)
-    alone = len(outside) == 1 and outside[0].op == "output" and set(masked.result.users) == {layer, outside[0]}
+    alone = keep != "prepared" and len(outside) == 1 and outside[0].op == "output" and set(masked.result.users) == {layer, outside[0]}
     return alone and masked.by_torchs_pruning()
 
 
