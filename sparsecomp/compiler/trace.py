@@ -97,9 +97,7 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call of a submodule, unless it would hide a sparse layer's operator, or run hooks once and for all."""
-        if isinstance(m, StoredWeight):
-            raise CaptureError(f"{self.path_of_module(m)} is a sparse layer, rewritten in a graph of operators only")
+        """A call of a submodule, unless it would run hooks once and for all."""
         if has_hooks(m) and not self.is_leaf_module(m, self.path_of_module(m)):
             raise CaptureError(f"{self.path_of_module(m)} has hooks")
         return super().call_module(m, forward, args, kwargs)

@@ -240,7 +240,7 @@ def test_every_transfer_function_has_a_signature() -> None:
 
 
 def test_every_operator_that_rules_name_is_in_the_vocabulary() -> None:
-    assert set(LAYERS) <= set(SIGNATURES)
+    assert {name for name, argument in LAYERS.items() if argument is not None} <= set(SIGNATURES)
     for name, record in OPERATORS.items():
         assert name not in SIGNATURES or record.linear <= set(SIGNATURES[name].names) | {"input"}
 

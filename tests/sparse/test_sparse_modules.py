@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from sparsecomp import SparseTensor, ops, optimize
+from sparsecomp import SparseTensor, ops
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear
@@ -532,12 +532,3 @@ def test_a_sparse_layer_that_torch_fx_cannot_take_as_one_node_says_why():
     for model in (hooked, layer_of()):
         with pytest.raises(SparseOperatorError, match="one node"):
             torch.fx.symbolic_trace(model)
-
-
-def test_optimize_says_that_sparse_layers_are_rewritten_by_compiling():
-    model, x = nn.Sequential(layer_of().float(), nn.ReLU()), torch.randn(3, 8)
-    with torch.no_grad():
-        optimized = optimize(model, x)
-        torch.testing.assert_close(optimized(x), model(x))
-    assert "0 is a sparse layer" in optimized.report.capture and "Proxy" not in optimized.report.capture
-    assert len(optimized.report.sites) == 1

@@ -131,7 +131,7 @@ def _product_cuda(x, weight, index, bias, residual, transposed, activation, spre
 
 
 def _by_input_cuda(grad, weight, index, transposed, inputs):
-    if grad.dtype not in KERNEL_DTYPES:
+    if grad.dtype not in KERNEL_DTYPES or not grad.numel():
         return _by_input(grad, weight, index, transposed, inputs)
     from sparsecomp.lowering.sparse import spmm_csr as lowered  # loads Triton
 
@@ -145,7 +145,7 @@ def _by_input_cuda(grad, weight, index, transposed, inputs):
 
 
 def _by_weight_cuda(x, grad, index, transposed):
-    if x.dtype not in KERNEL_DTYPES:
+    if x.dtype not in KERNEL_DTYPES or not x.numel():
         return _by_weight(x, grad, index, transposed)
     from sparsecomp.lowering.sparse import sddmm as lowered  # loads Triton
 
