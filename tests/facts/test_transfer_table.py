@@ -549,35 +549,45 @@ INPUTS = _inputs()
 ALL = [(name, *case) for name, cases in CASES.items() for case in cases] + [
     (name, *case) for name, case in MORE.items()
 ]
+EACH = pytest.mark.parametrize(
+    "name,case,expected", ALL, ids=[f"{index}-{entry[0]}" for index, entry in enumerate(ALL)]
+)
 
 
-def _claimed(gm: fx.GraphModule, analysis: Any) -> SparsityFact | Items | None:
-    output = next(iter(reversed(gm.graph.nodes)))
-    return analysis.fact(output.args[0], at=output)
+@EACH
+def test_what_is_claimed_is_written_down(name: str, case: Callable[..., Any], expected: Any) -> None:
+    fact = _checked(case, INPUTS["plain"])
+    if expected is NOTHING:
+        assert fact is None or not fact.integral, str(fact)
+    elif expected is not ANY:
+        assert isinstance(fact, SparsityFact) and fact.integral, str(fact)
+        assert (fact.lo, fact.hi, fact.scale) == expected
 
 
 @pytest.mark.quick_cases(60)
-@pytest.mark.parametrize("name,case,expected", ALL, ids=[f"{index}-{entry[0]}" for index, entry in enumerate(ALL)])
+@EACH
 def test_what_is_claimed_holds(name: str, case: Callable[..., Any], expected: Any) -> None:
     for kind, x in INPUTS.items():
-        gm = _traced(case)
         try:
-            ShapeProp(gm).propagate(x.clone())
+            ShapeProp(_traced(case)).propagate(x.clone())
         except RuntimeError:
             assert kind in ("half", "bfloat16", "odd", "low"), "eager refuses the case"
             continue
-        torch.manual_seed(0)
-        checked = check(gm, x.clone())
-        assert not [why for why in checked.analysis.reasons.values() if why.kind is LostKind.FAILED]
-        fact = _claimed(gm, checked.analysis)
-        if kind == "plain" and expected is NOTHING:
-            assert fact is None or not fact.integral, str(fact)
-        elif kind == "plain" and expected is not ANY:
-            assert isinstance(fact, SparsityFact) and fact.integral, str(checked.analysis.reasons)
-            assert (fact.lo, fact.hi, fact.scale) == expected
+        _checked(case, x)
         torch.manual_seed(0)
         bare = _traced(case)
         FactChecker(bare, analyse(bare)).run(x.clone())
+
+
+def _checked(case: Callable[..., Any], x: Tensor) -> SparsityFact | Items | None:
+    """The fact of what a case returns, after a checked run; no transfer function failed."""
+    gm = _traced(case)
+    ShapeProp(gm).propagate(x.clone())
+    torch.manual_seed(0)
+    analysis = check(gm, x.clone()).analysis
+    assert not [why for why in analysis.reasons.values() if why.kind is LostKind.FAILED]
+    output = next(iter(reversed(gm.graph.nodes)))
+    return analysis.fact(output.args[0], at=output)
 
 
 def test_every_transfer_function_has_a_case() -> None:

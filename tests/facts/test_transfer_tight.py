@@ -12,8 +12,6 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from sparsecomp.reference.facts import Origin
 
-pytestmark = pytest.mark.quick_cases(8)
-
 X = torch.arange(-1.0, 5.0)  # thresholds at 0, 1 and 2 make every count from 0 to 3
 
 
