@@ -160,6 +160,7 @@ ORIGINS: dict[str, tuple[Callable[[Tensor], Tensor], Origin]] = {
     "triangle": (lambda x: x.expand(6, 6).tril(), Origin.MASK),
     "masked": (lambda x: x.masked_fill(x > 0, 0), Origin.MASK),
     "clamp from zero": (lambda x: x.clamp(min=0), Origin.RELU),
+    "clamp": (lambda x: x.clamp(-1, 1), Origin.UNKNOWN),
     "spikes times relu": (lambda x: (x == 1).float() * 2 * F.relu(x), Origin.UNKNOWN),
     "spikes over four": (lambda x: (x > 0).float() / 4, Origin.SPIKE),
     "rounded quotient of spikes": (lambda x: torch.div((x > 0).float(), x + 9, rounding_mode="floor"), Origin.SPIKE),

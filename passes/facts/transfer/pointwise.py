@@ -57,19 +57,19 @@ def mul(op: CanonicalOp, facts: Facts) -> Result:
         return algebra.multiply(a, b, dtype_of(op.node))
     if a is None and b is None:
         return None
-    fact, other = (a, right) if a is not None else (b, left)
+    fact, known, other = (a, left, right) if a is not None else (b, right, left)
     assert fact is not None
     if isinstance(other, fx.Node) and numel_of(other) == 1 and _floating(other):
         return algebra.multiply_by_node(fact, other.name)
     if fact.is_zero:
         return replace(fact, finite=False)
     if not fact.exact_zeros:
-        return unknown_operand(op, other) if isinstance(left, fx.Node) and isinstance(right, fx.Node) else None
+        return unknown_operand(op, other) if isinstance(known, fx.Node) else None
     return Kept(algebra.zeros_kept(fact, finite=False), unknown_operand(op, other))
 
 
-def _floating(node: fx.Node) -> bool:
-    dtype = dtype_of(node)
+def _floating(value: Any) -> bool:
+    dtype = dtype_of(value)
     return dtype is not None and dtype.is_floating_point
 
 
@@ -81,12 +81,11 @@ def div(op: CanonicalOp, facts: Facts) -> Result:
         return _whole_quotient(op, fact)
     if fact is None:
         return None
-    if isinstance(divisor, int | float) and not isinstance(divisor, bool) and divisor != 0:
+    if isinstance(divisor, int | float):
         if algebra.is_dyadic(float(divisor)):
             return algebra.rescale(fact, 1.0 / divisor, dtype_of(op.node))
         # too small a divisor makes an infinite scale, and an infinite one a scale of zero
-        bits = fact.integral and fact.scale == 1.0 and fact.exact and fact.within(0, 1)
-        if bits and divisor > 0 and 0 < (scale := 1.0 / divisor) < math.inf:
+        if fact.is_binary_if_finite and divisor > 0 and 0 < (scale := 1.0 / divisor) < math.inf:
             return algebra.fit_dtype(replace(fact, scale=scale), dtype_of(op.node))
     return Kept(
         algebra.zeros_kept(fact, finite=False),
@@ -119,20 +118,16 @@ def magnitude(op: CanonicalOp, facts: Facts) -> Result:
     fact = facts.of(op.input)
     if fact is None:
         # Integer types have a most negative number without a positive twin.
-        return algebra.interval(0, None) if isinstance(op.input, fx.Node) and _floating(op.input) else None
+        return algebra.interval(0, None) if _floating(op.input) else None
     if op.name == "square":
-        squared = algebra.multiply(fact, fact, dtype_of(op.node))
-        return None if squared is None else _at_least_zero(squared)
+        squared = algebra.multiply(fact, fact, torch.float64)
+        assert squared is not None
+        return algebra.fit_dtype(replace(squared, lo=max(squared.lo or 0, 0)), dtype_of(op.node))
     bounds = [bound for bound in (fact.lo, fact.hi) if bound is not None]
     hi = max(map(abs, bounds)) if len(bounds) == 2 else None
     if isinstance(fact.scale, str) or fact.scale < 0:
         return algebra.zeros_kept(fact, finite=fact.finite)
     return algebra.fit_dtype(replace(fact, lo=0, hi=hi), dtype_of(op.node))
-
-
-def _at_least_zero(fact: SparsityFact) -> SparsityFact:
-    lo = fact.lo if fact.lo is not None and fact.lo >= 0 else 0
-    return fact if isinstance(fact.scale, str) else replace(fact, lo=lo)
 
 
 @transfer("pow")
@@ -247,11 +242,11 @@ def rounding(op: CanonicalOp, facts: Facts) -> Result:
 
 @transfer("sign", "sgn")
 def sign(op: CanonicalOp, facts: Facts) -> Result:
-    """-1, 0 or 1; torch maps NaN to 0 for `sign`."""
+    """-1, 0 or 1; `sgn` passes NaN on."""
     fact = facts.of(op.input)
     lo = 0 if fact is not None and fact.non_negative else -1
     origin = fact.origin if fact is not None else Origin.SPIKE
-    finite = op.name == "sign" and fact is not None and fact.finite
+    finite = fact is not None and fact.finite
     return replace(algebra.integers(lo, 1, op.node.name, origin), finite=finite)
 
 
@@ -288,18 +283,16 @@ def either(op: CanonicalOp, facts: Facts, first: Any, second: Any) -> Result:
         return None
     if a is None or b is None:
         return unknown_operand(op, first if a is None else second)
-    joined = algebra.join((a, b))
+    joined = algebra.join_two(a, b)
     # operands of different dtypes are promoted, which may round
     alike = dtype_of(first) is not None and dtype_of(first) == dtype_of(second)
-    return joined if alike or joined is None else algebra.fit_dtype(joined, dtype_of(op.node))
+    return joined if alike else algebra.fit_dtype(joined, dtype_of(op.node))
 
 
 @transfer("bitwise_and", "bitwise_or", "bitwise_xor")
 def bitwise(op: CanonicalOp, facts: Facts) -> Result:
     """Bits of bits are bits."""
     a, b = facts.of(op.input), facts.of(op.get("other"))
-    if a is None and b is None and dtype_of(op.node) is torch.bool:
-        return algebra.binary(op.node.name, Origin.MASK)
     if a is not None and b is not None and a.is_binary and b.is_binary:
         return algebra.binary(a.source or b.source, a.origin)
     if dtype_of(op.node) is torch.bool:
@@ -378,13 +371,7 @@ def zero_preserving(op: CanonicalOp, facts: Facts) -> Result:
 def convert(op: CanonicalOp, facts: Facts) -> Result:
     """A change of dtype or device: grids survive where the dtype holds them; bool input gives {0, 1}."""
     fact = facts.of(op.input)
-    source_dtype = dtype_of(op.input)
-    if fact is None and source_dtype is torch.bool:
-        fact = algebra.binary(op.node.name, Origin.MASK)
-    if fact is None:
-        return None
-    dtype = dtype_of(op.node) or _named_dtype(op)
-    return cast(fact, source_dtype, dtype)
+    return None if fact is None else cast(fact, dtype_of(op.input), dtype_of(op.node) or _named_dtype(op))
 
 
 def _named_dtype(op: CanonicalOp) -> torch.dtype | None:
