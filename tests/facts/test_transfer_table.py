@@ -1,7 +1,8 @@
 """Every transfer function: what it must say of spikes and counts, and that it holds for whatever flows.
 
 `s` are spikes, `c` counts from {1, 2}, `x` anything. What is claimed is written down by hand as (least, greatest,
-scale); every case also runs under the checker on odd inputs, with and without shapes.
+scale), with False behind where it may be NaN or infinite; every case also runs under the checker on odd inputs, with
+and without shapes.
 """
 
 import operator
@@ -128,11 +129,11 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
         (lambda s, c, x: torch.round(c), (1, 2, 1.0)),
         (lambda s, c, x: torch.round(s * 0.5), ANY),
         (lambda s, c, x: torch.round(s * 0.3, decimals=1), NOTHING),
-        (lambda s, c, x: torch.round(_nearly(s, x)), (0, 1, 1.0)),
+        (lambda s, c, x: torch.round(_nearly(s, x)), (0, 1, 1.0, False)),
     ],
     "floor": [
         (lambda s, c, x: torch.floor(s * 0.5), (0, 1, 1.0)),
-        (lambda s, c, x: torch.floor(_nearly(s, x)), (-1, 2, 1.0)),
+        (lambda s, c, x: torch.floor(_nearly(s, x)), (-1, 2, 1.0, False)),
         (lambda s, c, x: torch.floor(x), ANY),
     ],
     "ceil": [(lambda s, c, x: torch.ceil(s * 0.5), (0, 1, 1.0)), (lambda s, c, x: torch.ceil(x), ANY)],
@@ -579,7 +580,7 @@ def test_what_is_claimed_is_written_down(name: str, case: Callable[..., Any], ex
         assert (isinstance(fact, SparsityFact) and fact.exact_zeros) == (expected is ZEROS), str(fact)
     elif expected is not ANY:
         assert isinstance(fact, SparsityFact) and fact.integral, str(fact)
-        assert (fact.lo, fact.hi, fact.scale) == expected and fact.exact
+        assert (fact.lo, fact.hi, fact.scale, fact.finite) == (*expected, True)[:4] and fact.exact
     bare = _traced(case)
     torch.manual_seed(0)
     FactChecker(bare, analyse(bare)).run(INPUTS["plain"].clone())
@@ -609,6 +610,142 @@ def _checked(case: Callable[..., Any], x: Tensor) -> SparsityFact | Items | None
     assert not [why for why in analysis.reasons.values() if why.kind is LostKind.FAILED]
     output = next(iter(reversed(gm.graph.nodes)))
     return analysis.fact(output.args[0], at=output)
+
+
+UNSHAPED: dict[str, tuple[Callable[..., Any], tuple[int | None, int | None, float, bool] | None]] = {
+    # (least, greatest, scale, finite) where no dtype is known: what holds in bool, bytes and halves alike
+    "float": (lambda s, c, x: c.float(), (1, 2, 1.0, True)),
+    "double": (lambda s, c, x: (c * -1).double(), (None, None, 1.0, False)),
+    "half": (lambda s, c, x: c.half(), (1, 2, 1.0, True)),
+    "bfloat16": (lambda s, c, x: c.bfloat16(), (1, 2, 1.0, True)),
+    "int": (lambda s, c, x: c.int(), (1, 2, 1.0, True)),
+    "long": (lambda s, c, x: c.long(), (1, 2, 1.0, True)),
+    "short": (lambda s, c, x: c.short(), (1, 2, 1.0, True)),
+    "byte": (lambda s, c, x: c.byte(), (1, 2, 1.0, True)),
+    "char": (lambda s, c, x: c.char(), (1, 2, 1.0, True)),
+    "bool": (lambda s, c, x: c.bool(), (0, 1, 1.0, True)),
+    "to bool": (lambda s, c, x: c.to(torch.bool), (0, 1, 1.0, True)),
+    "to char of what may be infinite": (lambda s, c, x: (c * -100).char(), None),
+    "to the dtype of another": (lambda s, c, x: c.to(x), (1, 2, 1.0, True)),
+    "counts from 3 in what may be bool": (lambda s, c, x: (c + 2).to(x), (1, 4, 1.0, True)),
+    "halves to the dtype of another": (lambda s, c, x: (s * 0.5).to(x), None),
+    "127": (lambda s, c, x: s * 127, (0, 127, 1.0, True)),
+    "128": (lambda s, c, x: s * 128, (None, None, 1.0, False)),
+    "negative": (lambda s, c, x: -s, (None, None, 1.0, False)),
+    "difference": (lambda s, c, x: 1 - s, (0, 1, 1.0, True)),
+    "third": (lambda s, c, x: s * 0.3, (0, 1, 0.3, True)),
+    "subnormal half": (lambda s, c, x: s * 6e-5, None),
+    "infinite half": (lambda s, c, x: s * 65537, (0, 1, 65537.0, False)),
+    "largest half": (lambda s, c, x: s * 65504, (None, None, 1.0, False)),
+    "clamp to a byte": (lambda s, c, x: s.clamp(0, 127), (0, 1, 1.0, True)),
+    "clamp beyond a byte": (lambda s, c, x: s.clamp(max=128), None),
+    "clamp from below zero": (lambda s, c, x: s.clamp(min=-1), None),
+    "counts from 128": (lambda s, c, x: c.float().clamp(min=128), None),
+    "where": (lambda s, c, x: torch.where(x > 0, s, 2), (0, 2, 1.0, True)),
+    "where below zero": (lambda s, c, x: torch.where(x > 0, s, -1), (None, None, 1.0, False)),
+    "fill": (lambda s, c, x: s.masked_fill(x > 0, 2), (0, 2, 1.0, True)),
+    "fill below zero": (lambda s, c, x: s.masked_fill(x > 0, -1), (None, None, 1.0, False)),
+    "absolute": (lambda s, c, x: x.abs(), None),
+    "absolute spikes": (lambda s, c, x: s.abs(), (0, 1, 1.0, True)),
+    "absolute difference": (lambda s, c, x: (s - c).abs(), (None, None, 1.0, False)),
+    "square": (lambda s, c, x: torch.square(c), (1, 4, 1.0, True)),
+    "sign": (lambda s, c, x: torch.sign(x), (-1, 1, 1.0, False)),
+    "complement": (lambda s, c, x: ~(x > 0), None),
+    "both": (lambda s, c, x: (x > 0) & (s > 0), (0, 1, 1.0, True)),
+    "dropout": (lambda s, c, x: F.dropout(s, 0.5, True), (0, 2, 1.0, True)),
+    "dropout of a computed rate": (lambda s, c, x: F.dropout(s, x, True), None),
+    "sum": (lambda s, c, x: s.sum(0), None),
+    "cumulative sum": (lambda s, c, x: torch.cumsum(s, 0), None),
+    "product": (lambda s, c, x: s @ s, None),
+    "300": (lambda s, c, x: s.new_full((2,), 300), (None, None, 1.0, False)),
+    "a half": (lambda s, c, x: s.new_full((2,), 0.5), None),
+    "3": (lambda s, c, x: torch.full_like(s, 3), (1, 3, 1.0, True)),
+}
+
+
+@pytest.mark.parametrize("name", UNSHAPED)
+def test_what_is_claimed_without_shapes_and_dtypes(name: str) -> None:
+    case, expected = UNSHAPED[name]
+    gm = _traced(case)
+    fact = analyse(gm).fact(next(iter(reversed(gm.graph.nodes))).args[0])
+    claimed = (fact.lo, fact.hi, fact.scale, fact.finite) if fact is not None and fact.integral else None
+    assert claimed == expected, str(fact)
+
+
+def _all(names: str, *reasons: str) -> dict[str, list[str]]:
+    return {name: [reason.format(name) for reason in reasons] for name in names.split()}
+
+
+OF_X, UNKNOWN = "`x` is an input of the graph", "{} with `x`, whose values are unknown, ends the domain"
+OVER, ITS = "division by `{}` keeps zeros but not the domain", "the values of `{}` are unknown"
+KEEPS, RANDOM = "{} keeps zeros but not the domain", "{} holds arbitrary values until all of it is written"
+AVERAGES, DROPS = f"{KEEPS}: it averages", "dropout in training rescales its input: zeros stay, the domain ends"
+UNCOUNTED = "sum over an unknown or too large number of elements ends the domain"
+REASONS: dict[str, list[str]] = {
+    # of each operator, why its cases are off the grid, in their order
+    **_all("maximum minimum", UNKNOWN),
+    **_all("bitwise_and bitwise_or bitwise_xor", "{} of integers is not analysed"),
+    **_all("leaky_relu gelu silu mish elu selu celu sqrt softsign", KEEPS, OF_X, "{} ends the domain"),
+    **_all("neg float double half bfloat16 int long short byte char as_tensor mean", OF_X),
+    **_all("empty empty_like new_empty", RANDOM),
+    **_all("argmax argmin", "{} gives indices"),
+    **_all("avg_pool1d adaptive_avg_pool2d", AVERAGES),
+    **_all(
+        "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d addmm baddbmm "
+        "scaled_dot_product_attention bilinear embedding",
+        "{} ends the domain: it mixes values through weights",
+    ),
+    **_all(
+        "batch_norm layer_norm group_norm instance_norm rms_norm local_response_norm",
+        "{} ends the domain: it shifts and scales",
+    ),
+    "add": ["add with alpha is not analysed", UNKNOWN.format("add"), "add of values on different grids ends the domain",
+            "add with `nan`, whose values are unknown, ends the domain",
+            "add of values on different grids ends the domain",
+            "add with `1e+30`, whose values are unknown, ends the domain"],
+    "mul": [UNKNOWN.format("mul")] * 2,
+    "div": [OVER.format(by) for by in ("3", "-3", "inf", "1e-320", "x", "0", "nan")],
+    "pow": ["power 2 ends the domain", OF_X, "power 0 ends the domain", "power -1 ends the domain",
+            "power to ends the domain", "power add ends the domain", "power nan ends the domain"],
+    "clamp": ["clamp to NaN or infinity ends the domain"] * 3 + ["clamp with tensor bounds is not analysed",
+              "clamp to what its dtype cannot hold ends the domain"],
+    "round": ["round is not analysed"],
+    "where": [UNKNOWN.format("where")] * 2 + ["where with one argument gives indices"],
+    "masked_fill": [UNKNOWN.format("masked_fill")],
+    "bitwise_not": ["bitwise not of integers is not analysed"],
+    "dropout": [DROPS] * 3,
+    "to": ["conversion to torch.int32 of values off the integer grid ends the domain", OF_X,
+           "conversion to torch.int32 of values off the integer grid ends the domain"],
+    "heaviside": ["heaviside with `add_1` at zero, whose value is unknown, is not binary"],
+    "full_like": [OF_X] * 3,
+    "tensor": ["nothing is known about `tensor`"] * 2,
+    "uniform": ["uniform_ makes random values"],
+    "setitem": ["setitem writes `getitem`, whose values are unknown"],
+    "copy": ["nothing is known about `copy_`"],
+    "index_put": ["index_put with accumulate adds an unknown number of times"],
+    "scatter": ["scatter is not analysed"],
+    "max_pool2d": ["dilated max pooling with padding can give -inf"] + [ITS.format("max_pool2d")] * 2,
+    "adaptive_max_pool1d": [ITS.format("adaptive_max_pool1d")],
+    "adaptive_max_pool2d": ["adaptive_max_pool2d_with_indices is not analysed"],
+    "avg_pool2d": [AVERAGES.format("avg_pool2d")] * 3 + [OF_X, AVERAGES.format("avg_pool2d")],
+    "pad": ["nothing is known about `pad`"] * 2,
+    "interpolate": ["bilinear interpolation mixes values and ends the domain"],
+    "sum": ["conversion to torch.int64 of values off the integer grid ends the domain", UNCOUNTED, UNCOUNTED, OF_X],
+    "cumsum": [OF_X, "conversion to torch.int32 of values off the integer grid ends the domain"],
+    "max": [ITS.format("max_1")] * 3 + [UNKNOWN.format("max")],
+    "min": [ITS.format("min_1")],
+    "matmul": ["matmul ends the domain: it mixes values through weights"] * 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_lost_has_its_reason(name: str) -> None:
+    reasons = []
+    for case, _ in CASES[name]:
+        gm = _traced(case)
+        ShapeProp(gm).propagate(INPUTS["plain"].clone())
+        reasons.append(analyse(gm).why_not(next(iter(reversed(gm.graph.nodes))).args[0]))
+    assert [str(why) for why in reasons if why is not None] == REASONS.get(name, [])
 
 
 def test_every_transfer_function_has_a_case() -> None:
