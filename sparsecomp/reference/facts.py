@@ -291,9 +291,14 @@ def add(a: SparsityFact, b: SparsityFact, dtype: torch.dtype | None) -> Sparsity
 
 def negate(a: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | None:
     """`-a`, stored in `dtype`."""
+    return fit_dtype(mirrored(a), dtype)
+
+
+def mirrored(a: SparsityFact) -> SparsityFact:
+    """`-a`, before it is stored."""
     lo = None if a.hi is None else -a.hi
     hi = None if a.lo is None else -a.lo
-    return fit_dtype(replace(a, lo=lo, hi=hi), dtype)
+    return replace(a, lo=lo, hi=hi)
 
 
 def multiply(a: SparsityFact, b: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | None:

@@ -40,8 +40,7 @@ def add(op: CanonicalOp, facts: Facts) -> Result:
     dtype = dtype_of(op.node)
     if minus:
         # Negating first would wrap in an unsigned dtype although the difference need not.
-        wide = algebra.negate(b, torch.float64)
-        b = wide if wide is not None else b
+        b = algebra.mirrored(b)
     result = algebra.add(a, b, dtype)
     if result is not None and not result.integral and (a.integral or b.integral):
         return Kept(result, Lost(LostKind.RESCALES, f"{op.name} of values on different grids ends the domain"))
@@ -173,7 +172,7 @@ def clamp(op: CanonicalOp, facts: Facts) -> Result:
 
 def _holds(dtype: torch.dtype | None, number: float) -> bool:
     """Whether a number does not wrap around in a dtype; None may be any."""
-    if dtype is not None and (dtype.is_floating_point or dtype is torch.bool):
+    if dtype is not None and dtype.is_floating_point:
         return True
     limits = torch.iinfo(dtype or torch.int8)
     return (limits.min if dtype is not None else 0) <= number <= limits.max
@@ -205,9 +204,9 @@ def _ceil(bound: float | None) -> int | None:
 
 def _clip(fact: SparsityFact, low: float | None, high: float | None) -> SparsityFact:
     """`fact` within bounds; a grid other than the whole numbers is given up. Fractions round outwards."""
-    if low == 0 and high is None and fact.exact and fact.non_negative:
+    if low == 0 and high is None and fact.non_negative:
         return fact
-    if fact.scale != 1.0 or not fact.exact:
+    if fact.scale != 1.0:
         fact = fact.values_only()
     lo = _clip_bound(fact.lo, _floor(low), _floor(high))
     hi = _clip_bound(fact.hi, _ceil(low), _ceil(high))
@@ -295,8 +294,6 @@ def bitwise(op: CanonicalOp, facts: Facts) -> Result:
     a, b = facts.of(op.input), facts.of(op.get("other"))
     if a is not None and b is not None and a.is_binary and b.is_binary:
         return algebra.binary(a.source or b.source, a.origin)
-    if dtype_of(op.node) is torch.bool:
-        return algebra.binary(op.node.name, Origin.MASK)
     return None if a is None and b is None else Lost(LostKind.UNSUPPORTED, f"{op.name} of integers is not analysed")
 
 
@@ -304,9 +301,11 @@ def bitwise(op: CanonicalOp, facts: Facts) -> Result:
 def bitwise_not(op: CanonicalOp, facts: Facts) -> Result:
     """The complement of a bool; of an integer it is `-x - 1`."""
     fact = facts.of(op.input)
+    if fact is None:
+        return None
     if dtype_of(op.input) is torch.bool:
-        return algebra.binary(fact.source if fact else op.node.name, Origin.MASK)
-    return None if fact is None else Lost(LostKind.UNSUPPORTED, "bitwise not of integers is not analysed")
+        return algebra.binary(fact.source, Origin.MASK)
+    return Lost(LostKind.UNSUPPORTED, "bitwise not of integers is not analysed")
 
 
 @transfer("sigmoid", "softmax", "hardsigmoid")
@@ -327,7 +326,7 @@ def dropout(op: CanonicalOp, facts: Facts) -> Result:
     fact = facts.of(op.input)
     if op.get("training") is False or op.get("p") == 0:
         return fact
-    scaled = _survivors(fact, op.get("p"), dtype_of(op.node)) if fact is not None else None
+    scaled = _survivors(fact, op.get("p"), dtype_of(op.node))
     if scaled is not None:
         return scaled
     reason = Lost(LostKind.RESCALES, "dropout in training rescales its input: zeros stay, the domain ends")
@@ -339,7 +338,7 @@ def dropout(op: CanonicalOp, facts: Facts) -> Result:
     return Kept(kept, reason)
 
 
-def _survivors(fact: SparsityFact, p: Any, dtype: torch.dtype | None) -> SparsityFact | None:
+def _survivors(fact: SparsityFact | None, p: Any, dtype: torch.dtype | None) -> SparsityFact | None:
     """Dropout of integers: exact where 1 / (1 - p) is a power of two, else a mask times it, rounded in some order."""
     if not isinstance(p, int | float) or not 0 < p < 1:
         return None
@@ -388,25 +387,16 @@ def cast(fact: SparsityFact, source: torch.dtype | None, target: torch.dtype | N
     """`fact` after conversion from dtype `source` to `target` (None: unknown)."""
     if source is not None and source == target:
         return fact
-    if target is torch.bool:
-        return algebra.binary(fact.source, fact.origin)
     whole = fact.integral and fact.exact and fact.finite and fact.scale == 1.0
     if not whole and (target is None or is_integer(target)):
         # Conversion truncates, and makes arbitrary integers of NaN and infinity.
         name = "an unknown dtype" if target is None else target
         return Lost(LostKind.RESCALES, f"conversion to {name} of values off the integer grid ends the domain")
-    if not algebra.is_dyadic(fact.scale) and not fact.is_zero:
+    if not algebra.is_dyadic(fact.scale):
         # The scale was rounded to the old dtype and would be rounded again.
         fact = algebra.zeros_kept(fact, finite=False)
-    fitted = algebra.fit_dtype(maybe_bool(fact, target), target)
+    fitted = algebra.fit_dtype(fact, target)
     return Lost(LostKind.UNSUPPORTED, f"conversion to {target} is not analysed") if fitted is None else fitted
-
-
-def maybe_bool(fact: SparsityFact, target: torch.dtype | None) -> SparsityFact:
-    """`fact` of values that go into a dtype: one that is not known may be bool, which makes 1 of all but 0."""
-    joined = fact if target is not None or fact.within(0, 1) else algebra.join((fact, algebra.constant(1)))
-    assert joined is not None
-    return joined
 
 
 def stored(facts: Facts, value: Any, into: Any) -> SparsityFact | None:
@@ -414,8 +404,7 @@ def stored(facts: Facts, value: Any, into: Any) -> SparsityFact | None:
     fact = facts.of(value)
     if fact is None:
         return None
-    source = dtype_of(value) if isinstance(value, fx.Node) else None
-    result = cast(fact, source, dtype_of(into))
+    result = cast(fact, dtype_of(value), dtype_of(into))
     return result if isinstance(result, SparsityFact) else None
 
 
