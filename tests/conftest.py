@@ -4,10 +4,15 @@ Tests keep their tuning results to themselves: what a user's cache holds must no
 
 The quick run leaves out what is marked `slow`. A file of many cases says `pytestmark = pytest.mark.quick_cases(n)`:
 of each of its tests n cases are quick, and the others are slow.
+
+A rule or an analysis that fails costs a user one site and a warning. Here it fails the test, unless that is marked
+``fails_inside``.
 """
 
+import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from itertools import groupby
 
 import pytest
@@ -43,6 +48,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for number, case in enumerate(cases):
                 if number not in quick:
                     case.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    errors, logger = _Errors(), logging.getLogger("sparsecomp")
+    logger.addHandler(errors)
+    try:
+        yield
+    finally:
+        logger.removeHandler(errors)
+    assert not errors.told or item.get_closest_marker("fails_inside"), f"caught and logged: {errors.told}"
+
+
+class _Errors(logging.Handler):
+    """What was logged together with an error that was caught."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.told.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
 
 
 def _choices(item: pytest.Item) -> set[tuple[str, int]]:

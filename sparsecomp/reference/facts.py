@@ -245,11 +245,12 @@ def join(facts: Iterable[SparsityFact | None]) -> SparsityFact | None:
     for fact in facts:
         if fact is None:
             return None
-        joined = fact if joined is None else _join2(joined, fact)
+        joined = fact if joined is None else join_two(joined, fact)
     return joined
 
 
-def _join2(a: SparsityFact, b: SparsityFact) -> SparsityFact:
+def join_two(a: SparsityFact, b: SparsityFact) -> SparsityFact:
+    """What holds for an element that obeys `a` or `b`."""
     origin, source = _provenance(a, b)
     common = _common_scale(a, b)
     exact_zeros = a.exact_zeros and b.exact_zeros
@@ -290,9 +291,14 @@ def add(a: SparsityFact, b: SparsityFact, dtype: torch.dtype | None) -> Sparsity
 
 def negate(a: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | None:
     """`-a`, stored in `dtype`."""
+    return fit_dtype(mirrored(a), dtype)
+
+
+def mirrored(a: SparsityFact) -> SparsityFact:
+    """`-a`, before it is stored."""
     lo = None if a.hi is None else -a.hi
     hi = None if a.lo is None else -a.lo
-    return fit_dtype(replace(a, lo=lo, hi=hi), dtype)
+    return replace(a, lo=lo, hi=hi)
 
 
 def multiply(a: SparsityFact, b: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | None:
@@ -382,6 +388,6 @@ def _product_scale(a: SparsityFact, b: SparsityFact) -> float | str | None:
         product = float(a.scale) * float(b.scale)
         return product if is_dyadic(product) else None
     plain, other = (a, b) if is_dyadic(a.scale) else (b, a)  # an inexact operand comes with a mask only
-    if plain.scale == 1.0 and other.exact and plain.within(-1, 1) and other.within(-1, 1):
+    if plain.scale == 1.0 and plain.within(-1, 1) and other.within(-1, 1):
         return other.scale
     return None

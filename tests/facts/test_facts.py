@@ -224,6 +224,7 @@ def test_a_power_of_two_is_dyadic_up_to_ten(exponent: int) -> None:
 @pytest.mark.parametrize(
     "value,k,scale",
     [(0.0, 0, 1.0), (3.0, 3, 1.0), (-0.75, -3, 0.25), (2.0**-10, 1, 2.0**-10), (2.0**-11, 1, 2.0**-11),
+     (3 * 2.0**-10, 3, 2.0**-10), (3 * 2.0**-11, 1, 3 * 2.0**-11),
      (65536.0, 65536, 1.0), (65537.0, 1, 65537.0), (32768.5, 1, 32768.5), (0.1, 1, 0.1)],
 )  # fmt: skip
 def test_a_number_is_a_small_integer_of_a_power_of_two_or_its_own_scale(value: float, k: int, scale: float) -> None:
@@ -302,6 +303,9 @@ def test_a_named_factor_is_on_no_grid_but_its_own() -> None:
     assert third is not None and third.integral and (third.lo, third.hi, third.scale) == (-1, 1, 0.3)
     inexact = algebra.multiply(replace(binary(), scale=0.3), replace(integers(-1, 1), exact=False), torch.float32)
     assert inexact is not None and not inexact.integral
+    near = replace(binary(), scale=0.3, exact=False)
+    for kept in (algebra.multiply(near, binary(), F32), algebra.multiply(binary(), near, F32)):
+        assert kept is not None and kept.integral and not kept.exact and (kept.lo, kept.hi, kept.scale) == (0, 1, 0.3)
     tiny = algebra.multiply(replace(binary(), scale=2.0**-6), replace(binary(), scale=2.0**-5), torch.float32)
     assert tiny is not None and not tiny.integral
     assert algebra.multiply_by_node(binary(), "f") == replace(binary(), scale="f")

@@ -12,8 +12,6 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from sparsecomp.reference.facts import Origin
 
-pytestmark = pytest.mark.quick_cases(8)
-
 X = torch.arange(-1.0, 5.0)  # thresholds at 0, 1 and 2 make every count from 0 to 3
 
 
@@ -100,6 +98,11 @@ INTERVALS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int | None, int | N
     "clamp 0": (lambda x: x.clamp(min=0), (0, None, True)),
     "clamp to 0": (lambda x: x.clamp(max=0), (None, 0, True)),
     "clamp -1 1": (lambda x: x.clamp(-1, 1), (-1, 1, False)),
+    "clamp 2 -1": (lambda x: x.clamp(2, -1), (-1, -1, False)),
+    "clamp 0 -1": (lambda x: x.clamp(0, -1), (-1, -1, False)),
+    "round": (torch.round, (None, None, True)),
+    "floor of sigmoid": (lambda x: torch.floor(torch.sigmoid(x)), (0, 1, True)),
+    "half": (lambda x: x // 2, (None, None, True)),
     "clamp 0 to 1.5": (lambda x: x.clamp(0, 1.5), (0, 2, False)),
     "clamp from -1.5": (lambda x: x.clamp(min=-1.5), (-2, None, False)),
     "relu6": (F.relu6, (0, 6, True)),
@@ -159,9 +162,12 @@ ORIGINS: dict[str, tuple[Callable[[Tensor], Tensor], Origin]] = {
     "sign": (torch.sign, Origin.SPIKE),
     "dropout of relu": (lambda x: F.dropout(F.relu(x), 0.3, True), Origin.RELU),
     "dropout": (lambda x: F.dropout(x, 0.3, True), Origin.MASK),
+    "dropout of counts": (lambda x: F.dropout((x > 0).float() + 2, 0.3, True), Origin.MASK),
+    "relu of scaled spikes": (lambda x: F.relu((x > 0).float() * -0.3), Origin.SPIKE),
     "triangle": (lambda x: x.expand(6, 6).tril(), Origin.MASK),
     "masked": (lambda x: x.masked_fill(x > 0, 0), Origin.MASK),
     "clamp from zero": (lambda x: x.clamp(min=0), Origin.RELU),
+    "clamp": (lambda x: x.clamp(-1, 1), Origin.UNKNOWN),
     "spikes times relu": (lambda x: (x == 1).float() * 2 * F.relu(x), Origin.UNKNOWN),
     "spikes over four": (lambda x: (x > 0).float() / 4, Origin.SPIKE),
     "rounded quotient of spikes": (lambda x: torch.div((x > 0).float(), x + 9, rounding_mode="floor"), Origin.SPIKE),
@@ -173,3 +179,18 @@ def test_where_zeros_come_from(name: str) -> None:
     function, origin = ORIGINS[name]
     fact, _ = _claimed(lambda x: function(x))
     assert fact is not None and fact.origin is origin, fact
+
+
+def test_zeros_are_told_by_the_name_of_what_made_them() -> None:
+    spikes: dict[str, Callable[[Tensor], Tensor]] = {
+        "dropout": lambda s: F.dropout(s, 1.0, True),
+        "not": lambda s: ~s.bool(),
+        "as bool": lambda s: s.bool(),
+        "sum": lambda s: s + s,
+        "rounded quotient": lambda s: s // 2,
+        "sign, which makes its own": torch.sign,
+    }
+    sources = {name: _claimed(lambda x, f=f: f((x > 0).float()))[0].source for name, f in spikes.items()}
+    assert sources.pop("sign, which makes its own") == "sign"
+    assert set(sources.values()) == {"gt"}
+    assert _claimed(lambda x: F.dropout(torch.sigmoid(x), 0.3, True))[0].source == "dropout"

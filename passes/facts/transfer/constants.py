@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from sparsecomp.passes.facts.registry import Facts, Lost, LostKind, Result, transfer
-from sparsecomp.passes.facts.transfer.pointwise import convert, maybe_bool
+from sparsecomp.passes.facts.transfer.pointwise import convert
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of
 from sparsecomp.reference import facts as algebra
 from sparsecomp.reference.facts import Origin, SparsityFact
@@ -46,7 +46,7 @@ def _stored(fact: SparsityFact | None, dtype: torch.dtype | None) -> SparsityFac
     if fact is None:
         return None
     fractional = fact.scale != 1.0 and (dtype is None or not dtype.is_floating_point)
-    return None if fractional else algebra.fit_dtype(maybe_bool(fact, dtype), dtype)
+    return None if fractional else algebra.fit_dtype(fact, dtype)
 
 
 @transfer("empty", "empty_like", "new_empty")

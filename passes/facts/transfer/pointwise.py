@@ -40,8 +40,7 @@ def add(op: CanonicalOp, facts: Facts) -> Result:
     dtype = dtype_of(op.node)
     if minus:
         # Negating first would wrap in an unsigned dtype although the difference need not.
-        wide = algebra.negate(b, torch.float64)
-        b = wide if wide is not None else b
+        b = algebra.mirrored(b)
     result = algebra.add(a, b, dtype)
     if result is not None and not result.integral and (a.integral or b.integral):
         return Kept(result, Lost(LostKind.RESCALES, f"{op.name} of values on different grids ends the domain"))
@@ -57,19 +56,19 @@ def mul(op: CanonicalOp, facts: Facts) -> Result:
         return algebra.multiply(a, b, dtype_of(op.node))
     if a is None and b is None:
         return None
-    fact, other = (a, right) if a is not None else (b, left)
+    fact, known, other = (a, left, right) if a is not None else (b, right, left)
     assert fact is not None
     if isinstance(other, fx.Node) and numel_of(other) == 1 and _floating(other):
         return algebra.multiply_by_node(fact, other.name)
     if fact.is_zero:
         return replace(fact, finite=False)
     if not fact.exact_zeros:
-        return unknown_operand(op, other) if isinstance(left, fx.Node) and isinstance(right, fx.Node) else None
+        return unknown_operand(op, other) if isinstance(known, fx.Node) else None
     return Kept(algebra.zeros_kept(fact, finite=False), unknown_operand(op, other))
 
 
-def _floating(node: fx.Node) -> bool:
-    dtype = dtype_of(node)
+def _floating(value: Any) -> bool:
+    dtype = dtype_of(value)
     return dtype is not None and dtype.is_floating_point
 
 
@@ -81,12 +80,11 @@ def div(op: CanonicalOp, facts: Facts) -> Result:
         return _whole_quotient(op, fact)
     if fact is None:
         return None
-    if isinstance(divisor, int | float) and not isinstance(divisor, bool) and divisor != 0:
+    if isinstance(divisor, int | float):
         if algebra.is_dyadic(float(divisor)):
             return algebra.rescale(fact, 1.0 / divisor, dtype_of(op.node))
         # too small a divisor makes an infinite scale, and an infinite one a scale of zero
-        bits = fact.integral and fact.scale == 1.0 and fact.exact and fact.within(0, 1)
-        if bits and divisor > 0 and 0 < (scale := 1.0 / divisor) < math.inf:
+        if fact.is_binary_if_finite and divisor > 0 and 0 < (scale := 1.0 / divisor) < math.inf:
             return algebra.fit_dtype(replace(fact, scale=scale), dtype_of(op.node))
     return Kept(
         algebra.zeros_kept(fact, finite=False),
@@ -119,20 +117,16 @@ def magnitude(op: CanonicalOp, facts: Facts) -> Result:
     fact = facts.of(op.input)
     if fact is None:
         # Integer types have a most negative number without a positive twin.
-        return algebra.interval(0, None) if isinstance(op.input, fx.Node) and _floating(op.input) else None
+        return algebra.interval(0, None) if _floating(op.input) else None
     if op.name == "square":
-        squared = algebra.multiply(fact, fact, dtype_of(op.node))
-        return None if squared is None else _at_least_zero(squared)
+        squared = algebra.multiply(fact, fact, torch.float64)
+        assert squared is not None
+        return algebra.fit_dtype(replace(squared, lo=max(squared.lo or 0, 0)), dtype_of(op.node))
     bounds = [bound for bound in (fact.lo, fact.hi) if bound is not None]
     hi = max(map(abs, bounds)) if len(bounds) == 2 else None
     if isinstance(fact.scale, str) or fact.scale < 0:
         return algebra.zeros_kept(fact, finite=fact.finite)
     return algebra.fit_dtype(replace(fact, lo=0, hi=hi), dtype_of(op.node))
-
-
-def _at_least_zero(fact: SparsityFact) -> SparsityFact:
-    lo = fact.lo if fact.lo is not None and fact.lo >= 0 else 0
-    return fact if isinstance(fact.scale, str) else replace(fact, lo=lo)
 
 
 @transfer("pow")
@@ -183,7 +177,7 @@ def clamp(op: CanonicalOp, facts: Facts) -> Result:
 
 def _holds(dtype: torch.dtype | None, number: float) -> bool:
     """Whether a number does not wrap around in a dtype; None may be any."""
-    if dtype is not None and (dtype.is_floating_point or dtype is torch.bool):
+    if dtype is not None and dtype.is_floating_point:
         return True
     limits = torch.iinfo(dtype or torch.int8)
     return (limits.min if dtype is not None else 0) <= number <= limits.max
@@ -215,9 +209,9 @@ def _ceil(bound: float | None) -> int | None:
 
 def _clip(fact: SparsityFact, low: float | None, high: float | None) -> SparsityFact:
     """`fact` within bounds; a grid other than the whole numbers is given up. Fractions round outwards."""
-    if low == 0 and high is None and fact.exact and fact.non_negative:
+    if low == 0 and high is None and fact.non_negative:
         return fact
-    if fact.scale != 1.0 or not fact.exact:
+    if fact.scale != 1.0:
         fact = fact.values_only()
     lo = _clip_bound(fact.lo, _floor(low), _floor(high))
     hi = _clip_bound(fact.hi, _ceil(low), _ceil(high))
@@ -252,11 +246,11 @@ def rounding(op: CanonicalOp, facts: Facts) -> Result:
 
 @transfer("sign", "sgn")
 def sign(op: CanonicalOp, facts: Facts) -> Result:
-    """-1, 0 or 1; torch maps NaN to 0 for `sign`."""
+    """-1, 0 or 1; `sgn` passes NaN on."""
     fact = facts.of(op.input)
     lo = 0 if fact is not None and fact.non_negative else -1
     origin = fact.origin if fact is not None else Origin.SPIKE
-    finite = op.name == "sign" and fact is not None and fact.finite
+    finite = fact is not None and fact.finite
     return replace(algebra.integers(lo, 1, op.node.name, origin), finite=finite)
 
 
@@ -293,22 +287,18 @@ def either(op: CanonicalOp, facts: Facts, first: Any, second: Any) -> Result:
         return None
     if a is None or b is None:
         return unknown_operand(op, first if a is None else second)
-    joined = algebra.join((a, b))
+    joined = algebra.join_two(a, b)
     # operands of different dtypes are promoted, which may round
     alike = dtype_of(first) is not None and dtype_of(first) == dtype_of(second)
-    return joined if alike or joined is None else algebra.fit_dtype(joined, dtype_of(op.node))
+    return joined if alike else algebra.fit_dtype(joined, dtype_of(op.node))
 
 
 @transfer("bitwise_and", "bitwise_or", "bitwise_xor")
 def bitwise(op: CanonicalOp, facts: Facts) -> Result:
     """Bits of bits are bits."""
     a, b = facts.of(op.input), facts.of(op.get("other"))
-    if a is None and b is None and dtype_of(op.node) is torch.bool:
-        return algebra.binary(op.node.name, Origin.MASK)
     if a is not None and b is not None and a.is_binary and b.is_binary:
         return algebra.binary(a.source or b.source, a.origin)
-    if dtype_of(op.node) is torch.bool:
-        return algebra.binary(op.node.name, Origin.MASK)
     return None if a is None and b is None else Lost(LostKind.UNSUPPORTED, f"{op.name} of integers is not analysed")
 
 
@@ -316,9 +306,11 @@ def bitwise(op: CanonicalOp, facts: Facts) -> Result:
 def bitwise_not(op: CanonicalOp, facts: Facts) -> Result:
     """The complement of a bool; of an integer it is `-x - 1`."""
     fact = facts.of(op.input)
+    if fact is None:
+        return None
     if dtype_of(op.input) is torch.bool:
-        return algebra.binary(fact.source if fact else op.node.name, Origin.MASK)
-    return None if fact is None else Lost(LostKind.UNSUPPORTED, "bitwise not of integers is not analysed")
+        return algebra.binary(fact.source, Origin.MASK)
+    return Lost(LostKind.UNSUPPORTED, "bitwise not of integers is not analysed")
 
 
 @transfer("sigmoid", "softmax", "hardsigmoid")
@@ -339,7 +331,7 @@ def dropout(op: CanonicalOp, facts: Facts) -> Result:
     fact = facts.of(op.input)
     if op.get("training") is False or op.get("p") == 0:
         return fact
-    scaled = _survivors(fact, op.get("p"), dtype_of(op.node)) if fact is not None else None
+    scaled = _survivors(fact, op.get("p"), dtype_of(op.node))
     if scaled is not None:
         return scaled
     reason = Lost(LostKind.RESCALES, "dropout in training rescales its input: zeros stay, the domain ends")
@@ -351,7 +343,7 @@ def dropout(op: CanonicalOp, facts: Facts) -> Result:
     return Kept(kept, reason)
 
 
-def _survivors(fact: SparsityFact, p: Any, dtype: torch.dtype | None) -> SparsityFact | None:
+def _survivors(fact: SparsityFact | None, p: Any, dtype: torch.dtype | None) -> SparsityFact | None:
     """Dropout of integers: exact where 1 / (1 - p) is a power of two, else a mask times it, rounded in some order."""
     if not isinstance(p, int | float) or not 0 < p < 1:
         return None
@@ -383,13 +375,7 @@ def zero_preserving(op: CanonicalOp, facts: Facts) -> Result:
 def convert(op: CanonicalOp, facts: Facts) -> Result:
     """A change of dtype or device: grids survive where the dtype holds them; bool input gives {0, 1}."""
     fact = facts.of(op.input)
-    source_dtype = dtype_of(op.input)
-    if fact is None and source_dtype is torch.bool:
-        fact = algebra.binary(op.node.name, Origin.MASK)
-    if fact is None:
-        return None
-    dtype = dtype_of(op.node) or _named_dtype(op)
-    return cast(fact, source_dtype, dtype)
+    return None if fact is None else cast(fact, dtype_of(op.input), dtype_of(op.node) or _named_dtype(op))
 
 
 def _named_dtype(op: CanonicalOp) -> torch.dtype | None:
@@ -406,25 +392,16 @@ def cast(fact: SparsityFact, source: torch.dtype | None, target: torch.dtype | N
     """`fact` after conversion from dtype `source` to `target` (None: unknown)."""
     if source is not None and source == target:
         return fact
-    if target is torch.bool:
-        return algebra.binary(fact.source, fact.origin)
     whole = fact.integral and fact.exact and fact.finite and fact.scale == 1.0
     if not whole and (target is None or is_integer(target)):
         # Conversion truncates, and makes arbitrary integers of NaN and infinity.
         name = "an unknown dtype" if target is None else target
         return Lost(LostKind.RESCALES, f"conversion to {name} of values off the integer grid ends the domain")
-    if not algebra.is_dyadic(fact.scale) and not fact.is_zero:
+    if not algebra.is_dyadic(fact.scale):
         # The scale was rounded to the old dtype and would be rounded again.
         fact = algebra.zeros_kept(fact, finite=False)
-    fitted = algebra.fit_dtype(maybe_bool(fact, target), target)
+    fitted = algebra.fit_dtype(fact, target)
     return Lost(LostKind.UNSUPPORTED, f"conversion to {target} is not analysed") if fitted is None else fitted
-
-
-def maybe_bool(fact: SparsityFact, target: torch.dtype | None) -> SparsityFact:
-    """`fact` of values that go into a dtype: one that is not known may be bool, which makes 1 of all but 0."""
-    joined = fact if target is not None or fact.within(0, 1) else algebra.join((fact, algebra.constant(1)))
-    assert joined is not None
-    return joined
 
 
 def stored(facts: Facts, value: Any, into: Any) -> SparsityFact | None:
@@ -432,8 +409,7 @@ def stored(facts: Facts, value: Any, into: Any) -> SparsityFact | None:
     fact = facts.of(value)
     if fact is None:
         return None
-    source = dtype_of(value) if isinstance(value, fx.Node) else None
-    result = cast(fact, source, dtype_of(into))
+    result = cast(fact, dtype_of(value), dtype_of(into))
     return result if isinstance(result, SparsityFact) else None
 
 
