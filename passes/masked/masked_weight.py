@@ -193,8 +193,8 @@ def _is_given_out(masked: Formula, layer: fx.Node, keep: Keep) -> bool:
     """Whether nobody reads the weight but the layer and, for torch's pruning, the module that it is an attribute of,
     which gets the one that is kept. What a CUDA graph gives out must be its own."""
     outside = masked.outside(layer)
-    alone = keep != "prepared" and len(outside) == 1 and outside[0].op == "output" and set(masked.result.users) == {layer, outside[0]}
-    return alone and masked.by_torchs_pruning()
+    alone = len(outside) == 1 and outside[0].op == "output" and set(masked.result.users) == {layer, outside[0]}
+    return keep != "prepared" and alone and masked.by_torchs_pruning()
 
 
 def _build_dense(
