@@ -482,8 +482,9 @@ def serve_one_module(inputs: Iterable[fx.Node]) -> None:
     except AttributeError:  # no compilation of Dynamo's
         return
     for node in inputs:
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        base = None if source is None else source.get_base()
+        base: Any = getattr(node.meta.get("grapharg"), "source", None)
+        while hasattr(base, "base"):
+            base = base.base
         if isinstance(base, LocalSource) and isinstance(local.get(base.local_name), torch.nn.Module):
             install_guard(base.make_guard(GuardBuilder.ID_MATCH))
 
