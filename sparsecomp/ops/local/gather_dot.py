@@ -116,11 +116,13 @@ def _by_weight(x, grad, index, transposed):
 
 
 def _product_cuda(x, weight, index, bias, residual, transposed, activation, spread):
+    out = x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread))
+    if not out.numel():
+        return out
     if x.dtype not in KERNEL_DTYPES:
         return _product(x, weight, index, bias, residual, transposed, activation, spread)
     from sparsecomp.lowering.local import gather_dot as lowered  # loads Triton
 
-    out = x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread))
     rows, bias = x.shape[:-1].numel(), None if bias is None else bias.contiguous()
     lowered.gather_dot(
         x.reshape(rows, x.shape[-1]), weight.contiguous(), index.contiguous(), bias,
@@ -131,7 +133,9 @@ def _product_cuda(x, weight, index, bias, residual, transposed, activation, spre
 
 
 def _by_input_cuda(grad, weight, index, transposed, inputs):
-    if grad.dtype not in KERNEL_DTYPES or not grad.numel():
+    if not grad.numel():
+        return grad.new_zeros(*grad.shape[:-1], inputs)
+    if grad.dtype not in KERNEL_DTYPES:
         return _by_input(grad, weight, index, transposed, inputs)
     from sparsecomp.lowering.sparse import spmm_csr as lowered  # loads Triton
 
@@ -145,7 +149,9 @@ def _by_input_cuda(grad, weight, index, transposed, inputs):
 
 
 def _by_weight_cuda(x, grad, index, transposed):
-    if x.dtype not in KERNEL_DTYPES or not x.numel():
+    if not x.numel():
+        return x.new_zeros(index.shape)
+    if x.dtype not in KERNEL_DTYPES:
         return _by_weight(x, grad, index, transposed)
     from sparsecomp.lowering.sparse import sddmm as lowered  # loads Triton
 
