@@ -112,7 +112,7 @@ def test_torch_checks_the_operators():
     lists, grad = list(transposed_lists(index, 13)), torch.randn(2, 3, 11, dtype=torch.float64)
     x, weight, grad = x.requires_grad_(), weight.requires_grad_(), grad.requires_grad_()
     ops = torch.ops.sparsecomp
-    torch.library.opcheck(ops.gather_dot.default, (x, weight, index, bias, None, lists, "gelu"))
+    torch.library.opcheck(ops.gather_dot.default, (x, weight, index, bias, None, lists, "gelu", "far"))
     torch.library.opcheck(ops.gather_dot_input.default, (grad, weight, index, lists, 13))
     torch.library.opcheck(ops.gather_dot_weight.default, (x, grad, index, lists))
 
