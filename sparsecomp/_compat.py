@@ -48,6 +48,7 @@ __all__ = [
     "fake_of",
     "graph_break_of",
     "graph_break_reasons",
+    "has_module",
     "hooks_of",
     "inductor_types",
     "inside_transform",
@@ -469,24 +470,46 @@ def compilation_of(compiled: object) -> object | None:
 
 
 def serve_one_module(inputs: Iterable[fx.Node]) -> None:
-    """Have the graph that Dynamo compiles serve only the module, among local variables, that the inputs belong to.
+    """Have the graph that Dynamo compiles serve only the modules that the inputs belong to; see `has_module`.
 
-    Another module of the same class gets a graph of its own, which counts towards no limit of recompilations.
+    Another module of the same class gets a graph of its own. Where the module is a local variable itself, such as
+    `self`, that counts towards no limit of recompilations.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import LocalSource
+
+    for node in inputs:
+        source = _module_source(node)
+        if source is not None:
+            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def has_module(node: fx.Node) -> bool:
+    """Whether an input of a graph of Dynamo's is an attribute of an nn.Module, which the graph can be tied to."""
+    return _module_source(node) is not None
+
+
+def _module_source(node: fx.Node) -> Any:
+    """Where Dynamo found the outermost module that an input belongs to; None if there is none, or no compilation."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
+    source: Any = getattr(node.meta.get("grapharg"), "source", None)
     try:
-        local: Any = InstructionTranslator.current_tx().output.local_scope
+        output: Any = InstructionTranslator.current_tx().output
     except AttributeError:  # no compilation of Dynamo's
-        return
-    for node in inputs:
-        base: Any = getattr(node.meta.get("grapharg"), "source", None)
-        while hasattr(base, "base"):
-            base = base.base
-        if isinstance(base, LocalSource) and isinstance(local.get(base.local_name), torch.nn.Module):
-            install_guard(base.make_guard(GuardBuilder.ID_MATCH))
+        return None
+    scope, chain = {"L": output.local_scope, "G": output.global_scope}, []
+    while source is not None:
+        chain.append(source)
+        source = getattr(source, "base", None)
+    return next((one for one in reversed(chain) if isinstance(_value_of(one, scope), torch.nn.Module)), None)
+
+
+def _value_of(source: Any, scope: Mapping[str, Any]) -> Any:
+    name = source.name() if callable(source.name) else source.name
+    try:
+        return eval(name, {}, dict(scope))
+    except Exception:
+        return None
 
 
 def compiled_frame() -> int | None:

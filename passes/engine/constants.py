@@ -1,10 +1,10 @@
 """Constants of a graph: what was worked out of inputs that the option `frozen` promises to stay as they are.
 
 They are buffers of the graph's module, so that compiled code reads them as any weight. A promise covers what the inputs
-hold, not which they are: one graph may serve several modules, and `torch.func.functional_call` gives it other tensors.
-So before each call the host looks whether the inputs are those that the constants were made of, and makes them anew in
-place if not. It sees other memory and counted writes; hidden ones are the promise's, and ``SPARSECOMP_DEBUG=1`` finds
-them.
+hold, not which they are. So a graph with constants serves the one module that they belong to (`Context.constant` knows
+no other inputs), and before each call the host looks whether the inputs are those that the constants were made of, and
+makes them anew in place if not. It sees other tensors, other memory and counted writes; hidden ones are the promise's,
+and ``SPARSECOMP_DEBUG=1`` finds them.
 """
 
 import weakref
@@ -86,7 +86,7 @@ class Constants:
             for constant, name in gm.meta.pop(_KEY, {}).items() if name in read
         ]  # fmt: skip
         self._places = sorted({place for *_, sources in self._made for place in sources})
-        _compat.serve_one_module(node for node, place in places.items() if place in self._places)
+        _compat.serve_one_module([node for node, place in places.items() if place in self._places])
         self._remember(inputs)
 
     def __bool__(self) -> bool:
@@ -94,9 +94,14 @@ class Constants:
 
     def follow(self, inputs: Sequence[object]) -> bool:
         """Make the constants anew if an input is another tensor than before, or was written to; whether it was."""
-        for place, memory, version in self._known:
+        for place, tensor, memory, address, version in self._known:
             source = inputs[place]
-            if memory() is not source.untyped_storage() or (version is not None and source._version != version):
+            if (
+                tensor is not source
+                or memory() is not source.untyped_storage()
+                or source.data_ptr() != address
+                or (version is not None and source._version != version)
+            ):
                 break
         else:
             return False
@@ -108,8 +113,12 @@ class Constants:
         return True
 
     def _remember(self, inputs: Sequence[object]) -> None:
+        # the tensors themselves: torch swaps none that has a weak reference
         held = [(place, inputs[place]) for place in self._places]
         self._known = [
-            (place, weakref.ref(one.untyped_storage()), None if one.is_inference() else one._version)
+            (
+                place, one, weakref.ref(one.untyped_storage()), one.data_ptr(),
+                None if one.is_inference() else one._version,
+            )
             for place, one in held if isinstance(one, Tensor)
         ]  # fmt: skip

@@ -183,14 +183,19 @@ class Context:
         return "asked" if are_frozen() and not replayed else None
 
     def constant(self, value: object) -> torch.Tensor | None:
-        """The tensor behind an operand that is a parameter or buffer, of which the option `frozen` promises that it
-        stays as it is; None where nothing looks whether another takes its place, as the backend does."""
+        """The tensor behind an operand that is a module's parameter or buffer, of which the option `frozen` promises
+        that it stays as it is, and which nothing in the graph writes to.
+
+        Another tensor may take its place where it is the argument of a function, or where the graph runs op by op.
+        """
         tensor = self.values.get(value) if isinstance(value, fx.Node) else None
         if tensor is None or self.eager or _compat.is_fake(tensor) or not self.options.promises(tensor):
             return None
+        assert isinstance(value, fx.Node)
         # Dynamo's mark on the parameters and buffers of modules
-        static = isinstance(value, fx.Node) and "_dynamo_static_input_type" in (value.meta.get("tensor_dict") or {})
-        return tensor.detach() if static or isinstance(tensor, torch.nn.Parameter) else None
+        static = "_dynamo_static_input_type" in (value.meta.get("tensor_dict") or {})
+        known = (static or isinstance(tensor, torch.nn.Parameter)) and _compat.has_module(value)
+        return tensor.detach() if known and self.analysis.unchanged(value, value) else None
 
     def density(self, node: fx.Node) -> tuple[Density, str]:
         """Density of the input of a site, and where the number comes from."""

@@ -153,9 +153,9 @@ def _unfit(op: CanonicalOp, masked: Formula, keep: Keep | None, ctx: Context) ->
     """Why a fold would not pay, or cannot be expressed; None if it may."""
     if ctx.eager:
         return "the graph runs op by op and may be asked for gradients"
-    if op.get("max_norm") is not None:
+    if op.inplace or op.get("max_norm") is not None:
         return f"{op.name} writes to it"
-    if keep is None or not (keep == "asked" or _is_given_out(masked, op.node, keep)):
+    if keep is None or (_is_constant(masked, ctx) and not _is_given_out(masked, op.node, keep)):
         return None
     decision = decide_fold(example_of(masked.result).numel())
     return decision.reason if decision.dense else None
@@ -164,7 +164,8 @@ def _unfit(op: CanonicalOp, masked: Formula, keep: Keep | None, ctx: Context) ->
 def _folded(
     op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], keep: Keep, ctx: Context
 ) -> Verdict:
-    weight = masked.values(values)[masked.result].to(example_of(op.node).dtype)
+    found = masked.values(values)[masked.result]
+    weight = found.to(getattr(example_of(op.node), "dtype", found.dtype))
     choice = choose(op, weight, ctx)
     base = masked.base()
     outside = masked.outside(op.node)
@@ -182,7 +183,8 @@ def _folded(
         given = {masked.result: _build_kept(op, masked, None, values, keep)} if given_out else {}
         if choice.format != "dense":
             return {op.node: _build_sparse(op, masked, choice, values, keep)} | given
-        read = given or {masked.result: _build_dense(op, masked, weight, values, keep)}
+        build_one = _build_constant if _is_constant(masked, ctx) else _build_kept
+        read = given or {masked.result: build_one(op, masked, weight.dtype, values, keep)}
         return {op.node: op.node.graph.node_copy(op.node, lambda old: read.get(old, old))} | given
 
     dead = tuple(node for node in masked.nodes[::-1] if not (given_out and node is masked.result))
@@ -197,13 +199,16 @@ def _is_given_out(masked: Formula, layer: fx.Node, keep: Keep) -> bool:
     return keep != "prepared" and alone and masked.by_torchs_pruning()
 
 
-def _build_dense(
-    op: CanonicalOp, masked: Formula, weight: torch.Tensor, values: Mapping[fx.Node, torch.Tensor], keep: Keep
+def _is_constant(masked: Formula, ctx: Context) -> bool:
+    """Whether the weight may become a constant of the graph, rather than be kept by an operator."""
+    return all(ctx.constant(source) is not None for source in masked.sources)
+
+
+def _build_constant(
+    op: CanonicalOp, masked: Formula, dtype: torch.dtype, values: Mapping[fx.Node, torch.Tensor], keep: Keep
 ) -> fx.Node:
-    if keep == "asked":
-        return _build_kept(op, masked, weight.dtype, values, keep)
     names = [f"`{source.target}`" for source in masked.sources]
-    made = _Computed(formula(masked.module(_cast(masked, weight.dtype))))
+    made = _Computed(formula(masked.module(_cast(masked, dtype))))
     return promised(op.node, made, masked.sources, [values[source] for source in masked.sources], names)
 
 

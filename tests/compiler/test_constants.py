@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._dynamo.utils import counters
 
 import sparsecomp
 from sparsecomp.nn import SparseLinear
+from sparsecomp.ops import frozen_weights
 
 X = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
 FROZEN = {"frozen": True}
@@ -56,6 +58,12 @@ def _swap(owner: Any, name: str) -> None:
     torch.utils.swap_tensors(getattr(owner, name), nn.Parameter(getattr(owner, name).detach() * 3))
 
 
+def _wrapped_again(owner: Any, name: str) -> None:
+    """Another parameter on the same memory begins to count its writes anew."""
+    getattr(owner, name).detach().mul_(2)
+    setattr(owner, name, nn.Parameter(getattr(owner, name).data))
+
+
 def _data_twice(owner: Any, name: str) -> None:
     for _ in range(2):
         getattr(owner, name).data = getattr(owner, name).data * 2
@@ -66,6 +74,7 @@ CHANGES: dict[str, Callable[[Any, str], Any]] = {
     "replaced": lambda owner, name: setattr(owner, name, nn.Parameter(getattr(owner, name).detach() * 2)),
     "data": lambda owner, name: setattr(getattr(owner, name), "data", getattr(owner, name).data * 2),
     "data twice": _data_twice,
+    "wrapped again": _wrapped_again,
     "swapped": _swap,
     "loaded": lambda owner, name: owner.load_state_dict({**owner.state_dict(), name: getattr(owner, name) * 2}),
     "assigned": lambda owner, name: owner.load_state_dict(
@@ -124,6 +133,81 @@ def test_other_tensors_by_functional_call(kind):
     with torch.no_grad():
         for parameters in ensemble * 2:
             torch.testing.assert_close(run(parameters, X), call(parameters, X), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_parts_of_one_memory(kind):
+    """Torch counts no write where a parameter moves to another part of a flat buffer."""
+    layer = LAYERS[kind](0)
+    parameters = list(layer.parameters())
+    flat = nn.utils.parameters_to_vector(parameters).detach()
+    flat = torch.cat([flat, flat * 3])
+    run = torch.compile(layer, backend="sparsecomp", options=FROZEN)
+    for part in flat.chunk(2) * 2:
+        nn.utils.vector_to_parameters(part, parameters)
+        agrees(run, layer)
+
+
+class Holder:
+    """A plain object with a model, whose method is compiled."""
+
+    def __init__(self, seed: int) -> None:
+        self.model = Masked(seed)
+
+    @torch.compile(backend="sparsecomp", options=FROZEN)
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def test_models_of_plain_objects_share_no_constants():
+    """So that two threads may call them at once."""
+    torch._dynamo.reset()
+    before, holders = counters["stats"]["unique_graphs"], [Holder(seed) for seed in range(3)]
+    for holder in holders * 2:
+        agrees(holder, holder.model)
+    assert counters["stats"]["unique_graphs"] == before + 3 and not made_anew()
+
+
+def test_tensors_that_are_arguments_are_no_constants():
+    layer = Masked(0)
+    weights = [nn.Parameter(layer.linear.weight * factor) for factor in (1, 2)]
+    call = lambda weight, x: nn.functional.linear(x, weight * layer.mask)  # noqa: E731
+    run = torch.compile(call, backend="sparsecomp", options=FROZEN)
+    with torch.no_grad():
+        for weight in weights * 2:
+            torch.testing.assert_close(run(weight, X), call(weight, X), rtol=1e-5, atol=1e-5)
+
+
+class Writing(nn.Module):
+    """Writes to its layer's numbers, or into the masked weight itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, sparse(0) if how == "stored" else Masked(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any = self.layer
+        if self.how == "stored":
+            layer.values.mul_(1.5)
+            return layer(x)
+        masked = layer.linear.weight * layer.mask
+        if self.how == "addmm_":
+            return masked.addmm_(x.mT, x)
+        whole = masked[None]
+        whole.baddbmm_(x.mT[None], x[None])
+        return whole
+
+
+@pytest.mark.parametrize("promise", ["option", "context"])
+@pytest.mark.parametrize("how", ["stored", "addmm_", "baddbmm_"])
+def test_what_the_graph_writes_to_is_no_constant(how, promise):
+    torch._dynamo.reset()
+    model = Writing(how)
+    twin = copy.deepcopy(model)
+    run = torch.compile(model, backend="sparsecomp", options={"frozen": promise == "option"})
+    with torch.no_grad(), frozen_weights() if promise == "context" else nullcontext():
+        for _ in range(3):
+            torch.testing.assert_close(run(X), twin(X), rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_that_was_made_and_compiled_in_inference_mode():

@@ -35,13 +35,15 @@ def context(options: Options, *, static: bool = False, **densities: Density) -> 
 
 @pytest.mark.parametrize("frozen", [False, "buffers", True])
 @pytest.mark.parametrize("static", [False, True])
-def test_only_what_is_promised_and_known_is_constant(frozen: Any, static: bool) -> None:
+@pytest.mark.parametrize("owned", [False, True])
+def test_only_what_is_promised_and_known_is_constant(frozen: Any, static: bool, owned: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sparsecomp._compat.has_module", lambda node: owned)
     ctx, nodes = context(Options(frozen=frozen), static=static)
     found = {name for name in nodes if ctx.constant(nodes[name]) is not None}
     # a tensor that is no module's may be another one in the next call
-    promised = {"parameter": frozen is True, "buffer": static and frozen is not False}
+    promised = {"parameter": owned and frozen is True, "buffer": owned and static and frozen is not False}
     assert found == {name for name, holds in promised.items() if holds}
-    if frozen is True:
+    if frozen is True and owned:
         constant = ctx.constant(nodes["parameter"])
         assert constant is not None and not constant.requires_grad
         assert constant.data_ptr() == ctx.values[nodes["parameter"]].data_ptr()
