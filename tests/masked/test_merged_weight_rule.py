@@ -191,6 +191,7 @@ def test_what_no_longer_fits_is_told_once(compiled, caplog):
     assert len(told) == 1
 
 
+@pytest.mark.fails_inside  # the formula itself raises at last, in eager too
 def test_a_mask_that_prunes_fewer_is_followed():
     torch._dynamo.reset()
     model = Masked(MERGED["masked_scatter"])
