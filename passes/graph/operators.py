@@ -270,6 +270,7 @@ _RECORDS = (
     _op("flip", "input dims", _COPY),
     _op("index_select", "input dim index", _COPY),
     _op("gather", "input dim index", _COPY),
+    _op("take_along_dim", "input indices dim=None", _COPY),
     _op("masked_select", "input mask", Trait.MOVES),
     _op("repeat_interleave", "input repeats=None dim=None", _MATHS, linear="input"),
     *_alike("tril triu", "input diagonal=0", _MATHS),
