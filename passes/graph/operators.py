@@ -244,7 +244,7 @@ _RECORDS = (
     _op("t", "input", _MOVED_VIEW | Trait.RESIZES),
     *_alike("T mT", "input", _MOVED_VIEW),
     _op("movedim moveaxis", "input source destination", _MOVED_VIEW),
-    _op("expand", "input *size", _MOVED_VIEW),
+    _op("expand broadcast_to", "input *size", _MOVED_VIEW),
     _op("expand_as", "input other", _MOVED_VIEW),
     _op("narrow", "input dim start length", _MOVED_VIEW),
     _op("select", "input dim index", _MOVED_VIEW),

@@ -40,7 +40,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     layer = layer_of(chain.nodes[0])
     assert isinstance(layer, Layer)
     problem = _problem(layer, chain, ctx)
-    return problem or _judged(layer, chain, ctx)
+    return _judged(layer, chain, ctx) if problem is None else problem
 
 
 RULE = Rule("gather_dot", consider)
@@ -62,9 +62,10 @@ def _problem(layer: Layer, chain: Chain, ctx: Context) -> Refusal | None:
         return refuse(Why.GATHERED_AS_WRITTEN, detail="its operands are on several devices")
     if not x.dtype.is_floating_point:
         return refuse(Why.DTYPE, dtype=x.dtype)
-    if sizes(gathered.x) is None or type(x.shape[-1]) is not int:
+    shape = sizes(gathered.x)
+    if shape is None:
         return refuse(Why.UNKNOWN_SHAPE)
-    return None if 0 not in (*gathered.fan, x.shape[-1]) else refuse(Why.NO_FEATURES)
+    return refuse(Why.NO_FEATURES) if 0 in (*gathered.fan, shape[-1]) else None
 
 
 def _judged(layer: Layer, chain: Chain, ctx: Context) -> Plan | Refusal:
@@ -72,7 +73,7 @@ def _judged(layer: Layer, chain: Chain, ctx: Context) -> Plan | Refusal:
     outputs, fan_in = gathered.fan
     x, rows = example_of(gathered.x), sizes(gathered.x) or []
     source = source_of(gathered.index)
-    held = None if source in ctx.written else ctx.constant(source)
+    held = None if source in ctx.written or type(x.shape[-1]) is not int else ctx.constant(source)
     reading = Reading("index", gathered.by, rows[-1], gathered.fan)
     if held is not None and not _can_be_read(held, reading):
         return refuse(Why.GATHERED_AS_WRITTEN, detail=f"its index `{source.target}` reads beyond its {rows[-1]} inputs")
@@ -87,9 +88,8 @@ def _judged(layer: Layer, chain: Chain, ctx: Context) -> Plan | Refusal:
         return Refusal(Why.GATE, {"detail": f"{described}: {decision.reason}"}, decision.estimate)
 
     def build() -> dict[fx.Node, fx.Node]:
-        index, lists = _index(gathered, last), []
-        if held is not None:
-            index, *lists = _constants(reading, source, held, last)
+        read = [_index(gathered, last)] if held is None else _constants(reading, source, held, last)
+        index, *lists = read
         weight = _shaped(layer.weight, gathered.fan, last)
         return {last: call(
             last.graph, last, _GATHER_DOT, gathered.x, weight, index, chain.bias, chain.residual, lists,
@@ -161,8 +161,11 @@ def _constants(reading: Reading, source: fx.Node, held: Tensor, like: fx.Node) -
 def _index(gathered: Gathered, like: fx.Node) -> fx.Node:
     """Nodes that read the index in each call."""
     graph, flat = like.graph, call(like.graph, like, torch.Tensor.reshape, gathered.index, -1)
+    inputs = example_of(gathered.x).shape[-1]
+    if type(inputs) is not int:
+        inputs = call(graph, like, torch.Tensor.size, gathered.x, -1)
     device = call(graph, like, getattr, gathered.x, "device")
-    numbers = call(graph, like, torch.arange, example_of(gathered.x).shape[-1])
+    numbers = call(graph, like, torch.arange, inputs)
     # by name: what `optimize` made may be moved
     numbers.kwargs = {"dtype": torch.int32, "device": device}
     function, order = _READS[gathered.by]

@@ -18,7 +18,7 @@ from sparsecomp.passes.engine.rule import Refusal, Why, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 
-_EXPANSIONS = ("expand", "expand_as", "broadcast_to", "repeat")
+_EXPANSIONS = ("expand", "expand_as", "repeat")
 _EINSUM = re.compile(r"(\.\.\.)?([a-zA-Z]+),([a-zA-Z]+)->(\.\.\.)?([a-zA-Z]*)")
 
 
