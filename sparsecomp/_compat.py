@@ -392,7 +392,8 @@ def propagate_fakes(node: fx.Node) -> Any:
     examples = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["example_value"])
     args, kwargs = examples
     # a wrapper subclass is no fake itself, but holds some
-    modes = [mode for value in _tensors(examples) if (mode := maybe_get_fake_mode(value)) is not None]
+    known = [*_tensors(examples)] or [*_tensors([other.meta.get("example_value") for other in node.graph.nodes])]
+    modes = [mode for value in known if (mode := maybe_get_fake_mode(value)) is not None]
     mode = modes[0] if modes else FakeTensorMode()
     with mode, torch.no_grad():
         if node.op == "call_method":

@@ -234,24 +234,24 @@ def sparse_seconds(product: Product, device: Device, card: Card) -> tuple[float,
 
     Infinite if no kernel takes the product.
     """
-    forward, kernel = _sparse_product(product, device, card)
+    forward, kernel = product_time(product, device, card)
     if not product.trained or forward.device == inf:
         return product.waited(forward), kernel
     flipped = product._replace(
         layout=multiplied_as(product.layout, True), bias=False, residual=False, activation="none"
     )  # fmt: skip
-    backward, _ = _sparse_product(flipped, device, card)
-    rest = (backward, _reordering(product, card), _sampling(product, device, card))
+    backward, _ = product_time(flipped, device, card)
+    rest = (backward, _reordering(product, card), sampling_time(product, device, card))
     return product.waited(forward.plus(*rest)), kernel
 
 
-def _sparse_product(product: Product, device: Device, card: Card) -> tuple[Time, str]:
+def product_time(product: Product, device: Device, card: Card) -> tuple[Time, str]:
     operations, problem = _problem(product)
     candidates = [one for operation in operations for one in operation.candidates(problem, device)]
-    return _fastest(candidates, problem, product, card, f"spmm_{product.layout.format}")
+    return fastest_candidate(candidates, problem, product, card, f"spmm_{product.layout.format}")
 
 
-def _fastest(
+def fastest_candidate(
     candidates: list[Any], problem: Any, product: Product, card: Card, otherwise: str
 ) -> tuple[Time, str]:
     """Time and template of the best candidate; infinite without one."""
@@ -277,7 +277,7 @@ def _reordering(product: Product, card: Card) -> Time:
     return Time(p.stored * (2 * size + 8) / card.bandwidth + card.launch, host.LAUNCH)
 
 
-def _sampling(product: Product, device: Device, card: Card) -> Time:
+def sampling_time(product: Product, device: Device, card: Card) -> Time:
     """The gradient by the values; for blocks and groups torch's products of them."""
     from sparsecomp.lowering.sparse.sddmm import SDDMM, weight_gradient
 
@@ -285,7 +285,7 @@ def _sampling(product: Product, device: Device, card: Card) -> Time:
     if not p.layout.plain:
         return _dense_product(p, card).plus(Time(0.0, _OTHER_LAUNCHES * host.LAUNCH))
     problem = weight_gradient(p.n, p.m, p.k, p.entries, p.dtype, torch.int32, p.layout.skews[0])
-    return _fastest(SDDMM.candidates(problem, device), problem, p, card, "sddmm")[0]
+    return fastest_candidate(SDDMM.candidates(problem, device), problem, p, card, "sddmm")[0]
 
 
 def _not_by_library(product: Product, device: Device) -> str:

@@ -56,6 +56,7 @@ class Why(Enum):
     NOT_FOLDED = "batch-norm stays: {detail}"
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
+    GATHERED_AS_WRITTEN = "the layer of fixed fan-in stays as it was written: {detail}"
     MASKED_AS_WRITTEN = "the masked weight stays as it was written: {detail}"
     NOT_FROZEN = (
         "the masked weight stays as it was written: what it is made of may be written to where nothing tells of it; "

@@ -504,6 +504,7 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
             "flip": lambda s, c, x: c.flip(0),
             "index_select": lambda s, c, x: c.index_select(0, _rows(s)),
             "gather": lambda s, c, x: c.gather(0, s.long()),
+            "take_along_dim": lambda s, c, x: c.take_along_dim(s.long(), 0),
             "masked_select": lambda s, c, x: c.masked_select(x == x),
             "view": lambda s, c, x: c.view(-1),
             "cat": lambda s, c, x: torch.cat([c, c]),

@@ -277,6 +277,7 @@ MOVES = {
     "unfold": (2, 2, 1), "repeat": (2, 1, 3), "tile": (2, 1), "flip": ((0,),), "view_as": (torch.zeros(6, 4),),
     "reshape_as": (torch.zeros(24),), "expand_as": (torch.zeros(5, 2, 3, 4),), "chunk": (2,), "split": (1,),
     "tensor_split": (2,), "index_select": (1, torch.tensor([2, 0])), "gather": (2, torch.tensor([[[3, 1]]])),
+    "take_along_dim": (torch.tensor([[[3, 1]]]), 2),
     "masked_select": (torch.tensor([True, False, True, True]),),
 }  # fmt: skip
 """The other arguments of operators that move the elements of a tensor of shape (2, 3, 4)."""

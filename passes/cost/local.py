@@ -1,0 +1,156 @@
+"""Whether a layer of fixed fan-in is faster as one operator or as it is written, which Inductor compiles to one loop.
+
+Inductor's loop reads an input, a place and a weight for each product; its gradients read them again, and scatter. The
+operator costs more to call, and where nobody promised that the index stays, reads it anew and sorts it in each
+backward.
+"""
+
+from math import inf
+from typing import NamedTuple
+
+import torch
+
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.epilogue import described_output
+from sparsecomp.lowering.tuning import host
+from sparsecomp.lowering.tuning.cards import Card
+from sparsecomp.lowering.tuning.ceilings import Target, target_of
+from sparsecomp.lowering.tuning.host import Time
+from sparsecomp.passes.cost.decision import Decision, fastest
+from sparsecomp.passes.cost.sparse import Product, fastest_candidate, product_time, sampling_time
+from sparsecomp.reference.local.spread import SPREADS
+from sparsecomp.reference.patterns import Layout
+from sparsecomp.reference.precision import KERNEL_DTYPES
+
+
+class FixedFanIn(NamedTuple):
+    """A layer of fixed fan-in.
+
+    Attributes:
+        device: where it runs.
+        rows, inputs, outputs, fan_in: sizes; `inputs` and `outputs` of one row.
+        dtype: of all operands.
+        bias, residual, activation: what is fused behind it.
+        spread: as of `sparsecomp.reference.local.spread`; None if unknown, which is the worst for the operator.
+        kept: the index is promised to stay, so that it is read and transposed once.
+        trained, replayed, products: as of `sparsecomp.passes.cost.sparse.Product`.
+        target: the card to estimate for, None for that of the device.
+    """
+
+    device: torch.device
+    rows: int
+    inputs: int
+    outputs: int
+    fan_in: int
+    dtype: torch.dtype
+    bias: bool
+    residual: bool
+    activation: str
+    spread: str | None
+    kept: bool
+    trained: bool
+    replayed: bool
+    products: int
+    target: Target | None = None
+
+    @property
+    def weights(self) -> int:
+        """Numbers of the weight."""
+        return self.outputs * self.fan_in
+
+    @property
+    def multiplied(self) -> int:
+        """Products of an input and a weight."""
+        return self.rows * self.weights
+
+
+class _Rates(NamedTuple):
+    """On one core: seconds of a call, and nanoseconds for each weight, more for an index that is not kept, and for each
+    product."""
+
+    call: float
+    weight: float
+    read: float
+    product: float
+
+
+_OURS = {False: _Rates(60e-6, 2.0, 2.0, 0.35), True: _Rates(480e-6, 22.0, 30.0, 1.5)}
+_WRITTEN = {False: _Rates(10e-6, 0.0, 0.0, 2.6), True: _Rates(100e-6, 0.0, 0.0, 6.0)}
+"""Without and with gradients, on a core with AVX-512 (torch 2.13). Those of Inductor's loop are the least of n_out 256
+to 4096, k 8 and 32 and 1 to 256 rows; those of the operator are above most, so that what is close stays as written."""
+
+
+def decide(layer: FixedFanIn) -> Decision:
+    """The faster way by estimate: `gather_dot`, or as it is written, which is `dense`."""
+    if layer.device.type == "cuda" and layer.dtype in KERNEL_DTYPES:
+        return compare(layer, *(layer.target or target_of(layer.device)))
+    if layer.device.type != "cpu":
+        return Decision("dense", f"no estimate of {layer.dtype} on {layer.device.type}")
+    ours, written = (_on_cpu(layer, rates[layer.trained]) for rates in (_OURS, _WRITTEN))
+    return fastest({"gather_dot": ours, "dense": written})
+
+
+def _on_cpu(layer: FixedFanIn, rates: _Rates) -> float:
+    each = rates.weight + (0.0 if layer.kept else rates.read)
+    nanoseconds = each * layer.weights + rates.product * layer.multiplied
+    return rates.call + nanoseconds * 1e-9 / torch.get_num_threads()
+
+
+def compare(layer: FixedFanIn, device: Device, card: Card) -> Decision:
+    """`decide` for a CUDA device that is such a card; loads Triton."""
+    besides = host.besides(layer.trained, layer.products)
+    ours, written = (
+        time.waited(layer.replayed, besides) for time in (_ours(layer, device, card), _written(layer, card))
+    )
+    return fastest({"gather_dot": ours, "dense": written})
+
+
+def _ours(layer: FixedFanIn, device: Device, card: Card) -> Time:
+    from sparsecomp.lowering.local.gather_dot import GATHER_DOT, GatherDot
+
+    p = layer
+    out = torch.empty(1, p.rows, p.outputs, dtype=p.dtype, device="meta")
+    dtypes = (p.dtype if p.bias else None, p.dtype if p.residual else None)
+    described = described_output(out, "column", *dtypes, p.activation)
+    sizes = p.rows, p.inputs, p.outputs, p.fan_in
+    problem = GatherDot(*sizes, p.inputs, SPREADS[p.spread or "far"], described.dtype, described)
+    transposed = _transposed(layer)
+    time, _ = fastest_candidate(GATHER_DOT.candidates(problem, device), problem, transposed, card, "gather_dot")
+    if time.device == inf:
+        return time
+    if not p.kept:
+        time = time.plus(_small(p.weights * 12, 1, card))
+    if not p.trained:
+        return time
+    by_input, _ = product_time(transposed, device, card)
+    by_weight = sampling_time(transposed, device, card)
+    # the weights in the order of the transpose; the sort of an index is some dozen kernels
+    ordering = _small(p.weights * 20, 2, card).plus(*[] if p.kept else [_small(p.weights * 120, _SORTING, card)])
+    return time.plus(by_input, by_weight, ordering)
+
+
+_SORTING = 12
+"""Kernels by which torch sorts an index and counts it."""
+
+
+def _small(traffic: float, launches: int, card: Card) -> Time:
+    return Time(traffic / card.bandwidth + launches * card.launch, launches * host.LAUNCH)
+
+
+def _transposed(layer: FixedFanIn) -> Product:
+    """The product that gives the gradient by x: (n_in, n_out), with the weights of each input in a row."""
+    layout = Layout("csr", (1, 1), (layer.inputs, layer.outputs), ("even", "even"))
+    return Product(
+        torch.device("cuda"), layout, layer.rows, 1, layer.weights, layer.dtype, True, False, False, "none", "",
+        False, layer.trained, layer.replayed, layer.products, layer.target,
+    )  # fmt: skip
+
+
+def _written(layer: FixedFanIn, card: Card) -> Time:
+    """Inductor's loop. A gather touches as many lines as neighbouring outputs read, at one a cycle; places and weights
+    come from L2 for each row."""
+    lines = SPREADS[layer.spread or "near"] / 32 + 1 / 16
+    each = max(lines / 1.7e9, (8 + layer.dtype.itemsize) / 3.5e10)
+    seconds = layer.multiplied * each / card.processors + card.launch
+    # gradients gather once more by the weight and scatter by the input, which takes at least as long
+    return Time(3 * seconds, 3 * host.LAUNCH) if layer.trained else Time(seconds, host.LAUNCH)

@@ -1,0 +1,1 @@
+"""Rules on layers of fixed fan-in."""
