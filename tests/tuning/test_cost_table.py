@@ -19,6 +19,7 @@ import torch
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.epilogue import Output
 from sparsecomp.lowering.launch.strided import Strides
+from sparsecomp.lowering.local.gather_dot import GatherDot
 from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
@@ -214,6 +215,10 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
 }  # fmt: skip
 
 STEP = ("float32", "float32", "int32", "float32")
+def _finished(outputs: int, dtype: str) -> Output:
+    return Output(Strides(0, outputs, 1), dtype, dtype, "column", "", Strides(0, 0, 0), "relu", 1.0)
+
+
 PROBLEMS: dict[str, list[Any]] = {
     "binary_conv": [_conv(32, 64, 56, 3, 1, 3), _conv(1, 512, 7, 3, 1, 2), _conv(8, 128, 14, 1, 2, 4),
                     _conv(32, 256, 14, 3, 1, 3, "rows"), _conv(4, 96, 9, 5, 1, 3)],
@@ -254,6 +259,8 @@ PROBLEMS: dict[str, list[Any]] = {
     "selective_step": [SelectiveStep("full", 700_000, 10**6, 1, 0, 0.9, 0.999, 0.1, 0.1, 1e-8, 0.0, *STEP),
                        SelectiveStep("full", 10, 1000, 0, 1, 0.9, 0.999, 0.1, 0.1, 1e-8, 0.1, *STEP)],
     "select_largest": [SelectLargest(10**6, "float32", "int32"), SelectLargest(99, "float16", "int64")],
+    "gather_dot": [GatherDot(rows, n, n, k, n, lines, dtype, _finished(n, dtype)) for rows, n, k, lines, dtype in (
+                   (1024, 4096, 8, 32, "float32"), (1024, 16384, 8, 3, "float16"), (1, 300, 5, 10, "bfloat16"))],
 }  # fmt: skip
 
 
