@@ -9,7 +9,7 @@ and ``SPARSECOMP_DEBUG=1`` finds them.
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -77,7 +77,7 @@ def _made(make: Callable[..., Tensor], held: Sequence[Tensor]) -> Tensor:
 class Constants:
     """The constants of a graph that is compiled, and the inputs that they were made of."""
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[object]) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         """Takes them off the graph's module."""
         places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         read = {node.target for node in gm.graph.find_nodes(op="get_attr")}
@@ -92,7 +92,7 @@ class Constants:
     def __bool__(self) -> bool:
         return bool(self._made)
 
-    def follow(self, inputs: Sequence[object]) -> bool:
+    def follow(self, inputs: Sequence[Any]) -> bool:
         """Make the constants anew if an input is another tensor than before, or was written to; whether it was."""
         for place, tensor, memory, address, version in self._known:
             source = inputs[place]
@@ -112,7 +112,7 @@ class Constants:
         self._remember(inputs)
         return True
 
-    def _remember(self, inputs: Sequence[object]) -> None:
+    def _remember(self, inputs: Sequence[Any]) -> None:
         # the tensors themselves: torch swaps none that has a weak reference
         held = [(place, inputs[place]) for place in self._places]
         self._known = [

@@ -48,7 +48,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     op = op_of(node)
     if op is None or op.module is not None or op.name not in LAYERS:
         return None
-    weights = node.all_input_nodes if LAYERS[op.name] is None else [op.get(LAYERS[op.name])]
+    argument = LAYERS[op.name]
+    weights = node.all_input_nodes if argument is None else [op.get(argument)]
     for weight in weights:
         masked = formula_of(weight, node, ctx) if isinstance(weight, fx.Node) else None
         verdict = None if masked is None else _judged(op, masked, ctx)
