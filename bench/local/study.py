@@ -2,7 +2,8 @@
 
 A run trains one network from one seed. The dense network has the width and depth, of up to three layers, that comes
 nearest to the sparse one's parameters, and its activation; beside a sine, whose parameters dense layers do not have, it
-takes ReLU. No network was tuned. `compiled` means backend="sparsecomp" for the sparse and stock for the dense network;
+takes ReLU. In a network on a grid the data also goes straight to the head, past all blocks; the dense one is a plain
+chain. No network was tuned. `compiled` means backend="sparsecomp" for the sparse and stock for the dense network;
 bfloat16 means autocast.
 """
 
