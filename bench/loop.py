@@ -113,7 +113,7 @@ class Alone(nn.Module):
     def alone(cls, layer: nn.Module) -> Self:
         """Of a class that no other layer has."""
         own = FunctionType(cls.forward.__code__.replace(), cls.forward.__globals__)
-        made: type[Self] = type(cls.__name__, (cls,), {"forward": own})
+        made: Any = type(cls.__name__, (cls,), {"forward": own})
         return made(layer)
 
 

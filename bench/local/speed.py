@@ -271,7 +271,7 @@ def _plain(case: Case, layer: GeoSparseLinear, backend: str) -> Rival:
 
 
 def _psann(case: Case, layer: GeoSparseLinear, backend: str) -> Rival:
-    block, linear = (import_module(f"psann.{name}") for name in ("nn_geo_sparse", "layers.geo_sparse"))  # no extra has it
+    block, linear = (import_module(f"psann.{name}") for name in ("nn_geo_sparse", "layers.geo_sparse"))  # in no extra
     x, index = _x(case, layer), layer.in_index_per_out.long().cpu()
     if case.part == "block":
         return Rival(block.GeoSparseResidualBlock(case.n, index, residual_alpha_init=0.01).to(x), x, backend)
