@@ -133,7 +133,7 @@ def plot(rows: Sequence[Row], gpu: str) -> Plot:
         for line in [line for line, points in lines.items() if len(points) == 1]:
             del lines[line]
     title = f"GeoSparseNet beside dense networks of as many parameters, {gpu}"
-    return Plot(title, "k", "accuracy or R², %", panels, log_x=True)
+    return Plot(title, "k", "accuracy or R², %", panels)
 
 
 def _line(network: str, setting: Setting) -> str:

@@ -25,8 +25,8 @@ from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock
 SIZES = (256, 1024, 4096, 16384, 65536)
 FAN_INS = (2, 4, 8, 16, 32, 64)
 ROWS = (1, 8, 64, 512, 4096)
-MOST_DENSE = {"cuda": 2**33, "cpu": 2**26}
-"""Bytes of a dense weight beyond which it is left out: several cases are on the device at once."""
+MOST_DENSE = {"cuda": 2**33, "cpu": 2**27}
+"""Bytes of a dense weight and its gradient beyond which it is left out: several cases are on the device at once."""
 COPIES = 3
 """Inputs that a replayed graph rotates through, so that they are not all in the cache."""
 
@@ -286,9 +286,9 @@ def _csr(case: Case, layer: GeoSparseLinear) -> Rival:
 
 def _dense(case: Case, layer: GeoSparseLinear, dtype: str) -> Rival:
     x = _x(case, layer, dtype)
-    size = case.n * case.n * x.itemsize
+    size = case.n * case.n * x.itemsize * (1 + case.training)
     if size > MOST_DENSE[x.device.type]:
-        raise ValueError(f"its weight has {size / 2**30:.0f} GiB")
+        raise ValueError(f"its weight and gradient have {size / 2**30:.2g} GiB")
     return Rival(nn.Linear(case.n, case.n, device=x.device, dtype=x.dtype), x, "inductor")
 
 

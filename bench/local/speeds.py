@@ -52,7 +52,7 @@ def table(rows: Sequence[Row]) -> str:
 def _layers(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(key.split(", ")[0] for row in rows for key in row["ms"]))
     grid = [["layer", "rows", "step", "mode", *names, "bytes' floor"]]
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row["layer"]["training"], row["layer"]["n"], row["layer"]["pattern"])):
         for mode in dict.fromkeys(key.split(", ")[1] for key in row["ms"]):
             rival = row["ms"].get(f"{_RIVAL}, {mode}")
             cells = [_beside(row["ms"].get(f"{name}, {mode}"), rival, name) for name in names]

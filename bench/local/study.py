@@ -8,6 +8,7 @@ bfloat16 means autocast.
 """
 
 import itertools
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -103,7 +104,7 @@ def manifest(found: dict[str, Problem], missing: dict[str, str], axes: Axes, see
             name: {"rows": len(one.x), "features": one.x.shape[1], "outputs": one.outputs, "digest": one.digest}
             for name, one in found.items()
         },
-        "left out": missing,
+        "left out": missing, "system": platform.platform(), "cuda": torch.version.cuda,
         "versions": {name: _version(name) for name in ("sparsecomp", "numpy", "scikit-learn", "mlxtend")},
     }  # fmt: skip
 
