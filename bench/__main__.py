@@ -1,7 +1,6 @@
 """`python -m bench snn`: prints every figure as it is measured and writes them as JSON."""
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,9 +8,11 @@ from pathlib import Path
 import torch
 
 from bench import card, cpu, documents, plots, table
+from bench.local import verbs
 from bench.masked import prune_minilm, resu_mnist
+from bench.saving import save
 from bench.spiking.networks import PRECISIONS
-from bench.timing import MODES, machine
+from bench.timing import MODES
 
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist}
 SUITES = (
@@ -22,7 +23,10 @@ SUITES = (
 
 def main() -> int:
     """Run the benchmarks named on the command line; 2 if there is no CUDA device."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    if sys.argv[1:2] and sys.argv[1] in verbs.VERBS:
+        return verbs.main(sys.argv[1], sys.argv[2:])
+    told = f"{', '.join(verbs.VERBS)} have options of their own: python -m bench geo -h"
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, epilog=told)
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the JSON files")
     parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
@@ -95,14 +99,6 @@ def main() -> int:
         for result in snn_network.run(arguments.network, precisions=tuple(arguments.precision)):
             save(arguments.out / f"snn_{arguments.network}.json", result)
     return 0
-
-
-def save(path: Path, result: object) -> None:
-    """Write what is measured so far, with the machine that gave it."""
-    rows = result if isinstance(result, list) else [result]
-    lines = ",\n".join(json.dumps(row) for row in rows)  # a row a line, for those who compare two files
-    found = f"[\n{lines}\n]" if isinstance(result, list) else lines
-    path.write_text(f'{{"machine": {json.dumps(machine())}, "result": {found}}}\n')
 
 
 if __name__ == "__main__":

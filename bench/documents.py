@@ -3,9 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from bench import table
+from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
+from bench.timing import place
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,12 +20,30 @@ def _study(name: str, rows_to_table: Callable[..., str]) -> Part:
     return lambda results: rows_to_table(json.loads((results / f"{name}.json").read_text())["result"])
 
 
+def _local(name: str, rows_to_table: Callable[[list[dict[str, Any]]], str]) -> Part:
+    """Of layers of fixed fan-in, which are measured when someone gets to it."""
+
+    def part(results: Path) -> str:
+        path = results / f"{name}.json"
+        if not path.exists():
+            return f"Not measured yet: `python -m bench {name.replace('_', '-')}` does."
+        found = json.loads(path.read_text())
+        on = f"Measured on {place(found['machine'])}, torch {found['machine']['torch']}; milliseconds."
+        missing = found.get("manifest", {}).get("left out", {})
+        left_out = [f"{data} is left out: {why}." for data, why in missing.items()]
+        return "\n\n".join([on, rows_to_table(found["result"]), *left_out])
+
+    return part
+
+
 PARTS: dict[str, dict[str, Part]] = {
     "README.md": {"headline": table.headline},
     "docs/results.md": {
         "results": table.markdown,
         "resu-mnist": _study("resu_mnist", resu_mnist.table),
         "prune-minilm": _study("prune_minilm", prune_minilm.table),
+        "geo-speed": _local("geo_speed", speeds.table),
+        "geo": _local("geo", scores.table),
     },
 }
 

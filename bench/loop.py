@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -98,8 +98,8 @@ def operands(layer: Layer, device: str) -> tuple[nn.Module, nn.Module, Tensor]:
     return dense, ours, torch.randn(layer.rows, layer.size, device=device, dtype=dtype)
 
 
-class WithRelu(nn.Module):
-    """A layer and a ReLU, with code of its own: what Dynamo keeps of other layers then costs no time here."""
+class Alone(nn.Module):
+    """A layer, with code of its own: what Dynamo keeps of other layers then costs no time here."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -107,13 +107,22 @@ class WithRelu(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, in) to (rows, out)."""
-        return F.relu(self.layer(x))
+        return self.layer(x)
 
     @classmethod
-    def alone(cls, layer: nn.Module) -> "WithRelu":
+    def alone(cls, layer: nn.Module) -> Self:
         """Of a class that no other layer has."""
         own = FunctionType(cls.forward.__code__.replace(), cls.forward.__globals__)
-        return type(cls.__name__, (cls,), {"forward": own})(layer)
+        made: Any = type(cls.__name__, (cls,), {"forward": own})
+        return made(layer)
+
+
+class WithRelu(Alone):
+    """A layer and a ReLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, in) to (rows, out)."""
+        return F.relu(self.layer(x))
 
 
 def _compiled(

@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import queue
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -24,7 +25,7 @@ Case = TypeVar("Case")
 
 
 def measured(
-    prepare: Callable[[Case], Measure], cases: Sequence[Case], workers: int, batch: int
+    prepare: Callable[[Case], Measure], cases: Sequence[Case], workers: int, batch: int, seconds: float = math.inf
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The row of each case, in no particular order.
 
@@ -33,10 +34,12 @@ def measured(
         cases: taken by the workers in turn, so that like ones should stand together.
         workers: processes; each compiles in one thread.
         batch: cases that a worker holds compiled at a time.
+        seconds: after which no more rows come.
 
     Raises:
         RuntimeError: a worker ended before it had measured its cases.
     """
+    end = time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
     barrier, turn, rows = context.Barrier(workers), context.Lock(), context.Queue()
     rounds = math.ceil(len(cases) / workers / batch)
@@ -49,14 +52,17 @@ def measured(
         process.start()
     try:
         for _ in cases:
-            yield _next(rows, processes)
+            row = _next(rows, processes, end)
+            if row is None:
+                break
+            yield row
     finally:
         for process in processes:
             process.terminate()
 
 
-def _next(rows: Queue, processes: Sequence[BaseProcess]) -> dict[str, Any]:
-    while True:
+def _next(rows: Queue, processes: Sequence[BaseProcess], end: float) -> dict[str, Any] | None:
+    while time.monotonic() < end:
         try:
             return rows.get(timeout=1)
         except queue.Empty:

@@ -59,10 +59,11 @@ def write(results: Path = RESULTS) -> None:
     """Draw all of them to `docs/plots`."""
     PLOTS.mkdir(exist_ok=True)
     for name, plot in plots(results).items():
-        _draw(plot, PLOTS / name)
+        draw(plot, PLOTS / name)
 
 
-def _draw(plot: Plot, path: Path) -> None:
+def draw(plot: Plot, path: Path, y: str = "ratio") -> None:
+    """Draw a plot; `y` is "ratio" (of a rival, which has a line at 1), "log" or "linear"."""
     import matplotlib  # the extra `bench`
 
     matplotlib.use("Agg")
@@ -73,12 +74,14 @@ def _draw(plot: Plot, path: Path) -> None:
     size = (1 + 2.8 * count, 3)
     figure, axes = pyplot.subplots(1, count, figsize=size, sharey=True, squeeze=False, layout="constrained")
     for axis, (title, lines) in zip(axes[0], plot.panels.items(), strict=True):
-        axis.axhline(1, color="black", linewidth=0.8)
         for name, points in lines.items():
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=name)
-        axis.set(title=title, xlabel=plot.x, yscale="log", **({"xscale": "log"} if plot.log_x else {}))
-        ticks = [0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4]
-        axis.set_yticks(ticks, list(map(str, ticks)))
+        axis.set(title=title, xlabel=plot.x, xscale="log" if plot.log_x else "linear")
+        axis.set_yscale("linear" if y == "linear" else "log")
+        if y == "ratio":
+            axis.axhline(1, color="black", linewidth=0.8)
+            ticks = [0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4]
+            axis.set_yticks(ticks, list(map(str, ticks)))
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(plot.y)

@@ -5,6 +5,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ def graph_ms(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
     return statistics.median(times)
 
 
+@cache
+def bandwidth() -> float:
+    """Bytes a second of a large copy, both ways counted."""
+    one = torch.empty(2**28, device="cuda", dtype=torch.uint8)
+    two = torch.empty_like(one)
+    return 2 * one.numel() / (graph_ms([lambda: two.copy_(one)] * 3) * 1e-3)
+
+
 def eager_ms(call: Callable[[], Any], warmup: int = 3, repeats: int = 10) -> float:
     """Median milliseconds of one call as the host issues it, launch gaps included."""
     for _ in range(warmup):
@@ -51,11 +60,11 @@ def in_turns_ms(calls: Sequence[Callable[[], Any]], each: int = 20, rounds: int 
 
     A loop takes about 4 ms: calls that are long by themselves are not repeated.
     """
-    each = max(1, min(each, int(4.0 / max(loop_ms(call, 2, repeats=1) for call in calls))))
+    repeated = [max(1, min(each, int(4.0 / loop_ms(call, 2, repeats=1)))) for call in calls]
     best = [math.inf] * len(calls)
     for _ in range(rounds):
         for place, call in enumerate(calls):
-            best[place] = min(best[place], loop_ms(call, each, repeats=1))
+            best[place] = min(best[place], loop_ms(call, repeated[place], repeats=1))
     return [round(one, 5) for one in best]
 
 
@@ -120,6 +129,11 @@ def machine() -> dict[str, str]:
         "triton": triton.__version__,
         "python": platform.python_version(),
     }
+
+
+def place(found: dict[str, str]) -> str:
+    """The card of a machine, or its processor if there is none."""
+    return found["cpu"] if found["gpu"] == "none" else found["gpu"].removeprefix("NVIDIA ")
 
 
 def _elapsed_ms(call: Callable[[], Any], stream: torch.cuda.Stream) -> float:

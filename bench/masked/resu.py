@@ -6,7 +6,7 @@ holds a pruned one. A row that fails says why and stops no other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsecomp
-from bench.timing import graph_ms, guarded, host_us, loop_ms
+from bench.timing import bandwidth, graph_ms, guarded, host_us, loop_ms
 from sparsecomp import ops
 from sparsecomp.lowering.tuning.trial import first_line
 from sparsecomp.nn import RESULinear, masked_weights, wrap_module
@@ -82,14 +82,6 @@ def _clock() -> tuple[Tensor, Tensor]:
     return torch.full((), 20, device="cuda"), torch.full((), 1e-3, device="cuda", dtype=torch.float64)
 
 
-@cache
-def _bandwidth() -> float:
-    """Bytes a second of a large copy, both ways counted."""
-    one = torch.empty(2**28, device="cuda", dtype=torch.uint8)
-    two = torch.empty_like(one)
-    return 2 * one.numel() / (graph_ms([lambda: two.copy_(one)] * 3) * 1e-3)
-
-
 def _row(case: str, **variants: Call | Sequence[Call]) -> Row:
     return _timed({"case": case, "ms": {}}, **variants)
 
@@ -114,7 +106,7 @@ def _against(row: Row, rival: str, floor_bytes: float | None = None) -> Row:
     if "ours" in times and rival in times:
         row[f"gain over {rival}"] = round(times[rival] / times["ours"], 3)
     if floor_bytes is not None:
-        times["floor"] = floor_bytes / _bandwidth() * 1e3
+        times["floor"] = floor_bytes / bandwidth() * 1e3
         if "ours" in times:
             row["over floor"] = round(times["ours"] / times["floor"], 3)
     return row

@@ -40,3 +40,8 @@ def test_each_case_is_measured_alone_and_after_all_of_its_round_are_ready() -> N
 def test_a_worker_that_ends_early_ends_the_measurement() -> None:
     with pytest.raises(RuntimeError, match="exit code 3"):
         list(measured(fails, range(2), workers=2, batch=1))
+
+
+@pytest.mark.slow(reason="starts processes")
+def test_no_row_comes_after_the_time_is_over() -> None:
+    assert list(measured(times, range(5), workers=1, batch=5, seconds=0)) == []

@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
 def _python(code: str) -> str:
@@ -52,3 +56,11 @@ def test_an_unknown_name_raises_as_any_module_does():
 
     with pytest.raises(AttributeError, match="nonsense"):
         _ = sparsecomp.nonsense
+
+
+def test_every_package_is_installed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = (path.parent.relative_to(ROOT) for top in ("sparsecomp", "passes", "lowering")
+             for path in (ROOT / top).rglob("__init__.py"))  # fmt: skip
+    names = (".".join(path.parts) for path in found)
+    assert sorted(listed) == sorted(name if name.startswith("sparsecomp") else f"sparsecomp.{name}" for name in names)

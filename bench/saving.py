@@ -1,0 +1,27 @@
+"""Results as JSON, a row a line for those who compare two files, with the machine that gave them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.timing import machine
+
+
+def save(path: Path, result: object, **more: object) -> None:
+    """Write what is measured so far, with the machine and whatever else a reader has to know."""
+    rows = result if isinstance(result, list) else [result]
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    found = f"[\n{lines}\n]" if isinstance(result, list) else lines
+    beside = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in more.items())
+    path.write_text(f'{{"machine": {json.dumps(machine())}, {beside}"result": {found}}}\n')
+
+
+def known(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file, to go on from; none if there is no file, or another machine wrote it."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if found["machine"] != machine():
+        print(f"{path} is of another machine, {found['machine']}: it is made anew", flush=True)
+        return []
+    return found["result"]
