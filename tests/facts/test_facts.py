@@ -377,3 +377,11 @@ def test_a_bound_beyond_a_dtype_goes_alone(lo: int, hi: int) -> None:
     left = algebra.fit_dtype(integers(lo, hi), torch.float16)
     assert left is not None and (left.lo, left.hi) == (lo if lo >= -2048 else None, hi if hi <= 2048 else None)
     assert left.value_bounds() == (left.lo, left.hi)
+
+
+def test_an_unknown_end_stays_unknown_on_a_finer_grid() -> None:
+    for lo, hi in ((None, 3), (-3, None), (None, None), (-3, 3)):
+        whole, halves = integers(lo, hi), replace(integers(-1, 1), scale=0.5)
+        for fact in (algebra.join((whole, halves)), algebra.join((halves, whole))):
+            assert fact is not None and fact.scale == 0.5
+            assert (fact.lo, fact.hi) == (None if lo is None else 2 * lo, None if hi is None else 2 * hi)
