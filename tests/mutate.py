@@ -6,7 +6,8 @@ notice. A copy of the source tree is changed, never the tree itself. Some change
 that can be observed. Those are for a person to judge.
 
 Which tests execute a line is read from a map, which `python -m tests.mutate --make-map` writes once (it needs the
-package coverage, and some forty minutes of one core). Without a map, and for what no test was seen to execute (code
+package coverage, and some forty minutes of one core). The map is of the quick run; what that does not notice is left
+to the other cases of the tests that execute the line. Without a map, and for what no test was seen to execute (code
 that Dynamo traces or another process runs), the test files that name the module judge.
 """
 
@@ -221,16 +222,19 @@ def is_noticed(mutation: Mutation, copy: Path, known: Map | None) -> bool:
     before, times = place.read_text(), place.stat()
     place.write_text(mutation.applied(before))
     try:
-        return any(_fails(copy, tests) for tests in _rounds(mutation, known))
+        return any(_fails(copy, tests) for tests in _rounds(mutation, known)) or any(
+            _fails(copy, ["-m", "slow", *tests], too_long=False) for tests in _slow_cases(mutation, known)
+        )
     finally:
         place.write_text(before)
         os.utime(place, (times.st_atime, times.st_mtime))
 
 
-def _fails(copy: Path, tests: list[str]) -> bool:
-    arguments = ["-q", "-x", "-p", "no:cacheprovider", *tests]
-    passed = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    return forked(copy, lambda: int(pytest.main(arguments)), LIMIT) not in passed
+def _fails(copy: Path, arguments: list[str], too_long: bool = True) -> bool:
+    """Whether a test fails, or all take longer than the limit: an endless loop, unless they may take so long."""
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", *arguments]
+    status = forked(copy, lambda: int(pytest.main(arguments)), LIMIT)
+    return too_long if status is None else status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def _rounds(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:
@@ -251,6 +255,18 @@ def _rounds(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:
         tried.update(left)
         if left:
             yield left
+
+
+def _slow_cases(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:
+    """The functions of the tests that execute a line, whose other cases are not in the quick run: one file at a time.
+
+    Files that name the module come first, and no more than three are asked.
+    """
+    tests = known.tests_of(mutation) if known else []
+    functions = sorted({test.partition("[")[0] for test in tests if "[" in test})
+    files = {name: list(group) for name, group in itertools.groupby(functions, lambda test: test.partition("::")[0])}
+    named = named_tests(mutation.path)
+    yield from [files[name] for name in sorted(files, key=lambda name: (name not in named, -len(files[name])))][:3]
 
 
 class Recorder:

@@ -185,7 +185,7 @@ def constant(value: float) -> SparsityFact | None:
 
 def is_dyadic(scale: float | str) -> bool:
     """A power of two that no supported dtype rounds."""
-    if isinstance(scale, str) or scale <= 0:
+    if isinstance(scale, str):
         return False
     mantissa, exponent = math.frexp(scale)
     return mantissa == 0.5 and abs(exponent - 1) <= MAX_SCALE_EXPONENT

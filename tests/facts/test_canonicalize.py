@@ -2,7 +2,8 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sparsecomp.passes.graph.canonicalize import (
     numel_of,
     op_of,
     shape_of,
+    target_name,
 )
 from sparsecomp.passes.graph.operators import spelling_of
 
@@ -225,3 +227,24 @@ def test_a_call_is_bound_once_and_anew_when_it_changed():
         node.target = torch.sub
         assert (fourth := op_of(node)) is not None and fourth.name == "sub"
     assert op_of(node) is not fourth
+
+
+def test_only_what_torch_and_python_made_has_a_name() -> None:
+    class Odd:
+        """Something that can be called, with a name, a module and a class that it belongs to, or without."""
+
+        def __init__(self, **attributes: Any) -> None:
+            self.__dict__.update(attributes)
+
+        def __call__(self) -> None: ...
+
+    def name(**attributes: Any) -> str | None:
+        return target_name(cast(fx.Node, SimpleNamespace(op=FUNCTION, target=Odd(**attributes))))
+
+    assert name(__name__="mul", __module__="torch") == "mul"
+    assert name(__name__="mul", __module__="torch.special") == "torch.special.mul"
+    assert name(__name__="mul", __module__="numpy") is None
+    assert name(__name__="mul", __module__=None) is None
+    assert name(__name__="mul", __module__=None, __objclass__=torch.Tensor) == "mul"
+    assert name(__name__="mul", __module__=None, __objclass__="Tensor") is None
+    assert name(__module__="torch") is None

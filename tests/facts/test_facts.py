@@ -271,8 +271,9 @@ def test_what_a_dtype_leaves_of_a_result(fact: SparsityFact, dtype: torch.dtype 
     assert left is not None and (left.lo, left.hi, left.integral, left.finite) == expected
 
 
-def test_complex_results_have_no_fact() -> None:
-    assert algebra.fit_dtype(binary(), torch.complex64) is None
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_other_dtypes_have_no_facts(dtype: torch.dtype) -> None:
+    assert algebra.fit_dtype(binary(), dtype) is None
 
 
 @pytest.mark.parametrize(
@@ -306,6 +307,11 @@ def test_a_named_factor_is_on_no_grid_but_its_own() -> None:
     near = replace(binary(), scale=0.3, exact=False)
     for kept in (algebra.multiply(near, binary(), F32), algebra.multiply(binary(), near, F32)):
         assert kept is not None and kept.integral and not kept.exact and (kept.lo, kept.hi, kept.scale) == (0, 1, 0.3)
+    for bounds in ((-2, 0), (0, 2)):
+        some, bits = integers(*bounds), integers(-1, 1)
+        for a, b in ((some, replace(bits, scale=0.3)), (bits, replace(some, scale=0.3))):
+            for fact in (algebra.multiply(a, b, F32), algebra.multiply(b, a, F32)):
+                assert fact is not None and not fact.integral and fact.exact_zeros
     tiny = algebra.multiply(replace(binary(), scale=2.0**-6), replace(binary(), scale=2.0**-5), torch.float32)
     assert tiny is not None and not tiny.integral
     assert algebra.multiply_by_node(binary(), "f") == replace(binary(), scale="f")
@@ -371,3 +377,11 @@ def test_a_bound_beyond_a_dtype_goes_alone(lo: int, hi: int) -> None:
     left = algebra.fit_dtype(integers(lo, hi), torch.float16)
     assert left is not None and (left.lo, left.hi) == (lo if lo >= -2048 else None, hi if hi <= 2048 else None)
     assert left.value_bounds() == (left.lo, left.hi)
+
+
+def test_an_unknown_end_stays_unknown_on_a_finer_grid() -> None:
+    for lo, hi in ((None, 3), (-3, None), (None, None), (-3, 3)):
+        whole, halves = integers(lo, hi), replace(integers(-1, 1), scale=0.5)
+        for fact in (algebra.join((whole, halves)), algebra.join((halves, whole))):
+            assert fact is not None and fact.scale == 0.5
+            assert (fact.lo, fact.hi) == (None if lo is None else 2 * lo, None if hi is None else 2 * hi)

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fact_checker import check, fact_at
 from rewriting import Surrogate
 from snn_fixtures import FIRE, GATHER, HandLIF, NeuronConv, capture, stub_torchvision
 from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
 
 from sparsecomp.passes.facts import spike_sources
 from sparsecomp.passes.facts.analysis import Analysis, analyse
@@ -311,3 +313,37 @@ def test_copies_are_looked_through_and_nothing_else() -> None:
     assert spike_sources.strip_copies(copied) is x and spike_sources.strip_copies(3) == 3
     negative = graph.call_method("neg", (x,))
     assert spike_sources.strip_copies(graph.call_method("clone", (negative,))) is negative
+
+
+ESTIMATORS = {
+    # hard and soft value: least and greatest of what comes out, up to rounding; None where ones can be lost
+    "spikes": (lambda x: (x > 0).to(x), torch.tanh, (0, 1)),
+    "signs": (lambda x: (x > 0).to(x) - (x < 0).to(x), torch.sigmoid, (-1, 1)),
+    "counts": (lambda x: (x > 0).to(x) + (x > 1).to(x), torch.tanh, None),
+    "negative counts": (lambda x: -(x > 0).to(x) - (x > 1).to(x), torch.tanh, None),
+    "halves": (lambda x: (x > 0).to(x) * 0.5, torch.tanh, None),
+    "bounded values": (F.hardtanh, torch.tanh, None),
+    "unbounded soft value": (lambda x: (x > 0).to(x), torch.exp, None),
+    "large soft value": (lambda x: (x > 0).to(x), lambda x: 2 * torch.tanh(x), None),
+}
+
+
+@pytest.mark.quick_cases(16)
+@pytest.mark.parametrize("difference", [False, True])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_straight_through_estimator_keeps_small_integers(name: str, difference: bool) -> None:
+    hard_of, soft_of, kept = ESTIMATORS[name]
+
+    def estimate(x: torch.Tensor) -> torch.Tensor:
+        hard, soft = hard_of(x), soft_of(x)
+        return (hard + soft) - soft if difference else (hard - soft).detach() + soft
+
+    gm = fx.symbolic_trace(estimate)
+    x = torch.linspace(-3, 3, 41)
+    ShapeProp(gm).propagate(x)
+    analysis = check(gm, x).analysis
+    fact = analysis.fact(next(iter(reversed(gm.graph.nodes))).args[0])
+    if kept is None:
+        assert fact is None or not fact.integral, str(fact)
+    else:
+        assert fact is not None and fact.integral and not fact.exact and (fact.lo, fact.hi) == kept, str(fact)

@@ -80,9 +80,9 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
         (lambda s, c, x: (s - c).abs(), (0, 2, 1.0)),
         (lambda s, c, x: abs(s * -0.3), ZEROS),
         (lambda s, c, x: abs(s * x[0, 0, 0, 0]), ZEROS),
-        (lambda s, c, x: (c * -0.5).abs(), (0, 2, 0.5)),
+        (lambda s, c, x: (c * -0.5).abs(), (1, 2, 0.5)),
         (lambda s, c, x: x.abs(), NOTHING),
-        (lambda s, c, x: (-3 * c).abs(), (0, 6, 1.0)),
+        (lambda s, c, x: (-3 * c).abs(), (3, 6, 1.0)),
     ],
     "square": [
         (lambda s, c, x: torch.square(s - c), (0, 4, 1.0)),
@@ -240,6 +240,7 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
         (lambda s, c, x: (s * 0.5).to(x), (0, 1, 0.5)),
         (lambda s, c, x: _nearly(s, torch.rand_like(x)).to(torch.int32), NOTHING),
         (lambda s, c, x: c.to(torch.complex64).real, NOTHING),
+        (lambda s, c, x: (s * 0.5).to(torch.complex64).real, NOTHING),
         (lambda s, c, x: (s * 1e30).half(), ZEROS),
         (lambda s, c, x: c.to(dtype=torch.bool), (0, 1, 1.0)),
         (lambda s, c, x: c.to("cpu"), (1, 2, 1.0)),
@@ -617,6 +618,8 @@ def test_what_is_claimed_is_written_down(name: str, case: Callable[..., Any], ex
     elif expected is not ANY:
         assert isinstance(fact, SparsityFact) and fact.integral, str(fact)
         assert (fact.lo, fact.hi, fact.scale, fact.finite) == (*expected, True)[:4] and fact.exact
+        if fact.lo is not None and fact.hi is not None:
+            assert fact.exact_zeros == (fact.lo <= 0 <= fact.hi)
     bare = _traced(case)
     torch.manual_seed(0)
     FactChecker(bare, analyse(bare)).run(INPUTS["plain"].clone())
@@ -754,7 +757,7 @@ REASONS: dict[str, list[str]] = {
     "bitwise_not": ["bitwise not of integers is not analysed", OF_X],
     "dropout": [DROPS] * 4,
     "to": [*["conversion to torch.int32 of values off the integer grid ends the domain"] * 2,
-           "conversion to torch.complex64 is not analysed", OF_X,
+           "conversion to torch.complex64 is not analysed", "conversion to torch.complex64 is not analysed", OF_X,
            "conversion to torch.int32 of values off the integer grid ends the domain"],
     "heaviside": ["heaviside with `add_1` at zero, whose value is unknown, is not binary"],
     "full_like": [OF_X] * 3,

@@ -136,6 +136,10 @@ INTERVALS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int | None, int | N
     "sum of relus over an axis": (lambda x: F.relu(x).sum(0), (0, None, True)),
     "sum of sigmoids over an axis": (lambda x: torch.sigmoid(x).sum(0), (0, None, False)),
     "sum of tanhs": (lambda x: torch.tanh(x).sum(), (None, None, False)),
+    "rand": (lambda x: torch.rand_like(x), (0, 1, False)),
+    "average of relu": (lambda x: F.avg_pool1d(F.relu(x)[None], 2), (0, None, True)),
+    "sum of windows": (lambda x: F.avg_pool2d(F.relu(x)[None, None], (1, 2), divisor_override=1), (0, None, True)),
+    "minus the sum": (lambda x: F.avg_pool2d(F.relu(x)[None, None], (1, 2), divisor_override=-1), (None, None, True)),
     "relu over 4": (lambda x: F.relu(x) / 4, (0, None, True)),
 }
 
@@ -179,6 +183,16 @@ def test_where_zeros_come_from(name: str) -> None:
     function, origin = ORIGINS[name]
     fact, _ = _claimed(lambda x: function(x))
     assert fact is not None and fact.origin is origin, fact
+
+
+def test_of_integers_nothing_is_claimed_that_the_least_one_breaks() -> None:
+    fact, value = _claimed(lambda x: (x * 0 - 2**31).int().abs())
+    assert value.min() < 0 and (fact is None or fact.lo is None)
+    assert _claimed(lambda x: x.int().abs())[0] is None
+
+
+def test_random_numbers_are_finite() -> None:
+    assert _claimed(lambda x: torch.rand_like(x))[0].finite and not _claimed(torch.sigmoid)[0].finite
 
 
 def test_zeros_are_told_by_the_name_of_what_made_them() -> None:

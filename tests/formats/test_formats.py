@@ -299,6 +299,8 @@ def test_index_dtype_follows_size_and_never_wraps() -> None:
     assert index_dtype_for(2**31 - 1, 5) is torch.int32
     assert index_dtype_for(5, 2**31) is torch.int64
     assert choose_index_dtype(None, torch.int64, 3) is torch.int64
+    assert choose_index_dtype(torch.int64, None, 2**31) is choose_index_dtype(torch.int64, None, 3) is torch.int64
+    assert choose_index_dtype(torch.int32, torch.int64, 2**31 - 1) is torch.int32
     with pytest.raises(FormatError, match="2147483648 does not fit in int32"):
         choose_index_dtype(torch.int32, None, 2**31)
     with pytest.raises(FormatError, match="int16"):

@@ -1,5 +1,6 @@
 """Wrong arrays are refused, each fault with one error that says where it is."""
 
+import itertools
 import math
 
 import pytest
@@ -224,3 +225,13 @@ def test_check_false_looks_at_nothing() -> None:
 def nm_unchecked() -> NM:
     index = ints(9, 9, dtype=torch.uint8)[None]
     return NM.from_arrays(torch.ones(1, 2), index, (1, 4), 2, 4, check=False)
+
+
+@pytest.mark.parametrize("group", list(itertools.product(range(4), repeat=3)))
+def test_groups_of_three_ascend_or_are_refused(group: tuple[int, ...]) -> None:
+    arrays = torch.ones(1, 6), torch.tensor([[0, 1, 2, *group]], dtype=torch.uint8)
+    if group == tuple(sorted(set(group))):
+        assert NM.from_arrays(*arrays, (1, 8), 3, 4).indices.tolist() == [[0, 1, 2, *group]]
+    else:
+        with pytest.raises(FormatError, match="ascend in each group, each once: not so in row 0, group 1"):
+            NM.from_arrays(*arrays, (1, 8), 3, 4)

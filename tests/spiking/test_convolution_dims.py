@@ -16,7 +16,7 @@ from sparsecomp.lowering.spiking.packing import pack_weight, to_bytes
 from sparsecomp.lowering.spiking.skip_conv import scan_pixels
 from sparsecomp.lowering.spiking.spike_conv import launch_conv
 from sparsecomp.reference.digits import split_weight
-from sparsecomp.reference.geometry import Window, is_channels_last, laid_out, lies_channels_last
+from sparsecomp.reference.geometry import Window, is_channels_last, laid_out, lies_channels_last, output_size
 
 pytestmark = pytest.mark.quick_cases(2)
 
@@ -118,3 +118,10 @@ def test_a_kernel_that_indexes_images_refuses_volumes_by_name():
     assert {name: problem.constants[name] for name in "TRS"} == dict(zip("TRS", WINDOWS[3].kernel, strict=True))
     stand_in = BINARY_CONV.representative(BINARY_CONV.signature(problem, Device("A100", "8.0", "3.6.0")))
     assert stand_in.conv.size == SIZES[3] and stand_in.conv.window.stride == WINDOWS[3].stride
+
+
+@pytest.mark.quick_cases(1)
+def test_the_size_of_a_result_is_torchs():
+    for size, kernel, stride, padding, dilation in product(range(5, 12), (1, 2, 3), (1, 2, 3), (0, 1, 2), (1, 2)):
+        out = F.conv1d(torch.empty(1, 1, size), torch.empty(1, 1, kernel), None, stride, padding, dilation)
+        assert output_size([size], [kernel], [stride], [padding], [dilation]) == [out.shape[-1]]

@@ -73,3 +73,10 @@ def test_counts_begin_where_they_make_sense(name, least):
     assert getattr(RESUConfig(**{name: least}), name) == least
     with pytest.raises(ConfigError, match=f"{name} is {least - 1}"):
         RESUConfig(**{name: least - 1})
+
+
+@pytest.mark.parametrize("numbers", [(5, 4), (0, 4), (-1, 4)])
+def test_a_group_keeps_one_weight_at_least_and_all_at_most(numbers):
+    share = 1 - numbers[0] / numbers[1]
+    with pytest.raises(ConfigError, match="1 <= n <= m is needed"):
+        RESUConfig(pruner="n_of_m", n_of_m=numbers, sparsity_start=min(max(share, 0), 0.9), sparsity_end=0.9)

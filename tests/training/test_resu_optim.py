@@ -480,3 +480,17 @@ def test_a_step_goes_by_the_mask_that_is_there_whoever_wrote_it(phase, write):
         assert torch.equal(optimizer.state[one]["exp_avg"], other.state[right]["exp_avg"])
     for weight, masked in masked_weights(model).values():
         assert phase == "resu" or not optimizer.state[weight]["exp_avg"][~masked.mask.mask].any()
+
+
+@pytest.mark.parametrize("kind", ["positions", "mask", "whole", "whole by mask"])
+def test_consistency_is_the_mean_over_the_size_and_delta(kind):
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    weight, gradient = torch.zeros(2, 3), torch.tensor([[1.0, 2.0, -4.0], [3.0, 0.5, 0.0]])
+    pruned = mask if "mask" in kind else mask.view(-1).nonzero()[:, 0].int()
+    whole = (torch.zeros(2, 3), torch.zeros(2, 3)) if "whole" in kind else None
+    selective = RESUSelective(pruned, delta=0.25, betas=(0.5, 0.9), whole=whole)
+    mean = size = torch.zeros(4)
+    for sign in (1, -1, -1):
+        selective.step(weight, gradient * sign)
+        mean, size = 0.5 * mean + 0.5 * sign * gradient[mask], 0.5 * size + 0.5 * gradient[mask].abs()
+    torch.testing.assert_close(selective.consistency().view(-1), mean.abs() / (size + 0.25))

@@ -141,3 +141,26 @@ def test_a_tensor_that_is_no_pointer_to_the_kernel_stays_tritons_business(driver
     for _ in range(3):
         run(aligned(8), aligned(8), aligned(8, torch.int8))
     assert len(kernel.calls) == 3 and not driver.calls
+
+
+@pytest.mark.parametrize(("devices", "current", "direct"), [(1, 5, True), (2, -1, True), (2, 5, False)])
+def test_a_launch_for_another_device_than_the_current_one_is_tritons(driver, monkeypatch, devices, current, direct):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    kernel = Kernel(SIGNATURE)
+    run = made(kernel)
+    x, y = aligned(8), aligned(8, torch.int8)
+    run(x, None, y)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    run(x, None, y)
+    assert len(driver.calls) == direct and len(kernel.calls) == 2 - direct
+
+
+def test_each_launch_goes_to_the_stream_that_is_current_then(driver, monkeypatch):
+    streams = [0, 7, 7, 0]
+    active = SimpleNamespace(get_current_stream=lambda device: streams.pop(0))
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+    run = made(Kernel(SIGNATURE))
+    x, y = aligned(8), aligned(8, torch.int8)
+    for _ in range(5):
+        run(x, None, y)
+    assert [head[-1] for head, _, _ in driver.calls] == [None, 7, 7, None]  # ctypes reads address 0 as None

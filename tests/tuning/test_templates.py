@@ -16,7 +16,7 @@ from sparsecomp.lowering.spiking.implementations import SPIKE_CONV, SiteInfo
 from sparsecomp.lowering.spiking.lif import LIF, Lif
 from sparsecomp.lowering.spiking.packing import CAST, CAST_STRIDED, PACK_WEIGHT, Cast, CastStrided, PackWeight
 from sparsecomp.lowering.tuning.operations import operations
-from sparsecomp.lowering.tuning.template import of_operation
+from sparsecomp.lowering.tuning.template import Config, of_operation
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.reference.geometry import Window
 
@@ -133,3 +133,9 @@ def test_a_strategy_is_another_version_when_one_of_its_kernels_is():
     shared = {source for op in ("pack_weight", "binary_conv") for one in of_operation(op) for source in one.sources}
     assert all(shared <= set(strategy.sources) for strategy in sparse)
     assert len({one.version for one in (dense, *sparse)}) == 4
+
+
+def test_configurations_are_equal_if_their_values_are():
+    one = Config(BM=1, warps=4)
+    assert one == Config(BM=1, warps=4) and hash(one) == hash(Config(BM=1, warps=4))
+    assert one != Config(BM=2, warps=4) and one != Config(BM=1) and one != {"BM": 1, "warps": 4} and one != str(one)

@@ -745,3 +745,10 @@ def test_an_export_that_fails_leaves_the_old_file(cache: TuningCache, tmp_path: 
         with pytest.raises(CacheError, match="No space"):
             cache.export(tmp_path / "x.json")
     assert (tmp_path / "x.json").read_text() == "old" and len(list(tmp_path.glob("*x.json*"))) == 1
+
+
+def test_a_store_in_memory_keeps_what_it_has_in_a_forked_child() -> None:
+    kept = store.Store(None, store.Totals(10, 10**6))
+    opened = kept.changes()
+    kept.forked()
+    assert kept.changes() == opened and not kept.writable

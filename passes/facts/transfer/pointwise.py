@@ -126,7 +126,8 @@ def magnitude(op: CanonicalOp, facts: Facts) -> Result:
     hi = max(map(abs, bounds)) if len(bounds) == 2 else None
     if isinstance(fact.scale, str) or fact.scale < 0:
         return algebra.zeros_kept(fact, finite=fact.finite)
-    return algebra.fit_dtype(replace(fact, lo=0, hi=hi), dtype_of(op.node))
+    lo = max(fact.lo or 0, -(fact.hi or 0), 0)
+    return algebra.fit_dtype(replace(fact, lo=lo, hi=hi), dtype_of(op.node))
 
 
 @transfer("pow")

@@ -95,7 +95,7 @@ def _tuple(value: Any, rank: int) -> tuple[int, ...]:
 def pad(op: CanonicalOp, facts: Facts) -> Result:
     """Constant padding joins the constant; the other modes copy elements."""
     fact = facts.of(op.input)
-    if fact is None or op.get("mode") != "constant":
+    if op.get("mode") != "constant":
         return fact
     value = op.get("value")
     return algebra.join((fact, stored(facts, 0 if value is None else value, op.input)))

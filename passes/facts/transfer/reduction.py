@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import torch
 from torch import fx
 
 from sparsecomp.passes.facts.registry import Facts, Items, Kept, Lost, LostKind, Result, transfer
@@ -100,12 +101,10 @@ def matmul(op: CanonicalOp, facts: Facts) -> Result:
     if a is None or b is None or not (_countable(a) and _countable(b)):
         return mixes(op, facts)
     depth = _contracted_size(op.input)
-    lo, hi = algebra.product_bounds(a, b)
-    product = algebra.multiply(a, b, None)
-    if depth is None or lo is None or hi is None or product is None or not product.integral:
+    product = algebra.multiply(a, b, torch.float64)
+    if depth is None or product is None or not product.integral:
         return Lost(LostKind.MIXES, "matmul over an unknown number of elements ends the domain")
-    element = SparsityFact(lo, hi, True, product.scale, a.origin, True, True, a.finite and b.finite, a.source)
-    summed = sum_of(element, depth)
+    summed = sum_of(product, depth)
     return mixes(op, facts) if summed is None else algebra.fit_dtype(summed, dtype_of(op.node))
 
 

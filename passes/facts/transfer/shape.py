@@ -32,18 +32,18 @@ def attribute(op: CanonicalOp, facts: Facts) -> Result:
 def concatenate(op: CanonicalOp, facts: Facts) -> Result:
     """Elements of every part."""
     parts = op.get("tensors")
-    if not isinstance(parts, list | tuple) or not parts:
+    if not isinstance(parts, list | tuple):
         return None
     known = [facts.of(part) for part in parts]
-    if all(fact is None for fact in known):
-        return None
-    unknown = next((part for part, fact in zip(parts, known, strict=True) if fact is None), None)
-    if unknown is not None:
-        return Lost(LostKind.UNKNOWN_OPERAND, f"{op.name} with `{unknown}`, whose values are unknown, ends the domain")
     joined = algebra.join(known)
+    if joined is None:
+        if all(fact is None for fact in known):
+            return None
+        unknown = parts[known.index(None)]
+        return Lost(LostKind.UNKNOWN_OPERAND, f"{op.name} with `{unknown}`, whose values are unknown, ends the domain")
     alike = len({dtype_of(part) for part in parts}) == 1
     # parts of different dtypes are promoted, which may round
-    return joined if alike or joined is None else algebra.fit_dtype(joined, dtype_of(op.node))
+    return joined if alike else algebra.fit_dtype(joined, dtype_of(op.node))
 
 
 @transfer(*named(Trait.PARTS))
