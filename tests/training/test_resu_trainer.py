@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sparsecomp.errors import CheckpointError, ConfigError, DataError, DivergedError
 from sparsecomp.nn.masked.layers import masked_weights, wrap_module
-from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.loop.batches import BatchStream
 from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
 from sparsecomp.training.loop.trainer import RESUTrainer
+from sparsecomp.training.resu.config import RESUConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,7 +21,6 @@ from torch import nn
 from sparsecomp.errors import ConfigError
 from sparsecomp.nn.masked.layers import masked_weights
 from sparsecomp.nn.masked.masked_weight import MaskedWeight
-from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.distributed import Replicas, bare
 from sparsecomp.training.history import CycleReport, History, LayerReport
 from sparsecomp.training.pruning.calibration import InputStatistics, Statistics
@@ -30,6 +29,7 @@ from sparsecomp.training.pruning.pruners import PRUNERS, Parts, Pruned, Wanda
 from sparsecomp.training.resu.adamw import RESUAdamW
 from sparsecomp.training.resu.amnesty import amnesty_mask, amnesty_n_of_m
 from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
+from sparsecomp.training.resu.config import RESUConfig
 
 
 class Phase(StrEnum):
