@@ -19,6 +19,7 @@ import torch
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.epilogue import Output
 from sparsecomp.lowering.launch.strided import Strides
+from sparsecomp.lowering.local.gather_dot import GatherDot
 from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
@@ -85,6 +86,10 @@ def _sddmm(m: int, n: int, d: int, batch: int, share: float, variation: int, dty
     return Sddmm(
         m, n, d, batch, nnz, variation, Strides(m * d, d, 1), Strides(n * d, d, 1), nnz, 1.0, dtype, dtype, "int32"
     )  # fmt: skip
+
+
+def _gathered(rows: int, width: int, fan_in: int, lines: int, dtype: str) -> GatherDot:
+    return GatherDot(rows, width, width, fan_in, width, lines, dtype, _out(rows, width, dtype))
 
 
 def _conv(n: int, c: int, size: int, side: int, groups: int, digits: int, select: str = "all") -> BinaryConv:
@@ -253,6 +258,7 @@ PROBLEMS: dict[str, list[Any]] = {
     "split_pruned": [Split(10**6, 700_000, 4, 1, 1), Split(1000, 10, 2, 0, 1)],
     "selective_step": [SelectiveStep("full", 700_000, 10**6, 1, 0, 0.9, 0.999, 0.1, 0.1, 1e-8, 0.0, *STEP),
                        SelectiveStep("full", 10, 1000, 0, 1, 0.9, 0.999, 0.1, 0.1, 1e-8, 0.1, *STEP)],
+    "gather_dot": [_gathered(512, 4096, 32, 3, "float32"), _gathered(7, 1000, 9, 32, "float16")],
     "select_largest": [SelectLargest(10**6, "float32", "int32"), SelectLargest(99, "float16", "int64")],
 }  # fmt: skip
 
@@ -335,10 +341,13 @@ def test_a_template_refuses_from_its_bound_on(op: str, template: str, taken: Any
 @pytest.mark.parametrize(
     ("capability", "most"),
     [("8.0", 163 * 1024), ("8.6", 99 * 1024), ("8.9", 99 * 1024), ("9.0", 227 * 1024), ("10.0", 227 * 1024),
-     ("7.5", 99 * 1024), ("", 99 * 1024)],
+     ("10.3", 227 * 1024), ("12.0", 99 * 1024), ("8.8", 99 * 1024), ("9.9", 227 * 1024), ("99.0", 99 * 1024),
+     ("", 99 * 1024)],
 )  # fmt: skip
 def test_shared_memory_is_what_nvidia_says(capability: str, most: int) -> None:
-    """What a block can opt in to (CUDA C++ Programming Guide, technical specifications); unknown cards as the least."""
+    """What a block can opt in to (CUDA C++ Programming Guide, technical specifications).
+
+    An unlisted capability has the least of its generation, and one of no known generation the least of all."""
     device = Device("card", capability, "3.6.0")
     assert fits_shared(most, device) and not fits_shared(most + 1, device)
 
