@@ -177,7 +177,7 @@ class RESUTrainer:
                 return self.loss_fn(self.core, batch)
 
         batches = (next(self.batches) for _ in range(self.config.calibration_batches))
-        return calibrate(self.core, batches, forward, self.token_mask, self.config.pruner == "sparsegpt")
+        return calibrate(self.core, batches, forward, self.token_mask, self.config.method.products)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "float32":
