@@ -352,6 +352,13 @@ def test_shared_memory_is_what_nvidia_says(capability: str, most: int) -> None:
     assert fits_shared(most, device) and not fits_shared(most + 1, device)
 
 
+@pytest.mark.parametrize(("entry", "like"), [((), "csr"), ((4, 4), "bsr")])
+def test_a_format_without_rates_takes_a_cpu_as_long_as_one_of_the_same_entries(entry: Any, like: str) -> None:
+    new, known = (cpu_cost.Work(format, entry, 64, 96, 8, 500) for format in ("new", like))
+    for trained in (False, True):
+        assert cpu_cost.sparse_seconds(new, trained) == cpu_cost.sparse_seconds(known, trained)
+
+
 def test_registers_hold_192_sums_a_thread() -> None:
     assert fits_registers(192 * 128, 4) and not fits_registers(192 * 128 + 1, 4)
 
