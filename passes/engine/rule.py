@@ -17,11 +17,10 @@ from torch import fx
 
 from sparsecomp import _compat
 from sparsecomp.lowering.tuning.ceilings import Target
-from sparsecomp.ops.library import PRODUCTS
 from sparsecomp.options import Options
 from sparsecomp.passes.facts.analysis import Analysis
 from sparsecomp.passes.graph.canonicalize import example_of, target_name
-from sparsecomp.passes.graph.operators import Trait, record_of, spelling_of
+from sparsecomp.passes.graph.operators import OWN_PRODUCTS, Trait, record_of, spelling_of
 from sparsecomp.reference.facts import SparsityFact
 from sparsecomp.reference.frozen import are_frozen
 from sparsecomp.reference.memo import Keep
@@ -214,7 +213,7 @@ def _written(analysis: Analysis) -> frozenset[fx.Node]:
 
 def _is_product(node: fx.Node) -> bool:
     name = target_name(node)
-    return name is not None and (name in PRODUCTS or Trait.PRODUCT in record_of(spelling_of(name)[0]).traits)
+    return name is not None and (name in OWN_PRODUCTS or Trait.PRODUCT in record_of(spelling_of(name)[0]).traits)
 
 
 def _memory(node: fx.Node) -> object:

@@ -375,6 +375,14 @@ _UNKNOWN = Operator()
 _SPELLINGS = {raw: (record.name, writes) for record in _RECORDS for raw, writes in record.spellings.items()}
 
 
+OWN_PRODUCTS = tuple(
+    f"sparsecomp::{name}"
+    for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv", "folded_linear",
+                 "dense_linear_relu")
+)  # fmt: skip
+"""Our matrix products and convolutions, some with an activation; by name, since an analysis loads no operators."""
+
+
 def named(trait: Trait) -> tuple[str, ...]:
     """The operators that have a trait."""
     return tuple(name for name, operator in OPERATORS.items() if operator.traits & trait)

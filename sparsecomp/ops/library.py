@@ -34,8 +34,6 @@ DIRECT: set[Any] = set()
 """Overloads that a compiled graph may call past the dispatcher: those whose tags say how their operands must lie."""
 KEPT: set[Any] = set()
 """Overloads that give the same memory again in another call: a compiled graph must not use it for something else."""
-PRODUCTS: set[str] = set()
-"""Matrix products and convolutions, some with an activation: of such operators a device takes the most time."""
 ON_SPIKES: set[Any] = set()
 """Overloads whose first argument is spikes, at full width or as bytes, and whose last says whether to keep it."""
 library = _Library("sparsecomp", "DEF")

@@ -5,12 +5,11 @@ from typing import Any
 
 from torch import fx
 
-import sparsecomp.ops  # noqa: F401  (registers the operators)
-from sparsecomp.ops.library import PRODUCTS
 from sparsecomp.passes.facts.registry import Facts, Items, Kept, Lost, LostKind, Result, transfer
 from sparsecomp.passes.facts.transfer.pointwise import cast, either, relu_of_unknown
 from sparsecomp.passes.facts.transfer.pooling import average, sum_of
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, shape_of
+from sparsecomp.passes.graph.operators import OWN_PRODUCTS
 from sparsecomp.reference import facts as algebra
 from sparsecomp.reference.facts import SparsityFact
 
@@ -128,7 +127,7 @@ def mixes(op: CanonicalOp, facts: Facts) -> Result:
     return Lost(LostKind.MIXES, f"{op.name} ends the domain: it mixes values through weights")
 
 
-@transfer(*PRODUCTS)
+@transfer(*OWN_PRODUCTS)
 def own_product(op: CanonicalOp, facts: Facts) -> Result:
     """Our products mix values as torch's do; what follows them within is an activation."""
     names = [argument.name for argument in op.node.target._schema.arguments]  # pyright: ignore

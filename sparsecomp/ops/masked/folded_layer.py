@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.ops.library import KEPT, PRODUCTS, TAGS, library
+from sparsecomp.ops.library import KEPT, TAGS, library
 from sparsecomp.ops.masked.folded_weight import Packed, Recipe, computed, weight_of
 from sparsecomp.ops.sparse.spmm import spmm
 
@@ -74,4 +74,3 @@ for _name, _function, _fake in (("folded_linear", _linear, _fake_linear), ("fold
     library.impl(_name, _function, "CUDA")
     torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
 KEPT.add(torch.ops.sparsecomp.folded_weight.default)
-PRODUCTS.add("sparsecomp::folded_linear")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp import _compat
-from sparsecomp.ops.library import PRODUCTS, TAGS, library
+from sparsecomp.ops.library import TAGS, library
 
 library.define("dense_linear_relu(Tensor x, Tensor weight, Tensor bias) -> Tensor", tags=TAGS)
 
@@ -43,4 +43,3 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 library.impl("dense_linear_relu", _reference, "CPU")
 library.impl("dense_linear_relu", _cuda, "CUDA")
 torch.library.register_fake("sparsecomp::dense_linear_relu", _fake, lib=library)
-PRODUCTS.add("sparsecomp::dense_linear_relu")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import PRODUCTS, TAGS, differentiable, library
+from sparsecomp.ops.library import TAGS, differentiable, library
 from sparsecomp.ops.sparse.sddmm import run as run_sddmm
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
 from sparsecomp.ops.sparse.spmm import run as run_spmm
@@ -255,4 +255,3 @@ for _name, _function, _setup, _formula in (
 ):
     torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
     differentiable(_name, _formula, _setup)
-PRODUCTS.add("sparsecomp::sparse_linear")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import PRODUCTS, TAGS, library
+from sparsecomp.ops.library import TAGS, library
 from sparsecomp.ops.sparse.linear import by_rows
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
 from sparsecomp.reference.patterns import Layout
@@ -188,4 +188,3 @@ for _name, _function, _setup, _gradient in (
     library.impl(_name, _function, "CUDA")
     torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
     torch.library.register_autograd(f"sparsecomp::{_name}", _gradient, setup_context=_setup, lib=library)
-PRODUCTS.add("sparsecomp::sparse_matmul")
