@@ -34,7 +34,7 @@ from sparsecomp.reference import facts as algebra
 from sparsecomp.reference.facts import Origin, SparsityFact
 from sparsecomp.snn import registry as neurons
 
-__all__ = ["Analysis", "analyse", "spike_sources", "transfer"]
+__all__ = ["Analysis", "analyse"]
 
 log = logging.getLogger("sparsecomp")
 
