@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,11 +64,6 @@ def test_rooms_form_no_circle(floor: str) -> None:
     rooms = graph(lambda module: ".".join(module.split(".")[:3]))
     inside = rooms.subgraph([room for room in rooms if room.split(".")[1] == floor])
     assert [cycle for cycle in networkx.simple_cycles(inside)] == []
-
-
-def test_every_package_is_installed() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert set(listed) == {module for module, path in modules().items() if path.name == "__init__.py"}
 
 
 def test_every_path_of_the_document_is_there() -> None:

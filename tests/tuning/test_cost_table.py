@@ -19,7 +19,6 @@ import torch
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.epilogue import Output
 from sparsecomp.lowering.launch.strided import Strides
-from sparsecomp.lowering.local.gather_dot import GatherDot
 from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
@@ -86,10 +85,6 @@ def _sddmm(m: int, n: int, d: int, batch: int, share: float, variation: int, dty
     return Sddmm(
         m, n, d, batch, nnz, variation, Strides(m * d, d, 1), Strides(n * d, d, 1), nnz, 1.0, dtype, dtype, "int32"
     )  # fmt: skip
-
-
-def _gathered(rows: int, width: int, fan_in: int, lines: int, dtype: str) -> GatherDot:
-    return GatherDot(rows, width, width, fan_in, width, lines, dtype, _out(rows, width, dtype))
 
 
 def _conv(n: int, c: int, size: int, side: int, groups: int, digits: int, select: str = "all") -> BinaryConv:
@@ -258,7 +253,6 @@ PROBLEMS: dict[str, list[Any]] = {
     "split_pruned": [Split(10**6, 700_000, 4, 1, 1), Split(1000, 10, 2, 0, 1)],
     "selective_step": [SelectiveStep("full", 700_000, 10**6, 1, 0, 0.9, 0.999, 0.1, 0.1, 1e-8, 0.0, *STEP),
                        SelectiveStep("full", 10, 1000, 0, 1, 0.9, 0.999, 0.1, 0.1, 1e-8, 0.1, *STEP)],
-    "gather_dot": [_gathered(512, 4096, 32, 3, "float32"), _gathered(7, 1000, 9, 32, "float16")],
     "select_largest": [SelectLargest(10**6, "float32", "int32"), SelectLargest(99, "float16", "int64")],
 }  # fmt: skip
 
