@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bench import table
+from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.tuning.cards import H100, ByPrecision, Card, Ceilings
 from sparsecomp.lowering.tuning.ceilings import measure
 from sparsecomp.passes.cost import spiking as gate
@@ -33,7 +34,8 @@ def run() -> Iterator[dict[str, Any]]:
     """The ceilings, and the layers that the shares are made of, as they are measured."""
     from bench.spiking import snn_conv  # loads Triton
 
-    yield {"case": "ceilings", **asdict(measure(torch.device("cuda", torch.cuda.current_device())))}
+    device = torch.device("cuda", torch.cuda.current_device())
+    yield {"case": "ceilings", "capability": device_of(device).capability, **asdict(measure(device))}
     for dtype in (torch.float32, torch.float16):
         for channels, size in snn_conv.STAGES:
             yield snn_conv.conv_row(channels, size, _DENSITY, dtype)
@@ -42,7 +44,7 @@ def run() -> Iterator[dict[str, Any]]:
 
 def record(rows: Sequence[dict[str, Any]]) -> Card:
     """The card that gave the rows of `run`."""
-    layers, ceilings = rows[1:], {name: rows[0][name] for name in _CEILINGS}
+    layers, ceilings = rows[1:], {name: rows[0][name] for name in ("capability", *_CEILINGS)}
     linear, wide, narrow = (_rates(layers, kind) for kind in ("linear", "wide", "narrow"))
     # the two that `measure` takes from the H100
     tf32, int8 = linear["float32 dense tf32"], 3 * wide["float32 binary from bytes"]
@@ -60,13 +62,15 @@ def record(rows: Sequence[dict[str, Any]]) -> Card:
 def pasted(card: Card, gpu: str, torch_version: str) -> str:
     """The record as Python, with its line of `KNOWN`."""
     name = re.sub(r"\W+", "_", gpu.removeprefix("NVIDIA ")).upper()
-    arguments = ", ".join(f"{field}={_written(getattr(card, field))}" for field in (*_CEILINGS, *_SHARES))
+    arguments = ", ".join(f"{field}={_written(getattr(card, field))}" for field in (*_CEILINGS, "capability", *_SHARES))
     body = textwrap.fill(arguments, 116, initial_indent="    ", subsequent_indent="    ")
     source = f'"""{gpu}, torch {torch_version}, measured by `python -m bench card`."""'
     return f'{name} = Card(\n{body},\n)  # fmt: skip\n{source}\n\nin KNOWN: "{gpu}": {name},'
 
 
-def _written(value: float | ByPrecision) -> str:
+def _written(value: float | str | ByPrecision) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
     if isinstance(value, ByPrecision):
         return f"ByPrecision({', '.join(f'{share:.3g}' for share in value)})"
     return str(int(value)) if float(value).is_integer() and value < 1e9 else f"{value:.3g}"

@@ -22,9 +22,9 @@ from sparsecomp.passes.engine.location import user_location
 from sparsecomp.passes.engine.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, module_path, refuse
 from sparsecomp.passes.facts.analysis import Analysis, analyse
 from sparsecomp.passes.facts.registry import LostKind
+from sparsecomp.passes.find_rules import enabled
 from sparsecomp.passes.graph.canonicalize import RESHAPED, binding_once, example_of
 from sparsecomp.passes.record import Record
-from sparsecomp.passes.rules import enabled
 from sparsecomp.report import PassRecord, Report, Site
 
 log = logging.getLogger("sparsecomp")

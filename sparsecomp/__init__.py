@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from sparsecomp.snn.registry import register_neuron
     from sparsecomp.tensor.sparse_tensor import SparseTensor
     from sparsecomp.training.densify import densify
-    from sparsecomp.training.pruning.configs import NM, Block, FromMask, Unstructured
+    from sparsecomp.training.pruning.layouts import NM, Block, FromMask, Unstructured
     from sparsecomp.training.pruning.pruners import Magnitude, SparseGPT, Wanda
     from sparsecomp.training.sparsify import sparsify
 
 __version__ = "0.2.0"
 
 _HOME = {
-    "Block": "training.pruning.configs",
-    "FromMask": "training.pruning.configs",
+    "Block": "training.pruning.layouts",
+    "FromMask": "training.pruning.layouts",
     "InputError": "errors",
     "Magnitude": "training.pruning.pruners",
-    "NM": "training.pruning.configs",
+    "NM": "training.pruning.layouts",
     "OptionError": "errors",
     "Options": "options",
     "PatternError": "errors",
@@ -53,7 +53,7 @@ _HOME = {
     "SparseOperatorError": "errors",
     "SparseTensor": "tensor.sparse_tensor",
     "SparsecompError": "errors",
-    "Unstructured": "training.pruning.configs",
+    "Unstructured": "training.pruning.layouts",
     "Wanda": "training.pruning.pruners",
     "densify": "training.densify",
     "explain": "compiler.explain",

@@ -295,7 +295,7 @@ def _untuned() -> str:
 
 def _on_model(given: argparse.Namespace, verb: Callable[..., Any], **keywords: Any) -> Any:
     """What a verb makes of the model in the user's file."""
-    from sparsecomp.passes.rules import parse_options  # loads Inductor
+    from sparsecomp.passes.find_rules import parse_options  # loads Inductor
 
     options = dict(map(_option, given.option))
     parse_options(options=options)  # before the file is run, which may take long

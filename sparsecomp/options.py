@@ -39,7 +39,7 @@ class Options:
             as masks, while parameters may train ("buffers"). What is worked out of such tensors is kept; without the
             promise it is worked out in each call, since nothing tells of every write. See
             `sparsecomp.ops.frozen_weights`, which promises it for a while.
-        disable: names of rules not to run, or `all`; `sparsecomp.passes.rules` knows which there are.
+        disable: names of rules not to run, or `all`; `sparsecomp.passes.find_rules` knows which there are.
         strict: a rule that fails raises `RuleError` instead of leaving its site dense.
         verify: check the graph's structure, shapes and dtypes after each rule.
         inductor: Inductor configuration, such as `{"max_autotune": True}`.

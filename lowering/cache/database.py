@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 FILE = "tuning.sqlite"
 """Of the database in the cache's directory."""
-SQLITE = b"SQLite format 3\0"
+_SQLITE = b"SQLite format 3\0"
 """With which such a file begins."""
 VERSION = 1
 """Of the schema."""
@@ -263,6 +263,15 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+def is_database(path: Path) -> bool:
+    """Whether a file is a database, of whatever tables; what cannot be read is none."""
+    with suppress(OSError):
+        check_regular(path)
+        with open(path, "rb") as file:
+            return file.read(len(_SQLITE)) == _SQLITE
+    return False
 
 
 def read_database(path: Path) -> Document:

@@ -18,7 +18,7 @@ from weakref import WeakSet
 from sparsecomp.environment import Settings
 from sparsecomp.errors import CacheError
 from sparsecomp.files.whole_file import check_regular, written_whole
-from sparsecomp.lowering.cache.database import FILE, SQLITE, CacheWarning, Store, Totals, read_database
+from sparsecomp.lowering.cache.database import FILE, CacheWarning, Store, Totals, is_database, read_database
 from sparsecomp.lowering.cache.entry import (
     MAX_BYTES,
     Document,
@@ -338,15 +338,14 @@ def read_results(path: str | os.PathLike[str]) -> Document:
         CacheError: the file cannot be read, or one value in it is not what it should be.
     """
     path = Path(path)
-    is_database = _read_file(path, len(SQLITE)) == SQLITE
-    return read_database(path) if is_database else parse(_read_file(path))
+    return read_database(path) if is_database(path) else parse(_read_file(path))
 
 
-def _read_file(path: Path, size: int = MAX_BYTES + 1) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         check_regular(path)
         with open(path, "rb") as file:
-            return file.read(size)
+            return file.read(MAX_BYTES + 1)
     except OSError as error:
         raise CacheError(f"{path} cannot be read: {error.strerror}") from None
 

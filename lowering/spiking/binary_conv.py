@@ -15,6 +15,7 @@ from sparsecomp.lowering.launch.strided import contiguous_strides, random_tensor
 from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, image_strides
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.digits import padded_channels, split_weight, used_weight
+from sparsecomp.reference.geometry import KERNEL_DIMS
 
 
 class BinaryConv(NamedTuple):
@@ -47,6 +48,13 @@ class BinaryConv(NamedTuple):
     def kg(self) -> int:
         """Output channels of a group."""
         return self.conv.k // self.conv.groups
+
+    @property
+    def in_volumes(self) -> "BinaryConv":
+        """The same with maps and window of three dimensions."""
+        idle = KERNEL_DIMS - self.conv.dims
+        lifted = (*self.weight[:2], *(0,) * (2 + KERNEL_DIMS - len(self.weight)), *self.weight[2:])
+        return self._replace(conv=self.conv.lifted(idle), weight=lifted)
 
     def grid(self, pixels: int, channels: int) -> tuple[int]:
         """Programs for blocks of so many output pixels by output channels."""

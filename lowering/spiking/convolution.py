@@ -1,7 +1,7 @@
 """What every kernel of a convolution on spikes takes: its sizes, its window, its output, and a choice of rows.
 
-Everything here has any number of dimensions. Kernels index two, so that maps of fewer are lifted to images; of more
-than two, templates refuse (`beyond_images`) until they index them.
+Everything here has any number of dimensions. Kernels index two, so that maps of fewer are lifted to images; of more,
+templates refuse (`beyond_images`) but `binary_conv`, which lifts all maps to three.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch.strided import contiguous_strides, dtype_name
-from sparsecomp.reference.geometry import Window, convolve
+from sparsecomp.reference.geometry import IMAGE_DIMS, Window, convolve
 
 CONV_TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
 """Relative Frobenius error of a convolution on spikes by dtype of its result: mostly that result's rounding."""
@@ -166,6 +166,12 @@ class Convolution(NamedTuple):
         """What every kernel is specialised on."""
         return {**kernel_constants(self.window.kernel), "HAS_BIAS": self.has_bias}
 
+    def lifted(self, idle: int) -> "Convolution":
+        """The same of maps with so many more dimensions of one pixel, outermost."""
+        w, ones = self.window, (1,) * idle
+        window = Window(ones + w.kernel, ones + w.stride, (0,) * idle + w.padding, ones + w.dilation)
+        return self._replace(size=ones + self.size, window=window)
+
     def signature(
         self, op: str, device: Device, parameters: tuple[tuple[str, int | str], ...], **fields: Any
     ) -> KernelSignature:
@@ -205,12 +211,12 @@ class Convolution(NamedTuple):
 
 def planar(x: Tensor) -> Tensor:
     """x (N, C, …) with at most two dimensions after its first two: others are joined, by a copy where they must be."""
-    return x.flatten(2, -2) if x.dim() > 4 else x
+    return x.flatten(2, -2) if x.dim() > 2 + IMAGE_DIMS else x
 
 
 def as_image(numbers: Sequence[int], idle: int) -> tuple[int, ...]:
     """A number a dimension for at least two, where `idle` changes nothing in those that there are not."""
-    return (idle,) * (2 - len(numbers)) + tuple(numbers)
+    return (idle,) * (IMAGE_DIMS - len(numbers)) + tuple(numbers)
 
 
 def image_strides(strides: Sequence[int]) -> tuple[int, ...]:
@@ -225,7 +231,7 @@ def kernel_constants(kernel: tuple[int, ...]) -> dict[str, int]:
 
 def beyond_images(conv: Convolution) -> str | None:
     """Why a kernel that indexes two dimensions cannot take a convolution, None if it can."""
-    return f"it indexes images, not maps of {conv.dims} dimensions" if conv.dims > 2 else None
+    return f"it indexes images, not maps of {conv.dims} dimensions" if conv.dims > IMAGE_DIMS else None
 
 
 def named(prefix: str, letters: str, numbers: Sequence[int]) -> dict[str, int]:

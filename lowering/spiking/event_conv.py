@@ -12,7 +12,7 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name
 from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Maps, Selection, planar
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.geometry import Window
+from sparsecomp.reference.geometry import IMAGE_DIMS, Window
 
 SPARSEST_OVERFLOW = 16
 """The event list holds one in this many inputs; beyond, int8 tensor cores are faster."""
@@ -93,7 +93,7 @@ def serves(x: Tensor, window: Window, groups: int) -> bool:
     stretches = prod(outer) * (inner if window.dilation[-1] > 1 else 1)
     return (
         groups == 1
-        and x.dim() <= 4
+        and x.dim() <= 2 + IMAGE_DIMS
         and x.numel() < 2**31
         and x.shape[-1] * -(-x.shape[1] // 32) <= _MAX_WORDS
         and stretches <= _MAX_STRETCHES

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, density_bucket
 from sparsecomp.lowering.spiking.convolution import as_image, named, numbered
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.geometry import Window, convolve, laid_out
+from sparsecomp.reference.geometry import IMAGE_DIMS, Window, convolve, laid_out
 
 _UNKNOWN_DENSITY = 0.15
 """Density of the trial where the site's is unknown: trained spiking networks fire at 8 to 20 %."""
@@ -98,7 +98,7 @@ class SiteInfo(NamedTuple):
 
 def able(site: SiteInfo) -> list[str]:
     """The implementations that can serve a site, by what is known of its input; dense first."""
-    image = len(site.size) <= 2  # which is what the kernels of event and skip index
+    image = len(site.size) <= IMAGE_DIMS
     sparse = image and site.density is not None and site.density < EVENT_CAPACITY and site.groups == 1
     active = image and site.active is not None
     return ["dense", "binary", *(["event"] if sparse else []), *(["skip"] if active else [])]

@@ -5,7 +5,25 @@ To teach the estimates a new card, run `python -m bench card` on it and add the 
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
+
+_SHARED_BYTES = {
+    "8.0": 166_912, "8.6": 101_376, "8.7": 166_912, "8.9": 101_376, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448,
+    "11.0": 232_448, "12.0": 101_376, "12.1": 101_376,
+}  # fmt: skip
+"""By compute capability, from Triton's least on (CUDA C++ Programming Guide, technical specifications)."""
+
+
+@cache
+def shared_bytes(capability: str) -> int:
+    """Shared memory that a block can opt in to.
+
+    A capability that is not listed gets the least of its generation, one of a new generation the least of all.
+    """
+    generation = capability.partition(".")[0]
+    alike = [most for listed, most in _SHARED_BYTES.items() if listed.partition(".")[0] == generation]
+    return _SHARED_BYTES.get(capability, min(alike or _SHARED_BYTES.values()))
 
 
 class ByPrecision(NamedTuple):
@@ -25,7 +43,6 @@ class Ceilings:
         fp32, tf32, half, int8: matrix products in that precision; half is float16 and bfloat16.
         launch: seconds that one small kernel behind another takes.
         processors: multiprocessors.
-        shared: bytes of shared memory that a block can have.
     """
 
     bandwidth: float
@@ -35,18 +52,18 @@ class Ceilings:
     int8: float
     launch: float
     processors: float
-    shared: float
 
 
 @dataclass(frozen=True)
 class Card(Ceilings):
-    """Ceilings, and what kernels reach; every number is a name that costs may use.
+    """Ceilings, its compute capability, and what kernels reach; every number is a name that costs may use.
 
     The defaults are the H100's: what a kernel reaches over the ceiling, both in 1e12 a second. `bench card` measures
     those of whole layers; those of tiles were fitted to the timings of all configurations (`bench/results/spmm.json`,
     `bench/results/tuning.json`).
 
     Attributes:
+        capability: as CUDA numbers it, such as `9.0`.
         matmul: cuBLAS, large products (`bench/results/snn_conv.json`: 4096 cubed).
         conv, conv_channels_last: cuDNN on channels-first and channels-last input (the same file: the 3x3 stages of a
             ResNet at batch 128).
@@ -67,6 +84,7 @@ class Card(Ceilings):
         selects: numbers a second that one processor puts in their places in a group of N:M.
     """
 
+    capability: str
     matmul: ByPrecision = ByPrecision(50 / 50, 430 / 430, 800 / 730)
     conv: ByPrecision = ByPrecision(80 / 50, 200 / 430, 350 / 730)
     conv_channels_last: ByPrecision = ByPrecision(80 / 50, 330 / 430, 620 / 730)
@@ -90,14 +108,17 @@ class Card(Ceilings):
     shared_rate: float = 2.2e11
     selects: float = 2.0e11
 
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a block can have."""
+        return shared_bytes(self.capability)
+
 
 H100 = Card(
-    bandwidth=3.0e12, fp32=50e12, tf32=430e12, half=730e12, int8=1100e12, launch=2e-6, processors=132, shared=232_448
+    bandwidth=3.0e12, fp32=50e12, tf32=430e12, half=730e12, int8=1100e12, launch=2e-6, processors=132,
+    capability="9.0",
 )  # fmt: skip
 """NVIDIA H100 80GB HBM3, torch 2.11, measured by this project's benchmarks; stands in where there is no GPU."""
 
 KNOWN = {"NVIDIA H100 80GB HBM3": H100}
 """By name of the GPU: not measured again, so that the same model is compiled the same way on every such machine."""
-
-CAPABILITIES = {"NVIDIA H100 80GB HBM3": "9.0"}
-"""Compute capabilities of the same, for estimates where the GPU is not there."""

@@ -12,7 +12,7 @@ import torch
 from sparsecomp.errors import OptionError
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.cache.tuning_cache import default_cache
-from sparsecomp.lowering.tuning.cards import CAPABILITIES, H100, KNOWN, Card, Ceilings
+from sparsecomp.lowering.tuning.cards import H100, KNOWN, Card, Ceilings
 
 _FACT = "ceilings"
 
@@ -53,9 +53,9 @@ def target_named(text: str) -> Target:
 
 def _targets() -> dict[str, Target]:
     """By name: cards with a record, and those whose ceilings another machine has measured and exported."""
-    found = {name: Target(Device(name, CAPABILITIES[name], triton=""), card) for name, card in KNOWN.items()}
+    found = {name: Target(Device(name, card.capability, triton=""), card) for name, card in KNOWN.items()}
     for fact in default_cache().facts():
-        card = _with_ceilings(fact.device.name, fact.values) if fact.name == _FACT else None
+        card = _with_ceilings(fact.device, fact.values) if fact.name == _FACT else None
         if card is not None:
             found[fact.device.name] = Target(replace(fact.device, triton=""), card)
     return found
@@ -89,28 +89,28 @@ def _settled(device: torch.device) -> Card:
     stored = _stored(device)
     if stored is not None:
         return stored
-    measured = measure(device)
-    default_cache().put_fact(_FACT, device_of(device), asdict(measured))
-    return replace(H100, **asdict(measured))
+    measured, identity = asdict(measure(device)), device_of(device)
+    default_cache().put_fact(_FACT, identity, measured)
+    return replace(H100, capability=identity.capability, **measured)
 
 
 def _stored(device: torch.device) -> Card | None:
     identity = device_of(device)
-    return _with_ceilings(identity.name, default_cache().fact(_FACT, identity) or {})
+    return _with_ceilings(identity, default_cache().fact(_FACT, identity) or {})
 
 
-def _with_ceilings(name: str, measured: Mapping[str, float]) -> Card | None:
-    """The card of a name, with ceilings that were measured if they are all there; None if nothing is known of it."""
-    known = KNOWN.get(name)
+def _with_ceilings(device: Device, measured: Mapping[str, float]) -> Card | None:
+    """A device's card, with ceilings that were measured if they are all there; None if nothing is known of it."""
+    known = KNOWN.get(device.name)
     complete = measured.keys() == {field.name for field in fields(Ceilings)}
-    return replace(known or H100, **measured) if complete else known
+    return replace(known or H100, capability=device.capability, **measured) if complete else known
 
 
 def _proportional(device: torch.device) -> Card:
-    processors, shared = _properties(device)
+    processors = _processors(device)
     share = processors / H100.processors
     rates = {name: getattr(H100, name) * share for name in ("bandwidth", "fp32", "tf32", "half", "int8")}
-    return replace(H100, processors=processors, shared=shared, **rates)
+    return replace(H100, processors=processors, capability=device_of(device).capability, **rates)
 
 
 def measure(device: torch.device) -> Ceilings:
@@ -119,20 +119,18 @@ def measure(device: torch.device) -> Ceilings:
     Raises:
         torch.OutOfMemoryError: there is no such memory.
     """
-    processors, shared = _properties(device)
     with torch.cuda.device(device), torch.no_grad(), torch.autocast("cuda", enabled=False), _ieee():
         half = _product_rate(torch.float16)
         fp32 = _product_rate(torch.float32)
         has_tf32 = torch.cuda.get_device_capability(device) >= (8, 0)
         return Ceilings(
             bandwidth=_bandwidth(), fp32=fp32, tf32=_TF32_OVER_HALF * half if has_tf32 else fp32, half=half,
-            int8=_INT8_OVER_HALF * half, launch=_launch(), processors=processors, shared=shared,
+            int8=_INT8_OVER_HALF * half, launch=_launch(), processors=_processors(device),
         )  # fmt: skip
 
 
-def _properties(device: torch.device) -> tuple[float, float]:
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @contextmanager

@@ -57,8 +57,8 @@ class Cost:
         traffic = self.bytes / card.bandwidth
         arithmetic = self.operations / getattr(card, self.rate)
         total = sympy.Max(traffic, arithmetic) + self.launches * card.launch + self.seconds
-        known = {**vars(card), **values}
-        return total.subs({symbol: known[str(symbol)] for symbol in total.free_symbols if str(symbol) in known})
+        numbers = {symbol: values.get(str(symbol), getattr(card, str(symbol), None)) for symbol in total.free_symbols}
+        return total.subs({symbol: number for symbol, number in numbers.items() if number is not None})
 
     def estimate(self, values: Mapping[str, Any], card: Card) -> float:
         """Seconds for the given numbers; names that the expressions do not use are ignored.

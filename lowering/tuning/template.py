@@ -5,9 +5,7 @@ Its file in a room's `kernels/` is all that has to change for a new kernel: `of_
 """
 
 import hashlib
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -16,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from sparsecomp.discovery import instances, modules_within
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.tuning.cost import Cost
 
@@ -139,8 +138,5 @@ def of_operation(op: str) -> tuple[Template[Any], ...]:
 
 @cache
 def _all_templates() -> tuple[Template[Any], ...]:
-    rooms = importlib.import_module("sparsecomp.lowering")
-    found = (module.name for module in pkgutil.walk_packages(rooms.__path__, f"{rooms.__name__}."))
-    kernels = sorted((name for name in found if ".kernels." in name), key=lambda name: name.rpartition(".")[2])
-    modules = [importlib.import_module(name) for name in kernels]
-    return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Template))
+    kernels = [name for name in modules_within("sparsecomp.lowering") if ".kernels." in name]
+    return instances(Template, sorted(kernels, key=lambda name: name.rpartition(".")[2]))

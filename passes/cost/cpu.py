@@ -16,7 +16,7 @@ class Work(NamedTuple):
     """A product S (m, k) times dense (k, n).
 
     Attributes:
-        format: a key of `RATES`, which a dense product has no use for.
+        format: the layout of S, as of `reference.patterns.Layout`, which a dense product has no use for.
         entry: height and width of a block, or nothing where entries are single elements.
         m, k, n: sizes.
         stored: numbers of S.
@@ -44,17 +44,17 @@ class Rates(NamedTuple):
     sampling: tuple[float, float]
 
 
-RATES = {
+_RATES = {
     "csr": Rates(35e-6, (0.4, 0.03), (1.8, 0.09)),
     "bsr": Rates(80e-6, (1.4, 1.7), (3.0, 2.2)),
     "nm": Rates(80e-6, (1.5, 0.04), (6.0, 0.09)),
 }
-"""By format."""
+"""By layout. Another is taken for the one of these whose entries are as its own: blocks, or single elements."""
 
 
 def sparse_seconds(work: Work, trained: bool) -> float:
     """Seconds of the product, in training also of both gradients."""
-    rates = RATES[work.format]
+    rates = _RATES.get(work.format) or _RATES["bsr" if work.entry else "csr"]
     product, sampling = (_touching(work, rates.call, *each) for each in (rates.product, rates.sampling))
     return 2 * product + _seconds(0.0, 1.0 * work.stored) + sampling if trained else product
 

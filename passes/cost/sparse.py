@@ -130,15 +130,13 @@ def _expected(size: int | torch.SymInt) -> int:
 
 def decide(product: Product) -> Decision:
     """The faster way by estimate: dense, or a kernel."""
-    kernel = f"spmm_{product.layout.format}"
-    known = product.layout.format in cpu_cost.RATES
-    if known and product.device.type == "cpu" and product.dtype is torch.float32:
+    kind = product.device.type
+    if kind == "cpu" and product.dtype is torch.float32:
         return _compare_on_cpu(product)
-    if not (known and product.device.type == "cuda" and product.dtype in KERNEL_DTYPES):
-        what = product.dtype if known else kernel
-        reason = f"no estimate of {what} on {product.device.type}: sparse as written"
-        return Decision(f"{kernel} (reference)", reason)
-    return compare(product, *(product.target or target_of(product.device)))
+    if kind == "cuda" and product.dtype in KERNEL_DTYPES:
+        return compare(product, *(product.target or target_of(product.device)))
+    reason = f"no estimate of {product.dtype} on {kind}: sparse as written"
+    return Decision(f"spmm_{product.layout.format} (reference)", reason)
 
 
 def compare(product: Product, device: Device, card: Card) -> Decision:

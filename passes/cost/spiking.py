@@ -14,6 +14,7 @@ from sparsecomp.lowering.tuning.cards import H100, ByPrecision, Card
 from sparsecomp.lowering.tuning.cost import Cost, break_even, sizes
 from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.passes.cost.decision import Decision, fastest
+from sparsecomp.reference.geometry import IMAGE_DIMS
 
 MIN_CHANNELS_PER_GROUP = 16
 CHANNEL_MULTIPLE = 16
@@ -178,9 +179,10 @@ def _numbers(site: SiteInfo, card: Card) -> dict[str, float]:
     else:
         conv = card.conv_channels_last if site.channels_last else card.conv
         dense = getattr(conv, precision) * (getattr(card.narrow, precision) if narrow else 1.0)
+    int8 = (card.int8_two_digits if site.digits == 2 else 1.0) * (card.int8_narrow if narrow else 1.0)
     shares = {
         "dense_share": dense,
-        "int8_share": (card.int8_two_digits if site.digits == 2 else 1.0) * (card.int8_narrow if narrow else 1.0),
+        "int8_share": int8 * (card.int8_portable if len(site.size) > IMAGE_DIMS else 1.0),
         "event_share": card.events_half if site.itemsize == 2 else card.events_float32,
     }
     fields = {name: getattr(site, name) for name in _FIELDS.split()}

@@ -240,7 +240,7 @@ def _transformed(graph: fx.Graph) -> frozenset[fx.Node]:
 class Rule:
     """A named rewrite: `consider` judges one node; the rules named in `after` have run before.
 
-    A module in a room of `passes` that defines one adds it to the compiler (see `sparsecomp.passes.rules`).
+    A module in a room of `passes` that defines one adds it to the compiler (see `sparsecomp.passes.find_rules`).
     """
 
     name: str

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsecomp.passes.facts import spike_sources, transfer
+from sparsecomp.passes.facts import spike_sources
 from sparsecomp.passes.facts.registry import TRANSFERS, Items, Kept, Lost, LostKind, Result, Transfer
+from sparsecomp.passes.facts.transfer import pointwise
 from sparsecomp.passes.graph.aliases import AliasGroups
 from sparsecomp.passes.graph.canonicalize import (
     RESHAPED,
@@ -33,7 +34,7 @@ from sparsecomp.reference import facts as algebra
 from sparsecomp.reference.facts import Origin, SparsityFact
 from sparsecomp.snn import registry as neurons
 
-__all__ = ["Analysis", "analyse", "spike_sources", "transfer"]
+__all__ = ["Analysis", "analyse"]
 
 log = logging.getLogger("sparsecomp")
 
@@ -493,7 +494,7 @@ class _Run:
         if made_by is None or made_by.name not in ("empty", "empty_like", "new_empty") or made_by.inplace:
             return False
         rows = shape[0] if shape else None
-        value = transfer.pointwise.stored(self, op.get("value"), base)
+        value = pointwise.stored(self, op.get("value"), base)
         fresh = self.groups.last_write(base) < 0 or base in self.coverage
         if not rows or type(index) is not int or value is None or not fresh or self.groups.size(base) != 1:
             return False

@@ -381,7 +381,7 @@ OWN_PRODUCTS = tuple(
     for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv", "folded_linear",
                  "dense_linear_relu")
 )  # fmt: skip
-"""Our matrix products and convolutions, of which some fuse an activation."""
+"""Our matrix products and convolutions, some with an activation; by name, since an analysis loads no operators."""
 
 
 def named(trait: Trait) -> tuple[str, ...]:

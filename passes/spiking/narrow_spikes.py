@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from sparsecomp.ops.library import ON_SPIKES
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, call
 from sparsecomp.passes.graph.canonicalize import op_of
 from sparsecomp.passes.graph.operators import Trait
 
-_READERS = (torch.ops.sparsecomp.spike_conv.default, torch.ops.sparsecomp.spike_linear.default)
 _DEPTH = 64
 """Sums are followed this far back: the longest chain of residual additions before a neuron resets it."""
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every spike operator whose input was widened from bytes is a site."""
-    if node.target not in _READERS:
+    if node.target not in ON_SPIKES:
         return None
     x = node.args[0]
     keep_input = node.args[-1]  # bytes are other memory than what eager keeps

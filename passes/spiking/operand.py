@@ -7,7 +7,7 @@ convolution and linear alike.
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,8 +25,10 @@ from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks
+from sparsecomp.passes.graph.operators import Trait, record_of
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.facts import SparsityFact, is_dyadic
+from sparsecomp.reference.geometry import KERNEL_DIMS
 from sparsecomp.reference.precision import KERNEL_DTYPES
 from sparsecomp.tensor.sparse_tensor import SparseTensor
 
@@ -36,6 +38,12 @@ _TRAINED = 100.0
 """How far apart the weights of a channel are expected to grow in training, in medians."""
 _DIGIT = 128
 """Greatest product of a spike with one byte of a weight."""
+
+
+CONVOLUTIONS = {f"conv{dims}d": dims for dims in range(1, KERNEL_DIMS + 1)}
+"""Dimensions of a convolution that kernels index, by its name."""
+TAKEN = ("linear", *CONVOLUTIONS)
+"""Products that a rule of this room takes; how sparse their inputs are is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,13 @@ def hooked(node: fx.Node, ctx: Context, layer: type[torch.nn.Module]) -> bool:
         return False
     module = ctx.gm.get_submodule(str(node.target))
     return isinstance(module, layer) and has_hooks(module)
+
+
+def unsupported(op: CanonicalOp, inputs: Iterable[Any], ctx: Context) -> Refusal | None:
+    """The refusal of a product that no rule takes, if spikes are among its inputs."""
+    is_left = op.name not in TAKEN and Trait.PRODUCT in record_of(op.name).traits
+    reached = is_left and any(ctx.fact(one, op.node) is not None for one in inputs)
+    return refuse(Why.UNSUPPORTED_OP, op=op.name) if reached else None
 
 
 def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:

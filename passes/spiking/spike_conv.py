@@ -15,6 +15,7 @@ from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.spiking.operand import (
+    CONVOLUTIONS,
     Operands,
     build_inputs,
     check,
@@ -22,14 +23,12 @@ from sparsecomp.passes.spiking.operand import (
     hooked,
     hosted,
     trains,
+    unsupported,
     writes_bytes,
 )
-from sparsecomp.reference.geometry import KERNEL_DIMS, Window, is_channels_last
+from sparsecomp.reference.geometry import Window, is_channels_last
 
-_DIMS = {f"conv{dims}d": dims for dims in (1, 2, 3)}
-_TAKEN = [name for name, dims in _DIMS.items() if dims <= KERNEL_DIMS]
-_LAYERS = [getattr(torch.nn, name.capitalize()) for name in _TAKEN]
-_UNSUPPORTED = [*_DIMS.keys() - _TAKEN, *(f"conv_transpose{dims}d" for dims in (1, 2, 3))]
+_LAYERS = [getattr(torch.nn, name.capitalize()) for name in CONVOLUTIONS]
 
 _Geometry = tuple[list[int], list[int], list[int]]
 
@@ -41,10 +40,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     op = op_of(node)
     if op is None:
         return None
-    if op.name in _UNSUPPORTED:
-        return refuse(Why.UNSUPPORTED_OP, op=op.name) if ctx.fact(op.input, op.node) is not None else None
-    if op.name not in _TAKEN:
-        return None
+    if op.name not in CONVOLUTIONS:
+        return unsupported(op, [op.input], ctx) if op.name.startswith("conv") else None
     operands = check(op, ctx)
     if isinstance(operands, Refusal):
         return operands
@@ -119,4 +116,4 @@ def _numbers(op: CanonicalOp, name: str, default: int) -> list[int]:
     """A parameter of the window, a number a dimension."""
     value = op.get(name, default)
     values = [value] if isinstance(value, int) else list(value)
-    return values * _DIMS[op.name] if len(values) == 1 else values
+    return values * CONVOLUTIONS[op.name] if len(values) == 1 else values

@@ -18,11 +18,10 @@ from sparsecomp.passes.spiking.operand import (
     hooked,
     hosted,
     trains,
+    unsupported,
     writes_bytes,
 )
 from sparsecomp.reference.geometry import Window
-
-_UNSUPPORTED = ("matmul", "addmm", "baddbmm", "bilinear")
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -30,13 +29,10 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if hooked(node, ctx, torch.nn.Linear):
         return refuse(Why.HOOKED)
     op = op_of(node)
-    if op is None:
+    if op is None or op.name.startswith("conv"):
         return None
-    if op.name in _UNSUPPORTED:
-        spikes = any(ctx.fact(argument, node) is not None for argument in node.all_input_nodes)
-        return refuse(Why.UNSUPPORTED_OP, op=op.name) if spikes else None
     if op.name != "linear":
-        return None
+        return unsupported(op, node.all_input_nodes, ctx)
     operands = check(op, ctx)
     if isinstance(operands, Refusal):
         return operands

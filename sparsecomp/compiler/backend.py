@@ -25,7 +25,7 @@ from sparsecomp.ops.library import DIRECT, KEPT
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.constants import Constants
 from sparsecomp.passes.engine.rule import Density
-from sparsecomp.passes.rules import parse_options
+from sparsecomp.passes.find_rules import parse_options
 from sparsecomp.report import Compilations, compilations_of
 
 log = logging.getLogger("sparsecomp")

@@ -20,7 +20,7 @@ from sparsecomp import _compat
 from sparsecomp.compiler.snapshot import undone
 from sparsecomp.errors import InputError, OptionError
 from sparsecomp.options import Options, nearest
-from sparsecomp.passes.rules import parse_options
+from sparsecomp.passes.find_rules import parse_options
 
 _OPTIONS = frozenset(item.name for item in fields(Options))
 

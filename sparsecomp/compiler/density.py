@@ -7,8 +7,7 @@ from torch import fx
 
 from sparsecomp.passes.engine.rule import Density, site_key
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
-
-_LAYERS = ("conv1d", "conv2d", "linear")
+from sparsecomp.passes.spiking.operand import TAKEN
 
 
 class DensityRecorder(fx.Interpreter):
@@ -24,7 +23,7 @@ class DensityRecorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         op = op_of(n)
-        if op is not None and op.name in _LAYERS and isinstance(op.input, fx.Node):
+        if op is not None and op.name in TAKEN and isinstance(op.input, fx.Node):
             value = self.env[op.input]
             if isinstance(value, torch.Tensor) and value.numel():
                 share = torch.count_nonzero(value).item() / value.numel()

@@ -38,15 +38,21 @@ def product(matrix: SparseMatrix, dense: Tensor, from_right: bool, transpose: bo
         SparseOperatorError: `dense` is no dense tensor.
         FormatError: shapes, dtypes or devices do not belong together.
     """
-    if not isinstance(dense, Tensor) or dense.layout is not torch.strided:
-        raise SparseOperatorError(
-            f"{matrix!r} multiplies with dense tensors, not with a {type(dense).__name__}: make one of both dense by "
-            "to_dense()"
-        )
+    check_dense(matrix, dense)
     if _multiply is None:
         importlib.import_module(_PROVIDER)
     assert _multiply is not None
     return _multiply(matrix, dense, from_right, transpose)
+
+
+def check_dense(sparse: Any, dense: Any) -> None:
+    """Raise SparseOperatorError unless what a matrix or a SparseTensor is to be multiplied with is a dense tensor."""
+    if not isinstance(dense, Tensor) or dense.layout is not torch.strided or isinstance(dense, type(sparse)):
+        layout = f" of layout {dense.layout}" if isinstance(dense, Tensor) else ""
+        raise SparseOperatorError(
+            f"a {type(sparse).__name__} multiplies with dense tensors, not with a {type(dense).__name__}{layout}: make "
+            "one of both dense by to_dense()"
+        )
 
 
 def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,9 +18,9 @@ from sparsecomp.ops.masked.elementwise import (
 from sparsecomp.ops.masked.selective_step import selective_step
 from sparsecomp.ops.sparse import matrices as _matrices  # noqa: F401  (enters itself in sparsecomp.formats)
 from sparsecomp.ops.sparse.linear import sparse_linear
-from sparsecomp.ops.sparse.matmul import sparse_matmul
 from sparsecomp.ops.sparse.rows import sparse_rows
 from sparsecomp.ops.sparse.sddmm import sddmm
+from sparsecomp.ops.sparse.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse.spmm import spmm
 from sparsecomp.ops.spiking.lif import lif
 from sparsecomp.ops.spiking.spike_conv import decompositions, spike_conv, spike_linear

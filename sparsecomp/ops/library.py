@@ -34,6 +34,8 @@ DIRECT: set[Any] = set()
 """Overloads that a compiled graph may call past the dispatcher: those whose tags say how their operands must lie."""
 KEPT: set[Any] = set()
 """Overloads that give the same memory again in another call: a compiled graph must not use it for something else."""
+ON_SPIKES: set[Any] = set()
+"""Overloads whose first argument is spikes, at full width or as bytes, and whose last says whether to keep it."""
 library = _Library("sparsecomp", "DEF")
 
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KERNEL_DIMS = 2
-"""Most spatial dimensions that a kernel of a convolution indexes; a signal is an image of height one."""
+IMAGE_DIMS = 2
+"""Spatial dimensions that every kernel of a convolution indexes; a signal is an image of height one."""
+KERNEL_DIMS = 3
+"""Those that the one that takes most does, the portable one for int8 tensor cores."""
 
 
 class Window(NamedTuple):

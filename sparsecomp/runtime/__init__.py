@@ -9,13 +9,13 @@ from sparsecomp.nn import RESUConv2d, RESULinear, RESUMultiheadAttention, masked
 from sparsecomp.nn.masked.mask import SparseMask
 from sparsecomp.nn.masked.masked_weight import MaskedWeight, Mode
 from sparsecomp.reference.selection import select_above, select_top
-from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
 from sparsecomp.training.loop.trainer import RESUTrainer
 from sparsecomp.training.pruning.sparsegpt import sparsegpt
 from sparsecomp.training.resu.ablation import ablate
 from sparsecomp.training.resu.adamw import RESUAdamW
 from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
+from sparsecomp.training.resu.config import RESUConfig
 from sparsecomp.training.resu.cycle import Phase, RESUCycle
 from sparsecomp.training.resu.optim import RESUSelective
 from sparsecomp.training.resu.resurrection import ResurrectionEmbedding, RESUUpdater

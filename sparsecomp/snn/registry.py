@@ -12,13 +12,14 @@ registered by name, so that no library has to be imported; the modules beside th
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, TypeAlias, TypeVar, overload
 
 from torch import nn
 
+from sparsecomp.discovery import modules_within
 from sparsecomp.errors import InputError
 from sparsecomp.reference.facts import SparsityFact
-from sparsecomp.snn import norse, sinabs, snntorch, spikingjelly
 from sparsecomp.snn.spec import NeuronSpec, NotASource
 
 __all__ = ["Verdict", "domain_of", "inspect", "is_neuron", "register_neuron"]
@@ -27,8 +28,8 @@ Domain: TypeAlias = SparsityFact | NotASource | Callable[[Any], SparsityFact | N
 NeuronClass = TypeVar("NeuronClass", bound=type[nn.Module])
 
 _SPECS: dict[str, NeuronSpec] = {}
-for _library in (spikingjelly, snntorch, norse, sinabs):
-    _SPECS.update(_library.NEURONS)
+for _module in modules_within("sparsecomp.snn"):
+    _SPECS.update(getattr(import_module(_module), "NEURONS", {}))
 
 _HARMLESS_OVERRIDES = frozenset({
     "__init__", "__repr__", "__setattr__", "__getattr__", "__delattr__", "__deepcopy__", "__dir__",

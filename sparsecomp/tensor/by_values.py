@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.ops.sparse.linear import autocast, sparse_linear
-from sparsecomp.ops.sparse.matmul import by_column
+from sparsecomp.ops.sparse.sparse_matmul import by_column
 from sparsecomp.tensor.dispatch import by_row_elements, written_out
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
 from sparsecomp.ops.sparse.linear import sampled
-from sparsecomp.ops.sparse.matmul import backward, multiplied, save
 from sparsecomp.ops.sparse.rows import gradient_of_arrays, rows_of_arrays
 from sparsecomp.ops.sparse.sddmm import run as run_sddmm
+from sparsecomp.ops.sparse.sparse_matmul import backward, multiplied, save
 from sparsecomp.ops.sparse.spmm import run as run_spmm
 from sparsecomp.reference.patterns import elements_of
 from sparsecomp.tensor.pattern import is_traced

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
-from sparsecomp.formats.products import check_dimensions
+from sparsecomp.formats.products import check_dense, check_dimensions
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.ops.sparse.rows import sparse_rows
 from sparsecomp.tensor.by_values import flipped, product_by_values, rows_by_values
@@ -34,15 +34,13 @@ def _handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 
 @_handles(F.linear)
 def _linear(cls: type, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, cls) or isinstance(input, cls):
+    if not isinstance(weight, cls):
         raise SparseOperatorError("linear takes a SparseTensor as its weight, not as its input: use to_dense()")
     return _product(weight, input, bias, None, True, "column", 1.0)
 
 
 @_handles(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _matmul(cls: type, input: Tensor, other: Tensor) -> Tensor:
-    if isinstance(input, cls) and isinstance(other, cls):
-        raise SparseOperatorError("a product of two SparseTensors is not supported: make one dense by to_dense()")
     if isinstance(other, cls):
         return _product(other.t(), input, None, None, True, "column", 1.0)
     if other.dim() == 1:
@@ -70,8 +68,8 @@ def _rmatmul(cls: type, input: Tensor, other: Tensor) -> Tensor:
 
 @_handles(torch.addmm, Tensor.addmm)
 def _addmm(cls: type, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if isinstance(input, cls) or (isinstance(mat1, cls) and isinstance(mat2, cls)):
-        raise SparseOperatorError("addmm takes one SparseTensor, as a factor: make the others dense by to_dense()")
+    if isinstance(input, cls):
+        raise SparseOperatorError("addmm takes a SparseTensor as a factor, not to be added: use to_dense()")
     linear = isinstance(mat2, cls)
     sparse, dense = (mat2.t(), mat1) if linear else (mat1, mat2)
     shape = (mat1.shape[0], mat2.shape[1])
@@ -171,11 +169,9 @@ def _set_grad(cls: type, tensor: Any, grad: Any) -> None:
 def _product(
     sparse: Tensor, dense: Tensor, bias: Tensor | None, residual: Tensor | None, linear: bool, axis: str, scale: float
 ) -> Tensor:
-    if dense.layout is not torch.strided or not dense.dim():
-        raise SparseOperatorError(
-            f"a SparseTensor multiplies with dense tensors of one dimension or more, not with {tuple(dense.shape)} of "
-            f"layout {dense.layout}: make it dense by to_dense(), or write * for a number"
-        )
+    check_dense(sparse, dense)
+    if not dense.dim():
+        raise SparseOperatorError("a SparseTensor multiplies with one dimension or more: write * for a number")
     if _compat.inside_forward_mode():
         return product_by_values(sparse, dense, bias, residual, linear, axis, scale)
     dense, sparse = autocast(dense, sparse)

@@ -16,7 +16,7 @@ from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import CSR, SparseMatrix
 from sparsecomp.formats.base import FORMATS, target_of
 from sparsecomp.formats.files import Stored
-from sparsecomp.ops.sparse.matmul import to_dense
+from sparsecomp.ops.sparse.sparse_matmul import to_dense
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.tensor.by_values import dense_by_values
 from sparsecomp.tensor.dispatch import OPERATORS, elementwise

@@ -13,7 +13,7 @@ from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
 from sparsecomp.nn.masked.layers import RESULinear
 from sparsecomp.nn.sparse.linear import SparseLinear
 from sparsecomp.training.pruning.calibration import Statistics, TokenMask, calibrate
-from sparsecomp.training.pruning.configs import Config
+from sparsecomp.training.pruning.layouts import Config
 from sparsecomp.training.replacement import check_model, obstacle, replace_layers, told
 
 Filter = Callable[[nn.Module, str], bool]

@@ -66,6 +66,13 @@ def test_rooms_form_no_circle(floor: str) -> None:
     assert [cycle for cycle in networkx.simple_cycles(inside)] == []
 
 
+def test_every_path_of_the_document_is_there() -> None:
+    quoted = re.findall(r"`([\w./*-]+)`", (ROOT / "ARCHITECTURE.md").read_text())
+    paths = [text for text in quoted if "/" in text or text.endswith((".py", ".md", ".toml", ".json"))]
+    assert len(paths) > 40
+    assert not [path for path in paths if not any(any(folder.glob(path)) for folder in (ROOT, ROOT / "sparsecomp"))]
+
+
 def test_a_source_tree_needs_no_installation(tmp_path: Path) -> None:
     for name in ("sparsecomp", "passes", "lowering", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)

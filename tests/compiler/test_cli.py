@@ -110,7 +110,7 @@ def test_import_says_whose_results_there_are_and_which_are_not_used_here(
 
 
 def test_another_cards_imported_ceilings_are_known_to_explain(directory: Path) -> None:
-    fast = dataclasses.replace(H100_CARD, bandwidth=9e12)
+    fast = dataclasses.replace(H100_CARD, bandwidth=9e12, capability="10.3")
     ceilings = {field.name: getattr(fast, field.name) for field in dataclasses.fields(Ceilings)}
     default_cache().put_fact("ceilings", Device("NVIDIA B300 SXM", "10.3", "3.7.1"), ceilings)
     model, x = torch.nn.Linear(64, 64), torch.ones(8, 64)

@@ -12,7 +12,7 @@ from sparsecomp import environment
 from sparsecomp.environment import Settings
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import Why
-from sparsecomp.passes.rules import RULES
+from sparsecomp.passes.find_rules import RULES
 from sparsecomp.report import Report
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import sparsecomp
 from sparsecomp.errors import OptionError
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import Rule
-from sparsecomp.passes.rules import RULES, enabled, in_order, parse_options
+from sparsecomp.passes.find_rules import RULES, enabled, in_order, parse_options
 
 
 def test_defaults():

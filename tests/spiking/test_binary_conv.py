@@ -181,14 +181,15 @@ def test_pack_weight_and_prescan_compile(capability):
 
 @pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_to_int8_tensor_core_instructions(capability):
+@pytest.mark.parametrize("maps", ["T=1, VOLUMES=False, D=1, OD=1, stride_d=1, dil_d=1", "T=3, VOLUMES=True"])
+def test_compiles_to_int8_tensor_core_instructions(capability, maps):
     printed = compile_in_subprocess(
         f"""
         from sparsecomp.lowering.spiking.kernels.binary_conv import binary_conv_kernel as kernel
         pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", weight_ptr="*fp32",
                         bias_ptr="*fp32", factor_ptr="*fp32", out_ptr="*fp32", multiplier="fp32")
         constants = dict(count_ptr=None, rows_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True,
-                         BM=128, BN=64, BK=64)
+                         BM=128, BN=64, BK=64, {maps})
         types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
         built = build(kernel, types, constants, {capability}, num_warps=4, num_stages=3)
         print(built.asm["ptx"])
@@ -200,16 +201,18 @@ def test_compiles_to_int8_tensor_core_instructions(capability):
 
 
 @pytest.mark.slow(reason="builds for a GPU")
-def test_compiles_for_one_output_channel():
+@pytest.mark.parametrize("volumes", [False, True])
+def test_compiles_for_one_output_channel(volumes):
     """Triton makes a constant of an argument that is 1."""
     printed = compile_in_subprocess(
-        """
+        f"""
         from sparsecomp.lowering.spiking.kernels.binary_conv import binary_conv_kernel as kernel
         pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", weight_ptr="*fp32",
                         bias_ptr="*fp32", factor_ptr="*fp32", out_ptr="*fp32", multiplier="fp32")
         constants = dict(count_ptr=None, rows_ptr=None, R=1, S=1, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True,
-                         BM=64, BN=32, BK=32, K=1, H=1, W=1, OH=1, OW=1)
-        types = {n: pointers.get(n, "i32") for n in kernel.arg_names}
+                         BM=64, BN=32, BK=32, K=1, D=1, H=1, W=1, OD=1, OH=1, OW=1, stride_d=1, pad_d=1, dil_d=1,
+                         T=1, VOLUMES={volumes})
+        types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
         print(len(build(kernel, types, constants, 90, num_warps=4).asm["cubin"]) > 0)
         """
     )

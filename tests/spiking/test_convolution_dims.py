@@ -108,12 +108,46 @@ def test_first_passes_take_every_number_of_dimensions(device, dims):
     assert find_events(laid_out(x, channels_last=True).to(device)).total.item() == x.count_nonzero()
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_volumes_are_convolved_on_int8_tensor_cores(device, implementation, dtype, tolerance, groups, channels_last):
+    """Beside float64, by channel; a weight far above the others' takes its channel out of the bytes."""
+    x, weight, bias = (one.to(dtype) for one in operands(3, density=0.3))
+    weight = weight[:, : 16 // groups].clone()
+    weight[5, 3, 1, 2, 0] = 1e3
+    given = laid_out(x, channels_last).to(device)
+    out = launch_conv(given, weight.to(device), bias.to(device), *WINDOWS[3][1:], groups, 3, implementation)
+    expected = F.conv3d(x.double(), weight.double(), bias.double(), *WINDOWS[3][1:], groups)
+    assert is_channels_last(out) == channels_last
+    errors, norms = ((one.movedim(1, 0).flatten(1)).norm(dim=1) for one in (out.cpu().double() - expected, expected))
+    assert (errors <= tolerance * norms).all()
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), [*product((1, 3), (1, 2), (0, 2), (1, 2))])
+def test_frames_are_walked_as_torch_walks_them(device, kernel, stride, padding, dilation):
+    random = torch.Generator().manual_seed(kernel)
+    x = (torch.rand(1, 8, 6, 4, 3, generator=random) < 0.5).float()
+    weight = torch.randn(16, 8, kernel, 2, 2, generator=random)
+    how = (stride, 1, 1), (padding, 1, 0), (dilation, 1, 1)
+    out = launch_conv(x.to(device), weight.to(device), None, *how, 1, 3, "binary")
+    expected = F.conv3d(x.double(), weight.double(), None, *how)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_kernel_that_indexes_images_refuses_volumes_by_name():
     pytest.importorskip("triton")
     x, weight, _ = operands(3)
     problem = binary_conv_problem(Convolution.of(x.shape, weight.shape, WINDOWS[3]), 3)
-    refusals = BINARY_CONV.refusals(problem, Device("A100", "8.0", "3.6.0"))
-    assert refusals["binary_conv"] == "it indexes images, not maps of 3 dimensions"
+    refusals = BINARY_CONV.refusals(problem, Device("H100", "9.0", "3.6.0"))
+    assert "binary_conv" not in refusals and "padding" in refusals["binary_conv_hopper"]
+    whole = problem._replace(conv=problem.conv._replace(c=64))
+    assert BINARY_CONV.refusals(whole, Device("H100", "9.0", "3.6.0")) == {
+        "binary_conv_hopper": "it indexes images, not maps of 3 dimensions"
+    }
     assert problem.numbers[:7] == (problem.conv.m, *problem.conv.size, *problem.conv.out_size)
     assert {name: problem.constants[name] for name in "TRS"} == dict(zip("TRS", WINDOWS[3].kernel, strict=True))
     stand_in = BINARY_CONV.representative(BINARY_CONV.signature(problem, Device("A100", "8.0", "3.6.0")))

@@ -71,6 +71,13 @@ def test_conv1d_equals_eager_to_the_bit(geometry):
     _same(OnSpikes(dyadic(nn.Conv1d(16, 12, 3, **geometry))), _signal(2, 16, 11))
 
 
+@pytest.mark.parametrize(
+    "geometry", [{}, {"stride": (2, 1, 1)}, {"padding": (1, 0, 2)}, {"dilation": 2}, {"groups": 4}], ids=str
+)
+def test_conv3d_equals_eager_to_the_bit(geometry):
+    _same(OnSpikes(dyadic(nn.Conv3d(16, 12, (2, 3, 1), **geometry))), _signal(2, 16, 5, 6, 4))
+
+
 def test_reflected_spikes_are_spikes():
     _same(OnSpikes(dyadic(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"))), _signal(1, 4, 6, 6))
 
@@ -209,9 +216,9 @@ def _with_weight(value: float) -> nn.Module:
         (OnSpikes(nn.Conv2d(4, 4, 3)), _signal(4, 6, 6), "without a batch dimension"),
         (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: (s + s) * 0.3), _signal(1, 4, 6, 6), ""),
         (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: s + 0.1), _signal(1, 4, 6, 6), ""),
-        (OnSpikes(nn.Conv3d(4, 4, 3)), _signal(1, 4, 6, 6, 6), "conv3d on spikes is not supported"),
+        (OnSpikes(nn.ConvTranspose3d(4, 4, 3)), _signal(1, 4, 6, 6, 6), "conv_transpose3d on spikes is not supported"),
     ],
-    ids=["analog", "float64", "same-even", "inf", "nan", "unbatched", "0.3 counts", "shifted", "conv3d"],
+    ids=["analog", "float64", "same-even", "inf", "nan", "unbatched", "0.3 counts", "shifted", "transposed"],
 )  # fmt: skip
 def test_what_is_left_dense_says_why(module, x, reason):
     message = _refused(module, x)

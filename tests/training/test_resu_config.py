@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sparsecomp.errors import ConfigError
-from sparsecomp.training.config import RESUConfig
+from sparsecomp.training.resu.config import RESUConfig
 
 
 def test_json_carries_a_config():

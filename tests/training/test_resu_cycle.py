@@ -9,12 +9,12 @@ from torch import nn
 from sparsecomp.errors import ConfigError, MaskError
 from sparsecomp.nn.masked.layers import masked_weights, wrap_module
 from sparsecomp.nn.masked.masked_weight import Mode
-from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.history import CycleReport
 from sparsecomp.training.pruning.calibration import InputStatistics, calibrate
 from sparsecomp.training.pruning.pruners import best_of_rows
 from sparsecomp.training.resu.ablation import ablate
 from sparsecomp.training.resu.adamw import RESUAdamW
+from sparsecomp.training.resu.config import RESUConfig
 from sparsecomp.training.resu.cycle import Phase, RESUCycle
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.quick_cases(2)]

@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import socket
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sparsecomp.errors import CheckpointError, ConfigError, DataError, DivergedError
 from sparsecomp.nn.masked.layers import masked_weights, wrap_module
-from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.loop.batches import BatchStream
 from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
 from sparsecomp.training.loop.trainer import RESUTrainer
+from sparsecomp.training.pruning.pruners import PRUNERS, Magnitude, SparseGPT
+from sparsecomp.training.resu.config import RESUConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -346,3 +348,24 @@ def test_two_processes_have_one_mask_and_resume(tmp_path):
         port = free.getsockname()[1]
     mp.spawn(_process, args=(port, str(tmp_path)), nprocs=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.rank1"]
+
+
+@pytest.mark.parametrize(("calibrated", "products"), [(False, False), (True, False), (True, True)])
+def test_a_pruner_of_ones_own_gets_what_its_traits_ask_for(monkeypatch, calibrated, products):
+    seen = []
+
+    class Own(Magnitude):
+        def prune(self, weight, keep, parts):
+            seen.append([part.products is not None for part in parts])
+            return super().prune(weight, keep, parts)
+
+    Own.calibrated, Own.products = calibrated, products
+    monkeypatch.setitem(PRUNERS, "own", Own())
+    _trainer(replace(_CONFIG, pruner="own", stabiliser="none")).fit()
+    assert seen and all(given == [products] * calibrated for given in seen)
+
+
+def test_dsnot_refuses_a_pruner_that_changes_what_it_keeps(monkeypatch):
+    monkeypatch.setitem(PRUNERS, "own", SparseGPT(damping=0.1))
+    with pytest.raises(ConfigError, match="dsnot would undo what own did"):
+        RESUConfig(pruner="own", stabiliser="dsnot")

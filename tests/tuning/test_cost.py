@@ -28,9 +28,9 @@ from sparsecomp.lowering.tuning.template import of_operation
 from sparsecomp.reference.geometry import Window
 
 CEILINGS = Ceilings(
-    bandwidth=1e12, fp32=1e13, tf32=1e14, half=2e14, int8=4e14, launch=2e-6, processors=100, shared=100_000
+    bandwidth=1e12, fp32=1e13, tf32=1e14, half=2e14, int8=4e14, launch=2e-6, processors=100
 )  # fmt: skip
-CARD = replace(H100, **asdict(CEILINGS))
+CARD = replace(H100, capability="8.9", **asdict(CEILINGS))
 n, m, tile, density, processors = sizes("n m TILE density processors")
 """Names as in problems, configurations and ceilings."""
 
@@ -200,7 +200,7 @@ def card(monkeypatch):
         state.measured += 1
         return CEILINGS
 
-    properties = SimpleNamespace(multi_processor_count=66, shared_memory_per_block_optin=100_000)
+    properties = SimpleNamespace(multi_processor_count=66)
     monkeypatch.setattr(ceilings_module, "default_cache", lambda: state.cache)
     monkeypatch.setattr(ceilings_module, "device_of", lambda device: Device(state.name, "8.9", "3.6.0"))
     monkeypatch.setattr(ceilings_module, "measure", counted)
@@ -240,7 +240,7 @@ def test_what_cannot_be_measured_now_is_in_proportion_to_the_processors_and_meas
     setattr(card, hindrance, True)
     half = card_of(CUDA)
     assert (half.bandwidth, half.int8) == (H100.bandwidth / 2, H100.int8 / 2)
-    assert (half.processors, half.shared, half.launch) == (66, 100_000, H100.launch)
+    assert (half.processors, half.capability, half.launch) == (66, "8.9", H100.launch)
     setattr(card, hindrance, False)
     assert [card_of(CUDA), card.measured] == [CARD, 1]
 

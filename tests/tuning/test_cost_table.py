@@ -342,12 +342,22 @@ def test_a_template_refuses_from_its_bound_on(op: str, template: str, taken: Any
 @pytest.mark.parametrize(
     ("capability", "most"),
     [("8.0", 163 * 1024), ("8.6", 99 * 1024), ("8.9", 99 * 1024), ("9.0", 227 * 1024), ("10.0", 227 * 1024),
-     ("7.5", 99 * 1024), ("", 99 * 1024)],
+     ("10.3", 227 * 1024), ("12.0", 99 * 1024), ("8.8", 99 * 1024), ("9.9", 227 * 1024), ("99.0", 99 * 1024),
+     ("", 99 * 1024)],
 )  # fmt: skip
 def test_shared_memory_is_what_nvidia_says(capability: str, most: int) -> None:
-    """What a block can opt in to (CUDA C++ Programming Guide, technical specifications); unknown cards as the least."""
+    """What a block can opt in to (CUDA C++ Programming Guide, technical specifications).
+
+    An unlisted capability has the least of its generation, and one of no known generation the least of all."""
     device = Device("card", capability, "3.6.0")
     assert fits_shared(most, device) and not fits_shared(most + 1, device)
+
+
+@pytest.mark.parametrize(("entry", "like"), [((), "csr"), ((4, 4), "bsr")])
+def test_a_format_without_rates_takes_a_cpu_as_long_as_one_of_the_same_entries(entry: Any, like: str) -> None:
+    new, known = (cpu_cost.Work(format, entry, 64, 96, 8, 500) for format in ("new", like))
+    for trained in (False, True):
+        assert cpu_cost.sparse_seconds(new, trained) == cpu_cost.sparse_seconds(known, trained)
 
 
 def test_registers_hold_192_sums_a_thread() -> None:

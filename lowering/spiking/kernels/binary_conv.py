@@ -20,18 +20,19 @@ from sparsecomp.lowering.tuning.template import Config, Template
 @triton.jit
 def binary_conv_kernel(
     x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, factor_ptr, out_ptr, count_ptr, rows_ptr,
-    M, H, W, OH, OW, C, K, CP,
-    stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
-    out_pixel, out_channel, out_image, weight_k, weight_c, weight_r, weight_s, multiplier, limit,
-    R: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_C: tl.constexpr,
+    M, D, H, W, OD, OH, OW, C, K, CP,
+    stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w,
+    out_pixel, out_channel, out_image, weight_k, weight_c, weight_t, weight_r, weight_s, multiplier, limit,
+    T: tl.constexpr, R: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, VOLUMES: tl.constexpr, EVEN_C: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[m, k] = f · scale[k] · Σ_d 256^(D-1-d) Σ_(r,s,c) x[pixel(m, r, s), c] · w[d, k, r, s, c] + bias[k].
+    """out[m, k] = f · scale[k] · Σ_d 256^(DIGITS-1-d) Σ_(t,r,s,c) x[pixel(m,t,r,s), c] · w[d,k,t,r,s,c] + bias[k].
 
-    x: (N, H, W, C) int8. w: (DIGITS, K, R·S·CP) int8, CP channels of one group, padded by zeros to a multiple of BK.
-    f = multiplier · factor[0]. weight: (K, C/GROUPS, R, S) by its strides, read where a scale is not above zero.
-    M = N·OH·OW. out is addressed by image, pixel and channel strides, so either memory format is written in place.
+    x: (N, D, H, W, C) int8. w: (DIGITS, K, T·R·S·CP) int8, CP channels of one group, padded by zeros to a multiple of
+    BK. f = multiplier · factor[0]. weight: (K, C/GROUPS, T, R, S) by its strides, read where a scale is not above zero.
+    M = N·OD·OH·OW. Without VOLUMES maps and window are one frame deep, and not padded there.
+    out is addressed by image, pixel and channel strides, so either memory format is written in place.
     With count_ptr nothing happens unless *count_ptr > limit. With rows_ptr too, only the output pixels m that are its
     first *count_ptr entries are computed, and the grid serves the most there can be.
     """
@@ -57,21 +58,27 @@ def binary_conv_kernel(
     row_ok = rows < M
     if rows_ptr is not None:
         rows = tl.load(rows_ptr + rows, mask=row_ok, other=0)
-    pixel = rows % (OH * OW)
-    image = rows // (OH * OW)
+    pixel = rows % (OD * OH * OW)
+    image = rows // (OD * OH * OW)
+    frame = image * 0
+    line = pixel // OW
+    if VOLUMES:
+        frame = (line // OH) * stride_d - pad_d
+        line = line % OH
     # rows past the end get a height outside the image, so that their loads are masked like padding
-    ih = tl.where(row_ok, (pixel // OW) * stride_h - pad_h, -(1 << 30))
+    ih = tl.where(row_ok, line * stride_h - pad_h, -(1 << 30))
     iw = (pixel % OW) * stride_w - pad_w
     chan = tl.arange(0, BK)
-    x_row = ((image.to(tl.int64) * H + ih) * W + iw) * C + group * cg
+    x_row = (((image.to(tl.int64) * D + frame) * H + ih) * W + iw) * C + group * cg
     x_ptrs = x_ptr + x_row[:, None] + chan[None, :]
-    depth = R * S * CP
+    depth = T * R * S * CP
     w_ptrs = w_ptr + k.to(tl.int64)[None, :] * depth + chan[:, None]
     plane = tl.cast(K, tl.int64) * depth
     acc0 = tl.zeros((BM, BN), tl.int32)
     acc1 = tl.zeros((BM, BN), tl.int32)
     acc2 = tl.zeros((BM, BN), tl.int32)
     acc3 = tl.zeros((BM, BN), tl.int32)
+    t = 0
     r = 0
     s = 0
     c = 0
@@ -79,6 +86,9 @@ def binary_conv_kernel(
         dh = r * dil_h
         dw = s * dil_w
         ok = ((ih + dh).to(tl.uint32) < H) & ((iw + dw).to(tl.uint32) < W)
+        if VOLUMES:
+            ok = ok & ((frame + t * dil_d).to(tl.uint32) < D)
+            dh += t * dil_d * H
         mask = ok[:, None] if EVEN_C else ok[:, None] & ((c + chan) < cg)[None, :]
         a = tl.load(x_ptrs + ((dh * W + dw) * C + c), mask=mask, other=0)
         b = tl.load(w_ptrs + i, mask=col_ok[None, :], other=0)
@@ -98,6 +108,10 @@ def binary_conv_kernel(
         next_row = s >= S
         s = tl.where(next_row, 0, s)
         r = tl.where(next_row, r + 1, r)
+        if VOLUMES:
+            next_frame = r >= R
+            r = tl.where(next_frame, 0, r)
+            t = tl.where(next_frame, t + 1, t)
     scale = tl.load(scale_ptr + k, mask=col_ok, other=1.0)
     if factor_ptr is not None:
         multiplier *= tl.load(factor_ptr).to(tl.float32)
@@ -112,8 +126,8 @@ def binary_conv_kernel(
     if (tl.min((scale > 0.0).to(tl.int32), 0) == 0) | (multiplier * 0.0 != 0.0):
         weight_ptrs = weight_ptr + k.to(tl.int64) * weight_k
         value = _sums(
-            x_ptr + x_row, ih, iw, weight_ptrs, col_ok, multiplier, cg, H, W, C, dil_h, dil_w,
-            weight_c, weight_r, weight_s, R, S, factor_ptr is not None, BM, BN,
+            x_ptr + x_row, frame, ih, iw, weight_ptrs, col_ok, multiplier, cg, D, H, W, C, dil_d, dil_h, dil_w,
+            weight_c, weight_t, weight_r, weight_s, T, R, S, factor_ptr is not None, BM, BN,
         )  # fmt: skip
         tl.store(out_ptrs, (value + bias[None, :]).to(out_ptr.dtype.element_ty), mask=out_ok)
     else:
@@ -129,21 +143,25 @@ def binary_conv_kernel(
 
 @triton.jit
 def _sums(
-    x_ptrs, ih, iw, weight_ptrs, col_ok, multiplier, cg, H, W, C, dil_h, dil_w, weight_c, weight_r, weight_s,
-    R: tl.constexpr, S: tl.constexpr, FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x_ptrs, frame, ih, iw, weight_ptrs, col_ok, multiplier, cg, D, H, W, C, dil_d, dil_h, dil_w,
+    weight_c, weight_t, weight_r, weight_s,
+    T: tl.constexpr, R: tl.constexpr, S: tl.constexpr, FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The block's sums of float32 products, one input channel of one tap at a time.
 
     With FACTOR, spikes of a factor that may not be finite: -1 stands for NaN, and 0 for zero whatever the factor is.
     """
     value = tl.zeros((BM, BN), tl.float32)
-    for i in range(R * S * cg):
-        r = i // (S * cg)
+    for i in range(T * R * S * cg):
+        t = i // (R * S * cg)
+        r = i // (S * cg) % R
         s = i // cg % S
         c = i % cg
         ok = ((ih + r * dil_h).to(tl.uint32) < H) & ((iw + s * dil_w).to(tl.uint32) < W)
-        x = tl.load(x_ptrs + ((r * dil_h * W + s * dil_w) * C + c), mask=ok, other=0).to(tl.float32)
-        offset = tl.cast(c, tl.int64) * weight_c + r * weight_r + s * weight_s
+        ok = ok & ((frame + t * dil_d).to(tl.uint32) < D)
+        pixel = ((t * dil_d * H + r * dil_h) * W + s * dil_w) * C + c
+        x = tl.load(x_ptrs + pixel, mask=ok, other=0).to(tl.float32)
+        offset = tl.cast(c, tl.int64) * weight_c + t * weight_t + r * weight_r + s * weight_s
         w = tl.load(weight_ptrs + offset, mask=col_ok, other=0.0).to(tl.float32)
         if FACTOR:
             x = tl.where(x == 0.0, 0.0, tl.where(x < 0.0, float("nan"), multiplier))
@@ -154,10 +172,9 @@ def _sums(
 
 
 def _refuse(problem: BinaryConv, device: Device) -> str | None:
-    refusal = beyond_images(problem.conv)
-    if refusal is None and device.is_hopper and problem.cp == problem.cg:
+    if device.is_hopper and problem.cp == problem.cg and beyond_images(problem.conv) is None:
         return "binary_conv_hopper takes it, and was faster at every size measured on an H100"
-    return refusal
+    return None
 
 
 def _space(problem: BinaryConv, device: Device) -> list[Config]:
@@ -174,8 +191,8 @@ def _space(problem: BinaryConv, device: Device) -> list[Config]:
 
 
 def _prepare(problem: BinaryConv, config: Config) -> Launch:
-    p = problem
-    constants = {**p.constants, "EVEN_C": p.cp == p.cg}
+    p = problem.in_volumes
+    constants = {**p.constants, "VOLUMES": beyond_images(problem.conv) is not None, "EVEN_C": p.cp == p.cg}
     constants |= {name: config[name] for name in ("BM", "BN", "BK")}
     options = {"num_warps": config["warps"], "num_stages": config["stages"]}
     return Launch(binary_conv_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants, **options)

@@ -3,15 +3,9 @@
 Importing this package registers all of them.
 """
 
-from sparsecomp.passes.facts.transfer import (
-    comparison,
-    constants,
-    mutation,
-    normalisation,
-    pointwise,
-    pooling,
-    reduction,
-    shape,
-)
+import importlib
 
-__all__ = ["comparison", "constants", "mutation", "normalisation", "pointwise", "pooling", "reduction", "shape"]
+from sparsecomp.discovery import modules_within
+
+for _name in modules_within(__name__):
+    importlib.import_module(_name)

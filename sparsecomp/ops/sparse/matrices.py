@@ -11,7 +11,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats import products
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.ops.sparse.linear import autocast
-from sparsecomp.ops.sparse.matmul import multiplied
+from sparsecomp.ops.sparse.sparse_matmul import multiplied
 from sparsecomp.reference.patterns import Layout
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp import _compat
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import ON_SPIKES, TAGS, library
 from sparsecomp.reference.digits import SPREAD, multiplied_weight
 from sparsecomp.reference.geometry import KERNEL_DIMS, Window, convolution_of, is_channels_last, laid_out
 from sparsecomp.reference.precision import KERNEL_DTYPES
@@ -316,3 +316,4 @@ for _name, _backward, _setup in (
     ("spike_linear", _backward_linear, _save_linear),
 ):
     torch.library.register_autograd(f"sparsecomp::{_name}", _backward, setup_context=_setup, lib=library)
+ON_SPIKES.update((torch.ops.sparsecomp.spike_conv.default, torch.ops.sparsecomp.spike_linear.default))

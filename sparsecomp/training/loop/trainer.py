@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from sparsecomp.errors import ConfigError, DivergedError
 from sparsecomp.nn.masked.layers import masked_weights, wrap_module
-from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.distributed import Replicas, bare
 from sparsecomp.training.history import History, PhaseRecord
 from sparsecomp.training.loop.batches import BatchStream, Data
@@ -20,6 +19,7 @@ from sparsecomp.training.loop.callbacks import Callback
 from sparsecomp.training.loop.resume import restore_run, save_run
 from sparsecomp.training.pruning.calibration import Statistics, TokenMask, calibrate
 from sparsecomp.training.resu.adamw import RESUAdamW
+from sparsecomp.training.resu.config import RESUConfig
 from sparsecomp.training.resu.cycle import Phase, RESUCycle
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
@@ -177,7 +177,7 @@ class RESUTrainer:
                 return self.loss_fn(self.core, batch)
 
         batches = (next(self.batches) for _ in range(self.config.calibration_batches))
-        return calibrate(self.core, batches, forward, self.token_mask, self.config.pruner == "sparsegpt")
+        return calibrate(self.core, batches, forward, self.token_mask, self.config.method.products)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "float32":

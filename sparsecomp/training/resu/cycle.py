@@ -21,15 +21,15 @@ from torch import nn
 from sparsecomp.errors import ConfigError
 from sparsecomp.nn.masked.layers import masked_weights
 from sparsecomp.nn.masked.masked_weight import MaskedWeight
-from sparsecomp.training.config import RESUConfig
 from sparsecomp.training.distributed import Replicas, bare
 from sparsecomp.training.history import CycleReport, History, LayerReport
 from sparsecomp.training.pruning.calibration import InputStatistics, Statistics
 from sparsecomp.training.pruning.layer_repair import added_bias, dsnot, lost_output
-from sparsecomp.training.pruning.pruners import PRUNERS, Parts, Pruned, Wanda
+from sparsecomp.training.pruning.pruners import Parts, Pruned
 from sparsecomp.training.resu.adamw import RESUAdamW
 from sparsecomp.training.resu.amnesty import amnesty_mask, amnesty_n_of_m
 from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
+from sparsecomp.training.resu.config import RESUConfig
 
 
 class Phase(StrEnum):
@@ -126,7 +126,7 @@ class RESUCycle:
     @property
     def needs_statistics(self) -> bool:
         """Whether the Prune phase reads calibration batches."""
-        return self.config.pruner != "magnitude" or self.config.stabiliser != "none"
+        return self.config.method.calibrated or self.config.stabiliser != "none"
 
     def count_step(self) -> None:
         """Say that an optimizer step was taken."""
@@ -135,7 +135,7 @@ class RESUCycle:
     def advance(self, statistics: Callable[[], Statistics]) -> Phase:
         """Do what the phase does between steps, go to the next phase, and return the one that ended.
 
-        `statistics` calibrates the model (with products for sparsegpt); it is called in the Prune phase alone.
+        `statistics` calibrates the model (with products, if the pruner reads them), in the Prune phase alone.
         RuntimeError while steps of the phase are left.
         """
         if self.steps_left or self.done:
@@ -164,9 +164,8 @@ class RESUCycle:
 
     def _pruned(self, weight: torch.Tensor, keep: int, parts: Parts) -> Pruned:
         """Only n_of_m, whose count is its groups', and sparsegpt, which rounds its blocks', do not keep `keep`."""
-        if self.config.n_of_m is not None:
-            return Wanda().prune_groups(weight, *self.config.n_of_m, parts)
-        return PRUNERS[self.config.pruner].prune(weight, keep, parts)
+        method, groups = self.config.method, self.config.n_of_m
+        return method.prune(weight, keep, parts) if groups is None else method.prune_groups(weight, *groups, parts)
 
     @torch.no_grad()
     def _prune(self, statistics: Statistics) -> None:

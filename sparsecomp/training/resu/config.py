@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from sparsecomp.errors import ConfigError, ScheduleError
-from sparsecomp.training.pruning.pruners import PRUNERS
+from sparsecomp.training.pruning.pruners import PRUNERS, Pruner, Wanda
 from sparsecomp.training.schedules import amnesty_rate, sparsity_at
 
-METHODS = (*PRUNERS, "n_of_m")
 BUDGETS = ("uniform", "erk")
 STABILISERS = ("bias_shift", "dsnot", "none")
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -74,7 +73,7 @@ class RESUConfig:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} is {value!r}: give an int of at least {least}")
-        for name, choices in _CHOICES.items():
+        for name, choices in {**_CHOICES, "pruner": (*PRUNERS, "n_of_m")}.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(choices)}")
         for name in ("sparsity_start", "sparsity_end", "amnesty_start", "amnesty_end"):
@@ -93,7 +92,8 @@ class RESUConfig:
             raise ConfigError(
                 f"pruner {self.pruner!r} with n_of_m={self.n_of_m}: n_of_m needs its numbers, others none"
             )
-        if self.stabiliser == "dsnot" and self.pruner in ("n_of_m", "sparsegpt"):
+        # what reads products changes the weights that it keeps, and dsnot begins from those before
+        if self.stabiliser == "dsnot" and (self.n_of_m is not None or self.method.products):
             raise ConfigError(f"dsnot would undo what {self.pruner} did: use bias_shift")
         if self.n_of_m is None:
             return
@@ -105,6 +105,11 @@ class RESUConfig:
         if not self.sparsity_start == self.sparsity_end == 1 - keep / group:
             share = 1 - keep / group
             raise ConfigError(f"{keep}:{group} is one sparsity: set sparsity_start and sparsity_end to {share}")
+
+    @property
+    def method(self) -> Pruner:
+        """What ranks the weights."""
+        return Wanda() if self.n_of_m is not None else PRUNERS[self.pruner]
 
     def sparsity(self, cycle: int) -> float:
         """Share of pruned weights in a cycle, from 0."""
@@ -143,7 +148,6 @@ _COUNTS = {
 _CHOICES = {
     "schedule": ("linear", "exponential", "cosine", "cubic"),
     "budget": BUDGETS,
-    "pruner": METHODS,
     "stabiliser": STABILISERS,
     "precision": PRECISIONS,
 }

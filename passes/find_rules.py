@@ -1,24 +1,14 @@
 """Every rewrite rule, found in the rooms as kernel templates are, in the order that the rules themselves ask for."""
 
-import importlib
-import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import networkx
 
-import sparsecomp.passes
+from sparsecomp.discovery import instances, modules_within
 from sparsecomp.errors import OptionError
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import Rule
-
-
-def _found() -> Iterator[Rule]:
-    """The rules of all modules that stand in a room."""
-    prefix = "sparsecomp.passes."
-    for one in pkgutil.walk_packages(sparsecomp.passes.__path__, prefix):
-        if "." in one.name.removeprefix(prefix):
-            yield from (value for value in vars(importlib.import_module(one.name)).values() if isinstance(value, Rule))
 
 
 def in_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -29,7 +19,9 @@ def in_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
     return tuple(by_name[name] for name in networkx.lexicographical_topological_sort(order))
 
 
-RULES = in_order(_found())
+_PASSES = "sparsecomp.passes"
+_IN_ROOMS = [name for name in modules_within(_PASSES) if "." in name.removeprefix(f"{_PASSES}.")]
+RULES = in_order(instances(Rule, _IN_ROOMS))
 
 
 def enabled(options: Options) -> tuple[Rule, ...]:
