@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from matrices import LAYOUTS
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from sparsecomp import SparseTensor, formats
 from sparsecomp.errors import FormatError, PatternError, SparseOperatorError
@@ -53,6 +54,8 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "vector @ w": lambda w, x: x[0, 0, :6] @ w,
     "x @ w": lambda w, x: x[0, :, :6].matmul(w),
     "w.t @ x": lambda w, x: w.t() @ x[0, :, :6].mT,
+    "w.transpose @ x": lambda w, x: w.transpose(-2, 1) @ x[0, :, :6].mT,
+    "w.transpose of one axis": lambda w, x: w.transpose(-1, 1) @ x[0].t(),
     "mm": lambda w, x: torch.mm(w, x[0].t()),
     "w.mm": lambda w, x: w.mm(x[0].t()),
     "w.T mm": lambda w, x: w.T.mm(x[0, :, :6].t()),
@@ -81,6 +84,31 @@ def test_every_spelling_of_a_product_and_its_gradients(product):
         torch.testing.assert_close(xs[0].grad, xs[1].grad)
 
 
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_spelling_of_a_product_in_forward_mode(product):
+    x, tangent = torch.linspace(-1, 2, 48).view(2, 3, 8), torch.linspace(3, -1, 48).view(2, 3, 8)
+    for name in ("CSR", "BCSC"):
+        found, wanted = (_tangent(product, weight, x, tangent) for weight in (tensor(name=name), masked(6, 8, name)[0]))
+        torch.testing.assert_close(found, wanted)
+
+
+def _tangent(product: str, weight: Tensor, x: Tensor, tangent: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(PRODUCTS[product](weight, forward_ad.make_dual(x, tangent))).tangent
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_sums_and_means_with_their_gradients(dtype):
+    for name in FORMATS:
+        dense, mask = masked(6, 8, name)
+        for function in (torch.sum, torch.mean):
+            weight = SparseTensor.from_dense(dense.to(dtype), getattr(formats, name), **FORMATS[name]).requires_grad_()
+            found = function(weight)
+            (gradient,) = torch.autograd.grad(found, weight)
+            torch.testing.assert_close(found.detach(), function(dense.to(dtype)))
+            torch.testing.assert_close(gradient.to_dense(), (mask * (1 if function is torch.sum else 1 / 48)).to(dtype))
+
+
 def test_an_input_of_addmm_with_beta_0_is_not_read():
     weight = tensor()
     found = torch.addmm(torch.full((3,), float("nan")), weight, torch.ones(8, 3), beta=0)
@@ -94,6 +122,16 @@ DENSE_ONLY: dict[str, Callable[[SparseTensor], object]] = {
     "exp": lambda w: w.exp(),
     "cos": lambda w: torch.cos(w),
     "divide two": lambda w: w / w,
+    "divide a number": lambda w: 2 / w,
+    "subtract from a number": lambda w: torch.tensor(2.0) - w,
+    "maximum with a number": lambda w: torch.maximum(w, torch.tensor(2.0)),
+    "add a product of other numbers": lambda w: torch.addcmul(w, w, torch.tensor(2.0)),
+    "mean of rows": lambda w: w.mean(0),
+    "pow -1": lambda w: w**-1,
+    "rows with a gradient": lambda w: w.requires_grad_()[:2],
+    "embedding of bounded rows": lambda w: F.embedding(torch.tensor([0]), w, max_norm=1.0),
+    "embedding with gradients by frequency": lambda w: F.embedding(torch.tensor([0]), w, scale_grad_by_freq=True),
+    "embedding with sparse gradients": lambda w: F.embedding(torch.tensor([0]), w, sparse=True),
     "index": lambda w: w[0],
     "iterate": lambda w: list(w),
     "reshape": lambda w: w.view(-1),
@@ -133,7 +171,9 @@ def test_elementwise_operators_that_keep_zeros():
             lambda w: w * 3, lambda w: w / 2, lambda w: -w, lambda w: w + w * 2, lambda w: w - w, lambda w: w.abs(),
             lambda w: w.abs().sqrt(), lambda w: w * w, lambda w: w**2, lambda w: w.clone(), lambda w: w.relu(),
             lambda w: torch.zeros_like(w), lambda w: w.t() * 2, lambda w: w.sum(), lambda w: w.norm(),
-            lambda w: torch.linalg.vector_norm(w, float("inf")),
+            lambda w: torch.linalg.vector_norm(w, float("inf")), lambda w: 3 * w, lambda w: torch.tensor(3.0) * w,
+            lambda w: torch.maximum(w, 2 * w), lambda w: torch.addcmul(w, w, 2 * w, value=3), lambda w: w.mean(),
+            lambda w: torch.lerp(w, w * 3, 0.25), lambda w: w.sum(dtype=torch.float64), lambda w: w.detach()[2:],
         ):  # fmt: skip
             found, wanted = function(weight), function(dense)
             torch.testing.assert_close(found.to_dense() if isinstance(found, SparseTensor) else found, wanted)
