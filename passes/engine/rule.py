@@ -28,6 +28,8 @@ from sparsecomp.report import Estimate, Report
 
 _DYNAMO_ROOT = re.compile(r"^L\['\w+'\](\.__self__)?\.?")
 
+OWNED = "sparsecomp_owned"
+"""Key of the meta of an input that says whether it is an attribute of a module that the graph can be tied to."""
 TAG = "sparsecomp"
 """Key of `node.meta` that says which rule made a node, and why."""
 
@@ -195,7 +197,7 @@ class Context:
         assert isinstance(value, fx.Node)
         # Dynamo's mark on the parameters and buffers of modules
         static = "_dynamo_static_input_type" in (value.meta.get("tensor_dict") or {})
-        known = (static or isinstance(tensor, torch.nn.Parameter)) and _compat.has_module(value)
+        known = (static or isinstance(tensor, torch.nn.Parameter)) and value.meta.get(OWNED, False)
         return tensor.detach() if known and self.analysis.unchanged(value, value) else None
 
     def density(self, node: fx.Node) -> tuple[Density, str]:

@@ -13,7 +13,7 @@ from sparsecomp.compiler.density import DensityRecorder
 from sparsecomp.lowering.tuning.ceilings import Target
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
-from sparsecomp.passes.engine.rule import Density
+from sparsecomp.passes.engine.rule import OWNED, Density
 from sparsecomp.report import Report
 
 _UNTOLD = "Dynamo gives no reason: the model has no operation on tensors, or TORCH_LOGS=+dynamo says what it skips"
@@ -43,6 +43,8 @@ class Graph:
     def of_dynamo(cls, gm: fx.GraphModule, example_inputs: Sequence[Any], densities: Mapping[str, Density]) -> "Graph":
         """A graph as a backend gets it."""
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        for node in placeholders:  # only now Dynamo can tell
+            node.meta[OWNED] = _compat.has_module(node)
         pairs = zip(placeholders, example_inputs, strict=False)
         return cls(gm, {node: value for node, value in pairs if isinstance(value, torch.Tensor)}, densities)
 

@@ -28,11 +28,11 @@ from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.sparse.stored_places import WriteOut
 from sparsecomp.lowering.spiking.binary_conv import binary_conv_problem
-from sparsecomp.lowering.spiking.convolution import Convolution
+from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided
-from sparsecomp.lowering.spiking.skip_conv import ListRows, ScanPixels
+from sparsecomp.lowering.spiking.skip_conv import ListRows
 from sparsecomp.lowering.tuning.operations import operations
 from sparsecomp.lowering.tuning.template import Candidate
 from sparsecomp.reference.geometry import Window
@@ -127,14 +127,14 @@ PROBLEMS: dict[str, list[Any]] = {
     ],
     "event_conv": [Accumulate(_conv(), 900, 132), Accumulate(_conv(has_bias=False), 10, 7)],
     "find_events": [FindEvents(1, 1, 1, 1, "float32"), FindEvents(77, 13, 20, 300, "float16")],
-    "pack_events": [PackEvents(24, 20, (3, 3), (180, 9, 3, 1), "float32", True),
-                    PackEvents(24, 20, (3, 3), (180, 1, 60, 20), "float16", False)],
-    "scan_pixels": [ScanPixels(3, 20, (11, 13), (2860, 143, 13, 1), "float32"),
-                    ScanPixels(1, 500, (7,), (3500, 1, 500), "float16")],
+    "pack_events": [PackEvents(Maps(24, 20, (3, 3), (180, 9, 3, 1), "float32"), True),
+                    PackEvents(Maps(24, 20, (3, 3), (180, 1, 60, 20), "float16"), False)],
+    "scan_pixels": [Maps(3, 20, (11, 13), (2860, 143, 13, 1), "float32"),
+                    Maps(1, 500, (7,), (3500, 1, 500), "float16")],
     "list_rows": [ListRows(_conv()), ListRows(_conv1d(1))],
     "cast": [Cast(1, 0, False, "float32"), Cast(4097, 1, True, "bfloat16")],
-    "cast_strided": [CastStrided(3, 20, (11, 13), (2860, 143, 13, 1), "float32"),
-                     CastStrided(1, 5, (7,), (35, 1, 5), "float16")],
+    "cast_strided": [CastStrided(Maps(3, 20, (11, 13), (2860, 143, 13, 1), "float32")),
+                     CastStrided(Maps(1, 5, (7,), (35, 1, 5), "float16"))],
     "lif": [Lif(77, 77, 77, 5, 7, 1, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, True, True, True, True, True),
             Lif(1, 1, 1, 1, 1, 0, 1e-5, 2.0, 1.0, 0.0, 1, "if", False, False, False, False, False, False)],
     "write_out": [WriteOut(90, 100, 1200, "float32", "int64"), WriteOut(1, 1, 0, "bfloat16", "int32")],

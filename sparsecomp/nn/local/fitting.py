@@ -29,7 +29,7 @@ def optimizer_of(kind: str, net: nn.Module, lr: float, weight_decay: float) -> t
     return made(net.parameters(), lr=lr, weight_decay=weight_decay)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fitter:
     """A network, its optimizer and loss, and the batches' order, which torch's own generator draws.
 
