@@ -22,6 +22,8 @@ from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.local import gather_dot as rule
 from sparsecomp.report import Report
 
+pytestmark = pytest.mark.quick_cases(5)
+
 N, K, INPUTS = 6, 3, 5
 
 
