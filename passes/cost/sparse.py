@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsecomp import _compat
-from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.cache.signature import NO_TRITON, Device, has_triton
 from sparsecomp.lowering.launch.epilogue import described_output
 from sparsecomp.lowering.sparse.launcher import launcher_of, multiplied_as
 from sparsecomp.lowering.tuning import cost, host
@@ -138,6 +138,8 @@ def decide(product: Product) -> Decision:
         what = product.dtype if known else kernel
         reason = f"no estimate of {what} on {product.device.type}: sparse as written"
         return Decision(f"{kernel} (reference)", reason)
+    if not has_triton():
+        return Decision(f"{kernel} (reference)", f"no estimate, sparse as written. {NO_TRITON}")
     return compare(product, *(product.target or target_of(product.device)))
 
 

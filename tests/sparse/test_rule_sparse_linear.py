@@ -238,3 +238,14 @@ def test_the_report_names_the_layer_and_not_what_is_fused_behind_it():
     report = sparsecomp.explain(nn.Sequential(nn.Identity(), layer, nn.ReLU()), torch.randn(32, 256))
     (found,) = (one for one in report.sites if one.rule == "sparse_linear")
     assert found.module == "1" and "relu" in found.reason
+
+
+def test_without_triton_the_estimate_for_a_card_says_what_is_needed(monkeypatch):
+    monkeypatch.setattr(chain, "decide", sparse_cost.decide)
+    monkeypatch.setattr("sparsecomp.passes.cost.sparse.has_triton", lambda: False)
+    model = nn.Sequential(SparseLinear.from_linear(nn.Linear(256, 256), sparsity=0.9), nn.ReLU()).eval()
+    with torch.no_grad():
+        report = sparsecomp.explain(model, torch.randn(64, 256), device="h100")
+    (site,) = report.sites
+    assert (site.module, site.rewritten, site.expected_gain) == ("0", True, None)
+    assert site.reason.endswith("Triton is not installed: pip install 'sparsecomp[gpu]'")
