@@ -25,9 +25,11 @@ def load_state_dict(
     """`model.load_state_dict(state, strict, assign)`, which changes nothing where it refuses.
 
     Sparse layers take the checkpoint's pattern with its values; one that has a dense weight in the checkpoint takes
-    what its own pattern stores, and a warning says how many other non-zero weights that leaves out. Model and checkpoint may be compiled or not: the names that `torch.compile` adds are
-    left out of account. Names and sizes are compared as they stand in both otherwise: a model whose own hooks rename
-    what they load is loaded by its `load_state_dict`.
+    what its own pattern stores, and a warning says how many other non-zero weights that leaves out.
+
+    Model and checkpoint may be compiled or not: the names that `torch.compile` adds are left out of account. Names and
+    sizes are compared as they stand in both otherwise: a model whose own hooks rename what they load is loaded by its
+    `load_state_dict`.
 
     Args:
         model: any module; a sparse layer alone, too.
@@ -118,9 +120,7 @@ def _faults(
 
 def _with_names_of(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state under the names that the model's modules have, wherever `torch.compile` wrapped any."""
-    for name in state:
-        if not isinstance(name, str):
-            raise CheckpointError(f"the checkpoint has a key {name!r}, needs names as of state_dict. Nothing was loaded")
+    _refuse(f"the checkpoint has a key {name!r}, needs names" for name in state if not isinstance(name, str))
     prefixes = {"": ""} | {
         f"{name}.".replace(_WRAPPED, ""): f"{name}." for name, _ in model.named_modules(remove_duplicate=False) if name
     }
