@@ -24,7 +24,7 @@ from sparsecomp.passes.facts.analysis import Analysis, analyse
 from sparsecomp.passes.facts.registry import LostKind
 from sparsecomp.passes.graph.canonicalize import RESHAPED, binding_once, example_of
 from sparsecomp.passes.record import Record
-from sparsecomp.passes.rules import enabled
+from sparsecomp.passes.rules import RULES, enabled
 from sparsecomp.report import PassRecord, Report, Site
 
 log = logging.getLogger("sparsecomp")
@@ -57,10 +57,11 @@ def run(
         OptionError: the options name rules that there are not.
         RuleError: a rule failed, under `options.strict`.
     """
-    report = Report()
+    ran = tuple(enabled(options) if rules is None else rules)
+    report = Report(disabled=tuple(rule.name for rule in RULES if rule not in ran) if rules is None else ())
     context = last = None
     record = Record()
-    for rule in enabled(options) if rules is None else rules:
+    for rule in ran:
         start = time.perf_counter()
         if context is None:
             analysis = _analysed(gm, options, report)
