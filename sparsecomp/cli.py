@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict
@@ -282,7 +283,9 @@ def _profile(given: argparse.Namespace) -> None:
 
 def _tune(given: argparse.Namespace) -> None:
     before = {entry.key: entry for entry in default_cache().entries()}
-    _on_model(given, sparsecomp.tune, effort=given.effort)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nothing to tune")  # it is printed below
+        _on_model(given, sparsecomp.tune, effort=given.effort)
     tuned = [entry for entry in default_cache().entries() if before.get(entry.key) != entry]
     if tuned or given.json:
         _print_entries(given, tuned)
@@ -294,7 +297,9 @@ def _tune(given: argparse.Namespace) -> None:
 def _untuned() -> str:
     if torch.cuda.is_available():
         return "nothing to tune: the model uses no kernel that has several candidates, or all were measured before"
-    return "nothing to tune: there is no CUDA device, and on a CPU each layer has one implementation, its reference"
+    from sparsecomp.compiler.warmup import NO_CUDA  # loads Inductor
+
+    return NO_CUDA
 
 
 def _on_model(given: argparse.Namespace, verb: Callable[..., Any], **keywords: Any) -> Any:

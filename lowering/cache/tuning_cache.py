@@ -339,7 +339,11 @@ def read_results(path: str | os.PathLike[str]) -> Document:
     """
     path = Path(path)
     is_database = _read_file(path, len(SQLITE)) == SQLITE
-    return read_database(path) if is_database else parse(_read_file(path))
+    text = b"" if is_database else _read_file(path)
+    try:
+        return read_database(path) if is_database else parse(text)
+    except CacheError as error:
+        raise CacheError(f"{path}: {error}") from None
 
 
 def _read_file(path: Path, size: int = MAX_BYTES + 1) -> bytes:

@@ -190,6 +190,9 @@ def test_tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 @NO_GPU
 def test_tune_on_a_cpu_says_why_there_is_nothing_to_tune(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert "nothing to tune: there is no CUDA device" in printed(capsys, "tune", f"{model}:factory")
+    assert "nothing to tune" not in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="nothing to tune: there is no CUDA device"):
+        assert sparsecomp.tune(torch.nn.Linear(3, 4), torch.ones(2, 3)) == []
     assert answer(capsys, "tune", f"{model}:factory") == []
 
 
@@ -252,7 +255,7 @@ def test_the_installed_command_is_this_one() -> None:
         (["cache", "show", "zz"], "0 entries"),
         (["cache", "show", ""], "2 entries"),
         (["cache", "import", "{}/missing.json"], "cannot be read"),
-        (["cache", "import", "{}/model.py"], "no JSON"),
+        (["cache", "import", "{}/model.py"], "model.py: this is no JSON"),
         (["cache", "export", "{}/no/such/directory.json"], "cannot be written"),
         (["cache", "prune", "--only-device", "toaster"], "no device"),
         (["cache", "prune", "--only-device", "cuda:99"], "not there"),
