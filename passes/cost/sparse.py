@@ -146,29 +146,34 @@ def decide(product: Product) -> Decision:
 def compare(product: Product, device: Device, card: Card) -> Decision:
     """`decide` for a CUDA device that is such a card."""
     sparse, kernel = sparse_seconds(product, device, card)
-    decision = _faster(product, {kernel: sparse, "dense": dense_seconds(product, card)})
+    seconds = {kernel: sparse, "dense": dense_seconds(product, card)}
+    decision = _faster(product, seconds, _layer_seconds(product, card))
     return decision._replace(reason=decision.reason + _not_by_library(product, device))
 
 
 def beside_the_layer(product: Product, decision: Decision) -> Estimate | None:
     """What runs beside the dense layer that could stand in its place, which has no weight to write out."""
     ran = decision.seconds.get(decision.implementation)
-    return None if ran is None else Estimate(ran, _layer_seconds(product), decision.source)
+    if ran is None:
+        return None
+    if product.device.type == "cpu":
+        layer = cpu_cost.layer_seconds(_work(product), product.trained)
+    else:
+        layer = _layer_seconds(product, product.card)
+    return Estimate(ran, layer, decision.source)
 
 
-def _faster(product: Product, seconds: dict[str, float]) -> Decision:
+def _faster(product: Product, seconds: dict[str, float], layer: float) -> Decision:
     """The faster of two ways, with the plain dense layer's time too in the reason: the report's gain is over that."""
     if product.constant:
         return fastest(seconds)
     decision = fastest(seconds, rival="written out")
-    return decision._replace(reason=f"{decision.reason}, {_layer_seconds(product) * 1e6:.1f} us as a plain dense layer")
+    return decision._replace(reason=f"{decision.reason}, {layer * 1e6:.1f} us as a plain dense layer")
 
 
-def _layer_seconds(product: Product) -> float:
-    if product.device.type == "cpu":
-        return cpu_cost.layer_seconds(_work(product), product.trained)
-    gradients = [_dense_product(product, product.card)] * 2 * product.trained
-    return product.waited(_forward(product, product.card).plus(*gradients))
+def _layer_seconds(product: Product, card: Card) -> float:
+    gradients = [_dense_product(product, card)] * 2 * product.trained
+    return product.waited(_forward(product, card).plus(*gradients))
 
 
 def _work(product: Product) -> cpu_cost.Work:
@@ -179,7 +184,8 @@ def _work(product: Product) -> cpu_cost.Work:
 def _compare_on_cpu(product: Product) -> Decision:
     p, work = product, _work(product)
     dense, sparse = cpu_cost.dense_seconds(work, p.trained, p.constant), cpu_cost.sparse_seconds(work, p.trained)
-    return _faster(product, {f"spmm_{p.layout.format} (reference)": sparse, "dense": dense})
+    seconds = {f"spmm_{p.layout.format} (reference)": sparse, "dense": dense}
+    return _faster(product, seconds, cpu_cost.layer_seconds(work, p.trained))
 
 
 def dense_seconds(product: Product, card: Card) -> float:

@@ -176,7 +176,7 @@ def check_bounds(lo: object, hi: object, integral: bool) -> None:
     kind = "whole" if integral else "finite"
     for bound in (lo, hi):
         is_number = isinstance(bound, Real) and not isinstance(bound, bool) and math.isfinite(bound)
-        if bound is not None and not (is_number and (not integral or bound == int(bound))):
+        if bound is not None and not (is_number and (not integral or float(bound).is_integer())):
             raise InputError(f"the bound {bound!r} is no {kind} number: give one, or None for no bound")
     if isinstance(lo, Real) and isinstance(hi, Real) and lo > hi:
         raise InputError(f"no value is from {lo!r} to {hi!r}: give the lower bound first")
