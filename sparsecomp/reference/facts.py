@@ -175,8 +175,9 @@ def check_bounds(lo: object, hi: object, integral: bool) -> None:
     """InputError unless there can be values, or integers, of `[lo, hi]`."""
     kind = "whole" if integral else "finite"
     for bound in (lo, hi):
-        is_number = isinstance(bound, Real) and not isinstance(bound, bool) and math.isfinite(bound)
-        if bound is not None and not (is_number and (not integral or float(bound).is_integer())):
+        if bound is None:
+            continue
+        if not isinstance(bound, Real) or isinstance(bound, bool) or not math.isfinite(bound) or integral and bound % 1:
             raise InputError(f"the bound {bound!r} is no {kind} number: give one, or None for no bound")
     if isinstance(lo, Real) and isinstance(hi, Real) and lo > hi:
         raise InputError(f"no value is from {lo!r} to {hi!r}: give the lower bound first")
