@@ -22,7 +22,7 @@ from sparsecomp.passes.engine.location import user_location
 from sparsecomp.passes.engine.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, module_path, refuse
 from sparsecomp.passes.facts.analysis import Analysis, analyse
 from sparsecomp.passes.facts.registry import LostKind
-from sparsecomp.passes.find_rules import enabled
+from sparsecomp.passes.find_rules import RULES, enabled
 from sparsecomp.passes.graph.canonicalize import RESHAPED, binding_once, example_of
 from sparsecomp.passes.record import Record
 from sparsecomp.report import PassRecord, Report, Site
@@ -57,10 +57,11 @@ def run(
         OptionError: the options name rules that there are not.
         RuleError: a rule failed, under `options.strict`.
     """
-    report = Report()
+    ran = tuple(enabled(options) if rules is None else rules)
+    report = Report(disabled=tuple(rule.name for rule in RULES if rule not in ran) if rules is None else ())
     context = last = None
     record = Record()
-    for rule in enabled(options) if rules is None else rules:
+    for rule in ran:
         start = time.perf_counter()
         if context is None:
             analysis = _analysed(gm, options, report)

@@ -10,8 +10,9 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if any("\0" in text for text in given):
+            raise _UsageError("an argument has a NUL character, which no path or name can have", "")
         parsed = _parser().parse_args(given)
         if parsed.cache_dir is not None:
             os.environ["SPARSECOMP_CACHE_DIR"] = parsed.cache_dir
@@ -265,6 +268,8 @@ def _installed(package: str) -> str | None:
 
 
 def _explain(given: argparse.Namespace) -> None:
+    if given.html is not None and not Path(given.html).parent.is_dir():  # before the model is run, which may take long
+        raise OptionError(f"--html {given.html}: there is no folder {Path(given.html).parent}")
     report = _on_model(given, sparsecomp.explain, device=given.device)
     if given.html is not None:
         report.to_html(given.html)
@@ -278,7 +283,9 @@ def _profile(given: argparse.Namespace) -> None:
 
 def _tune(given: argparse.Namespace) -> None:
     before = {entry.key: entry for entry in default_cache().entries()}
-    _on_model(given, sparsecomp.tune, effort=given.effort)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nothing to tune")  # it is printed below
+        _on_model(given, sparsecomp.tune, effort=given.effort)
     tuned = [entry for entry in default_cache().entries() if before.get(entry.key) != entry]
     if tuned or given.json:
         _print_entries(given, tuned)
@@ -290,7 +297,9 @@ def _tune(given: argparse.Namespace) -> None:
 def _untuned() -> str:
     if torch.cuda.is_available():
         return "nothing to tune: the model uses no kernel that has several candidates, or all were measured before"
-    return "nothing to tune: there is no CUDA device, and on a CPU each layer has one implementation, its reference"
+    from sparsecomp.compiler.warmup import NO_CUDA  # loads Inductor
+
+    return NO_CUDA
 
 
 def _on_model(given: argparse.Namespace, verb: Callable[..., Any], **keywords: Any) -> Any:
@@ -317,12 +326,12 @@ def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise OptionError(f"--option {text}: give a name and a value, such as frozen=True")
-    if name == "disable":
-        return name, tuple(value.split(","))
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
+    read: Any = value
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # else a text without quotes
+        read = ast.literal_eval(value)
+    if name == "disable" and isinstance(read, str):
+        read = tuple(rule.strip() for rule in read.split(","))
+    return name, read
 
 
 @contextmanager
@@ -339,7 +348,7 @@ def _others_failures(target: str) -> Iterator[None]:
         yield
     except SparsecompError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise OptionError(f"{target}: {type(error).__name__}: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any, Self
 
 from torch import Tensor
@@ -67,14 +68,18 @@ class Options:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r}: use True or False")
-        if self.density is not None and not (_is_number(self.density) and 0 <= self.density <= 1):
-            raise OptionError(f"density={self.density!r}: use None or a number in [0, 1]")
+        if self.density is not None:
+            if not (_is_number(self.density) and 0 <= self.density <= 1):
+                raise OptionError(f"density={self.density!r}: use None or a number in [0, 1]")
+            object.__setattr__(self, "density", float(self.density))
         is_group = isinstance(self.disable, list | tuple | set | frozenset)
         if not is_group or not all(isinstance(name, str) for name in self.disable):
             raise OptionError(f"disable={self.disable!r}: use a tuple of names of rules")
         object.__setattr__(self, "disable", tuple(sorted(self.disable)))
         if not isinstance(self.inductor, Mapping) or not all(isinstance(name, str) for name in self.inductor):
             raise OptionError(f"inductor={self.inductor!r}: use a dict of Inductor configuration names and values")
+        if self.inductor:
+            _check_inductor(self.inductor)
 
     @classmethod
     def parse(
@@ -105,8 +110,6 @@ class Options:
         if mode is not None:
             given["mode"] = mode
         parsed = cls(**given)
-        if parsed.inductor:
-            _check_inductor(parsed.inductor)
         settings = Settings.from_environment()
         disable = tuple(dict.fromkeys((*parsed.disable, *settings.disable_passes)))
         verify = parsed.verify or settings.debug
@@ -138,8 +141,7 @@ def nearest(names: Iterable[Any], known: Iterable[str]) -> str:
 
 
 def _check_inductor(given: Mapping[str, Any]) -> None:
-    """Not where an `Options` is made: the names load Inductor, which takes seconds."""
-    from sparsecomp import _compat
+    from sparsecomp import _compat  # its names load Inductor
 
     types = _compat.inductor_types()
     unknown = [name for name in given if name not in types]
@@ -151,4 +153,4 @@ def _check_inductor(given: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)

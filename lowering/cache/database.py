@@ -282,7 +282,7 @@ def read_database(path: Path) -> Document:
     """
     copy = _copied(path)
     if copy is None:
-        raise CacheError(f"{path} is no readable database of tuning results of this version")
+        raise CacheError("this is no readable database of tuning results of this version")
     rows = copy.execute("SELECT key, body, crc FROM entries").fetchall()
     entries = [_checked_entry(*row) for row in rows]
     facts = [_checked_fact(*row) for row in copy.execute("SELECT * FROM facts")]

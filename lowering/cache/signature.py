@@ -53,9 +53,18 @@ def device_of(device: torch.device) -> Device:
     return Device(torch.cuda.get_device_name(device), f"{major}.{minor}", triton.__version__)
 
 
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not loaded."""
+    return find_spec("triton") is not None
+
+
+NO_TRITON = "Triton is not installed: pip install 'sparsecomp[gpu]'"
+
+
 def devices_here() -> frozenset[Device]:
     """Whose results count on this machine: of its GPUs, else of Triton's interpreter; of none without Triton."""
-    if find_spec("triton") is None:
+    if not has_triton():
         return frozenset()
     places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return frozenset(map(device_of, places or [torch.device("cpu")]))

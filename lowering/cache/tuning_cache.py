@@ -338,7 +338,14 @@ def read_results(path: str | os.PathLike[str]) -> Document:
         CacheError: the file cannot be read, or one value in it is not what it should be.
     """
     path = Path(path)
-    return read_database(path) if is_database(path) else parse(_read_file(path))
+    if is_database(path):
+        read, given = read_database, path
+    else:
+        read, given = parse, _read_file(path)
+    try:
+        return read(given)
+    except CacheError as error:
+        raise CacheError(f"{path}: {error}") from None
 
 
 def _read_file(path: Path) -> bytes:

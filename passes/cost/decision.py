@@ -43,17 +43,18 @@ class Decision(NamedTuple):
         return Estimate(self.seconds[self.implementation], self.seconds["dense"], self.source)
 
 
-def fastest(seconds: Mapping[str, float], source: str = "estimated") -> Decision:
+def fastest(seconds: Mapping[str, float], source: str = "estimated", rival: str = "dense") -> Decision:
     """The fastest of implementations, `dense` among them, which stays unless another wins by `MIN_GAIN`.
 
     Args:
         source: "estimated" or "measured".
+        rival: what to call the dense way in the reason.
     """
     name = min((name for name in seconds if name != "dense"), key=lambda name: seconds[name])
     form = "{:.1f} us" if source == "estimated" else "{:.3f} ms"
     scale = 1e6 if source == "estimated" else 1e3
-    ours, rival = (form.format(seconds[one] * scale) for one in (name, "dense"))
-    decision = Decision(name, f"{source} {ours} against {rival} dense", seconds, source)
+    ours, theirs = (form.format(seconds[one] * scale) for one in (name, "dense"))
+    decision = Decision(name, f"{source} {ours} against {theirs} {rival}", seconds, source)
     if seconds["dense"] / seconds[name] < MIN_GAIN:
         return decision._replace(implementation="dense", reason=f"{name} would not pay: {decision.reason}")
     return decision

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.cache.signature import NO_TRITON, Device, has_triton
 from sparsecomp.lowering.launch.epilogue import described_output
 from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cards import Card
@@ -83,6 +83,8 @@ to 4096, k 8 and 32 and 1 to 256 rows; those of the operator are above most, so 
 def decide(layer: FixedFanIn) -> Decision:
     """The faster way by estimate: `gather_dot`, or as it is written, which is `dense`."""
     if layer.device.type == "cuda" and layer.dtype in KERNEL_DTYPES:
+        if not has_triton():
+            return Decision("dense", f"no estimate. {NO_TRITON}")
         return compare(layer, *(layer.target or target_of(layer.device)))
     if layer.device.type != "cpu":
         return Decision("dense", f"no estimate of {layer.dtype} on {layer.device.type}")

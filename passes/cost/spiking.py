@@ -82,7 +82,7 @@ def decide(site: SiteInfo, card: Card = H100, measured: Mapping[str, float] | No
         measured: milliseconds by implementation, of sites with this one's signature. They decide if `dense` and another
             that can serve the site are among them; estimates do otherwise.
     """
-    refusal = _unsuitable(site)
+    refusal = "no CUDA device: dense is faster on the CPU" if site.device != "cuda" else unfit(site)
     if refusal is not None:
         return Decision("dense", refusal)
     names = able(site)
@@ -148,14 +148,14 @@ def _described(below: float) -> str:
     return f"event pays below {below:.2%} density" if below >= 5e-5 else "event pays at no density"
 
 
-def _unsuitable(site: SiteInfo) -> str | None:
-    if site.device != "cuda":
-        return "no CUDA device: dense is faster on the CPU"
+def unfit(site: SiteInfo) -> str | None:
+    """Why the site's channels cannot fill the tiles of a tensor core; None if they do."""
     per_group = site.c // site.groups
     if site.groups > 1 and per_group < MIN_CHANNELS_PER_GROUP:
         return f"{per_group} channels a group: too few to fill a tensor core (at least {MIN_CHANNELS_PER_GROUP})"
     if per_group % CHANNEL_MULTIPLE or site.k // site.groups % CHANNEL_MULTIPLE:
-        return f"{site.c} -> {site.k} channels in {site.groups} groups: not multiples of {CHANNEL_MULTIPLE}"
+        groups = f" in {site.groups} groups" if site.groups > 1 else ""
+        return f"{site.c} -> {site.k}{groups}, which are not multiples of {CHANNEL_MULTIPLE}"
     return None
 
 

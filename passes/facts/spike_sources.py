@@ -112,7 +112,7 @@ def _binary_first(op: CanonicalOp) -> Result:
 def _counts(op: CanonicalOp) -> Result:
     """`sj_ilif::forward(x, v, tau, count, …)`: rounds into 0 … count; NaN and infinity in the input come out as NaN."""
     count = op.node.args[3] if len(op.node.args) > 3 else None
-    if not isinstance(count, int | float) or not float(count).is_integer():
+    if not isinstance(count, int | float) or not float(count).is_integer() or count < 0:
         return Lost(LostKind.UNSUPPORTED, f"{op.name} with a count that is not a whole number")
     return Items((replace(algebra.integers(0, int(count), op.name), finite=False),))
 

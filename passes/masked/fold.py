@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsecomp.formats import NM
 from sparsecomp.formats.best_format import FULL, Form, forms
-from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.cache.signature import NO_TRITON, Device, has_triton
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.passes.cost.decision import Decision, fastest
@@ -49,6 +49,8 @@ def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
         return _dense(weight, "precision='exact' multiplies its zeros too, be the input NaN or infinite")
     if where.type != "cuda":
         return _dense(weight, "no CUDA device")
+    if not has_triton():
+        return _dense(weight, NO_TRITON)
     rows = sizes(op.input)
     if rows is None:
         return _dense(weight, "the input's shape is unknown")

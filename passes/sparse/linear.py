@@ -20,6 +20,7 @@ from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict,
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.sparse.chain import Chain, circumstances, copied_behind, decided, ending_at, problem_of_writes
 from sparsecomp.reference.patterns import Layout
+from sparsecomp.report.site import WRITTEN_ONCE
 
 _LINEAR = torch.ops.sparsecomp.sparse_linear.default
 _LINEAR_RELU = torch.ops.sparsecomp.dense_linear_relu.default
@@ -75,7 +76,8 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     dead, estimate = chain.dead, beside_the_layer(product, decision)
     if decision.dense:
         once = ": written out once, under the promise that it stays" if kept is not None else ""
-        reason, name = f"{product.described}{once}: {decision.reason}", "dense copy" if once else "dense"
+        promise = "" if kept is not None or product.trained or ctx.options.frozen is True else f"; {WRITTEN_ONCE}"
+        reason, name = f"{product.described}{once}: {decision.reason}{promise}", "dense copy" if once else "dense"
         build = lambda: {node: _build_dense(chain, node, product, kept)}  # noqa: E731
         return Plan(build, reason, name, "", dead, estimate, chain.nodes[0])
     reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"

@@ -5,18 +5,16 @@ known only by its name may be anything. What is promised of an input, and the te
 convolution and linear alike.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from sparsecomp import _compat
-from sparsecomp.lowering.cache.signature import device_of
+from sparsecomp.lowering.cache.signature import NO_TRITON, device_of, has_triton
 from sparsecomp.lowering.cache.tuning_cache import default_cache
 from sparsecomp.lowering.spiking.implementations import SPIKE_CONV
 from sparsecomp.lowering.tuning.autotune import scoped_effort, tuner
@@ -147,9 +145,11 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     card, measured = _card(operands, site) if ctx.target is None else (ctx.target.card, None)
     if forced != "auto":
         decision = gate.forced(site, forced, card)
-    elif site.device == "cuda" and ctx.target is None and not _triton_available():
-        ctx.report.note("Triton is not installed: everything stays dense")
-        return refuse(Why.GATE, detail="Triton is not installed")
+    elif site.device == "cuda" and ctx.target is None and not has_triton():
+        ctx.report.note(f"everything stays dense. {NO_TRITON}")
+        return refuse(Why.GATE, detail=NO_TRITON)
+    elif site.device == "cuda" and (unfit := gate.unfit(site)) is not None:
+        return refuse(Why.CHANNELS, detail=unfit)
     else:
         decision = gate.decide(site, card, measured)
     if decision.dense:
@@ -164,7 +164,7 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
 def _card(operands: Operands, site: gate.SiteInfo) -> tuple[Card, Mapping[str, float] | None]:
     """The site's card, and the times of its implementations, measured now where tuning is asked for."""
     x = example_of(operands.op.input)
-    if x is None or x.device.type != "cuda" or not (torch.cuda.is_available() and _triton_available()):
+    if x is None or x.device.type != "cuda" or not (torch.cuda.is_available() and has_triton()):
         return H100, None
     if scoped_effort() is not None:
         tuner().choose(SPIKE_CONV, site, x.device)
@@ -320,8 +320,3 @@ def _weight_range(weight: object, ctx: Context) -> float | None:
         ratio = (top / typical).nan_to_num(1.0).amax()
         finite, widest = torch.stack((torch.isfinite(top).all().float(), ratio)).tolist()
     return widest if finite else None
-
-
-@cache
-def _triton_available() -> bool:
-    return importlib.util.find_spec("triton") is not None

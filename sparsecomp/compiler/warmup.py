@@ -1,5 +1,6 @@
 """Tunes ahead of time: what a model will launch, or what another machine's tuning results name."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from sparsecomp.options import Options
 
 Signatures = Iterable[KernelSignature | Mapping[str, str]]
 
+NO_CUDA = "nothing to tune: there is no CUDA device, and on a CPU each layer has one implementation, its reference"
 _OF_DEVICE = ("gpu", "capability", "triton")
 
 
@@ -36,7 +38,7 @@ def tune(
     """Measure the kernels that a model uses on this machine, so that no later call has to.
 
     Compiles the model in its present mode, runs it once and leaves it as it was. On a CPU layers run references, of
-    which there is one each: nothing is measured.
+    which there is one each: nothing is measured, and a warning says so.
 
     Args:
         model: any module or function.
@@ -63,6 +65,8 @@ def tune(
     dispatch.forget()  # defaults that are prepared already
     with effort_scope(effort) as chosen:
         call.run(torch.compile(call.function, backend=partial(sparsecomp_backend, options=call.options)))
+    if not chosen and not torch.cuda.is_available():
+        warnings.warn(NO_CUDA, stacklevel=2)
     return chosen
 
 

@@ -10,8 +10,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from numbers import Real
 
 import torch
+
+from sparsecomp.errors import InputError
 
 MAX_SCALE_EXPONENT = 10
 """Power-of-two scales between 2**-10 and 2**10 stay exact and clear of underflow in every supported float dtype."""
@@ -156,14 +159,28 @@ def binary(source: str = "", origin: Origin = Origin.SPIKE) -> SparsityFact:
 
 
 def integers(lo: int | None, hi: int | None, source: str = "", origin: Origin = Origin.SPIKE) -> SparsityFact:
-    """Exactly an integer of `[lo, hi]`."""
+    """Exactly an integer of `[lo, hi]`; InputError if these are no such bounds."""
+    check_bounds(lo, hi, integral=True)
     zeros = (lo is None or lo <= 0) and (hi is None or hi >= 0)
     return SparsityFact(lo, hi, True, 1.0, origin, zeros, True, True, source)
 
 
 def interval(lo: int | None, hi: int | None, *, finite: bool = False) -> SparsityFact:
-    """Any value of `[lo, hi]`: no zeros are promised."""
+    """Any value of `[lo, hi]`: no zeros are promised; InputError if these are no such bounds."""
+    check_bounds(lo, hi, integral=False)
     return SparsityFact(lo, hi, finite=finite)
+
+
+def check_bounds(lo: object, hi: object, integral: bool) -> None:
+    """InputError unless there can be values, or integers, of `[lo, hi]`."""
+    kind = "whole" if integral else "finite"
+    for bound in (lo, hi):
+        if bound is None:
+            continue
+        if not isinstance(bound, Real) or isinstance(bound, bool) or not math.isfinite(bound) or integral and bound % 1:
+            raise InputError(f"the bound {bound!r} is no {kind} number: give one, or None for no bound")
+    if isinstance(lo, Real) and isinstance(hi, Real) and lo > hi:
+        raise InputError(f"no value is from {lo!r} to {hi!r}: give the lower bound first")
 
 
 def zeros_kept(fact: SparsityFact, *, finite: bool) -> SparsityFact:

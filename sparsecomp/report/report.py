@@ -16,7 +16,7 @@ from sparsecomp.report import page
 from sparsecomp.report.columns import COLUMNS, span
 from sparsecomp.report.model_gain import ModelGain, model_gain
 from sparsecomp.report.node import Node, digraph
-from sparsecomp.report.site import Layer, Site
+from sparsecomp.report.site import WRITTEN_ONCE, Layer, Site
 from sparsecomp.report.text import rendered
 
 _REASONS = 3
@@ -45,6 +45,7 @@ class Report:
         graph_breaks: why the model could not be captured in one graph.
         notes: things to know that belong to no site, such as a missing CUDA device.
         graphs: how many there are; none of a model that Dynamo skips as a whole.
+        disabled: names of the rules that the options switched off.
     """
 
     capture: str = "torch.compile"
@@ -57,6 +58,7 @@ class Report:
     graph_breaks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     graphs: int = 1
+    disabled: tuple[str, ...] = ()
 
     @property
     def rewritten(self) -> list[Site]:
@@ -85,7 +87,7 @@ class Report:
         parts = [f"{count} dense because {kind}" for kind, count in dense[:_REASONS]]
         others = sum(count for _, count in dense[_REASONS:])
         parts += [f"{others} for other reasons"] if others else []
-        done = self._nothing() or f"{len(self.rewritten)} of {len(self.sites)} sites rewritten"
+        done = self._nothing() or f"{len(self.rewritten)} of {len(self.sites)} sites rewritten{self._written_out()}"
         gain = str(self.model_gain() or "") if self.rewritten else ""
         return "; ".join(filter(None, (f"sparsecomp, {self.capture}: {done}{self._promise()}", gain, ", ".join(parts))))
 
@@ -94,7 +96,14 @@ class Report:
             return "no graph was compiled, the model runs as it is"
         if self.sites:
             return ""
-        return "the model has no layer that a rule looks at" if self.passes else "no rule was run"
+        off = f" ({', '.join(self.disabled)} switched off)" if self.disabled else ""
+        return f"{'the model has no layer that a rule looks at' if self.passes else 'no rule was run'}{off}"
+
+    def _written_out(self) -> str:
+        """What there is to know of rewritten sites that run dense."""
+        dense = [site for site in self.rewritten if site.implementation == "dense"]
+        promise = f" ({WRITTEN_ONCE})" if any(WRITTEN_ONCE in site.reason for site in dense) else ""
+        return f", {len(dense)} of them to run dense, the weight written out in each call{promise}" if dense else ""
 
     def why_not(self) -> list[tuple[str, list[Layer]]]:
         """The layers that stay dense, by the kind of condition that failed; the most frequent first."""
@@ -173,6 +182,7 @@ def merge(reports: Iterable[Report], capture: str) -> Report:
         merged.before += [replace(node, graph=place) for node in report.before]
         merged.after += [replace(node, graph=place) for node in report.after]
         merged.passes += report.passes
+        merged.disabled = report.disabled
         merged.graph_breaks += report.graph_breaks
         for text in report.notes:
             merged.note(text)

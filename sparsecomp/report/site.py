@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+WRITTEN_ONCE = "frozen=True promises that the weight stays: it is written out once then"
+"""At the end of the reason of a site that writes its weight out in each call, where the promise would help."""
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:

@@ -19,7 +19,7 @@ from torch import nn
 
 from sparsecomp.discovery import modules_within
 from sparsecomp.errors import InputError
-from sparsecomp.reference.facts import SparsityFact
+from sparsecomp.reference.facts import SparsityFact, check_bounds
 from sparsecomp.snn.spec import NeuronSpec, NotASource
 
 __all__ = ["Verdict", "domain_of", "inspect", "is_neuron", "register_neuron"]
@@ -105,12 +105,17 @@ def register_neuron(
         writes_input: the module writes to its input tensor.
 
     Raises:
-        InputError: `domain` is none of these, or `target` is neither a class nor a name.
+        InputError: an argument is none of these, or the domain's bounds hold no value. A function of a module that
+            fails or gives no domain leaves that neuron unknown.
     """
-    if not isinstance(domain, SparsityFact | NotASource) and not callable(domain):
-        raise InputError(f"domain is {domain!r}: give one of sparsecomp.snn, such as binary(), or a function")
-    if not (target is None or isinstance(target, str | type)):
+    if not _is_function(domain):
+        _check_domain(domain)
+    if not (target is None or isinstance(target, type) or (isinstance(target, str) and target.strip())):
         raise InputError(f"target is {target!r}: give a class or its name")
+    if not (isinstance(returns_tuple, bool) or _is_function(returns_tuple)):
+        raise InputError(f"returns_tuple is {returns_tuple!r}: give True, False or a function of the module")
+    if not isinstance(writes_input, bool):
+        raise InputError(f"writes_input is {writes_input!r}: give True or False")
     spec = NeuronSpec(domain, returns_tuple, writes_input)
     if target is None:
         return lambda cls: register_neuron(cls, domain=domain, returns_tuple=returns_tuple, writes_input=writes_input)
@@ -119,6 +124,17 @@ def register_neuron(
         return None
     _SPECS[f"{target.__module__}.{target.__qualname__}"] = spec
     return target
+
+
+def _is_function(given: object) -> bool:
+    return callable(given) and not isinstance(given, type)
+
+
+def _check_domain(domain: object) -> None:
+    if isinstance(domain, SparsityFact):
+        check_bounds(domain.lo, domain.hi, domain.integral)
+    elif not isinstance(domain, NotASource):
+        raise InputError(f"domain is {domain!r}: give one of sparsecomp.snn, such as binary(), or a function")
 
 
 def is_neuron(module: nn.Module) -> bool:
@@ -142,8 +158,13 @@ def inspect(module: nn.Module) -> Verdict:
         message = f"{_name(type(module))} redefines {', '.join(sorted(redefined))} of {_name(owner)}"
         return Verdict(None, message, writes_input=True)
     declared = spec.domain
-    domain = declared(module) if callable(declared) else declared
-    returns_tuple = spec.returns_tuple(module) if callable(spec.returns_tuple) else spec.returns_tuple
+    try:
+        domain = declared(module) if callable(declared) else declared
+        returns_tuple = spec.returns_tuple(module) if callable(spec.returns_tuple) else spec.returns_tuple
+        _check_domain(domain)
+    except Exception as error:  # of somebody's function
+        reason = f"what is registered for {_name(owner)} failed: {type(error).__name__}: {error}"
+        return Verdict(None, reason, writes_input=spec.writes_input)
     if isinstance(domain, NotASource):
         return Verdict(None, domain.reason, returns_tuple, spec.writes_input)
     return Verdict(replace(domain, source=type(module).__name__), "", returns_tuple, spec.writes_input)

@@ -1,5 +1,6 @@
 """`python -m sparsecomp cache|env|tune`: what a user sees of the tuning results."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -156,6 +157,9 @@ def factory():
 def broken():
     raise KeyError("no such layer")
 
+def leaves():
+    raise SystemExit(7)
+
 not_a_function = 3
 """
 
@@ -186,6 +190,9 @@ def test_tune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 @NO_GPU
 def test_tune_on_a_cpu_says_why_there_is_nothing_to_tune(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert "nothing to tune: there is no CUDA device" in printed(capsys, "tune", f"{model}:factory")
+    assert "nothing to tune" not in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="nothing to tune: there is no CUDA device"):
+        assert sparsecomp.tune(torch.nn.Linear(3, 4), torch.ones(2, 3)) == []
     assert answer(capsys, "tune", f"{model}:factory") == []
 
 
@@ -218,6 +225,10 @@ def test_every_verb_on_a_model_takes_the_compilers_options_and_a_step(
     answer(capsys, verb, f"{model}:factory", "--step", "training")
     wanted = {"precision": "exact", "frozen": True, "disable": ("spike_conv", "spike_linear")}
     assert seen == [(False, False, wanted), (True, True, None)] and torch.is_grad_enabled()
+    for written in ("('spike_conv', 'spike_linear')", "['spike_conv']", "'spike_conv, spike_linear'", "()"):
+        answer(capsys, verb, f"{model}:factory", "--option", f"disable={written}")
+        rules = ast.literal_eval(written)
+        assert list(seen.pop()[2]["disable"]) == ([*rules] if isinstance(rules, tuple | list) else rules.split(", "))
     refused = {"frozn=True": "did you mean 'frozen'", "frozen": "--option frozen", "density=2": "in [0, 1]"}
     for bad, message in refused.items():
         assert main([verb, f"{model}:factory", "--option", bad]) == 2
@@ -244,7 +255,7 @@ def test_the_installed_command_is_this_one() -> None:
         (["cache", "show", "zz"], "0 entries"),
         (["cache", "show", ""], "2 entries"),
         (["cache", "import", "{}/missing.json"], "cannot be read"),
-        (["cache", "import", "{}/model.py"], "no JSON"),
+        (["cache", "import", "{}/model.py"], "model.py: this is no JSON"),
         (["cache", "export", "{}/no/such/directory.json"], "cannot be written"),
         (["cache", "prune", "--only-device", "toaster"], "no device"),
         (["cache", "prune", "--only-device", "cuda:99"], "not there"),
@@ -256,7 +267,11 @@ def test_the_installed_command_is_this_one() -> None:
         (["tune", "{}/model.py:missing"], "no function 'missing'"),
         (["tune", "{}/model.py:not_a_function"], "no function 'not_a_function'"),
         (["tune", "{}/model.py:broken"], "KeyError: 'no such layer'"),
+        (["tune", "{}/model.py:leaves"], "SystemExit: 7"),
         (["tune", "{}/typo.py:factory"], "SyntaxError"),
+        (["explain", "{}/model.py:broken", "--html", "{}/no/report.html"], "no folder"),
+        (["explain", "{}/model.py:factory", "--html", "{}/a\0b.html"], "NUL"),
+        (["cache", "export", "{}/a\0b.json"], "NUL"),
     ],
 )
 def test_a_failure_is_one_line_and_exit_code_two(

@@ -1,7 +1,9 @@
 """A misspelt option must never pass for a default."""
 
 import dataclasses
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from rewriting import OnSpikes, site
@@ -43,6 +45,8 @@ def test_a_misspelt_name_is_told_the_nearest_wherever_it_is_given():
 def test_inductors_configuration_is_checked_before_it_compiles(inductor, message):
     with pytest.raises(OptionError, match=message):
         sparsecomp.optimize(torch.nn.Linear(2, 2), torch.ones(1, 2), inductor=inductor)
+    with pytest.raises(OptionError, match=message):
+        Options(inductor=inductor)
     assert Options.parse(None, {"inductor": {"triton.cudagraphs": True}}).inductor == {"triton.cudagraphs": True}
 
 
@@ -57,6 +61,15 @@ def test_inductors_configuration_is_checked_before_it_compiles(inductor, message
 def test_a_value_outside_its_domain_is_refused(given):
     with pytest.raises(OptionError):
         Options.parse(None, given)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.25), np.float64(0.25), Fraction(1, 4), np.int64(1)])
+def test_any_real_number_is_a_density(number):
+    options = Options(density=number)
+    assert type(options.density) is float and options.density == number
+    assert options.cache_key() == Options(density=float(number)).cache_key()
+    with pytest.raises(OptionError):
+        Options(density=np.True_)
 
 
 @pytest.mark.parametrize(("frozen", "parameter", "buffer"), [(False,) * 3, ("buffers", False, True), (True,) * 3])

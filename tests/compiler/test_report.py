@@ -216,6 +216,8 @@ def test_an_empty_report_says_why_it_is_empty(no_inductor: None) -> None:
     x = torch.rand(2, 16)
     assert "no layer that a rule looks at" in explain(torch.relu, x).summary
     assert "no rule was run" in explain(torch.nn.Linear(16, 16), x, disable=["all"]).summary
+    summary = explain(torch.nn.Linear(16, 16), x, disable=["spike_linear"]).summary
+    assert "no layer that a rule looks at (spike_linear switched off)" in summary
     assert "no operation on tensors" in explain(lambda x: x, x).notes[0]
     assert "in its first call" in optimize(torch.nn.Linear(16, 16)).report.notes[0]
 

@@ -10,8 +10,9 @@ import torch
 from fact_checker import check, check_values
 from torch import fx, nn
 
+import sparsecomp
 from sparsecomp.errors import InputError
-from sparsecomp.reference.facts import binary, integers
+from sparsecomp.reference.facts import SparsityFact, binary, integers, interval
 from sparsecomp.snn import norse as norse_table
 from sparsecomp.snn import sinabs as sinabs_table
 from sparsecomp.snn import snntorch as snntorch_table
@@ -369,7 +370,6 @@ class Analog(Opaque):
 
 
 def test_a_users_own_neuron_is_rewritten_by_public_names_alone() -> None:
-    import sparsecomp
     from sparsecomp import snn
 
     assert snn.register_neuron is sparsecomp.register_neuron and sparsecomp.snn is snn
@@ -393,12 +393,52 @@ def test_a_users_own_neuron_is_rewritten_by_public_names_alone() -> None:
 
 
 def test_a_domain_that_is_none_is_refused() -> None:
-    for domain in (None, 1, "binary", (0, 1)):
+    for domain in (None, 1, "binary", (0, 1), NotASource):
         with pytest.raises(InputError, match="give one of sparsecomp.snn"):
             register_neuron(Opaque, domain=domain)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    for target in (3, Opaque()):
+    for target in (3, Opaque(), "", " "):
         with pytest.raises(InputError, match="give a class or its name"):
             register_neuron(target, domain=binary())  # pyright: ignore[reportCallIssue, reportArgumentType]
+    for wrong in ({"returns_tuple": "yes"}, {"returns_tuple": int}, {"writes_input": "no"}):
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} is .*give True"):
+            register_neuron(Opaque, domain=binary(), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("make", "bounds", "message"),
+    [
+        (integers, (1, -1), "no value is from 1 to -1"), (integers, (float("nan"), 1), "nan is no whole"),
+        (integers, (0.5, 1), "0.5 is no whole"), (integers, ("a", 2), "'a' is no whole"),
+        (interval, (2, 1), "no value is from 2 to 1"), (interval, ("a", None), "'a' is no finite"),
+        (lambda lo, hi: SparsityFact(lo, hi, True), (1, -1), "no value is from 1 to -1"),
+    ],
+)  # fmt: skip
+def test_bounds_that_hold_no_value_are_refused(make: Any, bounds: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        register_neuron("nowhere.Neuron", domain=make(*bounds))
+
+
+@pytest.mark.parametrize("answer", [lambda _: 1 / 0, lambda _: None, lambda _: integers(2, 1)])
+def test_a_function_that_fails_leaves_its_neuron_unknown_and_the_rest_as_it_was(answer: Any) -> None:
+    @register_neuron(domain=answer)
+    class Failing(Opaque):
+        highest = 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x > 0).to(x.dtype)
+
+    @register_neuron(domain=binary())
+    class Sound(Failing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x > 0).to(x.dtype)
+
+    assert "Failing failed: " in inspect(Failing()).reason
+    layers = (nn.Linear(8, 8), Failing(), nn.Linear(8, 8), Sound(), nn.Linear(8, 8))
+    with torch.no_grad():
+        report = sparsecomp.optimize(nn.Sequential(*layers).eval(), torch.rand(2, 8), implementation="binary").report
+    assert [site.module for site in report.rewritten] == ["4"]
+    (unknown,) = (site for site in report.sites if site.module == "2")
+    assert "Failing failed: " in unknown.reason
 
 
 def test_no_library_is_imported() -> None:

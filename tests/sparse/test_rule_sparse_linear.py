@@ -136,7 +136,12 @@ def test_a_cpu_runs_the_faster_way(size, rows, frozen, trained, dense, monkeypat
         out, report = rewritten(layer, x, implementation="auto", strict=True, frozen=frozen)
     found = site(report, "sparse_linear")
     assert found.implementation == ("dense copy" if dense and frozen else "dense" if dense else "csr")
-    assert re.search(r"estimated [\d.]+ us against [\d.]+ us dense", found.reason)
+    once = frozen and not trained
+    rival = "us dense" if once else r"us written out, ([\d.]+) us as a plain dense layer"
+    told = re.search(rf"estimated ([\d.]+) us against [\d.]+ {rival}", found.reason)
+    assert told is not None
+    if not once and not dense:  # the gain is over the plain dense layer
+        assert found.expected_gain == pytest.approx(float(told[2]) / float(told[1]), rel=0.01)
     exactly = F.linear(x.double(), layer.weight.detach().to_dense().double(), layer.bias.double())
     torch.testing.assert_close(out.double(), exactly, rtol=1e-5, atol=1e-6)
 
@@ -238,3 +243,26 @@ def test_the_report_names_the_layer_and_not_what_is_fused_behind_it():
     report = sparsecomp.explain(nn.Sequential(nn.Identity(), layer, nn.ReLU()), torch.randn(32, 256))
     (found,) = (one for one in report.sites if one.rule == "sparse_linear")
     assert found.module == "1" and "relu" in found.reason
+
+
+def test_the_first_line_tells_of_weights_that_are_written_out_and_of_the_promise_against_it(monkeypatch):
+    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
+    model = nn.Sequential(*(SparseLinear.from_linear(nn.Linear(8, 8), sparsity=0.5) for _ in range(2))).eval()
+    with torch.no_grad():
+        summary = sparsecomp.explain(model, torch.randn(4, 8)).summary
+        told = "2 of 2 sites rewritten, 2 of them to run dense, the weight written out in each call (frozen=True"
+        assert told in summary
+        assert "written out" not in sparsecomp.explain(model, torch.randn(4, 8), frozen=True).summary
+    trained = sparsecomp.explain(model.train(), torch.randn(4, 8)).summary
+    assert "written out in each call" in trained and "frozen" not in trained  # training is no promise's
+
+
+def test_without_triton_the_estimate_for_a_card_says_what_is_needed(monkeypatch):
+    monkeypatch.setattr(chain, "decide", sparse_cost.decide)
+    monkeypatch.setattr("sparsecomp.passes.cost.sparse.has_triton", lambda: False)
+    model = nn.Sequential(SparseLinear.from_linear(nn.Linear(256, 256), sparsity=0.9), nn.ReLU()).eval()
+    with torch.no_grad():
+        report = sparsecomp.explain(model, torch.randn(64, 256), device="h100")
+    (site,) = report.sites
+    assert (site.module, site.rewritten, site.expected_gain) == ("0", True, None)
+    assert site.reason.endswith("Triton is not installed: pip install 'sparsecomp[gpu]'")

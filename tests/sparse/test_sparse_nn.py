@@ -540,8 +540,12 @@ def test_checkpoints_of_version_0_1_hold_a_sparse_tensor():
 def test_a_dense_checkpoint_loads_by_the_layers_mask(format):
     dense, sparse, x = nn.Linear(8, 6), build(0, format)[0], torch.randn(3, 8)
     stored = sparse.weight.detach().with_values(torch.ones_like(sparse.values)).to_dense() != 0
-    sparse.load_state_dict(dense.state_dict())
+    with pytest.warns(UserWarning, match=f"^weight: {int((~stored).sum())} non-zero weights .* dropped"):
+        sparse.load_state_dict(dense.state_dict())
     assert torch.equal(sparse.weight.to_dense(), dense.weight * stored)
+    with torch.no_grad():
+        dense.weight.mul_(stored)
+    load_state_dict(sparse, dense.state_dict(), strict_pattern=True)  # drops nothing: no warning, no refusal
     torch.testing.assert_close(sparse(x), nn.functional.linear(x, dense.weight * stored, dense.bias))
     sparse(x).sum().backward()
     model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
@@ -556,9 +560,13 @@ def test_a_strict_pattern_refuses_another(format):
     one, other = build(0, format), build(1, format)
     before = copy.deepcopy(one.state_dict())
     state = {name[2:]: value for name, value in other.state_dict().items() if name.startswith("0.")}
-    sizes = rf"values \({state['values'].shape[0]}.*the layer's are values \({one[0].values.shape[0]}"
-    with pytest.raises(FormatError, match=sizes):
+    with pytest.raises(FormatError, match="^the layer: .* as many, but its indices differ"):
         load_state_dict(one[0], state, strict_pattern=True)
+    if format is not NM:
+        fewer = SparseLinear.from_linear(nn.Linear(8, 6), format, **LAYOUTS[format] | {"sparsity": 0.9}).state_dict()
+        sizes = rf"values \({fewer['values'].shape[0]}.*the layer's are values \({one[0].values.shape[0]}"
+        with pytest.raises(FormatError, match=sizes):
+            load_state_dict(one[0], fewer, strict_pattern=True)
     one[0].strict_pattern = True
     for load in (lambda state: one.load_state_dict(state), lambda state: load_state_dict(one, state)):
         with pytest.raises(FormatError, match="strict"):
@@ -600,6 +608,26 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], typ
     ),
     "too much": (lambda state: state | {"5.bias": torch.ones(3)}, {}, CheckpointError, "no place for 5.bias"),
     "no state": (lambda state: [*state], {}, InputError, "state is a list"),
+    "a name that is none": (lambda state: state | {3: torch.ones(3)}, {}, CheckpointError, "key 3, needs names"),
+    "a batch too many": (lambda state: state | {"3.values": state["3.values"][None]}, {}, FormatError, "^3: .*values"),
+    "a batch of a tensor without contents": (
+        lambda state: state | {"3.values": state["3.values"][None].to("meta")}, {"assign": True}, FormatError,
+        "^3: .*values",
+    ),
+} | {
+    f"{name} {what}": (
+        lambda state, name=name, change=change: state | {name: change(state[name])}, {}, CheckpointError,
+        f"^{name} is a .*{message}.* Nothing was loaded",
+    )
+    for name in ("1.weight", "3.values", "3.indices", "3.bias", "4.masked.code")
+    for what, change, message in (
+        ("without contents", lambda one: one.to("meta"), "meta tensor.*assign=True"),
+        ("quantized", lambda one: torch.quantize_per_tensor(one.float(), 0.1, 0, torch.qint8), "quantized"),
+        ("of torch's sparse layout", lambda one: one.to_sparse(), "torch.sparse_coo"),
+        ("of a text", lambda one: "text", "str, needs a tensor"),
+        ("of a list", lambda one: [1.0], "list, needs a tensor"),
+        ("of nothing", lambda one: None, "NoneType, needs a tensor"),
+    )
 }  # fmt: skip
 
 
@@ -625,7 +653,11 @@ def test_a_whole_model_takes_what_another_had(how):
     stored = ("3.values", "3.pointers", "3.indices")
     plain = {name: value for name, value in other.state_dict().items() if name not in stored}
     weight, stored = torch.randn(8, 4), mask_of(model[3])
-    load_state_dict(model, plain | {"3.weight": weight})
+    with pytest.warns(UserWarning, match=f"^{int((~stored.bool()).sum())} non-zero weights .* dropped"):
+        load_state_dict(model, plain | {"3.weight": weight})
+    assert torch.equal(dense_of(model[3]), weight * stored)
+    with pytest.raises(FormatError, match="^3: the checkpoint's dense weight has 16 non-zero.*strict"):
+        load_state_dict(model, plain | {"3.weight": 2 * weight}, strict_pattern=True)
     assert torch.equal(dense_of(model[3]), weight * stored)
 
 

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import sympy
 import torch
+from rewriting import OnSpikes
 from torch import fx
 
+import sparsecomp
 from bench import table
 from sparsecomp._compat import FakeTensorMode
 from sparsecomp.lowering.cache.signature import Device
@@ -46,12 +48,23 @@ def test_the_cpu_stays_dense():
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"groups": 64}, "1 channels a group"), ({"c": 3}, "3 -> 64 channels"), ({"k": 10}, "64 -> 10 channels")],
+    [({"groups": 64}, "1 channels a group"), ({"c": 3}, "3 -> 64, which"), ({"k": 10}, "64 -> 10, which")],
 )
 def test_channels_that_cannot_fill_a_tensor_core_stay_dense(change, reason):
     decision = gate.decide(STAGE1._replace(**change))
     assert decision.implementation == "dense"
     assert reason in decision.reason
+
+
+@pytest.mark.parametrize(("layer", "x", "told"), [
+    (torch.nn.Linear(96, 10), torch.rand(4, 96), "96 -> 10, which"),
+    (torch.nn.Conv2d(64, 6, 3, groups=2), torch.rand(4, 64, 8, 8), "64 -> 6 in 2 groups, which"),
+])  # fmt: skip
+def test_channels_that_kernels_are_not_made_for_are_no_matter_of_cost(layer, x, told):
+    with torch.no_grad():
+        report = sparsecomp.explain(OnSpikes(layer.eval()), x, device="h100")
+    (found,) = report.sites
+    assert found.why == "CHANNELS" and told in found.reason and "pay" not in found.reason
 
 
 def test_a_rewrite_that_does_not_pay_is_not_made():

@@ -55,8 +55,8 @@ class SparseEmbedding(StoredWeight):
     def _derive(self, pattern: Pattern) -> None:
         self._longest = pattern.longest()
 
-    def _make_room(self, name: str, given: Tensor, checked: bool) -> None:
-        super()._make_room(name, given, checked)
+    def _make_room(self, name: str, given: Tensor) -> None:
+        super()._make_room(name, given)
         own = getattr(self, name)
         if name != "values" and not torch.equal(own, given.to(own)):
             setattr(self, name, own.clone())  # a backward that is still to come reads the old one

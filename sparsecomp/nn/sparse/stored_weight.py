@@ -4,8 +4,9 @@ The stored numbers are an ordinary parameter and the index arrays ordinary buffe
 gradient scalers, data parallelism, checkpoints, shared memory and compiled graphs need to know nothing of them.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,6 +22,28 @@ from sparsecomp.tensor.pattern import Pattern
 from sparsecomp.tensor.sparse_tensor import SparseTensor, view_of
 
 _TRANSPOSED = ("transposed_pointers", "transposed_indices", "transposed_order")
+
+
+class ReadState(NamedTuple):
+    """A checkpoint as a sparse layer reads it.
+
+    Attributes:
+        state: the checkpoint with the layer's own names.
+        pattern: what the layer has with it; None where it gives none or its arrays have no contents.
+        dropped: non-zero elements of a dense weight for which the layer's pattern has no place.
+    """
+
+    state: dict[str, Any]
+    pattern: Pattern | None
+    dropped: int
+
+
+def told_of_dropped(count: int) -> str:
+    """What to say of non-zero weights that a load leaves out."""
+    return (
+        f"{count} non-zero weights of the dense checkpoint are dropped, for which the sparse layers' patterns have no "
+        "place: load it into the dense model and prune that, or refuse it by strict_pattern=True"
+    )
 
 
 class StoredWeight(nn.Module):
@@ -178,18 +201,18 @@ class StoredWeight(nn.Module):
         Raises:
             FormatError: as `read_state`. The layer is as it was.
         """
-        state_dict, pattern = self.read_state(state_dict, prefix, self.strict_pattern)
+        state_dict, pattern, dropped = self.read_state(state_dict, prefix, self.strict_pattern)
         for name in self.stored_names:
             if (found := state_dict.get(f"{prefix}{name}")) is not None:
-                self._make_room(name, found, checked=pattern is not None)
+                self._make_room(name, found)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if pattern is not None and not self.values.is_meta:
             self._describe(Pattern(self.format, pattern.layout, tuple(self._own())))
+        if dropped:
+            warnings.warn(f"{prefix}weight: {told_of_dropped(dropped)}", stacklevel=2)
 
-    def read_state(
-        self, state: Mapping[str, Any], prefix: str, strict_pattern: bool
-    ) -> tuple[dict[str, Any], Pattern | None]:
-        """A checkpoint with the layer's own names, and the pattern that the layer has with it. Changes nothing.
+    def read_state(self, state: Mapping[str, Any], prefix: str, strict_pattern: bool) -> ReadState:
+        """What the layer makes of a checkpoint. Changes nothing.
 
         A whole `weight` becomes values and index arrays: a dense one by the layer's pattern, of which what that stores
         is taken, or the SparseTensor of version 0.1.
@@ -199,25 +222,29 @@ class StoredWeight(nn.Module):
             prefix: of the layer's names in it.
             strict_pattern: refuse a checkpoint of another pattern.
 
-        Returns:
-            The checkpoint; and the pattern, None where it gives none or its arrays have no contents.
-
         Raises:
             FormatError: the checkpoint's weight is no matrix of this format and shape, or not of the layer's pattern
                 where that is strict.
         """
         state = dict(state)
-        weight = state.pop(f"{prefix}weight", None)
+        weight, dropped = state.pop(f"{prefix}weight", None), 0
         if weight is not None:
             if f"{prefix}values" in state:
                 raise FormatError("the checkpoint has both weight and values: leave one out")
-            state |= {f"{prefix}{name}": array for name, array in self._state_of(weight).items()}
+            stored = self._state_of(weight)
+            dropped = _dropped(weight, stored["values"])
+            if dropped and strict_pattern:
+                raise FormatError(
+                    f"the checkpoint's dense weight has {dropped} non-zero elements that the layer, whose pattern is "
+                    "strict, does not store: leave strict_pattern out to drop them"
+                )
+            state |= {f"{prefix}{name}": array for name, array in stored.items()}
         given = {name: found for name in self.stored_names if (found := state.get(f"{prefix}{name}")) is not None}
         if not all(isinstance(one, Tensor) for one in given.values()):
             raise FormatError(f"the checkpoint's {', '.join(given)} must be tensors")
         pattern = self._pattern_of(given, strict_pattern)
         self._check_others(state, prefix)
-        return state, pattern
+        return ReadState(state, pattern, dropped)
 
     def _state_of(self, weight: Tensor) -> dict[str, Tensor]:
         """Values and index arrays of a checkpoint that has a whole weight: a SparseTensor, or a dense one."""
@@ -244,24 +271,39 @@ class StoredWeight(nn.Module):
         """The pattern that the layer has with these arrays; None where they have no contents."""
         # values may be missing, being computed by a parametrization; what is there must fit what stays
         tensors = [given[name] if name in given else getattr(self, name) for name in self.stored_names]
-        if not given or any(tensor.is_meta for tensor in tensors):
-            return None
-        sizes = f"{self._sizes(tensors)}, the layer's are {self._sizes([self.values, *self._own()])}"
-        if strict and not all(
-            one.shape == other.shape and torch.equal(one.to(other.device), other)
-            for one, other in zip(tensors[1:], self._own(), strict=True)
-        ):
-            raise FormatError(
-                f"the checkpoint stores other elements than the layer, whose pattern is strict: its are {sizes}: "
-                "leave strict_pattern out to take its pattern"
-            )
+        own = [self.values, *self._own()]
+        sizes = f"{self._sizes(tensors)}, the layer's are {self._sizes(own)}"
+        has_contents = given and not any(tensor.is_meta for tensor in tensors)
+        if strict and has_contents:
+            self._compare(tensors[1:], sizes)
         try:
-            return self._checked(*tensors)
+            pattern = self._checked(*tensors) if has_contents else None
+            self._check_room(tensors, own)
+            return pattern
         except FormatError as error:
             raise FormatError(
                 f"the checkpoint is no {self.format} matrix of the layer's shape {self.shape}: {error}. Its arrays are "
                 f"{sizes}: make the layer of the checkpoint's format and shape"
             ) from error
+
+    def _compare(self, arrays: Sequence[Tensor], sizes: str) -> None:
+        """Raise FormatError unless these index arrays are the layer's."""
+        pairs = list(zip(arrays, self._own(), strict=True))
+        alike = all(one.shape == other.shape for one, other in pairs)
+        if not alike or not all(torch.equal(one.to(other.device), other) for one, other in pairs):
+            how = "as many, but its indices differ" if alike else f"its are {sizes}"
+            raise FormatError(
+                f"the checkpoint stores other elements than the layer, whose pattern is strict: {how}: "
+                "leave strict_pattern out to take its pattern"
+            )
+
+    def _check_room(self, tensors: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+        """Raise FormatError unless each tensor differs from the layer's in its number of entries alone."""
+        for name, one, mine in zip(self.stored_names, tensors, own, strict=True):
+            if one.dim() != mine.dim() or one.shape[1:] != mine.shape[1:] or (
+                name == "pointers" and one.shape != mine.shape
+            ):  # fmt: skip
+                raise FormatError(f"{name} {tuple(one.shape)} do not fit the layer's {tuple(mine.shape)}")
 
     def _sizes(self, tensors: Sequence[Tensor]) -> str:
         named = zip(self.stored_names, tensors, strict=True)
@@ -277,11 +319,10 @@ class StoredWeight(nn.Module):
                     "layer of the checkpoint's sizes"
                 )
 
-    def _make_room(self, name: str, given: Tensor, checked: bool) -> None:
-        """Have as many entries as the checkpoint has; all else must be as it is, which torch checks if we could not."""
+    def _make_room(self, name: str, given: Tensor) -> None:
+        """Have as many entries as the checkpoint has."""
         own = getattr(self, name)
-        fits = own.shape[1:] == given.shape[1:] or checked
-        if own.dim() == given.dim() and own.shape != given.shape and fits:
+        if own.shape != given.shape:
             if name == "values":
                 self.values.data = own.data.new_empty(given.shape)
                 self.values.grad = None  # of other elements
@@ -307,6 +348,13 @@ class StoredWeight(nn.Module):
     def extra_repr(self) -> str:
         """Sizes and format, for print."""
         return f"{self.shape[0]}, {self.shape[1]}, format={self.format}"
+
+
+def _dropped(weight: Tensor, values: Tensor) -> int:
+    """How many non-zero elements a dense weight has beside those that are stored."""
+    if isinstance(weight, SparseTensor) or weight.is_meta:
+        return 0
+    return int(weight.count_nonzero() - values.count_nonzero())
 
 
 class _Parametrizations(nn.ModuleDict):
