@@ -506,7 +506,7 @@ def _module_source(node: fx.Node) -> Any:
 
 
 def _value_of(source: Any, scope: Mapping[str, Any]) -> Any:
-    name = source.name() if callable(source.name) else source.name
+    name = str(source.name() if callable(source.name) else source.name)
     try:
         return eval(name, {}, dict(scope))
     except Exception:

@@ -338,12 +338,9 @@ def read_results(path: str | os.PathLike[str]) -> Document:
         CacheError: the file cannot be read, or one value in it is not what it should be.
     """
     path = Path(path)
-    if is_database(path):
-        read, given = read_database, path
-    else:
-        read, given = parse, _read_file(path)
+    text = None if is_database(path) else _read_file(path)
     try:
-        return read(given)
+        return read_database(path) if text is None else parse(text)
     except CacheError as error:
         raise CacheError(f"{path}: {error}") from None
 
