@@ -10,7 +10,7 @@ import sparsecomp.ops.masked.folded_layer  # noqa: F401  (registers the operator
 from sparsecomp._compat import FakeTensorMode
 from sparsecomp.ops import frozen_weights
 from sparsecomp.options import Options
-from sparsecomp.passes.engine.rule import Context, Density, replays, site_key
+from sparsecomp.passes.engine.rule import Context, Density, site_key
 from sparsecomp.passes.facts.analysis import analyse
 from sparsecomp.passes.sparse.chain import Chain
 from sparsecomp.report import Report
@@ -115,14 +115,3 @@ def test_products_are_counted_whoever_put_them_in_the_graph() -> None:
     graph.output(x)
     gm = fx.GraphModule(nn.Module(), graph)
     assert Context(gm, Options(), Report(), analyse(gm)).products == 5
-
-
-@pytest.mark.parametrize(
-    ("mode", "inductor", "on_gpu"),
-    [("default", {}, False), ("reduce-overhead", {}, True), ("max-autotune", {}, True),
-     ("max-autotune-no-cudagraphs", {}, False), ("default", {"triton.cudagraphs": True}, True),
-     ("default", {"triton.cudagraphs": False}, False)],
-)  # fmt: skip
-def test_cuda_graphs_are_replayed_where_a_mode_says_so_on_a_gpu(mode: str, inductor: dict, on_gpu: bool) -> None:
-    options = Options(mode=mode, inductor=inductor)
-    assert replays(options, torch.device("cuda")) == on_gpu and not replays(options, torch.device("cpu"))
