@@ -9,6 +9,8 @@ from sparsecomp.environment import Settings
 from sparsecomp.lowering.cache.tuning_cache import TuningCache
 from sparsecomp.lowering.tuning import autotune
 from sparsecomp.lowering.tuning.autotune import Tuner
+from sparsecomp.options import Options
+from sparsecomp.passes.engine.rule import replays
 
 
 @pytest.fixture
@@ -58,3 +60,14 @@ def test_the_environment_has_the_last_word(mode, autotuned, effort, efforts, mon
     monkeypatch.setattr(autotune, "tuner", lambda: Tuner(TuningCache(None), Settings(autotune=autotuned)))
     run(mode)
     assert efforts == [effort]
+
+
+@pytest.mark.parametrize(
+    ("mode", "inductor", "on_gpu"),
+    [("default", {}, False), ("reduce-overhead", {}, True), ("max-autotune", {}, True),
+     ("max-autotune-no-cudagraphs", {}, False), ("default", {"triton.cudagraphs": True}, True),
+     ("default", {"triton.cudagraphs": False}, False)],
+)  # fmt: skip
+def test_cuda_graphs_are_replayed_where_a_mode_says_so_on_a_gpu(mode, inductor, on_gpu):
+    options = Options(mode=mode, inductor=inductor)
+    assert replays(options, torch.device("cuda")) == on_gpu and not replays(options, torch.device("cpu"))

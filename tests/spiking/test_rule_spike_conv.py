@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rewriting import AttributeLIF, ConvNet, OnSpikes, Surrogate, SurrogateLIF, dyadic, rewritten, site, spikes
-from torch import nn
+from torch import fx, nn
 
 from sparsecomp.errors import RuleError
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
-from sparsecomp.passes.engine.rule import Rule
+from sparsecomp.passes.engine.rule import Refusal, Rule
+from sparsecomp.passes.graph.canonicalize import op_of
 from sparsecomp.passes.spiking import spike_conv
 from sparsecomp.reference.digits import join_weight, split_weight
 from sparsecomp.reference.geometry import Window
@@ -402,3 +403,45 @@ def test_what_the_gate_is_told_of_a_site(name, dtype, digits, monkeypatch):
     assert (told.n, told.c, told.size, told.k, told.window, told.groups, told.out_size) == expected
     assert (told.device, told.itemsize, told.digits, told.trained) == ("cpu", dtype.itemsize, digits, False)
     assert told.density is told.active is None
+
+
+WINDOWS = [
+    {}, {"stride": 2}, {"stride": (2,)}, {"padding": 1}, {"padding": (2,)}, {"dilation": 2, "padding": "same"},
+    {"padding": "valid", "stride": 3}, {"padding": "same"}, {"padding": "same", "dilation": (3,)},
+]  # fmt: skip
+ODD_WINDOWS = [
+    {"stride": (1, 3), "padding": (0, 2)}, {"padding": "same", "dilation": (1, 2)}, {"dilation": (2, 1), "stride": [2]},
+]  # fmt: skip
+
+
+@pytest.mark.quick_cases(30)
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [((5,), window) for window in WINDOWS] + [((3, 5), window) for window in WINDOWS + ODD_WINDOWS],
+)
+def test_a_window_in_numbers_is_the_window_as_written(shape, window):
+    """However strides, paddings and dilations are spelled, and whatever is left out."""
+    convolve = {1: F.conv1d, 2: F.conv2d}[len(shape)]
+    x, weight = torch.randn(2, 3, *(11, 12)[: len(shape)]), torch.randn(4, 3, *shape)
+    geometry = spike_conv._geometry(_call(convolve, weight, **window))
+    assert all(len(numbers) == len(shape) for numbers in geometry)
+    torch.testing.assert_close(convolve(x, weight, None, *geometry), convolve(x, weight, **window))
+
+
+@pytest.mark.parametrize(("shape", "dilation"), [((2, 3), 1), ((3, 4), 1), ((3, 4), (2, 1)), ((4, 4), (1, 1))])
+def test_what_pads_one_side_more_is_refused(shape, dilation):
+    refused = spike_conv._geometry(_call(F.conv2d, torch.zeros(4, 3, *shape), padding="same", dilation=dilation))
+    assert isinstance(refused, Refusal) and "'same' is not symmetric" in str(refused)
+
+
+def test_a_padding_whose_weight_is_unknown_is_refused():
+    assert isinstance(spike_conv._geometry(_call(F.conv2d, None, padding="same")), Refusal)
+    assert spike_conv._geometry(_call(F.conv2d, None, padding="valid")) == ([1, 1], [0, 0], [1, 1])
+
+
+def _call(function, weight, **arguments):
+    graph = fx.Graph()
+    x, given = graph.placeholder("x"), graph.placeholder("weight")
+    if weight is not None:
+        given.meta["example_value"] = weight
+    return op_of(graph.call_function(function, (x, given), arguments))
