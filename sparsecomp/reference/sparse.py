@@ -130,7 +130,7 @@ def compact_product(pointers: Tensor, indices: Tensor, values: Tensor, shape: tu
     columns = dense.shape[1]
     by_column = dense.stride(0) == 1
     if dense.is_cuda or columns < _MANY or dense.dtype is not torch.float32 or not indices.numel():
-        if by_column and columns <= _FEW:
+        if by_column and columns <= _FEW and not dense.is_cuda:
             return (dense.mT @ _torch_matrix(torch.sparse_csc, pointers, indices, values, (shape[1], shape[0]))).mT
         return _torch_matrix(torch.sparse_csr, pointers, indices, values, shape) @ dense.contiguous()
     arrays = indices.contiguous(), pointers.contiguous()
