@@ -94,7 +94,9 @@ class Optimized(nn.Module):
         if self._backend is None:
             return self._report
         compiled = self._backend.compilations.report(self._report.capture)
-        return compiled if compiled.graphs else self._report
+        # where Dynamo's graphs have no site, those that the modules' graph named are what can be told
+        told = compiled.sites or (compiled.graphs and not self._report.sites)
+        return compiled if told else self._report
 
     def use_graph(self, gm: fx.GraphModule, inputs: int) -> "Optimized":
         """Run `gm` for calls with `inputs` positional arguments."""

@@ -221,7 +221,7 @@ def test_a_graph_that_is_replayed_gives_out_its_own(monkeypatch):
     ("features", "options", "why"),
     [
         (512, {"frozen": False}, "frozen=True promises"),
-        (400, {}, "its 160000 elements are masked faster than an operator is called (from 262144 on it is folded)"),
+        (360, {}, "its 129600 elements are masked faster than an operator is called (from 131072 on it is folded)"),
     ],
 )
 def test_what_is_left_names_what_helps(features, options, why):
