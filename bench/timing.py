@@ -1,5 +1,7 @@
 """How every figure is measured: medians of CUDA events, inputs rotated so that the L2 cache holds none of them."""
 
+import importlib.metadata
+import importlib.util
 import math
 import platform
 import statistics
@@ -120,13 +122,12 @@ def guarded(row: dict[str, Any], name: str, measure: Callable[[], Any]) -> None:
 
 def machine() -> dict[str, str]:
     """Card (or the word that there is none), versions and interpreter behind the figures."""
-    import triton
-
+    has_triton = importlib.util.find_spec("triton") is not None
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "cpu": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": importlib.metadata.version("triton") if has_triton else "none",
         "python": platform.python_version(),
     }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
-from kernel_devices import KERNEL_DEVICES, graph_of
+from kernel_devices import KERNEL_DEVICES, graph_of, needs_triton
 
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.launch.epilogue import Output
@@ -48,6 +48,7 @@ def test_the_tuner_can_check_every_candidate(problem, device):
     assert GATHER_DOT.signature(GATHER_DOT.representative(signature), H100).key == signature.key
 
 
+@needs_triton
 def test_other_dtypes_have_no_kernel_and_one_row_no_slab():
     wide = PROBLEMS[0]._replace(dtype="float64")
     assert not GATHER_DOT.candidates(wide, H100)
