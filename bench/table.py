@@ -3,10 +3,10 @@
 import json
 import re
 import statistics
-from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from bench.as_called import beside, counted, left_out, step_of
 from bench.spiking.networks import PRECISIONS
 from bench.timing import MODES
 from sparsecomp.passes.cost import spiking as gate
@@ -24,8 +24,6 @@ _CONV_COLUMNS = {
     "event": "event",
     "skip": "skip",
 }
-_REACHED = 0.97
-"""Least speed, of stock compile's, at which a model counts as no slower."""
 
 
 def markdown(results: Path = RESULTS) -> str:
@@ -105,15 +103,15 @@ def headline(results: Path = RESULTS) -> str:
     grid = [["model", "step", *(mode + ", frozen" * (which == "frozen") for which, mode in variants)]]
     on_layers, on_networks = (_card(found["machine"]) for found in (layers, networks))
     groups: dict[tuple[str, str], dict[tuple[str, str], list[float]]] = {}
-    for call in _calls(layers["result"]):
-        group = f"layers, {call.row['layer']['dtype']}", _step(call.row["layer"])
+    for call in beside("stock", layers["result"]):
+        group = f"layers, {call.row['layer']['dtype']}", step_of(call.row["layer"])
         groups.setdefault(group, {}).setdefault((call.which, call.mode), []).append(call.speed)
     for (name, step), speeds in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
         grid.append([f"{name} ({on_layers})", step, *(_mean_and_range(speeds.get(one)) for one in variants)])
     for row in sorted(networks["result"], key=lambda row: (row["training"], row["network"])):
-        found = {(call.which, call.mode): f"{call.speed:.2f}" for call in _calls([row])}
+        found = {(call.which, call.mode): f"{call.speed:.2f}" for call in beside("stock", [row])}
         if found:
-            grid.append([f"{row['network']} ({on_networks})", _step(row), *(found.get(one, "–") for one in variants)])
+            grid.append([f"{row['network']} ({on_networks})", step_of(row), *(found.get(one, "–") for one in variants)])
     return markdown_grid(grid)
 
 
@@ -127,31 +125,6 @@ def _mean_and_range(speeds: list[float] | None) -> str:
     return f"{statistics.geometric_mean(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})"
 
 
-class _Call(NamedTuple):
-    """A time of a row of `bench.loop` or `bench.loop_networks`, and stock's in the same mode."""
-
-    row: dict[str, Any]
-    which: str
-    mode: str
-    ms: float
-    stock: float
-
-    @property
-    def speed(self) -> float:
-        """Of stock's."""
-        return self.stock / self.ms
-
-
-def _calls(rows: list[dict[str, Any]]) -> list[_Call]:
-    found = []
-    for row in rows:
-        for key, ms in row["ms"].items():
-            which, mode = key.split(", ")
-            if which != "stock":
-                found.append(_Call(row, which, mode, ms, row["ms"][f"stock, {mode}"]))
-    return found
-
-
 def layers_as_called(rows: list[dict[str, Any]]) -> str:
     """How many layers of `bench.loop` are no slower than stock, and the slowest ten."""
     title = (
@@ -159,24 +132,16 @@ def layers_as_called(rows: list[dict[str, Any]]) -> str:
         "the same zeros. Loops of calls, host included, in turns in one process; a training step is forward, backward "
         "and SGD; float32 is exact in both. `frozen`: with the option `frozen=True`. Speeds are of stock's:"
     )
-    calls = _calls(rows)
-    groups: dict[tuple[str, str, str], list[float]] = {}
-    for call in calls:
-        groups.setdefault((call.which, _step(call.row["layer"]), call.mode), []).append(call.speed)
-    counts = [["layers", "step", "mode", "cases", f"at {_REACHED} or more", "geometric mean", "least", "most"]]
-    for key, speeds in groups.items():
-        reached = sum(speed >= _REACHED for speed in speeds)
-        summary = (statistics.geometric_mean(speeds), min(speeds), max(speeds))
-        counts.append([*key, str(len(speeds)), str(reached), *(f"{one:.2f}" for one in summary)])
+    calls = list(beside("stock", rows))
     slowest = [["slowest layers", "rows", "dtype", "step", "mode", "ran as", "stock", "ours", "speed"]]
     for call in sorted(calls, key=lambda call: call.speed)[:10]:
         layer, ran = call.row["layer"], call.row["implementation"][f"{call.which}, {call.mode}"]
         slowest.append([
             f"{layer['size']}x{layer['size']} {layer['sparsity']:.0%}", str(layer["rows"]), layer["dtype"],
-            _step(layer), f"{call.which}, {call.mode}", ", ".join(one.partition(":")[0] for one in ran),
-            _ms(call.stock), _ms(call.ms), f"{call.speed:.2f}",
+            step_of(layer), f"{call.which}, {call.mode}", ", ".join(one.partition(":")[0] for one in ran),
+            _ms(call.rival), _ms(call.ms), f"{call.speed:.2f}",
         ])  # fmt: skip
-    return "\n\n".join([title, markdown_grid(counts), markdown_grid(slowest), *_left_out(rows)])
+    return "\n\n".join([title, markdown_grid(counted(calls)), markdown_grid(slowest), *left_out(rows)])
 
 
 def networks_as_called(rows: list[dict[str, Any]]) -> str:
@@ -190,22 +155,13 @@ def networks_as_called(rows: list[dict[str, Any]]) -> str:
     for row in sorted(rows, key=lambda row: (row["training"], row["network"])):
         if not row["ms"]:
             continue
-        times = {f"{call.which}, {call.mode}": f"{_ms(call.ms)} ({call.speed:.2f})" for call in _calls([row])}
+        times = {f"{call.which}, {call.mode}": f"{_ms(call.ms)} ({call.speed:.2f})" for call in beside("stock", [row])}
         times |= {key: _ms(ms) for key, ms in row["ms"].items() if key not in times}
         fires = f"{row['rates']['mean']:.1%}" if "rates" in row else "–"
         cells = [times.get(f"{which}, {mode}", "–") for mode, which in variants]
-        grid.append([row["network"], "×".join(map(str, row["shape"])), fires, _step(row), *cells])
-    notes = [f"{row['network']}, {_step(row)}: {row['note']}." for row in rows if "note" in row]
-    return "\n\n".join([title, markdown_grid(grid), *notes, *_left_out(rows)])
-
-
-def _step(what: dict[str, Any]) -> str:
-    return "training" if what["training"] else "inference"
-
-
-def _left_out(rows: list[dict[str, Any]]) -> list[str]:
-    reasons = Counter(item for row in rows for item in row.get("left out", {}).items())
-    return [f"Left out of {count} rows: {what} ({reason})." for (what, reason), count in reasons.items()]
+        grid.append([row["network"], "×".join(map(str, row["shape"])), fires, step_of(row), *cells])
+    notes = [f"{row['network']}, {step_of(row)}: {row['note']}." for row in rows if "note" in row]
+    return "\n\n".join([title, markdown_grid(grid), *notes, *left_out(rows)])
 
 
 def _network(result: dict[str, Any]) -> str:

@@ -1,52 +1,25 @@
 """What `bench.local.speed` found, as tables and a plot; speeds are of stock Inductor's gather in the same mode."""
 
-import statistics
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
+from bench.as_called import Row, Timed, beside, counted, left_out, step_of
 from bench.plots import Lines, Plot
 from bench.table import markdown_grid
 
-Row = dict[str, Any]
-_REACHED = 0.97
-"""Least speed, of Inductor's, at which a layer counts as no slower."""
 _OURS = ("sparsecomp", "plain by sparsecomp")
 _RIVAL = "Inductor"
 
 
-class Speed(NamedTuple):
-    """A time of ours, and Inductor's in the same mode."""
-
-    row: Row
-    which: str
-    mode: str
-    ms: float
-    rival: float
-
-    @property
-    def times(self) -> float:
-        """As fast as Inductor."""
-        return self.rival / self.ms
-
-
-def speeds(rows: Sequence[Row]) -> Iterator[Speed]:
+def speeds(rows: Sequence[Row]) -> list[Timed]:
     """Of ours, wherever Inductor was measured too."""
-    for row in rows:
-        for key, ms in row["ms"].items():
-            which, mode = key.split(", ")
-            rival = row["ms"].get(f"{_RIVAL}, {mode}")
-            if which in _OURS and rival is not None:
-                yield Speed(row, which, mode, ms, rival)
+    return [one for one in beside(_RIVAL, rows) if one.which in _OURS]
 
 
 def table(rows: Sequence[Row]) -> str:
     """All parts that were measured, as Markdown."""
     parts = {name: [row for row in rows if row["layer"]["part"] == name] for name in _TABLES}
     made = [_TABLES[name](found) for name, found in parts.items() if found]
-    reasons = Counter(item for row in rows for item in row.get("left out", {}).items())
-    left_out = [f"Left out of {count} rows: {what} ({reason})." for (what, reason), count in reasons.items()]
-    return "\n\n".join(made + left_out)
+    return "\n\n".join(made + left_out(rows))
 
 
 def _layers(rows: Sequence[Row]) -> str:
@@ -57,7 +30,7 @@ def _layers(rows: Sequence[Row]) -> str:
             rival = row["ms"].get(f"{_RIVAL}, {mode}")
             cells = [_beside(row["ms"].get(f"{name}, {mode}"), rival, name) for name in names]
             floor = _ms(row.get("floor ms") if mode == "graph" else None)
-            grid.append([_name(row), str(row["layer"]["rows"]), _step(row), mode, *cells, floor])
+            grid.append([_name(row), str(row["layer"]["rows"]), step_of(row["layer"]), mode, *cells, floor])
     return markdown_grid(grid)
 
 
@@ -71,23 +44,16 @@ def _blocks(rows: Sequence[Row]) -> str:
 
 
 def _grid(rows: Sequence[Row]) -> str:
-    found = list(speeds(rows))
+    found = speeds(rows)
     title = f"A grid of {len(rows)} layers, as called; speeds are of Inductor's gather:"
-    groups: dict[tuple[str, str, str], list[float]] = {}
-    for speed in found:
-        groups.setdefault((speed.which, _step(speed.row), speed.mode), []).append(speed.times)
-    counts = [["layers", "step", "mode", "cases", f"at {_REACHED} or more", "geometric mean", "least", "most"]]
-    for key, values in groups.items():
-        reached = sum(value >= _REACHED for value in values)
-        summary = (statistics.geometric_mean(values), min(values), max(values))
-        counts.append([*key, str(len(values)), str(reached), *(f"{one:.2f}" for one in summary)])
     slowest = [["slowest layers", "rows", "step", "mode", _RIVAL, "ours", "speed"]]
-    for speed in sorted(found, key=lambda speed: speed.times)[:10]:
+    for one in sorted(found, key=lambda one: one.speed)[:10]:
+        layer = one.row["layer"]
         slowest.append([
-            _name(speed.row), str(speed.row["layer"]["rows"]), _step(speed.row), f"{speed.which}, {speed.mode}",
-            _ms(speed.rival), _ms(speed.ms), f"{speed.times:.2f}",
+            _name(one.row), str(layer["rows"]), step_of(layer), f"{one.which}, {one.mode}", _ms(one.rival), _ms(one.ms),
+            f"{one.speed:.2f}",
         ])  # fmt: skip
-    return "\n\n".join([title, markdown_grid(counts), markdown_grid(slowest)])
+    return "\n\n".join([title, markdown_grid(counted(found)), markdown_grid(slowest)])
 
 
 def _curve(rows: Sequence[Row]) -> str:
@@ -123,10 +89,6 @@ def _name(row: Row) -> str:
     layer = row["layer"]
     dtype = "" if layer["dtype"] == "float32" else f", {layer['dtype']}"
     return f"n={layer['n']}, k={layer['k']}, {layer['pattern']}{dtype}"
-
-
-def _step(row: Row) -> str:
-    return "training" if row["layer"]["training"] else "inference"
 
 
 def _beside(ms: float | None, rival: float | None, name: str) -> str:
