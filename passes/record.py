@@ -17,7 +17,7 @@ from sparsecomp.lowering.tuning.ceilings import known_card
 from sparsecomp.passes.cost import cpu as cpu_cost
 from sparsecomp.passes.cost.dense import DenseWork, conv_work, matmul_work, time_of
 from sparsecomp.passes.engine.location import user_location
-from sparsecomp.passes.engine.rule import Context, module_path, replays, sizes
+from sparsecomp.passes.engine.rule import Context, is_static, module_path, replays, sizes
 from sparsecomp.passes.facts.analysis import Analysis
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of, target_name
 from sparsecomp.passes.graph.operators import Trait, record_of, spelling_of
@@ -104,10 +104,8 @@ def _node(node: fx.Node, analysis: Analysis | None) -> Node:
 
 def _called(node: fx.Node) -> str:
     if node.op == "placeholder":
-        is_static = isinstance(example_of(node), torch.nn.Parameter) or "_dynamo_static_input_type" in (
-            node.meta.get("tensor_dict") or {}
-        )
-        return "parameter" if is_static else "input"
+        of_module = isinstance(example_of(node), torch.nn.Parameter) or is_static(node)
+        return "parameter" if of_module else "input"
     if node.op in ("get_attr", "output"):
         return "parameter" if node.op == "get_attr" else "output"
     return target_name(node) or getattr(node.target, "__name__", str(node.target))

@@ -68,10 +68,7 @@ def _buffer(like: fx.Node, constant: Constant, held: Sequence[Tensor]) -> fx.Nod
 
 def _made(make: Callable[..., Tensor], held: Sequence[Tensor]) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        made = make(*held)
-    if made.is_cuda and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize(made.device)  # calls may come on any stream
-    return made
+        return make(*held)
 
 
 class Constants:
@@ -87,6 +84,7 @@ class Constants:
         ]  # fmt: skip
         self._places = sorted({place for *_, sources in self._made for place in sources})
         _compat.serve_one_module([node for node, place in places.items() if place in self._places])
+        self._wait()
         self._remember(inputs)
 
     def __bool__(self) -> bool:
@@ -105,12 +103,18 @@ class Constants:
                 break
         else:
             return False
-        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize()  # for those who still read them
+        self._wait()
         for buffer, make, sources in self._made:
             buffer.copy_(_made(make, [inputs[place] for place in sources]))
+        self._wait()
         self._remember(inputs)
         return True
+
+    def _wait(self) -> None:
+        """For whoever reads or makes the constants: calls may come on any stream."""
+        for device in {buffer.device for buffer, *_ in self._made if buffer.is_cuda}:
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize(device)
 
     def _remember(self, inputs: Sequence[Any]) -> None:
         # the tensors themselves: torch swaps none that has a weak reference
@@ -120,5 +124,5 @@ class Constants:
                 place, one, weakref.ref(one.untyped_storage()), one.data_ptr(),
                 None if one.is_inference() else one._version,
             )
-            for place, one in held if isinstance(one, Tensor)
+            for place, one in held
         ]  # fmt: skip

@@ -196,9 +196,7 @@ class Context:
         if tensor is None or self.eager or _compat.is_fake(tensor) or not self.options.promises(tensor):
             return None
         assert isinstance(value, fx.Node)
-        # Dynamo's mark on the parameters and buffers of modules
-        static = "_dynamo_static_input_type" in (value.meta.get("tensor_dict") or {})
-        known = (static or isinstance(tensor, torch.nn.Parameter)) and value.meta.get(OWNED, False)
+        known = (is_static(value) or isinstance(tensor, torch.nn.Parameter)) and value.meta.get(OWNED, False)
         return tensor.detach() if known and self.analysis.unchanged(value, value) else None
 
     def density(self, node: fx.Node) -> tuple[Density, str]:
@@ -282,6 +280,11 @@ def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     node = graph.call_method(target.__name__, args) if is_method else graph.call_function(target, args)
     node.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "tensor_meta")}
     return node
+
+
+def is_static(node: fx.Node) -> bool:
+    """Whether an input has Dynamo's mark on the parameters and buffers of modules."""
+    return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 
 def replays(options: Options, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 
 from sparsecomp import _compat
 from sparsecomp.passes.engine.rule import Context
-from sparsecomp.passes.graph.canonicalize import op_of
+from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 
 _CONVOLUTIONS = tuple(f"conv{transposed}{dims}d" for transposed in ("", "_transpose") for dims in (1, 2, 3))
@@ -78,7 +78,7 @@ class Formula:
         return found
 
     def module(self, dtype: torch.dtype | None) -> fx.GraphModule:
-        """The formula as a function of its sources, its result in another dtype if one is given."""
+        """The formula as a function of its sources, its result in a dtype if one is given."""
         graph, copies = fx.Graph(), {}
         for index, source in enumerate(self.sources):
             copies[source] = graph.placeholder(f"source_{index}")
@@ -87,7 +87,8 @@ class Formula:
             # named by its place, so that the same formula elsewhere reads the same
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, f"value_{index}")
         result = copies[self.result]
-        graph.output(result if dtype is None else graph.call_method("to", (result, dtype)))
+        as_it_is = dtype is None or getattr(example_of(self.result), "dtype", None) is dtype
+        graph.output(result if as_it_is else graph.call_method("to", (result, dtype)))
         return fx.GraphModule(torch.nn.Module(), graph)
 
 

@@ -23,7 +23,7 @@ from sparsecomp import _compat
 from sparsecomp.ops.masked.folded_weight import Folded, Recipe, computed, formula
 from sparsecomp.passes.cost.masked import decide_fold
 from sparsecomp.passes.engine.constants import promised
-from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, is_static, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked.fold import Choice, choose
 from sparsecomp.passes.masked.formula import (
@@ -99,9 +99,7 @@ def _constant(node: fx.Node, ctx: Context) -> torch.Tensor | None:
     value = ctx.values.get(node)
     if value is None or _compat.is_fake(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
         return None
-    # Dynamo's mark on the parameters and buffers of modules
-    static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
-    return value if static or _is_parameter(node, ctx) or node.op == "get_attr" else None
+    return value if is_static(node) or _is_parameter(node, ctx) or node.op == "get_attr" else None
 
 
 def _evidence(masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> bool | Refusal:
@@ -184,8 +182,10 @@ def _folded(
         given = {masked.result: _build_kept(op, masked, None, values, keep)} if given_out else {}
         if choice.format != "dense":
             return {op.node: _build_sparse(op, masked, choice, values, keep)} | given
-        build_one = _build_constant if _is_constant(masked, ctx) else _build_kept
-        read = given or {masked.result: build_one(op, masked, weight.dtype, values, keep)}
+        read = given or {
+            masked.result: _build_constant(op, masked, weight.dtype, values) if _is_constant(masked, ctx)
+            else _build_kept(op, masked, weight.dtype, values, keep)
+        }  # fmt: skip
         return {op.node: op.node.graph.node_copy(op.node, lambda old: read.get(old, old))} | given
 
     dead = tuple(node for node in masked.nodes[::-1] if not (given_out and node is masked.result))
@@ -206,10 +206,10 @@ def _is_constant(masked: Formula, ctx: Context) -> bool:
 
 
 def _build_constant(
-    op: CanonicalOp, masked: Formula, dtype: torch.dtype, values: Mapping[fx.Node, torch.Tensor], keep: Keep
+    op: CanonicalOp, masked: Formula, dtype: torch.dtype, values: Mapping[fx.Node, torch.Tensor]
 ) -> fx.Node:
     names = [f"`{source.target}`" for source in masked.sources]
-    made = _Computed(formula(masked.module(_cast(masked, dtype))))
+    made = _Computed(formula(masked.module(dtype)))
     return promised(op.node, made, masked.sources, [values[source] for source in masked.sources], names)
 
 
@@ -220,10 +220,6 @@ class _Computed(NamedTuple):
 
     def __call__(self, *sources: torch.Tensor) -> torch.Tensor:
         return computed(sources, self.formula)
-
-
-def _cast(masked: Formula, dtype: torch.dtype) -> torch.dtype | None:
-    return None if example_of(masked.result).dtype is dtype else dtype
 
 
 def _build_kept(
@@ -240,7 +236,7 @@ def _prepared(
 ) -> str:  # fmt: skip
     """The recipe of the weight in a format and block, by which it is kept already: the first call may run in the
     memory of a CUDA graph."""
-    folded = Folded(formula(masked.module(cast_to and _cast(masked, cast_to))), *form)
+    folded = Folded(formula(masked.module(cast_to)), *form)
     read, names = zip(*((values[source], source.target) for source in masked.sources), strict=True)
     MEMO.prepare(folded, read, keep, names)
     return Recipe(folded, keep).written()
