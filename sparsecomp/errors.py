@@ -49,7 +49,8 @@ class SparseOperatorError(SparsecompError, RuntimeError):
 
 
 class PatternError(SparsecompError, ValueError):
-    """Two SparseTensors, such as a parameter and its gradient, store different elements where they must not."""
+    """Patterns do not fit one another: elements that differ where they must not, shapes, devices, or a change of a
+    pattern that its rules refuse."""
 
 
 class MaskError(SparsecompError, ValueError):

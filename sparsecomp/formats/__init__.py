@@ -14,6 +14,7 @@ from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSC, CSR
 from sparsecomp.formats.nm import NM
+from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.statistics import Statistics
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NM",
     "BestFormat",
     "Estimate",
+    "Pattern",
     "Ragged",
     "SparseMatrix",
     "Statistics",
