@@ -95,6 +95,24 @@ class StoredWeight(nn.Module):
         self._checks = Settings.from_environment().debug
         self._remember()
 
+    @torch.no_grad()
+    def store(self, values: Tensor, *arrays: Tensor) -> None:
+        """Store other elements; nothing is checked.
+
+        Written into the memory that is there where the sizes allow it, so that compiled and captured graphs follow;
+        how even the rows were told to be stays, since only speed depends on it.
+
+        Args:
+            values: as `self.values`, for the entries of `arrays`.
+            arrays: index arrays, in the order of the format's; see `sparsecomp.reference.patterns`.
+        """
+        for name, given in zip(self.stored_names, (values, *arrays), strict=True):
+            self._make_room(name, given)
+            getattr(self, name).copy_(given)
+        layout, written = self._layout, self._written
+        self._describe(Pattern(self.format, layout, tuple(self._own())))
+        self._layout, self._written = layout, written
+
     def _remember(self) -> None:
         """Which arrays are described, and as they are now."""
         self._described, self._seen = (self.indices, self.transposed_order), self._memory()

@@ -1,0 +1,1 @@
+"""Sparse weights whose patterns change while they are trained."""

@@ -1,0 +1,152 @@
+"""Training that is sparse from the first step: weights go and others come, while their number stays.
+
+model = sparsecomp.sparsify(model, Unstructured(0.9, by="random"))
+optimizer = torch.optim.AdamW(model.parameters())
+rigl = RigL(model, optimizer, end=7500)
+for x, y in data:
+    optimizer.zero_grad()
+    with rigl.watch():
+        loss_fn(model(x), y).backward()
+    if not rigl.update():
+        optimizer.step()
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsecomp.errors import ConfigError
+from sparsecomp.formats import CSR, Pattern
+from sparsecomp.formats.indices import select_keys
+from sparsecomp.nn import SparseLinear
+from sparsecomp.training.distributed import Replicas, bare
+from sparsecomp.training.dynamic.delta import PatternDelta
+from sparsecomp.training.dynamic.gradients import GradientAccumulator
+from sparsecomp.training.dynamic.manager import PatternManager
+
+
+class DynamicSparsity(ABC):
+    """Every `every` steps, until step `end`, a share of each layer's weights is replaced by others.
+
+    The share falls along a cosine: fraction / 2 · (1 + cos(π t / end)) (Evci et al. 2020, section 3). A change takes
+    the place of that step's optimizer step. The number of weights stays the same to the last one, so nothing is
+    compiled again; new weights begin at 0, and so do the optimizer's numbers of them.
+
+    Args:
+        model: whose `SparseLinear` layers in CSR or CSC change; it may be compiled, or within DistributedDataParallel,
+            whose processes call everything alike.
+        optimizer: that trains it.
+        end: the step from which on nothing changes; three quarters of the training are usual.
+        every: steps between changes.
+        fraction: share of a layer's weights that the first changes replace, 0 to 1.
+        filter: of a layer and its name in the model, whether it changes; all by default.
+        seed: of what is drawn at random.
+
+    Attributes:
+        steps: that were counted so far.
+        managers: the layers' patterns, by name.
+        gradients: of their whole weights, by name, in a step that changes patterns by them.
+
+    Raises:
+        ConfigError: a setting outside its domain, or no such layer.
+    """
+
+    watches = False
+    """Whether gradients outside of the pattern decide."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, *, end: int, every: int = 100, fraction: float = 0.3,
+        filter: Callable[[nn.Module, str], bool] | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        if every < 1 or end < 0 or not 0 <= fraction <= 1:
+            raise ConfigError(f"every {every}, end {end}, fraction {fraction}: 1 or more, 0 or more, and a share")
+        self.every, self.end, self.fraction, self.seed, self.steps = every, end, fraction, seed, 0
+        self.managers = {
+            name: PatternManager(layer, [optimizer], keep=0)
+            for name, layer in bare(model).named_modules()
+            if isinstance(layer, SparseLinear) and layer.format in ("CSR", "CSC")
+            and layer.values.requires_grad and (filter is None or filter(layer, name))
+        }  # fmt: skip
+        if not self.managers:
+            raise ConfigError("the model has no SparseLinear in CSR or CSC that is trained: make some by sparsify")
+        self._replicas = Replicas(model)
+        self.gradients = {name: GradientAccumulator(one.layer) for name, one in self.managers.items()}
+
+    @property
+    def due(self) -> bool:
+        """Whether this step changes patterns."""
+        return 0 < self.steps < self.end and self.steps % self.every == 0
+
+    @property
+    def share(self) -> float:
+        """Share of the weights that a change replaces now."""
+        return self.fraction / 2 * (1 + math.cos(math.pi * self.steps / self.end)) if self.steps < self.end else 0.0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around forward and backward. Where this step changes patterns by gradients, compiled models run eagerly."""
+        with ExitStack() as stack:
+            if self.due and self.watches:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                for accumulator in self.gradients.values():
+                    stack.enter_context(accumulator.watching())
+            yield
+
+    @torch.no_grad()
+    def update(self) -> bool:
+        """Behind each backward: count the step, and change the patterns if it is due, with True.
+
+        Raises:
+            PatternError: no backward ran within `watch`, or one is running. Nothing has changed.
+        """
+        changes = self.due
+        if changes:
+            found = {name: self._changed(name) for name in self.managers}
+            for name, manager in self.managers.items():
+                manager.queue(found[name])
+                manager.apply()
+                self.gradients[name].clear()
+        self.steps += 1
+        return changes
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run goes on from, beside the model's and the optimizer's."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.steps = int(state["steps"])
+
+    def _changed(self, name: str) -> PatternDelta:
+        matrix = self.managers[name].layer.weight.matrix.to(CSR)
+        old = Pattern.of(matrix)
+        count = self.count(old)
+        kept = Pattern(select_keys(old.keys, self.kept(matrix.values, count), old.nnz - count), old.shape)
+        new = kept.union(self.grown(name, old, kept, count), old.nnz)
+        return PatternDelta.between(old, new)
+
+    def count(self, pattern: Pattern) -> int:
+        """How many elements of a pattern a change replaces."""
+        return int(self.share * pattern.nnz)
+
+    @abstractmethod
+    def kept(self, values: Tensor, count: int) -> Tensor:
+        """Which weights stay: bool, all but `count` of `values` (nnz,)."""
+
+    @abstractmethod
+    def grown(self, name: str, old: Pattern, kept: Pattern, count: int) -> Pattern:
+        """`count` elements that come, of the layer of this name, which stored `old` and of it has `kept`."""
+
+    def mean(self, gradient: Tensor) -> Tensor:
+        """Over the processes."""
+        if self._replicas.group is None:
+            return gradient
+        dist.all_reduce(gradient, group=self._replicas.group)
+        return gradient / self._replicas.count

@@ -1,0 +1,159 @@
+"""Change what a sparse layer stores, while it is trained, and take it back.
+
+Values, gradients and the optimizer's state follow by position. Where the number of elements stays, everything is
+written into the memory that is there: a compiled or captured graph goes on with the new pattern and nothing is
+compiled again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparsecomp import _compat
+from sparsecomp.errors import PatternError
+from sparsecomp.formats import Pattern
+from sparsecomp.formats.indices import pointers_of
+from sparsecomp.nn.sparse.stored_weight import StoredWeight
+from sparsecomp.training.dynamic.delta import PatternDelta
+
+_REFUSED = {
+    "static": ("additions", "removals"),
+    "grow": ("removals",),
+    "shrink": ("additions",),
+    "free": (),
+}
+
+
+@dataclass(frozen=True)
+class PatternChange:
+    """A change that was made.
+
+    Attributes:
+        delta: what came and went.
+        removed: the values that went, in the order of `delta.removals.keys`.
+    """
+
+    delta: PatternDelta
+    removed: Tensor
+
+
+class PatternManager:
+    """The pattern of a sparse layer in CSR or CSC, as it changes.
+
+    Args:
+        layer: such as `SparseLinear`.
+        optimizers: those that train its values; their state follows the pattern.
+        policy: what may change: "static" nothing, "grow" and "shrink" in one direction, "free" all.
+        keep: how many changes `undo` can take back.
+
+    Attributes:
+        history: the last changes, oldest first.
+
+    Raises:
+        PatternError: a layer in another format, or an unknown policy.
+    """
+
+    def __init__(
+        self, layer: StoredWeight, optimizers: Iterable[Optimizer] = (), policy: str = "free", keep: int = 8
+    ) -> None:
+        if policy not in _REFUSED:
+            raise PatternError(f"policy is {policy!r}, needs one of {', '.join(_REFUSED)}")
+        if layer.format not in ("CSR", "CSC"):
+            raise PatternError(f"the layer is in {layer.format}: the pattern of one in CSR or CSC can change")
+        self.layer, self.optimizers, self.policy = layer, list(optimizers), policy
+        self.history: deque[PatternChange] = deque(maxlen=keep)
+        self._queue: list[PatternDelta] = []
+
+    @property
+    def pattern(self) -> Pattern:
+        """What the layer stores now."""
+        return Pattern.of(self.layer.weight)
+
+    def queue(self, delta: PatternDelta) -> None:
+        """Have `apply` make this change, after those that wait.
+
+        Raises:
+            PatternError: the policy refuses it.
+        """
+        for name in _REFUSED[self.policy]:
+            if len(getattr(delta, name)):
+                raise PatternError(f"the pattern is {self.policy}: a change may bring no {name}")
+        self._queue.append(delta)
+
+    def apply(self, start: Callable[[int], Tensor] | None = None) -> None:
+        """Make the changes that wait, as one: what one of them removes and a later one adds stays as it is.
+
+        Args:
+            start: gives the values (count,) of so many new elements, in the order of the layer's values; by default 0.
+
+        Raises:
+            PatternError: a change does not fit the pattern, or a backward or the capture of a CUDA graph is under way.
+                The layer is as it was, and nothing waits any more.
+        """
+        queue, self._queue = self._queue, []
+        old = new = self.pattern
+        for delta in queue:
+            new = delta.of(new)
+        delta = PatternDelta.between(old, new)
+        self.history.append(PatternChange(delta, self._make(delta, old, new, start)))
+
+    def undo(self) -> None:
+        """Take the last change back, with the values that it removed; their gradients and state begin at 0.
+
+        Raises:
+            PatternError: there is none, or as `apply`.
+        """
+        if not self.history:
+            raise PatternError("there is no change to take back")
+        last, old = self.history[-1], self.pattern
+        self._make(last.delta.inverse, old, last.delta.inverse.of(old), lambda _: last.removed)
+        self.history.pop()
+
+    def _make(self, delta: PatternDelta, old: Pattern, new: Pattern, start: Callable[[int], Tensor] | None) -> Tensor:
+        """Change the layer; gives the values that go."""
+        if _compat.in_backward() or (old.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            raise PatternError(
+                "a pattern cannot change within a backward or while a CUDA graph is captured: change it between steps"
+            )
+        layer, before, after = self.layer, self._by_rows(old), self._by_rows(new)
+        came = None if start is None else start(delta.additions.nnz)
+        if came is not None and came.shape != delta.additions.keys.shape:
+            raise PatternError(f"start gave values {tuple(came.shape)}, needs ({delta.additions.nnz},)")
+        removed = layer.values.detach().index_select(0, before.places_of(self._by_rows(delta.removals)))
+        places = before.places_of(after)
+        values = _moved(layer.values.detach(), places, came)
+        # all is worked out before anything is written
+        moved = [(kept, _moved(kept, places), put) for kept, put in self._beside()]
+        dtype = layer.indices.dtype
+        layer.store(values, pointers_of(after.row, after.shape[0], dtype), after.col.to(dtype))
+        with torch.no_grad():
+            for kept, tensor, put in moved:
+                kept.copy_(tensor) if kept.shape == tensor.shape else put(tensor)
+        return removed
+
+    def _beside(self) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:
+        """What else has a number for each stored one, and how to put another tensor in its place."""
+        values = self.layer.values
+        if values.grad is not None:
+            yield values.grad, partial(setattr, values, "grad")
+        for optimizer in self.optimizers:
+            state = optimizer.state.get(values, {})
+            for name, kept in state.items():
+                if isinstance(kept, Tensor) and kept.dim() and kept.shape == values.shape:
+                    yield kept, partial(state.__setitem__, name)
+
+    def _by_rows(self, pattern: Pattern) -> Pattern:
+        """In the order of the layer's values."""
+        return pattern.mT if self.layer.format == "CSC" else pattern
+
+
+def _moved(kept: Tensor, places: Tensor, came: Tensor | None = None) -> Tensor:
+    """The numbers of the new elements: those that were at `places` before, and `came`, or 0, where that is -1."""
+    old = kept.index_select(0, places.clamp(min=0)) if kept.numel() else kept.new_zeros(places.shape)
+    is_new = places < 0
+    return old.masked_fill(is_new, 0) if came is None else old.masked_scatter(is_new, came.to(old))

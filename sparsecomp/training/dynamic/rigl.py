@@ -1,0 +1,22 @@
+"""RigL: drop the least magnitudes, grow where the dense gradient is largest."""
+
+import torch
+from torch import Tensor
+
+from sparsecomp.formats import Pattern
+from sparsecomp.reference.selection import select_top
+from sparsecomp.training.dynamic.dynamic_sparsity import DynamicSparsity
+
+
+class RigL(DynamicSparsity):
+    """Evci et al. 2020, algorithm 1. What was just dropped may grow again, and then stays as it was."""
+
+    watches = True
+
+    def kept(self, values: Tensor, count: int) -> Tensor:
+        """The largest magnitudes; NaN stays, so that a diverged weight is seen."""
+        return select_top(values.abs().nan_to_num(nan=torch.inf), values.numel() - count)
+
+    def grown(self, name: str, old: Pattern, kept: Pattern, count: int) -> Pattern:
+        """By the largest gradients."""
+        return self.gradients[name].candidates(count, kept, self.mean)

@@ -1,0 +1,355 @@
+"""RigL and SET beside dense references written from the papers; patterns that change under optimizers and graphs."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sparsecomp
+from sparsecomp.errors import ConfigError, PatternError
+from sparsecomp.formats import BSR, COO, CSC, CSR, Pattern
+from sparsecomp.nn import SparseLinear
+from sparsecomp.training.dynamic.delta import PatternDelta
+from sparsecomp.training.dynamic.dynamic_sparsity import DynamicSparsity
+from sparsecomp.training.dynamic.gradients import GradientAccumulator
+from sparsecomp.training.dynamic.manager import PatternManager
+from sparsecomp.training.dynamic.rigl import RigL
+from sparsecomp.training.dynamic.set import SET
+
+FORMATS = pytest.mark.parametrize("format", [CSR, CSC], ids=lambda format: format.__name__)
+
+
+def signal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def network(format=CSR, density: float = 0.3) -> nn.Sequential:
+    """Two sparse layers and a dense one."""
+
+    def layer(rows: int, cols: int, seed: int) -> SparseLinear:
+        weight = signal(rows, cols, seed=seed)
+        kept = torch.rand(rows, cols, generator=torch.Generator().manual_seed(seed + 50)) < density
+        return SparseLinear(format.from_dense(weight * kept), signal(rows, seed=seed + 90))
+
+    torch.manual_seed(4)
+    return nn.Sequential(layer(12, 9, 1), nn.Tanh(), layer(7, 12, 2), nn.Tanh(), nn.Linear(7, 3))
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [layer.weight.matrix.to_dense().detach() for layer in model.modules() if isinstance(layer, SparseLinear)]
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rule: DynamicSparsity, count: int, forward=None) -> None:
+    for step in range(count):
+        optimizer.zero_grad()
+        with rule.watch():
+            F.mse_loss((forward or model)(signal(16, 9, seed=step)), signal(16, 3, seed=step + 700)).backward()
+        if not rule.update():
+            optimizer.step()
+
+
+class Dense:
+    """Masked dense training by the paper's words: whole gradients, and slots reset where links are new."""
+
+    def __init__(self, model: nn.Sequential, every: int, end: int, fraction: float) -> None:
+        self.layers = [copy.deepcopy(one) for one in model]
+        self.masks = {}
+        for place, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLinear):
+                weight = layer.weight.matrix.to_dense().detach()
+                self.layers[place] = nn.Linear(*weight.shape[::-1])
+                self.layers[place].weight.data, self.layers[place].bias.data = weight.clone(), layer.bias.data.clone()
+                self.masks[place] = weight != 0
+        self.model = nn.Sequential(*self.layers)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        self.every, self.end, self.fraction = every, end, fraction
+
+    def run(self, count: int) -> None:
+        for step in range(count):
+            self.optimizer.zero_grad()
+            F.mse_loss(self.model(signal(16, 9, seed=step)), signal(16, 3, seed=step + 700)).backward()
+            if 0 < step < self.end and step % self.every == 0:
+                self.change(step)
+                continue
+            for place, mask in self.masks.items():
+                self.layers[place].weight.grad *= mask
+            self.optimizer.step()
+
+    def change(self, step: int) -> None:
+        for place, mask in self.masks.items():
+            weight = self.layers[place].weight
+            share = self.fraction / 2 * (1 + math.cos(math.pi * step / self.end))
+            count = int(share * int(mask.sum()))
+            magnitudes = weight.detach().abs().masked_fill(~mask, math.inf).flatten()
+            kept = mask.clone().flatten()
+            kept[magnitudes.argsort()[:count]] = False
+            gradient = weight.grad.abs().flatten().masked_fill(kept, -1)
+            new = kept.clone()
+            new[gradient.argsort(descending=True)[:count]] = True
+            new = new.view_as(mask)
+            weight.data *= new
+            for slot in ("exp_avg", "exp_avg_sq"):
+                self.optimizer.state[weight][slot] *= new & mask
+            self.masks[place] = new
+
+
+@FORMATS
+def test_rigl_trains_as_its_dense_reference(format):
+    model = network(format)
+    dense = Dense(model, every=3, end=12, fraction=0.6)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    rigl = RigL(model, optimizer, every=3, end=12, fraction=0.6)
+    stored = [weight.count_nonzero() for weight in weights(model)]
+    steps(model, optimizer, rigl, 17)
+    dense.run(17)
+    for weight, place in zip(weights(model), dense.masks, strict=True):
+        torch.testing.assert_close(weight, dense.layers[place].weight.detach(), rtol=1e-4, atol=1e-5)
+    assert [layer.values.numel() for layer in model if isinstance(layer, SparseLinear)] == stored
+
+
+def test_set_drops_of_both_signs_and_grows_anywhere():
+    values = torch.tensor([0.1, -0.1, 0.2, -0.9, 3.0, -4.0, 0.3, 5.0, 6.0, 7.0])
+    layer = SparseLinear(COO.from_triplets(torch.arange(10), torch.arange(10) % 5, values, (10, 5)).to(CSR))
+    rule = SET(layer, torch.optim.SGD(layer.parameters()), end=10, every=1, fraction=0.4)
+    # four of ten: of three negative ones one goes, of seven others three
+    assert rule.kept(values, 4).tolist() == [False, False, False, True, True, True, False, True, True, True]
+    for _ in range(2):
+        rule.update()
+    now = layer.weight.matrix.to_dense()
+    assert {3.0, -4.0, 5.0, 6.0, 7.0, -0.9} == {round(v, 4) for v in now[now != 0].tolist()}
+    assert layer.values.numel() == 10
+    seen = torch.zeros(10, 5)
+    for seed in range(300):
+        rule.seed = seed
+        seen += rule.grown("", Pattern.of(now), Pattern.of(now), 4).mask()
+    assert not seen[now != 0].any() and seen.sum() == 1200
+    # each of 44 free places is drawn 300 * 4 / 44 = 27 times; five deviations of a binomial
+    assert (seen[now == 0] - 1200 / 44).abs().max() < 5 * math.sqrt(1200 / 44)
+
+
+def test_set_leaves_a_full_layer_and_replaces_no_more_than_there_is_room_for():
+    weight = signal(5, 4)
+    weight[0, :3] = 0
+    for rows, changed in ((weight, 3), (weight[1:], 0)):
+        layer = SparseLinear(CSR.from_dense(rows))
+        rule = SET(layer, torch.optim.SGD(layer.parameters()), end=10, every=1, fraction=0.9)
+        for _ in range(2):
+            rule.update()
+        assert (layer.weight.matrix.to_dense() != rows).sum() == changed
+        assert layer.values.numel() == rows.count_nonzero()
+        assert (Pattern.of(layer.weight) - Pattern.of(rows)).nnz == changed
+
+
+@pytest.mark.slow(reason="compiled by Inductor")
+@pytest.mark.parametrize("rule", [RigL, SET])
+def test_no_change_of_a_pattern_compiles_again(rule):
+    torch._dynamo.reset()
+    model = network()
+    reference, compiled = copy.deepcopy(model), torch.compile(model, backend="sparsecomp")
+    compilations = []
+    torch._dynamo.callback.on_compile_start(lambda *_: compilations.append(1))
+    try:
+        for forward, module in ((compiled, model), (reference, reference)):
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+            changing = rule(module, optimizer, every=3, end=20, fraction=0.5)
+            steps(module, optimizer, changing, 5, forward)
+            before = len(compilations)
+            steps(module, optimizer, changing, 10, forward)
+            assert len(compilations) == before
+    finally:
+        torch._dynamo.reset()
+        torch._dynamo.callback.callback_handler.clear()
+    assert compilations and changing.steps == 15
+    for one, other in zip(weights(model), weights(reference), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_goes_on_has_the_same_bits():
+    def run(interrupted: bool) -> list[torch.Tensor]:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        rule = RigL(model, optimizer, every=2, end=20, fraction=0.5)
+        steps(model, optimizer, rule, 7)
+        if interrupted:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), rule.state_dict()))
+            model = network(density=0.5)
+            sparsecomp.load_state_dict(model, saved[0])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            optimizer.load_state_dict(saved[1])
+            rule = RigL(model, optimizer, every=2, end=20, fraction=0.5)
+            rule.load_state_dict(saved[2])
+        steps(model, optimizer, rule, 6)
+        return weights(model)
+
+    for one, other in zip(run(False), run(True), strict=True):
+        assert torch.equal(one, other)
+
+
+# ---- the manager ----------------------------------------------------------------------------------------------------
+
+
+def pattern_of(*positions: tuple[int, int], shape=(3, 4)) -> Pattern:
+    row, col = torch.tensor(positions or [(0, 0)]).T
+    found = Pattern.from_positions(row, col, shape)
+    return found if positions else found - found
+
+
+def layer_of(format=CSR) -> SparseLinear:
+    dense = torch.tensor([[1.0, 0, 2, 0], [0, 0, 0, 0], [0, 3, 0, 4]])
+    return SparseLinear(format.from_dense(dense), torch.zeros(3))
+
+
+@FORMATS
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_values_gradients_and_state_follow_by_position(format, kind):
+    layer = layer_of(format)
+    optimizer = kind(layer.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    layer(torch.ones(1, 4)).pow(2).sum().backward()
+    optimizer.step()
+    manager = PatternManager(layer, [optimizer])
+
+    def dense_of(numbers: torch.Tensor) -> torch.Tensor:
+        return layer.weight.matrix.with_values(numbers.detach()).to_dense()
+
+    slots = {name: slot for name, slot in optimizer.state[layer.values].items() if slot.shape == layer.values.shape}
+    before = {"values": dense_of(layer.values), "grad": dense_of(layer.values.grad)}
+    before |= {name: dense_of(slot) for name, slot in slots.items()}
+    manager.queue(PatternDelta(pattern_of((1, 1), (0, 3), (2, 2)), pattern_of((0, 2))))
+    manager.apply(lambda count: torch.full((count,), 9.0))
+    expected = before["values"].clone()
+    expected[0, 2], expected[1, 1], expected[0, 3], expected[2, 2] = 0, 9, 9, 9
+    assert torch.equal(layer.weight.matrix.to_dense(), expected)
+    after = {name: dense_of(optimizer.state[layer.values][name]) for name in slots}
+    after["grad"] = dense_of(layer.values.grad)
+    for name, found in after.items():
+        expected = before[name].clone()
+        expected[0, 2] = 0
+        assert torch.equal(found, expected), name
+    assert slots
+    optimizer.zero_grad()
+    layer(torch.ones(1, 4)).sum().backward()  # by six elements, through the transposed arrays too
+    assert layer.values.grad.tolist() == [1.0] * 6
+    optimizer.step()
+    manager.undo()
+    assert manager.pattern == Pattern.of(before["values"]) and not manager.history
+    assert layer.weight.matrix.to_dense()[0, 2] == before["values"][0, 2]
+
+
+def test_a_queue_is_one_change():
+    layer = layer_of()
+    manager = PatternManager(layer)
+    manager.queue(PatternDelta(pattern_of(), pattern_of((0, 0), (2, 1))))
+    manager.queue(PatternDelta(pattern_of((2, 1), (1, 0)), pattern_of()))
+    manager.apply()
+    assert layer.weight.matrix.to_dense().tolist() == [[0, 0, 2, 0], [0, 0, 0, 0], [0, 3, 0, 4]]
+    assert manager.pattern == pattern_of((0, 2), (1, 0), (2, 1), (2, 3)) and len(manager.history) == 1
+    memory = layer.values.data_ptr(), layer.indices.data_ptr(), layer.pointers.data_ptr()
+    manager.queue(PatternDelta(pattern_of((0, 0)), pattern_of((0, 2))))
+    manager.apply()
+    assert memory == (layer.values.data_ptr(), layer.indices.data_ptr(), layer.pointers.data_ptr())
+
+
+def test_refused_changes_leave_all_as_it_was():
+    layer = layer_of()
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    for policy, delta in (
+        ("static", PatternDelta(pattern_of((1, 1)), pattern_of())),
+        ("grow", PatternDelta(pattern_of((1, 1)), pattern_of((0, 0)))),
+        ("shrink", PatternDelta(pattern_of((1, 1)), pattern_of())),
+    ):
+        with pytest.raises(PatternError, match=f"the pattern is {policy}"):
+            PatternManager(layer, policy=policy).queue(delta)
+    manager = PatternManager(layer)
+    for delta, message in (
+        (PatternDelta(pattern_of((0, 0)), pattern_of()), "1 of 1 additions are stored already"),
+        (PatternDelta(pattern_of(), pattern_of((1, 1))), "1 of 1 removals are not stored"),
+        (PatternDelta(pattern_of((0, 0), shape=(2, 4)), pattern_of(shape=(2, 4))), "one shape and one device"),
+    ):
+        manager.queue(delta)
+        with pytest.raises(PatternError, match=message):
+            manager.apply()
+    manager.queue(PatternDelta(pattern_of((1, 1)), pattern_of()))
+    with pytest.raises(PatternError, match=r"start gave values \(3,\), needs \(1,\)"):
+        manager.apply(lambda count: torch.ones(count + 2))
+
+    def within(_gradient: torch.Tensor) -> None:
+        manager.queue(PatternDelta(pattern_of((1, 1)), pattern_of()))
+        manager.apply()
+
+    out = layer(torch.ones(1, 4))
+    out.register_hook(within)
+    with pytest.raises(PatternError, match="within a backward"):
+        out.sum().backward()
+    with pytest.raises(PatternError, match="no change to take back"):
+        manager.undo()
+    with pytest.raises(PatternError, match="adds and removes the same"):
+        PatternDelta(pattern_of((1, 1)), pattern_of((1, 1)))
+    with pytest.raises(PatternError, match="policy is 'none'"):
+        PatternManager(layer, policy="none")
+    with pytest.raises(PatternError, match="in BSR"):
+        PatternManager(SparseLinear(BSR.from_dense(torch.ones(4, 4), block=(2, 2))))
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_change_between_forward_and_backward_is_an_error_of_autograd():
+    layer = layer_of()
+    loss = layer(torch.ones(1, 4, requires_grad=True)).pow(2).sum()
+    manager = PatternManager(layer)
+    manager.queue(PatternDelta(pattern_of((0, 1)), pattern_of((0, 0))))
+    manager.apply()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ---- gradients of what is not stored --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 2**20])
+def test_candidates_are_the_largest_of_the_dense_gradient(at_once, monkeypatch):
+    monkeypatch.setattr("sparsecomp.training.dynamic.gradients._AT_ONCE", at_once)
+    layer, xs = layer_of(), [signal(2, 5, 4), signal(2, 5, 4, seed=1)]
+    dense = layer.weight.matrix.to_dense().detach().requires_grad_()
+    seen = GradientAccumulator(layer)
+    for x in xs:
+        with seen.watching():
+            layer(x).pow(3).sum().backward()
+        F.linear(x, dense).pow(3).sum().backward()
+    layer(xs[0]).sum().backward()  # not watched
+    kept = Pattern.of(layer.weight)
+    scores = dense.grad.abs().masked_fill(kept.mask(), -1).flatten()
+    for count in range(9):
+        expected = scores.argsort(descending=True)[:count].sort().values
+        assert seen.candidates(count, kept).keys.tolist() == expected.tolist()
+    with pytest.raises(PatternError, match="9 elements were asked for, of 8"):
+        seen.candidates(9, kept)
+    seen.clear()
+    with pytest.raises(PatternError, match="no backward reached the layer"):
+        seen.candidates(1, kept)
+
+
+def test_equal_gradients_go_to_the_lowest_position_and_nan_comes_last():
+    layer = layer_of()
+    seen = GradientAccumulator(layer)
+    with seen.watching():
+        (layer(torch.ones(1, 4)) * torch.tensor([2.0, math.nan, 2.0])).sum().backward()
+    found = seen.candidates(5, Pattern.of(layer.weight))
+    assert [*zip(found.row.tolist(), found.col.tolist(), strict=True)] == [(0, 1), (0, 3), (1, 0), (2, 0), (2, 2)]
+
+
+def test_settings_are_checked():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters())
+    for wrong in ({"every": 0}, {"end": -1}, {"fraction": 1.5}):
+        with pytest.raises(ConfigError, match="every .*, end .*, fraction"):
+            RigL(model, optimizer, **{"end": 10, **wrong})
+    with pytest.raises(ConfigError, match="no SparseLinear"):
+        RigL(nn.Linear(2, 2), optimizer, end=10)
+    assert list(RigL(model, optimizer, end=10, filter=lambda layer, name: name == "2").managers) == ["2"]
+    rule = RigL(model, optimizer, end=10, every=1)
+    rule.update()
+    with pytest.raises(PatternError, match="no backward reached the layer"):
+        rule.update()
