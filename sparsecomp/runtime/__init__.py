@@ -9,6 +9,12 @@ from sparsecomp.nn import RESUConv2d, RESULinear, RESUMultiheadAttention, masked
 from sparsecomp.nn.masked.mask import SparseMask
 from sparsecomp.nn.masked.masked_weight import MaskedWeight, Mode
 from sparsecomp.reference.selection import select_above, select_top
+from sparsecomp.training.dynamic.delta import PatternDelta
+from sparsecomp.training.dynamic.dynamic_sparsity import DynamicSparsity
+from sparsecomp.training.dynamic.gradients import GradientAccumulator
+from sparsecomp.training.dynamic.manager import PatternChange, PatternManager
+from sparsecomp.training.dynamic.rigl import RigL
+from sparsecomp.training.dynamic.set import SET
 from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
 from sparsecomp.training.loop.trainer import RESUTrainer
 from sparsecomp.training.pruning.sparsegpt import sparsegpt
@@ -22,11 +28,17 @@ from sparsecomp.training.resu.resurrection import ResurrectionEmbedding, RESUUpd
 from sparsecomp.training.schedules import amnesty_rate, sparsity_at
 
 __all__ = [
+    "SET",
     "Callback",
     "CheckpointCallback",
+    "DynamicSparsity",
+    "GradientAccumulator",
     "LogCallback",
     "MaskedWeight",
     "Mode",
+    "PatternChange",
+    "PatternDelta",
+    "PatternManager",
     "Phase",
     "ProgressCallback",
     "RESUAdamW",
@@ -39,6 +51,7 @@ __all__ = [
     "RESUTrainer",
     "RESUUpdater",
     "ResurrectionEmbedding",
+    "RigL",
     "SparseMask",
     "ablate",
     "amnesty_rate",

@@ -1,10 +1,13 @@
 """RigL and SET beside dense references written from the papers; patterns that change under optimizers and graphs."""
 
 import copy
+import gc
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
@@ -353,3 +356,40 @@ def test_settings_are_checked():
     rule.update()
     with pytest.raises(PatternError, match="no backward reached the layer"):
         rule.update()
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def _process(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    _train_in_two(rank)
+    gc.collect()  # the last owner of a process group must not be DistributedDataParallel: its end would never come
+    dist.destroy_process_group()
+
+
+def _train_in_two(rank: int) -> None:
+    model, alone = network(), network()
+    shared = nn.parallel.DistributedDataParallel(model)
+    for kind in (RigL, SET):
+        pairs = []
+        for forward, module, rows in ((shared, model, slice(rank * 8, rank * 8 + 8)), (alone, alone, slice(None))):
+            # Adam's first steps are as long for every new weight, which makes ties that rounding breaks
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+            rule = kind(forward, optimizer, every=2, end=20, fraction=0.5)
+            for step in range(9):
+                optimizer.zero_grad()
+                with rule.watch():
+                    x, y = signal(16, 9, seed=step)[rows], signal(16, 3, seed=step + 700)[rows]
+                    F.mse_loss(forward(x), y).backward()
+                if not rule.update():
+                    optimizer.step()
+            pairs.append(weights(module))
+        for one, other in zip(*pairs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow(reason="starts processes")
+def test_two_processes_change_alike_and_as_one_with_all_data(tmp_path):
+    mp.spawn(_process, args=(str(tmp_path / "store"),), nprocs=2)

@@ -59,6 +59,22 @@ class Magnitude:
 
 
 @dataclass(frozen=True)
+class Random:
+    """Keep any elements, drawn from torch's generator: where training that is sparse from the first step begins."""
+
+    calibrated: ClassVar[bool] = False
+    products: ClassVar[bool] = False
+
+    def prune(self, weight: Tensor, keep: int, parts: Parts) -> Pruned:
+        """See `Pruner`."""
+        return weight, magnitude_mask(torch.rand(weight.shape, device=weight.device), keep)
+
+    def prune_groups(self, weight: Tensor, keep: int, group: int, parts: Parts) -> Pruned:
+        """See `Pruner`."""
+        return weight, n_of_m_mask(torch.rand(weight.shape, device=weight.device), keep, group)
+
+
+@dataclass(frozen=True)
 class Wanda:
     """Keep the largest |w| times the norm of its input, as many in each output row (Sun et al. 2023)."""
 
@@ -118,7 +134,9 @@ class SparseGPT:
         return torch.cat([rows for rows, _ in solved]), torch.cat([mask for _, mask in solved])
 
 
-PRUNERS: dict[str, Pruner] = {"magnitude": Magnitude(), "wanda": Wanda(), "sparsegpt": SparseGPT()}
+PRUNERS: dict[str, Pruner] = {
+    "magnitude": Magnitude(), "random": Random(), "wanda": Wanda(), "sparsegpt": SparseGPT()
+}  # fmt: skip
 """By the names that configs take."""
 
 
