@@ -40,10 +40,9 @@ def main() -> None:
     with torch.no_grad():
         accuracy = (model(x_test).argmax(1) == y_test).float().mean().item()
     for name, manager in rigl.managers.items():
-        print(
-            f"layer {name}: {manager.pattern.nnz} weights, {(manager.pattern - before[name]).nnz} others than at the start"
-        )
-        assert manager.pattern.nnz == before[name].nnz and manager.pattern != before[name]
+        now = manager.pattern
+        print(f"layer {name}: {now.nnz} weights, {(now - before[name]).nnz} others than at the start")
+        assert now.nnz == before[name].nnz and now != before[name]
     print(f"accuracy {accuracy:.1%}")
     assert accuracy > 0.93
 

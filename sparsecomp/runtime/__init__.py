@@ -17,6 +17,8 @@ from sparsecomp.training.dynamic.rigl import RigL
 from sparsecomp.training.dynamic.set import SET
 from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
 from sparsecomp.training.loop.trainer import RESUTrainer
+from sparsecomp.training.proximal.penalties import L1, GroupLasso, Hoyer, Penalty
+from sparsecomp.training.proximal.proximal import Proximal
 from sparsecomp.training.pruning.sparsegpt import sparsegpt
 from sparsecomp.training.resu.ablation import ablate
 from sparsecomp.training.resu.adamw import RESUAdamW
@@ -28,19 +30,24 @@ from sparsecomp.training.resu.resurrection import ResurrectionEmbedding, RESUUpd
 from sparsecomp.training.schedules import amnesty_rate, sparsity_at
 
 __all__ = [
+    "L1",
     "SET",
     "Callback",
     "CheckpointCallback",
     "DynamicSparsity",
     "GradientAccumulator",
+    "GroupLasso",
+    "Hoyer",
     "LogCallback",
     "MaskedWeight",
     "Mode",
     "PatternChange",
     "PatternDelta",
     "PatternManager",
+    "Penalty",
     "Phase",
     "ProgressCallback",
+    "Proximal",
     "RESUAdamW",
     "RESUConfig",
     "RESUConv2d",

@@ -1,0 +1,1 @@
+"""Training towards exact zeros."""
