@@ -1,7 +1,6 @@
 """Train weights to exact zeros, then store and compile what is left.
 
-After each of the optimizer's steps a proximal step sets small weights to 0: those of L1 singly, those of a group lasso by
-whole neurons. Needs scikit-learn, for the digits.
+After each of the optimizer's steps a proximal step sets small weights to exactly 0. Needs scikit-learn, for the digits.
 """
 
 import torch

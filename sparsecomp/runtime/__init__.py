@@ -12,6 +12,7 @@ from sparsecomp.reference.selection import select_above, select_top
 from sparsecomp.training.dynamic.delta import PatternDelta
 from sparsecomp.training.dynamic.dynamic_sparsity import DynamicSparsity
 from sparsecomp.training.dynamic.gradients import GradientAccumulator
+from sparsecomp.training.dynamic.gradual import GradualPruning
 from sparsecomp.training.dynamic.manager import PatternChange, PatternManager
 from sparsecomp.training.dynamic.rigl import RigL
 from sparsecomp.training.dynamic.set import SET
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointCallback",
     "DynamicSparsity",
     "GradientAccumulator",
+    "GradualPruning",
     "GroupLasso",
     "Hoyer",
     "LogCallback",

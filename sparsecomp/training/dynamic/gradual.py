@@ -1,0 +1,116 @@
+"""Gradual pruning: sparsity grows along a schedule while a dense model is trained."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsecomp.errors import ConfigError
+from sparsecomp.nn import masked_weights
+from sparsecomp.reference.selection import select_top
+from sparsecomp.training.distributed import Replicas, bare
+from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
+from sparsecomp.training.schedules import sparsity_at
+
+BUDGETS = {"uniform": uniform_budget, "erk": erk_budget, "global": None}
+
+
+class GradualPruning:
+    """Prunes the smallest magnitudes every `every` steps from step `start` to step `end` (Zhu & Gupta 2017).
+
+        model = sparsecomp.nn.wrap_module(model)
+        pruning = GradualPruning(model, sparsity=0.9, start=500, end=5000)
+        for x, y in data:
+            ...
+            optimizer.step()
+            pruning.update()
+        model = sparsecomp.sparsify(model, FromMask())
+
+    What is pruned is 0 in every forward, whatever an optimizer's momentum does to it, and its magnitude counts as 0, so
+    that it stays pruned.
+
+    Args:
+        model: with masked weights, of `wrap_module`; perhaps compiled or within DistributedDataParallel.
+        sparsity: at the end, in [0, 1).
+        start, end: steps of the first pruning and of the last.
+        every: steps between prunings; it divides `end` - `start`.
+        initial: sparsity at the start.
+        shape: of the way from there: "cubic", as published, "cosine", "linear" or "exponential".
+        budget: how layers share the sparsity: "uniform", "erk" (Evci et al. 2020), or "global" by magnitudes alone.
+        filter: of a masked weight's name, whether it is pruned; all by default.
+
+    Attributes:
+        steps: that were counted so far.
+
+    Raises:
+        ConfigError: a setting outside its domain, or nothing to prune.
+        ScheduleError: a sparsity or shape that there is not.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, sparsity: float, start: int, end: int, every: int = 100, initial: float = 0.0,
+        shape: str = "cubic", budget: str = "uniform", filter: Callable[[str], bool] | None = None,
+    ) -> None:  # fmt: skip
+        if every < 1 or not 0 <= start <= end or (end - start) % every:
+            raise ConfigError(f"start {start}, end {end}, every {every}: prunings at equal steps from start to end")
+        if budget not in BUDGETS:
+            raise ConfigError(f"budget is {budget!r}: give one of {', '.join(BUDGETS)}")
+        self.start, self.end, self.every, self.steps = start, end, every, 0
+        self._settings = (initial, sparsity, shape)
+        self._budget = BUDGETS[budget]
+        self._weights = {
+            name: pair for name, pair in masked_weights(bare(model)).items() if filter is None or filter(name)
+        }
+        if not self._weights:
+            raise ConfigError("the model has no masked weight to prune: call sparsecomp.nn.wrap_module")
+        self._replicas = Replicas(model)
+        sparsity_at(0, 1, *self._settings)
+
+    @property
+    def due(self) -> bool:
+        """Whether weights are pruned behind this step."""
+        return self.start <= self.steps <= self.end and (self.steps - self.start) % self.every == 0
+
+    @property
+    def sparsity(self) -> float:
+        """That the schedule wants behind this step."""
+        count = (self.end - self.start) // self.every + 1
+        reached = min(max((self.steps - self.start) // self.every, -1), count - 1)
+        return sparsity_at(reached, count, *self._settings) if reached >= 0 else 0.0
+
+    @torch.no_grad()
+    def update(self) -> bool:
+        """Behind each optimizer step: count it, and prune if that is due, with True.
+
+        Raises:
+            MaskError: a weight holds NaN, or is in a RESU phase; nothing is pruned.
+        """
+        prunes = self.due
+        if prunes:
+            masks = self._masks()
+            for name, (weight, masked) in self._weights.items():
+                masked.prune_(weight, self._replicas.decided(masks[name]))
+        self.steps += 1
+        return prunes
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run goes on from, beside the model's and the optimizer's."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.steps = int(state["steps"])
+
+    def _masks(self) -> dict[str, Tensor]:
+        scores = {
+            name: masked.effective(weight).float().abs().flatten() for name, (weight, masked) in self._weights.items()
+        }
+        shapes = {name: weight.shape for name, (weight, _) in self._weights.items()}
+        if self._budget is None:
+            every = torch.cat([*scores.values()])
+            kept = select_top(every, every.numel() - int(self.sparsity * every.numel()), refuse_nan=True)
+            parts = kept.split([one.numel() for one in scores.values()])
+            return {name: part.view(shapes[name]) for name, part in zip(scores, parts, strict=True)}
+        keep = self._budget(shapes, self.sparsity)
+        return {name: select_top(one, keep[name], refuse_nan=True).view(shapes[name]) for name, one in scores.items()}

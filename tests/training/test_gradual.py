@@ -1,0 +1,94 @@
+"""Gradual pruning: budgets at every step by the published formula, and what is pruned stays pruned."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import sparsecomp
+from sparsecomp.errors import ConfigError, MaskError, ScheduleError
+from sparsecomp.nn import SparseLinear, wrap_module
+from sparsecomp.runtime import GradualPruning
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return wrap_module(nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 10)))
+
+
+def train(model: nn.Module, pruning: GradualPruning, optimizer: torch.optim.Optimizer, count: int) -> list[list[int]]:
+    """Zeros of each weight behind each step."""
+    zeros = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        x = torch.randn(16, 20, generator=torch.Generator().manual_seed(pruning.steps))
+        model(x).square().sum().backward()
+        optimizer.step()
+        pruning.update()
+        zeros.append([int((one.masked.effective(one.weight) == 0).sum()) for one in model if hasattr(one, "masked")])
+    return zeros
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_each_layer_has_the_published_sparsity_at_each_step(kind):
+    model = network()
+    optimizer = kind(model.parameters(), lr=1e-3, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    pruning = GradualPruning(model, sparsity=0.9, start=3, end=11, every=2)
+    found = train(model, pruning, optimizer, 16)
+    for step, zeros in enumerate(found):
+        last = min(step - (step - 3) % 2, 11)
+        wanted = 0.9 - 0.9 * (1 - (last - 3) / 8) ** 3 if step >= 3 else 0.0
+        assert zeros == [math.floor(wanted * size + 1e-9) for size in (600, 300)], step
+    before = {name: mask.clone() for name, mask in model.state_dict().items() if name.endswith("mask.mask")}
+    train(model, pruning, optimizer, 5)
+    assert all(torch.equal(model.state_dict()[name], mask) for name, mask in before.items())
+    sparse = sparsecomp.sparsify(copy.deepcopy(model), sparsecomp.FromMask())
+    assert [one.values.numel() for one in sparse if isinstance(one, SparseLinear)] == [60, 30]
+
+
+@pytest.mark.parametrize("budget", ["erk", "global"])
+def test_whole_networks_share_one_sparsity(budget):
+    model = network()
+    with torch.no_grad():
+        model[2].weight.mul_(10)  # a larger scale, so that magnitudes take from the other layer
+    pruning = GradualPruning(model, sparsity=0.8, start=0, end=0, budget=budget)
+    zeros = train(model, pruning, torch.optim.SGD(model.parameters(), lr=0.0), 2)[-1]
+    assert sum(zeros) == 720 and pruning.sparsity == 0.8
+    if budget == "global":
+        assert zeros == [600, 120]  # 180 stay, all of them larger than any of the first layer's
+    else:  # density in proportion to (rows + columns) / (rows · columns): 50 / 600 and 40 / 300, sum 180
+        assert [600 - zeros[0], 300 - zeros[1]] == [100, 80]
+
+
+def test_a_filter_a_resumed_run_and_shapes():
+    model = network()
+    pruning = GradualPruning(
+        model, sparsity=0.5, start=0, end=4, every=2, shape="linear", filter=lambda name: name[0] == "2"
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    assert train(model, pruning, optimizer, 3) == [[0, 0], [0, 0], [0, 75]]
+    other = GradualPruning(
+        model, sparsity=0.5, start=0, end=4, every=2, shape="linear", filter=lambda name: name[0] == "2"
+    )
+    other.load_state_dict(pruning.state_dict())
+    assert train(model, other, optimizer, 3) == [[0, 75], [0, 150], [0, 150]]
+
+
+def test_bad_settings_and_weights_change_nothing():
+    model = network()
+    good = {"sparsity": 0.5, "start": 0, "end": 4, "every": 2}
+    for wrong, kind, message in (
+        ({"every": 3}, ConfigError, "at equal steps"), ({"start": 6}, ConfigError, "start 6, end 4"),
+        ({"every": 0}, ConfigError, "every 0"), ({"budget": "best"}, ConfigError, "uniform, erk, global"),
+        ({"sparsity": 1.0}, ScheduleError, "lies in"), ({"shape": "step"}, ScheduleError, "unknown"),
+        ({"filter": lambda name: False}, ConfigError, "no masked weight"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            GradualPruning(model, **{**good, **wrong})
+    with torch.no_grad():
+        model[2].weight[0, 0] = math.nan
+    with pytest.raises(MaskError, match="NaN"):
+        GradualPruning(model, **{**good, "initial": 0.2}).update()
+    assert all(bool(mask.all()) for name, mask in model.state_dict().items() if name.endswith("mask.mask"))
