@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from sparsecomp.errors import PatternError
 from sparsecomp.formats import Pattern
 from sparsecomp.formats.indices import sort_keys
-from sparsecomp.nn import SparseLinear
 
 _AT_ONCE = 2**20
 """Elements of the dense gradient that exist at one time."""
@@ -24,12 +23,12 @@ class GradientAccumulator:
     """Sums the gradient of a linear layer's whole weight over some batches, as factors.
 
     Args:
-        layer: whose gradient is wanted.
+        layer: whose gradient is wanted, (…, columns) to (…, rows).
 
     Its memory is that of the layer's inputs and of its outputs' gradients in these batches.
     """
 
-    def __init__(self, layer: SparseLinear) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
         self._inputs: list[Tensor] = []
         self._gradients: list[Tensor] = []
