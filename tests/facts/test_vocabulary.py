@@ -42,6 +42,7 @@ GIVES_INDICES = {"aten.aten::repeat_interleave.Tensor", "torch.repeat_interleave
 NOT_TAGGED = {
     **dict.fromkeys(("repeat_interleave", "tril", "triu"), "parts of a tensor, or their copies"),
     **dict.fromkeys(("floor_divide", "softsign", "log_sigmoid"), "made of operators that are"),
+    "leaky_relu": "not in torch 2.11",
 }  # fmt: skip
 """Elementwise operators without torch's tag."""
 OTHER_DEFAULTS = {
@@ -89,7 +90,9 @@ def _overloads(raw: str) -> Iterator[tuple[Any, Any]]:
         arguments = overload._schema.arguments
         # TorchScript's own overloads for numbers, lists and dictionaries are no operators on tensors
         on_tensors = any(str(one.type) in ("Tensor", "List[Tensor]") for one in overload._schema.returns)
-        if on_tensors and not any(argument.is_out for argument in arguments):
+        # the overload of torch 2.11 for named dimensions, which Dynamo does not trace
+        named = any(one.name == "dims" and str(one.type) == "List[str]" for one in arguments)
+        if on_tensors and not named and not any(argument.is_out for argument in arguments):
             yield overload, overload._schema
 
 

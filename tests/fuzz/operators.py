@@ -293,7 +293,7 @@ def pool(p: Program) -> None:
         lambda: p.call((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d)[rank - 1], x, p.one((1, 2, 3))),
         lambda: p.call((F.adaptive_max_pool1d, F.adaptive_max_pool2d)[rank - 1], x, p.one((1, 2))),
     ])()  # fmt: skip
-    last = next(reversed(p.graph.nodes))
+    last = next(iter(reversed(p.graph.nodes)))  # of torch 2.11 no iterator
     if isinstance(p.values[last], tuple):
         p.call(operator.getitem, last, p.one((0, 1)))
 
