@@ -552,7 +552,7 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any]) 
 
 def size_expression(size: int | torch.SymInt) -> int | sympy.Expr:
     """A size as the expression over Dynamo's symbols that it stands for; a number stands for itself."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    return cast(sympy.Expr, size.node.expr) if isinstance(size, torch.SymInt) else size
 
 
 def register_artifact(name: str, load: Callable[[bytes], None]) -> Callable[[str, bytes], None] | None:

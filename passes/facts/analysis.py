@@ -247,7 +247,7 @@ class _Run:
         return Items(tuple(_outer_fact(value, names) for value in values))
 
     def _body_reason(self, inner: Analysis) -> Lost:
-        output = next(iter(reversed(inner.graph.nodes)))
+        output = inner.graph.output_node()
         for node in output.all_input_nodes:
             if node in inner.reasons:
                 return inner.reasons[node]

@@ -86,7 +86,7 @@ def _product(node: fx.Node) -> Chain | None:
 
 def _is_default_call(node: fx.Node) -> bool:
     """Whether a `sparse_matmul` has its bias by column and no dtype of its own, so that more can be added to it."""
-    return len(node.args) == 9 and not node.kwargs and node.args[5] == "column" and node.args[8] is None
+    return len(node.args) == 9 and not node.kwargs and bool(node.args[5] == "column") and node.args[8] is None
 
 
 def _of_two(node: fx.Node, left: Any, right: Any) -> Chain | None:

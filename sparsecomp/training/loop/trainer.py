@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -72,7 +73,7 @@ class RESUTrainer:
         self.callbacks = list(callbacks)
         self.replicas = Replicas(model)
         self.device = next(self.core.parameters()).device
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "float16")
+        self.scaler = GradScaler(self.device.type, enabled=config.precision == "float16")
         self.steps = 0
         self.loss = torch.zeros((), device=self.device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
