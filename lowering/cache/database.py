@@ -51,7 +51,7 @@ _PUT = (
 MOST_BYTES = 2 << 30
 """Of a database, several times what its bounds let it hold: it is read through to be checked and copied."""
 
-_PATIENCE = 30.0
+PATIENCE = 30.0
 """Seconds to wait for another process's transaction."""
 _PAGE = 1000
 """Rows read at a time."""
@@ -154,7 +154,7 @@ class Store:
                 db.executemany(_PUT, map(_row, merged))
                 verb = "IGNORE" if keep else "REPLACE"
                 db.executemany(f"INSERT OR {verb} INTO facts VALUES (?, ?, ?, ?, ?, ?)", map(_fact_row, document.facts))
-                return merged, _evict(db, self._most)
+                return merged, evict(db, self._most)
 
         return self._run(write)
 
@@ -180,7 +180,7 @@ class Store:
 
         def evict(db: sqlite3.Connection) -> list[str]:
             with _transaction(db):
-                return _evict(db, self._most)
+                return evict(db, self._most)
 
         return self._run(evict)
 
@@ -294,7 +294,7 @@ def _from_file(path: Path, suspect: bool) -> sqlite3.Connection:
     """The database at `path`, begun anew if it is broken. One process at a time, or two would set files aside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _check_files(path)
-    with FileLock(f"{path}.lock", timeout=_PATIENCE):
+    with FileLock(f"{path}.lock", timeout=PATIENCE):
         try:
             _check_size(path)
             return _prepared(path, suspect)
@@ -342,7 +342,7 @@ def _prepared(path: Path | str, suspect: bool = False) -> sqlite3.Connection:
 
 def _connect(path: Path | str, uri: bool = False) -> sqlite3.Connection:
     # transactions are begun by hand; the store's lock stands for the check of threads
-    db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False, uri=uri)
+    db = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None, check_same_thread=False, uri=uri)
     db.text_factory = _decoded
     return db
 
@@ -391,7 +391,7 @@ def _copied(path: Path) -> sqlite3.Connection | None:
             _check_size(path)
             source = _connect(f"{path.absolute().as_uri()}?{way}", uri=True)
             try:
-                source.backup(memory, progress=_until(time.monotonic() + _PATIENCE))
+                source.backup(memory, progress=until(time.monotonic() + PATIENCE))
             finally:
                 source.close()
             _check(memory, thoroughly=True)
@@ -402,7 +402,7 @@ def _copied(path: Path) -> sqlite3.Connection | None:
     return None
 
 
-def _until(deadline: float) -> Callable[[int, int, int], None]:
+def until(deadline: float) -> Callable[[int, int, int], None]:
     """For a backup, which else waits for a locked database for ever."""
 
     def check(status: int, remaining: int, total: int) -> None:
@@ -448,7 +448,7 @@ def _merged(db: sqlite3.Connection, entry: Entry, keep: bool) -> Entry:
     return entry.updated(stored) if keep else stored.updated(entry)
 
 
-def _evict(db: sqlite3.Connection, most: Totals) -> list[str]:
+def evict(db: sqlite3.Connection, most: Totals) -> list[str]:
     count, size = _totals(db)
     gone: dict[int, str] = {}
     if count > most.entries or size > most.bytes:

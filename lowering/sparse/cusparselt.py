@@ -48,7 +48,7 @@ _RELU, _BIAS_POINTER = 0, 8
 _ALGORITHM, _ALGORITHMS, _SPLIT_K, _SPLIT_K_MODE = 0, 1, 3, 4
 
 _P, _I, _L, _U, _S = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint32, ctypes.c_size_t
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
+SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cusparseLtGetProperty": (_I, _P),
     "cusparseLtInit": (_P,),
     "cusparseLtDenseDescriptorInit": (_P, _P, _L, _L, _L, _U, _I, _I),
@@ -66,7 +66,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cusparseLtSpMMACompressedSize2": (_P, _P, _P, _P),
     "cusparseLtSpMMACompress2": (_P, _P, _I, _I, _P, _P, _P, _P),
 }
-_DESTROY_SELECTION = "cusparseLtMatmulAlgSelectionDestroy"
+DESTROY_SELECTION = "cusparseLtMatmulAlgSelectionDestroy"
 """Of 0.8 and later: earlier selections hold nothing to be freed."""
 
 
@@ -81,13 +81,13 @@ class Library:
     """
 
     def __init__(self, functions: Any) -> None:
-        for name, arguments in _SIGNATURES.items():
+        for name, arguments in SIGNATURES.items():
             function = getattr(functions, name, None)
             if function is None:
                 raise LibraryError(f"{SONAME} has no function {name}: install cuSPARSELt 0.7 or later")
             function.argtypes, function.restype = arguments, ctypes.c_int
         self.functions = functions
-        self.destroy_selection = getattr(functions, _DESTROY_SELECTION, None)
+        self.destroy_selection = getattr(functions, DESTROY_SELECTION, None)
         if self.destroy_selection is not None:
             self.destroy_selection.argtypes, self.destroy_selection.restype = (_P,), ctypes.c_int
         self.matmul: Callable[..., int] = functions.cusparseLtMatmul

@@ -117,7 +117,7 @@ class Product(NamedTuple):
     @classmethod
     def of_tensor(cls, sparse: SparseTensor, dense: list[int], *rest: Any, **how: Any) -> "Product":
         """`of` for a SparseTensor."""
-        pattern = sparse._pattern
+        pattern = sparse.pattern
         layout, transpose = pattern.layout, pattern.stored_by_columns(sparse._transpose)
         stored = _expected(pattern.arrays[-1].numel())
         return cls.of(layout, stored, transpose, dense, *rest, format=sparse.format, **how)

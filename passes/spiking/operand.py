@@ -142,7 +142,7 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     forced = ctx.options.implementation
     if forced == "dense":
         return refuse(Why.FORCED_DENSE)
-    card, measured = _card(operands, site) if ctx.target is None else (ctx.target.card, None)
+    card, measured = card_and_times(operands, site) if ctx.target is None else (ctx.target.card, None)
     if forced != "auto":
         decision = gate.forced(site, forced, card)
     elif site.device == "cuda" and ctx.target is None and not has_triton():
@@ -161,7 +161,7 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     )  # fmt: skip
 
 
-def _card(operands: Operands, site: gate.SiteInfo) -> tuple[Card, Mapping[str, float] | None]:
+def card_and_times(operands: Operands, site: gate.SiteInfo) -> tuple[Card, Mapping[str, float] | None]:
     """The site's card, and the times of its implementations, measured now where tuning is asked for."""
     x = example_of(operands.op.input)
     if x is None or x.device.type != "cuda" or not (torch.cuda.is_available() and has_triton()):

@@ -45,7 +45,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     operands = check(op, ctx)
     if isinstance(operands, Refusal):
         return operands
-    geometry = _geometry(op)
+    geometry = geometry_of(op)
     if isinstance(geometry, Refusal):
         return geometry
     site = _site(operands, geometry, ctx)
@@ -71,7 +71,7 @@ def _build(operands: Operands, geometry: _Geometry, strategy: str, ctx: Context)
     return emit(torch.unflatten, out, 0, (emit(torch.Tensor.size, x, 0), -1)) if multi_step else out
 
 
-def _geometry(op: CanonicalOp) -> _Geometry | Refusal:
+def geometry_of(op: CanonicalOp) -> _Geometry | Refusal:
     """Stride, padding and dilation, a number a dimension; string paddings resolved."""
     stride, dilation = _numbers(op, "stride", 1), _numbers(op, "dilation", 1)
     mode = op.get("padding_mode") or "zeros"

@@ -4,7 +4,6 @@ Positions are computed in int64; where rows times columns exceeds even that, pai
 by one number, so that nothing wraps.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -102,7 +101,6 @@ def sorted_keys(keys: Tensor, bound: int) -> tuple[Tensor, Tensor]:
     return packed.to(keys.dtype), order
 
 
-@cache
 def _numpy() -> Any:
     """The module, which torch needs not; None if it is not installed."""
     try:

@@ -216,14 +216,14 @@ def _quiet() -> None:
 
 def _entries(pointers: Tensor, indices: Tensor) -> tuple[slice, Tensor, Tensor, Tensor]:
     """Which entries to look at, their rows and columns, and which are spare capacity, of any row and column."""
-    first, last = _bounds(pointers, indices)
+    first, last = entry_range(pointers, indices)
     places = torch.arange(first, last, dtype=pointers.dtype, device=pointers.device)
     spare = (places < pointers[0]) | (places >= pointers[-1])
     columns = indices[first:last].masked_fill(spare, 0)
     return slice(first, last), lines_of(pointers, first, last), columns, spare
 
 
-def _bounds(pointers: Tensor, indices: Tensor) -> tuple[int, int]:
+def entry_range(pointers: Tensor, indices: Tensor) -> tuple[int, int]:
     """Where to look for entries: where they are, but all over on a GPU, from which that is not read."""
     return (0, indices.numel()) if indices.is_cuda else (int(pointers[0]), int(pointers[-1]))
 

@@ -76,7 +76,7 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     assert first is not None
     if in_place:
         # what lies beyond the shape meets zeros in products, which only finite numbers survive
-        first._pattern.clear_filler(first._values)
+        first.pattern.clear_filler(first._values)
         written(first._values)
     return first if in_place else first.with_values(result)
 
@@ -122,7 +122,7 @@ def _as_view_of(tensor: Any) -> AbstractContextManager[Any]:
 @_implements(aten.t.default)
 def _t(cls: Any, func: Any, tensor: Any) -> Any:
     with _as_view_of(tensor):
-        return cls._make(tensor._values, tensor._pattern, not tensor._transpose)
+        return cls._make(tensor._values, tensor.pattern, not tensor._transpose)
 
 
 @_implements(aten.transpose.int)
@@ -138,7 +138,7 @@ def _permute(cls: Any, func: Any, tensor: Any, dims: Any) -> Any:
 @_implements(aten._to_copy.default)
 def _to_copy(cls: Any, func: Any, tensor: Any, *, device: Any = None, memory_format: Any = None, **kwargs: Any) -> Any:
     values = func(tensor._values, device=device, **kwargs)
-    return cls._make(values, tensor._pattern.to(values.device), tensor._transpose)
+    return cls._make(values, tensor.pattern.to(values.device), tensor._transpose)
 
 
 @_implements(aten.copy_.default)
@@ -169,7 +169,7 @@ def _vector_norm(
 ) -> Tensor:
     if dim is not None or keepdim or ord <= 0:
         raise unsupported(cls, func, (tensor,))
-    stored = tensor._pattern.without_filler(tensor._values)
+    stored = tensor.pattern.without_filler(tensor._values)
     # torch has no largest of nothing, but zeros are not nothing
     stored = stored if stored.numel() or not tensor.numel() else stored.new_zeros(1)
     return func(stored, ord, **kwargs)
@@ -177,7 +177,7 @@ def _vector_norm(
 
 @_implements(aten.sum.default)
 def _sum(cls: Any, func: Any, tensor: Any, **kwargs: Any) -> Tensor:
-    return func(tensor._pattern.without_filler(tensor._values), **kwargs)
+    return func(tensor.pattern.without_filler(tensor._values), **kwargs)
 
 
 @_implements(ours.sparse_matmul.default)
@@ -285,22 +285,22 @@ def _sparse_to_dense(cls: Any, func: Any, sparse: Any) -> Tensor:
 
 def written_out(sparse: Any, values: Tensor) -> Tensor:
     """The dense tensor of these values at the places of `sparse`."""
-    row, col = sparse._pattern.places(values)
-    rows, cols = sparse._pattern.layout.shape
-    whole = values.new_zeros(sparse._pattern.layout.padded_shape)
+    row, col = sparse.pattern.places(values)
+    rows, cols = sparse.pattern.layout.shape
+    whole = values.new_zeros(sparse.pattern.layout.padded_shape)
     dense = whole.index_put((row, col), values)[:rows, :cols]
     return (dense.mT if _by_columns(sparse) else dense).contiguous()
 
 
 @_implements(ours.sparse_gather.default)
 def _sparse_gather(cls: Any, func: Any, sparse: Any, dense: Tensor) -> Any:
-    row, col = sparse._pattern.places(sparse._values)
-    rows, cols = sparse._pattern.layout.shape
+    row, col = sparse.pattern.places(sparse._values)
+    rows, cols = sparse.pattern.layout.shape
     stored = dense.mT if _by_columns(sparse) else dense
     if 0 in (rows, cols):
         return sparse.with_values(torch.zeros_like(sparse._values))
     found = stored[row.clamp(max=rows - 1), col.clamp(max=cols - 1)]
-    return sparse.with_values(sparse._pattern.without_filler(found))
+    return sparse.with_values(sparse.pattern.without_filler(found))
 
 
 @_implements(ours.sparse_rows.default)
@@ -318,7 +318,7 @@ def _sparse_rows_gradient(cls: Any, func: Any, sparse: Any, index: Tensor, grad:
 
 def _operands(sparse: Any) -> tuple[Tensor, tuple[Tensor, ...], Any, bool]:
     """Values, pattern, layout and whether to transpose it; the transpose is kept from its first use on."""
-    pattern = sparse._pattern
+    pattern = sparse.pattern
     transpose = _by_columns(sparse)
     if transpose and not is_traced(sparse._values, *pattern.arrays):
         pattern.keep_transposed()
@@ -326,12 +326,12 @@ def _operands(sparse: Any) -> tuple[Tensor, tuple[Tensor, ...], Any, bool]:
 
 
 def _by_columns(sparse: Any) -> bool:
-    return sparse._pattern.stored_by_columns(sparse._transpose)
+    return sparse.pattern.stored_by_columns(sparse._transpose)
 
 
 def by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor, int]:
     """Pointers and columns of elements by rows, and entries of the longest row."""
-    pattern = sparse._pattern
+    pattern = sparse.pattern
     if _by_columns(sparse) or pattern.layout.entry:
         raise unsupported(cls, func, (sparse,))
     longest = sparse.shape[1] if is_traced(*pattern.arrays) else pattern.longest()

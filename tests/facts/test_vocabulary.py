@@ -154,7 +154,7 @@ def _raw_names(name: str) -> Iterator[str]:
 def spellings(name: str) -> list[Spelling]:
     """Every spelling that is read as the operator `name`, with parameters from torch."""
     # a function of another name can be read as this operator, too
-    other = [full.rpartition(".")[2] for full, own in canonicalize._PYTHON_NAMES.items() if own == name]
+    other = [full.rpartition(".")[2] for full, own in canonicalize.PYTHON_NAMES.items() if own == name]
     found = [spelling for raw in (*_raw_names(name), *other) for spelling in _spellings_of_raw(raw)]
     return [spelling for spelling in found if spelling.name() == name]
 

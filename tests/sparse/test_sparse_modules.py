@@ -24,6 +24,7 @@ from sparsecomp import SparseTensor, ops
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear
+from sparsecomp.tensor.pattern import Pattern
 
 pytestmark = pytest.mark.quick_cases(2)
 
@@ -159,7 +160,8 @@ def test_what_a_weight_in_a_transform_does_not_take():
 
 
 def test_products_by_arrays_in_transforms():
-    values, pattern, layout = layer_of().values.detach(), layer_of()._pattern(), layer_of()._layout
+    values, stored = Pattern.of(layer_of().weight.matrix)
+    pattern, layout = stored.arrays, stored.layout
     x, dense = rows().mT.contiguous(), written_out(layer_of(), values)
     found = func.grad(lambda x: ops.spmm(values, pattern, x, layout).square().sum())(x)
     torch.testing.assert_close(found, func.grad(lambda x: (dense @ x).square().sum())(x))

@@ -222,7 +222,7 @@ def test_the_tuning_cache_is_asked_for_sites_on_a_gpu_only(monkeypatch):
         with FakeTensorMode():
             x.meta["example_value"] = torch.empty(128, 64, 56, 56, device=where)
         op = CanonicalOp("conv2d", {"input": x}, x)
-        return spike_operand._card(SimpleNamespace(op=op), STAGE1._replace(device=where))
+        return spike_operand.card_and_times(SimpleNamespace(op=op), STAGE1._replace(device=where))
 
     assert card("cuda") == (replace(H100, processors=1), {"dense": 0.2, "binary": 0.11})
     assert card("cpu") == (H100, None)

@@ -206,9 +206,9 @@ def card(monkeypatch):
     monkeypatch.setattr(ceilings_module, "measure", counted)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    ceilings_module._settled.cache_clear()
+    ceilings_module.settled_card.cache_clear()
     yield state
-    ceilings_module._settled.cache_clear()
+    ceilings_module.settled_card.cache_clear()
 
 
 CUDA = torch.device("cuda", 0)
@@ -216,7 +216,7 @@ CUDA = torch.device("cuda", 0)
 
 def test_ceilings_are_measured_once_and_kept(card):
     assert [card_of(CUDA), card_of(CUDA), card.measured] == [CARD, CARD, 1]
-    ceilings_module._settled.cache_clear()  # as in another process
+    ceilings_module.settled_card.cache_clear()  # as in another process
     assert [card_of(CUDA), card.measured] == [CARD, 1]
     (stored,) = card.cache.facts.values()
     assert stored == asdict(CEILINGS)
@@ -230,7 +230,7 @@ def test_facts_of_another_version_are_measured_anew(card):
 def test_a_known_card_is_not_measured_unless_somebody_stored_it(card):
     card.name = "NVIDIA H100 80GB HBM3"
     assert [card_of(CUDA), card.measured] == [H100, 0]
-    ceilings_module._settled.cache_clear()
+    ceilings_module.settled_card.cache_clear()
     card.cache.put_fact("ceilings", Device(card.name, "8.9", "3.6.0"), asdict(CEILINGS))
     assert [card_of(CUDA), card.measured] == [CARD, 0]
 

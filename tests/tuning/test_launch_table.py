@@ -176,12 +176,11 @@ def _launched(candidates: list[Candidate[Any]], problem: Any) -> list[str]:
 def _parts(prepared: Any) -> list[str]:
     """The launches and workspaces of what a template prepared."""
     if isinstance(prepared, Launch):
-        made = vars(prepared)
-        return [f"{made['_kernel'].__name__} {list(made['_grid'])} {list(made['_numbers'])} {made['_named']}"]
+        return [f"{prepared.kernel.__name__} {list(prepared.grid)} {list(prepared.numbers)} {prepared.named}"]
     if not isinstance(prepared, Launches):
         return [type(prepared).__name__]
-    spaces = [f"{list(shape)} {dtype}" for shape, _, dtype in vars(prepared)["_workspaces"]]
-    return [*spaces, *(f"{_parts(step.launch)[0]} of {step.takes}" for step in vars(prepared)["_steps"])]
+    spaces = [f"{list(shape)} {dtype}" for shape, _, dtype in prepared.workspaces]
+    return [*spaces, *(f"{_parts(step.launch)[0]} of {step.takes}" for step in prepared.steps)]
 
 
 @pytest.mark.parametrize(("op", "which"), list(cases()))

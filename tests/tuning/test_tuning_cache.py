@@ -13,6 +13,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -281,7 +282,7 @@ def _tune(cache: TuningCache, process: int, victim: bool) -> None:
     """Sixteen entries of its own and one candidate in a common one; the victim dies within its ninth write."""
     for number in range(16):
         if victim and number == 8:
-            store._evict = lambda db, most: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            store.evict = lambda db, most: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         cache.put(signature(100 * process + number), times={"a": 1.0 + number}, verified=["a"])
     cache.put(signature(9999), times={f"of {process}": 1.0})
     cache.close()
@@ -504,10 +505,21 @@ def test_no_directory_can_be_made(tmp_path: Path) -> None:
     assert len(caught) == 1 and cache.get(signature()) is not None
 
 
-def test_a_full_disk(cache: TuningCache) -> None:
+def test_a_full_disk(cache: TuningCache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.put(signature(0), times={"a": 1.0})
-    pages = cache._store._open().execute("PRAGMA page_count").fetchone()[0]
-    cache._store._open().execute(f"PRAGMA max_page_count = {pages}")
+    cache.close()
+    connect, database = sqlite3.connect, cache.path
+    with closing(connect(database)) as db:
+        (pages,) = db.execute("PRAGMA page_count").fetchone()
+
+    def full(place: Any, **kwargs: Any) -> sqlite3.Connection:
+        db = connect(place, **kwargs)
+        if place != ":memory:":
+            db.execute(f"PRAGMA max_page_count = {pages}")
+        return db
+
+    monkeypatch.setattr(sqlite3, "connect", full)
+    cache = TuningCache(database)
     with pytest.warns(CacheWarning, match=r"full.*stay in memory") as caught:
         for number in range(1, 100):
             cache.put(signature(number), times={"a": 1.0 + number})
@@ -518,7 +530,7 @@ def test_a_full_disk(cache: TuningCache) -> None:
 
 
 def test_a_database_that_stays_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_PATIENCE", 0.3)
+    monkeypatch.setattr(store, "PATIENCE", 0.3)
     writer = TuningCache(tmp_path / "tuning.sqlite")
     writer.put(signature(), times={"a": 1.0})
     writer.close()
@@ -534,7 +546,7 @@ def test_a_database_that_stays_locked(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_database_that_is_locked_for_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_PATIENCE", 20.0)
+    monkeypatch.setattr(store, "PATIENCE", 20.0)
     writer = TuningCache(tmp_path / "tuning.sqlite")
     writer.put(signature(), times={"a": 1.0})
     writer.close()
@@ -546,9 +558,9 @@ def test_a_database_that_is_locked_for_a_moment_is_waited_for(tmp_path: Path, mo
     (entry,) = store.read_database(tmp_path / "tuning.sqlite").entries
     assert entry.times == {"a": 1.0}
     with pytest.raises(sqlite3.OperationalError, match="locked"):
-        store._until(time.monotonic() - 1)(sqlite3.SQLITE_BUSY, 1, 1)
-    store._until(time.monotonic() + 9)(sqlite3.SQLITE_BUSY, 1, 1)
-    store._until(time.monotonic() - 1)(sqlite3.SQLITE_DONE, 0, 1)
+        store.until(time.monotonic() - 1)(sqlite3.SQLITE_BUSY, 1, 1)
+    store.until(time.monotonic() + 9)(sqlite3.SQLITE_BUSY, 1, 1)
+    store.until(time.monotonic() - 1)(sqlite3.SQLITE_DONE, 0, 1)
 
 
 def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:

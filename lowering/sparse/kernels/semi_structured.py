@@ -243,7 +243,7 @@ def _unlike(problem: SpmmNM) -> str | None:
 
 
 @lru_cache(maxsize=8192)
-def _algorithms(product: Matmul) -> tuple[Algorithm, ...]:
+def offered(product: Matmul) -> tuple[Algorithm, ...]:
     """Those of the library's that are offered, on the current device; of some with parts it makes no plan.
 
     Raises:
@@ -263,13 +263,13 @@ def _splits(product: Matmul, card: Card) -> list[tuple[int, int]]:
 
 def _unable(product: Matmul) -> str | None:
     try:
-        return None if _algorithms(product) else "cuSPARSELt has no algorithm for it"
+        return None if offered(product) else "cuSPARSELt has no algorithm for it"
     except LibraryError as error:
         return str(error)
 
 
 def _space(problem: SpmmNM, device: Device) -> list[Config]:
-    found, bfloat16 = _algorithms(product_of(problem)), int(problem.dtype == "bfloat16")
+    found, bfloat16 = offered(product_of(problem)), int(problem.dtype == "bfloat16")
     return [
         Config(
             algorithm=one.number, split_k=one.split_k, split_k_mode=one.split_k_mode, bfloat16=bfloat16,
