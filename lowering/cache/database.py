@@ -175,15 +175,6 @@ class Store:
 
         self._run(delete)
 
-    def evict(self) -> list[str]:
-        """Forget the least recently used entries beyond the bounds; their keys."""
-
-        def evict(db: sqlite3.Connection) -> list[str]:
-            with _transaction(db):
-                return evict(db, self._most)
-
-        return self._run(evict)
-
     def close(self) -> None:
         """Close the file; the next use opens it again. What is in memory only stays."""
         with self.lock:

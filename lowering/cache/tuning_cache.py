@@ -251,7 +251,7 @@ class TuningCache:
         if device is not None:
             keys = [entry.key for entry in self._store.entries() if entry.device != device]
             self._store.delete(keys, [item for item in self._store.facts() if item.device != device])
-        self._store.evict()
+        self._write(Document([], []))
         self._start_over()
         return before - self._store.totals().entries
 
