@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from sparsecomp.errors import CacheError
 from sparsecomp.files.whole_file import check_regular
-from sparsecomp.lowering.cache.entry import Document, Entry, Fact, compact, entry_of, fact, loads
+from sparsecomp.lowering.cache.entry import Document, Entry, Fact, compact, entry_of, fact, json_values
 from sparsecomp.lowering.cache.signature import Device
 
 T = TypeVar("T")
@@ -492,7 +492,7 @@ def _checked_entry(key: str, body: str, crc: int) -> Entry:
         CacheError: it makes no sense, or was damaged.
     """
     _match(crc, key, body)
-    return entry_of({"fields": loads(key), **_object(body)}, f"the entry of {key[:80]!r}")
+    return entry_of({"fields": json_values(key), **_object(body)}, f"the entry of {key[:80]!r}")
 
 
 def _fact_row(item: Fact) -> tuple[str, str, str, str, str, int]:
@@ -522,7 +522,7 @@ def _match(crc: int, *texts: object) -> None:
 
 
 def _object(body: str) -> dict[str, Any]:
-    found = loads(body)
+    found = json_values(body)
     if not isinstance(found, dict):
         raise CacheError("a stored row is no object")
     return found

@@ -27,7 +27,7 @@ from sparsecomp.lowering.cache.entry import (
     dump,
     entry_of,
     fact,
-    loads,
+    json_values,
     parse,
     sentence,
 )
@@ -319,7 +319,7 @@ def _canonical(signature: KernelSignature) -> KernelSignature:
 def _likeness(wanted: set[tuple[str, str]], key: str) -> int:
     """How many fields a key has in common; less than none if it is damaged."""
     try:
-        return len(wanted.intersection(loads(key).items()))
+        return len(wanted.intersection(json_values(key).items()))
     except (CacheError, AttributeError, TypeError):
         return -1
 

@@ -21,7 +21,7 @@ from sparsecomp.reference.precision import KERNEL_DTYPES
 _Launch = Callable[..., None]
 
 
-def product(
+def layer_product(
     x: Tensor, values: Tensor, own: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, layout: Layout,
     activation: str, kernel: str, filled: bool = False,
 ) -> Tensor | None:  # fmt: skip
@@ -75,14 +75,14 @@ def _product(
     return prepared(own, problem._replace(filled=True) if filled else problem, device, kernel)
 
 
-def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> Tensor | None:
+def layer_sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> Tensor | None:
     """a.mT @ b at the stored places of a csr pattern, for a (..., rows) and b (..., columns), contiguous.
 
     Args:
         indices: as many as there are entries, without spare capacity.
 
     Returns:
-        (entries,) of their dtype. None as for `product`.
+        (entries,) of their dtype. None as for `layer_product`.
     """
     launch = _sampled(a.device, a.shape, b.shape, a.dtype, indices.numel(), indices.dtype, skew)
     if launch is None:

@@ -138,7 +138,7 @@ def dense_weight(values: Tensor, indices: Tensor) -> Tensor:
 
 
 def _signature(problem: SpmmNM, device: Device) -> KernelSignature:
-    version = ".".join(map(str, cusparselt.load().version))
+    version = ".".join(map(str, cusparselt.loaded_library().version))
     found = SPMM_NM.signature(problem, device)
     return replace(found, op="semi_structured", parameters=(*found.parameters, ("cusparselt", version)))
 

@@ -53,7 +53,7 @@ class Choice:
 
 
 @dataclass
-class Stats:
+class TuningStats:
     """What a tuner has done: candidates it timed, candidates it checked, and signatures it tuned."""
 
     timings: int = 0
@@ -136,7 +136,7 @@ class Tuner:
         measure: Measure = measure_ms,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.stats = Stats()
+        self.stats = TuningStats()
         self._cache = cache
         self._settings = settings
         self._measure = measure

@@ -22,8 +22,8 @@ from sparsecomp.passes.graph.operators import (
     Operator,
     Signature,
     Trait,
+    parameters_of,
     record_of,
-    signature_of,
     spelling_of,
 )
 
@@ -213,7 +213,7 @@ def _bind(
     name: str, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], bool]:
     """Arguments by parameter name, and whether the signature has a place for each of them."""
-    signature = signature_of(name, form)
+    signature = parameters_of(name, form)
     positional = args if signature is None else _gather_variadic(signature.names, signature.variadic, args)
     named = {} if signature is None else {_parameter(signature, key): value for key, value in kwargs.items()}
     unplaced = bool(named) and signature is not None and not named.keys() <= _places(signature)

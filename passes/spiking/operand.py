@@ -91,14 +91,14 @@ def hooked(node: fx.Node, ctx: Context, layer: type[torch.nn.Module]) -> bool:
     return isinstance(module, layer) and has_hooks(module)
 
 
-def unsupported(op: CanonicalOp, inputs: Iterable[Any], ctx: Context) -> Refusal | None:
+def unsupported_layer(op: CanonicalOp, inputs: Iterable[Any], ctx: Context) -> Refusal | None:
     """The refusal of a product that no rule takes, if spikes are among its inputs."""
     is_left = op.name not in TAKEN and Trait.PRODUCT in record_of(op.name).traits
     reached = is_left and any(ctx.fact(one, op.node) is not None for one in inputs)
     return refuse(Why.UNSUPPORTED_OP, op=op.name) if reached else None
 
 
-def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
+def check_layer(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     """Whether a layer may run on its input as spikes, whatever its geometry."""
     fact = _spike_fact(op, ctx)
     if isinstance(fact, Refusal):

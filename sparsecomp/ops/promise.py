@@ -9,19 +9,8 @@ from sparsecomp.reference.memo import check_kept
 library.define("promised(Tensor kept, Tensor[] sources, Tensor[] seen, str[] names) -> Tensor", tags=TAGS)
 
 
-def promised(kept: Tensor, sources: list[Tensor], seen: list[Tensor], names: list[str]) -> Tensor:
-    """A copy of `kept`, which was made of `sources` when they held what is `seen`.
-
-    Args:
-        names: of the sources, for the error.
-
-    Raises:
-        FrozenWeightError: a source holds something else.
-    """
-    return torch.ops.sparsecomp.promised.default(kept, sources, seen, names)
-
-
 def _promised(kept: Tensor, sources: list[Tensor], seen: list[Tensor], names: list[str]) -> Tensor:
+    """A copy of `kept`, which was made of `sources`, called `names`, when they held what is `seen`."""
     if not (kept.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph cannot ask
         check_kept(sources, seen, names)
     return kept.clone()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import CSR, SparseMatrix
-from sparsecomp.formats.base import FORMATS, target_of
+from sparsecomp.formats.base import FORMATS, target_format
 from sparsecomp.formats.files import Stored
-from sparsecomp.ops.sparse.sparse_matmul import to_dense
+from sparsecomp.ops.sparse.sparse_matmul import sparse_to_dense
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.tensor.by_values import dense_by_values
 from sparsecomp.tensor.dispatch import OPERATORS, elementwise
@@ -106,7 +106,7 @@ class SparseTensor(Tensor):
             FormatError: the matrix does not fit the format, or the arguments are for neither.
             SparseOperatorError: it takes a gradient, which no change of format passes on.
         """
-        kind, args = target_of(args, kwargs)
+        kind, args = target_format(args, kwargs)
         if kind is None:
             return cast(SparseTensor, super().to(*args, **kwargs))
         if self.requires_grad and torch.is_grad_enabled():
@@ -123,7 +123,7 @@ class SparseTensor(Tensor):
 
     def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The dense tensor (rows, columns). Its gradient comes back at the stored elements only."""
-        dense = dense_by_values(self) if _compat.inside_forward_mode() else to_dense(self)
+        dense = dense_by_values(self) if _compat.inside_forward_mode() else sparse_to_dense(self)
         return dense if dtype is None else dense.to(dtype)
 
     # -- torch's protocols

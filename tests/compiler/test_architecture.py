@@ -72,6 +72,24 @@ def test_rooms_form_no_circle(floor: str) -> None:
     assert [cycle for cycle in networkx.simple_cycles(inside)] == []
 
 
+SHARED = {
+    "consider": "of every rule", "decide": "whether a room's rewrites pay", "compare": "the same, for a given card",
+    "multiply": "of a format's `Launcher`", "problem_of": "of a format's `Launcher`", "operations": "of a `Launcher`",
+    "NM": "the format, and what `sparsify` makes of a layer", "merge": "public in `cache`, and of reports",
+}  # fmt: skip
+"""Public names that several modules define, and what they mean everywhere. An operator's launcher has its name, too."""
+
+
+def test_no_public_name_is_there_twice() -> None:
+    homes: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        for node in tree(path).body if ".facts.transfer." not in module else ():  # called by a table
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                in_room = module.split(".", 2)[-1] if floor_of(module) in ("ops", "lowering") else module
+                homes.setdefault(node.name, set()).add(in_room)
+    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SHARED} == {}
+
+
 FOREIGN = {
     "_version": "torch counts a tensor's writes in it", "_parameters": "torch keeps a module's parameters in it",
     "_inductor": "a module of torch", "_as_parameter_": "ctypes passes it", "_repr_html_": "notebooks call it",

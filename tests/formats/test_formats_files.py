@@ -94,14 +94,14 @@ def test_what_is_no_matrix_of_ours(saved, tmp_path) -> None:
     ],
 )
 def test_a_good_digest_does_not_make_good_contents(saved, name, shape, layout, match) -> None:
-    files.save(saved, name, shape, layout, CSR.from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).arrays)
+    files.save_arrays(saved, name, shape, layout, CSR.from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).arrays)
     with pytest.raises(FormatError, match=match):
         SparseMatrix.load(saved)
 
 
 def test_a_file_of_blocks_says_their_size(saved) -> None:
     arrays = formats.BSR.from_dense(torch.eye(2), block=2).arrays
-    files.save(saved, "BSR", (2, 2), {"block": [1, 1]}, arrays)
+    files.save_arrays(saved, "BSR", (2, 2), {"block": [1, 1]}, arrays)
     with pytest.raises(FormatError, match=r"block \[1, 1\]"):
         SparseMatrix.load(saved)
 

@@ -30,7 +30,7 @@ from sparsecomp.passes.engine.rule import replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp
 from sparsecomp.passes.masked import fold as masked_fold
 from sparsecomp.passes.masked import masked_weight
-from sparsecomp.passes.masked.fold import Choice, compare
+from sparsecomp.passes.masked.fold import FoldedForm, compare_folds
 from sparsecomp.reference.memo import MEMO
 
 pytestmark = pytest.mark.quick_cases(4)
@@ -536,8 +536,8 @@ def test_an_unknown_formula_is_an_error_that_says_what_to_do():
 
 
 def test_a_sparse_format_through_the_backend(monkeypatch):
-    choice = Choice("csr", (1, 1), "a weight", Decision("spmm_csr", "because", {"dense": 2e-5, "spmm_csr": 1e-5}))
-    monkeypatch.setattr(masked_weight, "choose", lambda op, weight, ctx: choice)
+    choice = FoldedForm("csr", (1, 1), "a weight", Decision("spmm_csr", "because", {"dense": 2e-5, "spmm_csr": 1e-5}))
+    monkeypatch.setattr(masked_weight, "choose_fold", lambda op, weight, ctx: choice)
     torch._dynamo.reset()
     layer = prune.random_unstructured(nn.Linear(352, 768), "weight", 0.9)
     with torch.no_grad():
@@ -563,7 +563,7 @@ PICKED = {
 def test_the_estimate_picks_the_format_on_an_h100(what):
     pytest.importorskip("triton")
     make, rows, dtype = PICKED[what]
-    choice = compare(make().to(dtype), rows, True, CARD, H100)
+    choice = compare_folds(make().to(dtype), rows, True, CARD, H100)
     assert choice.format == what.split(",")[0]
     dense, reason = choice.format == "dense", choice.decision.reason
     assert "us against" in reason and "us dense" in reason and ("would not pay" in reason) == dense
@@ -575,17 +575,17 @@ def test_a_fold_counts_the_host_and_the_products_that_share_a_call(monkeypatch):
     """A product in halves takes the device half as long as dense, but needs more launches: see the rule of products."""
     pytest.importorskip("triton")
     weight = inputs(1536, 1536) * (inputs(1536, 1536, seed=3) > 0)
-    found = {n: compare(weight, 1024, True, CARD, H100, replayed=False, products=n).format for n in (1, 64)}
+    found = {n: compare_folds(weight, 1024, True, CARD, H100, replayed=False, products=n).format for n in (1, 64)}
     assert found == {1: "dense", 64: "csr"}
-    assert compare(weight, 1024, True, CARD, H100, replayed=True).format == "csr"
+    assert compare_folds(weight, 1024, True, CARD, H100, replayed=True).format == "csr"
     passed: dict[str, Any] = {}
-    monkeypatch.setattr(masked_fold, "compare", lambda *rest, **how: passed.update(how))
+    monkeypatch.setattr(masked_fold, "compare_folds", lambda *rest, **how: passed.update(how))
     monkeypatch.setattr(masked_fold, "target_of", lambda device: (CARD, H100))
     x = torch.fx.Graph().placeholder("x")
     x.meta["example_value"] = X
     op, there = CanonicalOp("linear", {"input": x}, x), SimpleNamespace(device=torch.device("cuda"))
     context = SimpleNamespace(options=Options(), products=7, target=None, device=lambda device: device)
-    masked_fold.choose(op, there, context)
+    masked_fold.choose_fold(op, there, context)
     assert passed == {"replayed": False, "products": 7}
 
 

@@ -19,7 +19,7 @@ from sparsecomp.nn.masked.masked_weight import Mode
 from sparsecomp.ops.masked import folded_weight
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.masked import masked_weight
-from sparsecomp.passes.masked.fold import Choice
+from sparsecomp.passes.masked.fold import FoldedForm
 from sparsecomp.reference.memo import MEMO
 
 pytestmark = pytest.mark.quick_cases(1)
@@ -189,8 +189,8 @@ def test_the_operator_by_itself():
 
 def test_sparse_formats_keep_a_dense_product_for_the_attribute(monkeypatch):
     layer = prune.l1_unstructured(nn.Linear(512, 512), "weight", 0.9)
-    choice = Choice("csr", (1, 1), "512x512", Decision("spmm_csr", "faster"))
-    monkeypatch.setattr(masked_weight, "choose", lambda op, weight, ctx: choice)
+    choice = FoldedForm("csr", (1, 1), "512x512", Decision("spmm_csr", "faster"))
+    monkeypatch.setattr(masked_weight, "choose_fold", lambda op, weight, ctx: choice)
     with torch.no_grad():
         found, report = rewritten(layer, X, **FROZEN)
         assert torch.equal(layer.weight, layer.weight_mask * layer.weight_orig)

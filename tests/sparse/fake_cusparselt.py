@@ -164,7 +164,7 @@ def installed(monkeypatch, **options):
     fake = FakeLibrary(**options)
     library = cusparselt.Library(fake)
     handle = cusparselt.make_handle(library)
-    monkeypatch.setattr(cusparselt, "load", lambda: library)
+    monkeypatch.setattr(cusparselt, "loaded_library", lambda: library)
     monkeypatch.setattr(cusparselt, "current_handle", lambda device=None: handle)
     return fake
 

@@ -340,7 +340,7 @@ def test_other_tensors_go_to_other_kernels(library):
 
 
 def test_a_library_that_refuses_a_shape_is_quoted(monkeypatch, library):
-    monkeypatch.setattr(cusparselt, "algorithms", lambda handle, product: cusparselt.check("cusparseLtInit", 4))
+    monkeypatch.setattr(cusparselt, "algorithms", lambda handle, product: cusparselt.check_status("cusparseLtInit", 4))
     forget()
     assert "cusparseLtInit returned CUSPARSE_STATUS_ARCH_MISMATCH (4)" in str(SEMI_STRUCTURED.refusals(problem(), CARD))
     assert not Case("cpu").run()
@@ -351,7 +351,7 @@ def test_a_library_that_fails_late_is_not_asked_again(monkeypatch, library):
 
     def refuse(*described):
         asked.append(described)
-        cusparselt.check("cusparseLtMatmulPlanInit", 10)
+        cusparselt.check_status("cusparseLtMatmulPlanInit", 10)
 
     monkeypatch.setattr(semi_structured, "refused_late", set())
     monkeypatch.setattr(template, "MatmulPlan", refuse)
@@ -375,7 +375,7 @@ def test_a_library_that_is_not_found(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "PyDLL", refuse)
-    monkeypatch.setattr(cusparselt, "load", cusparselt.load.__wrapped__)
+    monkeypatch.setattr(cusparselt, "loaded_library", cusparselt.loaded_library.__wrapped__)
     reason = cusparselt.missing()
     assert reason is not None and reason.startswith("cuSPARSELt was not found (libcusparseLt.so.0: libcusparseLt.so.0")
     assert "install nvidia-cusparselt" in reason
@@ -386,7 +386,7 @@ def test_a_library_that_is_not_found(monkeypatch):
 
 
 def test_the_handle_is_of_the_device_that_is_asked_for_or_current(monkeypatch):
-    monkeypatch.setattr(cusparselt, "load", lambda: None)
+    monkeypatch.setattr(cusparselt, "loaded_library", lambda: None)
     monkeypatch.setattr(cusparselt, "handle_of", lambda device: device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

@@ -303,13 +303,13 @@ def _broken(stage: str) -> Rule:
 @pytest.mark.parametrize("stage", ["consider", "build"])
 def test_a_rule_that_fails_leaves_the_graph_as_it_was(stage):
     gm, before = _traced()
-    report = pipeline.run(gm, Options(implementation="binary"), rules=[_broken(stage)])
+    report = pipeline.run_rules(gm, Options(implementation="binary"), rules=[_broken(stage)])
     assert gm.code == before
     assert "broken on purpose" in report.sites[-1].reason
     assert not report.rewritten
     gm, _ = _traced()
     with pytest.raises(RuleError, match="broken on purpose"):
-        pipeline.run(gm, Options(implementation="binary", strict=True), rules=[_broken(stage)])
+        pipeline.run_rules(gm, Options(implementation="binary", strict=True), rules=[_broken(stage)])
 
 
 def _traced():
@@ -343,7 +343,7 @@ def test_passes_are_linear_in_the_size_of_the_graph():
 
         sys.setprofile(count)
         try:
-            report = pipeline.run(graphs[0], Options())
+            report = pipeline.run_rules(graphs[0], Options())
         finally:
             sys.setprofile(None)
         assert len(report.sites) == layers and len(graphs[0].graph.nodes) > 5 * layers

@@ -302,7 +302,7 @@ def test_a_layer_with_hooks_keeps_them(kind, shape):
     layer, x = dyadic(kind(4, 4, 3)), signal(*shape)
     model = OnSpikes(layer).eval()
     layer.register_forward_hook(lambda module, inputs, output: operator.neg(output))
-    traced = pipeline.run(torch.fx.symbolic_trace(model), Options(implementation="binary"), eager=True)
+    traced = pipeline.run_rules(torch.fx.symbolic_trace(model), Options(implementation="binary"), eager=True)
     assert [found.reason for found in traced.sites if found.rule == "spike_conv"] == ["the module has hooks"]
     plain = F.conv1d if kind is nn.Conv1d else F.conv2d
     optimized = sparsecomp.optimize(model, x, implementation="binary")

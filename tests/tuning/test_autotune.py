@@ -418,7 +418,7 @@ def process_tuner(monkeypatch):
     bench = Bench({16: 3.0, 32: 1.0, 64: 2.0})
     tuned = tuner(bench)
     monkeypatch.setattr(autotune, "tuner", lambda: tuned)
-    monkeypatch.setattr(operations, "operations", lambda: {"triple": bench.operation})
+    monkeypatch.setattr(operations, "all_operations", lambda: {"triple": bench.operation})
     with bench.installed():
         yield bench, tuned
     dispatch.forget()

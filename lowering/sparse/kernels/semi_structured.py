@@ -156,7 +156,8 @@ class _Guarded:
             with torch.cuda.device(device):
                 return self(values, indices, compressed, kept, dense, bias, residual, out)
         at = None if bias is None else bias.data_ptr()
-        plan = self._plans(device, cusparselt.SOME_BIAS if at is not None and cusparselt.load().rebinds else at)
+        rebinds = at is not None and cusparselt.loaded_library().rebinds
+        plan = self._plans(device, cusparselt.SOME_BIAS if rebinds else at)
         own = self._guard_bytes
         scratch = torch.empty(own + plan.workspace_bytes, dtype=torch.uint8, device=device)
         if kept is not None:

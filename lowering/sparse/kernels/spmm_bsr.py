@@ -13,7 +13,7 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, precision
 from sparsecomp.lowering.sparse.spmm_bsr import SpmmBsr
-from sparsecomp.lowering.sparse.spmm_csr import unsupported
+from sparsecomp.lowering.sparse.spmm_csr import unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -78,7 +78,7 @@ def _refuse(problem: SpmmBsr, device: Device) -> str | None:
         return f"tensor cores multiply one dtype, not {p.dtype} with {p.dense_dtype}"
     if p.block_columns * p.width >= 2**31:
         return "a block row is deeper than 2^31"
-    return unsupported(p.dtype, p.dense_dtype, p.output.dtype)
+    return unsupported_dtypes(p.dtype, p.dense_dtype, p.output.dtype)
 
 
 def _space(problem: SpmmBsr, device: Device) -> list[Config]:

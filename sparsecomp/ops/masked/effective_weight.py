@@ -154,14 +154,14 @@ def merge_by(weight: Tensor, theta: Tensor, table: Tensor) -> Tensor:
     """`effective_weight` by the kernel and what `ranks_of` a mask are, without checks."""
     from sparsecomp.lowering.masked import effective_weight as lowered  # loads Triton
 
-    return lowered.merge(weight.contiguous(), theta.contiguous(), table)
+    return lowered.merge_pruned(weight.contiguous(), theta.contiguous(), table)
 
 
 def split_by(whole: Tensor, table: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
     """`split_pruned` likewise."""
     from sparsecomp.lowering.masked import effective_weight as lowered  # loads Triton
 
-    return lowered.split(whole.contiguous(), table, pruned, active, rest)
+    return lowered.split_pruned_weight(whole.contiguous(), table, pruned, active, rest)
 
 
 def ranks_of(mask: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, differentiable, library
-from sparsecomp.ops.sparse.sddmm import run as run_sddmm
-from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
-from sparsecomp.ops.sparse.spmm import run as run_spmm
+from sparsecomp.ops.sparse.sddmm import run_sddmm
+from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients, run_spmm
 from sparsecomp.reference.patterns import Layout, check_pattern, compressed, stored_shape
 from sparsecomp.reference.precision import accumulator, without_autocast
 from sparsecomp.reference.sparse import compact_product, compact_sampled
@@ -91,7 +90,7 @@ def by_rows(
     return out if x.dim() == 2 else out.view(*size[:-1], m)
 
 
-def sampled(
+def sampled_by_rows(
     sddmm: Callable[..., Tensor], x: Tensor, grad: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool,
     scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
@@ -135,7 +134,7 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
     from sparsecomp.lowering.sparse import layer as sparse_layer  # loads Triton
 
     if not transpose:
-        return sparse_layer.product(x, values, pattern, bias, residual, layout, activation, kernel)
+        return sparse_layer.layer_product(x, values, pattern, bias, residual, layout, activation, kernel)
     own = layout.own
     if len(pattern) == own or layout.entry:
         return None
@@ -143,7 +142,7 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
     entries = values.view(-1).index_select(0, order)
     (rows, cols), (of_rows, of_columns) = layout.shape, layout.skews
     flipped = Layout("csr", (1, 1), (cols, rows), (of_columns, of_rows))
-    return sparse_layer.product(
+    return sparse_layer.layer_product(
         x, entries, (pointers, indices), bias, residual, flipped, activation, kernel, filled=layout.kind.FILLED
     )
 
@@ -151,7 +150,7 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
 def _reference_gradient(x, grad, pattern, layout, transpose):
     layout = Layout.read(layout)
     sddmm = _compact_sddmm if layout.plain else partial(run_sddmm, "cpu")
-    return sampled(sddmm, x, grad, pattern, layout, transpose)
+    return sampled_by_rows(sddmm, x, grad, pattern, layout, transpose)
 
 
 def _compact_sddmm(a, b, pattern, *rest):
@@ -166,10 +165,10 @@ def _cuda_gradient(x, grad, pattern, layout, transpose):
         from sparsecomp.lowering.sparse import layer as sparse_layer  # loads Triton
 
         operands = (x, grad) if transpose else (grad, x)
-        found = sparse_layer.sampled(*operands, pattern[0], pattern[1], layout.skews[0])
+        found = sparse_layer.layer_sampled(*operands, pattern[0], pattern[1], layout.skews[0])
         if found is not None:
             return found
-    return sampled(partial(run_sddmm, "cuda"), x, grad, pattern, layout, transpose)
+    return sampled_by_rows(partial(run_sddmm, "cuda"), x, grad, pattern, layout, transpose)
 
 
 def _fake_gradient(x, grad, pattern, layout, transpose):

@@ -41,8 +41,8 @@ def sddmm(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout, *, sc
     return torch.ops.sparsecomp.sddmm.default(a, b, pattern, *layout, scale)
 
 
-def run(device: str, *arguments: Any) -> Tensor:
-    """The operator's implementation for "cpu" or "cuda", as `sparsecomp.ops.spmm.run`."""
+def run_sddmm(device: str, *arguments: Any) -> Tensor:
+    """The operator's implementation for "cpu" or "cuda", as `run_spmm`."""
     return _IMPLEMENTATIONS[device](*arguments)
 
 

@@ -63,7 +63,7 @@ def spmm(
     )
 
 
-def run(device: str, *arguments: Any) -> Tensor:
+def run_spmm(device: str, *arguments: Any) -> Tensor:
     """The operator's implementation for "cpu" or "cuda", for a caller that is below autograd and in a hurry.
 
     Args:
@@ -139,7 +139,7 @@ def _reference(
     layout = layout_of(format, block, shape, skews)
     size = _result_shape(values, pattern, dense, bias, residual, layout, transpose, bias_axis, activation)
     dtype = dense.dtype if dtype is None else dtype
-    product = sparse_reference.product(values, pattern, dense, layout, transpose, dtype)
+    product = sparse_reference.reference_product(values, pattern, dense, layout, transpose, dtype)
     out = epilogue(product, bias, residual, bias_axis, activation, scale)
     return _empty(values, size, dtype, by_column).copy_(out)
 
