@@ -54,7 +54,7 @@ class Signature(NamedTuple):
     other keyword spellings."""
 
     names: tuple[str, ...]
-    spelled_as: tuple[str, ...]
+    named: tuple[str, ...]
     defaults: Mapping[str, Any]
     variadic: str | None
     renames: Mapping[str, str]
