@@ -31,11 +31,6 @@ class Scaled(nn.Module):
         return self.layer(x) * density + shift
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_options_may_be_keywords_or_a_dict_and_inputs_go_to_the_model(verb) -> None:
     own = QUICK.get(verb, {})

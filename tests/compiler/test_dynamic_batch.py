@@ -31,7 +31,6 @@ BATCHES = (1, 2, 3, 7, 64, 65, 511, 512)
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=KERNEL_DEVICES[1].marks)])
 def test_batches_from_1_to_512_compile_at_most_two_graphs(device):
-    torch._dynamo.reset()
     compilations = Counter()
 
     def backend(gm, inputs):

@@ -304,7 +304,6 @@ def test_higher_derivatives():
     form = lambda x, w: (x[:, INDEX] * w).sum(-1)  # noqa: E731
     call = form
     wanted = twice(x, w)
-    torch._dynamo.reset()
     reports: list[Report] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -318,7 +317,6 @@ def test_higher_derivatives():
 
 def test_a_dynamic_batch_has_one_graph():
     model = Net(SPELLINGS["index_select"])
-    torch._dynamo.reset()
     call = torch.compile(model, backend="sparsecomp", fullgraph=True, dynamic=True, options={"strict": True})
     with torch.no_grad():
         for rows in (4, 7, 2):

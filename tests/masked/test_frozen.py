@@ -352,7 +352,6 @@ def test_the_same_bits_in_another_form_are_a_write(other):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "by hand"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_graphs_read_a_kept_weight_and_follow_every_write_without_one(frozen, mode, device):
-    torch._dynamo.reset()
     model, x = Trained("where").to(device), X.to(device)
     chosen = {"mode": mode} if mode == "reduce-overhead" else {}
     run = torch.compile(model, backend="sparsecomp", options={"frozen": frozen, **chosen})
@@ -382,7 +381,6 @@ def test_graphs_read_a_kept_weight_and_follow_every_write_without_one(frozen, mo
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_a_training_step_is_replayed(device):
     """Under the promise; the gradient of torch's own masked_scatter cannot be captured."""
-    torch._dynamo.reset()
     model, x = Trained("masked_scatter").to(device), X.to(device)
     run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"})
     parameters = list(model.parameters())

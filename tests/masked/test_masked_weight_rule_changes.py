@@ -138,7 +138,6 @@ def test_a_copied_model_has_a_weight_of_its_own(compiled):
 
 
 def test_a_weight_is_forgotten_with_its_model():
-    torch._dynamo.reset()
     gc.collect()
     before = len(MEMO)
     model = Masked(SPELLINGS["where"])
@@ -339,7 +338,6 @@ def test_a_parametrization_is_folded(layer):
 @pytest.mark.slow(reason="compiles attention in training and out of it")
 @pytest.mark.parametrize("training", [False, True])
 def test_multi_head_attention_with_pruned_projections(training):
-    torch._dynamo.reset()
     attention = nn.MultiheadAttention(256, 4, batch_first=True).train(training)
     prune.random_unstructured(attention, "in_proj_weight", 0.5)
     x, memory = inputs(2, 5, 256), inputs(2, 7, 256, seed=3)
@@ -403,7 +401,6 @@ def test_other_dtypes(dtype):
 
 
 def test_a_batch_of_another_size_needs_no_other_graph(weights):
-    torch._dynamo.reset()
     model = Masked(SPELLINGS["mask * weight"])
     run = torch.compile(model, backend="sparsecomp", options=FROZEN, fullgraph=True, dynamic=True)
     with torch.no_grad():
@@ -438,7 +435,6 @@ def test_frozen_layers_in_training_fold_unless_a_gradient_passes_through():
 
 
 def test_inference_mode(weights):
-    torch._dynamo.reset()
     model = Masked(SPELLINGS["where"])
     run = torch.compile(model, backend="sparsecomp", options=FROZEN, fullgraph=True)
     with torch.inference_mode():
@@ -452,7 +448,6 @@ def test_inference_mode(weights):
 
 
 def test_optimize_folds_under_torch_compile():
-    torch._dynamo.reset()
     model = Masked(SPELLINGS["blend"]).eval()
     with torch.no_grad():
         better = sparsecomp.optimize(model, X, frozen=True)
@@ -538,7 +533,6 @@ def test_an_unknown_formula_is_an_error_that_says_what_to_do():
 def test_a_sparse_format_through_the_backend(monkeypatch):
     choice = FoldedForm("csr", (1, 1), "a weight", Decision("spmm_csr", "because", {"dense": 2e-5, "spmm_csr": 1e-5}))
     monkeypatch.setattr(masked_weight, "choose_fold", lambda op, weight, ctx: choice)
-    torch._dynamo.reset()
     layer = prune.random_unstructured(nn.Linear(352, 768), "weight", 0.9)
     with torch.no_grad():
         for _ in range(2):

@@ -96,7 +96,6 @@ def test_every_method_is_folded_and_leaves_what_eager_does(method, kind):
 
 @pytest.mark.parametrize("way", ["compile", "optimize", "promise for a while"])
 def test_the_attribute_follows_writes_through_the_compiler(way):
-    torch._dynamo.reset()
     layer = prune.l1_unstructured(nn.Linear(512, 512), "weight", 0.9)
     model = nn.Sequential(layer, nn.ReLU()).eval()
     with torch.no_grad(), sparsecomp.ops.frozen_weights() if way == "promise for a while" else torch.no_grad():
@@ -119,7 +118,6 @@ def test_the_attribute_follows_writes_through_the_compiler(way):
 
 
 def test_a_write_to_the_attribute_lasts_until_the_next_call():
-    torch._dynamo.reset()
     layer = prune.l1_unstructured(nn.Linear(512, 512), "weight", 0.9)
     run = torch.compile(layer, backend="sparsecomp", options={"frozen": True})
     with torch.no_grad():
@@ -131,7 +129,6 @@ def test_a_write_to_the_attribute_lasts_until_the_next_call():
 
 
 def test_a_layer_pruned_again_and_one_whose_pruning_is_removed_after_compiling():
-    torch._dynamo.reset()
     layer = prune.l1_unstructured(nn.Linear(512, 512), "weight", 0.5)
     run = torch.compile(layer, backend="sparsecomp", options={"frozen": True})
     with torch.no_grad():
@@ -272,7 +269,6 @@ def test_in_evaluation_mode_with_gradients_the_reason_says_what_to_do():
 
 @pytest.mark.parametrize("frozen", [False, "buffers", True])
 def test_gradients_in_training(frozen):
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
     with_bias(model[0])
     twin(model[0])

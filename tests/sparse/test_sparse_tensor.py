@@ -335,7 +335,6 @@ def test_a_file_with_wrong_arrays_is_refused():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_products_under_autocast_are_those_of_dense_weights(compiled, dtype):
     """The dtype is what torch's own product has, the error within what rounding to it allows."""
-    torch._dynamo.reset()
     bound = 2 * torch.finfo(dtype).eps
     weight, mask = masked(6, 8, "CSR")
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(2))
@@ -383,7 +382,6 @@ def test_a_batch_or_a_dense_tensor_is_no_sparse_tensor():
 
 
 def test_one_weight_used_twice_in_a_compiled_graph_and_two_patterns_that_cannot_be_compared():
-    torch._dynamo.reset()
     weight = nn.Parameter(tensor(8, 8))
 
     def twice(x: Tensor) -> Tensor:
