@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.reference.memo import check_kept
 
 library.define("promised(Tensor kept, Tensor[] sources, Tensor[] seen, str[] names) -> Tensor", tags=TAGS)
@@ -16,6 +16,4 @@ def _promised(kept: Tensor, sources: list[Tensor], seen: list[Tensor], names: li
     return kept.clone()
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("promised", _promised, _device)
-torch.library.register_fake("sparsecomp::promised", lambda kept, sources, seen, names: kept.clone(), lib=library)
+implement("promised", _promised, fake=lambda kept, sources, seen, names: kept.clone())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from sparsecomp import _compat
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.masked.effective_weight import (
     fits_kernels,
     merge_at,
@@ -202,9 +202,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return of_weight if active else None, of_theta if rest else None, [None] * len(ctx.saved_tensors), None, None
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("merged_weight", _merge, _device)
-    library.impl("merged_weight_grads", _grads, _device)
-torch.library.register_fake("sparsecomp::merged_weight", _fake_merge, lib=library)
-torch.library.register_fake("sparsecomp::merged_weight_grads", _fake_grads, lib=library)
+implement("merged_weight", _merge, fake=_fake_merge)
+implement("merged_weight_grads", _grads, fake=_fake_grads)
 torch.library.register_autograd("sparsecomp::merged_weight", _backward, setup_context=_save, lib=library)

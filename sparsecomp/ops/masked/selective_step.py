@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import MaskError
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.masked.elementwise import count_on, select_largest
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -183,6 +183,4 @@ def _fake(
     _check(weight, grad, pruned, mean, size, square, steps, lr, count, whole)
 
 
-library.impl("selective_step", step_reference, "CPU")
-library.impl("selective_step", step_cuda, "CUDA")
-torch.library.register_fake("sparsecomp::selective_step", _fake, lib=library)
+implement("selective_step", step_reference, step_cuda, _fake)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import TAGS, differentiable, library
+from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.sddmm import run_sddmm
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients, run_spmm
 from sparsecomp.reference.patterns import Layout, check_pattern, compressed, stored_shape
@@ -241,16 +241,7 @@ def _backward_gradient(ctx, by_values):
     return by_x, by_grad, [None] * len(pattern), None, None
 
 
-for _name, _function, _device in (
-    ("sparse_linear", _reference, "CPU"),
-    ("sparse_linear", _cuda, "CUDA"),
-    ("sparse_linear_values", _reference_gradient, "CPU"),
-    ("sparse_linear_values", _cuda_gradient, "CUDA"),
-):
-    library.impl(_name, _function, _device)
-for _name, _function, _setup, _formula in (
-    ("sparse_linear", _fake, _save, _backward),
-    ("sparse_linear_values", _fake_gradient, _save_gradient, _backward_gradient),
-):
-    torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
-    differentiable(_name, _formula, _setup)
+implement("sparse_linear", _reference, _cuda, _fake)
+implement("sparse_linear_values", _reference_gradient, _cuda_gradient, _fake_gradient)
+differentiable("sparse_linear", _backward, _save)
+differentiable("sparse_linear_values", _backward_gradient, _save_gradient)

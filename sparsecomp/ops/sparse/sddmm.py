@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import TAGS, differentiable, library
+from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.spmm import is_by_column, spmm
 from sparsecomp.reference import sparse as sparse_reference
 from sparsecomp.reference.patterns import Layout, elements_of, layout_of, stored_shape
@@ -112,7 +112,5 @@ def _backward(ctx, grad):
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"cpu": _reference, "cuda": _cuda}
-for _key, _function in _IMPLEMENTATIONS.items():
-    library.impl("sddmm", _function, _key.upper())
-torch.library.register_fake("sparsecomp::sddmm", _fake, lib=library)
+implement("sddmm", _reference, _cuda, _fake)
 differentiable("sddmm", _backward, _save)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.sparse.linear import by_rows
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
 from sparsecomp.reference.patterns import Layout
@@ -184,7 +184,5 @@ for _name, _function, _setup, _gradient in (
     ("sparse_to_dense", lambda sparse: sparse.clone(), _save_sparse, _backward_to_dense),
     ("sparse_gather", lambda sparse, dense: dense.clone(), None, _backward_gather),
 ):
-    library.impl(_name, _function, "CPU")
-    library.impl(_name, _function, "CUDA")
-    torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
+    implement(_name, _function)
     torch.library.register_autograd(f"sparsecomp::{_name}", _gradient, setup_context=_setup, lib=library)

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.lowering.launch.epilogue import ACTIVATIONS
 from sparsecomp.lowering.sparse.launcher import launcher_of
-from sparsecomp.ops.library import TAGS, differentiable, library
+from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.reference import sparse as sparse_reference
 from sparsecomp.reference.patterns import Layout, check_pattern, layout_of
 from sparsecomp.reference.precision import KERNEL_DTYPES
@@ -237,7 +237,5 @@ def is_by_column(dense: Tensor) -> bool:
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"cpu": _reference, "cuda": _cuda}
-for _key, _function in _IMPLEMENTATIONS.items():
-    library.impl("spmm", _function, _key.upper())
-torch.library.register_fake("sparsecomp::spmm", _fake, lib=library)
+implement("spmm", _reference, _cuda, _fake)
 differentiable("spmm", _backward, _save)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp import _compat
-from sparsecomp.ops.library import ON_SPIKES, TAGS, library
+from sparsecomp.ops.library import ON_SPIKES, TAGS, implement, library
 from sparsecomp.reference.digits import SPREAD, multiplied_weight
 from sparsecomp.reference.geometry import KERNEL_DIMS, Window, convolution_of, is_channels_last, laid_out
 from sparsecomp.reference.precision import KERNEL_DTYPES
@@ -303,14 +303,9 @@ def _backward_linear(ctx, grad):
     return grad_x, grad_w, grad_b, *(None,) * 7
 
 
-for _name, _cpu, _cuda, _fake in (
-    ("spike_conv", _reference_conv, _cuda_conv, _reference_conv),
-    ("spike_linear", _reference_linear, _cuda_linear, _reference_linear),
-    ("spike_conv_counts", _reference_counts, _cuda_counts, _fake_counts),
-):
-    library.impl(_name, _cpu, "CPU")
-    library.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
+implement("spike_conv", _reference_conv, _cuda_conv)
+implement("spike_linear", _reference_linear, _cuda_linear)
+implement("spike_conv_counts", _reference_counts, _cuda_counts, _fake_counts)
 for _name, _backward, _setup in (
     ("spike_conv", _backward_conv, _save_conv),
     ("spike_linear", _backward_linear, _save_linear),
