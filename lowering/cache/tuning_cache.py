@@ -219,22 +219,6 @@ class TuningCache:
         _write_file(Path(path), dump(counted(), self._store.facts()))
         return count
 
-    def import_(self, path: str | os.PathLike[str]) -> int:
-        """Add what :meth:`export` wrote, all or nothing; own results stay. Returns the number of entries read.
-
-        Raises:
-            CacheError: the file cannot be read, or one value in it is not what it should be.
-        """
-        return self.take(parse(_read_file(Path(path))))
-
-    def merge(self, other: str | os.PathLike[str]) -> int:
-        """As :meth:`import_`, from another cache's database as well.
-
-        Raises:
-            CacheError: as there.
-        """
-        return self.take(read_results(other))
-
     def take(self, document: Document) -> int:
         """Add checked results in one transaction; own results stay. Returns the number of entries."""
         self._write(document, keep=True)

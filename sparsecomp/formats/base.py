@@ -63,12 +63,21 @@ class SparseMatrix(Operand, ABC):
         """Keep the arrays, in the order of `ARRAYS`; check nothing."""
 
     @abstractmethod
+    def _check_arrays(self) -> None:
+        """FormatError unless the arrays have dtypes, sizes, devices and contents within the format's ranges."""
+
+    @abstractmethod
+    def _check_order(self) -> None:
+        """FormatError unless the contents are in order, each place once, and 0 beyond the shape."""
+
     def validate(self) -> None:
         """Check every invariant of the format.
 
         Raises:
             FormatError: names the first one that is broken, and where.
         """
+        self._check_arrays()
+        self._check_order()
 
     @classmethod
     @abstractmethod

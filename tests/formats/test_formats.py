@@ -274,7 +274,7 @@ def test_blocks_that_do_not_divide_are_padded_with_zeros() -> None:
 def test_a_group_of_two_in_four_keeps_values_and_places() -> None:
     dense = torch.tensor([[0.0, 5.0, 0.0, 6.0, 7.0, 0.0, 0.0, 0.0, 8.0]])
     matrix = NM.from_dense(dense, n=2, m=4)
-    values, indices = matrix.compressed()
+    values, indices = matrix.values, matrix.indices
     assert values.tolist() == [[5.0, 6.0, 7.0, 0.0, 8.0, 0.0]]
     assert indices.tolist() == [[1, 3, 0, 1, 0, 1]] and indices.dtype is torch.uint8
     assert matrix.nnz == 5  # the last group's second lies beyond the columns
