@@ -120,6 +120,7 @@ def _cuda(x, values, pattern, bias, residual, layout, transpose, activation, ker
         out = _launched(x, values, pattern, bias, residual, *how, kernel)
         if out is not None:
             return out
+    _result_shape(x, values, pattern, bias, residual, how[0], transpose)
     return by_rows(partial(run_spmm, "cuda"), x, values, pattern, bias, residual, *how)
 
 
