@@ -691,9 +691,8 @@ def test_a_file_with_one_bad_value_is_refused_whole(kind: str, tmp_path: Path) -
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     cache = TuningCache(tmp_path / "tuning.sqlite")
     cache.put(signature(1), times={"a": 1.0})
-    for way in (cache.import_, cache.merge):
-        with pytest.raises(CacheError):
-            way(path)
+    with pytest.raises(CacheError):
+        cache.take(read_results(path))
     assert cache.stats().entries == 1 and cache.facts() == []
 
 
