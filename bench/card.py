@@ -108,6 +108,6 @@ def _events(rows: Sequence[dict[str, Any]], dtype: str, card: Card) -> float:
     rates = []
     for row in rows:
         if _kind(row) == "wide" and row["dtype"] == dtype:
-            rest = gate.seconds(table.site_of(row)._replace(density=0.0), "event", card)
+            rest = gate.seconds_of(table.site_of(row)._replace(density=0.0), "event", card)
             rates.append(_operations(row) * row["density"] / (row["ms"]["event"] * 1e-3 - rest))
     return mean(rates) / card.bandwidth

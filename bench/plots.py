@@ -46,7 +46,7 @@ class Plot(NamedTuple):
 
 def plots(results: Path = RESULTS) -> dict[str, Plot]:
     """Every plot by the name of its file."""
-    return {name: make(results) for name, make in _MAKERS.items()}
+    return {name: make(results) for name, make in MAKERS.items()}
 
 
 def figures_of(path: Path) -> str:
@@ -147,7 +147,7 @@ def _groups_of_four(results: Path) -> Plot:
     )  # fmt: skip
 
 
-_MAKERS: dict[str, Callable[[Path], Plot]] = {
+MAKERS: dict[str, Callable[[Path], Plot]] = {
     "layers_frozen.svg": _layers("frozen", False, "SparseLinear, inference, weights promised to stay"),
     "layers.svg": _layers("sparsecomp", False, "SparseLinear, inference, no promise"),
     "layers_training.svg": _layers("sparsecomp", True, "SparseLinear, training step"),

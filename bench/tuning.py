@@ -28,7 +28,7 @@ from sparsecomp.lowering.tuning.autotune import Tuner, effort_scope
 from sparsecomp.lowering.tuning.cards import H100, Card
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import rank
-from sparsecomp.lowering.tuning.operations import operations
+from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.ops import lif, spike_conv, spike_linear
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.geometry import Window
@@ -104,7 +104,7 @@ def run() -> Iterator[dict[str, Any]]:
 
 def _row(cache: TuningCache, name: str, numbers: dict[str, Any]) -> dict[str, Any]:
     device, tuner, problem = torch.device("cuda", 0), Tuner(cache, Settings()), _PROBLEMS[name](**numbers)
-    operation, where = operations()[name], device_of(device)
+    operation, where = all_operations()[name], device_of(device)
     candidates = operation.candidates(problem, where)
     with effort_scope("full", note=print):
         chosen = tuner.choose(operation, problem, device).candidate
@@ -129,7 +129,7 @@ def problem_of(row: dict[str, Any]) -> Any:
 def ranked(row: dict[str, Any], card: Card = H100, device: Device = H100_DEVICE) -> list[str]:
     """The measured candidates of a row by name, the cheapest by the present cost model first."""
     problem = problem_of(row)
-    order = rank(operations()[row["case"]].candidates(problem, device), problem, card)
+    order = rank(all_operations()[row["case"]].candidates(problem, device), problem, card)
     names = [f"{one.template.name}:{one.config}" for one in order]
     return [name for name in names if name in row["ms"]]
 

@@ -32,7 +32,7 @@ _compat.register_logger("sparsecomp")
 
 
 @binding_once()
-def run(
+def run_rules(
     gm: fx.GraphModule,
     options: Options,
     *,

@@ -17,7 +17,7 @@ from sparsecomp.lowering.tuning.ceilings import known_card
 from sparsecomp.passes.cost import cpu as cpu_cost
 from sparsecomp.passes.cost.dense import DenseWork, conv_work, matmul_work, time_of
 from sparsecomp.passes.engine.location import user_location
-from sparsecomp.passes.engine.rule import Context, is_static, module_path, replays, sizes
+from sparsecomp.passes.engine.rule import Context, is_static, known_sizes, module_path, replays
 from sparsecomp.passes.facts.analysis import Analysis
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of, target_name
 from sparsecomp.passes.graph.operators import Trait, record_of, spelling_of
@@ -146,13 +146,13 @@ def _dense_seconds(node: fx.Node, ctx: Context) -> float | None:
 
 def _seconds_on_cpu(op: CanonicalOp, out: torch.Tensor, trained: bool) -> float | None:
     """Of a linear layer; how fast a CPU convolves is not known here."""
-    x, weight = sizes(op.input), sizes(op.get("weight"))
+    x, weight = known_sizes(op.input), known_sizes(op.get("weight"))
     if op.name != "linear" or out.device.type != "cpu" or out.dtype is not torch.float32:
         return None
     if x is None or weight is None or len(weight) != 2:
         return None
     work = cpu_cost.Work("", (), *weight, n=math.prod(x[:-1]), stored=0)
-    return cpu_cost.dense_seconds(work, trained, written=True)
+    return cpu_cost.dense_on_cpu(work, trained, written=True)
 
 
 def _card(ctx: Context, device: torch.device) -> Card | None:
@@ -162,7 +162,7 @@ def _card(ctx: Context, device: torch.device) -> Card | None:
 
 
 def _work(op: CanonicalOp, out: torch.Tensor) -> DenseWork | None:
-    shapes = [sizes(operand) for operand in (*map(op.get, _OPERANDS[op.name]), op.node)]
+    shapes = [known_sizes(operand) for operand in (*map(op.get, _OPERANDS[op.name]), op.node)]
     known = [shape for shape in shapes if shape]
     if len(known) != 3:
         return None

@@ -11,6 +11,7 @@ A rule or an analysis that fails costs a user one site and a warning. Here it fa
 
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import groupby
@@ -27,6 +28,13 @@ os.environ["COLUMNS"] = "160"
 
 _cache = tempfile.TemporaryDirectory(prefix="sparsecomp-tests-", ignore_cleanup_errors=True)
 os.environ["SPARSECOMP_CACHE_DIR"] = _cache.name
+
+
+@pytest.fixture(autouse=True)
+def compiles_anew():
+    """No test runs what another one compiled."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture

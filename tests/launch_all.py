@@ -17,11 +17,12 @@ from sparsecomp.formats import BSR, COO, CSR, NM
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.tuning.autotune import Tuner
-from sparsecomp.lowering.tuning.template import Operation, Template, _all_templates
+from sparsecomp.lowering.tuning.template import Operation, Template, all_templates
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.tensor.pattern import Pattern
 
 CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_merge", "spmm_csr_dense", "spmm_csr_halves")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -35,7 +36,7 @@ def main(device: str = "cuda") -> int:
     call, choose = Launch.__call__, Tuner.choose
 
     def noted(self: Launch, *tensors: Tensor | None) -> None:
-        launched.add(self._kernel.fn.__name__ if hasattr(self._kernel, "fn") else self._kernel.__name__)
+        launched.add(self.kernel.fn.__name__ if hasattr(self.kernel, "fn") else self.kernel.__name__)
         call(self, *tensors)
 
     def chosen(self: Tuner, operation: Operation[Any], problem: Any, *rest: Any) -> Any:
@@ -53,7 +54,7 @@ def main(device: str = "cuda") -> int:
     finally:
         Launch.__call__, Tuner.choose = call, choose  # pyright: ignore[reportAttributeAccessIssue]
     missing = sorted(
-        name(template) for template in _all_templates() if template.sources and name(template) not in launched
+        name(template) for template in all_templates() if template.sources and name(template) not in launched
     )
     print(f"{len(launched)} kernels launched; first ones of a template that were not: {', '.join(missing) or 'none'}")
     return len(missing)
@@ -83,11 +84,12 @@ def sparse_layers(device: str) -> None:
         x = torch.randn(rows, 53, device=device, dtype=dtype, requires_grad=True)
         for matrix in matrices:
             layer = SparseLinear(matrix, torch.randn(37, device=device, dtype=dtype)).to(device)
+            values, pattern = Pattern.of(layer.weight.matrix)
             for kernel in CSR_KERNELS if isinstance(matrix, CSR) else ("",):
                 residual = torch.randn(rows, 37, device=device, dtype=dtype)
                 out = sparse_linear(
-                    x, layer.values, layer._pattern(), layer._written, bias=layer.bias, residual=residual,
-                    activation="gelu", kernel=kernel,
+                    x, values.requires_grad_(), pattern.arrays, pattern.layout.written(), bias=layer.bias,
+                    residual=residual, activation="gelu", kernel=kernel,
                 )  # fmt: skip
                 out.sum().backward()
     table = SparseEmbedding(CSR.from_dense(weight.float())).to(device)
@@ -114,9 +116,9 @@ def written_out(device: str) -> None:
     """A weight written out dense, and its gradient read back."""
     for dtype in DTYPES:
         weight = torch.randn(33, 1030, device=device, dtype=dtype) * (torch.rand(33, 1030, device=device) < 0.1)
-        layer = SparseLinear(CSR.from_dense(weight)).to(device)
-        pattern = layer._pattern()
-        dense_to_stored(stored_to_dense(layer.values, pattern, layer._written).detach(), pattern, layer._written)
+        values, pattern = Pattern.of(CSR.from_dense(weight))
+        layout = pattern.layout.written()
+        dense_to_stored(stored_to_dense(values, pattern.arrays, layout), pattern.arrays, layout)
 
 
 def spikes(device: str) -> None:

@@ -25,6 +25,13 @@ def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> tup
     return result, merge(reports, "test")
 
 
+def operators_run(function: Callable[..., Any], *inputs: Any) -> set[str]:
+    """Names of torch's operators, and ours, that a call runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        function(*inputs)
+    return {event.key for event in seen.key_averages()}
+
+
 def site(report: Report, rule: str, index: int = -1) -> Site:
     """One site of a rule, the last by default."""
     return [found for found in report.sites if found.rule == rule][index]

@@ -158,15 +158,15 @@ def prepared(case: Case, modes: tuple[str, ...]) -> Callable[[], Row]:
     """What measures a case, compiled in all modes."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     row: Row = {"layer": case._asdict(), "ms": {}, "implementation": {}}
-    calls: dict[str, dict[str, _Timed]] = {mode: {} for mode in modes}
-    layer = _layer(case)
+    calls: dict[str, dict[str, Timed]] = {mode: {} for mode in modes}
+    layer = layer_of(case)
 
     def prepare(name: str) -> None:
-        rival = _MAKERS[name](case, layer)
+        rival = MAKERS[name](case, layer)
         for mode in modes if rival.backend is not None else modes[:1]:
             calls[mode][name] = call = _warm(row, f"{name}, {mode}", case, rival, mode)
             if name.endswith("sparsecomp") and case.part != "block" and not case.training:
-                row.setdefault("error", {})[f"{name}, {mode}"] = _error(layer, call)
+                row.setdefault("error", {})[f"{name}, {mode}"] = error_of(layer, call)
 
     def measure() -> Row:
         for mode in modes:
@@ -183,8 +183,8 @@ def prepared(case: Case, modes: tuple[str, ...]) -> Callable[[], Row]:
     return measure
 
 
-def _warm(row: Row, which: str, case: Case, rival: Rival, mode: str) -> "_Timed":
-    call = _Timed(rival, mode, case)
+def _warm(row: Row, which: str, case: Case, rival: Rival, mode: str) -> "Timed":
+    call = Timed(rival, mode, case)
     for _ in range(4):  # compiles, records CUDA graphs
         call()
     if rival.backend == "sparsecomp":
@@ -194,7 +194,7 @@ def _warm(row: Row, which: str, case: Case, rival: Rival, mode: str) -> "_Timed"
     return call
 
 
-class _Timed:
+class Timed:
     """A call of a rival without arguments, or a training step."""
 
     def __init__(self, rival: Rival, mode: str, case: Case) -> None:
@@ -219,7 +219,7 @@ class _Timed:
         return None
 
 
-def _error(layer: GeoSparseLinear, call: "_Timed") -> float:
+def error_of(layer: GeoSparseLinear, call: "Timed") -> float:
     """Of the first rows, relative to float64: psann's layer has other weights, so by the module's own."""
     weight, bias = (getattr(call.module, name).detach().double() for name in ("weight", "bias"))
     x, exact = call.x[:16].double(), bias.expand(min(len(call.x), 16), -1).clone()
@@ -229,7 +229,7 @@ def _error(layer: GeoSparseLinear, call: "_Timed") -> float:
     return float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
 
 
-def _replayed(row: Row, name: str, call: _Timed) -> None:
+def _replayed(row: Row, name: str, call: Timed) -> None:
     inputs = [call.x.clone() for _ in range(COPIES)]
     with torch.no_grad():
         row["ms"][f"{name}, graph"] = round(graph_ms([lambda x=x: call.compiled(x) for x in inputs]), 5)
@@ -241,7 +241,7 @@ def _bytes(case: Case) -> float:
     return case.n * (2 * case.rows * size + case.k * (size + 4) + size)
 
 
-def _layer(case: Case) -> GeoSparseLinear:
+def layer_of(case: Case) -> GeoSparseLinear:
     torch.manual_seed(0)
     return GeoSparseLinear(case.n, case.n, index_of(case.n, case.k, case.pattern).to(case.device))
 
@@ -292,7 +292,7 @@ def _dense(case: Case, layer: GeoSparseLinear, dtype: str) -> Rival:
     return Rival(nn.Linear(case.n, case.n, device=x.device, dtype=x.dtype), x, "inductor")
 
 
-_MAKERS: dict[str, Callable[[Case, GeoSparseLinear], Rival]] = {
+MAKERS: dict[str, Callable[[Case, GeoSparseLinear], Rival]] = {
     "sparsecomp": _ours, "plain by sparsecomp": partial(_plain, backend="sparsecomp"), "Inductor": _inductor,
     "psann": partial(_psann, backend="inductor"), "psann by sparsecomp": partial(_psann, backend="sparsecomp"),
     "cuSPARSE": _csr, "dense bfloat16": partial(_dense, dtype="bfloat16"),

@@ -132,11 +132,11 @@ def pruned_model(model: nn.Module, batches: list[Batch], method: str, amount: fl
     model = copy.deepcopy(model)
     blocks: Any = model.get_submodule("encoder.layer")
     generator = torch.Generator().manual_seed(0)
-    calls = _first_calls(model, blocks[0], batches)
+    calls = first_calls(model, blocks[0], batches)
     kept = [batch["attention_mask"].bool() for batch in batches]
     for block in blocks:
         layers = {name: layer for name, layer in block.named_modules() if isinstance(layer, nn.Linear)}
-        inputs = _layer_inputs(block, layers, calls, kept)
+        inputs = layer_inputs(block, layers, calls, kept)
         for name, layer in layers.items():
             pruned = pruned_layer(layer.weight, inputs[name], method, amount, generator)
             layer.weight.copy_(pruned.weight)
@@ -201,7 +201,7 @@ class _Caught(Exception):
     """The first block was reached; the rest of the model need not run."""
 
 
-def _first_calls(model: nn.Module, block: nn.Module, batches: list[Batch]) -> list[Call]:
+def first_calls(model: nn.Module, block: nn.Module, batches: list[Batch]) -> list[Call]:
     """The arguments that the first block gets for each batch."""
     calls: list[Call] = []
 
@@ -218,7 +218,7 @@ def _first_calls(model: nn.Module, block: nn.Module, batches: list[Batch]) -> li
     return calls
 
 
-def _layer_inputs(
+def layer_inputs(
     block: nn.Module, layers: dict[str, nn.Linear], calls: list[Call], kept: list[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """What each layer of a block reads, (tokens, fan_in), padding left out."""

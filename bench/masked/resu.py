@@ -18,7 +18,7 @@ from bench.timing import bandwidth, graph_ms, guarded, host_us, loop_ms
 from sparsecomp import ops
 from sparsecomp.lowering.tuning.trial import first_line
 from sparsecomp.nn import RESULinear, masked_weights, wrap_module
-from sparsecomp.ops.masked.selective_step import reference
+from sparsecomp.ops.masked.selective_step import step_reference
 from sparsecomp.runtime import RESUAdamW
 
 SPARSITY = 0.7
@@ -181,7 +181,7 @@ def _selective_step(size: int, dtype: torch.dtype) -> Row:
     steps, rate = _clock()
 
     def eager(count: Tensor | None = None) -> None:
-        reference(weight, grad, pruned, *slots, steps, rate, **_REST, count=count)
+        step_reference(weight, grad, pruned, *slots, steps, rate, **_REST, count=count)
 
     def ours(count: Tensor | None = None) -> None:
         ops.selective_step(weight, grad, pruned, *slots, steps, lr=rate, **STEP, count=count)
@@ -238,7 +238,7 @@ def _backward_and_step(dtype: torch.dtype) -> Row:
     def eager() -> Tensor:
         whole = products()[1]
         of_theta = (whole * (1 - shares)).view(-1)[where]
-        reference(theta, of_theta, everything, *apart, steps, rate, **_REST, count=None)
+        step_reference(theta, of_theta, everything, *apart, steps, rate, **_REST, count=None)
         return whole * shares
 
     case = f"RESU backward and selective AdamW step, 4096x4096, 1024 rows, {_name(dtype)}, {SPARSITY:.0%}"

@@ -146,7 +146,7 @@ def _host_row() -> dict[str, Any]:
     small = _Operands(256, 64, torch.float16)
     row: dict[str, Any] = {"case": "host microseconds of one eager call", "us": {}, "cusparselt": cusparselt.missing()}
     if cusparselt.missing() is None:
-        row["cusparselt"] = ".".join(map(str, cusparselt.load().version))
+        row["cusparselt"] = ".".join(map(str, cusparselt.loaded_library().version))
     calls: dict[str, Callable[[], Call]] = {
         "linear + relu": lambda: small.dense, "spmm_nm": lambda: small.ordinary, "ours": lambda: small.ours,
         "torch 2:4 + relu": lambda: _of_torch([small])[0],

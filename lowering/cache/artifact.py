@@ -21,13 +21,13 @@ TYPE = "sparsecomp"
 @cache
 def install() -> bool:
     """Record from now on, and load what was recorded; False where this torch offers no artifacts of others."""
-    record = _compat.register_artifact(TYPE, load)
+    record = _compat.register_artifact(TYPE, load_artifact)
     if record is not None:
         observers.append(_recorder(record))
     return record is not None
 
 
-def load(content: bytes) -> None:
+def load_artifact(content: bytes) -> None:
     """Add one artifact's results to the process's cache; bad ones are a warning, since others load beside it."""
     try:
         default_cache().take(parse(content))

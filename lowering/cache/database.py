@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from sparsecomp.errors import CacheError
 from sparsecomp.files.whole_file import check_regular
-from sparsecomp.lowering.cache.entry import Document, Entry, Fact, compact, entry_of, fact, loads
+from sparsecomp.lowering.cache.entry import Document, Entry, Fact, compact, entry_of, fact, json_values
 from sparsecomp.lowering.cache.signature import Device
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ _PUT = (
 MOST_BYTES = 2 << 30
 """Of a database, several times what its bounds let it hold: it is read through to be checked and copied."""
 
-_PATIENCE = 30.0
+PATIENCE = 30.0
 """Seconds to wait for another process's transaction."""
 _PAGE = 1000
 """Rows read at a time."""
@@ -154,7 +154,7 @@ class Store:
                 db.executemany(_PUT, map(_row, merged))
                 verb = "IGNORE" if keep else "REPLACE"
                 db.executemany(f"INSERT OR {verb} INTO facts VALUES (?, ?, ?, ?, ?, ?)", map(_fact_row, document.facts))
-                return merged, _evict(db, self._most)
+                return merged, evict(db, self._most)
 
         return self._run(write)
 
@@ -174,15 +174,6 @@ class Store:
                     db.executemany(query, [_fact_row(item)[:4] for item in facts])
 
         self._run(delete)
-
-    def evict(self) -> list[str]:
-        """Forget the least recently used entries beyond the bounds; their keys."""
-
-        def evict(db: sqlite3.Connection) -> list[str]:
-            with _transaction(db):
-                return _evict(db, self._most)
-
-        return self._run(evict)
 
     def close(self) -> None:
         """Close the file; the next use opens it again. What is in memory only stays."""
@@ -294,7 +285,7 @@ def _from_file(path: Path, suspect: bool) -> sqlite3.Connection:
     """The database at `path`, begun anew if it is broken. One process at a time, or two would set files aside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _check_files(path)
-    with FileLock(f"{path}.lock", timeout=_PATIENCE):
+    with FileLock(f"{path}.lock", timeout=PATIENCE):
         try:
             _check_size(path)
             return _prepared(path, suspect)
@@ -342,7 +333,7 @@ def _prepared(path: Path | str, suspect: bool = False) -> sqlite3.Connection:
 
 def _connect(path: Path | str, uri: bool = False) -> sqlite3.Connection:
     # transactions are begun by hand; the store's lock stands for the check of threads
-    db = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False, uri=uri)
+    db = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None, check_same_thread=False, uri=uri)
     db.text_factory = _decoded
     return db
 
@@ -391,7 +382,7 @@ def _copied(path: Path) -> sqlite3.Connection | None:
             _check_size(path)
             source = _connect(f"{path.absolute().as_uri()}?{way}", uri=True)
             try:
-                source.backup(memory, progress=_until(time.monotonic() + _PATIENCE))
+                source.backup(memory, progress=until(time.monotonic() + PATIENCE))
             finally:
                 source.close()
             _check(memory, thoroughly=True)
@@ -402,7 +393,7 @@ def _copied(path: Path) -> sqlite3.Connection | None:
     return None
 
 
-def _until(deadline: float) -> Callable[[int, int, int], None]:
+def until(deadline: float) -> Callable[[int, int, int], None]:
     """For a backup, which else waits for a locked database for ever."""
 
     def check(status: int, remaining: int, total: int) -> None:
@@ -448,7 +439,7 @@ def _merged(db: sqlite3.Connection, entry: Entry, keep: bool) -> Entry:
     return entry.updated(stored) if keep else stored.updated(entry)
 
 
-def _evict(db: sqlite3.Connection, most: Totals) -> list[str]:
+def evict(db: sqlite3.Connection, most: Totals) -> list[str]:
     count, size = _totals(db)
     gone: dict[int, str] = {}
     if count > most.entries or size > most.bytes:
@@ -501,7 +492,7 @@ def _checked_entry(key: str, body: str, crc: int) -> Entry:
         CacheError: it makes no sense, or was damaged.
     """
     _match(crc, key, body)
-    return entry_of({"fields": loads(key), **_object(body)}, f"the entry of {key[:80]!r}")
+    return entry_of({"fields": json_values(key), **_object(body)}, f"the entry of {key[:80]!r}")
 
 
 def _fact_row(item: Fact) -> tuple[str, str, str, str, str, int]:
@@ -531,7 +522,7 @@ def _match(crc: int, *texts: object) -> None:
 
 
 def _object(body: str) -> dict[str, Any]:
-    found = loads(body)
+    found = json_values(body)
     if not isinstance(found, dict):
         raise CacheError("a stored row is no object")
     return found

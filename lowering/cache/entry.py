@@ -136,7 +136,7 @@ def parse(text: str | bytes) -> Document:
     """
     if len(text) > MAX_BYTES:
         raise CacheError(f"{len(text)} bytes of tuning results: at most {MAX_BYTES} are read")
-    root = loads(text, object_pairs_hook=_object)
+    root = json_values(text, object_pairs_hook=_object)
     if not isinstance(root, dict) or root.get("kind") != KIND:
         raise CacheError(f"this is no file of tuning results: its kind must be {KIND!r}")
     if root.get("version") != VERSION or isinstance(root["version"], bool):
@@ -149,7 +149,7 @@ def parse(text: str | bytes) -> Document:
     return Document(entries, facts)
 
 
-def loads(text: str | bytes, **hooks: Any) -> Any:
+def json_values(text: str | bytes, **hooks: Any) -> Any:
     """As `json_text.loads`.
 
     Raises:

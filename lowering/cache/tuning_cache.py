@@ -27,7 +27,7 @@ from sparsecomp.lowering.cache.entry import (
     dump,
     entry_of,
     fact,
-    loads,
+    json_values,
     parse,
     sentence,
 )
@@ -219,22 +219,6 @@ class TuningCache:
         _write_file(Path(path), dump(counted(), self._store.facts()))
         return count
 
-    def import_(self, path: str | os.PathLike[str]) -> int:
-        """Add what :meth:`export` wrote, all or nothing; own results stay. Returns the number of entries read.
-
-        Raises:
-            CacheError: the file cannot be read, or one value in it is not what it should be.
-        """
-        return self.take(parse(_read_file(Path(path))))
-
-    def merge(self, other: str | os.PathLike[str]) -> int:
-        """As :meth:`import_`, from another cache's database as well.
-
-        Raises:
-            CacheError: as there.
-        """
-        return self.take(read_results(other))
-
     def take(self, document: Document) -> int:
         """Add checked results in one transaction; own results stay. Returns the number of entries."""
         self._write(document, keep=True)
@@ -251,7 +235,7 @@ class TuningCache:
         if device is not None:
             keys = [entry.key for entry in self._store.entries() if entry.device != device]
             self._store.delete(keys, [item for item in self._store.facts() if item.device != device])
-        self._store.evict()
+        self._write(Document([], []))
         self._start_over()
         return before - self._store.totals().entries
 
@@ -319,7 +303,7 @@ def _canonical(signature: KernelSignature) -> KernelSignature:
 def _likeness(wanted: set[tuple[str, str]], key: str) -> int:
     """How many fields a key has in common; less than none if it is damaged."""
     try:
-        return len(wanted.intersection(loads(key).items()))
+        return len(wanted.intersection(json_values(key).items()))
     except (CacheError, AttributeError, TypeError):
         return -1
 

@@ -34,6 +34,9 @@ class Launch:
         constants: its `constexpr` arguments by name, `num_warps` too if it is one.
         options: Triton's own, such as `num_warps`.
 
+    Attributes:
+        named: constants and options.
+
     A launch belongs to one device. Its tensors always have the dtypes of the first call, and are None in the same
     places.
     """
@@ -41,10 +44,10 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constants: dict[str, Any], **options: int
     ) -> None:
-        self._kernel = kernel
-        self._grid = grid
-        self._numbers = numbers
-        self._named = {**constants, **options}
+        self.kernel = kernel
+        self.grid = grid
+        self.numbers = numbers
+        self.named = {**constants, **options}
         self._direct: _DirectLaunch | None = None
         self._undecided = True
 
@@ -66,14 +69,14 @@ class Launch:
             self._through_triton(tensors)
 
     def _through_triton(self, tensors: tuple[Tensor | None, ...]) -> None:
-        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._named)
+        compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.named)
         aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
         if self._undecided and aligned and compiled is not None:  # the interpreter compiles nothing
             self._undecided = False
             first = tensors[0]
             assert first is not None
-            arguments = [*tensors, *self._numbers]
-            self._direct = _DirectLaunch.of(compiled, self._grid, arguments, first.get_device())
+            arguments = [*tensors, *self.numbers]
+            self._direct = _DirectLaunch.of(compiled, self.grid, arguments, first.get_device())
 
 
 class _DirectLaunch:
@@ -104,7 +107,7 @@ class _DirectLaunch:
         size = [ctypes.c_uint(extent) for extent in (*grid, *(1,) * (3 - len(grid)))]
         block = [ctypes.c_uint(32 * compiled.metadata.num_warps), ctypes.c_uint(1), ctypes.c_uint(1)]
         self._head = (ctypes.c_void_p(compiled.function), *size, *block, ctypes.c_uint(compiled.metadata.shared))
-        self._launch = _driver().cuLaunchKernel
+        self._launch = cuda_driver().cuLaunchKernel
         self._lock = threading.Lock()
 
     @classmethod
@@ -165,6 +168,6 @@ def _listeners(hook: Any) -> list[Any]:
 
 
 @cache
-def _driver() -> ctypes.PyDLL:
+def cuda_driver() -> ctypes.PyDLL:
     # PyDLL keeps the interpreter's lock: a launch takes a few microseconds, less than taking the lock again can
     return ctypes.PyDLL("libcuda.so.1")

@@ -31,15 +31,15 @@ class Launches:
     """
 
     def __init__(self, workspaces: Sequence[Workspace], steps: Sequence[Step]) -> None:
-        self._workspaces = [(shape, contiguous_strides(shape), dtype) for shape, dtype in workspaces]
-        self._steps = steps
+        self.workspaces = [(shape, contiguous_strides(shape), dtype) for shape, dtype in workspaces]
+        self.steps = steps
         self.host_seconds = sum(step.launch.host_seconds for step in steps) + host.ALLOCATION * len(workspaces)
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch all on the current stream of the device of the first tensor."""
         first = tensors[0]
         assert first is not None
-        own = [_compat.empty_cuda(shape, stride, dtype, first.device) for shape, stride, dtype in self._workspaces]
+        own = [_compat.empty_cuda(shape, stride, dtype, first.device) for shape, stride, dtype in self.workspaces]
         every = (*tensors, *own)
-        for launch, takes in self._steps:
+        for launch, takes in self.steps:
             launch(*[None if position is None else every[position] for position in takes])

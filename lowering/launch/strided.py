@@ -35,7 +35,7 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype)[6:]
 
 
-def layout_of(strides: Strides, columns: int) -> str:
+def order_of(strides: Strides, columns: int) -> str:
     """`"rows"` if a row's elements are neighbours, `"columns"` if a column's are, else `"strided"`.
 
     Kernels read either with whole vectors only if the other stride is a multiple of 16 bytes' worth of elements.
@@ -46,7 +46,7 @@ def layout_of(strides: Strides, columns: int) -> str:
 
 
 def strides_from(layout: str, rows: int, columns: int) -> Strides:
-    """Strides of which `layout_of` says `layout`.
+    """Strides of which `order_of` says `layout`.
 
     Raises:
         ValueError: no layout of such a matrix.
@@ -56,7 +56,7 @@ def strides_from(layout: str, rows: int, columns: int) -> Strides:
         "rows": (rows * wide, wide, 1), "uneven rows": (rows * (wide + 1), wide + 1, 1),
         "columns": (rows * columns, 1, rows), "strided": (2 * rows * wide, 2 * wide, 2),
     }[layout])  # fmt: skip
-    if layout_of(strides, columns) != layout:
+    if order_of(strides, columns) != layout:
         raise ValueError(f"no matrix of {columns} columns lies in {layout}")
     return strides
 

@@ -62,7 +62,7 @@ def ranks(mask: Tensor) -> Tensor:
     return table
 
 
-def merge(weight: Tensor, theta: Tensor, table: Tensor) -> Tensor:
+def merge_pruned(weight: Tensor, theta: Tensor, table: Tensor) -> Tensor:
     """See `sparsecomp.ops.effective_weight`: contiguous operands, and a mask from :func:`ranks`."""
     out, bits = torch.empty_like(weight), _BITS[weight.itemsize]
     problem = Merge(weight.numel(), theta.numel(), weight.itemsize)
@@ -70,7 +70,7 @@ def merge(weight: Tensor, theta: Tensor, table: Tensor) -> Tensor:
     return out
 
 
-def split(whole: Tensor, table: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
+def split_pruned_weight(whole: Tensor, table: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
     """See `sparsecomp.ops.split_pruned`: a contiguous operand, and a mask from :func:`ranks`."""
     bits = _BITS[whole.itemsize]
     kept = whole.new_empty(whole.shape if active else (0,))

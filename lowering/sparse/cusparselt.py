@@ -48,7 +48,7 @@ _RELU, _BIAS_POINTER = 0, 8
 _ALGORITHM, _ALGORITHMS, _SPLIT_K, _SPLIT_K_MODE = 0, 1, 3, 4
 
 _P, _I, _L, _U, _S = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint32, ctypes.c_size_t
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
+SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cusparseLtGetProperty": (_I, _P),
     "cusparseLtInit": (_P,),
     "cusparseLtDenseDescriptorInit": (_P, _P, _L, _L, _L, _U, _I, _I),
@@ -66,7 +66,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cusparseLtSpMMACompressedSize2": (_P, _P, _P, _P),
     "cusparseLtSpMMACompress2": (_P, _P, _I, _I, _P, _P, _P, _P),
 }
-_DESTROY_SELECTION = "cusparseLtMatmulAlgSelectionDestroy"
+DESTROY_SELECTION = "cusparseLtMatmulAlgSelectionDestroy"
 """Of 0.8 and later: earlier selections hold nothing to be freed."""
 
 
@@ -81,13 +81,13 @@ class Library:
     """
 
     def __init__(self, functions: Any) -> None:
-        for name, arguments in _SIGNATURES.items():
+        for name, arguments in SIGNATURES.items():
             function = getattr(functions, name, None)
             if function is None:
                 raise LibraryError(f"{SONAME} has no function {name}: install cuSPARSELt 0.7 or later")
             function.argtypes, function.restype = arguments, ctypes.c_int
         self.functions = functions
-        self.destroy_selection = getattr(functions, _DESTROY_SELECTION, None)
+        self.destroy_selection = getattr(functions, DESTROY_SELECTION, None)
         if self.destroy_selection is not None:
             self.destroy_selection.argtypes, self.destroy_selection.restype = (_P,), ctypes.c_int
         self.matmul: Callable[..., int] = functions.cusparseLtMatmul
@@ -107,7 +107,7 @@ class Library:
         Raises:
             LibraryError: with the function's name and its status.
         """
-        check(name, getattr(self.functions, name)(*arguments))
+        check_status(name, getattr(self.functions, name)(*arguments))
 
     def _property(self, which: int) -> int:
         value = ctypes.c_int()
@@ -115,7 +115,7 @@ class Library:
         return value.value
 
 
-def check(name: str, status: int) -> None:
+def check_status(name: str, status: int) -> None:
     """Raise LibraryError if a function of the library returned anything but success."""
     if status:
         known = f"CUSPARSE_STATUS_{_STATUSES[status]}" if 0 < status < len(_STATUSES) else "a status that is not known"
@@ -123,7 +123,7 @@ def check(name: str, status: int) -> None:
 
 
 @cache
-def load() -> Library:
+def loaded_library() -> Library:
     """The library: the one that torch has loaded already, else where the loader or a wheel beside torch has one.
 
     Raises:
@@ -145,7 +145,7 @@ def load() -> Library:
 def missing() -> str | None:
     """Why there is no library, None if there is one."""
     try:
-        load()
+        loaded_library()
     except LibraryError as error:
         return str(error)
     return None
@@ -232,12 +232,12 @@ def handle_of(device: torch.device) -> Handle:
         LibraryError: there is no library, or it does not take the device.
     """
     with torch.cuda.device(device):
-        return make_handle(load())
+        return make_handle(loaded_library())
 
 
 def current_handle(device: torch.device | None = None) -> Handle:
     """The handle of a CUDA device, by default the current one; see `handle_of`."""
-    load()
+    loaded_library()
     if not torch.cuda.is_available():
         raise LibraryError("cuSPARSELt was found, but no CUDA device")
     return handle_of(torch.device("cuda", torch.cuda.current_device()) if device is None else device)
@@ -303,7 +303,7 @@ class MatmulPlan:
                 out if residual is None else residual, out, workspace, ctypes.byref(ctypes.c_void_p(stream)), 1,
             )  # fmt: skip
         if status:
-            check("cusparseLtMatmul", status)
+            check_status("cusparseLtMatmul", status)
 
 
 class _Parts:

@@ -19,9 +19,10 @@ from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _Launch = Callable[..., None]
+_Kind = tuple[torch.dtype, torch.Size]
 
 
-def product(
+def layer_product(
     x: Tensor, values: Tensor, own: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, layout: Layout,
     activation: str, kernel: str, filled: bool = False,
 ) -> Tensor | None:  # fmt: skip
@@ -34,13 +35,14 @@ def product(
         filled: of csr, as in `spmm_csr`.
 
     Returns:
-        (..., rows), contiguous; None if no launch can be kept: there is nothing to compute, no kernel takes the dtypes,
-        its arrays must be made in each call, or sparse tensor cores, which keep a copy of the weight, are expected to
-        be the fastest.
+        (..., rows), contiguous; None if no launch can be kept: the operands do not belong together, there is nothing to
+        compute, no kernel takes the dtypes, its arrays must be made in each call, or sparse tensor cores, which keep a
+        copy of the weight, are expected to be the fastest.
     """
     launch = _product(
-        x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, None if bias is None else bias.dtype,
-        None if residual is None else residual.dtype, layout, activation, kernel, filled,
+        x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, None if bias is None else
+        (bias.dtype, bias.shape), None if residual is None else (residual.dtype, residual.shape), layout, activation,
+        kernel, filled,
     )  # fmt: skip
     if launch is None:
         return None
@@ -56,18 +58,22 @@ def product(
 @recorded
 def _product(
     device: torch.device, x_shape: torch.Size, x_dtype: torch.dtype, stored: torch.Size, dtype: torch.dtype,
-    index: torch.dtype, bias: torch.dtype | None, residual: torch.dtype | None, layout: Layout, activation: str,
-    kernel: str, filled: bool,
+    index: torch.dtype, bias: _Kind | None, residual: _Kind | None, layout: Layout, activation: str, kernel: str,
+    filled: bool,
 ) -> _Launch | None:  # fmt: skip
     (rows, columns), count = layout.shape, x_shape[:-1].numel()
-    dtypes = [one for one in (x_dtype, dtype, bias, residual) if one is not None]
+    beside = ((bias, (rows,)), (residual, (*x_shape[:-1], rows)))
+    if x_shape[-1:] != (columns,) or any(one is not None and one[1] != shape for one, shape in beside):
+        return None
+    bias_dtype, residual_dtype = (None if one is None else one[0] for one in (bias, residual))
+    dtypes = [one for one in (x_dtype, dtype, bias_dtype, residual_dtype) if one is not None]
     if count * rows == 0 or stored.numel() == 0 or not all(one in KERNEL_DTYPES for one in dtypes):
         return None
     if multiplied_as(layout) != layout:
         return None
     launcher, values = launcher_of(layout), torch.empty(stored, dtype=dtype, device="meta")
     dense, out = (values.new_empty(count, size, dtype=x_dtype).mT for size in (columns, rows))
-    described = described_output(out, "row", bias, residual, activation)
+    described = described_output(out, "row", bias_dtype, residual_dtype, activation)
     problem = launcher.problem_of(values, layout, dense, out, described, index)
     own, *libraries = launcher.operations(layout)
     if libraries and kernel != own.name and refusal(problem, device) is None:
@@ -75,14 +81,14 @@ def _product(
     return prepared(own, problem._replace(filled=True) if filled else problem, device, kernel)
 
 
-def sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> Tensor | None:
+def layer_sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> Tensor | None:
     """a.mT @ b at the stored places of a csr pattern, for a (..., rows) and b (..., columns), contiguous.
 
     Args:
         indices: as many as there are entries, without spare capacity.
 
     Returns:
-        (entries,) of their dtype. None as for `product`.
+        (entries,) of their dtype. None as for `layer_product`.
     """
     launch = _sampled(a.device, a.shape, b.shape, a.dtype, indices.numel(), indices.dtype, skew)
     if launch is None:

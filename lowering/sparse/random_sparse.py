@@ -20,7 +20,7 @@ class RandomPattern(NamedTuple):
     row: Tensor
 
 
-def rows_of(entries: int, rows: int, variation: float) -> Rows:
+def row_lengths(entries: int, rows: int, variation: float) -> Rows:
     """The distribution of `entries` over `rows`."""
     return Rows(entries / rows if rows else 0.0, variation)
 
@@ -45,7 +45,7 @@ def sizes_and_entries(signature: KernelSignature, rows: str, columns: str) -> tu
         raise ValueError("the entries a row and the density are needed")
     for high, wide, share in product((m, m // 2 + 1), (k, k // 2 + 1), (density, 0.51 * density)):
         entries = min(max(round(high * wide * share), 1), high * wide) if density else 0
-        same_rows = row_bucket(rows_of(entries, high, spread.variation)) == row_bucket(spread)
+        same_rows = row_bucket(row_lengths(entries, high, spread.variation)) == row_bucket(spread)
         if same_rows and density_bucket(density_of(entries, high, wide)) == density_bucket(density):
             return high, wide, entries, SKEWS[row_bucket(spread).split()[1]]
     raise ValueError(f"no {m} x {k} matrix has density {density} and {spread.mean} entries a row")

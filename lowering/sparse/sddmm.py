@@ -8,8 +8,8 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import Strides, dtype_name, layout_of, random_tensor, strides_from, strides_of
-from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, rows_of, sizes_and_entries
+from sparsecomp.lowering.launch.strided import Strides, dtype_name, order_of, random_tensor, strides_from, strides_of
+from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, row_lengths, sizes_and_entries
 from sparsecomp.lowering.sparse.spmm_csr import TOLERANCE
 from sparsecomp.lowering.tuning.template import Operation
 
@@ -113,9 +113,9 @@ def _signature(problem: Sddmm, device: Device) -> KernelSignature:
     entries = min(p.nnz, p.m * p.n)
     return KernelSignature(
         "sddmm", device, dtypes=(p.dtype, p.out_dtype), accumulator="float32", formats=("csr",), index=p.index_dtype,
-        layouts=(layout_of(p.a, p.d), layout_of(p.b, p.d)),
+        layouts=(order_of(p.a, p.d), order_of(p.b, p.d)),
         sizes=(("m", p.m), ("n", p.n), ("d", p.d), ("batch", p.batch)),
-        density=density_of(entries, p.m, p.n), rows=rows_of(entries, p.m, p.variation),
+        density=density_of(entries, p.m, p.n), rows=row_lengths(entries, p.m, p.variation),
     )  # fmt: skip
 
 

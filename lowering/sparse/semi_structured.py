@@ -32,7 +32,7 @@ from sparsecomp.reference.memo import MEMO
 
 log = logging.getLogger("sparsecomp")
 
-_failed: set[tuple[SpmmNM, torch.device]] = set()
+refused_late: set[tuple[SpmmNM, torch.device]] = set()
 """Products that the library refused when it came to it."""
 
 
@@ -68,14 +68,14 @@ def spmm_semi_structured(
         dtype_name(dense), described,
     )  # fmt: skip
     where = problem, values.device
-    if width != 2 * problem.groups or refusal(*where) is not None or (_failed and where in _failed):
+    if width != 2 * problem.groups or refusal(*where) is not None or (refused_late and where in refused_late):
         return False
     copy = MEMO.of(copied, (values, indices), "guarded")
     kept = copy.fingerprint if copy.filled or not are_frozen() else None
     try:
         dispatch.launch(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
     except LibraryError as error:  # such as an algorithm, tuned for sizes much like these, that does not take them
-        _failed.add(where)
+        refused_late.add(where)
         log.warning("%s: ordinary tensor cores multiply %s from now on", error, problem)
         return False
     return True
@@ -87,10 +87,10 @@ def refusal(problem: SpmmNM, device: torch.device) -> str | None:
     identity = device_of(device)
     if not SEMI_STRUCTURED.candidates(problem, identity):
         return "; ".join(SEMI_STRUCTURED.refusals(problem, identity).values()) or "no algorithm takes the product"
-    return _slower(problem, device)
+    return slower(problem, device)
 
 
-def _slower(problem: SpmmNM, device: torch.device) -> str | None:
+def slower(problem: SpmmNM, device: torch.device) -> str | None:
     ordinary, sparse = (
         min((cost.seconds(one, problem, card_of(device)) for one in found), default=inf)
         for found in (operation.candidates(problem, device_of(device)) for operation in (SPMM_NM, SEMI_STRUCTURED))
@@ -138,7 +138,7 @@ def dense_weight(values: Tensor, indices: Tensor) -> Tensor:
 
 
 def _signature(problem: SpmmNM, device: Device) -> KernelSignature:
-    version = ".".join(map(str, cusparselt.load().version))
+    version = ".".join(map(str, cusparselt.loaded_library().version))
     found = SPMM_NM.signature(problem, device)
     return replace(found, op="semi_structured", parameters=(*found.parameters, ("cusparselt", version)))
 

@@ -17,13 +17,13 @@ from sparsecomp.lowering.launch.strided import (
     Strides,
     dtype_name,
     gather_product,
-    layout_of,
+    order_of,
     random_tensor,
     strided,
     strides_from,
     strides_of,
 )
-from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, rows_of, sizes_and_entries
+from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, row_lengths, sizes_and_entries
 from sparsecomp.lowering.sparse.spmm_csr import TOLERANCE, check_shapes
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.patterns import Layout, compressed
@@ -157,14 +157,14 @@ def _signature(problem: SpmmBsr, device: Device) -> KernelSignature:
         "spmm_bsr", device, dtypes=(p.dtype, p.dense_dtype, p.output.dtype), accumulator="float32",
         formats=(f"bsr{p.height}x{p.width}",), index=p.index_dtype,
         layouts=(
-            "rows" if p.values.column == 1 else "columns", layout_of(p.dense, p.n), layout_of(p.output.strides, p.n)
+            "rows" if p.values.column == 1 else "columns", order_of(p.dense, p.n), order_of(p.output.strides, p.n)
         ),
         epilogue=p.output.text, sizes=(
             ("block_rows", p.block_rows), ("block_columns", p.block_columns), ("n", p.n), ("batch", p.batch)
         ),
         parameters=(("height", p.height), ("width", p.width)),
         density=density_of(entries, p.block_rows, p.block_columns),
-        rows=rows_of(entries, p.block_rows, p.variation),
+        rows=row_lengths(entries, p.block_rows, p.variation),
     )  # fmt: skip
 
 

@@ -19,12 +19,12 @@ from sparsecomp.lowering.launch.strided import (
     Strides,
     dtype_name,
     gather_product,
-    layout_of,
+    order_of,
     random_tensor,
     strides_from,
     strides_of,
 )
-from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, rows_of, sizes_and_entries
+from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, row_lengths, sizes_and_entries
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.patterns import Layout, compressed
 
@@ -157,7 +157,7 @@ def check_shapes(rows: int, batched: bool, batch: torch.Size, dense: Tensor, out
         )
 
 
-def unsupported(*dtypes: str) -> str | None:
+def unsupported_dtypes(*dtypes: str) -> str | None:
     """Why kernels of this family cannot take these dtypes, None if they can."""
     other = [dtype for dtype in dtypes if dtype not in TOLERANCE]
     return f"{other[0]} is not summed in float32: use the reference" if other else None
@@ -168,9 +168,9 @@ def _signature(problem: SpmmCsr, device: Device) -> KernelSignature:
     entries = min(p.nnz, p.m * p.k)
     return KernelSignature(
         "spmm_csr", device, dtypes=(p.dtype, p.dense_dtype, p.output.dtype), accumulator="float32", formats=("csr",),
-        index=p.index_dtype, layouts=(layout_of(p.dense, p.n), layout_of(p.output.strides, p.n)),
+        index=p.index_dtype, layouts=(order_of(p.dense, p.n), order_of(p.output.strides, p.n)),
         epilogue=p.output.text, sizes=(("m", p.m), ("k", p.k), ("n", p.n), ("batch", p.batch)),
-        density=density_of(entries, p.m, p.k), rows=rows_of(entries, p.m, p.variation),
+        density=density_of(entries, p.m, p.k), rows=row_lengths(entries, p.m, p.variation),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from sparsecomp.lowering.launch.strided import (
     Strides,
     dtype_name,
     gather_product,
-    layout_of,
+    order_of,
     random_tensor,
     strides_from,
     strides_of,
@@ -118,7 +118,7 @@ def _signature(problem: SpmmNM, device: Device) -> KernelSignature:
     return KernelSignature(
         "spmm_nm", device, dtypes=(p.dtype, p.dense_dtype, p.output.dtype), accumulator="float32",
         formats=(f"{p.keep}:{p.group}",), index="uint8",
-        layouts=(layout_of(p.dense, p.n), layout_of(p.output.strides, p.n)), epilogue=p.output.text,
+        layouts=(order_of(p.dense, p.n), order_of(p.output.strides, p.n)), epilogue=p.output.text,
         sizes=(("m", p.m), ("groups", p.groups), ("n", p.n), ("batch", p.batch)),
         parameters=(("keep", p.keep), ("group", p.group)), density=p.keep / p.group,
     )  # fmt: skip

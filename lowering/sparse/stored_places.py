@@ -10,7 +10,7 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature, size_bu
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.strided import dtype_name
-from sparsecomp.lowering.sparse.random_sparse import density_of, random_pattern, rows_of, sizes_and_entries
+from sparsecomp.lowering.sparse.random_sparse import density_of, random_pattern, row_lengths, sizes_and_entries
 from sparsecomp.lowering.tuning.template import Operation
 
 
@@ -61,7 +61,7 @@ def _signature(problem: WriteOut, device: Device) -> KernelSignature:
     return KernelSignature(
         "write_out", device, dtypes=(p.dtype,), formats=("csr",), index=p.index_dtype,
         sizes=(("rows", p.rows), ("cols", p.cols)), density=density_of(entries, p.rows, p.cols),
-        rows=rows_of(entries, p.rows, 0.0),
+        rows=row_lengths(entries, p.rows, 0.0),
     )  # fmt: skip
 
 

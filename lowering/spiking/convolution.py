@@ -177,11 +177,11 @@ class Convolution(NamedTuple):
     ) -> KernelSignature:
         """Of an operation on this convolution, with what that alone depends on."""
         kernel, stride = as_image(self.window.kernel, 1), as_image(self.window.stride, 1)
-        shared = {"c": self.c, "k": self.k, **named("", "trs", kernel), **named("stride_", "dhw", stride)}
+        shared = {"c": self.c, "k": self.k, **labelled("", "trs", kernel), **labelled("stride_", "dhw", stride)}
         return KernelSignature(
             op, device, layouts=("nhwc", "nhwc" if self.out.channel == 1 else "nchw"),
             epilogue="bias" if self.has_bias else "",
-            sizes=(("n", self.n), *named("", "dhw", as_image(self.size, 1)).items()),
+            sizes=(("n", self.n), *labelled("", "dhw", as_image(self.size, 1)).items()),
             parameters=(*shared.items(), *parameters), **fields,
         )  # fmt: skip
 
@@ -226,7 +226,7 @@ def image_strides(strides: Sequence[int]) -> tuple[int, ...]:
 
 def kernel_constants(kernel: tuple[int, ...]) -> dict[str, int]:
     """The extents of a weight as kernels name them: R and S, T before them in three dimensions."""
-    return named("", "TRS", as_image(kernel, 1))
+    return labelled("", "TRS", as_image(kernel, 1))
 
 
 def beyond_images(conv: Convolution) -> str | None:
@@ -234,13 +234,13 @@ def beyond_images(conv: Convolution) -> str | None:
     return f"it indexes images, not maps of {conv.dims} dimensions" if conv.dims > IMAGE_DIMS else None
 
 
-def named(prefix: str, letters: str, numbers: Sequence[int]) -> dict[str, int]:
+def labelled(prefix: str, letters: str, numbers: Sequence[int]) -> dict[str, int]:
     """Numbers by the last of the `letters`, a letter a dimension."""
     return {prefix + letter: number for letter, number in zip(letters[-len(numbers) :], numbers, strict=True)}
 
 
 def numbered(given: Mapping[str, Any], prefix: str, letters: str) -> tuple[int, ...]:
-    """The inverse of :func:`named`."""
+    """The inverse of :func:`labelled`."""
     return tuple(int(given[prefix + letter]) for letter in letters if prefix + letter in given)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, density_bucket
-from sparsecomp.lowering.spiking.convolution import as_image, named, numbered
+from sparsecomp.lowering.spiking.convolution import as_image, labelled, numbered
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.geometry import IMAGE_DIMS, Window, convolve, laid_out
 
@@ -86,12 +86,12 @@ class SiteInfo(NamedTuple):
     def signature(self, device: Device) -> KernelSignature:
         """Under which the times of this site's implementations on `device` are kept; bfloat16 counts as float16."""
         parameters = {name: int(getattr(self, name)) for name in ("c", "k", "groups", "digits", "tf32", "fused")}
-        parameters |= named("", "trs", as_image(self.window.kernel, 1))
-        parameters |= named("stride_", "dhw", as_image(self.window.stride, 1))
+        parameters |= labelled("", "trs", as_image(self.window.kernel, 1))
+        parameters |= labelled("stride_", "dhw", as_image(self.window.stride, 1))
         return KernelSignature(
             "spike_conv", device, dtypes=(f"float{8 * self.itemsize}",),
             layouts=("nhwc" if self.channels_last else "nchw",),
-            sizes=(("n", self.n), *named("", "dhw", as_image(self.size, 1)).items()),
+            sizes=(("n", self.n), *labelled("", "dhw", as_image(self.size, 1)).items()),
             parameters=(*parameters.items(), ("active", density_bucket(self.active))), density=self.density,
         )  # fmt: skip
 

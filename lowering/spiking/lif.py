@@ -9,7 +9,7 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import random_tensor, strided
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.lif import reference
+from sparsecomp.reference.lif import lif_reference
 
 
 class Lif(NamedTuple):
@@ -132,7 +132,7 @@ def _reference(problem: Lif, operands: tuple[Tensor | None, ...]) -> tuple[Tenso
     channel = torch.arange(p.numel, device=x.device) // p.channel_stride % p.channels
     # one element a channel, so that the statistics broadcast as they do over a feature map
     mean, var, weight, bias = (None if t is None else t[channel] for t in (mean, var, weight, bias))
-    spikes, last = reference(
+    spikes, last = lif_reference(
         x[:, None], None if v is None else v[None], p.v0, mean, var, weight, bias, p.eps, p.charge, p.tau, rate,
         p.decay_input, p.threshold, None if p.soft_reset else p.reset,
     )  # fmt: skip

@@ -53,7 +53,7 @@ class Choice:
 
 
 @dataclass
-class Stats:
+class TuningStats:
     """What a tuner has done: candidates it timed, candidates it checked, and signatures it tuned."""
 
     timings: int = 0
@@ -136,7 +136,7 @@ class Tuner:
         measure: Measure = measure_ms,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.stats = Stats()
+        self.stats = TuningStats()
         self._cache = cache
         self._settings = settings
         self._measure = measure
@@ -211,7 +211,7 @@ class Tuner:
             self._tuned.add((task.signature.key, effort))
 
     def _tune(self, task: "_Task", effort: Effort) -> None:
-        _synchronize(task.device)  # what went wrong before is no candidate's fault
+        synchronized(task.device)  # what went wrong before is no candidate's fault
         results = _Results(Entry(task.signature.fields) if self._forced(task) else self._known(task))
         self.stats.signatures += 1
         try:
@@ -320,7 +320,7 @@ def _reject(task: _Task, candidate: Candidate[Any], why: str, results: _Results)
     results.add(rejected={candidate.name: sentence(why)})
     _note(f"{candidate.name} is never used for {task.problem}: {why}", logging.WARNING)
     try:
-        _synchronize(task.device)
+        synchronized(task.device)
     except Exception as error:
         raise TuningError(
             f"{candidate.name} made the GPU unusable ({first_line(error)}): it is rejected from now on; start the "
@@ -336,15 +336,11 @@ def _note(text: str, level: int) -> None:
 
 
 def _hindrance() -> str | None:
-    if _is_capturing():
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "tuning cannot run during CUDA graph capture"
     if torch.compiler.is_compiling() or _compat.is_fake(torch.empty(0)):
         return "tuning cannot run while a graph is traced"
     return None
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
@@ -358,6 +354,6 @@ def _quiet(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronized(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

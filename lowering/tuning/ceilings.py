@@ -79,13 +79,13 @@ def card_of(device: torch.device) -> Card:
     if traced or torch.cuda.is_current_stream_capturing():
         return _stored(device) or _proportional(device)
     try:
-        return _settled(device)
+        return settled_card(device)
     except torch.OutOfMemoryError:
         return _proportional(device)
 
 
 @cache
-def _settled(device: torch.device) -> Card:
+def settled_card(device: torch.device) -> Card:
     stored = _stored(device)
     if stored is not None:
         return stored

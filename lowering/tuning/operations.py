@@ -9,7 +9,7 @@ from sparsecomp.lowering.tuning.template import Operation
 
 
 @cache
-def operations() -> Mapping[str, Operation[Any]]:
+def all_operations() -> Mapping[str, Operation[Any]]:
     """Operation by name. A room is a package that has kernels."""
     names = modules_within("sparsecomp.lowering")
     rooms = {name.removesuffix(".kernels") for name in names if name.endswith(".kernels")}

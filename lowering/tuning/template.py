@@ -133,10 +133,10 @@ class Operation(Generic[P]):
 @cache
 def of_operation(op: str) -> tuple[Template[Any], ...]:
     """The templates of an operation, from all modules in `kernels/` in the order of their names."""
-    return tuple(template for template in _all_templates() if template.op == op)
+    return tuple(template for template in all_templates() if template.op == op)
 
 
 @cache
-def _all_templates() -> tuple[Template[Any], ...]:
+def all_templates() -> tuple[Template[Any], ...]:
     kernels = [name for name in modules_within("sparsecomp.lowering") if ".kernels." in name]
     return instances(Template, sorted(kernels, key=lambda name: name.rpartition(".")[2]))

@@ -52,14 +52,14 @@ _RATES = {
 """By layout. Another is taken for the one of these whose entries are as its own: blocks, or single elements."""
 
 
-def sparse_seconds(work: Work, trained: bool) -> float:
+def sparse_on_cpu(work: Work, trained: bool) -> float:
     """Seconds of the product, in training also of both gradients."""
     rates = _RATES.get(work.format) or _RATES["bsr" if work.entry else "csr"]
     product, sampling = (_touching(work, rates.call, *each) for each in (rates.product, rates.sampling))
     return 2 * product + _seconds(0.0, 1.0 * work.stored) + sampling if trained else product
 
 
-def dense_seconds(work: Work, trained: bool, written: bool) -> float:
+def dense_on_cpu(work: Work, trained: bool, written: bool) -> float:
     """Seconds of the same with the weight written out, which `written` says is done already."""
     writing = 0.0 if written else _seconds(host.CPU_WRITING, 0.4 * work.m * work.k + 4.0 * work.stored)
     reading = _seconds(host.CPU_WRITING, 0.3 * work.m * work.k + 4.0 * work.stored) if trained else 0.0

@@ -117,7 +117,7 @@ class Product(NamedTuple):
     @classmethod
     def of_tensor(cls, sparse: SparseTensor, dense: list[int], *rest: Any, **how: Any) -> "Product":
         """`of` for a SparseTensor."""
-        pattern = sparse._pattern
+        pattern = sparse.pattern
         layout, transpose = pattern.layout, pattern.stored_by_columns(sparse._transpose)
         stored = _expected(pattern.arrays[-1].numel())
         return cls.of(layout, stored, transpose, dense, *rest, format=sparse.format, **how)
@@ -181,7 +181,7 @@ def _work(product: Product) -> cpu_cost.Work:
 
 def _compare_on_cpu(product: Product) -> Decision:
     p, work = product, _work(product)
-    dense, sparse = cpu_cost.dense_seconds(work, p.trained, p.constant), cpu_cost.sparse_seconds(work, p.trained)
+    dense, sparse = cpu_cost.dense_on_cpu(work, p.trained, p.constant), cpu_cost.sparse_on_cpu(work, p.trained)
     seconds = {f"spmm_{p.layout.format} (reference)": sparse, "dense": dense}
     return _faster(product, seconds, cpu_cost.layer_seconds(work, p.trained))
 

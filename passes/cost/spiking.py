@@ -89,7 +89,7 @@ def decide(site: SiteInfo, card: Card = H100, measured: Mapping[str, float] | No
     known = {name: measured[name] for name in names if measured and name in measured}
     if "dense" in known and len(known) > 1:
         return fastest({name: as_called(site, name, ms * 1e-3, card) for name, ms in known.items()}, "measured")
-    decision = fastest({name: as_called(site, name, seconds(site, name, card), card) for name in names})
+    decision = fastest({name: as_called(site, name, seconds_of(site, name, card), card) for name in names})
     below = event_pays_below(site, card)
     return decision if below is None else decision._replace(reason=f"{decision.reason}; {_described(below)}")
 
@@ -102,7 +102,7 @@ def as_called(site: SiteInfo, strategy: str, device: float, card: Card = H100) -
     dense = host.MATMUL if _is_matmul(site) else host.CONV
     time = Time(device, dense if strategy == "dense" else host.SPIKE_LAYER[strategy])
     if site.trained:
-        gradient = Time(seconds(site._replace(fused=False), "dense", card), dense)
+        gradient = Time(seconds_of(site._replace(fused=False), "dense", card), dense)
         time = time.plus(gradient, gradient)
         if strategy != "dense":
             widened = site.n * site.c * site.in_pixels * (site.itemsize + 1) / card.bandwidth
@@ -117,18 +117,18 @@ def forced(site: SiteInfo, strategy: str, card: Card = H100) -> Decision:
         return Decision(strategy, f"{reason}; on a CPU it is a reference, for checking only")
     needed = {"event": site.density, "skip": site.active}
     known = strategy if needed.get(strategy, 1.0) is not None else "binary"
-    times = {"dense": seconds(site, "dense", card), strategy: seconds(site, known, card)}
+    times = {"dense": seconds_of(site, "dense", card), strategy: seconds_of(site, known, card)}
     times = {name: as_called(site, name, device, card) for name, device in times.items()}
     return Decision(strategy, reason, times)
 
 
-def seconds(site: SiteInfo, strategy: str, card: Card = H100) -> float:
+def seconds_of(site: SiteInfo, strategy: str, card: Card = H100) -> float:
     """The estimate for one implementation; `event` needs the site's density and `skip` its active share."""
     return _cost(site, strategy).estimate(_numbers(site, card), card)
 
 
 def expression(site: SiteInfo, strategy: str, card: Card = H100, **symbols: sympy.Expr) -> sympy.Expr:
-    """As :func:`seconds`, with expressions in place of the site's fields of those names, such as a symbolic batch."""
+    """As :func:`seconds_of`, with expressions for the site's fields of those names, such as a symbolic batch."""
     return _cost(site, strategy).expression(card, **{**_numbers(site, card), **symbols})
 
 
@@ -137,9 +137,9 @@ def event_pays_below(site: SiteInfo, card: Card = H100) -> float | None:
 
     None too where the host is what takes the time, at any density.
     """
-    if "event" not in able(site) or (site.hosted and seconds(site, "dense", card) < host.SPIKE_LAYER["event"]):
+    if "event" not in able(site) or (site.hosted and seconds_of(site, "dense", card) < host.SPIKE_LAYER["event"]):
         return None
-    rival = min(seconds(site, name, card) for name in able(site) if name != "event")
+    rival = min(seconds_of(site, name, card) for name in able(site) if name != "event")
     event = expression(site, "event", card, density=_density)
     return max(0.0, min(EVENT_CAPACITY, float(break_even(event, sympy.Float(rival), _density))))
 

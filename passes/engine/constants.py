@@ -36,7 +36,7 @@ class Constant(NamedTuple):
     sources: tuple[fx.Node, ...]
 
 
-def promised(
+def promised_node(
     like: fx.Node, make: Callable[..., Tensor], sources: Sequence[fx.Node], held: Sequence[Tensor], names: Sequence[str]
 ) -> fx.Node:  # fmt: skip
     """A node for what is made of inputs that are promised to stay as they are.

@@ -264,7 +264,7 @@ def module_path(node: fx.Node) -> str:
     return _DYNAMO_ROOT.sub("", list(stack.values())[-1][0])
 
 
-def sizes(node: object) -> list[int] | None:
+def known_sizes(node: object) -> list[int] | None:
     """The shape a node had in the example, None if unknown."""
     tensor = example_of(node)
     if tensor is None:

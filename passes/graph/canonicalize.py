@@ -22,8 +22,8 @@ from sparsecomp.passes.graph.operators import (
     Operator,
     Signature,
     Trait,
+    parameters_of,
     record_of,
-    signature_of,
     spelling_of,
 )
 
@@ -35,7 +35,7 @@ _SHARED_NAMESPACES = {
     "torch._VF", "_operator", "operator",
 }  # fmt: skip
 """Where one name means one operator; `torch.masked.sum` or `torch.fft.ifft` are others."""
-_PYTHON_NAMES = {"builtins.abs": "abs", "builtins.getattr": "getattr", "torch.nn.functional.unfold": "im2col"}
+PYTHON_NAMES = {"builtins.abs": "abs", "builtins.getattr": "getattr", "torch.nn.functional.unfold": "im2col"}
 """Functions by full name: built-ins that mean torch's operator, and functions that mean another than their name's."""
 RESHAPED = "sparsecomp_reshaped"
 """Key of `node.meta`: operators in place change the tensor's shape, so that no one example stands for it."""
@@ -151,7 +151,7 @@ def target_name(node: fx.Node) -> str | None:
     if name is None or module is None or module.split(".")[0] not in _TORCH_ROOTS:
         return None
     full = f"{module}.{name}"
-    return _PYTHON_NAMES.get(full) or (name if module in _SHARED_NAMESPACES else full)
+    return PYTHON_NAMES.get(full) or (name if module in _SHARED_NAMESPACES else full)
 
 
 def _form(node: fx.Node) -> Form:
@@ -213,7 +213,7 @@ def _bind(
     name: str, form: Form, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], bool]:
     """Arguments by parameter name, and whether the signature has a place for each of them."""
-    signature = signature_of(name, form)
+    signature = parameters_of(name, form)
     positional = args if signature is None else _gather_variadic(signature.names, signature.variadic, args)
     named = {} if signature is None else {_parameter(signature, key): value for key, value in kwargs.items()}
     unplaced = bool(named) and signature is not None and not named.keys() <= _places(signature)

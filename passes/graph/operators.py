@@ -384,7 +384,7 @@ OWN_PRODUCTS = tuple(
 """Our matrix products and convolutions, some with an activation; by name, since an analysis loads no operators."""
 
 
-def named(trait: Trait) -> tuple[str, ...]:
+def spelled_as(trait: Trait) -> tuple[str, ...]:
     """The operators that have a trait."""
     return tuple(name for name, operator in OPERATORS.items() if operator.traits & trait)
 
@@ -404,7 +404,7 @@ def spelling_of(raw: str) -> tuple[str, bool]:
     return raw, False
 
 
-def signature_of(name: str, form: Form) -> Signature | None:
+def parameters_of(name: str, form: Form) -> Signature | None:
     """The parameters of a canonical operator in one form, None if they are not known."""
     record = record_of(name)
     return record.forms.get(form, record.signature)

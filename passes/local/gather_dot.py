@@ -18,10 +18,10 @@ from torch import Tensor, fx
 import sparsecomp.ops.local.gather_dot  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.passes.cost.local import FixedFanIn, decide
-from sparsecomp.passes.engine.constants import promised
-from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.engine.constants import promised_node
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.local.gathered import Gathered, Layer, layer_of, source_of
+from sparsecomp.passes.local.gathered import Gathered, GatheredLayer, layer_of, source_of
 from sparsecomp.passes.sparse.chain import Chain, circumstances, ending_at
 from sparsecomp.reference.local.spread import spread_of
 from sparsecomp.reference.local.transposed import transposed_lists
@@ -38,7 +38,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if ctx.options.implementation == "dense":
         return refuse(Why.FORCED_DENSE)
     layer = layer_of(chain.nodes[0])
-    assert isinstance(layer, Layer)
+    assert isinstance(layer, GatheredLayer)
     problem = _problem(layer, chain, ctx)
     return _judged(layer, chain, ctx) if problem is None else problem
 
@@ -48,10 +48,10 @@ RULE = Rule("gather_dot", consider)
 
 def _sum(node: fx.Node) -> Chain | None:
     layer = layer_of(node)
-    return Chain((node,), layer.weight, False, layer.gathered.x, True) if isinstance(layer, Layer) else None
+    return Chain((node,), layer.weight, False, layer.gathered.x, True) if isinstance(layer, GatheredLayer) else None
 
 
-def _problem(layer: Layer, chain: Chain, ctx: Context) -> Refusal | None:
+def _problem(layer: GatheredLayer, chain: Chain, ctx: Context) -> Refusal | None:
     """Why the layer stays as written; None if nothing is against the operator."""
     gathered, first = layer.gathered, layer.nodes[0]
     read = gathered.x, gathered.index, layer.weight, chain.bias, chain.residual
@@ -62,16 +62,16 @@ def _problem(layer: Layer, chain: Chain, ctx: Context) -> Refusal | None:
         return refuse(Why.GATHERED_AS_WRITTEN, detail="its operands are on several devices")
     if not x.dtype.is_floating_point:
         return refuse(Why.DTYPE, dtype=x.dtype)
-    shape = sizes(gathered.x)
+    shape = known_sizes(gathered.x)
     if shape is None:
         return refuse(Why.UNKNOWN_SHAPE)
     return refuse(Why.NO_FEATURES) if 0 in (*gathered.fan, shape[-1]) else None
 
 
-def _judged(layer: Layer, chain: Chain, ctx: Context) -> Plan | Refusal:
+def _judged(layer: GatheredLayer, chain: Chain, ctx: Context) -> Plan | Refusal:
     gathered, last = layer.gathered, chain.nodes[-1]
     outputs, fan_in = gathered.fan
-    x, rows = example_of(gathered.x), sizes(gathered.x) or []
+    x, rows = example_of(gathered.x), known_sizes(gathered.x) or []
     source = source_of(gathered.index)
     held = None if source in ctx.written or type(x.shape[-1]) is not int else ctx.constant(source)
     reading = Reading("index", gathered.by, rows[-1], gathered.fan)
@@ -155,7 +155,7 @@ def _constants(reading: Reading, source: fx.Node, held: Tensor, like: fx.Node) -
     """The index and its transposed lists, as they are now."""
     names = [f"the index `{source.target}`"]
     parts = (reading._replace(what=what) for what in ("index", "pointers", "order"))
-    return [promised(like, part, [source], [held], names) for part in parts]
+    return [promised_node(like, part, [source], [held], names) for part in parts]
 
 
 def _index(gathered: Gathered, like: fx.Node) -> fx.Node:

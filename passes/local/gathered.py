@@ -42,7 +42,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class GatheredLayer:
     """The sum over gathered inputs times weights.
 
     Attributes:
@@ -56,7 +56,7 @@ class Layer:
     nodes: tuple[fx.Node, ...]
 
 
-def layer_of(node: fx.Node) -> Layer | Refusal | None:
+def layer_of(node: fx.Node) -> GatheredLayer | Refusal | None:
     """The layer whose sum a node is, or what of its form has no operator; None if it sums no gathered inputs."""
     op = op_of(node)
     if op is None:
@@ -66,7 +66,7 @@ def layer_of(node: fx.Node) -> Layer | Refusal | None:
     return _of_sum(node, op) if op.name == "sum" and op.known else None
 
 
-def _of_sum(node: fx.Node, op: CanonicalOp) -> Layer | Refusal | None:
+def _of_sum(node: fx.Node, op: CanonicalOp) -> GatheredLayer | Refusal | None:
     product = op_of(op.input) if isinstance(op.input, fx.Node) else None
     if product is not None and product.has(Trait.CAST) and isinstance(product.input, fx.Node):
         product = op_of(product.input)
@@ -88,10 +88,10 @@ def _of_sum(node: fx.Node, op: CanonicalOp) -> Layer | Refusal | None:
     if _shape(product.node) != _shape(gathered.nodes[-1]) or not _fits(weight, gathered):
         return _other_weight(weight, gathered)
     chain = op.input, *((product.node,) if op.input is not product.node else ())
-    return _checked(Layer(gathered, weight, (*gathered.nodes, *chain[::-1], node)))
+    return _checked(GatheredLayer(gathered, weight, (*gathered.nodes, *chain[::-1], node)))
 
 
-def _of_einsum(node: fx.Node) -> Layer | Refusal | None:
+def _of_einsum(node: fx.Node) -> GatheredLayer | Refusal | None:
     equation, *operands = node.args
     if not isinstance(equation, str) or len(operands) != 2 or node.kwargs:
         return None
@@ -107,7 +107,7 @@ def _of_einsum(node: fx.Node) -> Layer | Refusal | None:
         return refuse(Why.GATHERED_AS_WRITTEN, detail=f"einsum {equation!r} is no sum over the last dimension alone")
     if not _fits(weight, gathered):
         return _other_weight(weight, gathered)
-    return _checked(Layer(gathered, weight, (*gathered.nodes, node)))
+    return _checked(GatheredLayer(gathered, weight, (*gathered.nodes, node)))
 
 
 def _sums_the_last(more: str, inputs: str, weights: str, more_out: str, result: str) -> bool:
@@ -134,7 +134,7 @@ def _other_weight(weight: fx.Node, gathered: Gathered) -> Refusal:
     return refuse(Why.GATHERED_AS_WRITTEN, detail=f"its weight is {shape}, not one {gathered.fan} for all rows")
 
 
-def _checked(layer: Layer) -> Layer | Refusal:
+def _checked(layer: GatheredLayer) -> GatheredLayer | Refusal:
     """Refuses what is read elsewhere, and what changes the dtype on the way."""
     *inner, last = layer.nodes
     for node, reader in zip(inner, (*inner[1:], last), strict=True):

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from sparsecomp.formats import NM
-from sparsecomp.formats.best_format import FULL, Form, forms
+from sparsecomp.formats.best_format import FULL, StoredForm, forms
 from sparsecomp.lowering.cache.signature import NO_TRITON, Device, has_triton
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, dense_seconds, sparse_seconds
-from sparsecomp.passes.engine.rule import Context, replays, sizes
+from sparsecomp.passes.engine.rule import Context, known_sizes, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp
 from sparsecomp.reference.patterns import Layout, skew_of_counts
 from sparsecomp.reference.precision import KERNEL_DTYPES
@@ -20,7 +20,7 @@ from sparsecomp.reference.precision import KERNEL_DTYPES
 _BLOCKS = (16, 32, 64)
 
 
-class Choice(NamedTuple):
+class FoldedForm(NamedTuple):
     """How a folded weight is kept.
 
     Attributes:
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
         return f"folded {self.format}"
 
 
-def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
+def choose_fold(op: CanonicalOp, weight: Tensor, ctx: Context) -> FoldedForm:
     """The fastest format for a layer's weight by estimate; looks at its values."""
     where = ctx.device(weight.device)
     if op.name != "linear":
@@ -51,15 +51,15 @@ def choose(op: CanonicalOp, weight: Tensor, ctx: Context) -> Choice:
         return _dense(weight, "no CUDA device")
     if not has_triton():
         return _dense(weight, NO_TRITON)
-    rows = sizes(op.input)
+    rows = known_sizes(op.input)
     if rows is None:
         return _dense(weight, "the input's shape is unknown")
     n, replayed = torch.Size(rows[:-1]).numel(), replays(ctx.options, where)
     bias = op.get("bias") is not None
-    return compare(weight, n, bias, *(ctx.target or target_of(where)), replayed=replayed, products=ctx.products)
+    return compare_folds(weight, n, bias, *(ctx.target or target_of(where)), replayed=replayed, products=ctx.products)
 
 
-def compare(weight: Tensor, n: int, bias: bool, device: Device, card: Card, **how: int) -> Choice:
+def compare_folds(weight: Tensor, n: int, bias: bool, device: Device, card: Card, **how: int) -> FoldedForm:
     """`choose` for a linear layer of n rows on a CUDA device that is such a card.
 
     Args:
@@ -74,13 +74,13 @@ def compare(weight: Tensor, n: int, bias: bool, device: Device, card: Card, **ho
     # a fold has written the weight out already
     decision = fastest({kernel: seconds, "dense": dense_seconds(best._replace(constant=True), card)})
     if decision.dense:
-        return Choice("dense", (1, 1), _described(weight), decision)
+        return FoldedForm("dense", (1, 1), _described(weight), decision)
     reason = f"{decision.reason}; for finite inputs"
-    return Choice(best.layout.format, best.layout.block, _described(weight), decision._replace(reason=reason))
+    return FoldedForm(best.layout.format, best.layout.block, _described(weight), decision._replace(reason=reason))
 
 
-def _dense(weight: Tensor, reason: str) -> Choice:
-    return Choice("dense", (1, 1), _described(weight), Decision("dense", reason))
+def _dense(weight: Tensor, reason: str) -> FoldedForm:
+    return FoldedForm("dense", (1, 1), _described(weight), Decision("dense", reason))
 
 
 def _described(weight: Tensor) -> str:
@@ -88,7 +88,7 @@ def _described(weight: Tensor) -> str:
     return f"{'x'.join(map(str, weight.shape))} at {zeros:.1%} sparsity"
 
 
-def forms_of(weight: Tensor) -> list[Form]:
+def forms_of(weight: Tensor) -> list[StoredForm]:
     """Formats that can hold the weight without much filler, of groups 2:4 alone."""
     shape, (row, col) = (weight.shape[0], weight.shape[1]), weight.nonzero().unbind(1)
     blocks = [side for side in _BLOCKS if not any(length % side for length in shape)]
@@ -100,7 +100,7 @@ def forms_of(weight: Tensor) -> list[Form]:
     ]
 
 
-def _product(weight: Tensor, n: int, bias: bool, form: Form) -> Product:
+def _product(weight: Tensor, n: int, bias: bool, form: StoredForm) -> Product:
     shape, skew = (weight.shape[0], weight.shape[1]), skew_of_counts(form.counts)
     return Product(
         torch.device("cuda"), Layout(form.format.OPERAND, form.block, shape, (skew, "even")), n, 1,

@@ -22,10 +22,10 @@ import sparsecomp.ops.masked.folded_layer  # noqa: F401  (registers the operator
 from sparsecomp import _compat
 from sparsecomp.ops.masked.folded_weight import Folded, Recipe, computed, formula
 from sparsecomp.passes.cost.masked import decide_fold
-from sparsecomp.passes.engine.constants import promised
+from sparsecomp.passes.engine.constants import promised_node
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, is_static, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
-from sparsecomp.passes.masked.fold import Choice, choose
+from sparsecomp.passes.masked.fold import FoldedForm, choose_fold
 from sparsecomp.passes.masked.formula import (
     LAYERS,
     Formula,
@@ -36,7 +36,7 @@ from sparsecomp.passes.masked.formula import (
     is_view,
     writes_elsewhere,
 )
-from sparsecomp.passes.masked.merged_weight import merge
+from sparsecomp.passes.masked.merged_weight import merge_weight
 from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference.memo import MEMO, Keep
 
@@ -69,7 +69,7 @@ def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
         return refuse(Why.FORCED_DENSE)
     problem = _varies(masked, op.node, values, ctx)
     if problem is None and ctx.gradients and _needs_gradient(op.node, masked, values):
-        return merge(op, masked, values, ctx)
+        return merge_weight(op, masked, values, ctx)
     keep = ctx.keep(*values.values())
     problem = problem or _unfit(op, masked, keep, ctx)
     if problem is not None:
@@ -165,7 +165,7 @@ def _folded(
 ) -> Verdict:
     found = masked.values(values)[masked.result]
     weight = found.to(getattr(example_of(op.node), "dtype", found.dtype))
-    choice = choose(op, weight, ctx)
+    choice = choose_fold(op, weight, ctx)
     base = masked.base()
     outside = masked.outside(op.node)
     beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
@@ -210,7 +210,7 @@ def _build_constant(
 ) -> fx.Node:
     names = [f"`{source.target}`" for source in masked.sources]
     made = _Computed(formula(masked.module(dtype)))
-    return promised(op.node, made, masked.sources, [values[source] for source in masked.sources], names)
+    return promised_node(op.node, made, masked.sources, [values[source] for source in masked.sources], names)
 
 
 class _Computed(NamedTuple):
@@ -243,7 +243,7 @@ def _prepared(
 
 
 def _build_sparse(
-    op: CanonicalOp, masked: Formula, choice: Choice, values: Mapping[fx.Node, torch.Tensor], keep: Keep
+    op: CanonicalOp, masked: Formula, choice: FoldedForm, values: Mapping[fx.Node, torch.Tensor], keep: Keep
 ) -> fx.Node:
     node, dtype = op.node, example_of(op.node).dtype
     recipe = _prepared(masked, dtype, (choice.format, choice.block), values, keep)

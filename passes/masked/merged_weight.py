@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 import sparsecomp.ops.masked.merged_weight  # noqa: F401  (registers the operators)
-from sparsecomp.ops.masked.merged_weight import Form, merging
+from sparsecomp.ops.masked.merged_weight import MergedForm, merging
 from sparsecomp.passes.cost.masked import decide_merge
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
@@ -21,7 +21,9 @@ from sparsecomp.reference.frozen import are_frozen
 from sparsecomp.reference.memo import Keep
 
 
-def merge(op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> Plan | Refusal:
+def merge_weight(
+    op: CanonicalOp, masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context
+) -> Plan | Refusal:
     """The plan to train a layer's weight as an effective weight, or why it is trained as it was written.
 
     Args:
@@ -165,7 +167,7 @@ def _is_bool(node: fx.Node) -> bool:
 def _proved(part: Formula, selectors: list[torch.Tensor], keep: Keep) -> str | None:
     """What the operator knows the formula by; None if it is not the effective weight."""
     weight, theta = (example_of(node) for node in part.sources[:2])
-    form = Form(tuple(weight.shape), tuple(theta.shape), weight.dtype, weight.device)
+    form = MergedForm(tuple(weight.shape), tuple(theta.shape), weight.dtype, weight.device)
     names = [node.target for node in part.sources[2:]]
     return merging(part.module(None), form, selectors, keep, names)
 

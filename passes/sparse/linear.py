@@ -15,8 +15,8 @@ from torch import Tensor, fx
 import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operators)
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer, fuses_relu
-from sparsecomp.passes.engine.constants import promised
-from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.engine.constants import promised_node
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.sparse.chain import Chain, circumstances, copied_behind, decided, ending_at, problem_of_writes
 from sparsecomp.reference.patterns import Layout
@@ -62,7 +62,7 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
     problem = problem_of_writes(chain, ctx, *pattern)
     if problem is not None:
         return problem
-    out, shape, indices = example_of(chain.nodes[-1]), sizes(chain.dense), sizes(pattern[layout.own - 1])
+    out, shape, indices = example_of(chain.nodes[-1]), known_sizes(chain.dense), known_sizes(pattern[layout.own - 1])
     if out is None or shape is None or indices is None:
         return refuse(Why.UNKNOWN_SHAPE)
     entries = torch.Size(indices).numel()
@@ -140,4 +140,4 @@ def _constant_weight(chain: Chain, node: fx.Node, kept: list[Tensor]) -> fx.Node
     arguments: Any = chain.nodes[0].args
     name = f"the weight `{getattr(chain.sparse, 'target', chain.sparse)}`"
     made = _WrittenOut(arguments[5], chain.flip)
-    return promised(node, made, [chain.sparse, *arguments[2]], kept, [name] * len(kept))
+    return promised_node(node, made, [chain.sparse, *arguments[2]], kept, [name] * len(kept))

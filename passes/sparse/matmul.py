@@ -14,7 +14,7 @@ from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer
-from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.sparse.chain import (
     Chain,
@@ -110,7 +110,7 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
     if problem is not None:
         return problem
     sparse, dense, out = example_of(chain.sparse), example_of(chain.dense), example_of(chain.nodes[-1])
-    shape, size = sizes(chain.dense), sizes(chain.sparse)
+    shape, size = known_sizes(chain.dense), known_sizes(chain.sparse)
     if dense is None or out is None or shape is None or size is None:
         return refuse(Why.UNKNOWN_SHAPE)
     if not (dense.dtype == sparse.dtype == out.dtype or autocast_dtype(chain)):

@@ -91,14 +91,14 @@ def hooked(node: fx.Node, ctx: Context, layer: type[torch.nn.Module]) -> bool:
     return isinstance(module, layer) and has_hooks(module)
 
 
-def unsupported(op: CanonicalOp, inputs: Iterable[Any], ctx: Context) -> Refusal | None:
+def unsupported_layer(op: CanonicalOp, inputs: Iterable[Any], ctx: Context) -> Refusal | None:
     """The refusal of a product that no rule takes, if spikes are among its inputs."""
     is_left = op.name not in TAKEN and Trait.PRODUCT in record_of(op.name).traits
     reached = is_left and any(ctx.fact(one, op.node) is not None for one in inputs)
     return refuse(Why.UNSUPPORTED_OP, op=op.name) if reached else None
 
 
-def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
+def check_layer(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     """Whether a layer may run on its input as spikes, whatever its geometry."""
     fact = _spike_fact(op, ctx)
     if isinstance(fact, Refusal):
@@ -142,7 +142,7 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     forced = ctx.options.implementation
     if forced == "dense":
         return refuse(Why.FORCED_DENSE)
-    card, measured = _card(operands, site) if ctx.target is None else (ctx.target.card, None)
+    card, measured = card_and_times(operands, site) if ctx.target is None else (ctx.target.card, None)
     if forced != "auto":
         decision = gate.forced(site, forced, card)
     elif site.device == "cuda" and ctx.target is None and not has_triton():
@@ -161,7 +161,7 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     )  # fmt: skip
 
 
-def _card(operands: Operands, site: gate.SiteInfo) -> tuple[Card, Mapping[str, float] | None]:
+def card_and_times(operands: Operands, site: gate.SiteInfo) -> tuple[Card, Mapping[str, float] | None]:
     """The site's card, and the times of its implementations, measured now where tuning is asked for."""
     x = example_of(operands.op.input)
     if x is None or x.device.type != "cuda" or not (torch.cuda.is_available() and has_triton()):

@@ -12,18 +12,18 @@ from torch import fx
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.passes.cost import spiking as gate
-from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.spiking.operand import (
     CONVOLUTIONS,
     Operands,
     build_inputs,
-    check,
+    check_layer,
     choose,
     hooked,
     hosted,
     trains,
-    unsupported,
+    unsupported_layer,
     writes_bytes,
 )
 from sparsecomp.reference.geometry import Window, is_channels_last
@@ -41,11 +41,11 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if op is None:
         return None
     if op.name not in CONVOLUTIONS:
-        return unsupported(op, [op.input], ctx) if op.name.startswith("conv") else None
-    operands = check(op, ctx)
+        return unsupported_layer(op, [op.input], ctx) if op.name.startswith("conv") else None
+    operands = check_layer(op, ctx)
     if isinstance(operands, Refusal):
         return operands
-    geometry = _geometry(op)
+    geometry = geometry_of(op)
     if isinstance(geometry, Refusal):
         return geometry
     site = _site(operands, geometry, ctx)
@@ -71,7 +71,7 @@ def _build(operands: Operands, geometry: _Geometry, strategy: str, ctx: Context)
     return emit(torch.unflatten, out, 0, (emit(torch.Tensor.size, x, 0), -1)) if multi_step else out
 
 
-def _geometry(op: CanonicalOp) -> _Geometry | Refusal:
+def geometry_of(op: CanonicalOp) -> _Geometry | Refusal:
     """Stride, padding and dilation, a number a dimension; string paddings resolved."""
     stride, dilation = _numbers(op, "stride", 1), _numbers(op, "dilation", 1)
     mode = op.get("padding_mode") or "zeros"
@@ -82,7 +82,7 @@ def _geometry(op: CanonicalOp) -> _Geometry | Refusal:
         return stride, _numbers(op, "padding", 0), dilation
     if padding == "valid":
         return stride, [0] * len(stride), dilation
-    weight = sizes(op.get("weight"))
+    weight = known_sizes(op.get("weight"))
     if padding != "same" or weight is None:
         return refuse(Why.PADDING, padding=padding)
     totals = [d * (extent - 1) for d, extent in zip(dilation, weight[2:], strict=True)]
@@ -93,7 +93,7 @@ def _geometry(op: CanonicalOp) -> _Geometry | Refusal:
 
 def _site(operands: Operands, geometry: _Geometry, ctx: Context) -> gate.SiteInfo | Refusal:
     op = operands.op
-    x, weight = sizes(op.input), sizes(op.get("weight"))
+    x, weight = known_sizes(op.input), known_sizes(op.get("weight"))
     if x is None or weight is None:
         return refuse(Why.UNKNOWN_SHAPE)
     if op.step_mode == "m":

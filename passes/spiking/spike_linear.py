@@ -8,17 +8,17 @@ from torch import fx
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.passes.cost import spiking as gate
-from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, refuse, sizes
+from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import op_of
 from sparsecomp.passes.spiking.operand import (
     Operands,
     build_inputs,
-    check,
+    check_layer,
     choose,
     hooked,
     hosted,
     trains,
-    unsupported,
+    unsupported_layer,
     writes_bytes,
 )
 from sparsecomp.reference.geometry import Window
@@ -32,8 +32,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if op is None or op.name.startswith("conv"):
         return None
     if op.name != "linear":
-        return unsupported(op, node.all_input_nodes, ctx)
-    operands = check(op, ctx)
+        return unsupported_layer(op, node.all_input_nodes, ctx)
+    operands = check_layer(op, ctx)
     if isinstance(operands, Refusal):
         return operands
     site = _site(operands, ctx)
@@ -54,7 +54,7 @@ def _build(operands: Operands, strategy: str, ctx: Context) -> fx.Node:
 
 def _site(operands: Operands, ctx: Context) -> gate.SiteInfo | Refusal:
     op = operands.op
-    x, weight = sizes(op.input), sizes(op.get("weight"))
+    x, weight = known_sizes(op.input), known_sizes(op.get("weight"))
     if x is None or weight is None:
         return refuse(Why.UNKNOWN_SHAPE)
     if len(weight) != 2:

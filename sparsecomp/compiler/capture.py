@@ -51,7 +51,7 @@ class Graph:
     def rewrite(self, options: Options, target: Target | None = None) -> Report:
         """Run the rules over the graph, in place, and say what they did; for a card that need not be there."""
         with torch.set_grad_enabled(self.gradients):
-            report = pipeline.run(
+            report = pipeline.run_rules(
                 self.gm, options, values=self.values, densities=self.densities, eager=self.eager, target=target
             )  # fmt: skip
         if target is None and not torch.cuda.is_available():

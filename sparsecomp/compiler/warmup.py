@@ -116,9 +116,9 @@ def _problem(signature: KernelSignature) -> tuple[Operation[Any], Any]:
 
 
 def _operations() -> Mapping[str, Operation[Any]]:
-    from sparsecomp.lowering.tuning.operations import operations  # needs Triton
+    from sparsecomp.lowering.tuning.operations import all_operations  # needs Triton
 
-    return operations()
+    return all_operations()
 
 
 def signature_of(fields: KernelSignature | Mapping[str, str]) -> KernelSignature:

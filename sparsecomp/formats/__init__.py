@@ -9,7 +9,7 @@
 
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.batch import Ragged, ragged, stack
-from sparsecomp.formats.best_format import BestFormat, Estimate, best
+from sparsecomp.formats.best_format import BestFormat, FormatEstimate, best
 from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSC, CSR
@@ -25,7 +25,7 @@ __all__ = [
     "CSR",
     "NM",
     "BestFormat",
-    "Estimate",
+    "FormatEstimate",
     "Pattern",
     "Ragged",
     "SparseMatrix",

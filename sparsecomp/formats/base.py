@@ -63,12 +63,21 @@ class SparseMatrix(Operand, ABC):
         """Keep the arrays, in the order of `ARRAYS`; check nothing."""
 
     @abstractmethod
+    def _check_arrays(self) -> None:
+        """FormatError unless the arrays have dtypes, sizes, devices and contents within the format's ranges."""
+
+    @abstractmethod
+    def _check_order(self) -> None:
+        """FormatError unless the contents are in order, each place once, and 0 beyond the shape."""
+
     def validate(self) -> None:
         """Check every invariant of the format.
 
         Raises:
             FormatError: names the first one that is broken, and where.
         """
+        self._check_arrays()
+        self._check_order()
 
     @classmethod
     @abstractmethod
@@ -275,7 +284,7 @@ class SparseMatrix(Operand, ABC):
         Raises:
             FormatError: the matrix does not fit the format, layout or dtype, or the arguments are none of these.
         """
-        kind, args = target_of(args, kwargs)
+        kind, args = target_format(args, kwargs)
         if kind is not None:
             return self._converted(kind, kwargs.pop("index_dtype", None), kwargs)
         try:
@@ -514,7 +523,7 @@ class SparseMatrix(Operand, ABC):
             OSError: the folder cannot be written.
         """
         this = self.compact()
-        files.save(path, type(this).__name__, this.shape, this.layout, this.arrays)
+        files.save_arrays(path, type(this).__name__, this.shape, this.layout, this.arrays)
 
     @classmethod
     def load(cls, path: str | PathLike[str], device: torch.device | str = "cpu") -> Self:
@@ -529,7 +538,7 @@ class SparseMatrix(Operand, ABC):
                 (`SparseMatrix.load` reads all).
             OSError: the file cannot be read.
         """
-        stored = files.load(path)
+        stored = files.load_arrays(path)
         kind = FORMATS.get(stored.format)
         if kind is None or not issubclass(kind, cls):
             raise FormatError(f"{path} holds {stored.format}, not {cls.__name__}: load it by {stored.format}.load")
@@ -581,7 +590,9 @@ class SparseMatrix(Operand, ABC):
         return type(self)(*{**self.arrays, **changed}.values(), shape=self.shape)
 
 
-def target_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[type[SparseMatrix] | None, tuple[Any, ...]]:
+def target_format(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[type[SparseMatrix] | None, tuple[Any, ...]]:
     """The format that `to` was called with; or None, and what `torch.Tensor.to` takes.
 
     Raises:

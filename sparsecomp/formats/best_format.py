@@ -32,7 +32,7 @@ FULL = 0.5
 """Least share of elements in what a format stores: kernels multiply its filler like anything else."""
 
 
-class Form(NamedTuple):
+class StoredForm(NamedTuple):
     """A format that can hold a matrix.
 
     Attributes:
@@ -50,7 +50,7 @@ class Form(NamedTuple):
 
 def forms(
     row: Tensor, col: Tensor, shape: Shape, blocks: Sequence[int] = BLOCKS, groups: Sequence[int] = GROUPS
-) -> Iterator[Form]:
+) -> Iterator[StoredForm]:
     """The formats that can hold elements at these places, with little filler or with much; reads from the device.
 
     Args:
@@ -59,18 +59,18 @@ def forms(
         groups: columns of the groups that are tried; a format is worth it that fills at most half of them.
     """
     (rows, cols), elements = shape, row.numel()
-    yield Form(CSR, (1, 1), torch.bincount(row, minlength=rows), 1.0)
+    yield StoredForm(CSR, (1, 1), torch.bincount(row, minlength=rows), 1.0)
     line, place, last = row, col, 1
     for side in blocks if elements else ():
         lines, across = (-(-length // side) for length in shape)
         keys = torch.unique(line // (side // last) * across + place // (side // last))
         line, place, last = keys // across, keys % across, side
-        yield Form(BSR, (side, side), torch.bincount(line, minlength=lines), elements / (keys.numel() * side**2))
+        yield StoredForm(BSR, (side, side), torch.bincount(line, minlength=lines), elements / (keys.numel() * side**2))
     for m in groups:
         most, slots = _most_in_a_group(row, col, cols, m), -(-cols // m)
         if 0 < most <= m // 2:
             counts = torch.full((rows,), slots * most)
-            yield Form(NM, (most, m), counts, elements / (rows * slots * most))
+            yield StoredForm(NM, (most, m), counts, elements / (rows * slots * most))
 
 
 def _most_in_a_group(row: Tensor, col: Tensor, cols: int, m: int) -> int:
@@ -79,7 +79,7 @@ def _most_in_a_group(row: Tensor, col: Tensor, cols: int, m: int) -> int:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class FormatEstimate:
     """What a matrix takes in a format.
 
     Attributes:
@@ -125,7 +125,7 @@ class BestFormat:
     format: type[SparseMatrix] | None
     layout: dict[str, Any]
     reasons: tuple[str, ...]
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[FormatEstimate, ...]
     statistics: Statistics
 
     def __str__(self) -> str:
@@ -169,7 +169,7 @@ def _not_grouped(m: int, most: int) -> str:
     return f"no N:{m}: " + (f"a group of {m} columns holds {most}" if most else "nothing is stored")
 
 
-def _behind(first: Estimate, other: Estimate) -> str:
+def _behind(first: FormatEstimate, other: FormatEstimate) -> str:
     """Why the second best is not the best."""
     if first.format is None:
         return f"the best format, {other.name}, stores {other.nbytes / max(first.nbytes, 1):.2f} times as much"
@@ -178,7 +178,7 @@ def _behind(first: Estimate, other: Estimate) -> str:
     return f"the next, {other.name}, moves {other.moved / max(first.moved, 1):.2f} times as much"
 
 
-def _estimate(matrix: SparseMatrix, form: Form, columns: int) -> Estimate:
+def _estimate(matrix: SparseMatrix, form: StoredForm, columns: int) -> FormatEstimate:
     (rows, cols), (height, width) = matrix.shape, form.block
     entries = int(form.counts.sum())
     if form.format is NM:
@@ -194,7 +194,7 @@ def _estimate(matrix: SparseMatrix, form: Form, columns: int) -> Estimate:
                     form.full, why)  # fmt: skip
 
 
-def _whole(matrix: SparseMatrix, nnz: int, columns: int) -> Estimate:
+def _whole(matrix: SparseMatrix, nnz: int, columns: int) -> FormatEstimate:
     rows, cols = matrix.shape
     why = "keep it dense, which stores no more bytes than any format"
     fetched = -(-rows // _TILE) * cols
@@ -204,8 +204,8 @@ def _whole(matrix: SparseMatrix, nnz: int, columns: int) -> Estimate:
 def _counted(
     matrix: SparseMatrix, format: type[SparseMatrix] | None, layout: dict[str, Any], values: int, index_bytes: int,
     fetched: int, columns: int, full: float, why: str,
-) -> Estimate:  # fmt: skip
+) -> FormatEstimate:  # fmt: skip
     size = matrix.dtype.itemsize
     nbytes = values * size * (1 if matrix.batch is None else matrix.batch) + index_bytes
     moved = nbytes + (fetched + matrix.shape[0]) * columns * size
-    return Estimate(format, layout, nbytes, moved, full, f"{why}, {full:.1%} full")
+    return FormatEstimate(format, layout, nbytes, moved, full, f"{why}, {full:.1%} full")

@@ -134,14 +134,7 @@ class BSR(_Blocks, ByRow):
         return super().to_torch() if self.padded_shape == self.shape else self.to(CSR).to_torch()
 
     def to_scipy(self) -> Any:
-        """A `scipy.sparse.bsr_array`; a `csr_array` where blocks do not divide the shape, which scipy's must.
-
-        Half precision becomes float32.
-
-        Raises:
-            FormatError: the matrix is a batch: use `unbatch`.
-            ImportError: scipy is not installed.
-        """
+        """A `scipy.sparse.bsr_array`; a `csr_array` where blocks do not divide the shape, which scipy's must."""
         if self.padded_shape != self.shape or 0 in self.shape:
             return self.to(CSR).to_scipy()
         this = self.compact()

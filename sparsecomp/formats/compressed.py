@@ -111,15 +111,6 @@ class Compressed(SparseMatrix):
 
     # -- invariants
 
-    def validate(self) -> None:
-        """Check every invariant: dtypes, sizes, devices, monotone pointers, ranges, order, zeros beyond the shape.
-
-        Raises:
-            FormatError: names the first one that is broken, and where.
-        """
-        self._check_arrays()
-        self._check_order()
-
     def _check_arrays(self) -> None:
         check_shape(self.shape)
         check_values("values", self.values, self.VALUE_DIMS)

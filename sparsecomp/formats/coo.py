@@ -88,15 +88,6 @@ class COO(SparseMatrix):
         """
         return cls.from_arrays(row, col, values, shape, coalesce=True)
 
-    def validate(self) -> None:
-        """Check every invariant: dtypes, sizes, devices, ranges, order.
-
-        Raises:
-            FormatError: names the first one that is broken, and where.
-        """
-        self._check_arrays()
-        self._check_order()
-
     def _check_arrays(self) -> None:
         check_shape(self.shape)
         check_values("values", self.values, 1)
@@ -155,12 +146,7 @@ class COO(SparseMatrix):
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
 
     def to_scipy(self) -> Any:
-        """A `scipy.sparse.coo_array`; half precision becomes float32.
-
-        Raises:
-            FormatError: the matrix is a batch: use `unbatch`.
-            ImportError: scipy is not installed.
-        """
+        """A `scipy.sparse.coo_array`; as `SparseMatrix.to_scipy`."""
         values, row, col = to_numpy(self.values, self.row, self.col)
         return scipy_sparse().coo_array((values, (row, col)), shape=self.shape)
 

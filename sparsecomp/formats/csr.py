@@ -39,12 +39,7 @@ class _Elements(Compressed):
         return (majors, minors) if self.MAJOR == 0 else (minors, majors)
 
     def to_scipy(self) -> Any:
-        """A `scipy.sparse` array of the same format; half precision becomes float32.
-
-        Raises:
-            FormatError: the matrix is a batch: use `unbatch`.
-            ImportError: scipy is not installed.
-        """
+        """As `SparseMatrix.to_scipy`."""
         this = self.compact()
         kind = getattr(scipy_sparse(), f"{self.SCIPY_FORMAT}_array")
         return kind(to_numpy(this.values, this.indices, this.pointers), shape=self.shape)

@@ -23,7 +23,7 @@ class Stored(NamedTuple):
     arrays: dict[str, Tensor]
 
 
-def save(
+def save_arrays(
     path: str | PathLike[str],
     name: str,
     shape: tuple[int, int],
@@ -44,7 +44,7 @@ def save(
     tensor_file.write(path, _KIND, header, arrays)
 
 
-def load(path: str | PathLike[str]) -> Stored:
+def load_arrays(path: str | PathLike[str]) -> Stored:
     """Read a file onto the CPU.
 
     Raises:

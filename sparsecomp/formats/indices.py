@@ -4,7 +4,6 @@ Positions are computed in int64; where rows times columns exceeds even that, pai
 by one number, so that nothing wraps.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -125,7 +124,6 @@ def select_keys(keys: Tensor, kept: Tensor, count: int | None = None) -> Tensor:
     return keys.index_select(0, torch.nonzero_static(kept, size=count).squeeze(1))
 
 
-@cache
 def _numpy() -> Any:
     """The module, which torch needs not; None if it is not installed."""
     try:

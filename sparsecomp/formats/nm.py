@@ -105,12 +105,7 @@ class NM(SparseMatrix):
         indices = places.remainder(m).to(torch.uint8).view(rows, groups * n)
         return cls(values.view(*dense.shape[:-1], groups * n), indices, (rows, cols), n, m)
 
-    def validate(self) -> None:
-        """Check every invariant: dtypes, sizes, devices, ranges, order, zeros beyond the shape.
-
-        Raises:
-            FormatError: names the first one that is broken, and where.
-        """
+    def _check_arrays(self) -> None:
         check_shape(self.shape)
         _check_nm(self.n, self.m)
         check_values("values", self.values, 2)
@@ -123,9 +118,8 @@ class NM(SparseMatrix):
         for name, array in (("values", self.values), ("indices", self.indices)):
             if array.shape[-2:] != needed or (name == "indices" and array.dim() != 2):
                 raise FormatError(f"{name} have shape {tuple(array.shape)}, need {needed} (rows, groups * n)")
-        self._check_contents()
 
-    def _check_contents(self) -> None:
+    def _check_order(self) -> None:
         index = self.indices.view(self.shape[0], self._groups, self.n)
         beyond = (self._positions()[1] >= self.shape[1]) & (self.values != 0)
         slot = _place(self.shape[0], self._groups, self.n)
@@ -191,13 +185,6 @@ class NM(SparseMatrix):
     def of_rows(cls, values: Tensor, arrays: Sequence[Tensor], block: Block, shape: Shape) -> Self:
         """The matrix of these arrays, which it shares."""
         return cls(values, arrays[0], shape, *block)
-
-    def compressed(self) -> tuple[Tensor, Tensor]:
-        """Values (rows, groups * n) and their columns within groups, uint8, for a kernel to pack: 2 bits each in 2:4.
-
-        Both contiguous; how hardware interleaves them is the kernel's business.
-        """
-        return self.values.contiguous(), self.indices.contiguous()
 
     @property
     def mT(self) -> Compressed:

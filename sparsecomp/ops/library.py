@@ -41,6 +41,16 @@ library = _Library("sparsecomp", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 """Of an operator whose implementation relies on the strides that its fake gives, or that it was traced with."""
 
+
+def implement(
+    name: str, cpu: Callable[..., Any], cuda: Callable[..., Any] | None = None, fake: Callable[..., Any] | None = None
+) -> None:
+    """Give an operator its implementations; the CPU's is also what is not given."""
+    library.impl(name, cpu, "CPU")
+    library.impl(name, cuda or cpu, "CUDA")
+    torch.library.register_fake(f"sparsecomp::{name}", fake or cpu, lib=library)
+
+
 def differentiable(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """Give an operator a gradient, as `torch.library.register_autograd` does, that transforms of torch.func take too.
 

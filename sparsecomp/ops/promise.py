@@ -3,30 +3,17 @@
 import torch
 from torch import Tensor
 
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.reference.memo import check_kept
 
 library.define("promised(Tensor kept, Tensor[] sources, Tensor[] seen, str[] names) -> Tensor", tags=TAGS)
 
 
-def promised(kept: Tensor, sources: list[Tensor], seen: list[Tensor], names: list[str]) -> Tensor:
-    """A copy of `kept`, which was made of `sources` when they held what is `seen`.
-
-    Args:
-        names: of the sources, for the error.
-
-    Raises:
-        FrozenWeightError: a source holds something else.
-    """
-    return torch.ops.sparsecomp.promised.default(kept, sources, seen, names)
-
-
 def _promised(kept: Tensor, sources: list[Tensor], seen: list[Tensor], names: list[str]) -> Tensor:
+    """A copy of `kept`, which was made of `sources`, called `names`, when they held what is `seen`."""
     if not (kept.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph cannot ask
         check_kept(sources, seen, names)
     return kept.clone()
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("promised", _promised, _device)
-torch.library.register_fake("sparsecomp::promised", lambda kept, sources, seen, names: kept.clone(), lib=library)
+implement("promised", _promised, fake=lambda kept, sources, seen, names: kept.clone())

@@ -285,7 +285,7 @@ def join_two(a: SparsityFact, b: SparsityFact) -> SparsityFact:
     return SparsityFact(lo, hi, integral, scale, origin, exact_zeros, exact, finite, source)
 
 
-def add(a: SparsityFact, b: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | None:
+def add_facts(a: SparsityFact, b: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | None:
     """`a + b`, stored in `dtype`."""
     if a.is_zero or b.is_zero:
         other = b if a.is_zero else a
@@ -318,7 +318,7 @@ def mirrored(a: SparsityFact) -> SparsityFact:
     return replace(a, lo=lo, hi=hi)
 
 
-def multiply(a: SparsityFact, b: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | None:
+def multiply_facts(a: SparsityFact, b: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | None:
     """`a * b`, stored in `dtype`: zero where either is zero, on the grid of both scales."""
     if not (a.exact and b.exact) and not (_is_mask(a) or _is_mask(b)):
         a, b = a.values_only(), b.values_only()
@@ -356,7 +356,7 @@ def product_bounds(a: SparsityFact, b: SparsityFact) -> tuple[int | None, int | 
 def rescale(a: SparsityFact, factor: float, dtype: torch.dtype | None) -> SparsityFact | None:
     """`a * factor` for a Python number."""
     fact = constant(factor)
-    return zeros_kept(a, finite=False) if fact is None else multiply(a, fact, dtype)
+    return zeros_kept(a, finite=False) if fact is None else multiply_facts(a, fact, dtype)
 
 
 def _provenance(a: SparsityFact, b: SparsityFact) -> tuple[Origin, str]:

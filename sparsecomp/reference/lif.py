@@ -3,7 +3,7 @@
 import torch
 
 
-def reference(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset):
+def lif_reference(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset):
     if mean is not None:
         x = _normalised(x, mean, var, weight, bias, eps)
     v = torch.full_like(x[0], v0) if v is None else v

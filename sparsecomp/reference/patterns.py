@@ -124,7 +124,7 @@ def layout_of(format: str, block: Sequence[int], shape: Sequence[int], skews: Se
     return Layout(format, (block[0], block[1]), (shape[0], shape[1]), (skews[0], skews[1]))
 
 
-class Compressed(NamedTuple):
+class CompressedArrays(NamedTuple):
     """A matrix by rows of entries or blocks: values (entries,) or (blocks, height, width), or a batch of these."""
 
     pointers: Tensor
@@ -190,18 +190,18 @@ def longest_row(pattern: Sequence[Tensor], layout: Layout) -> int:
     return int(counts.max()) if counts.numel() else 0
 
 
-def compressed(values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool) -> Compressed:
+def compressed(values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool) -> CompressedArrays:
     """The matrix, or its transpose, by rows of entries; filler may lie beyond the last column of the matrix itself."""
     rows, cols = layout.shape
     kind = layout.kind
     entry = 2 if kind.BLOCKS else 0
     flat = values.flatten(-kind.VALUE_DIMS, -1 - entry)
     if not transpose:
-        return Compressed(*kind.entries(pattern, layout.block, layout.shape), flat, layout.shape, layout.skews[0])
+        return CompressedArrays(*kind.entries(pattern, layout.block, layout.shape), flat, layout.shape, layout.skews[0])
     pointers, indices, order = transposed_arrays(pattern, layout)
     entries = flat.index_select(flat.dim() - 1 - entry, order)
     entries = entries.mT if entry else entries
-    return Compressed(pointers, indices, entries, (cols, rows), layout.skews[1])
+    return CompressedArrays(pointers, indices, entries, (cols, rows), layout.skews[1])
 
 
 def skew_of(pointers: Tensor) -> str:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.formats.indices import lines_of
-from sparsecomp.reference.patterns import Compressed, Layout, compressed, elements_of, stored_shape
+from sparsecomp.reference.patterns import CompressedArrays, Layout, compressed, elements_of, stored_shape
 from sparsecomp.reference.precision import accumulator, without_autocast
 
 _CHUNK = 2**22
@@ -25,7 +25,7 @@ _LANES = 8
 """Numbers of a CPU's vector: torch's sampled product takes ten times as long where a row is no multiple of it."""
 
 
-def product(
+def reference_product(
     values: Tensor, pattern: Sequence[Tensor], dense: Tensor, layout: Layout, transpose: bool, out_dtype: torch.dtype
 ) -> Tensor:
     """op(S) @ dense in the dtype it is summed in; shapes as in `sparsecomp.ops.spmm`."""
@@ -39,7 +39,9 @@ def product(
         return _by_items(matrix, dense, one, layout)
 
 
-def _by_items(matrix: Compressed, dense: Tensor, one: Callable[[Compressed, Tensor], Tensor], layout: Layout) -> Tensor:
+def _by_items(
+    matrix: CompressedArrays, dense: Tensor, one: Callable[[CompressedArrays, Tensor], Tensor], layout: Layout
+) -> Tensor:
     """The product of a batch of values or dense tensors by `one`, which takes a single one of each."""
     if matrix.values.dim() == 2 + len(layout.entry):
         parts = [
@@ -110,14 +112,14 @@ def gathered_elements(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor) -
     return out
 
 
-def _within(matrix: Compressed) -> Compressed:
+def _within(matrix: CompressedArrays) -> CompressedArrays:
     """A matrix of elements without those beyond its last column."""
     inside = matrix.indices < matrix.shape[1]
     pointers = F.pad(inside.cumsum(0), (1, 0))[matrix.pointers.long()].to(matrix.pointers.dtype)
     return matrix._replace(pointers=pointers, indices=matrix.indices[inside], values=matrix.values[..., inside])
 
 
-def _element_product(matrix: Compressed, dense: Tensor) -> Tensor:
+def _element_product(matrix: CompressedArrays, dense: Tensor) -> Tensor:
     pointers, indices, values = _compact(matrix.pointers, matrix.indices, matrix.values)
     return compact_product(pointers, indices, values, matrix.shape, dense)
 
@@ -144,18 +146,18 @@ def compact_product(pointers: Tensor, indices: Tensor, values: Tensor, shape: tu
     return out
 
 
-def _filled_product(matrix: Compressed, dense: Tensor) -> Tensor:
+def _filled_product(matrix: CompressedArrays, dense: Tensor) -> Tensor:
     """As `_element_product`, without the zeros that fill groups up; only what is not finite tells the difference."""
     if not dense.isfinite().all():
         stored = matrix.values != 0
         before = F.pad(stored.cumsum(0), (1, 0)).to(matrix.pointers.dtype)
-        matrix = Compressed(
+        matrix = CompressedArrays(
             before[matrix.pointers.long()], matrix.indices[stored], matrix.values[stored], matrix.shape, matrix.skew
         )
     return _element_product(matrix, dense)
 
 
-def _block_product(matrix: Compressed, dense: Tensor) -> Tensor:
+def _block_product(matrix: CompressedArrays, dense: Tensor) -> Tensor:
     """Some blocks at a time, so that what is gathered stays within the size of the operands."""
     _, height, width = matrix.values.shape
     right = _in_blocks(dense, width)
@@ -216,14 +218,14 @@ def _quiet() -> None:
 
 def _entries(pointers: Tensor, indices: Tensor) -> tuple[slice, Tensor, Tensor, Tensor]:
     """Which entries to look at, their rows and columns, and which are spare capacity, of any row and column."""
-    first, last = _bounds(pointers, indices)
+    first, last = entry_range(pointers, indices)
     places = torch.arange(first, last, dtype=pointers.dtype, device=pointers.device)
     spare = (places < pointers[0]) | (places >= pointers[-1])
     columns = indices[first:last].masked_fill(spare, 0)
     return slice(first, last), lines_of(pointers, first, last), columns, spare
 
 
-def _bounds(pointers: Tensor, indices: Tensor) -> tuple[int, int]:
+def entry_range(pointers: Tensor, indices: Tensor) -> tuple[int, int]:
     """Where to look for entries: where they are, but all over on a GPU, from which that is not read."""
     return (0, indices.numel()) if indices.is_cuda else (int(pointers[0]), int(pointers[-1]))
 

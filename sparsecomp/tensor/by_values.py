@@ -23,7 +23,7 @@ def product_by_values(
     if not linear:
         beside, other = None if residual is None else residual.mT, "row" if axis == "column" else "column"
         return product_by_values(sparse, dense.mT, bias, beside, True, other, scale).mT
-    pattern = sparse._pattern
+    pattern = sparse.pattern
     dense, values = autocast(dense, _values_of(sparse))
     bias, residual = by_column(bias, residual, axis, (*dense.shape[:-1], sparse.shape[0]))
     return sparse_linear(
@@ -49,7 +49,7 @@ def dense_by_values(sparse: Any) -> Tensor:
 def flipped(sparse: Any) -> Any:
     """The transpose."""
     if _compat.carries_levels(sparse._values):
-        return type(sparse)._make(sparse._values, sparse._pattern, not sparse._transpose)
+        return type(sparse)._make(sparse._values, sparse.pattern, not sparse._transpose)
     with _compat.outside_transforms(), _compat.without_torch_function():
         return sparse.t()
 
@@ -67,7 +67,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sparse: Any) -> Tensor:
-        ctx.kind, ctx.how = type(sparse), (sparse._pattern, sparse._transpose)
+        ctx.kind, ctx.how = type(sparse), (sparse.pattern, sparse._transpose)
         return sparse._values.detach()
 
     @staticmethod

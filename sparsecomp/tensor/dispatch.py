@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
-from sparsecomp.ops.sparse.linear import sampled
+from sparsecomp.ops.sparse.linear import sampled_by_rows
 from sparsecomp.ops.sparse.rows import gradient_of_arrays, rows_of_arrays
-from sparsecomp.ops.sparse.sddmm import run as run_sddmm
-from sparsecomp.ops.sparse.sparse_matmul import backward, multiplied, save
-from sparsecomp.ops.sparse.spmm import run as run_spmm
+from sparsecomp.ops.sparse.sddmm import run_sddmm
+from sparsecomp.ops.sparse.sparse_matmul import multiplied, product_gradients, save_product
+from sparsecomp.ops.sparse.spmm import run_spmm
 from sparsecomp.reference.patterns import elements_of
 from sparsecomp.tensor.pattern import is_traced
 
@@ -65,7 +65,7 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
         # inference mode hands over whole what is made of other operators
         composed = func.decompose(*args, **kwargs)
         if composed is NotImplemented:
-            raise unsupported(cls, func, args)
+            raise no_such_operator(cls, func, args)
         return composed
     for other in sparse[1:]:
         _agree(first, other)
@@ -76,12 +76,12 @@ def elementwise(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     assert first is not None
     if in_place:
         # what lies beyond the shape meets zeros in products, which only finite numbers survive
-        first._pattern.clear_filler(first._values)
+        first.pattern.clear_filler(first._values)
         written(first._values)
     return first if in_place else first.with_values(result)
 
 
-def unsupported(cls: Any, func: Any, args: Any) -> SparseOperatorError:
+def no_such_operator(cls: Any, func: Any, args: Any) -> SparseOperatorError:
     """The error for an operator that no SparseTensor takes."""
     found = next((value for value in args if isinstance(value, cls)), None)
     what = f"{found.format} SparseTensor of shape {tuple(found.shape)}" if found is not None else "SparseTensor"
@@ -122,7 +122,7 @@ def _as_view_of(tensor: Any) -> AbstractContextManager[Any]:
 @_implements(aten.t.default)
 def _t(cls: Any, func: Any, tensor: Any) -> Any:
     with _as_view_of(tensor):
-        return cls._make(tensor._values, tensor._pattern, not tensor._transpose)
+        return cls._make(tensor._values, tensor.pattern, not tensor._transpose)
 
 
 @_implements(aten.transpose.int)
@@ -138,13 +138,13 @@ def _permute(cls: Any, func: Any, tensor: Any, dims: Any) -> Any:
 @_implements(aten._to_copy.default)
 def _to_copy(cls: Any, func: Any, tensor: Any, *, device: Any = None, memory_format: Any = None, **kwargs: Any) -> Any:
     values = func(tensor._values, device=device, **kwargs)
-    return cls._make(values, tensor._pattern.to(values.device), tensor._transpose)
+    return cls._make(values, tensor.pattern.to(values.device), tensor._transpose)
 
 
 @_implements(aten.copy_.default)
 def _copy(cls: Any, func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(target, cls) or not isinstance(source, cls):
-        raise unsupported(cls, func, (target, source))
+        raise no_such_operator(cls, func, (target, source))
     here = source if source.device == target.device else source.to(target.device)
     _agree(target, here)
     target._values.copy_(here._values, non_blocking)
@@ -168,8 +168,8 @@ def _vector_norm(
     cls: Any, func: Any, tensor: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Tensor:
     if dim is not None or keepdim or ord <= 0:
-        raise unsupported(cls, func, (tensor,))
-    stored = tensor._pattern.without_filler(tensor._values)
+        raise no_such_operator(cls, func, (tensor,))
+    stored = tensor.pattern.without_filler(tensor._values)
     # torch has no largest of nothing, but zeros are not nothing
     stored = stored if stored.numel() or not tensor.numel() else stored.new_zeros(1)
     return func(stored, ord, **kwargs)
@@ -177,7 +177,7 @@ def _vector_norm(
 
 @_implements(aten.sum.default)
 def _sum(cls: Any, func: Any, tensor: Any, **kwargs: Any) -> Tensor:
-    return func(tensor._pattern.without_filler(tensor._values), **kwargs)
+    return func(tensor.pattern.without_filler(tensor._values), **kwargs)
 
 
 @_implements(ours.sparse_matmul.default)
@@ -187,7 +187,7 @@ def _sparse_matmul(
 ) -> Tensor:  # fmt: skip
     others = [value for value in (dense, bias, residual) if isinstance(value, cls)]
     if not isinstance(sparse, cls) or others:
-        raise unsupported(cls, func, (sparse, dense, bias, residual))
+        raise no_such_operator(cls, func, (sparse, dense, bias, residual))
     return _multiplied(ours.spmm.default, sparse, dense, bias, residual, linear, bias_axis, activation, scale, dtype)
 
 
@@ -209,13 +209,13 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         # a setup_context of its own would have torch inspect the signature in each call
         out = _computed(*arguments)
-        save(ctx, arguments, out)
+        save_product(ctx, arguments, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        return backward(ctx, grad, _by_sparse, _by_dense)
+        return product_gradients(ctx, grad, _by_sparse, _by_dense)
 
 
 def _by_sparse(sparse: Any, grad: Tensor, dense: Tensor, linear: bool, scale: float) -> Any:
@@ -227,7 +227,7 @@ def _by_sparse(sparse: Any, grad: Tensor, dense: Tensor, linear: bool, scale: fl
 
 def _by_dense(sparse: Any, grad: Tensor, linear: bool, scale: float) -> Tensor:
     flipped = sparse.t() if torch.is_grad_enabled() else _t(type(sparse), None, sparse)
-    return product(flipped, grad, None, None, linear, "column", "none", scale, None)
+    return tensor_product(flipped, grad, None, None, linear, "column", "none", scale, None)
 
 
 def _computed(*arguments: Any) -> Tensor:
@@ -235,7 +235,7 @@ def _computed(*arguments: Any) -> Tensor:
         return _multiplied(partial(run_spmm, arguments[1].device.type), *arguments)
 
 
-def product(sparse: Any, dense: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
+def tensor_product(sparse: Any, dense: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
     """The operator `sparse_matmul` with a SparseTensor; where nobody is to see the operator, at less host time.
 
     Args:
@@ -268,7 +268,7 @@ def _sampled(
     """`sparse_sampled` by the operator `sddmm`."""
     _, pattern, layout, transpose = _operands(sparse)
     if linear:
-        found = sampled(sddmm, dense, grad, pattern, layout, transpose, scale)
+        found = sampled_by_rows(sddmm, dense, grad, pattern, layout, transpose, scale)
         return sparse.with_values(found.to(sparse._values.dtype))
     if dense.dim() == 2:
         a, b = grad, dense
@@ -285,22 +285,22 @@ def _sparse_to_dense(cls: Any, func: Any, sparse: Any) -> Tensor:
 
 def written_out(sparse: Any, values: Tensor) -> Tensor:
     """The dense tensor of these values at the places of `sparse`."""
-    row, col = sparse._pattern.places(values)
-    rows, cols = sparse._pattern.layout.shape
-    whole = values.new_zeros(sparse._pattern.layout.padded_shape)
+    row, col = sparse.pattern.places(values)
+    rows, cols = sparse.pattern.layout.shape
+    whole = values.new_zeros(sparse.pattern.layout.padded_shape)
     dense = whole.index_put((row, col), values)[:rows, :cols]
     return (dense.mT if _by_columns(sparse) else dense).contiguous()
 
 
 @_implements(ours.sparse_gather.default)
 def _sparse_gather(cls: Any, func: Any, sparse: Any, dense: Tensor) -> Any:
-    row, col = sparse._pattern.places(sparse._values)
-    rows, cols = sparse._pattern.layout.shape
+    row, col = sparse.pattern.places(sparse._values)
+    rows, cols = sparse.pattern.layout.shape
     stored = dense.mT if _by_columns(sparse) else dense
     if 0 in (rows, cols):
         return sparse.with_values(torch.zeros_like(sparse._values))
     found = stored[row.clamp(max=rows - 1), col.clamp(max=cols - 1)]
-    return sparse.with_values(sparse._pattern.without_filler(found))
+    return sparse.with_values(sparse.pattern.without_filler(found))
 
 
 @_implements(ours.sparse_rows.default)
@@ -318,7 +318,7 @@ def _sparse_rows_gradient(cls: Any, func: Any, sparse: Any, index: Tensor, grad:
 
 def _operands(sparse: Any) -> tuple[Tensor, tuple[Tensor, ...], Any, bool]:
     """Values, pattern, layout and whether to transpose it; the transpose is kept from its first use on."""
-    pattern = sparse._pattern
+    pattern = sparse.pattern
     transpose = _by_columns(sparse)
     if transpose and not is_traced(sparse._values, *pattern.arrays):
         pattern.keep_transposed()
@@ -326,13 +326,13 @@ def _operands(sparse: Any) -> tuple[Tensor, tuple[Tensor, ...], Any, bool]:
 
 
 def _by_columns(sparse: Any) -> bool:
-    return sparse._pattern.stored_by_columns(sparse._transpose)
+    return sparse.pattern.stored_by_columns(sparse._transpose)
 
 
 def by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor, int]:
     """Pointers and columns of elements by rows, and entries of the longest row."""
-    pattern = sparse._pattern
+    pattern = sparse.pattern
     if _by_columns(sparse) or pattern.layout.entry:
-        raise unsupported(cls, func, (sparse,))
+        raise no_such_operator(cls, func, (sparse,))
     longest = sparse.shape[1] if is_traced(*pattern.arrays) else pattern.longest()
     return *elements_of(pattern.arrays, pattern.layout), longest

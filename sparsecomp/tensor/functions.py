@@ -17,7 +17,7 @@ from sparsecomp.formats.products import check_dense, check_dimensions
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.ops.sparse.rows import sparse_rows
 from sparsecomp.tensor.by_values import flipped, product_by_values, rows_by_values
-from sparsecomp.tensor.dispatch import product
+from sparsecomp.tensor.dispatch import tensor_product
 from sparsecomp.tensor.pattern import is_traced
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -115,7 +115,7 @@ def _sum(cls: type, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # torch's own gradient of a sum is dense
         ones = torch.ones(input.shape[1], dtype=input.dtype, device=input.device)
         wide = torch.float64 if input.dtype is torch.float64 else torch.float32
-        return product(input, ones, None, None, True, "column", "none", 1.0, wide).sum().to(input.dtype)
+        return tensor_product(input, ones, None, None, True, "column", "none", 1.0, wide).sum().to(input.dtype)
     with _compat.without_torch_function():
         return torch.sum(input, *args, **kwargs)
 
@@ -175,4 +175,4 @@ def _product(
     if _compat.inside_forward_mode():
         return product_by_values(sparse, dense, bias, residual, linear, axis, scale)
     dense, sparse = autocast(dense, sparse)
-    return product(sparse, dense, bias, residual, linear, axis, "none", scale, None)
+    return tensor_product(sparse, dense, bias, residual, linear, axis, "none", scale, None)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import CSR, SparseMatrix
-from sparsecomp.formats.base import FORMATS, target_of
+from sparsecomp.formats.base import FORMATS, target_format
 from sparsecomp.formats.files import Stored
-from sparsecomp.ops.sparse.sparse_matmul import to_dense
+from sparsecomp.ops.sparse.sparse_matmul import sparse_to_dense
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.tensor.by_values import dense_by_values
 from sparsecomp.tensor.dispatch import OPERATORS, elementwise
@@ -34,12 +34,15 @@ class SparseTensor(Tensor):
         matrix: without a batch; its arrays are kept, not copied, except that COO's rows become pointers.
         requires_grad: whether it takes a gradient.
 
+    Attributes:
+        pattern: which elements it stores.
+
     Raises:
         FormatError: the matrix is a batch, or no sparse matrix.
     """
 
     _values: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    _pattern: Pattern
+    pattern: Pattern
     _transpose: bool
 
     @staticmethod
@@ -61,7 +64,7 @@ class SparseTensor(Tensor):
         rows_first = transpose == pattern.kind.BY_COLUMNS
         shape = pattern.layout.shape if rows_first else pattern.layout.shape[::-1]
         self = _compat.make_wrapper(cls, shape, values.dtype, values.device, requires_grad)
-        self._values, self._pattern, self._transpose = values, pattern, transpose
+        self._values, self.pattern, self._transpose = values, pattern, transpose
         return self
 
     @classmethod
@@ -76,12 +79,12 @@ class SparseTensor(Tensor):
     @property
     def format(self) -> str:
         """Name of the format; a transposed tensor keeps it."""
-        return self._pattern.format
+        return self.pattern.format
 
     @property
     def matrix(self) -> SparseMatrix:
         """The matrix in `sparsecomp.formats`; shares the arrays where its format allows."""
-        return self._pattern.matrix(self._values.detach(), self._transpose)
+        return self.pattern.matrix(self._values.detach(), self._transpose)
 
     def values(self) -> Tensor:
         """The stored values as the layout by rows has them (blocks and groups with their filler), without gradient."""
@@ -90,7 +93,7 @@ class SparseTensor(Tensor):
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Bytes of the values and index arrays; what is kept of the transpose follows from these and is left out."""
-        return sum(array.numel() * array.element_size() for array in (self._values, *self._pattern.arrays))
+        return sum(array.numel() * array.element_size() for array in (self._values, *self.pattern.arrays))
 
     def to(self, *args: Any, **kwargs: Any) -> "SparseTensor":  # pyright: ignore[reportIncompatibleMethodOverride]
         """`torch.Tensor.to`, or the matrix in another format.
@@ -103,7 +106,7 @@ class SparseTensor(Tensor):
             FormatError: the matrix does not fit the format, or the arguments are for neither.
             SparseOperatorError: it takes a gradient, which no change of format passes on.
         """
-        kind, args = target_of(args, kwargs)
+        kind, args = target_format(args, kwargs)
         if kind is None:
             return cast(SparseTensor, super().to(*args, **kwargs))
         if self.requires_grad and torch.is_grad_enabled():
@@ -112,21 +115,21 @@ class SparseTensor(Tensor):
 
     def with_values(self, values: Tensor) -> "SparseTensor":
         """The same pattern with other values, of any dtype and the shape of `values()`."""
-        return type(self)._make(values, self._pattern, self._transpose)
+        return type(self)._make(values, self.pattern, self._transpose)
 
     def same_pattern(self, other: "SparseTensor") -> bool:
         """Whether both store the same elements; reads from the device unless they share their pattern."""
-        return self._transpose == other._transpose and self._pattern.same_as(other._pattern)
+        return self._transpose == other._transpose and self.pattern.same_as(other.pattern)
 
     def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The dense tensor (rows, columns). Its gradient comes back at the stored elements only."""
-        dense = dense_by_values(self) if _compat.inside_forward_mode() else to_dense(self)
+        dense = dense_by_values(self) if _compat.inside_forward_mode() else sparse_to_dense(self)
         return dense if dtype is None else dense.to(dtype)
 
     # -- torch's protocols
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        pattern, values = self._pattern, self._values
+        pattern, values = self.pattern, self._values
         if not is_traced(values, *pattern.arrays) and (
             self.requires_grad or pattern.stored_by_columns(self._transpose)
         ):
@@ -155,9 +158,9 @@ class SparseTensor(Tensor):
     def __getattr__(self, name: str) -> Any:
         # the arrays under the names that __tensor_flatten__ gives them
         if name.startswith("_own") and name[4:].isdigit():
-            return self._pattern.arrays[int(name[4:])]
-        if name.startswith("_transposed") and name[11:].isdigit() and self._pattern.transposed is not None:
-            return self._pattern.transposed[int(name[11:])]
+            return self.pattern.arrays[int(name[4:])]
+        if name.startswith("_transposed") and name[11:].isdigit() and self.pattern.transposed is not None:
+            return self.pattern.transposed[int(name[11:])]
         raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
 
     @classmethod
@@ -195,7 +198,7 @@ class SparseTensor(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        base = self._pattern.matrix(self._values.detach(), False)
+        base = self.pattern.matrix(self._values.detach(), False)
         layout = {name: list(value) if isinstance(value, tuple) else value for name, value in base.layout.items()}
         how = (self._transpose, self.requires_grad, isinstance(self, nn.Parameter), "exact")
         return rebuild, (self.format, dict(base.arrays), list(base.shape), layout, *how)

@@ -13,7 +13,7 @@ from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
 from sparsecomp.nn.masked.layers import RESULinear
 from sparsecomp.nn.sparse.linear import SparseLinear
 from sparsecomp.training.pruning.calibration import Statistics, TokenMask, calibrate
-from sparsecomp.training.pruning.layouts import Config
+from sparsecomp.training.pruning.layouts import Pruning
 from sparsecomp.training.replacement import check_model, obstacle, replace_layers, told
 
 Filter = Callable[[nn.Module, str], bool]
@@ -24,7 +24,7 @@ _TAKEN = (nn.Linear, RESULinear)
 
 def sparsify(
     model: nn.Module,
-    config: Config,
+    config: Pruning,
     *,
     filter: Filter | None = None,
     batches: Iterable[Any] | None = None,
@@ -58,7 +58,7 @@ def sparsify(
         FormatError: a layer's sizes do not fit the config, or it is on the meta device. The model is unchanged.
     """
     check_model(model)
-    if isinstance(config, type) or not isinstance(config, Config):
+    if isinstance(config, type) or not isinstance(config, Pruning):
         raise MaskError(
             f"config is {config!r}: give one such as Unstructured(0.9), NM(2, 4), Block(16, 0.8) or FromMask()"
         )
@@ -73,7 +73,7 @@ def sparsify(
     return replace_layers(model, found)
 
 
-def _sparse(layers: Mapping[str, nn.Linear], config: Config, statistics: Statistics) -> dict[nn.Module, nn.Module]:
+def _sparse(layers: Mapping[str, nn.Linear], config: Pruning, statistics: Statistics) -> dict[nn.Module, nn.Module]:
     """Sparse layers by what they are to replace, without those that the config leaves dense."""
     found: dict[nn.Module, nn.Module] = {}
     for name, layer in layers.items():
@@ -140,7 +140,7 @@ def _check_unshared(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
 
 
 def _statistics(
-    model: nn.Module, layers: Mapping[str, nn.Linear], config: Config, batches: Iterable[Any] | None,
+    model: nn.Module, layers: Mapping[str, nn.Linear], config: Pruning, batches: Iterable[Any] | None,
     forward: Callable[[Any], Any], token_mask: TokenMask | None,
 ) -> Statistics:  # fmt: skip
     pruner = config.pruner

@@ -41,7 +41,7 @@ def test_the_headline_has_means_and_ranges_of_layers_and_the_speed_of_each_netwo
 
 
 def test_a_plot_of_layers_has_the_geometric_mean_of_large_ones(results: Path) -> None:
-    makers = {name: plots._MAKERS[name](results) for name in ("layers.svg", "layers_frozen.svg", "layers_training.svg")}
+    makers = {name: plots.MAKERS[name](results) for name in ("layers.svg", "layers_frozen.svg", "layers_training.svg")}
     assert makers["layers.svg"].panels == {"float32": {"1 row": [(90.0, 1.0)]}, "float16": {}}
     assert makers["layers_frozen.svg"].panels["float32"] == {"1 row": [(90.0, 4.0)]}  # of 2 and 8
     assert makers["layers_training.svg"].panels["float16"] == {"512 rows": [(90.0, 0.8)]}

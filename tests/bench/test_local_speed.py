@@ -23,12 +23,12 @@ def row(ms: dict[str, float], **changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_rivals_are_the_dense_layer_with_scattered_weights(pattern: str) -> None:
     case = CASE._replace(pattern=pattern)
-    layer = speed._layer(case)
+    layer = speed.layer_of(case)
     weight = torch.zeros(49, 49).index_put(
         (torch.arange(49)[:, None].expand(49, 5), layer.in_index_per_out.long()), layer.weight, accumulate=True
     )
     for name in ("sparsecomp", "plain by sparsecomp", "Inductor", "cuSPARSE"):
-        rival = speed._MAKERS[name](case, layer)
+        rival = speed.MAKERS[name](case, layer)
         torch.testing.assert_close(rival.module(rival.x), F.linear(rival.x, weight, layer.bias))
 
 
@@ -54,11 +54,11 @@ def test_the_grid_is_small_and_any_two_sizes_meet() -> None:
 
 
 def test_an_error_is_relative_to_the_exact_result() -> None:
-    layer = speed._layer(CASE)
-    call = speed._Timed(speed.Rival(speed.Plain(layer), torch.randn(3, 49), None), "default", CASE)
-    assert speed._error(layer, call) < 1e-6
+    layer = speed.layer_of(CASE)
+    call = speed.Timed(speed.Rival(speed.Plain(layer), torch.randn(3, 49), None), "default", CASE)
+    assert speed.error_of(layer, call) < 1e-6
     compiled, call.compiled = call.compiled, lambda x: 1.01 * compiled(x)
-    assert speed._error(layer, call) == 0.01
+    assert speed.error_of(layer, call) == 0.01
 
 
 def test_speeds_stand_beside_inductor_in_their_mode() -> None:

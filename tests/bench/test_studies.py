@@ -181,10 +181,10 @@ def test_pruned_models_have_their_sparsity_and_a_shift_repairs_the_mean(minilm):
     batches = prune_minilm.tokenized(texts, tokenizer)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     blocks = model.encoder.layer
-    calls = prune_minilm._first_calls(model, blocks[0], batches)
+    calls = prune_minilm.first_calls(model, blocks[0], batches)
     kept = [batch["attention_mask"].bool() for batch in batches]
     layers = {"query": blocks[0].attention.self.query}
-    inputs = prune_minilm._layer_inputs(blocks[0], layers, calls, kept)["query"]
+    inputs = prune_minilm.layer_inputs(blocks[0], layers, calls, kept)["query"]
     assert inputs.shape == (tokens, 384)
     for method, amount in (("Wanda + bias shift", 0.6), ("SparseGPT", "2:4")):
         pruned = prune_minilm.pruned_model(model, batches, method, amount)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx
@@ -13,9 +14,14 @@ import pytest
 from package_modules import ROOT, modules
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Modules of ours that a file names, wherever it does."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sparsecomp":
             for one in node.names:
                 full = f"{node.module}.{one.name}"
@@ -64,6 +70,69 @@ def test_rooms_form_no_circle(floor: str) -> None:
     rooms = graph(lambda module: ".".join(module.split(".")[:3]))
     inside = rooms.subgraph([room for room in rooms if room.split(".")[1] == floor])
     assert [cycle for cycle in networkx.simple_cycles(inside)] == []
+
+
+SHARED = {
+    "consider": "of every rule", "decide": "whether a room's rewrites pay", "compare": "the same, for a given card",
+    "multiply": "of a format's `Launcher`", "problem_of": "of a format's `Launcher`", "operations": "of a `Launcher`",
+    "NM": "the format, and what `sparsify` makes of a layer", "merge": "public in `cache`, and of reports",
+}  # fmt: skip
+"""Public names that several modules define, and what they mean everywhere. An operator's launcher has its name, too."""
+
+
+def test_no_public_name_is_there_twice() -> None:
+    homes: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        for node in tree(path).body if ".facts.transfer." not in module else ():  # called by a table
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                in_room = module.split(".", 2)[-1] if floor_of(module) in ("ops", "lowering") else module
+                homes.setdefault(node.name, set()).add(in_room)
+    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SHARED} == {}
+
+
+FOREIGN = {
+    "_version": "torch counts a tensor's writes in it", "_parameters": "torch keeps a module's parameters in it",
+    "_inductor": "a module of torch", "_as_parameter_": "ctypes passes it", "_repr_html_": "notebooks call it",
+}  # fmt: skip
+"""Names that our sources write, too, but that others give a meaning."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in FOREIGN
+
+
+def private_names() -> set[str]:
+    """What our sources define under a name of one underscore."""
+    found: set[str] = set()
+    for path in [*modules().values(), *(ROOT / "bench").rglob("*.py")]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return set(filter(is_private, found))
+
+
+def names_read(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of attributes of others that a test reads, by name too, and of what it imports of ours."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("sparsecomp.", "bench.")):
+            yield from ((node.lineno, one.name) for one in node.names)
+        elif isinstance(node, ast.Call | ast.Subscript):
+            given = node.args if isinstance(node, ast.Call) else [node.slice]
+            texts = [one.value for one in given if isinstance(one, ast.Constant)]
+            yield from ((node.lineno, text) for text in texts if isinstance(text, str))
+
+
+def test_tests_read_nothing_private() -> None:
+    ours = private_names()
+    read = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in (ROOT / "tests").rglob("*.py") for line, name in names_read(path) if name in ours
+    ]  # fmt: skip
+    assert len(ours) > 500 and read == []
 
 
 def test_every_path_of_the_document_is_there() -> None:

@@ -15,11 +15,6 @@ from sparsecomp.compiler import backend
 from sparsecomp.nn import SparseLinear
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
 def _input(batch: int = 2, seed: int = 0) -> torch.Tensor:
     return 4 * torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
 
@@ -210,7 +205,6 @@ def test_generated_code_calls_our_operators_directly():
     from torch._inductor.utils import run_and_get_code
 
     layer = SparseLinear.from_linear(nn.Linear(64, 64), sparsity=0.9)
-    torch._dynamo.reset()
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         found, (code,) = run_and_get_code(torch.compile(layer, backend="sparsecomp"), torch.ones(4, 64))
         torch.testing.assert_close(found, layer(torch.ones(4, 64)))

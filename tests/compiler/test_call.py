@@ -10,6 +10,7 @@ from torch import nn
 
 import sparsecomp
 from sparsecomp import cache
+from sparsecomp.compiler.call import Call
 from sparsecomp.errors import InputError, OptionError
 
 pytestmark = pytest.mark.quick_cases(2)
@@ -30,11 +31,6 @@ class Scaled(nn.Module):
         return self.layer(x) * density + shift
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_options_may_be_keywords_or_a_dict_and_inputs_go_to_the_model(verb) -> None:
     own = QUICK.get(verb, {})
@@ -53,8 +49,9 @@ def test_a_name_that_is_both_an_option_and_an_input_is_refused_and_can_be_told_a
 
 def test_what_was_told_apart_arrives_where_it_was_meant_to() -> None:
     model, x = Scaled(), torch.ones(3, 4)
-    optimized = sparsecomp.optimize(model, x, kwargs={"density": 0.5, "shift": 1.0}, density=0.25)
-    assert optimized._options.density == 0.25
+    given = {"density": 0.5, "shift": 1.0}
+    assert Call.of(model, (x,), None, given, {"density": 0.25}).options.density == 0.25
+    optimized = sparsecomp.optimize(model, x, kwargs=given, density=0.25)
     torch.testing.assert_close(optimized(x, density=0.5, shift=1.0), model.layer(x) * 0.5 + 1.0)
 
 

@@ -101,7 +101,6 @@ def test_a_change_that_can_be_seen_is_followed_and_said(kind, change):
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_graph_serves_one_module_however_many_share_its_code(kind):
     """More than Dynamo's limit of recompilations."""
-    torch._dynamo.reset()
     layers = [LAYERS[kind](seed) for seed in range(10)]
     run = torch.compile(lambda layer, x: layer(x), backend="sparsecomp", options=FROZEN)
     before = counters["stats"]["unique_graphs"]
@@ -113,7 +112,6 @@ def test_a_graph_serves_one_module_however_many_share_its_code(kind):
 
 
 def test_blocks_that_are_compiled_by_themselves_have_their_own_weights():
-    torch._dynamo.reset()
     blocks = nn.Sequential(*(nn.Sequential(sparse(seed), nn.ReLU()) for seed in range(4)))
     with torch.no_grad():
         wanted = blocks(X)
@@ -161,7 +159,6 @@ class Holder:
 
 def test_models_of_plain_objects_share_no_constants():
     """So that two threads may call them at once."""
-    torch._dynamo.reset()
     before, holders = counters["stats"]["unique_graphs"], [Holder(seed) for seed in range(3)]
     for holder in holders * 2:
         agrees(holder, holder.model)
@@ -201,7 +198,6 @@ class Writing(nn.Module):
 @pytest.mark.parametrize("promise", ["option", "context"])
 @pytest.mark.parametrize("how", ["stored", "addmm_", "baddbmm_"])
 def test_what_the_graph_writes_to_is_no_constant(how, promise):
-    torch._dynamo.reset()
     model = Writing(how)
     twin = copy.deepcopy(model)
     run = torch.compile(model, backend="sparsecomp", options={"frozen": promise == "option"})
@@ -211,7 +207,6 @@ def test_what_the_graph_writes_to_is_no_constant(how, promise):
 
 
 def test_a_layer_that_was_made_and_compiled_in_inference_mode():
-    torch._dynamo.reset()
     with torch.inference_mode():
         layer = Masked(0)
         run = torch.compile(layer, backend="sparsecomp", options=FROZEN)
@@ -225,7 +220,6 @@ def test_a_layer_that_was_made_and_compiled_in_inference_mode():
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_replayed_graphs_follow_too(kind, mode):
-    torch._dynamo.reset()
     layer, x = LAYERS[kind](0).cuda(), X.cuda()
     run = torch.compile(layer, backend="sparsecomp", options={**FROZEN, "mode": mode})
     with torch.no_grad():

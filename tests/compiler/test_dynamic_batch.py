@@ -31,7 +31,6 @@ BATCHES = (1, 2, 3, 7, 64, 65, 511, 512)
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=KERNEL_DEVICES[1].marks)])
 def test_batches_from_1_to_512_compile_at_most_two_graphs(device):
-    torch._dynamo.reset()
     compilations = Counter()
 
     def backend(gm, inputs):
@@ -51,7 +50,8 @@ def test_batches_from_1_to_512_compile_at_most_two_graphs(device):
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_each_bucket_runs_its_own_tuned_configuration(device, monkeypatch):
     """Of eight sizes in four buckets, each runs what the cache holds for its bucket, a different one for each."""
-    tuner = Tuner(TuningCache(None), Settings())
+    cache = TuningCache(None)
+    tuner = Tuner(cache, Settings())
     monkeypatch.setattr(autotune, "tuner", lambda: tuner)
     dispatch.forget()
     where = device_of(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
@@ -62,7 +62,7 @@ def test_each_bucket_runs_its_own_tuned_configuration(device, monkeypatch):
             candidates = CAST.candidates(problem, where)
             configurations[size_bucket(size)] = candidates[index].config
             names = {one.name: 1.0 + abs(place - index) for place, one in enumerate(candidates)}
-            tuner._cache.put(CAST.signature(problem, where), times=names, verified=frozenset(names))
+            cache.put(CAST.signature(problem, where), times=names, verified=frozenset(names))
     prepare = CAST.candidates(problem, where)[0].template.prepare
 
     def recorded(problem, config):

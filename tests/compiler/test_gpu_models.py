@@ -44,7 +44,6 @@ class Net(nn.Module):
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_compiled_equals_eager_with_dyadic_weights(mode, channels_last):
-    torch._dynamo.reset()
     net = dyadic(Net()).cuda().eval()
     x = torch.randint(-4, 5, (64, 3, 56, 56), device="cuda").float() / 4
     if channels_last:
@@ -59,7 +58,6 @@ def test_compiled_equals_eager_with_dyadic_weights(mode, channels_last):
 
 
 def test_training_gradients_equal_eager():
-    torch._dynamo.reset()
     torch.manual_seed(0)
     conv = nn.Conv2d(64, 64, 3, padding=1).cuda()
     x = torch.randn(64, 64, 28, 28, device="cuda", requires_grad=True)
@@ -80,7 +78,6 @@ def test_spikingjelly_neurons_fuse():
     neuron, layer, functional = (
         pytest.importorskip(f"spikingjelly.activation_based.{name}") for name in ("neuron", "layer", "functional")
     )
-    torch._dynamo.reset()
     torch.manual_seed(0)
     net = nn.Sequential(
         layer.Conv2d(3, 64, 3, padding=1), layer.BatchNorm2d(64), neuron.LIFNode(),

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from rewriting import Surrogate, rewritten, site
+from rewriting import Surrogate, operators_run, rewritten, site
 from torch import nn
 from torch.nn.utils import prune
 
@@ -236,7 +236,7 @@ def test_optimized_models_with_scales_are_copied(copied):
     found = copied(optimized)
     for ours, eager in zip(found(x), model(x), strict=True):
         torch.testing.assert_close(ours, eager)
-    assert found._as_captured((x,)), "the copy must run its graph, not the original"
+    assert {"sparsecomp::spike_conv", "sparsecomp::spike_linear"} <= operators_run(found, x)
 
 
 def test_an_optimized_multi_step_model_is_pickled():

@@ -22,11 +22,6 @@ from torch import Tensor, nn
 DATA = Path(os.environ.get("SPARSECOMP_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "spikes"
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
 def _compiled(model: Callable[..., Any], how: str = "aot", **options: Any) -> Any:
     """`model` compiled; the result has `rewritten()`, the weight layers rewritten in all graphs."""
     reports: list[Any] = []
@@ -311,7 +306,6 @@ class RandomGraph(nn.Module):
 @given(st.lists(st.sampled_from(["conv", "fire", *_STEPS]), min_size=1, max_size=8), st.sampled_from(["graph", "aot"]))
 def test_random_graphs_equal_eager(program, how):
     """In multiples of 1/16 a wrong site shows as a large difference, never as rounding; float64 is the judge."""
-    torch._dynamo.reset()
     model = sixteenths(RandomGraph(program), bound=4)
     x = images(2, 4, 6, 6)
     call = _compiled(model, how)

@@ -235,7 +235,6 @@ def test_a_second_batch_size_doubles_no_rows(no_inductor: None) -> None:
 
 
 def test_an_optimized_model_keeps_graphs_alike(no_inductor: None) -> None:
-    torch._dynamo.reset()
     model, x = dyadic(ConvNet()).eval(), torch.rand(2, 3, 8, 8)
     optimized = optimize(model, x, implementation="binary")
     count = len(optimized.report.sites)

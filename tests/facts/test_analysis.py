@@ -320,7 +320,7 @@ def test_verify_accepts_shapes_that_change_in_place() -> None:
     gm = fx.symbolic_trace(model)
     annotate(gm, inputs)
     expected = model(*inputs)
-    report = pipeline.run(gm, Options(implementation="binary", verify=True, strict=True))
+    report = pipeline.run_rules(gm, Options(implementation="binary", verify=True, strict=True))
     assert [site.rewritten for site in report.sites] == [True]
     torch.testing.assert_close(gm(*inputs), expected)
 
@@ -338,10 +338,10 @@ def test_a_transfer_function_that_fails_costs_one_fact(monkeypatch: pytest.Monke
     assert reason is not None and reason.kind is LostKind.FAILED and "OverflowError: too large" in str(reason)
     fact = analysis.fact(other)
     assert fact is not None and fact.is_binary
-    report = pipeline.run(gm, Options())
+    report = pipeline.run_rules(gm, Options())
     assert any("too large" in note for note in report.notes)
     with pytest.raises(RuleError, match="neg.*too large"):
-        pipeline.run(gm, Options(strict=True))
+        pipeline.run_rules(gm, Options(strict=True))
 
 
 def test_zero_in_place_and_relu_in_place_give_facts() -> None:

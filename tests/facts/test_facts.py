@@ -39,8 +39,8 @@ def holds(result: torch.Tensor, fact: SparsityFact | None) -> None:
 def test_sum_product_and_join_hold_for_all_values(a: SparsityFact, b: SparsityFact) -> None:
     dtype = torch.float32
     for x, y in itertools.product(values(a), values(b)):
-        holds(x + y, algebra.add(a, b, dtype))
-        holds(x * y, algebra.multiply(a, b, dtype))
+        holds(x + y, algebra.add_facts(a, b, dtype))
+        holds(x * y, algebra.multiply_facts(a, b, dtype))
         holds(x, algebra.join((a, b)))
         holds(y, algebra.join((a, b)))
         holds(-x, algebra.negate(a, dtype))
@@ -56,7 +56,7 @@ def test_conversion_holds(a: SparsityFact, dtype: torch.dtype) -> None:
 
 def test_binary_is_binary_and_counts_are_not() -> None:
     assert binary().is_binary and binary().fits_int8
-    two = algebra.add(binary(), binary(), torch.float32)
+    two = algebra.add_facts(binary(), binary(), torch.float32)
     assert two is not None and not two.is_binary and two.fits_int8 and (two.lo, two.hi) == (0, 2)
     assert not integers(-1, 1).is_binary
     assert not replace(binary(), scale="factor").is_binary and replace(binary(), scale="factor").is_scaled_binary
@@ -71,8 +71,8 @@ def test_approximate_or_not_finite_is_not_binary() -> None:
 
 @pytest.mark.parametrize("dtype,limit", [(torch.bfloat16, 256), (torch.float16, 2048), (torch.float32, 2**24)])
 def test_sum_beyond_the_integers_of_a_dtype_loses_its_bound(dtype: torch.dtype, limit: int) -> None:
-    inside = algebra.add(integers(0, limit - 1), binary(), dtype)
-    beyond = algebra.add(integers(0, limit), binary(), dtype)
+    inside = algebra.add_facts(integers(0, limit - 1), binary(), dtype)
+    beyond = algebra.add_facts(integers(0, limit), binary(), dtype)
     assert inside is not None and inside.hi == limit
     assert beyond is not None and beyond.hi is None and beyond.integral
 
@@ -105,7 +105,7 @@ def test_different_named_scales_do_not_join() -> None:
 
 def test_sum_of_scaled_spikes_off_a_power_of_two_leaves_the_grid() -> None:
     scaled = replace(binary(), scale=0.3)
-    total = algebra.add(scaled, scaled, torch.float32)
+    total = algebra.add_facts(scaled, scaled, torch.float32)
     assert total is not None and not total.integral and total.exact_zeros
 
 
@@ -120,8 +120,8 @@ def test_bounds_on_a_grid_are_those_of_all_values(scale: float, other: float) ->
     for a, b in itertools.product(_ranges(scale), _ranges(other)):
         x, y = torch.stack(values(a)), torch.stack(values(b))
         every = {
-            "sum": (algebra.add(a, b, torch.float32), x[:, None] + y),
-            "product": (algebra.multiply(a, b, torch.float32), x[:, None] * y),
+            "sum": (algebra.add_facts(a, b, torch.float32), x[:, None] + y),
+            "product": (algebra.multiply_facts(a, b, torch.float32), x[:, None] * y),
             "join": (algebra.join((a, b)), torch.cat((x, y))),
             "negation": (algebra.negate(a, torch.float32), -x),
         }
@@ -141,8 +141,8 @@ def test_an_unknown_end_stays_unknown_and_a_known_one_is_kept() -> None:
     ends = [(lo, hi) for lo in _ENDS for hi in _ENDS if lo is None or hi is None or lo <= hi]
     for (alo, ahi), (blo, bhi) in itertools.product(ends, ends):
         a, b = integers(alo, ahi), integers(blo, bhi)
-        total, joined = algebra.add(a, b, torch.float32), algebra.join((a, b))
-        product, opposite = algebra.multiply(a, b, torch.float32), algebra.negate(a, torch.float32)
+        total, joined = algebra.add_facts(a, b, torch.float32), algebra.join((a, b))
+        product, opposite = algebra.multiply_facts(a, b, torch.float32), algebra.negate(a, torch.float32)
         assert total is not None and joined is not None and product is not None and opposite is not None
         assert (total.lo, total.hi) == (_plus(alo, blo), _plus(ahi, bhi))
         assert joined.lo == (None if None in (alo, blo) else min(alo, blo))  # type: ignore[type-var]
@@ -296,23 +296,23 @@ def test_where_zeros_come_from(a: SparsityFact, b: SparsityFact, expected: tuple
 
 
 def test_a_named_factor_is_on_no_grid_but_its_own() -> None:
-    twice = algebra.multiply(NAMED, binary(), torch.float32)
+    twice = algebra.multiply_facts(NAMED, binary(), torch.float32)
     assert twice is not None and twice.integral and twice.scale == "factor" and (twice.lo, twice.hi) == (0, 1)
-    counts = algebra.multiply(NAMED, integers(0, 2), torch.float32)  # 2 * factor may round, where factor is subnormal
+    counts = algebra.multiply_facts(NAMED, integers(0, 2), torch.float32)  # 2 * a subnormal factor may round
     assert counts is not None and not counts.integral and counts.exact_zeros
-    third = algebra.multiply(replace(binary(), scale=0.3), integers(-1, 1), torch.float32)
+    third = algebra.multiply_facts(replace(binary(), scale=0.3), integers(-1, 1), torch.float32)
     assert third is not None and third.integral and (third.lo, third.hi, third.scale) == (-1, 1, 0.3)
-    inexact = algebra.multiply(replace(binary(), scale=0.3), replace(integers(-1, 1), exact=False), torch.float32)
+    inexact = algebra.multiply_facts(replace(binary(), scale=0.3), replace(integers(-1, 1), exact=False), torch.float32)
     assert inexact is not None and not inexact.integral
     near = replace(binary(), scale=0.3, exact=False)
-    for kept in (algebra.multiply(near, binary(), F32), algebra.multiply(binary(), near, F32)):
+    for kept in (algebra.multiply_facts(near, binary(), F32), algebra.multiply_facts(binary(), near, F32)):
         assert kept is not None and kept.integral and not kept.exact and (kept.lo, kept.hi, kept.scale) == (0, 1, 0.3)
     for bounds in ((-2, 0), (0, 2)):
         some, bits = integers(*bounds), integers(-1, 1)
         for a, b in ((some, replace(bits, scale=0.3)), (bits, replace(some, scale=0.3))):
-            for fact in (algebra.multiply(a, b, F32), algebra.multiply(b, a, F32)):
+            for fact in (algebra.multiply_facts(a, b, F32), algebra.multiply_facts(b, a, F32)):
                 assert fact is not None and not fact.integral and fact.exact_zeros
-    tiny = algebra.multiply(replace(binary(), scale=2.0**-6), replace(binary(), scale=2.0**-5), torch.float32)
+    tiny = algebra.multiply_facts(replace(binary(), scale=2.0**-6), replace(binary(), scale=2.0**-5), torch.float32)
     assert tiny is not None and not tiny.integral
     assert algebra.multiply_by_node(binary(), "f") == replace(binary(), scale="f")
     assert algebra.multiply_by_node(integers(0, 0), "f") == replace(integers(0, 0), finite=False)
@@ -343,12 +343,12 @@ def test_a_result_is_finite_and_exact_only_if_both_operands_are(a_holds: bool, b
     count, zero = integers(0, 2), integers(0, 0)
     for a, b in itertools.product((count, binary(), zero, replace(count, scale=0.3)), repeat=2):
         doubtful, other = replace(a, finite=a_holds), replace(b, finite=b_holds)
-        for fact in (algebra.add(doubtful, other, F32), algebra.multiply(doubtful, other, F32)):
+        for fact in (algebra.add_facts(doubtful, other, F32), algebra.multiply_facts(doubtful, other, F32)):
             assert fact is not None and fact.finite == (a_holds and b_holds)
         joined = algebra.join((doubtful, other))
         assert joined is not None and joined.finite == (a_holds and b_holds)
     near, masked = replace(binary(), exact=a_holds), replace(integers(-1, 1), exact=b_holds)
-    joined, product = algebra.join((near, masked)), algebra.multiply(near, masked, F32)
+    joined, product = algebra.join((near, masked)), algebra.multiply_facts(near, masked, F32)
     assert joined is not None and joined.exact == (a_holds and b_holds)
     assert product is not None and product.integral == (a_holds or b_holds)
     assert product.exact == (a_holds == b_holds)  # without a grid nothing is off it
@@ -358,7 +358,7 @@ def test_zeros_are_exact_where_each_operand_says_so() -> None:
     off = replace(binary(), scale=0.3)
     unsure = replace(off, exact_zeros=False)
     for a, b in itertools.product((off, unsure), repeat=2):
-        total, product = algebra.add(a, b, F32), algebra.multiply(a, b, F32)
+        total, product = algebra.add_facts(a, b, F32), algebra.multiply_facts(a, b, F32)
         assert total is not None and total.exact_zeros == (a.exact_zeros and b.exact_zeros)
         assert product is not None and product.exact_zeros == (a.exact_zeros or b.exact_zeros)
         joined = algebra.join((a, replace(b, scale="factor")))
@@ -368,7 +368,7 @@ def test_zeros_are_exact_where_each_operand_says_so() -> None:
 @pytest.mark.parametrize("other", [binary(), integers(0, 2), replace(integers(-5, 2), scale=0.3), NAMED])
 def test_nothing_times_anything_finite_is_nothing(other: SparsityFact) -> None:
     zero = integers(0, 0, "z")
-    for fact in (algebra.multiply(zero, other, F32), algebra.multiply(other, zero, F32)):
+    for fact in (algebra.multiply_facts(zero, other, F32), algebra.multiply_facts(other, zero, F32)):
         assert fact is not None and fact.is_zero and fact.scale == 1.0 and fact.exact and fact.exact_zeros
 
 

@@ -23,7 +23,7 @@ from sparsecomp.passes.facts.registry import TRANSFERS
 from sparsecomp.passes.graph import canonicalize
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of
 from sparsecomp.passes.graph.layers import MODULE_OPS
-from sparsecomp.passes.graph.operators import OPERATORS, VALUELESS, Trait, named, spelling_of
+from sparsecomp.passes.graph.operators import OPERATORS, VALUELESS, Trait, spelled_as, spelling_of
 from sparsecomp.passes.masked.formula import LAYERS
 
 SIGNATURES = {name: record.signature for name, record in OPERATORS.items() if record.signature is not None}
@@ -157,7 +157,7 @@ def _raw_names(name: str) -> Iterator[str]:
 def spellings(name: str) -> list[Spelling]:
     """Every spelling that is read as the operator `name`, with parameters from torch."""
     # a function of another name can be read as this operator, too
-    other = [full.rpartition(".")[2] for full, own in canonicalize._PYTHON_NAMES.items() if own == name]
+    other = [full.rpartition(".")[2] for full, own in canonicalize.PYTHON_NAMES.items() if own == name]
     found = [spelling for raw in (*_raw_names(name), *other) for spelling in _spellings_of_raw(raw)]
     return [spelling for spelling in found if spelling.name() == name]
 
@@ -260,7 +260,7 @@ def _packets(name: str) -> list[Any]:
 
 def test_elementwise_operators_are_torchs_pointwise_ones() -> None:
     special = Trait.MOVES | Trait.VIEW | Trait.CAST | Trait.FILL | Trait.SELECTS
-    for name in named(Trait.ELEMENTWISE):
+    for name in spelled_as(Trait.ELEMENTWISE):
         tags = [tag for overload in _packets(name) for tag in overload.tags]
         assert torch.Tag.nondeterministic_seeded not in tags, name
         if not OPERATORS[name].traits & special and name not in NOT_TAGGED:
@@ -271,7 +271,7 @@ def test_operators_that_change_a_shape_in_place_are_those_that_torch_says() -> N
     for raw in [name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")]:
         for overload, _ in _overloads(raw):
             if torch.Tag.inplace_view in overload.tags and raw not in ("detach_", "rename_"):
-                assert spelling_of(raw)[0] in named(Trait.RESIZES), raw
+                assert spelling_of(raw)[0] in spelled_as(Trait.RESIZES), raw
 
 
 MOVES = {
@@ -288,7 +288,7 @@ NO_FUNCTIONS = ("identity", "cuda", "T", "mT", "t", "requires_grad")
 """Attributes, and what a tensor of three dimensions or of the CPU does not have."""
 
 
-@pytest.mark.parametrize("name", sorted({*named(Trait.MOVES | Trait.PARTS)} - {*NO_FUNCTIONS}))
+@pytest.mark.parametrize("name", sorted({*spelled_as(Trait.MOVES | Trait.PARTS)} - {*NO_FUNCTIONS}))
 def test_what_moves_elements_holds_them(name: str) -> None:
     x = torch.arange(24.0).reshape(2, 3, 4)
     function = getattr(torch.Tensor, name, None) or getattr(torch.ops.aten, name)

@@ -27,7 +27,7 @@ from sparsecomp.formats import CSR, SparseMatrix
 from sparsecomp.lowering.cache.database import MOST_BYTES
 from sparsecomp.lowering.cache.entry import KIND, VERSION
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
-from sparsecomp.lowering.cache.tuning_cache import CacheWarning, TuningCache
+from sparsecomp.lowering.cache.tuning_cache import CacheWarning, TuningCache, read_results
 from sparsecomp.training.loop.checkpoint import load_tree, save_tree
 
 SIGNATURE = KernelSignature("lif", Device("card", "9.0", "3.6.0"), dtypes=("float32",), accumulator="float32")
@@ -57,8 +57,7 @@ PLACES: dict[str, Callable[[Path], Any]] = {
     "a socket": _socket,
 }
 READERS: dict[str, Callable[[Path], Any]] = {
-    "import": lambda path: TuningCache(None).import_(path),
-    "merge": lambda path: TuningCache(None).merge(path),
+    "import": lambda path: TuningCache(None).take(read_results(path)),
     "matrix": SparseMatrix.load,
     "checkpoint": load_tree,
 }
@@ -99,7 +98,7 @@ def test_a_huge_database_of_holes_is_neither_copied_nor_kept(tmp_path: Path) -> 
     other.close()
     os.truncate(path, MOST_BYTES + 1)
     with pytest.raises(CacheError, match="no readable database"):
-        TuningCache(None).merge(path)
+        TuningCache(None).take(read_results(path))
     with pytest.warns(CacheWarning, match="at most"):
         assert TuningCache(path).get(SIGNATURE) is None
 
@@ -244,7 +243,7 @@ def test_tuning_results_nested_to_any_depth_at_any_place_are_refused(tmp_path: P
             if (place, depth) not in {("entries", 1), ("facts", 1)}:
                 path.write_text("{" + ", ".join(f'"{name}": {value}' for name, value in parts.items()) + "}")
                 with pytest.raises(CacheError):
-                    TuningCache(None).import_(path)
+                    TuningCache(None).take(read_results(path))
 
 
 def test_the_bound_on_nesting_is_exact() -> None:
@@ -325,7 +324,7 @@ def test_a_database_with_rules_of_others_is_set_aside_and_not_imported(kind: str
     path = tmp_path / "tuning.sqlite"
     _altered(path, *([FOREIGN[kind]] if kind in FOREIGN else REMADE[kind]))
     with pytest.raises(CacheError, match="no readable database"):
-        TuningCache(None).merge(path)
+        TuningCache(None).take(read_results(path))
     cache = TuningCache(path)
     with pytest.warns(CacheWarning, match="begun anew"):
         cache.put(SIGNATURE, times={"b": 2.0})
@@ -335,7 +334,7 @@ def test_a_database_with_rules_of_others_is_set_aside_and_not_imported(kind: str
 
 def test_statistics_that_a_user_had_sqlite_gather_do_no_harm(tmp_path: Path) -> None:
     _altered(tmp_path / "tuning.sqlite", "ANALYZE")
-    assert TuningCache(None).merge(tmp_path / "tuning.sqlite") == 1
+    assert TuningCache(None).take(read_results(tmp_path / "tuning.sqlite")) == 1
     assert TuningCache(tmp_path / "tuning.sqlite").get(SIGNATURE) is not None
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from sparsecomp import formats
 from sparsecomp.errors import FormatError
-from sparsecomp.files import tensor_file, whole_file
+from sparsecomp.files import tensor_file
 from sparsecomp.formats import COO, CSR, SparseMatrix, files
 
 
@@ -94,26 +94,26 @@ def test_what_is_no_matrix_of_ours(saved, tmp_path) -> None:
     ],
 )
 def test_a_good_digest_does_not_make_good_contents(saved, name, shape, layout, match) -> None:
-    files.save(saved, name, shape, layout, CSR.from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).arrays)
+    files.save_arrays(saved, name, shape, layout, CSR.from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]])).arrays)
     with pytest.raises(FormatError, match=match):
         SparseMatrix.load(saved)
 
 
 def test_a_file_of_blocks_says_their_size(saved) -> None:
     arrays = formats.BSR.from_dense(torch.eye(2), block=2).arrays
-    files.save(saved, "BSR", (2, 2), {"block": [1, 1]}, arrays)
+    files.save_arrays(saved, "BSR", (2, 2), {"block": [1, 1]}, arrays)
     with pytest.raises(FormatError, match=r"block \[1, 1\]"):
         SparseMatrix.load(saved)
 
 
-@pytest.mark.parametrize("step", ["save_file", "_sync", "replace"])
+@pytest.mark.parametrize("step", ["save_file", "fsync", "replace"])
 def test_a_failed_save_leaves_the_old_file_and_no_other(saved, monkeypatch, step) -> None:
     def fail(*arguments):
         if step == "save_file":
             arguments[1].write_bytes(b"half")
         raise OSError("no space left")
 
-    home = {"save_file": tensor_file, "_sync": whole_file, "replace": whole_file.os}[step]
+    home = tensor_file if step == "save_file" else os
     monkeypatch.setattr(home, step, fail)
     with pytest.raises(OSError, match="no space left"):
         CSR.from_dense(torch.eye(3)).save(saved)

@@ -50,7 +50,6 @@ def by_functions(matrix, left, right):
 @pytest.mark.parametrize("backend", [None, "eager", "sparsecomp"])
 @pytest.mark.parametrize("products", [by_operators, by_functions])
 def test_products_are_those_of_the_dense_matrix(kind, backend, products):
-    torch._dynamo.reset()
     dense = dense_of()
     matrix = matrix_of(kind, dense).to(torch.float32)
     whole = products is by_functions
@@ -95,7 +94,6 @@ def test_every_shape_of_the_dense_operand(kind):
 @EVERY
 @pytest.mark.parametrize("backend", [None, "sparsecomp"])
 def test_a_batch_multiplies_matrix_by_matrix(kind, backend):
-    torch._dynamo.reset()
     dense = torch.stack([dense_of(), dense_of() * 2, dense_of() - 3 * (dense_of() != 0)])
     batch = stack([matrix_of(kind, one) for one in dense.where(dense != 0, 0)])
     right, left = torch.randn(3, 10, 4).double(), torch.randn(3, 5, 7).double()
@@ -157,7 +155,6 @@ def test_batches_broadcast_as_in_torch(kind, batch):
 @pytest.mark.parametrize("batch", [3, None])
 @pytest.mark.parametrize(("backend", "kind"), [*(("aot_eager", kind) for kind in KINDS), ("sparsecomp", CSR)])
 def test_batches_broadcast_in_compiled_code(kind, batch, backend):
-    torch._dynamo.reset()
     matrix, values, whole, stored = operands_of(kind, batch)
 
     def products(matrix, right, left):
@@ -326,7 +323,6 @@ print(before, (torch.ones(3) @ matrix).tolist())
 @EVERY
 @pytest.mark.parametrize("backend", [None, "sparsecomp"])
 def test_a_tensor_times_a_dense_one_and_its_sum(kind, backend):
-    torch._dynamo.reset()
     dense, factor = dense_of(), torch.randn(7, 10, dtype=torch.float64)
     stored = SparseTensor(matrix_of(kind, torch.ones_like(dense).where(dense != 0, 0))).to_dense()
     sparse, factors = SparseTensor(matrix_of(kind, dense), requires_grad=True), factor.clone().requires_grad_()
@@ -374,6 +370,5 @@ def test_a_quotient_is_torchs_own(other):
     lambda s, x: (x * s).to_dense(), lambda s, x: (s * x).to_dense(),
 ])  # fmt: skip
 def test_sums_and_products_in_compiled_code(call):
-    torch._dynamo.reset()
     matrix, x = CSR.from_dense(torch.eye(4)), torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(torch.compile(lambda x: call(matrix, x), backend="eager")(x), call(matrix, x))

@@ -149,7 +149,7 @@ def _rewrite(case: Case, implementation: str, expected: Result, exact: Result | 
     options = Options(implementation=implementation, strict=True, verify=True)
     try:
         with torch.set_grad_enabled(case.training):
-            report = pipeline.run(gm, options, values=values)
+            report = pipeline.run_rules(gm, options, values=values)
     except Exception as error:
         return Outcome(Failure(f"the rewrite fails ({implementation})", f"{type(error).__name__}: {error}"))
     if not report.rewritten:

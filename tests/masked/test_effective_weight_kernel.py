@@ -67,8 +67,8 @@ def test_kernels_copy_bits(device, shape, dtype):
     weight[~mask] = torch.nan  # what is pruned is not read
     theta[:1] = torch.inf
     table = lowered.ranks(mask)
-    out = lowered.merge(weight, theta, table)
-    kept, rest = lowered.split(out, table, theta.shape[0], True, True)
+    out = lowered.merge_pruned(weight, theta, table)
+    kept, rest = lowered.split_pruned_weight(out, table, theta.shape[0], True, True)
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.itemsize]
     assert torch.equal(out.view(kinds), by_indexing(weight, theta, mask).view(kinds))
     assert torch.equal(rest, theta) and torch.equal(kept, torch.where(mask, weight, 0))
@@ -79,9 +79,9 @@ def test_a_theta_of_another_length_is_nan_not_a_wrong_number(device):
     weight, theta, mask = operands((40, 100), device=device)
     table = lowered.ranks(mask)
     for wrong in (theta[1:].clone(), torch.cat([theta, theta[:1]]), theta[:0]):
-        out = lowered.merge(weight, wrong, table)
+        out = lowered.merge_pruned(weight, wrong, table)
         assert out[~mask].isnan().all() and torch.equal(out[mask], weight[mask])
-        assert lowered.split(weight, table, wrong.numel(), True, True)[1].isnan().all()
+        assert lowered.split_pruned_weight(weight, table, wrong.numel(), True, True)[1].isnan().all()
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

@@ -17,7 +17,6 @@ import sparsecomp
 from sparsecomp.errors import FrozenWeightError
 from sparsecomp.ops import effective_weight, frozen_weights, split_pruned
 from sparsecomp.ops.masked.folded_weight import Folded, Recipe, named_formula, weight_of
-from sparsecomp.ops.promise import promised
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.facts.analysis import Analysis
@@ -324,7 +323,7 @@ def test_a_write_is_a_change_of_bits(keeper, dtype):
         memo = Memo()
         look = lambda: memo.kept(torch.neg, [source], "always")  # noqa: E731
     else:
-        look = lambda: promised(seen, [source], [seen], ["values"])  # noqa: E731
+        look = lambda: torch.ops.sparsecomp.promised(seen, [source], [seen], ["values"])  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARSECOMP_DEBUG", "1")
         for _ in range(2):
@@ -342,7 +341,7 @@ def test_a_write_is_a_change_of_bits(keeper, dtype):
 @pytest.mark.parametrize("other", [torch.zeros(2, 3), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(6)])
 def test_the_same_bits_in_another_form_are_a_write(other):
     with pytest.raises(FrozenWeightError, match="values"):
-        promised(torch.zeros(1), [other], [torch.zeros(3, 2)], ["values"])
+        torch.ops.sparsecomp.promised(torch.zeros(1), [other], [torch.zeros(3, 2)], ["values"])
 
 
 # ---- on a GPU ---------------------------------------------------------------------------------------------------
@@ -352,7 +351,6 @@ def test_the_same_bits_in_another_form_are_a_write(other):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "by hand"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_graphs_read_a_kept_weight_and_follow_every_write_without_one(frozen, mode, device):
-    torch._dynamo.reset()
     model, x = Trained("where").to(device), X.to(device)
     chosen = {"mode": mode} if mode == "reduce-overhead" else {}
     run = torch.compile(model, backend="sparsecomp", options={"frozen": frozen, **chosen})
@@ -382,7 +380,6 @@ def test_graphs_read_a_kept_weight_and_follow_every_write_without_one(frozen, mo
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_a_training_step_is_replayed(device):
     """Under the promise; the gradient of torch's own masked_scatter cannot be captured."""
-    torch._dynamo.reset()
     model, x = Trained("masked_scatter").to(device), X.to(device)
     run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"})
     parameters = list(model.parameters())

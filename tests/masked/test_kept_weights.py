@@ -31,7 +31,6 @@ def test_every_way_to_write_and_every_optimizer(case):
 @pytest.mark.parametrize("promise", ["option", "context"])
 def test_tensors_can_be_swapped_for_others(promise):
     """torch refuses where anything refers to a tensor weakly."""
-    torch._dynamo.reset()
     model = Trained("blend")
     run = torch.compile(model, backend="sparsecomp", options={"frozen": promise == "option"})
     with torch.no_grad(), nullcontext() if promise == "option" else frozen_weights():

@@ -30,7 +30,7 @@ from sparsecomp.passes.engine.rule import replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp
 from sparsecomp.passes.masked import fold as masked_fold
 from sparsecomp.passes.masked import masked_weight
-from sparsecomp.passes.masked.fold import Choice, compare
+from sparsecomp.passes.masked.fold import FoldedForm, compare_folds
 from sparsecomp.reference.memo import MEMO
 
 pytestmark = pytest.mark.quick_cases(4)
@@ -138,7 +138,6 @@ def test_a_copied_model_has_a_weight_of_its_own(compiled):
 
 
 def test_a_weight_is_forgotten_with_its_model():
-    torch._dynamo.reset()
     gc.collect()
     before = len(MEMO)
     model = Masked(SPELLINGS["where"])
@@ -339,7 +338,6 @@ def test_a_parametrization_is_folded(layer):
 @pytest.mark.slow(reason="compiles attention in training and out of it")
 @pytest.mark.parametrize("training", [False, True])
 def test_multi_head_attention_with_pruned_projections(training):
-    torch._dynamo.reset()
     attention = nn.MultiheadAttention(256, 4, batch_first=True).train(training)
     prune.random_unstructured(attention, "in_proj_weight", 0.5)
     x, memory = inputs(2, 5, 256), inputs(2, 7, 256, seed=3)
@@ -403,7 +401,6 @@ def test_other_dtypes(dtype):
 
 
 def test_a_batch_of_another_size_needs_no_other_graph(weights):
-    torch._dynamo.reset()
     model = Masked(SPELLINGS["mask * weight"])
     run = torch.compile(model, backend="sparsecomp", options=FROZEN, fullgraph=True, dynamic=True)
     with torch.no_grad():
@@ -438,7 +435,6 @@ def test_frozen_layers_in_training_fold_unless_a_gradient_passes_through():
 
 
 def test_inference_mode(weights):
-    torch._dynamo.reset()
     model = Masked(SPELLINGS["where"])
     run = torch.compile(model, backend="sparsecomp", options=FROZEN, fullgraph=True)
     with torch.inference_mode():
@@ -452,7 +448,6 @@ def test_inference_mode(weights):
 
 
 def test_optimize_folds_under_torch_compile():
-    torch._dynamo.reset()
     model = Masked(SPELLINGS["blend"]).eval()
     with torch.no_grad():
         better = sparsecomp.optimize(model, X, frozen=True)
@@ -536,9 +531,8 @@ def test_an_unknown_formula_is_an_error_that_says_what_to_do():
 
 
 def test_a_sparse_format_through_the_backend(monkeypatch):
-    choice = Choice("csr", (1, 1), "a weight", Decision("spmm_csr", "because", {"dense": 2e-5, "spmm_csr": 1e-5}))
-    monkeypatch.setattr(masked_weight, "choose", lambda op, weight, ctx: choice)
-    torch._dynamo.reset()
+    choice = FoldedForm("csr", (1, 1), "a weight", Decision("spmm_csr", "because", {"dense": 2e-5, "spmm_csr": 1e-5}))
+    monkeypatch.setattr(masked_weight, "choose_fold", lambda op, weight, ctx: choice)
     layer = prune.random_unstructured(nn.Linear(352, 768), "weight", 0.9)
     with torch.no_grad():
         for _ in range(2):
@@ -563,7 +557,7 @@ PICKED = {
 def test_the_estimate_picks_the_format_on_an_h100(what):
     pytest.importorskip("triton")
     make, rows, dtype = PICKED[what]
-    choice = compare(make().to(dtype), rows, True, CARD, H100)
+    choice = compare_folds(make().to(dtype), rows, True, CARD, H100)
     assert choice.format == what.split(",")[0]
     dense, reason = choice.format == "dense", choice.decision.reason
     assert "us against" in reason and "us dense" in reason and ("would not pay" in reason) == dense
@@ -575,17 +569,17 @@ def test_a_fold_counts_the_host_and_the_products_that_share_a_call(monkeypatch):
     """A product in halves takes the device half as long as dense, but needs more launches: see the rule of products."""
     pytest.importorskip("triton")
     weight = inputs(1536, 1536) * (inputs(1536, 1536, seed=3) > 0)
-    found = {n: compare(weight, 1024, True, CARD, H100, replayed=False, products=n).format for n in (1, 64)}
+    found = {n: compare_folds(weight, 1024, True, CARD, H100, replayed=False, products=n).format for n in (1, 64)}
     assert found == {1: "dense", 64: "csr"}
-    assert compare(weight, 1024, True, CARD, H100, replayed=True).format == "csr"
+    assert compare_folds(weight, 1024, True, CARD, H100, replayed=True).format == "csr"
     passed: dict[str, Any] = {}
-    monkeypatch.setattr(masked_fold, "compare", lambda *rest, **how: passed.update(how))
+    monkeypatch.setattr(masked_fold, "compare_folds", lambda *rest, **how: passed.update(how))
     monkeypatch.setattr(masked_fold, "target_of", lambda device: (CARD, H100))
     x = torch.fx.Graph().placeholder("x")
     x.meta["example_value"] = X
     op, there = CanonicalOp("linear", {"input": x}, x), SimpleNamespace(device=torch.device("cuda"))
     context = SimpleNamespace(options=Options(), products=7, target=None, device=lambda device: device)
-    masked_fold.choose(op, there, context)
+    masked_fold.choose_fold(op, there, context)
     assert passed == {"replayed": False, "products": 7}
 
 

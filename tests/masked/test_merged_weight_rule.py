@@ -193,7 +193,6 @@ def test_what_no_longer_fits_is_told_once(compiled, caplog):
 
 @pytest.mark.fails_inside  # the formula itself raises at last, in eager too
 def test_a_mask_that_prunes_fewer_is_followed():
-    torch._dynamo.reset()
     model = Masked(MERGED["masked_scatter"])
     run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"})
     agree(trained(run, model, X), trained(model, model, X), exact=False)
@@ -446,7 +445,6 @@ def test_small_weights_are_merged_for_graphs_only(device, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spelling", ["blend of numbers", "masked_scatter", "index_copy"])
 def test_on_a_gpu(spelling, dtype, device):
-    torch._dynamo.reset()
     model, x = Masked(MERGED[spelling]).to(device, dtype), X.to(device, dtype)
     run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"}, fullgraph=True)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
@@ -463,7 +461,6 @@ def test_on_a_gpu(spelling, dtype, device):
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_captured_step_follows_the_mask_unless_it_was_promised_to_stay(frozen, device):
-    torch._dynamo.reset()
     model, x = Masked(MERGED["blend of numbers"]).to(device), X.to(device)
     run, read = torch.compile(model, backend="sparsecomp", fullgraph=True), (model.weight, model.theta)
 

@@ -7,7 +7,7 @@ from kernel_devices import KERNEL_DEVICES
 
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.masked import select_largest as lowered
-from sparsecomp.lowering.tuning.operations import operations
+from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.ops import select_largest
 from sparsecomp.reference.masks import select_by_sorting
@@ -106,7 +106,7 @@ def test_counts_of_every_integer_dtype_and_the_operator_s_own_way_there(device):
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_the_tuner_can_check_every_candidate(device):
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
-    operation = operations()["select_largest"]
+    operation = all_operations()["select_largest"]
     for problem in (lowered.SelectLargest(9001, "float32", "int64"), lowered.SelectLargest(9000, "float16", "int32")):
         candidates = operation.candidates(problem, device_of(where))
         assert len(candidates) > 5

@@ -304,7 +304,7 @@ def test_cuda_steps_like_the_reference_whatever_the_weights_memory(dtype, stride
 
     module = import_module("sparsecomp.ops.masked.selective_step")
     found = []
-    for step in (module.step_cuda, module.reference):
+    for step in (module.step_cuda, module.step_reference):
         weight, pruned, slots, steps = start(device, dtype)
         weight = weight.T.contiguous().T if strided else weight
         lr = torch.tensor(0.02, dtype=torch.float64, device=device)

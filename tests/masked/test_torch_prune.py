@@ -19,7 +19,7 @@ from sparsecomp.nn.masked.masked_weight import Mode
 from sparsecomp.ops.masked import folded_weight
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.masked import masked_weight
-from sparsecomp.passes.masked.fold import Choice
+from sparsecomp.passes.masked.fold import FoldedForm
 from sparsecomp.reference.memo import MEMO
 
 pytestmark = pytest.mark.quick_cases(1)
@@ -96,7 +96,6 @@ def test_every_method_is_folded_and_leaves_what_eager_does(method, kind):
 
 @pytest.mark.parametrize("way", ["compile", "optimize", "promise for a while"])
 def test_the_attribute_follows_writes_through_the_compiler(way):
-    torch._dynamo.reset()
     layer = prune.l1_unstructured(nn.Linear(512, 512), "weight", 0.9)
     model = nn.Sequential(layer, nn.ReLU()).eval()
     with torch.no_grad(), sparsecomp.ops.frozen_weights() if way == "promise for a while" else torch.no_grad():
@@ -119,7 +118,6 @@ def test_the_attribute_follows_writes_through_the_compiler(way):
 
 
 def test_a_write_to_the_attribute_lasts_until_the_next_call():
-    torch._dynamo.reset()
     layer = prune.l1_unstructured(nn.Linear(512, 512), "weight", 0.9)
     run = torch.compile(layer, backend="sparsecomp", options={"frozen": True})
     with torch.no_grad():
@@ -131,7 +129,6 @@ def test_a_write_to_the_attribute_lasts_until_the_next_call():
 
 
 def test_a_layer_pruned_again_and_one_whose_pruning_is_removed_after_compiling():
-    torch._dynamo.reset()
     layer = prune.l1_unstructured(nn.Linear(512, 512), "weight", 0.5)
     run = torch.compile(layer, backend="sparsecomp", options={"frozen": True})
     with torch.no_grad():
@@ -189,8 +186,8 @@ def test_the_operator_by_itself():
 
 def test_sparse_formats_keep_a_dense_product_for_the_attribute(monkeypatch):
     layer = prune.l1_unstructured(nn.Linear(512, 512), "weight", 0.9)
-    choice = Choice("csr", (1, 1), "512x512", Decision("spmm_csr", "faster"))
-    monkeypatch.setattr(masked_weight, "choose", lambda op, weight, ctx: choice)
+    choice = FoldedForm("csr", (1, 1), "512x512", Decision("spmm_csr", "faster"))
+    monkeypatch.setattr(masked_weight, "choose_fold", lambda op, weight, ctx: choice)
     with torch.no_grad():
         found, report = rewritten(layer, X, **FROZEN)
         assert torch.equal(layer.weight, layer.weight_mask * layer.weight_orig)
@@ -272,7 +269,6 @@ def test_in_evaluation_mode_with_gradients_the_reason_says_what_to_do():
 
 @pytest.mark.parametrize("frozen", [False, "buffers", True])
 def test_gradients_in_training(frozen):
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
     with_bias(model[0])
     twin(model[0])

@@ -39,7 +39,7 @@ class FakeLibrary:
     def __init__(self, version=(0, 8, 0), algorithms=4, drop=()):
         self._version, self._algorithms = version, algorithms
         self.structures, self.calls, self.products, self.faults = {}, {}, [], []
-        signatures = {**cusparselt._SIGNATURES, cusparselt._DESTROY_SELECTION: (ctypes.c_void_p,)}
+        signatures = {**cusparselt.SIGNATURES, cusparselt.DESTROY_SELECTION: (ctypes.c_void_p,)}
         for name, arguments in signatures.items():
             if name not in drop:
                 setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(self._recorded(name)))
@@ -164,7 +164,7 @@ def installed(monkeypatch, **options):
     fake = FakeLibrary(**options)
     library = cusparselt.Library(fake)
     handle = cusparselt.make_handle(library)
-    monkeypatch.setattr(cusparselt, "load", lambda: library)
+    monkeypatch.setattr(cusparselt, "loaded_library", lambda: library)
     monkeypatch.setattr(cusparselt, "current_handle", lambda device=None: handle)
     return fake
 

@@ -16,7 +16,6 @@ from sparsecomp.ops.sparse.checked_transpose import checked_transpose
 @pytest.mark.parametrize("format", [CSR, CSC, BSR, NM])
 def test_debug_finds_index_arrays_that_were_written_behind_the_layers_back(format, compiled, monkeypatch):
     monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
-    torch._dynamo.reset()
     linear = nn.Linear(16, 8)
     mask = torch.stack([torch.tensor([1.0, 1, 0, 0] * 4).roll(row // 2 * 2) for row in range(8)])
     layout = {"block": 2} if format is BSR else {"n": 2, "m": 4} if format is NM else {}

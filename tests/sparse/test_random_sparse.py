@@ -8,8 +8,8 @@ import torch
 from sparsecomp.compiler.warmup import signature_of
 from sparsecomp.lowering.cache.signature import Device, Rows
 from sparsecomp.lowering.launch.epilogue import Output
-from sparsecomp.lowering.launch.strided import Strides, layout_of, strides_from
-from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, rows_of
+from sparsecomp.lowering.launch.strided import Strides, order_of, strides_from
+from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, row_lengths
 from sparsecomp.lowering.sparse.sddmm import SDDMM, Sddmm
 from sparsecomp.lowering.sparse.spmm_csr import SPMM_CSR, SpmmCsr
 
@@ -50,7 +50,7 @@ def test_the_generator_alone_decides():
 def test_shares_of_what_there_is():
     assert density_of(6, 2, 4) == 0.75 and density_of(100, 2, 4) == 1.0
     assert density_of(0, 0, 4) == density_of(5, 3, 0) == 0.0
-    assert rows_of(6, 4, 0.5) == Rows(1.5, 0.5) and rows_of(0, 0, 0.0) == Rows(0.0, 0.0)
+    assert row_lengths(6, 4, 0.5) == Rows(1.5, 0.5) and row_lengths(0, 0, 0.0) == Rows(0.0, 0.0)
 
 
 FLOAT32 = ("float32", "float32")
@@ -99,7 +99,7 @@ def test_what_is_timed_for_a_signature_has_that_signature(operation, m, k, entri
 @pytest.mark.parametrize(("rows", "columns"), [(3, 16), (5, 7), (8, 9), (20, 64)])
 def test_strides_for_a_layout_have_it_and_no_two_elements_share_a_place(layout, rows, columns):
     strides = strides_from(layout, rows, columns)
-    assert layout_of(strides, columns) == layout
+    assert order_of(strides, columns) == layout
     batch, row, column = (torch.arange(size) * step for size, step in zip((3, rows, columns), strides, strict=True))
     places = batch[:, None, None] + row[:, None] + column
     assert places.unique().numel() == 3 * rows * columns

@@ -83,7 +83,6 @@ def test_what_follows_a_layer_is_fused_where_nobody_else_reads_it(what):
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, monkeypatch):
-    torch._dynamo.reset()
     if dense:
         monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     model = Net(lambda layer, x: torch.relu(layer(x) + x[..., :6]), format)
@@ -158,7 +157,6 @@ def test_a_cpu_keeps_dtypes_it_has_no_estimate_of():
 def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):
     monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
-    torch._dynamo.reset()
     model = Net(lambda layer, x: F.relu(layer(x)))
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, options={"frozen": True})
     with torch.no_grad():
@@ -204,7 +202,6 @@ def test_layers_stay_as_written_if_asked():
 
 
 def test_other_batch_sizes_need_no_other_graph():
-    torch._dynamo.reset()
     model = Net(lambda layer, x: F.relu(layer(x) + x[..., :6]))
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, dynamic=True)
     for rows in (2, 5, 7):

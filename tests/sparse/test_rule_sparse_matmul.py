@@ -120,7 +120,6 @@ def test_every_spelling_becomes_one_operator(spelling):
      ("BCSC", {"block": 2, "sparsity": 0.5}, "bsr"), ("NM", {"n": 2, "m": 4}, "nm")],
 )  # fmt: skip
 def test_every_format_through_the_backend_with_gradients(format, layout, kernel):
-    torch._dynamo.reset()
     model = Layers(lambda m, x: torch.relu(m.linear(x) + x[..., :6]), format, **layout)
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
     grads = []
@@ -246,7 +245,6 @@ def test_autocast_that_ends_before_the_activation():
 
 
 def test_a_batch_of_another_size_needs_no_other_graph():
-    torch._dynamo.reset()
     model = Layers(lambda m, x: F.relu(m.linear(x) + x[..., :6]))
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, dynamic=True)
     for rows in (2, 5, 7):
@@ -357,7 +355,6 @@ def test_the_numbers_of_a_product_are_the_tensors():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_spikes_into_a_sparse_weight_are_a_sparse_product(autocast):
-    torch._dynamo.reset()
     layer = SparseLinear.from_linear(nn.Linear(64, 32), sparsity=0.9)
     options = {"implementation": "binary", "strict": True}
     compiled = torch.compile(lambda x: layer((x >= 0.5).to(x.dtype)), backend="sparsecomp", options=options)

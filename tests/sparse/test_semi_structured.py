@@ -49,7 +49,7 @@ ACTIVATIONS = {
 
 
 def forget():
-    for cached in (template._algorithms, semi_structured.refusal):
+    for cached in (template.offered, semi_structured.refusal):
         cached.cache_clear()
     dispatch.forget()
 
@@ -62,7 +62,7 @@ def library(monkeypatch):
     fake = installed(monkeypatch)
     for module in (semi_structured, autotune):
         monkeypatch.setattr(module, "device_of", lambda device: CARD)
-    monkeypatch.setattr(semi_structured, "_slower", lambda problem, device: None)
+    monkeypatch.setattr(semi_structured, "slower", lambda problem, device: None)
     monkeypatch.setattr(semi_structured, "MEMO", Memo())
     forget()
     yield fake
@@ -78,7 +78,7 @@ def device(request, monkeypatch):
     else:
         if cusparselt.missing() is not None:
             pytest.skip(f"no cuSPARSELt: {cusparselt.missing()}")
-        monkeypatch.setattr(semi_structured, "_slower", lambda problem, device: None)
+        monkeypatch.setattr(semi_structured, "slower", lambda problem, device: None)
         forget()
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
@@ -340,7 +340,7 @@ def test_other_tensors_go_to_other_kernels(library):
 
 
 def test_a_library_that_refuses_a_shape_is_quoted(monkeypatch, library):
-    monkeypatch.setattr(cusparselt, "algorithms", lambda handle, product: cusparselt.check("cusparseLtInit", 4))
+    monkeypatch.setattr(cusparselt, "algorithms", lambda handle, product: cusparselt.check_status("cusparseLtInit", 4))
     forget()
     assert "cusparseLtInit returned CUSPARSE_STATUS_ARCH_MISMATCH (4)" in str(SEMI_STRUCTURED.refusals(problem(), CARD))
     assert not Case("cpu").run()
@@ -349,12 +349,12 @@ def test_a_library_that_refuses_a_shape_is_quoted(monkeypatch, library):
 def test_a_library_that_fails_late_is_not_asked_again(monkeypatch, library):
     asked = []
 
-    def refuse(self, algorithm):
-        asked.append(algorithm)
-        cusparselt.check("cusparseLtMatmulPlanInit", 10)
+    def refuse(*described):
+        asked.append(described)
+        cusparselt.check_status("cusparseLtMatmulPlanInit", 10)
 
-    monkeypatch.setattr(semi_structured, "_failed", set())
-    monkeypatch.setattr(cusparselt._Parts, "select", refuse)
+    monkeypatch.setattr(semi_structured, "refused_late", set())
+    monkeypatch.setattr(template, "MatmulPlan", refuse)
     case = Case("cpu")
     for _ in range(2):
         assert not case.run() and case.out.isnan().all()
@@ -375,7 +375,7 @@ def test_a_library_that_is_not_found(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "PyDLL", refuse)
-    monkeypatch.setattr(cusparselt, "load", cusparselt.load.__wrapped__)
+    monkeypatch.setattr(cusparselt, "loaded_library", cusparselt.loaded_library.__wrapped__)
     reason = cusparselt.missing()
     assert reason is not None and reason.startswith("cuSPARSELt was not found (libcusparseLt.so.0: libcusparseLt.so.0")
     assert "install nvidia-cusparselt" in reason
@@ -386,7 +386,7 @@ def test_a_library_that_is_not_found(monkeypatch):
 
 
 def test_the_handle_is_of_the_device_that_is_asked_for_or_current(monkeypatch):
-    monkeypatch.setattr(cusparselt, "load", lambda: None)
+    monkeypatch.setattr(cusparselt, "loaded_library", lambda: None)
     monkeypatch.setattr(cusparselt, "handle_of", lambda device: device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -503,7 +503,7 @@ def cuda(monkeypatch):
     """The real library on a GPU."""
     if cusparselt.missing() is not None:
         pytest.skip(f"no cuSPARSELt: {cusparselt.missing()}")
-    monkeypatch.setattr(semi_structured, "_slower", lambda problem, device: None)
+    monkeypatch.setattr(semi_structured, "slower", lambda problem, device: None)
     forget()
     yield torch.device("cuda", torch.cuda.current_device())
     forget()
@@ -569,7 +569,7 @@ def test_a_graph_without_a_call_before_it(cuda):
 
 @on_gpu
 def test_streams_wait_for_the_copy(cuda, monkeypatch):
-    monkeypatch.setattr(semi_structured, "_slower", lambda problem, device: None)
+    monkeypatch.setattr(semi_structured, "slower", lambda problem, device: None)
     semi_structured.refusal.cache_clear()
     case = Case(cuda, 2048, 2048, 64)
     torch.cuda.synchronize()

@@ -36,8 +36,7 @@ GPU = DEVICES[1]
 
 @pytest.fixture(autouse=True)
 def exact_float32():
-    """Float32 stays float32, and each test compiles anew."""
-    torch._dynamo.reset()
+    """Float32 stays float32."""
     torch.manual_seed(0)
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False

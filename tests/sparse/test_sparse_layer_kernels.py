@@ -7,6 +7,7 @@ import torch
 from kernel_devices import KERNEL_DEVICES
 from torch import Tensor
 
+from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.sparse import layer as sparse_layer
@@ -47,6 +48,19 @@ def stored(kind: str, dtype: torch.dtype, device: str, *, both: bool) -> tuple[T
         pattern.keep_transposed()
     arrays = [array.to(device) for array in (pattern.operands() if both else pattern.arrays)]
     return dense.double(), values.to(device), arrays, pattern.layout.written()
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize(
+    ("x", "bias", "residual"),
+    [((3, COLUMNS + 8), None, None), ((3, COLUMNS - 8), None, None), ((), None, None), ((3, COLUMNS), (5,), None),
+     ((3, COLUMNS), None, (1, ROWS)), ((3, COLUMNS), None, (3, 1))],
+)  # fmt: skip
+def test_operands_that_do_not_belong_together_are_not_launched(x, bias, residual, device):
+    _, values, pattern, layout = stored("csr", torch.float32, device, both=False)
+    x, bias, residual = (None if shape is None else torch.ones(shape, device=device) for shape in (x, bias, residual))
+    with pytest.raises(FormatError, match=r"needs \(..., 32\)|bias and residual have shapes"):
+        OPS.sparse_linear.default.direct_cuda(x, values, pattern, bias, residual, layout, False, "none", "")
 
 
 def refused(*_: object, **__: object) -> Tensor:

@@ -24,6 +24,7 @@ from sparsecomp import SparseTensor, ops
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear
+from sparsecomp.tensor.pattern import Pattern
 
 pytestmark = pytest.mark.quick_cases(2)
 
@@ -131,7 +132,6 @@ def test_a_weight_in_transforms_is_a_dense_one(format, spelling):
     ("to_dense", "aot_eager"),
 ])  # fmt: skip
 def test_a_weight_in_a_compiled_forward(spelling, backend):
-    torch._dynamo.reset()
     both, x = Both(CSC, spelling), rows()
     torch.compile(lambda x: both.module(x).sum(), backend=backend, fullgraph=True)(x).backward()
     wanted = func.grad(lambda p: both.of_dense(p, x).sum())(both.dense)
@@ -159,7 +159,8 @@ def test_what_a_weight_in_a_transform_does_not_take():
 
 
 def test_products_by_arrays_in_transforms():
-    values, pattern, layout = layer_of().values.detach(), layer_of()._pattern(), layer_of()._layout
+    values, stored = Pattern.of(layer_of().weight.matrix)
+    pattern, layout = stored.arrays, stored.layout
     x, dense = rows().mT.contiguous(), written_out(layer_of(), values)
     found = func.grad(lambda x: ops.spmm(values, pattern, x, layout).square().sum())(x)
     torch.testing.assert_close(found, func.grad(lambda x: (dense @ x).square().sum())(x))
@@ -193,7 +194,6 @@ class Tanh(nn.Module):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format", FEW)
 def test_values_take_a_parametrization(format):
-    torch._dynamo.reset()
     layer, plain, x = layer_of(format), layer_of(format), rows()
     parametrize.register_parametrization(layer, "values", Tanh())
     free = plain.values.detach().atanh().requires_grad_()
@@ -262,7 +262,6 @@ def test_pruned_values_are_zero_and_learn_nothing():
 @pytest.mark.parametrize("backend", [None, "eager", "sparsecomp"])
 @pytest.mark.parametrize("format", FEW)
 def test_functional_call_with_another_layers_state(format, backend):
-    torch._dynamo.reset()
     layer, other, leaf = layer_of(format, 0), layer_of(format, 1), rows().requires_grad_()
     call = lambda state, x: functional_call(layer, state, (x,))  # noqa: E731
     call = torch.compile(call, backend=backend) if backend else call
@@ -379,7 +378,6 @@ def test_a_table_that_takes_another_pattern_goes_backward_by_its_own():
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "on the CPU", "traced", "exported", "compiled"])
 @pytest.mark.parametrize("format", [CSR, NM])
 def test_ways_to_run_a_module(format, way):
-    torch._dynamo.reset()
     model, x = nn.Sequential(layer_of(format), nn.Tanh(), layer_of(format, cols=6)), rows().requires_grad_()
     model(x).square().sum().backward()
     wanted = [x.grad, *(parameter.grad for parameter in model.parameters())]
@@ -406,7 +404,6 @@ def test_ways_to_run_a_module(format, way):
 
 @pytest.mark.slow(reason="compiles a training step")
 def test_a_compiled_training_step_with_its_optimizer():
-    torch._dynamo.reset()
     layer, x = layer_of(), rows()
     other = copy.deepcopy(layer)
 

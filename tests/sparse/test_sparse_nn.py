@@ -163,7 +163,6 @@ def test_a_layer_that_learns_only_later():
 @pytest.mark.parametrize(("format", "layout"), [(CSR, {}), (COO, {}), (NM, {"n": 1, "m": 3})])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_embedding_looks_rows_up_and_learns(format, layout, compiled):
-    torch._dynamo.reset()
     layer = SparseEmbedding.from_embedding(nn.Embedding(9, 5), format, **(layout or {"sparsity": 0.6}))
     dense = dense_of(layer).requires_grad_()
     index = torch.tensor([[0, 3, 3], [8, 1, 0]])
@@ -259,7 +258,6 @@ def test_every_optimizer_trains_as_with_a_masked_weight(name, way):
     # Adafactor's factors are of a matrix's rows and columns: on stored values it is another algorithm
     if name == "Adafactor" or (name == "LBFGS" and way in ("scaled", "clipped")):
         pytest.skip("torch's own algorithm depends on a parameter's shape, or takes no scaled step")
-    torch._dynamo.reset()
     pair = Pair((CSR, BSR, NM, CSC)[OPTIMIZERS.index(name) % 4])
     models = (pair.sparse, pair.dense)
     optimizers = [optimizer_of(name, way, model) for model in models]
@@ -286,7 +284,6 @@ def test_optimizers_of_matrices_step(name):
 @pytest.mark.parametrize("format", LAYOUTS)
 @pytest.mark.parametrize("backend", ["sparsecomp", "inductor"])
 def test_compiled_training_and_evaluation_between_steps(format, backend):
-    torch._dynamo.reset()
     pair = Pair(format)
     eager, pair.sparse = pair.sparse, torch.compile(pair.sparse, backend=backend, fullgraph=True)
     optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in (eager, pair.dense)]

@@ -229,7 +229,7 @@ def test_a_gradient_through_the_dense_form_is_read_within_the_shape(name, layout
     factor = torch.arange(1.0, shape[0] * shape[1] + 1).view(shape)
     (weight.to_dense() * factor).sum().backward()
     torch.testing.assert_close(weight.grad.to_dense(), factor)
-    assert weight.grad._values.sum() == factor.sum()
+    assert weight.grad.values().sum() == factor.sum()
 
 
 def test_different_patterns_do_not_mix():
@@ -270,7 +270,7 @@ def test_copies_moves_and_files(name, tmp_path):
     assert half.dtype is torch.bfloat16 and torch.equal(half.to_dense(), dense.bfloat16())
     x = torch.randn(2, 8).bfloat16()
     torch.testing.assert_close(F.linear(x, half), F.linear(x, dense.bfloat16()))
-    assert weight.to("meta").device.type == "meta" and weight.to("meta")._pattern.arrays[0].device.type == "meta"
+    assert weight.to("meta").device.type == "meta" and weight.to("meta").pattern.arrays[0].device.type == "meta"
 
 
 def test_a_module_keeps_its_state():
@@ -335,7 +335,6 @@ def test_a_file_with_wrong_arrays_is_refused():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_products_under_autocast_are_those_of_dense_weights(compiled, dtype):
     """The dtype is what torch's own product has, the error within what rounding to it allows."""
-    torch._dynamo.reset()
     bound = 2 * torch.finfo(dtype).eps
     weight, mask = masked(6, 8, "CSR")
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(2))
@@ -371,7 +370,7 @@ def test_values_that_are_a_parameter_already_are_shared():
     values = nn.Parameter(torch.ones(6))
     weight = SparseTensor(formats.CSR.from_dense(torch.eye(6)).with_values(values), requires_grad=True)
     (torch.ones(2, 6) @ weight).sum().backward()
-    assert torch.equal(weight.grad.to_dense(), 2 * torch.eye(6)) and weight._pattern.transposed is not None
+    assert torch.equal(weight.grad.to_dense(), 2 * torch.eye(6)) and weight.pattern.transposed is not None
     assert values.grad is None and weight.values().data_ptr() == values.data_ptr()
 
 
@@ -383,7 +382,6 @@ def test_a_batch_or_a_dense_tensor_is_no_sparse_tensor():
 
 
 def test_one_weight_used_twice_in_a_compiled_graph_and_two_patterns_that_cannot_be_compared():
-    torch._dynamo.reset()
     weight = nn.Parameter(tensor(8, 8))
 
     def twice(x: Tensor) -> Tensor:

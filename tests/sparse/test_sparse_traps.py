@@ -288,7 +288,6 @@ def test_gradients_by_a_batch_of_values(kind):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_pattern_used_twice_and_a_row_without_elements(compiled):
     """The gradient adds up over both uses; what no element reads or writes gets none."""
-    torch._dynamo.reset()
     dense = thinned(6, 6, 0.4)
     weight = SparseTensor.from_dense(dense).requires_grad_()
     exact = dense.clone().requires_grad_()

@@ -639,8 +639,8 @@ def test_the_estimate_of_blocks_counts_the_programs_that_are_launched():
         operation, problem, _ = captured(lambda dense=dense, out=out: spmm_bsr(crow, col, values, dense, out))
         for candidate in operation.candidates(problem, H100):
             known = problem._asdict() | {name: candidate.config[name] for name in ("BM", "BN")}
-            count = module._tiles.subs({symbol: known[symbol.name] for symbol in module._tiles.free_symbols})
-            assert candidate.template.prepare(problem, candidate.config)._grid == (int(count),)
+            count = module.programs.subs({symbol: known[symbol.name] for symbol in module.programs.free_symbols})
+            assert candidate.template.prepare(problem, candidate.config).grid == (int(count),)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -708,7 +708,7 @@ def test_a_dense_operand_by_columns_is_copied_only_where_the_configuration_says_
         template = next(one for one in of_operation("spmm_csr") if one.name == name)
         found = {config["COPY"]: template.prepare(problem, config) for config in template.space(problem, H100)}
         assert set(found) == {0, 1}
-        counts = {copy: len(getattr(made, "_steps", [made])) for copy, made in found.items()}
+        counts = {copy: len(getattr(made, "steps", [made])) for copy, made in found.items()}
         assert counts == {0: steps, 1: steps + 1}
 
 

@@ -410,7 +410,7 @@ def test_what_spare_capacity_holds_reaches_nothing_in_the_references(device, eve
     """Also where, as on a GPU, it is not looked at where entries begin and end."""
     reference = import_module("sparsecomp.reference.sparse")
     if everywhere:
-        monkeypatch.setattr(reference, "_bounds", lambda pointers, indices: (0, indices.numel()))
+        monkeypatch.setattr(reference, "entry_range", lambda pointers, indices: (0, indices.numel()))
         monkeypatch.setattr(reference, "lines_of", searched_lines)
     spare = torch.full((3,), 2**30, dtype=torch.int32)
     pointers, indices = torch.tensor([3, 5, 5, 8], dtype=torch.int32), torch.tensor([0, 2, 0, 1, 2], dtype=torch.int32)

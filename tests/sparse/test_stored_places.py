@@ -5,11 +5,11 @@ import torch
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES
 
+from sparsecomp import SparseTensor
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.sparse import stored_places
 from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
-from sparsecomp.nn import SparseLinear
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.tensor.pattern import Pattern
 
@@ -70,21 +70,21 @@ def test_every_configuration_writes_the_same(shape, index, device):
 )
 def test_operators_are_each_others_gradients(format, layout, transpose, device):
     dense = thinned(7, 10, torch.float64)
-    weight = SparseLinear(format.from_dense(dense, **layout)).to(device)
-    pattern = [*weight._pattern()]
-    flip = transpose != weight._by_columns
-    values = weight.values
-    out = stored_to_dense(values, pattern, weight._written, flip)
+    weight = SparseTensor(format.from_dense(dense, **layout)).to(device)
+    values, pattern = weight.values().requires_grad_(), [*weight.pattern.arrays]
+    written = weight.pattern.layout.written()
+    flip = transpose != weight.pattern.stored_by_columns(False)
+    out = stored_to_dense(values, pattern, written, flip)
     assert out.is_contiguous() and torch.equal(out.cpu(), dense.mT if transpose else dense)
     factor = torch.randn(out.shape, dtype=torch.float64, device=device)
     (found,) = torch.autograd.grad((out * factor).sum(), values)
-    stored = weight.weight.detach().with_values(torch.ones_like(values)).to_dense()
+    stored = weight.with_values(torch.ones_like(values)).to_dense()
     wanted = (factor.mT if transpose else factor) * stored
-    torch.testing.assert_close(weight.weight.detach().with_values(found).to_dense(), wanted)
-    read = dense_to_stored(factor, pattern, weight._written, flip)
+    torch.testing.assert_close(weight.with_values(found).to_dense(), wanted)
+    read = dense_to_stored(factor, pattern, written, flip)
     assert torch.equal(read, found) and read.shape == values.shape
-    torch.library.opcheck(torch.ops.sparsecomp.stored_to_dense.default, (values, pattern, weight._written, flip))
-    torch.library.opcheck(torch.ops.sparsecomp.dense_to_stored.default, (factor, pattern, weight._written, flip))
+    torch.library.opcheck(torch.ops.sparsecomp.stored_to_dense.default, (values, pattern, written, flip))
+    torch.library.opcheck(torch.ops.sparsecomp.dense_to_stored.default, (factor, pattern, written, flip))
 
 
 def test_nothing_stored_is_all_zeros():

@@ -36,8 +36,8 @@ def test_a_float32_convolution_is_worth_the_int8_tensor_cores():
     assert decision.implementation == "binary"
     # 1100 of int8 operations for three digits against 80 of float32, both in 1e12 a second
     assert decision.gain == pytest.approx(1100 / (3 * 80), rel=0.5)
-    assert decision.reason.endswith(f"against {gate.seconds(STAGE1, 'dense') * 1e6:.1f} us dense")
-    assert gate.seconds(STAGE1, "dense") == pytest.approx(operations / 80e12, rel=0.15)
+    assert decision.reason.endswith(f"against {gate.seconds_of(STAGE1, 'dense') * 1e6:.1f} us dense")
+    assert gate.seconds_of(STAGE1, "dense") == pytest.approx(operations / 80e12, rel=0.15)
 
 
 def test_the_cpu_stays_dense():
@@ -106,7 +106,7 @@ def test_the_break_even_density_of_a_symbolic_batch_holds_at_every_batch():
     assert bound.subs(batch, 1) < 0
     for n in (64, 128, 4096):
         there = QUIET._replace(n=n, density=float(bound.subs(batch, n)))
-        assert gate.seconds(there, "event") == pytest.approx(gate.seconds(there, "dense"), rel=1e-9)
+        assert gate.seconds_of(there, "event") == pytest.approx(gate.seconds_of(there, "dense"), rel=1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["dense", "binary", "event", "skip"])
@@ -114,8 +114,8 @@ def test_on_a_card_of_half_the_rates_everything_but_waiting_takes_twice_as_long(
     rates = {name: getattr(H100, name) / 2 for name in ("bandwidth", "fp32", "tf32", "half", "int8")}
     site = QUIET._replace(active=1.0)
     waiting = {"event": 35e-6, "skip": 15e-6}.get(strategy, 0.0)
-    slower = gate.seconds(site, strategy, replace(H100, **rates)) - waiting
-    assert slower == pytest.approx(2 * (gate.seconds(site, strategy) - waiting))
+    slower = gate.seconds_of(site, strategy, replace(H100, **rates)) - waiting
+    assert slower == pytest.approx(2 * (gate.seconds_of(site, strategy) - waiting))
 
 
 HOSTED = STAGE1._replace(hosted=True)
@@ -124,7 +124,7 @@ TINY = HOSTED._replace(n=1, size=(14, 14))
 
 def test_a_product_that_lengthens_the_hosts_path_is_not_made_where_the_host_decides():
     """Equal devices' work of microseconds, so the hosts' 24 and 47 us are what a call takes."""
-    assert gate.seconds(TINY, "dense") < 24e-6 and gate.seconds(TINY, "binary") < 47e-6
+    assert gate.seconds_of(TINY, "dense") < 24e-6 and gate.seconds_of(TINY, "binary") < 47e-6
     decision = gate.decide(TINY)
     assert decision.implementation == "dense" and "47.0 us against 24.0 us" in decision.reason
     assert gate.decide(TINY, measured={"dense": 0.02, "binary": 0.005}).implementation == "dense"
@@ -137,8 +137,8 @@ def test_a_product_that_lengthens_the_hosts_path_is_not_made_where_the_host_deci
 def test_in_training_a_product_saves_one_of_three():
     """Dense forward and both gradients are three products; ours is one of them, the widening of bytes comes on top."""
     site = STAGE1._replace(trained=True)
-    forward, ours = gate.seconds(STAGE1._replace(fused=False), "dense"), gate.seconds(STAGE1, "binary")
-    dense = gate.seconds(STAGE1, "dense") + 2 * forward
+    forward, ours = gate.seconds_of(STAGE1._replace(fused=False), "dense"), gate.seconds_of(STAGE1, "binary")
+    dense = gate.seconds_of(STAGE1, "dense") + 2 * forward
     widened = 128 * 64 * 56 * 56 * 5 / H100.bandwidth
     decision = gate.decide(site)
     assert decision.implementation == "binary"
@@ -174,7 +174,7 @@ def test_the_costs_of_events_by_hand():
     packing = weights * (2 * 4 + 3)
     traffic = (values * 4 + weights * 4 + values * 4) / 0.75
     expected = (2 * packing + traffic) / H100.bandwidth + 35e-6
-    assert gate.seconds(site, "event") == pytest.approx(expected, rel=1e-6)
+    assert gate.seconds_of(site, "event") == pytest.approx(expected, rel=1e-6)
 
 
 def test_measured_times_win_over_estimates():
@@ -222,7 +222,7 @@ def test_the_tuning_cache_is_asked_for_sites_on_a_gpu_only(monkeypatch):
         with FakeTensorMode():
             x.meta["example_value"] = torch.empty(128, 64, 56, 56, device=where)
         op = CanonicalOp("conv2d", {"input": x}, x)
-        return spike_operand._card(SimpleNamespace(op=op), STAGE1._replace(device=where))
+        return spike_operand.card_and_times(SimpleNamespace(op=op), STAGE1._replace(device=where))
 
     assert card("cuda") == (replace(H100, processors=1), {"dense": 0.2, "binary": 0.11})
     assert card("cpu") == (H100, None)
@@ -247,8 +247,8 @@ def test_estimates_are_within_half_of_the_measured_times(stage, tf32, itemsize, 
         tf32=tf32, itemsize=itemsize, digits=digits, channels_last=True,
     )  # fmt: skip
     width = 128 * c * size * size * (itemsize - 1) / H100.bandwidth
-    assert gate.seconds(site, "dense") - width == pytest.approx(dense * 1e-3, rel=0.5)
-    assert gate.seconds(site, "binary") == pytest.approx(binary * 1e-3, rel=0.5)
+    assert gate.seconds_of(site, "dense") - width == pytest.approx(dense * 1e-3, rel=0.5)
+    assert gate.seconds_of(site, "binary") == pytest.approx(binary * 1e-3, rel=0.5)
 
 
 ROWS = [row for row in json.loads((table.RESULTS / "snn_conv.json").read_text())["result"] if "dtype" in row]

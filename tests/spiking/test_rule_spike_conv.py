@@ -303,13 +303,13 @@ def _broken(stage: str) -> Rule:
 @pytest.mark.parametrize("stage", ["consider", "build"])
 def test_a_rule_that_fails_leaves_the_graph_as_it_was(stage):
     gm, before = _traced()
-    report = pipeline.run(gm, Options(implementation="binary"), rules=[_broken(stage)])
+    report = pipeline.run_rules(gm, Options(implementation="binary"), rules=[_broken(stage)])
     assert gm.code == before
     assert "broken on purpose" in report.sites[-1].reason
     assert not report.rewritten
     gm, _ = _traced()
     with pytest.raises(RuleError, match="broken on purpose"):
-        pipeline.run(gm, Options(implementation="binary", strict=True), rules=[_broken(stage)])
+        pipeline.run_rules(gm, Options(implementation="binary", strict=True), rules=[_broken(stage)])
 
 
 def _traced():
@@ -343,7 +343,7 @@ def test_passes_are_linear_in_the_size_of_the_graph():
 
         sys.setprofile(count)
         try:
-            report = pipeline.run(graphs[0], Options())
+            report = pipeline.run_rules(graphs[0], Options())
         finally:
             sys.setprofile(None)
         assert len(report.sites) == layers and len(graphs[0].graph.nodes) > 5 * layers
@@ -431,20 +431,20 @@ def test_a_window_in_numbers_is_the_window_as_written(shape, window):
     """However strides, paddings and dilations are spelled, and whatever is left out."""
     convolve = {1: F.conv1d, 2: F.conv2d}[len(shape)]
     x, weight = torch.randn(2, 3, *(11, 12)[: len(shape)]), torch.randn(4, 3, *shape)
-    geometry = spike_conv._geometry(_call(convolve, weight, **window))
+    geometry = spike_conv.geometry_of(_call(convolve, weight, **window))
     assert all(len(numbers) == len(shape) for numbers in geometry)
     torch.testing.assert_close(convolve(x, weight, None, *geometry), convolve(x, weight, **window))
 
 
 @pytest.mark.parametrize(("shape", "dilation"), [((2, 3), 1), ((3, 4), 1), ((3, 4), (2, 1)), ((4, 4), (1, 1))])
 def test_what_pads_one_side_more_is_refused(shape, dilation):
-    refused = spike_conv._geometry(_call(F.conv2d, torch.zeros(4, 3, *shape), padding="same", dilation=dilation))
+    refused = spike_conv.geometry_of(_call(F.conv2d, torch.zeros(4, 3, *shape), padding="same", dilation=dilation))
     assert isinstance(refused, Refusal) and "'same' is not symmetric" in str(refused)
 
 
 def test_a_padding_whose_weight_is_unknown_is_refused():
-    assert isinstance(spike_conv._geometry(_call(F.conv2d, None, padding="same")), Refusal)
-    assert spike_conv._geometry(_call(F.conv2d, None, padding="valid")) == ([1, 1], [0, 0], [1, 1])
+    assert isinstance(spike_conv.geometry_of(_call(F.conv2d, None, padding="same")), Refusal)
+    assert spike_conv.geometry_of(_call(F.conv2d, None, padding="valid")) == ([1, 1], [0, 0], [1, 1])
 
 
 def _call(function, weight, **arguments):

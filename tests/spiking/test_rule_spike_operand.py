@@ -152,7 +152,6 @@ def test_a_backward_sees_the_spikes_that_were_read(view, backend):
     model, x = Recurrent(view), signal(3, 4)
     model.fired[1] = True
     before = model.fired.clone().float()
-    torch._dynamo.reset()
     options = {"implementation": "binary"}
     call = torch.compile(model, backend="sparsecomp", options=options) if backend == "inductor" else None
     y = call(x) if call is not None else compiled(model, x)[0]
@@ -214,7 +213,6 @@ def test_transforms_inside_and_around(transform, inside):
         return F.linear(spikes(x), w)
 
     expected = transform(layer, x, w)
-    torch._dynamo.reset()
     options = {"implementation": "binary"}
     if inside:
         found = torch.compile(
@@ -269,7 +267,6 @@ def test_sums_that_could_pass_32_bits_stay_dense(most, taken):
 def test_a_strided_pixel_layer_trains_at_any_size(strategy, layout):
     model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Identity(), nn.Conv2d(8, 16, 1, stride=2, bias=False))
     other = copy.deepcopy(model)
-    torch._dynamo.reset()
     run = lambda net, x: net[2](Surrogate.apply(net[0](x)))  # noqa: E731
     with torch._inductor.config.patch(force_disable_caches=True):
         options = {"implementation": strategy}
@@ -302,7 +299,7 @@ def test_a_layer_with_hooks_keeps_them(kind, shape):
     layer, x = dyadic(kind(4, 4, 3)), signal(*shape)
     model = OnSpikes(layer).eval()
     layer.register_forward_hook(lambda module, inputs, output: operator.neg(output))
-    traced = pipeline.run(torch.fx.symbolic_trace(model), Options(implementation="binary"), eager=True)
+    traced = pipeline.run_rules(torch.fx.symbolic_trace(model), Options(implementation="binary"), eager=True)
     assert [found.reason for found in traced.sites if found.rule == "spike_conv"] == ["the module has hooks"]
     plain = F.conv1d if kind is nn.Conv1d else F.conv2d
     optimized = sparsecomp.optimize(model, x, implementation="binary")

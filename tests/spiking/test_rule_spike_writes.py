@@ -67,7 +67,7 @@ class Recurrent(nn.Module):
 
 def partitioned(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Rewritten, and cut in forward and backward as for Inductor, whose code takes seconds to build."""
-    report = pipeline.run(gm, Options.parse(None, {"implementation": IMPLEMENTATION.get(), "strict": True}))
+    report = pipeline.run_rules(gm, Options.parse(None, {"implementation": IMPLEMENTATION.get(), "strict": True}))
     assert report.rewritten or "linear" not in gm.code and "conv" not in gm.code
     run = aot_autograd(
         fw_compiler=lambda graph, _: graph,

@@ -326,7 +326,7 @@ def _extended(layer: nn.Module) -> _Calls:
     layer.register_buffer("shift", torch.tensor(0.5))
     layer.register_buffer("passing", torch.tensor(1.0), persistent=False)
     layer.inner = nn.Dropout().eval()
-    layer.note, layer._quiet = "first", [1]
+    layer.note, layer._unknown = "first", [1]
     return _Calls(layer)
 
 
@@ -341,7 +341,7 @@ def test_hooks_and_what_was_added_go_over_to_the_replacement_and_back(pruned) ->
     def check(kind: str) -> None:
         layer = model[0]
         assert (layer.gain, layer.shift, layer.passing, layer.inner) == (old.gain, old.shift, old.passing, old.inner)
-        assert layer.note == "first" and layer._quiet is old._quiet and not layer.inner.training
+        assert layer.note == "first" and layer._unknown is old._unknown and not layer.inner.training
         assert "0.gain" in dict(model.named_parameters()) and "0.shift" in model.state_dict()
         assert "0.passing" not in model.state_dict()
         weight = layer.weight.detach()

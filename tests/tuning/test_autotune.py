@@ -236,7 +236,7 @@ def test_a_lost_gpu_rejects_its_candidate_alone_and_stops(monkeypatch):
         if bench.ran and bench.ran[-1] == 32:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(autotune, "_synchronize", synchronize)
+    monkeypatch.setattr(autotune, "synchronized", synchronize)
     with pytest.raises(TuningError, match="TILE=32 made the GPU unusable .*illegal memory access"):
         choose(tuner(bench, cache), bench)
     assert entry(cache, bench).rejected.keys() == {bench.name(32)}
@@ -246,7 +246,8 @@ def test_tuning_cannot_run_in_a_graph_capture_or_under_fake_tensors(monkeypatch)
     bench, cache, notes = Bench({16: 3.0, 32: 2.0}), TuningCache(None), []
     tuned = tuner(bench, cache)
     with monkeypatch.context() as patch:
-        patch.setattr(autotune, "_is_capturing", lambda: True)
+        for asked in ("is_available", "is_current_stream_capturing"):
+            patch.setattr(torch.cuda, asked, lambda: True)
         assert choose(tuned, bench, notes=notes) == (16, "default")
     with torch._subclasses.FakeTensorMode():
         assert choose(tuned, bench, notes=notes) == (16, "default")
@@ -255,7 +256,8 @@ def test_tuning_cannot_run_in_a_graph_capture_or_under_fake_tensors(monkeypatch)
         "default configuration of triple: tuning cannot run while a graph is traced",
     ]
     assert choose(tuned, bench) == (32, "tuned"), "what a capture put off is done at the next chance"
-    monkeypatch.setattr(autotune, "_is_capturing", lambda: True)
+    for asked in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, asked, lambda: True)
     assert choose(tuned, bench, notes=notes) == (32, "tuned") and len(notes) == 2
 
 
@@ -416,7 +418,7 @@ def process_tuner(monkeypatch):
     bench = Bench({16: 3.0, 32: 1.0, 64: 2.0})
     tuned = tuner(bench)
     monkeypatch.setattr(autotune, "tuner", lambda: tuned)
-    monkeypatch.setattr(operations, "operations", lambda: {"triple": bench.operation})
+    monkeypatch.setattr(operations, "all_operations", lambda: {"triple": bench.operation})
     with bench.installed():
         yield bench, tuned
     dispatch.forget()

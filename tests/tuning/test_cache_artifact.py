@@ -81,12 +81,12 @@ def test_to_another_process(directory: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x80\x04N.", json.dumps({"kind": "x"}).encode(), b"[" * 100_000])
 def test_a_bad_artifact_is_left_out_with_a_warning(content: bytes) -> None:
     with pytest.warns(CacheWarning, match="left out"):
-        artifact.load(content)
+        artifact.load_artifact(content)
     assert default_cache().stats().entries == 0
 
 
 def test_a_torch_without_artifacts_rides_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.compiler._cache", None)  # importing it fails
-    assert _compat.register_artifact("other", artifact.load) is None
+    assert _compat.register_artifact("other", artifact.load_artifact) is None
     before = list(observers)
     assert artifact.install.__wrapped__() is False and observers == before

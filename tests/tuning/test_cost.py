@@ -23,7 +23,7 @@ from sparsecomp.lowering.tuning import ceilings as ceilings_module
 from sparsecomp.lowering.tuning.cards import H100, KNOWN, Ceilings
 from sparsecomp.lowering.tuning.ceilings import card_of, measure
 from sparsecomp.lowering.tuning.cost import Cost, break_even, rank, seconds, sizes, waves
-from sparsecomp.lowering.tuning.operations import operations
+from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.lowering.tuning.template import of_operation
 from sparsecomp.reference.geometry import Window
 
@@ -36,7 +36,7 @@ n, m, tile, density, processors = sizes("n m TILE density processors")
 
 pytest.importorskip("triton")  # templates hold their kernels
 
-TEMPLATES = [template for op in operations() for template in of_operation(op)]
+TEMPLATES = [template for op in all_operations() for template in of_operation(op)]
 
 PRODUCT = Cost(
     bytes=8 * n * m, operations=2 * n * m**2, rate="half", launches=sympy.Integer(3),
@@ -138,7 +138,7 @@ MEASURED = [row for row in TUNING["result"] if row["case"] == "binary_conv"]
 def _held_against(row: dict[str, Any]) -> tuple[list[float], float]:
     """Measured times in the order of the estimates, and the first's estimate."""
     problem = problem_of(row)
-    ranked = rank(operations()["binary_conv"].candidates(problem, HOPPER), problem, H100)
+    ranked = rank(all_operations()["binary_conv"].candidates(problem, HOPPER), problem, H100)
     names = [f"{candidate.template.name}:{candidate.config}" for candidate in ranked]
     return [row["ms"][name] for name in names if name in row["ms"]], seconds(ranked[0], problem, H100) * 1e3
 
@@ -162,14 +162,14 @@ def test_the_portable_kernels_fastest_is_among_its_first_three(c, size, digits):
     if digits == 2 and c > 64:
         config = "BK=128,BM=128,BN=64,stages=3,warps=4"
     problem = _stage(c, size, digits)
-    ranked = rank(operations()["binary_conv"].candidates(problem, AMPERE), problem, H100)
+    ranked = rank(all_operations()["binary_conv"].candidates(problem, AMPERE), problem, H100)
     assert config in [str(candidate.config) for candidate in ranked[:3]]
 
 
 def test_few_pixels_take_small_tiles():
     problem = _stage(512, 7, 3, batch=1)
     for device in (HOPPER, AMPERE):
-        assert rank(operations()["binary_conv"].candidates(problem, device), problem, H100)[0].config["BM"] == 64
+        assert rank(all_operations()["binary_conv"].candidates(problem, device), problem, H100)[0].config["BM"] == 64
 
 
 def _stage(c: int, size: int, digits: int, batch: int = 128) -> BinaryConv:
@@ -206,9 +206,9 @@ def card(monkeypatch):
     monkeypatch.setattr(ceilings_module, "measure", counted)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    ceilings_module._settled.cache_clear()
+    ceilings_module.settled_card.cache_clear()
     yield state
-    ceilings_module._settled.cache_clear()
+    ceilings_module.settled_card.cache_clear()
 
 
 CUDA = torch.device("cuda", 0)
@@ -216,7 +216,7 @@ CUDA = torch.device("cuda", 0)
 
 def test_ceilings_are_measured_once_and_kept(card):
     assert [card_of(CUDA), card_of(CUDA), card.measured] == [CARD, CARD, 1]
-    ceilings_module._settled.cache_clear()  # as in another process
+    ceilings_module.settled_card.cache_clear()  # as in another process
     assert [card_of(CUDA), card.measured] == [CARD, 1]
     (stored,) = card.cache.facts.values()
     assert stored == asdict(CEILINGS)
@@ -230,7 +230,7 @@ def test_facts_of_another_version_are_measured_anew(card):
 def test_a_known_card_is_not_measured_unless_somebody_stored_it(card):
     card.name = "NVIDIA H100 80GB HBM3"
     assert [card_of(CUDA), card.measured] == [H100, 0]
-    ceilings_module._settled.cache_clear()
+    ceilings_module.settled_card.cache_clear()
     card.cache.put_fact("ceilings", Device(card.name, "8.9", "3.6.0"), asdict(CEILINGS))
     assert [card_of(CUDA), card.measured] == [CARD, 0]
 

@@ -9,7 +9,7 @@ from bench.table import RESULTS
 from bench.tuning import H100_DEVICE, problem_of, ranked
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.cost import seconds
-from sparsecomp.lowering.tuning.operations import operations
+from sparsecomp.lowering.tuning.operations import all_operations
 
 ROWS = [row for row in json.loads((RESULTS / "tuning.json").read_text())["result"] if "problem" in row]
 pytest.importorskip("triton")  # templates hold their kernels
@@ -53,6 +53,6 @@ def test_estimates_of_the_fastest_are_times_to_believe_in(case):
         if row["case"] == case:
             fastest = min(row["ms"], key=row["ms"].get)
             problem = problem_of(row)
-            candidates = operations()[case].candidates(problem, H100_DEVICE)
+            candidates = all_operations()[case].candidates(problem, H100_DEVICE)
             chosen = next(one for one in candidates if f"{one.template.name}:{one.config}" == fastest)
             assert seconds(chosen, problem, H100) * 1e3 == pytest.approx(row["ms"][fastest], rel=0.35), row["problem"]

@@ -38,7 +38,7 @@ from sparsecomp.lowering.spiking.skip_conv import ListRows
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.cost import rank, seconds
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
-from sparsecomp.lowering.tuning.operations import operations
+from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.passes.cost import cpu as cpu_cost
 from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost import spiking as gate
@@ -189,8 +189,8 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
     **{
         f"cpu {format} {n} {trained}": partial(
             lambda work, trained: [
-                cpu_cost.sparse_seconds(work, trained), cpu_cost.dense_seconds(work, trained, False),
-                cpu_cost.dense_seconds(work, trained, True),
+                cpu_cost.sparse_on_cpu(work, trained), cpu_cost.dense_on_cpu(work, trained, False),
+                cpu_cost.dense_on_cpu(work, trained, True),
             ],
             cpu_cost.Work(format, entry, 128, 256, n, 3000), trained,
         )
@@ -287,13 +287,13 @@ def found(op: str, which: int) -> dict[str, list[Any]]:
     """
     answer = {}
     for card, device in DEVICES.items():
-        candidates = operations()[op].candidates(PROBLEMS[op][which], device)
+        candidates = all_operations()[op].candidates(PROBLEMS[op][which], device)
         for name, group in itertools.groupby(candidates, key=lambda candidate: candidate.template.name):
             ranked = rank(list(group), PROBLEMS[op][which], H100)
             times = [seconds(candidate, PROBLEMS[op][which], H100) * 1e6 for candidate in ranked]
             numbers = [float(f"{number:.7g}") for number in (times[0], sum(times))]
             answer[f"{op} {which} {card} {name}"] = [len(ranked), str(ranked[0].config), *numbers]
-        for name, reason in operations()[op].refusals(PROBLEMS[op][which], device).items():
+        for name, reason in all_operations()[op].refusals(PROBLEMS[op][which], device).items():
             answer[f"{op} {which} {card} {name}"] = [0, reason]
     return answer
 
@@ -309,7 +309,7 @@ def test_costs_are_those_of_the_table(op: str, which: int) -> None:
 
 
 def test_the_table_has_every_operation() -> None:
-    assert set(PROBLEMS) == set(operations()) - {"semi_structured"}  # whose times are cuSPARSELt's
+    assert set(PROBLEMS) == set(all_operations()) - {"semi_structured"}  # whose times are cuSPARSELt's
 
 
 # At most 2^28 elements of a dense matrix, 2^27 of sums; 2^31 - 1 of an operand of cuSPARSELt's.
@@ -335,8 +335,8 @@ BOUNDS: list[tuple[str, str, Any, Any, str]] = [
 
 @pytest.mark.parametrize(("op", "template", "taken", "change", "why"), BOUNDS)
 def test_a_template_refuses_from_its_bound_on(op: str, template: str, taken: Any, change: Any, why: str) -> None:
-    assert template not in operations()[op].refusals(taken, DEVICES["H100"])
-    assert why in operations()[op].refusals(taken._replace(**change), DEVICES["H100"])[template]
+    assert template not in all_operations()[op].refusals(taken, DEVICES["H100"])
+    assert why in all_operations()[op].refusals(taken._replace(**change), DEVICES["H100"])[template]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_shared_memory_is_what_nvidia_says(capability: str, most: int) -> None:
 def test_a_format_without_rates_takes_a_cpu_as_long_as_one_of_the_same_entries(entry: Any, like: str) -> None:
     new, known = (cpu_cost.Work(format, entry, 64, 96, 8, 500) for format in ("new", like))
     for trained in (False, True):
-        assert cpu_cost.sparse_seconds(new, trained) == cpu_cost.sparse_seconds(known, trained)
+        assert cpu_cost.sparse_on_cpu(new, trained) == cpu_cost.sparse_on_cpu(known, trained)
 
 
 def test_registers_hold_192_sums_a_thread() -> None:

@@ -50,7 +50,7 @@ class Kernel:
 def driver(monkeypatch):
     """Eight-byte pointers and a 4-, an 8- and a 4-byte number; two scratch pointers."""
     driver = Driver([8, 8, 4, 8, 4, 8, 8])
-    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(launch, "cuda_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the device number of a CPU tensor
     active = SimpleNamespace(get_current_stream=lambda device: 0xABC)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))

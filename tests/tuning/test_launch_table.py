@@ -33,7 +33,7 @@ from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackE
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided
 from sparsecomp.lowering.spiking.skip_conv import ListRows
-from sparsecomp.lowering.tuning.operations import operations
+from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.lowering.tuning.template import Candidate
 from sparsecomp.reference.geometry import Window
 
@@ -155,8 +155,8 @@ def found(op: str, which: int) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     problem = PROBLEMS[op][which]
     for device in (H100, A100):  # the newer one's kernels do not run on the other, where older ones take over
-        candidates = operations()[op].candidates(problem, device)
-        answer = operations()[op].refusals(problem, device) | answer
+        candidates = all_operations()[op].candidates(problem, device)
+        answer = all_operations()[op].refusals(problem, device) | answer
         for name, group in itertools.groupby(candidates, key=lambda candidate: candidate.template.name):
             every = list(group)
             if not isinstance(answer.get(name), list):
@@ -176,12 +176,11 @@ def _launched(candidates: list[Candidate[Any]], problem: Any) -> list[str]:
 def _parts(prepared: Any) -> list[str]:
     """The launches and workspaces of what a template prepared."""
     if isinstance(prepared, Launch):
-        made = vars(prepared)
-        return [f"{made['_kernel'].__name__} {list(made['_grid'])} {list(made['_numbers'])} {made['_named']}"]
+        return [f"{prepared.kernel.__name__} {list(prepared.grid)} {list(prepared.numbers)} {prepared.named}"]
     if not isinstance(prepared, Launches):
         return [type(prepared).__name__]
-    spaces = [f"{list(shape)} {dtype}" for shape, _, dtype in vars(prepared)["_workspaces"]]
-    return [*spaces, *(f"{_parts(step.launch)[0]} of {step.takes}" for step in vars(prepared)["_steps"])]
+    spaces = [f"{list(shape)} {dtype}" for shape, _, dtype in prepared.workspaces]
+    return [*spaces, *(f"{_parts(step.launch)[0]} of {step.takes}" for step in prepared.steps)]
 
 
 @pytest.mark.parametrize(("op", "which"), list(cases()))

@@ -15,7 +15,7 @@ from sparsecomp.lowering.spiking.event_conv import ACCUMULATE, Accumulate
 from sparsecomp.lowering.spiking.implementations import SPIKE_CONV, SiteInfo
 from sparsecomp.lowering.spiking.lif import LIF, Lif
 from sparsecomp.lowering.spiking.packing import CAST, CAST_STRIDED, PACK_WEIGHT, Cast, CastStrided, PackWeight
-from sparsecomp.lowering.tuning.operations import operations
+from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.lowering.tuning.template import Config, of_operation
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.reference.geometry import Window
@@ -116,9 +116,9 @@ def test_hopper_has_its_own_convolution_and_says_why_others_do_not():
 
 
 def test_names_are_unique_and_every_operation_has_a_template():
-    found = [template for name in operations() for template in of_operation(name)]
+    found = [template for name in all_operations() for template in of_operation(name)]
     assert len({template.name for template in found}) == len(found)
-    assert all(of_operation(name) for name in operations())
+    assert all(of_operation(name) for name in all_operations())
 
 
 def test_another_source_is_another_version_of_the_candidate():

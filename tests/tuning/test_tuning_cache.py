@@ -13,6 +13,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -24,7 +25,7 @@ from sparsecomp.errors import CacheError
 from sparsecomp.lowering.cache import database as store
 from sparsecomp.lowering.cache.entry import KIND, VERSION, Document, dump
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
-from sparsecomp.lowering.cache.tuning_cache import CacheWarning, Entry, TuningCache, default_cache
+from sparsecomp.lowering.cache.tuning_cache import CacheWarning, Entry, TuningCache, default_cache, read_results
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 A100 = Device("NVIDIA A100-SXM4-80GB", "8.0", "3.6.0")
@@ -110,7 +111,7 @@ def test_facts_of_a_card(cache: TuningCache, tmp_path: Path) -> None:
     assert cache.fact("ceilings", replace(H100, triton="3.9.0")) is None
     cache.export(tmp_path / "facts.json")
     other = TuningCache(None)
-    assert other.import_(tmp_path / "facts.json") == 0
+    assert other.take(read_results(tmp_path / "facts.json")) == 0
     assert other.fact("ceilings", H100) == {"bandwidth": 3.1e12, "int8": 1.2e15}
     with pytest.raises(CacheError, match="positive"):
         cache.put_fact("ceilings", H100, {"bandwidth": float("nan")})
@@ -281,7 +282,7 @@ def _tune(cache: TuningCache, process: int, victim: bool) -> None:
     """Sixteen entries of its own and one candidate in a common one; the victim dies within its ninth write."""
     for number in range(16):
         if victim and number == 8:
-            store._evict = lambda db, most: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            store.evict = lambda db, most: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         cache.put(signature(100 * process + number), times={"a": 1.0 + number}, verified=["a"])
     cache.put(signature(9999), times={f"of {process}": 1.0})
     cache.close()
@@ -429,7 +430,7 @@ def test_bytes_altered_anywhere_never_crash_nor_change_a_result(tmp_path: Path) 
             cache.explain_miss(signature(40))
             cache.put(signature(40), times={"z": 1.0})
             exported = cache.export(tmp_path / "x.json")
-        assert TuningCache(None).import_(tmp_path / "x.json") == exported
+        assert TuningCache(None).take(read_results(tmp_path / "x.json")) == exported
         cache.close()
         for name in tmp_path.iterdir():
             name.unlink()
@@ -504,10 +505,21 @@ def test_no_directory_can_be_made(tmp_path: Path) -> None:
     assert len(caught) == 1 and cache.get(signature()) is not None
 
 
-def test_a_full_disk(cache: TuningCache) -> None:
+def test_a_full_disk(cache: TuningCache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.put(signature(0), times={"a": 1.0})
-    pages = cache._store._open().execute("PRAGMA page_count").fetchone()[0]
-    cache._store._open().execute(f"PRAGMA max_page_count = {pages}")
+    cache.close()
+    connect, database = sqlite3.connect, cache.path
+    with closing(connect(database)) as db:
+        (pages,) = db.execute("PRAGMA page_count").fetchone()
+
+    def full(place: Any, **kwargs: Any) -> sqlite3.Connection:
+        db = connect(place, **kwargs)
+        if place != ":memory:":
+            db.execute(f"PRAGMA max_page_count = {pages}")
+        return db
+
+    monkeypatch.setattr(sqlite3, "connect", full)
+    cache = TuningCache(database)
     with pytest.warns(CacheWarning, match=r"full.*stay in memory") as caught:
         for number in range(1, 100):
             cache.put(signature(number), times={"a": 1.0 + number})
@@ -518,7 +530,7 @@ def test_a_full_disk(cache: TuningCache) -> None:
 
 
 def test_a_database_that_stays_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_PATIENCE", 0.3)
+    monkeypatch.setattr(store, "PATIENCE", 0.3)
     writer = TuningCache(tmp_path / "tuning.sqlite")
     writer.put(signature(), times={"a": 1.0})
     writer.close()
@@ -534,7 +546,7 @@ def test_a_database_that_stays_locked(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_database_that_is_locked_for_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_PATIENCE", 20.0)
+    monkeypatch.setattr(store, "PATIENCE", 20.0)
     writer = TuningCache(tmp_path / "tuning.sqlite")
     writer.put(signature(), times={"a": 1.0})
     writer.close()
@@ -546,9 +558,9 @@ def test_a_database_that_is_locked_for_a_moment_is_waited_for(tmp_path: Path, mo
     (entry,) = store.read_database(tmp_path / "tuning.sqlite").entries
     assert entry.times == {"a": 1.0}
     with pytest.raises(sqlite3.OperationalError, match="locked"):
-        store._until(time.monotonic() - 1)(sqlite3.SQLITE_BUSY, 1, 1)
-    store._until(time.monotonic() + 9)(sqlite3.SQLITE_BUSY, 1, 1)
-    store._until(time.monotonic() - 1)(sqlite3.SQLITE_DONE, 0, 1)
+        store.until(time.monotonic() - 1)(sqlite3.SQLITE_BUSY, 1, 1)
+    store.until(time.monotonic() + 9)(sqlite3.SQLITE_BUSY, 1, 1)
+    store.until(time.monotonic() - 1)(sqlite3.SQLITE_DONE, 0, 1)
 
 
 def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,7 +594,7 @@ def test_an_export_serves_a_fresh_cache_but_no_other_card_or_compiler(cache: Tun
     assert cache.export(tmp_path / "h100.json") == 20
     assert sorted(path.name for path in tmp_path.glob("*.json*")) == ["h100.json"]
     fresh = TuningCache(tmp_path / "fresh" / "tuning.sqlite")
-    assert fresh.import_(tmp_path / "h100.json") == 20
+    assert fresh.take(read_results(tmp_path / "h100.json")) == 20
     assert [fresh.get(signature(number)) for number in range(20)] == [cache.get(signature(n)) for n in range(20)]
     assert (fresh.stats().hits, fresh.stats().misses) == (20, 0)
     assert fresh.export(tmp_path / "again.json") == 20
@@ -603,12 +615,12 @@ def test_own_measurements_stay_when_others_come_in(cache: TuningCache, tmp_path:
     cache.put(signature(0), times={"a": 1.0}, verified=["a"])
     cache.put_fact("ceilings", H100, {"fp32": 2.0})
     assert cache.get(signature(1)) is None
-    assert cache.merge(tmp_path / "other.sqlite") == 2
+    assert cache.take(read_results(tmp_path / "other.sqlite")) == 2
     entry = cache.get(signature(0))
     assert entry is not None and entry.times == {"a": 1.0, "b": 0.5} and entry.verified == {"a", "b"}
     assert cache.get(signature(1)) is not None and cache.fact("ceilings", H100) == {"fp32": 2.0}
     other.export(tmp_path / "other.json")
-    assert TuningCache(None).merge(tmp_path / "other.json") == 2
+    assert TuningCache(None).take(read_results(tmp_path / "other.json")) == 2
 
 
 def _file(**changes: Any) -> dict[str, Any]:
@@ -679,17 +691,16 @@ def test_a_file_with_one_bad_value_is_refused_whole(kind: str, tmp_path: Path) -
     path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     cache = TuningCache(tmp_path / "tuning.sqlite")
     cache.put(signature(1), times={"a": 1.0})
-    for way in (cache.import_, cache.merge):
-        with pytest.raises(CacheError):
-            way(path)
+    with pytest.raises(CacheError):
+        cache.take(read_results(path))
     assert cache.stats().entries == 1 and cache.facts() == []
 
 
 def test_the_untouched_file_of_the_cases_above_is_good(tmp_path: Path) -> None:
     (tmp_path / "file.json").write_text(json.dumps(_file()))
-    assert TuningCache(None).import_(tmp_path / "file.json") == 1
+    assert TuningCache(None).take(read_results(tmp_path / "file.json")) == 1
     (tmp_path / "file.json").write_text(json.dumps(_file(), indent=4, sort_keys=True))
-    assert TuningCache(None).import_(tmp_path / "file.json") == 1
+    assert TuningCache(None).take(read_results(tmp_path / "file.json")) == 1
 
 
 def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -697,7 +708,7 @@ def test_a_file_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "file.json").write_text(text)
     monkeypatch.setattr("sparsecomp.lowering.cache.entry.MAX_BYTES", len(text) - 1)
     with pytest.raises(CacheError, match="at most"):
-        TuningCache(None).import_(tmp_path / "file.json")
+        TuningCache(None).take(read_results(tmp_path / "file.json"))
 
 
 def test_a_database_of_others_is_checked_as_well_and_left_alone(cache: TuningCache, tmp_path: Path) -> None:
@@ -712,19 +723,17 @@ def test_a_database_of_others_is_checked_as_well_and_left_alone(cache: TuningCac
             db.execute("UPDATE entries SET body = ?, crc = ? WHERE rowid = 2", (body, crc))
         db.close()
         with pytest.raises(CacheError, match=message):
-            cache.merge(path)
+            cache.take(read_results(path))
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(CacheError, match="no readable database"):
-        cache.merge(path)
+        cache.take(read_results(path))
     assert cache.stats().entries == 0 and path.stat().st_size == 5000
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])
 def test_files_that_cannot_be_read_or_written(cache: TuningCache, tmp_path: Path, name: str) -> None:
     with pytest.raises(CacheError, match="cannot be read"):
-        cache.import_(tmp_path / name)
-    with pytest.raises(CacheError, match="cannot be read"):
-        cache.merge(tmp_path / name)
+        cache.take(read_results(tmp_path / name))
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "no such directory" / "x.json", tmp_path / "file" / "x.json", tmp_path):
         with pytest.raises(CacheError, match="cannot be written"):

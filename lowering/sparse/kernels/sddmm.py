@@ -15,7 +15,7 @@ from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import copy_rows_kernel
 from sparsecomp.lowering.sparse.sddmm import Sddmm
-from sparsecomp.lowering.sparse.spmm_csr import unsupported
+from sparsecomp.lowering.sparse.spmm_csr import unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -61,7 +61,7 @@ def sddmm_kernel(
 
 
 def _refuse(problem: Sddmm, device: Device) -> str | None:
-    return unsupported(problem.dtype, problem.out_dtype)
+    return unsupported_dtypes(problem.dtype, problem.out_dtype)
 
 
 def _space(problem: Sddmm, device: Device) -> list[Config]:

@@ -22,7 +22,7 @@ from sparsecomp.lowering.sparse.kernels.halves_product import padded
 from sparsecomp.lowering.sparse.kernels.product_cost import HALVES_RATE, RATE, product_seconds
 from sparsecomp.lowering.sparse.kernels.sddmm import rows_of_entries
 from sparsecomp.lowering.sparse.sddmm import Sddmm
-from sparsecomp.lowering.sparse.spmm_csr import unsupported
+from sparsecomp.lowering.sparse.spmm_csr import unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -63,7 +63,7 @@ def _refuse(problem: Sddmm, device: Device) -> str | None:
         return f"the product would pass {_MOST_PRODUCT} elements"
     if p.d < 8:
         return "a depth below 8 leaves tensor cores idle"
-    return unsupported(p.dtype, p.out_dtype)
+    return unsupported_dtypes(p.dtype, p.out_dtype)
 
 
 def _space(problem: Sddmm, device: Device) -> list[Config]:

@@ -156,7 +156,8 @@ class _Guarded:
             with torch.cuda.device(device):
                 return self(values, indices, compressed, kept, dense, bias, residual, out)
         at = None if bias is None else bias.data_ptr()
-        plan = self._plans(device, cusparselt.SOME_BIAS if at is not None and cusparselt.load().rebinds else at)
+        rebinds = at is not None and cusparselt.loaded_library().rebinds
+        plan = self._plans(device, cusparselt.SOME_BIAS if rebinds else at)
         own = self._guard_bytes
         scratch = torch.empty(own + plan.workspace_bytes, dtype=torch.uint8, device=device)
         if kept is not None:
@@ -243,7 +244,7 @@ def _unlike(problem: SpmmNM) -> str | None:
 
 
 @lru_cache(maxsize=8192)
-def _algorithms(product: Matmul) -> tuple[Algorithm, ...]:
+def offered(product: Matmul) -> tuple[Algorithm, ...]:
     """Those of the library's that are offered, on the current device; of some with parts it makes no plan.
 
     Raises:
@@ -263,13 +264,13 @@ def _splits(product: Matmul, card: Card) -> list[tuple[int, int]]:
 
 def _unable(product: Matmul) -> str | None:
     try:
-        return None if _algorithms(product) else "cuSPARSELt has no algorithm for it"
+        return None if offered(product) else "cuSPARSELt has no algorithm for it"
     except LibraryError as error:
         return str(error)
 
 
 def _space(problem: SpmmNM, device: Device) -> list[Config]:
-    found, bfloat16 = _algorithms(product_of(problem)), int(problem.dtype == "bfloat16")
+    found, bfloat16 = offered(product_of(problem)), int(problem.dtype == "bfloat16")
     return [
         Config(
             algorithm=one.number, split_k=one.split_k, split_k_mode=one.split_k_mode, bfloat16=bfloat16,

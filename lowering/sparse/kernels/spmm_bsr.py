@@ -13,7 +13,7 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, precision
 from sparsecomp.lowering.sparse.spmm_bsr import SpmmBsr
-from sparsecomp.lowering.sparse.spmm_csr import unsupported
+from sparsecomp.lowering.sparse.spmm_csr import unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -78,7 +78,7 @@ def _refuse(problem: SpmmBsr, device: Device) -> str | None:
         return f"tensor cores multiply one dtype, not {p.dtype} with {p.dense_dtype}"
     if p.block_columns * p.width >= 2**31:
         return "a block row is deeper than 2^31"
-    return unsupported(p.dtype, p.dense_dtype, p.output.dtype)
+    return unsupported_dtypes(p.dtype, p.dense_dtype, p.output.dtype)
 
 
 def _space(problem: SpmmBsr, device: Device) -> list[Config]:
@@ -119,7 +119,7 @@ _height, _width, _variation, _itemsize, _bm, _bn, _dense_col = sizes(
 _bk, _warps, _stages, _processors = sizes("BK warps stages processors")
 _half_rate, _tf32, _block_half, _tile_tf32x3, _fill_blocks = sizes("half tf32 block_half tile_tf32x3 fill_blocks")
 
-_tiles = _block_rows * sympy.ceiling(_height / _bm) * sympy.ceiling(_n / _bn) * _batch
+programs = _block_rows * sympy.ceiling(_height / _bm) * sympy.ceiling(_n / _bn) * _batch
 _depth = _blocks / _block_rows * _width * (1 + _variation / 2)
 _half = sympy.Piecewise((1, sympy.Eq(_itemsize, 2)), (0, True))
 # fitted to 900 timings of 16 patterns on an H100 (a choice is within 8 % of the best of them)
@@ -129,10 +129,10 @@ _copies = (_bm + _bn) * _bk * _itemsize / _fill_blocks
 _shared = (sympy.floor(_stages / 2) + 2 - _half) * _bk * (_bm + _bn) * _itemsize
 _registers = (_bm * _bn / (32 * _warps) * (2 - _half) + 70) * 32 * _warps
 _resident = sympy.Max(sympy.Min(sympy.floor(sympy.Min(220e3 / _shared, 65536 / _registers, 64 / _warps)), 8), 1)
-_busy = sympy.Min(_resident, sympy.Max(_tiles / _processors, 1))
+_busy = sympy.Min(_resident, sympy.Max(programs / _processors, 1))
 # the loads of dense wait for those of columns: a microsecond, as often as half of the stages are under way
 _step = sympy.Max(1e-6 / sympy.floor(_stages / 2), _busy * sympy.Max(2 * _bm * _bn * _bk / _rate, _copies))
-_walk = sympy.ceiling(_tiles / (_processors * _resident)) * (sympy.ceiling(_depth / _bk) * _step + 4e-6)
+_walk = sympy.ceiling(programs / (_processors * _resident)) * (sympy.ceiling(_depth / _bk) * _step + 4e-6)
 # gathering columns instead of rows pulls a sector for every element that is no neighbour
 _strided = sympy.Piecewise((1, sympy.Eq(_dense_col, 1)), (1.3, True))
 

@@ -28,7 +28,7 @@ from sparsecomp.lowering.sparse.kernels.epilogue import finish, precision
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
 from sparsecomp.lowering.sparse.kernels.product_cost import product_seconds
 from sparsecomp.lowering.sparse.kernels.stored_places import densify_kernel, densify_launch
-from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported
+from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -83,7 +83,7 @@ def _refuse(problem: SpmmCsr, device: Device) -> str | None:
         return f"the dense matrix would pass {MOST_WORKSPACE} elements"
     if p.n < 8:
         return "fewer than 8 columns leave tensor cores idle"
-    return unsupported(p.dtype, p.dense_dtype, p.output.dtype)
+    return unsupported_dtypes(p.dtype, p.dense_dtype, p.output.dtype)
 
 
 def _space(problem: SpmmCsr, device: Device) -> list[Config]:

@@ -27,7 +27,7 @@ from sparsecomp.lowering.sparse.kernels.halves_product import (
 )
 from sparsecomp.lowering.sparse.kernels.product_cost import HALVES_RATE, product_seconds
 from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import MATRICES, MOST_WORKSPACE, repair_kernel, repair_launch
-from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported
+from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -102,7 +102,7 @@ def _refuse(problem: SpmmCsr, device: Device) -> str | None:
         return f"the dense matrix would pass {MOST_WORKSPACE} elements"
     if p.n < 8:
         return "fewer than 8 columns leave tensor cores idle"
-    return unsupported(p.output.dtype)
+    return unsupported_dtypes(p.output.dtype)
 
 
 def _space(problem: SpmmCsr, device: Device) -> list[Config]:

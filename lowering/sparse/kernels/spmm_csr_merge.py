@@ -18,7 +18,7 @@ from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.sparse.kernels import spmm_csr_rows as rows
 from sparsecomp.lowering.sparse.kernels.epilogue import finish
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
-from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported
+from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -129,7 +129,7 @@ def finish_rows_kernel(
 def _refuse(problem: SpmmCsr, device: Device) -> str | None:
     if problem.batch * _chunks(problem, max(_TOKENS)) * 2 * problem.n > _MOST_WORKSPACE:
         return f"its workspace would pass {_MOST_WORKSPACE} elements"
-    return unsupported(problem.dtype, problem.dense_dtype, problem.output.dtype)
+    return unsupported_dtypes(problem.dtype, problem.dense_dtype, problem.output.dtype)
 
 
 def _chunks(problem: SpmmCsr, tokens: int) -> int:

@@ -16,7 +16,7 @@ from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.sparse.kernels.epilogue import finish
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
-from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported
+from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -161,7 +161,7 @@ def _balanced(rows: int, unroll: int, entries: int, columns: int, warps: int) ->
 
 
 def _refuse(problem: SpmmCsr, device: Device) -> str | None:
-    return unsupported(problem.dtype, problem.dense_dtype, problem.output.dtype)
+    return unsupported_dtypes(problem.dtype, problem.dense_dtype, problem.output.dtype)
 
 
 def _space(problem: SpmmCsr, device: Device) -> list[Config]:

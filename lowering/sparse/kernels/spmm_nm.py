@@ -15,7 +15,7 @@ from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.sparse.kernels.dense_product import GROUP, tile_count, tile_of
 from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, flag, precision
 from sparsecomp.lowering.sparse.kernels.product_cost import product_seconds
-from sparsecomp.lowering.sparse.spmm_csr import unsupported
+from sparsecomp.lowering.sparse.spmm_csr import unsupported_dtypes
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
@@ -143,7 +143,7 @@ def _refuse(problem: SpmmNM, device: Device) -> str | None:
     p = problem
     if p.dtype != p.dense_dtype:
         return f"tensor cores multiply one dtype, not {p.dtype} with {p.dense_dtype}"
-    return unsupported(p.dtype, p.dense_dtype, p.output.dtype)
+    return unsupported_dtypes(p.dtype, p.dense_dtype, p.output.dtype)
 
 
 def _space(problem: SpmmNM, device: Device) -> list[Config]:

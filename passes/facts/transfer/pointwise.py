@@ -41,7 +41,7 @@ def add(op: CanonicalOp, facts: Facts) -> Result:
     if minus:
         # Negating first would wrap in an unsigned dtype although the difference need not.
         b = algebra.mirrored(b)
-    result = algebra.add(a, b, dtype)
+    result = algebra.add_facts(a, b, dtype)
     if result is not None and not result.integral and (a.integral or b.integral):
         return Kept(result, Lost(LostKind.RESCALES, f"{op.name} of values on different grids ends the domain"))
     return result
@@ -53,7 +53,7 @@ def mul(op: CanonicalOp, facts: Facts) -> Result:
     left, right = op.input, op.get("other")
     a, b = facts.of(left), facts.of(right)
     if a is not None and b is not None:
-        return algebra.multiply(a, b, dtype_of(op.node))
+        return algebra.multiply_facts(a, b, dtype_of(op.node))
     if a is None and b is None:
         return None
     fact, known, other = (a, left, right) if a is not None else (b, right, left)
@@ -119,7 +119,7 @@ def magnitude(op: CanonicalOp, facts: Facts) -> Result:
         # Integer types have a most negative number without a positive twin.
         return algebra.interval(0, None) if _floating(op.input) else None
     if op.name == "square":
-        squared = algebra.multiply(fact, fact, torch.float64)
+        squared = algebra.multiply_facts(fact, fact, torch.float64)
         assert squared is not None
         return algebra.fit_dtype(replace(squared, lo=max(squared.lo or 0, 0)), dtype_of(op.node))
     bounds = [bound for bound in (fact.lo, fact.hi) if bound is not None]

@@ -101,7 +101,7 @@ def matmul(op: CanonicalOp, facts: Facts) -> Result:
     if a is None or b is None or not (_countable(a) and _countable(b)):
         return mixes(op, facts)
     depth = _contracted_size(op.input)
-    product = algebra.multiply(a, b, torch.float64)
+    product = algebra.multiply_facts(a, b, torch.float64)
     if depth is None or product is None or not product.integral:
         return Lost(LostKind.MIXES, "matmul over an unknown number of elements ends the domain")
     summed = sum_of(product, depth)

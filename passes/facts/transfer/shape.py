@@ -2,11 +2,11 @@
 
 from sparsecomp.passes.facts.registry import Facts, Items, Lost, LostKind, Result, transfer
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of
-from sparsecomp.passes.graph.operators import Trait, named
+from sparsecomp.passes.graph.operators import Trait, spelled_as
 from sparsecomp.reference import facts as algebra
 
 
-@transfer(*named(Trait.MOVES))
+@transfer(*spelled_as(Trait.MOVES))
 def move(op: CanonicalOp, facts: Facts) -> Result:
     """The same elements in another place, order or number."""
     if op.reinterprets():
@@ -46,7 +46,7 @@ def concatenate(op: CanonicalOp, facts: Facts) -> Result:
     return joined if alike else algebra.fit_dtype(joined, dtype_of(op.node))
 
 
-@transfer(*named(Trait.PARTS))
+@transfer(*spelled_as(Trait.PARTS))
 def divide(op: CanonicalOp, facts: Facts) -> Result:
     """A tuple of parts, all alike."""
     return Items(rest=facts.of(op.input))

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 from sparsecomp.errors import ConfigError
 from sparsecomp.nn.local.activations import activation_of
 from sparsecomp.nn.local.linear import COMPUTE_MODES
-from sparsecomp.reference.local.connectivity import check_shape
+from sparsecomp.reference.local.connectivity import check_grid
 
 NORMS = ("rms", "layer", "none")
 Shape = tuple[int, int]
@@ -61,7 +61,7 @@ class GeoSparseConfig:
         if not self.grids or len(self.grids) != self.depth:
             raise ConfigError(f"shape has {len(self.grids)} grids, depth is {self.depth}: give (H, W), or one a block")
         if self.input_shape is not None:
-            check_shape(self.input_shape)
+            check_grid(self.input_shape)
         for name, known in (("norm", NORMS), ("compute_mode", COMPUTE_MODES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, needs one of {', '.join(known)}")
@@ -88,8 +88,8 @@ class GeoSparseConfig:
         """(H, W) of each block."""
         shape = self.shape
         if isinstance(shape, Sequence) and shape and all(isinstance(one, Sequence) for one in shape):
-            return [check_shape(one) for one in shape]
-        return [check_shape(cast(Any, shape))] * self.depth
+            return [check_grid(one) for one in shape]
+        return [check_grid(cast(Any, shape))] * self.depth
 
 
 def check_probability(name: str, given: Any) -> None:

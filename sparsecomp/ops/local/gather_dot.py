@@ -98,7 +98,7 @@ def _rows(x: Tensor) -> Tensor:
 def _product(x, weight, index, bias, residual, transposed, activation, spread):
     shape = _result_shape(x, weight, index, bias, residual, transposed, activation, spread)
     with without_autocast(x):
-        found = reference.product(_rows(x), weight.to(accumulator(x.dtype)), index)
+        found = reference.gathered_product(_rows(x), weight.to(accumulator(x.dtype)), index)
         beside = None if residual is None else residual.reshape(found.shape)
         out = epilogue(found, bias, beside, "column", activation, 1.0)
     return out.to(x.dtype).contiguous().view(shape)

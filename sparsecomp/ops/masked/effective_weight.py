@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import MaskError
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.reference.masks import MOST
 from sparsecomp.reference.memo import MEMO
 
@@ -154,14 +154,14 @@ def merge_by(weight: Tensor, theta: Tensor, table: Tensor) -> Tensor:
     """`effective_weight` by the kernel and what `ranks_of` a mask are, without checks."""
     from sparsecomp.lowering.masked import effective_weight as lowered  # loads Triton
 
-    return lowered.merge(weight.contiguous(), theta.contiguous(), table)
+    return lowered.merge_pruned(weight.contiguous(), theta.contiguous(), table)
 
 
 def split_by(whole: Tensor, table: Tensor, pruned: int, active: bool, rest: bool) -> tuple[Tensor, Tensor]:
     """`split_pruned` likewise."""
     from sparsecomp.lowering.masked import effective_weight as lowered  # loads Triton
 
-    return lowered.split(whole.contiguous(), table, pruned, active, rest)
+    return lowered.split_pruned_weight(whole.contiguous(), table, pruned, active, rest)
 
 
 def ranks_of(mask: Tensor) -> Tensor:
@@ -226,11 +226,7 @@ def _split_backward(ctx: Any, of_active: Tensor, of_rest: Tensor) -> tuple[Tenso
     return effective_weight(of_active, of_rest, mask), None, None, None, None
 
 
-library.impl("effective_weight", _merge_cpu, "CPU")
-library.impl("effective_weight", merge_cuda, "CUDA")
-torch.library.register_fake("sparsecomp::effective_weight", _fake_merge, lib=library)
+implement("effective_weight", _merge_cpu, merge_cuda, _fake_merge)
 torch.library.register_autograd("sparsecomp::effective_weight", _merge_backward, setup_context=_save_merge, lib=library)
-library.impl("split_pruned", _split_cpu, "CPU")
-library.impl("split_pruned", split_cuda, "CUDA")
-torch.library.register_fake("sparsecomp::split_pruned", _fake_split, lib=library)
+implement("split_pruned", _split_cpu, split_cuda, _fake_split)
 torch.library.register_autograd("sparsecomp::split_pruned", _split_backward, setup_context=_save_split, lib=library)

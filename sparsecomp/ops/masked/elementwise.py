@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import MaskError
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.masked.effective_weight import check_mask, effective_weight, split_pruned
 from sparsecomp.reference.masks import leading, select_by_sorting
 
-library.define(
-    "select_largest(Tensor scores, Tensor count) -> Tensor",
-    tags=TAGS,
-)
+library.define("select_largest(Tensor scores, Tensor count) -> Tensor", tags=TAGS)
 
 
 def scatter_pruned(theta: Tensor, mask: Tensor) -> Tensor:
@@ -114,6 +111,4 @@ def _check_two(weight: Tensor, other: Tensor, mask: Tensor) -> None:
         )
 
 
-library.impl("select_largest", select_by_sorting, "CPU")
-library.impl("select_largest", _select_cuda, "CUDA")
-torch.library.register_fake("sparsecomp::select_largest", _fake_select, lib=library)
+implement("select_largest", select_by_sorting, _select_cuda, _fake_select)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.ops.library import KEPT, TAGS, library
+from sparsecomp.ops.library import KEPT, TAGS, implement, library
 from sparsecomp.ops.masked.folded_weight import Packed, Recipe, computed, weight_of
 from sparsecomp.ops.sparse.spmm import spmm
 
@@ -69,8 +69,6 @@ def _fake_weight(sources, recipe):
     return computed(sources, Recipe.read(recipe).folded.formula)
 
 
-for _name, _function, _fake in (("folded_linear", _linear, _fake_linear), ("folded_weight", _weight, _fake_weight)):
-    library.impl(_name, _function, "CPU")
-    library.impl(_name, _function, "CUDA")
-    torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
+implement("folded_linear", _linear, fake=_fake_linear)
+implement("folded_weight", _weight, fake=_fake_weight)
 KEPT.add(torch.ops.sparsecomp.folded_weight.default)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from sparsecomp import _compat
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.masked.effective_weight import (
     fits_kernels,
     merge_at,
@@ -41,11 +41,11 @@ library.define(
 )
 _PROBES = 4
 """Sets of random numbers. Two numbers of a set are the same bfloat16 in one case of a hundred."""
-_FORMS: dict[str, "Form"] = {}
+_FORMS: dict[str, "MergedForm"] = {}
 """What a formula that was proved, by its name, is given."""
 
 
-class Form(NamedTuple):
+class MergedForm(NamedTuple):
     """What a formula is given beside its selectors: tensors of one dtype on one device.
 
     Attributes:
@@ -59,7 +59,7 @@ class Form(NamedTuple):
 
 
 def merging(
-    gm: fx.GraphModule, form: Form, selectors: list[Tensor], keep: Keep, names: Sequence[object] = ()
+    gm: fx.GraphModule, form: MergedForm, selectors: list[Tensor], keep: Keep, names: Sequence[object] = ()
 ) -> str | None:
     """A name for the function `(weight, theta, *selectors)` that a graph computes; None unless it is the effective
     weight now.
@@ -107,7 +107,7 @@ class Proof(NamedTuple):
         return _proved(named(self.formula), _FORMS[self.formula], selectors)
 
 
-def _proved(function: Callable[..., Tensor], form: Form, selectors: tuple[Tensor, ...]) -> Tensor:
+def _proved(function: Callable[..., Tensor], form: MergedForm, selectors: tuple[Tensor, ...]) -> Tensor:
     """The mask of which a function is the effective weight, as the kernel reads it on CUDA, else its positions; 0-d if
     it is none."""
     factory: dict[str, Any] = {"dtype": form.dtype, "device": form.device}
@@ -202,9 +202,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return of_weight if active else None, of_theta if rest else None, [None] * len(ctx.saved_tensors), None, None
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("merged_weight", _merge, _device)
-    library.impl("merged_weight_grads", _grads, _device)
-torch.library.register_fake("sparsecomp::merged_weight", _fake_merge, lib=library)
-torch.library.register_fake("sparsecomp::merged_weight_grads", _fake_grads, lib=library)
+implement("merged_weight", _merge, fake=_fake_merge)
+implement("merged_weight_grads", _grads, fake=_fake_grads)
 torch.library.register_autograd("sparsecomp::merged_weight", _backward, setup_context=_save, lib=library)

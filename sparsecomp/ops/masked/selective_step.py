@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import MaskError
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.masked.elementwise import count_on, select_largest
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -99,7 +99,7 @@ def _check(weight, grad, pruned, mean, size, square, steps, lr, count, whole) ->
         raise MaskError(f"all tensors of a step must be on the weight's device, {weight.device}")
 
 
-def reference(
+def step_reference(
     weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up, count,
     whole=False,
 ) -> None:  # fmt: skip
@@ -159,7 +159,7 @@ def step_cuda(
 ) -> None:  # fmt: skip
     """The operator on CUDA."""
     if weight.dtype not in KERNEL_DTYPES or grad.dtype not in KERNEL_DTYPES:
-        return reference(
+        return step_reference(
             weight, grad, pruned, mean, size, square, steps, lr, beta, beta2, eps, weight_decay, tau, delta, warm_up,
             count, whole,
         )  # fmt: skip
@@ -183,6 +183,4 @@ def _fake(
     _check(weight, grad, pruned, mean, size, square, steps, lr, count, whole)
 
 
-library.impl("selective_step", reference, "CPU")
-library.impl("selective_step", step_cuda, "CUDA")
-torch.library.register_fake("sparsecomp::selective_step", _fake, lib=library)
+implement("selective_step", step_reference, step_cuda, _fake)

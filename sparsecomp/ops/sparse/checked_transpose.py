@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FrozenWeightError
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.reference.patterns import Layout, transposed_arrays
 
 library.define("checked_transpose(Tensor[] pattern, str layout) -> Tensor", tags=TAGS)
@@ -50,6 +50,4 @@ def _fits(own: Sequence[Tensor], kept: Sequence[Tensor], layout: Layout) -> bool
         return False  # the arrays are those of no matrix
 
 
-for _device in ("CPU", "CUDA"):
-    library.impl("checked_transpose", _checked, _device)
-torch.library.register_fake("sparsecomp::checked_transpose", lambda pattern, layout: pattern[-1].clone(), lib=library)
+implement("checked_transpose", _checked, fake=lambda pattern, layout: pattern[-1].clone())

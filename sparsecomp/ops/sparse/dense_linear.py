@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp import _compat
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 
 library.define("dense_linear_relu(Tensor x, Tensor weight, Tensor bias) -> Tensor", tags=TAGS)
 
@@ -40,6 +40,4 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-library.impl("dense_linear_relu", _reference, "CPU")
-library.impl("dense_linear_relu", _cuda, "CUDA")
-torch.library.register_fake("sparsecomp::dense_linear_relu", _fake, lib=library)
+implement("dense_linear_relu", _reference, _cuda, _fake)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.ops.library import TAGS, differentiable, library
+from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.reference.patterns import Layout, stored_shape
 
 _REST = "Tensor[] pattern, str layout, bool transpose) -> Tensor"
@@ -129,11 +129,7 @@ def _no_gradients(ctx):
     return [None] * len(ctx.saved_tensors), None, None
 
 
-for _name, _cpu, _cuda, _fake, _gradient in (
-    ("stored_to_dense", _written, _written_cuda, _fake_written, _backward_written),
-    ("dense_to_stored", _read, _read_cuda, _fake_read, _backward_read),
-):
-    library.impl(_name, _cpu, "CPU")
-    library.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
-    differentiable(_name, _gradient, _save)
+implement("stored_to_dense", _written, _written_cuda, _fake_written)
+implement("dense_to_stored", _read, _read_cuda, _fake_read)
+differentiable("stored_to_dense", _backward_written, _save)
+differentiable("dense_to_stored", _backward_read, _save)

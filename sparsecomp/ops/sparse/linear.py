@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import TAGS, differentiable, library
-from sparsecomp.ops.sparse.sddmm import run as run_sddmm
-from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
-from sparsecomp.ops.sparse.spmm import run as run_spmm
+from sparsecomp.ops.library import TAGS, differentiable, implement, library
+from sparsecomp.ops.sparse.sddmm import run_sddmm
+from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients, run_spmm
 from sparsecomp.reference.patterns import Layout, check_pattern, compressed, stored_shape
 from sparsecomp.reference.precision import accumulator, without_autocast
 from sparsecomp.reference.sparse import compact_product, compact_sampled
@@ -91,7 +90,7 @@ def by_rows(
     return out if x.dim() == 2 else out.view(*size[:-1], m)
 
 
-def sampled(
+def sampled_by_rows(
     sddmm: Callable[..., Tensor], x: Tensor, grad: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool,
     scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
@@ -121,6 +120,7 @@ def _cuda(x, values, pattern, bias, residual, layout, transpose, activation, ker
         out = _launched(x, values, pattern, bias, residual, *how, kernel)
         if out is not None:
             return out
+    _result_shape(x, values, pattern, bias, residual, how[0], transpose)
     return by_rows(partial(run_spmm, "cuda"), x, values, pattern, bias, residual, *how)
 
 
@@ -135,7 +135,7 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
     from sparsecomp.lowering.sparse import layer as sparse_layer  # loads Triton
 
     if not transpose:
-        return sparse_layer.product(x, values, pattern, bias, residual, layout, activation, kernel)
+        return sparse_layer.layer_product(x, values, pattern, bias, residual, layout, activation, kernel)
     own = layout.own
     if len(pattern) == own or layout.entry:
         return None
@@ -143,7 +143,7 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
     entries = values.view(-1).index_select(0, order)
     (rows, cols), (of_rows, of_columns) = layout.shape, layout.skews
     flipped = Layout("csr", (1, 1), (cols, rows), (of_columns, of_rows))
-    return sparse_layer.product(
+    return sparse_layer.layer_product(
         x, entries, (pointers, indices), bias, residual, flipped, activation, kernel, filled=layout.kind.FILLED
     )
 
@@ -151,7 +151,7 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
 def _reference_gradient(x, grad, pattern, layout, transpose):
     layout = Layout.read(layout)
     sddmm = _compact_sddmm if layout.plain else partial(run_sddmm, "cpu")
-    return sampled(sddmm, x, grad, pattern, layout, transpose)
+    return sampled_by_rows(sddmm, x, grad, pattern, layout, transpose)
 
 
 def _compact_sddmm(a, b, pattern, *rest):
@@ -166,10 +166,10 @@ def _cuda_gradient(x, grad, pattern, layout, transpose):
         from sparsecomp.lowering.sparse import layer as sparse_layer  # loads Triton
 
         operands = (x, grad) if transpose else (grad, x)
-        found = sparse_layer.sampled(*operands, pattern[0], pattern[1], layout.skews[0])
+        found = sparse_layer.layer_sampled(*operands, pattern[0], pattern[1], layout.skews[0])
         if found is not None:
             return found
-    return sampled(partial(run_sddmm, "cuda"), x, grad, pattern, layout, transpose)
+    return sampled_by_rows(partial(run_sddmm, "cuda"), x, grad, pattern, layout, transpose)
 
 
 def _fake_gradient(x, grad, pattern, layout, transpose):
@@ -242,16 +242,7 @@ def _backward_gradient(ctx, by_values):
     return by_x, by_grad, [None] * len(pattern), None, None
 
 
-for _name, _function, _device in (
-    ("sparse_linear", _reference, "CPU"),
-    ("sparse_linear", _cuda, "CUDA"),
-    ("sparse_linear_values", _reference_gradient, "CPU"),
-    ("sparse_linear_values", _cuda_gradient, "CUDA"),
-):
-    library.impl(_name, _function, _device)
-for _name, _function, _setup, _formula in (
-    ("sparse_linear", _fake, _save, _backward),
-    ("sparse_linear_values", _fake_gradient, _save_gradient, _backward_gradient),
-):
-    torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
-    differentiable(_name, _formula, _setup)
+implement("sparse_linear", _reference, _cuda, _fake)
+implement("sparse_linear_values", _reference_gradient, _cuda_gradient, _fake_gradient)
+differentiable("sparse_linear", _backward, _save)
+differentiable("sparse_linear_values", _backward_gradient, _save_gradient)

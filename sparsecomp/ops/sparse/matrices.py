@@ -15,7 +15,7 @@ from sparsecomp.ops.sparse.sparse_matmul import multiplied
 from sparsecomp.reference.patterns import Layout
 
 
-def multiply(matrix: SparseMatrix, dense: Tensor, from_right: bool, transpose: bool) -> Tensor:
+def multiply_matrix(matrix: SparseMatrix, dense: Tensor, from_right: bool, transpose: bool) -> Tensor:
     """`sparsecomp.formats.products.product`, of any shapes that `torch.matmul` takes of the dense matrix.
 
     Raises:
@@ -65,4 +65,4 @@ def _product(
     return multiplied(spmm, values, arrays, layout, transpose, dense, *rest)
 
 
-products.provide(multiply)
+products.provide(multiply_matrix)

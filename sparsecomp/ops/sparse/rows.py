@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import differentiable, library
+from sparsecomp.ops.library import differentiable, implement, library
 from sparsecomp.reference.patterns import Layout, elements_of
 
 library.define("sparse_rows(Tensor sparse, Tensor index) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -104,10 +104,8 @@ def _backward(ctx, grad):
     return torch.ops.sparsecomp.sparse_rows_gradient.default(sparse, index, grad), None
 
 
-for _name, _function in (("sparse_rows", _dense), ("sparse_rows_gradient", _dense_gradient)):
-    library.impl(_name, _function, "CPU")
-    library.impl(_name, _function, "CUDA")
-    torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
+implement("sparse_rows", _dense)
+implement("sparse_rows_gradient", _dense_gradient)
 torch.library.register_autograd("sparsecomp::sparse_rows", _backward, setup_context=_save, lib=library)
 
 
@@ -134,11 +132,7 @@ def _backward_stored_gradient(ctx, grad):
     return found, None, None, None, None, None
 
 
-for _name, _function, _gradient in (
-    ("stored_rows", _stored, _backward_stored),
-    ("stored_rows_gradient", _stored_gradient, _backward_stored_gradient),
-):
-    library.impl(_name, _function, "CPU")
-    library.impl(_name, _function, "CUDA")
-    torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
-    differentiable(_name, _gradient, _save_stored)
+implement("stored_rows", _stored)
+implement("stored_rows_gradient", _stored_gradient)
+differentiable("stored_rows", _backward_stored, _save_stored)
+differentiable("stored_rows_gradient", _backward_stored_gradient, _save_stored)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import TAGS, differentiable, library
+from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.spmm import is_by_column, spmm
 from sparsecomp.reference import sparse as sparse_reference
 from sparsecomp.reference.patterns import Layout, elements_of, layout_of, stored_shape
@@ -41,8 +41,8 @@ def sddmm(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout, *, sc
     return torch.ops.sparsecomp.sddmm.default(a, b, pattern, *layout, scale)
 
 
-def run(device: str, *arguments: Any) -> Tensor:
-    """The operator's implementation for "cpu" or "cuda", as `sparsecomp.ops.spmm.run`."""
+def run_sddmm(device: str, *arguments: Any) -> Tensor:
+    """The operator's implementation for "cpu" or "cuda", as `run_spmm`."""
     return _IMPLEMENTATIONS[device](*arguments)
 
 
@@ -112,7 +112,5 @@ def _backward(ctx, grad):
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"cpu": _reference, "cuda": _cuda}
-for _key, _function in _IMPLEMENTATIONS.items():
-    library.impl("sddmm", _function, _key.upper())
-torch.library.register_fake("sparsecomp::sddmm", _fake, lib=library)
+implement("sddmm", _reference, _cuda, _fake)
 differentiable("sddmm", _backward, _save)

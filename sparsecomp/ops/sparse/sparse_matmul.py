@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.library import TAGS, library
+from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.sparse.linear import by_rows
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
 from sparsecomp.reference.patterns import Layout
@@ -56,7 +56,7 @@ def sparse_matmul(
     )
 
 
-def to_dense(sparse: Tensor) -> Tensor:
+def sparse_to_dense(sparse: Tensor) -> Tensor:
     """The dense tensor of a `SparseTensor`, whose gradient has the sparse one's pattern."""
     return torch.ops.sparsecomp.sparse_to_dense.default(sparse)
 
@@ -113,7 +113,7 @@ def _dense_sampled(sparse, grad, dense, linear, scale):
     return (found * scale).to(sparse.dtype).contiguous()
 
 
-def save(ctx, inputs, output):
+def save_product(ctx, inputs, output):
     """What `backward` needs of a product's operands and result."""
     sparse, dense, bias, residual, linear, bias_axis, activation, scale, _ = inputs
     smooth = activation not in ("none", "relu")
@@ -131,7 +131,7 @@ def _by_dense(sparse: Tensor, grad: Tensor, linear: bool, scale: float) -> Tenso
     return sparse_matmul(sparse.t(), grad, linear=linear, scale=scale)
 
 
-def backward(ctx, grad, by_sparse=_by_sparse, by_dense=_by_dense):
+def product_gradients(ctx, grad, by_sparse=_by_sparse, by_dense=_by_dense):
     """Gradients by all arguments of `sparse_matmul`, from that by its result.
 
     Args:
@@ -171,7 +171,7 @@ def _backward_to_dense(ctx, grad):
 
 def _backward_gather(ctx, grad):
     # the gather's own gradient is the dense tensor of what is stored
-    return None, to_dense(grad)
+    return None, sparse_to_dense(grad)
 
 
 def _save_sparse(ctx, inputs, output):
@@ -179,12 +179,10 @@ def _save_sparse(ctx, inputs, output):
 
 
 for _name, _function, _setup, _gradient in (
-    ("sparse_matmul", _dense, save, backward),
+    ("sparse_matmul", _dense, save_product, product_gradients),
     ("sparse_sampled", _dense_sampled, None, _backward_sampled),
     ("sparse_to_dense", lambda sparse: sparse.clone(), _save_sparse, _backward_to_dense),
     ("sparse_gather", lambda sparse, dense: dense.clone(), None, _backward_gather),
 ):
-    library.impl(_name, _function, "CPU")
-    library.impl(_name, _function, "CUDA")
-    torch.library.register_fake(f"sparsecomp::{_name}", _function, lib=library)
+    implement(_name, _function)
     torch.library.register_autograd(f"sparsecomp::{_name}", _gradient, setup_context=_setup, lib=library)

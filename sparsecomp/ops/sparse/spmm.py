@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.lowering.launch.epilogue import ACTIVATIONS
 from sparsecomp.lowering.sparse.launcher import launcher_of
-from sparsecomp.ops.library import TAGS, differentiable, library
+from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.reference import sparse as sparse_reference
 from sparsecomp.reference.patterns import Layout, check_pattern, layout_of
 from sparsecomp.reference.precision import KERNEL_DTYPES
@@ -63,7 +63,7 @@ def spmm(
     )
 
 
-def run(device: str, *arguments: Any) -> Tensor:
+def run_spmm(device: str, *arguments: Any) -> Tensor:
     """The operator's implementation for "cpu" or "cuda", for a caller that is below autograd and in a hurry.
 
     Args:
@@ -139,7 +139,7 @@ def _reference(
     layout = layout_of(format, block, shape, skews)
     size = _result_shape(values, pattern, dense, bias, residual, layout, transpose, bias_axis, activation)
     dtype = dense.dtype if dtype is None else dtype
-    product = sparse_reference.product(values, pattern, dense, layout, transpose, dtype)
+    product = sparse_reference.reference_product(values, pattern, dense, layout, transpose, dtype)
     out = epilogue(product, bias, residual, bias_axis, activation, scale)
     return _empty(values, size, dtype, by_column).copy_(out)
 
@@ -237,7 +237,5 @@ def is_by_column(dense: Tensor) -> bool:
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"cpu": _reference, "cuda": _cuda}
-for _key, _function in _IMPLEMENTATIONS.items():
-    library.impl("spmm", _function, _key.upper())
-torch.library.register_fake("sparsecomp::spmm", _fake, lib=library)
+implement("spmm", _reference, _cuda, _fake)
 differentiable("spmm", _backward, _save)

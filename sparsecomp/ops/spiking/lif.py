@@ -8,8 +8,8 @@ costs one pass over its input. Equations and their order are spikingjelly's (`ac
 import torch
 from torch import Tensor
 
-from sparsecomp.ops.library import TAGS, library
-from sparsecomp.reference.lif import reference
+from sparsecomp.ops.library import TAGS, implement, library
+from sparsecomp.reference.lif import lif_reference
 
 library.define(
     "lif(Tensor x, Tensor? v, float v0, Tensor? mean, Tensor? var, Tensor? weight, Tensor? bias, float eps, "
@@ -65,6 +65,4 @@ def _fake(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input
     return torch.empty_like(x, dtype=torch.int8), torch.empty_like(x[0])
 
 
-library.impl("lif", reference, "CPU")
-library.impl("lif", _cuda, "CUDA")
-torch.library.register_fake("sparsecomp::lif", _fake, lib=library)
+implement("lif", lif_reference, _cuda, _fake)

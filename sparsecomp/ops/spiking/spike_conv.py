@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp import _compat
-from sparsecomp.ops.library import ON_SPIKES, TAGS, library
+from sparsecomp.ops.library import ON_SPIKES, TAGS, implement, library
 from sparsecomp.reference.digits import SPREAD, multiplied_weight
 from sparsecomp.reference.geometry import KERNEL_DIMS, Window, convolution_of, is_channels_last, laid_out
 from sparsecomp.reference.precision import KERNEL_DTYPES
@@ -134,7 +134,7 @@ def _reference_linear(
 
 def _products(x: Tensor, weight: Tensor, scale: float, factor: Tensor | None) -> Tensor:
     """What the dense operator multiplies with: the elements, or what counts of one byte stand for."""
-    return x if x.dtype is not torch.int8 else elements_of(x, weight.dtype, scale, factor)
+    return x if x.dtype is not torch.int8 else spike_elements_of(x, weight.dtype, scale, factor)
 
 
 def counts_of(x: Tensor, scale: float, binary: bool) -> Tensor:
@@ -146,7 +146,7 @@ def counts_of(x: Tensor, scale: float, binary: bool) -> Tensor:
     return (x if scale == 1.0 else x * (1.0 / scale)).to(torch.int8)
 
 
-def elements_of(counts: Tensor, dtype: torch.dtype, scale: float, factor: Tensor | None) -> Tensor:
+def spike_elements_of(counts: Tensor, dtype: torch.dtype, scale: float, factor: Tensor | None) -> Tensor:
     """What `counts` are the counts of: the inverse of :func:`counts_of`."""
     if factor is not None:
         fired = torch.where(counts < 0, torch.nan, factor.reshape(()).to(dtype))
@@ -201,7 +201,7 @@ def _reference_counts(
 ):  # fmt: skip
     w = weight if weight.dim() > 2 else weight[..., None, None]
     w = w.double() if implementation == "event" else multiplied_weight(w, digits, spread)
-    x = elements_of(counts, torch.float64, scale, factor)
+    x = spike_elements_of(counts, torch.float64, scale, factor)
     bias = None if bias is None else bias.double()
     out = convolution_of(w)(x, w, bias, stride, padding, dilation, groups)
     return laid_out(out.to(weight.dtype), channels_last)
@@ -266,7 +266,7 @@ def _saved(ctx, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x, weight, factor = ctx.saved_tensors
     scale, binary = ctx.promises
     if x.dtype is torch.int8 or (ctx.by_counts and not torch.is_grad_enabled()):
-        x = elements_of(counts_of(x, scale, binary), dtype, scale, factor)
+        x = spike_elements_of(counts_of(x, scale, binary), dtype, scale, factor)
     return x, weight
 
 
@@ -303,14 +303,9 @@ def _backward_linear(ctx, grad):
     return grad_x, grad_w, grad_b, *(None,) * 7
 
 
-for _name, _cpu, _cuda, _fake in (
-    ("spike_conv", _reference_conv, _cuda_conv, _reference_conv),
-    ("spike_linear", _reference_linear, _cuda_linear, _reference_linear),
-    ("spike_conv_counts", _reference_counts, _cuda_counts, _fake_counts),
-):
-    library.impl(_name, _cpu, "CPU")
-    library.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"sparsecomp::{_name}", _fake, lib=library)
+implement("spike_conv", _reference_conv, _cuda_conv)
+implement("spike_linear", _reference_linear, _cuda_linear)
+implement("spike_conv_counts", _reference_counts, _cuda_counts, _fake_counts)
 for _name, _backward, _setup in (
     ("spike_conv", _backward_conv, _save_conv),
     ("spike_linear", _backward_linear, _save_linear),

@@ -48,7 +48,7 @@ def build_geo_connectivity(
     Raises:
         ConfigError: a setting is unknown, of another type or outside its domain, or k is above the candidates.
     """
-    height, width = check_shape(shape)
+    height, width = check_grid(shape)
     _check(pattern, wrap_mode, k=k, radius=radius)
     if pattern != "local" and offsets is not None:
         raise ConfigError(f"offsets belong to pattern 'local', pattern is {pattern!r}: leave them out")
@@ -104,7 +104,7 @@ def check_index(index: Any, inputs: int, outputs: int) -> Tensor:
     return index.to(torch.int32).contiguous()
 
 
-def check_shape(shape: Any) -> tuple[int, int]:
+def check_grid(shape: Any) -> tuple[int, int]:
     """(H, W) of a grid.
 
     Raises:

@@ -16,7 +16,7 @@ _ROWS = 128
 """Rows of a CPU's gradient by the weight at a time, so that transposed operands stay in the cache."""
 
 
-def product(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+def gathered_product(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     """(rows, n_in) to (rows, n_out): the sum of weight[o, j] · x[:, index[o, j]] over j."""
     matrix = pointers_of_rows(index), index.flatten(), weight.flatten()
     return compact_product(*matrix, (index.shape[0], x.shape[1]), x.mT).mT

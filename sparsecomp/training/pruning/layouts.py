@@ -18,7 +18,7 @@ from sparsecomp.training.pruning.pruners import Magnitude, Parts, Pruner, pruner
 
 
 @runtime_checkable
-class Config(Protocol):
+class Pruning(Protocol):
     """How one layer's weight is pruned and stored."""
 
     @property
@@ -52,11 +52,11 @@ class Unstructured:
 
     @property
     def pruner(self) -> Pruner:
-        """See `Config`."""
+        """See `Pruning`."""
         return pruner_of(self.by)
 
     def matrix(self, layer: nn.Linear, parts: Parts) -> SparseMatrix:
-        """See `Config`."""
+        """See `Pruning`."""
         weight, _ = weight_and_mask(layer)
         keep = weight.numel() - round(self.sparsity * weight.numel())
         return _stored(*self.pruner.prune(weight, keep, parts), self.format)
@@ -83,11 +83,11 @@ class NM:
 
     @property
     def pruner(self) -> Pruner:
-        """See `Config`."""
+        """See `Pruning`."""
         return pruner_of(self.by)
 
     def matrix(self, layer: nn.Linear, parts: Parts) -> SparseMatrix:
-        """See `Config`."""
+        """See `Pruning`."""
         weight, _ = weight_and_mask(layer)
         weight, mask = self.pruner.prune_groups(weight, self.n, self.m, parts)
         return _stored(weight, mask, NMFormat, n=self.n, m=self.m)
@@ -114,11 +114,11 @@ class Block:
 
     @property
     def pruner(self) -> Pruner:
-        """See `Config`."""
+        """See `Pruning`."""
         return Magnitude()
 
     def matrix(self, layer: nn.Linear, parts: Parts) -> SparseMatrix:
-        """See `Config`."""
+        """See `Pruning`."""
         return pruned(weight_and_mask(layer)[0], self.format, None, self.sparsity, {"block": self.size})
 
 
@@ -140,11 +140,11 @@ class FromMask:
 
     @property
     def pruner(self) -> Pruner:
-        """See `Config`."""
+        """See `Pruning`."""
         return Magnitude()
 
     def matrix(self, layer: nn.Linear, parts: Parts) -> SparseMatrix | None:
-        """See `Config`."""
+        """See `Pruning`."""
         weight, mask = weight_and_mask(layer)
         if 1 - mask.float().mean().item() < self.least:
             return None
