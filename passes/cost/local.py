@@ -32,6 +32,7 @@ class FixedFanIn(NamedTuple):
         dtype: of all operands.
         bias, residual, activation: what is fused behind it.
         spread: as of `sparsecomp.reference.local.spread`; None if unknown, which is the worst for the operator.
+        steps: as of `sparsecomp.ops.local.gather_dot`.
         kept: the index is promised to stay, so that it is read and transposed once.
         trained, replayed, products: as of `sparsecomp.passes.cost.sparse.Product`.
         target: the card to estimate for, None for that of the device.
@@ -47,6 +48,7 @@ class FixedFanIn(NamedTuple):
     residual: bool
     activation: str
     spread: str | None
+    steps: tuple[int, ...]
     kept: bool
     trained: bool
     replayed: bool
@@ -118,7 +120,7 @@ def _ours(layer: FixedFanIn, device: Device, card: Card) -> Time:
     dtypes = (p.dtype if p.bias else None, p.dtype if p.residual else None)
     described = described_output(out, "column", *dtypes, p.activation)
     sizes = p.rows, p.inputs, p.outputs, p.fan_in
-    problem = GatherDot(*sizes, p.inputs, SPREADS[p.spread or "far"], described.dtype, described)
+    problem = GatherDot(*sizes, p.inputs, SPREADS[p.spread or "far"], p.steps, described.dtype, described)
     transposed = _transposed(layer)
     time, _ = fastest_candidate(GATHER_DOT.candidates(problem, device), problem, transposed, card, "gather_dot")
     if time.device == inf:

@@ -12,8 +12,9 @@ from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.local import gather_dot as lowered
 from sparsecomp.lowering.local.gather_dot import GATHER_DOT, GatherDot
 from sparsecomp.lowering.tuning.trial import fault
-from sparsecomp.nn import GeoSparseLinear
+from sparsecomp.nn import GeoSparseLinear, build_geo_connectivity
 from sparsecomp.reference.local.spread import SPREADS, spread_of
+from sparsecomp.reference.local.stencil import steps_of
 
 pytestmark = pytest.mark.quick_cases(2)
 
@@ -29,10 +30,12 @@ def output(outputs, dtype="float32", bias=True, residual=True, activation="gelu"
 
 
 PROBLEMS = [
-    GatherDot(5, 70, 90, 3, 70, 3, "float32", output(90)),
-    GatherDot(33, 64, 40, 7, 71, 32, "float16", output(40, "float16", activation="relu")),
-    GatherDot(9, 130, 65, 37, 130, 10, "bfloat16", output(65, "bfloat16", residual=False, activation="none")),
-    GatherDot(1, 8, 1, 1, 8, 32, "float32", output(1, bias=False, activation="silu")),
+    GatherDot(5, 70, 90, 3, 70, 3, (), "float32", output(90)),
+    GatherDot(33, 64, 40, 7, 71, 32, (), "float16", output(40, "float16", activation="relu")),
+    GatherDot(9, 130, 65, 37, 130, 10, (), "bfloat16", output(65, "bfloat16", residual=False, activation="none")),
+    GatherDot(1, 8, 1, 1, 8, 32, (), "float32", output(1, bias=False, activation="silu")),
+    GatherDot(19, 130, 110, 3, 130, 3, (-9, 0, 40), "float32", output(110)),
+    GatherDot(7, 64, 64, 1, 80, 3, (1,), "bfloat16", output(64, "bfloat16", bias=False, residual=False)),
 ]
 
 
@@ -42,6 +45,7 @@ def test_the_tuner_can_check_every_candidate(problem, device):
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     candidates = GATHER_DOT.candidates(problem, device_of(where))
     assert {one.template.name for one in candidates} >= {"gather_dot_rows"}
+    assert not problem.steps or {one.template.name for one in candidates} >= {"gather_dot_stencil"}
     for candidate in candidates[:: 1 if device == "cuda" else 23]:
         assert fault(GATHER_DOT, problem, where, candidate) is None, candidate.name
     signature = GATHER_DOT.signature(problem, H100)
@@ -49,10 +53,12 @@ def test_the_tuner_can_check_every_candidate(problem, device):
 
 
 @needs_triton
-def test_other_dtypes_have_no_kernel_and_one_row_no_slab():
-    wide = PROBLEMS[0]._replace(dtype="float64")
-    assert not GATHER_DOT.candidates(wide, H100)
-    assert set(GATHER_DOT.refusals(PROBLEMS[3], H100)) == {"gather_dot_slabs"}
+def test_what_kernels_do_not_take():
+    for stencil in (PROBLEMS[0], PROBLEMS[4]):
+        assert not GATHER_DOT.candidates(stencil._replace(dtype="float64"), H100)
+    assert set(GATHER_DOT.refusals(PROBLEMS[3], H100)) == {"gather_dot_slabs", "gather_dot_stencil"}
+    assert not GATHER_DOT.refusals(PROBLEMS[4], H100)
+    assert "64 steps" in GATHER_DOT.refusals(stencil._replace(fan_in=65), H100)["gather_dot_stencil"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,59 @@ def test_other_dtypes_have_no_kernel_and_one_row_no_slab():
 )
 def test_the_spread_of_an_index(index, word):
     assert spread_of(index) == word and spread_of(index.to("meta")) == "far"
+
+
+GRID = (9, 11)
+
+
+@pytest.mark.parametrize("wrap_mode", ["wrap", "clamp"])
+def test_the_steps_of_a_stencil(wrap_mode):
+    offsets = [(0, 0), (-2, 1), (0, 3)]
+    index = build_geo_connectivity(GRID, k=3, offsets=offsets, wrap_mode=wrap_mode)
+    assert steps_of(index) == tuple(down * GRID[1] + right for down, right in offsets)
+    wide = build_geo_connectivity((1200, 256), k=8, wrap_mode=wrap_mode)  # many outputs are sampled
+    around = {down * 256 + right for down in (-1, 0, 1) for right in (-1, 0, 1)}
+    assert len(set(steps_of(wide))) == 8 and set(steps_of(wide)) < around
+    assert steps_of(index.to("meta")) == () == steps_of(index.flip(0)) == steps_of(index[:0])
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("wrap_mode", ["wrap", "clamp"])
+def test_a_stencil_sees_edges_and_writes_to_the_index(wrap_mode, device):
+    from sparsecomp.lowering.local.kernels.gather_dot_stencil import GATHER_DOT_STENCIL
+
+    n = GRID[0] * GRID[1]
+    random = torch.Generator().manual_seed(3)
+    index = build_geo_connectivity(GRID, k=5, wrap_mode=wrap_mode)
+    steps, x, weight = steps_of(index), *(torch.randn(s, generator=random) for s in ((6, n), (n, 5)))
+    assert len(steps) == 5
+    index[n // 2, 2], index[n // 2 + 1] = 0, n - 1
+    out = torch.full((6, n), torch.nan, device=device)
+    described = output(n, bias=False, residual=False, activation="none")
+    problem = GatherDot(6, n, n, 5, n, 3, steps, "float32", described)
+    config = GATHER_DOT_STENCIL.space(problem, H100)[0]
+    on = [one.to(device) for one in (x, weight, index)]
+    GATHER_DOT_STENCIL.prepare(problem, config)(*on, None, None, out)
+    wanted = (x.double()[:, index.long()] * weight.double()).sum(-1)
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_a_stencil_loads_the_index_of_marked_outputs_alone(device):
+    from sparsecomp.lowering.local.kernels.gather_dot_stencil import gather_dot_stencil_kernel
+
+    x, weight = torch.arange(100.0, device=device)[None], torch.ones(64, 2, device=device)
+    index = torch.full((64, 2), 99, dtype=torch.int32, device=device)  # as if outputs were written to after the marking
+    others = torch.zeros(64, dtype=torch.int8, device=device)
+    others[5] = 1
+    out = torch.empty(1, 64, device=device)
+    gather_dot_stencil_kernel[(1,)](
+        x, weight, index, None, None, out, others, 1, 64, 100, 0, 64, 1, 0, 0, 0, 1.0,
+        BIAS_ROWS=False, ACTIVATION="none", STEPS=(0, 10), FAN_IN=2, BR=1, BO=64,
+    )  # fmt: skip
+    wanted = 2 * torch.arange(64.0) + 10
+    wanted[5] = 2 * 99
+    assert torch.equal(out[0].cpu(), wanted)
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
@@ -132,7 +191,7 @@ def test_a_captured_layer_reads_what_is_there_now():
         torch.testing.assert_close(out, layer(x))
 
 
-@pytest.mark.slow(reason="compiles both kernels for two targets")
+@pytest.mark.slow(reason="compiles all kernels for two targets")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_without_a_gpu(capability):
     compile_in_subprocess(
@@ -140,14 +199,18 @@ def test_kernels_compile_without_a_gpu(capability):
         from sparsecomp.lowering.local.kernels.gather_dot_rows import gather_dot_rows_kernel as rows
         from sparsecomp.lowering.local.kernels.gather_dot_slabs import gather_dot_slabs_kernel as slabs
         from sparsecomp.lowering.local.kernels.gather_dot_slabs import write_slabs_kernel as write
+        from sparsecomp.lowering.local.kernels.gather_dot_stencil import gather_dot_stencil_kernel as stencil
+        from sparsecomp.lowering.local.kernels.gather_dot_stencil import mark_others_kernel as mark
 
         pointers = dict(x_ptr="*fp16", slabs_ptr="*fp16", weight_ptr="*fp16", index_ptr="*i32", bias_ptr="*fp16",
-                        residual_ptr="*fp16", out_ptr="*fp16")
+                        residual_ptr="*fp16", out_ptr="*fp16", others_ptr="*i8")
         numbers = {{n: "i32" for n in ("ROWS", "INPUTS", "OUTPUTS", "FAN_IN", "share", "x_row", "out_b", "out_m",
                                       "out_n", "res_b", "res_m", "res_n")}}
         types = pointers | numbers | dict(scale="fp32")
         tile = dict(BIAS_ROWS=False, ACTIVATION="gelu", BR=16, BO=64)
-        own = (rows, tile | dict(K=8)), (slabs, tile | dict(FAN_IN=8)), (write, dict(BR=16, BI=128))
+        steps = dict(STEPS=(-65, -1, 0, 1, 64), FAN_IN=5)
+        own = ((rows, tile | dict(K=8)), (slabs, tile | dict(FAN_IN=8)), (write, dict(BR=16, BI=128)),
+               (stencil, tile | steps), (mark, steps | dict(BO=256)))
         for kernel, constants in own:
             print(build(kernel, types, constants, {capability}, whole=(), num_warps=4).asm["ptx"].count("ld.global"))
         """

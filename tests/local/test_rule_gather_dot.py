@@ -399,7 +399,7 @@ def test_when_it_pays_on_a_card(n, k, rows, spread, measured, pays):
     kernels on an H200, which an H100's processors and caches are those of."""
     pytest.importorskip("triton")
     layer = cost.FixedFanIn(
-        torch.device("cuda"), rows, n, n, k, torch.float32, True, False, "none", spread, False, False, False, 1
+        torch.device("cuda"), rows, n, n, k, torch.float32, True, False, "none", spread, (), False, False, False, 1
     )
     decision = cost.compare(layer, Device("H100", "9.0", "3.6.0"), H100)
     assert decision.dense != pays
@@ -417,6 +417,12 @@ def test_our_own_layer_in_plain_torch():
     wanted = exactly(x, layer.weight, layer.in_index_per_out.long()) + layer.bias.double()
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
     assert ", fused with bias" in site(report, "gather_dot").reason
+
+
+def test_a_stencil_is_told_to_the_operator():
+    index = build_geo_connectivity((9, 8), k=K, offsets=[(0, 0), (0, -1), (2, 1)])
+    _, report = ours(GeoSparseLinear(72, 72, index, compute_mode="gather"), drawn(2, 72))
+    assert re.search(r"gather_dot\.default\(.*'near', \[0, -1, 17\]\)", report.graph_after)
 
 
 @pytest.mark.parametrize("leading", [(4,), (2, 3)])

@@ -12,6 +12,7 @@ from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.local.connectivity import check_index, effective_fan_in, expand_in_indices_to_edges
 from sparsecomp.reference.local.spread import spread_of
+from sparsecomp.reference.local.stencil import steps_of
 from sparsecomp.reference.local.transposed import lists_fit, transposed_lists
 from sparsecomp.reference.precision import accumulator
 
@@ -95,8 +96,9 @@ class GeoSparseLinear(nn.Module):
         if self.compute_mode == "compiled":
             lists = self._lists()
             return gather_dot(
-                x, self.weight, self.in_index_per_out, self.bias, transposed=lists, spread=self._spread
-            )
+                x, self.weight, self.in_index_per_out, self.bias, transposed=lists, spread=self._spread,
+                steps=self._steps,
+            )  # fmt: skip
         x, weight = autocast(x, self.weight)
         wide = accumulator(x.dtype)
         products = _gathered if self.compute_mode == "gather" else _scattered
@@ -129,7 +131,7 @@ class GeoSparseLinear(nn.Module):
                 setattr(self, name, fresh)
             else:
                 kept.copy_(fresh)  # a captured graph reads it there
-        self._spread = spread_of(index)
+        self._spread, self._steps = spread_of(index), steps_of(index)
         self._seen = self._memory()
 
     def _memory(self) -> tuple[int, int]:
