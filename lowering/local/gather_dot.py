@@ -20,6 +20,8 @@ from sparsecomp.reference.local.spread import SPREADS
 
 TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
 """Relative Frobenius error of a product by dtype of its result."""
+SIZES = ("rows", "inputs", "outputs", "fan_in")
+"""What a problem begins with."""
 
 
 class GatherDot(NamedTuple):
@@ -61,7 +63,7 @@ def gather_dot(
     """
     if not out.numel():
         return
-    x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    x = by_rows(x)
     described = output_of(out, bias, "column", residual, activation, 1.0)
     outputs, fan_in = index.shape
     problem = GatherDot(
@@ -70,26 +72,28 @@ def gather_dot(
     dispatch.launch(GATHER_DOT, problem, x, weight, index, bias, residual, out)
 
 
+def by_rows(x: Tensor) -> Tensor:
+    """x (rows, columns) with the numbers of a row side by side."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
 def _signature(problem: GatherDot, device: Device) -> KernelSignature:
     p = problem
     return KernelSignature(
         "gather_dot", device, dtypes=(p.dtype, p.output.dtype), accumulator="float32", index="int32",
         epilogue=p.output.text,
-        sizes=(("rows", p.rows), ("inputs", p.inputs), ("outputs", p.outputs), ("fan_in", p.fan_in)),
+        sizes=tuple(zip(SIZES, p[:4], strict=True)),
         parameters=(("lines", p.lines), *[("stencil", 1)] * bool(p.steps)),
     )  # fmt: skip
 
 
 def _representative(signature: KernelSignature) -> GatherDot:
-    rows, inputs, outputs, fan_in = (int(dict(signature.sizes)[name]) for name in _SIZES)
+    rows, inputs, outputs, fan_in = (int(dict(signature.sizes)[name]) for name in SIZES)
     output = output_from_text(signature.epilogue, signature.dtypes[1], Strides(0, outputs, 1))
     parameters = dict(signature.parameters)
     steps = tuple(range(fan_in)) if "stencil" in parameters else ()
     lines = int(parameters["lines"])
     return GatherDot(rows, inputs, outputs, fan_in, inputs, lines, steps, signature.dtypes[0], output)
-
-
-_SIZES = ("rows", "inputs", "outputs", "fan_in")
 
 
 def _operands(problem: GatherDot, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
@@ -124,6 +128,6 @@ GATHER_DOT: Operation[Any] = Operation(
 )  # fmt: skip
 
 
-def unsupported(problem: GatherDot) -> str | None:
+def unsupported(problem: Any) -> str | None:
     """Why no kernel here takes the problem's dtype; None if they do."""
     return None if problem.dtype in TOLERANCE else f"{problem.dtype} is not summed in float32: use the reference"

@@ -144,14 +144,11 @@ def _by_input_cuda(grad, weight, index, transposed, inputs):
         return grad.new_zeros(*grad.shape[:-1], inputs)
     if grad.dtype not in KERNEL_DTYPES:
         return _by_input(grad, weight, index, transposed, inputs)
-    from sparsecomp.lowering.sparse import spmm_csr as lowered  # loads Triton
+    from sparsecomp.lowering.local import gather_dot_input as lowered  # loads Triton
 
-    pointers, order = transposed or transposed_lists(index, inputs)
-    outputs = torch.div(order, index.shape[1], rounding_mode="floor")
-    values = weight.flatten().index_select(0, order)
     rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
     out = grad.new_empty(rows.shape[0], inputs)
-    lowered.spmm_csr(pointers, outputs, values, rows.mT, out.mT)
+    lowered.gather_dot_input(rows, weight.contiguous(), *(transposed or transposed_lists(index, inputs)), out)
     return out.view(*grad.shape[:-1], inputs)
 
 
@@ -160,11 +157,11 @@ def _by_weight_cuda(x, grad, index, transposed):
         return x.new_zeros(index.shape)
     if x.dtype not in KERNEL_DTYPES:
         return _by_weight(x, grad, index, transposed)
-    from sparsecomp.lowering.sparse import sddmm as lowered  # loads Triton
+    from sparsecomp.lowering.local import gather_dot_weight as lowered  # loads Triton
 
     rows, out = x.shape[:-1].numel(), x.new_empty(index.shape)
-    left, right = grad.reshape(rows, grad.shape[-1]).mT, x.reshape(rows, x.shape[-1]).mT
-    lowered.sddmm(reference.pointers_of_rows(index), index.flatten(), left, right, out.view(-1))
+    both = x.reshape(rows, x.shape[-1]), grad.reshape(rows, grad.shape[-1])
+    lowered.gather_dot_weight(*both, index.contiguous(), out)
     return out
 
 
