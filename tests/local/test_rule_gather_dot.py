@@ -369,8 +369,9 @@ def test_the_promise_makes_constants_which_follow_another_index(monkeypatch):
 @pytest.mark.parametrize(
     ("n", "k", "rows", "trained", "kept", "pays"),
     [
-        (256, 8, 1, False, False, False), (256, 8, 256, False, False, True), (4096, 8, 1, False, True, False),
-        (4096, 8, 256, False, False, True), (256, 8, 16, True, False, False), (1024, 8, 64, True, False, True),
+        (256, 8, 1, False, False, False), (256, 8, 256, False, False, True), (4096, 8, 1, False, True, True),
+        (4096, 8, 1, False, False, False), (4096, 8, 2, False, False, True), (4096, 8, 256, False, False, True),
+        (256, 8, 16, True, False, False), (1024, 8, 64, True, False, True),
         (4096, 8, 256, True, True, True),
     ],
 )  # fmt: skip

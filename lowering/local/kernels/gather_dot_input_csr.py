@@ -5,7 +5,6 @@ It stands before other kernels until one was measured to be faster: its cost is 
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from sparsecomp.lowering.local.gather_dot import unsupported
@@ -13,12 +12,12 @@ from sparsecomp.lowering.local.gather_dot_input import GatherDotInput
 from sparsecomp.lowering.sparse.spmm_csr import spmm_csr
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
+from sparsecomp.reference.local.transposed import outputs_of
 
 
 def _multiply(grad: Tensor, weight: Tensor, pointers: Tensor, order: Tensor, out: Tensor) -> None:
-    outputs = torch.div(order, weight.shape[1], rounding_mode="floor")
     values = weight.flatten().index_select(0, order)
-    spmm_csr(pointers, outputs, values, grad.mT, out.mT)
+    spmm_csr(pointers, outputs_of(order, weight.shape[1]), values, grad.mT, out.mT)
 
 
 def _prepare(problem: GatherDotInput, config: Config) -> Callable[..., None]:
