@@ -15,23 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-import sparsecomp.ops.local.gather_dot  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.passes.cost.local import FixedFanIn, decide
 from sparsecomp.passes.engine.constants import promised
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, sizes
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.local.gathered import Gathered, Layer, layer_of, source_of
+from sparsecomp.passes.local.own_layer import GATHER_DOT, consider_own
 from sparsecomp.passes.sparse.chain import Chain, circumstances, ending_at
 from sparsecomp.reference.local.spread import spread_of
 from sparsecomp.reference.local.stencil import steps_of
 from sparsecomp.reference.local.transposed import transposed_lists
 
-_GATHER_DOT = torch.ops.sparsecomp.gather_dot.default
-
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every last node of a layer of fixed fan-in and what can be fused behind it is a site."""
+    own = consider_own(node, ctx)
+    if own is not None:
+        return own
     chain = ending_at(node, _sum, ctx)
     if chain is None:
         layer = layer_of(node)
@@ -94,7 +95,7 @@ def _judged(layer: Layer, chain: Chain, ctx: Context) -> Plan | Refusal:
         index, *lists = read
         weight = _shaped(layer.weight, gathered.fan, last)
         return {last: call(
-            last.graph, last, _GATHER_DOT, gathered.x, weight, index, chain.bias, chain.residual, lists,
+            last.graph, last, GATHER_DOT, gathered.x, weight, index, chain.bias, chain.residual, lists,
             chain.activation, spread or "far", list(steps),
         )}  # fmt: skip
 
