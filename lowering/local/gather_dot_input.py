@@ -44,7 +44,8 @@ def gather_dot_input(grad: Tensor, weight: Tensor, pointers: Tensor, order: Tens
         out: (rows, n_in), contiguous.
     """
     grad = by_rows(grad)
-    problem = GatherDotInput(*out.shape, *weight.shape, grad.stride(0), dtype_name(grad))
+    (rows, inputs), (outputs, fan_in) = out.shape, weight.shape
+    problem = GatherDotInput(rows, inputs, outputs, fan_in, grad.stride(0), dtype_name(grad))
     dispatch.launch(GATHER_DOT_INPUT, problem, grad, weight, pointers, order, out)
 
 

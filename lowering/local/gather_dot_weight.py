@@ -39,7 +39,8 @@ def gather_dot_weight(x: Tensor, grad: Tensor, index: Tensor, out: Tensor) -> No
         out: (n_out, k), contiguous.
     """
     x, grad = by_rows(x), by_rows(grad)
-    problem = GatherDotWeight(*x.shape, *index.shape, x.stride(0), grad.stride(0), dtype_name(x))
+    (rows, inputs), (outputs, fan_in) = x.shape, index.shape
+    problem = GatherDotWeight(rows, inputs, outputs, fan_in, x.stride(0), grad.stride(0), dtype_name(x))
     dispatch.launch(GATHER_DOT_WEIGHT, problem, x, grad, index, out)
 
 

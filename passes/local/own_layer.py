@@ -48,12 +48,12 @@ def _problem(chain: Chain, ctx: Context) -> FixedFanIn | None:
     x, shape, fan = example_of(chain.dense), sizes(chain.dense), sizes(arguments[2])
     if shape is None or fan is None:
         return None
-    *_, transposed, _, spread, steps = arguments
+    (outputs, fan_in), (*_, transposed, _, spread, steps) = fan, arguments
     how = circumstances(chain, ctx, x.device)
     return FixedFanIn(
-        ctx.device(x.device), torch.Size(shape[:-1]).numel(), shape[-1], *fan, x.dtype, chain.bias is not None,
-        chain.residual is not None, chain.activation, spread, tuple(steps), bool(transposed) or not how["trained"],
-        **how,
+        ctx.device(x.device), torch.Size(shape[:-1]).numel(), shape[-1], outputs, fan_in, x.dtype,
+        chain.bias is not None, chain.residual is not None, chain.activation, spread, tuple(steps),
+        bool(transposed) or not how["trained"], **how,
     )  # fmt: skip
 
 

@@ -148,7 +148,8 @@ def _by_input_cuda(grad, weight, index, transposed, inputs):
 
     rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
     out = grad.new_empty(rows.shape[0], inputs)
-    lowered.gather_dot_input(rows, weight.contiguous(), *(transposed or transposed_lists(index, inputs)), out)
+    pointers, order = transposed or transposed_lists(index, inputs)
+    lowered.gather_dot_input(rows, weight.contiguous(), pointers, order, out)
     return out.view(*grad.shape[:-1], inputs)
 
 
@@ -160,8 +161,8 @@ def _by_weight_cuda(x, grad, index, transposed):
     from sparsecomp.lowering.local import gather_dot_weight as lowered  # loads Triton
 
     rows, out = x.shape[:-1].numel(), x.new_empty(index.shape)
-    both = x.reshape(rows, x.shape[-1]), grad.reshape(rows, grad.shape[-1])
-    lowered.gather_dot_weight(*both, index.contiguous(), out)
+    x, grad = x.reshape(rows, x.shape[-1]), grad.reshape(rows, grad.shape[-1])
+    lowered.gather_dot_weight(x, grad, index.contiguous(), out)
     return out
 
 
