@@ -5,6 +5,7 @@ x as it lies is as fast as reading without an index; where they read anywhere, e
 same input of other rows.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from sparsecomp.reference.local.spread import SPREADS
 
 TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
 """Relative Frobenius error of a product by dtype of its result."""
+SIZES = ("rows", "inputs", "outputs", "fan_in")
+"""What a problem begins with."""
 
 
 class GatherDot(NamedTuple):
@@ -29,6 +32,7 @@ class GatherDot(NamedTuple):
         inputs, outputs, fan_in: n_in, n_out and k.
         x_row: stride of x by row; by column it is 1.
         lines: cache lines that 32 neighbouring outputs read at once, as one of ``SPREADS``.
+        steps: as of ``sparsecomp.ops.local.gather_dot``.
         dtype: of x and weight.
         output: the output (1, rows, outputs) and its epilogue.
     """
@@ -39,13 +43,14 @@ class GatherDot(NamedTuple):
     fan_in: int
     x_row: int
     lines: int
+    steps: tuple[int, ...]
     dtype: str
     output: Output
 
 
 def gather_dot(
     x: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor,
-    activation: str, spread: str,
+    activation: str, spread: str, steps: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """Write activation(y + bias + residual) to ``out``.
 
@@ -54,17 +59,22 @@ def gather_dot(
         weight, index: (n_out, k), contiguous, the index int32.
         bias: (n_out,), contiguous.
         residual, out: (rows, n_out).
-        spread: as of ``sparsecomp.reference.local.spread``.
+        spread, steps: as of ``sparsecomp.ops.local.gather_dot``.
     """
     if not out.numel():
         return
-    x = x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    x = by_rows(x)
     described = output_of(out, bias, "column", residual, activation, 1.0)
     outputs, fan_in = index.shape
     problem = GatherDot(
-        x.shape[0], x.shape[1], outputs, fan_in, x.stride(0), SPREADS[spread], dtype_name(x), described
+        x.shape[0], x.shape[1], outputs, fan_in, x.stride(0), SPREADS[spread], tuple(steps), dtype_name(x), described
     )
     dispatch.launch(GATHER_DOT, problem, x, weight, index, bias, residual, out)
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """x (rows, columns) with the numbers of a row side by side."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
 def _signature(problem: GatherDot, device: Device) -> KernelSignature:
@@ -72,19 +82,18 @@ def _signature(problem: GatherDot, device: Device) -> KernelSignature:
     return KernelSignature(
         "gather_dot", device, dtypes=(p.dtype, p.output.dtype), accumulator="float32", index="int32",
         epilogue=p.output.text,
-        sizes=(("rows", p.rows), ("inputs", p.inputs), ("outputs", p.outputs), ("fan_in", p.fan_in)),
-        parameters=(("lines", p.lines),),
+        sizes=tuple(zip(SIZES, p[:4], strict=True)),
+        parameters=(("lines", p.lines), *[("stencil", 1)] * bool(p.steps)),
     )  # fmt: skip
 
 
 def _representative(signature: KernelSignature) -> GatherDot:
-    rows, inputs, outputs, fan_in = (int(dict(signature.sizes)[name]) for name in _SIZES)
+    rows, inputs, outputs, fan_in = (int(dict(signature.sizes)[name]) for name in SIZES)
     output = output_from_text(signature.epilogue, signature.dtypes[1], Strides(0, outputs, 1))
-    lines = int(dict(signature.parameters)["lines"])
-    return GatherDot(rows, inputs, outputs, fan_in, inputs, lines, signature.dtypes[0], output)
-
-
-_SIZES = ("rows", "inputs", "outputs", "fan_in")
+    parameters = dict(signature.parameters)
+    steps = tuple(range(fan_in)) if "stencil" in parameters else ()
+    lines = int(parameters["lines"])
+    return GatherDot(rows, inputs, outputs, fan_in, inputs, lines, steps, signature.dtypes[0], output)
 
 
 def _operands(problem: GatherDot, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
@@ -92,7 +101,10 @@ def _operands(problem: GatherDot, device: torch.device, seed: int) -> tuple[Tens
     x = random_tensor((p.rows, p.inputs), (p.x_row, 1), p.dtype, random)
     weight = random_tensor((p.outputs, p.fan_in), (p.fan_in, 1), p.dtype, random)
     shape = (p.outputs, p.fan_in)
-    if p.lines > 8:
+    if p.steps:
+        steps = torch.tensor(p.steps, device=device)
+        index = (torch.arange(p.outputs, device=device)[:, None] + steps).remainder(p.inputs).int()
+    elif p.lines > 8:
         index = torch.randint(p.inputs, shape, generator=random, device=device, dtype=torch.int32)
     else:  # a window that slides with the output
         first = torch.arange(p.outputs, device=device)[:, None] * max(p.inputs - p.fan_in, 0) // max(p.outputs, 1)
@@ -116,6 +128,6 @@ GATHER_DOT: Operation[Any] = Operation(
 )  # fmt: skip
 
 
-def unsupported(problem: GatherDot) -> str | None:
+def unsupported(problem: Any) -> str | None:
     """Why no kernel here takes the problem's dtype; None if they do."""
     return None if problem.dtype in TOLERANCE else f"{problem.dtype} is not summed in float32: use the reference"

@@ -141,8 +141,9 @@ class Tuner:
         self._settings = settings
         self._measure = measure
         self._clock = clock
-        # reentrant: making a trial's operands may launch other operations
+        # reentrant: making a trial's operands, or a candidate, may launch other operations
         self._lock = threading.RLock()
+        self._spent = 0.0
         self._tuned: set[tuple[str, Effort]] = set()
 
     def effort(self) -> Effort | None:
@@ -200,6 +201,7 @@ class Tuner:
         with self._lock:
             if not self._unfinished(task, effort):  # another thread has done it meanwhile
                 return
+            start = self._clock()
             try:
                 with _quiet(task.device):
                     self._tune(task, effort)
@@ -207,6 +209,7 @@ class Tuner:
                 raise
             except Exception as error:
                 _note(f"tuning of {task.operation.name} failed: {first_line(error)}", logging.WARNING)
+            self._spent += self._clock() - start
             # what the budget left out stays out in this process
             self._tuned.add((task.signature.key, effort))
 
@@ -225,7 +228,7 @@ class Tuner:
         untimed, limits = task.untimed(results.known, effort), _LIMITS[effort]
         if not untimed:
             return
-        deadline = self._clock() + limits.seconds
+        deadline = self._clock() + limits.seconds - self._spent
         operands = timed_operands(task.operation, task.problem, task.device)
         with Progress(f"tuning {task.operation.name}", len(untimed)) as progress:
             for candidate in untimed:
@@ -243,7 +246,7 @@ class Tuner:
                 else:
                     results.add(times={candidate.name: max(took, _SHORTEST_MS)})
                 progress.advance()
-                if self._clock() > deadline:
+                if self._clock() > deadline + self._spent:  # what candidates launch has a budget of its own
                     left = [one.name for one in untimed if one.name not in results.known.times]
                     results.add(postponed=dict.fromkeys(left, effort))
                     break

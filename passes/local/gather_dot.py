@@ -15,22 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-import sparsecomp.ops.local.gather_dot  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.passes.cost.local import FixedFanIn, decide
 from sparsecomp.passes.engine.constants import promised_node
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.local.gathered import Gathered, GatheredLayer, layer_of, source_of
+from sparsecomp.passes.local.own_layer import GATHER_DOT, consider_own
 from sparsecomp.passes.sparse.chain import Chain, circumstances, ending_at
 from sparsecomp.reference.local.spread import spread_of
+from sparsecomp.reference.local.stencil import steps_of
 from sparsecomp.reference.local.transposed import transposed_lists
-
-_GATHER_DOT = torch.ops.sparsecomp.gather_dot.default
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every last node of a layer of fixed fan-in and what can be fused behind it is a site."""
+    own = consider_own(node, ctx)
+    if own is not None:
+        return own
     chain = ending_at(node, _sum, ctx)
     if chain is None:
         layer = layer_of(node)
@@ -77,11 +79,12 @@ def _judged(layer: GatheredLayer, chain: Chain, ctx: Context) -> Plan | Refusal:
     reading = Reading("index", gathered.by, rows[-1], gathered.fan)
     if held is not None and not _can_be_read(held, reading):
         return refuse(Why.GATHERED_AS_WRITTEN, detail=f"its index `{source.target}` reads beyond its {rows[-1]} inputs")
-    spread = _spread(source, gathered, ctx)
+    now = _now(source, gathered, ctx)
+    spread, steps = (None, ()) if now is None else (spread_of(now), steps_of(now))
     how = circumstances(chain, ctx, x.device)
     decision = decide(FixedFanIn(
         ctx.device(x.device), torch.Size(rows[:-1]).numel(), rows[-1], outputs, fan_in, x.dtype,
-        chain.bias is not None, chain.residual is not None, chain.activation, spread, held is not None, **how,
+        chain.bias is not None, chain.residual is not None, chain.activation, spread, steps, held is not None, **how,
     ))  # fmt: skip
     described = f"{gathered.by} of {fan_in} inputs for each of {outputs} outputs"
     if decision.dense:
@@ -92,8 +95,8 @@ def _judged(layer: GatheredLayer, chain: Chain, ctx: Context) -> Plan | Refusal:
         index, *lists = read
         weight = _shaped(layer.weight, gathered.fan, last)
         return {last: call(
-            last.graph, last, _GATHER_DOT, gathered.x, weight, index, chain.bias, chain.residual, lists,
-            chain.activation, spread or "far",
+            last.graph, last, GATHER_DOT, gathered.x, weight, index, chain.bias, chain.residual, lists,
+            chain.activation, spread or "far", list(steps),
         )}  # fmt: skip
 
     once = "read once, under the promise that it stays" if held is not None else "read in each call"
@@ -102,11 +105,11 @@ def _judged(layer: GatheredLayer, chain: Chain, ctx: Context) -> Plan | Refusal:
     return Plan(build, reason, "gather_dot", "", dead, decision.estimate, chain.nodes[0])
 
 
-def _spread(source: fx.Node, gathered: Gathered, ctx: Context) -> str | None:
-    """How far apart outputs read now, which decides nothing but speed; None if that is unknown."""
+def _now(source: fx.Node, gathered: Gathered, ctx: Context) -> Tensor | None:
+    """What outputs read now, as (n_out, k), which decides nothing but speed; None if that is unknown."""
     value = ctx.values.get(source)
     known = value is not None and not _compat.is_fake(value) and value.numel() == gathered.fan[0] * gathered.fan[1]
-    return spread_of(value.detach().reshape(gathered.fan)) if known and value is not None else None
+    return value.detach().reshape(gathered.fan).int() if known and value is not None else None
 
 
 _READS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], tuple[Any, ...]]]] = {

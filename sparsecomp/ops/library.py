@@ -5,12 +5,12 @@ more than many a kernel costs the GPU. In a compiled graph neither has anything 
 also stands at its operator, where generated code calls it: `torch.ops.sparsecomp.lif.default.direct_cuda`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sparsecomp import _compat
 from sparsecomp.ops.forward_mode import forward_mode
@@ -61,43 +61,56 @@ def differentiable(name: str, backward: Callable[..., Any], setup_context: Calla
     overload = getattr(torch.ops.sparsecomp, name).default
 
     def forward(*flat: Any) -> Any:
-        *leaves, spec = flat
+        *leaves, lengths = flat
         with _compat.below_autograd():
-            return overload(*tree_unflatten(leaves, spec))
+            return overload(*_grouped(leaves, lengths))
 
     def recording(*flat: Any) -> Any:
         with _compat.next_level() if _compat.inside_transform() else nullcontext():
             return forward(*flat)
 
     def remember(ctx: Any, inputs: Any, output: Any) -> None:
-        *leaves, ctx.spec = inputs
-        setup_context(ctx, tree_unflatten(leaves, ctx.spec), output)
+        *leaves, ctx.lengths = inputs
+        setup_context(ctx, _grouped(leaves, ctx.lengths), output)
 
     def gradients(ctx: Any, *grads: Any) -> Any:
-        wanted = tree_unflatten(list(ctx.needs_input_grad[:-1]), ctx.spec)
-        found = backward(_Wanting(ctx, wanted), *grads)
+        found = backward(_Wanting(ctx, _grouped(ctx.needs_input_grad[:-1], ctx.lengths)), *grads)
         found = found if isinstance(found, tuple) else (found,)
-        flat, _ = tree_flatten(found, is_leaf=lambda value: value is None)
-        return *flat, None
+        return *_leaves(found, [isinstance(one, list) for one in found]), None
 
     members = {"forward": staticmethod(recording), "setup_context": staticmethod(remember)}
     function: Any = type(f"{name}_", (_compat.OneLevelFunction,), {**members, "backward": staticmethod(gradients)})
 
     def recorded(*args: Any) -> Any:
-        leaves, spec = tree_flatten(args, is_leaf=_is_one)
-        if torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            # within a transform the dispatcher has come here for one of its levels
-            with _compat.one_level() if _compat.inside_transform() else nullcontext():
-                return function.apply(*leaves, spec)
-        return forward(*leaves, spec)
+        if torch.is_grad_enabled():
+            lists = [_holds_tensors(arg) for arg in args]
+            leaves = _leaves(args, lists)
+            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+                lengths = tuple(len(arg) if is_list else None for arg, is_list in zip(args, lists, strict=True))
+                # within a transform the dispatcher has come here for one of its levels
+                with _compat.one_level() if _compat.inside_transform() else nullcontext():
+                    return function.apply(*leaves, lengths)
+        with _compat.below_autograd():
+            return overload(*args)
 
     library.impl(name, recorded, "Autograd")
     torch.library.register_vmap(overload, _each_alone(overload), lib=library)
 
 
-def _is_one(value: object) -> bool:
-    """Whether an argument is no list of tensors."""
-    return isinstance(value, list) and not any(isinstance(item, torch.Tensor) for item in value)
+def _holds_tensors(value: object) -> bool:
+    """Whether an argument is a list of tensors, whose gradients torch wants one by one."""
+    return isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value)
+
+
+def _leaves(values: Sequence[Any], lists: Sequence[bool]) -> list[Any]:
+    """The values, of those that are lists each item."""
+    return [leaf for value, is_list in zip(values, lists, strict=True) for leaf in (value if is_list else (value,))]
+
+
+def _grouped(leaves: Iterable[Any], lengths: Sequence[int | None]) -> list[Any]:
+    """The values whose `_leaves` these are, from the lengths of those that are lists, None of others."""
+    rest = iter(leaves)
+    return [next(rest) if length is None else list(islice(rest, length)) for length in lengths]
 
 
 class _Wanting:

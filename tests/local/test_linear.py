@@ -12,6 +12,8 @@ from torch._inductor.compile_fx import compile_fx
 from sparsecomp.compiler.backend import sparsecomp_backend
 from sparsecomp.errors import CheckpointError, ConfigError, FormatError
 from sparsecomp.nn import GeoSparseLinear, adopt_patterns, build_geo_connectivity
+from sparsecomp.nn.local import linear
+from sparsecomp.ops import gather_dot
 
 MODES = ("compiled", "gather", "scatter")
 
@@ -36,7 +38,7 @@ def dense(layer: GeoSparseLinear) -> Tensor:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_the_dense_layer_with_its_gradients(mode, bias, device):
     layer = layer_of(mode, bias).to(device)
-    for rows in ((), (0,), (1,), (2, 3), (40,)):
+    for rows in ((), (0,), (1,), (2, 3), (40,), (1000,)):
         x = torch.randn(*rows, 35, dtype=torch.float64, device=device, requires_grad=True)
         operands = (x, *layer.parameters())
         found, right = layer(x), F.linear(x, dense(layer), layer.bias)
@@ -90,7 +92,7 @@ def test_a_write_to_the_index_is_seen(compiled):
     torch.compiler.reset()
     layer = layer_of()
     call = torch.compile(layer, backend="aot_eager") if compiled else layer
-    x = torch.randn(40, 35, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(1000, 35, dtype=torch.float64, requires_grad=True)
     for seed in (1, 2):
         right = F.linear(x, dense(layer), layer.bias)
         for one, other in zip(
@@ -103,6 +105,23 @@ def test_a_write_to_the_index_is_seen(compiled):
         layer.in_index_per_out[0, 0] = 35
         with pytest.raises(FormatError, match="0 to 34"):
             layer(x)
+
+
+def test_a_cpu_gathers_what_takes_less_time_than_a_call(monkeypatch):
+    calls = []
+
+    def counted(x, *rest, **more):
+        calls.append(len(x))
+        return gather_dot(x, *rest, **more)
+
+    monkeypatch.setattr(linear, "gather_dot", counted)
+    layer = layer_of()
+    for trained, most in ((False, 2**14 // (35 * 4)), (True, 2**17 // (35 * 4))):
+        with torch.set_grad_enabled(trained):
+            for rows in (most, most + 1):
+                x = torch.randn(rows, 35, dtype=torch.float64)
+                torch.testing.assert_close(layer(x), F.linear(x, dense(layer), layer.bias), rtol=1e-12, atol=1e-12)
+        assert calls.pop() == most + 1 and not calls
 
 
 def test_checkpoints_carry_the_pattern():
@@ -121,7 +140,7 @@ def test_checkpoints_carry_the_pattern():
     adopt_patterns(model)
     model.load_state_dict({f"0.{key}": value for key, value in state.items()})
     assert other.transposed_order is lists  # where a captured graph reads it
-    x = torch.randn(40, 35, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(1000, 35, dtype=torch.float64, requires_grad=True)
     for one, right in zip(
         torch.autograd.grad(other(x).square().sum(), x), torch.autograd.grad(layer(x).square().sum(), x), strict=True
     ):

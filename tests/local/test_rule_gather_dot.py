@@ -20,6 +20,7 @@ from sparsecomp.options import Options
 from sparsecomp.passes.cost import local as cost
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.local import gather_dot as rule
+from sparsecomp.passes.local import own_layer as own
 from sparsecomp.report import Report
 
 pytestmark = pytest.mark.quick_cases(5)
@@ -367,8 +368,9 @@ def test_the_promise_makes_constants_which_follow_another_index(monkeypatch):
 @pytest.mark.parametrize(
     ("n", "k", "rows", "trained", "kept", "pays"),
     [
-        (256, 8, 1, False, False, False), (256, 8, 256, False, False, True), (4096, 8, 1, False, True, False),
-        (4096, 8, 256, False, False, True), (256, 8, 16, True, False, False), (1024, 8, 64, True, False, True),
+        (256, 8, 1, False, False, False), (256, 8, 256, False, False, True), (4096, 8, 1, False, True, True),
+        (4096, 8, 1, False, False, False), (4096, 8, 2, False, False, True), (4096, 8, 256, False, False, True),
+        (256, 8, 16, True, False, False), (1024, 8, 64, True, False, True),
         (4096, 8, 256, True, True, True),
     ],
 )  # fmt: skip
@@ -397,7 +399,7 @@ def test_when_it_pays_on_a_card(n, k, rows, spread, measured, pays):
     kernels on an H200, which an H100's processors and caches are those of."""
     pytest.importorskip("triton")
     layer = cost.FixedFanIn(
-        torch.device("cuda"), rows, n, n, k, torch.float32, True, False, "none", spread, False, False, False, 1
+        torch.device("cuda"), rows, n, n, k, torch.float32, True, False, "none", spread, (), False, False, False, 1
     )
     decision = cost.compare(layer, Device("H100", "9.0", "3.6.0"), H100)
     assert decision.dense != pays
@@ -415,6 +417,70 @@ def test_our_own_layer_in_plain_torch():
     wanted = exactly(x, layer.weight, layer.in_index_per_out.long()) + layer.bias.double()
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
     assert ", fused with bias" in site(report, "gather_dot").reason
+
+
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_our_own_layer_takes_in_what_follows_or_is_written_out(activation, dtype, pays, monkeypatch):
+    monkeypatch.setattr(own, "decide", lambda layer: Decision("gather_dot" if pays else "dense", "said so"))
+    layer = GeoSparseLinear(INPUTS, N, INDEX).to(dtype)
+    x, residual = drawn(2, 4, INPUTS).to(dtype), drawn(2, 4, N).to(dtype)
+    with torch.no_grad():
+        out, report = ours(lambda x, y: ACTIVATIONS[activation](layer(x) + y), x, residual)
+    found, code = site(report, "gather_dot"), report.graph_after
+    assert found.rewritten and found.implementation == ("gather_dot" if pays else "dense") and "said so" in found.reason
+    assert (f", fused with bias, residual, {activation}" in found.reason) == pays
+    assert ("gather_dot.default" in code) == pays and ("sum" in code) != pays
+    wanted = ACTIVATIONS[activation](exactly(x, layer.weight) + layer.bias.double() + residual.double())
+    tolerance = 4 * torch.finfo(dtype).eps
+    assert (out.double() - wanted).norm() <= tolerance * wanted.norm() and out.dtype is dtype
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("pays", [True, False])
+def test_gradients_of_our_own_layer(pays, bias, monkeypatch):
+    monkeypatch.setattr(own, "decide", lambda layer: Decision("gather_dot" if pays else "dense", "said so"))
+    layer, x = GeoSparseLinear(INPUTS, N, INDEX, bias=bias), drawn(2, 4, INPUTS).requires_grad_()
+    call = compiled(layer)
+    torch.testing.assert_close(gradients(call, x, layer), gradients(layer, x, layer))
+    torch.testing.assert_close(call(x), layer(x))
+    layer.in_index_per_out.copy_(INDEX.flip(0))
+    torch.testing.assert_close(gradients(call, x, layer), gradients(layer, x, layer))
+
+
+def test_our_own_layer_stays_where_an_operand_is_written_to():
+    layer = GeoSparseLinear(INPUTS, N, INDEX)
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        out = layer(x)
+        y.mul_(2)
+        return out + y
+
+    with torch.no_grad():
+        out, report = ours(forward, X, drawn(4, N))
+        torch.testing.assert_close(out, forward(X, drawn(4, N)))
+    found = site(report, "gather_dot")
+    assert not found.rewritten and "an operand is written to" in found.reason
+
+
+@pytest.mark.parametrize(("n", "rows", "written"), [(256, 1, True), (4096, 64, False)])
+def test_our_own_layer_by_the_estimate(n, rows, written, one_thread):
+    layer = GeoSparseLinear(n, n, torch.randint(n, (n, 8)))
+    x = torch.randn(rows, n)
+    with torch.no_grad():
+        out, report = ours(layer, x)
+    assert (site(report, "gather_dot").implementation == "dense") == written
+    torch.testing.assert_close(out, layer(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_stencil_is_told_to_the_operator():
+    index = build_geo_connectivity((9, 8), k=K, offsets=[(0, 0), (0, -1), (2, 1)])
+    _, report = ours(GeoSparseLinear(72, 72, index, compute_mode="gather"), drawn(2, 72))
+    assert re.search(r"gather_dot\.default\(.*'near', \[0, -1, 17\]\)", report.graph_after)
 
 
 @pytest.mark.parametrize("leading", [(4,), (2, 3)])

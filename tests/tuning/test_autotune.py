@@ -195,6 +195,25 @@ def test_the_budget_ends_tuning_with_the_best_so_far():
     assert entry(cache, bench).postponed == {}
 
 
+def test_what_a_candidate_launches_is_tuned_in_seconds_of_its_own(monkeypatch):
+    bench, cache = Bench({16: 3.0, 32: 2.0, 64: 1.0}, seconds=4.0), TuningCache(None)
+    tuned, inner = tuner(bench, cache), replace(bench.template, name="inner", op="inner")
+    within = replace(bench.operation, name="inner", signature=lambda problem, device: KernelSignature("inner", device))
+
+    def prepare(problem, config):
+        def launch(*tensors):
+            tuned.choose(within, problem, CPU)
+            bench.template.prepare(problem, config)(*tensors)
+
+        return launch
+
+    templates = {"inner": (inner,), "triple": (replace(bench.template, prepare=prepare),)}
+    monkeypatch.setattr("sparsecomp.lowering.tuning.template.of_operation", templates.__getitem__)
+    with effort_scope("quick"):
+        assert tuned.choose(bench.operation, Triple(), CPU).candidate.config["TILE"] == 64
+    assert bench.timed == [16, 32, 64, 16, 32, 64] and not entry(cache, bench).postponed
+
+
 def test_an_interrupt_keeps_what_was_measured():
     bench, cache = Bench({16: 3.0, 32: 2.0, 64: 1.0}, {64: "interrupted"}), TuningCache(None)
     tuned = tuner(bench, cache)

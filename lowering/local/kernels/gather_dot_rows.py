@@ -79,15 +79,17 @@ _beside = sympy.ceiling(_rows / _br) * _outputs * _fan_in * (4 + _itemsize) / (_
 _resident = sympy.Min(32, 65536 / (32 * _warps * (32 + 4 * _fan_in * _bo / (32 * _warps))))
 _waves = sympy.Max(_programs / (_processors * _resident), 1) * (1.5e-6 + 7e-7 * _br)
 
+COST = Cost(
+    bytes=_rows * (_inputs + _outputs) * _itemsize + _outputs * _fan_in * (4 + _itemsize),
+    seconds=sympy.Max(_gathers + _beside, _waves) + 1e-7 * _br,
+)
+
 GATHER_DOT_ROWS = Template(
     name="gather_dot_rows",
     op="gather_dot",
     sources=(gather_dot_rows_kernel, finish),
     refuse=lambda problem, device: unsupported(problem),
     space=_space,
-    cost=Cost(
-        bytes=_rows * (_inputs + _outputs) * _itemsize + _outputs * _fan_in * (4 + _itemsize),
-        seconds=sympy.Max(_gathers + _beside, _waves) + 1e-7 * _br,
-    ),
+    cost=COST,
     prepare=_prepare,
 )

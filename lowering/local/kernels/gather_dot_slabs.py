@@ -1,11 +1,9 @@
 """A layer of fixed fan-in whose outputs read anywhere: rows of x in slabs, in which an input's rows are neighbours.
 
-A first launch writes x as slabs of a few rows, (slab, input, row in it). A gather then takes a whole sector of memory
-instead of one number of it, and a slab that fits is read from the L1 cache of the processor that works on it.
+A first launch writes x as slabs. One that fits is read from the L1 cache of the processor that works on it.
 """
 
 import sympy
-import torch
 import triton
 import triton.language as tl
 
@@ -13,29 +11,10 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.local.gather_dot import GatherDot, unsupported
+from sparsecomp.lowering.local.kernels.slabs import tiles, write_slabs_kernel, writing
 from sparsecomp.lowering.sparse.kernels.epilogue import finish
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
-
-_TILE = 128
-"""Inputs that a program copies."""
-_VECTOR = 16
-"""Bytes that a thread gathers at once: with more or fewer all problems that were measured on an H200 took longer."""
-
-
-@triton.jit
-def write_slabs_kernel(x_ptr, slabs_ptr, ROWS, INPUTS, x_row, BR: tl.constexpr, BI: tl.constexpr):
-    """slabs[s, i, r] = x[s·BR + r, i], and 0 beyond the rows."""
-    blocks = tl.cdiv(INPUTS, BI)
-    slab = (tl.program_id(0) // blocks).to(tl.int64)
-    within = tl.arange(0, BR)
-    rows = slab * BR + within
-    inputs = tl.program_id(0) % blocks * BI + tl.arange(0, BI)
-    inside = inputs < INPUTS
-    value = tl.load(x_ptr + rows[:, None] * x_row + inputs[None, :], mask=(rows < ROWS)[:, None] & inside[None, :],
-                    other=0.0)  # fmt: skip
-    place = (slab * INPUTS + inputs.to(tl.int64)[:, None]) * BR + within[None, :]
-    tl.store(slabs_ptr + place, tl.trans(value), mask=inside[:, None])
 
 
 @triton.jit
@@ -70,26 +49,19 @@ def gather_dot_slabs_kernel(
 
 def _prepare(problem: GatherDot, config: Config) -> Launches:
     p, height = problem, config["BR"]
-    slabs, blocks = triton.cdiv(p.rows, height), triton.cdiv(p.outputs, config["BO"])
-    copy = Launch(
-        write_slabs_kernel, (slabs * triton.cdiv(p.inputs, _TILE),), (p.rows, p.inputs, p.x_row),
-        {"BR": height, "BI": _TILE}, num_warps=4,
-    )  # fmt: skip
-    grid = (slabs * triton.cdiv(blocks, min(config["SHARE"], blocks)),)
+    blocks = triton.cdiv(p.outputs, config["BO"])
+    copy, workspace = writing(p.rows, p.inputs, p.x_row, height, p.dtype)
+    grid = (triton.cdiv(p.rows, height) * triton.cdiv(blocks, min(config["SHARE"], blocks)),)
     numbers = (p.rows, p.inputs, p.outputs, min(config["SHARE"], blocks), *p.output.numbers)
     constants = {**p.output.constants, "FAN_IN": p.fan_in, "BR": height, "BO": config["BO"]}
     main = Launch(gather_dot_slabs_kernel, grid, numbers, constants, num_warps=config["warps"])
-    workspace = (slabs * p.inputs * height,), getattr(torch, p.dtype)
     return Launches([workspace], [Step(copy, (0, 6)), Step(main, (6, 1, 2, 3, 4, 5))])
 
 
 def _space(problem: GatherDot, device: Device) -> list[Config]:
-    itemsize = getattr(torch, problem.dtype).itemsize
-    tiles = [(br, bo, br * bo * itemsize // (32 * _VECTOR)) for br in (4, 8, 16, 32, 64) for bo in (32, 64, 128, 256)]
     return [
         Config(BR=br, BO=bo, SHARE=share, warps=warps)
-        for br, bo, warps in tiles for share in (1, 4, 16)
-        if 16 <= br * itemsize <= 128 and 1 <= warps <= 16
+        for br, bo, warps in tiles(problem.dtype, (32, 64, 128, 256)) for share in (1, 4, 16)
     ]  # fmt: skip
 
 

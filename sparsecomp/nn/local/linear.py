@@ -12,11 +12,14 @@ from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.local.connectivity import check_index, effective_fan_in, expand_in_indices_to_edges
 from sparsecomp.reference.local.spread import spread_of
+from sparsecomp.reference.local.stencil import steps_of
 from sparsecomp.reference.local.transposed import lists_fit, transposed_lists
 from sparsecomp.reference.precision import accumulator
 
 COMPUTE_MODES = ("compiled", "gather", "scatter")
 _LISTS = ("transposed_pointers", "transposed_order")
+_SMALL = {False: 2**14, True: 2**17}
+"""Products of an input and a weight up to which a CPU gathers, without and with gradients (torch 2.13, one core)."""
 
 
 class GeoSparseLinear(nn.Module):
@@ -26,8 +29,8 @@ class GeoSparseLinear(nn.Module):
         in_features, out_features: n_in and n_out.
         in_index_per_out: (n_out, k), int32 or int64, in 0 to n_in - 1; inputs of an output may repeat. Copied as int32.
         bias: whether there is one.
-        compute_mode: "compiled", one operator that never holds (..., n_out, k) elements; "gather" or "scatter", the
-            same in plain torch by gathered inputs or by a list of edges, which do.
+        compute_mode: "compiled", one operator that never holds (..., n_out, k) elements, but on a CPU a few of them;
+            "gather" or "scatter", the same in plain torch by gathered inputs or by a list of edges, which do.
 
     Attributes:
         weight: (n_out, k), a parameter.
@@ -92,14 +95,15 @@ class GeoSparseLinear(nn.Module):
         """
         if x.shape[-1:] != (self.in_features,):
             raise FormatError(f"x has shape {tuple(x.shape)}, needs (..., {self.in_features})")
-        if self.compute_mode == "compiled":
-            lists = self._lists()
+        lists = self._lists() if self.compute_mode == "compiled" else None
+        if lists is not None and not self._is_small(x):
             return gather_dot(
-                x, self.weight, self.in_index_per_out, self.bias, transposed=lists, spread=self._spread
-            )
+                x, self.weight, self.in_index_per_out, self.bias, transposed=lists, spread=self._spread,
+                steps=self._steps,
+            )  # fmt: skip
         x, weight = autocast(x, self.weight)
         wide = accumulator(x.dtype)
-        products = _gathered if self.compute_mode == "gather" else _scattered
+        products = _scattered if self.compute_mode == "scatter" else _gathered
         out = products(x.to(wide), weight.to(wide), self.in_index_per_out)
         return (out if self.bias is None else out + self.bias.to(wide)).to(x.dtype)
 
@@ -108,6 +112,13 @@ class GeoSparseLinear(nn.Module):
         fan_in = "" if self.in_index_per_out.is_meta else f" ({self.effective_fan_in.double().mean():.4g} distinct)"
         return f"{self.in_features}, {self.out_features}, k={self.k}{fan_in}, bias={self.bias is not None}, " \
                f"compute_mode={self.compute_mode}"  # fmt: skip
+
+    def _is_small(self, x: Tensor) -> bool:
+        """Whether a CPU gathers, op by op, in less time than a call of the operator takes."""
+        if torch.compiler.is_compiling() or x.device.type != "cpu":
+            return False
+        trained = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        return x.shape[:-1].numel() * self.weight.numel() <= _SMALL[trained]
 
     # -- what follows from the index
 
@@ -129,7 +140,7 @@ class GeoSparseLinear(nn.Module):
                 setattr(self, name, fresh)
             else:
                 kept.copy_(fresh)  # a captured graph reads it there
-        self._spread = spread_of(index)
+        self._spread, self._steps = spread_of(index), steps_of(index)
         self._seen = self._memory()
 
     def _memory(self) -> tuple[int, int]:
@@ -187,7 +198,9 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _gathered(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
-    return (x.index_select(-1, index.flatten()).unflatten(-1, index.shape) * weight).sum(-1)
+    # the gradient of a gather takes a CPU a tenth of the time of an index_select's, and half that of x[..., index]'s
+    places = index.flatten().long().expand(*x.shape[:-1], -1)
+    return (x.gather(-1, places).unflatten(-1, index.shape) * weight).sum(-1)
 
 
 def _scattered(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.lowering.launch.epilogue import ACTIVATIONS
-from sparsecomp.ops.library import TAGS, differentiable, library
+from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
 from sparsecomp.reference.local import gather_dot as reference
@@ -22,7 +22,7 @@ from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_a
 
 library.define(
     "gather_dot(Tensor x, Tensor weight, Tensor index, Tensor? bias, Tensor? residual, Tensor[] transposed, "
-    "str activation, str spread) -> Tensor",
+    "str activation, str spread, int[] steps) -> Tensor",
     tags=TAGS,
 )
 library.define(
@@ -35,6 +35,7 @@ library.define("gather_dot_weight(Tensor x, Tensor grad, Tensor index, Tensor[] 
 def gather_dot(
     x: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None,
     transposed: Sequence[Tensor] = (), activation: str = "none", spread: str = "far",
+    steps: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
     """activation(y + bias + residual), where y[..., o] is the sum of weight[o, j] · x[..., index[o, j]] over j.
 
@@ -52,6 +53,8 @@ def gather_dot(
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
         spread: how far apart neighbouring outputs read, a word of `sparsecomp.reference.local.spread`, by which a GPU
             chooses how it gathers; any gives the right result.
+        steps: k numbers such that most outputs o read o + steps[j], as `sparsecomp.reference.local.stencil` finds them,
+            or nothing. A GPU then need not load what outputs of a stencil read; any give the right result.
 
     Returns:
         (..., n_out), contiguous. Gradients flow to x, weight, bias and residual.
@@ -60,12 +63,14 @@ def gather_dot(
         FormatError: operands that do not belong together, or an unknown word.
     """
     x, weight = autocast(x, weight)
-    return torch.ops.sparsecomp.gather_dot.default(x, weight, index, bias, residual, transposed, activation, spread)
+    return torch.ops.sparsecomp.gather_dot.default(
+        x, weight, index, bias, residual, transposed, activation, spread, steps
+    )
 
 
 def _result_shape(
     x: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, residual: Tensor | None,
-    transposed: Sequence[Tensor], activation: str, spread: str,
+    transposed: Sequence[Tensor], activation: str, spread: str, steps: Sequence[int],
 ) -> tuple[int, ...]:  # fmt: skip
     """Shape of the result, after all checks that look at no contents."""
     if index.dim() != 2 or index.dtype is not torch.int32 or weight.shape != index.shape:
@@ -87,6 +92,8 @@ def _result_shape(
         raise FormatError(f"activation is {activation!r}, needs one of {', '.join(ACTIVATIONS)}")
     if spread not in SPREADS:
         raise FormatError(f"spread is {spread!r}, needs one of {', '.join(SPREADS)}")
+    if len(steps) not in (0, index.shape[1]):
+        raise FormatError(f"steps are {len(steps)} numbers, needs {index.shape[1]}, one a weight, or none")
     return shape
 
 
@@ -95,8 +102,8 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(accumulator(x.dtype))
 
 
-def _product(x, weight, index, bias, residual, transposed, activation, spread):
-    shape = _result_shape(x, weight, index, bias, residual, transposed, activation, spread)
+def _product(x, weight, index, bias, residual, transposed, activation, spread, steps):
+    shape = _result_shape(x, weight, index, bias, residual, transposed, activation, spread, steps)
     with without_autocast(x):
         found = reference.gathered_product(_rows(x), weight.to(accumulator(x.dtype)), index)
         beside = None if residual is None else residual.reshape(found.shape)
@@ -115,19 +122,19 @@ def _by_weight(x, grad, index, transposed):
         return reference.by_weight(_rows(x), _rows(grad), index).to(x.dtype)
 
 
-def _product_cuda(x, weight, index, bias, residual, transposed, activation, spread):
-    out = x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread))
+def _product_cuda(x, weight, index, bias, residual, transposed, activation, spread, steps):
+    out = x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread, steps))
     if not out.numel():
         return out
     if x.dtype not in KERNEL_DTYPES:
-        return _product(x, weight, index, bias, residual, transposed, activation, spread)
+        return _product(x, weight, index, bias, residual, transposed, activation, spread, steps)
     from sparsecomp.lowering.local import gather_dot as lowered  # loads Triton
 
     rows, bias = x.shape[:-1].numel(), None if bias is None else bias.contiguous()
     lowered.gather_dot(
         x.reshape(rows, x.shape[-1]), weight.contiguous(), index.contiguous(), bias,
         None if residual is None else residual.reshape(rows, index.shape[0]), out.view(rows, index.shape[0]),
-        activation, spread,
+        activation, spread, steps,
     )  # fmt: skip
     return out
 
@@ -137,14 +144,12 @@ def _by_input_cuda(grad, weight, index, transposed, inputs):
         return grad.new_zeros(*grad.shape[:-1], inputs)
     if grad.dtype not in KERNEL_DTYPES:
         return _by_input(grad, weight, index, transposed, inputs)
-    from sparsecomp.lowering.sparse import spmm_csr as lowered  # loads Triton
+    from sparsecomp.lowering.local import gather_dot_input as lowered  # loads Triton
 
-    pointers, order = transposed or transposed_lists(index, inputs)
-    outputs = torch.div(order, index.shape[1], rounding_mode="floor")
-    values = weight.flatten().index_select(0, order)
     rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
     out = grad.new_empty(rows.shape[0], inputs)
-    lowered.spmm_csr(pointers, outputs, values, rows.mT, out.mT)
+    pointers, order = transposed or transposed_lists(index, inputs)
+    lowered.gather_dot_input(rows, weight.contiguous(), pointers, order, out)
     return out.view(*grad.shape[:-1], inputs)
 
 
@@ -153,16 +158,16 @@ def _by_weight_cuda(x, grad, index, transposed):
         return x.new_zeros(index.shape)
     if x.dtype not in KERNEL_DTYPES:
         return _by_weight(x, grad, index, transposed)
-    from sparsecomp.lowering.sparse import sddmm as lowered  # loads Triton
+    from sparsecomp.lowering.local import gather_dot_weight as lowered  # loads Triton
 
     rows, out = x.shape[:-1].numel(), x.new_empty(index.shape)
-    left, right = grad.reshape(rows, grad.shape[-1]).mT, x.reshape(rows, x.shape[-1]).mT
-    lowered.sddmm(reference.pointers_of_rows(index), index.flatten(), left, right, out.view(-1))
+    x, grad = x.reshape(rows, x.shape[-1]), grad.reshape(rows, grad.shape[-1])
+    lowered.gather_dot_weight(x, grad, index.contiguous(), out)
     return out
 
 
-def _fake_product(x, weight, index, bias, residual, transposed, activation, spread):
-    return x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread))
+def _fake_product(x, weight, index, bias, residual, transposed, activation, spread, steps):
+    return x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread, steps))
 
 
 def _fake_by_input(grad, weight, index, transposed, inputs):
@@ -174,7 +179,7 @@ def _fake_by_weight(x, grad, index, transposed):
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
-    x, weight, ctx.index, bias, residual, ctx.transposed, ctx.activation, ctx.spread = inputs
+    x, weight, ctx.index, bias, residual, ctx.transposed, ctx.activation, *ctx.hints = inputs
     smooth = ctx.activation not in ("none", "relu")
     # gelu and silu are computed again from their operands, which are smaller to keep than what went into them
     saved = (bias, residual, None) if smooth else (None, None, output if ctx.activation == "relu" else None)
@@ -187,13 +192,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, bias, residual, saved = ctx.saved_tensors
     index, transposed, wants = ctx.index, ctx.transposed, ctx.needs_input_grad
     if ctx.activation not in ("none", "relu"):
-        saved = gather_dot(x, weight, index, bias, residual=residual, transposed=transposed, spread=ctx.spread)
+        spread, steps = ctx.hints
+        saved = gather_dot(x, weight, index, bias, residual=residual, transposed=transposed, spread=spread, steps=steps)
     grad = before_activation(grad, ctx.activation, saved)
     grad_bias, grad_residual = epilogue_gradients(grad, ctx.kinds, "column", wants[3:5])
     narrow = grad.to(x.dtype)
     by_x = _input_gradient(narrow, weight, index, transposed, x.shape[-1]) if wants[0] else None
     by_weight = _weight_gradient(x, narrow, index, transposed) if wants[1] else None
-    return by_x, by_weight, None, grad_bias, grad_residual, [None] * len(transposed) or None, None, None
+    return by_x, by_weight, None, grad_bias, grad_residual, [None] * len(transposed) or None, None, None, None
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, index: Tensor, transposed: Sequence[Tensor], inputs: int) -> Tensor:
@@ -233,7 +239,5 @@ for _name, _cpu, _cuda, _shape, _setup, _formula in (
     ("gather_dot_input", _by_input, _by_input_cuda, _fake_by_input, _save_by_input, _backward_by_input),
     ("gather_dot_weight", _by_weight, _by_weight_cuda, _fake_by_weight, _save_by_weight, _backward_by_weight),
 ):
-    library.impl(_name, _cpu, "CPU")
-    library.impl(_name, _cuda, "CUDA")
-    torch.library.register_fake(f"sparsecomp::{_name}", _shape, lib=library)
+    implement(_name, _cpu, _cuda, _shape)
     differentiable(_name, _formula, _setup)

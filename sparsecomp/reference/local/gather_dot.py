@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsecomp.reference.local.transposed import lists_fit, transposed_lists
+from sparsecomp.reference.local.transposed import lists_fit, outputs_of, transposed_lists
 from sparsecomp.reference.sparse import compact_product, compact_sampled, gathered_elements
 
-_ROWS = 128
-"""Rows of a CPU's gradient by the weight at a time, so that transposed operands stay in the cache."""
+_FEW, _ROWS = 4, 128
+"""Rows up to which a CPU's gradient by the weight gathers, as torch's sampled product takes longer; and those that
+product takes at a time, so that transposed operands stay in the cache."""
 
 
 def gathered_product(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
@@ -32,9 +33,8 @@ def by_input(grad: Tensor, weight: Tensor, index: Tensor, lists: Sequence[Tensor
     if not lists or not (index.is_cuda or lists_fit(index, inputs, lists)):
         lists = transposed_lists(index, inputs)
     pointers, order = lists
-    outputs = torch.div(order, index.shape[1], rounding_mode="floor")
     values = weight.flatten().index_select(0, order)
-    return compact_product(pointers, outputs, values, (inputs, index.shape[0]), grad.mT).mT
+    return compact_product(pointers, outputs_of(order, index.shape[1]), values, (inputs, index.shape[0]), grad.mT).mT
 
 
 def by_weight(x: Tensor, grad: Tensor, index: Tensor) -> Tensor:
@@ -42,10 +42,19 @@ def by_weight(x: Tensor, grad: Tensor, index: Tensor) -> Tensor:
     pattern = pointers_of_rows(index), index.flatten()
     if index.is_cuda:
         return gathered_elements(grad.mT, x.mT, *pattern).view(index.shape)
+    if 0 < x.shape[0] <= _FEW:
+        return _by_weight_of_few(x, grad, index)
     found = x.new_zeros(index.numel())
     for some, of_some in zip(x.split(_ROWS), grad.split(_ROWS), strict=True):
         found += compact_sampled(of_some.mT, some.mT, *pattern)
     return found.view(index.shape)
+
+
+def _by_weight_of_few(x: Tensor, grad: Tensor, index: Tensor) -> Tensor:
+    out = x.new_zeros(index.shape)
+    for row, of_row in zip(x, grad, strict=True):
+        out.addcmul_(row.index_select(0, index.flatten()).view(index.shape), of_row[:, None])
+    return out
 
 
 def pointers_of_rows(index: Tensor) -> Tensor:

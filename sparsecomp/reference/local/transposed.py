@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsecomp.formats.indices import lines_of, pointers_of, sorted_keys
+from sparsecomp.formats.indices import pointers_of, sorted_keys
 
 
 def transposed_lists(index: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
@@ -25,4 +25,11 @@ def lists_fit(index: Tensor, inputs: int, lists: Sequence[Tensor]) -> bool:
     if pointers.numel() != inputs + 1 or order.numel() != index.numel():
         return False
     read = index.flatten().index_select(0, order)
-    return torch.equal(lines_of(pointers, 0, order.numel()).to(read.dtype), read)
+    numbers = torch.arange(inputs, dtype=read.dtype, device=read.device)
+    return torch.equal(numbers.repeat_interleave(pointers.diff(), output_size=order.numel()), read)
+
+
+def outputs_of(order: Tensor, fan_in: int) -> Tensor:
+    """The output that each place belongs to."""
+    # on a CPU a division of integers takes twice as long
+    return order.double().div_(fan_in).int()
