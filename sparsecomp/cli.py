@@ -304,10 +304,8 @@ def _untuned() -> str:
 
 def _on_model(given: argparse.Namespace, verb: Callable[..., Any], **keywords: Any) -> Any:
     """What a verb makes of the model in the user's file."""
-    from sparsecomp.passes.find_rules import parse_options  # loads Inductor
-
     options = dict(map(_option, given.option))
-    parse_options(options=options)  # before the file is run, which may take long
+    Options.parse(options=options)  # before the file is run, which may take long
     quiet = redirect_stdout(sys.stderr) if given.json else nullcontext()
     with _others_failures(given.target), _progress(f"{given.command} {given.target}"), quiet:
         made = _factory(given.target)()

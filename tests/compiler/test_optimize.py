@@ -239,6 +239,23 @@ def test_sinabs_is_rewritten_at_the_level_of_modules():
         torch.testing.assert_close(found, model(x))
 
 
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout, "spikingjelly"])
+def test_dropout_in_evaluation_is_no_operator(kind):
+    if kind == "spikingjelly":
+        kind = pytest.importorskip("spikingjelly.activation_based.layer").Dropout
+    model = nn.Sequential(Neuron(), kind(0.5), nn.Conv2d(3, 16, 3), kind(0.5), nn.BatchNorm2d(16)).eval()
+    optimized = _optimized(model)
+    assert [found.rule for found in optimized.report.rewritten] == ["spike_conv", "fold_batch_norm"]
+    assert "ropout" not in optimized.report.graph_before
+    model[0].v = None
+    found = optimized(_input())
+    model[0].v = None
+    torch.testing.assert_close(found, model(_input()))
+    torch.manual_seed(0)
+    training = optimized.train()(_input())
+    assert not torch.equal(training, found)  # it steps aside
+
+
 def test_a_later_pre_hook_with_keywords_runs():
     model = OnSpikes(nn.Conv2d(4, 4, 3))
     x = torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(0))

@@ -849,3 +849,11 @@ def test_a_checkpoint_of_other_things_than_tensors_is_refused():
     with pytest.raises(FormatError, match="must be tensors"):
         layer.load_state_dict({**layer.state_dict(), "values": [1, 2]})
     assert torch.equal(layer.weight.detach().to_dense(), before)
+
+
+@pytest.mark.parametrize("bias", [False, True, 3, [0.0] * 6, torch.ones(5), torch.ones(6, 1)])
+def test_a_bias_is_a_tensor_or_none(bias):
+    matrix = CSR.from_dense(torch.eye(6, 8))
+    with pytest.raises(FormatError, match=r"bias (is|has shape) .*needs \(6,\): a tensor of one number a row, or None"):
+        SparseLinear(matrix, bias=bias)
+    assert SparseLinear(matrix, bias=torch.ones(6)).bias.requires_grad and SparseLinear(matrix).bias is None
