@@ -53,7 +53,7 @@ class SparseLinear(StoredWeight):
             FormatError: arguments that do not fit.
             MaskError: a weight to be ranked holds NaN, or the layer is in its RESU phase.
         """
-        matrix = pruned_layer(linear, format, mask, sparsity, layout)
+        matrix = pruned_layer(linear, nn.Linear, format, mask, sparsity, layout)
         return cls(matrix, bias_of(linear), is_trained(linear)).train(linear.training)
 
     @property
