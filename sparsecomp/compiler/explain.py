@@ -78,11 +78,13 @@ def explain(
 
 
 def _pruned(model: nn.Module) -> list[str]:
-    """Names of plain linear layers that `FromMask` would make sparse. One that is all zeros was not pruned, but begins
-    so."""
+    """Names of plain linear layers that `FromMask` would make sparse.
+
+    One that is all zeros was not pruned, but begins so; of those that torch prunes, rules tell.
+    """
     found = []
     for name, layer in model.named_modules():
-        if type(layer) is nn.Linear and not layer.weight.is_meta:
+        if type(layer) is nn.Linear and isinstance(layer.weight, nn.Parameter) and not layer.weight.is_meta:
             stored = int(layer.weight.count_nonzero())
             if 0 < stored <= (1 - FromMask.least) * layer.weight.numel():
                 found.append(name or "the model")
