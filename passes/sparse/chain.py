@@ -75,14 +75,13 @@ def _products_before(node: fx.Node, product_of: Callable[[fx.Node], Chain | None
         product = product_of(current)
         if product is not None:
             yield product
-        elif _fusible_name(current) is not None:
+        elif _is_fusible(current):
             front += [argument for argument in current.all_input_nodes if len(argument.users) == 1]
 
 
-def _fusible_name(node: fx.Node) -> str | None:
+def _is_fusible(node: fx.Node) -> bool:
     op = op_of(node)
-    known = op is not None and (op.is_identity or op.name in ("add", "relu", "gelu", "silu"))
-    return op.name if known else None
+    return op is not None and (op.is_identity or op.name in ("add", "relu", "gelu", "silu"))
 
 
 def _extended(chain: Chain, ctx: Context) -> Chain:
