@@ -1,12 +1,10 @@
 """Every rewrite rule, found in the rooms as kernel templates are, in the order that the rules themselves ask for."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import networkx
 
 from sparsecomp.discovery import instances, modules_within
-from sparsecomp.errors import OptionError
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import Rule
 
@@ -25,31 +23,5 @@ RULES = in_order(instances(Rule, _IN_ROOMS))
 
 
 def enabled(options: Options) -> tuple[Rule, ...]:
-    """The rules that these options leave on.
-
-    Raises:
-        OptionError: a name that is no rule's is to be disabled.
-    """
-    if "all" in options.disable:
-        return ()
-    names = [rule.name for rule in RULES]
-    unknown = [name for name in options.disable if name not in names]
-    if unknown:
-        where = "disable or SPARSECOMP_DISABLE_PASSES"
-        raise OptionError(f"{where} names unknown rules {unknown}; use `all`, or names of {', '.join(names)}")
-    return tuple(rule for rule in RULES if rule.name not in options.disable)
-
-
-def parse_options(
-    mode: str | None = None,
-    options: Mapping[str, Any] | Options | None = None,
-    over: Mapping[str, Any] | None = None,
-) -> Options:
-    """`Options.parse`, which knows no rules, with the names of rules checked.
-
-    Raises:
-        OptionError: as of `Options.parse` and `enabled`.
-    """
-    parsed = Options.parse(mode, options, over)
-    enabled(parsed)
-    return parsed
+    """The rules that these options leave on."""
+    return tuple(rule for rule in RULES if not {rule.name, "all"} & set(options.disable))

@@ -54,7 +54,6 @@ def run_rules(
         rules: the rules to run, in order; by default those that the options leave on.
 
     Raises:
-        OptionError: the options name rules that there are not.
         RuleError: a rule failed, under `options.strict`.
     """
     ran = tuple(enabled(options) if rules is None else rules)
@@ -284,8 +283,8 @@ def _failed(rule: str, error: Exception, ctx: Context, sites: Iterable[Site]) ->
 
 
 def _site(rule: Rule, node: fx.Node, verdict: Plan | Refusal, ctx: Context) -> Site:
-    density, source = ctx.density(node)
-    layer = (verdict.layer if isinstance(verdict, Plan) else None) or node
+    layer = verdict.layer or node
+    density, source = ctx.density(layer)
     site = Site(
         rule.name, node.name, bool(verdict), "", user_location(layer), module_path(layer), density.share, source
     )  # fmt: skip

@@ -39,6 +39,7 @@ __all__ = [
     "call_directly",
     "children_of",
     "compilation_of",
+    "compile_apart",
     "compile_fx",
     "compiled_by",
     "compiled_frame",
@@ -544,10 +545,20 @@ def isolated_compile(function: Callable[..., Any], backend: Callable[..., Any]) 
 
     Before torch 2.12 that needs a reset of Dynamo, as `torch._dynamo.explain` does.
     """
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        return cast(Any, torch.compile)(function, backend=backend, dynamic=False, isolate_recompiles=True)
-    torch.compiler.reset()
-    return torch.compile(function, backend=backend, dynamic=False)
+    if not _ISOLATES:
+        torch.compiler.reset()
+    return compile_apart(function, backend, dynamic=False)
+
+
+def compile_apart(
+    function: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None = None
+) -> Callable[..., Any]:
+    """`torch.compile` whose recompilations count against no limit of others of the same code, from torch 2.12 on."""
+    apart: Any = {"isolate_recompiles": True} if _ISOLATES else {}
+    return torch.compile(function, backend=backend, dynamic=dynamic, **apart)
+
+
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
 def size_expression(size: int | torch.SymInt) -> int | sympy.Expr:

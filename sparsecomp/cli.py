@@ -49,7 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = _parser().parse_args(given)
         if parsed.cache_dir is not None:
             os.environ["SPARSECOMP_CACHE_DIR"] = parsed.cache_dir
-        return parsed.run(parsed) or 0
+        code = parsed.run(parsed) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output has enough of it, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (_UsageError, SparsecompError, OSError, ImportError) as error:
         if "--json" in given:
             _print_json({"error": str(error), "type": type(error).__name__.strip("_"), "exit_code": _FAILED})
@@ -304,10 +309,8 @@ def _untuned() -> str:
 
 def _on_model(given: argparse.Namespace, verb: Callable[..., Any], **keywords: Any) -> Any:
     """What a verb makes of the model in the user's file."""
-    from sparsecomp.passes.find_rules import parse_options  # loads Inductor
-
     options = dict(map(_option, given.option))
-    parse_options(options=options)  # before the file is run, which may take long
+    Options.parse(options=options)  # before the file is run, which may take long
     quiet = redirect_stdout(sys.stderr) if given.json else nullcontext()
     with _others_failures(given.target), _progress(f"{given.command} {given.target}"), quiet:
         made = _factory(given.target)()

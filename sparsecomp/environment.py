@@ -76,7 +76,7 @@ class Settings:
         cache_dir: directory of the tuning results, absolute; None where there is no home directory to put it in.
         autotune: how much to measure; None leaves it to torch.compile's mode.
         force_autotune: measure again what the cache already knows.
-        disable_passes: names of rules not to run; `sparsecomp.passes.find_rules` knows which there are.
+        disable_passes: names of rules not to run; `sparsecomp.options.RULES` lists them.
         debug: check the graph after each rule, and that weights which are promised to be frozen are.
     """
 

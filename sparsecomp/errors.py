@@ -3,6 +3,14 @@
 Each message says what was given, what is needed and what to do.
 """
 
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
 
 class SparsecompError(Exception):
     """Base class of all errors raised by sparsecomp."""
@@ -80,3 +88,33 @@ class DataError(SparsecompError, RuntimeError):
 
 class DivergedError(SparsecompError, ArithmeticError):
     """The loss or a weight became NaN or infinite; checkpoints written before it are good."""
+
+
+def nearest(names: Iterable[Any], known: Iterable[str]) -> str:
+    """What misspelt names may have meant, for a message; empty if they are like nothing."""
+    found = [match for name in names for match in get_close_matches(str(name), list(known), 1)]
+    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
+
+
+def typed_arguments(error: type[SparsecompError]) -> Callable[[type[T]], type[T]]:
+    """A decorator of settings: arguments that the class does not take, or that it misses, are such an error."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        initialise = cls.__init__
+        signature = inspect.signature(initialise)
+        names = list(signature.parameters)[1:]
+        takes = f"its settings are {', '.join(names)}" if names else "it has no settings"
+
+        @wraps(initialise)
+        def checked(self: Any, *args: Any, **given: Any) -> None:
+            try:
+                signature.bind(self, *args, **given)
+            except TypeError as problem:
+                meant = nearest([name for name in given if name not in names], names)
+                raise error(f"{cls.__name__}: {problem}{meant}; {takes}") from None
+            initialise(self, *args, **given)
+
+        cls.__init__ = checked
+        return cls
+
+    return decorate

@@ -1,16 +1,15 @@
 """What a user may ask of the compiler, parsed strictly: a misspelt option must not pass for a default."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from sparsecomp.environment import Settings
-from sparsecomp.errors import OptionError
+from sparsecomp.errors import OptionError, nearest, typed_arguments
 
 _CHOICES = {
     "precision": ("auto", "exact", "tf32", "half"),
@@ -20,8 +19,14 @@ _CHOICES = {
     "mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
 }
 _FLAGS = ("strict", "verify")
+RULES = (
+    "fuse_neurons", "spike_conv", "sparse_linear", "sparse_matmul", "spike_linear", "masked_weight", "fold_batch_norm",
+    "narrow_spikes", "gather_dot",
+)  # fmt: skip
+"""Names of all rewrite rules, here too, so that a misspelt one is found before the rules and Inductor are loaded."""
 
 
+@typed_arguments(OptionError)
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options of the backend, `optimize` and `explain`.
@@ -40,7 +45,7 @@ class Options:
             as masks, while parameters may train ("buffers"). What is worked out of such tensors is kept; without the
             promise it is worked out in each call, since nothing tells of every write. See
             `sparsecomp.ops.frozen_weights`, which promises it for a while.
-        disable: names of rules not to run, or `all`; `sparsecomp.passes.find_rules` knows which there are.
+        disable: names of rules not to run, or `all`; `RULES` lists them.
         strict: a rule that fails raises `RuleError` instead of leaving its site dense.
         verify: check the graph's structure, shapes and dtypes after each rule.
         inductor: Inductor configuration, such as `{"max_autotune": True}`.
@@ -57,10 +62,6 @@ class Options:
     verify: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        cls._refuse_unknown(given)
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if repr(getattr(self, name)) not in map(repr, choices):  # 0 == False
@@ -75,6 +76,12 @@ class Options:
         is_group = isinstance(self.disable, list | tuple | set | frozenset)
         if not is_group or not all(isinstance(name, str) for name in self.disable):
             raise OptionError(f"disable={self.disable!r}: use a tuple of names of rules")
+        unknown = [name for name in self.disable if name not in (*RULES, "all")]
+        if unknown:
+            raise OptionError(
+                f"disable or SPARSECOMP_DISABLE_PASSES names unknown rules {unknown}{nearest(unknown, RULES)}; "
+                f"use 'all', or names of {', '.join(RULES)}"
+            )
         object.__setattr__(self, "disable", tuple(sorted(self.disable)))
         if not isinstance(self.inductor, Mapping) or not all(isinstance(name, str) for name in self.inductor):
             raise OptionError(f"inductor={self.inductor!r}: use a dict of Inductor configuration names and values")
@@ -106,7 +113,10 @@ class Options:
         else:
             raise OptionError(f"options={options!r}: use a dict of option names and values")
         given |= over or {}
-        cls._refuse_unknown(given)
+        known = [item.name for item in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise OptionError(f"unknown options {unknown}{nearest(unknown, known)}; the options are {', '.join(known)}")
         if mode is not None:
             given["mode"] = mode
         parsed = cls(**given)
@@ -115,13 +125,6 @@ class Options:
         verify = parsed.verify or settings.debug
         values = {item.name: getattr(parsed, item.name) for item in fields(cls)}
         return cls(**{**values, "disable": disable, "verify": verify})
-
-    @classmethod
-    def _refuse_unknown(cls, given: Iterable[Any]) -> None:
-        known = [item.name for item in fields(cls)]
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise OptionError(f"unknown options {unknown}{nearest(unknown, known)}; the options are {', '.join(known)}")
 
     def promises(self, *kept: Tensor) -> bool:
         """Whether `frozen` says of all these tensors that they are not written to."""
@@ -132,12 +135,6 @@ class Options:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["inductor"] = sorted(self.inductor.items())
         return repr(sorted(values.items()))
-
-
-def nearest(names: Iterable[Any], known: Iterable[str]) -> str:
-    """What misspelt names may have meant, for a message; empty if they are like nothing."""
-    found = [match for name in names for match in get_close_matches(str(name), list(known), 1)]
-    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
 def _check_inductor(given: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> tup
     parsed = Options.parse(None, {"implementation": "binary", "verify": True, **options})
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        reports.append(Graph.of_dynamo(gm, example_inputs, {}).rewrite(parsed))
+        reports.append(Graph.of_dynamo(gm, example_inputs, {}, parsed).rewrite(parsed))
         return gm.forward
 
     torch._dynamo.reset()

@@ -80,7 +80,7 @@ def compiler(reports: list[Report], how: str = "graph", **options: Any) -> Calla
     parsed = Options.parse(None, {"implementation": "binary", "verify": True, "strict": True, **options})
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        reports.append(Graph.of_dynamo(gm, example_inputs, {}).rewrite(parsed))
+        reports.append(Graph.of_dynamo(gm, example_inputs, {}, parsed).rewrite(parsed))
         return gm.forward if how == "graph" else _aot(gm, example_inputs)
 
     return backend

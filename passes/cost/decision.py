@@ -56,5 +56,5 @@ def fastest(seconds: Mapping[str, float], source: str = "estimated", rival: str 
     ours, theirs = (form.format(seconds[one] * scale) for one in (name, "dense"))
     decision = Decision(name, f"{source} {ours} against {theirs} {rival}", seconds, source)
     if seconds["dense"] / seconds[name] < MIN_GAIN:
-        return decision._replace(implementation="dense", reason=f"{name} would not pay: {decision.reason}")
+        return decision._replace(implementation="dense", reason=f"{name} {decision.reason}")
     return decision

@@ -29,7 +29,8 @@ from sparsecomp.report import Estimate, Report
 _DYNAMO_ROOT = re.compile(r"^L\['\w+'\](\.__self__)?\.?")
 
 OWNED = "sparsecomp_owned"
-"""Key of the meta of an input that says whether it is an attribute of a module that the graph can be tied to."""
+"""Key of the meta of an input that says whether it is an attribute of a module that the graph can be tied to; it is
+there under the option `frozen`."""
 TAG = "sparsecomp"
 """Key of `node.meta` that says which rule made a node, and why."""
 
@@ -71,11 +72,17 @@ class Why(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A condition that failed. The message is formatted only if somebody reads it."""
+    """A condition that failed. The message is formatted only if somebody reads it.
+
+    Attributes:
+        estimate: seconds, for the report.
+        layer: as of `Plan`.
+    """
 
     why: Why
     details: Mapping[str, object] = field(default_factory=dict)
     estimate: Estimate | None = None
+    layer: fx.Node | None = None
 
     def __bool__(self) -> bool:
         return False

@@ -341,7 +341,8 @@ class _Run:
             self._record(node, spike_sources.neuron_call(module, str(node.target)))
             return
         name = str(node.target) if module is not None else getattr(node.target, "__name__", str(node.target))
-        if module is None or not _is_pure_layer(module):
+        only_reads = _is_our_function(node.target) if module is None else _is_pure_layer(module)
+        if not only_reads:
             self._write_all(node, f"`{name}` is opaque and may write to its arguments")
         for argument in node.all_input_nodes:
             self.groups.union(node, argument, reinterpreted=True)
@@ -547,6 +548,11 @@ def _rename_scale(fact: SparsityFact, names: Mapping[str, Any]) -> SparsityFact:
 def _is_copy(op: CanonicalOp) -> bool:
     before, after = dtype_of(op.input), dtype_of(op.node)
     return op.has(Trait.CAST) and before is not None and after is not None and before is not after
+
+
+def _is_our_function(target: object) -> bool:
+    """Whether Dynamo has left a function on SparseTensors in the graph, such as the making of one: they only read."""
+    return (getattr(target, "__module__", None) or "").startswith("sparsecomp.tensor.")
 
 
 def _is_pure_layer(module: nn.Module) -> bool:

@@ -79,6 +79,11 @@ class CanonicalOp:
         """Whether the operator has a trait, or one of several."""
         return bool(self.record.traits & trait)
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether this gives its input itself, as dropout does in evaluation."""
+        return self.name == "identity" or (self.has(Trait.DROPOUT) and self.get("training") is False)
+
     def reinterprets(self) -> bool:
         """Whether this is `view(dtype)`, which reads the bits as another type."""
         size = self.get("size") if self.name == "view" else None

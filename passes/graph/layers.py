@@ -72,6 +72,8 @@ MODULE_OPS: dict[type[nn.Module], tuple[str, Callable[[Any, nn.Module], dict[str
     nn.Dropout1d: ("dropout1d", _dropout),
     nn.Dropout2d: ("dropout2d", _dropout),
     nn.Dropout3d: ("dropout3d", _dropout),
+    nn.AlphaDropout: ("alpha_dropout", _dropout),
+    nn.FeatureAlphaDropout: ("feature_alpha_dropout", _dropout),
     nn.ReLU: ("relu", _inplace),
     nn.ReLU6: ("relu6", _inplace),
     nn.LeakyReLU: ("leaky_relu", _from_attributes("negative_slope", "inplace")),

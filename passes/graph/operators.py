@@ -45,6 +45,8 @@ class Trait(Flag):
     """Some elements of the first argument are replaced by others: such a weight is masked."""
     RESIZES = auto()
     """In place, it changes the shape or the layout of the tensor that it is given."""
+    DROPOUT = auto()
+    """In evaluation it is the first argument itself."""
     PRODUCT = auto()
     """A product of matrices or a convolution: of such operators a device takes the most time."""
 
@@ -121,6 +123,7 @@ _CAST = Trait.ELEMENTWISE | Trait.ALIAS | Trait.CAST
 _PLACED = Trait.ALIAS | Trait.MOVES | Trait.ROW_MAJOR | Trait.SAME
 _FILL = Trait.ELEMENTWISE | Trait.FILL
 _SELECTS = Trait.ELEMENTWISE | Trait.SELECTS
+_DROPS = Trait.ALIAS | Trait.DROPOUT
 
 
 def _op(
@@ -299,9 +302,12 @@ _RECORDS = (
     *_alike("rand_like randn_like", "input"),
     _op("bernoulli", "input p=None"),
     _op("uniform", "input from=0.0 to=1.0"),
-    _op("dropout", _DROPOUT, Trait.ALIAS, forms={Form.ATEN: "input p training"}),
-    *_alike("dropout1d dropout2d dropout3d", _DROPOUT, Trait.ALIAS),
-    _op("alpha_dropout", "input p=0.5 training=False inplace=False", forms={Form.ATEN: "input p training"}),
+    _op("dropout", _DROPOUT, _DROPS, forms={Form.ATEN: "input p training"}),
+    *_alike("dropout1d dropout2d dropout3d", _DROPOUT, _DROPS),
+    *_alike(
+        "alpha_dropout feature_alpha_dropout", "input p=0.5 training=False inplace=False", _DROPS,
+        forms={Form.ATEN: "input p training"},
+    ),
     # products
     _op("matmul __matmul__ mm bmm imatmul=", "input other", Trait.PRODUCT, renames={"vec2": "other"}),
     _op("linear", "input weight bias=None", Trait.PRODUCT),

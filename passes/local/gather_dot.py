@@ -10,6 +10,7 @@ backward. Under the promise of the option `frozen` the index and its transposed 
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +38,11 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if chain is None:
         layer = layer_of(node)
         return layer if isinstance(layer, Refusal) else None
-    if ctx.options.implementation == "dense":
-        return refuse(Why.FORCED_DENSE)
     layer = layer_of(chain.nodes[0])
     assert isinstance(layer, GatheredLayer)
     problem = _problem(layer, chain, ctx)
-    return _judged(layer, chain, ctx) if problem is None else problem
+    verdict = _judged(layer, chain, ctx) if problem is None else problem
+    return replace(verdict, layer=chain.nodes[0])
 
 
 RULE = Rule("gather_dot", consider)
@@ -55,6 +55,8 @@ def _sum(node: fx.Node) -> Chain | None:
 
 def _problem(layer: GatheredLayer, chain: Chain, ctx: Context) -> Refusal | None:
     """Why the layer stays as written; None if nothing is against the operator."""
+    if ctx.options.implementation == "dense":
+        return refuse(Why.FORCED_DENSE)
     gathered, first = layer.gathered, layer.nodes[0]
     read = gathered.x, gathered.index, layer.weight, chain.bias, chain.residual
     if not all(ctx.analysis.unchanged(one, first) for one in read):
@@ -102,7 +104,7 @@ def _judged(layer: GatheredLayer, chain: Chain, ctx: Context) -> Plan | Refusal:
     once = "read once, under the promise that it stays" if held is not None else "read in each call"
     reason = f"{described}{chain.fused}, its index {once}; {decision.reason}"
     dead = (*chain.dead, *layer.nodes[-2::-1])
-    return Plan(build, reason, "gather_dot", "", dead, decision.estimate, chain.nodes[0])
+    return Plan(build, reason, "gather_dot", "", dead, decision.estimate)
 
 
 def _now(source: fx.Node, gathered: Gathered, ctx: Context) -> Tensor | None:

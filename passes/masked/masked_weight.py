@@ -40,7 +40,7 @@ from sparsecomp.passes.masked.merged_weight import merge_weight
 from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference.memo import MEMO, Keep
 
-_SPARSE = ", and sparsecomp.sparsify(model, FromMask()) a sparse layer"
+_SPARSE = ", and sparsecomp.sparsify(model, sparsecomp.FromMask()) a sparse layer"
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -54,7 +54,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         masked = formula_of(weight, node, ctx) if isinstance(weight, fx.Node) else None
         verdict = None if masked is None else _judged(op, masked, ctx)
         if masked is not None and isinstance(verdict, Refusal) and masked.by_torchs_pruning():
-            return refuse(Why.PRUNED, reason=verdict, sparse=_SPARSE if _can_be_sparse(masked, node, ctx) else "")
+            return _pruned(verdict, masked, node, ctx)
         if verdict is not None:
             return verdict
     return None
@@ -77,6 +77,13 @@ def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
     if keep is None:
         return refuse(Why.NOT_FROZEN, option="frozen=True")
     return _folded(op, masked, values, keep, ctx)
+
+
+def _pruned(refusal: Refusal, masked: Formula, layer: fx.Node, ctx: Context) -> Refusal:
+    """With what to do about torch's pruning. On a CPU the promise would save no more than that does without one."""
+    if refusal.why is Why.NOT_FROZEN and ctx.device(example_of(masked.result).device).type == "cpu":
+        refusal = refuse(Why.MASKED_AS_WRITTEN, detail="it is multiplied by its mask in each call")
+    return refuse(Why.PRUNED, reason=refusal, sparse=_SPARSE if _can_be_sparse(masked, layer, ctx) else "")
 
 
 def _can_be_sparse(masked: Formula, layer: fx.Node, ctx: Context) -> bool:

@@ -75,13 +75,13 @@ def _products_before(node: fx.Node, product_of: Callable[[fx.Node], Chain | None
         product = product_of(current)
         if product is not None:
             yield product
-        elif _fusible_name(current) is not None:
+        elif _is_fusible(current):
             front += [argument for argument in current.all_input_nodes if len(argument.users) == 1]
 
 
-def _fusible_name(node: fx.Node) -> str | None:
+def _is_fusible(node: fx.Node) -> bool:
     op = op_of(node)
-    return op.name if op is not None and op.name in ("add", "relu", "gelu", "silu") else None
+    return op is not None and (op.is_identity or op.name in ("add", "relu", "gelu", "silu"))
 
 
 def _extended(chain: Chain, ctx: Context) -> Chain:
@@ -105,9 +105,12 @@ def _autocast_changes(first: fx.Node, last: fx.Node) -> bool:
 
 
 def _with(chain: Chain, user: fx.Node, ctx: Context) -> Chain | None:
+    """The chain with what a reader of its last node does; None if that cannot be fused."""
     op, last = op_of(user), chain.nodes[-1]
     if op is None or op.out is not None or (op.inplace and op.input is not last):
         return None
+    if op.is_identity:
+        return chain
     if op.name == "add" and op.get("alpha", 1) == 1:
         other = op.get("other") if op.input is last else op.input
         return None if other is last else added(chain, other, user)

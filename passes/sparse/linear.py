@@ -6,6 +6,7 @@ in each call; under the promise that it stays as it is, once, as a constant of t
 NaN or an infinity times a zero that was written out is NaN. Under precision='exact' the layer stays sparse.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,15 +31,17 @@ _TO_DENSE = torch.ops.sparsecomp.stored_to_dense.default
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every last node of a sparse layer and what can be fused behind it is a site."""
     chain = ending_at(node, _layer, ctx)
-    if chain is None:
-        return None
+    return None if chain is None else replace(_judged(chain, node, ctx), layer=chain.nodes[0])
+
+
+RULE = Rule("sparse_linear", consider)
+
+
+def _judged(chain: Chain, node: fx.Node, ctx: Context) -> Plan | Refusal:
     if ctx.options.implementation == "dense":
         return refuse(Why.FORCED_DENSE)
     problem = _problem(chain, ctx)
     return problem if isinstance(problem, Refusal) else _plan(chain, problem, node, ctx)
-
-
-RULE = Rule("sparse_linear", consider)
 
 
 def _layer(node: fx.Node) -> Chain | None:
@@ -79,12 +82,12 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
         promise = "" if kept is not None or product.trained or ctx.options.frozen is True else f"; {WRITTEN_ONCE}"
         reason, name = f"{product.described}{once}: {decision.reason}{promise}", "dense copy" if once else "dense"
         build = lambda: {node: _build_dense(chain, node, product, kept)}  # noqa: E731
-        return Plan(build, reason, name, "", dead, estimate, chain.nodes[0])
+        return Plan(build, reason, name, "", dead, estimate)
     reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"
     # without a CUDA graph the fewest launches may be the best, which the device's time alone does not tell
     chosen = decision.implementation if product.device.type == "cuda" and not product.replayed else ""
     build = lambda: {node: _build(chain, node, chosen)}  # noqa: E731
-    return Plan(build, reason, product.layout.format, "", dead, estimate, chain.nodes[0])
+    return Plan(build, reason, product.layout.format, "", dead, estimate)
 
 
 def _kept(chain: Chain, ctx: Context) -> list[Tensor] | None:

@@ -36,10 +36,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every last node of a sparse product and what can be fused behind it is a site."""
     chain = ending_at(node, _product, ctx)
     if chain is not None:
-        if ctx.options.implementation == "dense":
-            return refuse(Why.FORCED_DENSE)
-        problem = _problem(chain, ctx)
-        return problem if isinstance(problem, Refusal) else _plan(chain, problem, node, ctx)
+        return replace(_judged(chain, node, ctx), layer=chain.nodes[0])
     op = op_of(node)
     if op is None or op.name not in ("matmul", "addmm", "linear") or _product(node) is not None:
         return None
@@ -51,16 +48,23 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 RULE = Rule("sparse_matmul", consider)
 
 
+def _judged(chain: Chain, node: fx.Node, ctx: Context) -> Plan | Refusal:
+    if ctx.options.implementation == "dense":
+        return refuse(Why.FORCED_DENSE)
+    problem = _problem(chain, ctx)
+    return problem if isinstance(problem, Refusal) else _plan(chain, problem, node, ctx)
+
+
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     decision = decided(product, ctx)
     dead, estimate = chain.dead, beside_the_layer(product, decision)
     if decision.dense:
         reason = f"{product.described}: {decision.reason}"
         build = lambda: {node: _build_dense(chain, node)}  # noqa: E731
-        return Plan(build, reason, "dense", "", dead, estimate, chain.nodes[0])
+        return Plan(build, reason, "dense", "", dead, estimate)
     reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"
     build = lambda: {node: _build(chain, node)}  # noqa: E731
-    return Plan(build, reason, product.layout.format, "", dead, estimate, chain.nodes[0])
+    return Plan(build, reason, product.layout.format, "", dead, estimate)
 
 
 def _product(node: fx.Node) -> Chain | None:

@@ -25,7 +25,6 @@ from sparsecomp.ops.library import DIRECT, KEPT
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.constants import Constants
 from sparsecomp.passes.engine.rule import Density
-from sparsecomp.passes.find_rules import parse_options
 from sparsecomp.report import Compilations, compilations_of
 
 log = logging.getLogger("sparsecomp")
@@ -57,7 +56,7 @@ def sparsecomp_backend(
         RuleError: a rule failed, under `options={"strict": True}`.
     """
     compilations = compilations_of(_compat.compiled_by())
-    return compile_graph(gm, example_inputs, parse_options(mode, options), {}, compilations)
+    return compile_graph(gm, example_inputs, Options.parse(mode, options), {}, compilations)
 
 
 def compile_graph(
@@ -68,7 +67,7 @@ def compile_graph(
     compilations: Compilations,
 ) -> Callable[..., Any]:
     """Rewrite and compile one graph of a model, whose report goes to the model's `compilations`."""
-    graph, notes = Graph.of_dynamo(gm, example_inputs, densities), []
+    graph, notes = Graph.of_dynamo(gm, example_inputs, densities, options), []
     with _effort(options, notes.append):
         report = graph.rewrite(options)
     for note in notes:

@@ -18,9 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from sparsecomp import _compat
 from sparsecomp.compiler.snapshot import undone
-from sparsecomp.errors import InputError, OptionError
-from sparsecomp.options import Options, nearest
-from sparsecomp.passes.find_rules import parse_options
+from sparsecomp.errors import InputError, OptionError, nearest
+from sparsecomp.options import Options
 
 _OPTIONS = frozenset(item.name for item in fields(Options))
 
@@ -71,7 +70,7 @@ class Call:
         else:
             _refuse_unknown([name for name in keywords if name not in _OPTIONS], model)
         asked = {name: value for name, value in keywords.items() if name in _OPTIONS}
-        return cls(model, args, dict(kwargs), parse_options(options=options, over=asked))
+        return cls(model, args, dict(kwargs), Options.parse(options=options, over=asked))
 
     @property
     def has_inputs(self) -> bool:

@@ -40,11 +40,14 @@ class Graph:
     gradients: bool = field(default_factory=torch.is_grad_enabled)
 
     @classmethod
-    def of_dynamo(cls, gm: fx.GraphModule, example_inputs: Sequence[Any], densities: Mapping[str, Density]) -> "Graph":
-        """A graph as a backend gets it."""
+    def of_dynamo(
+        cls, gm: fx.GraphModule, example_inputs: Sequence[Any], densities: Mapping[str, Density], options: Options
+    ) -> "Graph":
+        """A graph as a backend gets it, to be rewritten under these options."""
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        for node in placeholders:  # only now Dynamo can tell
-            node.meta[OWNED] = _compat.has_module(node)
+        if options.frozen:
+            for node in placeholders:  # only now Dynamo can tell
+                node.meta[OWNED] = _compat.has_module(node)
         pairs = zip(placeholders, example_inputs, strict=False)
         return cls(gm, {node: value for node, value in pairs if isinstance(value, torch.Tensor)}, densities)
 
@@ -65,7 +68,7 @@ def capture(call: Call) -> tuple[list[Graph], list[str]]:
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         densities: dict[str, Density] = {}
-        graphs.append(Graph.of_dynamo(gm, example_inputs, densities))
+        graphs.append(Graph.of_dynamo(gm, example_inputs, densities, call.options))
 
         def run(*args: Any) -> Any:
             recorder = DensityRecorder(gm)

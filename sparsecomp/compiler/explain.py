@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparsecomp import _compat
 from sparsecomp.compiler.call import Call
@@ -12,8 +13,15 @@ from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import TAG
 from sparsecomp.report import Report, merge
+from sparsecomp.training.pruning.layouts import FromMask
 
 _GRADIENTS = "the model is in evaluation mode, but gradients are on: for inference, call it under torch.no_grad()"
+_PRUNED = (
+    "half or more of the weight is zero in {layers}: sparsecomp.sparsify(model, sparsecomp.FromMask()) makes them "
+    "sparse layers, of which explain says whether they pay"
+)
+_NAMED = 6
+"""Layers that a note names."""
 
 
 def explain(
@@ -61,6 +69,23 @@ def explain(
     tell_breaks(merged, breaks)
     if torch.is_grad_enabled() and not call.model.training and any(p.requires_grad for p in call.model.parameters()):
         merged.note(_GRADIENTS)
+    pruned = _pruned(call.model)
+    if pruned:
+        merged.note(_PRUNED.format(layers=", ".join(pruned[:_NAMED] + ["…"] * (len(pruned) > _NAMED))))
     if target is not None:
         merged.capture += f", estimated for {target.device.name}"
     return merged
+
+
+def _pruned(model: nn.Module) -> list[str]:
+    """Names of plain linear layers that `FromMask` would make sparse.
+
+    One that is all zeros was not pruned, but begins so; of those that torch prunes, rules tell.
+    """
+    found = []
+    for name, layer in model.named_modules():
+        if type(layer) is nn.Linear and isinstance(layer.weight, nn.Parameter) and not layer.weight.is_meta:
+            stored = int(layer.weight.count_nonzero())
+            if 0 < stored <= (1 - FromMask.least) * layer.weight.numel():
+                found.append(name or "the model")
+    return found

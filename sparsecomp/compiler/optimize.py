@@ -106,7 +106,7 @@ class Optimized(nn.Module):
     def use_compile(self, densities: Mapping[str, Density]) -> "Optimized":
         """Run the original under torch.compile with our backend."""
         backend = _Backend(self._options, densities)
-        compiled = torch.compile(self._original.forward, backend=backend)
+        compiled = _compat.compile_apart(self._original.forward, backend)
         self.__dict__.update(_densities=dict(densities), _backend=backend, _compiled=compiled)
         return self
 

@@ -74,16 +74,23 @@ class Profile:
         return json.dumps(asdict(self), indent=2)
 
     def to_table(self) -> Table:
-        """A rich table, one row a layer."""
+        """A rich table, one row a layer; without the columns in which none has anything."""
+        columns = {
+            "layer": [layer.name for layer in self.layers],
+            "kind": [layer.kind for layer in self.layers],
+            "calls": [str(layer.calls) for layer in self.layers],
+            "ms": [f"{layer.milliseconds:.3f}" for layer in self.layers],
+            "samples/s": [f"{layer.samples_per_second:,.0f}" for layer in self.layers],
+            "density": [_percent(layer.density) for layer in self.layers],
+            "block": [str(layer.block or "") for layer in self.layers],
+            "empty blocks": [_percent(layer.empty_blocks) for layer in self.layers],
+        }
+        shown = {title: cells for title, cells in columns.items() if any(cells)}
         table = Table(title=self._title)
-        for column in ("layer", "kind", "calls", "ms", "samples/s", "density", "block", "empty blocks"):
-            table.add_column(column, justify="left" if column in ("layer", "kind") else "right")
-        for layer in self.layers:
-            table.add_row(
-                Text(layer.name, overflow="fold"), layer.kind, str(layer.calls), f"{layer.milliseconds:.3f}",
-                f"{layer.samples_per_second:,.0f}",
-                _percent(layer.density), str(layer.block or ""), _percent(layer.empty_blocks),
-            )  # fmt: skip
+        for title in shown:
+            table.add_column(title, justify="left" if title in ("layer", "kind") else "right", overflow="fold")
+        for cells in zip(*shown.values(), strict=True):
+            table.add_row(*map(Text, cells))
         return table
 
     def plot(self) -> "Figure":

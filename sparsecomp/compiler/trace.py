@@ -19,6 +19,8 @@ from sparsecomp.compiler.density import DensityRecorder
 from sparsecomp.compiler.snapshot import undone
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
 from sparsecomp.passes.graph.canonicalize import has_hooks
+from sparsecomp.passes.graph.layers import MODULE_OPS
+from sparsecomp.passes.graph.operators import Trait, record_of
 from sparsecomp.snn import registry as neurons
 
 
@@ -97,7 +99,9 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call of a submodule, unless it would run hooks once and for all."""
+        """A call of a submodule, unless it gives its input itself, or would run hooks once and for all."""
+        if args and _is_identity(m):
+            return args[0]
         if has_hooks(m) and not self.is_leaf_module(m, self.path_of_module(m)):
             raise CaptureError(f"{self.path_of_module(m)} has hooks")
         return super().call_module(m, forward, args, kwargs)
@@ -116,6 +120,15 @@ class _Tracer(fx.Tracer):
         if len(names) < self._inputs:
             raise CaptureError(f"forward takes {len(names)} positional arguments, the example has {self._inputs}")
         return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in names)]
+
+
+def _is_identity(module: nn.Module) -> bool:
+    """Whether a module gives its input itself now, as dropout does in evaluation."""
+    kind = type(module)
+    name, _ = MODULE_OPS.get(kind, ("", None))
+    library = kind.__module__.startswith("spikingjelly.") and kind.__name__ in ("Dropout", "Dropout2d")
+    is_off = not module.training and (library or Trait.DROPOUT in record_of(name).traits)
+    return (is_off or name == "identity") and not has_hooks(module)
 
 
 class _Replay(fx.Tracer):

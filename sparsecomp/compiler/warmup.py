@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sparsecomp import _compat
 from sparsecomp.compiler.backend import sparsecomp_backend
 from sparsecomp.compiler.call import Call
 from sparsecomp.environment import Effort, check_effort
@@ -64,7 +65,7 @@ def tune(
     call = call.accepted()
     dispatch.forget()  # defaults that are prepared already
     with effort_scope(effort) as chosen:
-        call.run(torch.compile(call.function, backend=partial(sparsecomp_backend, options=call.options)))
+        call.run(_compat.isolated_compile(call.function, partial(sparsecomp_backend, options=call.options)))
     if not chosen and not torch.cuda.is_available():
         warnings.warn(NO_CUDA, stacklevel=2)
     return chosen

@@ -15,11 +15,11 @@ from sparsecomp.nn.masked.masked_weight import Mode
 from sparsecomp.nn.sparse.embedding import SparseEmbedding
 from sparsecomp.nn.sparse.linear import SparseLinear
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
-from sparsecomp.training.replacement import check_model, obstacle, refresh_pruned, replace_layers, told
+from sparsecomp.training.replacement import check_model, end_pruning, obstacle, refresh_pruned, replace_layers, told
 
 
 def densify(model: nn.Module) -> nn.Module:
-    """Replace a model's sparse and RESU layers by torch's own, in place.
+    """Replace a model's sparse and RESU layers by torch's own, in place, and end torch's pruning of the others.
 
     What was pruned is zero in the dense weights. Parameters of RESU layers and all biases stay the same objects, so
     that optimizers stay valid; the weights of sparse layers are new parameters. Hooks around forward and backward and
@@ -27,7 +27,7 @@ def densify(model: nn.Module) -> nn.Module:
     something would be lost, such as a forward of its own, stays, and a warning says why.
 
     Args:
-        model: with layers of `sparsecomp.nn`; one without any is returned as it is.
+        model: with layers of `sparsecomp.nn`, or such as `torch.nn.utils.prune` masks.
 
     Returns:
         The model, or its replacement where it is itself such a layer; its `state_dict` has the keys of the plain model.
@@ -51,7 +51,10 @@ def densify(model: nn.Module) -> nn.Module:
     if kept:
         warnings.warn(f"densify leaves layers as they are: {told(kept)}", stacklevel=2)
     with torch.inference_mode(False), torch.no_grad():
-        return replace_layers(model, {layer: _plain(layer) for name, layer in layers.items() if name not in kept})
+        dense = replace_layers(model, {layer: _plain(layer) for name, layer in layers.items() if name not in kept})
+        for module in set(dense.modules()) - {layers[name] for name in kept}:
+            end_pruning(module)
+    return dense
 
 
 def _kind(layer: nn.Module) -> type[nn.Module]:

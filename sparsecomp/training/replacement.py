@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
-from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils import parametrize, prune
 
 from sparsecomp import _compat
 from sparsecomp.errors import InputError
@@ -54,6 +53,12 @@ def refresh_pruned(layer: nn.Module) -> None:
     """Write what torch's pruning masks anew to the layer's attributes, as its hooks do before each forward."""
     for hook in _pruning(layer):
         hook(layer, ())
+
+
+def end_pruning(layer: nn.Module) -> None:
+    """Make what torch's pruning masks plain parameters again, with zeros."""
+    for hook in _pruning(layer):
+        prune.remove(layer, cast(Any, hook)._tensor_name)
 
 
 def obstacle(layer: nn.Module, kind: type[nn.Module]) -> str:
@@ -118,5 +123,5 @@ def _is_bound(layer: nn.Module, name: str) -> bool:
     return getattr(vars(layer).get(name), "__self__", None) is layer
 
 
-def _pruning(layer: nn.Module) -> Sequence[BasePruningMethod]:
-    return [hook for hook in _compat.hooks_of(layer) if isinstance(hook, BasePruningMethod)]
+def _pruning(layer: nn.Module) -> Sequence[prune.BasePruningMethod]:
+    return [hook for hook in _compat.hooks_of(layer) if isinstance(hook, prune.BasePruningMethod)]

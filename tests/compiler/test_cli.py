@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -364,3 +365,17 @@ def test_replaced_results_are_chosen_by_anew(monkeypatch: pytest.MonkeyPatch, di
     for count, replace in enumerate((lambda: cache.import_(directory / "x.json"), cache.prune, cache.clear), 1):
         replace()
         assert len(forgotten) == count
+
+
+def test_a_reader_that_has_enough_of_the_output_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "pipe").open("w") as pipe:
+
+        class Closed(io.StringIO):
+            def write(self, text: str) -> int:
+                raise BrokenPipeError(32, "Broken pipe")
+
+            def fileno(self) -> int:
+                return pipe.fileno()
+
+        monkeypatch.setattr(sys, "stdout", Closed())
+        assert main(["cache", "stats", "--json", "--cache-dir", str(tmp_path)]) == 0

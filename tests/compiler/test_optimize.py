@@ -1,6 +1,7 @@
 """optimize: the user's module is never damaged, and the result stands in for it."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -237,6 +238,39 @@ def test_sinabs_is_rewritten_at_the_level_of_modules():
         found = optimized(x)
         model[1].reset_states()
         torch.testing.assert_close(found, model(x))
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout, "spikingjelly"])
+def test_dropout_in_evaluation_is_no_operator(kind):
+    if kind == "spikingjelly":
+        kind = pytest.importorskip("spikingjelly.activation_based.layer").Dropout
+    model = nn.Sequential(Neuron(), kind(0.5), nn.Conv2d(3, 16, 3), kind(0.5), nn.BatchNorm2d(16)).eval()
+    optimized = _optimized(model)
+    assert [found.rule for found in optimized.report.rewritten] == ["spike_conv", "fold_batch_norm"]
+    assert "ropout" not in optimized.report.graph_before
+    model[0].v = None
+    found = optimized(_input())
+    model[0].v = None
+    torch.testing.assert_close(found, model(_input()))
+    torch.manual_seed(0)
+    training = optimized.train()(_input())
+    assert not torch.equal(training, found)  # it steps aside
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="torch 2.12 and later"
+)
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_models_of_one_class_share_no_limit_of_recompilations():
+    torch._dynamo.reset()
+    x = torch.randn(2, 16)
+    for _ in range(3):
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+        with pytest.warns(UserWarning, match="nothing to tune"):
+            sparsecomp.tune(model, x)
+        optimized = sparsecomp.optimize(model, x)
+        assert optimized.report.graphs == 1
+        torch.testing.assert_close(optimized(x), model(x))
 
 
 def test_a_later_pre_hook_with_keywords_runs():

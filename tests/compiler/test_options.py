@@ -1,6 +1,8 @@
 """A misspelt option must never pass for a default."""
 
 import dataclasses
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -9,10 +11,11 @@ import torch
 from rewriting import OnSpikes, site
 
 import sparsecomp
+from sparsecomp import options as option_names
 from sparsecomp.errors import OptionError
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import Rule
-from sparsecomp.passes.find_rules import RULES, enabled, in_order, parse_options
+from sparsecomp.passes.find_rules import RULES, enabled, in_order
 
 
 def test_defaults():
@@ -29,13 +32,16 @@ def test_an_unknown_option_names_the_known_ones():
 def test_a_misspelt_name_is_told_the_nearest_wherever_it_is_given():
     model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     for use in (
-        lambda: Options(frozn=True),  # pyright: ignore
         lambda: Options.parse(None, {"frozn": True}),
         lambda: sparsecomp.explain(model, x, frozn=True),
         lambda: sparsecomp.optimize(model, options={"frozn": True}),
     ):
         with pytest.raises(OptionError, match="unknown options.*'frozn'.*did you mean 'frozen'"):
             use()
+    with pytest.raises(OptionError, match="keyword argument 'frozn' .did you mean 'frozen'.*mode, precision"):
+        Options(frozn=True)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(OptionError, match="too many positional arguments"):
+        Options(*range(11))  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -113,12 +119,13 @@ def test_a_rule_runs_after_those_it_names():
 def test_a_malformed_environment_raises(monkeypatch, name, text):
     monkeypatch.setenv(name, text)
     with pytest.raises(OptionError, match=name):
-        parse_options()
+        Options.parse()
 
 
 @pytest.mark.parametrize(
     "use",
     [
+        lambda: Options(disable=("spike_konv",)),
         lambda: sparsecomp.optimize(torch.nn.ReLU(), disable=["spike_konv"]),
         lambda: sparsecomp.optimize(torch.nn.ReLU(), torch.ones(2), disable=["spike_konv"]),
         lambda: sparsecomp.explain(torch.nn.ReLU(), torch.ones(2), options={"disable": ["spike_konv"]}),
@@ -128,8 +135,23 @@ def test_a_malformed_environment_raises(monkeypatch, name, text):
     ],
 )  # fmt: skip
 def test_a_misspelt_rule_is_refused_before_anything_is_compiled(use):
-    with pytest.raises(OptionError, match=r"spike_konv.*fuse_neurons.*spike_conv"):
+    with pytest.raises(OptionError, match=r"spike_konv.*did you mean 'spike_conv'.*fuse_neurons"):
         use()
+
+
+def test_the_names_of_rules_are_known_without_the_rules():
+    assert sorted(option_names.RULES) == sorted(rule.name for rule in RULES)
+    code = """
+import sys
+from sparsecomp.errors import OptionError
+from sparsecomp.options import Options
+try:
+    Options(disable=("spike_konv",))
+except OptionError:
+    print(sorted({"sparsecomp.passes", "sparsecomp.lowering", "triton", "torch._inductor"} & sys.modules.keys()))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr
 
 
 def test_debug_verifies(monkeypatch):

@@ -84,6 +84,18 @@ def test_json_and_table():
     assert "Linear" in str(result)
 
 
+def test_columns_that_say_nothing_are_left_out():
+    def headers(model: nn.Module, *shape: int) -> list[str]:
+        table = sparsecomp.profile(model, torch.ones(shape), repetitions=1).to_table()
+        return [str(column.header) for column in table.columns]
+
+    always = ["layer", "kind", "calls", "ms", "samples/s", "density"]
+    assert headers(nn.Sequential(nn.Linear(4, 4)), 2, 4) == always
+    assert headers(nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(64, 1)), 1, 1, 8, 8) == [
+        *always, "block", "empty blocks",
+    ]  # fmt: skip
+
+
 def test_no_repetitions_are_refused():
     with pytest.raises(ValueError, match="repetitions=0"):
         sparsecomp.profile(nn.Linear(4, 4), torch.ones(1, 4), repetitions=0)

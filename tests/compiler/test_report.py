@@ -1,6 +1,7 @@
 """The report says what happened at every candidate site."""
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from rewriting import ConvNet, OnSpikes, dyadic, rewritten, site
 
+import sparsecomp
 from sparsecomp import _compat
 from sparsecomp.compiler.explain import explain
 from sparsecomp.compiler.optimize import optimize
@@ -262,3 +264,21 @@ def test_the_last_report_is_the_remembered_one():
     report = Report()
     remember(report)
     assert last_report() is report
+
+
+def test_explain_names_pruned_layers_that_sparsify_would_take():
+    names = "abcdefgh"
+    model = torch.nn.Sequential(OrderedDict((name, torch.nn.Linear(16, 16)) for name in names)).eval()
+    with torch.no_grad():
+        for layer in model:
+            layer.weight[:8] = 0
+        model.a.weight[8, 0] = 0
+        model.b.weight[0, 0] = 1  # less than half
+        model.c.weight.zero_()  # not pruned: it begins so
+        note = next(note for note in explain(model, torch.ones(2, 16)).notes if "FromMask" in note)
+        assert "half or more of the weight is zero in a, d, e, f, g, h: sparsecomp.sparsify(model" in note
+        model.c.weight[0, 0] = 1
+        assert "in a, c, d, e, f, g, …:" in explain(model, torch.ones(2, 16)).notes[-1]
+        taken = sparsecomp.sparsify(model, sparsecomp.FromMask(), filter=lambda layer, name: name not in "bc")
+    assert [name for name, layer in taken.named_children() if type(layer) is not torch.nn.Linear] == list("adefgh")
+    assert not any("FromMask" in note for note in explain(taken.b, torch.ones(2, 16)).notes)

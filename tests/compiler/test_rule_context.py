@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from rewriting import rewritten
 from torch import fx, nn
 
 import sparsecomp.ops.masked.folded_layer  # noqa: F401  (registers the operators)
+from sparsecomp import _compat
 from sparsecomp._compat import FakeTensorMode
 from sparsecomp.ops import frozen_weights
 from sparsecomp.options import Options
@@ -118,3 +120,11 @@ def test_products_are_counted_whoever_put_them_in_the_graph() -> None:
     graph.output(x)
     gm = fx.GraphModule(nn.Module(), graph)
     assert Context(gm, Options(), Report(), analyse(gm)).products == 5
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_module_of_an_input_is_looked_for_only_under_the_promise(frozen: bool, monkeypatch: Any) -> None:
+    looked = []
+    monkeypatch.setattr(_compat, "has_module", lambda node: looked.append(node.name) is None)
+    rewritten(nn.Linear(4, 4), torch.ones(2, 4), frozen=frozen)
+    assert len(looked) == (3 if frozen else 0)

@@ -212,6 +212,14 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
         (lambda s, c, x: F.dropout(s * 0.5, 0.3, True), ZEROS),
         (lambda s, c, x: F.dropout(c, 1.0, True), ANY),
     ],
+    "alpha_dropout": [
+        (lambda s, c, x: F.alpha_dropout(c, 0.5, False), (1, 2, 1.0)),
+        (lambda s, c, x: F.alpha_dropout(s, 0.5, True), NOTHING),
+    ],
+    "feature_alpha_dropout": [
+        (lambda s, c, x: F.feature_alpha_dropout(c, 0.5, False), (1, 2, 1.0)),
+        (lambda s, c, x: torch.feature_alpha_dropout(s, 0.5, True), NOTHING),
+    ],
     "dropout1d": [(lambda s, c, x: F.dropout1d(s[0], 0.5, True), (0, 2, 1.0))],
     "dropout2d": [(lambda s, c, x: F.dropout2d(c, 0.5, True), (0, 4, 1.0))],
     "dropout3d": [(lambda s, c, x: F.dropout3d(s, 0.5, True), (0, 2, 1.0))],
@@ -756,6 +764,8 @@ REASONS: dict[str, list[str]] = {
     "bitwise_and": ["bitwise_and of integers is not analysed", OF_X],
     "bitwise_not": ["bitwise not of integers is not analysed", OF_X],
     "dropout": [DROPS] * 4,
+    "alpha_dropout": ["alpha_dropout in training drops to a number other than zero"],
+    "feature_alpha_dropout": ["feature_alpha_dropout in training drops to a number other than zero"],
     "to": [*["conversion to torch.int32 of values off the integer grid ends the domain"] * 2,
            "conversion to torch.complex64 is not analysed", "conversion to torch.complex64 is not analysed", OF_X,
            "conversion to torch.int32 of values off the integer grid ends the domain"],

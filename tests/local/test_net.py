@@ -121,7 +121,7 @@ def test_checkpoints_of_another_seed():
         ({"drop_path_max": 1.0}, "drop_path_max is 1.0"),
         ({"residual_alpha_init": float("nan")}, "residual_alpha_init is nan"),
         ({"input_shape": (5, 5)}, "H · W must be input_dim"),
-        ({"fan_in": 4}, "unknown: fan_in"),
+        ({"fan_in": 4}, "unexpected keyword argument 'fan_in'; its settings are shape, depth"),
     ],
     ids=str,
 )
@@ -138,7 +138,7 @@ def test_a_config_is_the_keywords():
     assert all(map(torch.equal, net.state_dict().values(), net_of().state_dict().values()))
     with pytest.raises(ConfigError, match="config and k are given"):
         GeoSparseNet(16, 3, config, k=3)
-    with pytest.raises(ConfigError, match="shape is missing"):
+    with pytest.raises(ConfigError, match="missing a required argument: 'shape'"):
         GeoSparseNet(16, 3)
 
 

@@ -308,7 +308,8 @@ def test_higher_derivatives():
     reports: list[Report] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        reports.append(Graph.of_dynamo(gm, example_inputs, {}).rewrite(Options.parse(None, {"strict": True})))
+        options = Options.parse(None, {"strict": True})
+        reports.append(Graph.of_dynamo(gm, example_inputs, {}, options).rewrite(options))
         return gm.forward
 
     call = torch.compile(form, backend=backend)

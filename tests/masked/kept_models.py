@@ -19,7 +19,8 @@ RULES: list[str] = []
 
 def rewriting_backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """sparsecomp's rewrite, run op by op."""
-    report = Graph.of_dynamo(gm, inputs, {}).rewrite(Options.parse(options={"strict": True}))
+    options = Options.parse(options={"strict": True})
+    report = Graph.of_dynamo(gm, inputs, {}, options).rewrite(options)
     RULES.extend(str(site.implementation) for site in report.rewritten)
     return gm.forward
 

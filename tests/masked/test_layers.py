@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
-from sparsecomp.errors import MaskError
+from sparsecomp.errors import InputError, MaskError
 from sparsecomp.nn import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
 from sparsecomp.runtime import MaskedWeight, Mode, ResurrectionEmbedding
 
@@ -390,3 +390,8 @@ def test_two_processes_have_the_first_one_s_masks(tmp_path):
         mp.spawn(_replica, (str(tmp_path / "store"), results), nprocs=2)
         assert results[0] == results[1]
         assert results[0][0][0] == half(torch.empty(5, 6)).tolist()
+
+
+def test_only_a_module_is_wrapped():
+    with pytest.raises(InputError, match="model is a list, needs an nn.Module"):
+        wrap_module([nn.Linear(2, 2)])

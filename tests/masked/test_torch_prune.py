@@ -217,7 +217,7 @@ def test_a_graph_that_is_replayed_gives_out_its_own(monkeypatch):
 @pytest.mark.parametrize(
     ("features", "options", "why"),
     [
-        (512, {"frozen": False}, "frozen=True promises"),
+        (512, {"frozen": False}, "it is multiplied by its mask in each call; once it is trained, torch.nn.utils"),
         (360, {}, "its 129600 elements are masked faster than an operator is called (from 131072 on it is folded)"),
     ],
 )
@@ -227,7 +227,16 @@ def test_what_is_left_names_what_helps(features, options, why):
         found, report = rewritten(layer, X[:, :features], **{**FROZEN, **options})
         assert torch.equal(found, layer(X[:, :features]))
     reason = site(report, "masked_weight").reason
-    assert why in reason and "prune.remove" in reason and "sparsify(model, FromMask())" in reason
+    assert why in reason and "prune.remove" in reason and "sparsify(model, sparsecomp.FromMask())" in reason
+
+
+@pytest.mark.parametrize("device", [None, "h100"])
+def test_the_promise_is_named_only_where_it_does_more_than_the_ways_out(device):
+    model = nn.Sequential(prune.l1_unstructured(nn.Linear(512, 512), "weight", 0.9))
+    with torch.no_grad():
+        reason = site(sparsecomp.explain(model, X, device=device), "masked_weight").reason
+    assert ("frozen=True promises" in reason) == (device is not None)
+    assert "prune.remove" in reason and "sparsecomp.FromMask()" in reason
 
 
 def _pruned(layer, amount=0.9):

@@ -59,6 +59,8 @@ FUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "in place": (lambda layer, x: layer(x).relu_(), "bias, relu;"),
     "residual": (lambda layer, x: F.relu(x[..., :6] + layer(x)), "bias, residual, relu;"),
     "gelu": (lambda layer, x: F.gelu(layer(x), approximate="tanh"), "bias, gelu_tanh;"),
+    "dropout, off": (lambda layer, x: x[..., :6] + F.dropout(layer(x), training=False), "bias, residual;"),
+    "dropout, on": (lambda layer, x: F.relu(F.dropout(layer(x), 0.0, training=True)), "bias;"),
     "read twice": (lambda layer, x: (lambda y: F.relu(y) + y.sum())(layer(x)), "bias;"),
     "another activation": (lambda layer, x: torch.tanh(layer(x)), "bias;"),
     "broadcast": (lambda layer, x: layer(x) + x[:1, :, :6], "bias;"),
@@ -190,13 +192,26 @@ def test_an_operand_that_changes_meanwhile_is_read_before():
     model = Net(forward)
     out, report = rewritten(model, X, implementation="auto", strict=True)
     torch.testing.assert_close(out, model(X))
-    assert "written to before the result is complete" in site(report, "sparse_linear").reason
+    found = site(report, "sparse_linear")
+    assert "written to before the result is complete" in found.reason and found.module == "layer"
+
+
+def test_a_product_with_the_layers_own_weight_writes_to_nothing():
+    model = Net(lambda layer, x: F.linear(F.relu(layer(x)), layer.weight.T))
+    with torch.no_grad():
+        out, report = rewritten(model, X, implementation="auto", strict=True)
+        weight = model.layer.weight.to_dense()
+        torch.testing.assert_close(out, F.relu(X @ weight.T + model.layer.bias) @ weight)
+    assert "fused with bias, relu" in site(report, "sparse_linear").reason
+    assert len(report.rewritten) == len(report.sites) == 2
 
 
 def test_layers_stay_as_written_if_asked():
     model = Net(lambda layer, x: layer(x))
     _, report = rewritten(model, X, implementation="dense")
     assert "implementation='dense'" in site(report, "sparse_linear").reason
+    _, report = rewritten(Net(lambda layer, x: F.relu(layer(x))), X, implementation="dense")
+    assert site(report, "sparse_linear").module == "layer"
     _, report = rewritten(model, X, implementation="auto", disable=("sparse_linear",))
     assert not [found for found in report.sites if found.rule == "sparse_linear"]
 

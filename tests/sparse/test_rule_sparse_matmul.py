@@ -299,7 +299,7 @@ def test_the_estimate_is_sure_at_the_ends():
     ):  # fmt: skip
         decision = compare(product(share, n, dtype, format), CARD, H100)
         assert decision.dense is dense, (share, n, dtype, format, decision)
-        assert "estimated" in decision.reason and ("would not pay" in decision.reason) is dense
+        assert "estimated" in decision.reason and decision.reason.startswith("estimated") is not dense
     nothing = compare(product(0.0, 512, full), CARD, H100)
     assert not nothing.dense and nothing.gain > 1
     assert sparse_cost.dense_seconds(product(0.5, 4096, half), H100) > 2 * 4096**3 / H100.half

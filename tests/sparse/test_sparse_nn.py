@@ -115,13 +115,19 @@ def test_arguments_that_do_not_fit():
         ({"mask": torch.eye(8), "sparsity": 0.5}, "one of them"),
         ({"sparsity": 1.5}, "0 to 1"),
         ({"format": NM, "n": 2, "m": 4, "sparsity": 0.5}, "leave it out"),
-        ({"mask": torch.eye(4)}, "needs the weight's"),
+        ({"mask": torch.eye(4)}, r"mask has shape \(4, 4\), needs to be a tensor of the weight's shape \(8, 8\)"),
+        ({"mask": [1, 0]}, "mask is a list, needs to be a tensor"),
         ({"format": BSR, "sparsity": 0.5}, "BSR needs block="),
         ({"format": BSR, "block": (2, 2), "mask": torch.eye(8)}, "cuts through blocks"),
         ({"format": NM, "n": 1, "m": 4, "mask": torch.ones(8, 8)}, "at most 1"),
     ):
         with pytest.raises(FormatError, match=message):
             SparseLinear.from_linear(linear, **arguments)
+    for other in (None, nn.Conv2d(4, 4, 3), nn.Embedding(4, 4)):
+        with pytest.raises(FormatError, match=f"the layer is a {type(other).__name__}, needs an nn.Linear"):
+            SparseLinear.from_linear(other, sparsity=0.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FormatError, match="the layer is a Linear, needs an nn.Embedding"):
+        SparseEmbedding.from_embedding(linear, sparsity=0.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(FormatError, match="padding_idx"):
         SparseEmbedding.from_embedding(nn.Embedding(4, 2, padding_idx=0), sparsity=0.5)
     with pytest.raises(FormatError, match="needs one of .*CSR"):
@@ -846,3 +852,11 @@ def test_a_checkpoint_of_other_things_than_tensors_is_refused():
     with pytest.raises(FormatError, match="must be tensors"):
         layer.load_state_dict({**layer.state_dict(), "values": [1, 2]})
     assert torch.equal(layer.weight.detach().to_dense(), before)
+
+
+@pytest.mark.parametrize("bias", [False, True, 3, [0.0] * 6, torch.ones(5), torch.ones(6, 1)])
+def test_a_bias_is_a_tensor_or_none(bias):
+    matrix = CSR.from_dense(torch.eye(6, 8))
+    with pytest.raises(FormatError, match=r"bias (is|has shape) .*needs \(6,\): a tensor of one number a row, or None"):
+        SparseLinear(matrix, bias=bias)
+    assert SparseLinear(matrix, bias=torch.ones(6)).bias.requires_grad and SparseLinear(matrix).bias is None

@@ -22,11 +22,11 @@ def test_both_ends_of_the_schedules_are_reached():
 
 
 def test_unknown_keys_are_refused_with_the_nearest_name():
-    with pytest.raises(ConfigError, match="'sparsity_ned' is unknown: 'sparsity_end'"):
+    with pytest.raises(ConfigError, match="'sparsity_ned' .did you mean 'sparsity_end'"):
         RESUConfig.from_dict({"sparsity_ned": 0.5})
-    with pytest.raises(ConfigError, match="'cycels' is unknown: 'cycles'"):
+    with pytest.raises(ConfigError, match="'cycels' .did you mean 'cycles'"):
         RESUConfig(cycels=3)
-    with pytest.raises(ConfigError, match="unknown: cycles, train_steps"):
+    with pytest.raises(ConfigError, match="'xyz'; its settings are cycles, train_steps"):
         RESUConfig.from_dict({"xyz": 0.5})
 
 

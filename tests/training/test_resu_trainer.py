@@ -246,6 +246,10 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
         _same(before, other.core.state_dict())
     with pytest.raises(ConfigError, match="skip"):
         _trainer(RESUConfig(skip=("0", "4")))
+    with pytest.raises(ConfigError, match="config is a dict, needs a RESUConfig"):
+        _trainer({"cycles": 1})
+    with pytest.raises(ConfigError, match="loss_fn is a int, needs a function"):
+        RESUTrainer(_model(), _CONFIG, 3, _loader(), {"lr": 1.0})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="metric"):
         _trainer(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
 

@@ -1,6 +1,7 @@
 """`sparsify` and `densify`: the same function before and after, the right elements kept, bad input changes nothing."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import sparsecomp
-from sparsecomp import NM, Block, FromMask, SparseGPT, Unstructured, Wanda, densify, sparsify
+from sparsecomp import NM, Block, FromMask, Magnitude, SparseGPT, Unstructured, Wanda, densify, sparsify
 from sparsecomp.errors import FormatError, InputError, MaskError
 from sparsecomp.formats import BSR, CSR
 from sparsecomp.nn import RESULinear, SparseEmbedding, SparseLinear, wrap_module
@@ -208,6 +209,24 @@ def test_bad_input_changes_nothing(make, config, error, says) -> None:
         torch.testing.assert_close(one, state[key], rtol=0, atol=0, equal_nan=True)
 
 
+def test_densify_ends_torchs_pruning_of_layers_that_stayed_dense() -> None:
+    model, plain = _net(), _net()
+    model[2], plain[2] = nn.Linear(48, 16), nn.Linear(48, 16)
+    prune.l1_unstructured(model[0], "weight", 0.9)
+    prune.random_unstructured(model[2], "weight", 0.1)
+    prune.l1_unstructured(model[2], "weight", 0.1)
+    prune.l1_unstructured(model[2], "bias", 0.5)
+    sparsify(model, FromMask())
+    assert type(model[0]) is SparseLinear and type(model[2]) is nn.Linear
+    x, kept = torch.randn(5, 32), model[2].weight_orig
+    expected = model(x)
+    densify(model)
+    assert model.state_dict().keys() == plain.state_dict().keys() and model[2].weight is kept
+    torch.testing.assert_close(model(x), expected)
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(plain(x), expected)
+
+
 def test_densify_refuses_a_resu_phase() -> None:
     with pytest.raises(MaskError, match="0 is in its RESU phase"):
         densify(_resurrecting())
@@ -230,6 +249,30 @@ def test_configs_are_checked_when_made(make) -> None:
     assert Unstructured(np.float32(0.5)).matrix(nn.Linear(4, 4), ()).nnz == 8
     with pytest.raises((MaskError, FormatError), match="give|needs|must"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: NM(k=2), "NM: .*'k'; its settings are n, m, by"), (lambda: NM(2, 4, "wanda"), "NM: too many"),
+        (lambda: Wanda(3), "Wanda: too many positional arguments; it has no settings"), (lambda: Magnitude(2), "many"),
+        (lambda: SparseGPT(dampng=1.0), "did you mean 'damping'"), (lambda: SparseGPT(damping=True), "damping is True"),
+        (lambda: SparseGPT(damping=float("inf")), "damping is inf"),
+        (lambda: Unstructured(), "Unstructured: missing a required argument: 'sparsity'"),
+        (lambda: Unstructured(0.5, spars=1), "its settings are sparsity, format, by"),
+        (lambda: Block(16), "Block: missing"), (lambda: FromMask(lest=0.1), "did you mean 'least'"),
+        (lambda: Block(16, 0.5, format=CSR), "format is CSR: give"),
+    ],
+)  # fmt: skip
+def test_arguments_that_a_config_does_not_take_are_told_as_its_other_errors(make, says) -> None:
+    with pytest.raises(MaskError, match=says):
+        make()
+
+
+def test_configs_are_values() -> None:
+    config = Unstructured(0.5, by=SparseGPT(0.1), format=CSR)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config != Unstructured(0.5)
+    assert repr(config) == "Unstructured(by=SparseGPT(damping=0.1), sparsity=0.5, format=CSR)"
 
 
 @pytest.mark.parametrize(
@@ -451,7 +494,7 @@ def test_layers_are_made_sparse_one_after_another() -> None:
 
 def test_a_config_that_takes_nothing_says_so() -> None:
     model = _net()
-    with pytest.warns(UserWarning, match=r"0, 2 .dense by FromMask\(least=0.5"):
+    with pytest.warns(UserWarning, match=r"0, 2 .dense by FromMask\(least=0.5, format=CSR\)"):
         sparsify(model, FromMask())
     assert type(model[0]) is nn.Linear
 

@@ -330,7 +330,7 @@ def symmetric_interval(op: CanonicalOp, facts: Facts) -> Result:
 def dropout(op: CanonicalOp, facts: Facts) -> Result:
     """The identity in evaluation; in training zeros join, and survivors are scaled by 1 / (1 - p)."""
     fact = facts.of(op.input)
-    if op.get("training") is False or op.get("p") == 0:
+    if op.is_identity or op.get("p") == 0:
         return fact
     scaled = _survivors(fact, op.get("p"), dtype_of(op.node))
     if scaled is not None:
@@ -342,6 +342,14 @@ def dropout(op: CanonicalOp, facts: Facts) -> Result:
         origin = fact.origin if fact.exact_zeros else Origin.MASK
         kept = replace(kept, lo=lo, origin=origin, source=fact.source or op.node.name)
     return Kept(kept, reason)
+
+
+@transfer("alpha_dropout", "feature_alpha_dropout")
+def alpha_dropout(op: CanonicalOp, facts: Facts) -> Result:
+    """The identity in evaluation."""
+    if op.is_identity:
+        return facts.of(op.input)
+    return Lost(LostKind.UNSUPPORTED, f"{op.name} in training drops to a number other than zero")
 
 
 def _survivors(fact: SparsityFact | None, p: Any, dtype: torch.dtype | None) -> SparsityFact | None:

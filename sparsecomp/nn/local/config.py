@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
-from sparsecomp.errors import ConfigError
+from sparsecomp.errors import ConfigError, typed_arguments
 from sparsecomp.nn.local.activations import activation_of
 from sparsecomp.nn.local.linear import COMPUTE_MODES
 from sparsecomp.reference.local.connectivity import check_grid
@@ -14,6 +14,7 @@ NORMS = ("rms", "layer", "none")
 Shape = tuple[int, int]
 
 
+@typed_arguments(ConfigError)
 @dataclass(frozen=True)
 class GeoSparseConfig:
     """Settings of `GeoSparseNet`.
@@ -68,20 +69,6 @@ class GeoSparseConfig:
         check_probability("drop_path_max", self.drop_path_max)
         check_number("residual_alpha_init", self.residual_alpha_init)
         activation_of(self.activation_type, 1, self.activation_config)
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Self:
-        """From keywords.
-
-        Raises:
-            ConfigError: one is unknown, or there is no shape.
-        """
-        known = [one.name for one in fields(cls)]
-        unknown = [name for name in settings if name not in known]
-        if unknown or "shape" not in settings:
-            what = f"unknown: {', '.join(unknown)}" if unknown else "shape is missing"
-            raise ConfigError(f"{what}; the settings are {', '.join(known)}")
-        return cls(**settings)
 
     @property
     def grids(self) -> list[Shape]:

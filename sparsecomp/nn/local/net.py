@@ -35,7 +35,7 @@ class GeoSparseNet(nn.Module):
         for name, size in (("input_dim", input_dim), ("output_dim", output_dim)):
             if type(size) is not int or size < 1:
                 raise ConfigError(f"{name} is {size!r}, needs a whole number of 1 or more")
-        self.config = config = GeoSparseConfig.of(settings) if config is None else config
+        self.config = config = GeoSparseConfig(**settings) if config is None else config
         self.input_dim, self.output_dim = input_dim, output_dim
         grids = config.grids
         self.entry = _entry(input_dim, config.input_shape, grids[0])

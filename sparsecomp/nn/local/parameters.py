@@ -48,7 +48,7 @@ def geo_sparse_net_params(*, output_dim: int, input_dim: int | None = None, **se
     Raises:
         ConfigError: a setting is unknown, of another type or outside its domain.
     """
-    config = GeoSparseConfig.of(settings)
+    config = GeoSparseConfig(**settings)
     cells = [height * width for height, width in config.grids]
     kind = {"activation_type": config.activation_type, "activation_config": config.activation_config}
     blocks = (geo_sparse_block_params(one, config.k, bias=config.bias, norm=config.norm, **kind) for one in cells)

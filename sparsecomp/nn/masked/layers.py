@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import prune
 
-from sparsecomp.errors import MaskError
+from sparsecomp.errors import InputError, MaskError
 from sparsecomp.nn.masked.attention import PROJECTIONS, RESUMultiheadAttention, adopt_attention
 from sparsecomp.nn.masked.existing_mask import weight_and_mask
 from sparsecomp.nn.masked.layer_state import Masked, guard_state, settled, shared_mask
@@ -76,9 +76,12 @@ def wrap_module(model: nn.Module, skip: Iterable[str] = ()) -> nn.Module:
         skip: names of modules (as in `named_modules`) to leave dense, with what they contain.
 
     Raises:
+        InputError: `model` is no module.
         MaskError: a name of no module or of an attention's part, or a layer whose weight is computed from other
             parameters; the model is unchanged.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, needs an nn.Module")
     skip = tuple(skip)
     modules = dict(model.named_modules())
     unknown = [name for name in skip if name not in modules]

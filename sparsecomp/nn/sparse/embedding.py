@@ -45,11 +45,11 @@ class SparseEmbedding(StoredWeight):
                 sparse gradients.
             MaskError: a table to be ranked holds NaN.
         """
+        matrix = pruned_layer(embedding, nn.Embedding, format, mask, sparsity, layout)
         if embedding.padding_idx is not None or embedding.max_norm is not None:
             raise FormatError("the embedding has padding_idx or max_norm: SparseEmbedding has neither")
         if embedding.scale_grad_by_freq or embedding.sparse:
             raise FormatError("the embedding has scale_grad_by_freq or sparse: SparseEmbedding has neither")
-        matrix = pruned_layer(embedding, format, mask, sparsity, layout)
         return cls(matrix, is_trained(embedding)).train(embedding.training)
 
     def _derive(self, pattern: Pattern) -> None:

@@ -29,8 +29,9 @@ class SparseLinear(StoredWeight):
         self, weight: SparseMatrix | SparseTensor, bias: Tensor | None = None, requires_grad: bool = True
     ) -> None:
         super().__init__(weight, requires_grad)
-        if bias is not None and bias.shape != self.shape[:1]:
-            raise FormatError(f"bias has shape {tuple(bias.shape)}, needs ({self.shape[0]},): one number a row")
+        if bias is not None and (not isinstance(bias, Tensor) or bias.shape != self.shape[:1]):
+            given = f"has shape {tuple(bias.shape)}" if isinstance(bias, Tensor) else f"is {bias!r}"
+            raise FormatError(f"bias {given}, needs ({self.shape[0]},): a tensor of one number a row, or None for none")
         self.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias)
 
     @classmethod
@@ -52,7 +53,7 @@ class SparseLinear(StoredWeight):
             FormatError: arguments that do not fit.
             MaskError: a weight to be ranked holds NaN, or the layer is in its RESU phase.
         """
-        matrix = pruned_layer(linear, format, mask, sparsity, layout)
+        matrix = pruned_layer(linear, nn.Linear, format, mask, sparsity, layout)
         return cls(matrix, bias_of(linear), is_trained(linear)).train(linear.training)
 
     @property

@@ -14,14 +14,17 @@ from sparsecomp.reference.selection import select_top
 
 
 def pruned_layer(
-    layer: nn.Module, format: type[SparseMatrix], mask: Tensor | None, sparsity: float | None, layout: dict[str, Any]
-) -> SparseMatrix:
+    layer: nn.Module, kind: type[nn.Module], format: type[SparseMatrix], mask: Tensor | None, sparsity: float | None,
+    layout: dict[str, Any],
+) -> SparseMatrix:  # fmt: skip
     """`pruned` of a layer's weight; where neither a mask nor a sparsity is given, by the mask that it has already.
 
     Raises:
-        FormatError: as in `pruned`.
+        FormatError: the layer is of another kind, or as in `pruned`.
         MaskError: as in `pruned`, or the layer is in its RESU phase.
     """
+    if not isinstance(layer, kind):
+        raise FormatError(f"the layer is a {type(layer).__name__}, needs an nn.{kind.__name__}")
     weight, own = weight_and_mask(layer)
     if mask is None and sparsity is None and has_mask(layer):
         mask = own
@@ -62,8 +65,9 @@ def pruned(
     format.from_dense(weight[:0], **layout)  # refuses sizes that no block and no group has
     if mask is None:
         mask = _largest_in_groups(weight, **layout) if sparsity is None else _largest(weight, sparsity, layout)
-    if mask.shape != weight.shape:
-        raise FormatError(f"mask has shape {tuple(mask.shape)}, needs the weight's {tuple(weight.shape)}")
+    if not isinstance(mask, Tensor) or mask.shape != weight.shape:
+        given = f"has shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+        raise FormatError(f"mask {given}, needs to be a tensor of the weight's shape {tuple(weight.shape)}")
     ones = (mask != 0).to(weight.dtype).to(weight.device)
     pattern = format.from_dense(ones, **layout)
     if format in (BSR, BCSC) and int(pattern._triplets().row.numel()) != pattern.nnz:

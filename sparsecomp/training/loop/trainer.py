@@ -42,8 +42,8 @@ class RESUTrainer:
         token_mask: gives a batch's bool mask of real tokens, so that calibration drops padding.
 
     Under DistributedDataParallel each process gives its own share of the data and calls everything alike; the first
-    process decides the masks. Raises ConfigError for a model without a weight to prune, or a scheduler that steps by a
-    metric.
+    process decides the masks. Raises ConfigError for what is no config or no loss function, a model without a weight to
+    prune, or a scheduler that steps by a metric.
     """
 
     def __init__(
@@ -57,6 +57,10 @@ class RESUTrainer:
         callbacks: Sequence[Callback] = (),
         token_mask: TokenMask | None = None,
     ) -> None:
+        if not isinstance(config, RESUConfig):
+            raise ConfigError(f"config is a {type(config).__name__}, needs a RESUConfig, such as RESUConfig(cycles=3)")
+        if not callable(loss_fn):
+            raise ConfigError(f"loss_fn is a {type(loss_fn).__name__}, needs a function of the model and a batch")
         self.model, self.config, self.loss_fn, self.token_mask = model, config, loss_fn, token_mask
         self.batches = BatchStream(data)
         self.core = bare(model)

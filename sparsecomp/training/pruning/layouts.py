@@ -1,13 +1,13 @@
 """What `sparsify` makes of each layer: how much of its weight stays, by which pruner, in which format."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from sparsecomp.errors import MaskError
+from sparsecomp.errors import MaskError, typed_arguments
 from sparsecomp.formats import BSR, CSR, SparseMatrix
 from sparsecomp.formats import NM as NMFormat
 from sparsecomp.formats.base import FORMATS
@@ -31,8 +31,37 @@ class Pruning(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Unstructured:
+class _Told:
+    """Names its settings in messages, a format by the name of its class."""
+
+    def __repr__(self) -> str:
+        given: Any = self
+        settings = ", ".join(f"{one.name}={_named(getattr(self, one.name))}" for one in fields(given))
+        return f"{type(self).__name__}({settings})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Ranked(_Told):
+    """What a pruner chooses.
+
+    Attributes:
+        by: "magnitude", "wanda", "sparsegpt", or a pruner such as `SparseGPT(damping=0.05)`.
+    """
+
+    by: str | Pruner = field(default="magnitude", kw_only=True)
+
+    def __post_init__(self) -> None:
+        pruner_of(self.by)
+
+    @property
+    def pruner(self) -> Pruner:
+        """See `Pruning`."""
+        return pruner_of(self.by)
+
+
+@typed_arguments(MaskError)
+@dataclass(frozen=True, repr=False)
+class Unstructured(_Ranked):
     """Keep the best elements of each layer, wherever they are.
 
     Attributes:
@@ -42,18 +71,12 @@ class Unstructured:
     """
 
     sparsity: float
-    by: str | Pruner = "magnitude"
     format: type[SparseMatrix] = CSR
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_share("sparsity", self.sparsity, below=1)
         _check_format(self.format, ())
-        pruner_of(self.by)
-
-    @property
-    def pruner(self) -> Pruner:
-        """See `Pruning`."""
-        return pruner_of(self.by)
 
     def matrix(self, layer: nn.Linear, parts: Parts) -> SparseMatrix:
         """See `Pruning`."""
@@ -62,8 +85,9 @@ class Unstructured:
         return _stored(*self.pruner.prune(weight, keep, parts), self.format)
 
 
-@dataclass(frozen=True)
-class NM:
+@typed_arguments(MaskError)
+@dataclass(frozen=True, repr=False)
+class NM(_Ranked):
     """Keep the best n of each m neighbours along the inputs, such as 2:4.
 
     Attributes:
@@ -74,17 +98,11 @@ class NM:
 
     n: int = 2
     m: int = 4
-    by: str | Pruner = "magnitude"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if type(self.n) is not int or type(self.m) is not int or not 0 < self.n <= self.m:
             raise MaskError(f"n:m is {self.n!r}:{self.m!r}: give whole numbers, n from 1 to m, such as NM(2, 4)")
-        pruner_of(self.by)
-
-    @property
-    def pruner(self) -> Pruner:
-        """See `Pruning`."""
-        return pruner_of(self.by)
 
     def matrix(self, layer: nn.Linear, parts: Parts) -> SparseMatrix:
         """See `Pruning`."""
@@ -93,8 +111,9 @@ class NM:
         return _stored(weight, mask, NMFormat, n=self.n, m=self.m)
 
 
-@dataclass(frozen=True)
-class Block:
+@typed_arguments(MaskError)
+@dataclass(frozen=True, repr=False)
+class Block(_Told):
     """Keep the blocks of the largest norm.
 
     Attributes:
@@ -122,8 +141,9 @@ class Block:
         return pruned(weight_and_mask(layer)[0], self.format, None, self.sparsity, {"block": self.size})
 
 
-@dataclass(frozen=True)
-class FromMask:
+@typed_arguments(MaskError)
+@dataclass(frozen=True, repr=False)
+class FromMask(_Told):
     """Keep what is there: the masks of torch's pruning, of parametrizations and of RESU layers, or else the zeros.
 
     Attributes:
@@ -155,6 +175,10 @@ def _stored(weight: Tensor, mask: Tensor, format: type[SparseMatrix], **layout: 
     return pruned(weight, format, mask, None, layout)
 
 
+def _named(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else repr(value)
+
+
 def _check_share(name: str, share: Any, below: float = math.inf) -> None:
     """Raise MaskError unless it is a number from 0 to 1, and below a bound."""
     given = float(share) if isinstance(share, Real) and not isinstance(share, bool) else math.nan
@@ -167,4 +191,4 @@ def _check_format(format: Any, layout: tuple[str, ...]) -> None:
     """Raise MaskError unless it is a format that needs to be told no more than this layout."""
     if not (isinstance(format, type) and issubclass(format, SparseMatrix)) or layout != format.LAYOUT:
         fitting = ", ".join(name for name, kind in FORMATS.items() if layout == kind.LAYOUT)
-        raise MaskError(f"format is {format!r}: give one of sparsecomp.formats that fits the config: {fitting}")
+        raise MaskError(f"format is {_named(format)}: give one of sparsecomp.formats that fits the config: {fitting}")

@@ -1,5 +1,6 @@
 """The pruners, objects with their settings: what each needs of a layer's inputs, and what it makes of the weight."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -8,7 +9,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sparsecomp.errors import MaskError
+from sparsecomp.errors import MaskError, typed_arguments
 from sparsecomp.reference.selection import select_top
 from sparsecomp.training.pruning.calibration import InputStatistics
 from sparsecomp.training.pruning.scores import magnitude_mask, n_of_m_mask, wanda_scores
@@ -42,6 +43,7 @@ class Pruner(Protocol):
         ...
 
 
+@typed_arguments(MaskError)
 @dataclass(frozen=True)
 class Magnitude:
     """Keep the largest |w| of the layer (Han et al. 2015)."""
@@ -58,6 +60,7 @@ class Magnitude:
         return weight, n_of_m_mask(weight.detach().float().abs(), keep, group)
 
 
+@typed_arguments(MaskError)
 @dataclass(frozen=True)
 class Random:
     """Keep any elements, drawn from torch's generator: where training that is sparse from the first step begins."""
@@ -92,6 +95,7 @@ class Wanda:
         return weight, n_of_m_mask(wanda_scores_by_parts(weight, parts), keep, group)
 
 
+@typed_arguments(MaskError)
 @dataclass(frozen=True)
 class SparseGPT:
     """Prune column after column and let what is kept make up for it (Frantar & Alistarh 2023).
@@ -107,8 +111,9 @@ class SparseGPT:
     products: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.damping, Real) or not self.damping > 0:
-            raise MaskError(f"damping is {self.damping!r}: it must be positive, such as 0.01")
+        is_number = isinstance(self.damping, Real) and not isinstance(self.damping, bool)
+        if not is_number or not 0 < self.damping < math.inf:
+            raise MaskError(f"damping is {self.damping!r}: give a positive number, such as 0.01")
 
     def prune(self, weight: Tensor, keep: int, parts: Parts) -> Pruned:
         """See `Pruner`."""

@@ -1,11 +1,10 @@
 """The settings of a RESU training cycle, checked once when they are made, so that no phase meets a bad one."""
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from sparsecomp.errors import ConfigError, ScheduleError
+from sparsecomp.errors import ConfigError, ScheduleError, typed_arguments
 from sparsecomp.training.pruning.pruners import PRUNERS, Pruner, Wanda
 from sparsecomp.training.schedules import amnesty_rate, sparsity_at
 
@@ -14,6 +13,7 @@ STABILISERS = ("bias_shift", "dsnot", "none")
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 
+@typed_arguments(ConfigError)
 @dataclass(frozen=True)
 class RESUConfig:
     """What a cycle does and for how long; steps are optimizer steps. ConfigError for a value outside its domain.
@@ -59,14 +59,6 @@ class RESUConfig:
     precision: str = "float32"
     check_every: int = 1
     skip: tuple[str, ...] = ()
-
-    def __new__(cls, *_: Any, **settings: Any) -> Self:
-        known = [field.name for field in fields(cls)]
-        for key in settings:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                raise ConfigError(f"the setting {key!r} is unknown: " + (f"{near[0]!r}?" if near else ", ".join(known)))
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
