@@ -22,7 +22,7 @@ MAX_STEPS = 64
 """The kernel unrolls time; longer sequences would take minutes to compile."""
 
 _CHARGES = {"sj_if::forward": "if", "sj_lif::forward": "lif", "sj_plif::forward": "plif"}
-_SPIKES, _VOLTAGE, _CHARGED = range(3)
+_SPIKES, _VOLTAGE = range(2)
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -60,7 +60,7 @@ def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Cont
         return "the membrane of every step is stored"
     if not ctx.analysis.unchanged(args["v_init"], args["v_init"]):
         return "its first membrane is written to in place"
-    if any(user.target is not operator.getitem or user.args[1] == _CHARGED for user in node.users):
+    if any(user.target is not operator.getitem or user.args[1] not in (_SPIKES, _VOLTAGE) for user in node.users):
         return "more than its spikes and last membrane is used"
     return None
 
