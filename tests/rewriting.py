@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from sparsecomp._compat import FakeTensorMode
 from sparsecomp.compiler.capture import Graph
 from sparsecomp.options import Options
 from sparsecomp.report import Report, Site, merge
@@ -23,6 +24,20 @@ def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> tup
     torch._dynamo.reset()
     result = torch.compile(function, backend=backend)(*inputs)
     return result, merge(reports, "test")
+
+
+class Examples(fx.Interpreter):
+    """Runs a graph, and leaves with each node what stands for what it gave."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.fakes = FakeTensorMode()
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor):
+            n.meta["example_value"] = self.fakes.from_tensor(result.detach())
+        return result
 
 
 def site(report: Report, rule: str, index: int = -1) -> Site:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import dyadic, rewritten, site
+from rewriting import Examples, dyadic, rewritten, site
 from torch import Tensor, fx, nn
 
 import sparsecomp
@@ -82,16 +82,6 @@ def test_what_stays_an_operator_says_why(options, steps, grad, reason):
     assert reason in site(report, "fuse_neurons").reason
 
 
-class _Examples(fx.Interpreter):
-    """Runs a graph, and leaves with each node what it gave."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if isinstance(result, Tensor):
-            n.meta["example_value"] = result
-        return result
-
-
 def _lif(x: Tensor, v: Tensor, store: bool = False) -> Any:
     return torch.ops.sj_lif.forward.default(x, v, 2.0, True, 1.0, 0.0, False, 4.0, store, 0)
 
@@ -100,7 +90,7 @@ def _considered(model: Callable[..., Any], *inputs: Tensor) -> str:
     """What is said of the neuron in a graph, alone."""
     gm = fx.symbolic_trace(model)
     with torch.no_grad():
-        _Examples(gm).run(*inputs)
+        Examples(gm).run(*inputs)
         context = Context(gm, Options(neurons="fuse"), Report(), analyse(gm))
         (found,) = (said for node in gm.graph.nodes if (said := consider(node, context)) is not None)
     return found.reason if isinstance(found, Plan) else str(found)
