@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsecomp._compat import FakeTensorMode
+from sparsecomp._compat import FakeTensorMode, is_fake
 from sparsecomp.compiler.capture import Graph
 from sparsecomp.options import Options
 from sparsecomp.report import Report, Site, merge
@@ -36,7 +36,7 @@ class Examples(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if isinstance(result, torch.Tensor):
-            n.meta["example_value"] = self.fakes.from_tensor(result.detach())
+            n.meta["example_value"] = result if is_fake(result) else self.fakes.from_tensor(result.detach())
         return result
 
 

@@ -109,14 +109,10 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
     problem = problem_of_writes(chain, ctx)
     if problem is not None:
         return problem
-    sparse, dense, out = example_of(chain.sparse), example_of(chain.dense), example_of(chain.nodes[-1])
+    sparse, out = example_of(chain.sparse), example_of(chain.nodes[-1])
     shape, size = sizes(chain.dense), sizes(chain.sparse)
-    if dense is None or out is None or shape is None or size is None:
+    if out is None or shape is None or size is None:
         return refuse(Why.UNKNOWN_SHAPE)
-    if not (dense.dtype == sparse.dtype == out.dtype or autocast_dtype(chain)):
-        return refuse(Why.MIXED_DTYPES, input=dense.dtype, weight=sparse.dtype)
-    if dense.device != sparse.device:
-        return refuse(Why.MIXED_DTYPES, input=dense.device, weight=sparse.device)
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
     operand = sparse.t() if chain.flip else sparse
     return Product.of_tensor(operand, shape, chain.linear, out, *fused, **circumstances(chain, ctx, out.device))

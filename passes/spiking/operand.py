@@ -104,17 +104,13 @@ def check(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     if isinstance(fact, Refusal):
         return fact
     x, weight, out = example_of(op.input), example_of(op.get("weight")), example_of(op.node)
-    if x is None or weight is None:
+    if x is None or weight is None or out is None:
         return refuse(Why.UNKNOWN_SHAPE)
     if isinstance(weight, SparseTensor):
         return refuse(Why.SPARSE_AS_WRITTEN, detail="its weight has no dense form to split")
-    dtype = x.dtype if out is None else out.dtype
+    dtype = out.dtype
     if dtype not in KERNEL_DTYPES:
         return refuse(Why.DTYPE, dtype=dtype)
-    if x.dtype != weight.dtype and dtype in (x.dtype, weight.dtype) and not _autocast(dtype):
-        return refuse(Why.MIXED_DTYPES, input=x.dtype, weight=weight.dtype)
-    if x.device != weight.device:
-        return refuse(Why.MIXED_DTYPES, input=x.device, weight=weight.device)
     if 0 in weight.shape:
         return refuse(Why.NO_FEATURES)
     depth = math.prod(weight.shape[1:])
@@ -260,7 +256,7 @@ def _promise(fact: SparsityFact, x: torch.Tensor, dtype: torch.dtype, ctx: Conte
         if example is not None and example.device != x.device:
             return refuse(Why.FACTOR, factor=fact.scale, detail=f"is on {example.device}")
         return Promise(factor=fact.scale, binary=True)
-    if fact.scale == 1.0 or is_dyadic(fact.scale):
+    if is_dyadic(fact.scale):
         return Promise(fact.scale, binary=not fact.exact)
     scale = float(torch.tensor(fact.scale).to(x.dtype).to(dtype))
     if not math.isfinite(scale):
@@ -299,11 +295,6 @@ def _precision(wanted: str, dtype: torch.dtype) -> str:
     return "exact" if dtype is torch.float32 else "half"
 
 
-def _autocast(dtype: torch.dtype) -> bool:
-    """Half results of float32 operands can only come from autocast, whose state the graph may set itself."""
-    return dtype is not torch.float32
-
-
 def _weight_range(weight: object, ctx: Context) -> float | None:
     """Largest ratio of a channel's greatest weight to the median of its non-zero ones; None if a weight is not finite.
 
@@ -311,7 +302,7 @@ def _weight_range(weight: object, ctx: Context) -> float | None:
     Weights whose values the capture does not know (computed, or still fake) count as ordinary.
     """
     value = ctx.values.get(weight) if isinstance(weight, fx.Node) else weight
-    if not isinstance(value, torch.Tensor) or _compat.is_fake(value) or value.numel() == 0:
+    if not isinstance(value, torch.Tensor) or _compat.is_fake(value):
         return 1.0
     with torch.no_grad():
         rows = value.detach().float().abs().flatten(1)
