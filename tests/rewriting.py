@@ -36,7 +36,7 @@ class Examples(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if isinstance(result, torch.Tensor):
-            n.meta["example_value"] = result if is_fake(result) else self.fakes.from_tensor(result.detach())
+            n.meta["example_value"] = result if is_fake(result) else self.fakes.from_tensor(result)
         return result
 
 

@@ -41,9 +41,9 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         problem = _problem(chain, ctx)
         return problem if isinstance(problem, Refusal) else _plan(chain, problem, node, ctx)
     op = op_of(node)
-    if op is None or op.name not in ("matmul", "addmm", "linear") or _product(node) is not None:
+    if op is None or op.name not in ("matmul", "addmm") or _product(node) is not None:
         return None
-    if any(map(is_sparse, (*node.all_input_nodes, op.get("weight")))):
+    if any(map(is_sparse, node.all_input_nodes)):
         return refuse(Why.SPARSE_AS_WRITTEN, detail=f"{op.name} in this form is not fused")
     return None
 
@@ -73,11 +73,11 @@ def _product(node: fx.Node) -> Chain | None:
         chain = Chain((node,), sparse, False, dense, linear, bias, residual, activation, scale)
         return chain if is_sparse(sparse) else None
     op = op_of(node)
-    if op is None or op.out is not None or op.inplace or op.step_mode != "s":
+    if op is None:
         return None
-    if op.name == "linear" and is_sparse(op.get("weight")) and isinstance(op.input, fx.Node):
+    if op.name == "linear" and is_sparse(op.get("weight")):
         return Chain((node,), op.get("weight"), False, op.input, True, op.get("bias"))
-    if op.name == "matmul" and op.known:
+    if op.name == "matmul":
         return _of_two(node, op.input, op.get("other"))
     if op.name == "addmm":
         return _of_addmm(node, op)
@@ -90,11 +90,11 @@ def _is_default_call(node: fx.Node) -> bool:
 
 
 def _of_two(node: fx.Node, left: Any, right: Any) -> Chain | None:
-    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or is_sparse(left) == is_sparse(right):
-        return None
     if is_sparse(right):
         return Chain((node,), right, True, left, True)
-    return Chain((node,), left, False, right, False) if len(example_of(right).shape) > 1 else None
+    if is_sparse(left) and len(example_of(right).shape) > 1:
+        return Chain((node,), left, False, right, False)
+    return None
 
 
 def _of_addmm(node: fx.Node, op: CanonicalOp) -> Chain | None:
