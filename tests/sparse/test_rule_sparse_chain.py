@@ -258,7 +258,9 @@ def test_a_smooth_activation_stays_outside_where_a_gradient_needs_what_is_before
         assert told(net, rule, *inputs) == ["bias, residual, silu"]
 
 
-@pytest.mark.parametrize(("activation", "residual", "sites"), [("none", False, 1), ("relu", False, 0), ("none", True, 0)])
+@pytest.mark.parametrize(
+    ("activation", "residual", "sites"), [("none", False, 1), ("relu", False, 0), ("none", True, 0)]
+)
 def test_a_layer_that_has_all_it_could_take_in_is_left_to_its_caller(activation, residual, sites):
     arrays = CSR.from_dense(torch.eye(6, 8))
     layout, pattern = Layout("csr", (1, 1), (6, 8)).written(), [arrays.pointers, arrays.indices]

@@ -198,10 +198,9 @@ def told(
     expected = model(*inputs)
     values = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     parsed = Options.parse(None, {"implementation": "binary", "strict": True, **options})
-    with torch.no_grad():
-        rules = [spike_conv.RULE, spike_linear.RULE]
-        report = pipeline.run(gm, parsed, values=values, eager=eager, rules=rules)
-    torch.testing.assert_close(gm(*inputs), expected)
+    rules = [spike_conv.RULE, spike_linear.RULE]
+    report = pipeline.run(gm, parsed, values=values, eager=eager, rules=rules)
+    torch.testing.assert_close(gm(*inputs), expected, equal_nan=True)
     return ["" if site.rewritten else site.reason for site in report.sites], gm
 
 
@@ -221,8 +220,13 @@ JUDGED: dict[str, tuple[Callable[..., Any], str | None]] = {
         "spikes times 0.3333333333333333, which is not a power of two",
     ),
     "counts of thirds": (lambda x, w: F.linear((spikes(x) + spikes(x - 1)) * (1 / 3), w), "not small integers: values"),
+    "computed factor": (lambda x, w: F.linear(spikes(x) * w.sum(), w), ""),
     "counts of halves": (lambda x, w: F.linear((spikes(x) + spikes(x - 1)) * 0.5, w), ""),
     "positive": (lambda x, w: F.linear(x.relu(), w), "the input is sparse, but not small integers: values 0..inf"),
+    "shifted": (
+        lambda x, w: F.linear(spikes(x) + 0.1, w),
+        "values 0..2 from gt; add of values on different grids ends the domain",
+    ),
     "rounded": (lambda x, w: F.linear(x.round(), w), "not small integers: integers -inf..inf"),
     "analog": (lambda x, w: F.linear(x, w), "not proved to be spikes: `x` is an input of the graph"),
     "a vector": (lambda x, w: F.linear(spikes(x), w[0]), "linear with a vector for a weight on spikes"),
@@ -244,7 +248,8 @@ JUDGED: dict[str, tuple[Callable[..., Any], str | None]] = {
 @pytest.mark.parametrize("name", JUDGED)
 def test_which_layers_are_taken(name):
     model, reason = JUDGED[name]
-    found, _ = told(model, signal(3, 4), signal(5, 4, seed=2))
+    with torch.no_grad():
+        found, _ = told(model, signal(3, 4), signal(5, 4, seed=2))
     assert len(found) == (reason is not None)
     assert reason is None or ((found[0] == "") if reason == "" else (reason in found[0]))
 
@@ -261,6 +266,32 @@ def test_a_factor_on_another_device_stays_where_it_is(device):
         verdict = spike_linear.consider(layer, Context(gm, Options(implementation="binary"), Report(), analyse(gm)))
     assert bool(verdict) == (device == "cuda")
     assert verdict or str(verdict) == "the factor factor of the spikes is on cpu"
+
+
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize(
+    ("precision", "width", "trained", "digits", "spread"),
+    [("exact", 20, False, 3, 20.0), ("exact", 21, False, 4, 5120.0), ("exact", 5120, False, 4, 5120.0),
+     ("exact", 5121, False, None, None), ("exact", 1, True, 4, 5120.0), ("tf32", 20, False, 2, 20.0),
+     ("tf32", 5121, False, 4, 1310720.0), ("tf32", 1310721, False, None, None)],
+)  # fmt: skip
+def test_a_byte_more_holds_a_channel_that_is_256_times_as_wide(precision, width, trained, digits, spread):
+    """In medians of the channel; in training it is expected to grow to 100 of them."""
+    weight = torch.ones(2, 5, requires_grad=trained)
+    with torch.no_grad():
+        weight[0, 0], weight[1, 1] = width, 0
+    with torch.set_grad_enabled(trained):
+        (reason,), gm = told(lambda x, w: F.linear(spikes(x), w), torch.ones(3, 5), weight, precision=precision)
+    if digits is None:
+        assert "differ so much" in reason
+    else:
+        assert f"{digits}, 'binary', 1.0, None, False, {spread}, " in gm.code
+
+
+def test_a_number_beyond_the_dtype_of_autocast_is_not_taken():
+    with torch.autocast("cpu", torch.float16):
+        found, _ = told(lambda x, w: F.linear(spikes(x) * 70000.0, w), signal(3, 4), signal(5, 4, seed=2))
+    assert found == ["the factor 70000.0 of the spikes is beyond torch.float16"]
 
 
 def test_a_layer_that_pads_otherwise_than_with_zeros_is_not_taken():
