@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.fx.passes.shape_prop import ShapeProp
+from torch.nn.utils import prune
 
 from sparsecomp.passes.facts.analysis import analyse
 from sparsecomp.passes.masked import formula as weight_formula
-from sparsecomp.passes.masked import merged_weight
+from sparsecomp.passes.masked import masked_weight, merged_weight
 from sparsecomp.passes.masked.formula import Formula, formula_of, writes_elsewhere
 
 
@@ -164,6 +165,48 @@ def test_who_else_reads_and_writes(model: Callable[..., Any], written: str | Non
     found = writes_elsewhere(formula, layer, ctx)
     assert (None if found is None else found.name) == written
     assert [node.name for node in formula.outside(layer)] == outside
+
+
+def _given_out(x: Any, w: Any, m: Any, o: Any) -> Any:
+    weight = w * m
+    return F.linear(x, weight), weight
+
+
+def _view_given_out(x: Any, w: Any, m: Any, o: Any) -> Any:
+    weight = w * m
+    return F.linear(x, weight), weight.t()
+
+
+def _given_out_and_read(x: Any, w: Any, m: Any, o: Any) -> Any:
+    weight = w * m
+    return F.linear(x, weight), weight, weight.sum()
+
+
+def _of_two_layers(x: Any, w: Any, m: Any, o: Any) -> Any:
+    weight = w * m
+    return F.linear(F.linear(x, weight), weight), weight
+
+
+def _product_given_out(x: Any, w: Any, m: Any, o: Any) -> Any:
+    weight = w * m
+    return F.linear(x, weight + 0), weight
+
+
+@pytest.mark.parametrize(
+    ("model", "pruned", "keep", "expected"),
+    [
+        (_given_out, True, "always", True), (_given_out, True, "asked", True), (_given_out, True, "prepared", False),
+        (_given_out, False, "always", False), (CASES["product"][0], True, "always", False),
+        (_view_given_out, True, "always", False), (_given_out_and_read, True, "always", False),
+        (_of_two_layers, True, "always", False), (_product_given_out, True, "always", False),
+    ],
+)  # fmt: skip
+def test_the_product_that_torchs_pruning_leaves_behind_is_the_one_that_is_kept(model, pruned, keep, expected) -> None:
+    gm, layer, formula, _ = judged(model)
+    assert formula is not None
+    if pruned:
+        formula.nodes[0].meta["stack_trace"] = f'File "{prune.__file__}", line 1, in __call__'
+    assert masked_weight._is_given_out(formula, layer, keep) == expected
 
 
 @pytest.mark.parametrize(
