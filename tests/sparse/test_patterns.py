@@ -97,7 +97,8 @@ def test_arrays_of_the_transpose_that_are_kept_are_taken_as_they_are():
     _, arrays, layout = stored_by_rows(matrix)
     computed = transposed_arrays(arrays, layout)
     assert [one.tolist() for one in computed] == [[0, 1, 3, 3, 3, 3, 3, 4, 5], [4, 0, 2, 0, 3], [4, 0, 2, 1, 3]]
-    assert all(mine is kept for mine, kept in zip(transposed_arrays((*arrays, *computed), layout), computed, strict=True))
+    kept = transposed_arrays((*arrays, *computed), layout)
+    assert all(mine is given for mine, given in zip(kept, computed, strict=True))
 
 
 def test_a_part_of_longer_arrays_is_transposed_by_itself():
