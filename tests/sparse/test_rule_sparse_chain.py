@@ -180,6 +180,7 @@ FUSED: dict[str, tuple[Callable[..., Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(90)
 @pytest.mark.parametrize("product", [True, False], ids=["product", "layer"])
 @pytest.mark.parametrize("name", FUSED)
 def test_what_is_fused(name, product, faster):
@@ -232,6 +233,7 @@ FORMS: dict[str, tuple[Callable[..., Any], str | None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(30)
 @pytest.mark.parametrize("name", FORMS)
 def test_which_products_are_taken(name, faster):
     model, fused = FORMS[name]
