@@ -99,6 +99,25 @@ def test_two_planes_of_a_wide_tile_lie_beside_each_other():
         assert int(expression.subs({symbol: values[str(symbol)] for symbol in expression.free_symbols})) == read
 
 
+@pytest.mark.parametrize(
+    ("warps", "steps", "programs", "expected"),
+    [
+        # registers 40 + 7 · 128 / 128 a thread, so 65536 / (47 · 128) = 10.9 programs a processor
+        (4, 10, 1e6, 1e6 / (100 * 65536 / (47 * 128)) * 8.5e-6), (4, 10, 1, 8.5e-6), (4, 0.25, 1, 1.85e-6),
+        (1, 10, 1e6, 1e6 / (100 * 65536 / (68 * 32)) * 8.5e-6),  # 40 + 7 · 128 / 32
+        (32, 10, 1e6, 1e6 / (100 * 65536 / (40.875 * 1024)) * 8.5e-6),
+    ],
+)  # fmt: skip
+def test_a_walk_by_hand(warps, steps, programs, expected):
+    from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import walk_seconds
+
+    values = {"U": 4, "BR": 1, "E": 2, "BN": 64, "warps": warps, "processors": 100}
+    found = walk_seconds(sympy.Float(steps), sympy.Float(programs))
+    missing = {str(symbol) for symbol in found.free_symbols} - values.keys()
+    assert not missing
+    assert float(found.subs({symbol: values[str(symbol)] for symbol in found.free_symbols})) == pytest.approx(expected)
+
+
 def test_an_estimate_takes_little_time_and_says_what_it_lacks():
     values = {"n": 1000, "m": 10, "TILE": 16, "unused": "text"}
     PRODUCT.estimate(values, CARD)
