@@ -243,5 +243,5 @@ def test_a_lazy_model_is_given_its_shapes_and_works_on() -> None:
 
 
 def test_a_function_without_a_signature_may_take_any_name():
-    report = sparsecomp.explain(torch.add, torch.ones(2), kwargs={"other": torch.ones(2)})
+    report = sparsecomp.explain(torch.add, torch.ones(2), other=torch.ones(2))
     assert report.graphs == 1
