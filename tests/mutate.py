@@ -77,8 +77,11 @@ def mutations(path: Path) -> Iterator[Mutation]:
     """Every change that can be made on one line of a file."""
     text = path.read_text()
     lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
-        for target, new in _changes(node, text):
+    tree = ast.parse(text)
+    # a check of zip's, which code that is right passes with or without
+    checks = {one.value for one in ast.walk(tree) if isinstance(one, ast.keyword) and one.arg == "strict"}
+    for node in ast.walk(tree):
+        for target, new in [] if node in checks else _changes(node, text):
             if target.lineno != target.end_lineno:
                 continue
             line = lines[target.lineno - 1].encode()

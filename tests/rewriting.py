@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from sparsecomp._compat import FakeTensorMode, is_fake
 from sparsecomp.compiler.capture import Graph
 from sparsecomp.options import Options
 from sparsecomp.report import Report, Site, merge
@@ -30,6 +31,20 @@ def operators_run(function: Callable[..., Any], *inputs: Any) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         function(*inputs)
     return {event.key for event in seen.key_averages()}
+
+
+class Examples(fx.Interpreter):
+    """Runs a graph, and leaves with each node what stands for what it gave."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.fakes = FakeTensorMode()
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor):
+            n.meta["example_value"] = result if is_fake(result) else self.fakes.from_tensor(result)
+        return result
 
 
 def site(report: Report, rule: str, index: int = -1) -> Site:

@@ -46,7 +46,6 @@ class Why(Enum):
     PADDING = "padding {padding!r} is not symmetric"
     PADDING_MODE = "padding mode {mode!r} is not zeros"
     DTYPE = "dtype {dtype} stays dense: only float32, float16 and bfloat16 have kernels"
-    MIXED_DTYPES = "input {input}, weight {weight}: the dense operator decides what to raise"
     WEIGHT_NOT_FINITE = "the weight has NaN or infinite values, which a zero must turn into NaN"
     WEIGHT_RANGE = "a channel's weights differ so much that small ones would be lost: no {precision} result"
     FACTOR = "the factor {factor} of the spikes {detail}"

@@ -66,22 +66,15 @@ def ending_at(node: fx.Node, product_of: Callable[[fx.Node], Chain | None], ctx:
     return next((chain for chain in chains if chain.nodes[-1] is node), None)
 
 
-def _products_before(node: fx.Node, product_of: Callable[[fx.Node], Chain | None]) -> Iterator[Chain]:
-    """Sparse products that `node` is, or that lie up to three operators before it."""
-    front, seen = [node], 0
-    while front and seen < 16:
-        current = front.pop()
-        seen += 1
-        product = product_of(current)
-        if product is not None:
-            yield product
-        elif _is_fusible(current):
-            front += [argument for argument in current.all_input_nodes if len(argument.users) == 1]
-
-
-def _is_fusible(node: fx.Node) -> bool:
-    op = op_of(node)
-    return op is not None and (op.is_identity or op.name in ("add", "relu", "gelu", "silu"))
+def _products_before(node: fx.Node, product_of: Callable[[fx.Node], Chain | None], depth: int = 3) -> Iterator[Chain]:
+    """Sparse products that `node` is, or that lie up to `depth` operators before it."""
+    product = product_of(node)
+    if product is not None:
+        yield product
+    elif depth:
+        for argument in node.all_input_nodes:
+            if len(argument.users) == 1:
+                yield from _products_before(argument, product_of, depth - 1)
 
 
 def _extended(chain: Chain, ctx: Context) -> Chain:
@@ -127,12 +120,14 @@ def _with(chain: Chain, user: fx.Node, ctx: Context) -> Chain | None:
 def added(chain: Chain, other: Any, reader: fx.Node) -> Chain | None:
     """The chain with another tensor added, as bias by column or as residual, whichever it can be."""
     given, result, product = example_of(other), example_of(reader), example_of(chain.nodes[0])
-    if not isinstance(other, fx.Node) or given is None or result is None or is_sparse(other):
+    if not isinstance(other, fx.Node) or given is None or result is None:
         return None
     casts = reader is chain.nodes[0] and autocast_dtype(chain)  # a product under autocast casts what it adds
     if result.dtype is not product.dtype or not (given.dtype is result.dtype or casts):
         return None
     shape, wanted = _shape(given), _shape(result)
+    if wanted != _shape(product):
+        return None
     if len(shape) == 1 and shape == wanted[-1:] and chain.bias is None:
         return replace(chain, bias=other)
     if shape == wanted and len(shape) > 1 and chain.residual is None:

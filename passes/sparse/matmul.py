@@ -38,9 +38,9 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if chain is not None:
         return replace(_judged(chain, node, ctx), layer=chain.nodes[0])
     op = op_of(node)
-    if op is None or op.name not in ("matmul", "addmm", "linear") or _product(node) is not None:
+    if op is None or op.name not in ("matmul", "addmm") or _product(node) is not None:
         return None
-    if any(map(is_sparse, (*node.all_input_nodes, op.get("weight")))):
+    if any(map(is_sparse, node.all_input_nodes)):
         return refuse(Why.SPARSE_AS_WRITTEN, detail=f"{op.name} in this form is not fused")
     return None
 
@@ -77,11 +77,11 @@ def _product(node: fx.Node) -> Chain | None:
         chain = Chain((node,), sparse, False, dense, linear, bias, residual, activation, scale)
         return chain if is_sparse(sparse) else None
     op = op_of(node)
-    if op is None or op.out is not None or op.inplace or op.step_mode != "s":
+    if op is None:
         return None
-    if op.name == "linear" and is_sparse(op.get("weight")) and isinstance(op.input, fx.Node):
+    if op.name == "linear" and is_sparse(op.get("weight")):
         return Chain((node,), op.get("weight"), False, op.input, True, op.get("bias"))
-    if op.name == "matmul" and op.known:
+    if op.name == "matmul":
         return _of_two(node, op.input, op.get("other"))
     if op.name == "addmm":
         return _of_addmm(node, op)
@@ -94,11 +94,11 @@ def _is_default_call(node: fx.Node) -> bool:
 
 
 def _of_two(node: fx.Node, left: Any, right: Any) -> Chain | None:
-    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or is_sparse(left) == is_sparse(right):
-        return None
     if is_sparse(right):
         return Chain((node,), right, True, left, True)
-    return Chain((node,), left, False, right, False) if len(example_of(right).shape) > 1 else None
+    if is_sparse(left) and len(example_of(right).shape) > 1:
+        return Chain((node,), left, False, right, False)
+    return None
 
 
 def _of_addmm(node: fx.Node, op: CanonicalOp) -> Chain | None:
@@ -113,14 +113,10 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
     problem = problem_of_writes(chain, ctx)
     if problem is not None:
         return problem
-    sparse, dense, out = example_of(chain.sparse), example_of(chain.dense), example_of(chain.nodes[-1])
+    sparse, out = example_of(chain.sparse), example_of(chain.nodes[-1])
     shape, size = known_sizes(chain.dense), known_sizes(chain.sparse)
-    if dense is None or out is None or shape is None or size is None:
+    if out is None or shape is None or size is None:
         return refuse(Why.UNKNOWN_SHAPE)
-    if not (dense.dtype == sparse.dtype == out.dtype or autocast_dtype(chain)):
-        return refuse(Why.MIXED_DTYPES, input=dense.dtype, weight=sparse.dtype)
-    if dense.device != sparse.device:
-        return refuse(Why.MIXED_DTYPES, input=dense.device, weight=sparse.device)
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
     operand = sparse.t() if chain.flip else sparse
     return Product.of_tensor(operand, shape, chain.linear, out, *fused, **circumstances(chain, ctx, out.device))

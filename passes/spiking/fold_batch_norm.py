@@ -18,14 +18,14 @@ from sparsecomp.passes.spiking.operand import attribute
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every batch-norm right behind a rewritten convolution is a candidate."""
     op = op_of(node)
-    if op is None or op.name != "batch_norm" or not isinstance(op.input, fx.Node):
+    if op is None or op.name != "batch_norm":
         return None
     conv, multi_step = _producer(op)
     if conv.target is not torch.ops.sparsecomp.spike_conv.default:
         return None
     if not ctx.eager:
         return refuse(Why.NOT_FOLDED, detail="Inductor fuses batch-norm with what follows it")
-    if op.get("training") or op.get("running_mean") is None:
+    if op.get("training"):
         return refuse(Why.NOT_FOLDED, detail="batch statistics depend on the convolution's result")
     if len(conv.users) != 1 or len(op.input.users) != 1:
         return refuse(Why.NOT_FOLDED, detail="the convolution's result has other consumers")

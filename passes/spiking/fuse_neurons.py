@@ -22,7 +22,7 @@ MAX_STEPS = 64
 """The kernel unrolls time; longer sequences would take minutes to compile."""
 
 _CHARGES = {"sj_if::forward": "if", "sj_lif::forward": "lif", "sj_plif::forward": "plif"}
-_SPIKES, _VOLTAGE, _CHARGED = range(3)
+_SPIKES, _VOLTAGE = range(2)
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -60,7 +60,7 @@ def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Cont
         return "the membrane of every step is stored"
     if not ctx.analysis.unchanged(args["v_init"], args["v_init"]):
         return "its first membrane is written to in place"
-    if any(user.target is not operator.getitem or user.args[1] == _CHARGED for user in node.users):
+    if any(user.target is not operator.getitem or user.args[1] not in (_SPIKES, _VOLTAGE) for user in node.users):
         return "more than its spikes and last membrane is used"
     return None
 
@@ -84,13 +84,11 @@ def _batch_norm(
     batch-norm read, nor its result, is written to before the neuron reads.
     """
     x_seq = args["x_seq"]
-    reshape = op_of(x_seq) if isinstance(x_seq, fx.Node) and x_seq.op != "call_module" else None
+    reshape = op_of(x_seq)
     if reshape is None or not reshape.has(Trait.ROW_MAJOR) or not _read_only_by(node, args, x_seq):
         return None
-    op = op_of(reshape.input) if isinstance(reshape.input, fx.Node) else None
-    if op is None:
-        return None
-    if op.name != "batch_norm" or len(op.node.users) != 1 or op.get("training") or op.get("running_mean") is None:
+    op = op_of(reshape.input)
+    if op is None or op.name != "batch_norm" or len(op.node.users) != 1 or op.get("training"):
         return None
     before = example_of(op.input)
     if before is None or before.dtype is not torch.float32 or before.shape[1:] != x.shape[2:]:

@@ -12,7 +12,7 @@ from torch import fx
 
 from sparsecomp.ops.library import ON_SPIKES
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, call
-from sparsecomp.passes.graph.canonicalize import op_of
+from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 
 _DEPTH = 64
@@ -23,9 +23,9 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every spike operator whose input was widened from bytes is a site."""
     if node.target not in ON_SPIKES:
         return None
-    x = node.args[0]
+    x: Any = node.args[0]
     keep_input = node.args[-1]  # bytes are other memory than what eager keeps
-    if keep_input or not isinstance(x, fx.Node) or not _narrow(x, node, ctx, _DEPTH):
+    if keep_input or not _narrow(x, ctx, _DEPTH):
         return None
     return Plan(lambda: {node: _build(node, x)}, "reads the bytes its input was widened from", "bytes")
 
@@ -33,34 +33,38 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 RULE = Rule("narrow_spikes", consider, after=("fuse_neurons", "spike_conv", "spike_linear", "fold_batch_norm"))
 
 
-def _narrow(x: object, reader: fx.Node, ctx: Context, depth: int) -> bool:
-    """Whether the int8 tensor that `x` was widened from is at hand, or can be made of such tensors."""
+def _narrow(x: object, ctx: Context, depth: int) -> bool:
+    """Whether the int8 tensor that `x` was widened from is at hand, or can be made of such tensors.
+
+    A sum that does not fit a byte wraps around, and back in the sum that a layer reads, which fits one.
+    """
     if not isinstance(x, fx.Node) or depth == 0 or not ctx.analysis.unchanged(x, x):
         return False
-    if _source(x) is not None:
-        return True
+    source = _source(x)
+    if source is not None:
+        return ctx.analysis.unchanged(source, x)
     op = op_of(x)
-    if op is None or op.inplace or x.op == "call_module":
+    if op is None or op.module is not None:
         return False
     if op.has(Trait.MOVES | Trait.VIEW):
         # what else it reads, such as an index, is read again; numbers stay
         tensors = [read for read in x.all_input_nodes if isinstance(read.meta.get("example_value"), torch.Tensor)]
         same = all(ctx.analysis.unchanged(read, x) for read in tensors)
-        return same and not op.reinterprets() and _narrow(op.input, reader, ctx, depth - 1)
+        return same and not op.reinterprets() and _narrow(op.input, ctx, depth - 1)
     if op.name == "add" and op.get("alpha") == 1:
-        fact = ctx.fact(x, reader)
-        fits = fact is not None and fact.fits_int8 and fact.scale == 1.0
-        return fits and all(_narrow(part, reader, ctx, depth - 1) for part in (op.input, op.get("other")))
+        return all(_narrow(part, ctx, depth - 1) for part in (op.input, op.get("other")))
     return False
 
 
 def _source(x: fx.Node) -> fx.Node | None:
-    """The int8 tensor that a node of ours widened."""
+    """The int8 tensor that a node widened to floats where it lies."""
     op = op_of(x)
-    if op is None or op.name != "to" or not isinstance(op.input, fx.Node):
+    if op is None or not op.has(Trait.CAST):
         return None
-    source = op.input.meta.get("example_value")
-    return op.input if isinstance(source, torch.Tensor) and source.dtype is torch.int8 else None
+    source, widened = example_of(op.input), example_of(x)
+    if source is None or widened is None or source.device != widened.device:
+        return None
+    return op.input if source.dtype is torch.int8 and widened.dtype.is_floating_point else None
 
 
 def _build(node: fx.Node, x: fx.Node) -> fx.Node:

@@ -23,7 +23,7 @@ from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks
-from sparsecomp.passes.graph.operators import Trait, record_of
+from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.facts import SparsityFact, is_dyadic
 from sparsecomp.reference.geometry import KERNEL_DIMS
@@ -49,14 +49,14 @@ class Promise:
     """What the operator is told of the values of its input: arguments of `sparsecomp::spike_conv`.
 
     Attributes:
+        binary: the input is zero or not, and need not be whole.
         scale: the number, as the input's dtype holds it.
         factor: name of the node or attribute that holds it, where it is a tensor.
-        binary: the input is zero or not, and need not be whole.
     """
 
+    binary: bool
     scale: float = 1.0
     factor: str | None = None
-    binary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,7 @@ def hooked(node: fx.Node, ctx: Context, layer: type[torch.nn.Module]) -> bool:
 
 def unsupported_layer(op: CanonicalOp, inputs: Iterable[Any], ctx: Context) -> Refusal | None:
     """The refusal of a product that no rule takes, if spikes are among its inputs."""
-    is_left = op.name not in TAKEN and Trait.PRODUCT in record_of(op.name).traits
-    reached = is_left and any(ctx.fact(one, op.node) is not None for one in inputs)
+    reached = op.has(Trait.PRODUCT) and any(ctx.fact(one, op.node) is not None for one in inputs)
     return refuse(Why.UNSUPPORTED_OP, op=op.name) if reached else None
 
 
@@ -104,17 +103,13 @@ def check_layer(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     if isinstance(fact, Refusal):
         return fact
     x, weight, out = example_of(op.input), example_of(op.get("weight")), example_of(op.node)
-    if x is None or weight is None:
+    if x is None or weight is None or out is None:
         return refuse(Why.UNKNOWN_SHAPE)
     if isinstance(weight, SparseTensor):
         return refuse(Why.SPARSE_AS_WRITTEN, detail="its weight has no dense form to split")
-    dtype = x.dtype if out is None else out.dtype
+    dtype = out.dtype
     if dtype not in KERNEL_DTYPES:
         return refuse(Why.DTYPE, dtype=dtype)
-    if x.dtype != weight.dtype and dtype in (x.dtype, weight.dtype) and not _autocast(dtype):
-        return refuse(Why.MIXED_DTYPES, input=x.dtype, weight=weight.dtype)
-    if x.device != weight.device:
-        return refuse(Why.MIXED_DTYPES, input=x.device, weight=weight.device)
     if 0 in weight.shape:
         return refuse(Why.NO_FEATURES)
     depth = math.prod(weight.shape[1:])
@@ -235,19 +230,14 @@ def cast(value: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
 def _spike_fact(op: CanonicalOp, ctx: Context) -> SparsityFact | Refusal:
     fact = ctx.fact(op.input, op.node)
     if fact is None:
-        return refuse(Why.NOT_SPIKES, detail=_explained(op, ctx))
+        return refuse(Why.NOT_SPIKES, detail=ctx.analysis.why_not(op.input) or "nothing is known about it")
     binary_up_to_scale = fact.integral and fact.finite and fact.within(0, 1) and fact.exact_zeros
     if binary_up_to_scale or (fact.fits_int8 and is_dyadic(fact.scale)):
         return fact
     if fact.fits_int8:
         return refuse(Why.SCALED, scale=fact.scale)
-    reason = ctx.analysis.why_not(op.input) if isinstance(op.input, fx.Node) else None
+    reason = ctx.analysis.why_not(op.input)
     return refuse(Why.WRONG_DOMAIN, detail="; ".join([fact.described(), *([str(reason)] if reason else [])]))
-
-
-def _explained(op: CanonicalOp, ctx: Context) -> str:
-    reason = ctx.analysis.why_not(op.input) if isinstance(op.input, fx.Node) else None
-    return str(reason) if reason else "nothing is known about it"
 
 
 def _promise(fact: SparsityFact, x: torch.Tensor, dtype: torch.dtype, ctx: Context) -> Promise | Refusal:
@@ -259,13 +249,13 @@ def _promise(fact: SparsityFact, x: torch.Tensor, dtype: torch.dtype, ctx: Conte
         example = example_of(holders[0]) if holders else None
         if example is not None and example.device != x.device:
             return refuse(Why.FACTOR, factor=fact.scale, detail=f"is on {example.device}")
-        return Promise(factor=fact.scale, binary=True)
-    if fact.scale == 1.0 or is_dyadic(fact.scale):
-        return Promise(fact.scale, binary=not fact.exact)
+        return Promise(binary=True, factor=fact.scale)
+    if is_dyadic(fact.scale):
+        return Promise(not fact.exact, fact.scale)
     scale = float(torch.tensor(fact.scale).to(x.dtype).to(dtype))
     if not math.isfinite(scale):
         return refuse(Why.FACTOR, factor=fact.scale, detail=f"is beyond {dtype}")
-    return Promise(scale, binary=True)
+    return Promise(True, scale)
 
 
 def _changes(holder: fx.Node, ctx: Context) -> bool:
@@ -299,11 +289,6 @@ def _precision(wanted: str, dtype: torch.dtype) -> str:
     return "exact" if dtype is torch.float32 else "half"
 
 
-def _autocast(dtype: torch.dtype) -> bool:
-    """Half results of float32 operands can only come from autocast, whose state the graph may set itself."""
-    return dtype is not torch.float32
-
-
 def _weight_range(weight: object, ctx: Context) -> float | None:
     """Largest ratio of a channel's greatest weight to the median of its non-zero ones; None if a weight is not finite.
 
@@ -311,7 +296,7 @@ def _weight_range(weight: object, ctx: Context) -> float | None:
     Weights whose values the capture does not know (computed, or still fake) count as ordinary.
     """
     value = ctx.values.get(weight) if isinstance(weight, fx.Node) else weight
-    if not isinstance(value, torch.Tensor) or _compat.is_fake(value) or value.numel() == 0:
+    if not isinstance(value, torch.Tensor) or _compat.is_fake(value):
         return 1.0
     with torch.no_grad():
         rows = value.detach().float().abs().flatten(1)

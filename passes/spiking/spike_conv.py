@@ -59,7 +59,7 @@ RULE = Rule("spike_conv", consider, after=("fuse_neurons",))
 
 def _build(operands: Operands, geometry: _Geometry, strategy: str, ctx: Context) -> fx.Node:
     x, weight, bias, promise = build_inputs(operands, ctx)
-    node, groups = operands.op.node, operands.op.get("groups", 1)
+    node, groups = operands.op.node, operands.op.get("groups")
 
     def emit(target: Any, *args: Any) -> fx.Node:
         return call(node.graph, node, target, *args)
@@ -73,13 +73,13 @@ def _build(operands: Operands, geometry: _Geometry, strategy: str, ctx: Context)
 
 def geometry_of(op: CanonicalOp) -> _Geometry | Refusal:
     """Stride, padding and dilation, a number a dimension; string paddings resolved."""
-    stride, dilation = _numbers(op, "stride", 1), _numbers(op, "dilation", 1)
+    stride, dilation = _numbers(op, "stride"), _numbers(op, "dilation")
     mode = op.get("padding_mode") or "zeros"
     if mode != "zeros":
         return refuse(Why.PADDING_MODE, mode=mode)
-    padding = op.get("padding", 0)
+    padding = op.get("padding")
     if not isinstance(padding, str):
-        return stride, _numbers(op, "padding", 0), dilation
+        return stride, _numbers(op, "padding"), dilation
     if padding == "valid":
         return stride, [0] * len(stride), dilation
     weight = known_sizes(op.get("weight"))
@@ -105,15 +105,15 @@ def _site(operands: Operands, geometry: _Geometry, ctx: Context) -> gate.SiteInf
     return gate.SiteInfo(
         device=operands.device, itemsize=operands.dtype.itemsize,
         n=x[0], c=x[1], size=tuple(x[2:]), k=weight[0], window=Window.of(weight, *geometry),
-        groups=op.get("groups", 1), digits=operands.digits, density=density.share, active=density.active,
+        groups=op.get("groups"), digits=operands.digits, density=density.share, active=density.active,
         tf32=_compat.conv_tf32(), fused=writes_bytes(operands, ctx),
         channels_last=isinstance(spikes, torch.Tensor) and is_channels_last(spikes),
         trained=trains(ctx), hosted=hosted(operands, ctx),
     )  # fmt: skip
 
 
-def _numbers(op: CanonicalOp, name: str, default: int) -> list[int]:
+def _numbers(op: CanonicalOp, name: str) -> list[int]:
     """A parameter of the window, a number a dimension."""
-    value = op.get(name, default)
+    value = op.get(name)
     values = [value] if isinstance(value, int) else list(value)
     return values * CONVOLUTIONS[op.name] if len(values) == 1 else values

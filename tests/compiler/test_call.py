@@ -237,3 +237,8 @@ def test_a_lazy_model_is_given_its_shapes_and_works_on() -> None:
     x = torch.randn(3, 4)
     sparsecomp.explain(model, x)
     assert model(x).shape == (3, 8) and type(model[0]) is nn.Linear
+
+
+def test_a_function_without_a_signature_may_take_any_name():
+    report = sparsecomp.explain(torch.add, torch.ones(2), other=torch.ones(2))
+    assert report.graphs == 1

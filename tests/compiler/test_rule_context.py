@@ -12,7 +12,7 @@ from sparsecomp import _compat
 from sparsecomp._compat import FakeTensorMode
 from sparsecomp.ops import frozen_weights
 from sparsecomp.options import Options
-from sparsecomp.passes.engine.rule import OWNED, Context, Density, site_key
+from sparsecomp.passes.engine.rule import OWNED, Context, Density, call, module_path, site_key, sizes
 from sparsecomp.passes.facts.analysis import analyse
 from sparsecomp.passes.sparse.chain import Chain
 from sparsecomp.report import Report
@@ -128,3 +128,72 @@ def test_the_module_of_an_input_is_looked_for_only_under_the_promise(frozen: boo
     monkeypatch.setattr(_compat, "has_module", lambda node: looked.append(node.name) is None)
     rewritten(nn.Linear(4, 4), torch.ones(2, 4), frozen=frozen)
     assert len(looked) == (3 if frozen else 0)
+
+
+def _context(graph: fx.Graph, **how: Any) -> Context:
+    gm = fx.GraphModule(nn.Module(), graph)
+    return Context(gm, Options(), Report(), analyse(gm), **how)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "switch", "eager", "expected"),
+    [(False, None, False, False), (True, None, False, True), (False, None, True, True), (False, True, False, True),
+     (False, False, False, False), (True, False, False, True)],
+)  # fmt: skip
+def test_gradients_are_on_where_the_capture_or_the_graph_has_them(enabled, switch, eager, expected) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    if switch is not None:
+        graph.call_function(torch._C._set_grad_enabled, (switch,))
+    graph.output(x)
+    with torch.set_grad_enabled(enabled):
+        found = _context(graph, eager=eager)
+    assert found.gradients == expected
+    assert found.switches == (() if switch is None else (1,))
+
+
+def test_what_is_written_is_every_input_of_that_memory() -> None:
+    graph, memory = fx.Graph(), torch.zeros(4)
+    nodes = {name: graph.placeholder(name) for name in ("written", "same", "other", "unknown")}
+    nodes["written"].meta["example_value"], nodes["same"].meta["example_value"] = memory[:2], memory[2:]
+    nodes["other"].meta["example_value"] = torch.zeros(2)
+    kept, changed = graph.get_attr("kept"), graph.get_attr("changed")
+    kept.meta["example_value"], changed.meta["example_value"] = torch.zeros(2), torch.zeros(2)
+    for node in (nodes["written"], changed):
+        graph.call_method("add_", (node, 1))
+    graph.output((*nodes.values(), kept, changed))
+    root = nn.Module()
+    root.kept, root.changed = nn.Buffer(torch.zeros(2)), nn.Buffer(torch.zeros(2))
+    gm = fx.GraphModule(root, graph)
+    found = {node.name for node in Context(gm, Options(), Report(), analyse(gm)).written}
+    assert found == {"written", "same", "kept", "changed"}  # attributes may be one tensor
+
+
+@pytest.mark.parametrize(
+    ("stack", "path"),
+    [
+        (None, ""), ({}, ""), ({"a": ("L['self'].layers.0", nn.Linear)}, "layers.0"),
+        ({"a": ("L['fn']", nn.Linear)}, ""),
+        ({"a": ("L['self']", nn.Module), "b": ("L['self'].net.__self__", nn.Linear)}, "net.__self__"),
+        ({"a": ("L['model'].__self__.head", nn.Linear)}, "head"), ({"a": ("head", nn.Linear)}, "head"),
+    ],
+)  # fmt: skip
+def test_a_module_is_named_without_dynamos_spelling(stack, path) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node, called = graph.call_function(torch.relu, (x,)), graph.call_module("net.layer", (x,))
+    if stack is not None:
+        node.meta["nn_module_stack"] = stack
+    assert module_path(node) == path and site_key(node) == f"{path}:relu"
+    assert module_path(called) == "net.layer"
+
+
+def test_a_call_has_the_place_of_another_and_its_own_values() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    like = graph.call_function(torch.relu, (x,))
+    like.meta = {"stack_trace": "here", "example_value": torch.ones(2), "val": 1, "tensor_meta": 2}
+    for target, op in ((torch.Tensor.to, "call_method"), (torch.neg, "call_function")):
+        made = call(graph, like, target, x, torch.float16)
+        assert (made.op, made.args, made.meta) == (op, (x, torch.float16), {"stack_trace": "here"})
+    assert sizes(like) == [2] and sizes(x) is None and sizes(3) is None

@@ -684,3 +684,19 @@ def test_the_checker_finds_a_false_claim() -> None:
 
 def _half(value: Any) -> Any:
     return value.__class__(0, 1, True) if getattr(value, "hi", None) == 2 else value
+
+
+@pytest.mark.parametrize("after", [None, torch.float32, torch.float16])
+@pytest.mark.parametrize("before", [None, torch.float32, torch.float16])
+def test_a_conversion_is_a_copy_only_where_both_dtypes_are_known_and_differ(before, after) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    source = graph.call_method("clone", (x,))
+    cast = graph.call_method("to", (source, torch.float16))
+    graph.call_method("add_", (cast, 1))
+    graph.output(source)
+    for node, dtype in ((source, before), (cast, after)):
+        if dtype is not None:
+            node.meta["example_value"] = torch.zeros(2, dtype=dtype)
+    found = analyse(fx.GraphModule(torch.nn.Module(), graph))
+    assert found.unchanged(source, source) == (None not in (before, after) and before is not after)

@@ -526,3 +526,14 @@ def _seconds(call) -> float:
     start = time.process_time()
     call()
     return time.process_time() - start
+
+
+@pytest.mark.parametrize("source", ["BSR", "BCSC"])
+@pytest.mark.parametrize("target", ["BSR", "BCSC"])
+def test_a_conversion_takes_the_block_that_is_asked_for(source, target):
+    dense = random_dense((8, 12), 0.3)
+    matrix = kind(source).from_dense(dense, block=(2, 4))
+    for block in ((2, 4), (4, 2), (1, 3)):
+        found = matrix.to(kind(target), block=block)
+        assert (type(found), found.block) == (kind(target), block) and torch.equal(found.to_dense(), dense)
+    assert matrix.to(kind(target)).block == (2, 4)

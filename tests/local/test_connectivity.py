@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from sparsecomp.errors import ConfigError
+from sparsecomp.errors import ConfigError, FormatError
 from sparsecomp.nn import build_geo_connectivity, expand_in_indices_to_edges
-from sparsecomp.reference.local.connectivity import effective_fan_in
+from sparsecomp.reference.local.connectivity import check_index, effective_fan_in
 
 GRIDS = [(1, 1), (1, 7), (2, 2), (3, 5), (6, 4), (9, 9)]
 
@@ -140,6 +140,15 @@ def test_the_hash_is_the_same_everywhere():
         ({"k": 8, "allow_repeats": False}, "has 4 distinct inputs and k is 8"),
         ({"shape": (0, 3)}, "shape is"),
         ({"shape": 9}, "shape is"),
+        ({"shape": "55"}, "shape is"),
+        ({"shape": (5, 5, 5)}, "shape is"),
+        ({"shape": (5, True)}, "shape is"),
+        ({"k": True}, "k is True"),
+        ({"offsets": [3, 4]}, "offsets are"),
+        ({"offsets": [(0, 0), (0, 1.0)]}, "offsets are"),
+        ({"shape": (2, 2), "k": 5}, "at most 4 candidates"),
+        ({"shape": (2, 2), "k": 4, "include_self": False}, "at most 3 candidates"),
+        ({"shape": (2**16, 2**15), "k": 1}, "2147483648 neurons of 1 inputs exceed"),
     ],
     ids=str,
 )
@@ -163,3 +172,29 @@ def test_a_million_neurons_are_wired_within_five_seconds(pattern):
     index = build_geo_connectivity((1000, 1000), k=16, radius=4, pattern=pattern, seed=0)
     assert index.shape == (1_000_000, 16)
     assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ([[0], [1], [2]], "is list, needs a tensor"), (torch.zeros(3, 2), "is torch.float32, needs a tensor"),
+        (torch.zeros(3, 2, dtype=torch.int16), "is torch.int16"), (torch.zeros(3, dtype=torch.int32), r"shape \(3,\)"),
+        (torch.zeros(4, 2, dtype=torch.int32), r"shape \(4, 2\), needs \(3, k\)"),
+        (torch.zeros(3, 0, dtype=torch.int32), r"shape \(3, 0\)"),
+        (torch.tensor([[0], [5], [1]]), "entries from 0 to 5, needs 0 to 4"),
+        (torch.tensor([[0], [-1], [4]]), "entries from -1 to 4, needs 0 to 4"),
+    ],
+)  # fmt: skip
+def test_what_is_no_index_of_a_layer(index, message):
+    with pytest.raises(FormatError, match=message):
+        check_index(index, 5, 3)
+
+
+def test_an_index_is_int32_and_contiguous():
+    given = torch.tensor([[0, 4, 2], [1, 0, 3]]).t()
+    found = check_index(given, 5, 3)
+    assert found.dtype is torch.int32 and found.is_contiguous() and torch.equal(found.long(), given)
+    assert check_index(torch.empty(0, 2, dtype=torch.int32), 5, 0).shape == (0, 2)
+    assert check_index(given.to("meta"), 1, 3).is_meta
+    assert [one.tolist() for one in expand_in_indices_to_edges(found)] == [[0, 1, 4, 0, 2, 3], [0, 0, 1, 1, 2, 2]]
+    assert effective_fan_in(torch.tensor([[3, 3, 3], [1, 2, 1], [0, 1, 2]])).tolist() == [1, 2, 3]

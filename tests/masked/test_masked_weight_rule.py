@@ -1,13 +1,20 @@
 """The rule for masked weights: every spelling, what is folded, what is left and why, and that changes are seen."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from masked_models import FACTORS, INPUTS, SHAPES, SPELLINGS, Masked
-from rewriting import rewritten, site
-from torch import Tensor
+from rewriting import Examples, rewritten, site
+from torch import Tensor, fx, nn
+
+from sparsecomp.options import Options
+from sparsecomp.passes import pipeline
+from sparsecomp.passes.engine.rule import OWNED
+from sparsecomp.passes.masked import masked_weight
 
 
 @pytest.mark.parametrize("layer", SHAPES)
@@ -23,6 +30,112 @@ def test_every_spelling_is_folded_once_and_gives_eager_bits(spelling, layer):
     size = "x".join(map(str, SHAPES[layer]))
     assert f"{size} at" in done.reason and f"sparsity by torch's {layer}: " in done.reason
     assert "_sparsecomp_constant0" in report.graph_after and "_sparsecomp_constant1" not in report.graph_after
+
+
+GIVEN = {
+    "x": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)),
+    "w": nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(1))),
+    "m": torch.eye(5, 4), "n": torch.full((5, 4), 0.5), "s": torch.full((4,), 0.5), "u": torch.ones(5, 4),
+}  # fmt: skip
+"""An input, a parameter, a mask, two buffers that are none, and a tensor that is no module's."""
+
+
+def _mask_written(x: Any, w: Any, m: Any, n: Any, s: Any, u: Any) -> Any:
+    y = F.linear(x, w * m)
+    m.mul_(2)
+    return y
+
+
+def _read_too(x: Any, w: Any, m: Any, n: Any, s: Any, u: Any) -> Any:
+    weight = w * m
+    return F.linear(x, weight), weight.sum()
+
+
+def _viewed_too(x: Any, w: Any, m: Any, n: Any, s: Any, u: Any) -> Any:
+    weight = w * m
+    return F.linear(x, weight), weight.view(4, 5)
+
+
+FOLDED = "folded dense"
+JUDGED: dict[str, tuple[Callable[..., Any], str | None]] = {
+    # of what is `GIVEN`; None where there is no site
+    "masked": (lambda x, w, m, n, s, u: F.linear(x, w * m), FOLDED),
+    "masks alone": (lambda x, w, m, n, s, u: F.linear(x, n * m), FOLDED),
+    "matmul": (lambda x, w, m, n, s, u: x @ (w * m).t(), FOLDED),
+    "matmul of a masked input": (lambda x, w, m, n, s, u: (w * m) @ x.t(), None),
+    "addmm": (lambda x, w, m, n, s, u: torch.addmm(s[:1], x, (w * m).t()), FOLDED),
+    "embedding": (lambda x, w, m, n, s, u: F.embedding(x.abs().long(), w * m), FOLDED),
+    "plain": (lambda x, w, m, n, s, u: F.linear(x, w), None),
+    "twice": (lambda x, w, m, n, s, u: F.linear(x, w * 2), None),
+    "a sum": (lambda x, w, m, n, s, u: F.linear(x, w + m), None),
+    "scaled columns": (lambda x, w, m, n, s, u: F.linear(x, w * s), None),
+    "no mask": (lambda x, w, m, n, s, u: F.linear(x, w * n), "`n` holds other values than 0 and 1"),
+    "masked input": (lambda x, w, m, n, s, u: F.linear(x, u * m), None),
+    "of an input": (
+        lambda x, w, m, n, s, u: F.linear(x, torch.where(m > 0, w, u)),
+        "`u` is no parameter or buffer, but an input of the graph",
+    ),
+    "unknown factor": (lambda x, w, m, n, s, u: F.linear(x, w * u), None),
+    "computed": (
+        lambda x, w, m, n, s, u: F.linear(x, torch.where(m > 0, w, u.softmax(0))),
+        "it depends on `softmax`, which is computed in each call",
+    ),
+    "written": (_mask_written, "`w` may be written to in this graph"),  # inputs may overlap
+    "read too": (_read_too, "`sum_1` reads it too, so it is computed all the same"),
+    "viewed too": (_viewed_too, FOLDED),
+    "no layer": (lambda x, w, m, n, s, u: (w * m).sum(), None),
+}  # fmt: skip
+
+
+def _told(model: Callable[..., Any], eager: bool = False, **options: Any) -> str | None:
+    """What the rule says of the one site of a graph, if there is one; results stay."""
+    gm = fx.symbolic_trace(model)
+    copies = lambda: [value.clone() for value in GIVEN.values()]  # noqa: E731
+    with torch.no_grad():
+        Examples(gm).run(*copies())
+        expected = model(*copies())
+        placeholders = dict(zip(GIVEN, gm.graph.find_nodes(op="placeholder"), strict=True))
+        for name, node in placeholders.items():
+            node.meta[OWNED] = name not in "xu"
+            if name in "mns":
+                node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    values = {node: GIVEN[name] for name, node in placeholders.items() if name not in "xu"}
+    parsed = Options(strict=True, **{"frozen": True, **options})
+    report = pipeline.run(gm, parsed, values=values, eager=eager, rules=[masked_weight.RULE])
+    with torch.no_grad():
+        torch.testing.assert_close(gm(*copies()), expected, rtol=0, atol=0)
+    if not report.sites:
+        return None
+    (found,) = report.sites
+    return found.implementation if found.rewritten else found.reason
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_which_weights_are_folded(name):
+    model, expected = JUDGED[name]
+    with torch.no_grad():
+        found = _told(model)
+    assert (found is None) == (expected is None)
+    assert found is None or expected in found
+
+
+@pytest.mark.parametrize(
+    ("options", "grad", "expected"),
+    [
+        ({"implementation": "dense"}, False, "implementation='dense' was asked for"),
+        ({"frozen": False}, False, "frozen=True promises that it is not"),
+        ({"frozen": "buffers"}, False, "frozen=True promises that it is not"),
+        ({"eager": True}, False, "gradients are on"), ({}, True, "gradients are on, and its mul is elementwise"),
+    ],
+)  # fmt: skip
+def test_when_a_masked_weight_stays(options, grad, expected):
+    with torch.set_grad_enabled(grad):
+        assert expected in _told(lambda x, w, m, n, s, u: F.linear(x, w * m), **options)
+
+
+def test_a_weight_of_buffers_is_not_folded_where_the_graph_runs_op_by_op():
+    with torch.no_grad():
+        assert "the graph runs op by op" in _told(JUDGED["masks alone"][0], eager=True)
 
 
 @pytest.mark.quick_cases(3)

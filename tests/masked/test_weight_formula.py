@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from rewriting import Examples
+from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
+from torch.nn.utils import prune
 
 from sparsecomp.passes.facts.analysis import analyse
 from sparsecomp.passes.masked import formula as weight_formula
-from sparsecomp.passes.masked import merged_weight
+from sparsecomp.passes.masked import masked_weight, merged_weight
 from sparsecomp.passes.masked.formula import Formula, formula_of, writes_elsewhere
 
 
@@ -166,6 +168,48 @@ def test_who_else_reads_and_writes(model: Callable[..., Any], written: str | Non
     assert [node.name for node in formula.outside(layer)] == outside
 
 
+def _given_out(x: Any, w: Any, m: Any, o: Any) -> Any:
+    weight = w * m
+    return F.linear(x, weight), weight
+
+
+def _view_given_out(x: Any, w: Any, m: Any, o: Any) -> Any:
+    weight = w * m
+    return F.linear(x, weight), weight.t()
+
+
+def _given_out_and_read(x: Any, w: Any, m: Any, o: Any) -> Any:
+    weight = w * m
+    return F.linear(x, weight), weight, weight.sum()
+
+
+def _of_two_layers(x: Any, w: Any, m: Any, o: Any) -> Any:
+    weight = w * m
+    return F.linear(F.linear(x, weight), weight), weight
+
+
+def _product_given_out(x: Any, w: Any, m: Any, o: Any) -> Any:
+    weight = w * m
+    return F.linear(x, weight + 0), weight
+
+
+@pytest.mark.parametrize(
+    ("model", "pruned", "keep", "expected"),
+    [
+        (_given_out, True, "always", True), (_given_out, True, "asked", True), (_given_out, True, "prepared", False),
+        (_given_out, False, "always", False), (CASES["product"][0], True, "always", False),
+        (_view_given_out, True, "always", False), (_given_out_and_read, True, "always", False),
+        (_of_two_layers, True, "always", False), (_product_given_out, True, "always", False),
+    ],
+)  # fmt: skip
+def test_the_product_that_torchs_pruning_leaves_behind_is_the_one_that_is_kept(model, pruned, keep, expected) -> None:
+    gm, layer, formula, _ = judged(model)
+    assert formula is not None
+    if pruned:
+        formula.nodes[0].meta["stack_trace"] = f'File "{prune.__file__}", line 1, in __call__'
+    assert masked_weight._is_given_out(formula, layer, keep) == expected
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(torch.tensor([True, False]), True), (torch.tensor([0.0, 1.0]), True), (torch.tensor([1, 0]), True),
@@ -231,3 +275,52 @@ def test_what_is_linear_in_two_weights(name: str) -> None:
         x, w, o, m = given
         once, twice, none = (gm(x, k * w, k * o, m) for k in (1, 2, 0))
         torch.testing.assert_close(twice - none, 2 * (once - none))
+
+
+def _scattered_first(w: Any, t: Any, m: Any) -> Any:
+    return torch.zeros_like(w).masked_scatter(m, t) + w
+
+
+def _set_by(w: Any, t: Any, index: Any) -> Any:
+    return _set(w.clone(), index, t)
+
+
+ROLES: dict[str, tuple[Callable[..., Any], dict[str, Tensor], str | None, bool]] = {
+    # of w (4, 4), t (6,) and m, a mask: the sources in the operator's order, and whether a mask says where t goes
+    "scattered": (lambda w, t, m, i: w.masked_scatter(m, t), {}, "w t m", True),
+    "theta first": (lambda w, t, m, i: _scattered_first(w, t, m), {}, "w t m", True),
+    "set by a mask": (lambda w, t, m, i: _set_by(w, t, m), {}, "w t m", True),
+    "set by rows": (lambda w, t, m, i: _set_by(w, t[0], i), {}, "w t i", False),
+    "put by a mask": (lambda w, t, m, i: w.index_put((m,), t), {}, "w t m", True),
+    "put by places": (lambda w, t, m, i: w.index_put((i, i), t[:2]), {}, "w t i", False),
+    "buffer that is trained": (
+        lambda w, t, m, i: w.masked_scatter(m, t), {"t": torch.ones(6).requires_grad_()}, "w t m", True,
+    ),
+    "one trained": (lambda w, t, m, i: w.masked_scatter(m, t), {"t": torch.ones(6)}, None, True),
+    "three trained": (lambda w, t, m, i: w.masked_scatter(m, t) * i, {"i": nn.Parameter(torch.ones(4))}, None, True),
+    "blend": (lambda w, t, m, i: w * m + t * ~m, {"t": nn.Parameter(torch.ones(4, 4))}, None, False),
+    "wider theta": (
+        lambda w, t, m, i: w.masked_scatter(m, t.float()), {"t": nn.Parameter(torch.ones(6).double())}, None, True,
+    ),
+    "wider result": (lambda w, t, m, i: w.masked_scatter(m, t).double(), {}, None, True),
+    "transposed": (lambda w, t, m, i: w.masked_scatter(m, t).t(), {}, None, True),
+    "part": (lambda w, t, m, i: w.masked_scatter(m, t)[:2], {}, None, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_which_sources_are_weight_and_theta(name: str) -> None:
+    call, change, expected, by_mask = ROLES[name]
+    given = {"w": nn.Parameter(torch.randn(4, 4)), "t": nn.Parameter(torch.randn(6)),
+             "m": torch.arange(16).view(4, 4) < 6, "i": torch.tensor([0, 2])} | change  # fmt: skip
+    gm = fx.symbolic_trace(lambda x, w, t, m, i: F.linear(x, call(w, t, m, i)))
+    x = torch.ones(3, 4, dtype=torch.float64 if name == "wider result" else torch.float32)
+    Examples(gm).run(x, *(one.detach().clone() for one in given.values()))
+    layer = next(node for node in gm.graph.nodes if weight_formula.is_layer(node))
+    ctx: Any = SimpleNamespace(analysis=analyse(gm))
+    formula = formula_of(layer.args[1], layer, ctx)
+    assert formula is not None
+    values = {node: given[node.name] for node in gm.graph.find_nodes(op="placeholder") if node.name in given}
+    found = merged_weight._by_roles(formula, values)
+    assert (None if found is None else " ".join(source.name for source in found.sources)) == expected
+    assert merged_weight._scatters_by_mask(formula) == by_mask

@@ -255,6 +255,7 @@ def test_the_report_names_the_layer_and_not_what_is_fused_behind_it():
     report = sparsecomp.explain(nn.Sequential(nn.Identity(), layer, nn.ReLU()), torch.randn(32, 256))
     (found,) = (one for one in report.sites if one.rule == "sparse_linear")
     assert found.module == "1" and "relu" in found.reason
+    assert {node.module for node in report.after if node.rule == "sparse_linear"} == {"1"}
 
 
 def test_the_first_line_tells_of_weights_that_are_written_out_and_of_the_promise_against_it(monkeypatch):

@@ -634,6 +634,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], typ
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(len(REFUSED))
 @pytest.mark.parametrize("fault", REFUSED)
 def test_a_whole_model_refuses_before_it_takes_anything(fault):
     model, other = deep(0), deep(1)

@@ -159,3 +159,20 @@ def test_the_size_of_a_result_is_torchs():
     for size, kernel, stride, padding, dilation in product(range(5, 12), (1, 2, 3), (1, 2, 3), (0, 1, 2), (1, 2)):
         out = F.conv1d(torch.empty(1, 1, size), torch.empty(1, 1, kernel), None, stride, padding, dilation)
         assert output_size([size], [kernel], [stride], [padding], [dilation]) == [out.shape[-1]]
+
+
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize(
+    ("shape", "both"),
+    [((2, 3, 4, 5), False), ((2, 1, 4, 5), True), ((2, 3, 1, 1), True), ((2, 3, 4), False), ((2, 3, 1), True),
+     ((2, 3, 4, 5, 2), False), ((2, 1, 4, 5, 2), True)],
+)  # fmt: skip
+def test_channels_last_is_what_is_not_contiguous_too(shape, both):
+    plain = torch.zeros(shape)
+    moved = plain.movedim(1, -1).contiguous().movedim(-1, 1)
+    assert lies_channels_last(moved) and lies_channels_last(plain) == both
+    assert is_channels_last(moved) == (not both) and not is_channels_last(plain)
+    assert not lies_channels_last(torch.zeros(*shape[:-1], 2 * shape[-1] + 2)[..., ::2])
+    for x in (plain, moved):
+        assert laid_out(x, True).stride()[1] == 1 or both
+        assert laid_out(x, False).is_contiguous() and lies_channels_last(laid_out(x, True))

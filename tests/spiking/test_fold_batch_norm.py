@@ -1,13 +1,19 @@
 """Batch-norm behind a rewritten convolution, in graphs that run op by op."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from rewriting import rewritten, site
-from torch import nn
+import torch.nn.functional as F
+from rewriting import Examples, rewritten, site
+from torch import Tensor, fx, nn
 
 import sparsecomp
+from sparsecomp.options import Options
+from sparsecomp.passes import pipeline
+from sparsecomp.passes.spiking import fold_batch_norm
 
 neuron, functional, layer = (
     pytest.importorskip(f"spikingjelly.activation_based.{name}") for name in ("neuron", "functional", "layer")
@@ -77,3 +83,65 @@ def test_under_inductor_it_stays():
         _, report = rewritten(model, torch.randn(2, 8, 6, 6))
     found = site(report, "fold_batch_norm")
     assert not found.rewritten and "Inductor fuses" in found.reason
+
+
+def _conv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    geometry = [1, 1], [0, 0], [1, 1], 1
+    promise = 1.0, None, False, 20.0, False
+    return torch.ops.sparsecomp.spike_conv.default(x, weight, bias, *geometry, 3, "binary", *promise)
+
+
+def _norm(y: Tensor, **how: Any) -> Tensor:
+    number = torch.arange(1.0, 6.0).to(how.pop("dtype", torch.float32))
+    return F.batch_norm(y, -number, number, how.pop("weight", None), how.pop("bias", None), eps=0.25, **how)
+
+
+def _written(x: Tensor, w: Tensor, which: str, before: bool = False) -> Tensor:
+    x, w = x + 0, w + 0
+    if before:
+        {"x": x, "w": w}[which].mul_(2)
+    y = _conv(x, w)
+    if not before:
+        {"x": x, "w": w}[which].mul_(2)
+    return _norm(y)
+
+
+def _read_too(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y = _conv(x, w)
+    return _norm(y), y
+
+
+WHAT: dict[str, tuple[Callable[..., Any], str]] = {
+    "plain": (lambda x, w: _norm(_conv(x, w)), ""),
+    "bias": (lambda x, w: _norm(_conv(x, w, w[:, 0, 0, 0])), ""),
+    "weight": (lambda x, w: _norm(_conv(x, w), weight=w[:, 0, 1, 1]), ""),
+    "all": (lambda x, w: _norm(_conv(x, w, w[:, 1, 0, 1]), weight=w[:, 0, 1, 1], bias=w[:, 1, 0, 0]), ""),
+    "training": (lambda x, w: _norm(_conv(x, w), training=True), "batch statistics"),
+    "read too": (_read_too, "other consumers"),
+    "input written": (lambda x, w: _written(x, w, "x"), "written to in place"),
+    "weight written": (lambda x, w: _written(x, w, "w"), "written to in place"),
+    "input written before": (lambda x, w: _written(x, w, "x", True), ""),
+    "half": (lambda x, w: _norm(_conv(x.half(), w.half()), dtype=torch.float16), "half-precision"),
+    "time apart": (
+        lambda x, w: F.batch_norm(torch.unflatten(_conv(x, w), 0, (3, 2)), torch.ones(2), torch.ones(2)), None,
+    ),
+    "another product": (lambda x, w: _norm(F.conv2d(x, w)), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHAT)
+def test_what_is_folded(name):
+    """Against the same graph, run as it was."""
+    model, told = WHAT[name]
+    random = torch.Generator().manual_seed(0)
+    x, w = (torch.rand(6, 4, 5, 5, generator=random) > 0.5).float(), torch.randn(5, 4, 3, 3, generator=random)
+    gm = fx.symbolic_trace(model)
+    Examples(gm).run(x, w)
+    expected = model(x, w)
+    report = pipeline.run(gm, Options(strict=True), eager=True, rules=[fold_batch_norm.RULE])
+    torch.testing.assert_close(gm(x, w), expected, rtol=1e-5, atol=1e-5)
+    if told is None:
+        assert not report.sites
+    else:
+        (found,) = report.sites
+        assert found.rewritten == (told == "") and told in found.reason

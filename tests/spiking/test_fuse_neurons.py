@@ -1,15 +1,27 @@
 """spikingjelly's neuron operators, fused, against the operators themselves."""
 
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from rewriting import dyadic, rewritten, site
-from torch import nn
+import torch.nn.functional as F
+from rewriting import Examples, dyadic, rewritten, site
+from torch import Tensor, fx, nn
+
+import sparsecomp
+from sparsecomp.options import Options
+from sparsecomp.passes.engine.rule import Context, Plan
+from sparsecomp.passes.facts.analysis import analyse
+from sparsecomp.passes.spiking.fuse_neurons import consider
+from sparsecomp.report import Report
 
 neuron, functional, surrogate, layer = (
     pytest.importorskip(f"spikingjelly.activation_based.{name}")
     for name in ("neuron", "functional", "surrogate", "layer")
 )
+pytest.importorskip("spikingjelly._ops.lif")
 
 NEURONS = {
     "lif": lambda: neuron.LIFNode(tau=3.0, step_mode="m"),
@@ -68,6 +80,123 @@ def test_what_stays_an_operator_says_why(options, steps, grad, reason):
         _, report = rewritten(neuron.LIFNode(step_mode="m"), _input(steps), **options)
     assert not site(report, "fuse_neurons").rewritten
     assert reason in site(report, "fuse_neurons").reason
+
+
+def _lif(x: Tensor, v: Tensor, store: bool = False) -> Any:
+    return torch.ops.sj_lif.forward.default(x, v, 2.0, True, 1.0, 0.0, False, 4.0, store, 0)
+
+
+def _considered(model: Callable[..., Any], *inputs: Tensor) -> str:
+    """What is said of the neuron in a graph, alone."""
+    gm = fx.symbolic_trace(model)
+    with torch.no_grad():
+        Examples(gm).run(*inputs)
+        context = Context(gm, Options(neurons="fuse"), Report(), analyse(gm))
+        (found,) = (said for node in gm.graph.nodes if (said := consider(node, context)) is not None)
+    return found.reason if isinstance(found, Plan) else str(found)
+
+
+def _each(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    found = _lif(x, v)
+    return found[0], found[1]
+
+
+def _template_written(x: Tensor, v: Tensor) -> Tensor:
+    start = torch.zeros_like(x[0])
+    start.add_(0.5)
+    return _lif(x, start)[0]
+
+
+def _written_behind(x: Tensor, v: Tensor) -> Tensor:
+    start = v + 0
+    spikes = _lif(x, start)[0]
+    start.add_(0.5)
+    return spikes
+
+
+JUDGED: dict[str, tuple[Callable[..., Any], tuple[int, ...], torch.dtype, str]] = {
+    "spikes": (lambda x, v: _lif(x, v)[0], (4, 2, 3), torch.float32, "4 time steps in one pass"),
+    "both": (lambda x, v: _lif(x, v)[:2], (4, 2, 3), torch.float32, "more than its spikes and last membrane"),
+    "each": (_each, (4, 2, 3), torch.float32, "4 time steps in one pass"),
+    "charged": (lambda x, v: _lif(x, v)[2], (4, 2, 3), torch.float32, "more than its spikes and last membrane"),
+    "all": (lambda x, v: _lif(x, v), (4, 2, 3), torch.float32, "more than its spikes and last membrane"),
+    "stored": (lambda x, v: _lif(x, v, True)[0], (4, 2, 3), torch.float32, "the membrane of every step is stored"),
+    "double": (lambda x, v: _lif(x, v)[0], (4, 2, 3), torch.float64, "torch.float64 input of 3 dimensions"),
+    "rows": (lambda x, v: _lif(x, v)[0], (4, 3), torch.float32, "torch.float32 input of 2 dimensions"),
+    "64 steps": (lambda x, v: _lif(x, v)[0], (64, 1, 1), torch.float32, "64 time steps in one pass"),
+    "65 steps": (lambda x, v: _lif(x, v)[0], (65, 1, 1), torch.float32, "65 time steps: unrolled up to 64"),
+    "template written": (_template_written, (4, 2, 3), torch.float32, "its first membrane is written to in place"),
+    "written behind": (_written_behind, (4, 2, 3), torch.float32, "its first membrane is written to in place"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_which_calls_are_taken(name):
+    model, shape, dtype, told = JUDGED[name]
+    x = torch.ones(shape, dtype=dtype)
+    assert told in _considered(model, x, x[0])
+
+
+def test_no_steps_and_unknown_ones_are_not_taken():
+    graph = fx.Graph()
+    x, v = graph.placeholder("x"), graph.placeholder("v")
+    found = graph.call_function(torch.ops.sj_lif.forward.default, (x, v, 2.0, True, 1.0, 0.0, False, 4.0, False, 0))
+    graph.output(graph.call_function(operator.getitem, (found, 0)))
+    gm = fx.GraphModule(nn.Module(), graph)
+    with torch.no_grad():
+        context = Context(gm, Options(neurons="fuse"), Report(), analyse(gm))
+        assert "shape of the input" in str(consider(found, context))
+        x.meta["example_value"] = torch.ones(0, 2, 3)
+        assert "0 time steps" in str(consider(found, context))
+
+
+_STATISTICS = torch.zeros(3), torch.ones(3)
+
+
+def _normalised(x: Tensor, training: bool = False) -> Tensor:
+    return F.batch_norm(x, *_STATISTICS, training=training)
+
+
+def _reshaped_in_place(x: Tensor) -> Tensor:
+    x = x.flatten(0, 1) + 0
+    x.unsqueeze_(0)
+    x.squeeze_(0)
+    return _normalised(x).view(4, 2, 3, 5, 6)
+
+
+NORMS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "view": (lambda x: _normalised(x.flatten(0, 1)).view(4, 2, 3, 5, 6), True),
+    "unflatten": (lambda x: _normalised(x.flatten(0, 1)).unflatten(0, (4, 2)), True),
+    "training": (lambda x: _normalised(x.flatten(0, 1), True).view(4, 2, 3, 5, 6), False),
+    "other order": (lambda x: _normalised(x.flatten(0, 1)).unflatten(0, (4, 2)).transpose(3, 4), False),
+    "channels elsewhere": (lambda x: _normalised(x.flatten(0, 1)).view(4, 3, 2, 5, 6), False),
+    "halves as floats": (
+        lambda x: _normalised(x.flatten(0, 1).half()).view(torch.float32).view(4, 2, 3, 5, 3), False,
+    ),
+    "reshaped in place": (_reshaped_in_place, False),
+    "nothing": (lambda x: x.relu(), False),
+    "a ReLU": (lambda x: x.flatten(0, 1).relu().view(4, 2, 3, 5, 6), False),
+    "two": (lambda x: _normalised(x.flatten(0, 1)).view(4, 2, 3, 5, 6) + x, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_which_batch_norms_join(name):
+    make, joins = NORMS[name]
+
+    def model(x: Tensor, v: Tensor) -> Tensor:
+        current = make(x)
+        return _lif(current, torch.zeros_like(current[0]))[0]
+
+    x = torch.ones(4, 2, 3, 5, 6)
+    told = _considered(model, x, x[0])
+    assert told == "4 time steps in one pass" + (", batch-norm included" if joins else "")
+
+
+def test_an_estimate_for_a_card_fuses_them():
+    with torch.no_grad():
+        report = sparsecomp.explain(neuron.LIFNode(step_mode="m"), _input(), device="h100")
+    assert site(report, "fuse_neurons").rewritten
 
 
 def test_a_neuron_that_is_not_unrolled_stays_opaque_but_known():

@@ -37,6 +37,28 @@ def on(device, args):
     return tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)
 
 
+@pytest.mark.quick_cases(12)
+@pytest.mark.parametrize(
+    ("charge", "decay", "reset", "first", "second"),
+    [
+        # from 0.5, driven by 1 and then 0.25, tau 4 or a rate of 1/2; it fires from 1.5 on
+        ("if", False, 0.25, 1.5, 0.5), ("if", False, None, 1.5, 0.25), ("if", True, 0.0, 1.5, 0.25),
+        ("lif", True, 0.25, 0.6875, 0.640625), ("lif", False, 0.25, 1.4375, 1.390625),
+        ("lif", True, None, 0.625, 0.53125), ("lif", False, None, 1.375, 1.28125),
+        ("plif", True, 0.25, 0.875, 0.6875), ("plif", False, 0.25, 1.375, 1.0625),
+        ("plif", True, None, 0.75, 0.5), ("plif", False, None, 1.25, 0.875), ("lif", False, 1.0, 1.625, 1.25),
+    ],
+)  # fmt: skip
+def test_two_steps_by_hand(charge, decay, reset, first, second):
+    """Charges h of both steps: v + x; v + (x - (v - rest)) / tau with decay of the input; v - (v - rest) / tau + x."""
+    x, rate = torch.tensor([1.0, 0.25]).view(2, 1, 1), torch.tensor(0.5)
+    for steps, charged in ((1, first), (2, second)):
+        spikes, v = ops.lif(x[:steps], None, 0.5, None, None, None, None, 0.0, charge, 4.0, rate, decay, 1.5, reset)
+        fired = [charged >= 1.5] if steps == 1 else [first >= 1.5, charged >= 1.5]
+        assert spikes.flatten().tolist() == fired
+        assert v.item() == (charged if not fired[-1] else charged - 1.5 if reset is None else reset)
+
+
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("charge", ["if", "lif", "plif"])
 @pytest.mark.parametrize("decay", [True, False])

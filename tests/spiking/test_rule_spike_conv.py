@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from rewriting import AttributeLIF, ConvNet, OnSpikes, Surrogate, SurrogateLIF, dyadic, rewritten, site, spikes
 from torch import fx, nn
 
+import sparsecomp
 from sparsecomp.errors import RuleError
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
@@ -411,6 +412,27 @@ def test_what_the_gate_is_told_of_a_site(name, dtype, digits, monkeypatch):
     assert (told.n, told.c, told.size, told.k, told.window, told.groups, told.out_size) == expected
     assert (told.device, told.itemsize, told.digits, told.trained) == ("cpu", dtype.itemsize, digits, False)
     assert told.density is told.active is None
+    # of a graph for Inductor on a CPU: bytes are written for float32 alone, and the host calls each kernel
+    assert (told.fused, told.hosted) == (dtype is torch.float32, True)
+    assert told.channels_last == (name == "linear")
+
+
+@pytest.mark.parametrize("multi_step", [False, True])
+def test_what_the_gate_is_told_of_a_site_op_by_op(multi_step, monkeypatch):
+    """Time steps are more frames; a graph that runs op by op may train, but counts one product."""
+    layer = pytest.importorskip("spikingjelly.activation_based.layer").Conv2d(16, 32, 3, padding=1)
+    layer.step_mode = "m" if multi_step else "s"
+    seen, choose = [], spike_conv.choose
+    monkeypatch.setattr(spike_conv, "choose", lambda one, told, *rest: seen.append(told) or choose(one, told, *rest))
+    model, x = OnSpikes(dyadic(layer)), _signal(*((3,) if multi_step else ()), 2, 16, 4, 5)
+    if not multi_step:
+        x = x.to(memory_format=torch.channels_last)
+    optimized = sparsecomp.optimize(model.eval(), x, implementation="binary", strict=True)
+    assert site(optimized.report, "spike_conv").rewritten
+    (told,) = seen
+    assert (told.n, told.c, told.size) == (6 if multi_step else 2, 16, (4, 5))
+    assert (told.fused, told.hosted, told.trained, told.channels_last) == (False, True, False, not multi_step)
+    assert torch.equal(optimized(x), model(x))
 
 
 WINDOWS = [

@@ -2,19 +2,26 @@
 
 import copy
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import OnSpikes, Surrogate, dyadic, rewritten, site, spikes
+from rewriting import Examples, OnSpikes, Surrogate, dyadic, rewritten, site, spikes
 from snn_zoo import compiler
 from torch import fx, nn
 
 import sparsecomp
+from sparsecomp._compat import FakeTensorMode
 from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
+from sparsecomp.passes.engine.rule import Context
+from sparsecomp.passes.facts.analysis import analyse
+from sparsecomp.passes.spiking import spike_conv, spike_linear
 from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference import facts
+from sparsecomp.report import Report
 
 pytestmark = pytest.mark.quick_cases(3)
 
@@ -180,6 +187,117 @@ def test_batch_norm_in_training_keeps_its_spikes_rewritten():
     assert site(report, "spike_linear").rewritten
 
 
+def told(
+    model: Callable[..., Any], *inputs: torch.Tensor, eager: bool = False, **options: Any
+) -> tuple[list[str], fx.GraphModule]:
+    """What the rules on spikes say of each site of a graph, "" where it is rewritten, and the graph, which gives
+    eager's results."""
+    gm = fx.symbolic_trace(model)
+    Examples(gm).run(*inputs)
+    expected = model(*inputs)
+    values = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    parsed = Options.parse(None, {"implementation": "binary", "strict": True, **options})
+    rules = [spike_conv.RULE, spike_linear.RULE]
+    report = pipeline.run(gm, parsed, values=values, eager=eager, rules=rules)
+    torch.testing.assert_close(gm(*inputs), expected, equal_nan=True)
+    return ["" if site.rewritten else site.reason for site in report.sites], gm
+
+
+def _reshaped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = F.linear(spikes(x), w)
+    y.unsqueeze_(0)
+    return y
+
+
+JUDGED: dict[str, tuple[Callable[..., Any], str | None]] = {
+    # of x (3, 4) and w (5, 4): "" where it is rewritten, None where there is no site
+    "spikes": (lambda x, w: F.linear(spikes(x), w), ""),
+    "twice spikes": (lambda x, w: F.linear(spikes(x) * 2, w), ""),
+    "a third": (lambda x, w: F.linear(spikes(x) * (1 / 3), w), ""),
+    "less a third": (
+        lambda x, w: F.linear(-(spikes(x) * (1 / 3)), w),
+        "spikes times 0.3333333333333333, which is not a power of two",
+    ),
+    "counts of thirds": (lambda x, w: F.linear((spikes(x) + spikes(x - 1)) * (1 / 3), w), "not small integers: values"),
+    "computed factor": (lambda x, w: F.linear(spikes(x) * w.sum(), w), ""),
+    "counts of halves": (lambda x, w: F.linear((spikes(x) + spikes(x - 1)) * 0.5, w), ""),
+    "positive": (lambda x, w: F.linear(x.relu(), w), "the input is sparse, but not small integers: values 0..inf"),
+    "shifted": (
+        lambda x, w: F.linear(spikes(x) + 0.1, w),
+        "values 0..2 from gt; add of values on different grids ends the domain",
+    ),
+    "rounded": (lambda x, w: F.linear(x.round(), w), "not small integers: integers -inf..inf"),
+    "analog": (lambda x, w: F.linear(x, w), "not proved to be spikes: `x` is an input of the graph"),
+    "a vector": (lambda x, w: F.linear(spikes(x), w[0]), "linear with a vector for a weight on spikes"),
+    "reshaped in place": (_reshaped, "the shape of the input or the weight is unknown"),
+    "product": (lambda x, w: spikes(x) @ w.t(), "matmul on spikes is not supported"),
+    "product from the right": (lambda x, w: w @ spikes(x).t(), "matmul on spikes is not supported"),
+    "analog product": (lambda x, w: x @ w.t(), None),
+    "sum of products": (lambda x, w: torch.addmm(w[:, 0], spikes(x), w.t()), "addmm on spikes is not supported"),
+    "no product": (lambda x, w: spikes(x).sum() * w, None),
+    "transposed": (
+        lambda x, w: F.conv_transpose1d(spikes(x)[..., None], w[:4, :, None]),
+        "conv_transpose1d on spikes is not supported",
+    ),
+    "analog transposed": (lambda x, w: F.conv_transpose1d(x[..., None], w[:4, :, None]), None),
+}  # fmt: skip
+
+
+@pytest.mark.quick_cases(len(JUDGED))
+@pytest.mark.parametrize("name", JUDGED)
+def test_which_layers_are_taken(name):
+    model, reason = JUDGED[name]
+    with torch.no_grad():
+        found, _ = told(model, signal(3, 4), signal(5, 4, seed=2))
+    assert len(found) == (reason is not None)
+    assert reason is None or ((found[0] == "") if reason == "" else (reason in found[0]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_factor_on_another_device_stays_where_it_is(device):
+    with FakeTensorMode():
+        x, w = torch.empty(3, 4, device="cuda"), torch.empty(5, 4, device="cuda")
+        factor = torch.empty((), device=device)
+    gm = fx.symbolic_trace(lambda x, w, factor: F.linear(spikes(x) * factor, w))
+    Examples(gm).run(x, w, factor)
+    layer = next(node for node in gm.graph.nodes if node.target is F.linear)
+    with torch.no_grad():
+        verdict = spike_linear.consider(layer, Context(gm, Options(implementation="binary"), Report(), analyse(gm)))
+    assert bool(verdict) == (device == "cuda")
+    assert verdict or str(verdict) == "the factor factor of the spikes is on cpu"
+
+
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize(
+    ("precision", "width", "trained", "digits", "spread"),
+    [("exact", 20, False, 3, 20.0), ("exact", 21, False, 4, 5120.0), ("exact", 5120, False, 4, 5120.0),
+     ("exact", 5121, False, None, None), ("exact", 1, True, 4, 5120.0), ("tf32", 20, False, 2, 20.0),
+     ("tf32", 5121, False, 4, 1310720.0), ("tf32", 1310721, False, None, None)],
+)  # fmt: skip
+def test_a_byte_more_holds_a_channel_that_is_256_times_as_wide(precision, width, trained, digits, spread):
+    """In medians of the channel; in training it is expected to grow to 100 of them."""
+    weight = torch.ones(2, 5, requires_grad=trained)
+    with torch.no_grad():
+        weight[0, 0], weight[1, 1] = width, 0
+    with torch.set_grad_enabled(trained):
+        (reason,), gm = told(lambda x, w: F.linear(spikes(x), w), torch.ones(3, 5), weight, precision=precision)
+    if digits is None:
+        assert "differ so much" in reason
+    else:
+        assert f"{digits}, 'binary', 1.0, None, False, {spread}, " in gm.code
+
+
+def test_a_number_beyond_the_dtype_of_autocast_is_not_taken():
+    with torch.autocast("cpu", torch.float16):
+        found, _ = told(lambda x, w: F.linear(spikes(x) * 70000.0, w), signal(3, 4), signal(5, 4, seed=2))
+    assert found == ["the factor 70000.0 of the spikes is beyond torch.float16"]
+
+
+def test_a_layer_that_pads_otherwise_than_with_zeros_is_not_taken():
+    model, x = OnSpikes(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")), signal(1, 4, 6, 6)
+    assert told(model, x, eager=True)[0] == ["padding mode 'reflect' is not zeros"]
+
+
 def test_a_cast_is_left_out_only_where_the_dtype_is_known_to_be_that():
     graph = fx.Graph()
     known, unknown = graph.placeholder("known"), graph.placeholder("unknown")
@@ -247,18 +365,18 @@ def test_layers_of_no_features_stay_dense(x, w):
     assert torch.equal(found, layer(torch.ones(x), torch.ones(w)))
 
 
-@pytest.mark.parametrize(("most", "taken"), [(1, True), (127, False)])
-def test_sums_that_could_pass_32_bits_stay_dense(most, taken):
-    depth = 2**17 + 2**11
-    weight = torch.full((1, depth), 1.0)
-
-    def model(x, w):
-        return F.linear(spikes(x) * most, w)
-
-    with torch.no_grad():
-        found, report = compiled(model, torch.full((1, depth), 1.0), weight)
-    assert site(report, "spike_linear").rewritten == taken
-    assert found.item() == pytest.approx(most * depth, rel=1e-6)
+@pytest.mark.quick_cases(6)
+@pytest.mark.parametrize(
+    ("depth", "most", "taken"),
+    [(2**17 + 2**11, 1, True), (2**17 + 2**11, 127, False), (2**18, 64, False), (2**18 - 1, 64, True),
+     (2**18, -64, False), (2**18 - 1, -64, True)],
+)  # fmt: skip
+def test_sums_that_could_pass_32_bits_stay_dense(depth, most, taken):
+    """A byte of a weight reaches -128, so that `depth` products reach 2^31 with counts of 2^24 / depth."""
+    inputs = torch.full((1, depth), 1.0), torch.full((1, depth), 1.0)
+    (reason,), gm = told(lambda x, w: F.linear(spikes(x) * most, w), *inputs)
+    assert reason == ("" if taken else f"sums over {depth} inputs could pass 32 bits")
+    assert gm(*inputs).item() == pytest.approx(most * depth, rel=1e-6)
 
 
 @pytest.mark.slow(reason="compiles training at many sizes")

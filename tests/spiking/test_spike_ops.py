@@ -240,3 +240,24 @@ def test_a_linear_layer_of_any_dimensions(size, monkeypatch):
             linear_cuda(torch.ones(size), torch.ones(4, 16), None, 3, "binary")
         return
     assert linear_cuda(torch.ones(size), torch.ones(4, 16), None, 3, "binary") == "kernel"
+
+
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("factor", [None, 3.0])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("layer", ["linear", "conv"])
+def test_gradients_of_counts_in_bytes_are_those_of_their_products(layer, scale, factor):
+    """By hand, as a plain product with what the bytes stand for."""
+    counts = torch.tensor([[1, 0, 1], [0, 1, 1]], dtype=torch.int8)
+    x = counts.double() * (scale if factor is None else factor)
+    weight = torch.arange(12.0).view(4, 3).requires_grad_()
+    named = {"scale": scale, "factor": None if factor is None else torch.tensor(factor), "binary": factor is not None}
+    if layer == "linear":
+        out = ops.spike_linear(counts, weight, None, 3, "binary", **named)
+    else:
+        window = [1, 1], [0, 0], [1, 1], 1
+        out = ops.spike_conv(counts[..., None, None], weight[..., None, None], None, *window, 3, "binary", **named)
+    grad = torch.arange(8.0).view(2, 4) - 3
+    torch.testing.assert_close(out.flatten(1).double(), x @ weight.double().T)
+    out.backward(grad.view(out.shape))
+    torch.testing.assert_close(weight.grad.double(), grad.double().T @ x)

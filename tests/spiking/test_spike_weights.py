@@ -6,7 +6,16 @@ import torch.nn.functional as F
 from kernel_devices import KERNEL_DEVICES
 from spike_conv_cases import normal, run, spikes
 
-from sparsecomp.reference.digits import SPREAD, channel_scale, join_weight, multiplied_weight, split_weight
+from sparsecomp.reference.digits import (
+    SPREAD,
+    channel_scale,
+    digit_bits,
+    join_weight,
+    largest_mantissa,
+    multiplied_weight,
+    padded_channels,
+    split_weight,
+)
 
 pytestmark = pytest.mark.quick_cases(3)
 
@@ -144,3 +153,30 @@ def test_no_digit_is_lost_in_silence(digits):
     assert (scale < 0).any() and (scale > 0).any()
     kept = join_weight(planes, scale, (1, 1), 40)[scale > 0]
     assert torch.equal(kept, multiplied_weight(w, digits, SPREAD)[scale > 0])
+
+
+@pytest.mark.quick_cases(12)
+@pytest.mark.parametrize(
+    ("weights", "digits", "exponent", "sign"),
+    [
+        # 1 is 2^14 of 2^15 steps; what is above 127 · 257 of them needs steps of twice the size
+        ([1.0], 2, -14, 1), ([32639 / 32768], 2, -15, 1), ([32640 / 32768], 2, -14, 1), ([1.0], 3, -22, 1),
+        ([0.0, 0.0], 2, -15, 1), ([], 2, -15, 1), ([2.0**-111], 2, -125, 1), ([2.0**-113], 2, -126, -1),
+        # lost where half of those that are not zero are below a twentieth of the greatest
+        ([1.0, 0.051, 0.051, 0.0], 2, -14, 1), ([1.0, 0.049, 0.049, 0.0], 2, -14, -1), ([1.0, 0.049], 2, -14, -1),
+        ([1.0, 1.0, 0.049], 2, -14, 1),
+    ],
+)  # fmt: skip
+def test_the_scale_of_a_channel_by_hand(weights, digits, exponent, sign):
+    magnitudes = torch.tensor([weights, weights])
+    assert channel_scale(magnitudes, digits, 20.0).tolist() == [sign * 2.0**exponent] * 2
+
+
+def test_a_channel_that_is_not_finite_has_no_scale():
+    magnitudes = torch.tensor([[1.0, torch.inf], [torch.nan, 1.0], [1.0, 2.0]])
+    assert channel_scale(magnitudes, 3, 20.0).isnan().tolist() == [True, True, False]
+
+
+def test_channels_are_padded_to_whole_steps():
+    assert [padded_channels(count) for count in (1, 32, 33, 64, 65, 96, 129)] == [32, 32, 64, 64, 128, 128, 192]
+    assert [largest_mantissa(digits) * 2 ** digit_bits(digits) for digits in (2, 3)] == [0x7F7F, 0x7F7F7F]

@@ -17,7 +17,9 @@ import torch
 from bench.tuning import problem_of
 from sparsecomp.errors import SignatureError
 from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.spiking import binary_cost
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
+from sparsecomp.lowering.spiking.binary_cost import binary_conv_cost
 from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.tuning import ceilings as ceilings_module
 from sparsecomp.lowering.tuning.cards import H100, KNOWN, Ceilings
@@ -55,6 +57,65 @@ def test_a_cost_is_its_roofline_launches_and_the_rest(values, expected):
     assert PRODUCT.estimate(values, CARD) == pytest.approx(expected, rel=1e-12)
     in_parts = PRODUCT.expression(CARD, m=values["m"]).subs({n: values["n"], tile: values["TILE"]})
     assert float(in_parts.evalf()) == pytest.approx(expected, rel=1e-12)
+
+
+CONVOLUTION = {
+    "conv.m": 1024, "conv.in_pixels": 2048, "conv.taps": 9, "conv.c": 60, "conv.k": 192, "conv.groups": 3, "cp": 64,
+    "digits": 3, "BM": 128, "BN": 64, "BK": 64, "warps": 4, "stages": 3, "processors": 4, "shared": 200_000,
+    "shared_rate": 1e11, "int8_portable": 0.5,
+}  # fmt: skip
+"""24 tiles in 6 waves of 9 steps, each of which copies (128 + 3 · 64) · 64 = 20480 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("hopper", "change", "reads", "products", "ahead", "waves_of_resident"),
+    [
+        # by registers 65536 / (128 · 64 · 3 + 30 · 32 · 4) = 2.3 tiles, by shared memory 200000 / (3 · 20480) = 3.3
+        (True, {}, 64 * 128 * (2 + 3), 0.0, 1, 3), (False, {}, 64 * (128 + 4 * 3 * 64), 0.0, 2, 3),
+        (True, {"shared": 100_000}, 64 * 128 * (2 + 3), 0.0, 1, 6),
+        (True, {"shared": 10_000}, 64 * 128 * (2 + 3), 0.0, 1, 6),
+        (True, {"int8": 1e12}, 0, 128 * 64 * 64 * 3 * 4 / 1e12, 1, 3),
+        (False, {"int8": 1e12}, 0, 128 * 64 * 64 * 3 * 4 / 0.5e12, 2, 3),
+    ],
+)  # fmt: skip
+def test_a_convolution_on_int8_by_hand(hopper, change, reads, products, ahead, waves_of_resident):
+    """What the processors do, what is copied, the wait for it and the traffic, as four sides of a box."""
+    work = 6 * 9 * max(reads / 1e11, products)
+    copies = 6 * 9 * 20480 / 5e10
+    wait = waves_of_resident * 9 * (5e-7 + 20480 / 5e10) / ahead
+    traffic = (2048 * 60 + 3 * 192 * 9 * 64) / 1e12
+    written = 6 * 1024 * 192 / 1e12
+    expected = (work**2 + copies**2 + wait**2 + traffic**2) ** 0.5 + 3e-6 + written + 2e-6
+    found = binary_conv_cost(hopper).expression(CARD, **{**CONVOLUTION, **change})
+    assert float(found) == pytest.approx(expected, rel=1e-9)
+
+
+def test_two_planes_of_a_wide_tile_lie_beside_each_other():
+    """Four digits of 128 columns are two pairs of two instructions each; of 64 columns two of one."""
+    for digits, columns, instructions in ((4, 128, 4), (4, 64, 2), (2, 128, 2), (3, 128, 3), (2, 64, 1)):
+        read = 64 * 128 * (instructions + digits * columns / 64)
+        values = {"BM": 128, "BK": 64, "BN": columns, "digits": digits}
+        expression = binary_cost._reads(True)
+        assert int(expression.subs({symbol: values[str(symbol)] for symbol in expression.free_symbols})) == read
+
+
+@pytest.mark.parametrize(
+    ("warps", "steps", "programs", "expected"),
+    [
+        # registers 40 + 7 · 128 / 128 a thread, so 65536 / (47 · 128) = 10.9 programs a processor
+        (4, 10, 1e6, 1e6 / (100 * 65536 / (47 * 128)) * 8.5e-6), (4, 10, 1, 8.5e-6), (4, 0.25, 1, 1.85e-6),
+        (1, 10, 1e6, 1e6 / (100 * 65536 / (68 * 32)) * 8.5e-6),  # 40 + 7 · 128 / 32
+        (32, 10, 1e6, 1e6 / (100 * 65536 / (40.875 * 1024)) * 8.5e-6),
+    ],
+)  # fmt: skip
+def test_a_walk_by_hand(warps, steps, programs, expected):
+    from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import walk_seconds
+
+    values = {"U": 4, "BR": 1, "E": 2, "BN": 64, "warps": warps, "processors": 100}
+    found = walk_seconds(sympy.Float(steps), sympy.Float(programs))
+    missing = {str(symbol) for symbol in found.free_symbols} - values.keys()
+    assert not missing
+    assert float(found.subs({symbol: values[str(symbol)] for symbol in found.free_symbols})) == pytest.approx(expected)
 
 
 def test_an_estimate_takes_little_time_and_says_what_it_lacks():
