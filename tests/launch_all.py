@@ -22,7 +22,7 @@ from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.linear import sparse_linear
-from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.index_arrays import IndexArrays
 
 CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_merge", "spmm_csr_dense", "spmm_csr_halves")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -84,7 +84,7 @@ def sparse_layers(device: str) -> None:
         x = torch.randn(rows, 53, device=device, dtype=dtype, requires_grad=True)
         for matrix in matrices:
             layer = SparseLinear(matrix, torch.randn(37, device=device, dtype=dtype)).to(device)
-            values, pattern = Pattern.of(layer.weight.matrix)
+            values, pattern = IndexArrays.of(layer.weight.matrix)
             for kernel in CSR_KERNELS if isinstance(matrix, CSR) else ("",):
                 residual = torch.randn(rows, 37, device=device, dtype=dtype)
                 out = sparse_linear(
@@ -116,7 +116,7 @@ def written_out(device: str) -> None:
     """A weight written out dense, and its gradient read back."""
     for dtype in DTYPES:
         weight = torch.randn(33, 1030, device=device, dtype=dtype) * (torch.rand(33, 1030, device=device) < 0.1)
-        values, pattern = Pattern.of(CSR.from_dense(weight))
+        values, pattern = IndexArrays.of(CSR.from_dense(weight))
         layout = pattern.layout.written()
         dense_to_stored(stored_to_dense(values, pattern.arrays, layout), pattern.arrays, layout)
 

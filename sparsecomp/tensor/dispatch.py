@@ -20,7 +20,7 @@ from sparsecomp.ops.sparse.sddmm import run_sddmm
 from sparsecomp.ops.sparse.sparse_matmul import multiplied, product_gradients, save_product
 from sparsecomp.ops.sparse.spmm import run_spmm
 from sparsecomp.reference.patterns import elements_of
-from sparsecomp.tensor.pattern import is_traced
+from sparsecomp.tensor.index_arrays import is_traced
 
 aten, ours = torch.ops.aten, torch.ops.sparsecomp
 OPERATORS: dict[Any, Callable[..., Any]] = {}

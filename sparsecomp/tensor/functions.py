@@ -18,7 +18,7 @@ from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.ops.sparse.rows import sparse_rows
 from sparsecomp.tensor.by_values import flipped, product_by_values, rows_by_values
 from sparsecomp.tensor.dispatch import tensor_product
-from sparsecomp.tensor.pattern import is_traced
+from sparsecomp.tensor.index_arrays import is_traced
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """By torch's function: what takes the class SparseTensor and the function's arguments."""

@@ -21,7 +21,7 @@ from sparsecomp.reference.patterns import Layout
 from sparsecomp.tensor.by_values import dense_by_values
 from sparsecomp.tensor.dispatch import OPERATORS, elementwise
 from sparsecomp.tensor.functions import FUNCTIONS
-from sparsecomp.tensor.pattern import Pattern, is_traced
+from sparsecomp.tensor.index_arrays import IndexArrays, is_traced
 
 
 class SparseTensor(Tensor):
@@ -42,7 +42,7 @@ class SparseTensor(Tensor):
     """
 
     _values: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    pattern: Pattern
+    pattern: IndexArrays
     _transpose: bool
 
     @staticmethod
@@ -51,7 +51,7 @@ class SparseTensor(Tensor):
     ) -> "SparseTensor":
         if not isinstance(matrix, SparseMatrix):
             raise FormatError(f"matrix is a {type(matrix).__name__}, needs one of sparsecomp.formats: see from_dense")
-        values, pattern = Pattern.of(matrix)
+        values, pattern = IndexArrays.of(matrix)
         return cls._make(values.detach(), pattern, False, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ class SparseTensor(Tensor):
 
     @classmethod
     def _make(
-        cls, values: Tensor, pattern: Pattern, transpose: bool, requires_grad: bool = False
+        cls, values: Tensor, pattern: IndexArrays, transpose: bool, requires_grad: bool = False
     ) -> "SparseTensor":
         rows_first = transpose == pattern.kind.BY_COLUMNS
         shape = pattern.layout.shape if rows_first else pattern.layout.shape[::-1]
@@ -153,7 +153,7 @@ class SparseTensor(Tensor):
         format, layout, transpose = context
         own = tuple(inner[f"_own{index}"] for index in range(layout.own))
         kept = tuple(inner[f"_transposed{index}"] for index in range(3)) if "_transposed0" in inner else None
-        return cls._make(inner["_values"], Pattern(format, layout, own, kept), transpose)
+        return cls._make(inner["_values"], IndexArrays(format, layout, own, kept), transpose)
 
     def __getattr__(self, name: str) -> Any:
         # the arrays under the names that __tensor_flatten__ gives them
@@ -219,7 +219,7 @@ def view_of(values: Tensor, arrays: Sequence[Tensor], format: str, layout: str) 
         layout: what `Layout.written` returns.
     """
     read = Layout.read(layout)
-    pattern = Pattern(format, read, tuple(arrays[: read.own]), tuple(arrays[read.own :]) or None)
+    pattern = IndexArrays(format, read, tuple(arrays[: read.own]), tuple(arrays[read.own :]) or None)
     if _compat.carries_levels(values):  # what a transform follows must stay within its sight
         return SparseTensor._make(values, pattern, False)
     with _compat.outside_transforms():
@@ -230,7 +230,7 @@ class _View(torch.autograd.Function):
     """A SparseTensor of values, whose gradient goes back to them."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, pattern: Pattern) -> Tensor:
+    def forward(ctx: Any, values: Tensor, pattern: IndexArrays) -> Tensor:
         return SparseTensor._make(values.detach(), pattern, False)
 
     @staticmethod
@@ -253,7 +253,7 @@ def rebuild(
         raise FormatError(f"a SparseTensor of format {format!r} with arrays {sorted(arrays)} cannot be read")
     matrix = kind._from_stored(Stored(format, shape, layout, arrays))
     matrix.validate()
-    values, pattern = Pattern.of(matrix)
+    values, pattern = IndexArrays.of(matrix)
     found = SparseTensor._make(values, pattern, transpose, requires_grad)
     return _as_parameter(found, parameter)
 

@@ -20,7 +20,7 @@ from sparsecomp import formats
 from sparsecomp.formats import BSR, COO, CSR, NM
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.ops import sddmm, spmm
-from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(2)
 
@@ -234,7 +234,7 @@ def operands(kind: str, dtype: torch.dtype, device: str):
         matrix = NM.from_dense(dense, n=2, m=4)
     else:
         matrix = CSR.from_dense(dense)
-    values, pattern = Pattern.of(matrix.with_values(matrix.values.to(dtype)).to_device(device))
+    values, pattern = IndexArrays.of(matrix.with_values(matrix.values.to(dtype)).to_device(device))
     pattern.keep_transposed()
     return dense.to(dtype).double(), values, list(pattern.operands()), pattern.layout
 
@@ -263,10 +263,10 @@ def test_graphs_of_the_operators_replay_on_new_values(kind, dtype, device):
     name = {"csr": "CSR", "bsr": "BSR", "nm": "NM"}[kind]
     own = tuple(array.cpu() for array in pattern[: 1 if kind == "nm" else 2])
     matrix, sampled = (
-        Pattern(name, layout, own).matrix(tensor.detach().cpu().double(), False).to_dense()
+        IndexArrays(name, layout, own).matrix(tensor.detach().cpu().double(), False).to_dense()
         for tensor in (values, results[0])
     )
-    stored = Pattern(name, layout, own).matrix(torch.ones(values.shape, dtype=F64), False).to_dense()
+    stored = IndexArrays(name, layout, own).matrix(torch.ones(values.shape, dtype=F64), False).to_dense()
     wide = [tensor.cpu().double() for tensor in (a, b, right, residual, bias)]
     assert error(sampled, 0.5 * (wide[0] @ wide[1].mT) * stored) <= TOLERANCE[dtype]
     if len(results) == 2:

@@ -11,7 +11,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NM
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.sparse import layer as sparse_layer
-from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(4)
 
@@ -43,7 +43,7 @@ def stored(kind: str, dtype: torch.dtype, device: str, *, both: bool) -> tuple[T
         "csr": lambda: CSR.from_dense(dense), "bsr": lambda: BSR.from_dense(dense, block=(16, 16)),
         "nm": lambda: NM.from_dense(dense, n=2, m=4),
     }[kind]()  # fmt: skip
-    values, pattern = Pattern.of(matrix)
+    values, pattern = IndexArrays.of(matrix)
     if both:
         pattern.keep_transposed()
     arrays = [array.to(device) for array in (pattern.operands() if both else pattern.arrays)]
@@ -109,7 +109,7 @@ def test_a_gradient_by_the_values_is_the_dense_ones_at_their_places(kind, transp
     assert found.shape == values.shape
     made = {"csr": CSR, "bsr": BSR, "nm": NM}[kind]
     layouts = {"csr": {}, "bsr": {"block": (16, 16)}, "nm": {"n": 2, "m": 4}}[kind]
-    expected, _ = Pattern.of(made.from_dense(by_place, **layouts))
+    expected, _ = IndexArrays.of(made.from_dense(by_place, **layouts))
     assert (found.cpu() - expected).norm() <= 3e-6 * expected.norm()
 
 

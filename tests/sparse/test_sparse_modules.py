@@ -24,7 +24,7 @@ from sparsecomp import SparseTensor, ops
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear
-from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(2)
 
@@ -159,7 +159,7 @@ def test_what_a_weight_in_a_transform_does_not_take():
 
 
 def test_products_by_arrays_in_transforms():
-    values, stored = Pattern.of(layer_of().weight.matrix)
+    values, stored = IndexArrays.of(layer_of().weight.matrix)
     pattern, layout = stored.arrays, stored.layout
     x, dense = rows().mT.contiguous(), written_out(layer_of(), values)
     found = func.grad(lambda x: ops.spmm(values, pattern, x, layout).square().sum())(x)

@@ -18,7 +18,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.ops import Layout, sddmm, spmm
 from sparsecomp.reference.patterns import elements_of
-from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.index_arrays import IndexArrays
 
 FORMATS: dict[type[SparseMatrix], dict[str, object]] = {
     COO: {}, CSR: {}, CSC: {}, BSR: {"block": (2, 3)}, BCSC: {"block": (3, 2)}, NM: {"n": 4, "m": 4},
@@ -38,7 +38,7 @@ def thinned(rows: int, cols: int, density: float = 0.3, seed: int = 0) -> Tensor
 
 
 def arrays(dense: Tensor, kind: type[SparseMatrix], **layout: object) -> tuple[Tensor, list[Tensor], Layout]:
-    values, pattern = Pattern.of(kind.from_dense(dense, **layout))
+    values, pattern = IndexArrays.of(kind.from_dense(dense, **layout))
     return values, list(pattern.arrays), pattern.layout
 
 
@@ -199,13 +199,13 @@ def spread(shape: tuple[int, ...]) -> list[Tensor]:
 def test_operands_may_lie_anyhow(kind):
     dense = thinned(6, 9)
     values, pattern, layout = arrays(dense, kind, **KINDS[kind])
-    stored = Pattern(kind.__name__, layout, tuple(pattern)).matrix(torch.ones_like(values), False).to_dense()
+    stored = IndexArrays(kind.__name__, layout, tuple(pattern)).matrix(torch.ones_like(values), False).to_dense()
     for right, left, residual in zip(spread((9, 4)), spread((6, 4)), spread((6, 4)), strict=True):
         bias = random(1).expand(6)
         out = spmm(values, pattern, right, layout, residual=residual, bias=bias, bias_axis="row")
         torch.testing.assert_close(out, dense @ right + bias[:, None] + residual)
         found = sddmm(left, right, pattern, layout)
-        found = Pattern(kind.__name__, layout, tuple(pattern)).matrix(found, False).to_dense()
+        found = IndexArrays(kind.__name__, layout, tuple(pattern)).matrix(found, False).to_dense()
         torch.testing.assert_close(found, (left @ right.mT) * stored)
     for right in spread((2, 9, 4)):
         torch.testing.assert_close(spmm(values, pattern, right, layout), dense @ right)

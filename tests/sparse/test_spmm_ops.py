@@ -21,7 +21,7 @@ from sparsecomp.ops import Layout, sddmm, spmm
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.reference.patterns import transposed_arrays
 from sparsecomp.reference.precision import without_autocast
-from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(4)
 
@@ -45,7 +45,7 @@ def sample(kind: str, rows: int = 37, cols: int = 53, dtype: torch.dtype = torch
 
 
 def arrays(matrix: SparseMatrix) -> tuple[Tensor, list[Tensor], Layout]:
-    values, pattern = Pattern.of(matrix)
+    values, pattern = IndexArrays.of(matrix)
     return values, list(pattern.arrays), pattern.layout
 
 
@@ -194,7 +194,7 @@ def test_sampled_product_and_its_gradients(kind):
     found = sddmm(a, b, pattern, layout, scale=0.5)
     whole = 0.5 * (a @ b.mT).detach()
     format = {"csr": "CSR", "bsr": "BSR", "nm": "NM"}[layout.format]
-    back = [Pattern(format, layout, tuple(pattern)).matrix(item.detach(), False).to_dense() for item in found]
+    back = [IndexArrays(format, layout, tuple(pattern)).matrix(item.detach(), False).to_dense() for item in found]
     stored = torch.stack(back) != 0
     assert torch.equal(stored[0] | (dense == 0), torch.ones_like(stored[0]))
     torch.testing.assert_close(torch.stack(back), whole * stored)
@@ -466,7 +466,7 @@ def test_layers_of_any_number_of_rows_against_float64(rows, dtype, transpose):
     generator = torch.Generator().manual_seed(rows)
     dense = torch.randn(37, 50, generator=generator) * (torch.rand(37, 50, generator=generator) < 0.2)
     dense[3], dense[:, 7] = 0, 0
-    values, pattern = Pattern.of(CSR.from_dense(dense.to(dtype)))
+    values, pattern = IndexArrays.of(CSR.from_dense(dense.to(dtype)))
     weight = dense.to(dtype).double().mT if transpose else dense.to(dtype).double()
     x, grad = torch.randn(rows, weight.shape[1]).to(dtype), torch.randn(rows, weight.shape[0]).to(dtype)
     bias, values = torch.randn(weight.shape[0]).to(dtype), values.clone().requires_grad_()

@@ -11,7 +11,7 @@ from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.sparse import stored_places
 from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
-from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(4)
 
@@ -89,7 +89,7 @@ def test_operators_are_each_others_gradients(format, layout, transpose, device):
 
 def test_nothing_stored_is_all_zeros():
     for shape in ((3, 4), (0, 4), (3, 0)):
-        values, pattern = Pattern.of(CSR.from_dense(torch.zeros(shape)))
+        values, pattern = IndexArrays.of(CSR.from_dense(torch.zeros(shape)))
         assert torch.equal(stored_to_dense(values, pattern.arrays, pattern.layout.written()), torch.zeros(shape))
         assert dense_to_stored(torch.ones(shape), pattern.arrays, pattern.layout.written()).shape == (0,)
 

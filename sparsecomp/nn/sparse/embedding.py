@@ -12,7 +12,7 @@ from sparsecomp.nn.masked.existing_mask import is_trained
 from sparsecomp.nn.sparse.pruning import pruned_layer
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
 from sparsecomp.ops.sparse.rows import stored_rows
-from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.index_arrays import IndexArrays
 from sparsecomp.tensor.sparse_tensor import SparseTensor
 
 
@@ -52,7 +52,7 @@ class SparseEmbedding(StoredWeight):
             raise FormatError("the embedding has scale_grad_by_freq or sparse: SparseEmbedding has neither")
         return cls(matrix, is_trained(embedding)).train(embedding.training)
 
-    def _derive(self, pattern: Pattern) -> None:
+    def _derive(self, pattern: IndexArrays) -> None:
         self._longest = pattern.longest()
 
     def _make_room(self, name: str, given: Tensor) -> None:

@@ -18,7 +18,7 @@ from sparsecomp.formats import SparseMatrix
 from sparsecomp.ops.sparse.checked_transpose import checked_transpose
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored
 from sparsecomp.reference.patterns import skew_of
-from sparsecomp.tensor.pattern import Pattern
+from sparsecomp.tensor.index_arrays import IndexArrays
 from sparsecomp.tensor.sparse_tensor import SparseTensor, view_of
 
 _TRANSPOSED = ("transposed_pointers", "transposed_indices", "transposed_order")
@@ -34,7 +34,7 @@ class ReadState(NamedTuple):
     """
 
     state: dict[str, Any]
-    pattern: Pattern | None
+    pattern: IndexArrays | None
     dropped: int
 
 
@@ -78,7 +78,7 @@ class StoredWeight(nn.Module):
         super().__init__()
         if not isinstance(weight, SparseMatrix | SparseTensor):
             raise FormatError(f"weight is a {type(weight).__name__}, needs a matrix of sparsecomp.formats")
-        values, pattern = Pattern.of(weight.matrix if isinstance(weight, SparseTensor) else weight)
+        values, pattern = IndexArrays.of(weight.matrix if isinstance(weight, SparseTensor) else weight)
         self.values = nn.Parameter(values.detach().contiguous(), requires_grad)
         self.format, self._by_columns = pattern.format, pattern.stored_by_columns(False)
         self._names = pattern.layout.kind.INDICES
@@ -88,7 +88,7 @@ class StoredWeight(nn.Module):
             self.register_buffer(name, None, persistent=False)
         self._describe(pattern)
 
-    def _describe(self, pattern: Pattern) -> None:
+    def _describe(self, pattern: IndexArrays) -> None:
         """Keep what follows from the index arrays; reads from the device."""
         self._derive(pattern)
         self._layout, self._written = pattern.layout, pattern.layout.written()
@@ -110,7 +110,7 @@ class StoredWeight(nn.Module):
             self._make_room(name, given)
             getattr(self, name).copy_(given)
         layout, written = self._layout, self._written
-        self._describe(Pattern(self.format, layout, tuple(self._own())))
+        self._describe(IndexArrays(self.format, layout, tuple(self._own())))
         self._layout, self._written = layout, written
 
     def _remember(self) -> None:
@@ -120,14 +120,14 @@ class StoredWeight(nn.Module):
     def _follow_writes(self) -> None:
         """Describe anew what somebody wrote to in place: who copies whole states, or DistributedDataParallel."""
         if not torch.compiler.is_compiling() and self._is_described() and self._memory() != self._seen:
-            self._describe(Pattern(self.format, self._layout, tuple(self._own())))
+            self._describe(IndexArrays(self.format, self._layout, tuple(self._own())))
 
     def _memory(self) -> list[tuple[int, int]]:
         """Where the index arrays lie, and how often they were written to as far as torch counts."""
         return [(0, 0) if one.is_meta else (one.data_ptr(), 0 if one.is_inference() else one._version)
                 for one in self._own()]  # fmt: skip
 
-    def _derive(self, pattern: Pattern) -> None:
+    def _derive(self, pattern: IndexArrays) -> None:
         if self.values.requires_grad or self._by_columns:
             pattern.keep_transposed()
             for name, array in zip(_TRANSPOSED, pattern.transposed or (), strict=True):
@@ -184,7 +184,7 @@ class StoredWeight(nn.Module):
         if torch.is_grad_enabled():
             missing = self.transposed_order is None and self.values.requires_grad and self._is_described()
             if missing and not torch.compiler.is_compiling():
-                self._describe(Pattern(self.format, self._layout, tuple(self._own())))
+                self._describe(IndexArrays(self.format, self._layout, tuple(self._own())))
         elif not (self._by_columns or _compat.jit_traces()):  # a trace is checked with and without gradients
             return self._own()
         return self._own() + self._kept_transposed()
@@ -225,7 +225,7 @@ class StoredWeight(nn.Module):
                 self._make_room(name, found)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if pattern is not None and not self.values.is_meta:
-            self._describe(Pattern(self.format, pattern.layout, tuple(self._own())))
+            self._describe(IndexArrays(self.format, pattern.layout, tuple(self._own())))
         if dropped:
             warnings.warn(f"{prefix}weight: {told_of_dropped(dropped)}", stacklevel=2)
 
@@ -274,7 +274,7 @@ class StoredWeight(nn.Module):
                 "make the layer of that format and shape"
             )
         if sparse:
-            values, pattern = Pattern.of(weight.matrix)
+            values, pattern = IndexArrays.of(weight.matrix)
             return {"values": values, **dict(zip(self._names, pattern.arrays, strict=True))}
         if self.indices.is_meta:
             raise FormatError(
@@ -285,7 +285,7 @@ class StoredWeight(nn.Module):
         values = dense_to_stored(weight.detach(), arrays, self._written, self._by_columns)
         return {"values": values, **dict(zip(self._names, arrays, strict=True))}
 
-    def _pattern_of(self, given: dict[str, Tensor], strict: bool) -> Pattern | None:
+    def _pattern_of(self, given: dict[str, Tensor], strict: bool) -> IndexArrays | None:
         """The pattern that the layer has with these arrays; None where they have no contents."""
         # values may be missing, being computed by a parametrization; what is there must fit what stays
         tensors = [given[name] if name in given else getattr(self, name) for name in self.stored_names]
@@ -347,21 +347,21 @@ class StoredWeight(nn.Module):
             elif name == "indices":
                 self.indices = own.new_empty(given.shape)
 
-    def _checked(self, values: Tensor, *arrays: Tensor) -> Pattern:
+    def _checked(self, values: Tensor, *arrays: Tensor) -> IndexArrays:
         """The pattern of a checkpoint's arrays, with the layout that follows from them.
 
         Raises:
             FormatError: they are no compact matrix of this format and shape.
         """
         layout = self._layout._replace(skews=("even", "even"))
-        pattern = Pattern(self.format, layout, arrays)
+        pattern = IndexArrays(self.format, layout, arrays)
         pattern.matrix(values.detach(), False).validate()
         if "pointers" not in self._names:
             return pattern
         pointers, entries = arrays[0], arrays[1].numel()
         if (int(pointers[0]), int(pointers[-1])) != (0, entries):
             raise FormatError(f"{entries} entries but pointers to other ones: save a compact matrix in the checkpoint")
-        return Pattern(self.format, layout._replace(skews=(skew_of(pointers), "even")), arrays)
+        return IndexArrays(self.format, layout._replace(skews=(skew_of(pointers), "even")), arrays)
 
     def extra_repr(self) -> str:
         """Sizes and format, for print."""

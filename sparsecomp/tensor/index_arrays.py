@@ -13,7 +13,7 @@ from sparsecomp.formats.base import FORMATS, SparseMatrix
 from sparsecomp.reference.patterns import Layout, longest_row, skew_of, stored_by_rows, transposed_arrays
 
 
-class Pattern:
+class IndexArrays:
     """Index arrays of a matrix, or of the one whose transpose it is.
 
     Attributes:
@@ -32,7 +32,7 @@ class Pattern:
         self._longest: int | None = None
 
     @classmethod
-    def of(cls, matrix: SparseMatrix) -> tuple[Tensor, "Pattern"]:
+    def of(cls, matrix: SparseMatrix) -> tuple[Tensor, "IndexArrays"]:
         """Values as the layout wants them, and the pattern; reads from the device.
 
         Raises:
@@ -76,14 +76,14 @@ class Pattern:
         """The index arrays for an operator."""
         return self.arrays + (self.transposed or ())
 
-    def to(self, device: torch.device) -> "Pattern":
+    def to(self, device: torch.device) -> "IndexArrays":
         """The pattern on a device; itself if it is there."""
         if self.arrays[0].device == device:
             return self
         kept = None if self.transposed is None else tuple(array.to(device) for array in self.transposed)
-        return Pattern(self.format, self.layout, tuple(array.to(device) for array in self.arrays), kept)
+        return IndexArrays(self.format, self.layout, tuple(array.to(device) for array in self.arrays), kept)
 
-    def same_as(self, other: "Pattern") -> bool:
+    def same_as(self, other: "IndexArrays") -> bool:
         """Whether both store the same elements in the same order.
 
         Arrays that are not the same memory are compared, which reads from the device.
