@@ -63,7 +63,7 @@ def gather_dot(
     """
     if not out.numel():
         return
-    x = by_rows(x)
+    x = contiguous_rows(x)
     described = output_of(out, bias, "column", residual, activation, 1.0)
     outputs, fan_in = index.shape
     problem = GatherDot(
@@ -72,7 +72,7 @@ def gather_dot(
     dispatch.launch(GATHER_DOT, problem, x, weight, index, bias, residual, out)
 
 
-def by_rows(x: Tensor) -> Tensor:
+def contiguous_rows(x: Tensor) -> Tensor:
     """x (rows, columns) with the numbers of a row side by side."""
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 

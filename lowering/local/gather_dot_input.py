@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
-from sparsecomp.lowering.local.gather_dot import SIZES, TOLERANCE, by_rows
+from sparsecomp.lowering.local.gather_dot import SIZES, TOLERANCE, contiguous_rows
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.local.transposed import transposed_lists
 
@@ -43,7 +43,7 @@ def gather_dot_input(grad: Tensor, weight: Tensor, pointers: Tensor, order: Tens
         pointers, order: (n_in + 1,) and (n_out · k,), int32: see ``sparsecomp.reference.local.transposed``.
         out: (rows, n_in), contiguous.
     """
-    grad = by_rows(grad)
+    grad = contiguous_rows(grad)
     (rows, inputs), (outputs, fan_in) = out.shape, weight.shape
     problem = GatherDotInput(rows, inputs, outputs, fan_in, grad.stride(0), dtype_name(grad))
     dispatch.launch(GATHER_DOT_INPUT, problem, grad, weight, pointers, order, out)

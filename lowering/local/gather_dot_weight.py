@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
-from sparsecomp.lowering.local.gather_dot import SIZES, TOLERANCE, by_rows
+from sparsecomp.lowering.local.gather_dot import SIZES, TOLERANCE, contiguous_rows
 from sparsecomp.lowering.tuning.template import Operation
 
 
@@ -38,7 +38,7 @@ def gather_dot_weight(x: Tensor, grad: Tensor, index: Tensor, out: Tensor) -> No
         index: (n_out, k), int32, contiguous.
         out: (n_out, k), contiguous.
     """
-    x, grad = by_rows(x), by_rows(grad)
+    x, grad = contiguous_rows(x), contiguous_rows(grad)
     (rows, inputs), (outputs, fan_in) = x.shape, index.shape
     problem = GatherDotWeight(rows, inputs, outputs, fan_in, x.stride(0), grad.stride(0), dtype_name(x))
     dispatch.launch(GATHER_DOT_WEIGHT, problem, x, grad, index, out)

@@ -39,7 +39,7 @@ def binary_conv_cost(hopper: bool) -> Cost:
     walks = waves(tiles, _processors) * steps
     # the ceiling of int8 is what whole convolutions reach; warp-wide instructions reach less
     products = _bm * _bn * _bk * _digits * _processors / (_int8 * (1 if hopper else _int8_portable))
-    work = walks * sympy.Max(products, _reads(hopper) / _shared_rate)
+    work = walks * sympy.Max(products, bytes_read(hopper) / _shared_rate)
     copies = walks * copied / _COPY_RATE
     ahead = _stages - (2 if hopper else 1)
     arrival = _LATENCY + copied / _COPY_RATE
@@ -51,7 +51,7 @@ def binary_conv_cost(hopper: bool) -> Cost:
     )
 
 
-def _reads(hopper: bool) -> sympy.Expr:
+def bytes_read(hopper: bool) -> sympy.Expr:
     """Bytes that the products of a step read from shared memory."""
     if not hopper:
         # each warp multiplies rows of its own with the whole weight block

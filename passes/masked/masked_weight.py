@@ -161,7 +161,7 @@ def _unfit(op: CanonicalOp, masked: Formula, keep: Keep | None, ctx: Context) ->
         return "the graph runs op by op and may be asked for gradients"
     if op.inplace or op.get("max_norm") is not None:
         return f"{op.name} writes to it"
-    if keep is None or (_is_constant(masked, ctx) and not _is_given_out(masked, op.node, keep)):
+    if keep is None or (_is_constant(masked, ctx) and not is_given_out(masked, op.node, keep)):
         return None
     decision = decide_fold(example_of(masked.result).numel())
     return decision.reason if decision.dense else None
@@ -176,7 +176,7 @@ def _folded(
     base = masked.base()
     outside = masked.outside(op.node)
     beside = next((user for user in outside if base in user.all_input_nodes and not is_view(user)), None)
-    given_out = _is_given_out(masked, op.node, keep)
+    given_out = is_given_out(masked, op.node, keep)
     if choice.format == "dense" and beside is not None and not given_out:
         return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{beside.name}` reads it too, so it is computed all the same")
     kernel = f"torch's {op.name}" if choice.decision.dense else choice.decision.implementation
@@ -199,7 +199,7 @@ def _folded(
     return Plan(build, reason, choice.name, "", dead, choice.decision.estimate)
 
 
-def _is_given_out(masked: Formula, layer: fx.Node, keep: Keep) -> bool:
+def is_given_out(masked: Formula, layer: fx.Node, keep: Keep) -> bool:
     """Whether nobody reads the weight but the layer and, for torch's pruning, the module that it is an attribute of,
     which gets the one that is kept. What a CUDA graph gives out must be its own."""
     outside = masked.outside(layer)

@@ -33,7 +33,7 @@ def merge_weight(
     chain = _inner(masked, ctx)
     for place, core in enumerate(chain):
         part = formula_of(core, op.node, ctx)
-        part = None if part is None else _by_roles(part, values)
+        part = None if part is None else by_roles(part, values)
         if part is None or not is_linear(part):
             continue
         problem = _unfit(part, op.node, masked, ctx)
@@ -65,7 +65,7 @@ def _inner(masked: Formula, ctx: Context) -> list[fx.Node]:
     return found
 
 
-def _by_roles(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> Formula | None:
+def by_roles(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> Formula | None:
     """The formula with its sources in the operator's order: weight, theta and the selectors; None if it has no such
     sources, or if its result is no plain array."""
 
@@ -143,14 +143,14 @@ def _unfit(part: Formula, layer: fx.Node, masked: Formula, ctx: Context) -> str 
     # the promise is what a graph is captured with, be it by hand
     where = ctx.device(example.device)
     replayed, size = replays(ctx.options, where) or are_frozen(), example.numel() * example.dtype.itemsize
-    decision = decide_merge(size, where.type, _scatters_by_mask(part), replayed)
+    decision = decide_merge(size, where.type, scatters_by_mask(part), replayed)
     if decision.dense:
         return decision.reason
     outside = masked.outside(layer)
     return f"`{outside[0].name}` reads it too, so it is computed all the same" if outside else None
 
 
-def _scatters_by_mask(part: Formula) -> bool:
+def scatters_by_mask(part: Formula) -> bool:
     calls = ((node, op.name) for node in part.nodes if (op := op_of(node)) is not None)
     return any(
         name == "masked_scatter"

@@ -16,7 +16,7 @@ from sparsecomp.formats.indices import lines_of
 from sparsecomp.reference.patterns import CompressedArrays, Layout, compressed, elements_of, stored_shape
 from sparsecomp.reference.precision import accumulator, without_autocast
 
-_CHUNK = 2**22
+CHUNK = 2**22
 """Elements of blocks gathered at a time, at least."""
 _FEW, _MANY, _TILE = 2, 32, 128
 """Columns of a dense operand up to which each is a product by a vector on a CPU, from which on torch's embedding bags
@@ -93,7 +93,7 @@ def sampled_blocks(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layo
         return out
     found, lines, columns, spare = _entries(*pattern[:2])
     stored = out[found]
-    for part in _parts(lines.numel(), (height + width) * a.shape[1], out.numel()):
+    for part in in_parts(lines.numel(), (height + width) * a.shape[1], out.numel()):
         torch.bmm(left[lines[part]], right[columns[part]].mT, out=stored[part])
     stored.masked_fill_(spare[:, None, None], 0)
     return out
@@ -106,7 +106,7 @@ def gathered_elements(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor) -
         return out
     found, lines, columns, spare = _entries(pointers, indices)
     stored = out[found]
-    for part in _parts(lines.numel(), 2 * a.shape[1], out.numel()):
+    for part in in_parts(lines.numel(), 2 * a.shape[1], out.numel()):
         torch.sum(a[lines[part]] * b[columns[part]], 1, out=stored[part])
     stored.masked_fill_(spare, 0)
     return out
@@ -166,7 +166,7 @@ def _block_product(matrix: CompressedArrays, dense: Tensor) -> Tensor:
     if 0 not in matrix.shape:
         found, line, column, spare = _entries(matrix.pointers, matrix.indices)
         values, line = matrix.values[found], line.masked_fill(spare, lines)
-        for part in _parts(line.numel(), (height + width) * dense.shape[1], matrix.values.numel()):
+        for part in in_parts(line.numel(), (height + width) * dense.shape[1], matrix.values.numel()):
             out.index_add_(0, line[part], torch.bmm(values[part], right[column[part]]))
     return out[:lines].flatten(0, 1)[: matrix.shape[0]]
 
@@ -236,7 +236,7 @@ def _in_blocks(dense: Tensor, size: int) -> Tensor:
     return padded.reshape(padded.shape[0] // size, size, dense.shape[1])
 
 
-def _parts(count: int, each: int, budget: int) -> list[slice]:
+def in_parts(count: int, each: int, budget: int) -> list[slice]:
     """0..count in slices that hold `budget` elements of `each`, or a chunk."""
-    step = max(max(budget, _CHUNK) // max(each, 1), 1)
+    step = max(max(budget, CHUNK) // max(each, 1), 1)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]

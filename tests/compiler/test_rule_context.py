@@ -12,7 +12,7 @@ from sparsecomp import _compat
 from sparsecomp._compat import FakeTensorMode
 from sparsecomp.ops import frozen_weights
 from sparsecomp.options import Options
-from sparsecomp.passes.engine.rule import OWNED, Context, Density, call, module_path, site_key, sizes
+from sparsecomp.passes.engine.rule import OWNED, Context, Density, call, known_sizes, module_path, site_key
 from sparsecomp.passes.facts.analysis import analyse
 from sparsecomp.passes.sparse.chain import Chain
 from sparsecomp.report import Report
@@ -196,4 +196,4 @@ def test_a_call_has_the_place_of_another_and_its_own_values() -> None:
     for target, op in ((torch.Tensor.to, "call_method"), (torch.neg, "call_function")):
         made = call(graph, like, target, x, torch.float16)
         assert (made.op, made.args, made.meta) == (op, (x, torch.float16), {"stack_trace": "here"})
-    assert sizes(like) == [2] and sizes(x) is None and sizes(3) is None
+    assert known_sizes(like) == [2] and known_sizes(x) is None and known_sizes(3) is None

@@ -101,7 +101,7 @@ def _told(model: Callable[..., Any], eager: bool = False, **options: Any) -> str
                 node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     values = {node: GIVEN[name] for name, node in placeholders.items() if name not in "xu"}
     parsed = Options(strict=True, **{"frozen": True, **options})
-    report = pipeline.run(gm, parsed, values=values, eager=eager, rules=[masked_weight.RULE])
+    report = pipeline.run_rules(gm, parsed, values=values, eager=eager, rules=[masked_weight.RULE])
     with torch.no_grad():
         torch.testing.assert_close(gm(*copies()), expected, rtol=0, atol=0)
     if not report.sites:

@@ -207,7 +207,7 @@ def test_the_product_that_torchs_pruning_leaves_behind_is_the_one_that_is_kept(m
     assert formula is not None
     if pruned:
         formula.nodes[0].meta["stack_trace"] = f'File "{prune.__file__}", line 1, in __call__'
-    assert masked_weight._is_given_out(formula, layer, keep) == expected
+    assert masked_weight.is_given_out(formula, layer, keep) == expected
 
 
 @pytest.mark.parametrize(
@@ -321,6 +321,6 @@ def test_which_sources_are_weight_and_theta(name: str) -> None:
     formula = formula_of(layer.args[1], layer, ctx)
     assert formula is not None
     values = {node: given[node.name] for node in gm.graph.find_nodes(op="placeholder") if node.name in given}
-    found = merged_weight._by_roles(formula, values)
+    found = merged_weight.by_roles(formula, values)
     assert (None if found is None else " ".join(source.name for source in found.sources)) == expected
-    assert merged_weight._scatters_by_mask(formula) == by_mask
+    assert merged_weight.scatters_by_mask(formula) == by_mask

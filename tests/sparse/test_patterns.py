@@ -160,11 +160,11 @@ def test_sampled_products_of_any_depth(width):
 
 @pytest.mark.parametrize("chunk", [1, 5, 1 << 22])
 def test_parts_cover_all_and_hold_what_is_asked(chunk, monkeypatch):
-    monkeypatch.setattr(sparse, "_CHUNK", chunk)
-    assert sparse._parts(0, 3, 10) == []
+    monkeypatch.setattr(sparse, "CHUNK", chunk)
+    assert sparse.in_parts(0, 3, 10) == []
     for count, each, budget in ((1, 3, 1), (10, 3, 7), (10, 0, 7), (10, 100, 7), (9, 3, 9)):
         step = max(max(budget, chunk) // max(each, 1), 1)
-        parts = [list(range(count))[part] for part in sparse._parts(count, each, budget)]
+        parts = [list(range(count))[part] for part in sparse.in_parts(count, each, budget)]
         assert sum(parts, []) == list(range(count)) and {len(part) for part in parts[:-1]} <= {step}
 
 
@@ -173,11 +173,11 @@ def test_products_some_at_a_time_are_those_at_once(format, monkeypatch):
     dense, matrix = _matrix(format)
     values, arrays, layout = stored_by_rows(matrix)
     right, left = torch.randn(8, 3), torch.randn(5, 3)
-    at_once = sparse.product(values, arrays, right, layout, False, torch.float32)
+    at_once = sparse.reference_product(values, arrays, right, layout, False, torch.float32)
     torch.testing.assert_close(at_once, dense @ right)
     sampled = sparse.sampled(left, right, arrays, layout, torch.float32)
-    monkeypatch.setattr(sparse, "_CHUNK", 1)
-    assert torch.equal(sparse.product(values, arrays, right, layout, False, torch.float32), at_once)
+    monkeypatch.setattr(sparse, "CHUNK", 1)
+    assert torch.equal(sparse.reference_product(values, arrays, right, layout, False, torch.float32), at_once)
     assert torch.equal(sparse.sampled(left, right, arrays, layout, torch.float32), sampled)
     pointers, columns = elements_of(arrays, layout)
     if format == "CSR":

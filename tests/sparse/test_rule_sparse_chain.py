@@ -62,7 +62,7 @@ def told(
     with torch.no_grad():
         Examples(gm).run(*copies(inputs))
         expected = model(*copies(inputs))
-    report = pipeline.run(gm, Options(strict=True, **options), rules=[rule], target=target)
+    report = pipeline.run_rules(gm, Options(strict=True, **options), rules=[rule], target=target)
     if into is not None:
         into.append(gm)
     with torch.no_grad():

@@ -138,7 +138,7 @@ def test_what_is_folded(name):
     gm = fx.symbolic_trace(model)
     Examples(gm).run(x, w)
     expected = model(x, w)
-    report = pipeline.run(gm, Options(strict=True), eager=True, rules=[fold_batch_norm.RULE])
+    report = pipeline.run_rules(gm, Options(strict=True), eager=True, rules=[fold_batch_norm.RULE])
     torch.testing.assert_close(gm(x, w), expected, rtol=1e-5, atol=1e-5)
     if told is None:
         assert not report.sites

@@ -198,7 +198,7 @@ def told(
     values = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     parsed = Options.parse(None, {"implementation": "binary", "strict": True, **options})
     rules = [spike_conv.RULE, spike_linear.RULE]
-    report = pipeline.run(gm, parsed, values=values, eager=eager, rules=rules)
+    report = pipeline.run_rules(gm, parsed, values=values, eager=eager, rules=rules)
     torch.testing.assert_close(gm(*inputs), expected, equal_nan=True)
     return ["" if site.rewritten else site.reason for site in report.sites], gm
 

@@ -313,7 +313,7 @@ def test_a_change_between_forward_and_backward_is_an_error_of_autograd():
 
 @pytest.mark.parametrize("at_once", [1, 5, 2**20])
 def test_candidates_are_the_largest_of_the_dense_gradient(at_once, monkeypatch):
-    monkeypatch.setattr("sparsecomp.training.dynamic.gradients._AT_ONCE", at_once)
+    monkeypatch.setattr("sparsecomp.training.dynamic.gradients.AT_ONCE", at_once)
     layer, xs = layer_of(), [signal(2, 5, 4), signal(2, 5, 4, seed=1)]
     dense = layer.weight.matrix.to_dense().detach().requires_grad_()
     seen = GradientAccumulator(layer)

@@ -44,7 +44,7 @@ def test_unknown_keys_are_refused_with_the_nearest_name():
         {"sparsity_end": float("nan")},
         {"amnesty_start": 1.5},
         {"schedule": "square"},
-        {"pruner": "random"},
+        {"pruner": "best"},
         {"pruner": "n_of_m"},
         {"n_of_m": (2, 4)},
         {"pruner": "n_of_m", "n_of_m": (2, 4)},

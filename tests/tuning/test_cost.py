@@ -95,7 +95,7 @@ def test_two_planes_of_a_wide_tile_lie_beside_each_other():
     for digits, columns, instructions in ((4, 128, 4), (4, 64, 2), (2, 128, 2), (3, 128, 3), (2, 64, 1)):
         read = 64 * 128 * (instructions + digits * columns / 64)
         values = {"BM": 128, "BK": 64, "BN": columns, "digits": digits}
-        expression = binary_cost._reads(True)
+        expression = binary_cost.bytes_read(True)
         assert int(expression.subs({symbol: values[str(symbol)] for symbol in expression.free_symbols})) == read
 
 

@@ -15,7 +15,7 @@ from sparsecomp.errors import PatternError
 from sparsecomp.formats import Pattern
 from sparsecomp.formats.indices import sort_keys
 
-_AT_ONCE = 2**20
+AT_ONCE = 2**20
 """Elements of the dense gradient that exist at one time."""
 
 
@@ -70,7 +70,7 @@ class GradientAccumulator:
             raise PatternError(f"{count} elements were asked for, of {rows * cols - kept.nnz} outside of {kept!r}")
         x, gradient = (torch.cat(given).float() for given in (self._inputs, self._gradients))
         scores, keys = x.new_empty(0), kept.keys.new_empty(0)
-        step = max(_AT_ONCE // max(cols, 1), 1)
+        step = max(AT_ONCE // max(cols, 1), 1)
         for first in range(0, rows, step):
             block = together(gradient[:, first : first + step].mT @ x)
             found = _outside(block.abs().nan_to_num(nan=-1.0), first * cols, kept)

@@ -77,6 +77,7 @@ class Random:
         return weight, n_of_m_mask(torch.rand(weight.shape, device=weight.device), keep, group)
 
 
+@typed_arguments(MaskError)
 @dataclass(frozen=True)
 class Wanda:
     """Keep the largest |w| times the norm of its input, as many in each output row (Sun et al. 2023)."""
