@@ -129,6 +129,9 @@ def test_caches_are_keyed_by_our_sources_and_options(monkeypatch):
     assert torch.compiler.config.cache_key_tag == before
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.12."), reason="Inductor of torch 2.12 keeps no graph with decompositions of its own"
+)
 def test_compilation_caches_hit():
     from torch._inductor.utils import fresh_cache
 

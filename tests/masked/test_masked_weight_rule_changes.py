@@ -603,6 +603,9 @@ def test_where_cuda_graphs_are_replayed():
     assert not replays(Options(mode="reduce-overhead"), cpu)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.12."), reason="Inductor of torch 2.12 keeps no graph with decompositions of its own"
+)
 def test_a_cached_graph_folds_the_weight_of_the_model_it_runs_for():
     from torch._inductor.utils import fresh_cache
 
