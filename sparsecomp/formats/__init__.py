@@ -8,7 +8,7 @@
 """
 
 from sparsecomp.formats.base import SparseMatrix
-from sparsecomp.formats.batch import Ragged, ragged, stack
+from sparsecomp.formats.batch import Ragged, cat, ragged, stack
 from sparsecomp.formats.best_format import BestFormat, FormatEstimate, best
 from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
@@ -31,6 +31,7 @@ __all__ = [
     "SparseMatrix",
     "Statistics",
     "best",
+    "cat",
     "ragged",
     "stack",
 ]

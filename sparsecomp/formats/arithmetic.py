@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.checks import check_tensor, check_values
-from sparsecomp.formats.triplets import coalesced
+from sparsecomp.formats.indices import pair_keys
+from sparsecomp.formats.triplets import Triplets, coalesced
 
 if TYPE_CHECKING:
     from sparsecomp.formats.base import SparseMatrix
@@ -25,18 +26,47 @@ def union(one: Matrix, other: SparseMatrix) -> Matrix:
     Raises:
         FormatError: another shape, batch or device, or a sum that does not fit the format.
     """
-    batches = {batch for matrix in (one, other) if (batch := matrix.batch) is not None}
-    if one.shape != other.shape or len(batches) > 1 or one.device != other.device:
-        raise FormatError(
-            f"{one!r} and {other!r} have no sum: they need one shape, batch and device; `ragged` puts other shapes "
-            "along a diagonal"
-        )
+    batches = _batches("sum", one, other)
     parts = [matrix._triplets() for matrix in (one, other)]
     dtype = torch.promote_types(one.dtype, other.dtype)
     row, col = (torch.cat([getattr(part, name).long() for part in parts]) for name in ("row", "col"))
     values = torch.cat([part.values.to(dtype).expand(*batches, -1) for part in parts], -1)
     found = coalesced(row, col, values, one.shape)
     return type(one)._from_triplets(found, None, torch.int32, **one.layout)
+
+
+def intersection(one: Matrix, other: SparseMatrix) -> Matrix:
+    """The elementwise product of two sparse matrices in the format of the first: what both store is stored.
+
+    Raises:
+        FormatError: another shape, batch or device, or a product that does not fit the format.
+    """
+    batches = _batches("product", one, other)
+    a, b = (matrix._triplets() for matrix in (one, other))
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    keys, others = (pair_keys(part.row.long(), part.col.long(), one.shape) for part in (a, b))
+    if keys is None or others is None:
+        raise FormatError(f"{one!r} has more than 2**63 - 1 places, which are not compared")
+    places = torch.searchsorted(others, keys).clamp_(max=max(others.numel() - 1, 0))
+    both = others[places] == keys if others.numel() else torch.zeros_like(keys, dtype=torch.bool)
+    values = a.values[..., both].to(dtype) * b.values[..., places[both]].to(dtype)
+    found = Triplets(a.row[both], a.col[both], values.expand(*batches, -1), one.shape)
+    return type(one)._from_triplets(found, None, one.index_dtype, **one.layout)
+
+
+def _batches(what: str, one: SparseMatrix, other: SparseMatrix) -> set[int]:
+    """The batch of the result, if there is one.
+
+    Raises:
+        FormatError: the two do not belong together.
+    """
+    batches = {batch for matrix in (one, other) if (batch := matrix.batch) is not None}
+    if one.shape != other.shape or len(batches) > 1 or one.device != other.device:
+        raise FormatError(
+            f"{one!r} and {other!r} have no {what}: they need one shape, batch and device; `ragged` puts other shapes "
+            "along a diagonal"
+        )
+    return batches
 
 
 def scaled(

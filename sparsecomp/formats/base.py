@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError, SparseOperatorError
-from sparsecomp.formats import arithmetic, drawing, files, products, triplets
+from sparsecomp.formats import arithmetic, drawing, files, products, reductions, triplets
 from sparsecomp.formats.checks import check_shape, check_slice, check_tensor, check_values
 from sparsecomp.formats.compare import allclose
 from sparsecomp.formats.indices import choose_index_dtype, index_dtype_for
@@ -438,18 +438,19 @@ class SparseMatrix(Operand, ABC):
         """As `+`."""
         return (-self).__add__(other) if isinstance(other, Tensor | int | float) else NotImplemented
 
-    def __mul__(self, other: Tensor | float) -> Self:
-        """Elementwise product with a dense tensor that broadcasts to the shape, or a number; the pattern stays.
+    def __mul__(self, other: "SparseMatrix | Tensor | float") -> Self:
+        """Elementwise product with a dense tensor that broadcasts to the shape, or a number; the pattern stays. With
+        a sparse matrix, what both store is stored, in this one's format.
 
         Elements that are not stored stay zero, even where `other` is infinite or NaN. A `other` of (batch, rows,
         columns) makes a batch. The dtype is what torch promotes to.
 
         Raises:
-            FormatError: `other` does not broadcast to the shape, is elsewhere, or its dtype leads out of the four.
-            SparseOperatorError: `other` is sparse too.
+            FormatError: `other` does not broadcast to the shape, is elsewhere, or its dtype leads out of the four; or
+                it is sparse, of another shape or batch.
         """
         if isinstance(other, SparseMatrix):
-            raise SparseOperatorError("an elementwise product of two sparse matrices: make one dense by to_dense()")
+            return arithmetic.intersection(self, other)
         return arithmetic.scaled(self, other) if isinstance(other, Tensor | int | float) else NotImplemented
 
     __rmul__ = __mul__
@@ -459,6 +460,52 @@ class SparseMatrix(Operand, ABC):
         if not isinstance(other, Tensor | int | float):
             return NotImplemented
         return arithmetic.scaled(self, other, operator.truediv)
+
+    def __abs__(self) -> Self:
+        """The same pattern with the magnitudes of the values."""
+        return self._with(values=self.values.abs())
+
+    abs = __abs__
+
+    # -- reductions
+
+    def sum(self, dim: int | None = None) -> Tensor:
+        """The sum over the rows (`dim` 0), the columns (1 or -1), or both, as of the dense matrix: a dense tensor.
+
+        Half precision sums in float32. A batch is left as it is, here and below.
+
+        Raises:
+            FormatError: another `dim`.
+        """
+        return reductions.total(self, dim)
+
+    def mean(self, dim: int | None = None) -> Tensor:
+        """`sum` over the number of elements, stored or not; NaN where there are none."""
+        counted = self.shape if dim is None else (self.shape[reductions.axis_of(dim)],)
+        return self.sum(dim) / math.prod(counted) if math.prod(counted) else self.sum(dim) * math.nan
+
+    def amax(self, dim: int | None = None) -> Tensor:
+        """The largest element, what is not stored being 0.
+
+        Raises:
+            FormatError: another `dim`, or no element.
+        """
+        return reductions.extreme(self, dim, "amax")
+
+    def amin(self, dim: int | None = None) -> Tensor:
+        """The smallest element; as `amax`."""
+        return reductions.extreme(self, dim, "amin")
+
+    def softmax(self, dim: int = -1) -> Self:
+        """Softmax over what is stored along a dimension; what is not stored counts as minus infinity and stays zero.
+
+        Computed in float32 at least, as `torch.sparse.softmax`.
+
+        Raises:
+            FormatError: another `dim`, or a format that stores filler (BSR, BCSC, N:M).
+        """
+        this = self.compact()
+        return this._with(values=reductions.softmax_values(this, dim))
 
     # -- rows
 

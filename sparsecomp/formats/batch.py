@@ -9,7 +9,8 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats.base import Matrix, SparseMatrix
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSR
-from sparsecomp.formats.triplets import Triplets
+from sparsecomp.formats.reductions import axis_of
+from sparsecomp.formats.triplets import Triplets, coalesced
 
 
 def stack(matrices: Sequence[Matrix]) -> Matrix:
@@ -31,6 +32,32 @@ def stack(matrices: Sequence[Matrix]) -> Matrix:
         if type(first) is not type(other) or not all(torch.equal(one, two) for one, two in pairs):
             raise FormatError(f"matrix {place} has another format or pattern than matrix 0: use ragged")
     return first.with_values(torch.stack([first.values, *(other.values for other in others)]))
+
+
+def cat(matrices: Sequence[Matrix], dim: int = 0) -> Matrix:
+    """Matrices below one another (`dim` 0) or side by side (1), in the format and layout of the first.
+
+    Args:
+        matrices: at least one, without a batch dimension, of one dtype and device, as wide or as high as the first.
+        dim: 0, 1, -1 or -2.
+
+    Raises:
+        FormatError: they do not fit one another, there are none, or the whole does not fit the format.
+    """
+    axis, first = axis_of(dim), _checked(matrices)[0]
+    position: list[list[torch.Tensor]] = [[], []]
+    values, size = [], 0
+    for place, matrix in enumerate(matrices):
+        if matrix.shape[1 - axis] != first.shape[1 - axis] or matrix.dtype != first.dtype:
+            raise FormatError(f"matrix {place} is {matrix!r}, matrix 0 {first!r}: they differ beyond dimension {axis}")
+        found = matrix._triplets()
+        for other, index in enumerate((found.row.long(), found.col.long())):
+            position[other].append(index + size if other == axis else index)
+        values.append(found.values)
+        size += matrix.shape[axis]
+    shape = (size, first.shape[1]) if axis == 0 else (first.shape[0], size)
+    whole = coalesced(torch.cat(position[0]), torch.cat(position[1]), torch.cat(values), shape)
+    return type(first)._from_triplets(whole, None, first.index_dtype, **first.layout)
 
 
 class Ragged(NamedTuple):
