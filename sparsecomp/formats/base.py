@@ -22,6 +22,7 @@ from sparsecomp.formats.checks import check_shape, check_slice, check_tensor, ch
 from sparsecomp.formats.compare import allclose
 from sparsecomp.formats.indices import choose_index_dtype, index_dtype_for
 from sparsecomp.formats.operand import Block, ByRows, Operand, Shape
+from sparsecomp.formats.sparse_product import sparse_product
 from sparsecomp.formats.statistics import Statistics, statistics_of
 from sparsecomp.formats.triplets import Triplets
 
@@ -381,17 +382,26 @@ class SparseMatrix(Operand, ABC):
 
     # -- arithmetic
 
-    def __matmul__(self, dense: Tensor) -> Tensor:
+    @overload
+    def __matmul__(self, dense: "SparseMatrix") -> Self: ...
+    @overload
+    def __matmul__(self, dense: Tensor) -> Tensor: ...
+    def __matmul__(self, dense: "SparseMatrix | Tensor") -> "Self | Tensor":
         """S @ dense, for (columns,), (columns, n) or (…, columns, n); batches broadcast as in `torch.matmul`.
+
+        With a sparse matrix the sparse product, in this one's format: stored is every place that a product of two
+        stored elements reaches. It waits for the device, to know how many these are.
 
         Sums are float32 (float64 for float64), rounded once; gradients flow to `dense` and to `values`. A
         `SparseTensor` keeps what its later products need, and is the faster where there are many; in a graph that
         torch.compile may not break, write `torch.matmul`.
 
         Raises:
-            SparseOperatorError: `dense` is sparse too.
+            SparseOperatorError: `dense` is one of torch's sparse tensors.
             FormatError: shapes, dtypes or devices do not belong together.
         """
+        if isinstance(dense, SparseMatrix):
+            return sparse_product(self, dense)
         return products.product(self, dense, False)
 
     def __rmatmul__(self, dense: Tensor) -> Tensor:

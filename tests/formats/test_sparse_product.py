@@ -1,0 +1,124 @@
+"""Products of two sparse matrices beside dense ones and scipy's, with gradients, on made and on real matrices."""
+
+import gzip
+
+import pytest
+import torch
+from matrices import FOLDER
+
+from sparsecomp.errors import FormatError, SparseOperatorError
+from sparsecomp.formats import BSR, COO, CSC, CSR, NM
+
+ELEMENTS = pytest.mark.parametrize("kind", [COO, CSR, CSC], ids=lambda kind: kind.__name__)
+GRAPHS = ["bcsstk13.mtx.gz", "ca-CondMat.mtx.gz", "p2p-Gnutella31.mtx.gz"]
+
+
+def dense_of(rows: int, cols: int, density: float = 0.3, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(rows, cols, generator=generator) < density
+    return (torch.randn(rows, cols, generator=generator, dtype=torch.float64) * kept).to(dtype)
+
+
+@ELEMENTS
+@pytest.mark.parametrize("other", [COO, CSR, CSC, BSR], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("sizes", [(5, 7, 6), (1, 9, 1), (4, 1, 4), (0, 3, 2), (3, 0, 2), (3, 2, 0)], ids=str)
+def test_the_product_is_the_dense_one(kind, other, sizes):
+    a, b = dense_of(*sizes[:2]), dense_of(*sizes[1:], seed=1)
+    found = kind.from_dense(a) @ other.from_dense(b, **({"block": (2, 2)} if other is BSR else {}))
+    assert type(found) is kind and found.dtype is torch.float64
+    found.validate()
+    torch.testing.assert_close(found.to_dense(), a @ b)
+    if other is not BSR:  # every place that a product of stored elements reaches, and no other
+        assert found.nnz == ((a != 0).double() @ (b != 0).double()).count_nonzero()
+
+
+def test_stored_zeros_and_cancelled_sums_are_stored():
+    one = CSR.from_arrays(torch.tensor([0, 2]), torch.tensor([0, 1]), torch.tensor([1.0, 1.0]), (1, 2))
+    other = CSR.from_dense(torch.tensor([[2.0], [-2.0]]))
+    found = one @ other
+    assert found.nnz == 1 and found.to_dense().tolist() == [[0]]
+
+
+def test_blocks_and_slices_multiply_too():
+    a, b = dense_of(6, 8), dense_of(8, 4, seed=1)
+    blocks = BSR.from_dense(a, block=(2, 2)) @ BSR.from_dense(b, block=(2, 2))
+    assert isinstance(blocks, BSR) and blocks.block == (2, 2)
+    torch.testing.assert_close(blocks.to_dense(), a @ b)
+    torch.testing.assert_close((CSR.from_dense(a)[2:5] @ CSR.from_dense(b)).to_dense(), a[2:5] @ b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_sums_of_halves_are_float32(dtype):
+    a, b = dense_of(40, 500, dtype=dtype), dense_of(500, 30, seed=1, dtype=dtype)
+    found = (CSR.from_dense(a) @ CSR.from_dense(b)).to_dense()
+    expected = (a.double() @ b.double()).to(dtype)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@ELEMENTS
+def test_first_and_second_gradients(kind):
+    a, b = kind.from_dense(dense_of(5, 6)), CSR.from_dense(dense_of(6, 4, seed=1))
+
+    def product(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        return (a.with_values(values) @ b.with_values(others)).to_dense()
+
+    inputs = (a.values.clone().requires_grad_(), b.values.clone().requires_grad_())
+    assert torch.autograd.gradcheck(product, inputs)
+    assert torch.autograd.gradgradcheck(product, inputs)
+
+
+def test_a_gradient_for_one_of_two_and_for_empty_operands():
+    a, b = CSR.from_dense(dense_of(5, 6)), CSR.from_dense(torch.zeros(6, 4, dtype=torch.float64))
+    values = a.values.clone().requires_grad_()
+    (a.with_values(values) @ b).to_dense().sum().backward()
+    assert values.grad.tolist() == [0.0] * values.numel()
+
+
+def test_what_has_no_product():
+    a = CSR.from_dense(torch.ones(2, 3))
+    batch = CSR.from_dense(torch.ones(2, 3, 3))
+    for other in (a, a.mT.to(torch.float64), batch):
+        with pytest.raises(FormatError, match="have no product"):
+            a @ other
+    with pytest.raises(FormatError):
+        NM.from_dense(torch.eye(4), n=1, m=4) @ NM.from_dense(torch.ones(4, 4), n=4, m=4)  # rows of four, not of one
+    with pytest.raises(SparseOperatorError, match="to_dense"):
+        a @ torch.eye(3).to_sparse()
+
+
+def real(name: str) -> CSR:
+    scipy_io = pytest.importorskip("scipy.io", reason="scipy reads the files")
+    if not (FOLDER / name).exists():
+        pytest.skip(f"no real matrices: set SPARSECOMP_TEST_DATA ({FOLDER / name} is not there)")
+    with gzip.open(FOLDER / name) as file:
+        return CSR.from_scipy(scipy_io.mmread(file).astype("float64"))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_squares_of_real_matrices_are_scipys(name):
+    matrix = real(name)
+    theirs = matrix.to_scipy() @ matrix.to_scipy()
+    assert (matrix @ matrix).allclose(CSR.from_scipy(theirs), rtol=1e-12)
+
+
+def test_the_triangles_of_a_real_graph_are_the_published_number():
+    graph = real("ca-CondMat.mtx.gz")
+    row, col = graph.to(COO).row, graph.to(COO).col
+    edges = COO.from_triplets(row[row != col], col[row != col], torch.ones(int((row != col).sum())), graph.shape).to(
+        CSR
+    )
+    # each triangle is six closed walks of three steps; 173,361 stands in the Stanford Large Network Dataset Collection
+    assert (edges * (edges @ edges)).sum() / 6 == 173_361
+
+
+def test_a_galerkin_product_keeps_symmetry():
+    matrix = real("bcsstk13.mtx.gz")
+    size = matrix.shape[0]
+    groups = torch.arange(size) // 3
+    prolong = COO.from_triplets(
+        torch.arange(size), groups, torch.ones(size, dtype=torch.float64), (size, int(groups[-1]) + 1)
+    )
+    coarse = prolong.mT.to(CSR) @ matrix @ prolong
+    assert coarse.shape == (668, 668) and coarse.allclose(coarse.mT)
+    torch.testing.assert_close(coarse.sum(), matrix.sum())  # constants are prolonged to constants
