@@ -27,7 +27,7 @@ def union(one: Matrix, other: SparseMatrix) -> Matrix:
         FormatError: another shape, batch or device, or a sum that does not fit the format.
     """
     batches = _batches("sum", one, other)
-    parts = [matrix._triplets() for matrix in (one, other)]
+    parts = [matrix._terms() for matrix in (one, other)]
     dtype = torch.promote_types(one.dtype, other.dtype)
     row, col = (torch.cat([getattr(part, name).long() for part in parts]) for name in ("row", "col"))
     values = torch.cat([part.values.to(dtype).expand(*batches, -1) for part in parts], -1)
@@ -42,7 +42,7 @@ def intersection(one: Matrix, other: SparseMatrix) -> Matrix:
         FormatError: another shape, batch or device, or a product that does not fit the format.
     """
     batches = _batches("product", one, other)
-    a, b = (matrix._triplets() for matrix in (one, other))
+    a, b = (matrix._terms() for matrix in (one, other))
     dtype = torch.promote_types(one.dtype, other.dtype)
     keys, others = (pair_keys(part.row.long(), part.col.long(), one.shape) for part in (a, b))
     if keys is None or others is None:

@@ -91,6 +91,10 @@ class SparseMatrix(Operand, ABC):
     def _triplets(self) -> Triplets:
         """The stored elements in the shape, sorted; blocks and groups leave their zeros out."""
 
+    def _terms(self) -> Triplets:
+        """`_triplets` for arithmetic: with the zeros of blocks where their values want a gradient."""
+        return self._triplets()
+
     @abstractmethod
     def _positions(self) -> tuple[Tensor, Tensor]:
         """Row and column, int64, of each value of a compact matrix: they broadcast to `values` without its batch."""

@@ -50,7 +50,7 @@ def cat(matrices: Sequence[Matrix], dim: int = 0) -> Matrix:
     for place, matrix in enumerate(matrices):
         if matrix.shape[1 - axis] != first.shape[1 - axis] or matrix.dtype != first.dtype:
             raise FormatError(f"matrix {place} is {matrix!r}, matrix 0 {first!r}: they differ beyond dimension {axis}")
-        found = matrix._triplets()
+        found = matrix._terms()
         for other, index in enumerate((found.row.long(), found.col.long())):
             position[other].append(index + size if other == axis else index)
         values.append(found.values)

@@ -100,9 +100,22 @@ class _Blocks(Compressed):
         return cls._of_sorted(majors, minors, blocks, shape, dtype)
 
     def _triplets(self) -> Triplets:
+        return self._sorted(without_filler(self._elements()))
+
+    def _terms(self) -> Triplets:
+        if not self.values.requires_grad:
+            return self._triplets()
+        row, col, values, shape = self._elements()
+        inside = (row < shape[0]) & (col < shape[1])
+        return self._sorted(Triplets(row[inside], col[inside], values[..., inside], shape))
+
+    def _elements(self) -> Triplets:
+        """All elements of the blocks, by blocks."""
         this = self.compact()
         row, col = (index.flatten().to(self.index_dtype) for index in torch.broadcast_tensors(*this._positions()))
-        found = without_filler(Triplets(row, col, this.values.flatten(this._entry_dim), self.shape))
+        return Triplets(row, col, this.values.flatten(this._entry_dim), self.shape)
+
+    def _sorted(self, found: Triplets) -> Triplets:
         row, col, order = sorted_pairs(found.row, found.col, self.shape)
         return Triplets(row, col, take(found.values, -1, order), self.shape)
 

@@ -71,7 +71,7 @@ def function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _matmul(left: Any, right: Any) -> Tensor:
-    return product(right, left, True) if isinstance(left, Tensor) else product(left, right, False)
+    return product(right, left, True) if isinstance(left, Tensor) else left.__matmul__(right)
 
 
 def _operator(left: Any, right: Any) -> Tensor:

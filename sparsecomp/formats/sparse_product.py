@@ -48,7 +48,7 @@ def sparse_product(one: Matrix, other: SparseMatrix) -> Matrix:
             f"{one!r} and {other!r} have no product: they need inner dimensions that are equal, one dtype and device, "
             "and no batch"
         )
-    (a, a_values), (b, b_values) = (_by_rows(matrix._triplets()) for matrix in (one, other))
+    (a, a_values), (b, b_values) = (_by_rows(matrix._terms()) for matrix in (one, other))
     found, values = _multiplied(a, a_values, b, b_values)
     return type(one)._from_triplets(
         Triplets(found.row, found.indices.long(), values, found.shape), None, one.index_dtype, **one.layout

@@ -156,3 +156,22 @@ def test_what_cannot_be_concatenated():
             cat(others)
     with pytest.raises(FormatError, match="dim is 2"):
         cat([one], 2)
+
+
+@pytest.mark.parametrize("kind", [BSR, BCSC], ids=lambda kind: kind.__name__)
+def test_zeros_of_blocks_have_gradients(kind):
+    dense = torch.tensor([[1.0, 0, 0], [0, 2, 0], [0, 0, 3]], dtype=torch.float64)  # odd, with a zero in each block
+    other = CSR.from_dense(torch.ones(3, 3, dtype=torch.float64))
+    for combine in (
+        lambda one: one * other, lambda one: one + other, lambda one: one @ other, lambda one: cat([one, one], 0),
+    ):  # fmt: skip
+        matrix, whole = pair(kind, {"block": (2, 2)}, dense)
+        (mine,) = torch.autograd.grad(combine(matrix).to_dense().sum(), matrix.values)
+        if combine(matrix).shape == (6, 3):
+            expected = 2 * torch.ones(3, 3, dtype=torch.float64)
+        else:
+            expected = torch.full(
+                (3, 3), 3.0 if torch.equal(combine(matrix).to_dense(), dense @ other.to_dense()) else 1.0
+            )
+        (theirs,) = torch.autograd.grad((whole * expected).sum(), matrix.values)
+        torch.testing.assert_close(mine, theirs)

@@ -28,6 +28,7 @@ def test_the_product_is_the_dense_one(kind, other, sizes):
     assert type(found) is kind and found.dtype is torch.float64
     found.validate()
     torch.testing.assert_close(found.to_dense(), a @ b)
+    torch.testing.assert_close(torch.matmul(kind.from_dense(a), CSR.from_dense(b)).to_dense(), a @ b)
     if other is not BSR:  # every place that a product of stored elements reaches, and no other
         assert found.nnz == ((a != 0).double() @ (b != 0).double()).count_nonzero()
 
