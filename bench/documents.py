@@ -8,6 +8,7 @@ from typing import Any
 from bench import table
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
+from bench.sparse import algebra
 from bench.timing import place
 
 ROOT = Path(__file__).parents[1]
@@ -20,8 +21,8 @@ def _study(name: str, rows_to_table: Callable[..., str]) -> Part:
     return lambda results: rows_to_table(json.loads((results / f"{name}.json").read_text())["result"])
 
 
-def _local(name: str, rows_to_table: Callable[[list[dict[str, Any]]], str]) -> Part:
-    """Of layers of fixed fan-in, which are measured when someone gets to it."""
+def _if_measured(name: str, rows_to_table: Callable[[list[dict[str, Any]]], str]) -> Part:
+    """Of a study with its machine; which one does it, where nobody has yet."""
 
     def part(results: Path) -> str:
         path = results / f"{name}.json"
@@ -42,8 +43,9 @@ PARTS: dict[str, dict[str, Part]] = {
         "results": table.markdown,
         "resu-mnist": _study("resu_mnist", resu_mnist.table),
         "prune-minilm": _study("prune_minilm", prune_minilm.table),
-        "geo-speed": _local("geo_speed", speeds.table),
-        "geo": _local("geo", scores.table),
+        "algebra": _if_measured("algebra", algebra.table),
+        "geo-speed": _if_measured("geo_speed", speeds.table),
+        "geo": _if_measured("geo", scores.table),
     },
 }
 

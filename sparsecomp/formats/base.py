@@ -405,7 +405,10 @@ class SparseMatrix(Operand, ABC):
             FormatError: shapes, dtypes or devices do not belong together.
         """
         if isinstance(dense, SparseMatrix):
-            return sparse_product(self, dense)
+            (pointers, indices, shape), values = sparse_product(self, dense)
+            dtype = choose_index_dtype(None, self.index_dtype, *shape, indices.numel())
+            by_rows = FORMATS["CSR"](pointers.to(dtype), indices.to(dtype), values, shape=shape)
+            return by_rows.to(type(self), **self.layout)
         return products.product(self, dense, False)
 
     def __rmatmul__(self, dense: Tensor) -> Tensor:

@@ -13,14 +13,22 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.formats.indices import index_dtype_for, pair_keys, rows_of, sorted_pairs, take
+from sparsecomp.formats.indices import (
+    index_dtype_for,
+    pair_keys,
+    pointers_of,
+    rows_of,
+    sorted_pairs,
+    sorted_within,
+    take,
+)
 from sparsecomp.formats.triplets import Triplets
 
 if TYPE_CHECKING:
-    from sparsecomp.formats.base import Matrix, SparseMatrix
+    from sparsecomp.formats.base import SparseMatrix
 
 
-class Rows(NamedTuple):
+class StoredRows(NamedTuple):
     """Where a matrix by rows stores: pointers (rows + 1,) and indices (entries,), ascending in a row; and its shape."""
 
     pointers: Tensor
@@ -33,14 +41,13 @@ class Rows(NamedTuple):
         return rows_of(self.pointers, self.indices.numel(), torch.int64)
 
 
-def sparse_product(one: Matrix, other: SparseMatrix) -> Matrix:
-    """one @ other in the format of the first: stored is every place that a product of two stored elements reaches.
+def sparse_product(one: SparseMatrix, other: SparseMatrix) -> tuple[StoredRows, Tensor]:
+    """Where one @ other stores, every place that a product of two stored elements reaches, and the values there.
 
     Sums are float32 for half precision, rounded once. Gradients flow to the values of both.
 
     Raises:
-        FormatError: shapes, dtypes or devices do not belong together, one is a batch, or the product does not fit the
-            format of the first.
+        FormatError: shapes, dtypes or devices do not belong together, or one is a batch.
     """
     fits = one.shape[1] == other.shape[0] and one.dtype is other.dtype and one.device == other.device
     if not fits or one.batch is not None or other.batch is not None:
@@ -48,38 +55,35 @@ def sparse_product(one: Matrix, other: SparseMatrix) -> Matrix:
             f"{one!r} and {other!r} have no product: they need inner dimensions that are equal, one dtype and device, "
             "and no batch"
         )
-    (a, a_values), (b, b_values) = (_by_rows(matrix._terms()) for matrix in (one, other))
-    found, values = _multiplied(a, a_values, b, b_values)
-    return type(one)._from_triplets(
-        Triplets(found.row, found.indices.long(), values, found.shape), None, one.index_dtype, **one.layout
-    )
+    return _multiplied(*_by_rows(one._terms()), *_by_rows(other._terms()))
 
 
-def _by_rows(elements: Triplets) -> tuple[Rows, Tensor]:
+def _by_rows(elements: Triplets) -> tuple[StoredRows, Tensor]:
     dtype = index_dtype_for(*elements.shape, elements.row.numel())
-    pointers = torch.ops.aten._convert_indices_from_coo_to_csr.default(
-        elements.row.contiguous(), elements.shape[0], out_int32=dtype is torch.int32
-    )
-    return Rows(pointers, elements.col.to(dtype), elements.shape), elements.values
+    pointers = pointers_of(elements.row, elements.shape[0], dtype)
+    return StoredRows(pointers, elements.col.to(dtype), elements.shape), elements.values
 
 
-def _multiplied(a: Rows, a_values: Tensor, b: Rows, b_values: Tensor) -> tuple[Rows, Tensor]:
+def _multiplied(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor) -> tuple[StoredRows, Tensor]:
     """The product's places and values."""
     values, pointers, indices = _Product.apply(a_values, b_values, a, b)  # pyright: ignore[reportGeneralTypeIssues]
-    return Rows(pointers, indices, (a.shape[0], b.shape[1])), values
+    return StoredRows(pointers, indices, (a.shape[0], b.shape[1])), values
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a_values: Tensor, b_values: Tensor, a: Rows, b: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, a_values: Tensor, b_values: Tensor, a: StoredRows, b: StoredRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(a_values.dtype, torch.float32)
         product = _torchs(a, a_values.to(wide)) @ _torchs(b, b_values.to(wide))
-        pointers, indices, values = product.crow_indices(), product.col_indices(), product.values()
-        shape = (a.shape[0], b.shape[1])
+        shape, values = (a.shape[0], b.shape[1]), product.values()
+        dtype = index_dtype_for(*shape, values.numel())
+        pointers, indices = product.crow_indices().to(dtype), product.col_indices().to(dtype)
         row = rows_of(pointers, indices.numel(), indices.dtype)
-        _, indices, order = sorted_pairs(row, indices, shape)  # torch promises no order within a row
+        indices, order = sorted_within(row, indices, shape)  # torch promises no order within a row
         ctx.save_for_backward(a_values, b_values)
-        ctx.places = a, b, Rows(pointers, indices, shape)
+        ctx.places = a, b, StoredRows(pointers, indices, shape)
         ctx.mark_non_differentiable(pointers, indices)
         return take(values, 0, order).to(a_values.dtype), pointers, indices
 
@@ -94,19 +98,19 @@ class _Product(torch.autograd.Function):
         return by_a, by_b, None, None
 
 
-def _torchs(rows: Rows, values: Tensor) -> Tensor:
+def _torchs(rows: StoredRows, values: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that its sparse layouts are beta
         return torch.sparse_csr_tensor(rows.pointers, rows.indices, values, rows.shape, check_invariants=False)
 
 
-def _transposed(rows: Rows, values: Tensor) -> tuple[Rows, Tensor]:
+def _transposed(rows: StoredRows, values: Tensor) -> tuple[StoredRows, Tensor]:
     shape = (rows.shape[1], rows.shape[0])
     row, col, order = sorted_pairs(rows.indices.long(), rows.row, shape)
     return _by_rows(Triplets(row, col, take(values, 0, order), shape))
 
 
-def _at(wanted: Rows, found: Rows, values: Tensor) -> Tensor:
+def _at(wanted: StoredRows, found: StoredRows, values: Tensor) -> Tensor:
     """The elements of a matrix at other places; 0 where it stores none."""
     keys, others = (pair_keys(one.row, one.indices.long(), one.shape) for one in (found, wanted))
     if keys is None or others is None:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from bench.masked import prune_minilm, resu_mnist, sparse_training
 from bench.masked.sparse_training import Masked
+from bench.sparse import algebra
 from sparsecomp.runtime import erk_budget, masked_weights, wrap_module
 
 ROOT = Path(__file__).parents[2]
@@ -201,3 +202,14 @@ def test_pruned_models_have_their_sparsity_and_a_shift_repairs_the_mean(minilm):
 def test_a_small_run_has_the_known_order(minilm):
     random, wanda = (row["cosine"]["0.5"] for row in prune_minilm.run(8, 8, (0.5,), ("random", "Wanda")))
     assert random < 0.4 < 0.6 < wanda < 1
+
+
+def test_patterns_and_products_are_timed_beside_scipys(monkeypatch):
+    monkeypatch.delenv("SPARSECOMP_TEST_DATA", raising=False)
+    monkeypatch.setattr(algebra, "RANDOM", 64)
+    rows = list(algebra.run(entries=500, size=40, rounds=1))
+    assert len(rows) == 6 and all(row["sparsecomp"] > 0 and row["scipy"] > 0 for row in rows)
+    lines = algebra.table(rows).splitlines()
+    assert len(lines) == 8 and lines[2].startswith("| union, 0.0005 M entries |")
+    for _, (ours, theirs) in algebra.pattern_cases(500, 40):  # both find the same
+        assert ours().nnz == (found := theirs()).count_nonzero() and found.shape == (40, 40)
