@@ -609,6 +609,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], typ
         lambda state: {name: one for name, one in state.items() if name != "2.bias"}, {}, CheckpointError,
         "lacks 2.bias",
     ),
+    "sparse layers for dense ones": (
+        lambda state: {name.replace("2.weight", "2.values"): one for name, one in state.items()}, {}, CheckpointError,
+        "the model's 2 is dense and the checkpoint's sparse: sparsify",
+    ),
     "too much": (lambda state: state | {"5.bias": torch.ones(3)}, {}, CheckpointError, "no place for 5.bias"),
     "no state": (lambda state: [*state], {}, InputError, "state is a list"),
     "a name that is none": (lambda state: state | {3: torch.ones(3)}, {}, CheckpointError, "key 3, needs names"),
