@@ -109,7 +109,7 @@ def _faults(
     lacking, unknown = own.keys() - given.keys(), given.keys() - own.keys()
     prefixes = sorted(name.removesuffix("weight") for name in lacking if name.endswith("weight"))
     if strict and (sparse := [prefix.rstrip(".") or "itself" for prefix in prefixes if f"{prefix}values" in unknown]):
-        yield f"the model's {', '.join(sparse)} is dense and the checkpoint's sparse: sparsify the model before loading"
+        yield f"sparse in the checkpoint, dense in the model: {', '.join(sparse)}; sparsify the model before loading"
     for what, names in (("lacks", lacking), ("has no place for", unknown)):
         if strict and names:
             subject = "the checkpoint" if what == "lacks" else "the model"

@@ -610,8 +610,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], typ
         "lacks 2.bias",
     ),
     "sparse layers for dense ones": (
-        lambda state: {name.replace("2.weight", "2.values"): one for name, one in state.items()}, {}, CheckpointError,
-        "the model's 2 is dense and the checkpoint's sparse: sparsify",
+        lambda state: {"2.values" if name == "2.weight" else name: one for name, one in state.items()}, {},
+        CheckpointError, "sparse in the checkpoint, dense in the model: 2; sparsify",
     ),
     "too much": (lambda state: state | {"5.bias": torch.ones(3)}, {}, CheckpointError, "no place for 5.bias"),
     "no state": (lambda state: [*state], {}, InputError, "state is a list"),
