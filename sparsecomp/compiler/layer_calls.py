@@ -128,7 +128,7 @@ def _is_leaf(module: nn.Module, model: nn.Module) -> bool:
     if any(module.children()):
         return False
     # of a model that is all functions, those are the layers
-    return module is not model or type(module).__module__.startswith("torch.nn.modules.")
+    return module is not model or type(module).__module__.startswith(("torch.nn.modules.", "sparsecomp.nn."))
 
 
 def _users_line() -> tuple[str, int]:

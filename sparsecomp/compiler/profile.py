@@ -111,7 +111,7 @@ class Profile:
         return f"{self.device}, mean of {self.repetitions}"
 
     def __str__(self) -> str:
-        return rendered(self.to_table())
+        return rendered(self.to_table()) if self.layers else f"{self._title}: the model called no layer"
 
 
 def profile(

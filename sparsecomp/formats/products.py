@@ -106,7 +106,7 @@ def _sizes(operand: Any) -> tuple[int, ...]:
     return (*(() if batch is None else (batch,)), *getattr(operand, "shape", ()))
 
 
-_DIMENSIONS = {"mm": (2, 2), "mv": (2, 1), "bmm": (3, 3)}
+_DIMENSIONS = {"mm": (2, 2), "addmm": (2, 2), "mv": (2, 1), "bmm": (3, 3)}
 
 
 def _mm(left: Any, right: Any) -> Tensor:

@@ -106,7 +106,11 @@ def _faults(
     own: Mapping[str, Any], given: Mapping[str, Any], strict: bool, of_patterns: set[str]
 ) -> Iterator[str]:
     """What torch would refuse: `of_patterns` names tensors whose sizes are checked elsewhere."""
-    for what, names in (("lacks", own.keys() - given.keys()), ("has no place for", given.keys() - own.keys())):
+    lacking, unknown = own.keys() - given.keys(), given.keys() - own.keys()
+    prefixes = sorted(name.removesuffix("weight") for name in lacking if name.endswith("weight"))
+    if strict and (sparse := [prefix.rstrip(".") or "itself" for prefix in prefixes if f"{prefix}values" in unknown]):
+        yield f"sparse in the checkpoint, dense in the model: {', '.join(sparse)}; sparsify the model before loading"
+    for what, names in (("lacks", lacking), ("has no place for", unknown)):
         if strict and names:
             subject = "the checkpoint" if what == "lacks" else "the model"
             yield f"{subject} {what} {', '.join(sorted(names))}: strict=False leaves that out of account"

@@ -43,9 +43,7 @@ def _linear(cls: type, input: Tensor, weight: Tensor, bias: Tensor | None = None
 def _matmul(cls: type, input: Tensor, other: Tensor) -> Tensor:
     if isinstance(other, cls):
         return _product(other.t(), input, None, None, True, "column", 1.0)
-    if other.dim() == 1:
-        return _product(input, other, None, None, True, "column", 1.0)
-    return _product(input, other, None, None, False, "column", 1.0)
+    return _product(input, other, None, None, isinstance(other, Tensor) and other.dim() == 1, "column", 1.0)
 
 
 @_handles(torch.mm, Tensor.mm)
@@ -70,6 +68,7 @@ def _rmatmul(cls: type, input: Tensor, other: Tensor) -> Tensor:
 def _addmm(cls: type, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if isinstance(input, cls):
         raise SparseOperatorError("addmm takes a SparseTensor as a factor, not to be added: use to_dense()")
+    check_dimensions("addmm", mat1, mat2)
     linear = isinstance(mat2, cls)
     sparse, dense = (mat2.t(), mat1) if linear else (mat1, mat2)
     shape = (mat1.shape[0], mat2.shape[1])
@@ -90,6 +89,9 @@ def _embedding(
     cls: type, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
+    if not isinstance(weight, cls) or not isinstance(input, Tensor):
+        given = f"{type(input).__name__} and {type(weight).__name__}"
+        raise SparseOperatorError(f"embedding takes a tensor of indices and a SparseTensor as its weight, not {given}")
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
         raise SparseOperatorError("embedding of a SparseTensor takes no options: leave them out, or use to_dense()")
     return rows_by_values(weight, input) if _compat.inside_forward_mode() else sparse_rows(weight, input)

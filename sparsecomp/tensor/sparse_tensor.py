@@ -15,6 +15,7 @@ from sparsecomp import _compat
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import CSR, SparseMatrix
 from sparsecomp.formats.base import FORMATS, target_format
+from sparsecomp.formats.checks import check_tensor
 from sparsecomp.formats.files import Stored
 from sparsecomp.ops.sparse.sparse_matmul import sparse_to_dense
 from sparsecomp.reference.patterns import Layout
@@ -71,7 +72,14 @@ class SparseTensor(Tensor):
     def from_dense(
         cls, dense: Tensor, format: type[SparseMatrix] = CSR, threshold: float = 0.0, **layout: Any
     ) -> "SparseTensor":
-        """What `format.from_dense` stores of a dense (rows, columns) tensor, as a tensor that needs no gradient."""
+        """What `format.from_dense` stores of a dense (rows, columns) tensor, as a tensor that needs no gradient.
+
+        Raises:
+            FormatError: no dense tensor, no format, or settings that do not fit it.
+        """
+        if not (isinstance(format, type) and issubclass(format, SparseMatrix)):
+            raise FormatError(f"format is {format!r}, needs a class of sparsecomp.formats, such as CSR")
+        check_tensor("dense", dense)
         return cls(format.from_dense(dense.detach(), threshold, **layout))
 
     # -- what it holds
@@ -114,11 +122,27 @@ class SparseTensor(Tensor):
         return SparseTensor(self.matrix.to(kind, **kwargs))
 
     def with_values(self, values: Tensor) -> "SparseTensor":
-        """The same pattern with other values, of any dtype and the shape of `values()`."""
+        """The same pattern with other values, of any dtype and the shape of `values()`.
+
+        Raises:
+            FormatError: values of another shape, or on another device.
+        """
+        check_tensor("values", values)
+        if (values.shape, values.device) != (self._values.shape, self.device):
+            raise FormatError(
+                f"values have shape {tuple(values.shape)} on {values.device}, the pattern needs "
+                f"{tuple(self._values.shape)} on {self.device}"
+            )
         return type(self)._make(values, self.pattern, self._transpose)
 
     def same_pattern(self, other: "SparseTensor") -> bool:
-        """Whether both store the same elements; reads from the device unless they share their pattern."""
+        """Whether both store the same elements; reads from the device unless they share their pattern.
+
+        Raises:
+            FormatError: `other` is no SparseTensor.
+        """
+        if not isinstance(other, SparseTensor):
+            raise FormatError(f"other is a {type(other).__name__}, needs a SparseTensor")
         return self._transpose == other._transpose and self.pattern.same_as(other.pattern)
 
     def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -67,7 +67,7 @@ def sparsify(
     statistics = _statistics(model, layers, config, batches, forward or model, token_mask)
     with torch.inference_mode(False), torch.no_grad():
         found = _sparse(layers, config, statistics)
-    kept |= {} if found else dict.fromkeys(layers, f"dense by {config}")
+    kept |= {} if found else dict.fromkeys(layers, f"too few zeros for {config}")
     if kept:
         warnings.warn(f"sparsify leaves layers as they are: {told(kept)}", stacklevel=2)
     return replace_layers(model, found)
@@ -100,9 +100,12 @@ def _layers(model: nn.Module, filter: Filter | None) -> tuple[dict[str, nn.Linea
     layers = {name: layer for name, layer in linear.items() if _is_chosen(filter, layer, name)}
     done = {name: _DONE for name, layer in sparse.items() if _is_chosen(filter, layer, name)}
     if not layers and not done:
-        names = ", ".join(list(linear)[:5]) or "none at all"
         if not sparse:
-            raise MaskError(f"no linear layer is taken; the model's are {names}: see named_modules() and the filter")
+            names = ", ".join(name or "the model itself" for name in list(linear)[:5])
+            raise MaskError(
+                f"the filter takes none of the model's linear layers, such as {names}" if linear else
+                "the model has no nn.Linear, the one kind of layer that sparsify stores sparse"
+            )  # fmt: skip
         done = dict.fromkeys(sparse, _DONE)
     kept = {name: why for name, layer in layers.items() if (why := obstacle(layer, SparseLinear))}
     for name, layer in layers.items():

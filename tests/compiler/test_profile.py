@@ -14,6 +14,7 @@ import sparsecomp
 from sparsecomp.compiler.profile import LayerProfile, Profile, block_size
 from sparsecomp.errors import ExtraError
 from sparsecomp.lowering.tuning.progress import Progress
+from sparsecomp.nn import SparseLinear
 
 try:
     from spikingjelly.activation_based import neuron
@@ -37,6 +38,16 @@ def test_density_and_empty_blocks_are_exact():
 @pytest.mark.parametrize(("height", "block"), [(224, 16), (56, 16), (55, 8), (14, 8), (13, 4), (8, 4), (7, None)])
 def test_the_block_rule(height, block):
     assert block_size(height) == block
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(8, 4), SparseLinear.from_linear(nn.Linear(8, 4), sparsity=0.5)])
+def test_a_layer_alone_is_a_model_of_one(layer):
+    (found,) = sparsecomp.profile(layer, torch.eye(8), repetitions=1).layers
+    assert (found.kind, found.calls, found.density) == (type(layer).__name__, 1, 1 / 8)
+
+
+def test_a_profile_without_layers_says_so():
+    assert "no layer" in str(sparsecomp.profile(lambda x: x + 1, torch.ones(2)))
 
 
 class Slow(nn.Module):

@@ -609,6 +609,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], dict[str, Any], typ
         lambda state: {name: one for name, one in state.items() if name != "2.bias"}, {}, CheckpointError,
         "lacks 2.bias",
     ),
+    "sparse layers for dense ones": (
+        lambda state: {"2.values" if name == "2.weight" else name: one for name, one in state.items()}, {},
+        CheckpointError, "sparse in the checkpoint, dense in the model: 2; sparsify",
+    ),
     "too much": (lambda state: state | {"5.bias": torch.ones(3)}, {}, CheckpointError, "no place for 5.bias"),
     "no state": (lambda state: [*state], {}, InputError, "state is a list"),
     "a name that is none": (lambda state: state | {3: torch.ones(3)}, {}, CheckpointError, "key 3, needs names"),

@@ -381,6 +381,32 @@ def test_a_batch_or_a_dense_tensor_is_no_sparse_tensor():
         SparseTensor(formats.CSR.from_dense(torch.ones(2, 3, 3)))
 
 
+_MISUSES = {
+    "from a list": (FormatError, "dense is a list", lambda one: SparseTensor.from_dense([[1.0]])),
+    "from nothing": (FormatError, "dense is a NoneType", lambda one: SparseTensor.from_dense(None)),
+    "from torch's own sparse": (FormatError, "layout", lambda one: SparseTensor.from_dense(torch.eye(2).to_sparse())),
+    "a format's name": (FormatError, "'csr', needs a class", lambda one: SparseTensor.from_dense(torch.eye(2), "csr")),
+    "no format": (FormatError, "needs a class", lambda one: SparseTensor.from_dense(torch.eye(2), None)),
+    "a matrix as format": (FormatError, "needs a class", lambda one: SparseTensor.from_dense(torch.eye(2), one.matrix)),
+    "values in a list": (FormatError, "values is a list", lambda one: one.with_values([1.0] * 4)),
+    "too few values": (FormatError, "the pattern needs", lambda one: one.with_values(torch.ones(3))),
+    "values elsewhere": (FormatError, "on meta", lambda one: one.with_values(one.values().to("meta"))),
+    "pattern of a dense tensor": (FormatError, "other is a Tensor", lambda one: one.same_pattern(torch.eye(4))),
+    "product of two matrices": (SparseOperatorError, "with a CSR", lambda one: one @ one.matrix),
+    "addmm by a vector": (FormatError, "addmm takes", lambda one: torch.addmm(torch.eye(4), one, torch.ones(4))),
+    "rows by no index": (SparseOperatorError, "NoneType", lambda one: F.embedding(None, one)),
+    "rows by a list": (SparseOperatorError, "list", lambda one: F.embedding([0], one)),
+    "sparse index": (SparseOperatorError, "indices", lambda one: F.embedding(one, torch.eye(4))),
+}
+
+
+@pytest.mark.parametrize("misuse", _MISUSES)
+def test_a_misuse_is_told_as_one(misuse):
+    kind, told, wrong = _MISUSES[misuse]
+    with pytest.raises(kind, match=told):
+        wrong(SparseTensor.from_dense(torch.eye(4)))
+
+
 def test_one_weight_used_twice_in_a_compiled_graph_and_two_patterns_that_cannot_be_compared():
     weight = nn.Parameter(tensor(8, 8))
 

@@ -80,7 +80,7 @@ def test_bad_settings_and_weights_change_nothing():
     model = network()
     good = {"sparsity": 0.5, "start": 0, "end": 4, "every": 2}
     for wrong, kind, message in (
-        ({"every": 3}, ConfigError, "at equal steps"), ({"start": 6}, ConfigError, "start 6, end 4"),
+        ({"every": 3}, ConfigError, "a multiple of every"), ({"start": 6}, ConfigError, "is 6, end 4"),
         ({"every": 0}, ConfigError, "every 0"), ({"budget": "best"}, ConfigError, "uniform, erk, global"),
         ({"sparsity": 1.0}, ScheduleError, "lies in"), ({"shape": "step"}, ScheduleError, "unknown"),
         ({"filter": lambda name: False}, ConfigError, "no masked weight"),

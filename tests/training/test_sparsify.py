@@ -192,7 +192,7 @@ def _with_nan() -> nn.Module:
         (_with_nan, Unstructured(0.5), MaskError, "2: .*NaN"),
         (_net, Unstructured(0.5, by=Wanda()), MaskError, "give batches="),
         (_net, NM(2, 5), MaskError, "groups of 5"),
-        (lambda: nn.Sequential(nn.ReLU()), Unstructured(0.5), MaskError, "no linear layer"),
+        (lambda: nn.Sequential(nn.ReLU()), Unstructured(0.5), MaskError, "has no nn.Linear"),
         (_net, Unstructured, MaskError, "give one such as"),
         (_net, 0.9, MaskError, "give one such as"),
         (lambda: _net().to("meta"), Unstructured(0.5), FormatError, "0 is on the meta device"),
@@ -494,7 +494,7 @@ def test_layers_are_made_sparse_one_after_another() -> None:
 
 def test_a_config_that_takes_nothing_says_so() -> None:
     model = _net()
-    with pytest.warns(UserWarning, match=r"0, 2 .dense by FromMask\(least=0.5, format=CSR\)"):
+    with pytest.warns(UserWarning, match=r"0, 2 .too few zeros for FromMask\(least=0.5, format=CSR\)"):
         sparsify(model, FromMask())
     assert type(model[0]) is nn.Linear
 

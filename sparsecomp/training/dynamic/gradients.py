@@ -65,7 +65,7 @@ class GradientAccumulator:
         """
         rows, cols = kept.shape
         if not self._inputs:
-            raise PatternError("no backward reached the layer: run one within watching()")
+            raise PatternError("no backward reached the layer: run one in watch(), or an accumulator's watching()")
         if not 0 <= count <= rows * cols - kept.nnz:
             raise PatternError(f"{count} elements were asked for, of {rows * cols - kept.nnz} outside of {kept!r}")
         x, gradient = (torch.cat(given).float() for given in (self._inputs, self._gradients))

@@ -53,7 +53,9 @@ class GradualPruning:
         shape: str = "cubic", budget: str = "uniform", filter: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip
         if every < 1 or not 0 <= start <= end or (end - start) % every:
-            raise ConfigError(f"start {start}, end {end}, every {every}: prunings at equal steps from start to end")
+            raise ConfigError(
+                f"start is {start}, end {end} and every {every}: end - start must be 0 or more and a multiple of every"
+            )
         if budget not in BUDGETS:
             raise ConfigError(f"budget is {budget!r}: give one of {', '.join(BUDGETS)}")
         self.start, self.end, self.every, self.steps = start, end, every, 0
