@@ -346,7 +346,8 @@ class StoredWeight(nn.Module):
                 # of another dtype for a moment: else torch keeps the node of an earlier graph that adds up gradients,
                 # for as long as somebody holds a loss of it, and with it the former size
                 fresh = own.data.new_empty(given.shape)
-                self.values.data = fresh.to(torch.float64 if fresh.dtype is torch.float32 else torch.float32)
+                other = torch.float64 if fresh.dtype is torch.float32 else torch.float32
+                self.values.data = fresh.new_empty(0, dtype=other)
                 self.values.data = fresh
                 self.values.grad = None  # of other elements
             elif name == "indices":
