@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sparsecomp.tensor.sparse_tensor import SparseTensor
     from sparsecomp.training.densify import densify
     from sparsecomp.training.pruning.layouts import NM, Block, FromMask, Unstructured
-    from sparsecomp.training.pruning.pruners import Magnitude, SparseGPT, Wanda
+    from sparsecomp.training.pruning.pruners import Magnitude, Random, SparseGPT, Wanda
     from sparsecomp.training.sparsify import sparsify
 
 __version__ = "0.2.0"
@@ -54,6 +54,7 @@ _HOME = {
     "SparseTensor": "tensor.sparse_tensor",
     "SparsecompError": "errors",
     "Unstructured": "training.pruning.layouts",
+    "Random": "training.pruning.pruners",
     "Wanda": "training.pruning.pruners",
     "densify": "training.densify",
     "explain": "compiler.explain",
@@ -78,6 +79,7 @@ __all__ = [
     "OptionError",
     "Options",
     "PatternError",
+    "Random",
     "Report",
     "RuleError",
     "Site",

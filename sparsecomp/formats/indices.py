@@ -109,7 +109,7 @@ def sorted_union(one: Tensor, other: Tensor) -> Tensor:
 
 def sort_keys(keys: Tensor) -> Tensor:
     """`keys` sorted; their memory may be used."""
-    if keys.device.type == "cpu" and _numpy() is not None:
+    if keys.device.type == "cpu" and type(keys) is Tensor and _numpy() is not None:
         # where it finds runs it merges them in one pass, and torch's sort carries a permutation along
         keys.numpy().sort(kind="stable")
         return keys
@@ -118,7 +118,7 @@ def sort_keys(keys: Tensor) -> Tensor:
 
 def select_keys(keys: Tensor, kept: Tensor, count: int | None = None) -> Tensor:
     """Those of `keys` of which `kept` is true; nothing is read from a device if their `count` is known."""
-    if keys.device.type == "cpu" and _numpy() is not None:
+    if keys.device.type == "cpu" and type(keys) is type(kept) is Tensor and _numpy() is not None:
         return torch.from_numpy(keys.numpy()[kept.numpy()])  # five times as fast as torch's
     if count is None:
         return keys[kept]

@@ -49,13 +49,13 @@ class Pattern:
             PatternError: a shape of more than 2**62 elements.
         """
         matrix = getattr(stored, "matrix", stored)
-        if isinstance(matrix, SparseMatrix):
+        if isinstance(matrix, SparseMatrix) and not matrix.values.is_meta:
             row, col, _, shape = matrix._triplets()
             return cls(_keys(row, col, shape), shape)
-        if not isinstance(matrix, Tensor) or matrix.dim() != 2 or matrix.is_meta:
+        if not isinstance(matrix, Tensor) or matrix.layout != torch.strided or matrix.dim() != 2 or matrix.is_meta:
             raise PatternError(
-                f"{type(matrix).__name__} has no pattern: needs a sparse matrix, or a tensor (rows, columns) that has "
-                "contents"
+                f"{type(matrix).__name__} has no pattern: needs a matrix of sparsecomp.formats, or a dense tensor "
+                "(rows, columns), that has contents"
             )
         shape = check_shape(tuple(matrix.shape))
         return cls(matrix.reshape(-1).nonzero().squeeze(1).to(_dtype(shape)), shape)
@@ -211,6 +211,7 @@ class Pattern:
 
     def __le__(self, other: "Pattern") -> bool:
         """Whether `other` has all elements of this; reads one flag from the device."""
+        self._check(other)
         return self.nnz <= other.nnz and bool(other.contains(self).all())
 
     def __ge__(self, other: "Pattern") -> bool:
@@ -248,10 +249,12 @@ class Pattern:
 
     def _kept(self, keys: Tensor, kept: Tensor, nnz: int | None, halved: bool = False) -> "Pattern":
         found = select_keys(keys, kept, nnz)
+        if nnz is not None and found.numel() != nnz:  # a GPU does as it is told
+            raise PatternError(f"nnz is {nnz}, the result has {found.numel()} elements: leave it out where unknown")
         return Pattern(found >> 1 if halved else found, self.shape)
 
     def _check(self, other: "Pattern") -> None:
-        if self.shape != other.shape or self.device != other.device:
+        if not isinstance(other, Pattern) or self.shape != other.shape or self.device != other.device:
             raise PatternError(f"{self!r} and {other!r} do not belong together: they need one shape and one device")
 
 

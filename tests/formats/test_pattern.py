@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsecomp.errors import FormatError, PatternError
 from sparsecomp.formats import BSR, COO, CSC, CSR, NM, Pattern
@@ -105,3 +106,23 @@ def test_what_does_not_belong_together_is_refused():
         Pattern.of(torch.ones(2, 2, device="meta"))
     with pytest.raises(FormatError, match="row"):
         Pattern.from_positions(torch.tensor([2]), torch.tensor([0]), (2, 2))
+
+
+def test_a_wrong_size_and_operands_of_other_kinds_are_refused():
+    a, b = pattern_of({(0, 0), (1, 2)}, (2, 3)), pattern_of({(0, 0)}, (2, 3))
+    for wrong in (1, 3):
+        with pytest.raises(PatternError, match=f"nnz is {wrong}, the result has 2"):
+            a.union(b, wrong)
+    dense = torch.eye(3)
+    for other in (dense.to_sparse(), dense.to_sparse_csr(), dense.to("meta"), [[1.0]]):
+        with pytest.raises(PatternError, match="has no pattern"):
+            Pattern.of(other)
+    for compare in (lambda: a <= 3, lambda: a | {(0, 0)}, lambda: b <= pattern_of({(0, 0)}, (3, 3))):
+        with pytest.raises(PatternError, match="do not belong together"):
+            compare()
+
+
+def test_fake_tensors_have_patterns_of_known_size():
+    with FakeTensorMode() as mode:
+        fake = Pattern(mode.from_tensor(torch.tensor([1, 4], dtype=torch.int32)), (2, 3))
+        assert fake.union(fake, 2).keys.shape == fake.mT.keys.shape == (2,)

@@ -124,6 +124,37 @@ def test_a_cpu_gathers_what_takes_less_time_than_a_call(monkeypatch):
         assert calls.pop() == most + 1 and not calls
 
 
+@pytest.mark.parametrize("rows", [3, 200])
+def test_more_places_than_inputs(rows):
+    layer = GeoSparseLinear(3, 40, torch.randint(3, (40, 17), generator=torch.Generator().manual_seed(2))).double()
+    x, grad = torch.randn(rows, 3, dtype=torch.float64, requires_grad=True), torch.randn(rows, 40, dtype=torch.float64)
+    x_row, operands = x.detach().requires_grad_(), (x, *layer.parameters())
+    found = torch.autograd.grad(
+        gather_dot(x, layer.weight, layer.in_index_per_out, layer.bias), operands, grad_outputs=grad
+    )
+    right = torch.autograd.grad(F.linear(x, dense(layer), layer.bias), operands, grad_outputs=grad)
+    torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-11)
+    layer(x_row.repeat(300, 1)).sum().backward()
+    torch.testing.assert_close(x_row.grad, 300 * dense(layer).sum(0).expand(rows, 3))
+
+
+def test_an_ensemble_under_vmap(monkeypatch):
+    layers, x = [layer_of(seed=seed) for seed in range(3)], torch.randn(4, 35, dtype=torch.float64)
+    state = torch.func.stack_module_state(layers)
+    for few in (2**14, -1):
+        monkeypatch.setattr(linear, "_SMALL", {False: few, True: few})
+        found = torch.vmap(lambda *state: torch.func.functional_call(layers[0], state, (x,)))(*state)
+        torch.testing.assert_close(found, torch.stack([F.linear(x, dense(one), one.bias) for one in layers]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [1, 3000])
+def test_an_input_of_another_dtype_is_refused_whatever_its_size(mode, rows):
+    for dtype in (torch.float32, torch.int64):
+        with pytest.raises(FormatError, match="one.* dtype"):
+            layer_of(mode)(torch.ones(rows, 35, dtype=dtype))
+
+
 def test_checkpoints_carry_the_pattern():
     layer, other = layer_of(), layer_of(seed=1)
     state = layer.state_dict()

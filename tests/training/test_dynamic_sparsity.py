@@ -308,6 +308,73 @@ def test_a_change_between_forward_and_backward_is_an_error_of_autograd():
         loss.backward()
 
 
+@FORMATS
+def test_more_and_fewer_elements_train_as_dense_while_an_earlier_loss_is_held(format):
+    layer, kept = network(format)[0].double(), []
+    dense, bias = (one.detach().clone().requires_grad_() for one in (layer.weight.matrix.to_dense(), layer.bias))
+    optimizer, other = (torch.optim.Adam(one, lr=0.01) for one in (layer.parameters(), [dense, bias]))
+    manager, mask = PatternManager(layer, [optimizer]), Pattern.of(layer.weight).mask()
+    for step in range(4):
+        x = signal(6, 9, seed=step).double()
+        optimizer.zero_grad(), other.zero_grad()
+        kept.append(layer(x).pow(2).sum())
+        kept[-1].backward()
+        F.linear(x, dense * mask, bias).pow(2).sum().backward()
+        optimizer.step(), other.step()
+        torch.testing.assert_close(layer.weight.matrix.to_dense(), dense * mask, rtol=1e-9, atol=1e-12)
+        new = Pattern.of(signal(12, 9, seed=step + 30).abs() > (0.3, 1.5)[step % 2])
+        manager.queue(PatternDelta.between(manager.pattern, new))
+        manager.apply()
+        mask, before = new.mask(), mask
+        with torch.no_grad():
+            for one in (dense, *(other.state[dense][slot] for slot in ("exp_avg", "exp_avg_sq"))):
+                one.mul_(mask & before)
+
+
+@FORMATS
+@pytest.mark.parametrize("by_load", [True, False])
+def test_a_layer_with_frozen_values_gives_the_gradient_by_its_input_through_the_new_pattern(format, by_load):
+    layer = network(format)[0]
+    other = SparseLinear(format.from_dense(signal(12, 9, seed=8) * (signal(12, 9, seed=9) > 0)), layer.bias)
+    layer.requires_grad_(False)
+    if by_load:
+        layer.load_state_dict(other.state_dict())
+    else:
+        manager = PatternManager(layer)
+        manager.queue(PatternDelta.between(manager.pattern, Pattern.of(other.weight)))
+        manager.apply(lambda count: torch.ones(count))
+    x = signal(5, 9).requires_grad_()
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.matrix.to_dense().sum(0).expand(5, 9))
+
+
+def test_a_change_within_inference_mode_leaves_a_layer_that_trains():
+    layer = layer_of()
+    manager = PatternManager(layer)
+    with torch.inference_mode():
+        manager.queue(PatternDelta.between(manager.pattern, Pattern.of(torch.eye(3, 4))))
+        manager.apply(lambda count: torch.ones(count))
+    layer(torch.ones(1, 4)).sum().backward()
+    assert layer.values.grad.tolist() == [1, 1, 1]
+
+
+def test_what_no_pattern_follows_is_refused():
+    layer = layer_of()
+    with pytest.raises(PatternError, match="LBFGS keeps all parameters in one vector"):
+        PatternManager(layer, [torch.optim.LBFGS(layer.parameters())])
+    nn.utils.parametrize.register_parametrization(layer, "values", nn.Tanh())
+    manager, before = PatternManager(layer), layer.weight.matrix.to_dense()
+    manager.queue(PatternDelta.between(manager.pattern, Pattern.of(torch.eye(3, 4))))
+    with pytest.raises(PatternError, match="values are computed"):
+        manager.apply()
+    assert torch.equal(layer.weight.matrix.to_dense(), before)
+    one, other = layer_of(), layer_of()
+    other.values = one.values
+    model = nn.ModuleList([one, other])
+    with pytest.raises(ConfigError, match="values of 0, 1 are another module's too"):
+        SET(model, torch.optim.SGD(model.parameters()), end=10)
+
+
 # ---- gradients of what is not stored --------------------------------------------------------------------------------
 
 
@@ -341,6 +408,35 @@ def test_equal_gradients_go_to_the_lowest_position_and_nan_comes_last():
         (layer(torch.ones(1, 4)) * torch.tensor([2.0, math.nan, 2.0])).sum().backward()
     found = seen.candidates(5, Pattern.of(layer.weight))
     assert [*zip(found.row.tolist(), found.col.tolist(), strict=True)] == [(0, 1), (0, 3), (1, 0), (2, 0), (2, 2)]
+
+
+def test_what_a_backward_counted_stays_whatever_becomes_of_its_buffers():
+    layer, buffer = layer_of(), torch.empty(4)
+    seen, dense = GradientAccumulator(layer), torch.zeros(3, 4)
+    for seed in range(2):
+        buffer.copy_(signal(4, seed=seed))
+        with seen.watching():
+            y = layer(x=buffer)
+            y.square().sum().backward()
+        dense += 2 * y.detach()[:, None] * buffer
+        layer.bias.grad.zero_()  # of one row it may be the gradient of the result itself
+    kept = Pattern.of(layer.weight)
+    expected = dense.abs().masked_fill(kept.mask(), -1).flatten().argsort(descending=True)[:3].sort().values
+    assert seen.candidates(3, kept).keys.tolist() == expected.tolist()
+    with pytest.raises(ZeroDivisionError), seen.watching():
+        layer(buffer).sum().backward()
+        1 / 0  # noqa: B018
+    assert not seen.reached
+
+
+def test_layers_that_no_backward_reached_stay_as_they_are():
+    model = nn.ModuleList([layer_of(), layer_of(), SparseLinear(CSR.from_dense(torch.zeros(0, 4)))])
+    rigl = RigL(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, end=10, fraction=1.0)
+    rigl.update()
+    with rigl.watch():
+        sum(layer(signal(5, 4)).square().sum() for layer in (model[1], model[2])).backward()
+    before = rigl.managers["0"].pattern
+    assert rigl.update() and rigl.managers["0"].pattern == before != rigl.managers["1"].pattern
 
 
 def test_settings_are_checked():

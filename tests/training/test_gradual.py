@@ -76,6 +76,32 @@ def test_a_filter_a_resumed_run_and_shapes():
     assert train(model, other, optimizer, 3) == [[0, 75], [0, 150], [0, 150]]
 
 
+@pytest.mark.parametrize("budget", ["uniform", "global"])
+def test_what_is_pruned_stays_pruned_beside_weights_that_are_zero(budget):
+    model = network()
+    pruning = GradualPruning(model, sparsity=0.6, start=0, end=2, every=1, initial=0.5, budget=budget)
+    pruning.update()
+    layers = [one for one in model if hasattr(one, "masked")]
+    pruned = [~one.masked.mask.mask for one in layers]
+    with torch.no_grad():  # as by momentum, and by a penalty
+        for layer, gone in zip(layers, pruned, strict=True):
+            layer.weight.copy_(gone)
+    pruning.update()
+    assert all((gone & layer.masked.mask.mask).sum() == 0 for layer, gone in zip(layers, pruned, strict=True))
+
+
+def test_a_weight_in_its_resu_phase_is_refused_before_another_is_pruned():
+    model = network()
+    with torch.no_grad():
+        model[2].masked.prune_(model[2].weight, model[2].weight > 0)
+        model[2].masked.enter_resu_(model[2].weight)
+    with pytest.raises(MaskError, match="2.weight is in its RESU phase"):
+        GradualPruning(model, sparsity=0.5, start=0, end=0).update()
+    assert bool(model[0].masked.mask.mask.all())
+    with pytest.raises(ConfigError, match="initial 0.7 is above sparsity 0.5"):
+        GradualPruning(model, sparsity=0.5, start=0, end=0, initial=0.7)
+
+
 def test_bad_settings_and_weights_change_nothing():
     model = network()
     good = {"sparsity": 0.5, "start": 0, "end": 4, "every": 2}

@@ -123,6 +123,41 @@ def test_values_of_sparse_layers_pay_too():
     assert layer.values.tolist() == [0, 2.5, -3.5]
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_gradient_scaler_leaves_out_is_none(fused):
+    model = nn.Linear(4, 3)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused), torch.amp.GradScaler("cpu")
+    Proximal(optimizer, model, L1(1.0))
+    before = model.weight.detach().clone()
+    scaler.scale(model(torch.full((1, 4), math.inf)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    scaler.scale(0 * model(torch.ones(1, 4)).sum()).backward()
+    scaler.step(optimizer)
+    decayed = before * (1 - 0.1 * 0.01)
+    torch.testing.assert_close(model.weight.detach(), decayed - decayed.clamp(-0.1, 0.1))
+
+
+def test_tied_weights_pay_once_and_compiled_models_have_their_own_names():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    proximal = Proximal(torch.optim.SGD(model.parameters()), torch.compile(model), L1(2.0))
+    assert set(proximal.weights) == {"0", "1"}
+    torch.testing.assert_close(proximal.value(), 2 * model[0].weight.abs().sum())
+
+
+@pytest.mark.parametrize("penalty", [L1(0.5), GroupLasso(0.5), Hoyer(0.5)], ids=str)
+def test_sums_of_halves_do_not_overflow(penalty):
+    weight = signal(400, 500).half()
+    torch.testing.assert_close(penalty.value(weight).double(), penalty.value(weight.double()), rtol=1e-5, atol=0)
+    exact = penalty.prox(weight.double(), 0.1)
+    torch.testing.assert_close(penalty.prox(weight, 0.1).double(), exact, rtol=0, atol=2e-3)
+    for shape in ((0, 4), (4, 0)):
+        assert penalty.prox(torch.empty(shape), 0.1).shape == shape and penalty.value(torch.empty(shape)) == 0
+
+
 def test_bad_settings_are_refused():
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters())

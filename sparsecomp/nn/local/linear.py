@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from sparsecomp import _compat
 from sparsecomp.errors import CheckpointError, ConfigError, FormatError
 from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.sparse.linear import autocast
@@ -102,6 +103,8 @@ class GeoSparseLinear(nn.Module):
                 steps=self._steps,
             )  # fmt: skip
         x, weight = autocast(x, self.weight)
+        if x.dtype != weight.dtype:
+            raise FormatError(f"x is {x.dtype}, the weight {weight.dtype}: they need one dtype")
         wide = accumulator(x.dtype)
         products = _scattered if self.compute_mode == "scatter" else _gathered
         out = products(x.to(wide), weight.to(wide), self.in_index_per_out)
@@ -122,10 +125,14 @@ class GeoSparseLinear(nn.Module):
 
     # -- what follows from the index
 
-    def _lists(self) -> tuple[Tensor, Tensor]:
+    def _lists(self) -> tuple[Tensor, ...]:
         """Of the transpose. An eager call sees a write that a version counter or another address tells of."""
         index, lists = self.in_index_per_out, (self.transposed_pointers, self.transposed_order)
-        if not torch.compiler.is_compiling() and not index.is_meta and self._memory() != self._seen:
+        if torch.compiler.is_compiling() or index.is_meta:
+            return lists
+        if _compat.carries_levels(index):  # an ensemble's patterns, which vmap has put in place of the layer's
+            return ()
+        if self._memory() != self._seen:
             # DistributedDataParallel writes the same again in each forward
             if lists[0].device != index.device or not lists_fit(index, self.in_features, lists):
                 self._transpose()

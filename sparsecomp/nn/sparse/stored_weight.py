@@ -128,7 +128,8 @@ class StoredWeight(nn.Module):
                 for one in self._own()]  # fmt: skip
 
     def _derive(self, pattern: IndexArrays) -> None:
-        if self.values.requires_grad or self._by_columns:
+        # what is there stays that of the pattern: a gradient by x reads it, frozen values or not
+        if self.values.requires_grad or self._by_columns or self.transposed_order is not None:
             pattern.keep_transposed()
             for name, array in zip(_TRANSPOSED, pattern.transposed or (), strict=True):
                 self._write(name, array)
@@ -342,7 +343,12 @@ class StoredWeight(nn.Module):
         own = getattr(self, name)
         if own.shape != given.shape:
             if name == "values":
-                self.values.data = own.data.new_empty(given.shape)
+                # of another dtype for a moment: else torch keeps the node of an earlier graph that adds up gradients,
+                # for as long as somebody holds a loss of it, and with it the former size
+                fresh = own.data.new_empty(given.shape)
+                other = torch.float64 if fresh.dtype is torch.float32 else torch.float32
+                self.values.data = fresh.new_empty(0, dtype=other)
+                self.values.data = fresh
                 self.values.grad = None  # of other elements
             elif name == "indices":
                 self.indices = own.new_empty(given.shape)

@@ -42,6 +42,8 @@ def by_weight(x: Tensor, grad: Tensor, index: Tensor) -> Tensor:
     pattern = pointers_of_rows(index), index.flatten()
     if index.is_cuda:
         return gathered_elements(grad.mT, x.mT, *pattern).view(index.shape)
+    if index.shape[1] > x.shape[1]:  # more elements than the dense gradient has, which torch's sampled product refuses
+        return (grad.mT @ x).gather(1, index.long())
     if 0 < x.shape[0] <= _FEW:
         return _by_weight_of_few(x, grad, index)
     found = x.new_zeros(index.numel())

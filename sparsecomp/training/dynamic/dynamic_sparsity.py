@@ -13,7 +13,8 @@ for x, y in data:
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,7 +43,7 @@ class DynamicSparsity(ABC):
     Args:
         model: whose `SparseLinear` layers in CSR or CSC change; it may be compiled, or within DistributedDataParallel,
             whose processes call everything alike.
-        optimizer: that trains it.
+        optimizer: that trains it; layers that it does not train stay as they are.
         end: the step from which on nothing changes; three quarters of the training are usual.
         every: steps between changes.
         fraction: share of a layer's weights that the first changes replace, 0 to 1.
@@ -55,7 +56,7 @@ class DynamicSparsity(ABC):
         gradients: of their whole weights, by name, in a step that changes patterns by them.
 
     Raises:
-        ConfigError: a setting outside its domain, or no such layer.
+        ConfigError: a setting outside its domain, no such layer, or one whose values are another layer's too.
     """
 
     watches = False
@@ -68,14 +69,16 @@ class DynamicSparsity(ABC):
         if every < 1 or end < 0 or not 0 <= fraction <= 1:
             raise ConfigError(f"every {every}, end {end}, fraction {fraction}: 1 or more, 0 or more, and a share")
         self.every, self.end, self.fraction, self.seed, self.steps = every, end, fraction, seed, 0
+        trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self.managers = {
             name: PatternManager(layer, [optimizer], keep=0)
             for name, layer in bare(model).named_modules()
             if isinstance(layer, SparseLinear) and layer.format in ("CSR", "CSC")
-            and layer.values.requires_grad and (filter is None or filter(layer, name))
+            and layer.values.requires_grad and id(layer.values) in trained and (filter is None or filter(layer, name))
         }  # fmt: skip
         if not self.managers:
-            raise ConfigError("the model has no SparseLinear in CSR or CSC that is trained: make some by sparsify")
+            raise ConfigError("the optimizer trains no SparseLinear in CSR or CSC: make some by sparsify, before it")
+        _check_untied(model, self.managers)
         self._replicas = Replicas(model)
         self.gradients = {name: GradientAccumulator(one.layer) for name, one in self.managers.items()}
 
@@ -103,15 +106,17 @@ class DynamicSparsity(ABC):
     def update(self) -> bool:
         """Behind each backward: count the step, and change the patterns if it is due, with True.
 
+        A layer that no backward reached stays as it is, if gradients decide.
+
         Raises:
             PatternError: no backward ran within `watch`, or one is running. Nothing has changed.
         """
         changes = self.due
         if changes:
-            found = {name: self._changed(name) for name in self.managers}
-            for name, manager in self.managers.items():
-                manager.queue(found[name])
-                manager.apply()
+            found = {name: self._changed(name) for name in self.changing()}
+            for name, delta in found.items():
+                self.managers[name].queue(delta)
+                self.managers[name].apply()
                 self.gradients[name].clear()
         self.steps += 1
         return changes
@@ -132,6 +137,10 @@ class DynamicSparsity(ABC):
         new = kept.union(self.grown(name, old, kept, count), old.nnz)
         return PatternDelta.between(old, new)
 
+    def changing(self) -> Iterable[str]:
+        """Names of the layers that this step changes."""
+        return self.managers
+
     def count(self, pattern: Pattern) -> int:
         """How many elements of a pattern a change replaces."""
         return int(self.share * pattern.nnz)
@@ -144,9 +153,30 @@ class DynamicSparsity(ABC):
     def grown(self, name: str, old: Pattern, kept: Pattern, count: int) -> Pattern:
         """`count` elements that come, of the layer of this name, which stored `old` and of it has `kept`."""
 
+    def reached(self, name: str) -> bool:
+        """Whether a backward reached the layer of this name in any process; to the mean the others give zeros."""
+        accumulator, layer = self.gradients[name], self.managers[name].layer
+        if self._replicas.group is None:
+            return accumulator.reached
+        rows, cols = layer.shape
+        if found := self._replicas.any(torch.tensor(accumulator.reached, device=layer.values.device)):
+            accumulator.take(layer.values.new_empty(0, cols), layer.values.new_empty(0, rows))
+        return found
+
     def mean(self, gradient: Tensor) -> Tensor:
         """Over the processes."""
         if self._replicas.group is None:
             return gradient
         dist.all_reduce(gradient, group=self._replicas.group)
         return gradient / self._replicas.count
+
+
+def _check_untied(model: nn.Module, managers: dict[str, PatternManager]) -> None:
+    """Raise ConfigError if a layer's values are in another module too, whose pattern would not follow."""
+    held = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+    tied = [name for name, manager in managers.items() if held[id(manager.layer.values)] > 1]
+    if tied:
+        raise ConfigError(
+            f"the values of {', '.join(tied)} are another module's too, whose pattern would not follow: use one module "
+            "in both places, or leave it out by filter"
+        )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsecomp.errors import PatternError
 from sparsecomp.formats import Pattern
 from sparsecomp.formats.indices import sort_keys
+from sparsecomp.reference.precision import accumulator, without_autocast
 
 AT_ONCE = 2**20
 """Elements of the dense gradient that exist at one time."""
@@ -25,7 +26,8 @@ class GradientAccumulator:
     Args:
         layer: whose gradient is wanted, (…, columns) to (…, rows).
 
-    Its memory is that of the layer's inputs and of its outputs' gradients in these batches.
+    Its memory is that of the layer's inputs and of its outputs' gradients in these batches, which are copied: whoever
+    reuses a buffer of inputs, or scales gradients in place, changes none of them.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -35,12 +37,28 @@ class GradientAccumulator:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Take part in the forwards and backwards that run within, which must run eagerly."""
-        handle = self.layer.register_forward_hook(self._see)
+        """Take part in the forwards and backwards that run within, which must run eagerly.
+
+        What was summed so far is forgotten where they fail.
+        """
+        handle = self.layer.register_forward_hook(self._see, with_kwargs=True)
         try:
             yield
+        except BaseException:
+            self.clear()
+            raise
         finally:
             handle.remove()
+
+    @property
+    def reached(self) -> bool:
+        """Whether a backward reached the layer."""
+        return bool(self._inputs)
+
+    def take(self, x: Tensor, gradient: Tensor) -> None:
+        """Count a batch: what went into the layer, and the gradient of what left it."""
+        for kept, given in ((self._inputs, x), (self._gradients, gradient)):
+            kept.append(given.detach().reshape(given.shape[:-1].numel(), given.shape[-1]).clone())
 
     def clear(self) -> None:
         """Forget the batches so far."""
@@ -57,8 +75,8 @@ class GradientAccumulator:
         Args:
             count: how many.
             kept: of the layer's shape.
-            together: what becomes of some rows of the gradient, float32, before they are ranked: such as the mean over
-                the processes of a data-parallel run.
+            together: what becomes of some rows of the gradient, float32 (of float64 that), before they are ranked:
+                such as the mean over the processes of a data-parallel run.
 
         Raises:
             PatternError: no batch was seen, or there are not so many elements.
@@ -68,11 +86,14 @@ class GradientAccumulator:
             raise PatternError("no backward reached the layer: run one in watch(), or an accumulator's watching()")
         if not 0 <= count <= rows * cols - kept.nnz:
             raise PatternError(f"{count} elements were asked for, of {rows * cols - kept.nnz} outside of {kept!r}")
-        x, gradient = (torch.cat(given).float() for given in (self._inputs, self._gradients))
+        x, gradient = (torch.cat(given) for given in (self._inputs, self._gradients))
+        wide = accumulator(torch.promote_types(x.dtype, gradient.dtype))
+        x, gradient = x.to(wide), gradient.to(wide)
         scores, keys = x.new_empty(0), kept.keys.new_empty(0)
         step = max(AT_ONCE // max(cols, 1), 1)
         for first in range(0, rows, step):
-            block = together(gradient[:, first : first + step].mT @ x)
+            with without_autocast(x):
+                block = together(gradient[:, first : first + step].mT @ x)
             found = _outside(block.abs().nan_to_num(nan=-1.0), first * cols, kept)
             places = torch.arange(first * cols, first * cols + block.numel(), dtype=keys.dtype, device=keys.device)
             # those of the rows before come first, so that a stable sort leaves equal ones in order
@@ -80,16 +101,11 @@ class GradientAccumulator:
             scores, keys = best.values[:count], torch.cat([keys, places])[best.indices[:count]]
         return Pattern(sort_keys(keys), kept.shape)
 
-    def _see(self, _module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        if not output.requires_grad:
-            return
-        x = inputs[0].detach()
-
-        def take(gradient: Tensor) -> None:
-            self._inputs.append(x.reshape(-1, x.shape[-1]))
-            self._gradients.append(gradient.detach().reshape(-1, gradient.shape[-1]))
-
-        output.register_hook(take)
+    def _see(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+        if output.requires_grad:
+            (x,) = (*inputs, *named.values())
+            x = x.detach()
+            output.register_hook(lambda gradient: self.take(x, gradient))
 
 
 def _outside(scores: Tensor, first: int, kept: Pattern) -> Tensor:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsecomp.errors import ConfigError
+from sparsecomp.errors import ConfigError, MaskError
 from sparsecomp.nn import masked_weights
+from sparsecomp.nn.masked.masked_weight import Mode
 from sparsecomp.reference.selection import select_top
 from sparsecomp.training.distributed import Replicas, bare
 from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
@@ -27,15 +28,15 @@ class GradualPruning:
             pruning.update()
         model = sparsecomp.sparsify(model, FromMask())
 
-    What is pruned is 0 in every forward, whatever an optimizer's momentum does to it, and its magnitude counts as 0, so
-    that it stays pruned.
+    What is pruned is 0 in every forward, whatever an optimizer's momentum does to it, and stays pruned: its magnitude
+    counts as less than any other's, 0 among them.
 
     Args:
         model: with masked weights, of `wrap_module`; perhaps compiled or within DistributedDataParallel.
         sparsity: at the end, in [0, 1).
         start, end: steps of the first pruning and of the last.
         every: steps between prunings; it divides `end` - `start`.
-        initial: sparsity at the start.
+        initial: sparsity at the start, at most that of the end.
         shape: of the way from there: "cubic", as published, "cosine", "linear" or "exponential".
         budget: how layers share the sparsity: "uniform", "erk" (Evci et al. 2020), or "global" by magnitudes alone.
         filter: of a masked weight's name, whether it is pruned; all by default.
@@ -56,6 +57,9 @@ class GradualPruning:
             raise ConfigError(
                 f"start is {start}, end {end} and every {every}: end - start must be 0 or more and a multiple of every"
             )
+        sparsity_at(0, 1, initial, sparsity, shape)
+        if initial > sparsity:
+            raise ConfigError(f"initial {initial} is above sparsity {sparsity}: what is pruned does not come back")
         if budget not in BUDGETS:
             raise ConfigError(f"budget is {budget!r}: give one of {', '.join(BUDGETS)}")
         self.start, self.end, self.every, self.steps = start, end, every, 0
@@ -67,7 +71,6 @@ class GradualPruning:
         if not self._weights:
             raise ConfigError("the model has no masked weight to prune: call sparsecomp.nn.wrap_module")
         self._replicas = Replicas(model)
-        sparsity_at(0, 1, *self._settings)
 
     @property
     def due(self) -> bool:
@@ -90,6 +93,9 @@ class GradualPruning:
         """
         prunes = self.due
         if prunes:
+            for name, (_, masked) in self._weights.items():
+                if masked.mode is Mode.RESU:
+                    raise MaskError(f"{name} is in its RESU phase: end it by commit_ before weights are pruned")
             masks = self._masks()
             for name, (weight, masked) in self._weights.items():
                 masked.prune_(weight, self._replicas.decided(masks[name]))
@@ -106,7 +112,8 @@ class GradualPruning:
 
     def _masks(self) -> dict[str, Tensor]:
         scores = {
-            name: masked.effective(weight).float().abs().flatten() for name, (weight, masked) in self._weights.items()
+            name: weight.float().abs().masked_fill(~masked.mask.mask, -1).flatten()
+            for name, (weight, masked) in self._weights.items()
         }
         shapes = {name: weight.shape for name, (weight, _) in self._weights.items()}
         if self._budget is None:

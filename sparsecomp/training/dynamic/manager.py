@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsecomp import _compat
@@ -35,7 +35,7 @@ class PatternChange:
 
     Attributes:
         delta: what came and went.
-        removed: the values that went, in the order of `delta.removals.keys`.
+        removed: the values that went, in the order of the layer's.
     """
 
     delta: PatternDelta
@@ -55,7 +55,7 @@ class PatternManager:
         history: the last changes, oldest first.
 
     Raises:
-        PatternError: a layer in another format, or an unknown policy.
+        PatternError: a layer in another format, an unknown policy, or an optimizer whose state follows no pattern.
     """
 
     def __init__(
@@ -66,6 +66,8 @@ class PatternManager:
         if layer.format not in ("CSR", "CSC"):
             raise PatternError(f"the layer is in {layer.format}: the pattern of one in CSR or CSC can change")
         self.layer, self.optimizers, self.policy = layer, list(optimizers), policy
+        if any(isinstance(one, torch.optim.LBFGS) for one in self.optimizers):
+            raise PatternError("LBFGS keeps all parameters in one vector, which no pattern can change: use another one")
         self.history: deque[PatternChange] = deque(maxlen=keep)
         self._queue: list[PatternDelta] = []
 
@@ -100,7 +102,8 @@ class PatternManager:
         for delta in queue:
             new = delta.of(new)
         delta = PatternDelta.between(old, new)
-        self.history.append(PatternChange(delta, self._make(delta, old, new, start)))
+        came = None if start is None else start(delta.additions.nnz)
+        self.history.append(PatternChange(delta, self._make(delta, old, new, came)))
 
     def undo(self) -> None:
         """Take the last change back, with the values that it removed; their gradients and state begin at 0.
@@ -111,19 +114,27 @@ class PatternManager:
         if not self.history:
             raise PatternError("there is no change to take back")
         last, old = self.history[-1], self.pattern
-        self._make(last.delta.inverse, old, last.delta.inverse.of(old), lambda _: last.removed)
+        self._make(last.delta.inverse, old, last.delta.inverse.of(old), last.removed)
         self.history.pop()
 
-    def _make(self, delta: PatternDelta, old: Pattern, new: Pattern, start: Callable[[int], Tensor] | None) -> Tensor:
-        """Change the layer; gives the values that go."""
+    def _make(self, delta: PatternDelta, old: Pattern, new: Pattern, came: Tensor | None) -> Tensor:
+        """Change the layer, where new elements have the values that `came`; gives the values that go."""
+        layer, count = self.layer, delta.additions.nnz
         if _compat.in_backward() or (old.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             raise PatternError(
                 "a pattern cannot change within a backward or while a CUDA graph is captured: change it between steps"
             )
-        layer, before, after = self.layer, self._by_rows(old), self._by_rows(new)
-        came = None if start is None else start(delta.additions.nnz)
-        if came is not None and came.shape != delta.additions.keys.shape:
-            raise PatternError(f"start gave values {tuple(came.shape)}, needs ({delta.additions.nnz},)")
+        if not isinstance(layer.values, nn.Parameter):
+            raise PatternError("the layer's values are computed, by a parametrization: remove it first")
+        if came is not None and (not isinstance(came, Tensor) or came.shape != (count,)):
+            given = f"values {tuple(came.shape)}" if isinstance(came, Tensor) else f"a {type(came).__name__}"
+            raise PatternError(f"start gave {given}, needs ({count},)")
+        # of inference tensors nothing could be trained
+        with torch.inference_mode(layer.values.is_inference()), torch.no_grad():
+            return self._write(delta, self._by_rows(old), self._by_rows(new), came)
+
+    def _write(self, delta: PatternDelta, before: Pattern, after: Pattern, came: Tensor | None) -> Tensor:
+        layer = self.layer
         removed = layer.values.detach().index_select(0, before.places_of(self._by_rows(delta.removals)))
         places = before.places_of(after)
         values = _moved(layer.values.detach(), places, came)
@@ -131,9 +142,8 @@ class PatternManager:
         moved = [(kept, _moved(kept, places), put) for kept, put in self._beside()]
         dtype = layer.indices.dtype
         layer.store(values, pointers_of(after.row, after.shape[0], dtype), after.col.to(dtype))
-        with torch.no_grad():
-            for kept, tensor, put in moved:
-                kept.copy_(tensor) if kept.shape == tensor.shape else put(tensor)
+        for kept, tensor, put in moved:
+            kept.copy_(tensor) if kept.shape == tensor.shape else put(tensor)
         return removed
 
     def _beside(self) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import PatternError
 from sparsecomp.formats import Pattern
 from sparsecomp.reference.selection import select_top
 from sparsecomp.training.dynamic.dynamic_sparsity import DynamicSparsity
@@ -12,6 +13,13 @@ class RigL(DynamicSparsity):
     """Evci et al. 2020, algorithm 1. What was just dropped may grow again, and then stays as it was."""
 
     watches = True
+
+    def changing(self) -> list[str]:
+        """Those that a backward reached, in any process."""
+        reached = [name for name in self.managers if self.reached(name)]
+        if not reached:
+            raise PatternError("no backward reached the layers: run forward and backward within watch()")
+        return reached
 
     def kept(self, values: Tensor, count: int) -> Tensor:
         """The largest magnitudes; NaN stays, so that a diverged weight is seen."""

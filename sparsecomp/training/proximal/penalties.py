@@ -50,7 +50,7 @@ class L1:
 
     def value(self, weight: Tensor) -> Tensor:
         """See `Penalty`."""
-        return self.strength * weight.abs().sum()
+        return self.strength * weight.abs().sum(dtype=_at_least_float32(weight.dtype))
 
     def prox(self, weight: Tensor, rate: Tensor | float) -> Tensor:
         """See `Penalty`."""
@@ -93,7 +93,7 @@ class GroupLasso:
             ConfigError: the groups do not divide the weight.
         """
         grouped, dims = self._grouped(weight)
-        return self.strength * _members(grouped, dims) ** 0.5 * torch.linalg.vector_norm(grouped, dim=dims).sum()
+        return self.strength * _members(grouped, dims) ** 0.5 * _norms(grouped, dims).sum()
 
     def prox(self, weight: Tensor, rate: Tensor | float) -> Tensor:
         """See `Penalty`.
@@ -102,8 +102,7 @@ class GroupLasso:
             ConfigError: the groups do not divide the weight.
         """
         grouped, dims = self._grouped(weight)
-        # halves square too coarsely
-        norm = torch.linalg.vector_norm(grouped, dim=dims, keepdim=True, dtype=_at_least_float32(weight.dtype))
+        norm = _norms(grouped, dims)
         shrunk = norm - rate * self.strength * _members(grouped, dims) ** 0.5
         # where the norm is 0 there is nothing to shrink
         factor = shrunk.clamp(min=0) / norm.where(norm != 0, 1)
@@ -118,7 +117,8 @@ class GroupLasso:
         if not fits or sizes[0] % divided[0] or sizes[1] % divided[1]:
             raise ConfigError(f"a weight {tuple(sizes)} has no {self.groups} of size {self.size}")
         height, width = divided
-        grouped = weight.reshape(sizes[0] // height, height, sizes[1] // width, width, -1)
+        rest = math.prod(sizes[2:])
+        grouped = weight.reshape(sizes[0] // height, height, sizes[1] // width, width, rest)
         dims = {"rows": (1, 2, 3, 4), "columns": (0, 1, 3, 4), "blocks": (1, 3, 4)}[self.groups]
         return grouped, dims
 
@@ -140,23 +140,34 @@ class Hoyer:
 
     def value(self, weight: Tensor) -> Tensor:
         """See `Penalty`."""
-        square = weight.square().sum()
-        return self.strength * weight.abs().sum().square() / square.where(square != 0, 1)
+        total, square = _sums(weight.to(_at_least_float32(weight.dtype)))
+        return self.strength * total.square() / square
 
     def prox(self, weight: Tensor, rate: Tensor | float) -> Tensor:
         """See `Penalty`."""
-        total, square = weight.abs().sum(), weight.square().sum()
-        square = square.where(square != 0, 1)
+        wide = weight.to(_at_least_float32(weight.dtype))
+        total, square = _sums(wide)
         # dΩ/dw = 2 sign(w) · Σ|w| / Σw² · (1 − |w| · Σ|w| / Σw²): small weights shrink, large ones grow
         ratio = total / square
-        step = rate * self.strength * 2 * ratio * (1 - weight.abs() * ratio)
-        return weight - weight.sign() * torch.minimum(step, weight.abs())
+        step = rate * self.strength * 2 * ratio * (1 - wide.abs() * ratio)
+        return (wide - wide.sign() * torch.minimum(step, wide.abs())).to(weight.dtype)
 
 
 def check_strength(strength: float) -> None:
     """Raise ConfigError unless it is a number of 0 or more."""
     if not isinstance(strength, Real) or isinstance(strength, bool) or not 0 <= float(strength) < float("inf"):
         raise ConfigError(f"strength is {strength!r}: give a number of 0 or more, such as 1e-4")
+
+
+def _sums(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ |w|, and Σ w² or 1 where that is 0."""
+    square = weight.square().sum()
+    return weight.abs().sum(), square.where(square != 0, 1)
+
+
+def _norms(grouped: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Of each group, in the place of its members; halves square too coarsely."""
+    return torch.linalg.vector_norm(grouped, dim=dims, keepdim=True, dtype=_at_least_float32(grouped.dtype))
 
 
 def _members(grouped: Tensor, dims: tuple[int, ...]) -> int:

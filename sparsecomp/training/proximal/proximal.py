@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sparsecomp.errors import ConfigError
 from sparsecomp.nn import SparseLinear
+from sparsecomp.training.distributed import bare
 from sparsecomp.training.proximal.penalties import Penalty
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, SparseLinear)
@@ -23,7 +24,8 @@ class Proximal:
 
     Args:
         optimizer: of torch.optim; its steps stay its own, for schedulers and GradScaler too.
-        model: whose linear and convolution weights, and values of sparse layers, pay the penalty.
+        model: perhaps compiled or within DistributedDataParallel; its linear and convolution weights, and values of
+            sparse layers, pay the penalty.
         penalty: such as `L1(1e-4)` or `GroupLasso(1e-4, "rows")`; sparse layers can pay `L1` and `Hoyer` alone.
         filter: of a layer and its name in the model, whether it pays; all by default.
 
@@ -43,7 +45,7 @@ class Proximal:
         self.penalty = penalty
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
         layers = {
-            name: layer for name, layer in model.named_modules()
+            name: layer for name, layer in bare(model).named_modules()
             if isinstance(layer, _LAYERS) and (filter is None or filter(layer, name))
         }  # fmt: skip
         found = {name: _weight(layer) for name, layer in layers.items()}
@@ -63,16 +65,20 @@ class Proximal:
         self._handle.remove()
 
     def value(self) -> Tensor:
-        """λ · Ω of all weights, a scalar that gradients flow through."""
-        return torch.stack([self.penalty.value(weight) for weight in self.weights.values()]).sum()
+        """λ · Ω of all weights, each once, a scalar that gradients flow through."""
+        once = {id(weight): weight for weight in self.weights.values()}
+        return torch.stack([self.penalty.value(weight) for weight in once.values()]).sum()
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # GradScaler has fused optimizers leave out a step themselves
+        overflow = getattr(optimizer, "found_inf", None)
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 # what got no gradient took no step
                 if id(weight) in self._paying and weight.grad is not None:
-                    weight.copy_(self.penalty.prox(weight, group["lr"]))
+                    new = self.penalty.prox(weight, group["lr"])
+                    weight.copy_(new if overflow is None else new.where(overflow.to(weight.device) == 0, weight))
 
 
 def _weight(layer: nn.Module) -> Tensor:
