@@ -173,7 +173,7 @@ class DynamicSparsity(ABC):
 
 def _check_untied(model: nn.Module, managers: dict[str, PatternManager]) -> None:
     """Raise ConfigError if a layer's values are in another module too, whose pattern would not follow."""
-    held = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+    held = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
     tied = [name for name, manager in managers.items() if held[id(manager.layer.values)] > 1]
     if tied:
         raise ConfigError(
