@@ -449,6 +449,7 @@ def test_settings_are_checked():
         RigL(nn.Linear(2, 2), optimizer, end=10)
     assert list(RigL(model, optimizer, end=10, filter=lambda layer, name: name == "2").managers) == ["2"]
     rule = RigL(model, optimizer, end=10, every=1)
+    assert repr(rule) == "RigL(2 layers, every=1, end=10, fraction=0.3, steps=0)"
     rule.update()
     with pytest.raises(PatternError, match="no backward reached the layer"):
         rule.update()

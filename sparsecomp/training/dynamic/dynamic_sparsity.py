@@ -82,6 +82,10 @@ class DynamicSparsity(ABC):
         self._replicas = Replicas(model)
         self.gradients = {name: GradientAccumulator(one.layer) for name, one in self.managers.items()}
 
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={getattr(self, name)}" for name in ("every", "end", "fraction", "steps"))
+        return f"{type(self).__name__}({len(self.managers)} layers, {told})"
+
     @property
     def due(self) -> bool:
         """Whether this step changes patterns."""

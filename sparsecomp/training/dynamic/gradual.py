@@ -72,6 +72,10 @@ class GradualPruning:
             raise ConfigError("the model has no masked weight to prune: call sparsecomp.nn.wrap_module")
         self._replicas = Replicas(model)
 
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={getattr(self, name)}" for name in ("start", "end", "every", "steps"))
+        return f"GradualPruning({len(self._weights)} weights to sparsity {self._settings[1]}, {told})"
+
     @property
     def due(self) -> bool:
         """Whether weights are pruned behind this step."""

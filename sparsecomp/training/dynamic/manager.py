@@ -71,6 +71,9 @@ class PatternManager:
         self.history: deque[PatternChange] = deque(maxlen=keep)
         self._queue: list[PatternDelta] = []
 
+    def __repr__(self) -> str:
+        return f"PatternManager({self.layer!r}, policy={self.policy!r}, {len(self.history)} changes)"
+
     @property
     def pattern(self) -> Pattern:
         """What the layer stores now."""
