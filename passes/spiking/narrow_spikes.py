@@ -42,7 +42,9 @@ def _narrow(x: object, ctx: Context, depth: int) -> bool:
         return False
     source = _source(x)
     if source is not None:
-        return ctx.analysis.unchanged(source, x)
+        # eager keeps the widened ones for its backward, which a write to the bytes outside of the graph does not reach
+        written = ctx.gradients and source in ctx.analysis.seen_outside
+        return ctx.analysis.unchanged(source, x) and not written
     op = op_of(x)
     if op is None or op.module is not None:
         return False

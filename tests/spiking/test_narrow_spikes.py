@@ -110,5 +110,5 @@ def test_bytes_on_another_device_are_not_at_hand(device):
                     weight: torch.zeros(5, 4, device=device)}  # fmt: skip
     for node, example in examples.items():
         node.meta["example_value"] = example
-    context: Any = SimpleNamespace(analysis=analyse(fx.GraphModule(nn.Module(), graph)))
+    context: Any = SimpleNamespace(analysis=analyse(fx.GraphModule(nn.Module(), graph)), gradients=False)
     assert (consider(layer, context) is not None) == (device == "cpu")
