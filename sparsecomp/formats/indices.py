@@ -4,7 +4,7 @@ Positions are computed in int64; where rows times columns exceeds even that, pai
 by one number, so that nothing wraps.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -104,14 +104,14 @@ def sorted_keys(keys: Tensor, bound: int) -> tuple[Tensor, Tensor]:
 
 def sorted_union(one: Tensor, other: Tensor) -> Tensor:
     """Two ascending arrays of keys as one, repeats included."""
-    return sort_keys(torch.cat([one, other]))
+    # numpy's stable sort finds the two runs and merges them in one pass
+    return sort_keys(torch.cat([one, other]), "stable")
 
 
-def sort_keys(keys: Tensor) -> Tensor:
-    """`keys` sorted; their memory may be used."""
+def sort_keys(keys: Tensor, kind: Literal["quicksort", "stable"] = "quicksort") -> Tensor:
+    """`keys` sorted; their memory may be used. `kind` is numpy's, on a CPU."""
     if keys.device.type == "cpu" and type(keys) is Tensor and _numpy() is not None:
-        # where it finds runs it merges them in one pass, and torch's sort carries a permutation along
-        keys.numpy().sort(kind="stable")
+        keys.numpy().sort(kind=kind)  # torch's sort carries a permutation along
         return keys
     return keys.sort().values
 
