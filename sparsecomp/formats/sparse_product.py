@@ -7,12 +7,14 @@ gives no gradients at the operands' patterns: these are the same products, of wh
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsecomp.errors import FormatError
+from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats.indices import (
     index_dtype_for,
     pair_keys,
@@ -48,14 +50,27 @@ def sparse_product(one: SparseMatrix, other: SparseMatrix) -> tuple[StoredRows, 
 
     Raises:
         FormatError: shapes, dtypes or devices do not belong together, or one is a batch.
+        SparseOperatorError: a graph is being traced, in which a size must be known before it is made; without
+            `fullgraph` it breaks here.
     """
+    if torch.compiler.is_compiling():
+        raise SparseOperatorError(
+            "a product of two sparse matrices within a compiled graph, which would have to know its size: multiply "
+            "outside of it, or leave fullgraph=True out"
+        )
     fits = one.shape[1] == other.shape[0] and one.dtype is other.dtype and one.device == other.device
     if not fits or one.batch is not None or other.batch is not None:
         raise FormatError(
             f"{one!r} and {other!r} have no product: they need inner dimensions that are equal, one dtype and device, "
             "and no batch"
         )
-    return _multiplied(*_by_rows(one._terms()), *_by_rows(other._terms()))
+    return _untraced()(*_by_rows(one._terms()), *_by_rows(other._terms()))
+
+
+@cache
+def _untraced() -> Callable[..., tuple[StoredRows, Tensor]]:
+    """`_multiplied` where Dynamo compiles none of its parts, as it does of what runs behind a break of a graph."""
+    return torch.compiler.disable(_multiplied)  # loads Dynamo
 
 
 def _by_rows(elements: Triplets) -> tuple[StoredRows, Tensor]:

@@ -76,6 +76,16 @@ def test_a_gradient_for_one_of_two_and_for_empty_operands():
     assert values.grad.tolist() == [0.0] * values.numel()
 
 
+def test_a_compiled_function_breaks_its_graph_for_a_product():
+    matrix, x = CSR.from_dense(dense_of(6, 6)), dense_of(6, 3)
+    for product in (lambda x: (matrix @ matrix) @ x, lambda x: torch.matmul(matrix, matrix) @ x):
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(product, backend="eager")(x), product(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(product, backend="eager", fullgraph=True)(x)
+
+
 def test_what_has_no_product():
     a = CSR.from_dense(torch.ones(2, 3))
     batch = CSR.from_dense(torch.ones(2, 3, 3))
