@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def sparse_product(one: SparseMatrix, other: SparseMatrix) -> tuple[StoredRows, 
 @cache
 def _untraced() -> Callable[..., tuple[StoredRows, Tensor]]:
     """`_multiplied` where Dynamo compiles none of its parts, as it does of what runs behind a break of a graph."""
-    return torch.compiler.disable(_multiplied)  # loads Dynamo
+    return cast(Any, torch.compiler.disable(_multiplied))  # loads Dynamo
 
 
 def _by_rows(elements: Triplets) -> tuple[StoredRows, Tensor]:
