@@ -57,6 +57,7 @@ def test_sums_of_halves_are_float32(dtype):
     torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @ELEMENTS
 def test_first_and_second_gradients(kind):
     a, b = kind.from_dense(dense_of(5, 6)), CSR.from_dense(dense_of(6, 4, seed=1))
@@ -106,6 +107,7 @@ def real(name: str) -> CSR:
         return CSR.from_scipy(scipy_io.mmread(file).astype("float64"))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_squares_of_real_matrices_are_scipys(name):
     matrix = real(name)
