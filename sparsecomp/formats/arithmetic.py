@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.checks import check_tensor, check_values
-from sparsecomp.formats.indices import pair_keys
+from sparsecomp.formats.indices import pair_keys, places_in
 from sparsecomp.formats.triplets import Triplets, coalesced
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def intersection(one: Matrix, other: SparseMatrix) -> Matrix:
     keys, others = (pair_keys(part.row.long(), part.col.long(), one.shape) for part in (a, b))
     if keys is None or others is None:
         raise FormatError(f"{one!r} has more than 2**63 - 1 places, which are not compared")
-    places = torch.searchsorted(others, keys).clamp_(max=max(others.numel() - 1, 0))
-    both = others[places] == keys if others.numel() else torch.zeros_like(keys, dtype=torch.bool)
+    places = places_in(others, keys)
+    both = places >= 0
     values = a.values[..., both].to(dtype) * b.values[..., places[both]].to(dtype)
     found = Triplets(a.row[both], a.col[both], values.expand(*batches, -1), one.shape)
     return type(one)._from_triplets(found, None, one.index_dtype, **one.layout)

@@ -164,6 +164,14 @@ def sorted_within(major: Tensor, minor: Tensor, shape: tuple[int, int]) -> tuple
     return keys.sub_(major.to(keys.dtype), alpha=shape[1]).to(minor.dtype), order
 
 
+def places_in(keys: Tensor, wanted: Tensor) -> Tensor:
+    """Where each of `wanted` is among the ascending `keys`, or -1: int64; nothing is read from a device."""
+    if not keys.numel():
+        return torch.full_like(wanted, -1, dtype=torch.int64)
+    places = torch.searchsorted(keys, wanted).clamp_(max=keys.numel() - 1)
+    return places.masked_fill_(keys[places] != wanted, -1)
+
+
 def has_repeats(major: Tensor, minor: Tensor) -> bool:
     """Whether a pair follows an equal one; reads one flag from the device."""
     return bool(((minor[1:] == minor[:-1]) & (major[1:] == major[:-1])).any())

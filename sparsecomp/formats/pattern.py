@@ -15,9 +15,8 @@ from sparsecomp.formats.base import Matrix, SparseMatrix
 from sparsecomp.formats.checks import check_shape
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSR
-from sparsecomp.formats.indices import index_dtype_for, select_keys, sort_keys, sorted_union
+from sparsecomp.formats.indices import index_dtype_for, pair_keys, places_in, select_keys, sort_keys, sorted_union
 
-_MOST = torch.iinfo(torch.int64).max
 _ODD = -7046029254386353131
 """The golden ratio in 64 bits, which spreads neighbouring numbers over all bits (Knuth, TAOCP 3, 6.4)."""
 
@@ -45,8 +44,8 @@ class Pattern:
         Zeros that a matrix stores count; the filler of blocks and groups does not. NaN is not zero.
 
         Raises:
-            FormatError: a tensor of other dimensions, or on the meta device.
-            PatternError: a shape of more than 2**63 - 1 elements.
+            PatternError: something else, a tensor of other dimensions or on the meta device, or a shape of more than
+                2**63 - 1 elements.
         """
         matrix = getattr(stored, "matrix", stored)
         if isinstance(matrix, SparseMatrix) and not matrix.values.is_meta:
@@ -58,7 +57,7 @@ class Pattern:
                 "(rows, columns), that has contents"
             )
         shape = check_shape(tuple(matrix.shape))
-        return cls(matrix.reshape(-1).nonzero().squeeze(1).to(_dtype(shape)), shape)
+        return cls(matrix.reshape(-1).nonzero().squeeze(1).to(index_dtype_for(matrix.numel())), shape)
 
     @classmethod
     def from_positions(cls, row: Tensor, col: Tensor, shape: tuple[int, int]) -> Self:
@@ -207,10 +206,7 @@ class Pattern:
             PatternError: another shape or device.
         """
         self._check(other)
-        if not self.nnz:
-            return torch.full_like(other.keys, -1, dtype=torch.int64)
-        places = torch.searchsorted(self.keys, other.keys).clamp_(max=self.nnz - 1)
-        return places.masked_fill_(self.keys[places] != other.keys, -1)
+        return places_in(self.keys, other.keys)
 
     def __le__(self, other: "Pattern") -> bool:
         """Whether `other` has all elements of this; reads one flag from the device."""
@@ -267,11 +263,7 @@ def _changes(keys: Tensor) -> Tensor:
 
 
 def _keys(row: Tensor, col: Tensor, shape: tuple[int, int]) -> Tensor:
-    return row.to(_dtype(shape)).mul(shape[1]).add_(col)
-
-
-def _dtype(shape: tuple[int, int]) -> torch.dtype:
-    numel = shape[0] * shape[1]
-    if numel > _MOST:
+    keys = pair_keys(row, col, shape)
+    if keys is None:
         raise PatternError(f"a pattern of shape {shape} has more than 2**63 - 1 elements, the most that are told apart")
-    return index_dtype_for(numel)
+    return keys

@@ -18,6 +18,7 @@ from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats.indices import (
     index_dtype_for,
     pair_keys,
+    places_in,
     pointers_of,
     rows_of,
     sorted_pairs,
@@ -132,5 +133,5 @@ def _at(wanted: StoredRows, found: StoredRows, values: Tensor) -> Tensor:
         raise FormatError(f"a matrix of shape {wanted.shape} has more than 2**63 - 1 places, which are not compared")
     if not keys.numel():
         return values.new_zeros(others.shape)
-    places = torch.searchsorted(keys, others).clamp_(max=keys.numel() - 1)
-    return values.index_select(0, places).masked_fill(keys[places] != others, 0)
+    places = places_in(keys, others)
+    return values.index_select(0, places.clamp(min=0)).masked_fill(places < 0, 0)

@@ -1,14 +1,14 @@
 """Training that is sparse from the first step: weights go and others come, while their number stays.
 
-model = sparsecomp.sparsify(model, Unstructured(0.9, by="random"))
-optimizer = torch.optim.AdamW(model.parameters())
-rigl = RigL(model, optimizer, end=7500)
-for x, y in data:
-    optimizer.zero_grad()
-    with rigl.watch():
-        loss_fn(model(x), y).backward()
-    if not rigl.update():
-        optimizer.step()
+    model = sparsecomp.sparsify(model, Unstructured(0.9, by="random"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    rigl = RigL(model, optimizer, end=7500)
+    for x, y in data:
+        optimizer.zero_grad()
+        with rigl.watch():
+            loss_fn(model(x), y).backward()
+        if not rigl.update():
+            optimizer.step()
 """
 
 import math

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import ConfigError
+from sparsecomp.reference.precision import accumulator
 
 GROUPS = ("rows", "columns", "blocks")
 
@@ -36,21 +37,26 @@ class Penalty(Protocol):
 
 
 @dataclass(frozen=True)
-class L1:
-    """Ω = Σ |w|: single weights become 0 (soft threshold).
-
-    Attributes:
-        strength: λ, 0 or more.
-    """
+class _Weighted:
+    """What every penalty has: its weight in the loss."""
 
     strength: float
 
     def __post_init__(self) -> None:
         check_strength(self.strength)
 
+
+@dataclass(frozen=True)
+class L1(_Weighted):
+    """Ω = Σ |w|: single weights become 0 (soft threshold).
+
+    Attributes:
+        strength: λ, 0 or more.
+    """
+
     def value(self, weight: Tensor) -> Tensor:
         """See `Penalty`."""
-        return self.strength * weight.abs().sum(dtype=_at_least_float32(weight.dtype))
+        return self.strength * weight.abs().sum(dtype=accumulator(weight.dtype))
 
     def prox(self, weight: Tensor, rate: Tensor | float) -> Tensor:
         """See `Penalty`."""
@@ -59,7 +65,7 @@ class L1:
 
 
 @dataclass(frozen=True)
-class GroupLasso:
+class GroupLasso(_Weighted):
     """Ω = Σ over groups g of √|g| · ‖w_g‖: whole groups become 0 (Yuan & Lin 2006).
 
     Attributes:
@@ -68,12 +74,11 @@ class GroupLasso:
         size: rows or columns of a group, such as a head's; for blocks (height, width). They divide the weight's sizes.
     """
 
-    strength: float
     groups: str = "rows"
     size: int | tuple[int, int] = 1
 
     def __post_init__(self) -> None:
-        check_strength(self.strength)
+        super().__post_init__()
         if self.groups not in GROUPS:
             raise ConfigError(f"groups is {self.groups!r}: give one of {', '.join(GROUPS)}")
         sizes = self._sizes
@@ -124,7 +129,7 @@ class GroupLasso:
 
 
 @dataclass(frozen=True)
-class Hoyer:
+class Hoyer(_Weighted):
     """Ω = (Σ |w|)² / Σ w², which is the same for any scale of the weight (Yang et al. 2020, Hoyer-Square).
 
     It has no proximal step in closed form: a gradient step is taken, and what that would carry across 0 becomes 0.
@@ -133,19 +138,14 @@ class Hoyer:
         strength: λ, 0 or more.
     """
 
-    strength: float
-
-    def __post_init__(self) -> None:
-        check_strength(self.strength)
-
     def value(self, weight: Tensor) -> Tensor:
         """See `Penalty`."""
-        total, square = _sums(weight.to(_at_least_float32(weight.dtype)))
+        total, square = _sums(weight.to(accumulator(weight.dtype)))
         return self.strength * total.square() / square
 
     def prox(self, weight: Tensor, rate: Tensor | float) -> Tensor:
         """See `Penalty`."""
-        wide = weight.to(_at_least_float32(weight.dtype))
+        wide = weight.to(accumulator(weight.dtype))
         total, square = _sums(wide)
         # dΩ/dw = 2 sign(w) · Σ|w| / Σw² · (1 − |w| · Σ|w| / Σw²): small weights shrink, large ones grow
         ratio = total / square
@@ -167,12 +167,8 @@ def _sums(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _norms(grouped: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Of each group, in the place of its members; halves square too coarsely."""
-    return torch.linalg.vector_norm(grouped, dim=dims, keepdim=True, dtype=_at_least_float32(grouped.dtype))
+    return torch.linalg.vector_norm(grouped, dim=dims, keepdim=True, dtype=accumulator(grouped.dtype))
 
 
 def _members(grouped: Tensor, dims: tuple[int, ...]) -> int:
     return math.prod(grouped.shape[dim] for dim in dims)
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
