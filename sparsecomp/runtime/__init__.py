@@ -20,10 +20,10 @@ from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, Log
 from sparsecomp.training.loop.trainer import RESUTrainer
 from sparsecomp.training.proximal.penalties import L1, GroupLasso, Hoyer, Penalty
 from sparsecomp.training.proximal.proximal import Proximal
+from sparsecomp.training.pruning.budgets import erk_budget, uniform_budget
 from sparsecomp.training.pruning.sparsegpt import sparsegpt
 from sparsecomp.training.resu.ablation import ablate
 from sparsecomp.training.resu.adamw import RESUAdamW
-from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
 from sparsecomp.training.resu.config import RESUConfig
 from sparsecomp.training.resu.cycle import Phase, RESUCycle
 from sparsecomp.training.resu.optim import RESUSelective

@@ -67,7 +67,7 @@ def sparsify(
     statistics = _statistics(model, layers, config, batches, forward or model, token_mask)
     with torch.inference_mode(False), torch.no_grad():
         found = _sparse(layers, config, statistics)
-    kept |= {} if found else dict.fromkeys(layers, f"too few zeros for {config}")
+    kept |= {name: f"too few zeros for {config}" for name, layer in layers.items() if layer not in found}
     if kept:
         warnings.warn(f"sparsify leaves layers as they are: {told(kept)}", stacklevel=2)
     return replace_layers(model, found)
@@ -76,9 +76,10 @@ def sparsify(
 def _sparse(layers: Mapping[str, nn.Linear], config: Pruning, statistics: Statistics) -> dict[nn.Module, nn.Module]:
     """Sparse layers by what they are to replace, without those that the config leaves dense."""
     found: dict[nn.Module, nn.Module] = {}
+    configs = config.shared({name: layer.weight.shape for name, layer in layers.items()})
     for name, layer in layers.items():
         try:
-            matrix = config.matrix(layer, statistics.get(name, ()))
+            matrix = configs[name].matrix(layer, statistics.get(name, ()))
         except (FormatError, MaskError) as error:
             raise type(error)(f"{name or 'the layer'}: {error}; a filter can leave the layer out") from error
         if matrix is not None and isinstance(getattr(layer, "bias_mask", None), Tensor):

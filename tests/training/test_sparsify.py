@@ -83,7 +83,8 @@ def test_the_mask_of_torchs_pruning_is_taken() -> None:
     x = torch.randn(5, 32)
     hidden = torch.relu(x @ (model[0].weight_orig * model[0].weight_mask).T + model[0].bias)
     expected = hidden @ model[2].weight.T
-    model = sparsify(model, FromMask())
+    with pytest.warns(UserWarning, match="leaves layers as they are: 2 .too few zeros"):
+        model = sparsify(model, FromMask())
     assert type(model[0]) is SparseLinear and type(model[2]) is nn.Linear
     torch.testing.assert_close(model(x), expected)
 
@@ -216,7 +217,8 @@ def test_densify_ends_torchs_pruning_of_layers_that_stayed_dense() -> None:
     prune.random_unstructured(model[2], "weight", 0.1)
     prune.l1_unstructured(model[2], "weight", 0.1)
     prune.l1_unstructured(model[2], "bias", 0.5)
-    sparsify(model, FromMask())
+    with pytest.warns(UserWarning, match="2 .too few zeros"):
+        sparsify(model, FromMask())
     assert type(model[0]) is SparseLinear and type(model[2]) is nn.Linear
     x, kept = torch.randn(5, 32), model[2].weight_orig
     expected = model(x)
@@ -269,10 +271,25 @@ def test_arguments_that_a_config_does_not_take_are_told_as_its_other_errors(make
         make()
 
 
+def test_layers_share_a_sparsity_by_the_sum_of_their_sizes() -> None:
+    model = nn.Sequential(nn.Linear(10, 90), nn.Linear(90, 60), nn.Linear(60, 2))
+    sparsify(model, Unstructured(0.9, by="random", budget="erk"))
+    # 642 of 6420 stay; eps * (in + out): 60x2 would have 642 * 62 / 312 > 120, so it is full, and 522 are left for
+    # sums of 100 and 150: 208.8 and 313.2
+    assert [layer.values.numel() for layer in model] == [209, 313, 120]
+    blocks = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64))
+    sparsify(blocks, Block(4, 0.5, budget="erk"))
+    # 1536 of 3072 elements by sums of 64 and 96: 614 and 922, in blocks of 16
+    assert [layer.values.numel() for layer in blocks] == [38 * 16, 58 * 16]
+    for make in (lambda: Unstructured(0.5, budget="global"), lambda: Block(4, 0.5, budget="best")):
+        with pytest.raises(MaskError, match="budget is .* uniform, erk"):
+            make()
+
+
 def test_configs_are_values() -> None:
     config = Unstructured(0.5, by=SparseGPT(0.1), format=CSR)
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config != Unstructured(0.5)
-    assert repr(config) == "Unstructured(by=SparseGPT(damping=0.1), sparsity=0.5, format=CSR)"
+    assert repr(config) == "Unstructured(by=SparseGPT(damping=0.1), sparsity=0.5, format=CSR, budget='uniform')"
 
 
 @pytest.mark.parametrize(

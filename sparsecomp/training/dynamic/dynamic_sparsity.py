@@ -12,11 +12,10 @@
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,12 @@ from sparsecomp.formats import CSR, Pattern
 from sparsecomp.formats.indices import select_keys
 from sparsecomp.nn import SparseLinear
 from sparsecomp.training.distributed import Replicas, bare
-from sparsecomp.training.dynamic.delta import PatternDelta
 from sparsecomp.training.dynamic.gradients import GradientAccumulator
 from sparsecomp.training.dynamic.manager import PatternManager
+from sparsecomp.training.dynamic.stepped import Stepped
 
 
-class DynamicSparsity(ABC):
+class DynamicSparsity(Stepped):
     """Every `every` steps, until step `end`, a share of each layer's weights is replaced by others.
 
     The share falls along a cosine: fraction / 2 · (1 + cos(π t / end)) (Evci et al. 2020, section 3). A change takes
@@ -51,7 +50,6 @@ class DynamicSparsity(ABC):
         seed: of what is drawn at random.
 
     Attributes:
-        steps: that were counted so far.
         managers: the layers' patterns, by name.
         gradients: of their whole weights, by name, in a step that changes patterns by them.
 
@@ -68,7 +66,7 @@ class DynamicSparsity(ABC):
     ) -> None:  # fmt: skip
         if every < 1 or end < 0 or not 0 <= fraction <= 1:
             raise ConfigError(f"every {every}, end {end}, fraction {fraction}: 1 or more, 0 or more, and a share")
-        self.every, self.end, self.fraction, self.seed, self.steps = every, end, fraction, seed, 0
+        self.every, self.end, self.fraction, self.seed = every, end, fraction, seed
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self.managers = {
             name: PatternManager(layer, [optimizer], keep=0)
@@ -106,40 +104,23 @@ class DynamicSparsity(ABC):
                     stack.enter_context(accumulator.watching())
             yield
 
-    @torch.no_grad()
-    def update(self) -> bool:
-        """Behind each backward: count the step, and change the patterns if it is due, with True.
-
-        A layer that no backward reached stays as it is, if gradients decide.
+    def act(self) -> None:
+        """Change the patterns. A layer that no backward reached stays as it is, if gradients decide.
 
         Raises:
             PatternError: no backward ran within `watch`, or one is running. Nothing has changed.
         """
-        changes = self.due
-        if changes:
-            found = {name: self._changed(name) for name in self.changing()}
-            for name, delta in found.items():
-                self.managers[name].queue(delta)
-                self.managers[name].apply()
-                self.gradients[name].clear()
-        self.steps += 1
-        return changes
+        for name, new in {name: self.changed(name) for name in self.changing()}.items():
+            self.managers[name].become(new)
+            self.gradients[name].clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a run goes on from, beside the model's and the optimizer's."""
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.steps = int(state["steps"])
-
-    def _changed(self, name: str) -> PatternDelta:
+    def changed(self, name: str) -> Pattern:
+        """What the layer of this name is to store from now on."""
         matrix = self.managers[name].layer.weight.matrix.to(CSR)
         old = Pattern.of(matrix)
         count = self.count(old)
         kept = Pattern(select_keys(old.keys, self.kept(matrix.values, count), old.nnz - count), old.shape)
-        new = kept.union(self.grown(name, old, kept, count), old.nnz)
-        return PatternDelta.between(old, new)
+        return kept.union(self.grown(name, old, kept, count), old.nnz)
 
     def changing(self) -> Iterable[str]:
         """Names of the layers that this step changes."""

@@ -1,7 +1,6 @@
 """Gradual pruning: sparsity grows along a schedule while a dense model is trained."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +10,12 @@ from sparsecomp.nn import masked_weights
 from sparsecomp.nn.masked.masked_weight import Mode
 from sparsecomp.reference.selection import select_top
 from sparsecomp.training.distributed import Replicas, bare
-from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
+from sparsecomp.training.dynamic.stepped import Stepped
+from sparsecomp.training.pruning.budgets import BUDGETS
 from sparsecomp.training.schedules import sparsity_at
 
-BUDGETS = {"uniform": uniform_budget, "erk": erk_budget, "global": None}
 
-
-class GradualPruning:
+class GradualPruning(Stepped):
     """Prunes the smallest magnitudes every `every` steps from step `start` to step `end` (Zhu & Gupta 2017).
 
         model = sparsecomp.nn.wrap_module(model)
@@ -41,9 +39,6 @@ class GradualPruning:
         budget: how layers share the sparsity: "uniform", "erk" (Evci et al. 2020), or "global" by magnitudes alone.
         filter: of a masked weight's name, whether it is pruned; all by default.
 
-    Attributes:
-        steps: that were counted so far.
-
     Raises:
         ConfigError: a setting outside its domain, or nothing to prune.
         ScheduleError: a sparsity or shape that there is not.
@@ -60,11 +55,11 @@ class GradualPruning:
         sparsity_at(0, 1, initial, sparsity, shape)
         if initial > sparsity:
             raise ConfigError(f"initial {initial} is above sparsity {sparsity}: what is pruned does not come back")
-        if budget not in BUDGETS:
-            raise ConfigError(f"budget is {budget!r}: give one of {', '.join(BUDGETS)}")
-        self.start, self.end, self.every, self.steps = start, end, every, 0
+        if budget not in (*BUDGETS, "global"):
+            raise ConfigError(f"budget is {budget!r}: give one of {', '.join(BUDGETS)}, global")
+        self.start, self.end, self.every = start, end, every
         self._settings = (initial, sparsity, shape)
-        self._budget = BUDGETS[budget]
+        self._budget = BUDGETS.get(budget)
         self._weights = {
             name: pair for name, pair in masked_weights(bare(model)).items() if filter is None or filter(name)
         }
@@ -88,31 +83,18 @@ class GradualPruning:
         reached = min(max((self.steps - self.start) // self.every, -1), count - 1)
         return sparsity_at(reached, count, *self._settings) if reached >= 0 else 0.0
 
-    @torch.no_grad()
-    def update(self) -> bool:
-        """Behind each optimizer step: count it, and prune if that is due, with True.
+    def act(self) -> None:
+        """Prune.
 
         Raises:
             MaskError: a weight holds NaN, or is in a RESU phase; nothing is pruned.
         """
-        prunes = self.due
-        if prunes:
-            for name, (_, masked) in self._weights.items():
-                if masked.mode is Mode.RESU:
-                    raise MaskError(f"{name} is in its RESU phase: end it by commit_ before weights are pruned")
-            masks = self._masks()
-            for name, (weight, masked) in self._weights.items():
-                masked.prune_(weight, self._replicas.decided(masks[name]))
-        self.steps += 1
-        return prunes
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a run goes on from, beside the model's and the optimizer's."""
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.steps = int(state["steps"])
+        for name, (_, masked) in self._weights.items():
+            if masked.mode is Mode.RESU:
+                raise MaskError(f"{name} is in its RESU phase: end it by commit_ before weights are pruned")
+        masks = self._masks()
+        for name, (weight, masked) in self._weights.items():
+            masked.prune_(weight, self._replicas.decided(masks[name]))
 
     def _masks(self) -> dict[str, Tensor]:
         scores = {

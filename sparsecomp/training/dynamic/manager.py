@@ -85,69 +85,89 @@ class PatternManager:
         Raises:
             PatternError: the policy refuses it.
         """
-        for name in _REFUSED[self.policy]:
-            if len(getattr(delta, name)):
-                raise PatternError(f"the pattern is {self.policy}: a change may bring no {name}")
+        self._allow(delta)
         self._queue.append(delta)
 
     def apply(self, start: Callable[[int], Tensor] | None = None) -> None:
         """Make the changes that wait, as one: what one of them removes and a later one adds stays as it is.
 
         Args:
+            start: as of `become`.
+
+        Raises:
+            PatternError: a change does not fit the pattern, or as `become`. The layer is as it was, and nothing waits
+                any more.
+        """
+        queue, self._queue = self._queue, []
+        new = self.pattern
+        for delta in queue:
+            new = delta.of(new)
+        self.become(new, start)
+
+    def become(self, new: Pattern, start: Callable[[int], Tensor] | None = None) -> None:
+        """Store the elements of `new` from now on.
+
+        Args:
+            new: of the layer's shape, on its device.
             start: gives the values (count,) of so many new elements, in the order of the layer's values; by default 0.
 
         Raises:
-            PatternError: a change does not fit the pattern, or a backward or the capture of a CUDA graph is under way.
-                The layer is as it was, and nothing waits any more.
+            PatternError: another shape or device, the policy refuses it, or a backward or the capture of a CUDA graph
+                is under way. The layer is as it was.
         """
-        queue, self._queue = self._queue, []
-        old = new = self.pattern
-        for delta in queue:
-            new = delta.of(new)
-        delta = PatternDelta.between(old, new)
-        came = None if start is None else start(delta.additions.nnz)
-        self.history.append(PatternChange(delta, self._make(delta, old, new, came)))
+        old = self.pattern
+        # a delta waits for the device, so only who needs one finds it
+        delta = PatternDelta.between(old, new) if self.history.maxlen or self.policy != "free" else None
+        if delta is not None:
+            self._allow(delta)
+        removed = None if delta is None else self._values_of(old, delta.removals)
+        self._write(old, new, start)
+        if delta is not None and removed is not None:
+            self.history.append(PatternChange(delta, removed))
 
     def undo(self) -> None:
         """Take the last change back, with the values that it removed; their gradients and state begin at 0.
 
         Raises:
-            PatternError: there is none, or as `apply`.
+            PatternError: there is none, or as `become`.
         """
         if not self.history:
             raise PatternError("there is no change to take back")
         last, old = self.history[-1], self.pattern
-        self._make(last.delta.inverse, old, last.delta.inverse.of(old), last.removed)
+        self._write(old, last.delta.inverse.of(old), lambda count: last.removed)
         self.history.pop()
 
-    def _make(self, delta: PatternDelta, old: Pattern, new: Pattern, came: Tensor | None) -> Tensor:
-        """Change the layer, where new elements have the values that `came`; gives the values that go."""
-        layer, count = self.layer, delta.additions.nnz
+    def _allow(self, delta: PatternDelta) -> None:
+        for name in _REFUSED[self.policy]:
+            if len(getattr(delta, name)):
+                raise PatternError(f"the pattern is {self.policy}: a change may bring no {name}")
+
+    def _values_of(self, pattern: Pattern, part: Pattern) -> Tensor:
+        """A copy of the values of a part of what is stored, in the layer's order."""
+        places = self._by_rows(pattern).places_of(self._by_rows(part))
+        return self.layer.values.detach().index_select(0, places)
+
+    def _write(self, old: Pattern, new: Pattern, start: Callable[[int], Tensor] | None) -> None:
+        """Store `new` in place of `old`."""
+        layer = self.layer
         if _compat.in_backward() or (old.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             raise PatternError(
                 "a pattern cannot change within a backward or while a CUDA graph is captured: change it between steps"
             )
         if not isinstance(layer.values, nn.Parameter):
             raise PatternError("the layer's values are computed, by a parametrization: remove it first")
-        if came is not None and (not isinstance(came, Tensor) or came.shape != (count,)):
-            given = f"values {tuple(came.shape)}" if isinstance(came, Tensor) else f"a {type(came).__name__}"
-            raise PatternError(f"start gave {given}, needs ({count},)")
         # of inference tensors nothing could be trained
         with torch.inference_mode(layer.values.is_inference()), torch.no_grad():
-            return self._write(delta, self._by_rows(old), self._by_rows(new), came)
-
-    def _write(self, delta: PatternDelta, before: Pattern, after: Pattern, came: Tensor | None) -> Tensor:
-        layer = self.layer
-        removed = layer.values.detach().index_select(0, before.places_of(self._by_rows(delta.removals)))
-        places = before.places_of(after)
-        values = _moved(layer.values.detach(), places, came)
-        # all is worked out before anything is written
-        moved = [(kept, _moved(kept, places), put) for kept, put in self._beside()]
-        dtype = layer.indices.dtype
-        layer.store(values, pointers_of(after.row, after.shape[0], dtype), after.col.to(dtype))
-        for kept, tensor, put in moved:
-            kept.copy_(tensor) if kept.shape == tensor.shape else put(tensor)
-        return removed
+            after = self._by_rows(new)
+            places = self._by_rows(old).places_of(after)
+            came = None if start is None else _started(start, int((places < 0).count_nonzero()))
+            values = _moved(layer.values.detach(), places, came)
+            # all is worked out before anything is written
+            moved = [(kept, _moved(kept, places), put) for kept, put in self._beside()]
+            dtype = layer.indices.dtype
+            layer.store(values, pointers_of(after.row, after.shape[0], dtype), after.col.to(dtype))
+            for kept, tensor, put in moved:
+                kept.copy_(tensor) if kept.shape == tensor.shape else put(tensor)
 
     def _beside(self) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:
         """What else has a number for each stored one, and how to put another tensor in its place."""
@@ -163,6 +183,14 @@ class PatternManager:
     def _by_rows(self, pattern: Pattern) -> Pattern:
         """In the order of the layer's values."""
         return pattern.mT if self.layer.format == "CSC" else pattern
+
+
+def _started(start: Callable[[int], Tensor], count: int) -> Tensor:
+    came = start(count)
+    if not isinstance(came, Tensor) or came.shape != (count,):
+        given = f"values {tuple(came.shape)}" if isinstance(came, Tensor) else f"a {type(came).__name__}"
+        raise PatternError(f"start gave {given}, needs ({count},)")
+    return came
 
 
 def _moved(kept: Tensor, places: Tensor, came: Tensor | None = None) -> Tensor:

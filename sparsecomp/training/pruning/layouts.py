@@ -1,9 +1,10 @@
 """What `sparsify` makes of each layer: how much of its weight stays, by which pruner, in which format."""
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -14,7 +15,10 @@ from sparsecomp.formats.base import FORMATS
 from sparsecomp.formats.bsr import check_block
 from sparsecomp.nn.masked.existing_mask import weight_and_mask
 from sparsecomp.nn.sparse.pruning import pruned
+from sparsecomp.training.pruning.budgets import BUDGETS
 from sparsecomp.training.pruning.pruners import Magnitude, Parts, Pruner, pruner_of
+
+Shapes = Mapping[str, Sequence[int]]
 
 
 @runtime_checkable
@@ -30,9 +34,17 @@ class Pruning(Protocol):
         """The layer's sparse weight (out_features, in_features); None if the layer should stay dense."""
         ...
 
+    def shared(self, shapes: Shapes) -> "Mapping[str, Pruning]":
+        """What each of a model's layers gets, by the shapes of their weights."""
+        ...
+
 
 class _Told:
     """Names its settings in messages, a format by the name of its class."""
+
+    def shared(self, shapes: Shapes) -> Mapping[str, Any]:
+        """See `Pruning`: the same for each."""
+        return dict.fromkeys(shapes, self)
 
     def __repr__(self) -> str:
         given: Any = self
@@ -59,23 +71,45 @@ class _Ranked(_Told):
         return pruner_of(self.by)
 
 
+class _Budgeted(_Told):
+    """A sparsity that layers share."""
+
+    sparsity: float
+    budget: str
+
+    def _check_budget(self) -> None:
+        _check_share("sparsity", self.sparsity, below=1)
+        if self.budget not in BUDGETS:
+            raise MaskError(f"budget is {self.budget!r}: give one of {', '.join(BUDGETS)}")
+
+    def shared(self, shapes: Shapes) -> Mapping[str, Any]:
+        """See `Pruning`."""
+        if self.budget == "uniform":
+            return super().shared(shapes)
+        kept, given = BUDGETS[self.budget](shapes, self.sparsity), cast(Any, self)
+        sizes = {name: max(math.prod(shape), 1) for name, shape in shapes.items()}
+        return {name: replace(given, sparsity=1 - kept[name] / size, budget="uniform") for name, size in sizes.items()}
+
+
 @typed_arguments(MaskError)
 @dataclass(frozen=True, repr=False)
-class Unstructured(_Ranked):
+class Unstructured(_Budgeted, _Ranked):
     """Keep the best elements of each layer, wherever they are.
 
     Attributes:
         sparsity: share of each weight to leave out, in [0, 1).
         by: "magnitude", "wanda", "sparsegpt", or a pruner such as `SparseGPT(damping=0.05)`.
         format: of the weight.
+        budget: "uniform", the same sparsity in each layer; or "erk", by Erdos-Renyi-Kernel, that of all together.
     """
 
     sparsity: float
     format: type[SparseMatrix] = CSR
+    budget: str = field(default="uniform", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_share("sparsity", self.sparsity, below=1)
+        self._check_budget()
         _check_format(self.format, ())
 
     def matrix(self, layer: nn.Linear, parts: Parts) -> SparseMatrix:
@@ -113,21 +147,23 @@ class NM(_Ranked):
 
 @typed_arguments(MaskError)
 @dataclass(frozen=True, repr=False)
-class Block(_Told):
+class Block(_Budgeted):
     """Keep the blocks of the largest norm.
 
     Attributes:
         size: rows and columns of a block, or one number for both.
         sparsity: share of blocks to leave out, in [0, 1).
         format: BSR or BCSC.
+        budget: as of `Unstructured`.
     """
 
     size: int | tuple[int, int]
     sparsity: float
     format: type[SparseMatrix] = BSR
+    budget: str = field(default="uniform", kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_share("sparsity", self.sparsity, below=1)
+        self._check_budget()
         _check_format(self.format, ("block",))
         check_block(self.size)
 

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparsecomp.errors import ConfigError, ScheduleError, typed_arguments
+from sparsecomp.training.pruning.budgets import BUDGETS
 from sparsecomp.training.pruning.pruners import PRUNERS, Pruner, Wanda
 from sparsecomp.training.schedules import amnesty_rate, sparsity_at
 
-BUDGETS = ("uniform", "erk")
 STABILISERS = ("bias_shift", "dsnot", "none")
 PRECISIONS = ("float32", "bfloat16", "float16")
 

@@ -23,12 +23,12 @@ from sparsecomp.nn.masked.layers import masked_weights
 from sparsecomp.nn.masked.masked_weight import MaskedWeight
 from sparsecomp.training.distributed import Replicas, bare
 from sparsecomp.training.history import CycleReport, History, LayerReport
+from sparsecomp.training.pruning.budgets import BUDGETS
 from sparsecomp.training.pruning.calibration import InputStatistics, Statistics
 from sparsecomp.training.pruning.layer_repair import added_bias, dsnot, lost_output
 from sparsecomp.training.pruning.pruners import Parts, Pruned
 from sparsecomp.training.resu.adamw import RESUAdamW
 from sparsecomp.training.resu.amnesty import amnesty_mask, amnesty_n_of_m
-from sparsecomp.training.resu.budgets import erk_budget, uniform_budget
 from sparsecomp.training.resu.config import RESUConfig
 
 
@@ -170,7 +170,7 @@ class RESUCycle:
     @torch.no_grad()
     def _prune(self, statistics: Statistics) -> None:
         shapes = {name: layer.weight.shape for name, layer in self._layers.items()}
-        budget = erk_budget if self.config.budget == "erk" else uniform_budget
+        budget = BUDGETS[self.config.budget]
         keep = budget(shapes, self.config.sparsity(self.cycle))
         pruned = {}
         for name, layer in self._layers.items():

@@ -45,3 +45,7 @@ def erk_budget(shapes: Mapping[str, Sequence[int]], sparsity: float) -> dict[str
     for name in sorted(exact, key=lambda name: int(exact[name]) - exact[name])[:short]:
         kept[name] += 1
     return kept
+
+
+BUDGETS = {"uniform": uniform_budget, "erk": erk_budget}
+"""How layers share a sparsity: the counts that stay, of the layers' shapes and the sparsity."""
