@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sparsecomp.snn.registry import register_neuron
     from sparsecomp.tensor.sparse_tensor import SparseTensor
     from sparsecomp.training.densify import densify
-    from sparsecomp.training.pruning.layouts import NM, Block, FromMask, Unstructured
+    from sparsecomp.training.pruning.layouts import NM, Block, ConstantFanIn, FromMask, Unstructured
     from sparsecomp.training.pruning.pruners import Magnitude, Random, SparseGPT, Wanda
     from sparsecomp.training.sparsify import sparsify
 
@@ -39,6 +39,7 @@ __version__ = "0.2.0"
 
 _HOME = {
     "Block": "training.pruning.layouts",
+    "ConstantFanIn": "training.pruning.layouts",
     "FromMask": "training.pruning.layouts",
     "InputError": "errors",
     "Magnitude": "training.pruning.pruners",
@@ -72,6 +73,7 @@ _MODULES = ("cache", "formats", "nn", "ops", "passes", "runtime", "snn")
 
 __all__ = [
     "Block",
+    "ConstantFanIn",
     "FromMask",
     "InputError",
     "Magnitude",

@@ -16,6 +16,7 @@ from sparsecomp.training.dynamic.gradual import GradualPruning
 from sparsecomp.training.dynamic.manager import PatternChange, PatternManager
 from sparsecomp.training.dynamic.rigl import RigL
 from sparsecomp.training.dynamic.set import SET
+from sparsecomp.training.dynamic.srigl import SRigL
 from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
 from sparsecomp.training.loop.trainer import RESUTrainer
 from sparsecomp.training.proximal.penalties import L1, GroupLasso, Hoyer, Penalty
@@ -61,6 +62,7 @@ __all__ = [
     "RESUUpdater",
     "ResurrectionEmbedding",
     "RigL",
+    "SRigL",
     "SparseMask",
     "ablate",
     "amnesty_rate",

@@ -19,6 +19,8 @@ from sparsecomp.reference.precision import accumulator, without_autocast
 AT_ONCE = 2**20
 """Elements of the dense gradient that exist at one time."""
 
+Together = Callable[[Tensor], Tensor]
+
 
 class GradientAccumulator:
     """Sums the gradient of a linear layer's whole weight over some batches, as factors.
@@ -66,7 +68,7 @@ class GradientAccumulator:
         self._gradients.clear()
 
     def candidates(
-        self, count: int, kept: Pattern, together: Callable[[Tensor], Tensor] = lambda gradient: gradient
+        self, count: int, kept: Pattern, together: Together | None = None, rows: Tensor | None = None
     ) -> Pattern:
         """The elements outside of `kept` whose gradients are the largest in magnitude.
 
@@ -77,29 +79,56 @@ class GradientAccumulator:
             kept: of the layer's shape.
             together: what becomes of some rows of the gradient, float32 (of float64 that), before they are ranked:
                 such as the mean over the processes of a data-parallel run.
+            rows: bool (rows,), those whose elements are looked at, which have so many; by default all.
 
         Raises:
             PatternError: no batch was seen, or there are not so many elements.
         """
+        others = kept.shape[0] * kept.shape[1] - kept.nnz
+        if not 0 <= count <= others:
+            raise PatternError(f"{count} elements were asked for, of {others} outside of {kept!r}")
+        scores, keys = None, kept.keys.new_empty(0)
+        for first, block in self._scores(kept, together):
+            found = block if rows is None else block.masked_fill(~rows[first : first + len(block), None], -torch.inf)
+            found, places = found.flatten(), _places(first, block, kept)
+            # those of the rows before come first, so that a stable sort leaves equal ones in order
+            before = found if scores is None else torch.cat([scores, found])
+            best = before.sort(descending=True, stable=True)
+            scores, keys = best.values[:count], torch.cat([keys, places])[best.indices[:count]]
+        return Pattern(sort_keys(keys), kept.shape)
+
+    def candidates_of_rows(self, counts: Tensor, kept: Pattern, together: Together | None = None) -> Pattern:
+        """The elements outside of `kept` whose gradients are the largest of their row; waits for the device.
+
+        Args:
+            counts: (rows,), how many of each row, which has so many.
+            kept, together: as of `candidates`, and so are ties and NaN.
+
+        Raises:
+            PatternError: no batch was seen.
+        """
+        found = [kept.keys.new_empty(0)]
+        for first, block in self._scores(kept, together):
+            order = block.sort(dim=1, descending=True, stable=True).indices
+            wanted = torch.arange(block.shape[1], device=block.device) < counts[first : first + len(block), None]
+            chosen = torch.zeros_like(wanted).scatter_(1, order, wanted)
+            found.append(_places(first, block, kept)[chosen.flatten()])
+        return Pattern(torch.cat(found), kept.shape)
+
+    def _scores(self, kept: Pattern, together: Together | None) -> Iterator[tuple[int, Tensor]]:
+        """Magnitudes of the gradient, some rows at a time, with the first of these: -1 for NaN, less within `kept`."""
         rows, cols = kept.shape
         if not self._inputs:
             raise PatternError("no backward reached the layer: run one in watch(), or an accumulator's watching()")
-        if not 0 <= count <= rows * cols - kept.nnz:
-            raise PatternError(f"{count} elements were asked for, of {rows * cols - kept.nnz} outside of {kept!r}")
         x, gradient = (torch.cat(given) for given in (self._inputs, self._gradients))
         wide = accumulator(torch.promote_types(x.dtype, gradient.dtype))
         x, gradient = x.to(wide), gradient.to(wide)
-        scores, keys = x.new_empty(0), kept.keys.new_empty(0)
         step = max(AT_ONCE // max(cols, 1), 1)
         for first in range(0, rows, step):
             with without_autocast(x):
-                block = together(gradient[:, first : first + step].mT @ x)
-            found = _outside(block.abs().nan_to_num(nan=-1.0), first * cols, kept)
-            places = torch.arange(first * cols, first * cols + block.numel(), dtype=keys.dtype, device=keys.device)
-            # those of the rows before come first, so that a stable sort leaves equal ones in order
-            best = torch.cat([scores, found]).sort(descending=True, stable=True)
-            scores, keys = best.values[:count], torch.cat([keys, places])[best.indices[:count]]
-        return Pattern(sort_keys(keys), kept.shape)
+                block = gradient[:, first : first + step].mT @ x
+            block = block if together is None else together(block)
+            yield first, _outside(block.abs().nan_to_num(nan=-1.0), first * cols, kept)
 
     def _see(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
         if output.requires_grad:
@@ -109,11 +138,16 @@ class GradientAccumulator:
 
 
 def _outside(scores: Tensor, first: int, kept: Pattern) -> Tensor:
-    """The scores of a block that begins with element `first`, flat, and the least where `kept` has the element."""
-    flat = scores.flatten()
+    """The scores of a block that begins with element `first`, and the least where `kept` has the element."""
     # one place more takes those of other blocks
     places = (kept.keys - first).long()
-    inside = (places >= 0) & (places < flat.numel())
-    marked = torch.zeros(flat.numel() + 1, dtype=torch.bool, device=flat.device)
-    marked[places.where(inside, flat.numel())] = True
-    return flat.masked_fill(marked[:-1], -torch.inf)
+    inside = (places >= 0) & (places < scores.numel())
+    marked = torch.zeros(scores.numel() + 1, dtype=torch.bool, device=scores.device)
+    marked[places.where(inside, scores.numel())] = True
+    return scores.masked_fill(marked[:-1].view_as(scores), -torch.inf)
+
+
+def _places(first: int, block: Tensor, kept: Pattern) -> Tensor:
+    """The keys of a block's elements, whose first row is `first`."""
+    begin = first * kept.shape[1]
+    return torch.arange(begin, begin + block.numel(), dtype=kept.keys.dtype, device=kept.device)

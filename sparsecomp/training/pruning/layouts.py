@@ -121,6 +121,32 @@ class Unstructured(_Budgeted, _Ranked):
 
 @typed_arguments(MaskError)
 @dataclass(frozen=True, repr=False)
+class ConstantFanIn(_Budgeted, _Ranked):
+    """Keep the best elements of each row, as many in each: where SRigL begins.
+
+    Attributes:
+        sparsity: share of each row to leave out, in [0, 1).
+        by: as of `Unstructured`.
+        budget: as of `Unstructured`; the counts are rounded to those of whole rows.
+    """
+
+    sparsity: float
+    budget: str = field(default="uniform", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_budget()
+
+    def matrix(self, layer: nn.Linear, parts: Parts) -> SparseMatrix:
+        """See `Pruning`."""
+        weight, _ = weight_and_mask(layer)
+        columns = weight.shape[1]
+        keep = columns - round(self.sparsity * columns)
+        return _stored(*self.pruner.prune_groups(weight, keep, columns, parts), CSR)
+
+
+@typed_arguments(MaskError)
+@dataclass(frozen=True, repr=False)
 class NM(_Ranked):
     """Keep the best n of each m neighbours along the inputs, such as 2:4.
 
