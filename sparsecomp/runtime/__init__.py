@@ -14,9 +14,11 @@ from sparsecomp.training.dynamic.dynamic_sparsity import DynamicSparsity
 from sparsecomp.training.dynamic.gradients import GradientAccumulator
 from sparsecomp.training.dynamic.gradual import GradualPruning
 from sparsecomp.training.dynamic.manager import PatternChange, PatternManager
+from sparsecomp.training.dynamic.random_growth import RandomGrowth
 from sparsecomp.training.dynamic.rigl import RigL
 from sparsecomp.training.dynamic.set import SET
 from sparsecomp.training.dynamic.srigl import SRigL
+from sparsecomp.training.dynamic.straight_through import straight_through, top_kast
 from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
 from sparsecomp.training.loop.trainer import RESUTrainer
 from sparsecomp.training.proximal.penalties import L1, GroupLasso, Hoyer, Penalty
@@ -60,6 +62,7 @@ __all__ = [
     "RESUSelective",
     "RESUTrainer",
     "RESUUpdater",
+    "RandomGrowth",
     "ResurrectionEmbedding",
     "RigL",
     "SRigL",
@@ -72,6 +75,8 @@ __all__ = [
     "select_top",
     "sparsegpt",
     "sparsity_at",
+    "straight_through",
+    "top_kast",
     "uniform_budget",
     "wrap_module",
 ]

@@ -26,6 +26,7 @@ from sparsecomp.errors import ConfigError
 from sparsecomp.formats import CSR, Pattern
 from sparsecomp.formats.indices import select_keys
 from sparsecomp.nn import SparseLinear
+from sparsecomp.reference.selection import select_top
 from sparsecomp.training.distributed import Replicas, bare
 from sparsecomp.training.dynamic.gradients import GradientAccumulator
 from sparsecomp.training.dynamic.manager import PatternManager
@@ -130,9 +131,12 @@ class DynamicSparsity(Stepped):
         """How many elements of a pattern a change replaces."""
         return int(self.share * pattern.nnz)
 
-    @abstractmethod
     def kept(self, values: Tensor, count: int) -> Tensor:
-        """Which weights stay: bool, all but `count` of `values` (nnz,)."""
+        """Which weights stay: bool, all but `count` of `values` (nnz,).
+
+        The largest magnitudes; NaN stays, so that a diverged weight is seen.
+        """
+        return select_top(values.abs().nan_to_num(nan=torch.inf), values.numel() - count)
 
     @abstractmethod
     def grown(self, name: str, old: Pattern, kept: Pattern, count: int) -> Pattern:

@@ -1,11 +1,7 @@
 """RigL: drop the least magnitudes, grow where the dense gradient is largest."""
 
-import torch
-from torch import Tensor
-
 from sparsecomp.errors import PatternError
 from sparsecomp.formats import Pattern
-from sparsecomp.reference.selection import select_top
 from sparsecomp.training.dynamic.dynamic_sparsity import DynamicSparsity
 
 
@@ -20,10 +16,6 @@ class RigL(DynamicSparsity):
         if not reached:
             raise PatternError("no backward reached the layers: run forward and backward within watch()")
         return reached
-
-    def kept(self, values: Tensor, count: int) -> Tensor:
-        """The largest magnitudes; NaN stays, so that a diverged weight is seen."""
-        return select_top(values.abs().nan_to_num(nan=torch.inf), values.numel() - count)
 
     def grown(self, name: str, old: Pattern, kept: Pattern, count: int) -> Pattern:
         """By the largest gradients."""

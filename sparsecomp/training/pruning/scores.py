@@ -53,13 +53,13 @@ def rowwise_mask(scores: torch.Tensor, sparsity: float) -> torch.Tensor:
     return select_top(rows, rows.shape[1] - int(rows.shape[1] * sparsity), refuse_nan=True).reshape(scores.shape)
 
 
-def n_of_m_mask(scores: torch.Tensor, keep: int, group: int) -> torch.Tensor:
+def n_of_m_mask(scores: torch.Tensor, keep: int, group: int, refuse_nan: bool = True) -> torch.Tensor:
     """Keep `keep` of each `group` neighbours along the input channels (dimension 1); bool of the scores' shape.
 
-    MaskError on NaN, or if the group does not divide the input channels.
+    MaskError on NaN, unless it may rank last, or if the group does not divide the input channels.
     """
     if group < 1 or scores.shape[1] % group:
         raise MaskError(f"groups of {group} do not divide {scores.shape[1]} input channels: leave this layer dense")
     last = scores.movedim(1, -1)
-    kept = select_top(last.reshape(-1, group), keep, refuse_nan=True)
+    kept = select_top(last.reshape(-1, group), keep, refuse_nan)
     return kept.reshape(last.shape).movedim(-1, 1).contiguous()
