@@ -146,6 +146,14 @@ def compact_product(pointers: Tensor, indices: Tensor, values: Tensor, shape: tu
     return out
 
 
+def without_spare(matrix: CompressedArrays) -> CompressedArrays:
+    """A CSR matrix whose pointers begin at 0, without the spare capacity behind its last entry; on a CPU."""
+    entries = int(matrix.pointers[-1])
+    if entries == matrix.indices.numel():
+        return matrix
+    return matrix._replace(indices=matrix.indices[:entries], values=matrix.values[:entries])
+
+
 def _filled_product(matrix: CompressedArrays, dense: Tensor) -> Tensor:
     """As `_element_product`, without the zeros that fill groups up; only what is not finite tells the difference."""
     if not dense.isfinite().all():

@@ -18,7 +18,7 @@ from sparsecomp.training.dynamic.random_growth import RandomGrowth
 from sparsecomp.training.dynamic.rigl import RigL
 from sparsecomp.training.dynamic.set import SET
 from sparsecomp.training.dynamic.srigl import SRigL
-from sparsecomp.training.dynamic.straight_through import straight_through, top_kast
+from sparsecomp.training.dynamic.straight_through import sr_ste, top_kast
 from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
 from sparsecomp.training.loop.trainer import RESUTrainer
 from sparsecomp.training.proximal.penalties import L1, GroupLasso, Hoyer, Penalty
@@ -75,7 +75,7 @@ __all__ = [
     "select_top",
     "sparsegpt",
     "sparsity_at",
-    "straight_through",
+    "sr_ste",
     "top_kast",
     "uniform_budget",
     "wrap_module",

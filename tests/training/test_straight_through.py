@@ -13,7 +13,7 @@ import sparsecomp
 from sparsecomp import NM, Unstructured
 from sparsecomp.errors import ConfigError, MaskError
 from sparsecomp.nn import SparseLinear
-from sparsecomp.runtime import straight_through, top_kast
+from sparsecomp.runtime import sr_ste, top_kast
 
 
 def signal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -79,7 +79,7 @@ def run(model: nn.Module, steps: int, lr: float, forward=None) -> list[torch.Ten
 def test_sr_ste_trains_as_its_dense_reference(decay, backend):
     model = network()
     expected = dense_run(model, lambda w: (two_of_four(w), torch.ones_like(w, dtype=torch.bool)), (0, decay), 12, 0.3)
-    assert straight_through(model, NM(2, 4), decay=decay) == ["0", "3"]
+    assert sr_ste(model, NM(2, 4), decay=decay) == ["0", "3"]
     forward = None if backend == "eager" else torch.compile(model, backend=backend, fullgraph=True)
     found = run(model, 12, 0.3, forward)
     for one, other in zip(found, expected, strict=True):
@@ -92,7 +92,7 @@ def test_sr_ste_trains_as_its_dense_reference(decay, backend):
 @pytest.mark.parametrize("config", [Unstructured(0.9), Unstructured(0.75, budget="erk")])
 def test_one_budget_of_a_layer(config):
     model = network()
-    straight_through(model, config)
+    sr_ste(model, config)
     kept = [int(model[place].weight.count_nonzero()) for place in (0, 3)]
     if config.budget == "uniform":
         assert kept == [29, 19]  # a tenth of 288 and 192
@@ -118,7 +118,7 @@ def test_top_kast_trains_as_its_dense_reference():
 def test_a_run_that_goes_on_has_the_same_bits_and_ends_sparse():
     def masked() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = network()
-        straight_through(model, NM(2, 4))
+        sr_ste(model, NM(2, 4))
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -149,35 +149,35 @@ def test_ties_go_to_the_lowest_index_nan_stays_and_budgets_may_be_all():
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[1.0, -1, 1, -1, 0, 0, 0, 2], [math.nan, 1, 1, 3, 4, 4, 4, 4]]))
     model = nn.Sequential(layer)
-    straight_through(model, NM(2, 4))
+    sr_ste(model, NM(2, 4))
     assert torch.equal(layer.weight.nan_to_num(nan=7), torch.tensor(
         [[1.0, -1, 0, 0, 0, 0, 0, 2], [7, 0, 0, 3, 4, 4, 0, 0]]))  # fmt: skip
     full = nn.Sequential(nn.Linear(4, 3))
-    straight_through(full, Unstructured(0.0))
+    sr_ste(full, Unstructured(0.0))
     assert torch.equal(full[0].weight, full[0].parametrizations.weight.original)
     none = nn.Sequential(nn.Linear(4, 3))
-    straight_through(none, Unstructured(0.99), decay=0.5)
+    sr_ste(none, Unstructured(0.99), decay=0.5)
     assert not none[0].weight.any()
     none(torch.zeros(1, 4)).sum().backward()
     original = none[0].parametrizations.weight.original
     torch.testing.assert_close(original.grad, original / 2)
     empty = nn.Sequential(nn.Linear(0, 3))
-    straight_through(empty, Unstructured(0.5))
+    sr_ste(empty, Unstructured(0.5))
     assert empty[0].weight.shape == (3, 0)
 
 
 def test_what_does_not_fit_changes_nothing():
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
     for call, kind, message in (
-        (lambda: straight_through(model, NM(2, 4)), MaskError, "0: groups of 4 do not divide 6"),
-        (lambda: straight_through(model, NM(2, 4, by="wanda")), ConfigError, "which rank by magnitude"),
-        (lambda: straight_through(model, 0.9), ConfigError, r"give NM\(2, 4\)"),
-        (lambda: straight_through(model, Unstructured(0.5), decay=-1.0), ConfigError, "decay is -1"),
-        (lambda: straight_through(nn.ReLU(), NM(2, 4)), ConfigError, "no plain linear or convolution"),
+        (lambda: sr_ste(model, NM(2, 4)), MaskError, "0: groups of 4 do not divide 6"),
+        (lambda: sr_ste(model, NM(2, 4, by="wanda")), ConfigError, "which rank by magnitude"),
+        (lambda: sr_ste(model, 0.9), ConfigError, r"give NM\(2, 4\)"),
+        (lambda: sr_ste(model, Unstructured(0.5), decay=-1.0), ConfigError, "decay is -1"),
+        (lambda: sr_ste(nn.ReLU(), NM(2, 4)), ConfigError, "no plain linear or convolution"),
         (lambda: top_kast(model, Unstructured(0.5), Unstructured(0.9)), ConfigError, "fewer than the"),
         (lambda: top_kast(model, NM(2, 4), Unstructured(0.9)), ConfigError, "no set of weights"),
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             call()
     assert not any(parametrize.is_parametrized(layer) for layer in model)
-    assert straight_through(model, NM(2, 4), filter=lambda layer, name: name == "1") == ["1"]
+    assert sr_ste(model, NM(2, 4), filter=lambda layer, name: name == "1") == ["1"]

@@ -65,7 +65,7 @@ class SparseEmbedding(StoredWeight):
         """Integers of any shape to (…, columns)."""
         if isinstance(index, fx.Proxy):
             return cast(Tensor, self._as_node(index))
-        return stored_rows(index, self.values, self._own(), self._layout, self._reach())
+        return stored_rows(index, self._live(), self._own(), self._layout, self._reach())
 
     def _reach(self) -> int:
         """Entries of the longest row, or more."""

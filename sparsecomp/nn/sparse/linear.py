@@ -76,7 +76,7 @@ class SparseLinear(StoredWeight):
         if isinstance(x, fx.Proxy):
             return cast(Tensor, self._as_node(x))
         return sparse_linear(
-            x, self.values, self._pattern(), self._written, transpose=self._by_columns, bias=self.bias
+            x, self._live(), self._pattern(), self._written, transpose=self._by_columns, bias=self.bias
         )  # fmt: skip
 
     def extra_repr(self) -> str:

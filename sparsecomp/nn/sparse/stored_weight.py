@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsecomp import _compat
@@ -59,6 +60,8 @@ class StoredWeight(nn.Module):
         transposed_pointers, transposed_indices, transposed_order: buffers that follow from those and are in no
             checkpoint; None where no product needs them.
         format: name of the class in `sparsecomp.formats`.
+        capacity: entries that the arrays have room for, `reserve`; 0 for no more than there are. What lies
+            behind the last entry is read by no product and in no checkpoint.
         strict_pattern: whether a checkpoint of another pattern is refused; False unless set. For a whole model, and so
             that a refusal changes nothing of it: `sparsecomp.load_state_dict`.
 
@@ -67,6 +70,7 @@ class StoredWeight(nn.Module):
     """
 
     strict_pattern: bool = False
+    capacity: int = 0
     values: nn.Parameter
     pointers: Tensor
     indices: Tensor
@@ -91,6 +95,7 @@ class StoredWeight(nn.Module):
     def _describe(self, pattern: IndexArrays) -> None:
         """Keep what follows from the index arrays; reads from the device."""
         self._derive(pattern)
+        self._entries = int(self.pointers[-1]) if self.capacity and not self.pointers.is_meta else self.indices.numel()
         self._layout, self._written = pattern.layout, pattern.layout.written()
         self._checks = Settings.from_environment().debug
         self._remember()
@@ -107,11 +112,40 @@ class StoredWeight(nn.Module):
             arrays: index arrays, in the order of the format's; see `sparsecomp.reference.patterns`.
         """
         for name, given in zip(self.stored_names, (values, *arrays), strict=True):
-            self._make_room(name, given)
-            getattr(self, name).copy_(given)
+            padded = self._padded(name, given)
+            self._make_room(name, padded)
+            getattr(self, name).copy_(padded)
         layout, written = self._layout, self._written
         self._describe(IndexArrays(self.format, layout, tuple(self._own())))
         self._layout, self._written = layout, written
+
+    def reserve(self, capacity: int) -> None:
+        """Have room for so many entries, so that a change of the pattern to as many or fewer compiles nothing again.
+
+        Entries of the capacity that the pattern does not use are read by no product, whatever x holds, and their values
+        and gradients are 0; `weight` and checkpoints leave them out. The parameter and an optimizer's state have the
+        capacity's size: reserve before a state is loaded, or by `PatternManager.reserve`, which takes it along. A
+        pattern of more entries makes room for them, as without.
+
+        Raises:
+            FormatError: less than the layer stores, a format other than CSR and CSC, or values that are computed.
+        """
+        if not isinstance(self.values, nn.Parameter):
+            raise FormatError("the layer's values are computed, by a parametrization: remove it first")
+        if self.format not in ("CSR", "CSC"):
+            raise FormatError(f"the layer is in {self.format}: one in CSR or CSC can have spare capacity")
+        if type(capacity) is not int or capacity < self._entries:
+            raise FormatError(f"capacity is {capacity!r}, needs a whole number of {self._entries} or more, the entries")
+        stored = [one.detach() for one in self._stored()]
+        self.capacity = capacity
+        self.store(*stored)
+
+    def _live(self) -> Tensor:
+        """The values, with 0 in spare capacity, and 0 as its gradient, whatever a kernel leaves there."""
+        if not self.capacity:
+            return self.values
+        places = torch.arange(self.values.shape[0], dtype=self.pointers.dtype, device=self.values.device)
+        return torch.where(places < self.pointers[-1], self.values, 0)
 
     def _remember(self) -> None:
         """Which arrays are described, and as they are now."""
@@ -132,7 +166,7 @@ class StoredWeight(nn.Module):
         if self.values.requires_grad or self._by_columns or self.transposed_order is not None:
             pattern.keep_transposed()
             for name, array in zip(_TRANSPOSED, pattern.transposed or (), strict=True):
-                self._write(name, array)
+                self._write(name, self._padded(name, array))
 
     def _write(self, name: str, array: Tensor) -> None:
         """Into the buffer that is there, which a captured graph reads, if it fits."""
@@ -162,7 +196,9 @@ class StoredWeight(nn.Module):
     @property
     def weight(self) -> SparseTensor:
         """The weight as a tensor on the same memory, to look at or to multiply with; gradients flow to `values`."""
-        return view_of(self.values, self._own() + self._kept_transposed(), self.format, self._written)
+        transposed = [self._compact(*pair) for pair in zip(_TRANSPOSED, self._kept_transposed(), strict=False)]
+        values, *own = self._stored()
+        return view_of(values, own + transposed, self.format, self._written)
 
     @property
     def stored_names(self) -> tuple[str, ...]:
@@ -171,6 +207,19 @@ class StoredWeight(nn.Module):
 
     def _own(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._names]
+
+    def _stored(self) -> list[Tensor]:
+        """The parameter and buffers of `stored_names` without spare capacity."""
+        return [self._compact(name, getattr(self, name)) for name in self.stored_names]
+
+    def _compact(self, name: str, array: Tensor) -> Tensor:
+        """One of the arrays without spare capacity."""
+        return array if not self.capacity or "pointers" in name else array[: self._entries]
+
+    def _padded(self, name: str, array: Tensor) -> Tensor:
+        """One of the arrays with the capacity behind it: zeros, which are indices too."""
+        spare = self.capacity - array.shape[0]
+        return array if "pointers" in name or spare <= 0 else F.pad(array, (0, spare))
 
     def _kept_transposed(self) -> list[Tensor]:
         self._follow_writes()
@@ -212,6 +261,12 @@ class StoredWeight(nn.Module):
 
     # -- checkpoints
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.stored_names:
+            if (saved := destination.get(f"{prefix}{name}")) is not None:
+                destination[f"{prefix}{name}"] = self._compact(name, saved)
+
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: Any
     ) -> None:
@@ -223,7 +278,8 @@ class StoredWeight(nn.Module):
         state_dict, pattern, dropped = self.read_state(state_dict, prefix, self.strict_pattern)
         for name in self.stored_names:
             if (found := state_dict.get(f"{prefix}{name}")) is not None:
-                self._make_room(name, found)
+                state_dict[f"{prefix}{name}"] = padded = self._padded(name, found)
+                self._make_room(name, padded)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if pattern is not None and not self.values.is_meta:
             self._describe(IndexArrays(self.format, pattern.layout, tuple(self._own())))
@@ -282,15 +338,15 @@ class StoredWeight(nn.Module):
                 f"the checkpoint's weight is dense and the layer, {self.format} {self.shape}, is on the meta device, "
                 "where it has no pattern: make the layer elsewhere"
             )
-        arrays = [array.to(weight.device) for array in self._own()]
+        arrays = [array.to(weight.device) for array in self._stored()[1:]]
         values = dense_to_stored(weight.detach(), arrays, self._written, self._by_columns)
         return {"values": values, **dict(zip(self._names, arrays, strict=True))}
 
     def _pattern_of(self, given: dict[str, Tensor], strict: bool) -> IndexArrays | None:
         """The pattern that the layer has with these arrays; None where they have no contents."""
         # values may be missing, being computed by a parametrization; what is there must fit what stays
-        tensors = [given[name] if name in given else getattr(self, name) for name in self.stored_names]
-        own = [self.values, *self._own()]
+        own = self._stored()
+        tensors = [given.get(name, mine) for name, mine in zip(self.stored_names, own, strict=True)]
         sizes = f"{self._sizes(tensors)}, the layer's are {self._sizes(own)}"
         has_contents = given and not any(tensor.is_meta for tensor in tensors)
         if strict and has_contents:
@@ -307,7 +363,7 @@ class StoredWeight(nn.Module):
 
     def _compare(self, arrays: Sequence[Tensor], sizes: str) -> None:
         """Raise FormatError unless these index arrays are the layer's."""
-        pairs = list(zip(arrays, self._own(), strict=True))
+        pairs = list(zip(arrays, self._stored()[1:], strict=True))
         alike = all(one.shape == other.shape for one, other in pairs)
         if not alike or not all(torch.equal(one.to(other.device), other) for one, other in pairs):
             how = "as many, but its indices differ" if alike else f"its are {sizes}"

@@ -44,8 +44,11 @@ def _checked(pattern: Sequence[Tensor], layout: str) -> Tensor:
 
 def _fits(own: Sequence[Tensor], kept: Sequence[Tensor], layout: Layout) -> bool:
     try:
-        complete = len(own) == 1 or int(own[0][-1]) == own[1].numel()
-        return complete and all(map(torch.equal, transposed_arrays(own, layout), kept))
+        if len(own) > 1 and int(own[0][-1]) > own[1].numel():
+            return False
+        found = transposed_arrays(own, layout)
+        # what is kept may have spare capacity, as the arrays have
+        return all(torch.equal(one, other[: one.numel()]) for one, other in zip(found, kept, strict=True))
     except (RuntimeError, IndexError):
         return False  # the arrays are those of no matrix
 

@@ -41,8 +41,8 @@ def _written(values, pattern, layout, transpose):
         blocks = values.new_zeros((rows // height, cols // width, height, width))
         out = blocks.index_put_((line, column.long()), values).transpose(1, 2).reshape(rows, cols)
     else:
-        out = values.new_zeros((rows, cols))
-        out.view(-1).scatter_(0, _flat(pattern, layout), values.reshape(-1))
+        out, flat = values.new_zeros((rows, cols)), _flat(pattern, layout)
+        out.view(-1).scatter_(0, flat, values.reshape(-1)[: flat.numel()])
     if (rows, cols) != layout.shape:
         out = out[: layout.shape[0], : layout.shape[1]]
     return (out.mT if transpose else out).contiguous()
@@ -61,7 +61,9 @@ def _read(dense, pattern, layout, transpose):
         line, column = _places(pattern, layout)
         blocks = padded.reshape(rows // height, height, cols // width, width).transpose(1, 2)
         return blocks[line, column.long()].contiguous()
-    return padded.reshape(-1).index_select(0, _flat(pattern, layout)).view(stored_shape(pattern, layout))
+    found, size = padded.reshape(-1).index_select(0, _flat(pattern, layout)), stored_shape(pattern, layout)
+    spare = size[0] - found.numel() if layout.plain else 0
+    return F.pad(found, (0, spare)) if spare else found.view(size)
 
 
 def _written_cuda(values, pattern, layout, transpose):
@@ -94,7 +96,9 @@ def _are_contiguous(arrays: Sequence[Tensor]) -> bool:
 
 
 def _flat(pattern: Sequence[Tensor], layout: Layout) -> Tensor:
-    """Place of each element in the flat matrix of the padded shape."""
+    """Place of each element in the flat matrix of the padded shape; on a CPU without spare capacity."""
+    if layout.plain and not pattern[0].is_cuda and (entries := int(pattern[0][-1])) != pattern[1].numel():
+        pattern = (pattern[0], pattern[1][:entries])
     row, column = _places(pattern, layout)
     return torch.add(column, row, alpha=layout.padded_shape[1]).view(-1)
 

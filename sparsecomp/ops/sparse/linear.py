@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
@@ -16,7 +17,7 @@ from sparsecomp.ops.sparse.sddmm import run_sddmm
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients, run_spmm
 from sparsecomp.reference.patterns import Layout, check_pattern, compressed, stored_shape
 from sparsecomp.reference.precision import accumulator, without_autocast
-from sparsecomp.reference.sparse import compact_product, compact_sampled
+from sparsecomp.reference.sparse import compact_product, compact_sampled, without_spare
 
 library.define(
     "sparse_linear(Tensor x, Tensor values, Tensor[] pattern, Tensor? bias, Tensor? residual, str layout, "
@@ -40,8 +41,8 @@ def sparse_linear(
     Args:
         x: (..., k), of the dtype of `values`.
         values: of S, without a batch.
-        pattern: index arrays of S, and perhaps of its transpose; see `sparsecomp.reference.patterns`. Without spare
-            capacity: a gradient is not written there.
+        pattern: index arrays of S, and perhaps of its transpose; see `sparsecomp.reference.patterns`. They begin at 0;
+            a gradient holds anything in spare capacity behind the last entry.
         layout: of S, from `Layout.written`.
         transpose: op(S) is the transpose of S.
         bias: (m,), one number a row of op(S).
@@ -105,7 +106,7 @@ def _reference(x, values, pattern, bias, residual, layout, transpose, activation
     if not layout.plain:
         return by_rows(partial(run_spmm, "cpu"), x, values, pattern, bias, residual, layout, transpose, activation)
     shape = _result_shape(x, values, pattern, bias, residual, layout, transpose)
-    wide, matrix = accumulator(x.dtype), compressed(values, pattern, layout, transpose)
+    wide, matrix = accumulator(x.dtype), without_spare(compressed(values, pattern, layout, transpose))
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     with without_autocast(x):
         product = compact_product(*matrix[:2], matrix.values.to(wide), matrix.shape, rows.to(wide).mT).mT
@@ -156,8 +157,11 @@ def _reference_gradient(x, grad, pattern, layout, transpose):
 
 def _compact_sddmm(a, b, pattern, *rest):
     wide = accumulator(a.dtype)
+    pointers, indices = pattern[:2]
+    entries = int(pointers[-1])
     with without_autocast(a):
-        return compact_sampled(a.to(wide), b.to(wide), pattern[0], pattern[1]).to(a.dtype)
+        found = compact_sampled(a.to(wide), b.to(wide), pointers, indices[:entries]).to(a.dtype)
+    return found if entries == indices.numel() else F.pad(found, (0, indices.numel() - entries))
 
 
 def _cuda_gradient(x, grad, pattern, layout, transpose):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -137,6 +138,17 @@ class PatternManager:
         self._write(old, last.delta.inverse.of(old), lambda count: last.removed)
         self.history.pop()
 
+    def reserve(self, capacity: int) -> None:
+        """Have the layer `reserve` this capacity, with the gradient and the optimizers' state.
+
+        Raises:
+            FormatError: less than the layer stores, or values that are computed.
+        """
+        beside = list(self._beside())
+        self.layer.reserve(capacity)
+        for kept, put in beside:
+            put(_padded(kept, self.layer.values))
+
     def _allow(self, delta: PatternDelta) -> None:
         for name in _REFUSED[self.policy]:
             if len(getattr(delta, name)):
@@ -167,7 +179,8 @@ class PatternManager:
             dtype = layer.indices.dtype
             layer.store(values, pointers_of(after.row, after.shape[0], dtype), after.col.to(dtype))
             for kept, tensor, put in moved:
-                kept.copy_(tensor) if kept.shape == tensor.shape else put(tensor)
+                padded = _padded(tensor, layer.values)
+                kept.copy_(padded) if kept.shape == padded.shape else put(padded)
 
     def _beside(self) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:
         """What else has a number for each stored one, and how to put another tensor in its place."""
@@ -183,6 +196,11 @@ class PatternManager:
     def _by_rows(self, pattern: Pattern) -> Pattern:
         """In the order of the layer's values."""
         return pattern.mT if self.layer.format == "CSC" else pattern
+
+
+def _padded(numbers: Tensor, values: Tensor) -> Tensor:
+    """With 0 for the capacity that the values have behind them."""
+    return F.pad(numbers, (0, values.numel() - numbers.numel()))
 
 
 def _started(start: Callable[[int], Tensor], count: int) -> Tensor:

@@ -23,12 +23,12 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Filter = Callable[[nn.Module, str], bool]
 
 
-def straight_through(
+def sr_ste(
     model: nn.Module, config: NM | Unstructured, *, decay: float = 2e-4, filter: Filter | None = None
 ) -> list[str]:
     """Compute with the largest weights alone and give the gradient by them to all: SR-STE (Zhou et al. 2021).
 
-        straight_through(model, NM(2, 4))
+        sr_ste(model, NM(2, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ...
         sparsecomp.sparsify(model, NM(2, 4))
@@ -61,13 +61,13 @@ def top_kast(
     al. 2020). What is in neither gets no gradient; an optimizer's momentum and decay may move it all the same.
 
     Args:
-        model, filter: as of `straight_through`.
+        model, filter: as of `sr_ste`.
         config: of A, such as `Unstructured(0.9)`.
         backward: of B, such as `Unstructured(0.8)`: no sparser than A in any layer.
         decay: λ of the exploration's L2 penalty: λ times a weight of A, and λ over A's density times another one of B,
             are added to their gradients.
 
-    Returns, and raises, as `straight_through`; ConfigError too where B has fewer weights than A.
+    Returns, and raises, as `sr_ste`; ConfigError too where B has fewer weights than A.
     """
     for one in (config, backward):
         if not isinstance(one, Unstructured) or one.by != "magnitude":
