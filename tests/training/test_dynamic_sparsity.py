@@ -19,8 +19,10 @@ from sparsecomp.training.dynamic.delta import PatternDelta
 from sparsecomp.training.dynamic.dynamic_sparsity import DynamicSparsity
 from sparsecomp.training.dynamic.gradients import GradientAccumulator
 from sparsecomp.training.dynamic.manager import PatternManager
+from sparsecomp.training.dynamic.random_growth import RandomGrowth
 from sparsecomp.training.dynamic.rigl import RigL
 from sparsecomp.training.dynamic.set import SET
+from sparsecomp.training.dynamic.srigl import SRigL
 
 FORMATS = pytest.mark.parametrize("format", [CSR, CSC], ids=lambda format: format.__name__)
 
@@ -131,6 +133,25 @@ def test_set_drops_of_both_signs_and_grows_anywhere():
     assert not seen[now != 0].any() and seen.sum() == 1200
     # each of 44 free places is drawn 300 * 4 / 44 = 27 times; five deviations of a binomial
     assert (seen[now == 0] - 1200 / 44).abs().max() < 5 * math.sqrt(1200 / 44)
+
+
+def test_random_growth_drops_the_least_magnitudes_by_the_cosine():
+    values = torch.tensor([0.5, -0.1, 0.3, -0.9, math.nan, -0.1, 2.0, 3.0])
+    layer = SparseLinear(COO.from_triplets(torch.arange(8), torch.arange(8) % 5, values, (8, 5)).to(CSR))
+    rule = RandomGrowth(layer, torch.optim.SGD(layer.parameters()), end=4, every=1, fraction=0.5)
+    # at the half of the way a quarter goes, of equal ones the last
+    rule.steps = 2
+    assert rule.share == pytest.approx(0.25)
+    assert rule.kept(values, 2).tolist() == [True, False, True, True, True, False, True, True]
+    assert rule.kept(values, 1).tolist() == [True, True, True, True, True, False, True, True]
+    old = rule.managers[""].pattern
+    assert rule.update() and layer.values.numel() == 8
+    new = rule.managers[""].pattern
+    assert (new - old).nnz == 2 and (old - new).keys.tolist() == [1 * 5 + 1, 5 * 5 + 0]
+    for weight in (torch.zeros(3, 4), torch.ones(3, 4)):
+        layer = SparseLinear(CSR.from_dense(weight))
+        rule = RandomGrowth(layer, torch.optim.SGD(layer.parameters()), end=4, every=1, fraction=1.0)
+        assert [rule.update() for _ in range(3)] == [False, True, True] and layer.values.equal(weight[weight != 0])
 
 
 def test_set_leaves_a_full_layer_and_replaces_no_more_than_there_is_room_for():
@@ -458,6 +479,12 @@ def test_settings_are_checked():
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
+def even() -> nn.Module:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 3))
+    return sparsecomp.sparsify(model, sparsecomp.ConstantFanIn(0.6), filter=lambda layer, name: name != "4")
+
+
 def _process(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -467,14 +494,14 @@ def _process(rank: int, store: str) -> None:
 
 
 def _train_in_two(rank: int) -> None:
-    model, alone = network(), network()
-    shared = nn.parallel.DistributedDataParallel(model)
-    for kind in (RigL, SET):
-        pairs = []
+    for kind in (RigL, SET, RandomGrowth, SRigL):
+        model, alone = (even if kind is SRigL else network)(), (even if kind is SRigL else network)()
+        shared, pairs = nn.parallel.DistributedDataParallel(model), []
         for forward, module, rows in ((shared, model, slice(rank * 8, rank * 8 + 8)), (alone, alone, slice(None))):
             # Adam's first steps are as long for every new weight, which makes ties that rounding breaks
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
             rule = kind(forward, optimizer, every=2, end=20, fraction=0.5)
+            rule.gamma = 0.95  # of SRigL
             for step in range(9):
                 optimizer.zero_grad()
                 with rule.watch():

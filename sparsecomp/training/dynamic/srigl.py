@@ -54,6 +54,7 @@ class SRigL(RigL):
                     "by sparsify(model, ConstantFanIn(…))"
                 )
             self._budgets[name] = pattern.nnz
+        self._reserve()
 
     def changed(self, name: str) -> Pattern:
         """What the layer of this name is to store from now on: as many in each row that lives."""
@@ -85,6 +86,13 @@ class SRigL(RigL):
         """Go on from there."""
         super().load_state_dict(state)
         self._budgets = dict(state["budgets"])
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Room for what a layer stores before a neuron dies, so that nothing is compiled again then."""
+        for name, budget in self._budgets.items():
+            if self._ablates[name] and self.gamma:
+                self.managers[name].reserve(budget)
 
 
 def _per_row(pattern: Pattern) -> Tensor:
