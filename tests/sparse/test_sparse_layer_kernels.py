@@ -93,6 +93,34 @@ def test_a_product_is_the_dense_one(kind, transpose, leading, finished, device, 
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_a_layers_spare_capacity_is_read_by_no_product(transpose, device):
+    """Behind the last entry lie NaN values and valid indices, as `StoredWeight.reserve` leaves them."""
+    dense, values, pattern, layout = stored("csr", torch.float32, device, both=True)
+    room = torch.nn.functional.pad
+    padded = [array if place in (0, 2) else room(array, (0, 70)) for place, array in enumerate(pattern)]
+    wide = room(values, (0, 70), value=float("nan"))
+    op = dense.T if transpose else dense
+    generator = torch.Generator().manual_seed(2)
+    x, grad = (torch.randn(5, size, generator=generator) for size in op.shape[::-1])
+    x[0, 0] = float("inf")
+    operands = (None, None, layout, transpose, "none", "")
+    found, expected = (
+        OPS.sparse_linear.default.direct_cuda(x.to(device), numbers, arrays, *operands)
+        for numbers, arrays in ((wide, padded), (values, pattern))
+    )
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    torch.testing.assert_close(found[1:].double().cpu(), x[1:].double() @ op.T, rtol=1e-5, atol=1e-5)
+    gradients = [
+        OPS.sparse_linear_values.default.direct_cuda(x.to(device), grad.to(device), arrays[:2], layout, transpose)
+        for arrays in (padded, pattern)
+    ]
+    torch.testing.assert_close(gradients[0][: values.numel()], gradients[1], equal_nan=True)
+    full = OPS.stored_to_dense.default.direct_cuda(wide, padded, layout, transpose)
+    torch.testing.assert_close(full.cpu().double(), op)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("kind", ["csr", "bsr", "nm"])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("leading", [(5,), (2, 3)])

@@ -286,6 +286,11 @@ def test_refused_changes_leave_all_as_it_was():
     ):
         with pytest.raises(PatternError, match=f"the pattern is {policy}"):
             PatternManager(layer, policy=policy).queue(delta)
+    for policy, new in (("static", pattern_of((1, 1))), ("grow", pattern_of((0, 0))), ("shrink", pattern_of((1, 1)))):
+        with pytest.raises(PatternError, match=f"the pattern is {policy}"):
+            PatternManager(layer, policy=policy).become(new)
+    with pytest.raises(PatternError, match="one shape and one device"):
+        PatternManager(layer, keep=0).become(pattern_of((1, 1), shape=(2, 4)))
     manager = PatternManager(layer)
     for delta, message in (
         (PatternDelta(pattern_of((0, 0)), pattern_of()), "1 of 1 additions are stored already"),

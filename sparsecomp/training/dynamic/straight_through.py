@@ -76,7 +76,7 @@ def top_kast(
     kept, trained = _choices(layers, config), _choices(layers, backward)
     made = {}
     for name, layer in layers.items():
-        size, few, more = layer.weight.numel(), kept[name].count, trained[name].count
+        size, few, more = layer.weight.numel(), kept[name].keep, trained[name].keep
         if more < few:
             raise ConfigError(f"{name or 'the layer'}: backward trains {more} weights, fewer than the {few} in use")
         made[name] = ChosenWeight(kept[name], trained[name], decay, decay * size / max(few, 1))
@@ -96,10 +96,10 @@ class _OfGroups(NamedTuple):
 class _OfLayer(NamedTuple):
     """The largest of a layer."""
 
-    count: int
+    keep: int
 
     def __call__(self, scores: Tensor) -> Tensor:
-        return select_top(scores.flatten(), self.count).view(scores.shape)
+        return select_top(scores.flatten(), self.keep).view(scores.shape)
 
 
 class ChosenWeight(nn.Module):
