@@ -206,6 +206,10 @@ def test_an_undo_beyond_the_capacity_and_copies():
     assert layer.values.numel() == 80
     manager.undo()
     assert layer.values.numel() == 50 and torch.equal(layer.weight.matrix.to_dense(), before)
+    manager.reserve(0)
+    assert layer.values.shape == layer.values.grad.shape == (40,) and layer.capacity == 0
+    assert torch.equal(layer.weight.matrix.to_dense(), before) and layer(signal(4, 9)).grad_fn is not None
+    manager.reserve(50)
     twin = copy.deepcopy(layer).double()
     x = signal(4, 9).double()
     torch.testing.assert_close(twin(x), F.linear(x, before.double(), twin.bias))

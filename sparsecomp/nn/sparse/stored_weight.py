@@ -125,7 +125,7 @@ class StoredWeight(nn.Module):
         Entries of the capacity that the pattern does not use are read by no product, whatever x holds, and their values
         and gradients are 0; `weight` and checkpoints leave them out. The parameter and an optimizer's state have the
         capacity's size: reserve before a state is loaded, or by `PatternManager.reserve`, which takes it along. A
-        pattern of more entries makes room for them, as without.
+        pattern of more entries makes room for them, as without. 0 gives what is spare back.
 
         Raises:
             FormatError: less than the layer stores, a format other than CSR and CSC, or values that are computed.
@@ -134,8 +134,10 @@ class StoredWeight(nn.Module):
             raise FormatError("the layer's values are computed, by a parametrization: remove it first")
         if self.format not in ("CSR", "CSC"):
             raise FormatError(f"the layer is in {self.format}: one in CSR or CSC can have spare capacity")
-        if type(capacity) is not int or capacity < self._entries:
-            raise FormatError(f"capacity is {capacity!r}, needs a whole number of {self._entries} or more, the entries")
+        if type(capacity) is not int or 0 != capacity < self._entries:
+            raise FormatError(
+                f"capacity is {capacity!r}, needs a whole number of {self._entries} or more, the entries, or 0 for none"
+            )
         stored = [one.detach() for one in self._stored()]
         self.capacity = capacity
         self.store(*stored)
