@@ -23,6 +23,7 @@ from sparsecomp.training.dynamic.random_growth import RandomGrowth
 from sparsecomp.training.dynamic.rigl import RigL
 from sparsecomp.training.dynamic.set import SET
 from sparsecomp.training.dynamic.srigl import SRigL
+from sparsecomp.training.dynamic.straight_through import sr_ste
 
 FORMATS = pytest.mark.parametrize("format", [CSR, CSC], ids=lambda format: format.__name__)
 
@@ -517,6 +518,25 @@ def _train_in_two(rank: int) -> None:
             pairs.append(weights(module))
         for one, other in zip(*pairs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    _mask_in_two(rank)
+
+
+def _mask_in_two(rank: int) -> None:
+    """Masks follow from the weights, which are the same in all processes."""
+    found = []
+    for rows in (slice(rank * 8, rank * 8 + 8), slice(None)):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 3))
+        sr_ste(model, sparsecomp.NM(1, 3))
+        forward = model if rows == slice(None) else nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(9):
+            optimizer.zero_grad()
+            F.mse_loss(forward(signal(16, 9, seed=step)[rows]), signal(16, 3, seed=step + 700)[rows]).backward()
+            optimizer.step()
+        found.append((model[0].weight, model[2].weight))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow(reason="starts processes")

@@ -117,11 +117,15 @@ class DynamicSparsity(Stepped):
 
     def changed(self, name: str) -> Pattern:
         """What the layer of this name is to store from now on."""
+        old, kept = self.dropped(name)
+        return kept.union(self.grown(name, old, kept, old.nnz - kept.nnz), old.nnz)
+
+    def dropped(self, name: str) -> tuple[Pattern, Pattern]:
+        """What the layer of this name stores, and what of it stays."""
         matrix = self.managers[name].layer.weight.matrix.to(CSR)
         old = Pattern.of(matrix)
         count = self.count(old)
-        kept = Pattern(select_keys(old.keys, self.kept(matrix.values, count), old.nnz - count), old.shape)
-        return kept.union(self.grown(name, old, kept, count), old.nnz)
+        return old, Pattern(select_keys(old.keys, self.kept(matrix.values, count), old.nnz - count), old.shape)
 
     def changing(self) -> Iterable[str]:
         """Names of the layers that this step changes."""

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsecomp.errors import ConfigError
-from sparsecomp.formats import CSR, Pattern
-from sparsecomp.formats.indices import select_keys
+from sparsecomp.formats import Pattern
 from sparsecomp.training.dynamic.rigl import RigL
 
 
@@ -58,11 +57,8 @@ class SRigL(RigL):
 
     def changed(self, name: str) -> Pattern:
         """What the layer of this name is to store from now on: as many in each row that lives."""
-        matrix = self.managers[name].layer.weight.matrix.to(CSR)
-        old = Pattern.of(matrix)
-        count = self.count(old)
-        kept = Pattern(select_keys(old.keys, self.kept(matrix.values, count), old.nnz - count), old.shape)
-        alive = _per_row(old) > 0
+        old, kept = self.dropped(name)
+        count, alive = old.nnz - kept.nnz, _per_row(old) > 0
         if self._ablates[name] and count:
             grown = self.gradients[name].candidates(count, kept, self.mean, alive)
             alive = self._surviving(alive, _per_row(kept) + _per_row(grown), int(_per_row(old).max()))
