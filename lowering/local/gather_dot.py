@@ -5,7 +5,6 @@ x as it lies is as fast as reading without an index; where they read anywhere, e
 same input of other rows.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ class GatherDot(NamedTuple):
         inputs, outputs, fan_in: n_in, n_out and k.
         x_row: stride of x by row; by column it is 1.
         lines: cache lines that 32 neighbouring outputs read at once, as one of ``SPREADS``.
-        steps: as of ``sparsecomp.ops.local.gather_dot``.
         dtype: of x and weight.
         output: the output (1, rows, outputs) and its epilogue.
     """
@@ -43,14 +41,13 @@ class GatherDot(NamedTuple):
     fan_in: int
     x_row: int
     lines: int
-    steps: tuple[int, ...]
     dtype: str
     output: Output
 
 
 def gather_dot(
     x: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor,
-    activation: str, spread: str, steps: Sequence[int] = (),
+    activation: str, spread: str,
 ) -> None:  # fmt: skip
     """Write activation(y + bias + residual) to ``out``.
 
@@ -59,7 +56,7 @@ def gather_dot(
         weight, index: (n_out, k), contiguous, the index int32.
         bias: (n_out,), contiguous.
         residual, out: (rows, n_out).
-        spread, steps: as of ``sparsecomp.ops.local.gather_dot``.
+        spread: as of ``sparsecomp.ops.local.gather_dot``.
     """
     if not out.numel():
         return
@@ -67,7 +64,7 @@ def gather_dot(
     described = output_of(out, bias, "column", residual, activation, 1.0)
     outputs, fan_in = index.shape
     problem = GatherDot(
-        x.shape[0], x.shape[1], outputs, fan_in, x.stride(0), SPREADS[spread], tuple(steps), dtype_name(x), described
+        x.shape[0], x.shape[1], outputs, fan_in, x.stride(0), SPREADS[spread], dtype_name(x), described
     )
     dispatch.launch(GATHER_DOT, problem, x, weight, index, bias, residual, out)
 
@@ -83,17 +80,15 @@ def _signature(problem: GatherDot, device: Device) -> KernelSignature:
         "gather_dot", device, dtypes=(p.dtype, p.output.dtype), accumulator="float32", index="int32",
         epilogue=p.output.text,
         sizes=tuple(zip(SIZES, p[:4], strict=True)),
-        parameters=(("lines", p.lines), *[("stencil", 1)] * bool(p.steps)),
+        parameters=(("lines", p.lines),),
     )  # fmt: skip
 
 
 def _representative(signature: KernelSignature) -> GatherDot:
     rows, inputs, outputs, fan_in = (int(dict(signature.sizes)[name]) for name in SIZES)
     output = output_from_text(signature.epilogue, signature.dtypes[1], Strides(0, outputs, 1))
-    parameters = dict(signature.parameters)
-    steps = tuple(range(fan_in)) if "stencil" in parameters else ()
-    lines = int(parameters["lines"])
-    return GatherDot(rows, inputs, outputs, fan_in, inputs, lines, steps, signature.dtypes[0], output)
+    lines = int(dict(signature.parameters)["lines"])
+    return GatherDot(rows, inputs, outputs, fan_in, inputs, lines, signature.dtypes[0], output)
 
 
 def _operands(problem: GatherDot, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
@@ -101,10 +96,7 @@ def _operands(problem: GatherDot, device: torch.device, seed: int) -> tuple[Tens
     x = random_tensor((p.rows, p.inputs), (p.x_row, 1), p.dtype, random)
     weight = random_tensor((p.outputs, p.fan_in), (p.fan_in, 1), p.dtype, random)
     shape = (p.outputs, p.fan_in)
-    if p.steps:
-        steps = torch.tensor(p.steps, device=device)
-        index = (torch.arange(p.outputs, device=device)[:, None] + steps).remainder(p.inputs).int()
-    elif p.lines > 8:
+    if p.lines > 8:
         index = torch.randint(p.inputs, shape, generator=random, device=device, dtype=torch.int32)
     else:  # a window that slides with the output
         first = torch.arange(p.outputs, device=device)[:, None] * max(p.inputs - p.fan_in, 0) // max(p.outputs, 1)
@@ -126,6 +118,11 @@ GATHER_DOT: Operation[Any] = Operation(
     "gather_dot", _signature, _representative, _operands, (5,), _reference,
     lambda problem: TOLERANCE[problem.output.dtype],
 )  # fmt: skip
+
+
+def unrolled(fan_in: int) -> int:
+    """How many weights of an output a kernel loads at once: a divisor of them all."""
+    return max(count for count in range(1, 13) if fan_in % count == 0)
 
 
 def unsupported(problem: Any) -> str | None:

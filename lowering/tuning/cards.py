@@ -120,5 +120,12 @@ H100 = Card(
 )  # fmt: skip
 """NVIDIA H100 80GB HBM3, torch 2.11, measured by this project's benchmarks; stands in where there is no GPU."""
 
-KNOWN = {"NVIDIA H100 80GB HBM3": H100}
+H200 = Card(
+    bandwidth=4.18e12, fp32=51.6e12, tf32=453e12, half=769e12, int8=1160e12, launch=1.76e-6, processors=132,
+    capability="9.0", rewritten=2.5 / 4.18,
+)  # fmt: skip
+"""NVIDIA H200, torch 2.11, its ceilings measured by `python -m bench card`. What a product writes and reads again stays
+in L2, where it gains nothing over an H100."""
+
+KNOWN = {"NVIDIA H100 80GB HBM3": H100, "NVIDIA H200": H200}
 """By name of the GPU: not measured again, so that the same model is compiled the same way on every such machine."""

@@ -5,8 +5,7 @@ operator costs more to call, and where nobody promised that the index stays, rea
 backward.
 """
 
-from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,10 +15,10 @@ from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import Target, target_of
 from sparsecomp.lowering.tuning.host import Time
+from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.passes.cost.decision import Decision, fastest
-from sparsecomp.passes.cost.sparse import Product, fastest_candidate, product_time, sampling_time
+from sparsecomp.passes.cost.sparse import fastest_candidate
 from sparsecomp.reference.local.spread import SPREADS
-from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 
@@ -32,7 +31,6 @@ class FixedFanIn(NamedTuple):
         dtype: of all operands.
         bias, residual, activation: what is fused behind it.
         spread: as of `sparsecomp.reference.local.spread`; None if unknown, which is the worst for the operator.
-        steps: as of `sparsecomp.ops.local.gather_dot`.
         kept: the index is promised to stay, so that it is read and transposed once.
         trained, replayed, products: as of `sparsecomp.passes.cost.sparse.Product`.
         target: the card to estimate for, None for that of the device.
@@ -48,7 +46,6 @@ class FixedFanIn(NamedTuple):
     residual: bool
     activation: str
     spread: str | None
-    steps: tuple[int, ...]
     kept: bool
     trained: bool
     replayed: bool
@@ -59,6 +56,10 @@ class FixedFanIn(NamedTuple):
     def weights(self) -> int:
         """Numbers of the weight."""
         return self.outputs * self.fan_in
+
+    def waited(self, time: Time) -> float:
+        """Seconds that a caller waits for the layer, if it takes this time."""
+        return time.waited(self.replayed, host.besides(self.trained, self.products))
 
     @property
     def multiplied(self) -> int:
@@ -103,55 +104,44 @@ def _on_cpu(layer: FixedFanIn, rates: _Rates) -> float:
 
 def compare(layer: FixedFanIn, device: Device, card: Card) -> Decision:
     """`decide` for a CUDA device that is such a card; loads Triton."""
-    besides = host.besides(layer.trained, layer.products)
-    operator = _ours(layer, device, card).plus(Time(0.0, _CALLED[layer.trained]))
-    ours, written = (time.waited(layer.replayed, besides) for time in (operator, _written(layer, card)))
-    return fastest({"gather_dot": ours, "dense": written})
-
-
-_CALLED = {False: 1e-4, True: 1e-3}
-"""What a call took the host on top of its launches, on a machine with an H200 (`bench/results/geo_speed.json`)."""
+    operators = _ours(layer, device, card)
+    return fastest({"gather_dot": layer.waited(operators), "dense": layer.waited(_written(layer, card))})
 
 
 def _ours(layer: FixedFanIn, device: Device, card: Card) -> Time:
     from sparsecomp.lowering.local.gather_dot import GATHER_DOT, GatherDot
+    from sparsecomp.lowering.local.gather_dot_input import GATHER_DOT_INPUT, GatherDotInput
+    from sparsecomp.lowering.local.gather_dot_weight import GATHER_DOT_WEIGHT, GatherDotWeight
 
     p = layer
+
+    def fastest_of(operation: Operation[Any], problem: Any) -> Time:
+        return fastest_candidate(operation.candidates(problem, device), problem, p, card)[0]
+
     out = torch.empty(1, p.rows, p.outputs, dtype=p.dtype, device="meta")
     dtypes = (p.dtype if p.bias else None, p.dtype if p.residual else None)
     described = described_output(out, "column", *dtypes, p.activation)
     sizes = p.rows, p.inputs, p.outputs, p.fan_in
-    problem = GatherDot(*sizes, p.inputs, SPREADS[p.spread or "far"], p.steps, described.dtype, described)
-    transposed = _transposed(layer)
-    time, _ = fastest_candidate(GATHER_DOT.candidates(problem, device), problem, transposed, card, "gather_dot")
-    if time.device == inf:
-        return time
+    lines = SPREADS[p.spread or "far"]
+    time = fastest_of(GATHER_DOT, GatherDot(*sizes, p.inputs, lines, described.dtype, described))
     if not p.kept:
         time = time.plus(_small(p.weights * 12, 1, card))
     if not p.trained:
         return time
-    by_input, _ = product_time(transposed, device, card)
-    by_weight = sampling_time(transposed, device, card)
-    # the weights in the order of the transpose; the sort of an index is some dozen kernels
-    ordering = _small(p.weights * 20, 2, card).plus(*[] if p.kept else [_small(p.weights * 120, _SORTING, card)])
-    return time.plus(by_input, by_weight, ordering)
+    by_input = fastest_of(GATHER_DOT_INPUT, GatherDotInput(*sizes, p.outputs, described.dtype))
+    by_weight = fastest_of(GATHER_DOT_WEIGHT, GatherDotWeight(*sizes, p.inputs, p.outputs, described.dtype))
+    sorting = [] if p.kept else [_small(p.weights * 120, _SORTING, card)]
+    return time.plus(by_input, by_weight, Time(0.0, _BACKWARD), *sorting)
 
 
-_SORTING = 12
-"""Kernels by which torch sorts an index and counts it."""
+_BACKWARD = 6e-5
+"""What a backward of operators took the host on top of their launches, on a machine with an H200."""
+_SORTING = 18
+"""Launches by which torch sorts an index and counts it."""
 
 
 def _small(traffic: float, launches: int, card: Card) -> Time:
     return Time(traffic / card.bandwidth + launches * card.launch, launches * host.LAUNCH)
-
-
-def _transposed(layer: FixedFanIn) -> Product:
-    """The product that gives the gradient by x: (n_in, n_out), with the weights of each input in a row."""
-    layout = Layout("csr", (1, 1), (layer.inputs, layer.outputs), ("even", "even"))
-    return Product(
-        torch.device("cuda"), layout, layer.rows, 1, layer.weights, layer.dtype, True, False, False, "none", "",
-        False, layer.trained, layer.replayed, layer.products, layer.target,
-    )  # fmt: skip
 
 
 def _written(layer: FixedFanIn, card: Card) -> Time:

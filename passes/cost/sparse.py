@@ -5,7 +5,7 @@ dtype, the product stays sparse, as it was written.
 """
 
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -265,8 +265,21 @@ def product_time(product: Product, device: Device, card: Card) -> tuple[Time, st
     return fastest_candidate(candidates, problem, product, card, f"spmm_{product.layout.format}")
 
 
+class Waiting(Protocol):
+    """What a candidate is one of the ways to do."""
+
+    @property
+    def replayed(self) -> bool:
+        """Whether a CUDA graph is."""
+        ...
+
+    def waited(self, time: Time) -> float:
+        """Seconds that a caller waits, if it takes this time."""
+        ...
+
+
 def fastest_candidate(
-    candidates: list[Any], problem: Any, product: Product, card: Card, otherwise: str
+    candidates: list[Any], problem: Any, product: Waiting, card: Card, otherwise: str = ""
 ) -> tuple[Time, str]:
     """Time and template of the best candidate; infinite without one."""
     best: dict[str, tuple[float, Any]] = {}  # of each template: its launch asks the device's time alone
@@ -299,7 +312,7 @@ def sampling_time(product: Product, device: Device, card: Card) -> Time:
     if not p.layout.plain:
         return _dense_product(p, card).plus(Time(0.0, _OTHER_LAUNCHES * host.LAUNCH))
     problem = weight_gradient(p.n, p.m, p.k, p.entries, p.dtype, torch.int32, p.layout.skews[0])
-    return fastest_candidate(SDDMM.candidates(problem, device), problem, p, card, "sddmm")[0]
+    return fastest_candidate(SDDMM.candidates(problem, device), problem, p, card)[0]
 
 
 def _not_by_library(product: Product, device: Device) -> str:

@@ -25,7 +25,6 @@ from sparsecomp.passes.local.gathered import Gathered, GatheredLayer, layer_of, 
 from sparsecomp.passes.local.own_layer import GATHER_DOT, consider_own
 from sparsecomp.passes.sparse.chain import Chain, circumstances, ending_at
 from sparsecomp.reference.local.spread import spread_of
-from sparsecomp.reference.local.stencil import steps_of
 from sparsecomp.reference.local.transposed import transposed_lists
 
 
@@ -82,11 +81,11 @@ def _judged(layer: GatheredLayer, chain: Chain, ctx: Context) -> Plan | Refusal:
     if held is not None and not _can_be_read(held, reading):
         return refuse(Why.GATHERED_AS_WRITTEN, detail=f"its index `{source.target}` reads beyond its {rows[-1]} inputs")
     now = _now(source, gathered, ctx)
-    spread, steps = (None, ()) if now is None else (spread_of(now), steps_of(now))
+    spread = None if now is None else spread_of(now)
     how = circumstances(chain, ctx, x.device)
     decision = decide(FixedFanIn(
         ctx.device(x.device), torch.Size(rows[:-1]).numel(), rows[-1], outputs, fan_in, x.dtype,
-        chain.bias is not None, chain.residual is not None, chain.activation, spread, steps, held is not None, **how,
+        chain.bias is not None, chain.residual is not None, chain.activation, spread, held is not None, **how,
     ))  # fmt: skip
     described = f"{gathered.by} of {fan_in} inputs for each of {outputs} outputs"
     if decision.dense:
@@ -98,7 +97,7 @@ def _judged(layer: GatheredLayer, chain: Chain, ctx: Context) -> Plan | Refusal:
         weight = _shaped(layer.weight, gathered.fan, last)
         return {last: call(
             last.graph, last, GATHER_DOT, gathered.x, weight, index, chain.bias, chain.residual, lists,
-            chain.activation, spread or "far", list(steps),
+            chain.activation, spread or "far",
         )}  # fmt: skip
 
     once = "read once, under the promise that it stays" if held is not None else "read in each call"

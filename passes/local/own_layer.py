@@ -48,21 +48,20 @@ def _problem(chain: Chain, ctx: Context) -> FixedFanIn | None:
     x, shape, fan = example_of(chain.dense), known_sizes(chain.dense), known_sizes(arguments[2])
     if shape is None or fan is None:
         return None
-    (outputs, fan_in), (*_, transposed, _, spread, steps) = fan, arguments
+    (outputs, fan_in), (*_, transposed, _, spread) = fan, arguments
     how = circumstances(chain, ctx, x.device)
     return FixedFanIn(
         ctx.device(x.device), torch.Size(shape[:-1]).numel(), shape[-1], outputs, fan_in, x.dtype,
-        chain.bias is not None, chain.residual is not None, chain.activation, spread, tuple(steps),
+        chain.bias is not None, chain.residual is not None, chain.activation, spread,
         bool(transposed) or not how["trained"], **how,
     )  # fmt: skip
 
 
 def _fused(chain: Chain, like: fx.Node) -> fx.Node:
     arguments: Any = chain.nodes[0].args
-    *_, transposed, _, spread, steps = arguments
+    *_, transposed, _, spread = arguments
     return call(
-        like.graph, like, GATHER_DOT, *arguments[:3], chain.bias, chain.residual, transposed, chain.activation, spread,
-        steps,
+        like.graph, like, GATHER_DOT, *arguments[:3], chain.bias, chain.residual, transposed, chain.activation, spread
     )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def test_torch_checks_the_operators():
     lists, grad = list(transposed_lists(index, 13)), torch.randn(2, 3, 11, dtype=torch.float64)
     x, weight, grad = x.requires_grad_(), weight.requires_grad_(), grad.requires_grad_()
     ops = torch.ops.sparsecomp
-    torch.library.opcheck(ops.gather_dot.default, (x, weight, index, bias, None, lists, "gelu", "far", [1] * 5))
+    torch.library.opcheck(ops.gather_dot.default, (x, weight, index, bias, None, lists, "gelu", "far"))
     torch.library.opcheck(ops.gather_dot_input.default, (grad, weight, index, lists, 13))
     torch.library.opcheck(ops.gather_dot_weight.default, (x, grad, index, lists))
 
@@ -121,7 +121,7 @@ def test_transforms_of_torch_func():
     x, weight, index, _ = problem(5, 4, 3)
 
     def layer(x):
-        return gather_dot(x, weight, index, steps=(1, 2, 3))
+        return gather_dot(x, weight, index)
 
     dense = scattered(weight, index, 5)
     torch.testing.assert_close(torch.func.jacrev(layer)(x[0]), dense, rtol=1e-12, atol=1e-12)
@@ -157,7 +157,6 @@ def test_lists_of_another_index_are_not_believed():
         ({"residual": torch.zeros(3, 5)}, "bias and residual"),
         ({"transposed": [torch.zeros(3)]}, "pointers and order"),
         ({"activation": "sine"}, "needs one of none, relu"),
-        ({"steps": (1, 2)}, "steps are 2 numbers, needs 5"),
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )

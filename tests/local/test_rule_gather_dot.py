@@ -390,17 +390,17 @@ def test_when_it_pays_on_one_core(n, k, rows, trained, kept, pays, one_thread, m
 @pytest.mark.parametrize(
     ("n", "k", "rows", "spread", "measured", "pays"),
     [
-        (4096, 8, 1024, "far", 0.144e-3, False), (16384, 8, 1024, "far", 0.647e-3, True),
+        (4096, 8, 1024, "far", 0.144e-3, True), (16384, 8, 1024, "far", 0.647e-3, True),
         (16384, 8, 1024, "near", 0.351e-3, True), (65536, 16, 256, "far", 1.65e-3, True),
-        (256, 8, 1, "near", None, False), (4096, 8, 1, "far", None, False),
+        (256, 8, 1, "near", None, False), (4096, 8, 64, "near", None, False),
     ],
 )  # fmt: skip
 def test_when_it_pays_on_a_card(n, k, rows, spread, measured, pays):
-    """As called in the default mode, where the operator takes the host 0.1 ms more; times as measured of Inductor's
-    kernels on an H200, which an H100's processors and caches are those of."""
+    """As called in the default mode, where the operator takes the host more; times as measured of Inductor's kernels on
+    an H200, which an H100's processors and caches are those of."""
     pytest.importorskip("triton")
     layer = cost.FixedFanIn(
-        torch.device("cuda"), rows, n, n, k, torch.float32, True, False, "none", spread, (), False, False, False, 1
+        torch.device("cuda"), rows, n, n, k, torch.float32, True, False, "none", spread, False, False, False, 1
     )
     decision = cost.compare(layer, Device("H100", "9.0", "3.6.0"), H100)
     assert decision.dense != pays
@@ -476,12 +476,6 @@ def test_our_own_layer_by_the_estimate(n, rows, written, one_thread):
         out, report = ours(layer, x)
     assert (site(report, "gather_dot").implementation == "dense") == written
     torch.testing.assert_close(out, layer(x), rtol=1e-4, atol=1e-5)
-
-
-def test_a_stencil_is_told_to_the_operator():
-    index = build_geo_connectivity((9, 8), k=K, offsets=[(0, 0), (0, -1), (2, 1)])
-    _, report = ours(GeoSparseLinear(72, 72, index, compute_mode="gather"), drawn(2, 72))
-    assert re.search(r"gather_dot\.default\(.*'near', \[0, -1, 17\]\)", report.graph_after)
 
 
 @pytest.mark.parametrize("leading", [(4,), (2, 3)])

@@ -10,7 +10,7 @@ import triton.language as tl
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
-from sparsecomp.lowering.local.gather_dot import GatherDot, unsupported
+from sparsecomp.lowering.local.gather_dot import GatherDot, unrolled, unsupported
 from sparsecomp.lowering.local.kernels.slabs import tiles, write_slabs_kernel, writing
 from sparsecomp.lowering.sparse.kernels.epilogue import finish
 from sparsecomp.lowering.tuning.cost import Cost, sizes
@@ -20,49 +20,45 @@ from sparsecomp.lowering.tuning.template import Config, Template
 @triton.jit
 def gather_dot_slabs_kernel(
     slabs_ptr, weight_ptr, index_ptr, bias_ptr, residual_ptr, out_ptr,
-    ROWS, INPUTS, OUTPUTS, share, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FAN_IN: tl.constexpr, BR: tl.constexpr, BO: tl.constexpr,
+    ROWS, INPUTS, OUTPUTS, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FAN_IN: tl.constexpr, UNROLL: tl.constexpr, BR: tl.constexpr,
+    BO: tl.constexpr,
 ):  # fmt: skip
-    """A program finishes ``share`` blocks of BO outputs of one slab."""
-    parts = tl.cdiv(tl.cdiv(OUTPUTS, BO), share)
-    slab = (tl.program_id(0) // parts).to(tl.int64)
-    first = tl.program_id(0) % parts * share
+    """out[rows, outputs] of a slab and a block of BO outputs."""
+    blocks = tl.cdiv(OUTPUTS, BO)
+    slab = (tl.program_id(0) // blocks).to(tl.int64)
+    outputs = tl.program_id(0) % blocks * BO + tl.arange(0, BO)
     within = tl.arange(0, BR)
-    rows = slab * BR + within
+    wanted = outputs < OUTPUTS
     slabs = slabs_ptr + slab * INPUTS * BR + within[None, :]
-    for block in range(first, tl.minimum(first + share, tl.cdiv(OUTPUTS, BO))):
-        outputs = block * BO + tl.arange(0, BO)
-        wanted = outputs < OUTPUTS
-        at = outputs.to(tl.int64) * FAN_IN
-        acc = tl.zeros((BO, BR), tl.float32)
-        for j in range(FAN_IN):
-            place = tl.load(index_ptr + at + j, mask=wanted, other=0).to(tl.int64)
-            weight = tl.load(weight_ptr + at + j, mask=wanted, other=0.0).to(tl.float32)
-            value = tl.load(slabs + place[:, None] * BR).to(tl.float32)
-            acc += weight[:, None] * value
-        mask = (rows < ROWS)[:, None] & wanted[None, :]
-        finish(
-            tl.trans(acc), bias_ptr, residual_ptr, out_ptr, 0, rows, outputs, mask,
-            out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
-        )  # fmt: skip
+    at = outputs.to(tl.int64) * FAN_IN
+    acc = tl.zeros((BO, BR), tl.float32)
+    for start in range(0, FAN_IN, UNROLL):
+        for step in tl.static_range(UNROLL):
+            place = tl.load(index_ptr + at + start + step, mask=wanted, other=0).to(tl.int64)
+            weight = tl.load(weight_ptr + at + start + step, mask=wanted, other=0.0).to(tl.float32)
+            acc += weight[:, None] * tl.load(slabs + place[:, None] * BR).to(tl.float32)
+    rows = slab * BR + within
+    mask = (rows < ROWS)[:, None] & wanted[None, :]
+    finish(
+        tl.trans(acc), bias_ptr, residual_ptr, out_ptr, 0, rows, outputs, mask,
+        out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
+    )  # fmt: skip
 
 
 def _prepare(problem: GatherDot, config: Config) -> Launches:
     p, height = problem, config["BR"]
-    blocks = triton.cdiv(p.outputs, config["BO"])
     copy, workspace = writing(p.rows, p.inputs, p.x_row, height, p.dtype)
-    grid = (triton.cdiv(p.rows, height) * triton.cdiv(blocks, min(config["SHARE"], blocks)),)
-    numbers = (p.rows, p.inputs, p.outputs, min(config["SHARE"], blocks), *p.output.numbers)
-    constants = {**p.output.constants, "FAN_IN": p.fan_in, "BR": height, "BO": config["BO"]}
+    grid = (triton.cdiv(p.rows, height) * triton.cdiv(p.outputs, config["BO"]),)
+    numbers = (p.rows, p.inputs, p.outputs, *p.output.numbers)
+    fixed = {"FAN_IN": p.fan_in, "UNROLL": unrolled(p.fan_in), "BR": height, "BO": config["BO"]}
+    constants = {**p.output.constants, **fixed}
     main = Launch(gather_dot_slabs_kernel, grid, numbers, constants, num_warps=config["warps"])
     return Launches([workspace], [Step(copy, (0, 6)), Step(main, (6, 1, 2, 3, 4, 5))])
 
 
 def _space(problem: GatherDot, device: Device) -> list[Config]:
-    return [
-        Config(BR=br, BO=bo, SHARE=share, warps=warps)
-        for br, bo, warps in tiles(problem.dtype, (32, 64, 128, 256)) for share in (1, 4, 16)
-    ]  # fmt: skip
+    return [Config(BR=br, BO=bo, warps=warps) for br, bo, warps in tiles(problem.dtype, (32, 64, 128, 256))]
 
 
 def _refuse(problem: GatherDot, device: Device) -> str | None:
@@ -70,22 +66,21 @@ def _refuse(problem: GatherDot, device: Device) -> str | None:
 
 
 _rows, _inputs, _outputs, _fan_in, _itemsize = sizes("rows inputs outputs fan_in itemsize")
-_br, _bo, _share, _warps, _processors, _bandwidth = sizes("BR BO SHARE warps processors bandwidth")
-_gathered, _rewritten = sizes("gathered rewritten")
+_br, _bo, _warps, _processors, _bandwidth, _gathered = sizes("BR BO warps processors bandwidth gathered")
 
 _slabs = sympy.ceiling(_rows / _br)
 _padded = _slabs * _br
 _elements = _padded * _outputs * _fan_in
-_copying = 2 * _padded * _inputs * _itemsize / (_rewritten * _bandwidth) + 8e-6
+_copying = 2 * _padded * _inputs * _itemsize / _bandwidth + 4e-6
 _width = _br * _itemsize
 # a line a cycle from L1 while a slab fits there, else sectors from L2
 _near = _elements / _br * 1.2 / (_processors * 1.7e9)
 _l2 = _elements / _br * (sympy.Max(_width, 32) + 32) / (_gathered * _processors)
 _fits = sympy.Min(1, 1.8e5 / (_inputs * _width))
-_walk = 0.6 * (_fits * _near + (1 - _fits) * sympy.Max(_near, _l2))  # measured on an H200
-_programs = _slabs * sympy.ceiling(sympy.ceiling(_outputs / _bo) / _share)
+_walk = 0.45 * (_fits * _near + (1 - _fits) * sympy.Max(_near, _l2))  # measured on an H200
+_programs = _slabs * sympy.ceiling(_outputs / _bo)
 _resident = sympy.Max(sympy.floor(sympy.Min(32, 65536 / (32 * _warps * (32 + 3 * _br * _bo / (32 * _warps))))), 1)
-_step = _share * (1.2e-6 + 6e-8 * _fan_in)
+_step = 1.2e-6 + 6e-8 * _fan_in
 _waves = sympy.Max(_programs / (_processors * _resident), 1) * _step
 # the fewer threads, the less of a line's way is hidden
 _thin = sympy.Max(1, 2 * 1024 * _processors / (_programs * 32 * _warps))

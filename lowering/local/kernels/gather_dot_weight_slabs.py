@@ -56,10 +56,10 @@ def _space(problem: GatherDotWeight, device: Device) -> list[Config]:
 
 
 _rows, _inputs, _outputs, _fan_in, _itemsize = sizes("rows inputs outputs fan_in itemsize")
-_br, _processors, _rewritten, _bandwidth = sizes("BR processors rewritten bandwidth")
+_br, _processors, _bandwidth = sizes("BR processors bandwidth")
 
 _padded = sympy.ceiling(_rows / _br) * _br
-_copying = 2 * _padded * (_inputs + _outputs) * _itemsize / (_rewritten * _bandwidth) + 16e-6
+_copying = 2 * _padded * (_inputs + _outputs) * _itemsize / _bandwidth + 6e-6
 # as of gather_dot_slabs: a line a cycle, of x and of the gradient
 _walk = 2 * _padded * _outputs * _fan_in / _br * 1.2 / (_processors * 1.7e9)
 

@@ -13,7 +13,6 @@ from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.local.connectivity import check_index, effective_fan_in, expand_in_indices_to_edges
 from sparsecomp.reference.local.spread import spread_of
-from sparsecomp.reference.local.stencil import steps_of
 from sparsecomp.reference.local.transposed import lists_fit, transposed_lists
 from sparsecomp.reference.precision import accumulator
 
@@ -99,9 +98,8 @@ class GeoSparseLinear(nn.Module):
         lists = self._lists() if self.compute_mode == "compiled" else None
         if lists is not None and not self._is_small(x):
             return gather_dot(
-                x, self.weight, self.in_index_per_out, self.bias, transposed=lists, spread=self._spread,
-                steps=self._steps,
-            )  # fmt: skip
+                x, self.weight, self.in_index_per_out, self.bias, transposed=lists, spread=self._spread
+            )
         x, weight = autocast(x, self.weight)
         if x.dtype != weight.dtype:
             raise FormatError(f"x is {x.dtype}, the weight {weight.dtype}: they need one dtype")
@@ -147,7 +145,7 @@ class GeoSparseLinear(nn.Module):
                 setattr(self, name, fresh)
             else:
                 kept.copy_(fresh)  # a captured graph reads it there
-        self._spread, self._steps = spread_of(index), steps_of(index)
+        self._spread = spread_of(index)
         self._seen = self._memory()
 
     def _memory(self) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_a
 
 library.define(
     "gather_dot(Tensor x, Tensor weight, Tensor index, Tensor? bias, Tensor? residual, Tensor[] transposed, "
-    "str activation, str spread, int[] steps) -> Tensor",
+    "str activation, str spread) -> Tensor",
     tags=TAGS,
 )
 library.define(
@@ -35,7 +35,6 @@ library.define("gather_dot_weight(Tensor x, Tensor grad, Tensor index, Tensor[] 
 def gather_dot(
     x: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None,
     transposed: Sequence[Tensor] = (), activation: str = "none", spread: str = "far",
-    steps: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
     """activation(y + bias + residual), where y[..., o] is the sum of weight[o, j] · x[..., index[o, j]] over j.
 
@@ -53,8 +52,6 @@ def gather_dot(
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
         spread: how far apart neighbouring outputs read, a word of `sparsecomp.reference.local.spread`, by which a GPU
             chooses how it gathers; any gives the right result.
-        steps: k numbers such that most outputs o read o + steps[j], as `sparsecomp.reference.local.stencil` finds them,
-            or nothing. A GPU then need not load what outputs of a stencil read; any give the right result.
 
     Returns:
         (..., n_out), contiguous. Gradients flow to x, weight, bias and residual.
@@ -64,13 +61,13 @@ def gather_dot(
     """
     x, weight = autocast(x, weight)
     return torch.ops.sparsecomp.gather_dot.default(
-        x, weight, index, bias, residual, transposed, activation, spread, steps
+        x, weight, index, bias, residual, transposed, activation, spread
     )
 
 
 def _result_shape(
     x: Tensor, weight: Tensor, index: Tensor, bias: Tensor | None, residual: Tensor | None,
-    transposed: Sequence[Tensor], activation: str, spread: str, steps: Sequence[int],
+    transposed: Sequence[Tensor], activation: str, spread: str,
 ) -> tuple[int, ...]:  # fmt: skip
     """Shape of the result, after all checks that look at no contents."""
     if index.dim() != 2 or index.dtype is not torch.int32 or weight.shape != index.shape:
@@ -92,8 +89,6 @@ def _result_shape(
         raise FormatError(f"activation is {activation!r}, needs one of {', '.join(ACTIVATIONS)}")
     if spread not in SPREADS:
         raise FormatError(f"spread is {spread!r}, needs one of {', '.join(SPREADS)}")
-    if len(steps) not in (0, index.shape[1]):
-        raise FormatError(f"steps are {len(steps)} numbers, needs {index.shape[1]}, one a weight, or none")
     return shape
 
 
@@ -102,8 +97,8 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(accumulator(x.dtype))
 
 
-def _product(x, weight, index, bias, residual, transposed, activation, spread, steps):
-    shape = _result_shape(x, weight, index, bias, residual, transposed, activation, spread, steps)
+def _product(x, weight, index, bias, residual, transposed, activation, spread):
+    shape = _result_shape(x, weight, index, bias, residual, transposed, activation, spread)
     with without_autocast(x):
         found = reference.gathered_product(_rows(x), weight.to(accumulator(x.dtype)), index)
         beside = None if residual is None else residual.reshape(found.shape)
@@ -122,19 +117,19 @@ def _by_weight(x, grad, index, transposed):
         return reference.by_weight(_rows(x), _rows(grad), index).to(x.dtype)
 
 
-def _product_cuda(x, weight, index, bias, residual, transposed, activation, spread, steps):
-    out = x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread, steps))
+def _product_cuda(x, weight, index, bias, residual, transposed, activation, spread):
+    out = x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread))
     if not out.numel():
         return out
     if x.dtype not in KERNEL_DTYPES:
-        return _product(x, weight, index, bias, residual, transposed, activation, spread, steps)
+        return _product(x, weight, index, bias, residual, transposed, activation, spread)
     from sparsecomp.lowering.local import gather_dot as lowered  # loads Triton
 
     rows, bias = x.shape[:-1].numel(), None if bias is None else bias.contiguous()
     lowered.gather_dot(
         x.reshape(rows, x.shape[-1]), weight.contiguous(), index.contiguous(), bias,
         None if residual is None else residual.reshape(rows, index.shape[0]), out.view(rows, index.shape[0]),
-        activation, spread, steps,
+        activation, spread,
     )  # fmt: skip
     return out
 
@@ -166,8 +161,8 @@ def _by_weight_cuda(x, grad, index, transposed):
     return out
 
 
-def _fake_product(x, weight, index, bias, residual, transposed, activation, spread, steps):
-    return x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread, steps))
+def _fake_product(x, weight, index, bias, residual, transposed, activation, spread):
+    return x.new_empty(_result_shape(x, weight, index, bias, residual, transposed, activation, spread))
 
 
 def _fake_by_input(grad, weight, index, transposed, inputs):
@@ -192,14 +187,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, bias, residual, saved = ctx.saved_tensors
     index, transposed, wants = ctx.index, ctx.transposed, ctx.needs_input_grad
     if ctx.activation not in ("none", "relu"):
-        spread, steps = ctx.hints
-        saved = gather_dot(x, weight, index, bias, residual=residual, transposed=transposed, spread=spread, steps=steps)
+        (spread,) = ctx.hints
+        saved = gather_dot(x, weight, index, bias, residual=residual, transposed=transposed, spread=spread)
     grad = before_activation(grad, ctx.activation, saved)
     grad_bias, grad_residual = epilogue_gradients(grad, ctx.kinds, "column", wants[3:5])
     narrow = grad.to(x.dtype)
     by_x = _input_gradient(narrow, weight, index, transposed, x.shape[-1]) if wants[0] else None
     by_weight = _weight_gradient(x, narrow, index, transposed) if wants[1] else None
-    return by_x, by_weight, None, grad_bias, grad_residual, [None] * len(transposed) or None, None, None, None
+    return by_x, by_weight, None, grad_bias, grad_residual, [None] * len(transposed) or None, None, None
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, index: Tensor, transposed: Sequence[Tensor], inputs: int) -> Tensor:
