@@ -11,11 +11,11 @@ from bench import card, cpu, documents, plots, table
 from bench.local import verbs
 from bench.masked import prune_minilm, resu_mnist
 from bench.saving import save
-from bench.sparse import algebra
+from bench.sparse import algebra, dynamic
 from bench.spiking.networks import PRECISIONS
 from bench.timing import MODES
 
-STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist, "algebra": algebra}
+STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist, "algebra": algebra, "dynamic": dynamic}
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
     "card", *STUDIES, "table", "plots",

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ def trained(problem: Problem, seed: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def config(steps: int, resu_share: float) -> RESUConfig:
+def config(steps: int, resu_share: float, sparsity: float = SPARSITY) -> RESUConfig:
     """Five cycles and a fine-tuning of a fifth of the steps; `resu_share` of a cycle's steps are its RESU phase."""
     cycle = int(0.8 * steps) // CYCLES
     resu = round(resu_share * cycle)
@@ -95,7 +96,7 @@ def config(steps: int, resu_share: float) -> RESUConfig:
         train_steps=cycle - resu,
         resu_steps=resu,
         finetune_steps=steps - CYCLES * cycle,
-        sparsity_end=SPARSITY,
+        sparsity_end=sparsity,
     )
 
 
@@ -153,6 +154,7 @@ def peers(steps: int, seed: int) -> dict[str, Rule]:
     }
 
 
+@cache
 def load(data: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Images (N, pixels) in [0, 1] and labels; SystemExit where the `studies` extra is not installed."""
     try:
