@@ -57,6 +57,7 @@ class Why(Enum):
     FORCED_DENSE = "implementation='dense' was asked for"
     HOOKED = "the module has hooks"
     NOT_FOLDED = "batch-norm stays: {detail}"
+    NOT_HOISTED = "the stem runs at every step: {detail}"
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
     GATHERED_AS_WRITTEN = "the layer of fixed fan-in stays as it was written: {detail}"
@@ -106,6 +107,7 @@ class Plan:
         dead: nodes to erase after the replaced one, the last first, if nothing else reads any of them.
         estimate: seconds, for the report.
         layer: whose module and line the report gives, if that is not the node that was judged.
+        places: the nodes before which `build` inserts, in order, if not only before the one that was judged.
     """
 
     build: Callable[[], Mapping[fx.Node, fx.Node]]
@@ -115,6 +117,7 @@ class Plan:
     dead: tuple[fx.Node, ...] = ()
     estimate: Estimate | None = None
     layer: fx.Node | None = None
+    places: tuple[fx.Node, ...] = ()
 
 
 Verdict = Plan | Refusal | None

@@ -1,0 +1,151 @@
+"""What is the same at every time step runs once: the layers that see a repeated image, up to what tells steps apart.
+
+A network on static images is shown one image T times, so its first convolution and batch-norm compute T times the same.
+They run on one step instead, and their result is expanded along time: a view without memory of its own where the reader
+takes any strides. Every call stays where it was, so that it sees the same parameters, autocast and gradient mode. Only
+layers make this worth while; a step of the backward pass is then a sum over time.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse
+from sparsecomp.passes.facts.repeats import Flow, Step, flow_from
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.graph.operators import Trait
+
+_STRIDED = ("batch_norm", "cat", "stack", "sum", "mean", "sparsecomp::lif")
+"""Readers of any strides whose results do not share memory with what they read, besides pointwise ones and layers."""
+_ONE_STEP = ("select", "unbind", "getitem")
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: every operator that repeats something is a candidate."""
+    moved: set[fx.Node] = set()
+    flow = flow_from(node, not ctx.eager, lambda op, flow: _admits(op, flow, moved, ctx))
+    if flow is None:
+        return None
+    if not moved:
+        stays = flow.ends[0] if flow.ends else None
+        return None if stays is None else refuse(Why.NOT_HOISTED, detail=_obstacle(stays, ctx))
+    operators = [op for one in flow.steps if one in moved and (op := op_of(one)) is not None]
+    counted = [op.name for op in operators if not op.has(Trait.MOVES)]
+    times = flow.steps[node].repeats.times
+    several = f"{len(counted)} operators run" if len(counted) > 1 else "1 operator runs"
+    reason = f"static stem: {several} once instead of {times} times ({', '.join(counted)})"
+    needed = _needed(flow, moved)
+    return Plan(
+        lambda: _build(flow, needed, moved), reason, "hoisted", dead=_dead(flow, node, moved), places=tuple(needed),
+        layer=next(op.node for op in operators if op.has(Trait.PRODUCT)),
+    )  # fmt: skip
+
+
+RULE = Rule("static_stem", consider, after=("fuse_neurons",))
+
+
+def _admits(op: CanonicalOp, flow: Flow, moved: set[fx.Node], ctx: Context) -> bool:
+    """Whether a value that repeats may stand for one step of it; `moved` takes those that a layer has a part in."""
+    node = op.node
+    if node in ctx.transformed or not _stays(node, ctx):
+        return False
+    if op.has(Trait.PRODUCT) or not moved.isdisjoint(node.all_input_nodes):
+        if node in ctx.analysis.seen_outside:
+            return False
+        moved.add(node)
+    return True
+
+
+def _stays(node: fx.Node, ctx: Context) -> bool:
+    """Whether nobody writes to a value, through whatever name: then its steps stay equal."""
+    if ctx.analysis.unchanged(node, node):
+        return True
+    # any input may overlap one that is written to, such as statistics in training; those of the example did not
+    base: Any = node
+    while (op := op_of(base)) is not None and op.has(Trait.ALIAS) and isinstance(op.input, fx.Node):
+        base = op.input
+    return base.op == "placeholder" and base not in ctx.written
+
+
+def _obstacle(op: CanonicalOp, ctx: Context) -> str:
+    if op.node in ctx.transformed:
+        return "a transform of torch.func is at work"
+    if op.inplace or op.out is not None or not ctx.analysis.unchanged(op.node, op.node):
+        return f"the result of {op.name} is written to in place"
+    if op.node in ctx.analysis.seen_outside:
+        return f"the result of {op.name} is returned, and must lie as it does now"
+    return f"{op.name} reads several steps at once, or is not known to keep them apart"
+
+
+def _needed(flow: Flow, moved: set[fx.Node]) -> list[fx.Node]:
+    """What is moved, and what it is computed of, in order."""
+    needed: set[fx.Node] = set()
+    for node in reversed(flow.steps):
+        if node in moved or not needed.isdisjoint(node.users):
+            needed.add(node)
+    return [node for node in flow.steps if node in needed]
+
+
+def _is_end(node: fx.Node, moved: set[fx.Node]) -> bool:
+    return node in moved and any(user not in moved for user in node.users)
+
+
+def _dead(flow: Flow, source: fx.Node, moved: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """What nobody reads once the ends are replaced, users before what they use."""
+    gone: dict[fx.Node, None] = {}
+    ends = {node for node in flow.steps if _is_end(node, moved)}
+    for node in reversed(flow.steps):
+        if node not in ends and all(user in ends or user in gone for user in node.users):
+            gone[node] = None
+    if ends.issuperset(source.users):
+        gone.pop(source, None)  # it has no reader left, and goes with the ends
+    return tuple(gone)
+
+
+def _build(flow: Flow, needed: list[fx.Node], moved: set[fx.Node]) -> Mapping[fx.Node, fx.Node]:
+    ones: dict[fx.Node, fx.Node] = {}
+    ends: dict[fx.Node, fx.Node] = {}
+    for node in needed:
+        with node.graph.inserting_before(node):
+            ones[node] = _one_step(node, flow.steps[node], ones)
+            if _is_end(node, moved):
+                ends[node] = _repeated(node, ones[node], flow.steps[node], moved)
+    return ends
+
+
+def _one_step(node: fx.Node, step: Step, ones: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    if step.target is None:
+        made = node.graph.node_copy(node, lambda argument: ones.get(argument, argument))
+    else:
+        made = call(node.graph, node, step.target, *fx.map_arg(step.args, lambda one: ones.get(one, one)))
+    example, (dim, times, _) = example_of(node), step.repeats
+    assert example is not None
+    sizes = [size // times if index == dim else size for index, size in enumerate(example.shape)]
+    # of autocast's dtype, which a call made now would not have
+    made.meta["example_value"] = example.new_empty_strided(sizes, example.stride())
+    return made
+
+
+def _repeated(node: fx.Node, one: fx.Node, step: Step, moved: set[fx.Node]) -> fx.Node:
+    """One step, seen as all of them; copied out where a reader could ask how it lies."""
+    (dim, times, inner), example = step.repeats, example_of(node)
+    assert example is not None
+    place = dim + inner
+    sizes = [-1] * (example.dim() + 1)
+    sizes[place] = times
+    made = call(node.graph, node, torch.Tensor.unsqueeze, one, place)
+    made = call(node.graph, node, torch.Tensor.expand, made, *sizes)
+    readers = [user for user in node.users if user not in moved]
+    if example.shape[dim] != times or not all(map(_takes_strides, readers)):
+        made = call(node.graph, node, torch.Tensor.clone, made)
+    return call(node.graph, node, torch.Tensor.flatten, made, dim, dim + 1)
+
+
+def _takes_strides(reader: fx.Node) -> bool:
+    op = op_of(reader)
+    if op is None or op.inplace or op.out is not None:
+        return False
+    pointwise = op.known and op.has(Trait.ELEMENTWISE) and not op.has(Trait.ALIAS)
+    return pointwise or op.has(Trait.PRODUCT) or op.name in (*_STRIDED, *_ONE_STEP)
