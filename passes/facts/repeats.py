@@ -105,11 +105,34 @@ def flow_from(source: fx.Node, fixed: bool, admits: Callable[[CanonicalOp, Flow]
     return flow
 
 
+def is_function(op: CanonicalOp) -> bool:
+    """Whether equal operands give an equal result, and nothing else happens."""
+    known = op.known and not op.inplace and op.out is None and (op.name in _RULES or op.name in _SOURCES)
+    random = op.has(Trait.DROPOUT) and not op.is_identity
+    return known and not random and not (op.name == "batch_norm" and op.get("training") is not False)
+
+
+def is_step(op: CanonicalOp, fixed: bool) -> bool:
+    """Whether this takes one step of what was just repeated, all of which are equal.
+
+    Args:
+        fixed: as of `Flow`.
+    """
+    parts = op_of(op.input) if op.name == "getitem" and isinstance(op.input, fx.Node) else None
+    split = parts is not None and parts.name == "unbind"
+    taken = parts if split else op
+    source = op_of(taken.input) if taken is not None and isinstance(taken.input, fx.Node) else None
+    step = None if source is None else _step(source, Flow(fixed), _SOURCES)
+    if source is None or taken is None or step is None or step.repeats.inner or type(op.get("index")) is not int:
+        return False
+    sizes, (dim, times, _) = _sizes(source.node), step.repeats
+    alone = sizes is not None and sizes[dim] == times and (fixed or source.name in ("expand", "stack"))
+    return alone and (taken.get("dim", 0) == dim if taken.name in ("select", "unbind", "getitem") else False)
+
+
 def _step(op: CanonicalOp, flow: Flow, rules: Mapping[str, Rule]) -> Step | None:
     rule = rules.get(op.name)
-    if rule is None or not op.known or op.inplace or op.out is not None or example_of(op.node) is None:
-        return None
-    return rule(op, flow)
+    return None if rule is None or not is_function(op) or example_of(op.node) is None else rule(op, flow)
 
 
 def _rule(*names: str, table: dict[str, Rule] = _RULES) -> Callable[[Rule], Rule]:
@@ -201,7 +224,7 @@ def _aligned(op: CanonicalOp, flow: Flow, operands: Sequence[Any]) -> Step | Non
 @_rule(*(name for name, operator in OPERATORS.items() if operator.traits & (Trait.SAME | Trait.CAST | Trait.DROPOUT)))
 def _same(op: CanonicalOp, flow: Flow) -> Step | None:
     repeats = flow.of(op.input)
-    return None if repeats is None or (op.has(Trait.DROPOUT) and not op.is_identity) else Step(repeats)
+    return None if repeats is None else Step(repeats)
 
 
 def _leading(op: CanonicalOp, flow: Flow, dims: int) -> Step | None:
@@ -225,14 +248,9 @@ def _pool(op: CanonicalOp, flow: Flow) -> Step | None:
     return None if op.get("return_indices") else _leading(op, flow, _rank(op.input) - _image_dims(op))
 
 
-@_rule("batch_norm")
-def _batch_norm(op: CanonicalOp, flow: Flow) -> Step | None:
-    """In training the statistics are of all steps: the variance of n elements is not that of their copies."""
-    return None if op.get("training") is not False else _leading(op, flow, 1 + (op.step_mode == "m"))
-
-
-@_rule("group_norm")
-def _group_norm(op: CanonicalOp, flow: Flow) -> Step | None:
+@_rule("batch_norm", "group_norm")
+def _norm(op: CanonicalOp, flow: Flow) -> Step | None:
+    """In training batch-norm is no such function: the variance of n elements is not that of their copies."""
     return _leading(op, flow, 1 + (op.step_mode == "m"))
 
 

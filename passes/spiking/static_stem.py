@@ -2,17 +2,21 @@
 
 A network on static images is shown one image T times, so its first convolution and batch-norm compute T times the same.
 They run on one step instead, and their result is expanded along time: a view without memory of its own where the reader
-takes any strides. Every call stays where it was, so that it sees the same parameters, autocast and gradient mode. Only
-layers make this worth while; a step of the backward pass is then a sum over time.
+takes any strides. Every call stays where it was, so that it sees the same parameters, autocast and gradient mode. A loop
+that calls the stem at each step, on the same image, calls it once. Only layers make this worth while; a step of the
+backward pass is then a sum over time.
 """
 
-from collections.abc import Mapping
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse
+from sparsecomp.passes.facts.equal import equal_calls
 from sparsecomp.passes.facts.repeats import Flow, Step, flow_from
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
@@ -23,7 +27,13 @@ _ONE_STEP = ("select", "unbind", "getitem")
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
-    """Judge one node: every operator that repeats something is a candidate."""
+    """Judge one node: every operator that repeats something is a candidate, and the first of equal calls."""
+    expanded = _expanded(node, ctx)
+    return _merged(node, ctx) if expanded is None else expanded
+
+
+def _expanded(node: fx.Node, ctx: Context) -> Plan | Refusal | None:
+    """What repeats because of this node is computed once."""
     moved: set[fx.Node] = set()
     flow = flow_from(node, not ctx.eager, lambda op, flow: _admits(op, flow, moved, ctx))
     if flow is None:
@@ -31,16 +41,43 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if not moved:
         stays = flow.ends[0] if flow.ends else None
         return None if stays is None else refuse(Why.NOT_HOISTED, detail=_obstacle(stays, ctx))
-    operators = [op for one in flow.steps if one in moved and (op := op_of(one)) is not None]
-    counted = [op.name for op in operators if not op.has(Trait.MOVES)]
-    times = flow.steps[node].repeats.times
-    several = f"{len(counted)} operators run" if len(counted) > 1 else "1 operator runs"
-    reason = f"static stem: {several} once instead of {times} times ({', '.join(counted)})"
-    needed = _needed(flow, moved)
+    operators, needed = _operators(one for one in flow.steps if one in moved), _needed(flow, moved)
     return Plan(
-        lambda: _build(flow, needed, moved), reason, "hoisted", dead=_dead(flow, node, moved), places=tuple(needed),
-        layer=next(op.node for op in operators if op.has(Trait.PRODUCT)),
+        lambda: _build(flow, needed, moved), _reason(operators, flow.steps[node].repeats.times), "hoisted",
+        dead=_dead(flow, node, moved), places=tuple(needed), layer=_layer(operators),
     )  # fmt: skip
+
+
+def _merged(node: fx.Node, ctx: Context) -> Plan | None:
+    """The first of equal calls stands for all."""
+    merged = equal_calls(node, not ctx.eager, lambda node, op: _mode(node, op, ctx))
+    counts = Counter(merged.values())
+    operators = _operators(counts)
+    if not any(op.has(Trait.PRODUCT) for op in operators):
+        return None
+    reason = _reason(operators, 1 + max(counts[op.node] for op in operators))
+    return Plan(lambda: merged, reason, "merged", layer=_layer(operators))
+
+
+def _mode(node: fx.Node, op: CanonicalOp, ctx: Context) -> int | None:
+    """How often gradients, inference mode and autocast were switched before; None if the result may not be shared."""
+    kept = (op.has(Trait.ALIAS) or node not in ctx.analysis.seen_outside) and node not in ctx.transformed
+    stays = kept and all(_stays(value, ctx) for value in (node, *node.all_input_nodes))
+    return bisect(ctx.modes, ctx.analysis.order[node]) if stays else None
+
+
+def _operators(nodes: Iterable[fx.Node]) -> list[CanonicalOp]:
+    """Those that compute something."""
+    return [op for node in nodes if (op := op_of(node)) is not None and not op.has(Trait.VIEW | Trait.MOVES)]
+
+
+def _layer(operators: Iterable[CanonicalOp]) -> fx.Node:
+    return next(op.node for op in operators if op.has(Trait.PRODUCT))
+
+
+def _reason(operators: list[CanonicalOp], times: int) -> str:
+    several = f"{len(operators)} operators run" if len(operators) > 1 else "1 operator runs"
+    return f"static stem: {several} once instead of {times} times ({', '.join(op.name for op in operators)})"
 
 
 RULE = Rule("static_stem", consider, after=("fuse_neurons",))
@@ -66,7 +103,7 @@ def _stays(node: fx.Node, ctx: Context) -> bool:
     base: Any = node
     while (op := op_of(base)) is not None and op.has(Trait.ALIAS) and isinstance(op.input, fx.Node):
         base = op.input
-    return base.op == "placeholder" and base not in ctx.written
+    return base.op in ("placeholder", "get_attr") and base not in ctx.written
 
 
 def _obstacle(op: CanonicalOp, ctx: Context) -> str:
