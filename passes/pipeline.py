@@ -143,8 +143,9 @@ def _run_rule(rule: Rule, ctx: Context, record: Record) -> int:
             change.undo()
         _failed(rule.name, error, ctx, [site for _, _, site in plans])
         return 0
+    erased: set[fx.Node] = set()
     for change, site in changes:
-        change.finish()
+        change.finish(erased)
         record.replaced(change.added, [new for _, new, _ in change.uses], site)
     ctx.gm.recompile()
     ctx.report.graph_after = _compat.readable(ctx.gm, TAG)
@@ -178,13 +179,17 @@ class _Change:
                 user.replace_input_with(new, old)
         _erase(reversed(self.added))
 
-    def finish(self) -> None:
-        """Erase what was replaced, and what only that read."""
-        _erase(old for old in dict.fromkeys((*(old for old, _, _ in self.uses), self.node)) if not old.users)
+    def finish(self, erased: set[fx.Node]) -> None:
+        """Erase what was replaced, and what only that read; `erased` is what an earlier change erased."""
+        for old in (*(old for old, _, _ in self.uses), self.node):
+            if not old.users and old not in erased:
+                _erase([old])
+                erased.add(old)
         # all or nothing: a write has no users itself, but what it writes to may have
-        dead = dict.fromkeys(self.dead)
+        dead = dict.fromkeys(node for node in self.dead if node not in erased)
         if all(user in dead for node in dead for user in node.users):
             _erase(dead)
+            erased.update(dead)
 
 
 def _apply(
@@ -215,7 +220,8 @@ def _apply(
 def _annotate(added: list[fx.Node], replacements: Mapping[fx.Node, fx.Node], tag: str, verify: bool) -> None:
     """Tag new nodes and give them example values.
 
-    A replacement has the value of what it replaces; under `verify` it is computed and compared. What `build` knew stays.
+    A replacement has the value of what it replaces; under `verify` it is computed and compared. Examples that
+    the plan gave stay.
     """
     replaced = {new: old for old, new in replacements.items()}
     for node in added:

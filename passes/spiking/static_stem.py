@@ -1,16 +1,16 @@
 """What is the same at every time step runs once: the layers that see a repeated image, up to what tells steps apart.
 
 A network on static images is shown one image T times, so its first convolution and batch-norm compute T times the same.
-They run on one step instead, and their result is expanded along time: a view without memory of its own where the reader
-takes any strides. Every call stays where it was, so that it sees the same parameters, autocast and gradient mode. A loop
-that calls the stem at each step, on the same image, calls it once. Only layers make this worth while; a step of the
-backward pass is then a sum over time.
+They run on one step instead, and their result is expanded along time: a view without memory of its own where the
+reader takes any strides. Every call stays where it was, so that it sees the same parameters, autocast and gradient
+mode. A loop that calls the stem at each step, on the same image, calls it once. Only layers make this worth while; a
+step of the backward pass is then a sum over time.
 """
 
-from bisect import bisect
+import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -24,6 +24,8 @@ from sparsecomp.passes.graph.operators import Trait
 _STRIDED = ("batch_norm", "cat", "stack", "sum", "mean", "sparsecomp::lif")
 """Readers of any strides whose results do not share memory with what they read, besides pointwise ones and layers."""
 _ONE_STEP = ("select", "unbind", "getitem")
+_Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a call."""
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -42,9 +44,12 @@ def _expanded(node: fx.Node, ctx: Context) -> Plan | Refusal | None:
         stays = flow.ends[0] if flow.ends else None
         return None if stays is None else refuse(Why.NOT_HOISTED, detail=_obstacle(stays, ctx))
     operators, needed = _operators(one for one in flow.steps if one in moved), _needed(flow, moved)
+    ends = {one for one in moved if any(user not in moved for user in one.users)}
+    # another plan may change what these read before this one is carried out
+    calls = {one: (one.args, one.kwargs) for one in needed}
     return Plan(
-        lambda: _build(flow, needed, moved), _reason(operators, flow.steps[node].repeats.times), "hoisted",
-        dead=_dead(flow, node, moved), places=tuple(needed), layer=_layer(operators),
+        lambda: _build(flow, calls, ends), _reason(operators, flow.steps[node].repeats.times), "hoisted",
+        dead=_dead(flow, ends), places=tuple(needed), layer=_layer(operators),
     )  # fmt: skip
 
 
@@ -125,36 +130,30 @@ def _needed(flow: Flow, moved: set[fx.Node]) -> list[fx.Node]:
     return [node for node in flow.steps if node in needed]
 
 
-def _is_end(node: fx.Node, moved: set[fx.Node]) -> bool:
-    return node in moved and any(user not in moved for user in node.users)
-
-
-def _dead(flow: Flow, source: fx.Node, moved: set[fx.Node]) -> tuple[fx.Node, ...]:
+def _dead(flow: Flow, ends: set[fx.Node]) -> tuple[fx.Node, ...]:
     """What nobody reads once the ends are replaced, users before what they use."""
     gone: dict[fx.Node, None] = {}
-    ends = {node for node in flow.steps if _is_end(node, moved)}
     for node in reversed(flow.steps):
         if node not in ends and all(user in ends or user in gone for user in node.users):
             gone[node] = None
-    if ends.issuperset(source.users):
-        gone.pop(source, None)  # it has no reader left, and goes with the ends
     return tuple(gone)
 
 
-def _build(flow: Flow, needed: list[fx.Node], moved: set[fx.Node]) -> Mapping[fx.Node, fx.Node]:
+def _build(flow: Flow, calls: Mapping[fx.Node, _Call], ends: set[fx.Node]) -> Mapping[fx.Node, fx.Node]:
     ones: dict[fx.Node, fx.Node] = {}
-    ends: dict[fx.Node, fx.Node] = {}
-    for node in needed:
+    repeated: dict[fx.Node, fx.Node] = {}
+    for node, given in calls.items():
         with node.graph.inserting_before(node):
-            ones[node] = _one_step(node, flow.steps[node], ones)
-            if _is_end(node, moved):
-                ends[node] = _repeated(node, ones[node], flow.steps[node], moved)
-    return ends
+            ones[node] = _one_step(node, flow.steps[node], given, ones)
+            if node in ends:
+                repeated[node] = _repeated(node, ones[node], flow.steps[node])
+    return repeated
 
 
-def _one_step(node: fx.Node, step: Step, ones: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _one_step(node: fx.Node, step: Step, given: _Call, ones: Mapping[fx.Node, fx.Node]) -> fx.Node:
     if step.target is None:
-        made = node.graph.node_copy(node, lambda argument: ones.get(argument, argument))
+        made = node.graph.node_copy(node)
+        made.args, made.kwargs = fx.map_arg(given, lambda one: ones.get(one, one))
     else:
         made = call(node.graph, node, step.target, *fx.map_arg(step.args, lambda one: ones.get(one, one)))
     example, (dim, times, _) = example_of(node), step.repeats
@@ -165,7 +164,7 @@ def _one_step(node: fx.Node, step: Step, ones: Mapping[fx.Node, fx.Node]) -> fx.
     return made
 
 
-def _repeated(node: fx.Node, one: fx.Node, step: Step, moved: set[fx.Node]) -> fx.Node:
+def _repeated(node: fx.Node, one: fx.Node, step: Step) -> fx.Node:
     """One step, seen as all of them; copied out where a reader could ask how it lies."""
     (dim, times, inner), example = step.repeats, example_of(node)
     assert example is not None
@@ -174,8 +173,7 @@ def _repeated(node: fx.Node, one: fx.Node, step: Step, moved: set[fx.Node]) -> f
     sizes[place] = times
     made = call(node.graph, node, torch.Tensor.unsqueeze, one, place)
     made = call(node.graph, node, torch.Tensor.expand, made, *sizes)
-    readers = [user for user in node.users if user not in moved]
-    if example.shape[dim] != times or not all(map(_takes_strides, readers)):
+    if example.shape[dim] != times or not all(map(_takes_strides, node.users)):
         made = call(node.graph, node, torch.Tensor.clone, made)
     return call(node.graph, node, torch.Tensor.flatten, made, dim, dim + 1)
 
