@@ -7,7 +7,7 @@ mode. A loop that calls the stem at each step, on the same image, calls it once.
 step of the backward pass is then a sum over time.
 """
 
-import bisect
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
