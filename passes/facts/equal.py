@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from sparsecomp.passes.facts.repeats import is_function, is_step
+from sparsecomp.passes.facts.repeats import is_function, takes_step
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of
 
 
@@ -50,7 +50,7 @@ def equal_calls(
 
 
 def _is_known(op: CanonicalOp, fixed: bool) -> bool:
-    return is_function(op) or is_step(op, fixed)
+    return is_function(op) or takes_step(op, fixed)
 
 
 def _is_first(node: fx.Node, op: CanonicalOp, fixed: bool) -> bool:
@@ -89,7 +89,7 @@ def _key(op: CanonicalOp, merged: Mapping[fx.Node, fx.Node], fixed: bool) -> obj
     """What equal calls have in common."""
     node = op.node
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: _named(merged.get(argument, argument)))
-    if is_step(op, fixed):
+    if takes_step(op, fixed):
         args = ("a step of", args[0])
     return node.op, node.target, repr(args), repr(sorted(kwargs.items()))
 

@@ -29,7 +29,7 @@ class Repeats(NamedTuple):
     inner: bool = False
 
 
-class Step(NamedTuple):
+class OneStep(NamedTuple):
     """A value that repeats, and the call that gives one step of it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Flow:
     """
 
     fixed: bool
-    steps: dict[fx.Node, Step] = field(default_factory=dict)
+    steps: dict[fx.Node, OneStep] = field(default_factory=dict)
     ends: list[CanonicalOp] = field(default_factory=list)
 
     def of(self, value: Any) -> Repeats | None:
@@ -63,7 +63,7 @@ class Flow:
         return None if step is None else step.repeats
 
 
-Rule: TypeAlias = Callable[[CanonicalOp, Flow], Step | None]
+Rule: TypeAlias = Callable[[CanonicalOp, Flow], OneStep | None]
 _SOURCES: dict[str, Rule] = {}
 _RULES: dict[str, Rule] = {}
 
@@ -112,7 +112,7 @@ def is_function(op: CanonicalOp) -> bool:
     return known and not random and not (op.name == "batch_norm" and op.get("training") is not False)
 
 
-def is_step(op: CanonicalOp, fixed: bool) -> bool:
+def takes_step(op: CanonicalOp, fixed: bool) -> bool:
     """Whether this takes one step of what was just repeated, all of which are equal.
 
     Args:
@@ -130,7 +130,7 @@ def is_step(op: CanonicalOp, fixed: bool) -> bool:
     return alone and (taken.get("dim", 0) == dim if taken.name in ("select", "unbind", "getitem") else False)
 
 
-def _step(op: CanonicalOp, flow: Flow, rules: Mapping[str, Rule]) -> Step | None:
+def _step(op: CanonicalOp, flow: Flow, rules: Mapping[str, Rule]) -> OneStep | None:
     rule = rules.get(op.name)
     return None if rule is None or not is_function(op) or example_of(op.node) is None else rule(op, flow)
 
@@ -147,7 +147,7 @@ def _rule(*names: str, table: dict[str, Rule] = _RULES) -> Callable[[Rule], Rule
 
 
 @_rule("expand", table=_SOURCES)
-def _expand(op: CanonicalOp, flow: Flow) -> Step | None:
+def _expand(op: CanonicalOp, flow: Flow) -> OneStep | None:
     sizes, before = op.get("size"), _sizes(op.input)
     if not isinstance(sizes, tuple | list) or before is None or 0 in before:
         return None
@@ -155,12 +155,12 @@ def _expand(op: CanonicalOp, flow: Flow) -> Step | None:
     for dim, size in enumerate(sizes):
         if type(size) is int and size > 1 and (dim < added or _is_one(op.input, dim - added, flow)):
             one = [*sizes[:dim], 1, *sizes[dim + 1 :]]
-            return Step(Repeats(dim, size), torch.Tensor.expand, (op.input, one))
+            return OneStep(Repeats(dim, size), torch.Tensor.expand, (op.input, one))
     return None
 
 
 @_rule("repeat", "tile", table=_SOURCES)
-def _repeat(op: CanonicalOp, flow: Flow) -> Step | None:
+def _repeat(op: CanonicalOp, flow: Flow) -> OneStep | None:
     times, before = op.get("size"), _sizes(op.input)
     if not isinstance(times, tuple | list) or before is None or 0 in before:
         return None
@@ -168,21 +168,21 @@ def _repeat(op: CanonicalOp, flow: Flow) -> Step | None:
     for dim, count in enumerate(times):
         if type(count) is int and count > 1:
             one = [*times[:dim], 1, *times[dim + 1 :]]
-            return Step(Repeats(dim, count), torch.Tensor.repeat, (op.input, one))
+            return OneStep(Repeats(dim, count), torch.Tensor.repeat, (op.input, one))
     return None
 
 
 @_rule("repeat_interleave", table=_SOURCES)
-def _repeat_interleave(op: CanonicalOp, flow: Flow) -> Step | None:
+def _repeat_interleave(op: CanonicalOp, flow: Flow) -> OneStep | None:
     count, dim, before = op.get("repeats"), op.get("dim"), _sizes(op.input)
     if type(count) is not int or count < 2 or type(dim) is not int or before is None or 0 in before:
         return None
     one = [1] * len(before)
-    return Step(Repeats(dim % len(before), count, inner=True), torch.Tensor.repeat, (op.input, one))
+    return OneStep(Repeats(dim % len(before), count, inner=True), torch.Tensor.repeat, (op.input, one))
 
 
 @_rule("cat", "stack", table=_SOURCES)
-def _join(op: CanonicalOp, flow: Flow) -> Step | None:
+def _join(op: CanonicalOp, flow: Flow) -> OneStep | None:
     parts, dim = op.get("tensors"), op.get("dim")
     if not isinstance(parts, tuple | list) or len(parts) < 2 or type(dim) is not int:
         return None
@@ -190,7 +190,7 @@ def _join(op: CanonicalOp, flow: Flow) -> Step | None:
     if not isinstance(first, fx.Node) or any(part is not first for part in parts) or not after or 0 in after:
         return None
     # one part is joined to nothing: a copy, as of several
-    return Step(Repeats(dim % len(after), len(parts)), op.node.target, ([first], dim))
+    return OneStep(Repeats(dim % len(after), len(parts)), op.node.target, ([first], dim))
 
 
 # ---- what keeps the steps apart ---------------------------------------------------------------------------------
@@ -202,12 +202,12 @@ _POINTWISE = [
 
 
 @_rule(*_POINTWISE, "where", "masked_fill")
-def _pointwise(op: CanonicalOp, flow: Flow) -> Step | None:
+def _pointwise(op: CanonicalOp, flow: Flow) -> OneStep | None:
     """Operands that do not repeat must be the same at every step: without that dimension, or of size 1 there."""
     return _aligned(op, flow, op.node.all_input_nodes)
 
 
-def _aligned(op: CanonicalOp, flow: Flow, operands: Sequence[Any]) -> Step | None:
+def _aligned(op: CanonicalOp, flow: Flow, operands: Sequence[Any]) -> OneStep | None:
     rank, found = _rank(op.node), set()
     for value in operands:
         repeats = flow.of(value)
@@ -218,20 +218,20 @@ def _aligned(op: CanonicalOp, flow: Flow, operands: Sequence[Any]) -> Step | Non
     (repeats,) = found
     others = [value for value in operands if flow.of(value) is None]
     alike = all(_is_number(value) or _is_one(value, repeats.dim - rank + _rank(value), flow) for value in others)
-    return Step(repeats) if alike else None
+    return OneStep(repeats) if alike else None
 
 
 @_rule(*(name for name, operator in OPERATORS.items() if operator.traits & (Trait.SAME | Trait.CAST | Trait.DROPOUT)))
-def _same(op: CanonicalOp, flow: Flow) -> Step | None:
+def _same(op: CanonicalOp, flow: Flow) -> OneStep | None:
     repeats = flow.of(op.input)
-    return None if repeats is None else Step(repeats)
+    return None if repeats is None else OneStep(repeats)
 
 
-def _leading(op: CanonicalOp, flow: Flow, dims: int) -> Step | None:
+def _leading(op: CanonicalOp, flow: Flow, dims: int) -> OneStep | None:
     """One that takes the first `dims` dimensions of its input as a batch, and has no other operand that repeats."""
     repeats = flow.of(op.input)
     alone = all(flow.of(value) is None for value in op.node.all_input_nodes if value is not op.input)
-    return Step(repeats) if repeats is not None and alone and repeats.dim < dims else None
+    return OneStep(repeats) if repeats is not None and alone and repeats.dim < dims else None
 
 
 def _of_images(*kinds: str) -> list[str]:
@@ -239,48 +239,48 @@ def _of_images(*kinds: str) -> list[str]:
 
 
 @_rule("linear", *_of_images("conv", "conv_transpose"))
-def _layer(op: CanonicalOp, flow: Flow) -> Step | None:
+def _layer(op: CanonicalOp, flow: Flow) -> OneStep | None:
     return _leading(op, flow, _rank(op.input) - 1 - _image_dims(op))
 
 
 @_rule(*_of_images("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"))
-def _pool(op: CanonicalOp, flow: Flow) -> Step | None:
+def _pool(op: CanonicalOp, flow: Flow) -> OneStep | None:
     return None if op.get("return_indices") else _leading(op, flow, _rank(op.input) - _image_dims(op))
 
 
 @_rule("batch_norm", "group_norm")
-def _norm(op: CanonicalOp, flow: Flow) -> Step | None:
+def _norm(op: CanonicalOp, flow: Flow) -> OneStep | None:
     """In training batch-norm is no such function: the variance of n elements is not that of their copies."""
     return _leading(op, flow, 1 + (op.step_mode == "m"))
 
 
 @_rule("layer_norm", "rms_norm")
-def _layer_norm(op: CanonicalOp, flow: Flow) -> Step | None:
+def _layer_norm(op: CanonicalOp, flow: Flow) -> OneStep | None:
     shape = op.get("normalized_shape")
     return _leading(op, flow, _rank(op.input) - (len(shape) if isinstance(shape, tuple | list) else 1))
 
 
 @_rule("pad")
-def _pad(op: CanonicalOp, flow: Flow) -> Step | None:
+def _pad(op: CanonicalOp, flow: Flow) -> OneStep | None:
     widths = op.get("pad")
     padded = len(widths) // 2 if isinstance(widths, tuple | list) else _rank(op.input)
     return _leading(op, flow, _rank(op.input) - padded)
 
 
 @_rule("interpolate", "im2col")
-def _resample(op: CanonicalOp, flow: Flow) -> Step | None:
+def _resample(op: CanonicalOp, flow: Flow) -> OneStep | None:
     return _leading(op, flow, 1)
 
 
 @_rule("matmul")
-def _matmul(op: CanonicalOp, flow: Flow) -> Step | None:
+def _matmul(op: CanonicalOp, flow: Flow) -> OneStep | None:
     """Batches are multiplied each for itself, and so are the rows of the first operand."""
     left, right = op.input, op.get("other")
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or min(_rank(left), _rank(right)) < 2:
         return None
     repeats = flow.of(left)
     if repeats is not None and repeats.dim == _rank(left) - 2 and flow.of(right) is None:
-        return Step(repeats._replace(dim=_rank(op.node) - 2))
+        return OneStep(repeats._replace(dim=_rank(op.node) - 2))
     step = _aligned(op, flow, (left, right))
     return step if step is not None and step.repeats.dim < _rank(op.node) - 2 else None
 
@@ -289,7 +289,7 @@ def _matmul(op: CanonicalOp, flow: Flow) -> Step | None:
 
 
 @_rule("permute", "transpose", "t")
-def _transpose(op: CanonicalOp, flow: Flow) -> Step | None:
+def _transpose(op: CanonicalOp, flow: Flow) -> OneStep | None:
     repeats, rank = flow.of(op.input), _rank(op.input)
     order = list(range(rank))
     if repeats is None:
@@ -304,25 +304,25 @@ def _transpose(op: CanonicalOp, flow: Flow) -> Step | None:
             return None
     if not isinstance(order, tuple | list) or any(type(dim) is not int for dim in order):
         return None
-    return Step(repeats._replace(dim=[dim % rank for dim in order].index(repeats.dim)))
+    return OneStep(repeats._replace(dim=[dim % rank for dim in order].index(repeats.dim)))
 
 
 @_rule("unsqueeze")
-def _unsqueeze(op: CanonicalOp, flow: Flow) -> Step | None:
+def _unsqueeze(op: CanonicalOp, flow: Flow) -> OneStep | None:
     repeats, dim = flow.of(op.input), op.get("dim")
     if repeats is None or type(dim) is not int:
         return None
-    return Step(repeats._replace(dim=repeats.dim + (dim % _rank(op.node) <= repeats.dim)))
+    return OneStep(repeats._replace(dim=repeats.dim + (dim % _rank(op.node) <= repeats.dim)))
 
 
 @_rule("flatten")
-def _flatten(op: CanonicalOp, flow: Flow) -> Step | None:
+def _flatten(op: CanonicalOp, flow: Flow) -> OneStep | None:
     repeats = _reshaped(op, flow)
-    return None if repeats is None else Step(repeats)
+    return None if repeats is None else OneStep(repeats)
 
 
 @_rule("view", "reshape", "unflatten")
-def _reshape(op: CanonicalOp, flow: Flow) -> Step | None:
+def _reshape(op: CanonicalOp, flow: Flow) -> OneStep | None:
     repeats = _reshaped(op, flow)
     sizes, dim = op.get("sizes" if op.name == "unflatten" else "size"), 0
     if repeats is None or not isinstance(sizes, tuple | list) or op.reinterprets():
@@ -339,8 +339,8 @@ def _reshape(op: CanonicalOp, flow: Flow) -> Step | None:
             return None
         sizes = [*sizes[:place], size, *sizes[place + 1 :]]
     if op.name == "unflatten":
-        return Step(repeats, torch.unflatten, (op.input, dim, sizes))
-    return Step(repeats, torch.Tensor.reshape, (op.input, sizes))
+        return OneStep(repeats, torch.unflatten, (op.input, dim, sizes))
+    return OneStep(repeats, torch.Tensor.reshape, (op.input, sizes))
 
 
 def _one_step(sizes: Sequence[Any], place: int, times: int, flow: Flow) -> int | None:

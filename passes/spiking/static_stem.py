@@ -17,7 +17,7 @@ from torch import fx
 
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.facts.equal import equal_calls
-from sparsecomp.passes.facts.repeats import Flow, Step, flow_from
+from sparsecomp.passes.facts.repeats import Flow, OneStep, flow_from
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 
@@ -150,7 +150,7 @@ def _build(flow: Flow, calls: Mapping[fx.Node, _Call], ends: set[fx.Node]) -> Ma
     return repeated
 
 
-def _one_step(node: fx.Node, step: Step, given: _Call, ones: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _one_step(node: fx.Node, step: OneStep, given: _Call, ones: Mapping[fx.Node, fx.Node]) -> fx.Node:
     if step.target is None:
         made = node.graph.node_copy(node)
         made.args, made.kwargs = fx.map_arg(given, lambda one: ones.get(one, one))
@@ -164,7 +164,7 @@ def _one_step(node: fx.Node, step: Step, given: _Call, ones: Mapping[fx.Node, fx
     return made
 
 
-def _repeated(node: fx.Node, one: fx.Node, step: Step) -> fx.Node:
+def _repeated(node: fx.Node, one: fx.Node, step: OneStep) -> fx.Node:
     """One step, seen as all of them; copied out where a reader could ask how it lies."""
     (dim, times, inner), example = step.repeats, example_of(node)
     assert example is not None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import dyadic, operators_run, rewritten, site
+from rewriting import dyadic, rewritten, site
 from snn_fixtures import stub_torchvision
 from torch import Tensor, nn
 
