@@ -14,7 +14,10 @@ from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of
 
 
 def equal_calls(
-    first: fx.Node, fixed: bool, mode_of: Callable[[fx.Node, CanonicalOp], object]
+    first: fx.Node,
+    order: Mapping[fx.Node, int],
+    fixed: bool,
+    mode_of: Callable[[fx.Node, CanonicalOp], object],
 ) -> dict[fx.Node, fx.Node]:
     """Calls in the place of which an earlier one can stand, those on equal results included; each with the earlier one.
 
@@ -22,18 +25,19 @@ def equal_calls(
     told too.
 
     Args:
+        order: the position of each node.
         fixed: as of `repeats.Flow`.
         mode_of: what a call depends on besides its operands; None if it must stay.
     """
     op = op_of(first)
     if op is None or not _is_first(first, op, fixed) or _follows_twins(first, fixed):
         return {}
-    order = {node: position for position, node in enumerate(first.graph.nodes)}
     pending = [(order[user], user) for user in op.input.users if user.target == first.target]
     heapq.heapify(pending)
     merged: dict[fx.Node, fx.Node] = {}
     known: dict[object, fx.Node] = {}
     seen: set[fx.Node] = set()
+    spread: set[fx.Node] = set()
     while pending:
         _, node = heapq.heappop(pending)
         op = None if node in seen else op_of(node)
@@ -44,8 +48,10 @@ def equal_calls(
         earlier = known.setdefault((mode, _key(op, merged, fixed)), node)
         if earlier is not node:
             merged[node] = earlier
-        for user in node.users:
-            heapq.heappush(pending, (order[user], user))
+            readers = [*node.users] if earlier in spread else [*earlier.users, *node.users]
+            spread.add(earlier)
+            for user in readers:
+                heapq.heappush(pending, (order[user], user))
     return merged
 
 

@@ -68,10 +68,13 @@ _SOURCES: dict[str, Rule] = {}
 _RULES: dict[str, Rule] = {}
 
 
-def flow_from(source: fx.Node, fixed: bool, admits: Callable[[CanonicalOp, Flow], bool]) -> Flow | None:
+def flow_from(
+    source: fx.Node, order: Mapping[fx.Node, int], fixed: bool, admits: Callable[[CanonicalOp, Flow], bool]
+) -> Flow | None:
     """What repeats because `source` repeats something; None if it does not.
 
     Args:
+        order: the position of each node.
         fixed: as of `Flow`.
         admits: whether an operator whose result repeats may be looked through.
     """
@@ -82,7 +85,6 @@ def flow_from(source: fx.Node, fixed: bool, admits: Callable[[CanonicalOp, Flow]
     flow.steps[source] = step
     if not admits(op, flow):
         return None
-    order = {node: position for position, node in enumerate(source.graph.nodes)}
     pending = [(order[user], user) for user in source.users]
     heapq.heapify(pending)
     seen: set[fx.Node] = set()

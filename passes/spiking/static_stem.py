@@ -37,7 +37,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 def _expanded(node: fx.Node, ctx: Context) -> Plan | Refusal | None:
     """What repeats because of this node is computed once."""
     moved: set[fx.Node] = set()
-    flow = flow_from(node, not ctx.eager, lambda op, flow: _admits(op, flow, moved, ctx))
+    flow = flow_from(node, ctx.analysis.order, not ctx.eager, lambda op, flow: _admits(op, flow, moved, ctx))
     if flow is None:
         return None
     if not moved:
@@ -55,7 +55,7 @@ def _expanded(node: fx.Node, ctx: Context) -> Plan | Refusal | None:
 
 def _merged(node: fx.Node, ctx: Context) -> Plan | None:
     """The first of equal calls stands for all."""
-    merged = equal_calls(node, not ctx.eager, lambda node, op: _mode(node, op, ctx))
+    merged = equal_calls(node, ctx.analysis.order, not ctx.eager, lambda node, op: _mode(node, op, ctx))
     counts = Counter(merged.values())
     operators = _operators(counts)
     if not any(op.has(Trait.PRODUCT) for op in operators):
