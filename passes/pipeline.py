@@ -143,8 +143,9 @@ def _run_rule(rule: Rule, ctx: Context, record: Record) -> int:
             change.undo()
         _failed(rule.name, error, ctx, [site for _, _, site in plans])
         return 0
+    erased: set[fx.Node] = set()
     for change, site in changes:
-        change.finish()
+        change.finish(erased)
         record.replaced(change.added, [new for _, new, _ in change.uses], site)
     ctx.gm.recompile()
     ctx.report.graph_after = _compat.readable(ctx.gm, TAG)
@@ -178,13 +179,17 @@ class _Change:
                 user.replace_input_with(new, old)
         _erase(reversed(self.added))
 
-    def finish(self) -> None:
-        """Erase what was replaced, and what only that read."""
-        _erase(old for old in dict.fromkeys((*(old for old, _, _ in self.uses), self.node)) if not old.users)
+    def finish(self, erased: set[fx.Node]) -> None:
+        """Erase what was replaced, and what only that read; `erased` is what an earlier change erased."""
+        for old in (*(old for old, _, _ in self.uses), self.node):
+            if not old.users and old not in erased:
+                _erase([old])
+                erased.add(old)
         # all or nothing: a write has no users itself, but what it writes to may have
-        dead = dict.fromkeys(self.dead)
+        dead = dict.fromkeys(node for node in self.dead if node not in erased)
         if all(user in dead for node in dead for user in node.users):
             _erase(dead)
+            erased.update(dead)
 
 
 def _apply(
@@ -194,17 +199,18 @@ def _apply(
 
     A plan may name nodes that earlier ones have `replaced`: it reads what took their place.
     """
-    graph, marker = ctx.gm.graph, node.prev
+    graph = ctx.gm.graph
+    spans = [(place.prev, place) for place in plan.places or (node,)]
     try:
         with graph.inserting_before(node):
             replacements = plan.build()
-        added = _between(marker, node)
+        added = _added(spans)
         for new in added:
             for stale in replaced.keys() & set(new.all_input_nodes):
                 new.replace_input_with(stale, replaced[stale])
         _annotate(added, replacements, f"{site.rule}: {plan.reason}", ctx.options.verify)
     except Exception as error:
-        _erase(reversed(_between(marker, node)))
+        _erase(reversed(_added(spans)))
         _failed(site.rule, error, ctx, [site])
         return None
     uses = [(old, new, old.replace_all_uses_with(new)) for old, new in replacements.items()]
@@ -214,7 +220,8 @@ def _apply(
 def _annotate(added: list[fx.Node], replacements: Mapping[fx.Node, fx.Node], tag: str, verify: bool) -> None:
     """Tag new nodes and give them example values.
 
-    A replacement has the value of what it replaces; under `verify` it is computed and compared.
+    A replacement has the value of what it replaces; under `verify` it is computed and compared. Examples that
+    the plan gave stay.
     """
     replaced = {new: old for old, new in replacements.items()}
     for node in added:
@@ -222,7 +229,7 @@ def _annotate(added: list[fx.Node], replacements: Mapping[fx.Node, fx.Node], tag
         old = replaced.get(node)
         if old is not None and not verify and "example_value" in old.meta:
             node.meta["example_value"] = old.meta["example_value"]
-        elif node.op != "get_attr" and _inputs_known(node):
+        elif "example_value" not in node.meta and node.op != "get_attr" and _inputs_known(node):
             node.meta["example_value"] = _compat.propagate_fakes(node)
         if old is not None:
             _check_same(old, node)
@@ -233,11 +240,14 @@ def _erase(nodes: Iterable[fx.Node]) -> None:
         node.graph.erase_node(node)
 
 
-def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    nodes, node = [], first.next
-    while node is not last:
-        nodes.append(node)
-        node = node.next
+def _added(spans: Iterable[tuple[fx.Node, fx.Node]]) -> list[fx.Node]:
+    """The nodes between each two that were neighbours."""
+    nodes = []
+    for first, last in spans:
+        node = first.next
+        while node is not last:
+            nodes.append(node)
+            node = node.next
     return nodes
 
 

@@ -20,8 +20,8 @@ _CHOICES = {
 }
 _FLAGS = ("strict", "verify")
 RULES = (
-    "fuse_neurons", "spike_conv", "sparse_linear", "sparse_matmul", "spike_linear", "masked_weight", "fold_batch_norm",
-    "narrow_spikes", "gather_dot",
+    "fuse_neurons", "static_stem", "spike_conv", "sparse_linear", "sparse_matmul", "spike_linear", "masked_weight",
+    "fold_batch_norm", "narrow_spikes", "gather_dot",
 )  # fmt: skip
 """Names of all rewrite rules, here too, so that a misspelt one is found before the rules and Inductor are loaded."""
 

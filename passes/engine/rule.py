@@ -57,6 +57,7 @@ class Why(Enum):
     FORCED_DENSE = "implementation='dense' was asked for"
     HOOKED = "the module has hooks"
     NOT_FOLDED = "batch-norm stays: {detail}"
+    NOT_HOISTED = "the stem runs at every step: {detail}"
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
     GATHERED_AS_WRITTEN = "the layer of fixed fan-in stays as it was written: {detail}"
@@ -106,6 +107,7 @@ class Plan:
         dead: nodes to erase after the replaced one, the last first, if nothing else reads any of them.
         estimate: seconds, for the report.
         layer: whose module and line the report gives, if that is not the node that was judged.
+        places: the nodes before which `build` inserts, in order, if not only before the one that was judged.
     """
 
     build: Callable[[], Mapping[fx.Node, fx.Node]]
@@ -115,6 +117,7 @@ class Plan:
     dead: tuple[fx.Node, ...] = ()
     estimate: Estimate | None = None
     layer: fx.Node | None = None
+    places: tuple[fx.Node, ...] = ()
 
 
 Verdict = Plan | Refusal | None
@@ -146,6 +149,7 @@ class Context:
         eager: the result runs op by op, not through Inductor.
         target: the card to estimate for, which need not be there; None for the devices of the tensors.
         switches: the positions at which the graph switches gradients or inference mode on or off.
+        modes: those, and the positions at which it begins or ends autocast.
         gradients: somebody may ask for gradients: they are enabled here, or within the graph, or it runs in any mode.
         written: parameters, buffers and inputs that the graph writes to.
         transformed: nodes within a transform of torch.func (grad, vmap, jvp, …).
@@ -161,6 +165,7 @@ class Context:
     eager: bool = False
     target: Target | None = None
     switches: tuple[int, ...] = field(init=False)
+    modes: tuple[int, ...] = field(init=False)
     gradients: bool = field(init=False)
     written: frozenset[fx.Node] = field(init=False)
     transformed: frozenset[fx.Node] = field(init=False)
@@ -170,6 +175,8 @@ class Context:
         nodes = self.gm.graph.nodes
         switches = [node for node in nodes if _compat.sets_grad_mode(node) or _compat.sets_inference_mode(node)]
         self.switches = tuple(self.analysis.order[node] for node in switches)
+        autocast = (self.analysis.order[node] for node in nodes if _compat.sets_autocast(node))
+        self.modes = tuple(sorted((*self.switches, *autocast)))
         turned_on = (node.args[0] for node in switches if _compat.sets_grad_mode(node))
         self.gradients = self.eager or torch.is_grad_enabled() or any(turned_on)
         self.written = _written(self.analysis)

@@ -44,7 +44,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return replace(verdict, layer=chain.nodes[0])
 
 
-RULE = Rule("gather_dot", consider)
+RULE = Rule("gather_dot", consider, after=("static_stem",))
 
 
 def _sum(node: fx.Node) -> Chain | None:

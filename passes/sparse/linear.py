@@ -34,7 +34,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return None if chain is None else replace(_judged(chain, node, ctx), layer=chain.nodes[0])
 
 
-RULE = Rule("sparse_linear", consider)
+RULE = Rule("sparse_linear", consider, after=("static_stem",))
 
 
 def _judged(chain: Chain, node: fx.Node, ctx: Context) -> Plan | Refusal:

@@ -54,7 +54,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return choose(operands, site, ctx, lambda strategy: _build(operands, geometry, strategy, ctx))
 
 
-RULE = Rule("spike_conv", consider, after=("fuse_neurons",))
+RULE = Rule("spike_conv", consider, after=("fuse_neurons", "static_stem"))
 
 
 def _build(operands: Operands, geometry: _Geometry, strategy: str, ctx: Context) -> fx.Node:

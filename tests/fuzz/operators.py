@@ -492,6 +492,54 @@ def convolution(p: Program) -> None:
 
 
 @step
+def static(p: Program) -> None:
+    """A layer on the same at every time step, in one of the spellings, and what reads it."""
+    # the sum of gradients of all steps times infinity is not the sum of the products
+    x = p.pick(lambda value: value.is_floating_point() and 1 < value.dim() < 5 and bool(value.isfinite().all()))
+    value, times = p.values[x], p.one((2, 3))
+    rank = value.dim()
+    repeated = p.one([
+        lambda: p.method("repeat", x, times, *[1] * rank), lambda: p.method("expand", x, times, *value.shape),
+        lambda: p.call(torch.stack, [x] * times, p.one((0, 1))), lambda: p.call(torch.cat, [x] * times),
+        lambda: p.method("expand", p.call(operator.getitem, x, (slice(None), None)), -1, times, *value.shape[1:]),
+        lambda: p.method("repeat_interleave", x, times, 0), lambda: p.method("tile", x, (times, *[1] * rank)),
+        lambda: p.call(torch.cat, [x, x, p.like(x)]), lambda: x,
+    ])()  # fmt: skip
+    for _ in range(p.one((0, 1, 2))):
+        repeated = _read(p, repeated, times)
+    weight = _weight(p, 2, p.size(repeated, -1), dtype=value.dtype)
+    calls = [p.call(F.linear, _step_of(p, repeated, times, t), weight) for t in range(p.one((1, 1, 2, 3)))]
+    read = [_read(p, p.one([lambda one=one: one, lambda one=one: p.call(torch.tanh, one)])(), times) for one in calls]
+    p.one([
+        lambda: p.call(torch.neg, read[-1]), lambda: p.call(torch.stack, read), lambda: p.call(torch.sum, read[-1], 0),
+        lambda: p.method("add_", read[-1], 1), lambda: p.call(torch.cumsum, read[-1], 0), lambda: read[-1],
+        lambda: p.call(torch.add, read[0], read[-1]), lambda: p.method("mul_", repeated, 2),
+    ])()  # fmt: skip
+
+
+def _step_of(p: Program, x: fx.Node, times: int, t: int) -> fx.Node:
+    if p.rng.random() < 0.6:
+        return x
+    return p.one([lambda: p.call(operator.getitem, x, t % times), lambda: p.method("relu", x)])()
+
+
+def _read(p: Program, x: fx.Node, times: int) -> fx.Node:
+    """What keeps the steps apart, mostly."""
+    value = p.values[x]
+    rows = math.prod(value.shape[:-1])
+    return p.one([
+        lambda: p.call(torch.flatten, x, 0, 1), lambda: p.method("unflatten", x, 0, (times, -1)),
+        lambda: p.method("reshape", x, -1, value.shape[-1]), lambda: p.method("reshape", x, times, -1, value.shape[-1]),
+        lambda: p.method("reshape", x, rows // times, times, -1), lambda: p.method("transpose", x, 0, 1),
+        lambda: p.call(torch.mul, x, p.one((0.5, 2))), lambda: p.call(torch.add, x, p.like(x)),
+        lambda: p.call(torch.sub, x, p.call(operator.getitem, x, slice(0, 1))), lambda: p.method("clone", x),
+        lambda: p.call(F.avg_pool1d, x, 1), lambda: p.method("unsqueeze", x, p.dim(x)),
+        lambda: p.call(F.pad, x, (0, 1)), lambda: p.call(F.pad, x, (0, 0, 1, 0)),
+        lambda: p.call(F.dropout, x, 0.5, False), lambda: x,
+    ])()  # fmt: skip
+
+
+@step
 def product(p: Program) -> None:
     x = p.pick(lambda value: value.dim() > 1)
     y = p.like(x)
@@ -518,7 +566,10 @@ def normalise(p: Program) -> None:
     ])()  # fmt: skip
 
 
-WEIGHTS = {"threshold": 6, "neuron": 2, "pair": 4, "linear": 4, "convolution": 4, "pool": 3, "unary": 3, "clamp": 2}
+WEIGHTS = {
+    "threshold": 6, "neuron": 2, "pair": 4, "linear": 4, "convolution": 4, "pool": 3, "unary": 3, "clamp": 2,
+    "static": 2,
+}  # fmt: skip
 """How much likelier than once a step is."""
 
 
