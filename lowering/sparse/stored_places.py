@@ -1,15 +1,16 @@
 """A sparse weight written out dense, and a dense matrix read at its stored places: one launch each, for CSR."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, size_bucket
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.launch.strided import dtype_name
 from sparsecomp.lowering.sparse.random_sparse import density_of, random_pattern, row_lengths, sizes_and_entries
 from sparsecomp.lowering.tuning.template import Operation
 
@@ -24,18 +25,29 @@ class WriteOut(NamedTuple):
     index_dtype: str
 
 
-def write_out(pointers: Tensor, indices: Tensor, values: Tensor, out: Tensor) -> None:
-    """out (rows, columns) = the matrix, zero where it stores nothing.
+def write_out(pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The matrix (rows, columns), contiguous and of the dtype of the values; zero where it stores nothing.
 
     Args:
         pointers: (rows + 1,) and indices (entries,), contiguous, int32 or int64.
         values: (entries,), contiguous.
-        out: contiguous, of the dtype of the values.
     """
-    if out.numel():
-        rows, cols = out.shape
-        problem = WriteOut(rows, cols, values.numel(), dtype_name(values), dtype_name(pointers))
-        dispatch.launch(WRITE_OUT, problem, pointers, indices, values, out)
+    out = _compat.empty_cuda(shape, (shape[1], 1), values.dtype, values.device)
+    launch = _writing(values.device, shape, values.shape, values.dtype, pointers.dtype)
+    if launch is not None:
+        launch(pointers, indices, values, out)
+    return out
+
+
+@dispatch.recorded
+def _writing(
+    device: torch.device, shape: tuple[int, int], stored: torch.Size, dtype: torch.dtype, index: torch.dtype
+) -> Callable[..., None] | None:  # fmt: skip
+    """To find the launch by the tensors' looks takes the host less than to describe it anew; None if there is none."""
+    if not shape[0] * shape[1]:
+        return None
+    names = (str(one).removeprefix("torch.") for one in (dtype, index))
+    return dispatch.prepared(WRITE_OUT, WriteOut(*shape, stored.numel(), *names), device)
 
 
 def read_at(dense: Tensor, pointers: Tensor, indices: Tensor, out: Tensor) -> None:

@@ -73,12 +73,9 @@ def _written_cuda(values, pattern, layout, transpose):
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
 
     if not transpose or len(pattern) == 2:
-        out = values.new_empty(read.shape)
-        stored_places.write_out(pattern[0], pattern[1], values, out)
+        out = stored_places.write_out(pattern[0], pattern[1], values, read.shape)
         return out.mT.contiguous() if transpose else out
-    out = values.new_empty(read.shape[::-1])
-    stored_places.write_out(pattern[2], pattern[3], values.index_select(0, pattern[4]), out)
-    return out
+    return stored_places.write_out(pattern[2], pattern[3], values.index_select(0, pattern[4]), read.shape[::-1])
 
 
 def _read_cuda(dense, pattern, layout, transpose):
