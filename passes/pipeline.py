@@ -272,11 +272,12 @@ def _verify(ctx: Context) -> None:
     ctx.gm.graph.lint()
     if not ctx.options.verify:
         return
-    for node in ctx.gm.graph.nodes:
-        if node.op != "call_function" or not _inputs_known(node):
-            continue
-        known = node.meta.get("example_value")
-        if isinstance(known, torch.Tensor):
+    with _compat.autocast_followed() as follow:
+        for node in ctx.gm.graph.nodes:
+            follow(node)
+            known = node.meta.get("example_value")
+            if node.op != "call_function" or not _inputs_known(node) or not isinstance(known, torch.Tensor):
+                continue
             found = _compat.propagate_fakes(node)
             if (known.dtype, known.shape) != (found.dtype, found.shape):
                 raise AssertionError(f"{node.name} was {known.dtype} {known.shape}, is {found.dtype} {found.shape}")

@@ -33,6 +33,7 @@ __all__ = [
     "OneLevelFunction",
     "add_constant",
     "addmm_relu",
+    "autocast_followed",
     "ambient_modes",
     "below_autograd",
     "cache_key",
@@ -341,6 +342,24 @@ def sets_inference_mode(node: fx.Node) -> bool:
 def sets_autocast(node: fx.Node) -> bool:
     """Whether a node of Dynamo's begins or ends autocast."""
     return node.target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
+@contextmanager
+def autocast_followed() -> Iterator[Callable[[fx.Node], None]]:
+    """A function that, told of a graph's nodes in their order, has autocast on as the graph has it there."""
+    regions: list[Any] = []
+
+    def follow(node: fx.Node) -> None:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            regions.append(torch.amp.autocast_mode._enter_autocast(*cast(Any, node.args)))
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            torch.amp.autocast_mode._exit_autocast(regions.pop())
+
+    try:
+        yield follow
+    finally:
+        for mode in reversed(regions):
+            torch.amp.autocast_mode._exit_autocast(mode)
 
 
 def transform_nesting(node: fx.Node) -> int:

@@ -10,7 +10,7 @@ from package_modules import modules
 pytest.importorskip("triton")  # the modules of kernels import it
 
 COLLECTS = {
-    "LayerProfile", "Profile", "Outcome", "_Group", "_Change", "Context", "Site", "PassRecord",
+    "LayerProfile", "Profile", "Outcome", "_Group", "_Change", "Context", "Site", "PassRecord", "Flow",
     "Report", "_Layer", "RESUCycle", "History", "TuningStats", "EarlyStopping",
 }  # fmt: skip
 """Filled in step by step."""

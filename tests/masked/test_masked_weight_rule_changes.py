@@ -159,7 +159,7 @@ def test_two_layers_on_one_weight_keep_it_once(weights):
 
         def forward(self, x: Tensor) -> Tensor:
             weight = self.weight * self.mask
-            return F.linear(F.linear(x, weight), self.weight * self.mask) + F.linear(x, weight)
+            return F.linear(F.linear(x, weight), self.weight * self.mask) + F.linear(-x, weight)
 
     model = Tied()
     with torch.no_grad():

@@ -174,12 +174,28 @@ def test_autocast_rounds_as_torch_does(dense, monkeypatch):
         monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     model = Net(lambda layer, x: F.relu(layer(x)))
     with torch.autocast("cpu", torch.bfloat16):
-        out, report = rewritten(model, X, implementation="auto", strict=True, verify=False)
+        out, report = rewritten(model, X, implementation="auto", strict=True)
     assert site(report, "sparse_linear").rewritten and out.dtype is torch.bfloat16
     wanted = model.exactly(X)
     assert (out - wanted).norm() <= 2**-7 * wanted.norm()
     out.sum().backward()
     assert model.layer.values.grad.dtype is torch.float32
+
+
+def test_a_graph_that_begins_autocast_is_verified_within_it():
+    dense, x = nn.Linear(16, 16), torch.randn(4, 16)
+    layer = SparseLinear.from_linear(nn.Linear(16, 16), sparsity=0.5)
+
+    def model(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = dense(F.relu(layer(x)))
+        return layer(narrow.float()), narrow
+
+    with torch.no_grad():
+        found = torch.compile(model, backend="sparsecomp", options={"verify": True, "strict": True})(x)
+        assert [one.dtype for one in found] == [torch.float32, torch.bfloat16]
+        torch.testing.assert_close(found, model(x))
+    assert sparsecomp.last_report().rewritten and not torch.is_autocast_enabled("cpu")
 
 
 def test_an_operand_that_changes_meanwhile_is_read_before():
