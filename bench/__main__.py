@@ -18,7 +18,7 @@ from bench.timing import MODES
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist, "algebra": algebra, "dynamic": dynamic}
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
-    "card", *STUDIES, "table", "plots",
+    "card", "training-step", *STUDIES, "table", "plots",
 )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def main() -> int:
     # they load Triton
     from bench import loop, loop_networks, tuning
     from bench.masked import resu
-    from bench.sparse import semi_structured, spmm
+    from bench.sparse import semi_structured, spmm, training_step
     from bench.spiking import snn_conv, snn_network
 
     if arguments.suite in ("loop", "loop-networks"):
@@ -85,6 +85,12 @@ def main() -> int:
         for row in tuning.run() if arguments.suite == "tuning" else spmm.run(arguments.data):
             rows.append(row)
             save(arguments.out / f"{arguments.suite}.json", rows)
+    if arguments.suite == "training-step":
+        rows = []
+        for row in training_step.run(tuple(arguments.modes), arguments.workers):
+            rows.append(row)
+            save(arguments.out / "training_step.json", rows)
+        print(training_step.table(rows))
     if arguments.suite == "card":
         rows = []
         for row in card.run():
