@@ -260,7 +260,8 @@ def test_the_report_names_the_layer_and_not_what_is_fused_behind_it():
 
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
-    ("device", "mode", "named"), [("h100", "default", True), ("h100", "reduce-overhead", False), (None, "default", False)]
+    ("device", "mode", "named"),
+    [("h100", "default", True), ("h100", "reduce-overhead", False), (None, "default", False)],
 )
 def test_a_kernel_is_named_where_a_card_waits_for_the_host(device, mode, named):
     report = sparsecomp.explain(Net(lambda layer, x: layer(x)), X, device=device, mode=mode)
