@@ -80,6 +80,7 @@ def ours(forward: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any
     return rewritten(forward, *inputs, implementation="auto", strict=True, **options)
 
 
+@pytest.mark.quick_cases(len(SPELLINGS))
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("form", SPELLINGS)
 def test_every_spelling(form, frozen):
