@@ -401,7 +401,7 @@ class _Run:
         if not inner.output_inputs and not inner.outputs_share:
             self.groups.mark_tuple(node)
         for index in inner.output_inputs:
-            if index < len(args) and isinstance(args[index], fx.Node):
+            if isinstance(args[index], fx.Node):
                 self.groups.union(node, args[index])
 
     def _apply_effects(self, op: CanonicalOp, known: bool) -> None:
@@ -410,7 +410,7 @@ class _Run:
         if node in self.body_effects:
             args, inner = self.body_effects[node]
             for index in inner.written_inputs:
-                if index < len(args) and isinstance(args[index], fx.Node):
+                if isinstance(args[index], fx.Node):
                     self._overwrite(args[index], None, Lost(LostKind.MUTATED, f"`{node.name}` writes to it"))
         elif may_write(op, known):
             self._write_all(node, f"`{op.name}` may write to its arguments")

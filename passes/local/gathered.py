@@ -174,7 +174,7 @@ def gathered_of(node: fx.Node) -> Gathered | Refusal | None:
 
 def _keeps_order(op: CanonicalOp) -> bool:
     """Whether the result is the input in another shape, in the same order."""
-    return op.has(Trait.ROW_MAJOR) and op.has(Trait.VIEW) and not op.inplace and op.name != "detach"
+    return op.has(Trait.ROW_MAJOR) and op.has(Trait.VIEW) and op.name != "detach"
 
 
 def source_of(node: fx.Node) -> fx.Node:

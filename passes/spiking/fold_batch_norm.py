@@ -62,6 +62,5 @@ def _build(op: CanonicalOp, conv: fx.Node, multi_step: bool) -> fx.Node:
     shift = emit(torch.mul, shift, scale)
     shift = emit(torch.neg, shift) if parts["bias"] is None else emit(torch.sub, parts["bias"], shift)
     scaled = emit(torch.mul, weight, emit(torch.reshape, scale, (-1, 1, 1, 1)))
-    folded = emit(conv.target, x, scaled, shift, *geometry)
-    folded.meta.update({key: value for key, value in conv.meta.items() if key != "example_value"})
+    folded = call(node.graph, conv, conv.target, x, scaled, shift, *geometry)
     return emit(torch.unflatten, folded, *op.input.args[1:]) if multi_step else folded

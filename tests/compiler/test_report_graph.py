@@ -91,6 +91,7 @@ def test_the_graph_before_is_dense(estimated: Report) -> None:
     estimate = site(estimated, "spike_conv").estimate
     assert replaced.op == "conv2d" and estimate is not None and replaced.seconds == estimate.dense_seconds
     assert not any(one.implementation or one.rule for one in estimated.before)
+    assert "spike_conv" in estimated.graph_after and "spike_conv" not in estimated.graph_before != ""
 
 
 def test_a_network_reads_the_graph_from_a_file(estimated: Report, tmp_path: Path) -> None:

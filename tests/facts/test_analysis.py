@@ -294,6 +294,33 @@ def test_a_multiple_of_the_factor_that_is_written_is_no_grid() -> None:
     assert fact is None or not fact.integral
 
 
+def test_items_made_before_their_factor_was_written_are_no_multiples_of_it() -> None:
+    def model(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        parts = torch.chunk(spikes(x) * factor, 2)
+        factor.mul_(3)
+        return torch.neg(parts[0])
+
+    analysis = check(trace(model, X, torch.tensor(0.7)), X.clone(), torch.tensor(0.7)).analysis
+    fact = fact_at(analysis, "neg")
+    assert fact is None or not fact.integral
+
+
+@pytest.mark.parametrize("unknown", ["to", "mul"])
+def test_a_conversion_between_unknown_dtypes_may_be_no_copy(unknown: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        s = spikes(x) * 1
+        kept = s.to(torch.float32)
+        s.add_(0.3)
+        return torch.neg(kept)
+
+    gm = trace(model, X)
+    for node in gm.graph.nodes:
+        if node.name == unknown:
+            node.meta.clear()
+    fact = fact_at(check(gm, X.clone()).analysis, "neg")
+    assert fact is None or not fact.integral
+
+
 @pytest.mark.parametrize("reshape", [lambda s: s.unsqueeze_(0), lambda s: s.data.contiguous().transpose_(0, 1)])
 def test_a_shape_that_changes_in_place_is_no_ones(reshape: Callable[[torch.Tensor], Any]) -> None:
     """The example of `s` has the last of its shapes, whoever reads it."""

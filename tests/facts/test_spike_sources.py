@@ -273,7 +273,7 @@ def _operator(name: str, *args: Any, like: torch.Tensor | None = None) -> Any:
     return TRANSFERS[name](CanonicalOp(name, {}, node), None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("count,hi", [(4, 4), (4.0, 4), (1, 1), (2.5, None), ("factor", None), (None, None)])
+@pytest.mark.parametrize("count,hi", [(4, 4), (4.0, 4), (1, 1), (-1, None), (2.5, None), ("factor", None)])
 def test_an_integer_neuron_counts_up_to_its_count(count: Any, hi: int | None) -> None:
     found = _operator("sj_ilif::forward", count, 0.5)
     if hi is None:
@@ -325,10 +325,19 @@ ESTIMATORS = {
     "bounded values": (F.hardtanh, torch.tanh, None),
     "unbounded soft value": (lambda x: (x > 0).to(x), torch.exp, None),
     "large soft value": (lambda x: (x > 0).to(x), lambda x: 2 * torch.tanh(x), None),
+    "estimates of estimates": (lambda x: _estimated(x, 40), torch.tanh, None),  # each rounds once more
 }
 
 
-@pytest.mark.quick_cases(16)
+def _estimated(x: torch.Tensor, times: int) -> torch.Tensor:
+    spikes = (x > 0).to(x)
+    for i in range(times):
+        soft = torch.tanh(x * (0.1 + 0.01 * i))
+        spikes = (spikes - soft).detach() + soft
+    return spikes
+
+
+@pytest.mark.quick_cases(18)
 @pytest.mark.parametrize("difference", [False, True])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_straight_through_estimator_keeps_small_integers(name: str, difference: bool) -> None:

@@ -420,6 +420,7 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
         (lambda s, c, x: x.sum(1), NOTHING),
         (lambda s, c, x: c.sum(1, keepdim=True), (4, 8, 1.0)),
         (lambda s, c, x: (s * 1000).sum().half(), ANY),
+        (lambda s, c, x: s.sum(x.dim() - 1), ZEROS),
     ],
     "cumsum": [
         (lambda s, c, x: c.cumsum(1), (1, 8, 1.0)),
@@ -783,7 +784,8 @@ REASONS: dict[str, list[str]] = {
     "avg_pool2d": [AVERAGES.format("avg_pool2d")] * 3 + [OF_X, AVERAGES.format("avg_pool2d")],
     "pad": ["nothing is known about `pad`"] * 2,
     "interpolate": ["bilinear interpolation mixes values and ends the domain"],
-    "sum": ["conversion to torch.int64 of values off the integer grid ends the domain", UNCOUNTED, UNCOUNTED, OF_X],
+    "sum": ["conversion to torch.int64 of values off the integer grid ends the domain", UNCOUNTED, UNCOUNTED, OF_X,
+            UNCOUNTED],
     "cumsum": [OF_X, "conversion to torch.int32 of values off the integer grid ends the domain"],
     "max": [ITS.format("max_1")] * 3 + [UNKNOWN.format("max")],
     "min": [ITS.format("min_1")],

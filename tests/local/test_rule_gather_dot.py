@@ -80,6 +80,7 @@ def ours(forward: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any
     return rewritten(forward, *inputs, implementation="auto", strict=True, **options)
 
 
+@pytest.mark.quick_cases(len(SPELLINGS))
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("form", SPELLINGS)
 def test_every_spelling(form, frozen):
@@ -203,6 +204,8 @@ NONE_OF_ITS_BUSINESS: dict[str, Form] = {
     "an index a row": lambda x, w, i: (torch.gather(x[:, None].expand(-1, N, -1), 2, OTHER) * w).sum(-1),
     "rows of x": lambda x, w, i: (x[i.remainder(4)][..., 0] * w).sum(-1),
     "detached": lambda x, w, i: (x[:, i].detach() * w).sum(-1),
+    "another shape in place": lambda x, w, i: (x[:, i].unsqueeze_(0).squeeze_(0) * w).sum(-1),
+    "a view of another shape in place": lambda x, w, i: (x[:, i.flatten()].unsqueeze_(0).view(-1, N, K) * w).sum(-1),
     "a mean": lambda x, w, i: (x[:, i] * w).mean(-1),
     "a number": lambda x, w, i: (x[:, i] * 2).sum(-1),
 }

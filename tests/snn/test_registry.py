@@ -189,6 +189,8 @@ def test_snntorch_sequence_neurons_apply_their_factor_twice() -> None:
     x = 3 * torch.randn(5, 4, 8)
     agrees(snntorch.StateLeaky(torch.full((8,), 0.9), 8), x)
     agrees(snntorch.LinearLeaky(torch.full((8,), 0.9), 8, 8), x)
+    plain = domain_of(snntorch.StateLeaky(torch.full((8,), 0.9), 8))
+    assert plain is not None and plain.is_binary
     doubled = domain_of(snntorch.StateLeaky(torch.full((8,), 0.9), 8, graded_spikes_factor=0.7))
     assert doubled is not None and not doubled.integral
     assert domain_of(snntorch.StateLeaky(torch.full((8,), 0.9), 8, output=False)) is None

@@ -274,6 +274,16 @@ def test_the_report_names_the_layer_and_not_what_is_fused_behind_it():
     assert {node.module for node in report.after if node.rule == "sparse_linear"} == {"1"}
 
 
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize(
+    ("device", "mode", "named"),
+    [("h100", "default", True), ("h100", "reduce-overhead", False), (None, "default", False)],
+)
+def test_a_kernel_is_named_where_a_card_waits_for_the_host(device, mode, named):
+    report = sparsecomp.explain(Net(lambda layer, x: layer(x)), X, device=device, mode=mode)
+    assert "sparse_linear" in report.graph_after and ("'spmm_csr (reference)'" in report.graph_after) == named
+
+
 def test_the_first_line_tells_of_weights_that_are_written_out_and_of_the_promise_against_it(monkeypatch):
     monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     model = nn.Sequential(*(SparseLinear.from_linear(nn.Linear(8, 8), sparsity=0.5) for _ in range(2))).eval()

@@ -464,15 +464,18 @@ def test_two_processes_with_two_forwards_and_gradients_that_add_up():
     mp.spawn(_process, args=(port,), nprocs=2)
 
 
-@pytest.mark.parametrize("write", ["copy", "swap"])
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("write", ["copy", "swap", "copy into new memory"])
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_index_arrays_written_in_place_are_followed(kind, write):
     """As who averages or sends whole states does; the transpose that a layer keeps must follow."""
     torch.manual_seed(3)
     layer, other = (SparseLinear.from_linear(nn.Linear(24, 16), kind, **LAYOUTS[kind]) for _ in range(2))
     layer(torch.randn(2, 24)).sum().backward()
+    if write == "copy into new memory":
+        layer.to_empty(device="cpu")
     for own, given in zip(layer.state_dict().values(), other.state_dict().values(), strict=True):
-        if write == "copy":
+        if write != "swap":
             with torch.no_grad():
                 own.copy_(given)
     if write == "swap":

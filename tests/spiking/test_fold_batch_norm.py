@@ -137,8 +137,11 @@ def test_what_is_folded(name):
     x, w = (torch.rand(6, 4, 5, 5, generator=random) > 0.5).float(), torch.randn(5, 4, 3, 3, generator=random)
     gm = fx.symbolic_trace(model)
     Examples(gm).run(x, w)
+    for node in gm.graph.nodes:
+        node.meta["stack_trace"] = str(node.target)
     expected = model(x, w)
     report = pipeline.run_rules(gm, Options(strict=True), eager=True, rules=[fold_batch_norm.RULE])
+    assert all(node.meta["stack_trace"] == str(node.target) for node in gm.graph.nodes if "conv" in str(node.target))
     torch.testing.assert_close(gm(x, w), expected, rtol=1e-5, atol=1e-5)
     if told is None:
         assert not report.sites

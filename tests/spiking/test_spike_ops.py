@@ -224,6 +224,14 @@ def test_which_operands_the_kernels_see(name, groups, monkeypatch):
         torch.testing.assert_close(out, F.linear(x, w, b))
 
 
+@pytest.mark.parametrize("elements", [0, 1])
+def test_kernels_take_a_weight_of_one_element_but_not_of_none(elements, monkeypatch):
+    from sparsecomp.lowering.spiking import spike_conv as lowered
+    monkeypatch.setattr(lowered, "launch_linear", lambda *given: "launched")
+    out = linear_cuda(torch.ones(3, elements), torch.ones(1, elements), None, 3, "binary")
+    assert out == "launched" if elements else torch.equal(out, torch.zeros(3, 1))
+
+
 def test_groups_that_do_not_divide_are_the_dense_operators_business():
     x, w, b = (tensor.detach() for tensor in sample())
     for weight, bias, groups in ((w[:, :5], b, 3), (w[:7, :8], b[:7], 2)):

@@ -100,6 +100,15 @@ def test_the_representative_of_a_signature_has_that_signature(operation, problem
     assert operation.signature(from_text, signature.device).key == signature.key
 
 
+@pytest.mark.parametrize("select", ["all", "count", "rows"])
+def test_a_convolution_is_measured_on_all_that_its_problem_names(select):
+    problem = binary_conv_problem(CONV._replace(**SCALED), 3, select, 7)
+    *_, factor, _, count, rows = BINARY_CONV.operands(problem, torch.device("cpu"), 0)
+    assert factor is not None and float(factor) not in (0.0, 1.0)  # a kernel without it would give something else
+    assert count is None if select == "all" else int(count) > 7
+    assert rows is None if select != "rows" else rows.tolist() == list(range(2 * 6 * 5))
+
+
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0", "10.0", ""])
 @pytest.mark.parametrize(("operation", "problem"), PROBLEMS)
 def test_every_card_has_a_configuration(operation, problem, capability):

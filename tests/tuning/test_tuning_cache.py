@@ -668,6 +668,7 @@ HOSTILE = {
     "verified that is no list": _with(verified={"a": 1}),
     "verified twice": _with(verified=["a", "a"]),
     "verified numbers": _with(verified=[1]),
+    "many verified": _with(verified=[str(number) for number in range(10_001)]),
     "verified and rejected": _with(rejected={"a": "wrong"}),
     "reasons that are no texts": _with(rejected={"b": None}),
     "an entry twice": json.dumps(_file(entries=_file()["entries"] * 2)),
