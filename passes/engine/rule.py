@@ -57,6 +57,7 @@ class Why(Enum):
     FORCED_DENSE = "implementation='dense' was asked for"
     HOOKED = "the module has hooks"
     NOT_FOLDED = "batch-norm stays: {detail}"
+    NOT_REORDERED = "the products stay in their order: {detail}"
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
     GATHERED_AS_WRITTEN = "the layer of fixed fan-in stays as it was written: {detail}"
