@@ -16,8 +16,8 @@ from sparsecomp.passes.cost.decision import MIN_GAIN
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.facts.transfer.pooling import sum_of
 from sparsecomp.passes.graph.canonicalize import dtype_of, example_of, op_of
+from sparsecomp.passes.spiking.batched_product import BatchedProduct, batched_product
 from sparsecomp.passes.spiking.operand import cast
-from sparsecomp.passes.spiking.product import BatchedProduct, product_of
 from sparsecomp.reference import facts as algebra
 from sparsecomp.reference.facts import INTEGER_LIMIT, SparsityFact
 from sparsecomp.reference.precision import KERNEL_DTYPES
@@ -94,7 +94,7 @@ RULE = Rule("reorder_products", consider, after=("fuse_neurons", "sparse_matmul"
 
 
 def _chain_of(node: fx.Node, ctx: Context) -> _Chain | Refusal | None:
-    outer = product_of(node)
+    outer = batched_product(node)
     if outer is None:
         return None
     for place in (0, 1):
@@ -108,7 +108,7 @@ def _inner_of(node: fx.Node) -> tuple[BatchedProduct | None, tuple[fx.Node, ...]
     """The product that a node is, times a number; what only this one reads can be left out."""
     between, number = [], 1.0
     while len(node.users) == 1:
-        product = product_of(node)
+        product = batched_product(node)
         if product is not None:
             return product, tuple(between), number
         op = op_of(node)

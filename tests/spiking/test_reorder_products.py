@@ -9,7 +9,7 @@ import torch
 from rewriting import Surrogate, rewritten, site, spikes
 from torch import Tensor
 
-from sparsecomp.passes.spiking.product import product_of
+from sparsecomp.passes.spiking.batched_product import batched_product
 
 T, B, N, C, H = 2, 2, 20, 16, 4
 
@@ -250,4 +250,4 @@ def test_the_rule_can_be_left_out_and_dense_is_obeyed():
 
 def test_no_analog_product_is_read_as_einsum_of_another_form():
     graph = torch.fx.symbolic_trace(lambda a, b: torch.einsum("ij,jk", a, b)).graph
-    assert all(product_of(node) is None for node in graph.nodes)
+    assert all(batched_product(node) is None for node in graph.nodes)

@@ -42,7 +42,7 @@ class BatchedProduct:
         return next(letter for letter in self.terms[index] if letter not in self.terms[1 - index])
 
 
-def product_of(node: fx.Node) -> BatchedProduct | None:
+def batched_product(node: fx.Node) -> BatchedProduct | None:
     """The product that a node computes; None where it is none, broadcasts, or a shape is unknown."""
     if target_name(node) == "einsum":
         return _of_einsum(node)
