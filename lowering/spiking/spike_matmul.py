@@ -55,7 +55,7 @@ class SpikeMatmul(NamedTuple):
         return (self.m, self.n, self.k, self.inner, *self.a, *self.b, self.scale)
 
 
-def launch_counts(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def launch_spike_matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """See `sparsecomp.ops.spiking.spike_matmul`; the counts are bytes, their strides any."""
     out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
     if out.numel() == 0:

@@ -38,10 +38,10 @@ OPERANDS: dict[str, tuple[Tensor, Tensor]] = {
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("name", OPERANDS)
 def test_sums_are_exact_in_any_strides(device, name):
-    from sparsecomp.lowering.spiking.spike_matmul import launch_counts
+    from sparsecomp.lowering.spiking.spike_matmul import launch_spike_matmul
 
     a, b = (operand.to(device) for operand in OPERANDS[name])
-    found = launch_counts(a, b, 0.25, torch.float32)
+    found = launch_spike_matmul(a, b, 0.25, torch.float32)
     exact = (a.cpu().long() @ b.cpu().long()).double() * 0.25
     assert torch.equal(found.cpu().double(), exact) and found.is_contiguous()
 
@@ -49,7 +49,7 @@ def test_sums_are_exact_in_any_strides(device, name):
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32, torch.int8])
 def test_results_are_rounded_once(device, dtype):
-    from sparsecomp.lowering.spiking.spike_matmul import launch_counts
+    from sparsecomp.lowering.spiking.spike_matmul import launch_spike_matmul
 
     if device == "cpu" and dtype is torch.bfloat16:
         pytest.skip("the interpreter truncates where a GPU rounds to bfloat16")
@@ -57,7 +57,7 @@ def test_results_are_rounded_once(device, dtype):
     a, b = counts(2, 40, 100, lo=lo, hi=hi).to(device), counts(2, 100, 33, lo=lo, hi=hi, seed=1).to(device)
     scale = 0.5 if dtype.is_floating_point else 1.0
     exact = (a.cpu().long() @ b.cpu().long()).double() * scale
-    assert torch.equal(launch_counts(a, b, scale, dtype).cpu(), exact.to(dtype))
+    assert torch.equal(launch_spike_matmul(a, b, scale, dtype).cpu(), exact.to(dtype))
 
 
 @pytest.mark.gpu

@@ -44,7 +44,8 @@ def _reference(a, b, a_scale=1.0, b_scale=1.0):
 def _cuda(a, b, a_scale=1.0, b_scale=1.0):
     from sparsecomp.lowering.spiking import spike_matmul as product  # loads Triton
 
-    return product.launch_counts(counts_of(a, a_scale, False), counts_of(b, b_scale, False), a_scale * b_scale, a.dtype)
+    counts = counts_of(a, a_scale, False), counts_of(b, b_scale, False)
+    return product.launch_spike_matmul(*counts, a_scale * b_scale, a.dtype)
 
 
 def _decompose(a, b, a_scale=1.0, b_scale=1.0):
@@ -64,7 +65,7 @@ def _fake_counts(a, b, scale, dtype):
 def _cuda_counts(a, b, scale, dtype):
     from sparsecomp.lowering.spiking import spike_matmul as product  # loads Triton
 
-    return product.launch_counts(a, b, scale, dtype)
+    return product.launch_spike_matmul(a, b, scale, dtype)
 
 
 def _save(ctx, inputs, output):
