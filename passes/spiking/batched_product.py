@@ -58,12 +58,14 @@ def batched_product(node: fx.Node) -> BatchedProduct | None:
 
 
 def _of_einsum(node: fx.Node) -> BatchedProduct | None:
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = list(operands[0])
+    equation, *rest = node.args
+    operands = rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple) else rest
     if not isinstance(equation, str) or len(operands) != 2 or node.kwargs:
         return None
-    form, shapes = _EQUATION.fullmatch(equation.replace(" ", "")), _shapes(*operands)
+    first, second = operands
+    form, shapes = _EQUATION.fullmatch(equation.replace(" ", "")), _shapes(first, second)
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return None
     if form is None or shapes is None:
         return None
     terms = (form["left"], form["right"], form["result"])
@@ -74,7 +76,7 @@ def _of_einsum(node: fx.Node) -> BatchedProduct | None:
             return None
         terms = tuple(term.replace("...", spare[:batch], 1) for term in terms)
     left, right, result = terms
-    return _checked(node, (operands[0], operands[1]), (left, right), result, shapes, einsum=True)
+    return _checked(node, (first, second), (left, right), result, shapes, einsum=True)
 
 
 def _checked(

@@ -5,7 +5,10 @@ as every sum is one that the dtype holds exactly, both orders give the same bits
 N x N matrix and the other a d x d one. No kernel of ours is needed, so this pays on any device.
 """
 
+import math
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from string import ascii_letters
 
 import torch
@@ -15,7 +18,7 @@ from sparsecomp import _compat
 from sparsecomp.passes.cost.decision import MIN_GAIN
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.facts.transfer.pooling import sum_of
-from sparsecomp.passes.graph.canonicalize import dtype_of, example_of, op_of
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, op_of
 from sparsecomp.passes.spiking.batched_product import BatchedProduct, batched_product
 from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference import facts as algebra
@@ -38,7 +41,8 @@ class _Chain:
 
     Attributes:
         outer, inner: the products as written.
-        between: what multiplies the inner result with `number`, the last first.
+        between: what multiplies the inner result, the last first.
+        numbers: with which numbers, the first first.
         near, far: the factors of the inner product, that which shares a summed letter with `third` and that which
             does not.
         third: the other operand of the outer product.
@@ -50,12 +54,17 @@ class _Chain:
     outer: BatchedProduct
     inner: BatchedProduct
     between: tuple[fx.Node, ...]
-    number: float
+    numbers: tuple[float, ...]
     near: _Factor
     far: _Factor
     third: _Factor
     place: int
     sizes: tuple[int, int, int, int]
+
+    @property
+    def number(self) -> float:
+        """What stands between the products."""
+        return math.prod(self.numbers)
 
     @property
     def middle(self) -> str:
@@ -98,35 +107,46 @@ def _chain_of(node: fx.Node, ctx: Context) -> _Chain | Refusal | None:
     if outer is None:
         return None
     for place in (0, 1):
-        inner, between, number = _inner_of(outer.operands[place])
+        inner, between, numbers = _inner_of(outer.operands[place])
         if inner is not None:
-            return _joined(outer, inner, between, number, place, ctx)
+            return _joined(outer, inner, between, numbers, place, ctx)
     return None
 
 
-def _inner_of(node: fx.Node) -> tuple[BatchedProduct | None, tuple[fx.Node, ...], float]:
-    """The product that a node is, times a number; what only this one reads can be left out."""
-    between, number = [], 1.0
+def _inner_of(node: fx.Node) -> tuple[BatchedProduct | None, tuple[fx.Node, ...], tuple[float, ...]]:
+    """The product that a node is a multiple of, if only this one reads it; see `_Chain` for the rest."""
+    between: list[tuple[fx.Node, float]] = []
     while len(node.users) == 1:
         product = batched_product(node)
         if product is not None:
-            return product, tuple(between), number
+            return product, tuple(one for one, _ in between), tuple(factor for _, factor in reversed(between))
         op = op_of(node)
-        other = None if op is None or op.inplace or op.out is not None else op.get("other")
-        if op is None or not isinstance(op.input, fx.Node):
+        factor = None if op is None else _factor_of(op)
+        if op is None or factor is None or not isinstance(op.input, fx.Node):
             break
-        if type(other) in (int, float) and op.name in ("mul", "div") and op.get("rounding_mode") is None and other > 0:
-            number = number * other if op.name == "mul" else number / other
-        elif not op.is_identity:
-            break
-        between.append(node)
+        between.append((node, factor))
         node = op.input
-    return None, (), 1.0
+    return None, (), ()
+
+
+def _factor_of(op: CanonicalOp) -> float | None:
+    """By which number an operator multiplies its first argument; None if it does something else."""
+    if op.inplace or op.out is not None:
+        return None
+    if op.is_identity:
+        return 1.0
+    other = op.get("other")
+    if isinstance(other, bool) or not isinstance(other, int | float) or other <= 0:
+        return None
+    if op.name == "mul":
+        return float(other)
+    return 1.0 / other if op.name == "div" and op.get("rounding_mode") is None else None
 
 
 def _joined(
-    outer: BatchedProduct, inner: BatchedProduct, between: tuple[fx.Node, ...], number: float, place: int, ctx: Context
-) -> _Chain | Refusal | None:
+    outer: BatchedProduct, inner: BatchedProduct, between: tuple[fx.Node, ...], numbers: tuple[float, ...], place: int,
+    ctx: Context,
+) -> _Chain | Refusal | None:  # fmt: skip
     """The chain in the outer product's letters; None if nothing is known to be sparse in it."""
     fresh = next(letter for letter in ascii_letters if letter not in "".join(outer.terms))
     names = {**dict(zip(inner.result, outer.terms[place], strict=True)), inner.summed: fresh}
@@ -143,7 +163,7 @@ def _joined(
     if len(known) != 4 or 0 in known:
         return refuse(Why.UNKNOWN_SHAPE)
     a, b, c, d = known
-    return _Chain(outer, inner, between, number, near, far, third, place, (a, b, c, d))
+    return _Chain(outer, inner, between, numbers, near, far, third, place, (a, b, c, d))
 
 
 def _unsafe(chain: _Chain, ctx: Context) -> str | None:
@@ -178,17 +198,17 @@ def _rounds(chain: _Chain, ctx: Context) -> str | None:
     far, near, third = facts
     _, inner, outer, _ = chain.sizes
     for a, b, first, c, second in ((far, near, inner, third, outer), (near, third, outer, far, inner)):
-        middle = _product(a, b, first, chain.number, example.dtype, most)
-        result = middle if isinstance(middle, str) else _product(middle, c, second, chain.number, example.dtype, most)
+        middle = _product(a, b, first, chain.numbers, example.dtype, most)
+        result = middle if isinstance(middle, str) else _product(middle, c, second, chain.numbers, example.dtype, most)
         if isinstance(result, str):
             return result
     return None
 
 
 def _product(
-    a: SparsityFact, b: SparsityFact, count: int, number: float, dtype: torch.dtype, most: int | None
+    a: SparsityFact, b: SparsityFact, count: int, numbers: tuple[float, ...], dtype: torch.dtype, most: int | None
 ) -> SparsityFact | str:
-    """Sums of `count` products, as they are and times `number`, or why these are not exact.
+    """Sums of `count` products, or why these are not exact, as they are or times the numbers.
 
     Args:
         most: up to what float32 operands survive the precision of products; None for other dtypes.
@@ -200,11 +220,12 @@ def _product(
         return f"sums up to {bound} pass {INTEGER_LIMIT[dtype]}, up to which {dtype} holds every whole number"
     product = algebra.multiply_facts(a, b, torch.float64)
     total = sum_of(product, count) if product is not None and product.on_grid else None
-    for scale in (number, 1.0):
-        fact = None if total is None else algebra.rescale(total, scale, dtype)
+    for number in (*numbers, *accumulate(numbers, mul, initial=1.0)):
+        fact = None if total is None else algebra.rescale(total, number, dtype)
         if fact is None or not (fact.on_grid and fact.finite):
             return f"the product of the scales, and of the number {number} behind it, is no power of two of {dtype}"
-    return fact
+    assert total is not None
+    return total
 
 
 def _greatest(fact: SparsityFact) -> int:

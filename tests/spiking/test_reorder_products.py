@@ -86,6 +86,7 @@ LEFT: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], str]] = {
     "cheap already": (lambda q, k, v: heads(q) @ (columns(k) @ heads(v)), "other order multiplies 3200 pairs"),
     "an analog operand": (lambda q, k, v: qk(q, k) @ split(v), "known range: `L_v_` is an input"),
     "not a power of two": (lambda q, k, v: (qk(q, k) * 0.3) @ heads(v), "the number 0.3 behind it, is no power of two"),
+    "a power of two in the end": (lambda q, k, v: ((qk(q, k) * 3) / 3) @ heads(v), "the number 0.333"),
     "too large": (lambda q, k, v: (qk(q, k) @ (heads(v) * 4000 + heads(v))) @ (columns(q) * 300), "sums up to"),
     "unbounded": (lambda q, k, v: qk(q, k) @ split(v.round()), "of a known range: too little is known"),
     "written in place": (written, "is written to in place"),
