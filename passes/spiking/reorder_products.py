@@ -104,11 +104,12 @@ RULE = Rule("reorder_products", consider, after=("fuse_neurons", "sparse_matmul"
 
 def _chain_of(node: fx.Node, ctx: Context) -> _Chain | Refusal | None:
     outer = batched_product(node)
-    if outer is None:
+    if outer is None or outer.operands[0] is outer.operands[1]:
         return None
     for place in (0, 1):
         inner, between, numbers = _inner_of(outer.operands[place])
-        if inner is not None:
+        # of a longer chain the first three are one
+        if inner is not None and not any(_inner_of(operand)[0] for operand in inner.operands):
             return _joined(outer, inner, between, numbers, place, ctx)
     return None
 

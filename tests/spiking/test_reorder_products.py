@@ -98,6 +98,7 @@ NO_SITE: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "read twice": stored,
     "softmax": lambda q, k, v: qk(q, k).softmax(-1) @ heads(v),
     "broadcast": lambda q, k, v: qk(q, k) @ heads(v)[:1],
+    "a square": lambda q, k, v: (both := qk(q, k)) @ both,
     "of a vector": lambda q, k, v: (spikes(q[0, 0]) @ spikes(k[0, 0]).t()) @ spikes(v[0, 0, :, 0]),
     "factor is a tensor": lambda q, k, v: (qk(q, k) * k.sum()) @ heads(v),
     "in place": lambda q, k, v: qk(q, k).mul_(2) @ heads(v),
@@ -220,6 +221,17 @@ def test_float16_is_not_reordered_where_its_gradients_could_overflow():
     operands = [x.requires_grad_() for x in inputs(dtype=torch.float16)]
     _, report = rewritten(TAKEN["spikformer"], *operands, strict=True)
     assert "gradients of float16 could overflow" in site(report, "reorder_products").reason
+
+
+def test_of_four_tensors_the_first_three_are_reordered():
+    def model(q, k, v):
+        return ((qk(q, k) @ heads(v)) @ heads(q).mT) @ heads(k)
+
+    with torch.no_grad():
+        found, report = rewritten(model, *inputs(), strict=True, disable=("spike_matmul",))
+        assert torch.equal(found, model(*inputs()))
+    assert [one.rewritten for one in report.sites if one.rule == "reorder_products"] == [True]
+    assert report.graph_after.count("torch.matmul(") == 2
 
 
 def test_a_batch_of_any_size():
