@@ -26,7 +26,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     facts = None if product is None else facts_of_both(product, ctx)
     if product is None or facts is None:
         return None
-    illegal = _illegal(product, facts)
+    illegal = _illegal(product, facts, ctx)
     if illegal is not None:
         return illegal
     decision = _decide(product, ctx)
@@ -50,7 +50,7 @@ def facts_of_both(product: BatchedProduct, ctx: Context) -> Facts | None:
     return None if left is None or right is None else (left, right)
 
 
-def _illegal(product: BatchedProduct, facts: Facts) -> Refusal | None:
+def _illegal(product: BatchedProduct, facts: Facts, ctx: Context) -> Refusal | None:
     for operand, fact in zip(product.operands, facts, strict=True):
         if not fact.fits_int8:
             return refuse(Why.WRONG_DOMAIN, detail=f"`{operand.name}` is {fact.described()}")
@@ -63,6 +63,9 @@ def _illegal(product: BatchedProduct, facts: Facts) -> Refusal | None:
         return refuse(Why.DTYPE, dtype=out.dtype)
     if 0 in product.sizes.values():
         return refuse(Why.NO_FEATURES)
+    if ctx.gradients and not all(ctx.analysis.unchanged(operand, product.node) for operand in product.operands):
+        # for its backward matmul keeps copies of some layouts, which no write reaches
+        return refuse(Why.UNSUPPORTED_OP, op="a trained product of what is written to later")
     if depth * math.prod(max(abs(fact.lo or 0), abs(fact.hi or 0)) for fact in facts) >= 2**31:
         return refuse(Why.TOO_DEEP, depth=depth)
     return None

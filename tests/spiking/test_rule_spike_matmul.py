@@ -123,6 +123,19 @@ def test_gradients_are_eagers(amp):
         assert torch.equal(found, expected) and found.dtype is expected.dtype
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_later_write_is_no_matter_without_gradients(trained):
+    def model(q, k):
+        q = heads(q)
+        scores = q @ heads(k).mT
+        return scores + q.zero_().sum()
+
+    with torch.set_grad_enabled(trained):
+        found, report = rewritten(model, *inputs(), strict=True)
+    assert torch.equal(found, model(*inputs()))
+    assert site(report, "spike_matmul").rewritten != trained
+
+
 def test_bytes_are_multiplied_under_inductor():
     def model(q, k):
         return (heads(q) * 0.5) @ heads(k).mT
