@@ -87,7 +87,7 @@ LEFT: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], str]] = {
     "an analog operand": (lambda q, k, v: qk(q, k) @ split(v), "known range: `L_v_` is an input"),
     "not a power of two": (lambda q, k, v: (qk(q, k) * 0.3) @ heads(v), "the number 0.3 behind it, is no power of two"),
     "a power of two in the end": (lambda q, k, v: ((qk(q, k) * 3) / 3) @ heads(v), "the number 0.333"),
-    "too large": (lambda q, k, v: (qk(q, k) @ (heads(v) * 4000 + heads(v))) @ (columns(q) * 300), "sums up to"),
+    "too large": (lambda q, k, v: qk(q, k) @ (heads(v) * 4000 * 100), "sums up to 32000000 pass 16777216"),
     "unbounded": (lambda q, k, v: qk(q, k) @ split(v.round()), "of a known range: too little is known"),
     "written in place": (written, "is written to in place"),
     "written between": (rewrites_the_first, "is written to in place"),
