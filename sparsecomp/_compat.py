@@ -210,6 +210,12 @@ def matmul_tf32() -> bool:
     return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
+def matmul_bits(device: str) -> int:
+    """Bits of a float32 operand that the user lets a device's matrix products keep."""
+    backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
+    return {"bf16": 8, "tf32": 11}.get(cast(Any, backend).matmul.fp32_precision, 24)
+
+
 def jit_traces() -> bool:
     """Whether torch.jit.trace is at work."""
     return bool(cast(Any, torch.jit).is_tracing())

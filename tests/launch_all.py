@@ -137,6 +137,8 @@ def spikes(device: str) -> None:
             ops.spike_linear(x.flatten(1), torch.randn(19, x[0].numel(), device=device, dtype=dtype), None, 2, "binary")
     whole = (torch.rand(3, 64, 13, 11, device=device) < 0.1).float()  # channels as tensor cores want them
     ops.spike_conv(whole, torch.randn(33, 64, 3, 3, device=device), None, [1, 1], [1, 1], [1, 1], 1, 3, "binary")
+    heads = (torch.rand(3, 49, 4, 24, device=device) < 0.2).float().transpose(1, 2)
+    ops.spike_matmul(heads, heads.mT)
 
 
 def neurons(device: str) -> None:

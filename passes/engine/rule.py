@@ -58,6 +58,7 @@ class Why(Enum):
     HOOKED = "the module has hooks"
     NOT_FOLDED = "batch-norm stays: {detail}"
     NOT_HOISTED = "the stem runs at every step: {detail}"
+    NOT_REORDERED = "the products stay in their order: {detail}"
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
     GATHERED_AS_WRITTEN = "the layer of fixed fan-in stays as it was written: {detail}"

@@ -10,6 +10,7 @@ from sparsecomp import _compat
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import op_of
+from sparsecomp.passes.spiking.batched_product import batched_product
 from sparsecomp.passes.spiking.operand import (
     Operands,
     build_inputs,
@@ -21,6 +22,7 @@ from sparsecomp.passes.spiking.operand import (
     unsupported_layer,
     writes_bytes,
 )
+from sparsecomp.passes.spiking.spike_matmul import facts_of_both
 from sparsecomp.reference.geometry import Window
 
 
@@ -32,6 +34,9 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if op is None or op.name.startswith("conv"):
         return None
     if op.name != "linear":
+        product = batched_product(node)
+        if product is not None and facts_of_both(product, ctx) is not None:
+            return None  # `spike_matmul` judges it
         return unsupported_layer(op, node.all_input_nodes, ctx)
     operands = check_layer(op, ctx)
     if isinstance(operands, Refusal):

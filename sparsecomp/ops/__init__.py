@@ -4,6 +4,7 @@ Importing this package registers them under ``torch.ops.sparsecomp`` and needs n
 their kernels on first use.
 """
 
+from sparsecomp.ops.library import decompositions
 from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.masked.effective_weight import effective_weight, split_pruned
 from sparsecomp.ops.masked.elementwise import (
@@ -23,7 +24,8 @@ from sparsecomp.ops.sparse.sddmm import sddmm
 from sparsecomp.ops.sparse.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse.spmm import spmm
 from sparsecomp.ops.spiking.lif import lif
-from sparsecomp.ops.spiking.spike_conv import decompositions, spike_conv, spike_linear
+from sparsecomp.ops.spiking.spike_conv import spike_conv, spike_linear
+from sparsecomp.ops.spiking.spike_matmul import spike_matmul
 from sparsecomp.reference.digits import split_weight
 from sparsecomp.reference.frozen import frozen_weights
 from sparsecomp.reference.patterns import Layout
@@ -52,6 +54,7 @@ __all__ = [
     "spike_conv",
     "spike_conv2d",
     "spike_linear",
+    "spike_matmul",
     "split_pruned",
     "split_weight",
     "spmm",

@@ -36,6 +36,7 @@ KEPT: set[Any] = set()
 """Overloads that give the same memory again in another call: a compiled graph must not use it for something else."""
 ON_SPIKES: set[Any] = set()
 """Overloads whose first argument is spikes, at full width or as bytes, and whose last says whether to keep it."""
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 library = _Library("sparsecomp", "DEF")
 
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -49,6 +50,16 @@ def implement(
     library.impl(name, cpu, "CPU")
     library.impl(name, cuda or cpu, "CUDA")
     torch.library.register_fake(f"sparsecomp::{name}", fake or cpu, lib=library)
+
+
+def decompose(name: str, decomposition: Callable[..., Any]) -> None:
+    """Say what Inductor makes of an operator."""
+    _DECOMPOSITIONS[getattr(torch.ops.sparsecomp, name).default] = decomposition
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Decompositions for Inductor: op overload to function of fake or proxy tensors."""
+    return dict(_DECOMPOSITIONS)
 
 
 def differentiable(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:

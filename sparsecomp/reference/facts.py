@@ -19,12 +19,13 @@ from sparsecomp.errors import InputError
 MAX_SCALE_EXPONENT = 10
 """Power-of-two scales between 2**-10 and 2**10 stay exact and clear of underflow in every supported float dtype."""
 
-_INTEGER_LIMIT = {
+INTEGER_LIMIT = {
     torch.float64: 2**53,
     torch.float32: 2**24,
     torch.float16: 2**11,
     torch.bfloat16: 2**8,
 }
+"""Up to which a dtype holds every whole number."""
 _UNKNOWN_DTYPE_RANGE = (0, 127)
 _SMALLEST_MAXIMUM = 65504.0  # the largest finite float16, for a dtype that is not known
 _LARGEST: dict[torch.dtype | None, float] = {
@@ -215,8 +216,8 @@ def fit_dtype(fact: SparsityFact, dtype: torch.dtype | None) -> SparsityFact | N
     """
     if dtype is None:
         lo, hi = _UNKNOWN_DTYPE_RANGE
-    elif dtype in _INTEGER_LIMIT:
-        lo, hi = -_INTEGER_LIMIT[dtype], _INTEGER_LIMIT[dtype]
+    elif dtype in INTEGER_LIMIT:
+        lo, hi = -INTEGER_LIMIT[dtype], INTEGER_LIMIT[dtype]
     elif dtype is torch.bool:
         return binary(fact.source, fact.origin)
     elif not dtype.is_floating_point and not dtype.is_complex:

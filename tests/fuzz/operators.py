@@ -551,6 +551,24 @@ def product(p: Program) -> None:
 
 
 @step
+def attention(p: Program) -> None:
+    """A product of three tensors, mostly of spikes, whose middle is mostly the larger way to compute it."""
+    q = p.spikes(lambda value: value.dim() > 1)
+    shape = p.values[q].shape
+    k, v = (p.spikes(lambda value: value.shape == shape) for _ in range(2))
+    rows, columns = (" nd", " md") if shape[-2] > shape[-1] else (" dn", " dm")
+    turned = [p.method("transpose", one, -1, -2) for one in (q, k, v)]
+    tokens, keys, values = (q, turned[1], v) if rows == " nd" else (turned[0], k, turned[2])
+    scores = p.one([
+        lambda: p.call(operator.matmul, tokens, keys),
+        lambda: p.call(torch.einsum, f"...{rows},...{columns}->...nm", q, k),
+    ])()  # fmt: skip
+    if p.rng.random() < 0.5:
+        scores = p.call(operator.mul, scores, 0.25)
+    p.layers.append(p.call(operator.matmul, scores, values))
+
+
+@step
 def normalise(p: Program) -> None:
     x = p.floating()
     if p.values[x].dim() < 2:

@@ -37,6 +37,7 @@ from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided, PackWeight
 from sparsecomp.lowering.spiking.skip_conv import ListRows
+from sparsecomp.lowering.spiking.spike_matmul import BatchStrides, SpikeMatmul
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.cost import rank, seconds
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
@@ -94,6 +95,13 @@ def _conv(n: int, c: int, size: int, side: int, groups: int, digits: int, select
     window = Window((side, side), (1, 1), (side // 2, side // 2), (1, 1))
     shapes = (n, c, size, size), (c, c // groups, side, side)
     return binary_conv_problem(Convolution.of(*shapes, window, groups), digits, select)
+
+
+def _heads(m: int, n: int, k: int, heads: int, dtype: str) -> SpikeMatmul:
+    """32 images' heads: queries by tokens, times keys that are transposed."""
+    a = BatchStrides(m * heads * k, k, heads * k, 1)
+    b = BatchStrides(n * heads * k, k, 1, heads * k)
+    return SpikeMatmul(m, n, k, 32, heads, a, b, 0.25, dtype)
 
 
 def _accumulate(n: int, c: int, size: int, density: float, dtype: str) -> Accumulate:
@@ -242,6 +250,8 @@ PROBLEMS: dict[str, list[Any]] = {
                      _site(8, 256, 14, 1, itemsize=2, digits=2), _site(512, 256, 1, 1, active=None),
                      _site(32, 128, 28, 3, fused=False, density=0.3),
                      _site(32, 128, 28, 3, groups=2, channels_last=False), _site(4, 64, 9, 5, active=0.7, tf32=True)],
+    "spike_matmul": [_heads(64, 64, 32, 12, "float32"), _heads(32, 32, 64, 12, "float16"),
+                     _heads(196, 64, 196, 8, "float32"), _heads(300, 5, 1000, 1, "int32")],
     "spmm_csr": [_csr(512, 512, 64, 1, 0.1, 0, "float32"), _csr(4096, 4096, 512, 1, 0.05, 1, "float16", col=4096),
                  _csr(1000, 3000, 1, 1, 0.01, 2, "bfloat16"), _csr(300, 200, 33, 8, 0.5, 3, "float32"),
                  _csr(2048, 1024, 16, 1, 0.02, 1, "float32", col=1024), _csr(64, 64, 2048, 1, 0.3, 0, "float16"),

@@ -15,6 +15,7 @@ from sparsecomp.lowering.spiking.event_conv import ACCUMULATE, Accumulate
 from sparsecomp.lowering.spiking.implementations import SPIKE_CONV, SiteInfo
 from sparsecomp.lowering.spiking.lif import LIF, Lif
 from sparsecomp.lowering.spiking.packing import CAST, CAST_STRIDED, PACK_WEIGHT, Cast, CastStrided, PackWeight
+from sparsecomp.lowering.spiking.spike_matmul import SPIKE_MATMUL, BatchStrides, SpikeMatmul
 from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.lowering.tuning.template import Config, of_operation
 from sparsecomp.lowering.tuning.trial import fault
@@ -58,6 +59,16 @@ PROBLEMS = [
         LIF,
         Lif(960, 960, 960, 16, 1, 0.1, 1e-5, 2.0, 0.5, 0.0, 3, "plif", False, True, False, False, False, False),
         id="plif",
+    ),
+    pytest.param(
+        SPIKE_MATMUL,
+        SpikeMatmul(70, 20, 40, 2, 3, BatchStrides(8400, 40, 120, 1), BatchStrides(2400, 40, 1, 120), 0.25, "float32"),
+        id="spike_matmul",
+    ),
+    pytest.param(
+        SPIKE_MATMUL,
+        SpikeMatmul(33, 90, 150, 1, 2, BatchStrides(0, 9900, 300, 2), BatchStrides(0, 13500, 90, 1), 1.0, "int32"),
+        id="spike_matmul of many counts",
     ),
     pytest.param(
         ACCUMULATE,

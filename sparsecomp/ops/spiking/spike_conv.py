@@ -4,21 +4,19 @@ The functions here mean exactly a convolution and `linear`; what their input hol
 analysis, and only buys speed. On the CPU they run the dense operator, which is also the oracle of every test. On CUDA
 they split the weight in bytes (`sparsecomp.reference.digits`) and run on int8 tensor cores, or event-driven.
 
-Under Inductor each op decomposes (`decompositions`) into a cast to int8, which Inductor fuses into the kernel that
+Under Inductor each op decomposes into a cast to int8, which Inductor fuses into the kernel that
 produced the spikes, so that no separate pass reads them, and one product of these counts. The number in front of the
 spikes is multiplied in at the end of that product, in float32: moved to the weight it could leave the dtype's range.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp import _compat
-from sparsecomp.ops.library import ON_SPIKES, TAGS, implement, library
+from sparsecomp.ops.library import ON_SPIKES, TAGS, decompose, implement, library
 from sparsecomp.reference.digits import SPREAD, multiplied_weight
 from sparsecomp.reference.geometry import KERNEL_DIMS, Window, convolution_of, is_channels_last, laid_out
 from sparsecomp.reference.precision import KERNEL_DTYPES
@@ -103,14 +101,6 @@ def spike_linear(
     return torch.ops.sparsecomp.spike_linear.default(
         x, weight, bias, digits, implementation, scale, factor, binary, spread, keep_input
     )
-
-
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Decompositions for Inductor: op overload to function of fake or proxy tensors."""
-    return {
-        torch.ops.sparsecomp.spike_conv.default: _decompose_conv,
-        torch.ops.sparsecomp.spike_linear.default: _decompose_linear,
-    }
 
 
 def _reference_conv(
@@ -306,9 +296,10 @@ def _backward_linear(ctx, grad):
 implement("spike_conv", _reference_conv, _cuda_conv)
 implement("spike_linear", _reference_linear, _cuda_linear)
 implement("spike_conv_counts", _reference_counts, _cuda_counts, _fake_counts)
-for _name, _backward, _setup in (
-    ("spike_conv", _backward_conv, _save_conv),
-    ("spike_linear", _backward_linear, _save_linear),
+for _name, _decomposition, _backward, _setup in (
+    ("spike_conv", _decompose_conv, _backward_conv, _save_conv),
+    ("spike_linear", _decompose_linear, _backward_linear, _save_linear),
 ):
+    decompose(_name, _decomposition)
     torch.library.register_autograd(f"sparsecomp::{_name}", _backward, setup_context=_setup, lib=library)
 ON_SPIKES.update((torch.ops.sparsecomp.spike_conv.default, torch.ops.sparsecomp.spike_linear.default))
