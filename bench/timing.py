@@ -66,6 +66,7 @@ def in_turns_ms(calls: Sequence[Callable[[], Any]], each: int = 20, rounds: int 
     best = [math.inf] * len(calls)
     for _ in range(rounds):
         for place, call in enumerate(calls):
+            call()  # behind a long one, which leaves the host's caches cold
             best[place] = min(best[place], loop_ms(call, repeated[place], repeats=1))
     return [round(one, 5) for one in best]
 
