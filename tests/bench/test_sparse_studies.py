@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("sklearn", reason="scikit-learn, which ships the digits, is not installed")
 
-from bench.masked import resu_mnist  # noqa: E402
-from bench.masked.resu_mnist import Problem  # noqa: E402
-from bench.sparse import dynamic, training_step  # noqa: E402
+from bench.masked import resu_mnist
+from bench.masked.resu_mnist import Problem
+from bench.sparse import dynamic, training_step
 
 DIGITS = Problem("digits", "MLP", 1)
 WORK = {"dense": 1.0, "static": 0.1, "SET": 0.1, "Top-KAST": 0.4 / 3, "STE 2:4": 2 / 3, "SR-STE 2:4": 2 / 3}
