@@ -24,6 +24,7 @@ from sparsecomp.formats.indices import (
     sorted_pairs,
     sorted_within,
     take,
+    take_or_zero,
 )
 from sparsecomp.formats.triplets import Triplets
 
@@ -131,7 +132,4 @@ def _at(wanted: StoredRows, found: StoredRows, values: Tensor) -> Tensor:
     keys, others = (pair_keys(one.row, one.indices.long(), one.shape) for one in (found, wanted))
     if keys is None or others is None:
         raise FormatError(f"a matrix of shape {wanted.shape} has more than 2**63 - 1 places, which are not compared")
-    if not keys.numel():
-        return values.new_zeros(others.shape)
-    places = places_in(keys, others)
-    return values.index_select(0, places.clamp(min=0)).masked_fill(places < 0, 0)
+    return take_or_zero(values, places_in(keys, others))

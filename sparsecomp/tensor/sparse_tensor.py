@@ -19,7 +19,8 @@ from sparsecomp.formats.checks import check_tensor
 from sparsecomp.formats.files import Stored
 from sparsecomp.ops.sparse.sparse_matmul import sparse_to_dense
 from sparsecomp.reference.patterns import Layout
-from sparsecomp.tensor.by_values import dense_by_values
+from sparsecomp.tensor import arithmetic  # noqa: F401  (enters its functions)
+from sparsecomp.tensor.by_values import dense_by_values, view
 from sparsecomp.tensor.dispatch import OPERATORS, elementwise
 from sparsecomp.tensor.functions import FUNCTIONS
 from sparsecomp.tensor.index_arrays import IndexArrays, is_traced
@@ -244,23 +245,7 @@ def view_of(values: Tensor, arrays: Sequence[Tensor], format: str, layout: str) 
     """
     read = Layout.read(layout)
     pattern = IndexArrays(format, read, tuple(arrays[: read.own]), tuple(arrays[read.own :]) or None)
-    if _compat.carries_levels(values):  # what a transform follows must stay within its sight
-        return SparseTensor._make(values, pattern, False)
-    with _compat.outside_transforms():
-        return cast(SparseTensor, _View.apply(values, pattern))
-
-
-class _View(torch.autograd.Function):
-    """A SparseTensor of values, whose gradient goes back to them."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, pattern: IndexArrays) -> Tensor:
-        return SparseTensor._make(values.detach(), pattern, False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        (grad,) = grads
-        return grad._values, None
+    return view(SparseTensor, values, pattern, False)
 
 
 def rebuild(
