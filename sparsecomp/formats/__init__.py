@@ -13,6 +13,7 @@ from sparsecomp.formats.best_format import BestFormat, FormatEstimate, best
 from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSC, CSR
+from sparsecomp.formats.masked_product import masked_matmul
 from sparsecomp.formats.nm import NM
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.statistics import Statistics
@@ -32,6 +33,7 @@ __all__ = [
     "Statistics",
     "best",
     "cat",
+    "masked_matmul",
     "ragged",
     "stack",
 ]

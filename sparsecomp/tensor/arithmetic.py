@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsecomp import _compat
 from sparsecomp.errors import SparseOperatorError
 from sparsecomp.formats.batch import cat
+from sparsecomp.formats.masked_product import masked_matmul
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.reductions import axis_of
 from sparsecomp.tensor.by_values import by_matrices, reduced, softmax_of_stored, times
@@ -97,6 +98,13 @@ def _cat(cls: Any, tensors: Any, dim: int = 0) -> Tensor:
     if not all(isinstance(tensor, cls) for tensor in tensors):
         raise SparseOperatorError("cat takes SparseTensors alone, or dense tensors alone: use to_dense()")
     return by_matrices(lambda *matrices: cat(matrices, dim), *tensors)
+
+
+@handles(masked_matmul)
+def _masked_matmul(cls: Any, one: Any, other: Any, at: Any) -> Tensor:
+    if not (isinstance(one, cls) and isinstance(other, cls)):
+        raise SparseOperatorError("masked_matmul takes two SparseTensors or two matrices: of dense ones use ops.sddmm")
+    return by_matrices(lambda *matrices: masked_matmul(*matrices, at), one, other)
 
 
 @handles(Tensor.__getitem__)
