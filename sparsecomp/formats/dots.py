@@ -7,6 +7,7 @@ whole product, in `sparse_product`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +17,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats.indices import (
     index_dtype_for,
     pair_keys,
+    places_in,
     pointers_of,
     rows_of,
     sorted_pairs,
@@ -23,8 +25,11 @@ from sparsecomp.formats.indices import (
 )
 from sparsecomp.formats.triplets import Triplets
 
-_AT_ONCE = 2**21
-"""Elements that are looked up at a time, of some 50 bytes each, or those of one row if more."""
+_AT_ONCE = {"cpu": 2**17, "cuda": 2**22}
+"""Elements that are looked up at a time, of some 50 bytes each, or those of one row if more: what a CPU's cache holds,
+and what fills a GPU."""
+_TABLE = 2**24
+"""Places of a matrix, of four bytes each, up to which they are looked up in a table."""
 
 
 class StoredRows(NamedTuple):
@@ -116,20 +121,33 @@ def _looked_up(
     wide = torch.promote_types(x_values.dtype, torch.float32)
     batch = torch.broadcast_shapes(x_values.shape[:-1], y_values.shape[:-1])
     out = torch.zeros(*batch, row.numel(), dtype=wide, device=row.device)
-    keys = y.keys
-    if not (pairs and keys.numel()):
+    if not (pairs and y.indices.numel()):
         return out.to(x_values.dtype)
-    ends = counts.cumsum(0)
+    ends, find = counts.cumsum(0), _finder(y.keys, y.shape, pairs)
+    line = col * y.shape[1]
     before = x.pointers.long()[row] - ends + counts  # of the entry's elements: where they lie, less how many precede
-    for low, high, since, until in _blocks(ends, pairs, _AT_ONCE // max(batch.numel(), 1)):
+    size = max(_AT_ONCE[row.device.type] // max(batch.numel(), 1), 1)
+    for low, high, since, until in _blocks(ends, pairs, size):
         entry = torch.repeat_interleave(counts[low:high], output_size=until - since) + low
-        place = torch.arange(since, until, device=row.device).add_(before[entry])
-        wanted = col[entry].mul_(y.shape[1]).add_(x.indices[place]).to(keys.dtype)
-        found = torch.searchsorted(keys, wanted).clamp_(max=keys.numel() - 1)
-        products = x_values[..., place].to(wide) * y_values[..., found].to(wide)
+        place = torch.arange(since, until, device=row.device).add_(before.index_select(0, entry))
+        found = find(line.index_select(0, entry).add_(x.indices.index_select(0, place)))
+        if not found.is_cuda:  # there it would wait for how many these are
+            met = (found >= 0).nonzero().squeeze(1)
+            entry, place, found = (one.index_select(0, met) for one in (entry, place, found))
+        lefts, rights = x_values.index_select(-1, place), y_values.index_select(-1, found.clamp(min=0))
         # filled and not multiplied: elements that do not meet may be infinite
-        out.index_add_(-1, entry, products.masked_fill_(keys[found] != wanted, 0))
+        out.index_add_(-1, entry, (lefts.to(wide) * rights.to(wide)).masked_fill_(found < 0, 0))
     return out.to(x_values.dtype)
+
+
+def _finder(keys: Tensor, shape: tuple[int, int], pairs: int) -> Callable[[Tensor], Tensor]:
+    """What finds the place of wanted keys, int64, or -1: a table of all places where it is small, or a search."""
+    numel = shape[0] * shape[1]
+    if numel > min(pairs, _TABLE):
+        return lambda wanted: places_in(keys, wanted.to(keys.dtype))
+    table = torch.full((numel,), -1, dtype=torch.int32, device=keys.device)
+    table[keys] = torch.arange(keys.numel(), dtype=torch.int32, device=keys.device)
+    return lambda wanted: table.index_select(0, wanted).long()
 
 
 def _blocks(ends: Tensor, pairs: int, size: int) -> list[tuple[int, int, int, int]]:
