@@ -8,7 +8,7 @@ whole product, in `sparse_product`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from sparsecomp.formats.indices import (
 )
 from sparsecomp.formats.triplets import Triplets
 
-_AT_ONCE = {"cpu": 2**17, "cuda": 2**22}
+AT_ONCE = {"cpu": 2**17, "cuda": 2**22}
 """Elements that are looked up at a time, of some 50 bytes each, or those of one row if more: what a CPU's cache holds,
 and what fills a GPU."""
 _TABLE = 2**24
@@ -38,6 +38,13 @@ class StoredRows(NamedTuple):
     pointers: Tensor
     indices: Tensor
     shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, elements: Triplets) -> Self:
+        """Where these elements are."""
+        rows, col = elements.shape[0], elements.col
+        dtype = index_dtype_for(*elements.shape, col.numel())
+        return cls(pointers_of(elements.row, rows, dtype), col.to(dtype), elements.shape)
 
     @property
     def row(self) -> Tensor:
@@ -57,17 +64,11 @@ class StoredRows(NamedTuple):
         return keys
 
 
-def stored_rows(elements: Triplets) -> StoredRows:
-    """Where these elements are."""
-    dtype = index_dtype_for(*elements.shape, elements.row.numel())
-    return StoredRows(pointers_of(elements.row, elements.shape[0], dtype), elements.col.to(dtype), elements.shape)
-
-
 def transposed(rows: StoredRows, values: Tensor) -> tuple[StoredRows, Tensor]:
     """The transposed matrix."""
     shape = (rows.shape[1], rows.shape[0])
     row, col, order = sorted_pairs(rows.indices.long(), rows.row, shape)
-    return stored_rows(Triplets(row, col, values, shape)), take(values, -1, order)
+    return StoredRows.of(Triplets(row, col, values, shape)), take(values, -1, order)
 
 
 def dots(x: StoredRows, x_values: Tensor, y: StoredRows, y_values: Tensor, at: StoredRows) -> Tensor:
@@ -126,7 +127,7 @@ def _looked_up(
     ends, find = counts.cumsum(0), _finder(y.keys, y.shape, pairs)
     line = col * y.shape[1]
     before = x.pointers.long()[row] - ends + counts  # of the entry's elements: where they lie, less how many precede
-    size = max(_AT_ONCE[row.device.type] // max(batch.numel(), 1), 1)
+    size = max(AT_ONCE[row.device.type] // max(batch.numel(), 1), 1)
     for low, high, since, until in _blocks(ends, pairs, size):
         entry = torch.repeat_interleave(counts[low:high], output_size=until - since) + low
         place = torch.arange(since, until, device=row.device).add_(before.index_select(0, entry))

@@ -7,7 +7,7 @@ from torch.overrides import handle_torch_function
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.base import Matrix, SparseMatrix
-from sparsecomp.formats.dots import dots, stored_rows, transposed
+from sparsecomp.formats.dots import StoredRows, dots, transposed
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.sparse_product import check_operands
 from sparsecomp.formats.triplets import Triplets
@@ -36,7 +36,7 @@ def masked_matmul(one: Matrix, other: SparseMatrix, at: Pattern | SparseMatrix |
     if where.shape != shape or where.device != one.device:
         raise FormatError(f"{where!r} does not fit a product of {shape} on {one.device}: give places of that")
     left, right = one._terms(), other._terms()
-    places = stored_rows(Triplets(where.row, where.col, left.values, shape))
-    values = dots(stored_rows(left), left.values, *transposed(stored_rows(right), right.values), places)
+    places = StoredRows.of(Triplets(where.row, where.col, left.values, shape))
+    values = dots(StoredRows.of(left), left.values, *transposed(StoredRows.of(right), right.values), places)
     found = Triplets(where.row, where.col, values, shape)
     return type(one)._from_triplets(found, None, one.index_dtype, **one.layout)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError, SparseOperatorError
-from sparsecomp.formats.dots import StoredRows, dots, stored_rows, transposed
+from sparsecomp.formats.dots import StoredRows, dots, transposed
 from sparsecomp.formats.indices import index_dtype_for, rows_of, sorted_within, take
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def sparse_product(one: SparseMatrix, other: SparseMatrix) -> tuple[StoredRows, 
         )
     check_operands(one, other)
     left, right = one._terms(), other._terms()
-    where = stored_rows(left), stored_rows(right)
+    where = StoredRows.of(left), StoredRows.of(right)
     items = [
         _untraced()(where[0], a_values, where[1], b_values)
         for a_values, b_values in zip(*_of_one_batch(left.values, right.values), strict=True)

@@ -141,7 +141,7 @@ def test_the_triangles_of_a_real_graph_are_the_published_number():
 @pytest.mark.parametrize("other", [COO, CSR, CSC, BSR], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("sizes", [(5, 7, 6), (1, 9, 1), (9, 1, 4), (0, 3, 2), (3, 0, 2), (3, 2, 0)], ids=str)
 def test_a_masked_product_is_the_dense_one_where_the_pattern_says(kind, other, sizes, monkeypatch):
-    monkeypatch.setitem(dots._AT_ONCE, "cpu", 3)
+    monkeypatch.setitem(dots.AT_ONCE, "cpu", 3)
     a, b = dense_of(*sizes[:2]), dense_of(*sizes[1:], seed=1)
     mask = dense_of(sizes[0], sizes[2], seed=2) != 0
     found = masked_matmul(
