@@ -10,6 +10,7 @@
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.batch import Ragged, cat, ragged, stack
 from sparsecomp.formats.best_format import BestFormat, FormatEstimate, best
+from sparsecomp.formats.bounded_product import bounded_matmul
 from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSC, CSR
@@ -32,6 +33,7 @@ __all__ = [
     "SparseMatrix",
     "Statistics",
     "best",
+    "bounded_matmul",
     "cat",
     "masked_matmul",
     "ragged",

@@ -8,7 +8,8 @@ whole product, in `sparse_product`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self, cast
+from functools import cache
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from sparsecomp.formats.indices import (
 )
 from sparsecomp.formats.triplets import Triplets
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 AT_ONCE = {"cpu": 2**17, "cuda": 2**22}
 """Elements that are looked up at a time, of some 50 bytes each, or those of one row if more: what a CPU's cache holds,
 and what fills a GPU."""
@@ -62,6 +65,12 @@ class StoredRows(NamedTuple):
         if keys is None:
             raise FormatError(f"a matrix of shape {self.shape} has more than 2**63 - 1 places, which are not compared")
         return keys
+
+
+@cache
+def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function where Dynamo compiles none of its parts, as it does of what runs behind a break of a graph."""
+    return cast(Any, torch.compiler.disable(function))  # loads Dynamo
 
 
 def transposed(rows: StoredRows, values: Tensor) -> tuple[StoredRows, Tensor]:

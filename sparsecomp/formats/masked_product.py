@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from sparsecomp.errors import FormatError
+from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats.base import Matrix, SparseMatrix
-from sparsecomp.formats.dots import StoredRows, dots, transposed
+from sparsecomp.formats.dots import StoredRows, dots, transposed, untraced
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.sparse_product import check_operands
 from sparsecomp.formats.triplets import Triplets
@@ -27,9 +28,19 @@ def masked_matmul(one: Matrix, other: SparseMatrix, at: Pattern | SparseMatrix |
     Raises:
         FormatError: shapes, dtypes, devices or batches do not belong together, or the result does not fit the format.
         PatternError: `at` has no pattern.
+        SparseOperatorError: a graph is being traced; without `fullgraph` it breaks here.
     """
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return handle_torch_function(masked_matmul, (one, other), one, other, at)
+    if torch.compiler.is_compiling():
+        raise SparseOperatorError(
+            "masked_matmul within a compiled graph, which would have to know how many elements meet: multiply outside of "
+            "the graph, or leave fullgraph=True out"
+        )
+    return untraced(_masked)(one, other, at)
+
+
+def _masked(one: Matrix, other: SparseMatrix, at: Pattern | SparseMatrix | Tensor) -> Matrix:
     check_operands(one, other)
     where = at if isinstance(at, Pattern) else Pattern.of(at)
     shape = (one.shape[0], other.shape[1])

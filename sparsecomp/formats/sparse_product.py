@@ -7,15 +7,13 @@ gives no gradients at the operands' patterns: these are products at given places
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError, SparseOperatorError
-from sparsecomp.formats.dots import StoredRows, dots, transposed
+from sparsecomp.formats.dots import StoredRows, dots, transposed, untraced
 from sparsecomp.formats.indices import index_dtype_for, rows_of, sorted_within, take
 
 if TYPE_CHECKING:
@@ -45,14 +43,14 @@ def sparse_product(one: SparseMatrix, other: SparseMatrix) -> tuple[StoredRows, 
     """
     if torch.compiler.is_compiling():
         raise SparseOperatorError(
-            "a product of two sparse matrices within a compiled graph, which would have to know its size: multiply "
-            "outside of it, or leave fullgraph=True out"
+            "a product of two sparse matrices within a compiled graph, which would have to know its size: say it by "
+            "bounded_matmul, multiply outside of the graph, or leave fullgraph=True out"
         )
     check_operands(one, other)
     left, right = one._terms(), other._terms()
     where = StoredRows.of(left), StoredRows.of(right)
     items = [
-        _untraced()(where[0], a_values, where[1], b_values)
+        untraced(_multiplied)(where[0], a_values, where[1], b_values)
         for a_values, b_values in zip(*_of_one_batch(left.values, right.values), strict=True)
     ]
     if one.batch is other.batch is None:
@@ -64,12 +62,6 @@ def _of_one_batch(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Values as a batch of equal length."""
     batch = torch.broadcast_shapes(one.shape[:-1], other.shape[:-1]) or (1,)
     return one.expand(*batch, -1), other.expand(*batch, -1)
-
-
-@cache
-def _untraced() -> Callable[..., tuple[StoredRows, Tensor]]:
-    """`_multiplied` where Dynamo compiles none of its parts, as it does of what runs behind a break of a graph."""
-    return cast(Any, torch.compiler.disable(_multiplied))  # loads Dynamo
 
 
 def _multiplied(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor) -> tuple[StoredRows, Tensor]:

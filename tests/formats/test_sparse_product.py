@@ -8,7 +8,7 @@ from matrices import FOLDER
 
 from sparsecomp import SparseTensor
 from sparsecomp.errors import FormatError, PatternError, SparseOperatorError
-from sparsecomp.formats import BSR, COO, CSC, CSR, NM, Pattern, dots, masked_matmul
+from sparsecomp.formats import BSR, COO, CSC, CSR, NM, Pattern, bounded_matmul, dots, masked_matmul
 
 ELEMENTS = pytest.mark.parametrize("kind", [COO, CSR, CSC], ids=lambda kind: kind.__name__)
 GRAPHS = ["bcsstk13.mtx.gz", "ca-CondMat.mtx.gz", "p2p-Gnutella31.mtx.gz"]
@@ -80,7 +80,10 @@ def test_a_gradient_for_one_of_two_and_for_empty_operands():
 
 def test_a_compiled_function_breaks_its_graph_for_a_product():
     matrix, x = CSR.from_dense(dense_of(6, 6)), dense_of(6, 3)
-    for product in (lambda x: (matrix @ matrix) @ x, lambda x: torch.matmul(matrix, matrix) @ x):
+    for product in (
+        lambda x: masked_matmul(matrix, matrix, matrix).mT @ x, lambda x: (matrix @ matrix) @ x,
+        lambda x: torch.matmul(matrix, matrix) @ x,
+    ):  # fmt: skip
         torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(product, backend="eager")(x), product(x))
     torch._dynamo.reset()
@@ -206,6 +209,68 @@ def test_a_batch_times_a_batch_of_other_patterns(kind):
     torch.testing.assert_close(one.with_values(one.values[1:]).to_dense(), a[1:])  # a slice of a batch
     with pytest.raises(FormatError, match="bmm takes"):
         torch.bmm(one, other.unbatch()[0])
+
+
+def pairs(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Pairs of elements of a and b that meet."""
+    return int(((a != 0).double() @ (b != 0).double()).sum())
+
+
+@pytest.mark.parametrize("kind", [COO, CSR], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("sizes", [(5, 7, 6), (1, 9, 1), (4, 1, 4), (0, 3, 2), (3, 0, 2), (3, 2, 0)], ids=str)
+@pytest.mark.parametrize("spare", [0, 5])
+def test_a_product_of_bounded_size_is_the_dense_one(kind, sizes, spare):
+    a, b = dense_of(*sizes[:2]), dense_of(*sizes[1:], seed=1)
+    found = bounded_matmul(kind.from_dense(a), CSR.from_dense(b), max(pairs(a, b), 1) + spare)
+    found.validate()
+    assert found.values.numel() == max(pairs(a, b), 1) + spare
+    torch.testing.assert_close(found.to_dense(), a @ b)
+    assert found.nnz == (kind.from_dense(a) @ CSR.from_dense(b)).nnz
+    torch.testing.assert_close(found @ b.T, a @ b @ b.T)
+
+
+def test_a_bounded_product_reads_nothing_outside_of_the_pointers_and_tells_of_too_little_room():
+    a, b = dense_of(8, 7), dense_of(7, 6, seed=1)
+    sliced, whole = CSR.from_dense(a)[2:5], CSR.from_dense(b)
+    needed = pairs(a[2:5], b)
+    sliced.values[: int(sliced.crow[0])] = torch.nan
+    torch.testing.assert_close(bounded_matmul(sliced, whole, needed).to_dense(), a[2:5] @ b)
+    torch.testing.assert_close(
+        bounded_matmul(whole.mT.to(CSR), bounded_matmul(CSR.from_dense(a.T), CSR.from_dense(a), 400).mT.to(CSR), 900)
+        .to_dense(), b.T @ (a.T @ a)
+    )  # fmt: skip
+    assert bounded_matmul(sliced, whole, needed - 1).values.isnan().all()
+    for wrong in (0, 2.0, True, None):
+        with pytest.raises(FormatError, match="capacity is"):
+            bounded_matmul(sliced, whole, wrong)
+    for one in (CSC.from_dense(a), CSR.from_dense(torch.stack([a, a]))):
+        with pytest.raises(FormatError, match="takes CSR or COO"):
+            bounded_matmul(one, whole, 9)
+    with pytest.raises(FormatError, match="have no product"):
+        bounded_matmul(whole, whole, 9)
+    half = bounded_matmul(CSR.from_dense(dense_of(4, 500).half()), CSR.from_dense(dense_of(500, 4).half()), 800)
+    expected = dense_of(4, 500).half().double() @ dense_of(500, 4).half().double()
+    torch.testing.assert_close(half.to_dense(), expected.half(), rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "sparsecomp"])
+def test_a_bounded_product_is_in_one_graph_with_its_gradients(backend):
+    torch.compiler.reset()
+    a, b = CSR.from_dense(dense_of(5, 6)), CSR.from_dense(dense_of(6, 4, seed=1))
+    x = dense_of(4, 3, density=1, seed=2)
+
+    def whole(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        found = bounded_matmul(a.with_values(values), b.with_values(others), 40)
+        return torch.matmul(found, x).relu()
+
+    grads = []
+    for call in (whole, torch.compile(whole, backend=backend, fullgraph=True)):
+        inputs = a.values.clone().requires_grad_(), b.values.clone().requires_grad_()
+        out = call(*inputs)
+        grads.append((out.detach(), *torch.autograd.grad(out.square().sum(), inputs)))
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(grads[0][0], (dense_of(5, 6) @ dense_of(6, 4, seed=1) @ x).relu())
+    assert torch.autograd.gradcheck(whole, inputs)
 
 
 def test_a_galerkin_product_keeps_symmetry():
