@@ -34,8 +34,8 @@ def masked_matmul(one: Matrix, other: SparseMatrix, at: Pattern | SparseMatrix |
         return handle_torch_function(masked_matmul, (one, other), one, other, at)
     if torch.compiler.is_compiling():
         raise SparseOperatorError(
-            "masked_matmul within a compiled graph, which would have to know how many elements meet: multiply outside of "
-            "the graph, or leave fullgraph=True out"
+            "masked_matmul within a compiled graph, which would have to know how many elements meet: multiply outside "
+            "of the graph, or leave fullgraph=True out"
         )
     return untraced(_masked)(one, other, at)
 
