@@ -15,7 +15,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.csr import CSR
 from sparsecomp.formats.indices import index_dtype_for, searched_lines
-from sparsecomp.formats.sparse_product import check_operands
+from sparsecomp.formats.sparse_product import check_operands, of_tensors
 
 
 def bounded_matmul(one: SparseMatrix, other: SparseMatrix, capacity: int) -> CSR:
@@ -25,7 +25,7 @@ def bounded_matmul(one: SparseMatrix, other: SparseMatrix, capacity: int) -> CSR
     Gradients flow to the values of both.
 
     Args:
-        one: in CSR or COO, without a batch.
+        one: in CSR or COO, without a batch; or both are SparseTensors, and so is the result.
         other: likewise, of its dtype.
         capacity: pairs of stored elements that meet, or more: `other.crow.diff()[one.col].sum()`, at least as many as
             the result stores. Where it is less, every value is NaN.
@@ -34,11 +34,13 @@ def bounded_matmul(one: SparseMatrix, other: SparseMatrix, capacity: int) -> CSR
         FormatError: shapes, dtypes or devices do not belong together, another format, a batch, a capacity that is no
             positive number, or a result of more than 2**63 - 1 places.
     """
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return of_tensors(bounded_matmul, one, other, capacity)
     check_operands(one, other)
     for matrix in (one, other):
         if matrix.OPERAND != "csr" or matrix.BY_COLUMNS or matrix.batch is not None:
             raise FormatError(f"{matrix!r}: bounded_matmul takes CSR or COO, without a batch: convert by to(CSR)")
-    if type(capacity) is not int or capacity < 1:
+    if not isinstance(capacity, int | torch.SymInt) or isinstance(capacity, bool) or capacity < 1:
         raise FormatError(f"capacity is {capacity!r}, needs a positive whole number")
     shape = (one.shape[0], other.shape[1])
     if math.prod(shape) > 2**63 - 1:

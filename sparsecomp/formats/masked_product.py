@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats.base import Matrix, SparseMatrix
 from sparsecomp.formats.dots import StoredRows, dots, transposed, untraced
 from sparsecomp.formats.pattern import Pattern
-from sparsecomp.formats.sparse_product import check_operands
+from sparsecomp.formats.sparse_product import check_operands, of_tensors
 from sparsecomp.formats.triplets import Triplets
 
 
@@ -31,7 +30,7 @@ def masked_matmul(one: Matrix, other: SparseMatrix, at: Pattern | SparseMatrix |
         SparseOperatorError: a graph is being traced; without `fullgraph` it breaks here.
     """
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return handle_torch_function(masked_matmul, (one, other), one, other, at)
+        return of_tensors(masked_matmul, one, other, at)
     if torch.compiler.is_compiling():
         raise SparseOperatorError(
             "masked_matmul within a compiled graph, which would have to know how many elements meet: multiply outside "

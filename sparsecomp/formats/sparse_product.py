@@ -31,6 +31,22 @@ def check_operands(one: SparseMatrix, other: SparseMatrix) -> None:
         )
 
 
+def of_tensors(function: Any, one: Any, other: Any, *rest: Any) -> Any:
+    """What a function of two matrices gives for two SparseTensors, whose class says so by `FUNCTIONS`.
+
+    Raises:
+        SparseOperatorError: they are not both SparseTensors.
+    """
+    # no torch function, which Dynamo would not trace
+    handler = getattr(type(one), "FUNCTIONS", {}).get(function)
+    if handler is None or type(other) is not type(one):
+        raise SparseOperatorError(
+            f"{function.__name__} takes two SparseTensors or two matrices, not {type(one).__name__} and "
+            f"{type(other).__name__}: torch.matmul takes a dense one too"
+        )
+    return handler(type(one), one, other, *rest)
+
+
 def sparse_product(one: SparseMatrix, other: SparseMatrix) -> tuple[StoredRows, Tensor]:
     """Where one @ other stores, every place that a product of two stored elements reaches, and the values there.
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from sparsecomp import _compat
 from sparsecomp.errors import SparseOperatorError
 from sparsecomp.formats.batch import cat
+from sparsecomp.formats.bounded_product import bounded_matmul
 from sparsecomp.formats.masked_product import masked_matmul
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.reductions import axis_of
-from sparsecomp.tensor.by_values import by_matrices, reduced, softmax_of_stored, times
+from sparsecomp.tensor.by_values import bounded, by_matrices, reduced, softmax_of_stored, times
 from sparsecomp.tensor.functions import handles
 from sparsecomp.tensor.index_arrays import is_traced
 
@@ -76,7 +77,11 @@ def _reducing(name: str) -> Callable[..., Tensor]:
     ) -> Tensor:  # fmt: skip
         axes = {axis_of(one) for one in (dim if isinstance(dim, Sequence) else () if dim is None else (dim,))}
         single = axes.pop() if len(axes) == 1 else None
-        found = reduced(input if dtype is None else input.to(dtype), name, single)
+        given = input if dtype is None else input.to(dtype)
+        if given.pattern.spare:  # how much is not stored is known of the matrix without its spare entries
+            found = by_matrices(operator.methodcaller(name, single), given)
+        else:
+            found = reduced(given, name, single)
         if not keepdim:
             return found
         return found.view(1, 1) if single is None else found.unsqueeze(single)
@@ -90,7 +95,10 @@ for _name in ("sum", "mean", "amax", "amin"):
 
 @handles(torch.sparse.softmax)
 def _softmax(cls: Any, input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    return softmax_of_stored(input if dtype is None else input.to(dtype), dim)
+    given = input if dtype is None else input.to(dtype)
+    if given.pattern.spare:
+        return by_matrices(operator.methodcaller("softmax", dim), given)
+    return softmax_of_stored(given, dim)
 
 
 @handles(torch.cat, torch.concat, torch.concatenate)
@@ -102,9 +110,12 @@ def _cat(cls: Any, tensors: Any, dim: int = 0) -> Tensor:
 
 @handles(masked_matmul)
 def _masked_matmul(cls: Any, one: Any, other: Any, at: Any) -> Tensor:
-    if not (isinstance(one, cls) and isinstance(other, cls)):
-        raise SparseOperatorError("masked_matmul takes two SparseTensors or two matrices: of dense ones use ops.sddmm")
     return by_matrices(lambda *matrices: masked_matmul(*matrices, at), one, other)
+
+
+@handles(bounded_matmul)
+def _bounded_matmul(cls: Any, one: Any, other: Any, capacity: int) -> Tensor:
+    return bounded(one, other, capacity)
 
 
 @handles(Tensor.__getitem__)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.formats.base import SparseMatrix
+from sparsecomp.formats.bounded_product import bounded_matmul
 from sparsecomp.formats.reductions import axis_of
 from sparsecomp.ops.sparse.linear import autocast, sparse_linear
 from sparsecomp.ops.sparse.sparse_matmul import by_column
+from sparsecomp.reference.patterns import Layout
 from sparsecomp.tensor.dispatch import by_row_elements, written_out
 from sparsecomp.tensor.index_arrays import IndexArrays, is_traced
 
@@ -80,21 +82,38 @@ def times(sparse: Any, other: Any) -> Any:
 
 
 @torch.compiler.disable
-def by_matrices(function: Callable[..., SparseMatrix], *operands: Any) -> Any:
-    """The SparseTensor of what a function makes of these SparseTensors' matrices; gradients go back to all of them."""
+def by_matrices(function: Callable[..., SparseMatrix | Tensor], *operands: Any) -> Any:
+    """What a function makes of these SparseTensors' matrices, a SparseTensor too if it is sparse; gradients go back to
+    all of them."""
     if any(is_traced(operand._values, *operand.pattern.arrays) for operand in operands):
         raise _compat.BreaksGraph(_DEPENDS)
     found = function(*(_matrix_of(operand, operand._transpose) for operand in operands))
-    return view(type(operands[0]), *IndexArrays.of(found), False)
+    return found if isinstance(found, Tensor) else view(type(operands[0]), *IndexArrays.of(found), False)
 
 
 def _matrix_of(sparse: Any, transpose: bool = False) -> SparseMatrix:
     """The matrix, or that of which it is the transpose, since some formats are sorted to be transposed."""
-    return sparse.pattern.matrix(_values_of(sparse), transpose).known_compact()
+    found = sparse.pattern.matrix(_values_of(sparse), transpose)
+    return found if sparse.pattern.spare else found.known_compact()
 
 
 def _turned(sparse: Any, dim: int | None) -> int | None:
     return dim if dim is None else axis_of(dim) ^ sparse._transpose
+
+
+@torch.compiler.allow_in_graph
+def bounded(one: Any, other: Any, capacity: int) -> Any:
+    """`bounded_matmul` of two SparseTensors."""
+    found = bounded_matmul(_matrix_of(one, one._transpose), _matrix_of(other, other._transpose), capacity)
+    pattern = IndexArrays("CSR", Layout("csr", (1, 1), found.shape), (found.crow, found.col), spare=True)
+    # of what a backward needs nothing is read from the device, and a graph that returns the product has it
+    row, col = pattern.places(found.values)
+    spare = row == found.shape[0]
+    by_column, order = col.where(~spare, found.shape[1]).sort(stable=True)
+    pointers = torch.searchsorted(by_column, torch.arange(found.shape[1] + 1, device=col.device))
+    dtype = found.index_dtype
+    pattern.transposed = pointers.to(dtype), row.where(~spare, 0)[order].to(dtype), order.to(dtype)
+    return view(type(one), found.values, pattern, False)
 
 
 def view(kind: Any, values: Tensor, pattern: IndexArrays, transpose: bool) -> Any:

@@ -295,7 +295,7 @@ def written_out(sparse: Any, values: Tensor) -> Tensor:
     """The dense tensor of these values at the places of `sparse`."""
     row, col = sparse.pattern.places(values)
     rows, cols = sparse.pattern.layout.shape
-    whole = values.new_zeros(sparse.pattern.layout.padded_shape)
+    whole = values.new_zeros(sparse.pattern.padded_shape)
     dense = whole.index_put((row, col), values)[:rows, :cols]
     return (dense.mT if _by_columns(sparse) else dense).contiguous()
 

@@ -43,6 +43,7 @@ class SparseTensor(Tensor):
         FormatError: the matrix is a batch, or no sparse matrix.
     """
 
+    FUNCTIONS = FUNCTIONS
     _values: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     pattern: IndexArrays
     _transpose: bool
@@ -162,7 +163,7 @@ class SparseTensor(Tensor):
             pattern.keep_transposed()
         names = [f"_own{index}" for index in range(len(pattern.arrays))]
         names += [f"_transposed{index}" for index in range(len(pattern.transposed or ()))]
-        return ["_values", *names], (pattern.format, pattern.layout, self._transpose)
+        return ["_values", *names], (pattern.format, pattern.layout, self._transpose, pattern.spare)
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled graph depends on; torch's cache knows nothing else of the arrays."""
@@ -175,10 +176,10 @@ class SparseTensor(Tensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> "SparseTensor":
-        format, layout, transpose = context
+        format, layout, transpose, spare = context
         own = tuple(inner[f"_own{index}"] for index in range(layout.own))
         kept = tuple(inner[f"_transposed{index}"] for index in range(3)) if "_transposed0" in inner else None
-        return cls._make(inner["_values"], IndexArrays(format, layout, own, kept), transpose)
+        return cls._make(inner["_values"], IndexArrays(format, layout, own, kept, spare), transpose)
 
     def __getattr__(self, name: str) -> Any:
         # the arrays under the names that __tensor_flatten__ gives them

@@ -10,8 +10,8 @@ from matrices import LAYOUTS
 from torch import Tensor
 
 from sparsecomp import SparseTensor, formats
-from sparsecomp.errors import FormatError, PatternError
-from sparsecomp.formats import Pattern
+from sparsecomp.errors import FormatError, PatternError, SparseOperatorError
+from sparsecomp.formats import Pattern, bounded_matmul, masked_matmul
 from sparsecomp.tensor.index_arrays import IndexArrays
 from sparsecomp.tensor.sparse_tensor import view_of
 
@@ -209,3 +209,51 @@ def test_a_graph_breaks_where_contents_decide_and_is_right(what):
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(call, backend="aot_eager", fullgraph=True)(*leaves)
+
+
+BOUNDED: dict[str, Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]] = {
+    "times dense": lambda s, t, product: product(s, t) @ DENSE.t(),
+    "dense times": lambda s, t, product: DENSE[:, :7] @ (product(s, t) * 2),
+    "of its transpose": lambda s, t, product: product(s, t).t() @ DENSE,
+    "made dense": lambda s, t, product: plain(product(s, t)),
+    "times a column": lambda s, t, product: plain(product(s, t) * DENSE[:7, :1]),
+    "itself": lambda s, t, product: product(s, t),
+    "sum of rows": lambda s, t, product: product(s, t).sum(1),
+    "rows and a number": lambda s, t, product: product(s, t)[1:4] + 1,
+    "cat": lambda s, t, product: torch.cat([product(s, t), t]),
+    "in a product": lambda s, t, product: product(product(s, t), t.t().t()).sum(),
+}
+BROKEN = ("sum of rows", "rows and a number", "cat", "in a product")
+
+
+@pytest.mark.parametrize("what", BOUNDED)
+def test_products_of_bounded_size_are_the_dense_ones_eager_and_in_one_graph(what):
+    torch.compiler.reset()
+    a, b = masked("CSR")[:, :7], masked("CSR", 1)
+    leaves = [SparseTensor.from_dense(dense).requires_grad_() for dense in (a, b)]
+    bounded = lambda s, t: bounded_matmul(s, t, 400)  # noqa: E731
+    if what == "in a product":
+        leaves[1] = SparseTensor.from_dense(b := masked("CSR", 1)[:, :7].contiguous()).requires_grad_()
+    dense = [one.detach().to_dense().requires_grad_() for one in leaves]
+    wanted = BOUNDED[what](*dense, torch.matmul)
+    expected = torch.autograd.grad(wanted.square().sum(), dense)
+    compiled = torch.compile(BOUNDED[what], backend="aot_eager", fullgraph=what not in BROKEN)
+    for call in (BOUNDED[what], compiled):
+        found = plain(call(*leaves, bounded))
+        torch.testing.assert_close(found, wanted)
+        for mine, theirs, one in zip(torch.autograd.grad(found.square().sum(), leaves), expected, (a, b), strict=True):
+            torch.testing.assert_close(mine.to_dense(), theirs * (one != 0))
+
+
+def test_a_bounded_product_under_the_backend_and_its_copies():
+    one, other = (stored("CSR", seed)[1](stored("CSR", seed)[0].detach()).detach() for seed in (0, 1))
+    other = SparseTensor(other.matrix.mT.to(formats.CSR)).requires_grad_()
+    call = lambda s, t: (bounded_matmul(s, t, 300) @ DENSE[:, :7]).relu()  # noqa: E731
+    torch.testing.assert_close(torch.compile(call, backend="sparsecomp", fullgraph=True)(one, other), call(one, other))
+    found = bounded_matmul(one, other, 300)
+    for copied in (found.double(), found.detach().clone(), SparseTensor(found.matrix), found.detach().to("cpu")):
+        torch.testing.assert_close(copied.to_dense(), one.to_dense() @ other.to_dense())
+    assert found.detach().fill_(1).to_dense().sum() == found.matrix.nnz < 300
+    for product in (bounded_matmul, masked_matmul):
+        with pytest.raises(SparseOperatorError, match="two SparseTensors"):
+            product(one, DENSE, 3)
