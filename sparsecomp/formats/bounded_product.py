@@ -45,11 +45,12 @@ def bounded_matmul(one: SparseMatrix, other: SparseMatrix, capacity: int) -> CSR
     shape = (one.shape[0], other.shape[1])
     if math.prod(shape) > 2**63 - 1:
         raise FormatError(f"a product of shape {shape} has more than 2**63 - 1 places, which are not sorted")
-    return CSR(*_arrays(one, other, capacity, *shape), shape)
+    return CSR(*_arrays(one, other, capacity), shape)
 
 
-def _arrays(one: SparseMatrix, other: SparseMatrix, capacity: int, rows: int, cols: int) -> tuple[Tensor, ...]:
+def _arrays(one: SparseMatrix, other: SparseMatrix, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pointers, indices and values."""
+    rows, cols = one.shape[0], other.shape[1]
     a_values, (a_pointers, a_indices), *_ = one.by_rows()
     b_values, (b_pointers, b_indices), *_ = other.by_rows()
     device, dtype = one.device, index_dtype_for(rows, cols, capacity)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from sparsecomp.formats.indices import (
 )
 from sparsecomp.formats.triplets import Triplets
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+F = TypeVar("F", bound=Callable[..., Any])
 AT_ONCE = {"cpu": 2**17, "cuda": 2**22}
 """Elements that are looked up at a time, of some 50 bytes each, or those of one row if more: what a CPU's cache holds,
 and what fills a GPU."""
@@ -67,10 +66,15 @@ class StoredRows(NamedTuple):
         return keys
 
 
-@cache
-def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def untraced(function: F) -> F:
     """The function where Dynamo compiles none of its parts, as it does of what runs behind a break of a graph."""
-    return cast(Any, torch.compiler.disable(function))  # loads Dynamo
+    return _disabled(function)
+
+
+@cache
+def _disabled(function: Any) -> Any:
+    disable: Any = torch.compiler.disable
+    return disable(function)  # loads Dynamo
 
 
 def transposed(rows: StoredRows, values: Tensor) -> tuple[StoredRows, Tensor]:

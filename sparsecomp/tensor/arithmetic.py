@@ -16,6 +16,7 @@ from sparsecomp import _compat
 from sparsecomp.errors import SparseOperatorError
 from sparsecomp.formats.batch import cat
 from sparsecomp.formats.bounded_product import bounded_matmul
+from sparsecomp.formats.dots import untraced
 from sparsecomp.formats.masked_product import masked_matmul
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.reductions import axis_of
@@ -110,7 +111,7 @@ def _cat(cls: Any, tensors: Any, dim: int = 0) -> Tensor:
 
 @handles(masked_matmul)
 def _masked_matmul(cls: Any, one: Any, other: Any, at: Any) -> Tensor:
-    return by_matrices(lambda *matrices: masked_matmul(*matrices, at), one, other)
+    return by_matrices(lambda left, right: masked_matmul(left, right, at), one, other)
 
 
 @handles(bounded_matmul)
@@ -141,7 +142,7 @@ def _comparing(compare: Callable[[Any, Any], Any], function: Callable[..., Any])
     return handler
 
 
-@torch.compiler.disable
+@untraced
 def _where(compare: Callable[[Any, Any], Any], one: Any, other: Any) -> Pattern:
     if is_traced(one._values):
         raise _compat.BreaksGraph("where a comparison holds")

@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsecomp import _compat
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.bounded_product import bounded_matmul
+from sparsecomp.formats.dots import untraced
 from sparsecomp.formats.reductions import axis_of
 from sparsecomp.ops.sparse.linear import autocast, sparse_linear
 from sparsecomp.ops.sparse.sparse_matmul import by_column
@@ -66,7 +67,7 @@ def flipped(sparse: Any) -> Any:
 @torch.compiler.allow_in_graph
 def reduced(sparse: Any, name: str, dim: int | None) -> Tensor:
     """A method of the matrix that gives a dense tensor along a dimension, or of all elements."""
-    return getattr(_matrix_of(sparse), name)(_turned(sparse, dim))
+    return getattr(_matrix_of(sparse), name)(None if dim is None else _turned(sparse, dim))
 
 
 @torch.compiler.allow_in_graph
@@ -81,7 +82,7 @@ def times(sparse: Any, other: Any) -> Any:
     return view(type(sparse), _values_of(sparse) * _values_of(other), sparse.pattern, sparse._transpose)
 
 
-@torch.compiler.disable
+@untraced
 def by_matrices(function: Callable[..., SparseMatrix | Tensor], *operands: Any) -> Any:
     """What a function makes of these SparseTensors' matrices, a SparseTensor too if it is sparse; gradients go back to
     all of them."""
@@ -97,8 +98,8 @@ def _matrix_of(sparse: Any, transpose: bool = False) -> SparseMatrix:
     return found if sparse.pattern.spare else found.known_compact()
 
 
-def _turned(sparse: Any, dim: int | None) -> int | None:
-    return dim if dim is None else axis_of(dim) ^ sparse._transpose
+def _turned(sparse: Any, dim: int) -> int:
+    return axis_of(dim) ^ sparse._transpose
 
 
 @torch.compiler.allow_in_graph
