@@ -21,14 +21,22 @@ from torch._dynamo.utils import counters
 from torch._functorch import pyfunctorch
 from torch._guards import CompileContext
 from torch._logging._internal import register_log
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, maybe_get_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    maybe_get_fake_mode,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
+from sparsecomp.errors import SparseOperatorError
+
 __all__ = [
+    "BreaksGraph",
     "FakeTensorMode",
     "OneLevelFunction",
     "add_constant",
@@ -286,6 +294,14 @@ def plain_eager() -> bool:
         or cast(Any, torch._C)._len_torch_dispatch_stack()
         or inside_forward_mode()
     )
+
+
+class BreaksGraph(SparseOperatorError, DataDependentOutputException):
+    """What is asked for depends on the contents of tensors that are being traced: Dynamo breaks its graph there."""
+
+    def __init__(self, what: str) -> None:
+        SparseOperatorError.__init__(self, f"{what}, in a graph that is being traced: do it outside of the graph")
+        self.func = cast(Any, what)  # as Dynamo names it where it must not break
 
 
 below_autograd = cast(Any, torch._C)._AutoDispatchBelowADInplaceOrView

@@ -10,9 +10,11 @@
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.batch import Ragged, cat, ragged, stack
 from sparsecomp.formats.best_format import BestFormat, FormatEstimate, best
+from sparsecomp.formats.bounded_product import bounded_matmul
 from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSC, CSR
+from sparsecomp.formats.masked_product import masked_matmul
 from sparsecomp.formats.nm import NM
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.statistics import Statistics
@@ -31,7 +33,9 @@ __all__ = [
     "SparseMatrix",
     "Statistics",
     "best",
+    "bounded_matmul",
     "cat",
+    "masked_matmul",
     "ragged",
     "stack",
 ]

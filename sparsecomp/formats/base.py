@@ -380,6 +380,10 @@ class SparseMatrix(Operand, ABC):
         """The matrix without the spare capacity that a slice of rows carries; itself if it has none."""
         return self
 
+    def known_compact(self) -> Self:
+        """Itself, of which the caller knows that it has no spare capacity."""
+        return self
+
     def unbatch(self) -> list[Self]:
         """The matrices of a batch, sharing arrays; a list of itself without a batch."""
         return [self] if self.batch is None else [self._with(values=values) for values in self.values.unbind()]
@@ -554,7 +558,7 @@ class SparseMatrix(Operand, ABC):
             FormatError: not 0 <= start <= stop <= rows.
         """
         check_slice(start, stop, self.shape[0])
-        row, col, values, (_, cols) = self._triplets()
+        row, col, values, (_, cols) = self._terms()
         kept = (row >= start) & (row < stop)
         rows = Triplets(row[kept] - start, col[kept], values[..., kept], (stop - start, cols))
         return self._from_triplets(rows, None, self.index_dtype, **self.layout)

@@ -97,6 +97,11 @@ class Compressed(SparseMatrix):
         first, last = torch.stack([self.pointers[0], self.pointers[-1]]).tolist()
         return first, last
 
+    def known_compact(self) -> Self:
+        """Itself, which is not looked at for spare capacity."""
+        self._bounds = 0, self.indices.shape[0]
+        return self
+
     def compact(self) -> Self:
         """The matrix without spare capacity: a view of its entries, pointers that begin at 0."""
         first, last = self._bounds

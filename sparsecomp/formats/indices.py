@@ -172,6 +172,13 @@ def places_in(keys: Tensor, wanted: Tensor) -> Tensor:
     return places.masked_fill_(keys[places] != wanted, -1)
 
 
+def take_or_zero(values: Tensor, places: Tensor) -> Tensor:
+    """`values` (entries,) at each of these places, and 0 where the place is -1."""
+    if not values.numel():
+        return values.new_zeros(places.shape)
+    return values.index_select(0, places.clamp(min=0)).masked_fill(places < 0, 0)
+
+
 def has_repeats(major: Tensor, minor: Tensor) -> bool:
     """Whether a pair follows an equal one; reads one flag from the device."""
     return bool(((minor[1:] == minor[:-1]) & (major[1:] == major[:-1])).any())

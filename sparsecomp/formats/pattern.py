@@ -4,18 +4,28 @@ A pattern is one number an element, row times columns plus column, ascending. Ev
 search of sorted numbers, on any device.
 """
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from sparsecomp.errors import PatternError
+from sparsecomp.errors import FormatError, PatternError
 from sparsecomp.formats.base import Matrix, SparseMatrix
 from sparsecomp.formats.checks import check_shape
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSR
-from sparsecomp.formats.indices import index_dtype_for, pair_keys, places_in, select_keys, sort_keys, sorted_union
+from sparsecomp.formats.indices import (
+    index_dtype_for,
+    pair_keys,
+    places_in,
+    select_keys,
+    sort_keys,
+    sorted_union,
+    take_or_zero,
+)
+from sparsecomp.formats.triplets import Triplets
 
 _ODD = -7046029254386353131
 """The golden ratio in 64 bits, which spreads neighbouring numbers over all bits (Knuth, TAOCP 3, 6.4)."""
@@ -75,6 +85,34 @@ class Pattern:
         ones = torch.ones(row.shape, dtype=torch.float16, device=row.device)
         found = COO.from_triplets(row, col, ones, shape)
         return cls(_keys(found.row, found.col, found.shape), found.shape)
+
+    @classmethod
+    def where(
+        cls, compare: Callable[[Any, Any], Any], one: SparseMatrix, other: SparseMatrix | float
+    ) -> Self:
+        """Where a comparison, of the module `operator`, holds between the elements of a matrix and those of another, or
+        a number. What is not stored is 0.
+
+        Raises:
+            PatternError: it holds between two zeros, or 0 and the number, so nearly everywhere; or shapes or devices
+                differ.
+            FormatError: a matrix is a batch.
+        """
+        if compare(0.0, 0.0 if isinstance(other, SparseMatrix) else other):
+            raise PatternError(
+                f"{compare.__name__} holds wherever nothing is stored: ask for the opposite, whose complement it is, "
+                "or compare to_dense()"
+            )
+        if not isinstance(other, SparseMatrix):
+            found = _without_batch(one)
+            return cls(cls.of(one).keys[compare(found.values, other)], one.shape)
+        mine, its = cls.of(one), cls.of(other)
+        either = mine | its
+        left, right = (
+            take_or_zero(_without_batch(matrix).values, pattern.places_of(either))
+            for matrix, pattern in ((one, mine), (other, its))
+        )
+        return cls(either.keys[compare(left, right)], one.shape)
 
     # -- what it is
 
@@ -255,6 +293,12 @@ class Pattern:
     def _check(self, other: "Pattern") -> None:
         if not isinstance(other, Pattern) or self.shape != other.shape or self.device != other.device:
             raise PatternError(f"{self!r} and {other!r} do not belong together: they need one shape and one device")
+
+
+def _without_batch(matrix: SparseMatrix) -> Triplets:
+    if matrix.batch is not None:
+        raise FormatError(f"{matrix!r} is a batch, whose matrices are compared one by one: use unbatch()")
+    return matrix._triplets()
 
 
 def _changes(keys: Tensor) -> Tensor:

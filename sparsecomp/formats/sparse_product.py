@@ -1,47 +1,50 @@
 """The product of two sparse matrices, a sparse one (SpGEMM).
 
 Torch multiplies compressed matrices on both devices (by MKL and by cuSPARSE), and no faster than that is known here. It
-gives no gradients at the operands' patterns: these are the same products, of which what the operand stores is taken.
+gives no gradients at the operands' patterns: these are products at given places.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError, SparseOperatorError
-from sparsecomp.formats.indices import (
-    index_dtype_for,
-    pair_keys,
-    places_in,
-    pointers_of,
-    rows_of,
-    sorted_pairs,
-    sorted_within,
-    take,
-)
-from sparsecomp.formats.triplets import Triplets
+from sparsecomp.formats.dots import StoredRows, dots, transposed, untraced
+from sparsecomp.formats.indices import index_dtype_for, rows_of, sorted_within, take
 
 if TYPE_CHECKING:
     from sparsecomp.formats.base import SparseMatrix
 
 
-class StoredRows(NamedTuple):
-    """Where a matrix by rows stores: pointers (rows + 1,) and indices (entries,), ascending in a row; and its shape."""
+def check_operands(one: SparseMatrix, other: SparseMatrix) -> None:
+    """Raise FormatError unless two matrices can be multiplied."""
+    fits = one.shape[1] == other.shape[0] and one.dtype is other.dtype and one.device == other.device
+    batches = {one.batch, other.batch} - {None}
+    if not fits or len(batches) > 1 or 0 in batches:
+        raise FormatError(
+            f"{one!r} and {other!r} have no product: they need inner dimensions that are equal, one dtype and device, "
+            "and one batch that is not empty, or none"
+        )
 
-    pointers: Tensor
-    indices: Tensor
-    shape: tuple[int, int]
 
-    @property
-    def row(self) -> Tensor:
-        """Row of each entry, int64."""
-        return rows_of(self.pointers, self.indices.numel(), torch.int64)
+def of_tensors(function: Any, one: Any, other: Any, *rest: Any) -> Any:
+    """What a function of two matrices gives for two SparseTensors, whose class says so by `FUNCTIONS`.
+
+    Raises:
+        SparseOperatorError: they are not both SparseTensors.
+    """
+    # no torch function, which Dynamo would not trace
+    handler = getattr(type(one), "FUNCTIONS", {}).get(function)
+    if handler is None or type(other) is not type(one):
+        raise SparseOperatorError(
+            f"{function.__name__} takes two SparseTensors or two matrices, not {type(one).__name__} and "
+            f"{type(other).__name__}: torch.matmul takes a dense one too"
+        )
+    return handler(type(one), one, other, *rest)
 
 
 def sparse_product(one: SparseMatrix, other: SparseMatrix) -> tuple[StoredRows, Tensor]:
@@ -50,34 +53,31 @@ def sparse_product(one: SparseMatrix, other: SparseMatrix) -> tuple[StoredRows, 
     Sums are float32 for half precision, rounded once. Gradients flow to the values of both.
 
     Raises:
-        FormatError: shapes, dtypes or devices do not belong together, or one is a batch.
+        FormatError: shapes, dtypes, devices or batches do not belong together.
         SparseOperatorError: a graph is being traced, in which a size must be known before it is made; without
             `fullgraph` it breaks here.
     """
     if torch.compiler.is_compiling():
         raise SparseOperatorError(
-            "a product of two sparse matrices within a compiled graph, which would have to know its size: multiply "
-            "outside of it, or leave fullgraph=True out"
+            "a product of two sparse matrices within a compiled graph, which would have to know its size: say it by "
+            "bounded_matmul, multiply outside of the graph, or leave fullgraph=True out"
         )
-    fits = one.shape[1] == other.shape[0] and one.dtype is other.dtype and one.device == other.device
-    if not fits or one.batch is not None or other.batch is not None:
-        raise FormatError(
-            f"{one!r} and {other!r} have no product: they need inner dimensions that are equal, one dtype and device, "
-            "and no batch"
-        )
-    return _untraced()(*_by_rows(one._terms()), *_by_rows(other._terms()))
+    check_operands(one, other)
+    left, right = one._terms(), other._terms()
+    where = StoredRows.of(left), StoredRows.of(right)
+    items = [
+        untraced(_multiplied)(where[0], a_values, where[1], b_values)
+        for a_values, b_values in zip(*_of_one_batch(left.values, right.values), strict=True)
+    ]
+    if one.batch is other.batch is None:
+        return items[0]
+    return items[0][0], torch.stack([values for _, values in items])
 
 
-@cache
-def _untraced() -> Callable[..., tuple[StoredRows, Tensor]]:
-    """`_multiplied` where Dynamo compiles none of its parts, as it does of what runs behind a break of a graph."""
-    return cast(Any, torch.compiler.disable(_multiplied))  # loads Dynamo
-
-
-def _by_rows(elements: Triplets) -> tuple[StoredRows, Tensor]:
-    dtype = index_dtype_for(*elements.shape, elements.row.numel())
-    pointers = pointers_of(elements.row, elements.shape[0], dtype)
-    return StoredRows(pointers, elements.col.to(dtype), elements.shape), elements.values
+def _of_one_batch(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Values as a batch of equal length."""
+    batch = torch.broadcast_shapes(one.shape[:-1], other.shape[:-1]) or (1,)
+    return one.expand(*batch, -1), other.expand(*batch, -1)
 
 
 def _multiplied(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor) -> tuple[StoredRows, Tensor]:
@@ -108,9 +108,9 @@ class _Product(torch.autograd.Function):
         (a_values, b_values), (a, b, found) = ctx.saved_tensors, ctx.places
         grad, by_a, by_b = grads[0], None, None
         if ctx.needs_input_grad[0]:
-            by_a = _at(a, *_multiplied(found, grad, *_transposed(b, b_values)))
+            by_a = dots(found, grad, b, b_values, a)
         if ctx.needs_input_grad[1]:
-            by_b = _at(b, *_multiplied(*_transposed(a, a_values), found, grad))
+            by_b = dots(*transposed(a, a_values), *transposed(found, grad), b)
         return by_a, by_b, None, None
 
 
@@ -118,20 +118,3 @@ def _torchs(rows: StoredRows, values: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that its sparse layouts are beta
         return torch.sparse_csr_tensor(rows.pointers, rows.indices, values, rows.shape, check_invariants=False)
-
-
-def _transposed(rows: StoredRows, values: Tensor) -> tuple[StoredRows, Tensor]:
-    shape = (rows.shape[1], rows.shape[0])
-    row, col, order = sorted_pairs(rows.indices.long(), rows.row, shape)
-    return _by_rows(Triplets(row, col, take(values, 0, order), shape))
-
-
-def _at(wanted: StoredRows, found: StoredRows, values: Tensor) -> Tensor:
-    """The elements of a matrix at other places; 0 where it stores none."""
-    keys, others = (pair_keys(one.row, one.indices.long(), one.shape) for one in (found, wanted))
-    if keys is None or others is None:
-        raise FormatError(f"a matrix of shape {wanted.shape} has more than 2**63 - 1 places, which are not compared")
-    if not keys.numel():
-        return values.new_zeros(others.shape)
-    places = places_in(keys, others)
-    return values.index_select(0, places.clamp(min=0)).masked_fill(places < 0, 0)

@@ -113,6 +113,14 @@ def _detach(cls: Any, func: Any, tensor: Any) -> Any:
         return tensor.with_values(func(tensor._values))
 
 
+@_implements(aten._unsafe_view.default)
+def _same_view(cls: Any, func: Any, tensor: Any, size: Any) -> Any:
+    """What a compiled graph makes of a transpose that it returns."""
+    if tuple(size) != tuple(tensor.shape):
+        raise no_such_operator(cls, func, (tensor,))
+    return _detach(cls, aten.alias.default, tensor)
+
+
 def _as_view_of(tensor: Any) -> AbstractContextManager[Any]:
     """In inference mode, a view of a tensor made outside of it must be no inference tensor."""
     outside = torch.is_inference_mode_enabled() and not tensor.is_inference()
@@ -287,7 +295,7 @@ def written_out(sparse: Any, values: Tensor) -> Tensor:
     """The dense tensor of these values at the places of `sparse`."""
     row, col = sparse.pattern.places(values)
     rows, cols = sparse.pattern.layout.shape
-    whole = values.new_zeros(sparse.pattern.layout.padded_shape)
+    whole = values.new_zeros(sparse.pattern.padded_shape)
     dense = whole.index_put((row, col), values)[:rows, :cols]
     return (dense.mT if _by_columns(sparse) else dense).contiguous()
 

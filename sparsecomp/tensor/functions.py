@@ -1,9 +1,10 @@
 """torch's functions that multiply, for SparseTensors: each becomes `sparsecomp::sparse_matmul`.
 
 This happens above autograd, because torch's own gradients of products are dense. Dynamo traces through it, so that a
-captured graph holds one operator for every spelling.
+captured graph holds one operator for every spelling. A product of two SparseTensors is that of their matrices.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from sparsecomp.errors import PatternError, SparseOperatorError
 from sparsecomp.formats.products import check_dense, check_dimensions
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.ops.sparse.rows import sparse_rows
-from sparsecomp.tensor.by_values import flipped, product_by_values, rows_by_values
+from sparsecomp.tensor.by_values import by_matrices, flipped, product_by_values, rows_by_values
 from sparsecomp.tensor.dispatch import tensor_product
 from sparsecomp.tensor.index_arrays import is_traced
 
@@ -24,7 +25,9 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """By torch's function: what takes the class SparseTensor and the function's arguments."""
 
 
-def _handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that enters a function in `FUNCTIONS`."""
+
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         FUNCTIONS.update(dict.fromkeys(functions, handler))
         return handler
@@ -32,39 +35,41 @@ def _handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     return register
 
 
-@_handles(F.linear)
+@handles(F.linear)
 def _linear(cls: type, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, cls):
         raise SparseOperatorError("linear takes a SparseTensor as its weight, not as its input: use to_dense()")
     return _product(weight, input, bias, None, True, "column", 1.0)
 
 
-@_handles(torch.matmul, Tensor.matmul, Tensor.__matmul__)
+@handles(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _matmul(cls: type, input: Tensor, other: Tensor) -> Tensor:
+    if isinstance(input, cls) and isinstance(other, cls):
+        return by_matrices(operator.matmul, input, other)
     if isinstance(other, cls):
         return _product(other.t(), input, None, None, True, "column", 1.0)
     return _product(input, other, None, None, isinstance(other, Tensor) and other.dim() == 1, "column", 1.0)
 
 
-@_handles(torch.mm, Tensor.mm)
+@handles(torch.mm, Tensor.mm)
 def _mm(cls: type, input: Tensor, mat2: Tensor) -> Tensor:
     check_dimensions("mm", input, mat2)
     return _matmul(cls, input, mat2)
 
 
-@_handles(torch.mv, Tensor.mv)
+@handles(torch.mv, Tensor.mv)
 def _mv(cls: type, input: Tensor, vec: Tensor) -> Tensor:
     check_dimensions("mv", input, vec)
     with torch.autocast("cpu", enabled=False):  # torch's does not know mv, though it does on a GPU
         return _matmul(cls, input, vec)
 
 
-@_handles(Tensor.__rmatmul__)
+@handles(Tensor.__rmatmul__)
 def _rmatmul(cls: type, input: Tensor, other: Tensor) -> Tensor:
     return _matmul(cls, other, input)
 
 
-@_handles(torch.addmm, Tensor.addmm)
+@handles(torch.addmm, Tensor.addmm)
 def _addmm(cls: type, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if isinstance(input, cls):
         raise SparseOperatorError("addmm takes a SparseTensor as a factor, not to be added: use to_dense()")
@@ -84,7 +89,7 @@ def _addmm(cls: type, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
     return _product(sparse, dense, bias, residual, linear, axis, float(alpha))
 
 
-@_handles(F.embedding)
+@handles(F.embedding)
 def _embedding(
     cls: type, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
@@ -95,48 +100,6 @@ def _embedding(
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
         raise SparseOperatorError("embedding of a SparseTensor takes no options: leave them out, or use to_dense()")
     return rows_by_values(weight, input) if _compat.inside_forward_mode() else sparse_rows(weight, input)
-
-
-@_handles(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply)
-def _times(cls: type, input: Any, other: Any) -> Tensor:
-    """With a dense tensor: at the stored places, so that what is not stored stays zero."""
-    sparse, dense = (input, other) if isinstance(input, cls) else (other, input)
-    if isinstance(dense, Tensor) and not isinstance(dense, cls) and dense.dim():
-        if torch.broadcast_shapes(dense.shape, sparse.shape) != sparse.shape:
-            raise SparseOperatorError(
-                f"times a dense {tuple(dense.shape)} it is no matrix of {tuple(sparse.shape)}: call to_dense() first"
-            )
-        dense = torch.ops.sparsecomp.sparse_gather.default(sparse.detach(), dense.expand(sparse.shape))
-    with _compat.without_torch_function():
-        return torch.mul(sparse, dense)
-
-
-@_handles(torch.sum, Tensor.sum)
-def _sum(cls: type, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if not args and not kwargs and input.requires_grad and torch.is_grad_enabled():
-        # torch's own gradient of a sum is dense
-        ones = torch.ones(input.shape[1], dtype=input.dtype, device=input.device)
-        wide = torch.float64 if input.dtype is torch.float64 else torch.float32
-        return tensor_product(input, ones, None, None, True, "column", "none", 1.0, wide).sum().to(input.dtype)
-    with _compat.without_torch_function():
-        return torch.sum(input, *args, **kwargs)
-
-
-@_handles(torch.mean, Tensor.mean)
-def _mean(cls: type, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if args or kwargs:
-        raise SparseOperatorError("mean of a SparseTensor is of all elements: leave the arguments out, or to_dense()")
-    return _sum(cls, input) / (input.shape[0] * input.shape[1])
-
-
-@_handles(Tensor.__getitem__)
-def _rows(cls: Any, input: Any, index: Any) -> Tensor:
-    if not isinstance(index, slice) or (input.requires_grad and torch.is_grad_enabled()):
-        raise SparseOperatorError(
-            f"{input!r} is indexed by a slice of rows, and passes no gradient on from there: use detach(), "
-            "torch.nn.functional.embedding(rows, tensor), or to_dense()"
-        )
-    return cls(input.matrix[index])
 
 
 def _transposing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +119,7 @@ FUNCTIONS.update({
 })  # fmt: skip
 
 
-@_handles(Tensor.grad.__set__)  # pyright: ignore
+@handles(Tensor.grad.__set__)  # pyright: ignore
 def _set_grad(cls: type, tensor: Any, grad: Any) -> None:
     if isinstance(tensor, cls) and grad is not None:
         if not isinstance(grad, cls):

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, PatternError
 from sparsecomp.formats.base import FORMATS, SparseMatrix
+from sparsecomp.formats.indices import searched_lines
 from sparsecomp.reference.patterns import Layout, longest_row, skew_of, stored_by_rows, transposed_arrays
 
 
@@ -21,14 +22,17 @@ class IndexArrays:
         layout: of the arrays by rows: for CSC and BCSC, of the transposed matrix.
         arrays: what `sparsecomp.reference.patterns` calls the layout's own arrays.
         transposed: those of the transpose, None until somebody needs them.
+        spare: whether a CSR pattern has entries behind those of the last row, which are no elements.
     """
 
-    __slots__ = ("_longest", "arrays", "format", "layout", "transposed")
+    __slots__ = ("_longest", "arrays", "format", "layout", "spare", "transposed")
 
     def __init__(
-        self, format: str, layout: Layout, arrays: tuple[Tensor, ...], transposed: tuple[Tensor, ...] | None = None
-    ) -> None:
+        self, format: str, layout: Layout, arrays: tuple[Tensor, ...], transposed: tuple[Tensor, ...] | None = None,
+        spare: bool = False,
+    ) -> None:  # fmt: skip
         self.format, self.layout, self.arrays, self.transposed = format, layout, arrays, transposed
+        self.spare = spare
         self._longest: int | None = None
 
     @classmethod
@@ -81,7 +85,8 @@ class IndexArrays:
         if self.arrays[0].device == device:
             return self
         kept = None if self.transposed is None else tuple(array.to(device) for array in self.transposed)
-        return IndexArrays(self.format, self.layout, tuple(array.to(device) for array in self.arrays), kept)
+        arrays = tuple(array.to(device) for array in self.arrays)
+        return IndexArrays(self.format, self.layout, arrays, kept, self.spare)
 
     def same_as(self, other: "IndexArrays") -> bool:
         """Whether both store the same elements in the same order.
@@ -99,19 +104,31 @@ class IndexArrays:
         return all(_equal(one, another) for one, another in zip(self.arrays, other.arrays, strict=True))
 
     def places(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column, int64, of each of the values in the layout by rows; they broadcast to the values."""
+        """Row and column, int64, of each of the values in the layout by rows, spare ones in a row behind the last; they
+        broadcast to the values."""
+        if self.spare:
+            pointers, indices = self.arrays
+            place = torch.arange(indices.shape[0], device=indices.device)
+            row = searched_lines(pointers, 0, indices.shape[0]).long()
+            return row.where(place < pointers[-1], self.layout.shape[0]), indices.long()
         _, block, shape, _ = self.layout
         return self.layout.kind.of_rows(values, self.arrays, block, shape)._positions()
 
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Shape within which all `places` lie."""
+        rows, cols = self.layout.padded_shape
+        return rows + self.spare, cols
+
     def without_filler(self, values: Tensor) -> Tensor:
-        """The values with 0 where blocks and groups reach beyond the shape."""
-        if self.layout.padded_shape == self.layout.shape:
+        """The values with 0 where blocks and groups reach beyond the shape, and in spare entries."""
+        if self.padded_shape == self.layout.shape:
             return values
         return values.masked_fill(self._filler(values), 0)
 
     def clear_filler(self, values: Tensor) -> None:
         """`without_filler` in place."""
-        if self.layout.padded_shape != self.layout.shape:
+        if self.padded_shape != self.layout.shape:
             values.masked_fill_(self._filler(values), 0)
 
     def _filler(self, values: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from sparsecomp.formats.checks import check_tensor
 from sparsecomp.formats.files import Stored
 from sparsecomp.ops.sparse.sparse_matmul import sparse_to_dense
 from sparsecomp.reference.patterns import Layout
-from sparsecomp.tensor.by_values import dense_by_values
+from sparsecomp.tensor import arithmetic  # noqa: F401  (enters its functions)
+from sparsecomp.tensor.by_values import dense_by_values, view
 from sparsecomp.tensor.dispatch import OPERATORS, elementwise
 from sparsecomp.tensor.functions import FUNCTIONS
 from sparsecomp.tensor.index_arrays import IndexArrays, is_traced
@@ -42,6 +43,7 @@ class SparseTensor(Tensor):
         FormatError: the matrix is a batch, or no sparse matrix.
     """
 
+    FUNCTIONS = FUNCTIONS
     _values: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     pattern: IndexArrays
     _transpose: bool
@@ -161,7 +163,7 @@ class SparseTensor(Tensor):
             pattern.keep_transposed()
         names = [f"_own{index}" for index in range(len(pattern.arrays))]
         names += [f"_transposed{index}" for index in range(len(pattern.transposed or ()))]
-        return ["_values", *names], (pattern.format, pattern.layout, self._transpose)
+        return ["_values", *names], (pattern.format, pattern.layout, self._transpose, pattern.spare)
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled graph depends on; torch's cache knows nothing else of the arrays."""
@@ -174,10 +176,10 @@ class SparseTensor(Tensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> "SparseTensor":
-        format, layout, transpose = context
+        format, layout, transpose, spare = context
         own = tuple(inner[f"_own{index}"] for index in range(layout.own))
         kept = tuple(inner[f"_transposed{index}"] for index in range(3)) if "_transposed0" in inner else None
-        return cls._make(inner["_values"], IndexArrays(format, layout, own, kept), transpose)
+        return cls._make(inner["_values"], IndexArrays(format, layout, own, kept, spare), transpose)
 
     def __getattr__(self, name: str) -> Any:
         # the arrays under the names that __tensor_flatten__ gives them
@@ -244,23 +246,7 @@ def view_of(values: Tensor, arrays: Sequence[Tensor], format: str, layout: str) 
     """
     read = Layout.read(layout)
     pattern = IndexArrays(format, read, tuple(arrays[: read.own]), tuple(arrays[read.own :]) or None)
-    if _compat.carries_levels(values):  # what a transform follows must stay within its sight
-        return SparseTensor._make(values, pattern, False)
-    with _compat.outside_transforms():
-        return cast(SparseTensor, _View.apply(values, pattern))
-
-
-class _View(torch.autograd.Function):
-    """A SparseTensor of values, whose gradient goes back to them."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, pattern: IndexArrays) -> Tensor:
-        return SparseTensor._make(values.detach(), pattern, False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        (grad,) = grads
-        return grad._values, None
+    return view(SparseTensor, values, pattern, False)
 
 
 def rebuild(

@@ -351,11 +351,9 @@ def test_a_tensor_changes_its_format_and_gives_its_rows():
     assert len(sparse) == 7 and torch.equal(sparse[2:4].to_dense(), dense[2:4])
     trained = SparseTensor(CSR.from_dense(dense), requires_grad=True)
     whole = torch.ones(2, 7, 10)
-    for call in (lambda: trained.to("csc"), lambda: trained[:2], lambda: sparse[0], lambda: sparse * whole):
+    for call in (lambda: trained.to("csc"), lambda: sparse[0], lambda: sparse * whole):
         with pytest.raises(SparseOperatorError, match=r"detach\(\)|to_dense\(\)"):
             call()
-    with pytest.raises(SparseOperatorError):
-        trained.sum(0)
 
 
 @pytest.mark.parametrize("other", [3, torch.tensor(3.0), torch.full((1, 2), 3)], ids=["number", "0-dim", "integers"])
