@@ -386,6 +386,7 @@ def test_a_batch_in_the_place_of_time_is_not_taken_for_it():
             torch.testing.assert_close(compiled(x), net(x), rtol=0, atol=0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["repeat", "stack", "repeat of the batch", "batch first"])
 def test_a_traced_model_takes_every_batch(name):
     net = Net(SPELLINGS[name]).eval()

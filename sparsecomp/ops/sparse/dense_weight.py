@@ -75,7 +75,8 @@ def _written_cuda(values, pattern, layout, transpose):
     if not transpose or len(pattern) == 2:
         out = stored_places.write_out(pattern[0], pattern[1], values, read.shape)
         return out.mT.contiguous() if transpose else out
-    return stored_places.write_out(pattern[2], pattern[3], values.index_select(0, pattern[4]), read.shape[::-1])
+    rows, cols = read.shape
+    return stored_places.write_out(pattern[2], pattern[3], values.index_select(0, pattern[4]), (cols, rows))
 
 
 def _read_cuda(dense, pattern, layout, transpose):
