@@ -193,6 +193,7 @@ def test_a_promise_begins_with_a_copy_of_its_own_and_buys_that_nobody_looks(devi
         assert torch.equal(case.out, kept) != filled
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_stored_is_not_multiplied(device, bad):
     """By the library, which fills groups up with zeros, and by the kernel that takes over after a hidden write."""

@@ -197,6 +197,7 @@ def test_a_compiled_result_that_is_sparse_has_its_gradient():
     torch.testing.assert_close(leaf.grad.to_dense(), DENSE * (masked("CSR") != 0))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("what", TWO)
 def test_a_graph_breaks_where_contents_decide_and_is_right(what):
     leaves = [stored("CSR", seed)[1](stored("CSR", seed)[0].detach()).detach().requires_grad_() for seed in (0, 1)]
@@ -245,6 +246,7 @@ def test_products_of_bounded_size_are_the_dense_ones_eager_and_in_one_graph(what
             torch.testing.assert_close(mine.to_dense(), theirs * (one != 0))
 
 
+@pytest.mark.slow(reason="compiles through Inductor")
 def test_a_bounded_product_under_the_backend_and_its_copies():
     one, other = (stored("CSR", seed)[1](stored("CSR", seed)[0].detach()).detach() for seed in (0, 1))
     other = SparseTensor(other.matrix.mT.to(formats.CSR)).requires_grad_()
