@@ -22,7 +22,7 @@ def _records() -> dict[str, type]:
     found = [importlib.import_module(name) for name in modules() if not name.endswith("__main__")]
     classes = [value for module in found for value in vars(module).values() if inspect.isclass(value)]
     return {f"{one.__module__}.{one.__qualname__}": one for one in classes
-            if dataclasses.is_dataclass(one) and one.__module__.startswith("sparsecomp.")}  # fmt: skip
+            if "__dataclass_params__" in vars(one) and one.__module__.startswith("sparsecomp.")}  # fmt: skip
 
 
 RECORDS = _records()
