@@ -1,6 +1,5 @@
 """Records do not change once they are made; what counts or collects does. Whoever adds a class says which it is."""
 
-import dataclasses
 import importlib
 import inspect
 
