@@ -128,8 +128,12 @@ def _name(node: fx.Node) -> str:
 
 
 def _dense_seconds(node: fx.Node, ctx: Context) -> float | None:
-    """Of a product or a convolution that is torch's own; None where there is no estimate."""
-    op, out = op_of(node) if _name(node) in _OPERANDS else None, example_of(node)
+    """Of a product or a convolution that is torch's own; None where there is no estimate.
+
+    Within a transform of torch.func there is none: the example has one sample's sizes, and its layout cannot be asked.
+    """
+    known = _name(node) in _OPERANDS and node not in ctx.transformed
+    op, out = op_of(node) if known else None, example_of(node)
     if op is None or not isinstance(out, torch.Tensor):
         return None
     trained = ctx.gradients and not ctx.eager and out.requires_grad

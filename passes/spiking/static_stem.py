@@ -23,6 +23,7 @@ from sparsecomp.passes.graph.operators import Trait
 
 _STRIDED = ("batch_norm", "cat", "stack", "sum", "mean", "sparsecomp::lif")
 """Readers of any strides whose results do not share memory with what they read, besides pointwise ones and layers."""
+_RESHAPING = ("flatten", "view", "reshape", "unflatten")
 _ONE_STEP = ("select", "unbind", "getitem")
 _Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call."""
@@ -156,8 +157,11 @@ def _one_step(node: fx.Node, step: OneStep, given: _Call, ones: Mapping[fx.Node,
         made.args, made.kwargs = fx.map_arg(given, lambda one: ones.get(one, one))
     else:
         made = call(node.graph, node, step.target, *fx.map_arg(step.args, lambda one: ones.get(one, one)))
-    example, (dim, times, _) = example_of(node), step.repeats
-    assert example is not None
+    example, op, (dim, times, _) = example_of(node), op_of(node), step.repeats
+    assert example is not None and op is not None
+    if op.name in _RESHAPING and example.is_contiguous():
+        # of all steps this was a copy, and layers ask how one step of it lies
+        made = call(node.graph, node, torch.Tensor.contiguous, made)
     sizes = [size // times if index == dim else size for index, size in enumerate(example.shape)]
     # of autocast's dtype, which a call made now would not have
     made.meta["example_value"] = example.new_empty_strided(sizes, example.stride())
@@ -165,17 +169,28 @@ def _one_step(node: fx.Node, step: OneStep, given: _Call, ones: Mapping[fx.Node,
 
 
 def _repeated(node: fx.Node, one: fx.Node, step: OneStep) -> fx.Node:
-    """One step, seen as all of them; copied out where a reader could ask how it lies."""
+    """One step, seen as all of them; copied to where all lay if a reader, or a reader of its result, could ask that."""
     (dim, times, inner), example = step.repeats, example_of(node)
     assert example is not None
-    place = dim + inner
-    sizes = [-1] * (example.dim() + 1)
+    rank = example.dim()
+    order = sorted(range(rank), key=example.stride().__getitem__, reverse=True)
+    place, at = dim + inner, order.index(dim)
+    sizes = [-1] * (rank + 1)
     sizes[place] = times
     made = call(node.graph, node, torch.Tensor.unsqueeze, one, place)
     made = call(node.graph, node, torch.Tensor.expand, made, *sizes)
-    if example.shape[dim] != times or not all(map(_takes_strides, node.users)):
-        made = call(node.graph, node, torch.Tensor.clone, made)
-    return call(node.graph, node, torch.Tensor.flatten, made, dim, dim + 1)
+    # a pointwise result lies as its operand, in which a stride of 0 fits between any two
+    in_order = set(order[: dim + 1]) == set(range(dim + 1)) and at == dim
+    if in_order and example.shape[dim] == times and all(map(_takes_strides, node.users)):
+        return call(node.graph, node, torch.Tensor.flatten, made, dim, dim + 1)
+    apart = [index for one in order for index in ((dim, dim + 1) if one == dim else (one + (one > dim),))]
+    made = call(node.graph, node, torch.Tensor.contiguous, _permuted(node, made, apart))
+    made = call(node.graph, node, torch.Tensor.flatten, made, at, at + 1)
+    return _permuted(node, made, [order.index(index) for index in range(rank)])
+
+
+def _permuted(node: fx.Node, value: fx.Node, order: list[int]) -> fx.Node:
+    return value if order == sorted(order) else call(node.graph, node, torch.Tensor.permute, value, order)
 
 
 def _takes_strides(reader: fx.Node) -> bool:

@@ -32,6 +32,14 @@ def diamond() -> Report:
     return Report(after=nodes)
 
 
+def test_a_convolution_under_vmap_is_in_the_graph() -> None:
+    conv, x = nn.Conv2d(2, 3, 3), torch.ones(4, 1, 2, 5, 5)
+    found, report = rewritten(lambda x: torch.func.vmap(lambda one: conv(one))(x) + 1, x, strict=True)
+    torch.testing.assert_close(found, conv(x.flatten(0, 1)).unflatten(0, (4, 1)) + 1)
+    (layer,) = (one for one in report.after if one.op == "conv2d")
+    assert layer.timing is Timing.UNKNOWN
+
+
 def test_the_gain_of_a_model_is_that_of_the_sum_and_of_the_longest_path() -> None:
     gain = diamond().model_gain()
     assert gain is not None

@@ -275,6 +275,40 @@ def test_an_operator_that_asks_how_its_input_lies_gets_it_as_it_was():
     assert found.rewritten and len(strides) == 2 and strides[0] == strides[1]
 
 
+def _steps(y: Tensor) -> Tensor:
+    """What tells steps apart, and lies as its operand does."""
+    return y.unflatten(0, (T, -1)) * torch.arange(T).view(T, 1, 1, 1, 1)
+
+
+LAID_OUT: dict[str, Forward] = {
+    "expanded, then viewed": lambda net, x: _steps(net.conv(x.expand(T, *x.shape).flatten(0, 1))).view(T, 2, -1),
+    "batch before time": lambda net, x: _steps(net.conv(x.repeat(T, 1, 1, 1)).relu()).transpose(0, 1) + 1,
+    "time moved behind": lambda net, x: (
+        (net.conv(x.repeat(T, 1, 1, 1)).permute(1, 2, 3, 0) * torch.arange(2 * T)).permute(3, 0, 1, 2).view(2 * T, -1)
+    ),
+    "time last": lambda net, x: (
+        net.conv(x.repeat(T, 1, 1, 1)).unflatten(0, (T, -1)).permute(1, 2, 3, 4, 0) * torch.arange(T)
+    ),
+    "time within the batch": lambda net, x: (
+        net.conv(x.unsqueeze(1).expand(-1, T, -1, -1, -1).flatten(0, 1)).unflatten(0, (-1, T)).transpose(0, 1)
+        * torch.arange(T).view(T, 1, 1, 1, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("forward", LAID_OUT.values(), ids=LAID_OUT)
+def test_results_lie_as_eagers(forward, channels_last):
+    net, x = Net(forward).eval(), image()
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        expected = net(x)
+        found, report = rewritten(net, x, strict=True, implementation="auto")
+    assert site(report, RULE).rewritten and found.stride() == expected.stride()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_disabled():
     with torch.no_grad():
         assert not checked(Net(SPELLINGS["repeat"]).eval(), image(), disable=(RULE,))

@@ -181,3 +181,26 @@ def test_what_does_not_fit_changes_nothing():
             call()
     assert not any(parametrize.is_parametrized(layer) for layer in model)
     assert sr_ste(model, NM(2, 4), filter=lambda layer, name: name == "1") == ["1"]
+
+
+@pytest.mark.parametrize("mask", [
+    lambda model: sr_ste(model, NM(2, 4), decay=0.1),
+    lambda model: top_kast(model, Unstructured(0.8), Unstructured(0.5)),
+], ids=["sr_ste", "top_kast"])  # fmt: skip
+def test_gradients_of_each_sample(mask):
+    """By vmap over samples, as for differential privacy, and over models of their own weights."""
+    model = network()
+    mask(model)
+    weights = {name: one.detach() for name, one in model.named_parameters()}
+    x = signal(3, 1, 4, 4, 4)
+
+    def loss(weights, x):
+        return torch.func.functional_call(model, weights, (x,)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+    several = {name: torch.stack([one, -2 * one, one.flip(0)]) for name, one in weights.items()}
+    ensemble = torch.func.vmap(torch.func.grad(loss))(several, x)
+    for sample in range(3):
+        for grads, given in ((found, weights), (ensemble, {name: one[sample] for name, one in several.items()})):
+            for name, expected in torch.func.grad(loss)(given, x[sample]).items():
+                torch.testing.assert_close(grads[name][sample], expected)

@@ -130,6 +130,8 @@ class ChosenWeight(nn.Module):
 
 
 class _Chosen(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(weight: Tensor, kept: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return torch.where(kept, weight, 0)
