@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.utils import counters
 from torch._functorch import pyfunctorch
@@ -437,7 +438,8 @@ def propagate_fakes(node: fx.Node) -> Any:
     known = [*_tensors(examples)] or [*_tensors([other.meta.get("example_value") for other in node.graph.nodes])]
     modes = [mode for value in known if (mode := maybe_get_fake_mode(value)) is not None]
     mode = modes[0] if modes else FakeTensorMode()
-    with mode, torch.no_grad():
+    # by Python's decompositions, as Dynamo does it: in C++ some products of torch 2.12 ask symbols for numbers
+    with mode, torch.no_grad(), enable_python_dispatcher():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)
