@@ -159,12 +159,13 @@ def _one_step(node: fx.Node, step: OneStep, given: _Call, ones: Mapping[fx.Node,
         made = call(node.graph, node, step.target, *fx.map_arg(step.args, lambda one: ones.get(one, one)))
     example, op, (dim, times, _) = example_of(node), op_of(node), step.repeats
     assert example is not None and op is not None
-    if op.name in _RESHAPING and example.is_contiguous():
-        # of all steps this was a copy, and layers ask how one step of it lies
-        made = call(node.graph, node, torch.Tensor.contiguous, made)
     sizes = [size // times if index == dim else size for index, size in enumerate(example.shape)]
     # of autocast's dtype, which a call made now would not have
     made.meta["example_value"] = example.new_empty_strided(sizes, example.stride())
+    if op.name in _RESHAPING and example.is_contiguous():
+        # of all steps this was a copy, and layers ask how one step of it lies
+        made = call(node.graph, node, torch.Tensor.contiguous, made)
+        made.meta["example_value"] = example.new_empty_strided(sizes, example.stride())
     return made
 
 

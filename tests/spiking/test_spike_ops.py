@@ -177,6 +177,14 @@ def test_a_result_is_no_view_and_may_be_written_to(shape):
     torch.testing.assert_close(weight.grad, 2 * x.flatten(0, -2).sum(0).expand(4, 6))
 
 
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_convolution_s_result_is_no_view_either(dims):
+    x, weight = (torch.ones(2, 3, *[4] * dims) > 0).float(), torch.ones(5, 3, *[1] * dims, requires_grad=True)
+    out = ops.spike_conv(x, weight, None, [1] * dims, [0] * dims, [1] * dims, 1, 1, "binary")
+    out.mul_(2).sum().backward()
+    assert out.eq(6).all() and weight.grad.eq(2 * 2 * 4**dims).all()
+
+
 def test_vmap_is_a_call_for_each():
     """Of several weights, with lists of numbers among the other arguments."""
     x, w, b = sample()

@@ -112,13 +112,14 @@ def _reference_conv(
 
 def _dense_conv(x, weight, bias, stride, padding, dilation, groups, scale, factor):
     x = _products(x, weight, scale, factor)
-    return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
+    with _compat.below_autograd():  # of one dimension it is a view of one of two, which must not be written to
+        return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
 
 
 def _reference_linear(
     x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
 ):
-    with _compat.below_autograd():  # else the result would count as a view, which must not be written to
+    with _compat.below_autograd():  # else the result would count as a view
         return F.linear(_products(x, weight, scale, factor), weight, bias)
 
 
@@ -170,19 +171,21 @@ def _cuda_conv(
         return _dense_conv(x, weight, bias, stride, padding, dilation, groups, scale, factor)
     from sparsecomp.lowering.spiking import spike_conv  # loads Triton
 
-    return spike_conv.launch_conv(
-        x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, binary, spread
-    )
+    with _compat.below_autograd():
+        return spike_conv.launch_conv(
+            x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, binary, spread
+        )
 
 
 def _cuda_linear(
     x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
 ):
     if x.dim() == 0 or not _kernels_take(x, weight, bias, x.shape[-1], 2):
-        return F.linear(_products(x, weight, scale, factor), weight, bias)
+        return _reference_linear(x, weight, bias, digits, implementation, scale, factor)
     from sparsecomp.lowering.spiking import spike_conv  # loads Triton
 
-    return spike_conv.launch_linear(x, weight, bias, digits, implementation, scale, factor, binary, spread)
+    with _compat.below_autograd():
+        return spike_conv.launch_linear(x, weight, bias, digits, implementation, scale, factor, binary, spread)
 
 
 def _reference_counts(
