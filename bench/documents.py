@@ -21,7 +21,7 @@ def _study(name: str, rows_to_table: Callable[..., str]) -> Part:
     return lambda results: rows_to_table(json.loads((results / f"{name}.json").read_text())["result"])
 
 
-def _if_measured(name: str, rows_to_table: Callable[[list[dict[str, Any]]], str]) -> Part:
+def _if_measured(name: str, rows_to_table: Callable[[list[dict[str, Any]]], str], unit: str = "; milliseconds") -> Part:
     """Of a study with its machine; which one does it, where nobody has yet."""
 
     def part(results: Path) -> str:
@@ -29,7 +29,7 @@ def _if_measured(name: str, rows_to_table: Callable[[list[dict[str, Any]]], str]
         if not path.exists():
             return f"Not measured yet: `python -m bench {name.replace('_', '-')}` does."
         found = json.loads(path.read_text())
-        on = f"Measured on {place(found['machine'])}, torch {found['machine']['torch']}; milliseconds."
+        on = f"Measured on {place(found['machine'])}, torch {found['machine']['torch']}{unit}."
         missing = found.get("manifest", {}).get("left out", {})
         left_out = [f"{data} is left out: {why}." for data, why in missing.items()]
         return "\n\n".join([on, rows_to_table(found["result"]), *left_out])
@@ -44,7 +44,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "resu-mnist": _study("resu_mnist", resu_mnist.table),
         "prune-minilm": _study("prune_minilm", prune_minilm.table),
         "algebra": _if_measured("algebra", algebra.table),
-        "dynamic": _if_measured("dynamic", dynamic.table),
+        "dynamic": _if_measured("dynamic", dynamic.table, ""),
         "training-step": _if_measured("training_step", training_step.table),
         "geo-speed": _if_measured("geo_speed", speeds.table),
         "geo": _if_measured("geo", scores.table),
