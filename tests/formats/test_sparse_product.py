@@ -253,6 +253,7 @@ def test_a_bounded_product_reads_nothing_outside_of_the_pointers_and_tells_of_to
     torch.testing.assert_close(half.to_dense(), expected.half(), rtol=2e-3, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "sparsecomp"])
 def test_a_bounded_product_is_in_one_graph_with_its_gradients(backend):
     torch.compiler.reset()

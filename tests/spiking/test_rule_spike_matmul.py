@@ -162,6 +162,7 @@ def test_bytes_are_multiplied_under_inductor():
 
 
 def test_the_gate_takes_many_heads_in_a_graph_and_no_small_product():
+    pytest.importorskip("triton")
     many = SpikeProduct(4096, 64, 64, 32, torch.float32, fused=True, trained=False, hosted=False)
     taken = decide(many, CARD, H100)
     # dense writes and reads operands of four bytes, and results; bytes leave mostly the results
@@ -174,6 +175,7 @@ def test_the_gate_takes_many_heads_in_a_graph_and_no_small_product():
 
 @pytest.mark.parametrize(("batch", "taken"), [(4096, True), (1, False)])
 def test_an_estimate_for_a_card_decides(batch, taken):
+    pytest.importorskip("triton")
     with FakeTensorMode():
         q, k = (torch.empty(batch, 64, 32, device="cuda") for _ in range(2))
     gm = fx.symbolic_trace(lambda q, k: spikes(q) @ spikes(k).mT)

@@ -464,6 +464,7 @@ def test_the_fused_neuron_reads_one_step_without_a_copy():
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_the_neurons_kernel_reads_one_step_at_all_times(channels_last):
+    pytest.importorskip("triton")
     x = 3 * torch.randn(1, 2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
     if channels_last:
         x = x[0].contiguous(memory_format=torch.channels_last)[None]
