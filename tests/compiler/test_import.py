@@ -42,7 +42,7 @@ print(name := {name!r}, name in dir(sparsecomp), not inspect.ismodule(getattr(sp
     assert _python(code) == f"{name} True True"
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["passes", "runtime", "cache", "formats", "nn", "ops", "snn"])
 def test_packages_load_on_use(name):
     code = f"""

@@ -12,7 +12,7 @@ from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.ops import select_largest
 from sparsecomp.reference.masks import select_by_sorting
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -110,6 +110,7 @@ def test_two_are_as_the_dense_ones(name, what):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", ["CSR", "BSR"])
 @pytest.mark.parametrize("what", [*TWO, "softmax", "times dense", "largest of rows"])
 def test_gradients_are_those_of_differences(name, what):
@@ -227,6 +228,7 @@ BOUNDED: dict[str, Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
 BROKEN = ("sum of rows", "rows and a number", "cat", "in a product")
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("what", BOUNDED)
 def test_products_of_bounded_size_are_the_dense_ones_eager_and_in_one_graph(what):
     torch.compiler.reset()

@@ -10,7 +10,7 @@ from sparsecomp.lowering.spiking import event_conv, spike_conv
 from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.reference.geometry import Window
 
-pytestmark = [pytest.mark.parametrize("device", KERNEL_DEVICES), pytest.mark.quick_cases(2)]
+pytestmark = [pytest.mark.parametrize("device", KERNEL_DEVICES), pytest.mark.quick_cases(1)]
 
 SQUARE = Window((3, 3), (1, 1), (1, 1), (1, 1))
 
