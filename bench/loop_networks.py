@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsecomp
+from bench.masked.masked_linear import MaskedLinear
 from bench.parallel import measured
 from bench.spiking.networks import DeadNetworkError, firing_rates
 from bench.timing import MODES, guarded, time_rivals
@@ -39,7 +40,7 @@ class Mlp(nn.Module):
         torch.manual_seed(0)
         linears = [nn.Linear(2048, 2048) for _ in range(4)]
         if masked:
-            self.layers = nn.ModuleList(Masked(linear) for linear in linears)
+            self.layers = nn.ModuleList(MaskedLinear(linear, _largest(linear)) for linear in linears)
         else:
             self.layers = nn.ModuleList(SparseLinear.from_linear(linear, sparsity=0.9) for linear in linears)
 
@@ -50,20 +51,10 @@ class Mlp(nn.Module):
         return x
 
 
-class Masked(nn.Module):
-    """A linear layer that multiplies its weight by a mask, as people write it."""
-
-    mask: Tensor
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-        weight = linear.weight.detach().abs()
-        self.register_buffer("mask", (weight >= weight.flatten().kthvalue(int(0.9 * weight.numel())).values).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(…, in) to (…, out)."""
-        return F.linear(x, self.linear.weight * self.mask, self.linear.bias)
+def _largest(linear: nn.Linear) -> Tensor:
+    """The mask of a tenth of the weights."""
+    weight = linear.weight.detach().abs()
+    return weight >= weight.flatten().kthvalue(int(0.9 * weight.numel())).values
 
 
 def _spikingjelly(module: str, name: str, **arguments: Any) -> nn.Module:

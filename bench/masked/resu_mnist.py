@@ -51,40 +51,66 @@ PROBLEMS = (
 
 def run(problems: tuple[Problem, ...] = PROBLEMS, seeds: int = SEEDS) -> Iterator[dict[str, Any]]:
     """One row a problem and method: test accuracy of each seed in percent, its mean and standard deviation."""
-    with ProcessPoolExecutor(
-        torch.get_num_threads(), get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
-    ) as workers:
+    with workers_of_one_thread() as workers:
         for problem in problems:
             found = list(workers.map(trained, [problem] * seeds, range(seeds)))
             for method in found[0]:
-                row = {**problem._asdict(), "method": method, **_summary([figures[method] for figures in found])}
+                row = {**problem._asdict(), "method": method, **summary([figures[method] for figures in found])}
                 print(row, flush=True)
                 yield row
 
 
 def trained(problem: Problem, seed: int) -> dict[str, dict[str, float]]:
     """Figures of every method on one seed."""
-    images, labels = load(problem.data)
-    training, test = split(labels, seed)
-    steps = problem.epochs * (len(training) // BATCH)
-
-    def batches(epoch: int) -> Iterator[Batch]:
-        return ((images[rows], labels[rows]) for rows in order(training, epoch, seed))
-
-    def right(network: nn.Module) -> float:
-        return accuracy(network, images[test], labels[test])
-
+    sample = Sample.of(problem.data, seed)
+    steps = problem.epochs * sample.steps
     found = {}
     for method, rule in peers(steps, seed).items():
         network = make_network(problem, seed)
-        every = (batch for epoch in range(problem.epochs) for batch in batches(epoch))
+        every = (batch for epoch in range(problem.epochs) for batch in sample.batches(epoch))
         masked = sparse_training.train(network, every, rule, LEARNING_RATE)
         kept = sum(int(mask.sum()) for mask in masked.masks.values())
         sparsity = 1 - kept / sum(mask.numel() for mask in masked.masks.values())
-        found[method] = {"accuracy": right(network), "sparsity": sparsity}
+        found[method] = {"accuracy": sample.right(network), "sparsity": sparsity}
     for method, share in CYCLES_BY_SHARE.items():
-        found[method] = cycled(make_network(problem, seed), batches, config(steps, share), right, seed)
+        found[method] = cycled(make_network(problem, seed), sample.batches, config(steps, share), sample.right, seed)
     return found
+
+
+class Sample(NamedTuple):
+    """A data set as one seed splits it and orders its batches."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    training: torch.Tensor
+    test: torch.Tensor
+    seed: int
+
+    @classmethod
+    def of(cls, data: str, seed: int) -> "Sample":
+        """Of a data set by name."""
+        images, labels = load(data)
+        return cls(images, labels, *split(labels, seed), seed)
+
+    @property
+    def steps(self) -> int:
+        """Batches of an epoch."""
+        return len(self.training) // BATCH
+
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """Of an epoch."""
+        return ((self.images[rows], self.labels[rows]) for rows in order(self.training, epoch, self.seed))
+
+    def right(self, network: nn.Module) -> float:
+        """Percent of the test that a network tells right."""
+        return accuracy(network, self.images[self.test], self.labels[self.test])
+
+
+def workers_of_one_thread() -> ProcessPoolExecutor:
+    """As many as this process has threads."""
+    return ProcessPoolExecutor(
+        torch.get_num_threads(), get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    )
 
 
 def config(steps: int, resu_share: float, sparsity: float = SPARSITY) -> RESUConfig:
@@ -235,7 +261,7 @@ _COUNTS = {
 }
 
 
-def _summary(figures: list[dict[str, float]]) -> dict[str, Any]:
+def summary(figures: list[dict[str, float]]) -> dict[str, Any]:
     accuracies = [round(each["accuracy"], 2) for each in figures]
     means = {key: round(statistics.mean(each[key] for each in figures), 4) for key in figures[0] if key != "accuracy"}
     spread = round(statistics.stdev(accuracies), 2) if len(accuracies) > 1 else 0.0

@@ -8,9 +8,7 @@ steps, `reached` their zeros at the end. No method was tuned. `python -m bench d
 
 import statistics
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -139,14 +137,12 @@ def cases(problems: tuple[Problem, ...] = PROBLEMS, sparsities: tuple[float, ...
 
 def run(seeds: int = SEEDS) -> Iterator[dict[str, Any]]:
     """One row a case: test accuracy of each seed in percent, its mean and deviation, the work and the zeros reached."""
-    with ProcessPoolExecutor(
-        torch.get_num_threads(), get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
-    ) as workers:
+    with resu_mnist.workers_of_one_thread() as workers:
         every = list(cases())
         found = workers.map(trained, [case._replace(seed=seed) for case in every for seed in range(seeds)])
         for case in every:
             rows = [next(found) for _ in range(seeds)]
-            row = {**case.problem._asdict(), **case._asdict(), **_summary(rows)}
+            row = {**case.problem._asdict(), **case._asdict(), **resu_mnist.summary(rows)}
             del row["problem"], row["seed"]
             print(row, flush=True)
             yield row
@@ -154,27 +150,18 @@ def run(seeds: int = SEEDS) -> Iterator[dict[str, Any]]:
 
 def trained(case: Run) -> dict[str, float]:
     """Figures of one network."""
-    images, labels = resu_mnist.load(case.problem.data)
-    rows, test = resu_mnist.split(labels, case.seed)
-    epochs = case.longer * case.problem.epochs
-    steps = epochs * (len(rows) // resu_mnist.BATCH)
+    sample, epochs = resu_mnist.Sample.of(case.problem.data, case.seed), case.longer * case.problem.epochs
+    steps = epochs * sample.steps
     model = resu_mnist.make_network(case.problem, case.seed)
-
-    def batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return ((images[some], labels[some]) for some in resu_mnist.order(rows, epoch, case.seed))
-
-    def right(network: nn.Module) -> float:
-        return resu_mnist.accuracy(network, images[test], labels[test])
-
     if case.method == RESU:
         config = resu_mnist.config(steps, 0.4, case.sparsity)
-        figures = resu_mnist.cycled(model, batches, config, right, case.seed)
+        figures = resu_mnist.cycled(model, sample.batches, config, sample.right, case.seed)
         return {"accuracy": figures["accuracy"], "reached": figures["sparsity"]}
     training = METHODS[case.method](model, case, steps)
     for epoch in range(epochs):
-        for x, y in batches(epoch):
+        for x, y in sample.batches(epoch):
             _step(model, training, x, y)
-    return {"accuracy": right(model.eval()), "reached": _zeros(model), "work": training.work}
+    return {"accuracy": sample.right(model.eval()), "reached": _zeros(model), "work": training.work}
 
 
 def _step(model: nn.Module, training: Training, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -200,13 +187,6 @@ def _zeros(model: nn.Module) -> float:
             kept = masks.get(f"{name}.weight", layer.weight != 0)
             stored, total = stored + int(kept.sum()), total + kept.numel()
     return 1 - stored / total
-
-
-def _summary(rows: list[dict[str, float]]) -> dict[str, Any]:
-    accuracies = [round(row["accuracy"], 2) for row in rows]
-    spread = round(statistics.stdev(accuracies), 2) if len(accuracies) > 1 else 0.0
-    means = {name: round(statistics.mean(row[name] for row in rows), 4) for name in rows[0] if name != "accuracy"}
-    return {"mean": round(statistics.mean(accuracies), 2), "sd": spread, "accuracies": accuracies, **means}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

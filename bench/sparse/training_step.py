@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.masked.masked_linear import MaskedLinear
 from bench.parallel import measured
 from bench.table import markdown_grid
 from bench.timing import MODES, guarded, time_rivals, wait
@@ -32,25 +32,10 @@ class Case(NamedTuple):
     dtype: str
 
 
-class Masked(nn.Module):
-    """A linear layer that multiplies its weight by a mask."""
-
-    mask: Tensor
-
-    def __init__(self, linear: nn.Linear, mask: Tensor) -> None:
-        super().__init__()
-        self.linear = linear
-        self.register_buffer("mask", mask.to(linear.weight.dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(rows, in) to (rows, out)."""
-        return F.linear(x, self.linear.weight * self.mask, self.linear.bias)
-
-
 Layer = Callable[[nn.Linear, Tensor], nn.Module]
 RIVALS: dict[str, tuple[Layer, str]] = {
-    "dense": (lambda linear, mask: linear, "inductor"), "masked": (Masked, "inductor"),
-    "masked by sparsecomp": (Masked, "sparsecomp"),
+    "dense": (lambda linear, mask: linear, "inductor"), "masked": (MaskedLinear, "inductor"),
+    "masked by sparsecomp": (MaskedLinear, "sparsecomp"),
     "sparse by sparsecomp": (lambda linear, mask: SparseLinear.from_linear(linear, mask=mask), "sparsecomp"),
 }  # fmt: skip
 """The layers, and what compiles them."""

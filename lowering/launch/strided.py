@@ -32,7 +32,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def dtype_name(tensor: Tensor) -> str:
     """Such as `"float32"`."""
-    return str(tensor.dtype)[6:]
+    return name_of(tensor.dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Such as `"float32"`."""
+    return str(dtype)[6:]
 
 
 def order_of(strides: Strides, columns: int) -> str:

@@ -11,6 +11,7 @@ from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, size_bucket
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.launch.strided import name_of
 from sparsecomp.lowering.sparse.random_sparse import density_of, random_pattern, row_lengths, sizes_and_entries
 from sparsecomp.lowering.tuning.template import Operation
 
@@ -46,8 +47,8 @@ def _writing(
     """To find the launch by the tensors' looks takes the host less than to describe it anew; None if there is none."""
     if not shape[0] * shape[1]:
         return None
-    names = (str(one).removeprefix("torch.") for one in (dtype, index))
-    return dispatch.prepared(WRITE_OUT, WriteOut(*shape, stored.numel(), *names), device)
+    problem = WriteOut(*shape, stored.numel(), name_of(dtype), name_of(index))
+    return dispatch.prepared(WRITE_OUT, problem, device)
 
 
 def read_at(dense: Tensor, pointers: Tensor, indices: Tensor, out: Tensor) -> None:

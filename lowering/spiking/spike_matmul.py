@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import dtype_name, strided
+from sparsecomp.lowering.launch.strided import name_of, strided
 from sparsecomp.lowering.tuning.template import Operation
 
 
@@ -70,7 +70,7 @@ def _problem(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> tuple[Sp
     a, b = _two_batches(a, b)
     outer, inner, m, k = a.shape
     strides = BatchStrides(*a.stride()), BatchStrides(*b.stride())
-    return SpikeMatmul(m, b.shape[-1], k, outer, inner, *strides, scale, dtype_name(a.new_empty(0, dtype=dtype))), a, b
+    return SpikeMatmul(m, b.shape[-1], k, outer, inner, *strides, scale, name_of(dtype)), a, b
 
 
 def _two_batches(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -248,18 +248,18 @@ def sparse_seconds(product: Product, device: Device, card: Card) -> tuple[float,
 
     Infinite if no kernel takes the product.
     """
-    forward, kernel = product_time(product, device, card)
+    forward, kernel = _product_time(product, device, card)
     if not product.trained or forward.device == inf:
         return product.waited(forward), kernel
     flipped = product._replace(
         layout=multiplied_as(product.layout, True), bias=False, residual=False, activation="none"
     )  # fmt: skip
-    backward, _ = product_time(flipped, device, card)
-    rest = (backward, _reordering(product, card), sampling_time(product, device, card))
+    backward, _ = _product_time(flipped, device, card)
+    rest = (backward, _reordering(product, card), _sampling_time(product, device, card))
     return product.waited(forward.plus(*rest)), kernel
 
 
-def product_time(product: Product, device: Device, card: Card) -> tuple[Time, str]:
+def _product_time(product: Product, device: Device, card: Card) -> tuple[Time, str]:
     operations, problem = _problem(product)
     candidates = [one for operation in operations for one in operation.candidates(problem, device)]
     return fastest_candidate(candidates, problem, product, card, f"spmm_{product.layout.format}")
@@ -304,7 +304,7 @@ def _reordering(product: Product, card: Card) -> Time:
     return Time(p.stored * (2 * size + 8) / card.bandwidth + card.launch, host.LAUNCH)
 
 
-def sampling_time(product: Product, device: Device, card: Card) -> Time:
+def _sampling_time(product: Product, device: Device, card: Card) -> Time:
     """The gradient by the values; for blocks and groups torch's products of them."""
     from sparsecomp.lowering.sparse.sddmm import SDDMM, weight_gradient
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.strided import name_of
 from sparsecomp.lowering.spiking.spike_matmul import SPIKE_MATMUL, BatchStrides, SpikeMatmul
 from sparsecomp.lowering.tuning import cost, host
 from sparsecomp.lowering.tuning.cards import Card
@@ -56,5 +57,5 @@ def decide(site: SpikeProduct, device: Device, card: Card) -> Decision:
 def _kernel_seconds(site: SpikeProduct, device: Device, card: Card) -> float:
     p = site
     a, b = BatchStrides(0, p.m * p.k, p.k, 1), BatchStrides(0, p.k * p.n, p.n, 1)
-    problem = SpikeMatmul(p.m, p.n, p.k, 1, p.batch, a, b, 1.0, str(p.dtype)[6:])
+    problem = SpikeMatmul(p.m, p.n, p.k, 1, p.batch, a, b, 1.0, name_of(p.dtype))
     return min((cost.seconds(one, problem, card) for one in SPIKE_MATMUL.candidates(problem, device)), default=inf)

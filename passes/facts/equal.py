@@ -3,13 +3,12 @@
 Inductor merges equal calls where it computes gradients, and in inference calls each of them.
 """
 
-import heapq
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
 
-from sparsecomp.passes.facts.repeats import is_function, takes_step
+from sparsecomp.passes.facts.repeats import Readers, is_function, takes_step
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of
 
 
@@ -32,26 +31,22 @@ def equal_calls(
     op = op_of(first)
     if op is None or not _is_first(first, op, fixed) or _follows_twins(first, fixed):
         return {}
-    pending = [(order[user], user) for user in op.input.users if user.target == first.target]
-    heapq.heapify(pending)
+    readers = Readers(order, (user for user in op.input.users if user.target == first.target))
     merged: dict[fx.Node, fx.Node] = {}
     known: dict[object, fx.Node] = {}
-    seen: set[fx.Node] = set()
     spread: set[fx.Node] = set()
-    while pending:
-        _, node = heapq.heappop(pending)
-        op = None if node in seen else op_of(node)
-        seen.add(node)
+    for node in readers:
+        op = op_of(node)
         mode = None if op is None or not _is_known(op, fixed) else mode_of(node, op)
         if op is None or mode is None:
             continue
         earlier = known.setdefault((mode, _key(op, merged, fixed)), node)
         if earlier is not node:
             merged[node] = earlier
-            readers = [*node.users] if earlier in spread else [*earlier.users, *node.users]
-            spread.add(earlier)
-            for user in readers:
-                heapq.heappush(pending, (order[user], user))
+            if earlier not in spread:
+                readers.add(earlier.users)
+                spread.add(earlier)
+            readers.add(node.users)
     return merged
 
 

@@ -8,7 +8,7 @@ expressions over Dynamo's symbols, so that what holds in the example holds for e
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -85,26 +85,42 @@ def flow_from(
     flow.steps[source] = step
     if not admits(op, flow):
         return None
-    pending = [(order[user], user) for user in source.users]
-    heapq.heapify(pending)
-    seen: set[fx.Node] = set()
-    while pending:
-        _, node = heapq.heappop(pending)
-        op = None if node in seen else op_of(node)
-        seen.add(node)
+    readers = Readers(order, source.users)
+    for node in readers:
+        op = op_of(node)
         if op is None:
             continue
         step = _step(op, flow, _RULES)
         if step is not None:
             flow.steps[node] = step
             if admits(op, flow):
-                for user in node.users:
-                    heapq.heappush(pending, (order[user], user))
+                readers.add(node.users)
                 continue
             del flow.steps[node]
         if op.has(Trait.PRODUCT) and op.input in flow.steps:
             flow.ends.append(op)
     return flow
+
+
+class Readers:
+    """Nodes in the order of the graph, each once, to which more may be added on the way."""
+
+    def __init__(self, order: Mapping[fx.Node, int], nodes: Iterable[fx.Node]) -> None:
+        self._order = order
+        self._pending: list[tuple[int, fx.Node]] = []
+        self._seen: set[fx.Node] = set()
+        self.add(nodes)
+
+    def add(self, nodes: Iterable[fx.Node]) -> None:
+        """Let these come too, unless they were there before."""
+        for node in nodes:
+            if node not in self._seen:
+                self._seen.add(node)
+                heapq.heappush(self._pending, (self._order[node], node))
+
+    def __iter__(self) -> Iterator[fx.Node]:
+        while self._pending:
+            yield heapq.heappop(self._pending)[1]
 
 
 def is_function(op: CanonicalOp) -> bool:

@@ -113,7 +113,7 @@ def check_layer(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     if 0 in weight.shape:
         return refuse(Why.NO_FEATURES)
     depth = math.prod(weight.shape[1:])
-    if depth * _DIGIT * max(abs(fact.lo or 0), abs(fact.hi or 0)) >= 2**31:
+    if depth * _DIGIT * fact.largest >= 2**31:
         return refuse(Why.TOO_DEEP, depth=depth)
     promise = _promise(fact, x, dtype, ctx)
     if isinstance(promise, Refusal):

@@ -214,7 +214,7 @@ def _product(
     Args:
         most: up to what float32 operands survive the precision of products; None for other dtypes.
     """
-    greatest, bound = max(_greatest(a), _greatest(b)), _greatest(a) * _greatest(b) * count
+    greatest, bound = max(a.largest, b.largest), a.largest * b.largest * count
     if most is not None and greatest > most:
         return f"numbers up to {greatest} pass {most}, to which products of float32 may round their operands here"
     if bound > INTEGER_LIMIT[dtype]:
@@ -227,10 +227,6 @@ def _product(
             return f"the product of the scales, and of the number {number} behind it, is no power of two of {dtype}"
     assert total is not None
     return total
-
-
-def _greatest(fact: SparsityFact) -> int:
-    return max(abs(fact.lo or 0), abs(fact.hi or 0))
 
 
 def _build(chain: _Chain) -> fx.Node:

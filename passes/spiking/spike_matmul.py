@@ -66,7 +66,7 @@ def _illegal(product: BatchedProduct, facts: Facts, ctx: Context) -> Refusal | N
     if ctx.gradients and not all(ctx.analysis.unchanged(operand, product.node) for operand in product.operands):
         # for its backward matmul keeps copies of some layouts, which no write reaches
         return refuse(Why.UNSUPPORTED_OP, op="a trained product of what is written to later")
-    if depth * math.prod(max(abs(fact.lo or 0), abs(fact.hi or 0)) for fact in facts) >= 2**31:
+    if depth * math.prod(fact.largest for fact in facts) >= 2**31:
         return refuse(Why.TOO_DEEP, depth=depth)
     return None
 

@@ -161,11 +161,11 @@ def _one_step(node: fx.Node, step: OneStep, given: _Call, ones: Mapping[fx.Node,
     assert example is not None and op is not None
     sizes = [size // times if index == dim else size for index, size in enumerate(example.shape)]
     # of autocast's dtype, which a call made now would not have
-    made.meta["example_value"] = example.new_empty_strided(sizes, example.stride())
+    made.meta["example_value"] = alone = example.new_empty_strided(sizes, example.stride())
     if op.name in _RESHAPING and example.is_contiguous():
         # of all steps this was a copy, and layers ask how one step of it lies
         made = call(node.graph, node, torch.Tensor.contiguous, made)
-        made.meta["example_value"] = example.new_empty_strided(sizes, example.stride())
+        made.meta["example_value"] = alone
     return made
 
 

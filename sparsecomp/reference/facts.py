@@ -98,6 +98,11 @@ class SparsityFact:
         return self.integral and self.exact and self.finite and self.within(0, 1)
 
     @property
+    def largest(self) -> int:
+        """The largest magnitude of its whole numbers, as far as bounds are known; 0 without any."""
+        return max(abs(self.lo or 0), abs(self.hi or 0))
+
+    @property
     def fits_int8(self) -> bool:
         """Every element divided by `scale` is exactly an integer of one signed byte."""
         return self.integral and self.exact and self.finite and self.within(-128, 127)

@@ -234,10 +234,16 @@ def test_of_four_tensors_the_first_three_are_reordered():
     assert report.graph_after.count("torch.matmul(") == 2
 
 
-def test_a_batch_of_any_size():
+def marked(dim: int) -> list[Tensor]:
+    """Inputs of which one size is to be any."""
     operands = inputs()
     for operand in operands:
-        torch._dynamo.mark_dynamic(operand, 1)
+        torch._dynamo.mark_dynamic(operand, dim)
+    return operands
+
+
+def test_a_batch_of_any_size():
+    operands = marked(1)
     with torch.no_grad():
         found, report = rewritten(TAKEN["spikformer"], *operands, strict=True)
         assert torch.equal(found, TAKEN["spikformer"](*operands))
@@ -245,11 +251,8 @@ def test_a_batch_of_any_size():
 
 
 def test_any_number_of_tokens_has_no_bound():
-    operands = inputs()
-    for operand in operands:
-        torch._dynamo.mark_dynamic(operand, 2)
     with torch.no_grad():
-        _, report = rewritten(TAKEN["spikformer"], *operands, strict=True)
+        _, report = rewritten(TAKEN["spikformer"], *marked(2), strict=True)
     assert site(report, "reorder_products").why == "UNKNOWN_SHAPE"
 
 

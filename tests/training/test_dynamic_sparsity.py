@@ -3,12 +3,14 @@
 import copy
 import gc
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from interrupted import gone_on
 from torch import nn
 
 import sparsecomp
@@ -194,18 +196,12 @@ def test_no_change_of_a_pattern_compiles_again(rule):
 
 def test_a_run_that_goes_on_has_the_same_bits():
     def run(interrupted: bool) -> list[torch.Tensor]:
-        model = network()
+        model, rule_of = network(), partial(RigL, every=2, end=20, fraction=0.5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        rule = RigL(model, optimizer, every=2, end=20, fraction=0.5)
+        rule = rule_of(model, optimizer)
         steps(model, optimizer, rule, 7)
         if interrupted:
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), rule.state_dict()))
-            model = network(density=0.5)
-            sparsecomp.load_state_dict(model, saved[0])
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-            optimizer.load_state_dict(saved[1])
-            rule = RigL(model, optimizer, every=2, end=20, fraction=0.5)
-            rule.load_state_dict(saved[2])
+            model, optimizer, rule = gone_on(model, optimizer, rule, network(density=0.5), rule_of)
         steps(model, optimizer, rule, 6)
         return weights(model)
 

@@ -2,10 +2,12 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interrupted import gone_on
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -120,19 +122,12 @@ def test_it_trains_as_its_dense_reference(format, gamma):
 
 def test_a_run_that_goes_on_has_the_same_bits_and_the_same_budget():
     def run(interrupted: bool) -> list[torch.Tensor]:
-        model = network()
-        settings = {"every": 2, "end": 20, "fraction": 0.8, "gamma": 0.95}
+        model, rule_of = network(), partial(SRigL, every=2, end=20, fraction=0.8, gamma=0.95)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        rule = SRigL(model, optimizer, **settings)
+        rule = rule_of(model, optimizer)
         train(model, rule, optimizer, 7)
         if interrupted:
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), rule.state_dict()))
-            model = network(fan_in=4)
-            sparsecomp.load_state_dict(model, saved[0])
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-            optimizer.load_state_dict(saved[1])
-            rule = SRigL(model, optimizer, **settings)
-            rule.load_state_dict(saved[2])
+            model, optimizer, rule = gone_on(model, optimizer, rule, network(fan_in=4), rule_of)
         train(model, rule, optimizer, 6)
         return weights(model)
 
