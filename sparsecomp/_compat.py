@@ -56,6 +56,7 @@ __all__ = [
     "conv_tf32",
     "described",
     "empty_cuda",
+    "empty_of",
     "fake_of",
     "graph_break_of",
     "graph_break_reasons",
@@ -133,16 +134,21 @@ def inductor_types() -> Mapping[str, type]:
 
 
 @cache
-def call_directly(operators: frozenset[Any], kept: frozenset[Any]) -> None:
+def call_directly(operators: frozenset[Any], kept: frozenset[Any], replayed: str) -> None:
     """Have Inductor's code call `operator.direct_cpu` or `direct_cuda` where it would call the operator.
+
+    In a graph of static shapes, on a GPU, each site gets an object of its own that it calls: what `replayed` makes of
+    the implementation.
 
     What such an operator reads besides others is computed once, as before a matrix product. Otherwise a residual
     connection would be summed up from its first term behind each layer again.
 
     Args:
         kept: those of them whose result's memory nothing else may use.
+        replayed: a class, as module and name.
     """
     from torch._inductor import ir
+    from torch._inductor.graph import SubgraphLowering
     from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
     from torch._inductor.virtualized import V
     from torch.utils._pytree import tree_map
@@ -150,10 +156,22 @@ def call_directly(operators: frozenset[Any], kept: frozenset[Any]) -> None:
     class Direct(ir.FallbackKernel):
         def __init__(self, layout: Any, kernel: Any, tensor_args: Any, *rest: Any, **kwargs: Any) -> None:
             super().__init__(layout, kernel, tensor_args, *rest, **kwargs)
+            self.is_replayed = False
             device = tensor_args[0].get_device()
             name = f"direct_{device.type}"
             if hasattr(kernel, name) and not V.graph.cpp_wrapper:  # C++ reaches operators only
                 self.python_kernel_name = f"{self.python_kernel_name}.{name}"
+                self.is_replayed = device.type == "cuda" and _is_static(tensor_args, rest[0])
+
+        def codegen(self, wrapper: Any) -> None:
+            if self.is_replayed and not isinstance(V.graph, SubgraphLowering):
+                self.is_replayed = False
+                module, name = replayed.rsplit(".", 1)
+                wrapper.add_import_once(f"from {module} import {name}")
+                site = f"{self.get_name()}_site"
+                wrapper.header.writeline(f"{site} = {name}({self.python_kernel_name})")
+                self.python_kernel_name = site
+            super().codegen(wrapper)
 
     def lowering_of(operator: Any) -> Callable[..., Any]:
         def lower(*args: Any, **kwargs: Any) -> Any:
@@ -167,6 +185,15 @@ def call_directly(operators: frozenset[Any], kept: frozenset[Any]) -> None:
     add_needs_realized_inputs(list(operators))
     for operator in operators:
         register_lowering(operator, type_promotion_kind=None)(lowering_of(operator))
+
+
+def _is_static(tensors: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether nodes of Inductor have sizes and strides of numbers, and no other argument is symbolic."""
+    numbers = [number for tensor in tensors for number in (*tensor.get_size(), *(tensor.maybe_get_stride() or (None,)))]
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool, sympy.Basic)
+    return all(isinstance(number, (int, sympy.Integer)) for number in numbers) and not any(
+        isinstance(leaf, symbolic) and not isinstance(leaf, sympy.Number) for leaf in tree_leaves(list(others))
+    )
 
 
 class _Decompositions(dict[Any, Callable[..., Any]]):
@@ -207,6 +234,13 @@ def empty_cuda(
     if device.type != "cuda" or device.index != torch.cuda.current_device():
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return cast(Any, torch._C)._dynamo.guards._empty_strided_cuda(shape, stride, dtype)
+
+
+def empty_of(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """`torch.empty_strided` on a device, of GPUs the current one."""
+    if device.type == "cuda":
+        return cast(Any, torch._C)._dynamo.guards._empty_strided_cuda
+    return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def conv_tf32() -> bool:

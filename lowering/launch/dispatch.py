@@ -54,6 +54,19 @@ def prepared(operation: Operation[P], problem: P, device: torch.device, only: st
     return _found(device, operation, problem, only)
 
 
+def chosen_by() -> tuple[object, str | None]:
+    """What decides, beside a problem, which kernel it gets: equal as long as the answer is the same."""
+    return _choices(), autotune.scoped_effort()
+
+
+@lru_cache(maxsize=1)
+def _choices() -> object:
+    return object()
+
+
+_FORGET.append(_choices.cache_clear)
+
+
 def forget() -> None:
     """Choose anew from now on, because the tuning cache's content was replaced."""
     for clear in _FORGET:

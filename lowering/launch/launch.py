@@ -9,15 +9,17 @@ driver.
 import ctypes
 import struct
 import threading
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsecomp.lowering.launch import watch
 from sparsecomp.lowering.tuning import host
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 _FORMATS = {
     "i1": "<b", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<B", "u8": "<B", "u16": "<H", "u32": "<I",
     "u64": "<Q", "fp32": "<f", "f32": "<f", "fp64": "<d",
@@ -36,6 +38,7 @@ class Launch:
 
     Attributes:
         named: constants and options.
+        direct: what launches past Triton, once that is known to be possible.
 
     A launch belongs to one device. Its tensors always have the dtypes of the first call, and are None in the same
     places.
@@ -48,17 +51,19 @@ class Launch:
         self.grid = grid
         self.numbers = numbers
         self.named = {**constants, **options}
-        self._direct: _DirectLaunch | None = None
+        self.direct: DirectLaunch | None = None
         self._undecided = True
 
     host_seconds = host.LAUNCH
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on the current stream of the device of the first tensor."""
-        direct = self._direct
-        if direct is not None:
+        direct = self.direct
+        if direct is not None and direct.is_free():
             pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-            if direct(pointers):
+            if not reduce(or_, pointers, 0) % ALIGNMENT:
+                direct.launch(pointers)
+                self._tell(tensors)
                 return
         first = tensors[0]
         assert first is not None
@@ -67,19 +72,24 @@ class Launch:
                 self._through_triton(tensors)
         else:
             self._through_triton(tensors)
+        self._tell(tensors)
+
+    def _tell(self, tensors: tuple[Tensor | None, ...]) -> None:
+        if watch.HERE.watcher is not None:
+            watch.HERE.watcher.launched(self, tensors)
 
     def _through_triton(self, tensors: tuple[Tensor | None, ...]) -> None:
         compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.named)
-        aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
+        aligned = all(tensor is None or tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
         if self._undecided and aligned and compiled is not None:  # the interpreter compiles nothing
             self._undecided = False
             first = tensors[0]
             assert first is not None
             arguments = [*tensors, *self.numbers]
-            self._direct = _DirectLaunch.of(compiled, self.grid, arguments, first.get_device())
+            self.direct = DirectLaunch.of(compiled, self.grid, arguments, first.get_device())
 
 
-class _DirectLaunch:
+class DirectLaunch:
     """Calls `cuLaunchKernel` with a parameter block of its own.
 
     The block is what Triton's launchers (3.6 to 3.9) build: the arguments that are no constants, in order, and two
@@ -111,7 +121,7 @@ class _DirectLaunch:
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, compiled: Any, grid: tuple[int, ...], arguments: list[Any], device: int) -> "_DirectLaunch | None":
+    def of(cls, compiled: Any, grid: tuple[int, ...], arguments: list[Any], device: int) -> "DirectLaunch | None":
         """None where the kernel needs more than a plain launch, which stays Triton's business."""
         metadata = compiled.metadata
         special = (
@@ -132,20 +142,23 @@ class _DirectLaunch:
             return None
         return cls(compiled, grid, pointers, slots, device)
 
-    def __call__(self, pointers: list[int]) -> bool:
-        """Launch; False if this launch must go through Triton."""
-        together = 0
-        for pointer in pointers:
-            together |= pointer
-        if (
-            together % _ALIGNMENT
-            or self._entering
+    @property
+    def listeners(self) -> tuple[int, int, int]:
+        """Equal for launches that are free together."""
+        return id(self._enter), id(self._leave), self._device
+
+    def is_free(self) -> bool:
+        """Whether a launch may pass Triton by now: nobody listens, and this is the current device."""
+        return not (
+            self._entering
             or self._leaving
             or self._hooks.launch_enter_hook is not self._enter
             or self._hooks.launch_exit_hook is not self._leave
             or (self._several and torch.cuda.current_device() != self._device)
-        ):
-            return False
+        )
+
+    def launch(self, pointers: list[int]) -> None:
+        """Launch on the current stream; the addresses are multiples of 16, and the launch is free."""
         stream = self._stream_of(self._device)
         with self._lock:
             if stream != (self._stream.value or 0):
@@ -154,7 +167,6 @@ class _DirectLaunch:
             status = self._launch(*self._head, self._stream, self._parameters, None)
         if status:
             raise RuntimeError(f"cuLaunchKernel failed with CUDA error {status}: see CUDA's documentation of CUresult")
-        return True
 
 
 def _slot(kind: str, value: Any) -> bytes:

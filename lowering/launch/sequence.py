@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsecomp import _compat
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.strided import contiguous_strides
+from sparsecomp.lowering.launch.watch import allocate
 from sparsecomp.lowering.tuning import host
 
 Workspace = tuple[tuple[int, ...], torch.dtype]
@@ -39,7 +39,7 @@ class Launches:
         """Launch all on the current stream of the device of the first tensor."""
         first = tensors[0]
         assert first is not None
-        own = [_compat.empty_cuda(shape, stride, dtype, first.device) for shape, stride, dtype in self.workspaces]
+        own = [allocate(shape, stride, dtype, first.device) for shape, stride, dtype in self.workspaces]
         every = (*tensors, *own)
         for launch, takes in self.steps:
             launch(*[None if position is None else every[position] for position in takes])

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sparsecomp import _compat
 from sparsecomp.lowering.launch.dispatch import prepared, recorded
 from sparsecomp.lowering.launch.epilogue import described_output
+from sparsecomp.lowering.launch.watch import allocate
 from sparsecomp.lowering.sparse.launcher import launcher_of, multiplied_as
 from sparsecomp.lowering.sparse.sddmm import SDDMM, weight_gradient
 from sparsecomp.lowering.sparse.semi_structured import refusal
@@ -47,7 +47,7 @@ def layer_product(
     if launch is None:
         return None
     rows = layout.shape[0]
-    out = _compat.empty_cuda((x.shape[0], rows), (rows, 1), x.dtype, x.device) if x.dim() == 2 else x.new_empty(
+    out = allocate((x.shape[0], rows), (rows, 1), x.dtype, x.device) if x.dim() == 2 else x.new_empty(
         (*x.shape[:-1], rows)
     )  # fmt: skip
     first = (values, *own[: layout.own]) if layout.kind.ARRAYS[0] == "values" else (*own[: layout.own], values)

@@ -21,6 +21,7 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature, device_
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.epilogue import finished, output_of
 from sparsecomp.lowering.launch.strided import dtype_name, strides_of
+from sparsecomp.lowering.launch.watch import do_not_note
 from sparsecomp.lowering.sparse import cusparselt
 from sparsecomp.lowering.sparse.spmm_csr import TOLERANCE
 from sparsecomp.lowering.sparse.spmm_nm import SPMM_NM, SpmmNM
@@ -70,6 +71,7 @@ def spmm_semi_structured(
     where = problem, values.device
     if width != 2 * problem.groups or refusal(*where) is not None or (refused_late and where in refused_late):
         return False
+    do_not_note()
     copy = MEMO.of(copied, (values, indices), "guarded")
     kept = copy.fingerprint if copy.filled or not are_frozen() else None
     try:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, size_bucket
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.strided import name_of
+from sparsecomp.lowering.launch.watch import allocate
 from sparsecomp.lowering.sparse.random_sparse import density_of, random_pattern, row_lengths, sizes_and_entries
 from sparsecomp.lowering.tuning.template import Operation
 
@@ -33,7 +33,7 @@ def write_out(pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[in
         pointers: (rows + 1,) and indices (entries,), contiguous, int32 or int64.
         values: (entries,), contiguous.
     """
-    out = _compat.empty_cuda(shape, (shape[1], 1), values.dtype, values.device)
+    out = allocate(shape, (shape[1], 1), values.dtype, values.device)
     launch = _writing(values.device, shape, values.shape, values.dtype, pointers.dtype)
     if launch is not None:
         launch(pointers, indices, values, out)

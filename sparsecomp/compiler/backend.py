@@ -75,7 +75,7 @@ def compile_graph(
     report.graph_breaks = _compat.graph_break_of(gm)
     compilations.add(_identity(graph), report)
     log.info("%d of %d sites rewritten", len(report.rewritten), len(report.sites))
-    _compat.call_directly(frozenset(DIRECT), frozenset(KEPT))
+    _compat.call_directly(frozenset(DIRECT), frozenset(KEPT), _REPLAYED)
     if not report.changed:
         return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, None)
     constants = Constants(gm, example_inputs)
@@ -94,6 +94,7 @@ def compile_graph(
     return run if constants or _tunes(options) else compiled
 
 
+_REPLAYED = "sparsecomp.lowering.launch.replay.Replayed"
 _NOT_FROZEN = "a weight that the option frozen promises to stay was replaced or written to: its constant was made anew"
 
 
