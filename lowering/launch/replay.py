@@ -103,7 +103,7 @@ class _Watch(TorchDispatchMode):
             self.allocated(result)
         elif func is _ATEN.detach.default:  # below autograd it changes nothing
             result = args[0]
-        elif isinstance(result, Tensor) and not _UNKNOWABLE & set(func.tags):
+        elif isinstance(result, Tensor) and result.layout is torch.strided and not _UNKNOWABLE & set(func.tags):
             self._called(func, args, kwargs or {}, result)
         else:
             self._repeatable = False
@@ -112,7 +112,7 @@ class _Watch(TorchDispatchMode):
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> None:
         written = func._schema.is_mutable
         memory = result.untyped_storage().data_ptr()
-        owners = [self._owner.get(id(arg)) for arg in args if isinstance(arg, Tensor)]
+        owners = [self._owner.get(id(arg)) for arg in args]
         owner = next((one for one in owners if one is not None and one.untyped_storage().data_ptr() == memory), result)
         self._owner.setdefault(id(result), owner)
         self._steps.append(_Call(func, tuple(args), kwargs, result, owner is not result and not written))
