@@ -20,7 +20,7 @@ from sparsecomp.passes.sparse.chain import Chain, ending_at
 from sparsecomp.passes.sparse.linear import arrays_of, numbers_of, sparse_layer, way_of
 
 
-class Rows(NamedTuple):
+class EvenRows(NamedTuple):
     """The claim that so many rows all store as many elements, of the pointers."""
 
     rows: int
@@ -41,20 +41,21 @@ def consider_stored(node: fx.Node, ctx: Context) -> Plan | None:
     return _plan(chain, rows, product, ctx) if isinstance(product, Product) else None
 
 
-def _rows(chain: Chain, ctx: Context) -> Rows | None:
+def _rows(chain: Chain, ctx: Context) -> EvenRows | None:
     """The rows of a layer in CSR, if each stores as many elements and that is promised to stay."""
-    (pointers, indices, *transposed), layout = arrays_of(chain)
-    held, stored = ctx.constant(pointers), example_of(indices)
-    if held is None or not layout.plain or chain.flip or type(stored.shape[0]) is not int:
+    pattern, layout = arrays_of(chain)
+    if not layout.plain or chain.flip or any(dtype_of(array) is not torch.int32 for array in pattern):
         return None
-    narrow = all(dtype_of(array) is torch.int32 for array in (indices, *transposed))
-    rows = Rows(layout.shape[0], stored.shape[0] // max(layout.shape[0], 1))
-    return rows if narrow and rows.fan_in and stored.shape[0] == rows.rows * rows.fan_in and rows(held) else None
+    held, entries, outputs = ctx.constant(pattern[0]), example_of(pattern[1]).shape[0], layout.shape[0]
+    if held is None or type(entries) is not int or not outputs or not entries or entries % outputs:
+        return None
+    rows = EvenRows(outputs, entries // outputs)
+    return rows if rows(held) else None
 
 
-def _plan(chain: Chain, rows: Rows, product: Product, ctx: Context) -> Plan | None:
+def _plan(chain: Chain, rows: EvenRows, product: Product, ctx: Context) -> Plan | None:
     (pointers, indices, *transposed), _ = arrays_of(chain)
-    lists, spread = transposed[::2], spread_now(indices, rows, ctx)
+    lists, spread = transposed[::2], spread_now(indices, rows, ctx)  # pointers and order
     otherwise = way_of(chain, product, ctx)
     layer = fixed_fan_in(chain, rows, spread, bool(lists) or not product.trained, ctx)
     decision = beside(layer, otherwise.implementation, otherwise.seconds.get(otherwise.implementation))
