@@ -47,14 +47,25 @@ class Assumption:
     """A claim about what a tensor holds, and whether it was true when last looked."""
 
     def __init__(self, claim: Callable[[Tensor], bool], held: Tensor) -> None:
-        self._claim, self._tensor, self._seen, self._true = claim, held, Seen.of(held), True
+        self._claim, self._kind = claim, _kind(held)
+        self._tensor: Tensor | None = None
+        self._seen, self._true = Seen.of(held), True
 
-    def __call__(self, tensor: Tensor) -> bool:
-        """Whether it is true of a tensor now; waits for the device if that is not the tensor that was seen."""
+    def __call__(self, tensor: object) -> bool:
+        """Whether it is true of what is now in the tensor's place; waits for the device if that may hold other numbers.
+
+        Dynamo may ask before it looks whether that is such a tensor at all.
+        """
+        if not isinstance(tensor, Tensor) or _kind(tensor) != self._kind:
+            return False
         if tensor is not self._tensor or not self._seen.still(tensor):
             self._true = self._claim(tensor.detach())
             self._tensor, self._seen = tensor, Seen.of(tensor)
         return self._true
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def take_for_granted(like: fx.Node, source: fx.Node, held: Tensor, claim: Callable[[Tensor], bool]) -> None:

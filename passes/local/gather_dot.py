@@ -1,6 +1,8 @@
 """A layer of fixed fan-in, written as gathered inputs times weights and summed, becomes one `sparsecomp::gather_dot`.
 
-Behind the sum may stand a bias, a residual and an activation; they become its arguments.
+So does a layer whose weight is sparse or masked and has as many elements in each row (`stored_rows`, `masked_rows`);
+the rules on such weights come after and judge what is left. Behind a layer may stand a bias, a residual and an
+activation; they become arguments of the operator.
 
 An index may be written to where nothing tells of it, may be negative and may be out of range. So each call reads it
 anew: the same operator that gathered the inputs gathers the numbers 0 to n_in - 1, n_out · k of them and not that for

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from sparsecomp.ops.masked.folded_weight import computed, formula
+from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer, dense_layer_seconds
 from sparsecomp.passes.engine.constants import promised_node
 from sparsecomp.passes.engine.proofs import take_for_granted
@@ -29,6 +30,7 @@ from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference.local.spread import spread_of
 from sparsecomp.reference.local.transposed import transposed_lists
 from sparsecomp.reference.patterns import Layout
+from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _PROBES = 4
 """Sets of random numbers that a formula is tried on."""
@@ -152,7 +154,7 @@ def _plan(chain: Chain, masked: Formula, kept: MaskedRows, ctx: Context) -> Plan
     product, spread = _product(chain, kept, ctx), spread_of(kept(mask))
     once = weight is not None and not product.trained
     layer = fixed_fan_in(chain, (kept.shape[0], kept.fan_in), spread, True, ctx)
-    decision = beside(layer, *_otherwise(chain, masked, product, weight if once else None, ctx))
+    decision = beside(layer, _otherwise(chain, masked, product, once, ctx))
     if decision.dense:
         return None
 
@@ -162,7 +164,7 @@ def _plan(chain: Chain, masked: Formula, kept: MaskedRows, ctx: Context) -> Plan
         take_for_granted(last, masked.sources[1], mask, KeepsRows(kept))
         index, *lists = (
             promised_node(last, kept._replace(what=what), masked.sources[1:], [mask], _names(masked)[1:])
-            for what in ("index", "pointers", "order")
+            for what in ("index", *(("pointers", "order") if product.trained else ()))
         )
         values = _values(masked, kept, index, [weight, mask] if once and weight is not None else None, last)
         bias = None if chain.bias is None else cast(chain.bias, dtype, last)
@@ -182,9 +184,7 @@ def _names(masked: Formula) -> list[str]:
     return [f"`{source.target}`" for source in masked.sources]
 
 
-def _values(
-    masked: Formula, kept: MaskedRows, index: fx.Node, held: list[Tensor] | None, like: fx.Node
-) -> fx.Node:  # fmt: skip
+def _values(masked: Formula, kept: MaskedRows, index: fx.Node, held: list[Tensor] | None, like: fx.Node) -> fx.Node:
     """The kept weights, as a constant of what weight and mask hold, or gathered in each call."""
     if held is not None:
         return promised_node(like, kept._replace(what="weight"), masked.sources, held, _names(masked))
@@ -202,14 +202,13 @@ def _product(chain: Chain, kept: MaskedRows, ctx: Context) -> Product:
     )
 
 
-def _otherwise(
-    chain: Chain, masked: Formula, product: Product, weight: Tensor | None, ctx: Context
-) -> tuple[str, float]:
-    """What runs the layer otherwise, and its seconds: dense, or a `weight` that stays in the format of a fold."""
+def _otherwise(chain: Chain, masked: Formula, product: Product, once: bool, ctx: Context) -> Decision:
+    """What runs the layer otherwise: a dense product, or one of a weight that is folded `once`, in its best format."""
     op = op_of(chain.nodes[0])
-    if weight is not None and op is not None:
+    if once and op is not None:
         folded = masked.values({node: ctx.values[node] for node in masked.sources})[masked.result]
         decision = choose_fold(op, folded.to(product.dtype), ctx).decision
         if decision.seconds:
-            return decision.implementation, decision.seconds[decision.implementation]
-    return "dense", dense_layer_seconds(product)
+            return decision
+    estimated = product.device.type == "cpu" or (product.device.type == "cuda" and product.dtype in KERNEL_DTYPES)
+    return Decision("dense", "", {"dense": dense_layer_seconds(product)} if estimated else {})

@@ -56,9 +56,8 @@ def _rows(chain: Chain, ctx: Context) -> EvenRows | None:
 def _plan(chain: Chain, rows: EvenRows, product: Product, ctx: Context) -> Plan | None:
     (pointers, indices, *transposed), _ = arrays_of(chain)
     lists, spread = transposed[::2], spread_now(indices, rows, ctx)  # pointers and order
-    otherwise = way_of(chain, product, ctx)
     layer = fixed_fan_in(chain, rows, spread, bool(lists) or not product.trained, ctx)
-    decision = beside(layer, otherwise.implementation, otherwise.seconds.get(otherwise.implementation))
+    decision = beside(layer, way_of(chain, product, ctx))
     held = ctx.constant(pointers)
     if decision.dense or held is None:
         return None
