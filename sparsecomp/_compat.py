@@ -79,6 +79,7 @@ __all__ = [
     "register_artifact",
     "register_logger",
     "serve_one_module",
+    "serve_while",
     "sets_autocast",
     "sets_grad_mode",
     "share_hooks",
@@ -560,6 +561,17 @@ def serve_one_module(inputs: Iterable[fx.Node]) -> None:
         source = _module_source(node)
         if source is not None:
             install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def serve_while(node: fx.Node, holds: Callable[[torch.Tensor], bool]) -> None:
+    """Have the graph that Dynamo compiles serve only while a condition on an input of its holds, asked in each call."""
+    from torch._dynamo.guards import get_verbose_code_parts, install_guard
+
+    def condition(builder: Any, guard: Any) -> None:
+        told = get_verbose_code_parts(f"what sparsecomp proved of {guard.name}", guard)
+        builder.get_guard_manager(guard).add_lambda_guard(holds, told, guard.user_stack)
+
+    install_guard(node.meta["grapharg"].source.make_guard(condition))
 
 
 def has_module(node: fx.Node) -> bool:

@@ -96,6 +96,15 @@ def decide(layer: FixedFanIn) -> Decision:
     return fastest({"gather_dot": ours, "dense": written})
 
 
+def operator_seconds(layer: FixedFanIn) -> float | None:
+    """Seconds of `gather_dot` beside another operator of ours, whose call takes the host as long; None if unknown."""
+    if layer.device.type == "cpu":
+        return _on_cpu(layer, _OURS[layer.trained])
+    if layer.device.type != "cuda" or layer.dtype not in KERNEL_DTYPES or not has_triton():
+        return None
+    return layer.waited(_ours(layer, *(layer.target or target_of(layer.device))))
+
+
 def _on_cpu(layer: FixedFanIn, rates: _Rates) -> float:
     each = rates.weight + (0.0 if layer.kept else rates.read)
     nanoseconds = each * layer.weights + layer.rows * layer.outputs * (rates.result + rates.product * layer.fan_in)

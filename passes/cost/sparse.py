@@ -152,13 +152,14 @@ def compare(product: Product, device: Device, card: Card) -> Decision:
 def beside_the_layer(product: Product, decision: Decision) -> Estimate | None:
     """What runs beside the dense layer that could stand in its place, which has no weight to write out."""
     ran = decision.seconds.get(decision.implementation)
-    if ran is None:
-        return None
+    return None if ran is None else Estimate(ran, dense_layer_seconds(product), decision.source)
+
+
+def dense_layer_seconds(product: Product) -> float:
+    """Seconds of the dense layer of these sizes."""
     if product.device.type == "cpu":
-        layer = cpu_cost.layer_seconds(_work(product), product.trained)
-    else:
-        layer = _layer_seconds(product, product.card)
-    return Estimate(ran, layer, decision.source)
+        return cpu_cost.layer_seconds(_work(product), product.trained)
+    return _layer_seconds(product, product.card)
 
 
 def _faster(product: Product, seconds: dict[str, float], layer: float) -> Decision:

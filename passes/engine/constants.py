@@ -7,7 +7,6 @@ makes them anew in place if not. It sees other tensors, other memory and counted
 and ``SPARSECOMP_DEBUG=1`` finds them.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from torch import Tensor, fx
 from sparsecomp import _compat
 from sparsecomp.environment import Settings
 from sparsecomp.ops import promise  # noqa: F401  (registers the operator)
+from sparsecomp.passes.engine.proofs import Seen, assume_proofs
 from sparsecomp.passes.engine.rule import call
 from sparsecomp.passes.graph.canonicalize import example_of
 
@@ -47,7 +47,13 @@ def promised_node(
         sources, held: the inputs, and what they hold.
         names: of them, for the error.
     """
-    node = _buffer(like, Constant(make, tuple(sources)), held)
+    return checked(_buffer(like, Constant(make, tuple(sources)), held), like, sources, held, names)
+
+
+def checked(
+    node: fx.Node, like: fx.Node, sources: Sequence[fx.Node], held: Sequence[Tensor], names: Sequence[str]
+) -> fx.Node:  # fmt: skip
+    """A node that, under ``SPARSECOMP_DEBUG=1``, looks in each call whether promised inputs hold what they held."""
     if not Settings.from_environment().debug:
         return node
     seen = [_buffer(like, Constant(torch.clone, (source,)), [one]) for source, one in zip(sources, held, strict=True)]
@@ -75,7 +81,8 @@ class Constants:
     """The constants of a graph that is compiled, and the inputs that they were made of."""
 
     def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """Takes them off the graph's module."""
+        """Takes them off the graph's module, and has what was proved of inputs asked before each call."""
+        proved = assume_proofs(gm)
         places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         read = {node.target for node in gm.graph.find_nodes(op="get_attr")}
         self._made = [
@@ -83,7 +90,7 @@ class Constants:
             for constant, name in gm.meta.pop(_KEY, {}).items() if name in read
         ]  # fmt: skip
         self._places = sorted({place for *_, sources in self._made for place in sources})
-        _compat.serve_one_module([node for node, place in places.items() if place in self._places])
+        _compat.serve_one_module([node for node, place in places.items() if place in self._places or node in proved])
         self._wait()
         self._remember(inputs)
 
@@ -92,16 +99,7 @@ class Constants:
 
     def follow(self, inputs: Sequence[Any]) -> bool:
         """Make the constants anew if an input is another tensor than before, or was written to; whether it was."""
-        for place, tensor, memory, address, version in self._known:
-            source = inputs[place]
-            if (
-                tensor is not source
-                or memory() is not source.untyped_storage()
-                or source.data_ptr() != address
-                or (version is not None and source._version != version)
-            ):
-                break
-        else:
+        if all(inputs[place] is tensor and seen.still(tensor) for place, tensor, seen in self._known):
             return False
         self._wait()
         for buffer, make, sources in self._made:
@@ -118,11 +116,4 @@ class Constants:
 
     def _remember(self, inputs: Sequence[Any]) -> None:
         # the tensors themselves: torch swaps none that has a weak reference
-        held = [(place, inputs[place]) for place in self._places]
-        self._known = [
-            (
-                place, one, weakref.ref(one.untyped_storage()), one.data_ptr(),
-                None if one.is_inference() else one._version,
-            )
-            for place, one in held
-        ]  # fmt: skip
+        self._known = [(place, inputs[place], Seen.of(inputs[place])) for place in self._places]

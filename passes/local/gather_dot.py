@@ -1,6 +1,8 @@
 """A layer of fixed fan-in, written as gathered inputs times weights and summed, becomes one `sparsecomp::gather_dot`.
 
-Behind the sum may stand a bias, a residual and an activation; they become its arguments.
+So does a layer whose weight is sparse or masked and has as many elements in each row (`stored_rows`, `masked_rows`);
+the rules on such weights come after and judge what is left. Behind a layer may stand a bias, a residual and an
+activation; they become arguments of the operator.
 
 An index may be written to where nothing tells of it, may be negative and may be out of range. So each call reads it
 anew: the same operator that gathered the inputs gathers the numbers 0 to n_in - 1, n_out · k of them and not that for
@@ -16,23 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from sparsecomp import _compat
-from sparsecomp.passes.cost.local import FixedFanIn, decide
+from sparsecomp.passes.cost.local import decide
 from sparsecomp.passes.engine.constants import promised_node
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.local.gathered import Gathered, GatheredLayer, layer_of, source_of
-from sparsecomp.passes.local.own_layer import GATHER_DOT, consider_own
-from sparsecomp.passes.sparse.chain import Chain, circumstances, ending_at
-from sparsecomp.reference.local.spread import spread_of
+from sparsecomp.passes.local.masked_rows import consider_masked
+from sparsecomp.passes.local.operator import fixed_fan_in, operator_of, spread_now
+from sparsecomp.passes.local.own_layer import consider_own
+from sparsecomp.passes.local.stored_rows import consider_stored
+from sparsecomp.passes.sparse.chain import Chain, ending_at
 from sparsecomp.reference.local.transposed import transposed_lists
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every last node of a layer of fixed fan-in and what can be fused behind it is a site."""
-    own = consider_own(node, ctx)
-    if own is not None:
-        return own
+    for other in (consider_own, consider_stored, consider_masked):
+        verdict = other(node, ctx)
+        if verdict is not None:
+            return verdict
     chain = ending_at(node, _sum, ctx)
     if chain is None:
         layer = layer_of(node)
@@ -74,43 +78,28 @@ def _problem(layer: GatheredLayer, chain: Chain, ctx: Context) -> Refusal | None
 def _judged(layer: GatheredLayer, chain: Chain, ctx: Context) -> Plan | Refusal:
     gathered, last = layer.gathered, chain.nodes[-1]
     outputs, fan_in = gathered.fan
-    x, rows = example_of(gathered.x), known_sizes(gathered.x) or []
+    x, inputs = example_of(gathered.x), (known_sizes(gathered.x) or [0])[-1]
     source = source_of(gathered.index)
     held = None if source in ctx.written or type(x.shape[-1]) is not int else ctx.constant(source)
-    reading = Reading("index", gathered.by, rows[-1], gathered.fan)
+    reading = Reading("index", gathered.by, inputs, gathered.fan)
     if held is not None and not _can_be_read(held, reading):
-        return refuse(Why.GATHERED_AS_WRITTEN, detail=f"its index `{source.target}` reads beyond its {rows[-1]} inputs")
-    now = _now(source, gathered, ctx)
-    spread = None if now is None else spread_of(now)
-    how = circumstances(chain, ctx, x.device)
-    decision = decide(FixedFanIn(
-        ctx.device(x.device), torch.Size(rows[:-1]).numel(), rows[-1], outputs, fan_in, x.dtype,
-        chain.bias is not None, chain.residual is not None, chain.activation, spread, held is not None, **how,
-    ))  # fmt: skip
-    described = f"{gathered.by} of {fan_in} inputs for each of {outputs} outputs"
+        return refuse(Why.GATHERED_AS_WRITTEN, detail=f"its index `{source.target}` reads beyond its {inputs} inputs")
+    spread = spread_now(source, gathered.fan, ctx)
+    decision = decide(fixed_fan_in(chain, gathered.fan, spread, held is not None, ctx))
+    called = f"{gathered.by} of {fan_in} inputs for each of {outputs} outputs"
     if decision.dense:
-        return Refusal(Why.GATE, {"detail": f"{described}: {decision.reason}"}, decision.estimate)
+        return Refusal(Why.GATE, {"detail": f"{called}: {decision.reason}"}, decision.estimate)
 
     def build() -> dict[fx.Node, fx.Node]:
         read = [_index(gathered, last)] if held is None else _constants(reading, source, held, last)
         index, *lists = read
         weight = _shaped(layer.weight, gathered.fan, last)
-        return {last: call(
-            last.graph, last, GATHER_DOT, gathered.x, weight, index, chain.bias, chain.residual, lists,
-            chain.activation, spread or "far",
-        )}  # fmt: skip
+        return {last: operator_of(chain, gathered.x, weight, index, chain.bias, lists, spread)}
 
     once = "read once, under the promise that it stays" if held is not None else "read in each call"
-    reason = f"{described}{chain.fused}, its index {once}; {decision.reason}"
+    reason = f"{called}{chain.fused}, its index {once}; {decision.reason}"
     dead = (*chain.dead, *layer.nodes[-2::-1])
     return Plan(build, reason, "gather_dot", "", dead, decision.estimate)
-
-
-def _now(source: fx.Node, gathered: Gathered, ctx: Context) -> Tensor | None:
-    """What outputs read now, as (n_out, k), which decides nothing but speed; None if that is unknown."""
-    value = ctx.values.get(source)
-    known = value is not None and not _compat.is_fake(value) and value.numel() == gathered.fan[0] * gathered.fan[1]
-    return value.detach().reshape(gathered.fan).int() if known and value is not None else None
 
 
 _READS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], tuple[Any, ...]]]] = {

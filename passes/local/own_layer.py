@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-import sparsecomp.ops.local.gather_dot  # noqa: F401  (registers the operators)
 from sparsecomp.passes.cost.local import FixedFanIn, decide
 from sparsecomp.passes.engine.rule import Context, Plan, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.sparse.chain import Chain, circumstances, copied_behind, ending_at
+from sparsecomp.passes.local.operator import GATHER_DOT, fixed_fan_in
+from sparsecomp.passes.sparse.chain import Chain, copied_behind, differentiated, ending_at
 from sparsecomp.reference.precision import accumulator
-
-GATHER_DOT = torch.ops.sparsecomp.gather_dot.default
 
 
 def consider_own(node: fx.Node, ctx: Context) -> Verdict:
@@ -45,16 +43,11 @@ def consider_own(node: fx.Node, ctx: Context) -> Verdict:
 def _problem(chain: Chain, ctx: Context) -> FixedFanIn | None:
     """The layer's numbers; None if a shape is unknown."""
     arguments: Any = chain.nodes[0].args
-    x, shape, fan = example_of(chain.dense), known_sizes(chain.dense), known_sizes(arguments[2])
+    shape, fan = known_sizes(chain.dense), known_sizes(arguments[2])
     if shape is None or fan is None:
         return None
-    (outputs, fan_in), (*_, transposed, _, spread) = fan, arguments
-    how = circumstances(chain, ctx, x.device)
-    return FixedFanIn(
-        ctx.device(x.device), torch.Size(shape[:-1]).numel(), shape[-1], outputs, fan_in, x.dtype,
-        chain.bias is not None, chain.residual is not None, chain.activation, spread,
-        bool(transposed) or not how["trained"], **how,
-    )  # fmt: skip
+    *_, transposed, _, spread = arguments
+    return fixed_fan_in(chain, (fan[0], fan[1]), spread, bool(transposed) or not differentiated(chain, ctx), ctx)
 
 
 def _fused(chain: Chain, like: fx.Node) -> fx.Node:

@@ -14,7 +14,7 @@ from torch import fx
 from torch.nn.utils import prune
 
 from sparsecomp import _compat
-from sparsecomp.passes.engine.rule import Context
+from sparsecomp.passes.engine.rule import Context, is_static
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 
@@ -124,6 +124,34 @@ def writes_elsewhere(formula: Formula, layer: fx.Node, ctx: Context) -> fx.Node 
         if any((op := op_of(user)) is None or op.name not in LAYERS for user in meanwhile):
             return formula.result
     return next((source for source in formula.sources if not ctx.analysis.unchanged(source, source)), None)
+
+
+def constants_of(masked: Formula, ctx: Context) -> dict[fx.Node, torch.Tensor]:
+    """The values of the sources that stay from call to call, as far as they are known."""
+    return {node: value for node in masked.sources if (value := _constant(node, ctx)) is not None}
+
+
+def _constant(node: fx.Node, ctx: Context) -> torch.Tensor | None:
+    value = ctx.values.get(node)
+    if value is None or _compat.is_fake(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    return value if is_static(node) or is_parameter(node, ctx) or node.op == "get_attr" else None
+
+
+def is_parameter(node: fx.Node, ctx: Context) -> bool:
+    """Whether a source is a parameter of a module."""
+    return isinstance(ctx.values.get(node), torch.nn.Parameter)
+
+
+def varies(masked: Formula, layer: fx.Node, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> str | None:
+    """Why the weight is no constant in this graph; None if it is."""
+    for source in masked.sources:
+        if source.op not in ("placeholder", "get_attr"):
+            return f"it depends on `{source.name}`, which is computed in each call"
+        if source not in values:
+            return f"`{source.target}` is no parameter or buffer, but an input of the graph"
+    written = writes_elsewhere(masked, layer, ctx)
+    return None if written is None else f"`{written.name}` may be written to in this graph"
 
 
 def is_view(node: fx.Node) -> bool:

@@ -19,22 +19,23 @@ import torch
 from torch import fx, nn
 
 import sparsecomp.ops.masked.folded_layer  # noqa: F401  (registers the operators)
-from sparsecomp import _compat
 from sparsecomp.ops.masked.folded_weight import Folded, Recipe, computed, formula
 from sparsecomp.passes.cost.masked import decide_fold
 from sparsecomp.passes.engine.constants import promised_node
-from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, is_static, refuse
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.masked.fold import FoldedForm, choose_fold
 from sparsecomp.passes.masked.formula import (
     LAYERS,
     Formula,
+    constants_of,
     factors,
     formula_of,
     has_writes,
     is_mask,
+    is_parameter,
     is_view,
-    writes_elsewhere,
+    varies,
 )
 from sparsecomp.passes.masked.merged_weight import merge_weight
 from sparsecomp.passes.spiking.operand import cast
@@ -61,13 +62,13 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 
 
 def _judged(op: CanonicalOp, masked: Formula, ctx: Context) -> Verdict:
-    values = _constants(masked, ctx)
+    values = constants_of(masked, ctx)
     evidence = _evidence(masked, values, ctx)
     if evidence is not True:
         return evidence if isinstance(evidence, Refusal) else None
     if ctx.options.implementation == "dense":
         return refuse(Why.FORCED_DENSE)
-    problem = _varies(masked, op.node, values, ctx)
+    problem = varies(masked, op.node, values, ctx)
     if problem is None and ctx.gradients and _needs_gradient(op.node, masked, values):
         return merge_weight(op, masked, values, ctx)
     keep = ctx.keep(*values.values())
@@ -89,7 +90,7 @@ def _pruned(refusal: Refusal, masked: Formula, layer: fx.Node, ctx: Context) -> 
 def _can_be_sparse(masked: Formula, layer: fx.Node, ctx: Context) -> bool:
     """Whether `sparsify` stores this layer's weight sparse: that of an `nn.Linear` which is half zeros or more."""
     stack = layer.meta.get("nn_module_stack") or {"": ("", None)}
-    masks = [value for node, value in _constants(masked, ctx).items() if not _is_parameter(node, ctx)]
+    masks = [value for node, value in constants_of(masked, ctx).items() if not is_parameter(node, ctx)]
     return list(stack.values())[-1][1] is nn.Linear and any(2 * int(mask.sum()) <= mask.numel() for mask in masks)
 
 
@@ -97,21 +98,9 @@ RULE = Rule("masked_weight", consider, after=("spike_conv", "spike_linear"))
 """Spikes gain more than zeros in a weight do."""
 
 
-def _constants(masked: Formula, ctx: Context) -> dict[fx.Node, torch.Tensor]:
-    """The values of the sources that stay from call to call, as far as they are known."""
-    return {node: value for node in masked.sources if (value := _constant(node, ctx)) is not None}
-
-
-def _constant(node: fx.Node, ctx: Context) -> torch.Tensor | None:
-    value = ctx.values.get(node)
-    if value is None or _compat.is_fake(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
-        return None
-    return value if is_static(node) or _is_parameter(node, ctx) or node.op == "get_attr" else None
-
-
 def _evidence(masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Context) -> bool | Refusal:
     """Whether the formula masks a weight; a refusal where it multiplies by a buffer that is no mask."""
-    if len(values) < len(masked.sources) and not any(_is_parameter(source, ctx) for source in masked.sources):
+    if len(values) < len(masked.sources) and not any(is_parameter(source, ctx) for source in masked.sources):
         return False  # masked activations
     products = list(factors(masked))
     if has_writes(masked) or any(_is_binary(factor, masked, ctx) for pair in products for factor in pair):
@@ -121,33 +110,16 @@ def _evidence(masked: Formula, values: Mapping[fx.Node, torch.Tensor], ctx: Cont
     known = masked.values(values)
     if any(is_mask(known[factor]) for pair in products for factor in pair):
         return True
-    buffers = [node for node in masked.sources if not _is_parameter(node, ctx)]
+    buffers = [node for node in masked.sources if not is_parameter(node, ctx)]
     alike = [node for node in buffers if values[node].shape == example_of(masked.result).shape]
     if not alike:
         return False
     return refuse(Why.MASKED_AS_WRITTEN, detail=f"`{alike[0].target}` holds other values than 0 and 1")
 
 
-def _is_parameter(node: fx.Node, ctx: Context) -> bool:
-    return isinstance(ctx.values.get(node), torch.nn.Parameter)
-
-
 def _is_binary(factor: fx.Node, masked: Formula, ctx: Context) -> bool:
     fact, example = ctx.fact(factor, masked.result), example_of(factor)
     return (fact is not None and fact.is_binary) or (example is not None and example.dtype is torch.bool)
-
-
-def _varies(
-    masked: Formula, layer: fx.Node, values: Mapping[fx.Node, torch.Tensor], ctx: Context
-) -> str | None:
-    """Why the weight is no constant in this graph; None if it is."""
-    for source in masked.sources:
-        if source.op not in ("placeholder", "get_attr"):
-            return f"it depends on `{source.name}`, which is computed in each call"
-        if source not in values:
-            return f"`{source.target}` is no parameter or buffer, but an input of the graph"
-    written = writes_elsewhere(masked, layer, ctx)
-    return None if written is None else f"`{written.name}` may be written to in this graph"
 
 
 def _needs_gradient(layer: fx.Node, masked: Formula, values: Mapping[fx.Node, torch.Tensor]) -> bool:

@@ -4,7 +4,7 @@ Which part of a formula that is, is found by trying (see `sparsecomp.ops.masked.
 that the formula is linear in what is trained, so that trying proves it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,7 +34,7 @@ def merge_weight(
     for place, core in enumerate(chain):
         part = formula_of(core, op.node, ctx)
         part = None if part is None else by_roles(part, values)
-        if part is None or not is_linear(part):
+        if part is None or not is_linear(part, part.sources[:2]):
             continue
         problem = _unfit(part, op.node, masked, ctx)
         if problem is not None:
@@ -88,9 +88,9 @@ def by_roles(part: Formula, values: Mapping[fx.Node, torch.Tensor]) -> Formula |
     return replace(part, sources=(*trained, *selectors))
 
 
-def is_linear(part: Formula) -> bool:
+def is_linear(part: Formula, trained: Sequence[fx.Node]) -> bool:
     """Whether each step gives, of what depends on the trained, a sum of it times constants, and passes gradients."""
-    moving, dtype = set(part.sources[:2]), example_of(part.result).dtype
+    moving, dtype = set(trained), example_of(part.result).dtype
     for node in part.nodes:
         op = op_of(node)
         if op is not None and op.name == "detach":

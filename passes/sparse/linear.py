@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operators)
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
+from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer, fuses_relu
 from sparsecomp.passes.engine.constants import promised_node
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
@@ -30,21 +31,22 @@ _TO_DENSE = torch.ops.sparsecomp.stored_to_dense.default
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every last node of a sparse layer and what can be fused behind it is a site."""
-    chain = ending_at(node, _layer, ctx)
+    chain = ending_at(node, sparse_layer, ctx)
     return None if chain is None else replace(_judged(chain, node, ctx), layer=chain.nodes[0])
 
 
-RULE = Rule("sparse_linear", consider, after=("static_stem",))
+RULE = Rule("sparse_linear", consider, after=("gather_dot", "static_stem"))
 
 
 def _judged(chain: Chain, node: fx.Node, ctx: Context) -> Plan | Refusal:
     if ctx.options.implementation == "dense":
         return refuse(Why.FORCED_DENSE)
-    problem = _problem(chain, ctx)
+    problem = numbers_of(chain, ctx)
     return problem if isinstance(problem, Refusal) else _plan(chain, problem, node, ctx)
 
 
-def _layer(node: fx.Node) -> Chain | None:
+def sparse_layer(node: fx.Node) -> Chain | None:
+    """The sparse layer that a node is, if nothing is fused behind it yet."""
     if node.target is not _LINEAR:
         return None
     arguments: Any = node.args
@@ -54,14 +56,15 @@ def _layer(node: fx.Node) -> Chain | None:
     return Chain((node,), values, transpose, x, True, bias)
 
 
-def _arrays(chain: Chain) -> tuple[list[fx.Node], Layout]:
+def arrays_of(chain: Chain) -> tuple[list[fx.Node], Layout]:
+    """Index arrays of a sparse layer, and what they are."""
     arguments: Any = chain.nodes[0].args
     return list(arguments[2]), Layout.read(arguments[5])
 
 
-def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
+def numbers_of(chain: Chain, ctx: Context) -> Product | Refusal:
     """The product's numbers, or why it stays as written."""
-    pattern, layout = _arrays(chain)
+    pattern, layout = arrays_of(chain)
     problem = problem_of_writes(chain, ctx, *pattern)
     if problem is not None:
         return problem
@@ -74,8 +77,8 @@ def _problem(chain: Chain, ctx: Context) -> Product | Refusal:
 
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
-    kept = None if product.trained else _kept(chain, ctx)
-    decision = decided(product._replace(constant=kept is not None), ctx)
+    kept = _kept(chain, product, ctx)
+    decision = way_of(chain, product, ctx)
     dead, estimate = chain.dead, beside_the_layer(product, decision)
     if decision.dense:
         once = ": written out once, under the promise that it stays" if kept is not None else ""
@@ -90,9 +93,16 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     return Plan(build, reason, product.layout.format, "", dead, estimate)
 
 
-def _kept(chain: Chain, ctx: Context) -> list[Tensor] | None:
-    """Values and index arrays, if it is promised that they stay as they are."""
-    pattern, _ = _arrays(chain)
+def way_of(chain: Chain, product: Product, ctx: Context) -> Decision:
+    """What runs the layer by estimate."""
+    return decided(product._replace(constant=_kept(chain, product, ctx) is not None), ctx)
+
+
+def _kept(chain: Chain, product: Product, ctx: Context) -> list[Tensor] | None:
+    """Values and index arrays, if nothing trains and it is promised that they stay as they are."""
+    if product.trained:
+        return None
+    pattern, _ = arrays_of(chain)
     found = [ctx.constant(read) for read in (chain.sparse, *pattern)]
     return None if any(value is None for value in found) else [value for value in found if value is not None]
 

@@ -45,7 +45,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return None
 
 
-RULE = Rule("sparse_matmul", consider, after=("static_stem",))
+RULE = Rule("sparse_matmul", consider, after=("gather_dot", "static_stem"))
 
 
 def _judged(chain: Chain, node: fx.Node, ctx: Context) -> Plan | Refusal:
