@@ -23,6 +23,7 @@ from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict,
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.local.gathered import Gathered, GatheredLayer, layer_of, source_of
 from sparsecomp.passes.local.own_layer import GATHER_DOT, consider_own
+from sparsecomp.passes.local.residual_block import consider_block
 from sparsecomp.passes.sparse.chain import Chain, circumstances, ending_at
 from sparsecomp.reference.local.spread import spread_of
 from sparsecomp.reference.local.transposed import transposed_lists
@@ -30,9 +31,10 @@ from sparsecomp.reference.local.transposed import transposed_lists
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every last node of a layer of fixed fan-in and what can be fused behind it is a site."""
-    own = consider_own(node, ctx)
-    if own is not None:
-        return own
+    for already in (consider_block, consider_own):
+        verdict = already(node, ctx)
+        if verdict is not None:
+            return verdict
     chain = ending_at(node, _sum, ctx)
     if chain is None:
         layer = layer_of(node)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
-from sparsecomp.ops.local.gather_dot import input_gradient, weight_gradient
+from sparsecomp.ops.local.gather_dot import gradient_by_input, gradient_by_weight
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.local.residual_block import (
     ACTIVATIONS,
@@ -194,13 +194,13 @@ def _split(tensors: Iterable[Tensor], counts: Sequence[int]) -> list[list[Tensor
 
 def _input_gradient(grad: Tensor, layer: Sequence[Tensor], index: Sequence[Tensor]) -> Tensor:
     """In the dtype of `grad`; a layer has as many inputs as outputs."""
-    return input_gradient(grad.to(layer[0].dtype), layer[0], index[0], index[1:], grad.shape[-1]).to(grad.dtype)
+    return gradient_by_input(grad.to(layer[0].dtype), layer[0], index[0], index[1:], grad.shape[-1]).to(grad.dtype)
 
 
 def _layer_gradients(
     x: Tensor, grad: Tensor, layer: Sequence[Tensor], index: Sequence[Tensor], wants: Sequence[bool]
 ) -> list[Tensor | None]:
-    by_weight = weight_gradient(x, grad.to(x.dtype), index[0], index[1:]) if wants[0] else None
+    by_weight = gradient_by_weight(x, grad.to(x.dtype), index[0], index[1:]) if wants[0] else None
     return [by_weight, *(grad.sum_to_size(bias.shape) for bias in layer[1:])]
 
 
