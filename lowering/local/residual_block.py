@@ -62,9 +62,10 @@ def residual_block(
         before: (rows, n).
     """
     x = contiguous_rows(x)
+    rows, features = x.shape
     operands = len(norm), len(first), len(sine), len(second)
     problem = ResidualBlock(
-        *x.shape, first[0].shape[1], second[0].shape[1], x.stride(0), x.shape[0] // scale.numel(), kind, activation,
+        rows, features, first[0].shape[1], second[0].shape[1], x.stride(0), rows // scale.numel(), kind, activation,
         operands, before is not None, dtype_name(x), dtype_name(first[0]), eps,
     )  # fmt: skip
     given = *_some(norm, 2), *_some(first, 2), *_some(sine, 4), *_some(second, 2)
@@ -128,9 +129,9 @@ def _reference(problem: ResidualBlock, operands: tuple[Tensor | None, ...]) -> t
         out = sum((x.index_select(1, read) * by for read, by in places), torch.zeros_like(x))
         return out if bias is None else out + bias
 
-    before = layer(normalised(x, p.norm, p.eps, *norm), *exact[3:5], exact[11])
+    before = layer(normalised(x, p.norm, p.eps, *norm), exact[3], exact[4], exact[11])
     hidden = activated(before, p.activation, [one for one in exact[5:9] if one is not None])
-    return (x + scale.repeat_interleave(p.alike)[:, None] * layer(hidden, *exact[9:11], exact[12]),)
+    return (x + scale.repeat_interleave(p.alike)[:, None] * layer(hidden, exact[9], exact[10], exact[12]),)
 
 
 RESIDUAL_BLOCK: Operation[Any] = Operation(

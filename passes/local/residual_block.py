@@ -6,10 +6,11 @@ operator `gather_dot`, or gathers that Inductor compiles to one loop with what s
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.proxy import GraphAppendingTracer
 
 from sparsecomp.ops.local.residual_block import Layer, by_operator, composed
 from sparsecomp.passes.cost.local import FixedFanIn, decide_block
@@ -54,9 +55,10 @@ def _layers(block: fx.Node, ctx: Context) -> tuple[FixedFanIn, FixedFanIn] | Non
         fan = known_sizes(index)
         if shape is None or fan is None:
             return None
+        outputs, fan_in = fan
         how = circumstances(Chain((block,), layer[0], False, x, True, (*layer, None)[1]), ctx, device)
         found.append(FixedFanIn(
-            ctx.device(device), torch.Size(shape[:-1]).numel(), shape[-1], *fan, example_of(layer[0]).dtype,
+            ctx.device(device), torch.Size(shape[:-1]).numel(), shape[-1], outputs, fan_in, example_of(layer[0]).dtype,
             len(layer) > 1, False, "none", spread, bool(lists) or not how["trained"], **how,
         ))  # fmt: skip
     return found[0], found[1]
@@ -75,9 +77,9 @@ def _gathering(dtype: torch.dtype) -> Layer:
 
 def _written(block: fx.Node, like: fx.Node, layer: Layer) -> fx.Node:
     """The block's result, step by step."""
-    before, tracer = like.prev, fx.proxy.GraphAppendingTracer(block.graph)
-    *arguments, _ = fx.map_arg(block.args, lambda node: fx.Proxy(node, tracer))
-    dtypes = example_of(block.args[0]).dtype, example_of(block.args[2][0]).dtype
+    before, tracer, given = like.prev, GraphAppendingTracer(block.graph), cast(Any, block.args)
+    *arguments, _ = cast(Any, fx.map_arg)(given, lambda node: fx.Proxy(node, tracer))
+    dtypes = example_of(given[0]).dtype, example_of(given[2][0]).dtype
     out: Any = composed(*arguments, dtypes=dtypes, layer=layer)[0]
     while before.next is not like:
         before = before.next

@@ -141,10 +141,11 @@ def _cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     from sparsecomp.lowering.local import residual_block as lowered  # loads Triton
 
     rows = x.shape[:-1].numel(), x.shape[-1]
-    tensors = ([one.contiguous() for one in some] for some in (norm, first, sine, second))
+    norm, first, sine, second = ([one.contiguous() for one in some] for some in (norm, first, sine, second))
+    indices = first_index[0].contiguous(), second_index[0].contiguous()
     lowered.residual_block(
-        x.reshape(rows), *tensors, scale.reshape(-1), (first_index[0].contiguous(), second_index[0].contiguous()),
-        out.view(rows), before.view(rows) if keep else None, kind, eps, activation,
+        x.reshape(rows), norm, first, sine, second, scale.reshape(-1), indices, out.view(rows),
+        before.view(rows) if keep else None, kind, eps, activation,
     )  # fmt: skip
     return out, before
 
