@@ -1,21 +1,25 @@
 """Residual blocks in compiled graphs: each way that the estimate may choose, which it chooses, and when it is asked."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from rewriting import rewritten, site
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import sparsecomp
+from sparsecomp.compiler.capture import Graph
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.ceilings import Target
 from sparsecomp.nn import GeoSparseResidualBlock, build_geo_connectivity
+from sparsecomp.options import Options
 from sparsecomp.passes.cost import local as cost
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.local import residual_block as rule
+from sparsecomp.report import Report
 
 pytestmark = pytest.mark.quick_cases(4)
 
@@ -95,6 +99,34 @@ def test_what_a_cpu_and_a_user_decide():
         assert site(report, "gather_dot").implementation == "dense"
         _, report = rewritten(block, X, implementation="dense", strict=True)
     assert site(report, "gather_dot").why == "FORCED_DENSE"
+
+
+def test_op_by_op_it_stays_one_operator(monkeypatch):
+    """Written out, each of its many steps would be a launch."""
+    monkeypatch.setattr(rule, "decide_block", lambda *layers: Decision("dense", "said so"))
+    reports: list[Report] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        options = Options.parse(None, {"strict": True})
+        graph = replace(Graph.of_dynamo(gm, example_inputs, {}, options), eager=True)
+        reports.append(graph.rewrite(options))
+        return gm.forward
+
+    block = block_of()
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(block, backend=backend)(X), by_parts(block, X))
+    assert site(reports[0], "gather_dot").implementation == "residual_block"
+
+
+def test_one_graph_for_any_batch(monkeypatch):
+    monkeypatch.setattr(rule, "decide_block", lambda *layers: Decision("residual_block", "said so"))
+    block = block_of(activation_type="tanh")
+    torch.compiler.reset()
+    call = torch.compile(block, backend="sparsecomp", fullgraph=True, dynamic=True, options={"strict": True})
+    with torch.no_grad():
+        for rows in (4, 7, 5):
+            with torch._dynamo.config.patch(error_on_recompile=rows != 4):
+                torch.testing.assert_close(call(X[:1].expand(rows, 5, 12)), by_parts(block, X[:1]).expand(rows, 5, 12))
 
 
 def test_a_block_stays_where_an_operand_is_written_to():
