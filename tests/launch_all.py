@@ -19,7 +19,7 @@ from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.tuning.autotune import Tuner
 from sparsecomp.lowering.tuning.template import Operation, Template, all_templates
 from sparsecomp.lowering.tuning.trial import fault
-from sparsecomp.nn import SparseEmbedding, SparseLinear
+from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock, SparseEmbedding, SparseLinear
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.tensor.index_arrays import IndexArrays
@@ -46,7 +46,7 @@ def main(device: str = "cuda") -> int:
     Launch.__call__, Tuner.choose = noted, chosen  # pyright: ignore[reportAttributeAccessIssue]
     try:
         rest = partial(the_rest, launched, problems)
-        for step in (sparse_layers, written_out, spikes, neurons, masks, sparse_tensor_cores, rest):
+        for step in (sparse_layers, local_layers, written_out, spikes, neurons, masks, sparse_tensor_cores, rest):
             step(device)
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -97,6 +97,18 @@ def sparse_layers(device: str) -> None:
     large = torch.randn(130, 257, device=device) * (torch.rand(130, 257, device=device) < 0.5)
     layer = SparseLinear(CSR.from_dense(large)).to(device)
     layer(torch.randn(129, 257, device=device, requires_grad=True)).sum().backward()
+
+
+def local_layers(device: str) -> None:
+    """Layers of fixed fan-in, residual blocks of two, and their gradients."""
+    for dtype, rows, (norm, activation) in itertools.product(
+        DTYPES, (1, 65), (("rms", "phase_psann"), ("layer", "tanh"), ("none", "gelu"))
+    ):
+        index = torch.randint(131, (131, 7))
+        x = torch.randn(rows, 131, device=device, dtype=dtype, requires_grad=True)
+        block = GeoSparseResidualBlock(131, index, norm=norm, activation_type=activation, drop_path=0.5)
+        for layer in (GeoSparseLinear(131, 37, index[:37]), block):
+            layer.to(device, dtype)(x).sum().backward()
 
 
 def sparse_tensor_cores(device: str) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from sparsecomp.lowering.cache.signature import NO_TRITON, Device, has_triton
 from sparsecomp.lowering.launch.epilogue import described_output
+from sparsecomp.lowering.launch.strided import name_of
 from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import Target, target_of
@@ -122,30 +123,67 @@ _CALLED = {False: 1e-4, True: 1e-3}
 fifth of that on a quiet one. Inductor's loop, which has more to do on the device, waits for no host."""
 
 
+def decide_block(first: FixedFanIn, second: FixedFanIn) -> Decision:
+    """The fastest way for a residual block of two layers by estimate: as one operator, `residual_block`; each layer as
+    one, `gather_dot`; or all as it is written, `dense`."""
+    decisions = [decide(layer) for layer in (first, second)]
+    if not all(one.seconds for one in decisions):
+        return decisions[0]._replace(implementation="dense")
+    seconds = {name: sum(one.seconds[name] for one in decisions) for name in ("gather_dot", "dense")}
+    if first.device.type == "cuda":
+        device, card = first.target or target_of(first.device)
+        # Inductor computes the norm, the activation and the sum behind products, and the latter two within its loops
+        for name, kernels in (("gather_dot", 3), ("dense", 1)):
+            traffic = kernels * 2 * first.rows * first.outputs * first.dtype.itemsize
+            seconds[name] += _small(traffic, kernels, card).waited(first.replayed)
+        besides = 2 * host.besides(first.trained, first.products)
+        seconds["residual_block"] = _block(first, second, device, card).waited(first.replayed, besides)
+    return fastest(seconds)
+
+
+def _block(first: FixedFanIn, second: FixedFanIn, device: Device, card: Card) -> Time:
+    from sparsecomp.lowering.local.residual_block import RESIDUAL_BLOCK, ResidualBlock
+
+    rows, dtype = max(first.rows, 1), name_of(first.dtype)
+    problem = ResidualBlock(
+        rows, first.inputs, first.fan_in, second.fan_in, first.inputs, rows, "rms", "relu", (1, 2, 0, 2), first.trained,
+        dtype, dtype, 0.0,
+    )  # fmt: skip
+    forward = _fastest_of(RESIDUAL_BLOCK, problem, first, device, card)
+    gradients = [time for layer in (first, second) for time in _gradients(layer, device, card)]
+    called = 2 * _CALLED[first.trained] - _CALLED[False]  # one operator less than two layers
+    return forward.plus(*gradients, Time(0.0, called))
+
+
+def _fastest_of(operation: Operation[Any], problem: Any, layer: FixedFanIn, device: Device, card: Card) -> Time:
+    return fastest_candidate(operation.candidates(problem, device), problem, layer, card)[0]
+
+
 def _ours(layer: FixedFanIn, device: Device, card: Card) -> Time:
     from sparsecomp.lowering.local.gather_dot import GATHER_DOT, GatherDot
+
+    p = layer
+    out = torch.empty(1, p.rows, p.outputs, dtype=p.dtype, device="meta")
+    dtypes = (p.dtype if p.bias else None, p.dtype if p.residual else None)
+    described = described_output(out, "column", *dtypes, p.activation)
+    lines = SPREADS[p.spread or "far"]
+    problem = GatherDot(p.rows, p.inputs, p.outputs, p.fan_in, p.inputs, lines, described.dtype, described)
+    reading = [] if p.kept else [_small(p.weights * 12, 1, card)]
+    return _fastest_of(GATHER_DOT, problem, p, device, card).plus(*reading, *_gradients(p, device, card))
+
+
+def _gradients(layer: FixedFanIn, device: Device, card: Card) -> list[Time]:
     from sparsecomp.lowering.local.gather_dot_input import GATHER_DOT_INPUT, GatherDotInput
     from sparsecomp.lowering.local.gather_dot_weight import GATHER_DOT_WEIGHT, GatherDotWeight
 
     p = layer
-
-    def fastest_of(operation: Operation[Any], problem: Any) -> Time:
-        return fastest_candidate(operation.candidates(problem, device), problem, p, card)[0]
-
-    out = torch.empty(1, p.rows, p.outputs, dtype=p.dtype, device="meta")
-    dtypes = (p.dtype if p.bias else None, p.dtype if p.residual else None)
-    described = described_output(out, "column", *dtypes, p.activation)
-    sizes = p.rows, p.inputs, p.outputs, p.fan_in
-    lines = SPREADS[p.spread or "far"]
-    time = fastest_of(GATHER_DOT, GatherDot(*sizes, p.inputs, lines, described.dtype, described))
-    if not p.kept:
-        time = time.plus(_small(p.weights * 12, 1, card))
     if not p.trained:
-        return time
-    by_input = fastest_of(GATHER_DOT_INPUT, GatherDotInput(*sizes, p.outputs, described.dtype))
-    by_weight = fastest_of(GATHER_DOT_WEIGHT, GatherDotWeight(*sizes, p.inputs, p.outputs, described.dtype))
-    sorting = [] if p.kept else [_small(p.weights * 120, _SORTING, card)]
-    return time.plus(by_input, by_weight, *sorting)
+        return []
+    sizes, dtype = (p.rows, p.inputs, p.outputs, p.fan_in), name_of(p.dtype)
+    by_input = _fastest_of(GATHER_DOT_INPUT, GatherDotInput(*sizes, p.outputs, dtype), p, device, card)
+    weights = GatherDotWeight(*sizes, p.inputs, p.outputs, dtype)
+    by_weight = _fastest_of(GATHER_DOT_WEIGHT, weights, p, device, card)
+    return [by_input, by_weight, *([] if p.kept else [_small(p.weights * 120, _SORTING, card)])]
 
 
 _SORTING = 18

@@ -292,8 +292,13 @@ def call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     # a method by name: a graph that names its descriptor cannot be pickled
     is_method = isinstance(target, MethodDescriptorType)
     node = graph.call_method(target.__name__, args) if is_method else graph.call_function(target, args)
-    node.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "tensor_meta")}
+    node.meta = new_meta(like)
     return node
+
+
+def new_meta(like: fx.Node) -> dict[str, Any]:
+    """What a new node in the place of `like` shares with it: its traces, but no example value."""
+    return {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "tensor_meta")}
 
 
 def is_static(node: fx.Node) -> bool:

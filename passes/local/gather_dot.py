@@ -26,6 +26,7 @@ from sparsecomp.passes.local.gathered import Gathered, GatheredLayer, layer_of, 
 from sparsecomp.passes.local.masked_rows import consider_masked
 from sparsecomp.passes.local.operator import fixed_fan_in, operator_of, spread_now
 from sparsecomp.passes.local.own_layer import consider_own
+from sparsecomp.passes.local.residual_block import consider_block
 from sparsecomp.passes.local.stored_rows import consider_stored
 from sparsecomp.passes.sparse.chain import Chain, ending_at
 from sparsecomp.reference.local.transposed import transposed_lists
@@ -33,7 +34,7 @@ from sparsecomp.reference.local.transposed import transposed_lists
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every last node of a layer of fixed fan-in and what can be fused behind it is a site."""
-    for other in (consider_own, consider_stored, consider_masked):
+    for other in (consider_block, consider_own, consider_stored, consider_masked):
         verdict = other(node, ctx)
         if verdict is not None:
             return verdict

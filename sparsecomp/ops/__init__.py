@@ -6,6 +6,7 @@ their kernels on first use.
 
 from sparsecomp.ops.library import decompositions
 from sparsecomp.ops.local.gather_dot import gather_dot
+from sparsecomp.ops.local.residual_block import residual_block
 from sparsecomp.ops.masked.effective_weight import effective_weight, split_pruned
 from sparsecomp.ops.masked.elementwise import (
     gather_pruned,
@@ -44,6 +45,7 @@ __all__ = [
     "masked_add",
     "masked_blend",
     "masked_mul",
+    "residual_block",
     "scatter_pruned",
     "sddmm",
     "select_largest",

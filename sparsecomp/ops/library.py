@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from sparsecomp import _compat
 from sparsecomp.ops.forward_mode import forward_mode
@@ -141,7 +142,7 @@ def _each_alone(overload: Any) -> Callable[..., Any]:
         outs = []
         for item in range(info.batch_size):
             outs.append(overload(*(_item(arg, dim, item) for arg, dim in zip(args, in_dims, strict=True))))
-        return torch.stack(outs), 0
+        return tree_map(lambda *items: torch.stack(items), *outs), tree_map(lambda _: 0, outs[0])
 
     return rule
 

@@ -22,6 +22,7 @@ from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.local.gather_dot import GatherDot
 from sparsecomp.lowering.local.gather_dot_input import GatherDotInput
 from sparsecomp.lowering.local.gather_dot_weight import GatherDotWeight
+from sparsecomp.lowering.local.residual_block import ResidualBlock
 from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
@@ -278,6 +279,9 @@ PROBLEMS: dict[str, list[Any]] = {
                          GatherDotInput(3, 500, 90, 5, 90, "bfloat16")],
     "gather_dot_weight": [GatherDotWeight(1024, 4096, 4096, 8, 4096, 4096, "float32"),
                           GatherDotWeight(3, 500, 90, 5, 500, 90, "bfloat16")],
+    "residual_block": [
+        ResidualBlock(rows, n, k, k, n, rows, "rms", "sine_abs", (1, 2, 3, 2), True, dtype, dtype, 1e-5)
+        for rows, n, k, dtype in ((1024, 4096, 8, "bfloat16"), (256, 16384, 8, "float32"), (1, 300, 5, "float16"))],
 }  # fmt: skip
 
 

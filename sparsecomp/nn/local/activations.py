@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsecomp.errors import ConfigError
+from sparsecomp.reference.local.residual_block import damped_sine
 from sparsecomp.reference.precision import accumulator
 
 _PLAIN: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}
@@ -18,10 +19,8 @@ _ALIASES = {
     **{name: f"{name}_init" for name in _NAMES}, **{short: f"{name}_init" for short, name in _SHORT.items()},
     "trainable": "learnable", "phase": "phase_init",
 }  # fmt: skip
-_DECAYS: dict[str, Callable[[Tensor], Tensor]] = {"abs": torch.abs, "relu": F.relu, "none": torch.zeros_like}
+_DECAYS = ("abs", "relu", "none")
 _OPEN = (0.0, math.inf)
-_FAR = 1e30
-"""Inputs beyond this count as this, so that no product of theirs is infinite."""
 
 Bounds = Mapping[str, tuple[float | None, float | None]]
 
@@ -65,15 +64,13 @@ class SineParam(nn.Module):
         found = F.softplus(getattr(self, name))
         return found.clamp(*self.bounds[name]) if name in self.bounds else found
 
-    def angle(self, z: Tensor) -> Tensor:
-        """What the sine is taken of."""
-        return self.value("frequency") * z
+    def shape(self) -> list[Tensor]:
+        """A, f and d of each feature, and what else the sine has."""
+        return [self.value(name) for name in _NAMES]
 
     def forward(self, z: Tensor) -> Tensor:
         """(..., out_features), any floating dtype, which stays."""
-        wide = z.to(accumulator(z.dtype)).clamp(-_FAR, _FAR)
-        decay = torch.exp(-self.value("decay") * _DECAYS[self.decay_mode](wide))
-        return (self.value("amplitude") * decay * torch.sin(self.angle(wide))).to(z.dtype)
+        return damped_sine(z.to(accumulator(z.dtype)), self.decay_mode, self.shape()).to(z.dtype)
 
     def extra_repr(self) -> str:
         """Size and kind, for print."""
@@ -100,9 +97,9 @@ class PhaseSineParam(SineParam):
         else:
             self.register_buffer("phase", phase)
 
-    def angle(self, z: Tensor) -> Tensor:
-        """What the sine is taken of."""
-        return super().angle(z) + self.phase
+    def shape(self) -> list[Tensor]:
+        """A, f, d and phi of each feature."""
+        return [*super().shape(), self.phase]
 
 
 _SINES: dict[str, type[SineParam]] = {"psann": SineParam, "phase_psann": PhaseSineParam}

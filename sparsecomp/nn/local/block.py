@@ -1,4 +1,7 @@
-"""A residual block of two layers of fixed fan-in."""
+"""A residual block of two layers of fixed fan-in.
+
+On a GPU it is one operator as long as its parts are those it was made with, and have no hooks: those would not run.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,10 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsecomp import _compat
 from sparsecomp.errors import ConfigError
-from sparsecomp.nn.local.activations import activation_of
+from sparsecomp.nn.local.activations import PhaseSineParam, SineParam, activation_of
 from sparsecomp.nn.local.config import NORMS, check_number, check_probability
 from sparsecomp.nn.local.linear import GeoSparseLinear
+from sparsecomp.ops.local.residual_block import residual_block
+from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
+
+_NORMS: dict[type[nn.Module], str] = {nn.RMSNorm: "rms", nn.LayerNorm: "layer", nn.Identity: "none"}
+_PLAIN: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.Tanh: "tanh", nn.GELU: "gelu"}
 
 
 class GeoSparseResidualBlock(nn.Module):
@@ -45,7 +54,45 @@ class GeoSparseResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., features) to the same."""
+        if self.is_one_operator(x):
+            return self._at_once(x)
         return x + self.alpha * self.drop_path(self.fc2(self.act(self.fc1(self.norm(x)))))
+
+    def is_one_operator(self, x: Tensor) -> bool:
+        """Whether the operator gives what the parts would, result dtype and hooks included."""
+        layers = self.fc1, self.fc2
+        return (
+            x.is_cuda and x.dim() > 1 and x.shape[-1] == self.fc1.in_features and x.dtype in KERNEL_DTYPES
+            and (x.dtype is torch.float32 or not torch.is_autocast_enabled("cuda"))
+            and all(type(one) is GeoSparseLinear and one.compute_mode == "compiled" for one in layers)
+            and all(one.dtype is x.dtype for one in (self.alpha, self.fc1.weight, self.fc2.weight))
+            and type(self.norm) in _NORMS and type(self.drop_path) is DropPath and _word_of(self.act) is not None
+            and not any(_compat.hooks_of(part) for part in (self.norm, *layers, self.act, self.drop_path))
+        )  # fmt: skip
+
+    def _at_once(self, x: Tensor) -> Tensor:
+        (first, first_index), (second, second_index) = (
+            ([one for one in (layer.weight, layer.bias) if one is not None], [layer.in_index_per_out, *layer.lists()])
+            for layer in (self.fc1, self.fc2)
+        )
+        norm, act, factor = self.norm, self.act, self.drop_path.factor(x)
+        operands = [one for one in (getattr(norm, "weight", None), getattr(norm, "bias", None)) if one is not None]
+        eps = getattr(norm, "eps", 0.0)
+        return residual_block(
+            x, first, second, self.alpha if factor is None else self.alpha * factor, first_index, second_index,
+            norm=operands, kind=_NORMS[type(norm)],
+            eps=torch.finfo(accumulator(x.dtype)).eps if eps is None else eps,
+            sine=act.shape() if isinstance(act, SineParam) else (),
+            activation=_word_of(act) or "",
+            spread=self.fc1.spread,
+        )  # fmt: skip
+
+
+def _word_of(activation: nn.Module) -> str | None:
+    """The operator's word for it; None if it has none."""
+    if type(activation) in (SineParam, PhaseSineParam):
+        return f"sine_{activation.decay_mode}"
+    return _PLAIN.get(type(activation)) if getattr(activation, "approximate", "none") == "none" else None
 
 
 class DropPath(nn.Module):
@@ -62,10 +109,15 @@ class DropPath(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape."""
+        factor = self.factor(x)
+        return x if factor is None else x * factor
+
+    def factor(self, x: Tensor) -> Tensor | None:
+        """What each sample is multiplied by in this call, drawn anew: (x.shape[0], 1, ..., 1); None if by nothing."""
         if not self.training or not self.probability:
-            return x
+            return None
         kept = 1 - self.probability
-        return x * x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)).bernoulli_(kept).div_(kept)
+        return x.new_empty(x.shape[:1] + (1,) * (x.dim() - 1)).bernoulli_(kept).div_(kept)
 
     def extra_repr(self) -> str:
         """The probability, for print."""

@@ -37,6 +37,7 @@ class GeoSparseLinear(nn.Module):
         bias: (n_out,), a parameter, or None.
         in_index_per_out: a buffer, part of checkpoints.
         transposed_pointers, transposed_order: buffers that follow from it and are in no checkpoint.
+        spread: how far apart neighbouring outputs read, a word of `sparsecomp.reference.local.spread`.
         adopt_pattern: whether a checkpoint of another pattern is taken, with its pattern; False unless set.
 
     Raises:
@@ -49,6 +50,7 @@ class GeoSparseLinear(nn.Module):
     in_index_per_out: Tensor
     transposed_pointers: Tensor
     transposed_order: Tensor
+    spread: str
 
     def __init__(
         self, in_features: int, out_features: int, in_index_per_out: Tensor, *, bias: bool = True,
@@ -95,10 +97,10 @@ class GeoSparseLinear(nn.Module):
         """
         if x.shape[-1:] != (self.in_features,):
             raise FormatError(f"x has shape {tuple(x.shape)}, needs (..., {self.in_features})")
-        lists = self._lists() if self.compute_mode == "compiled" else None
+        lists = self.lists() if self.compute_mode == "compiled" else None
         if lists is not None and not self._is_small(x):
             return gather_dot(
-                x, self.weight, self.in_index_per_out, self.bias, transposed=lists, spread=self._spread
+                x, self.weight, self.in_index_per_out, self.bias, transposed=lists, spread=self.spread
             )
         x, weight = autocast(x, self.weight)
         if x.dtype != weight.dtype:
@@ -123,7 +125,7 @@ class GeoSparseLinear(nn.Module):
 
     # -- what follows from the index
 
-    def _lists(self) -> tuple[Tensor, ...]:
+    def lists(self) -> tuple[Tensor, ...]:
         """Of the transpose. An eager call sees a write that a version counter or another address tells of."""
         index, lists = self.in_index_per_out, (self.transposed_pointers, self.transposed_order)
         if torch.compiler.is_compiling() or index.is_meta:
@@ -145,7 +147,7 @@ class GeoSparseLinear(nn.Module):
                 setattr(self, name, fresh)
             else:
                 kept.copy_(fresh)  # a captured graph reads it there
-        self._spread = spread_of(index)
+        self.spread = spread_of(index)
         self._seen = self._memory()
 
     def _memory(self) -> tuple[int, int]:

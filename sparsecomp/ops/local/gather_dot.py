@@ -192,16 +192,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     grad = before_activation(grad, ctx.activation, saved)
     grad_bias, grad_residual = epilogue_gradients(grad, ctx.kinds, "column", wants[3:5])
     narrow = grad.to(x.dtype)
-    by_x = _input_gradient(narrow, weight, index, transposed, x.shape[-1]) if wants[0] else None
-    by_weight = _weight_gradient(x, narrow, index, transposed) if wants[1] else None
+    by_x = gradient_by_input(narrow, weight, index, transposed, x.shape[-1]) if wants[0] else None
+    by_weight = gradient_by_weight(x, narrow, index, transposed) if wants[1] else None
     return by_x, by_weight, None, grad_bias, grad_residual, [None] * len(transposed) or None, None, None
 
 
-def _input_gradient(grad: Tensor, weight: Tensor, index: Tensor, transposed: Sequence[Tensor], inputs: int) -> Tensor:
+def gradient_by_input(grad: Tensor, weight: Tensor, index: Tensor, transposed: Sequence[Tensor], inputs: int) -> Tensor:
     return torch.ops.sparsecomp.gather_dot_input.default(grad, weight, index, transposed, inputs)
 
 
-def _weight_gradient(x: Tensor, grad: Tensor, index: Tensor, transposed: Sequence[Tensor]) -> Tensor:
+def gradient_by_weight(x: Tensor, grad: Tensor, index: Tensor, transposed: Sequence[Tensor]) -> Tensor:
     return torch.ops.sparsecomp.gather_dot_weight.default(x, grad, index, transposed)
 
 
@@ -213,7 +213,7 @@ def _save_by_input(ctx: Any, inputs: Any, output: Tensor) -> None:
 def _backward_by_input(ctx: Any, x: Tensor) -> tuple[Any, ...]:
     (grad, weight), index, transposed = ctx.saved_tensors, ctx.index, ctx.transposed
     by_grad = gather_dot(x, weight, index, transposed=transposed) if ctx.needs_input_grad[0] else None
-    by_weight = _weight_gradient(x, grad, index, transposed) if ctx.needs_input_grad[1] else None
+    by_weight = gradient_by_weight(x, grad, index, transposed) if ctx.needs_input_grad[1] else None
     return by_grad, by_weight, None, [None] * len(transposed) or None, None
 
 
@@ -224,7 +224,7 @@ def _save_by_weight(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 def _backward_by_weight(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
     (x, grad), index, transposed = ctx.saved_tensors, ctx.index, ctx.transposed
-    by_x = _input_gradient(grad, weight, index, transposed, x.shape[-1]) if ctx.needs_input_grad[0] else None
+    by_x = gradient_by_input(grad, weight, index, transposed, x.shape[-1]) if ctx.needs_input_grad[0] else None
     by_grad = gather_dot(x, weight, index, transposed=transposed) if ctx.needs_input_grad[1] else None
     return by_x, by_grad, None, [None] * len(transposed) or None
 
