@@ -153,6 +153,10 @@ def _cuda(
     dtype = dense.dtype if dtype is None else dtype
     given = [operand.dtype for operand in (values, bias, residual) if operand is not None]
     if not all(each in KERNEL_DTYPES for each in (*given, dtype)):
+        if transpose:
+            from sparsecomp.lowering.sparse.transposed import transposed  # loads Triton
+
+            transposed(values, pattern, layout)  # a kept transpose is made anew where it is that of another matrix
         return _reference(
             values, pattern, dense, bias, residual, format, block, shape, skews, transpose, bias_axis, activation,
             scale, dtype, by_column,
