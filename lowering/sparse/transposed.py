@@ -17,7 +17,7 @@ from sparsecomp.reference.patterns import CompressedArrays, Layout, compressed, 
 _Kind = tuple[torch.dtype, torch.Size]
 
 
-def transposed(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> CompressedArrays:
+def transposed_matrix(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> CompressedArrays:
     """The transposed matrix by rows, as `sparsecomp.reference.patterns.compressed` gives it."""
     kept = guarded(pattern, layout)
     if kept is None:

@@ -155,7 +155,7 @@ def become(mine: list[Tensor], its: list[Tensor]) -> None:
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @BY_FORMAT
 def test_the_kernel_follows_a_write_and_keeps_what_it_made(format, index, device):
-    from sparsecomp.lowering.sparse.transposed import transposed
+    from sparsecomp.lowering.sparse.transposed import transposed_matrix
 
     values, own, layout = arrays_of(format, 0, index)
     own = [array.to(device) for array in own]
@@ -163,7 +163,7 @@ def test_the_kernel_follows_a_write_and_keeps_what_it_made(format, index, device
     for seed in (0, 1, 1, 2):
         values, given, _ = arrays_of(format, seed, index)
         become(own, given)
-        found = transposed(values.to(device), [*own, *kept], layout)
+        found = transposed_matrix(values.to(device), [*own, *kept], layout)
         pointers, indices, order, _ = kept_transpose(given, layout)
         count = int(pointers[-1])
         assert found.pointers is kept[0] and found.indices is kept[1]
@@ -177,7 +177,7 @@ def test_the_kernel_follows_a_write_and_keeps_what_it_made(format, index, device
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("width", [3, 1500])
 def test_a_batch_of_more_values_than_a_program_moves(width, device):
-    from sparsecomp.lowering.sparse.transposed import transposed
+    from sparsecomp.lowering.sparse.transposed import transposed_matrix
 
     dense = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
     stored, pattern = IndexArrays.of(CSR.from_dense(dense))
@@ -185,7 +185,7 @@ def test_a_batch_of_more_values_than_a_program_moves(width, device):
     kept = [array.to(device) for array in kept_transpose(pattern.arrays, pattern.layout)]
     values = torch.stack([stored, -stored]).to(device)
     own[1].data.copy_(own[1].view(3, width).flip(1).flatten())  # every row the other way round
-    found = transposed(values, [*own, *kept], pattern.layout)
+    found = transposed_matrix(values, [*own, *kept], pattern.layout)
     wanted = dense.flip(1).mT.flatten()
     assert torch.equal(found.values.cpu(), torch.stack([wanted, -wanted]))
 
@@ -204,7 +204,7 @@ INVALID = {
 @pytest.mark.parametrize("invalid", INVALID)
 def test_arrays_of_no_matrix_lead_nowhere_outside_of_memory(invalid, device):
     """What lies in the arrays and in the shape is transposed, each entry once, in the row that claims it first."""
-    from sparsecomp.lowering.sparse.transposed import transposed
+    from sparsecomp.lowering.sparse.transposed import transposed_matrix
 
     layout, edge, mark = Layout("csr", (1, 1), (3, 4)), 40, -77
     own = [torch.tensor([0, 2, 4, 6], device=device), torch.tensor([0, 1, 0, 1, 2, 3], device=device)]
@@ -222,7 +222,7 @@ def test_arrays_of_no_matrix_lead_nowhere_outside_of_memory(invalid, device):
         entries += [(columns[at], row, at) for at in range(max(pointers[row], done), end) if 0 <= columns[at] < 4]
         done = max(done, end)
     for _ in range(2):
-        found = transposed(values.to(device), [*own, *kept], layout)
+        found = transposed_matrix(values.to(device), [*own, *kept], layout)
         count = int(found.pointers[-1])
         ends = found.pointers.tolist()
         triples = [

@@ -75,9 +75,9 @@ def _written_cuda(values, pattern, layout, transpose):
     if not transpose or len(pattern) == 2:
         out = stored_places.write_out(pattern[0], pattern[1], values, read.shape)
         return out.mT.contiguous() if transpose else out
-    from sparsecomp.lowering.sparse.transposed import transposed
+    from sparsecomp.lowering.sparse.transposed import transposed_matrix
 
-    matrix = transposed(values, pattern, read)
+    matrix = transposed_matrix(values, pattern, read)
     return stored_places.write_out(*matrix[:4])
 
 

@@ -139,12 +139,12 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
         return sparse_layer.layer_product(x, values, pattern, bias, residual, layout, activation, kernel)
     if len(pattern) == layout.own or layout.entry:
         return None
-    from sparsecomp.lowering.sparse.transposed import transposed
+    from sparsecomp.lowering.sparse.transposed import transposed_matrix
 
-    matrix = transposed(values, pattern, layout)
-    flipped = Layout("csr", (1, 1), matrix.shape, layout.skews[::-1])
+    matrix = transposed_matrix(values, pattern, layout)
+    of_columns = Layout("csr", (1, 1), matrix.shape, layout.skews[::-1])
     return sparse_layer.layer_product(
-        x, matrix.values, matrix[:2], bias, residual, flipped, activation, kernel, filled=layout.kind.FILLED
+        x, matrix.values, matrix[:2], bias, residual, of_columns, activation, kernel, filled=layout.kind.FILLED
     )
 
 
