@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sparsecomp import _compat
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import contiguous_strides
 from sparsecomp.reference.patterns import CompressedArrays, Layout, compressed, guarded
 
 _Kind = tuple[torch.dtype, torch.Size]
@@ -25,8 +23,8 @@ def transposed_matrix(values: Tensor, pattern: Sequence[Tensor], layout: Layout)
     pointers, indices, order, source = kept
     values, own = values.contiguous(), [array.contiguous() for array in pattern[: layout.own]]
     kinds = [(one.dtype, one.shape) for one in (values, pointers, order, *own)]
-    shape, strides, launch = _reordering(values.device, layout, *kinds)
-    out = _compat.empty_cuda(shape, strides, values.dtype, values.device)
+    shape, launch = _reordering(values.device, layout, *kinds)
+    out = values.new_empty(shape)
     if launch is not None:
         launch(values, own[0], own[-1], pointers, indices, order, source, out)
     rows, cols = layout.shape
@@ -36,8 +34,8 @@ def transposed_matrix(values: Tensor, pattern: Sequence[Tensor], layout: Layout)
 @dispatch.recorded
 def _reordering(
     device: torch.device, layout: Layout, values: _Kind, pointers: _Kind, order: _Kind, *own: _Kind
-) -> tuple[tuple[int, ...], tuple[int, ...], Callable[..., None] | None]:
-    """Shape and strides of the values in the order of the transpose, and what writes them; None if there are none."""
+) -> tuple[tuple[int, ...], Callable[..., None] | None]:
+    """Shape of the values in the order of the transpose, and what writes them; None if there are none."""
     (entries,), first = order[1], own[0][1]
     shape = (*values[1][: len(values[1]) - layout.kind.VALUE_DIMS], entries, *layout.entry)
     launch = None
@@ -48,4 +46,4 @@ def _reordering(
         rows, lines = (first[0], 0) if grouped else (first[0] - 1, first[0])
         sizes = (count // (entries * width), rows, pointers[1][0] - 1, lines, entries)
         launch = reorder_launch(*sizes, width, layout.block if grouped else (0, 0))
-    return shape, contiguous_strides(shape), launch
+    return shape, launch
