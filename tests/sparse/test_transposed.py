@@ -136,6 +136,14 @@ def test_rows_that_become_longer_are_looked_up_whole(device):
     torch.testing.assert_close(layer.values.grad.cpu(), wanted)
 
 
+def test_looked_up_rows_are_as_their_schema_says():
+    values, (pointers, columns), _ = arrays_of("CSR", 0)
+    index = torch.tensor([[1, 2], [2, 0]])
+    ops = torch.ops.sparsecomp
+    torch.library.opcheck(ops.stored_rows.default, (values.requires_grad_(), index, pointers, columns, COLS))
+    torch.library.opcheck(ops.stored_rows_gradient.default, (torch.randn(2, 2, COLS), index, pointers, columns, COLS))
+
+
 # -- the kernels
 
 
@@ -244,6 +252,19 @@ def test_a_cpu_leaves_out_columns_that_are_none():
         pointers, rows, order = transposed_arrays([*own, *kept], layout)
         assert pointers.tolist() == [0, 1, 2, 3, 4] and rows[:4].tolist() == [0, 1, 2, 2]
         assert order[:4].tolist() == [0, 3, 5, 4] and pointers is kept[0]
+
+
+def test_a_cpu_sees_pointers_that_are_written_alone():
+    layout = Layout("csr", (1, 1), (3, 4))
+    own = [torch.tensor([0, 2, 4, 6]), torch.tensor([0, 1, 0, 1, 2, 3])]
+    kept = list(kept_transpose(own, layout))
+    own[0].numpy()[:] = [0, 2, 5, 6]  # the entry in column 2 is one of the second row now
+    x, values = torch.randn(5, 3), torch.arange(1.0, 7)
+    dense = torch.tensor([[1.0, 2, 0, 0], [3, 4, 5, 0], [0, 0, 0, 6]])
+    arguments = (x, values, [*own, *kept], None, None, layout.written(), True, "none", "")
+    torch.testing.assert_close(torch.ops.sparsecomp.sparse_linear.default(*arguments), x @ dense)
+    assert torch.equal(kept[1], torch.tensor([0, 1, 0, 1, 1, 2]))
+    torch.library.opcheck(torch.ops.sparsecomp.sparse_linear.default, arguments)
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

@@ -142,7 +142,7 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
     from sparsecomp.lowering.sparse.transposed import transposed_matrix
 
     matrix = transposed_matrix(values, pattern, layout)
-    of_columns = Layout("csr", (1, 1), matrix.shape, layout.skews[::-1])
+    of_columns = Layout("csr", (1, 1), matrix.shape, (matrix.skew, layout.skews[0]))
     return sparse_layer.layer_product(
         x, matrix.values, matrix[:2], bias, residual, of_columns, activation, kernel, filled=layout.kind.FILLED
     )

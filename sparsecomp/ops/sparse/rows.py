@@ -76,7 +76,7 @@ def _stored(values, index, pointers, columns, cols):
     stored = values.index_select(0, place.flatten()).view(place.shape).masked_fill(missing, 0)
     target = columns.index_select(0, place.flatten()).view(place.shape).long().masked_fill(missing, cols)
     out = values.new_zeros((index.numel(), cols + 1)).scatter(1, target, stored)
-    return out[:, :cols].reshape(*index.shape, cols)
+    return out[:, :cols].contiguous().view(*index.shape, cols)
 
 
 def _stored_gradient(grad, index, pointers, columns, cols):
