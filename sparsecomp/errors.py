@@ -66,8 +66,7 @@ class MaskError(SparsecompError, ValueError):
 
 
 class FrozenWeightError(SparsecompError, RuntimeError):
-    """A tensor was written to although the caller promised that it was not, or the index arrays of a sparse layer where
-    nothing tells of it; looked for under `SPARSECOMP_DEBUG=1`."""
+    """A tensor was written to although the caller promised that it was not; looked for under `SPARSECOMP_DEBUG=1`."""
 
 
 class ScheduleError(SparsecompError, ValueError):

@@ -92,6 +92,10 @@ def sparse_layers(device: str) -> None:
                     residual=residual, activation="gelu", kernel=kernel,
                 )  # fmt: skip
                 out.sum().backward()
+            layer(x).sum().backward()
+            # the columns the other way round: a kept transpose is made anew
+            layer.indices.data.copy_((3 if isinstance(matrix, NM) else int(layer.indices.max())) - layer.indices)
+            layer(x).sum().backward()
     table = SparseEmbedding(CSR.from_dense(weight.float())).to(device)
     table(torch.randint(37, (7,), device=device)).sum().backward()
     large = torch.randn(130, 257, device=device) * (torch.rand(130, 257, device=device) < 0.5)

@@ -1,8 +1,8 @@
 """2:4 times dense on sparse tensor cores as an operation: out = activation(scale · (S @ dense) + bias + residual).
 
-cuSPARSELt multiplies a copy of S in a form of its own, which is made once and kept. A write to S's values can escape
+cuSPARSELt multiplies a copy of S in a form of its own, which is made once and kept. A write to S's arrays can escape
 the host: through `.data`, in a compiled graph, in the replay of a CUDA graph. So each product takes a fingerprint of
-the values on the device, and where it is not that of the copy, an ordinary kernel behind the product writes the result
+them on the device, and where it is not that of the copy, an ordinary kernel behind the product writes the result
 anew. So it does where the library multiplied NaN or infinity by the zeros that fill groups up. Inside
 `frozen_weights` a weight without such zeros needs none of this.
 """
@@ -107,7 +107,7 @@ class Copy(NamedTuple):
 
     Attributes:
         compressed: uint8, opaque.
-        fingerprint: of the values that it was made of, each part's lowest bit set if there are zeros among them.
+        fingerprint: of what it was made of, each part's lowest bit set if there are zeros among the values.
         filled: whether there may be zeros; only within `frozen_weights` is that read from the device.
     """
 
@@ -126,7 +126,7 @@ def copied(values: Tensor, indices: Tensor) -> Copy:
 
     values = values.detach()
     compressed = cusparselt.compress(cusparselt.current_handle(values.device), dense_weight(values, indices))
-    zeros, seen = (values == 0).any(), fingerprint(values)
+    zeros, seen = (values == 0).any(), fingerprint(values, indices)
     seen.view(torch.int64).bitwise_and_(-2).bitwise_or_(zeros)
     capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
     return Copy(compressed, seen, capturing or not are_frozen() or bool(zeros))

@@ -25,6 +25,7 @@ from sparsecomp.lowering.launch.strided import (
     strides_of,
 )
 from sparsecomp.lowering.sparse.random_sparse import SKEWS, density_of, random_pattern, row_lengths, sizes_and_entries
+from sparsecomp.lowering.sparse.transposed import transposed_matrix
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.patterns import Layout, compressed
 
@@ -124,7 +125,7 @@ def multiply(
     **finish: Any,
 ) -> None:  # fmt: skip
     """As `Launcher.multiply`, for every layout whose entries are elements."""
-    matrix = compressed(values, pattern, layout, transpose)
+    matrix = transposed_matrix(values, pattern, layout) if transpose else compressed(values, pattern, layout, False)
     arrays = matrix.pointers.contiguous(), matrix.indices.contiguous(), matrix.values
     spmm_csr(*arrays, dense, out, **finish, skew=matrix.skew, filled=layout.kind.FILLED)
 

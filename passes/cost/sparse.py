@@ -300,9 +300,9 @@ def _host_seconds(candidate: Any, problem: Any) -> float:
 
 
 def _reordering(product: Product, card: Card) -> Time:
-    """To bring the values in the order of the transpose."""
+    """To bring the values in the order of the transpose, and to see that it is still that of the matrix."""
     p, size = product, product.dtype.itemsize
-    return Time(p.stored * (2 * size + 8) / card.bandwidth + card.launch, host.LAUNCH)
+    return Time((p.stored * 2 * size + p.entries * 12) / card.bandwidth + card.launch, host.LAUNCH)
 
 
 def _sampling_time(product: Product, device: Device, card: Card) -> Time:

@@ -6,7 +6,8 @@ A layout is by rows: a matrix stored by columns is the transpose of one stored b
 
 Behind a layout's own arrays a pattern may carry three more, which describe the transposed matrix: pointers, indices,
 and which of the values each of its entries is. Whoever multiplies by the transpose more than once keeps them; an
-operator that misses them computes them in each call.
+operator that misses them computes them in each call. Who keeps them while somebody may write to the matrix's own arrays
+keeps a fourth, `kept_transpose`, by which each product sees that, and makes the three anew in place.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
@@ -138,9 +140,10 @@ def check_pattern(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> 
     """Raise FormatError if arrays, values and layout do not belong together; looks at no contents."""
     kind = layout.kind
     own, dims = len(kind.INDICES), kind.VALUE_DIMS
-    if len(pattern) not in (own, own + 3):
+    if len(pattern) not in (own, own + 3, own + 4):
         raise FormatError(
-            f"the pattern has {len(pattern)} arrays, needs {own} of {layout.format}, or {own + 3} with the transpose's"
+            f"the pattern has {len(pattern)} arrays, needs {own} of {layout.format}, or {own + 3} or {own + 4} with "
+            "those of the transpose"
         )
     needed = kind.value_shape(pattern, layout.block, layout.shape)
     if values.dim() - dims not in (0, 1) or tuple(values.shape[values.dim() - dims :]) != needed:
@@ -159,35 +162,58 @@ def stored_shape(pattern: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
 
 
 def transposed_arrays(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Pointers, indices and order of the transposed matrix: kept ones, or computed now."""
-    kept = pattern[layout.own :]
-    if kept:
-        return kept[0], kept[1], kept[2]
+    """Pointers, indices and order of the transposed matrix: kept ones, or computed now.
+
+    Whether kept ones are still the matrix's is seen here on a CPU only; on a GPU `lowering.sparse.transposed` sees it.
+    """
+    kept = guarded(pattern, layout)
+    if kept is not None:
+        if not kept[-1].is_cuda and not _made_of(kept[-1], pattern[: layout.own]):
+            with torch.inference_mode():  # which lets everybody's tensors be written to
+                for array, fresh in zip(kept, kept_transpose(pattern[: layout.own], layout), strict=True):
+                    array.data.copy_(fresh)
+        return kept[:3]
+    if len(pattern) == layout.own + 3:
+        return pattern[-3], pattern[-2], pattern[-1]
     pointers, indices = elements_of(pattern, layout)
     columns = layout.padded_shape[1] // layout.entry[1] if layout.entry else layout.shape[1]
     first, last = torch.stack([pointers[0], pointers[-1]]).tolist()
     by_column = torch.sort(indices[first:last], stable=True)
     rows = rows_of(pointers - first, last - first, indices.dtype)
-    order = by_column.indices + first
-    stored = by_column.values
-    if not layout.entry and layout.padded_shape != layout.shape:
-        inside = int((stored < columns).sum())  # filler beyond the last column sorts last
-        stored, order = stored[:inside], order[:inside]
-    order = order.to(index_dtype_for(indices.numel()))
-    return pointers_of(stored, columns, indices.dtype), rows.index_select(0, by_column.indices[: order.numel()]), order
+    # filler beyond the last column sorts last, and so does what somebody wrote there
+    inside = slice(*torch.searchsorted(by_column.values, by_column.values.new_tensor([0, columns])).tolist())
+    stored, order = by_column.values[inside], by_column.indices[inside]
+    rows, order = rows.index_select(0, order), (order + first).to(index_dtype_for(indices.numel()))
+    return pointers_of(stored, columns, indices.dtype), rows, order
+
+
+def kept_transpose(own: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`transposed_arrays` to be kept, and what they were made of; reads from the device.
+
+    There is room for as many entries as in the matrix's own arrays, whichever of these are spare or filler. The last
+    array is a copy of the own ones, flat, and two numbers that a kernel counts with, 0 between its launches.
+    """
+    pointers, indices, order = transposed_arrays(own, layout)
+    spare = own[-1].numel() - order.numel()
+    copies = [array.flatten().to(pointers.dtype) for array in own]
+    return pointers, F.pad(indices, (0, spare)), F.pad(order, (0, spare)), torch.cat([*copies, pointers.new_zeros(2)])
+
+
+def guarded(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """The arrays of `kept_transpose` in a pattern; None where there are none, or of another number of entries."""
+    if len(pattern) != layout.own + 4 or pattern[-2].numel() != pattern[layout.own - 1].numel():
+        return None
+    return pattern[-4], pattern[-3], pattern[-2], pattern[-1]
+
+
+def _made_of(source: Tensor, own: Sequence[Tensor]) -> bool:
+    parts = source[:-2].split([array.numel() for array in own])
+    return all(torch.equal(part, array.flatten().to(part.dtype)) for part, array in zip(parts, own, strict=True))
 
 
 def elements_of(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
     """Pointers, and the column of each element or block; elements that are filler may lie beyond the last column."""
     return layout.kind.entries(pattern, layout.block, layout.shape)
-
-
-def longest_row(pattern: Sequence[Tensor], layout: Layout) -> int:
-    """Entries of the longest row; reads from the device where the layout does not tell."""
-    if layout.kind.INDICES[0] != "pointers":
-        return stored_shape(pattern, layout)[1]
-    counts = pattern[0].diff()
-    return int(counts.max()) if counts.numel() else 0
 
 
 def compressed(values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool) -> CompressedArrays:

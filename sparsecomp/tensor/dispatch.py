@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError, SparseOperatorError
 from sparsecomp.ops.sparse.linear import sampled_by_rows
-from sparsecomp.ops.sparse.rows import gradient_of_arrays, rows_of_arrays
 from sparsecomp.ops.sparse.sddmm import run_sddmm
 from sparsecomp.ops.sparse.sparse_matmul import multiplied, product_gradients, save_product
 from sparsecomp.ops.sparse.spmm import run_spmm
@@ -313,14 +312,14 @@ def _sparse_gather(cls: Any, func: Any, sparse: Any, dense: Tensor) -> Any:
 
 @_implements(ours.sparse_rows.default)
 def _sparse_rows(cls: Any, func: Any, sparse: Any, index: Tensor) -> Tensor:
-    pointers, columns, longest = by_row_elements(cls, func, sparse)
-    return rows_of_arrays(pointers, columns, sparse._values.flatten(), index, longest, sparse.shape[1])
+    arrays = by_row_elements(cls, func, sparse)
+    return torch.ops.sparsecomp.stored_rows.default(sparse._values.flatten(), index, *arrays, sparse.shape[1])
 
 
 @_implements(ours.sparse_rows_gradient.default)
 def _sparse_rows_gradient(cls: Any, func: Any, sparse: Any, index: Tensor, grad: Tensor) -> Any:
-    pointers, columns, longest = by_row_elements(cls, func, sparse)
-    found = gradient_of_arrays(pointers, columns, index, grad, longest, sparse.shape[1])
+    arrays = by_row_elements(cls, func, sparse)
+    found = torch.ops.sparsecomp.stored_rows_gradient.default(grad, index, *arrays, sparse.shape[1])
     return sparse.with_values(found.view(sparse._values.shape))
 
 
@@ -337,10 +336,9 @@ def _by_columns(sparse: Any) -> bool:
     return sparse.pattern.stored_by_columns(sparse._transpose)
 
 
-def by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor, int]:
-    """Pointers and columns of elements by rows, and entries of the longest row."""
+def by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor]:
+    """Pointers and columns of elements by rows."""
     pattern = sparse.pattern
     if _by_columns(sparse) or pattern.layout.entry:
         raise no_such_operator(cls, func, (sparse,))
-    longest = sparse.shape[1] if is_traced(*pattern.arrays) else pattern.longest()
-    return *elements_of(pattern.arrays, pattern.layout), longest
+    return elements_of(pattern.arrays, pattern.layout)

@@ -11,7 +11,7 @@ from sparsecomp import _compat
 from sparsecomp.errors import FormatError, PatternError
 from sparsecomp.formats.base import FORMATS, SparseMatrix
 from sparsecomp.formats.indices import searched_lines
-from sparsecomp.reference.patterns import Layout, longest_row, skew_of, stored_by_rows, transposed_arrays
+from sparsecomp.reference.patterns import Layout, kept_transpose, skew_of, stored_by_rows
 
 
 class IndexArrays:
@@ -21,11 +21,11 @@ class IndexArrays:
         format: name of the class in `sparsecomp.formats`.
         layout: of the arrays by rows: for CSC and BCSC, of the transposed matrix.
         arrays: what `sparsecomp.reference.patterns` calls the layout's own arrays.
-        transposed: those of the transpose, None until somebody needs them.
+        transposed: those of the transpose, of `kept_transpose`, None until somebody needs them.
         spare: whether a CSR pattern has entries behind those of the last row, which are no elements.
     """
 
-    __slots__ = ("_longest", "arrays", "format", "layout", "spare", "transposed")
+    __slots__ = ("arrays", "format", "layout", "spare", "transposed")
 
     def __init__(
         self, format: str, layout: Layout, arrays: tuple[Tensor, ...], transposed: tuple[Tensor, ...] | None = None,
@@ -33,7 +33,6 @@ class IndexArrays:
     ) -> None:  # fmt: skip
         self.format, self.layout, self.arrays, self.transposed = format, layout, arrays, transposed
         self.spare = spare
-        self._longest: int | None = None
 
     @classmethod
     def of(cls, matrix: SparseMatrix) -> tuple[Tensor, "IndexArrays"]:
@@ -67,14 +66,8 @@ class IndexArrays:
         if self.transposed is None:
             # they outlive a transform, and a backward may need them later
             with _compat.outside_transforms(), torch.inference_mode(False):
-                self.transposed = transposed_arrays(self.arrays, self.layout)
+                self.transposed = kept_transpose(self.arrays, self.layout)
             self.layout = self.layout._replace(skews=(self.layout.skews[0], skew_of(self.transposed[0])))
-
-    def longest(self) -> int:
-        """Entries of the longest row (of the layout by rows); reads from the device once."""
-        if self._longest is None:
-            self._longest = longest_row(self.arrays, self.layout)
-        return self._longest
 
     def operands(self) -> tuple[Tensor, ...]:
         """The index arrays for an operator."""

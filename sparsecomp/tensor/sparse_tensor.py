@@ -178,7 +178,7 @@ class SparseTensor(Tensor):
     ) -> "SparseTensor":
         format, layout, transpose, spare = context
         own = tuple(inner[f"_own{index}"] for index in range(layout.own))
-        kept = tuple(inner[f"_transposed{index}"] for index in range(3)) if "_transposed0" in inner else None
+        kept = tuple(inner[name] for name in inner if name.startswith("_transposed")) or None
         return cls._make(inner["_values"], IndexArrays(format, layout, own, kept, spare), transpose)
 
     def __getattr__(self, name: str) -> Any:

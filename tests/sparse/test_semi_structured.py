@@ -166,6 +166,10 @@ WRITES = {
         case.values.data[0, :1].fill_(4),
         case.weight[0, case.indices[0, 0].long()].fill_(4),
     ),
+    "of places alone": lambda case: (
+        case.indices.data.copy_(3 - case.indices),
+        case.weight.copy_(case.weight.unflatten(1, (-1, 4)).flip(2).flatten(1)),
+    ),
 }
 
 
@@ -219,8 +223,11 @@ def test_what_is_not_stored_is_not_multiplied(device, bad):
 def test_a_fingerprint_tells_values_apart(device):
     """One changed element of many, two swapped, all negated, groups moved."""
     values = torch.randn(16, 24, generator=torch.Generator().manual_seed(1)).half().to(device)
-    words = template.fingerprint(values)
-    assert torch.equal(words, template.fingerprint(values.clone())) and words.shape == (8,)
+    indices = torch.randint(4, (16 * 24,), generator=torch.Generator().manual_seed(1)).to(device, torch.uint8)
+    words = template.fingerprint(values, indices)
+    assert torch.equal(words, template.fingerprint(values.clone(), indices.clone())) and words.shape == (8,)
+    for other in (indices.flip(0), indices.roll(8), indices ^ (torch.arange(16 * 24, device=device) == 383)):
+        assert not torch.equal(words, template.fingerprint(values, other))
     large = torch.zeros(2**15 * 5, dtype=torch.float16, device=device)
     changed = large.clone()
     changed[-1] = 1.0
@@ -228,7 +235,8 @@ def test_a_fingerprint_tells_values_apart(device):
     swapped[3, :2] = values[3, :2].flip(0)
     moved = values.roll(8, 1)
     for one, other in ((values, swapped), (values, -values), (values, moved), (large, changed)):
-        assert not torch.equal(template.fingerprint(one), template.fingerprint(other))
+        places = torch.zeros(one.numel(), dtype=torch.uint8, device=device)
+        assert not torch.equal(template.fingerprint(one, places), template.fingerprint(other, places))
 
 
 @pytest.mark.quick_cases(1)
@@ -485,7 +493,7 @@ def test_the_guard_builds(capability):
     printed = compile_in_subprocess(
         f"""
 from sparsecomp.lowering.sparse.kernels.semi_structured import fingerprint_kernel, guarded_kernel
-words = dict(values_ptr="*fp16", out_ptr="*u8", words="i32", steps="i32")
+words = dict(values_ptr="*fp16", indices_ptr="*u8", out_ptr="*u8", words="i32", steps="i32")
 print(len(build(fingerprint_kernel, words, dict(PARTS=512, B=1024), {capability}, num_warps=4).asm["cubin"]) > 0)
 for element in ("*fp16", "*bf16"):
     types = {{name: element if name.endswith("_ptr") else "i32" for name in guarded_kernel.arg_names}}

@@ -217,15 +217,6 @@ def test_an_undo_beyond_the_capacity_and_copies():
     assert twin.weight.matrix.nnz == 5 and layer.weight.matrix.nnz == 40
 
 
-def test_the_kept_transpose_is_checked_with_capacity(monkeypatch):
-    monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
-    layer = layer_of()
-    layer.reserve(60)
-    x = signal(4, 9).requires_grad_()
-    layer(x).sum().backward()
-    torch.testing.assert_close(x.grad, layer.weight.matrix.to_dense().sum(0).expand(4, 9))
-
-
 def test_an_embedding_has_room_too():
     table = signal(12, 9) * pattern(40, 3).mask()
     layer = SparseEmbedding(CSR.from_dense(table))

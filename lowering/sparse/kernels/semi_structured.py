@@ -49,20 +49,28 @@ _SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @triton.jit
-def fingerprint_kernel(values_ptr, out_ptr, words, steps, PARTS: tl.constexpr, B: tl.constexpr):
-    """out[part] = sum of the part's words, each scrambled with its position by MurmurHash3's finaliser."""
-    words_ptr = values_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+def fingerprint_kernel(values_ptr, indices_ptr, out_ptr, words, steps, PARTS: tl.constexpr, B: tl.constexpr):
+    """out[part] = sum of the part's words, each scrambled with its position; indices have half as many as values."""
+    total = _scrambled(values_ptr, 0, words, steps, PARTS, B)
+    total += _scrambled(indices_ptr, words, words // 2, (steps + 1) // 2, PARTS, B)
+    parts_ptr = out_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.store(parts_ptr + tl.program_id(0), tl.sum(total, 0).to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _scrambled(array_ptr, before, words, steps, PARTS: tl.constexpr, B: tl.constexpr):
+    """Sums of an array's words by MurmurHash3's finaliser; `before` are the positions in front of it."""
+    words_ptr = array_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     first = tl.program_id(0).to(tl.int64) * B
     total = tl.zeros((B,), tl.uint64)
     for step in range(steps):
         at = first + tl.cast(step, tl.int64) * PARTS * B + tl.arange(0, B)
         word = tl.load(words_ptr + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
-        word += at.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+        word += (before + at).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
         word = (word ^ (word >> 33)) * 0xFF51AFD7ED558CCD
         word = (word ^ (word >> 33)) * 0xC4CEB9FE1A85EC53
         total += word ^ (word >> 33)
-    parts_ptr = out_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.store(parts_ptr + tl.program_id(0), tl.sum(total, 0).to(tl.int64, bitcast=True))
+    return total
 
 
 @triton.jit
@@ -73,10 +81,10 @@ def guarded_kernel(
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """What `spmm_nm_kernel` and then `nm_repair_kernel` do for a tile of a 2:4 product, if values have changed, or
+    """What `spmm_nm_kernel` and then `nm_repair_kernel` do for a tile of a 2:4 product, if the weight has changed, or
     if a weight with zeros gave a number that is not finite.
 
-    scratch: PARTS fingerprints of the values as they are, and a byte a tile; kept: those of the values as they were,
+    scratch: PARTS fingerprints of the weight as it is, and a byte a tile; kept: those of the weight as it was,
     with a lowest bit that says whether there were zeros.
     """
     now_ptr = scratch_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
@@ -110,11 +118,11 @@ def guarded_kernel(
     )  # fmt: skip
 
 
-def fingerprint(values: Tensor) -> Tensor:
-    """(8 · parts,) uint8 of contiguous values, whose bytes are a multiple of 8."""
+def fingerprint(values: Tensor, indices: Tensor) -> Tensor:
+    """(8 · parts,) uint8 of contiguous values of two bytes and indices of one, as many and a multiple of 8."""
     words = values.numel() * values.element_size() // 8
     out = torch.empty(8 * _parts(words), dtype=torch.uint8, device=values.device)
-    _fingerprint(words, values.dtype)(values, out)
+    _fingerprint(words, values.dtype)(values, indices, out)
     return out
 
 
@@ -161,7 +169,7 @@ class _Guarded:
         own = self._guard_bytes
         scratch = torch.empty(own + plan.workspace_bytes, dtype=torch.uint8, device=device)
         if kept is not None:
-            self._fingerprint(values, scratch)
+            self._fingerprint(values, indices, scratch)
         plan(
             compressed.data_ptr(), dense.data_ptr(), at, None if residual is None else residual.data_ptr(),
             out.data_ptr(), scratch.data_ptr() + own, _stream_of(device),
@@ -289,13 +297,14 @@ _waves = sympy.ceiling(sympy.ceiling(_m / 128) * sympy.ceiling(_n / 128) * _spli
 _traffic = _itemsize * (_m * _k * sympy.Rational(9, 16) + (_k + _m) * _n)
 # in parts only where it is measured: many algorithms refuse them, and only when a plan is made
 _order = 1e-9 * _place + 1e-3 * (_split_k - 1)
-_guard_bytes = _m * _k / 2 * _itemsize
+_guard_bytes = _m * _k / 2 * (_itemsize + 1)
 
 SEMI_STRUCTURED = Template(
     name="cusparselt",
     op="semi_structured",
     sources=(
         fingerprint_kernel,
+        _scrambled,
         guarded_kernel,
         spmm_nm_kernel,
         nm_repair_kernel,

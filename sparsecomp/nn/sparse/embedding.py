@@ -53,7 +53,7 @@ class SparseEmbedding(StoredWeight):
         return cls(matrix, is_trained(embedding)).train(embedding.training)
 
     def _derive(self, pattern: IndexArrays) -> None:
-        self._longest = pattern.longest()
+        """Nothing: no look-up reads a transpose."""
 
     def _make_room(self, name: str, given: Tensor) -> None:
         super()._make_room(name, given)
@@ -65,11 +65,4 @@ class SparseEmbedding(StoredWeight):
         """Integers of any shape to (…, columns)."""
         if isinstance(index, fx.Proxy):
             return cast(Tensor, self._as_node(index))
-        return stored_rows(index, self._live(), self._own(), self._layout, self._reach())
-
-    def _reach(self) -> int:
-        """Entries of the longest row, or more."""
-        if not self._is_described():
-            return self.shape[1]
-        self._follow_writes()
-        return self._longest
+        return stored_rows(index, self._live(), self._own(), self._layout)

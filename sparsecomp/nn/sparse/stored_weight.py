@@ -13,16 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsecomp import _compat
-from sparsecomp.environment import Settings
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import SparseMatrix
-from sparsecomp.ops.sparse.checked_transpose import checked_transpose
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored
 from sparsecomp.reference.patterns import skew_of
 from sparsecomp.tensor.index_arrays import IndexArrays
 from sparsecomp.tensor.sparse_tensor import SparseTensor, view_of
 
-_TRANSPOSED = ("transposed_pointers", "transposed_indices", "transposed_order")
+_TRANSPOSED = ("transposed_pointers", "transposed_indices", "transposed_order", "transposed_source")
 
 
 class ReadState(NamedTuple):
@@ -57,8 +55,8 @@ class StoredWeight(nn.Module):
     Attributes:
         values: the stored numbers, a parameter: (entries,), (blocks, height, width) or (rows, groups · n).
         pointers, indices: buffers, as `sparsecomp.reference.patterns` describes them. N:M has no pointers.
-        transposed_pointers, transposed_indices, transposed_order: buffers that follow from those and are in no
-            checkpoint; None where no product needs them.
+        transposed_pointers, transposed_indices, transposed_order, transposed_source: buffers that follow from those, of
+            `sparsecomp.reference.patterns.kept_transpose`, and are in no checkpoint; None where no product needs them.
         format: name of the class in `sparsecomp.formats`.
         capacity: entries that the arrays have room for, `reserve`; 0 for no more than there are. What lies
             behind the last entry is read by no product and in no checkpoint.
@@ -77,6 +75,7 @@ class StoredWeight(nn.Module):
     transposed_pointers: Tensor
     transposed_indices: Tensor
     transposed_order: Tensor | None
+    transposed_source: Tensor
 
     def __init__(self, weight: SparseMatrix | SparseTensor, requires_grad: bool = True) -> None:
         super().__init__()
@@ -95,9 +94,7 @@ class StoredWeight(nn.Module):
     def _describe(self, pattern: IndexArrays) -> None:
         """Keep what follows from the index arrays; reads from the device."""
         self._derive(pattern)
-        self._entries = int(self.pointers[-1]) if self.capacity and not self.pointers.is_meta else self.indices.numel()
         self._layout, self._written = pattern.layout, pattern.layout.written()
-        self._checks = Settings.from_environment().debug
         self._remember()
 
     @torch.no_grad()
@@ -150,25 +147,15 @@ class StoredWeight(nn.Module):
         return torch.where(places < self.pointers[-1], self.values, 0)
 
     def _remember(self) -> None:
-        """Which arrays are described, and as they are now."""
-        self._described, self._seen = (self.indices, self.transposed_order), self._memory()
-
-    def _follow_writes(self) -> None:
-        """Describe anew what somebody wrote to in place: who copies whole states, or DistributedDataParallel."""
-        if not torch.compiler.is_compiling() and self._is_described() and self._memory() != self._seen:
-            self._describe(IndexArrays(self.format, self._layout, tuple(self._own())))
-
-    def _memory(self) -> list[tuple[int, int]]:
-        """Where the index arrays lie, and how often they were written to as far as torch counts."""
-        return [(0, 0) if one.is_meta else (one.data_ptr(), 0 if one.is_inference() else one._version)
-                for one in self._own()]  # fmt: skip
+        """Which arrays are described. Somebody may write to them, which each product sees by itself."""
+        self._described = self.indices, self.transposed_order
 
     def _derive(self, pattern: IndexArrays) -> None:
         # what is there stays that of the pattern: a gradient by x reads it, frozen values or not
         if self.values.requires_grad or self._by_columns or self.transposed_order is not None:
             pattern.keep_transposed()
             for name, array in zip(_TRANSPOSED, pattern.transposed or (), strict=True):
-                self._write(name, self._padded(name, array))
+                self._write(name, array)
 
     def _write(self, name: str, array: Tensor) -> None:
         """Into the buffer that is there, which a captured graph reads, if it fits."""
@@ -198,7 +185,7 @@ class StoredWeight(nn.Module):
     @property
     def weight(self) -> SparseTensor:
         """The weight as a tensor on the same memory, to look at or to multiply with; gradients flow to `values`."""
-        transposed = [self._compact(*pair) for pair in zip(_TRANSPOSED, self._kept_transposed(), strict=False)]
+        transposed = [] if self.capacity else self._kept_transposed()
         values, *own = self._stored()
         return view_of(values, own + transposed, self.format, self._written)
 
@@ -214,6 +201,11 @@ class StoredWeight(nn.Module):
         """The parameter and buffers of `stored_names` without spare capacity."""
         return [self._compact(name, getattr(self, name)) for name in self.stored_names]
 
+    @property
+    def _entries(self) -> int:
+        """How many there are; reads from the device where there is room for more."""
+        return int(self.pointers[-1]) if self.capacity and not self.pointers.is_meta else self.indices.numel()
+
     def _compact(self, name: str, array: Tensor) -> Tensor:
         """One of the arrays without spare capacity."""
         return array if not self.capacity or "pointers" in name else array[: self._entries]
@@ -224,12 +216,10 @@ class StoredWeight(nn.Module):
         return array if "pointers" in name or spare <= 0 else F.pad(array, (0, spare))
 
     def _kept_transposed(self) -> list[Tensor]:
-        self._follow_writes()
         # functional_call may have put another pattern in place of the layer's, without its transpose
         if self.transposed_order is None or self._is_described() != (self.transposed_order is self._described[1]):
             return []
-        kept = [self.transposed_pointers, self.transposed_indices, self.transposed_order]
-        return checked_transpose(self._own() + kept, self._written) if self._checks else kept
+        return [getattr(self, name) for name in _TRANSPOSED]
 
     def _pattern(self) -> list[Tensor]:
         """Index arrays for an operator; those of the transpose only where they are read."""

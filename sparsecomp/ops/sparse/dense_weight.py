@@ -75,8 +75,10 @@ def _written_cuda(values, pattern, layout, transpose):
     if not transpose or len(pattern) == 2:
         out = stored_places.write_out(pattern[0], pattern[1], values, read.shape)
         return out.mT.contiguous() if transpose else out
-    rows, cols = read.shape
-    return stored_places.write_out(pattern[2], pattern[3], values.index_select(0, pattern[4]), (cols, rows))
+    from sparsecomp.lowering.sparse.transposed import transposed_matrix
+
+    matrix = transposed_matrix(values, pattern, read)
+    return stored_places.write_out(*matrix[:4])
 
 
 def _read_cuda(dense, pattern, layout, transpose):

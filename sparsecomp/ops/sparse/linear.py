@@ -137,15 +137,14 @@ def _launched(x, values, pattern, bias, residual, layout: Layout, transpose, act
 
     if not transpose:
         return sparse_layer.layer_product(x, values, pattern, bias, residual, layout, activation, kernel)
-    own = layout.own
-    if len(pattern) == own or layout.entry:
+    if len(pattern) == layout.own or layout.entry:
         return None
-    pointers, indices, order = pattern[own:]
-    entries = values.view(-1).index_select(0, order)
-    (rows, cols), (of_rows, of_columns) = layout.shape, layout.skews
-    flipped = Layout("csr", (1, 1), (cols, rows), (of_columns, of_rows))
+    from sparsecomp.lowering.sparse.transposed import transposed_matrix
+
+    matrix = transposed_matrix(values, pattern, layout)
+    of_columns = Layout("csr", (1, 1), matrix.shape, (matrix.skew, layout.skews[0]))
     return sparse_layer.layer_product(
-        x, entries, (pointers, indices), bias, residual, flipped, activation, kernel, filled=layout.kind.FILLED
+        x, matrix.values, matrix[:2], bias, residual, of_columns, activation, kernel, filled=layout.kind.FILLED
     )
 
 

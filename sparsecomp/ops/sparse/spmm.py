@@ -54,9 +54,9 @@ def spmm(
 
     On CUDA, 2:4 in float16 or bfloat16 runs on sparse tensor cores where cuSPARSELt is installed, takes the product and
     is expected to be the fastest. A copy of the matrix, 9/16 of its dense size, is kept as long as `values`; a write to
-    `values` is noticed (see `frozen_weights`), one to the index array only where autograd counts it. gelu and silu then
-    are computed of the rounded sum, and a group with fewer than two values that are not zero is filled with a zero at a
-    place of the library's choice, which only shows where `dense` is infinite or NaN.
+    `values` or the index array is noticed (see `frozen_weights`). gelu and silu then are computed of the rounded sum,
+    and a group with fewer than two values that are not zero is filled with a zero at a place of the library's choice,
+    which only shows where `dense` is infinite or NaN.
     """
     return torch.ops.sparsecomp.spmm.default(
         values, pattern, dense, bias, residual, *layout, transpose, bias_axis, activation, scale, dtype, by_column
@@ -153,6 +153,10 @@ def _cuda(
     dtype = dense.dtype if dtype is None else dtype
     given = [operand.dtype for operand in (values, bias, residual) if operand is not None]
     if not all(each in KERNEL_DTYPES for each in (*given, dtype)):
+        if transpose:
+            from sparsecomp.lowering.sparse.transposed import transposed_matrix  # loads Triton
+
+            transposed_matrix(values, pattern, layout)  # makes a kept transpose anew that is another matrix's
         return _reference(
             values, pattern, dense, bias, residual, format, block, shape, skews, transpose, bias_axis, activation,
             scale, dtype, by_column,
