@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.launch.strided import contiguous_strides
+from sparsecomp.lowering.launch.watch import allocate
 from sparsecomp.reference.patterns import CompressedArrays, Layout, compressed, guarded
 
 _Kind = tuple[torch.dtype, torch.Size]
@@ -24,7 +26,7 @@ def transposed_matrix(values: Tensor, pattern: Sequence[Tensor], layout: Layout)
     values, own = values.contiguous(), [array.contiguous() for array in pattern[: layout.own]]
     kinds = [(one.dtype, one.shape) for one in (values, pointers, order, *own)]
     shape, launch = _reordering(values.device, layout, *kinds)
-    out = values.new_empty(shape)
+    out = allocate(shape, contiguous_strides(shape), values.dtype, values.device)
     if launch is not None:
         launch(values, own[0], own[-1], pointers, indices, order, source, out)
     rows, cols = layout.shape
