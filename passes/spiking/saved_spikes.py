@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from sparsecomp.passes.facts.analysis import Analysis, analyse
-from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.graph.canonicalize import dtype_of, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.reference.facts import Origin, SparsityFact, is_dyadic
 
@@ -36,8 +36,9 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 def has_spikes(gm: fx.GraphModule) -> bool:
     """Whether any floats of a graph are proved to be spikes."""
     analysis = analyse(gm)
-    facts = ((node, analysis.fact(node)) for node in gm.graph.nodes)
-    return any(fact.origin is Origin.SPIKE and _code(node, fact) is not None for node, fact in facts if fact)
+    facts = {node: analysis.fact(node) for node in gm.graph.nodes}
+    spikes = [node for node, fact in facts.items() if fact is not None and fact.origin is Origin.SPIKE]
+    return any(_code(node, facts[node]) is not None and dtype_of(node) is not torch.bool for node in spikes)
 
 
 def partitioned(joint: fx.GraphModule, split: Callable[[], Graphs], results: int, low: bool) -> Graphs:

@@ -78,6 +78,8 @@ def compile_graph(
     log.info("%d of %d sites rewritten", len(report.rewritten), len(report.sites))
     _compat.call_directly(frozenset(DIRECT), frozenset(KEPT))
     partition = _partition(graph, options)
+    if partition is not None:
+        report.note(_SAVED)
     if not report.changed and partition is None:
         return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, None)
     constants = Constants(gm, example_inputs)
@@ -104,6 +106,7 @@ def _partition(graph: Graph, options: Options) -> _compat.Partition | None:
     return partial(saved_spikes.partitioned, low=options.memory == "low")
 
 
+_SAVED = "the backward gets spikes as bits, and computes membranes again"
 _NOT_FROZEN = "a weight that the option frozen promises to stay was replaced or written to: its constant was made anew"
 
 

@@ -62,6 +62,7 @@ def test_inductors_configuration_is_checked_before_it_compiles(inductor, message
         {"precision": "fp8"}, {"implementation": "cudnn"}, {"density": 1.5}, {"density": "low"}, {"density": True},
         {"strict": 1}, {"verify": "yes"}, {"disable": "spike_conv"}, {"disable": [3]}, {"neurons": "opaque"},
         {"inductor": 3}, {"mode": "fastest"}, {"frozen": "parameters"}, {"frozen": 0}, {"frozen": 1}, {"frozen": None},
+        {"memory": "least"},
     ],
 )  # fmt: skip
 def test_a_value_outside_its_domain_is_refused(given):
