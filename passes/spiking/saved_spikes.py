@@ -73,11 +73,11 @@ def _code(node: fx.Node, fact: SparsityFact | None) -> _Code | None:
         return None
     if example.dtype is torch.bool:
         return _Code(1, 1.0)
-    known = fact is not None and fact.integral and fact.exact and fact.finite and is_dyadic(fact.scale)
-    if not known or not example.is_floating_point() or not fact.within(0, 2**_BYTE - 1):
+    if fact is None or not (fact.integral and fact.exact and fact.finite and example.is_floating_point()):
         return None
-    assert fact.hi is not None and isinstance(fact.scale, float)
-    return _Code(next(bits for bits in (1, 2, 4, _BYTE) if fact.hi < 2**bits), fact.scale)
+    bits = next((bits for bits in (1, 2, 4, _BYTE) if fact.within(0, 2**bits - 1)), None)
+    scale = fact.scale if is_dyadic(fact.scale) else None
+    return _Code(bits, scale) if bits is not None and isinstance(scale, float) else None
 
 
 def _select_steps(graph: fx.Graph) -> None:
@@ -159,13 +159,13 @@ class _Packing(NamedTuple):
     Attributes:
         order: its dimensions from the outermost in memory, which is the first, to the innermost.
         parts: what it is the concatenation of, along its first dimension; each gives some bits of a byte.
-        count: how many; where `parts` are not given, equal slices.
+        places: how many; where `parts` are not given, equal slices.
     """
 
     code: _Code
     order: tuple[int, ...]
     parts: tuple[fx.Node, ...]
-    count: int
+    places: int
 
     @classmethod
     def of(cls, node: fx.Node, analysis: Analysis, low: bool) -> "_Packing | None":
@@ -178,8 +178,8 @@ class _Packing(NamedTuple):
         if not 1 < len(parts) <= most:
             parts = ()
         size = example.shape[0]
-        count = len(parts) or next(n for n in (most, 4, 2, 1) if n <= most and (n == 1 or low and _divides(n, size)))
-        return cls(code, order, parts, count) if example.element_size() * count > 1 else None
+        places = len(parts) or next(n for n in (most, 4, 2, 1) if n <= most and (n == 1 or low and _divides(n, size)))
+        return cls(code, order, parts, places) if example.element_size() * places > 1 else None
 
     def pack(self, node: fx.Node) -> fx.Node:
         """The bytes, in the forward graph."""
@@ -203,9 +203,9 @@ class _Packing(NamedTuple):
         given.meta.pop("tensor_meta", None)
         with graph.inserting_before(next(node for node in graph.nodes if node in kept.users)):
             parts = []
-            for place in range(self.count):
+            for place in range(self.places):
                 mask = (2**bits - 1) << bits * place
-                part = given if self.count == 1 else _emit(graph, aten.bitwise_and.Scalar, given, mask)
+                part = given if self.places == 1 else _emit(graph, aten.bitwise_and.Scalar, given, mask)
                 parts.append(self._elements(part, place, example.dtype))
             whole = _emit(graph, aten.cat.default, parts) if len(parts) > 1 else parts[0]
             back = [self.order.index(dim) for dim in range(len(self.order))]
@@ -217,14 +217,14 @@ class _Packing(NamedTuple):
         shape = node.meta["val"].shape
         for part in self.parts:
             same = part.meta["val"].shape[1:] == shape[1:]
-            yield part if same else _emit(node.graph, aten.view.default, part, [shape[0] // self.count, *shape[1:]])
+            yield part if same else _emit(node.graph, aten.view.default, part, [shape[0] // self.places, *shape[1:]])
 
     def _slices(self, node: fx.Node) -> Iterator[fx.Node]:
-        if self.count == 1:
+        if self.places == 1:
             yield node
             return
-        rows = node.meta["val"].shape[0] // self.count
-        for place in range(self.count):
+        rows = node.meta["val"].shape[0] // self.places
+        for place in range(self.places):
             yield _emit(node.graph, aten.slice.Tensor, node, 0, rows * place, rows * (place + 1))
 
     def _counts(self, part: fx.Node) -> fx.Node:

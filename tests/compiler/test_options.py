@@ -41,7 +41,7 @@ def test_a_misspelt_name_is_told_the_nearest_wherever_it_is_given():
     with pytest.raises(OptionError, match="keyword argument 'frozn' .did you mean 'frozen'.*mode, precision"):
         Options(frozn=True)  # pyright: ignore[reportCallIssue]
     with pytest.raises(OptionError, match="too many positional arguments"):
-        Options(*range(11))  # pyright: ignore
+        Options(*range(12))  # pyright: ignore
 
 
 @pytest.mark.parametrize(
