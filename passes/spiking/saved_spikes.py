@@ -36,7 +36,7 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 def has_spikes(gm: fx.GraphModule) -> bool:
     """Whether any floats of a graph are proved to be spikes."""
     analysis = analyse(gm)
-    facts = {node: analysis.fact(node) for node in gm.graph.nodes}
+    facts = {node: _fact(node, analysis) for node in gm.graph.nodes}
     spikes = [node for node, fact in facts.items() if fact is not None and fact.origin is Origin.SPIKE]
     return any(_code(node, facts[node]) is not None and dtype_of(node) is not torch.bool for node in spikes)
 
@@ -80,6 +80,11 @@ def _code(node: fx.Node, fact: SparsityFact | None) -> _Code | None:
     return _Code(bits, scale) if bits is not None and isinstance(scale, float) else None
 
 
+def _fact(node: fx.Node, analysis: Analysis) -> SparsityFact | None:
+    """What holds of a result when it is made: a traced graph writes to nothing but inputs, behind all that reads."""
+    return analysis.fact(node, node.next)
+
+
 def _select_steps(graph: fx.Graph) -> None:
     """Time steps become views of one tensor, not of a tuple: a partitioner recomputes nothing behind a tuple."""
     for node in graph.find_nodes(op="call_function", target=aten.unbind.int):
@@ -110,7 +115,9 @@ def _recompute_layers(joint: fx.GraphModule) -> None:
                 if one.op == "call_function" and one.target not in _OPERANDS:
                     one.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
             light.add(node)
-        elif node.op == "placeholder" or _code(node, analysis.fact(node)) is not None:
+        elif node.op == "placeholder" and not any(user.target is aten.copy_.default for user in node.users):
+            light.add(node)
+        elif _code(node, _fact(node, analysis)) is not None:
             light.add(_base(node))
 
 
@@ -169,7 +176,7 @@ class _Packing(NamedTuple):
 
     @classmethod
     def of(cls, node: fx.Node, analysis: Analysis, low: bool) -> "_Packing | None":
-        code = _code(node, analysis.fact(node))
+        code = _code(node, _fact(node, analysis))
         order = None if code is None else _order(node.meta["val"])
         if code is None or order is None:
             return None
@@ -261,7 +268,7 @@ def _steps(node: fx.Node, code: _Code, analysis: Analysis) -> Sequence[fx.Node]:
     while source.target in (aten.view.default, _CAST) and isinstance(source.args[0], fx.Node):
         source = source.args[0]
     is_cat = source.target is aten.cat.default and (*source.args[1:], 0)[0] == 0
-    if not is_cat or source is not node and _code(source, analysis.fact(source)) != code:
+    if not is_cat or source is not node and _code(source, _fact(source, analysis)) != code:
         return ()
     steps: Any = source.args[0]
     shape, first = node.meta["val"].shape, steps[0].meta["val"].shape

@@ -264,8 +264,10 @@ def test_through_inductor_less_is_saved(memory, share):
         saved: list[Tensor] = []
         model = Net()
         own = {one.data_ptr() for one in model.parameters()}
+        compiled = torch.compile(model, backend=backend, options=options)
+        compiled(images())
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            out = torch.compile(model, backend=backend, options=options)(images())
+            out = compiled(images())
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
         return bytes_of([one for one in saved if one.data_ptr() not in own]), [p.grad for p in model.parameters()]
 
