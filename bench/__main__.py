@@ -18,7 +18,7 @@ from bench.timing import MODES
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist, "algebra": algebra, "dynamic": dynamic}
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
-    "card", "training-step", *STUDIES, "table", "plots",
+    "card", "training-step", "snn-training", *STUDIES, "table", "plots",
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def main() -> int:
     from bench import loop, loop_networks, tuning
     from bench.masked import resu
     from bench.sparse import semi_structured, spmm, training_step
-    from bench.spiking import snn_conv, snn_network
+    from bench.spiking import snn_conv, snn_network, snn_training
 
     if arguments.suite in ("loop", "loop-networks"):
         rows = []
@@ -91,6 +91,12 @@ def main() -> int:
             rows.append(row)
             save(arguments.out / "training_step.json", rows)
         print(training_step.table(rows))
+    if arguments.suite == "snn-training":
+        rows = []
+        for row in snn_training.run(tuple(arguments.modes)):
+            rows.append(row)
+            save(arguments.out / "snn_training.json", rows)
+        print(snn_training.table(rows))
     if arguments.suite == "card":
         rows = []
         for row in card.run():

@@ -102,11 +102,13 @@ def compile_fx(
     mode: str,
     patches: Mapping[str, Any],
     decompositions: Callable[[], Mapping[Any, Callable[..., Any]]] | None,
+    partition: "Partition | None" = None,
 ) -> Callable[..., Any]:
     """Inductor's compilation of Dynamo's graph, under torch.compile's `mode`.
 
     `patches` are Inductor configuration on top of the mode's; the table that `decompositions` (a module's function)
-    returns is added to Inductor's own. Without it this is exactly Inductor's backend.
+    returns is added to Inductor's own. Without it this is exactly Inductor's backend. `partition` (a module's function,
+    or a `functools.partial` of one) makes forward and backward of a joint graph, of what torch's partitioner makes.
 
     Raises:
         AttributeError: a name in `patches` that is no Inductor configuration.
@@ -117,11 +119,44 @@ def compile_fx(
     # sizes are what Dynamo's guards say; to check them in each call takes the host as long as a small kernel
     checks = {} if decompositions is None else {"size_asserts": False}
     settings = {**list_mode_options(mode), **checks, **patches}
+    if partition is not None:
+        inner = settings.get("custom_partitioner_fn", config.custom_partitioner_fn)
+        settings["custom_partitioner_fn"] = _partitioner()(partition, inner)
     arguments: dict[str, Any] = {"config_patches": settings or None}
     if decompositions is not None:
         with config.patch(settings):
             arguments["decompositions"] = _Decompositions(decompositions)
     return cast(Callable[..., Any], inductor(gm, example_inputs, **arguments))
+
+
+Partition = Callable[[fx.GraphModule, Callable[[], tuple[fx.GraphModule, fx.GraphModule]], int], Any]
+"""Of a joint graph, torch's partitioner of it, and the number of the forward's results that the user gets."""
+
+
+@cache
+def _partitioner() -> Callable[..., Any]:
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __init__(self, partition: Partition, inner: Any) -> None:
+            self.partition, self.inner = partition, inner
+
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+            split = self.inner or min_cut_rematerialization_partition
+            return self.partition(gm, lambda: split(gm, joint_inputs, **kwargs), kwargs["num_fwd_outputs"])
+
+        def uuid(self) -> Any:
+            return "sparsecomp", self.inner and self.inner.uuid()  # what ours does: see `cache_key`
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _made_partitioner, (self.partition, self.inner)
+
+    return Partitioner
+
+
+def _made_partitioner(partition: Partition, inner: Any) -> Any:
+    return _partitioner()(partition, inner)
 
 
 @cache

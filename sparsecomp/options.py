@@ -15,6 +15,7 @@ _CHOICES = {
     "precision": ("auto", "exact", "tf32", "half"),
     "implementation": ("auto", "binary", "event", "skip", "dense"),
     "neurons": ("auto", "fuse"),
+    "memory": ("auto", "low"),
     "frozen": (False, True, "buffers"),
     "mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
 }
@@ -41,6 +42,9 @@ class Options:
             where the operators run their references.
         density: share of non-zero inputs to assume where none was measured, in [0, 1].
         neurons: `fuse` replaces spikingjelly's neuron operators by ours on the CPU too; `auto` on CUDA only.
+        memory: of a training step of a spiking network. `auto` keeps spikes as bits and computes membranes again, at no
+            cost of time; `low` also computes again in the backward what layers on spikes gave, by about a third more
+            products than in `auto`.
         frozen: a promise that parameters and buffers are not written to any more (True), or that buffers are not, such
             as masks, while parameters may train ("buffers"). What is worked out of such tensors is kept; without the
             promise it is worked out in each call, since nothing tells of every write. See
@@ -56,6 +60,7 @@ class Options:
     implementation: str = "auto"
     density: float | None = None
     neurons: str = "auto"
+    memory: str = "auto"
     frozen: bool | str = False
     disable: tuple[str, ...] = ()
     strict: bool = False

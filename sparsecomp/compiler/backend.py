@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from sparsecomp.ops.library import DIRECT, KEPT
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.constants import Constants
 from sparsecomp.passes.engine.rule import Density
+from sparsecomp.passes.spiking import saved_spikes
 from sparsecomp.report import Compilations, compilations_of
 
 log = logging.getLogger("sparsecomp")
@@ -76,12 +77,15 @@ def compile_graph(
     compilations.add(_identity(graph), report)
     log.info("%d of %d sites rewritten", len(report.rewritten), len(report.sites))
     _compat.call_directly(frozenset(DIRECT), frozenset(KEPT), _REPLAYED)
-    if not report.changed:
+    partition = _partition(graph, options)
+    if partition is not None:
+        report.note(_SAVED)
+    if not report.changed and partition is None:
         return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, None)
     constants = Constants(gm, example_inputs)
     with _compat.cache_key(f"sparsecomp:{sources_hash()}:{options.cache_key()}"):
         decompositions = sparsecomp.ops.decompositions
-        compiled = _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions)
+        compiled = _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions, partition)
 
     @wraps(compiled)
     def run(*arguments: Any) -> Any:
@@ -94,7 +98,16 @@ def compile_graph(
     return run if constants or _tunes(options) else compiled
 
 
+def _partition(graph: Graph, options: Options) -> _compat.Partition | None:
+    """How a graph that trains a spiking network is cut in forward and backward, if not as torch does it."""
+    trains = graph.gradients and any(value.requires_grad for value in graph.values.values())
+    if "all" in options.disable or not trains or not saved_spikes.has_spikes(graph.gm):
+        return None
+    return partial(saved_spikes.partitioned, low=options.memory == "low")
+
+
 _REPLAYED = "sparsecomp.lowering.launch.replay.Replayed"
+_SAVED = "the backward gets spikes as bits, and computes membranes again"
 _NOT_FROZEN = "a weight that the option frozen promises to stay was replaced or written to: its constant was made anew"
 
 

@@ -41,7 +41,7 @@ def test_a_misspelt_name_is_told_the_nearest_wherever_it_is_given():
     with pytest.raises(OptionError, match="keyword argument 'frozn' .did you mean 'frozen'.*mode, precision"):
         Options(frozn=True)  # pyright: ignore[reportCallIssue]
     with pytest.raises(OptionError, match="too many positional arguments"):
-        Options(*range(11))  # pyright: ignore
+        Options(*range(12))  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,7 @@ def test_inductors_configuration_is_checked_before_it_compiles(inductor, message
         {"precision": "fp8"}, {"implementation": "cudnn"}, {"density": 1.5}, {"density": "low"}, {"density": True},
         {"strict": 1}, {"verify": "yes"}, {"disable": "spike_conv"}, {"disable": [3]}, {"neurons": "opaque"},
         {"inductor": 3}, {"mode": "fastest"}, {"frozen": "parameters"}, {"frozen": 0}, {"frozen": 1}, {"frozen": None},
+        {"memory": "least"},
     ],
 )  # fmt: skip
 def test_a_value_outside_its_domain_is_refused(given):

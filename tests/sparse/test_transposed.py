@@ -337,7 +337,7 @@ def test_large_patterns_are_followed_by_many_programs():
     layers = []
     for _ in range(2):
         kept = torch.rand(4096, 4096, device="cuda", generator=random).topk(1500).indices
-        dense = torch.zeros(4096, 4096, device="cuda").scatter_(1, kept, torch.randn(kept.shape, device="cuda"))
+        dense = torch.zeros(4096, 4096, device="cuda").scatter_(1, kept, torch.rand(kept.shape, device="cuda") + 0.5)
         layers.append((SparseLinear(CSR.from_dense(dense)), dense))
     (layer, first), (other, second) = layers
     x = torch.randn(64, 4096, device="cuda")

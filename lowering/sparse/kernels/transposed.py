@@ -115,6 +115,7 @@ def _visit(
         else:
             begin = tl.maximum(tl.load(own_pointers_ptr + row).to(done.dtype), done)
             end = tl.minimum(tl.load(own_pointers_ptr + row + 1).to(done.dtype), entries)
+            end = tl.maximum(end, begin)  # on a GPU a loop that ends before it begins is not left out
         for start in range(begin, end, B):
             at = start + tl.arange(0, B)
             ok = at < end

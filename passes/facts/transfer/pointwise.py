@@ -379,8 +379,9 @@ def zero_preserving(op: CanonicalOp, facts: Facts) -> Result:
 
 
 @transfer(
-    "float", "double", "half", "bfloat16", "to", "type_as", "type", "int", "long", "short", "byte", "char"
-)
+    "float", "double", "half", "bfloat16", "to", "type_as", "type", "int", "long", "short", "byte", "char",
+    "prims::convert_element_type",
+)  # fmt: skip
 def convert(op: CanonicalOp, facts: Facts) -> Result:
     """A change of dtype or device: grids survive where the dtype holds them; bool input gives {0, 1}."""
     fact = facts.of(op.input)

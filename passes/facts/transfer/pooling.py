@@ -23,6 +23,14 @@ def max_pool(op: CanonicalOp, facts: Facts) -> Result:
     return Items((fact,)) if op.get("return_indices") else fact
 
 
+@transfer("prims::_low_memory_max_pool_with_offsets")
+def lowered_max_pool(op: CanonicalOp, facts: Facts) -> Result:
+    """What Inductor makes of max pooling: elements, and where in its window each lay."""
+    _, _, _, padding, dilation, *_ = op.args.values()
+    fact = facts.of(op.input)
+    return Items((fact,)) if not any(padding) or all(step == 1 for step in dilation) else None
+
+
 @transfer("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
 def adaptive_max_pool(op: CanonicalOp, facts: Facts) -> Result:
     """Picks elements."""
