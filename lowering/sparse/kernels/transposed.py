@@ -113,7 +113,7 @@ def _visit(
         if GROUP:
             begin, end = row * (entries // rows) + done * 0, (row + 1) * (entries // rows) + done * 0
         else:
-            begin = tl.maximum(tl.load(own_pointers_ptr + row).to(done.dtype), done)
+            begin = tl.minimum(tl.maximum(tl.load(own_pointers_ptr + row).to(done.dtype), done), entries)
             end = tl.minimum(tl.load(own_pointers_ptr + row + 1).to(done.dtype), entries)
             end = tl.maximum(end, begin)  # on a GPU a loop that ends before it begins is not left out
         for start in range(begin, end, B):
