@@ -6,20 +6,21 @@ Figures of machines with an H100 (`bench/results`). Kernels are the device's bus
 
 from typing import NamedTuple
 
-LAUNCH = 9e-6
-"""A launch of a kernel, of ours or Inductor's, its share of finding it included."""
-ALLOCATION = 7e-6
+LAUNCH = 8e-6
+"""A launch of a kernel, of ours or Inductor's."""
+ALLOCATION = 1.5e-6
 """A workspace."""
-OPERATOR = 11e-6
-"""An operator of ours in a compiled graph, beside its launches."""
+OPERATOR = 5e-6
+"""An operator of ours in a compiled graph of static shapes, beside its launches: it is done again by address
+(`lowering/launch/replay.py`), which takes half to a third of a call."""
 CUSPARSELT = 45e-6
 """The library's call with its plan, the two launches of its guard included."""
 MATMUL, CONV = 16e-6, 24e-6
 """A matrix product and a convolution of torch's in a compiled graph."""
 MATMUL_RELU = 5e-6
 """What such a product takes more with a ReLU in it, which Inductor has no call for."""
-SPIKE_LAYER = {"binary": 47e-6, "event": 215e-6, "skip": 115e-6}
-"""An operator on spikes by implementation, from Python to its last launch."""
+SPIKE_LAYER = {"binary": 26e-6, "event": 215e-6, "skip": 115e-6}
+"""An operator on spikes by implementation, from Python to its last launch, the first one done again by address."""
 CALL = {False: 45e-6, True: 400e-6}
 """A compiled call but for its products, without and with gradients and an optimizer's step
 (`bench/results/loop.json`)."""

@@ -97,15 +97,6 @@ def decide(layer: FixedFanIn) -> Decision:
     return fastest({"gather_dot": ours, "dense": written})
 
 
-def operator_seconds(layer: FixedFanIn) -> float | None:
-    """Seconds of `gather_dot` beside another operator of ours, whose call takes the host as long; None if unknown."""
-    if layer.device.type == "cpu":
-        return _on_cpu(layer, _OURS[layer.trained])
-    if layer.device.type != "cuda" or layer.dtype not in KERNEL_DTYPES or not has_triton():
-        return None
-    return layer.waited(_ours(layer, *(layer.target or target_of(layer.device))))
-
-
 def _on_cpu(layer: FixedFanIn, rates: _Rates) -> float:
     each = rates.weight + (0.0 if layer.kept else rates.read)
     nanoseconds = each * layer.weights + layer.rows * layer.outputs * (rates.result + rates.product * layer.fan_in)
@@ -114,13 +105,8 @@ def _on_cpu(layer: FixedFanIn, rates: _Rates) -> float:
 
 def compare(layer: FixedFanIn, device: Device, card: Card) -> Decision:
     """`decide` for a CUDA device that is such a card; loads Triton."""
-    operators = _ours(layer, device, card).plus(Time(0.0, _CALLED[layer.trained]))
-    return fastest({"gather_dot": layer.waited(operators), "dense": layer.waited(_written(layer, card))})
-
-
-_CALLED = {False: 1e-4, True: 1e-3}
-"""What a call took the host on top of its launches, on a busy machine with an H200 (`bench/results/geo_speed.json`); a
-fifth of that on a quiet one. Inductor's loop, which has more to do on the device, waits for no host."""
+    ours, written = _ours(layer, device, card), _written(layer, card)
+    return fastest({"gather_dot": layer.waited(ours), "dense": layer.waited(written)})
 
 
 def decide_block(first: FixedFanIn, second: FixedFanIn) -> Decision:
@@ -151,8 +137,7 @@ def _block(first: FixedFanIn, second: FixedFanIn, device: Device, card: Card) ->
     )  # fmt: skip
     forward = _fastest_of(RESIDUAL_BLOCK, problem, first, device, card)
     gradients = [time for layer in (first, second) for time in _gradients(layer, device, card)]
-    called = 2 * _CALLED[first.trained] - _CALLED[False]  # one operator less than two layers
-    return forward.plus(*gradients, Time(0.0, called))
+    return forward.plus(*gradients)
 
 
 def _fastest_of(operation: Operation[Any], problem: Any, layer: FixedFanIn, device: Device, card: Card) -> Time:

@@ -9,7 +9,7 @@ from torch import fx
 import sparsecomp.ops.local.gather_dot  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.passes.cost.decision import Decision, fastest
-from sparsecomp.passes.cost.local import FixedFanIn, decide, operator_seconds
+from sparsecomp.passes.cost.local import FixedFanIn, decide
 from sparsecomp.passes.engine.rule import Context, call, known_sizes
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.sparse.chain import Chain, circumstances
@@ -35,7 +35,7 @@ def fixed_fan_in(chain: Chain, fan: tuple[int, int], spread: str | None, kept: b
 
 def beside(layer: FixedFanIn, otherwise: Decision) -> Decision:
     """Whether the operator is faster than what runs the layer otherwise, which is `dense` here, whatever it is."""
-    ours = decide(layer).seconds.get("gather_dot") if otherwise.dense else operator_seconds(layer)
+    ours = decide(layer).seconds.get("gather_dot")
     theirs = otherwise.seconds.get(otherwise.implementation)
     if ours is None or theirs is None:
         return Decision("dense", "no estimate")

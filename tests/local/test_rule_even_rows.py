@@ -34,7 +34,6 @@ def always_pays(monkeypatch):
     """What is tested here has a few numbers; tests of when it pays say so themselves."""
     seconds = {"gather_dot": 1e-9, "dense": 1.0}
     monkeypatch.setattr(operator, "decide", lambda layer: Decision("gather_dot", "it pays", seconds))
-    monkeypatch.setattr(operator, "operator_seconds", lambda layer: 1e-9)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -492,8 +491,7 @@ def test_infinite_inputs_reach_only_the_rows_that_read_them(kind):
 
 
 def by_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("decide", "operator_seconds"):
-        monkeypatch.setattr(operator, name, getattr(cost, name))
+    monkeypatch.setattr(operator, "decide", cost.decide)
 
 
 @pytest.mark.parametrize(
