@@ -43,7 +43,7 @@ def consider_block(node: fx.Node, ctx: Context) -> Verdict:
     layer = by_operator if way == "gather_dot" else _gathering(first.dtype)
 
     def build() -> dict[fx.Node, fx.Node]:
-        arguments = _promised(block, layers, node, ctx)
+        arguments = _promised(block, layers, ctx)
         if way == "residual_block":
             made = call(node.graph, node, RESIDUAL_BLOCK, *arguments)
             return {node: call(node.graph, node, operator.getitem, made, 0)}
@@ -72,11 +72,11 @@ def _layers(block: fx.Node, ctx: Context) -> tuple[FixedFanIn, FixedFanIn] | Non
     return found[0], found[1]
 
 
-def _promised(block: fx.Node, layers: tuple[FixedFanIn, FixedFanIn], like: fx.Node, ctx: Context) -> list[Any]:
+def _promised(block: fx.Node, layers: tuple[FixedFanIn, FixedFanIn], ctx: Context) -> list[Any]:
     """The operator's arguments, lists of indices that are promised to stay as constants."""
     *arguments, first, second = cast(Any, block.args)[:8]
     for layer, (index, *lists) in zip(layers, (first, second), strict=True):
-        arguments.append([index, *lists_of(index, layer, lists, like, ctx)])
+        arguments.append([index, *lists_of(index, layer, lists, block, ctx)])
     return [*arguments, *block.args[8:]]
 
 

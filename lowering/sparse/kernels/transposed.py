@@ -12,7 +12,7 @@ from sparsecomp.lowering.launch.launch import Launch
 
 NUMBERS = 1024
 """Numbers that a program moves in a step, and the entries it looks at where these are single numbers."""
-_AT_ONCE = 128
+_AT_ONCE = 64
 """Entries of rows of one length that are sorted in a step, each beside each."""
 
 
