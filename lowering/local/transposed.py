@@ -13,7 +13,7 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.reference.local.transposed import lists_fit, transposed_lists
 
 
-def current_lists(index: Tensor, inputs: int, lists: Sequence[Tensor]) -> Sequence[Tensor]:
+def compared_lists(index: Tensor, inputs: int, lists: Sequence[Tensor]) -> Sequence[Tensor]:
     """Pointers and order; see ``sparsecomp.reference.local.transposed``, whose `current_lists` is the CPU's."""
     if not lists_fit(index, inputs, lists):
         return transposed_lists(index, inputs)

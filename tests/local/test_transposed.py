@@ -3,6 +3,7 @@
 What is expected comes from the dense weight that the written index describes, in float64.
 """
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -154,14 +155,14 @@ def test_lists_of_a_promised_index_are_constants_that_nothing_compares(make, mon
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize(("shape", "inputs"), [((OUT, K), N), ((1, 1), 1), ((400, 7), 300), ((3, 700), 2)])
 def test_the_kernel_follows_a_write_and_keeps_what_it_made(shape, inputs, device):
-    from sparsecomp.lowering.local.transposed import current_lists
+    from sparsecomp.lowering.local.transposed import compared_lists
 
     index = index_of(0, shape, inputs).to(device)
     kept = kept_lists(index, inputs)
     for seed in (0, 1, 1, 2):
         given = index_of(seed, shape, inputs)
         index.data.copy_(given)
-        pointers, order = current_lists(index, inputs, kept)
+        pointers, order = compared_lists(index, inputs, kept)
         assert pointers is kept[0] and order is kept[1]
         wanted = given.flatten().long().sort(stable=True)
         assert torch.equal(order.cpu(), wanted.indices.int())
@@ -172,7 +173,7 @@ def test_the_kernel_follows_a_write_and_keeps_what_it_made(shape, inputs, device
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_entries_that_are_no_inputs_lead_nowhere_outside_of_memory(device):
     """They are in no list, and come back once they are inputs."""
-    from sparsecomp.lowering.local.transposed import current_lists
+    from sparsecomp.lowering.local.transposed import compared_lists
 
     edge, mark = 40, -77
     index = index_of(0)
@@ -190,7 +191,7 @@ def test_entries_that_are_no_inputs_lead_nowhere_outside_of_memory(device):
         read.data.copy_(index)
         inside = (index >= 0) & (index < N)
         for _ in range(2):
-            pointers, order = current_lists(read, N, kept)
+            pointers, order = compared_lists(read, N, kept)
             ends = pointers.tolist()
             for input in range(N):
                 places = (index.flatten() == input).nonzero()[:, 0]
@@ -240,16 +241,40 @@ def test_graphs_of_a_training_step_replay_on_other_indices(backend):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("backend", [None, "sparsecomp"])
+def test_graphs_of_a_residual_block_replay_on_other_indices(backend):
+    exact = GeoSparseResidualBlock(N, index_of(0, (N, K)), residual_alpha_init=0.7).double()
+    block = copy.deepcopy(exact).float().cuda()
+    x = torch.randn(64, N, device="cuda", requires_grad=True)
+    run = torch.compile(block, backend=backend) if backend else block
+
+    def call() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(run(x).square().sum(), x)
+
+    call()
+    graph, found = graph_of(call)
+    for seed in (0, 1, 2):
+        for layer in (exact.fc1, block.fc1, exact.fc2, block.fc2):
+            layer.in_index_per_out.data.copy_(index_of(seed, (N, K)))
+        graph.replay()
+        torch.cuda.synchronize()
+        leaf = x.detach().cpu().double().requires_grad_()
+        (wanted,) = torch.autograd.grad(exact(leaf).square().sum(), leaf)
+        torch.testing.assert_close(found[0].cpu().double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_large_indices_are_followed_by_many_programs():
     """More programs than a GPU runs at a time."""
-    from sparsecomp.lowering.local.transposed import current_lists
+    from sparsecomp.lowering.local.transposed import compared_lists
 
     n, shape = 200_000, (200_000, 16)
     index = index_of(0, shape, n).cuda()
     kept = kept_lists(index, n)
     for seed in (1, 2):
         index.data.copy_(index_of(seed, shape, n))
-        found = current_lists(index, n, kept)
+        found = compared_lists(index, n, kept)
         wanted = index.flatten().sort(stable=True)
         assert torch.equal(found[1], wanted.indices.int()) and torch.equal(kept[2][:-2], index.flatten())
         assert torch.equal(found[0].diff(), wanted.values.bincount(minlength=n).int())

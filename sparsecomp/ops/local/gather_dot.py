@@ -144,7 +144,7 @@ def _by_input_cuda(grad, weight, index, transposed, inputs):
     from sparsecomp.lowering.local import gather_dot_input as lowered  # loads Triton
     from sparsecomp.lowering.local import transposed as lists
 
-    pointers, order = lists.current_lists(index, inputs, transposed)
+    pointers, order = lists.compared_lists(index, inputs, transposed)
     if grad.dtype not in KERNEL_DTYPES:
         return _by_input(grad, weight, index, (pointers, order), inputs)
     rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
