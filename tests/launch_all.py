@@ -113,6 +113,9 @@ def local_layers(device: str) -> None:
         block = GeoSparseResidualBlock(131, index, norm=norm, activation_type=activation, drop_path=0.5)
         for layer in (GeoSparseLinear(131, 37, index[:37]), block):
             layer.to(device, dtype)(x).sum().backward()
+    layer = GeoSparseLinear(131, 37, index[:37]).to(device)
+    layer.in_index_per_out.data.copy_(index[37:74])  # the lists of its transpose are made anew
+    layer(torch.randn(65, 131, device=device, requires_grad=True)).sum().backward()
 
 
 def sparse_tensor_cores(device: str) -> None:

@@ -28,7 +28,7 @@ def transposed_matrix(values: Tensor, pattern: Sequence[Tensor], layout: Layout)
     shape, launch = _reordering(values.device, layout, *kinds)
     out = allocate(shape, contiguous_strides(shape), values.dtype, values.device)
     if launch is not None:
-        launch(values, own[0], own[-1], pointers, indices, order, source, out)
+        launch(own[-1], own[0], pointers, indices, order, source, values, out)
     rows, cols = layout.shape
     return CompressedArrays(pointers, indices, out.mT if layout.entry else out, (cols, rows), layout.skews[1])
 

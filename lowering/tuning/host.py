@@ -19,8 +19,8 @@ MATMUL, CONV = 16e-6, 24e-6
 """A matrix product and a convolution of torch's in a compiled graph."""
 MATMUL_RELU = 5e-6
 """What such a product takes more with a ReLU in it, which Inductor has no call for."""
-SPIKE_LAYER = {"binary": 26e-6, "event": 215e-6, "skip": 115e-6}
-"""An operator on spikes by implementation, from Python to its last launch, the first one done again by address."""
+SPIKE_LAYER = {"binary": 28e-6, "event": 64e-6, "skip": 56e-6}
+"""An operator on spikes by implementation, from Python to its last launch, done again by address (one H200)."""
 CALL = {False: 45e-6, True: 400e-6}
 """A compiled call but for its products, without and with gradients and an optimizer's step
 (`bench/results/loop.json`)."""

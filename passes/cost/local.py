@@ -32,9 +32,10 @@ class FixedFanIn(NamedTuple):
         dtype: of all operands.
         bias, residual, activation: what is fused behind it.
         spread: as of `sparsecomp.reference.local.spread`; None if unknown, which is the worst for the operator.
-        kept: the index is promised to stay, so that it is read and transposed once.
+        kept: the index is read and transposed once: it is promised to stay, or the lists of its transpose are kept.
         trained, replayed, products: as of `sparsecomp.passes.cost.sparse.Product`.
         target: the card to estimate for, None for that of the device.
+        followed: kept lists are compared with the index in each backward, since it may be written to.
     """
 
     device: torch.device
@@ -52,6 +53,7 @@ class FixedFanIn(NamedTuple):
     replayed: bool
     products: int
     target: Target | None = None
+    followed: bool = False
 
     @property
     def weights(self) -> int:
@@ -168,7 +170,9 @@ def _gradients(layer: FixedFanIn, device: Device, card: Card) -> list[Time]:
     by_input = _fastest_of(GATHER_DOT_INPUT, GatherDotInput(*sizes, p.outputs, dtype), p, device, card)
     weights = GatherDotWeight(*sizes, p.inputs, p.outputs, dtype)
     by_weight = _fastest_of(GATHER_DOT_WEIGHT, weights, p, device, card)
-    return [by_input, by_weight, *([] if p.kept else [_small(p.weights * 120, _SORTING, card)])]
+    listing = [] if p.kept else [_small(p.weights * 120, _SORTING, card)]
+    comparing = [_small(p.weights * 8, 1, card)] if p.followed else []
+    return [by_input, by_weight, *listing, *comparing]
 
 
 _SORTING = 18

@@ -14,7 +14,7 @@ from torch import fx
 from sparsecomp.passes.cost.local import FixedFanIn, decide
 from sparsecomp.passes.engine.rule import Context, Plan, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.local.operator import GATHER_DOT, fixed_fan_in
+from sparsecomp.passes.local.operator import GATHER_DOT, fixed_fan_in, lists_of, operator_of
 from sparsecomp.passes.sparse.chain import Chain, copied_behind, differentiated, ending_at
 from sparsecomp.reference.precision import accumulator
 
@@ -34,7 +34,7 @@ def consider_own(node: fx.Node, ctx: Context) -> Verdict:
         return refuse(Why.UNKNOWN_SHAPE)
     decision = decide(problem)
     written = decision.dense and not ctx.eager  # op by op, the gathered inputs would exist
-    build = (lambda: {node: _written(chain, node)}) if written else (lambda: {node: _fused(chain, node)})
+    build = (lambda: {node: _written(chain, node)}) if written else (lambda: {node: _fused(chain, problem, node, ctx)})
     fused = "" if written else chain.fused
     reason = f"{problem.fan_in} inputs for each of {problem.outputs} outputs{fused}; {decision.reason}"
     return Plan(build, reason, "dense" if written else "gather_dot", "", chain.dead, decision.estimate, first)
@@ -47,15 +47,16 @@ def _problem(chain: Chain, ctx: Context) -> FixedFanIn | None:
     if shape is None or fan is None:
         return None
     *_, transposed, _, spread = arguments
-    return fixed_fan_in(chain, (fan[0], fan[1]), spread, bool(transposed) or not differentiated(chain, ctx), ctx)
+    kept = bool(transposed) or not differentiated(chain, ctx)
+    followed = len(transposed) > 2 and ctx.constant(arguments[2]) is None
+    return fixed_fan_in(chain, (fan[0], fan[1]), spread, kept, ctx, followed)
 
 
-def _fused(chain: Chain, like: fx.Node) -> fx.Node:
+def _fused(chain: Chain, layer: FixedFanIn, like: fx.Node, ctx: Context) -> fx.Node:
     arguments: Any = chain.nodes[0].args
-    *_, transposed, _, spread = arguments
-    return call(
-        like.graph, like, GATHER_DOT, *arguments[:3], chain.bias, chain.residual, transposed, chain.activation, spread
-    )  # fmt: skip
+    x, weight, index, *_, transposed, _, spread = arguments
+    lists = lists_of(index, layer, transposed, like, ctx)
+    return operator_of(chain, x, weight, index, chain.bias, lists, spread)
 
 
 def _layer(node: fx.Node) -> Chain | None:

@@ -14,8 +14,9 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from sparsecomp.ops.local.residual_block import Layer, by_operator, composed
 from sparsecomp.passes.cost.local import FixedFanIn, decide_block
-from sparsecomp.passes.engine.rule import Context, Plan, Verdict, Why, known_sizes, new_meta, refuse
+from sparsecomp.passes.engine.rule import Context, Plan, Verdict, Why, call, known_sizes, new_meta, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
+from sparsecomp.passes.local.operator import lists_of
 from sparsecomp.passes.sparse.chain import Chain, circumstances
 from sparsecomp.reference.precision import accumulator
 
@@ -39,10 +40,16 @@ def consider_block(node: fx.Node, ctx: Context) -> Verdict:
     first, second = layers
     reason = f"a residual block, {first.fan_in} and {second.fan_in} inputs for each of {first.outputs} outputs; " \
              f"{decision.reason}"  # fmt: skip
-    if way == "residual_block":
-        return Plan(dict, reason, way, "", (), decision.estimate, block)
     layer = by_operator if way == "gather_dot" else _gathering(first.dtype)
-    return Plan(lambda: {node: _written(block, node, layer)}, reason, way, "", (block,), decision.estimate, block)
+
+    def build() -> dict[fx.Node, fx.Node]:
+        arguments = _promised(block, layers, ctx)
+        if way == "residual_block":
+            made = call(node.graph, node, RESIDUAL_BLOCK, *arguments)
+            return {node: call(node.graph, node, operator.getitem, made, 0)}
+        return {node: _written(arguments, node, layer)}
+
+    return Plan(build, reason, way, "", (block,), decision.estimate, block)
 
 
 def _layers(block: fx.Node, ctx: Context) -> tuple[FixedFanIn, FixedFanIn] | None:
@@ -59,9 +66,18 @@ def _layers(block: fx.Node, ctx: Context) -> tuple[FixedFanIn, FixedFanIn] | Non
         how = circumstances(Chain((block,), layer[0], False, x, True, (*layer, None)[1]), ctx, device)
         found.append(FixedFanIn(
             ctx.device(device), torch.Size(shape[:-1]).numel(), shape[-1], outputs, fan_in, example_of(layer[0]).dtype,
-            len(layer) > 1, False, "none", spread, bool(lists) or not how["trained"], **how,
+            len(layer) > 1, False, "none", spread, bool(lists) or not how["trained"],
+            followed=len(lists) > 2 and ctx.constant(index) is None, **how,
         ))  # fmt: skip
     return found[0], found[1]
+
+
+def _promised(block: fx.Node, layers: tuple[FixedFanIn, FixedFanIn], ctx: Context) -> list[Any]:
+    """The operator's arguments, lists of indices that are promised to stay as constants."""
+    *arguments, first, second = cast(Any, block.args)[:8]
+    for layer, (index, *lists) in zip(layers, (first, second), strict=True):
+        arguments.append([index, *lists_of(index, layer, lists, block, ctx)])
+    return [*arguments, *block.args[8:]]
 
 
 def _gathering(dtype: torch.dtype) -> Layer:
@@ -75,9 +91,9 @@ def _gathering(dtype: torch.dtype) -> Layer:
     return gathered
 
 
-def _written(block: fx.Node, like: fx.Node, layer: Layer) -> fx.Node:
+def _written(given: list[Any], like: fx.Node, layer: Layer) -> fx.Node:
     """The block's result, step by step."""
-    before, tracer, given = like.prev, GraphAppendingTracer(block.graph), cast(Any, block.args)
+    before, tracer = like.prev, GraphAppendingTracer(like.graph)
     *arguments, _ = cast(Any, fx.map_arg)(given, lambda node: fx.Proxy(node, tracer))
     dtypes = example_of(given[0]).dtype, example_of(given[2][0]).dtype
     out: Any = composed(*arguments, dtypes=dtypes, layer=layer)[0]

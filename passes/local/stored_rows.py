@@ -1,8 +1,8 @@
 """A sparse layer whose rows all store k elements is one of fixed fan-in, its values and indices seen as (n_out, k).
 
 That the rows are so long is read off the pointers, under the promise that buffers stay. Where a change of the pattern
-is seen and its rows are uneven, Dynamo compiles anew. Indices, values and the lists of the transpose stay the layer's
-own, so that another pattern of as long rows is simply read.
+is seen and its rows are uneven, Dynamo compiles anew. Indices and values stay the layer's own, so that another pattern
+of as long rows is simply read.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from sparsecomp.passes.engine.constants import checked
 from sparsecomp.passes.engine.proofs import take_for_granted
 from sparsecomp.passes.engine.rule import Context, Plan, call
 from sparsecomp.passes.graph.canonicalize import dtype_of, example_of
-from sparsecomp.passes.local.operator import beside, fixed_fan_in, operator_of, spread_now
+from sparsecomp.passes.local.operator import beside, fixed_fan_in, lists_of, operator_of, spread_now
 from sparsecomp.passes.sparse.chain import Chain, ending_at
 from sparsecomp.passes.sparse.linear import arrays_of, numbers_of, sparse_layer, way_of
 
@@ -54,9 +54,9 @@ def _rows(chain: Chain, ctx: Context) -> EvenRows | None:
 
 
 def _plan(chain: Chain, rows: EvenRows, product: Product, ctx: Context) -> Plan | None:
-    (pointers, indices, *transposed), _ = arrays_of(chain)
-    lists, spread = transposed[::2], spread_now(indices, rows, ctx)  # pointers and order
-    layer = fixed_fan_in(chain, rows, spread, bool(lists) or not product.trained, ctx)
+    (pointers, indices, *_), _ = arrays_of(chain)
+    spread, kept = spread_now(indices, rows, ctx), ctx.constant(indices) is not None or not product.trained
+    layer = fixed_fan_in(chain, rows, spread, kept, ctx)
     decision = beside(layer, way_of(chain, product, ctx))
     held = ctx.constant(pointers)
     if decision.dense or held is None:
@@ -65,6 +65,7 @@ def _plan(chain: Chain, rows: EvenRows, product: Product, ctx: Context) -> Plan 
     def build() -> dict[fx.Node, fx.Node]:
         last = chain.nodes[-1]
         weight, index = (call(last.graph, last, Tensor.reshape, one, tuple(rows)) for one in (chain.sparse, indices))
+        lists = lists_of(indices, layer, (), last, ctx)
         take_for_granted(last, pointers, held, rows)
         index = checked(index, last, [pointers], [held], [f"the pattern `{pointers.target}`"])
         return {last: operator_of(chain, chain.dense, weight, index, chain.bias, lists, spread)}

@@ -168,10 +168,8 @@ def transposed_arrays(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor
     """
     kept = guarded(pattern, layout)
     if kept is not None:
-        if not kept[-1].is_cuda and not _made_of(kept[-1], pattern[: layout.own]):
-            with torch.inference_mode():  # which lets everybody's tensors be written to
-                for array, fresh in zip(kept, kept_transpose(pattern[: layout.own], layout), strict=True):
-                    array.data.copy_(fresh)
+        if not kept[-1].is_cuda and not made_of(kept[-1], pattern[: layout.own]):
+            renew(kept, kept_transpose(pattern[: layout.own], layout))
         return kept[:3]
     if len(pattern) == layout.own + 3:
         return pattern[-3], pattern[-2], pattern[-1]
@@ -206,9 +204,17 @@ def guarded(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor, 
     return pattern[-4], pattern[-3], pattern[-2], pattern[-1]
 
 
-def _made_of(source: Tensor, own: Sequence[Tensor]) -> bool:
+def made_of(source: Tensor, own: Sequence[Tensor]) -> bool:
+    """Whether what is kept beside this source was made of such arrays; waits for the device."""
     parts = source[:-2].split([array.numel() for array in own])
     return all(torch.equal(part, array.flatten().to(part.dtype)) for part, array in zip(parts, own, strict=True))
+
+
+def renew(kept: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
+    """Write to kept arrays in place, whoever made them and whatever records writes."""
+    with torch.inference_mode():  # which lets everybody's tensors be written to
+        for array, new in zip(kept, fresh, strict=True):
+            array.data.copy_(new)
 
 
 def elements_of(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:

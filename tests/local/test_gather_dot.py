@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops import gather_dot
-from sparsecomp.reference.local.transposed import lists_fit, transposed_lists
+from sparsecomp.reference.local.transposed import kept_lists, lists_fit, transposed_lists
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -113,7 +113,8 @@ def test_torch_checks_the_operators():
     x, weight, grad = x.requires_grad_(), weight.requires_grad_(), grad.requires_grad_()
     ops = torch.ops.sparsecomp
     torch.library.opcheck(ops.gather_dot.default, (x, weight, index, bias, None, lists, "gelu", "far"))
-    torch.library.opcheck(ops.gather_dot_input.default, (grad, weight, index, lists, 13))
+    for some in (lists, list(kept_lists(index, 13))):
+        torch.library.opcheck(ops.gather_dot_input.default, (grad, weight, index, some, 13))
     torch.library.opcheck(ops.gather_dot_weight.default, (x, grad, index, lists))
 
 
@@ -136,15 +137,17 @@ def test_transposed_lists_are_the_transpose():
         places = order[pointers[column] : pointers[column + 1]].tolist()
         assert places == [place for place, read in enumerate(index.flatten().tolist()) if read == column]
     assert lists_fit(index, 13, (pointers, order)) and not lists_fit(index, 14, (pointers, order))
-    assert not lists_fit(index.flip(0), 13, (pointers, order))
+    assert not lists_fit(index[1:], 13, (pointers, order))
 
 
 def test_lists_of_another_index_are_not_believed():
     x, weight, index, _ = problem(rows=(40,))
     grad = torch.randn(40, 11, dtype=torch.float64)
-    stale = list(transposed_lists(index.flip(1, 0), 13))
-    found = torch.ops.sparsecomp.gather_dot_input(grad, weight, index, stale, 13)
-    torch.testing.assert_close(found, grad @ scattered(weight, index, 13), rtol=1e-12, atol=1e-12)
+    others = index.flip(1, 0), index[1:], torch.cat([index, index])
+    for stale in ([*kept_lists(others[0], 13)], *([*make(one, 13)] for make in (kept_lists, transposed_lists)
+                                                  for one in others[1:])):  # fmt: skip
+        found = torch.ops.sparsecomp.gather_dot_input(grad, weight, index, stale, 13)
+        torch.testing.assert_close(found, grad @ scattered(weight, index, 13), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

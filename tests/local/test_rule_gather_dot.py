@@ -414,6 +414,20 @@ def test_when_it_pays_on_a_card(n, k, rows, spread, measured, pays):
     assert pays or trained.dense
 
 
+def test_a_backward_that_looks_at_the_index_takes_a_launch_more():
+    pytest.importorskip("triton")
+    n, k, device = 4096, 8, Device("H100", "9.0", "3.6.0")
+    layer = cost.FixedFanIn(
+        torch.device("cuda"), 64, n, n, k, torch.float32, True, False, "none", "far", True, True, True, 1
+    )
+    fixed, followed = (
+        cost.compare(layer._replace(followed=one), device, H100).seconds["gather_dot"] for one in (False, True)
+    )
+    assert followed - fixed == pytest.approx(H100.launch + 8 * n * k / H100.bandwidth)  # the index, and its copy
+    untrained = layer._replace(trained=False)
+    assert cost.compare(untrained, device, H100) == cost.compare(untrained._replace(followed=True), device, H100)
+
+
 def test_our_own_layer_in_plain_torch():
     layer = GeoSparseLinear(N, N, build_geo_connectivity((2, 3), k=K), compute_mode="gather")
     x = drawn(2, 4, N)

@@ -13,11 +13,12 @@ from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.local.connectivity import check_index, effective_fan_in, expand_in_indices_to_edges
 from sparsecomp.reference.local.spread import spread_of
-from sparsecomp.reference.local.transposed import lists_fit, transposed_lists
+from sparsecomp.reference.local.transposed import kept_lists, lists_fit
+from sparsecomp.reference.patterns import made_of
 from sparsecomp.reference.precision import accumulator
 
 COMPUTE_MODES = ("compiled", "gather", "scatter")
-_LISTS = ("transposed_pointers", "transposed_order")
+_LISTS = ("transposed_pointers", "transposed_order", "transposed_source")
 _SMALL = {False: 2**14, True: 2**17}
 """Products of an input and a weight up to which a CPU gathers, without and with gradients (torch 2.13, one core)."""
 
@@ -36,7 +37,8 @@ class GeoSparseLinear(nn.Module):
         weight: (n_out, k), a parameter.
         bias: (n_out,), a parameter, or None.
         in_index_per_out: a buffer, part of checkpoints.
-        transposed_pointers, transposed_order: buffers that follow from it and are in no checkpoint.
+        transposed_pointers, transposed_order, transposed_source: buffers that follow from it, of
+            `sparsecomp.reference.local.transposed.kept_lists`, and are in no checkpoint.
         spread: how far apart neighbouring outputs read, a word of `sparsecomp.reference.local.spread`.
         adopt_pattern: whether a checkpoint of another pattern is taken, with its pattern; False unless set.
 
@@ -50,6 +52,7 @@ class GeoSparseLinear(nn.Module):
     in_index_per_out: Tensor
     transposed_pointers: Tensor
     transposed_order: Tensor
+    transposed_source: Tensor
     spread: str
 
     def __init__(
@@ -126,22 +129,27 @@ class GeoSparseLinear(nn.Module):
     # -- what follows from the index
 
     def lists(self) -> tuple[Tensor, ...]:
-        """Of the transpose. An eager call sees a write that a version counter or another address tells of."""
-        index, lists = self.in_index_per_out, (self.transposed_pointers, self.transposed_order)
+        """Of the transpose; each backward sees whether they are of the index. Before, an eager call refuses one that
+        reads beyond the inputs, if a version counter or another address tells of it."""
+        index, lists = self.in_index_per_out, tuple(getattr(self, name) for name in _LISTS)
         if torch.compiler.is_compiling() or index.is_meta:
             return lists
         if _compat.carries_levels(index):  # an ensemble's patterns, which vmap has put in place of the layer's
             return ()
         if self._memory() != self._seen:
             # DistributedDataParallel writes the same again in each forward
-            if lists[0].device != index.device or not lists_fit(index, self.in_features, lists):
+            if lists[0].device != index.device or not self._is_transposed(lists):
                 self._transpose()
             self._seen = self._memory()
-        return self.transposed_pointers, self.transposed_order
+        return tuple(getattr(self, name) for name in _LISTS)
+
+    def _is_transposed(self, lists: tuple[Tensor, ...]) -> bool:
+        index = self.in_index_per_out
+        return lists_fit(index, self.in_features, lists) and made_of(lists[-1], (index,))
 
     def _transpose(self) -> None:
         index = check_index(self.in_index_per_out, self.in_features, self.out_features)
-        for name, fresh in zip(_LISTS, transposed_lists(index, self.in_features), strict=True):
+        for name, fresh in zip(_LISTS, kept_lists(index, self.in_features), strict=True):
             kept = getattr(self, name)
             if kept is None or (kept.shape, kept.device) != (fresh.shape, fresh.device):
                 setattr(self, name, fresh)

@@ -17,7 +17,7 @@ from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.ops.sparse.spmm import before_activation, epilogue, epilogue_gradients
 from sparsecomp.reference.local import gather_dot as reference
 from sparsecomp.reference.local.spread import SPREADS
-from sparsecomp.reference.local.transposed import transposed_lists
+from sparsecomp.reference.local.transposed import current_lists
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
 
 library.define(
@@ -47,8 +47,9 @@ def gather_dot(
         index: (n_out, k), int32, in 0 to n_in - 1, which is not looked at; inputs may repeat.
         bias: (n_out,).
         residual: of the result's shape.
-        transposed: pointers (n_in + 1,) and order (n_out · k,) of the index, which the gradient by x goes through:
-            see `sparsecomp.reference.local.transposed`. Made in each backward where they are left out.
+        transposed: pointers (n_in + 1,) and order (n_out · k,) of an index that stays, which the gradient by x goes
+            through; or all of `kept_lists`, which follow every write to the index in place: see
+            `sparsecomp.reference.local.transposed`. Made in each backward where they are left out.
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
         spread: how far apart neighbouring outputs read, a word of `sparsecomp.reference.local.spread`, by which a GPU
             chooses how it gathers; any gives the right result.
@@ -83,8 +84,10 @@ def _result_shape(
     if (bias is not None and bias.shape != shape[-1:]) or (residual is not None and residual.shape != shape):
         given = [None if operand is None else tuple(operand.shape) for operand in (bias, residual)]
         raise FormatError(f"bias and residual have shapes {given[0]} and {given[1]}, need {shape[-1:]} and {shape}")
-    if len(transposed) not in (0, 2):
-        raise FormatError(f"transposed has {len(transposed)} tensors, needs pointers and order, or nothing")
+    if len(transposed) not in (0, 2, 3):
+        raise FormatError(
+            f"transposed has {len(transposed)} tensors, needs pointers and order, all of kept_lists, or nothing"
+        )
     if activation not in ACTIVATIONS:
         raise FormatError(f"activation is {activation!r}, needs one of {', '.join(ACTIVATIONS)}")
     if spread not in SPREADS:
@@ -108,7 +111,8 @@ def _product(x, weight, index, bias, residual, transposed, activation, spread):
 
 def _by_input(grad, weight, index, transposed, inputs):
     with without_autocast(grad):
-        found = reference.by_input(_rows(grad), weight.to(accumulator(grad.dtype)), index, transposed, inputs)
+        lists = current_lists(index, inputs, transposed)
+        found = reference.by_input(_rows(grad), weight.to(accumulator(grad.dtype)), index, lists, inputs)
     return found.to(grad.dtype).contiguous().view(*grad.shape[:-1], inputs)
 
 
@@ -137,13 +141,14 @@ def _product_cuda(x, weight, index, bias, residual, transposed, activation, spre
 def _by_input_cuda(grad, weight, index, transposed, inputs):
     if not grad.numel():
         return grad.new_zeros(*grad.shape[:-1], inputs)
-    if grad.dtype not in KERNEL_DTYPES:
-        return _by_input(grad, weight, index, transposed, inputs)
     from sparsecomp.lowering.local import gather_dot_input as lowered  # loads Triton
+    from sparsecomp.lowering.local import transposed as lists
 
+    pointers, order = lists.compared_lists(index, inputs, transposed)
+    if grad.dtype not in KERNEL_DTYPES:
+        return _by_input(grad, weight, index, (pointers, order), inputs)
     rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
     out = grad.new_empty(rows.shape[0], inputs)
-    pointers, order = transposed or transposed_lists(index, inputs)
     lowered.gather_dot_input(rows, weight.contiguous(), pointers, order, out)
     return out.view(*grad.shape[:-1], inputs)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsecomp.reference.local.transposed import lists_fit, outputs_of, transposed_lists
+from sparsecomp.reference.local.transposed import outputs_of
 from sparsecomp.reference.sparse import compact_product, compact_sampled, gathered_elements
 
 _FEW, _ROWS = 4, 128
@@ -27,11 +27,8 @@ def by_input(grad: Tensor, weight: Tensor, index: Tensor, lists: Sequence[Tensor
     """(rows, n_out) to (rows, inputs): the gradient by x, summed in the order of `lists`.
 
     Args:
-        lists: pointers and order of `transposed_lists`, or nothing: they are made then, and on a CPU also where those
-            given are of another index.
+        lists: pointers and order of `transposed_lists`.
     """
-    if not lists or not (index.is_cuda or lists_fit(index, inputs, lists)):
-        lists = transposed_lists(index, inputs)
     pointers, order = lists
     values = weight.flatten().index_select(0, order)
     return compact_product(pointers, outputs_of(order, index.shape[1]), values, (inputs, index.shape[0]), grad.mT).mT
