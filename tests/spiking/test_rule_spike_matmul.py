@@ -167,7 +167,8 @@ def test_the_gate_takes_many_heads_in_a_graph_and_no_small_product():
     taken = decide(many, CARD, H100)
     # dense writes and reads operands of four bytes, and results; bytes leave mostly the results
     assert taken.implementation == "binary" and 1.2 < taken.gain < 2.5
-    assert decide(many._replace(batch=1, hosted=True), CARD, H100).dense
+    # the host casts two operands and launches a product, where torch does the latter alone
+    assert decide(many._replace(batch=1, hosted=True, fused=False), CARD, H100).dense
     assert decide(many._replace(fused=False), CARD, H100).gain < taken.gain
     trained = decide(many._replace(trained=True), CARD, H100)
     assert trained.gain < taken.gain
