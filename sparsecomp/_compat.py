@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -40,6 +41,7 @@ __all__ = [
     "BreaksGraph",
     "FakeTensorMode",
     "OneLevelFunction",
+    "TorchDispatchMode",
     "add_constant",
     "addmm_relu",
     "ambient_modes",

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsecomp import _compat
 from sparsecomp.lowering.launch import dispatch
@@ -85,7 +84,7 @@ class _Kernel(NamedTuple):
     tensors: list[Tensor]
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(_compat.TorchDispatchMode):
     """Notes the steps of a call. What it has seen stays alive as long as it does, so that no memory serves twice."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
