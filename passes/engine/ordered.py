@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from sparsecomp import _compat
 from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of
 from sparsecomp.passes.graph.operators import Trait
@@ -46,7 +47,7 @@ def _is_plain(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 
 def _calls(node: fx.Node) -> bool:
-    return node.op.startswith("call_") and not getattr(node.target, "__module__", "").startswith("torch._functorch")
+    return node.op.startswith("call_") and not _compat.sets_grad_mode(node)
 
 
 def _bodies(node: fx.Node, gm: fx.GraphModule) -> Iterable[fx.GraphModule]:

@@ -24,10 +24,9 @@ from sparsecomp.passes.facts.repeats import keeps_rows_apart
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.contract import contracted, contractible
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.fuse_neurons import MAX_STEPS
 
-_MOST_STEPS = 64
-"""Steps in one call: the most that the kernel for neurons unrolls."""
-_MOST_BYTES = 2**28
+MOST_BYTES = 2**28
 """Of one call's result: a loop keeps no more than one step of it."""
 _NEURONS = ("sj_if::forward", "sj_lif::forward", "sj_plif::forward")
 _SPIKES, _VOLTAGE = range(2)
@@ -265,7 +264,7 @@ def _cut(batch: Batch) -> Iterator[Batch]:
     """Parts of it that are not too many steps, nor too large."""
     count, sizes, example = len(batch.results), known_sizes(batch.results[0]), example_of(batch.results[0])
     size = math.prod(sizes or [1]) * (1 if example is None else example.itemsize)
-    most = max(1, min(_MOST_STEPS, _MOST_BYTES // max(1, size)))
+    most = max(1, min(MAX_STEPS, MOST_BYTES // max(1, size)))
     length = -(-count // -(-count // most))
     steps = batch.within[:count] or batch.results
     for start in range(0, count, length):

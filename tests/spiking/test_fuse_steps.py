@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import dyadic, rewritten, site
+from rewriting import Surrogate, dyadic, rewritten, site
 from snn_zoo import assert_exact, gradients_beside_eager, images, run_beside_eager, sixteenths
 from torch import Tensor, fx, nn
 
@@ -167,12 +167,38 @@ def test_on_a_cpu_a_loop_stays_unless_an_implementation_is_asked_for():
 
 
 def test_results_are_cut_to_what_fits(monkeypatch):
-    monkeypatch.setattr(fuse_steps, "_MOST_BYTES", 2 * 8 * 8 * 8 * 4 * 2)  # two steps of the first layer
+    monkeypatch.setattr(fuse_steps, "MOST_BYTES", 2 * 8 * 8 * 8 * 4 * 2)  # two steps of the first layer
     net, x = Loop(stacked).eval(), images(T, 2, 2, 8, 8)
     with torch.no_grad():
         assert torch.equal(rewritten(net, x, strict=True)[0], net(x))
         counts = _counts(net, x, disable=["spike_conv", "spike_linear"])
     assert counts["conv2d"] == 3 + 1  # 2 + 2 + 1 steps, and 5 of the smaller result
+
+
+def test_a_surrogate_in_training_leaves_the_layers_one_call_each_but_one_that_draws_numbers_stays_in_order():
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, v: Tensor) -> Tensor:
+            return (torch.rand_like(v) < v).to(v.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    def run(net: Any, x: Tensor, fire: Any) -> Tensor:
+        return torch.stack([net.second(fire(net.first(x[t]))) for t in range(x.shape[0])])
+
+    x = images(T, 2, 2, 8, 8)
+    for fire in (lambda v: Surrogate.apply(v - 0.5), lambda v: Noisy.apply(v)):
+        net = Loop(lambda net, x, fire=fire: run(net, x, fire)).train()
+        torch.manual_seed(0)
+        expected = net(x)
+        torch.manual_seed(0)
+        found, report = rewritten(net, x, strict=True)
+        assert torch.equal(found, expected)
+        assert site(report, RULE).rewritten
+        mine, theirs = (torch.autograd.grad(out.square().sum(), net.first.weight) for out in (found, expected))
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
 # ---- spikingjelly -------------------------------------------------------------------------------------------------
