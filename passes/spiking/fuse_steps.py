@@ -13,7 +13,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import fx
@@ -141,7 +141,7 @@ def _loops(graph: fx.Graph) -> list[Steps]:
 def _key(node: fx.Node, free: int = 1) -> object:
     """What calls have in common that differ in nothing but their first arguments."""
     example = example_of(node.args[0]) if node.args else None
-    if example is None or not {*node.args[:free]}.isdisjoint(node.all_input_nodes[free:]):
+    if example is None:
         return node
     like = tuple(example.shape), example.stride(), example.dtype, example.device
     return node.op, node.target, repr(node.args[free:]), repr(sorted(node.kwargs.items())), repr(like)
@@ -149,8 +149,13 @@ def _key(node: fx.Node, free: int = 1) -> object:
 
 def _are_apart(steps: Steps) -> bool:
     """Whether each has an input of its own, none being the result of another."""
-    inputs = {one.args[0] for one in steps}
+    inputs = set(_inputs(steps))
     return len(inputs) == len(steps) and inputs.isdisjoint(steps)
+
+
+def _inputs(steps: Iterable[fx.Node]) -> Steps:
+    """The first arguments of calls that are of a kind."""
+    return tuple(cast(fx.Node, one.args[0]) for one in steps)
 
 
 def _chains(calls: Iterable[fx.Node]) -> Iterator[Steps]:
@@ -215,7 +220,7 @@ def _batch(steps: Steps) -> Batch | None:
         return None
     if op.name in _NEURONS:
         return _neuron(steps)
-    inputs, before = tuple(one.args[0] for one in steps), example_of(first.args[0])
+    inputs, before = _inputs(steps), example_of(first.args[0])
     if before is None or not before.dim() or example_of(first) is None:
         return None
     rows = before.shape[0]
@@ -250,7 +255,7 @@ def _neuron(chain: Steps) -> Batch | None:
 
     *inner, last = voltages
     within = (*chain, *(one for one in inner if one is not None))
-    return Batch(tuple(spikes), tuple(one.args[0] for one in chain), build, within, last)
+    return Batch(tuple(spikes), _inputs(chain), build, within, last)
 
 
 def _argument(node: fx.Node, name: str) -> Any:
