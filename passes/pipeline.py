@@ -24,6 +24,7 @@ from sparsecomp.passes.facts.analysis import Analysis, analyse
 from sparsecomp.passes.facts.registry import LostKind
 from sparsecomp.passes.find_rules import RULES, enabled
 from sparsecomp.passes.graph.canonicalize import RESHAPED, binding_once, example_of
+from sparsecomp.passes.graph.contract import reorder
 from sparsecomp.passes.record import Record
 from sparsecomp.report import PassRecord, Report, Site
 
@@ -165,12 +166,16 @@ def _considered(rule: Rule, node: fx.Node, ctx: Context) -> Plan | Refusal | Non
 
 @dataclass(slots=True)
 class _Change:
-    """One plan carried out. What it replaced stays in the graph, unused, until the whole rule has been verified."""
+    """One plan carried out. What it replaced stays in the graph, unused, until the whole rule has been verified.
+
+    `before` is the order that the nodes were in, where the plan asked for another.
+    """
 
     node: fx.Node
     added: list[fx.Node]
     uses: list[tuple[fx.Node, fx.Node, list[fx.Node]]]
     dead: tuple[fx.Node, ...]
+    before: list[fx.Node]
 
     def undo(self) -> None:
         """Put the graph back; the latest change first."""
@@ -178,6 +183,7 @@ class _Change:
             for user in users:
                 user.replace_input_with(new, old)
         _erase(reversed(self.added))
+        reorder(self.before)
 
     def finish(self, erased: set[fx.Node]) -> None:
         """Erase what was replaced, and what only that read; `erased` is what an earlier change erased."""
@@ -200,6 +206,8 @@ def _apply(
     A plan may name nodes that earlier ones have `replaced`: it reads what took their place.
     """
     graph = ctx.gm.graph
+    before = [*graph.nodes] if plan.order else []
+    reorder(plan.order)
     spans = [(place.prev, place) for place in plan.places or (node,)]
     try:
         with graph.inserting_before(node):
@@ -211,10 +219,11 @@ def _apply(
         _annotate(added, replacements, f"{site.rule}: {plan.reason}", ctx.options.verify)
     except Exception as error:
         _erase(reversed(_added(spans)))
+        reorder(before)
         _failed(site.rule, error, ctx, [site])
         return None
     uses = [(old, new, old.replace_all_uses_with(new)) for old, new in replacements.items()]
-    return _Change(node, added, uses, plan.dead)
+    return _Change(node, added, uses, plan.dead, before)
 
 
 def _annotate(added: list[fx.Node], replacements: Mapping[fx.Node, fx.Node], tag: str, verify: bool) -> None:

@@ -89,6 +89,7 @@ __all__ = [
     "size_hint",
     "state_hooks_of",
     "storage_of",
+    "trace_neurons_whole",
     "transform_nesting",
     "tree_leaves",
     "without_torch_function",
@@ -558,6 +559,51 @@ def graph_break_reasons(found: list[str]) -> Iterator[None]:
         yield
     finally:
         found += [reason for reason, count in counters["graph_break"].items() if count > before.get(reason, 0)]
+
+
+@cache
+def trace_neurons_whole(leaf_makers: tuple[str, ...]) -> None:
+    """Have Dynamo trace two lines of spiking libraries at which it would end its graph, whatever the backend.
+
+    A list that a class of autograd.Function holds is read as that of any other class. And a tensor that a module of
+    `leaf_makers` has just made, and says to require a gradient, stays as it is: nobody can ask for that gradient. Only
+    whether a result requires one is told apart by it, where nothing else would be trained.
+
+    Args:
+        leaf_makers: beginnings of modules' names.
+    """
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    of_function = AutogradFunctionVariable.var_getattr
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        value = inspect.getattr_static(self.fn_cls, name, None)
+        if self.source is not None and isinstance(value, list | tuple):
+            return VariableTracker.build(tx, value, AttrSource(self.source, name))
+        return of_function(self, tx, name)
+
+    # from torch 2.13 on each builtin has a class of its own
+    owner: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
+    method = "_call_setattr" if hasattr(owner, "_call_setattr") else "call_setattr"
+    assign = getattr(owner, method)
+
+    def setattr_of(self: Any, tx: Any, obj: Any, name_var: Any, val: Any) -> Any:
+        makes_leaf = tx.f_globals.get("__name__", "").startswith(leaf_makers) and isinstance(obj, TensorVariable)
+        if makes_leaf and name_var.as_python_constant() == "requires_grad" and not _is_given(obj.as_proxy().node):
+            return ConstantVariable.create(None)
+        return assign(self, tx, obj, name_var, val)
+
+    AutogradFunctionVariable.var_getattr = var_getattr
+    setattr(owner, method, setattr_of)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's stands for a tensor that is an input of the graph, itself."""
+    given = [one.meta.get("example_value") for one in node.graph.nodes if one.op in ("placeholder", "get_attr")]
+    return any(value is node.meta["example_value"] for value in given)
 
 
 def graph_break_of(gm: fx.GraphModule) -> list[str]:

@@ -126,11 +126,12 @@ def run_beside_eager(
 
 @dataclass
 class Step:
-    """One training step: spikes, and the gradients of all parameters and of the input."""
+    """One training step: spikes, the gradients of all parameters and of the input, and what was compiled for it."""
 
     fired: list[Tensor]
     grads: dict[str, Tensor]
     rewritten: int = 0
+    graphs: int = 0
 
     def flips(self, other: "Step") -> int:
         """Spikes that differ."""
@@ -160,7 +161,7 @@ def gradients_beside_eager(
     reports: list[Report] = []
     expected = _training_step(eager, eager, inputs)
     found = _training_step(model, torch.compile(model, backend=compiler(reports, how, **options)), inputs)
-    found.rewritten = Run([], [], reports).rewritten()
+    found.rewritten, found.graphs = Run([], [], reports).rewritten(), len(reports)
     return expected, found
 
 
@@ -170,8 +171,8 @@ def _training_step(model: nn.Module, call: Callable[..., Any], inputs: Sequence[
     out, fired = call(*inputs)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
     (out * weight).sum().backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Step([s.detach() for s in fired], grads | {f"input {i}": x.grad for i, x in enumerate(inputs)})
+    leaves = dict(model.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
+    return Step([s.detach() for s in fired], {name: x.grad for name, x in leaves.items() if x.grad is not None})
 
 
 def assert_exact(run: Run, tolerance: float = 0.0) -> None:

@@ -58,6 +58,7 @@ class Why(Enum):
     HOOKED = "the module has hooks"
     NOT_FOLDED = "batch-norm stays: {detail}"
     NOT_HOISTED = "the stem runs at every step: {detail}"
+    NOT_BATCHED = "the loop over time stays: {detail}"
     NOT_REORDERED = "the products stay in their order: {detail}"
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
@@ -109,6 +110,7 @@ class Plan:
         estimate: seconds, for the report.
         layer: whose module and line the report gives, if that is not the node that was judged.
         places: the nodes before which `build` inserts, in order, if not only before the one that was judged.
+        order: all nodes of the graph, in the order that they are to have before `build` is called, if not as they are.
     """
 
     build: Callable[[], Mapping[fx.Node, fx.Node]]
@@ -119,6 +121,7 @@ class Plan:
     estimate: Estimate | None = None
     layer: fx.Node | None = None
     places: tuple[fx.Node, ...] = ()
+    order: tuple[fx.Node, ...] = ()
 
 
 Verdict = Plan | Refusal | None

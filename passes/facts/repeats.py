@@ -130,6 +130,17 @@ def is_function(op: CanonicalOp) -> bool:
     return known and not random and not (op.name == "batch_norm" and op.get("training") is not False)
 
 
+def keeps_rows_apart(op: CanonicalOp) -> bool:
+    """Whether the same call on more rows of its first argument, along dimension 0, gives more rows of its result: each
+    row is treated as if it were there alone."""
+    example = example_of(op.input)
+    if example is None or not example.dim():
+        return False
+    rows = Repeats(0, example.shape[0])
+    step = _step(op, Flow(fixed=True, steps={op.input: OneStep(rows)}), _RULES)
+    return step is not None and step.target is None and step.repeats == rows
+
+
 def takes_step(op: CanonicalOp, fixed: bool) -> bool:
     """Whether this takes one step of what was just repeated, all of which are equal.
 

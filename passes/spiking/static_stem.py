@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.facts.equal import equal_calls
 from sparsecomp.passes.facts.repeats import Flow, OneStep, flow_from
@@ -68,7 +69,7 @@ def _merged(node: fx.Node, ctx: Context) -> Plan | None:
 def _mode(node: fx.Node, op: CanonicalOp, ctx: Context) -> int | None:
     """How often gradients, inference mode and autocast were switched before; None if the result may not be shared."""
     kept = (op.has(Trait.ALIAS) or node not in ctx.analysis.seen_outside) and node not in ctx.transformed
-    stays = kept and all(_stays(value, ctx) for value in (node, *node.all_input_nodes))
+    stays = kept and all(is_kept(value, ctx) for value in (node, *node.all_input_nodes))
     return bisect(ctx.modes, ctx.analysis.order[node]) if stays else None
 
 
@@ -92,24 +93,13 @@ RULE = Rule("static_stem", consider, after=("fuse_neurons",))
 def _admits(op: CanonicalOp, flow: Flow, moved: set[fx.Node], ctx: Context) -> bool:
     """Whether a value that repeats may stand for one step of it; `moved` takes those that a layer has a part in."""
     node = op.node
-    if node in ctx.transformed or not _stays(node, ctx):
+    if node in ctx.transformed or not is_kept(node, ctx):
         return False
     if op.has(Trait.PRODUCT) or not moved.isdisjoint(node.all_input_nodes):
         if node in ctx.analysis.seen_outside:
             return False
         moved.add(node)
     return True
-
-
-def _stays(node: fx.Node, ctx: Context) -> bool:
-    """Whether nobody writes to a value, through whatever name: then its steps stay equal."""
-    if ctx.analysis.unchanged(node, node):
-        return True
-    # any input may overlap one that is written to, such as statistics in training; those of the example did not
-    base: Any = node
-    while (op := op_of(base)) is not None and op.has(Trait.ALIAS) and isinstance(op.input, fx.Node):
-        base = op.input
-    return base.op in ("placeholder", "get_attr") and base not in ctx.written
 
 
 def _obstacle(op: CanonicalOp, ctx: Context) -> str:

@@ -15,6 +15,9 @@ from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.passes.engine.rule import OWNED, Density
 from sparsecomp.report import Report
+from sparsecomp.snn.norse import LEAF_MAKERS
+
+_compat.trace_neurons_whole(LEAF_MAKERS)
 
 _UNTOLD = "Dynamo gives no reason: the model has no operation on tensors, or TORCH_LOGS=+dynamo says what it skips"
 

@@ -57,3 +57,5 @@ NEURONS: dict[str, NeuronSpec] = {
         for name in _ANALOG
     },
 }
+LEAF_MAKERS = ("norse.torch.module.",)
+"""A neuron without a state makes one that requires a gradient, for which nobody can ask."""

@@ -247,3 +247,45 @@ def test_forgetting_to_reset_raises_as_in_eager():
         net(*_frames(1)[0]).sum().backward()
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             net(*_frames(1)[0]).sum().backward()
+
+
+class Listed(torch.autograd.Function):
+    """Keeps in its class what its caller is to pass, as sinabs' spike functions do."""
+
+    states: list[str] = ["v"]
+
+    @staticmethod
+    def forward(ctx: Any, *states: Tensor) -> Tensor:
+        ctx.count = len(states)
+        return (sum(states) >= 1).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads * ctx.count
+
+
+def test_a_list_in_the_class_of_a_function_is_read_in_one_graph_which_serves_while_it_stays(monkeypatch):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fire, self.last = Listed, nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = {"v": x, "i": 0.5 * x}
+            return self.last(self.fire.apply(*[state[name] for name in self.fire.states]))
+
+    model, x, graphs = Net(), images(3, 6).requires_grad_(), []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    for count, states in enumerate((["v"], ["v", "i"]), start=1):
+        monkeypatch.setattr(Listed, "states", states)
+        expected = model(x)
+        found = compiled(x)
+        assert torch.equal(found, expected) and len(graphs) == count
+        (mine,), (theirs,) = torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x)
+        assert torch.equal(mine, theirs)

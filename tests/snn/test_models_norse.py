@@ -1,5 +1,6 @@
 """Norse's networks: the state is a tuple that the caller carries, or None in the first call."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,11 +62,54 @@ def test_with_its_state_passed_in(how):
     assert len(run.reports) == 1 and run.rewritten() == 2
 
 
-def test_without_a_state_the_graph_breaks_between_neuron_and_layer_as_with_any_backend():
-    """`requires_grad` is set on the fresh state, which Dynamo cannot trace; the results are right."""
-    calls = [(images(2, 1, 14, 14, seed=seed), None, None) for seed in range(2)]
-    run = run_beside_eager(_net().eval(), calls, _cells())
-    assert_exact(run)
+@pytest.mark.parametrize("how", ["graph", "aot"])
+def test_without_a_state_neuron_and_next_layer_are_in_one_graph(how):
+    """Norse says of the state that it makes that it requires a gradient, for which nobody can ask."""
+    calls = [(2048 * images(2, 1, 14, 14, seed=seed), None, None) for seed in range(2)]
+    calls += [(images(2, 1, 14, 14, seed=9), _state(3, 2, 8, 12, 12), _state(4, 2, 16, 4, 4))]
+    run = run_beside_eager(_net().eval(), calls, _cells(), how=how)
+    assert run.flips == 0
+    assert len(run.reports) == 2 and run.rewritten(0) == run.rewritten(1) == 2  # without a state, and with one
+
+
+SEQUENCES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    **{name: (lambda name=name: getattr(norse, name)(), 1) for name in ["LIF", "LIFAdEx", "LIFEx"]},
+    "LIFRecurrent": (lambda: norse.LIFRecurrent(6, 6, autapses=True), 1),
+    "Izhikevich": (lambda: norse.Izhikevich(norse.tonic_spiking), 1),
+    **{name: (lambda name=name: getattr(norse, name)(), 0) for name in ["LIFBoxCell", "LIFRefracCell", "LIFAdExCell"]},
+    "LIFRecurrentCell": (lambda: norse.LIFRecurrentCell(6, 6, autapses=True), 0),  # a copy would lose their hook
+    "CobaLIFCell": (lambda: norse.CobaLIFCell(6, 6), 0),
+}
+
+
+class Between(nn.Module):
+    """linear → neuron without a state → linear."""
+
+    def __init__(self, neuron: nn.Module) -> None:
+        super().__init__()
+        self.first, self.neuron, self.last = nn.Linear(6, 6), neuron, nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.neuron(1000 * self.first(x))[0])
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_every_neuron_without_a_state_is_in_one_graph_with_its_layers_and_trains_as_eager(name):
+    make, steps = SEQUENCES[name]
+    model = Between(make())
+    x = images(*([5] if steps else []), 3, 6)
+    expected, found = gradients_beside_eager(model, (x,), (type(model.neuron),))
+    assert found.flips(expected) == 0
+    assert found.graphs == 1
+    found.assert_close(expected)
+
+
+def test_what_a_module_shares_still_breaks_the_graph_so_that_its_gradient_is_kept():
+    model = Between(norse.IAF())
+    run = run_beside_eager(model.eval(), [(images(5, 3, 6),)], (norse.IAF,))
+    assert run.flips == 0
+    assert len(run.reports) > 1
+    assert model.neuron.p.v_reset.requires_grad
 
 
 def test_without_a_state_optimize_works_at_the_level_of_modules():
