@@ -160,11 +160,32 @@ def _span(mutation: Mutation) -> range:
 
 
 def named_tests(path: Path) -> list[str]:
-    """A few test files that name the module, those named after it first."""
-    word = re.compile(rf"\b(test_)?{re.escape(path.stem)}\b")
-    found = [test for test in sorted((ROOT / "tests").rglob("test_*.py")) if word.search(test.read_text())]
-    related = sorted(found, key=lambda test: (path.stem not in test.stem, len(test.read_text())))[:3]
-    return [str(test.relative_to(ROOT)) for test in related]
+    """Three test files that are named after the module or import it, or one of those that import the module.
+
+    The module's own come first, then those of its room, and a name says more than an import.
+    """
+    nearness: dict[Path, tuple[bool, bool, bool, int]] = {}
+    for module in (path, *_importing(path)):
+        word = re.compile(rf"(^|_){re.escape(module.stem)}(_|$)")
+        for test in (ROOT / "tests").rglob("test_*.py"):
+            elsewhere = test.parent.name not in path.parts
+            named = test.stem == f"test_{module.stem}" or (not elsewhere and word.search(test.stem) is not None)
+            if named or _imports(test, module):
+                near = module != path, elsewhere, not named, test.stat().st_size
+                nearness[test] = min(near, nearness.get(test, near))
+    return [str(test.relative_to(ROOT)) for test in sorted(nearness, key=lambda test: nearness[test])[:3]]
+
+
+def _importing(path: Path) -> list[Path]:
+    """The package's modules that import a module."""
+    folders = (ROOT / "passes", ROOT / "lowering", ROOT / "sparsecomp")
+    return [source for folder in folders for source in folder.rglob("*.py") if _imports(source, path)]
+
+
+def _imports(importing: Path, module: Path) -> bool:
+    name = rf"{re.escape(module.stem)}\b"
+    imported = rf"\.{re.escape(module.parent.name)}(\.{name}| import [^\n]*\b{name}| import \([^)]*\b{name})"
+    return re.search(imported, importing.read_text()) is not None
 
 
 def copied(folder: Path) -> Path:
@@ -226,18 +247,40 @@ def is_noticed(mutation: Mutation, copy: Path, known: Map | None) -> bool:
     place.write_text(mutation.applied(before))
     try:
         return any(_fails(copy, tests) for tests in _rounds(mutation, known)) or any(
-            _fails(copy, ["-m", "slow", *tests], too_long=False) for tests in _slow_cases(mutation, known)
+            _fails(copy, tests, too_long=False, marks="slow") for tests in _slow_cases(mutation, known)
         )
     finally:
         place.write_text(before)
         os.utime(place, (times.st_atime, times.st_mtime))
 
 
-def _fails(copy: Path, arguments: list[str], too_long: bool = True) -> bool:
+def _fails(copy: Path, tests: list[str], too_long: bool = True, marks: str = "not slow") -> bool:
     """Whether a test fails, or all take longer than the limit: an endless loop, unless they may take so long."""
-    arguments = ["-q", "-x", "-p", "no:cacheprovider", *arguments]
-    status = forked(copy, lambda: int(pytest.main(arguments)), LIMIT)
+    files = sorted({file for test in tests if (copy / (file := test.partition("::")[0])).exists()})
+    if not files:
+        return False
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-m", marks, *files]
+    status = forked(copy, lambda: int(pytest.main(arguments, plugins=[Asked(tests)])), LIMIT)
     return too_long if status is None else status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+class Asked:
+    """A plug-in of pytest that keeps the tests asked for, in their order: a map may name some that are gone.
+
+    Args:
+        tests: tests, functions with all their cases, or whole files.
+    """
+
+    def __init__(self, tests: list[str]) -> None:
+        self.places = {test: place for place, test in enumerate(tests)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted((item for item in items if self._place(item) is not None), key=self._place)
+
+    def _place(self, item: pytest.Item) -> int | None:
+        names = (item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0])
+        return next((self.places[name] for name in names if name in self.places), None)
 
 
 def _rounds(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:
