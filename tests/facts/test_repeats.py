@@ -78,6 +78,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "repeat_interleave": (lambda x: x.repeat_interleave(T, 0), (0, T, True)),
     "repeat_interleave, last": (lambda x: x.repeat_interleave(T, -1), (3, T, True)),
     "repeat_interleave twice": (lambda x: x.repeat_interleave(2, 1), (1, 2, True)),
+    "repeat_interleave, counts": (lambda x: x.repeat_interleave(torch.tensor([1, 2]), 0), NOTHING),
     "repeat_interleave once": (lambda x: x.repeat_interleave(1, 0), NOTHING),
     "repeat_interleave, flat": (lambda x: x.repeat_interleave(T), NOTHING),
     "stack": (lambda x: torch.stack([x] * T), (0, T)),
@@ -207,6 +208,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "view of elements that repeat": (
         lambda x: x.repeat_interleave(T, 0).view(2, T, 5, 4, 6), {True: (1, T), False: NOTHING}),
     "view of elements that repeat, time first": (lambda x: x.repeat_interleave(T, 0).view(T, 2, 5, 4, 6), NOTHING),
+    "flatten elements that repeat": (lambda x: x.repeat_interleave(T, 0).flatten(0, 1), NOTHING),
     "view that splits time": (lambda x: x.repeat(6, 1, 1, 1).view(3, 4, 5, 4, 6), NOTHING),
     "view that joins steps": (lambda x: x.repeat(6, 1, 1, 1).view(2, 6, 5, 4, 6), NOTHING),
     "view as other bits": (lambda x: over(x).view(torch.int64), NOTHING),
@@ -297,6 +299,11 @@ EQUAL: dict[str, tuple[Callable[[Tensor], Any], dict[str, str] | dict[bool, dict
     "other operands": (lambda x: (x + x) * (x + (x + 1)), {}),
     "other operators": (lambda x: x.relu() * x.tanh(), {}),
     "random": (lambda x: F.dropout(x, 0.5, True) + F.dropout(x, 0.5, True), {}),
+    "random behind a layer": (
+        lambda x: F.dropout(x.relu(), 0.5, True) + F.dropout(x.relu(), 0.5, True), {"relu_1": "relu"}),
+    "behind other numbers": (lambda x: (y := x + 1).relu() * y.relu() + (x + 2), {"relu_1": "relu"}),
+    "behind equal calls": (lambda x: (y := x.relu()).tanh() * y.tanh() + x.relu().tanh(),
+                           {"relu_1": "relu", "tanh_1": "tanh", "tanh_2": "tanh"}),
     "in place": (lambda x: x.add_(1) + x.add_(1), {}),
     "one call": (lambda x: x.relu() + x.tanh(), {}),
     "views": (lambda x: x.relu().view(-1) + x.relu().view(-1), {"relu_1": "relu", "view_1": "view"}),
@@ -325,7 +332,9 @@ def test_equal_calls_give_the_same(function, expected, fixed):
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     merged: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        merged |= equal_calls(node, order, fixed, lambda node, op: 0)
+        found = equal_calls(node, order, fixed, lambda node, op: 0)
+        assert merged.keys().isdisjoint(found)
+        merged |= found
     for node, earlier in merged.items():
         assert order[earlier] < order[node]
         torch.testing.assert_close(values[node], values[earlier], rtol=0, atol=0)
