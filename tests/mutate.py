@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +162,8 @@ def _span(mutation: Mutation) -> range:
 def named_tests(path: Path) -> list[str]:
     """Three test files that are named after the module or import it, or one of those that import the module.
 
-    The module's own come first, then those of its room, and a name says more than an import.
+    The module's own come first, then those of its room, and a name says more than an import. Where it has none of its
+    own, the room's tests of rules are asked too, where the module is one's part.
     """
     nearness: dict[Path, tuple[bool, bool, bool, int]] = {}
     for module in (path, *_importing(path)):
@@ -173,7 +174,10 @@ def named_tests(path: Path) -> list[str]:
             if named or _imports(test, module):
                 near = module != path, elsewhere, not named, test.stat().st_size
                 nearness[test] = min(near, nearness.get(test, near))
-    return [str(test.relative_to(ROOT)) for test in sorted(nearness, key=lambda test: nearness[test])[:3]]
+    found = sorted(nearness, key=lambda test: nearness[test])[:3]
+    if path.parent.parent == ROOT / "passes" and all(nearness[test][0] for test in found):
+        found += [test for test in (ROOT / "tests" / path.parent.name).glob("test_rule_*.py") if test not in found]
+    return [str(test.relative_to(ROOT)) for test in found]
 
 
 def _importing(path: Path) -> list[Path]:
@@ -246,21 +250,29 @@ def is_noticed(mutation: Mutation, copy: Path, known: Map | None) -> bool:
     before, times = place.read_text(), place.stat()
     place.write_text(mutation.applied(before))
     try:
-        return any(_fails(copy, tests) for tests in _rounds(mutation, known)) or any(
-            _fails(copy, tests, too_long=False, marks="slow") for tests in _slow_cases(mutation, known)
+        return (
+            any(_fails(copy, tests) for tests in _rounds(mutation, known))
+            or (known is not None and _fails(copy, named_tests(mutation.path), known.seconds))
+            or any(_fails(copy, tests, marks="slow", too_long=False) for tests in _slow_cases(mutation, known))
         )
     finally:
         place.write_text(before)
         os.utime(place, (times.st_atime, times.st_mtime))
 
 
-def _fails(copy: Path, tests: list[str], too_long: bool = True, marks: str = "not slow") -> bool:
-    """Whether a test fails, or all take longer than the limit: an endless loop, unless they may take so long."""
+def _fails(
+    copy: Path, tests: list[str], left_out: Container[str] = (), marks: str = "not slow", too_long: bool = True
+) -> bool:
+    """Whether a test fails, or all take longer than the limit: an endless loop, unless they may take so long.
+
+    Args:
+        left_out: what the map knows, where those are asked that are newer.
+    """
     files = sorted({file for test in tests if (copy / (file := test.partition("::")[0])).exists()})
     if not files:
         return False
     arguments = ["-q", "-x", "-p", "no:cacheprovider", "-m", marks, *files]
-    status = forked(copy, lambda: int(pytest.main(arguments, plugins=[Asked(tests)])), LIMIT)
+    status = forked(copy, lambda: int(pytest.main(arguments, plugins=[Asked(tests, left_out)])), LIMIT)
     return too_long if status is None else status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -269,18 +281,21 @@ class Asked:
 
     Args:
         tests: tests, functions with all their cases, or whole files.
+        left_out: tests that do not run.
     """
 
-    def __init__(self, tests: list[str]) -> None:
+    def __init__(self, tests: list[str], left_out: Container[str]) -> None:
         self.places = {test: place for place, test in enumerate(tests)}
+        self.left_out = left_out
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted((item for item in items if self._place(item) is not None), key=self._place)
+        placed = [(self._place(item.nodeid), item) for item in items if item.nodeid not in self.left_out]
+        items[:] = [item for _, item in sorted((one for one in placed if one[0] >= 0), key=lambda one: one[0])]
 
-    def _place(self, item: pytest.Item) -> int | None:
-        names = (item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0])
-        return next((self.places[name] for name in names if name in self.places), None)
+    def _place(self, test: str) -> int:
+        names = (test, test.partition("[")[0], test.partition("::")[0])
+        return next((self.places[name] for name in names if name in self.places), -1)
 
 
 def _rounds(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:
