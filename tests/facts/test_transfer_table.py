@@ -347,6 +347,7 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
     "max_pool2d": [
         (lambda s, c, x: F.max_pool2d(c, 3, 1, 1), (1, 2, 1.0)),
         (lambda s, c, x: F.max_pool2d(s, 2, 1, 1, dilation=3), NOTHING),
+        (lambda s, c, x: F.max_pool2d(c, 2, 1, 0, dilation=(1, 2)), (1, 2, 1.0)),
         (lambda s, c, x: _in_graph(F.max_pool2d, s, s, 2, None, 0, 1, False, True)[0], (0, 1, 1.0)),
         (lambda s, c, x: _in_graph(F.max_pool2d, s, s, 2, None, 0, 1, False, True)[1], NOTHING),
         (lambda s, c, x: _in_graph(F.max_pool2d, s, s, 2, None, 0, 1, False, True)[-1], NOTHING),
