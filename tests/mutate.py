@@ -160,22 +160,26 @@ def _span(mutation: Mutation) -> range:
 
 
 def named_tests(path: Path) -> list[str]:
-    """Three test files that are named after the module or import it, or one of those that import the module.
+    """Three test files that are named after the module, import it or say what it defines, or one that imports it.
 
-    The module's own come first, then those of its room, and a name says more than an import. Where it has none of its
-    own, the room's tests of rules are asked too, where the module is one's part.
+    The module's own come first, then those of its room, and a name says more than an import. A part of a rule that has
+    none of its own is also judged by its room's tests of rules.
     """
-    nearness: dict[Path, tuple[bool, bool, bool, int]] = {}
+    rules = path.is_relative_to(ROOT / "passes")  # what they define, no test calls
+    defined = [] if rules else re.findall(r"^(?:def|class) ([A-Za-z]\w+)", path.read_text(), re.MULTILINE)
+    says = re.compile(rf"\b({'|'.join(defined)})\b" if defined else "$^")
+    nearness: dict[Path, tuple[bool, bool, bool, bool, int]] = {}
     for module in (path, *_importing(path)):
         word = re.compile(rf"(^|_){re.escape(module.stem)}(_|$)")
         for test in (ROOT / "tests").rglob("test_*.py"):
             elsewhere = test.parent.name not in path.parts
             named = test.stem == f"test_{module.stem}" or (not elsewhere and word.search(test.stem) is not None)
-            if named or _imports(test, module):
-                near = module != path, elsewhere, not named, test.stat().st_size
+            imports = _imports(test, module)
+            if named or imports or (module == path and says.search(test.read_text())):
+                near = module != path, elsewhere, not named, not imports, test.stat().st_size
                 nearness[test] = min(near, nearness.get(test, near))
     found = sorted(nearness, key=lambda test: nearness[test])[:3]
-    if path.parent.parent == ROOT / "passes" and all(nearness[test][0] for test in found):
+    if rules and all(nearness[test][0] for test in found):
         found += [test for test in (ROOT / "tests" / path.parent.name).glob("test_rule_*.py") if test not in found]
     return [str(test.relative_to(ROOT)) for test in found]
 
