@@ -170,10 +170,12 @@ def named_tests(path: Path) -> list[str]:
     says = re.compile(rf"\b({'|'.join(defined)})\b" if defined else "$^")
     nearness: dict[Path, tuple[bool, bool, bool, bool, int]] = {}
     for module in (path, *_importing(path)):
-        word = re.compile(rf"(^|_){re.escape(module.stem)}(_|$)")
         for test in (ROOT / "tests").rglob("test_*.py"):
             elsewhere = test.parent.name not in path.parts
-            named = test.stem == f"test_{module.stem}" or (not elsewhere and word.search(test.stem) is not None)
+            names = {module.stem, module.parent.name} - {test.parent.name}
+            named = test.stem == f"test_{module.stem}" or (
+                not elsewhere and any(f"_{name}_" in f"{test.stem}_" for name in names)
+            )
             imports = _imports(test, module)
             if named or imports or (module == path and says.search(test.read_text())):
                 near = module != path, elsewhere, not named, not imports, test.stat().st_size
