@@ -181,10 +181,10 @@ def _said(decision: Decision) -> list[Any]:
 
 def _fixed_fan_in(device: str, n: int, k: int, rows: int, dtype: torch.dtype, flags: str) -> local_cost.FixedFanIn:
     """A layer of n inputs and outputs that read k each; `flags` name what is true of it."""
+    spread = next((word for word in ("near", "far") if word in flags), None)
     return local_cost.FixedFanIn(
         torch.device(device), rows, n, n, k, dtype, "finished" in flags, "finished" in flags,
-        "relu" if "finished" in flags else "none", "near" if "near" in flags else None, "kept" in flags,
-        "trained" in flags, "replayed" in flags, 4 if "busy" in flags else 1, (DEVICES["H100"], H100),
+        "relu" if "finished" in flags else "none", spread, "kept" in flags, "trained" in flags, "replayed" in flags, 4 if "busy" in flags else 1, (DEVICES["H100"], H100),
     )  # fmt: skip
 
 
@@ -248,7 +248,8 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
             _of_fixed_fan_in, _fixed_fan_in(device, n, k, rows, dtype, flags)
         )
         for device, n, k, rows, dtype, each in (
-            ("cuda", 16384, 8, 1024, torch.float32, ("", "kept replayed", "trained", "trained kept busy", "finished")),
+            ("cuda", 16384, 8, 1024, torch.float32,
+             ("", "kept replayed", "trained", "trained kept busy", "finished far")),
             ("cuda", 300, 5, 1, torch.float16, ("", "near", "trained")),
             ("cpu", 4096, 8, 2, torch.float32, ("", "kept", "trained", "trained kept")),
             ("cuda", 300, 5, 1, torch.float64, ("",)), ("meta", 300, 5, 1, torch.float32, ("",)),
