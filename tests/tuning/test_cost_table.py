@@ -184,7 +184,8 @@ def _fixed_fan_in(device: str, n: int, k: int, rows: int, dtype: torch.dtype, fl
     spread = next((word for word in ("near", "far") if word in flags), None)
     return local_cost.FixedFanIn(
         torch.device(device), rows, n, n, k, dtype, "finished" in flags, "finished" in flags,
-        "relu" if "finished" in flags else "none", spread, "kept" in flags, "trained" in flags, "replayed" in flags, 4 if "busy" in flags else 1, (DEVICES["H100"], H100),
+        "relu" if "finished" in flags else "none", spread, "kept" in flags, "trained" in flags,
+        "replayed" in flags, 4 if "busy" in flags else 1, (DEVICES["H100"], H100),
     )  # fmt: skip
 
 
