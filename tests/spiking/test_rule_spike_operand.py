@@ -276,9 +276,9 @@ def test_a_factor_on_another_device_stays_where_it_is(device):
 )  # fmt: skip
 def test_a_byte_more_holds_a_channel_that_is_256_times_as_wide(precision, width, trained, digits, spread):
     """In medians of the channel; in training it is expected to grow to 100 of them."""
-    weight = torch.ones(2, 5, requires_grad=trained)
+    weight = torch.full((3, 5), 0.25, requires_grad=trained)
     with torch.no_grad():
-        weight[0, 0], weight[1, 1] = width, 0
+        weight[0, 0], weight[1, 1], weight[2] = -0.25 * width, 0, 0
     with torch.set_grad_enabled(trained):
         (reason,), gm = told(lambda x, w: F.linear(spikes(x), w), torch.ones(3, 5), weight, precision=precision)
     if digits is None:
