@@ -203,6 +203,13 @@ def told(
     return ["" if site.rewritten else site.reason for site in report.sites], gm
 
 
+def _factor_written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    factor = w.amax()
+    out = F.linear(spikes(x) * factor, w)
+    factor.mul_(2)
+    return out
+
+
 def _reshaped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = F.linear(spikes(x), w)
     y.unsqueeze_(0)
@@ -226,6 +233,8 @@ JUDGED: dict[str, tuple[Callable[..., Any], str | None]] = {
         lambda x, w: F.linear(spikes(x) + 0.1, w),
         "values 0..2 from gt; add of values on different grids ends the domain",
     ),
+    "a computed factor": (lambda x, w: F.linear(spikes(x) * w.amax(), w), ""),
+    "a computed factor that is written to": (_factor_written, "the factor amax of the spikes is written to in place"),
     "rounded": (lambda x, w: F.linear(x.round(), w), "not small integers: integers -inf..inf"),
     "analog": (lambda x, w: F.linear(x, w), "not proved to be spikes: `x` is an input of the graph"),
     "a vector": (lambda x, w: F.linear(spikes(x), w[0]), "linear with a vector for a weight on spikes"),
