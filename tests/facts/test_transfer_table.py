@@ -184,6 +184,8 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
         (lambda s, c, x: s.to(torch.uint8).masked_fill(x > 0, -1), ANY),
     ],
     "bitwise_and": [
+        (lambda s, c, x: x.float().view(torch.int32) & s.to(torch.int32), NOTHING),
+        (lambda s, c, x: s.to(torch.int32) & x.float().view(torch.int32), NOTHING),
         (lambda s, c, x: (x > 0) & (s > 0), (0, 1, 1.0)),
         (lambda s, c, x: s.int() & c.int(), NOTHING),
         (lambda s, c, x: x.int() & x.int(), NOTHING),
@@ -763,7 +765,7 @@ REASONS: dict[str, list[str]] = {
     "where": [UNKNOWN.format("where")] * 2 + ["where with one argument gives indices"],
     "masked_fill": [UNKNOWN.format("masked_fill"), UNKNOWN.format("masked_fill"),
                     "masked_fill with `nan`, whose values are unknown, ends the domain"],
-    "bitwise_and": ["bitwise_and of integers is not analysed", OF_X],
+    "bitwise_and": ["bitwise_and of integers is not analysed"] * 3 + [OF_X],
     "bitwise_not": ["bitwise not of integers is not analysed", OF_X],
     "dropout": [DROPS] * 4,
     "alpha_dropout": ["alpha_dropout in training drops to a number other than zero"],
