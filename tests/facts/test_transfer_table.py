@@ -806,6 +806,39 @@ def test_what_is_lost_has_its_reason(name: str) -> None:
     assert [str(why) for why in reasons if why is not None] == REASONS.get(name, [])
 
 
+def _takes_two(name: str, x: Tensor) -> bool:
+    try:
+        return isinstance(getattr(torch, name)(x, x), Tensor)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+
+
+KNOWN_OR_NOT = {
+    "float": lambda s, c, x: (s, c, x), "int": lambda s, c, x: (s.int(), c.int(), x.view(torch.int32)),
+    "bool": lambda s, c, x: (s > 0, c > 0, x.view(torch.int32).view(torch.bool)[..., :4]),
+}  # fmt: skip
+DTYPES = {"float": torch.float32, "int": torch.int32, "bool": torch.bool}
+LOOKUPS = ("embedding", "take_along_dim", "floor_divide")
+"""Not every number is a place, or divides."""
+TWO_OPERANDS = [
+    (name, kind) for name in sorted(TRANSFERS) for kind in DTYPES
+    if "::" not in name and name not in LOOKUPS and _takes_two(name, torch.ones(4, 4, dtype=DTYPES[kind]))
+]  # fmt: skip
+"""Functions of two tensors, by what they can be given."""
+
+
+@pytest.mark.quick_cases(24)
+@pytest.mark.parametrize(("name", "kind"), TWO_OPERANDS)
+def test_either_operand_may_be_unknown(name: str, kind: str) -> None:
+    function, given = getattr(torch, name), KNOWN_OR_NOT[kind]
+    for first, second in ((0, 2), (2, 0), (2, 2)):
+        _checked(lambda s, c, x, a=first, b=second: _of_two(function, given(s, c, x), a, b), INPUTS["plain"])
+
+
+def _of_two(function: Callable[..., Any], operands: Any, first: int, second: int) -> Any:
+    return _in_graph(function, operands[0], *(operands[which][0, 0] for which in (first, second)))
+
+
 def test_every_transfer_function_has_a_case() -> None:
     assert set(CASES) == {name for name in TRANSFERS if "::" not in name}
 
