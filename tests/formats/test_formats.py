@@ -549,3 +549,9 @@ def test_a_conversion_takes_the_block_that_is_asked_for(source, target):
         found = matrix.to(kind(target), block=block)
         assert (type(found), found.block) == (kind(target), block) and torch.equal(found.to_dense(), dense)
     assert matrix.to(kind(target)).block == (2, 4)
+
+
+def test_a_matrix_says_what_it_is() -> None:
+    assert repr(CSR.from_dense(torch.eye(2))) == "CSR(shape=(2, 2), dtype=torch.float32, device='cpu')"
+    blocks = BSR.from_dense(torch.ones(3, 4, 4).half(), block=(2, 2))
+    assert repr(blocks) == "BSR(batch=3, shape=(4, 4), block=(2, 2), dtype=torch.float16, device='cpu')"
