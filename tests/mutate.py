@@ -160,7 +160,7 @@ def _span(mutation: Mutation) -> range:
 
 
 def named_tests(path: Path) -> list[str]:
-    """Three test files that are named after the module, import it or say what it defines, or one that imports it.
+    """Four test files that are named after the module, import it or say what it defines, or one that imports it.
 
     The module's own come first, then those of its room, and a name says more than an import. A part of a rule that has
     none of its own is also judged by its room's tests of rules.
@@ -180,7 +180,7 @@ def named_tests(path: Path) -> list[str]:
             if named or imports or (module == path and says.search(test.read_text())):
                 near = module != path, elsewhere, not named, not imports, test.stat().st_size
                 nearness[test] = min(near, nearness.get(test, near))
-    found = sorted(nearness, key=lambda test: nearness[test])[:3]
+    found = sorted(nearness, key=lambda test: nearness[test])[:4]
     if rules and all(nearness[test][0] for test in found):
         found += [test for test in (ROOT / "tests" / path.parent.name).glob("test_rule_*.py") if test not in found]
     return [str(test.relative_to(ROOT)) for test in found]
