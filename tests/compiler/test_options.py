@@ -113,7 +113,9 @@ def test_a_rule_runs_after_those_it_names():
     assert all(order[before] < order[rule.name] for rule in RULES for before in rule.after)
 
 
-@pytest.mark.parametrize(("name", "text"), [("SPARSECOMP_DISABLE_PASSES", "spike_konv"), ("SPARSECOMP_DEBUG", "true")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("SPARSECOMP_DISABLE_PASSES", "spike_konv"), ("SPARSECOMP_DEBUG", "true")]
+)
 def test_a_malformed_environment_raises(monkeypatch, name, text):
     monkeypatch.setenv(name, text)
     with pytest.raises(OptionError, match=name):

@@ -115,13 +115,9 @@ def test_layers_of_one_name_in_two_graphs_or_at_two_lines_stay_apart() -> None:
 def test_the_first_line_sums_up() -> None:
     refused = [(False, None, None)] * 3
     report = Report(sites=[*sites((True, 1.1, None), (True, 1.8, None), *refused), Site("r", "n", False, "hooks: two")])
-    assert (
-        str(report).splitlines()[0]
-        == report.summary
-        == (
-            "sparsecomp, torch.compile: 2 of 6 sites rewritten, expected 1.10x to 1.80x as fast; "
-            "3 dense because why not, 1 dense because hooks"
-        )
+    assert str(report).splitlines()[0] == report.summary == (
+        "sparsecomp, torch.compile: 2 of 6 sites rewritten, expected 1.10x to 1.80x as fast; "
+        "3 dense because why not, 1 dense because hooks"
     )
     report = Report(sites=[Site("r", str(n), False, f"reason {n}") for n in range(5)])
     assert report.summary.endswith("1 dense because reason 2, 2 for other reasons")
