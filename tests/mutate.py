@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,11 +160,42 @@ def _span(mutation: Mutation) -> range:
 
 
 def named_tests(path: Path) -> list[str]:
-    """A few test files that name the module, those named after it first."""
-    word = re.compile(rf"\b(test_)?{re.escape(path.stem)}\b")
-    found = [test for test in sorted((ROOT / "tests").rglob("test_*.py")) if word.search(test.read_text())]
-    related = sorted(found, key=lambda test: (path.stem not in test.stem, len(test.read_text())))[:3]
-    return [str(test.relative_to(ROOT)) for test in related]
+    """Four test files that are named after the module, import it or say what it defines, or one that imports it.
+
+    The module's own come first, then those of its room, and a name says more than an import. A part of a rule that has
+    none of its own is also judged by its room's tests of rules.
+    """
+    rules = path.is_relative_to(ROOT / "passes")  # what they define, no test calls
+    defined = [] if rules else re.findall(r"^(?:def|class) ([A-Za-z]\w+)", path.read_text(), re.MULTILINE)
+    says = re.compile(rf"\b({'|'.join(defined)})\b" if defined else "$^")
+    nearness: dict[Path, tuple[bool, bool, bool, bool, int]] = {}
+    for module in (path, *_importing(path)):
+        for test in (ROOT / "tests").rglob("test_*.py"):
+            elsewhere = test.parent.name not in path.parts
+            names = {module.stem, module.parent.name} - {test.parent.name}
+            named = test.stem == f"test_{module.stem}" or (
+                not elsewhere and any(f"_{name}_" in f"{test.stem}_" for name in names)
+            )
+            imports = _imports(test, module)
+            if named or imports or (module == path and says.search(test.read_text())):
+                near = module != path, elsewhere, not named, not imports, test.stat().st_size
+                nearness[test] = min(near, nearness.get(test, near))
+    found = sorted(nearness, key=lambda test: nearness[test])[:4]
+    if rules and all(nearness[test][0] for test in found):
+        found += [test for test in (ROOT / "tests" / path.parent.name).glob("test_rule_*.py") if test not in found]
+    return [str(test.relative_to(ROOT)) for test in found]
+
+
+def _importing(path: Path) -> list[Path]:
+    """The package's modules that import a module."""
+    folders = (ROOT / "passes", ROOT / "lowering", ROOT / "sparsecomp")
+    return [source for folder in folders for source in folder.rglob("*.py") if _imports(source, path)]
+
+
+def _imports(importing: Path, module: Path) -> bool:
+    name = rf"{re.escape(module.stem)}\b"
+    imported = rf"\.{re.escape(module.parent.name)}(\.{name}| import [^\n]*\b{name}| import \([^)]*\b{name})"
+    return re.search(imported, importing.read_text()) is not None
 
 
 def copied(folder: Path) -> Path:
@@ -225,19 +256,52 @@ def is_noticed(mutation: Mutation, copy: Path, known: Map | None) -> bool:
     before, times = place.read_text(), place.stat()
     place.write_text(mutation.applied(before))
     try:
-        return any(_fails(copy, tests) for tests in _rounds(mutation, known)) or any(
-            _fails(copy, ["-m", "slow", *tests], too_long=False) for tests in _slow_cases(mutation, known)
+        return (
+            any(_fails(copy, tests) for tests in _rounds(mutation, known))
+            or (known is not None and _fails(copy, named_tests(mutation.path), known.seconds))
+            or any(_fails(copy, tests, marks="slow", too_long=False) for tests in _slow_cases(mutation, known))
         )
     finally:
         place.write_text(before)
         os.utime(place, (times.st_atime, times.st_mtime))
 
 
-def _fails(copy: Path, arguments: list[str], too_long: bool = True) -> bool:
-    """Whether a test fails, or all take longer than the limit: an endless loop, unless they may take so long."""
-    arguments = ["-q", "-x", "-p", "no:cacheprovider", *arguments]
-    status = forked(copy, lambda: int(pytest.main(arguments)), LIMIT)
+def _fails(
+    copy: Path, tests: list[str], left_out: Container[str] = (), marks: str = "not slow", too_long: bool = True
+) -> bool:
+    """Whether a test fails, or all take longer than the limit: an endless loop, unless they may take so long.
+
+    Args:
+        left_out: what the map knows, where those are asked that are newer.
+    """
+    files = sorted({file for test in tests if (copy / (file := test.partition("::")[0])).exists()})
+    if not files:
+        return False
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-m", marks, *files]
+    status = forked(copy, lambda: int(pytest.main(arguments, plugins=[Asked(tests, left_out)])), LIMIT)
     return too_long if status is None else status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+class Asked:
+    """A plug-in of pytest that keeps the tests asked for, in their order: a map may name some that are gone.
+
+    Args:
+        tests: tests, functions with all their cases, or whole files.
+        left_out: tests that do not run.
+    """
+
+    def __init__(self, tests: list[str], left_out: Container[str]) -> None:
+        self.places = {test: place for place, test in enumerate(tests)}
+        self.left_out = left_out
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        placed = [(self._place(item.nodeid), item) for item in items if item.nodeid not in self.left_out]
+        items[:] = [item for _, item in sorted((one for one in placed if one[0] >= 0), key=lambda one: one[0])]
+
+    def _place(self, test: str) -> int:
+        names = (test, test.partition("[")[0], test.partition("::")[0])
+        return next((self.places[name] for name in names if name in self.places), -1)
 
 
 def _rounds(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:

@@ -259,7 +259,7 @@ def _same(op: CanonicalOp, flow: Flow) -> OneStep | None:
 def _leading(op: CanonicalOp, flow: Flow, dims: int) -> OneStep | None:
     """One that takes the first `dims` dimensions of its input as a batch, and has no other operand that repeats."""
     repeats = flow.of(op.input)
-    alone = all(flow.of(value) is None for value in op.node.all_input_nodes if value is not op.input)
+    alone = sum(flow.of(value) is not None for value in op.args.values()) == 1
     return OneStep(repeats) if repeats is not None and alone and repeats.dim < dims else None
 
 

@@ -131,6 +131,17 @@ def test_on_a_cpu_linear_layers_that_stay_count_in_the_gain_of_the_whole() -> No
     assert gain.seconds == pytest.approx(done.estimate.seconds + rest)
 
 
+@pytest.mark.parametrize(("dtype", "known"), [(torch.float32, True), (torch.float64, False), (torch.float16, False)])
+def test_on_a_cpu_other_products_are_not_estimated(dtype: torch.dtype, known: bool) -> None:
+    def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, w) @ w + nn.functional.conv1d(x[None], w[..., None])[0, 0, 0]
+
+    with torch.no_grad():
+        report = sparsecomp.explain(forward, torch.rand(4, 4, dtype=dtype), torch.rand(4, 4, dtype=dtype))
+    timed = {data["op"]: "seconds" in data for data in report.graph().nodes.values()}
+    assert timed["linear"] is known and not timed["matmul"] and not timed["conv1d"]
+
+
 class TwoLines(nn.Module):
     """A sparse layer whose ReLU stands on a line of its own, and a dense one behind it."""
 

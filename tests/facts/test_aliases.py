@@ -38,24 +38,24 @@ class Edges:
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["union", "bits", "external", "write", "live", "dead", "depends"]),
+    st.tuples(st.sampled_from(["union", "bits", "write", "live", "dead", "depends"]),
               st.integers(0, SIZE - 1), st.integers(0, SIZE - 1)),
     max_size=25,
 )  # fmt: skip
 
 
-@given(STEPS)
-def test_groups_are_what_unions_connect(steps: list[tuple[str, int, int]]) -> None:
+@given(st.sets(st.integers(0, SIZE - 1)), STEPS)
+def test_groups_are_what_unions_connect(external: set[int], steps: list[tuple[str, int, int]]) -> None:
     groups, edges = AliasGroups(), Edges()
+    edges.external = external
     for node in NODES:
         groups.add(node)
+    for node in external:
+        groups.mark_external(NODES[node])
     for position, (name, a, b) in enumerate(steps):
         if name in ("union", "bits"):
             groups.union(NODES[a], NODES[b], reinterpreted=name == "bits")
             edges.unions.append((a, b, name == "bits"))
-        elif name == "external" and not edges.writes and not edges.live and not edges.unions:
-            groups.mark_external(NODES[a])  # as the analysis does: when the node is made
-            edges.external.add(a)
         elif name == "write":
             groups.wrote(NODES[a], position)
             edges.writes.append((a, position))
@@ -136,3 +136,22 @@ def test_items_of_a_tuple_are_apart_only_where_that_is_known() -> None:
 def test_the_last_item_is_known_only_where_all_are_alike(items: Items, index: int, expected: Any) -> None:
     """How many items there are is not known, so an index from the end names one of them."""
     assert items.at(index) == expected
+
+
+def test_what_meets_an_input_may_be_reached_through_every_input() -> None:
+    groups = AliasGroups()
+    for node in NODES:
+        groups.add(node)
+    first, second, own, other, another = NODES[:5]
+    groups.mark_external(first)
+    groups.mark_external(second)
+    for node in (own, other, another):
+        groups.set_live(node)
+    groups.union(other, another)
+    assert groups.live_aliases(second) == [] and set(groups.live_aliases(other)) == {other, another}
+    groups.union(own, first)
+    assert groups.live_aliases(second) == [own] and groups.external(own) and not groups.external(other)
+    groups.union(another, second)
+    assert set(groups.live_aliases(first)) == {own, other, another}
+    groups.set_dead(own)
+    assert set(groups.live_aliases(first)) == {other, another}

@@ -512,6 +512,12 @@ def test_an_analog_step_written_into_zeros_ends_the_fact() -> None:
     assert fact_at(check(trace(model, X), X.clone()).analysis, "neg") is None
 
 
+def test_straight_through_of_an_unbounded_soft_value_keeps_zeros_and_their_source() -> None:
+    gm = fx.symbolic_trace(lambda x: ((x > 0).float() - x.detach() + x) * 1.0)
+    fact = fact_at(analyse(gm), "mul")
+    assert fact is not None and not fact.integral and fact.exact_zeros and not fact.finite and fact.source == "gt"
+
+
 def test_straight_through_of_a_hard_value_overwritten_since() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         hard, soft = spikes(x), torch.sigmoid(x)

@@ -184,6 +184,8 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
         (lambda s, c, x: s.to(torch.uint8).masked_fill(x > 0, -1), ANY),
     ],
     "bitwise_and": [
+        (lambda s, c, x: x.float().view(torch.int32) & s.to(torch.int32), NOTHING),
+        (lambda s, c, x: s.to(torch.int32) & x.float().view(torch.int32), NOTHING),
         (lambda s, c, x: (x > 0) & (s > 0), (0, 1, 1.0)),
         (lambda s, c, x: s.int() & c.int(), NOTHING),
         (lambda s, c, x: x.int() & x.int(), NOTHING),
@@ -347,6 +349,7 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
     "max_pool2d": [
         (lambda s, c, x: F.max_pool2d(c, 3, 1, 1), (1, 2, 1.0)),
         (lambda s, c, x: F.max_pool2d(s, 2, 1, 1, dilation=3), NOTHING),
+        (lambda s, c, x: F.max_pool2d(c, 2, 1, 0, dilation=(1, 2)), (1, 2, 1.0)),
         (lambda s, c, x: _in_graph(F.max_pool2d, s, s, 2, None, 0, 1, False, True)[0], (0, 1, 1.0)),
         (lambda s, c, x: _in_graph(F.max_pool2d, s, s, 2, None, 0, 1, False, True)[1], NOTHING),
         (lambda s, c, x: _in_graph(F.max_pool2d, s, s, 2, None, 0, 1, False, True)[-1], NOTHING),
@@ -762,7 +765,7 @@ REASONS: dict[str, list[str]] = {
     "where": [UNKNOWN.format("where")] * 2 + ["where with one argument gives indices"],
     "masked_fill": [UNKNOWN.format("masked_fill"), UNKNOWN.format("masked_fill"),
                     "masked_fill with `nan`, whose values are unknown, ends the domain"],
-    "bitwise_and": ["bitwise_and of integers is not analysed", OF_X],
+    "bitwise_and": ["bitwise_and of integers is not analysed"] * 3 + [OF_X],
     "bitwise_not": ["bitwise not of integers is not analysed", OF_X],
     "dropout": [DROPS] * 4,
     "alpha_dropout": ["alpha_dropout in training drops to a number other than zero"],
@@ -801,6 +804,39 @@ def test_what_is_lost_has_its_reason(name: str) -> None:
         ShapeProp(gm).propagate(INPUTS["plain"].clone())
         reasons.append(analyse(gm).why_not(next(iter(reversed(gm.graph.nodes))).args[0]))
     assert [str(why) for why in reasons if why is not None] == REASONS.get(name, [])
+
+
+def _takes_two(name: str, x: Tensor) -> bool:
+    try:
+        return isinstance(getattr(torch, name)(x, x), Tensor)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+
+
+KNOWN_OR_NOT = {
+    "float": lambda s, c, x: (s, c, x), "int": lambda s, c, x: (s.int(), c.int(), x.view(torch.int32)),
+    "bool": lambda s, c, x: (s > 0, c > 0, x.view(torch.int32).view(torch.bool)[..., :4]),
+}  # fmt: skip
+DTYPES = {"float": torch.float32, "int": torch.int32, "bool": torch.bool}
+LOOKUPS = ("embedding", "take_along_dim", "floor_divide")
+"""Not every number is a place, or divides."""
+TWO_OPERANDS = [
+    (name, kind) for name in sorted(TRANSFERS) for kind in DTYPES
+    if "::" not in name and name not in LOOKUPS and _takes_two(name, torch.ones(4, 4, dtype=DTYPES[kind]))
+]  # fmt: skip
+"""Functions of two tensors, by what they can be given."""
+
+
+@pytest.mark.quick_cases(24)
+@pytest.mark.parametrize(("name", "kind"), TWO_OPERANDS)
+def test_either_operand_may_be_unknown(name: str, kind: str) -> None:
+    function, given = getattr(torch, name), KNOWN_OR_NOT[kind]
+    for first, second in ((0, 2), (2, 0), (2, 2)):
+        _checked(lambda s, c, x, a=first, b=second: _of_two(function, given(s, c, x), a, b), INPUTS["plain"])
+
+
+def _of_two(function: Callable[..., Any], operands: Any, first: int, second: int) -> Any:
+    return _in_graph(function, operands[0], *(operands[which][0, 0] for which in (first, second)))
 
 
 def test_every_transfer_function_has_a_case() -> None:

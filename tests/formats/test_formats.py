@@ -350,6 +350,18 @@ def test_many_triplets_are_sorted_stably_up_to_the_last_bit(shape, vectorised, m
     assert indices.has_repeats(*found[:2]) == (len(set(zip(row.tolist(), col.tolist(), strict=True))) < len(row))
 
 
+@pytest.mark.parametrize("vectorised", [True, False])
+def test_keys_are_selected_and_sorted_with_and_without_numpy(vectorised, monkeypatch) -> None:
+    if not vectorised:
+        monkeypatch.setitem(sys.modules, "numpy", None)
+    keys, kept = torch.tensor([3, 5, 8, 13]), torch.tensor([True, False, True, True])
+    for count in (None, 3):
+        assert indices.select_keys(keys, kept, count).tolist() == [3, 8, 13]
+    assert indices.select_keys(keys[:0], kept[:0], 0).tolist() == []
+    assert indices.sort_keys(torch.tensor([5, 3, 8, 3])).tolist() == [3, 3, 5, 8]
+    assert indices.sorted_union(torch.tensor([3, 8]), torch.tensor([1, 8, 9])).tolist() == [1, 3, 8, 8, 9]
+
+
 # -- arithmetic
 
 
@@ -537,3 +549,9 @@ def test_a_conversion_takes_the_block_that_is_asked_for(source, target):
         found = matrix.to(kind(target), block=block)
         assert (type(found), found.block) == (kind(target), block) and torch.equal(found.to_dense(), dense)
     assert matrix.to(kind(target)).block == (2, 4)
+
+
+def test_a_matrix_says_what_it_is() -> None:
+    assert repr(CSR.from_dense(torch.eye(2))) == "CSR(shape=(2, 2), dtype=torch.float32, device='cpu')"
+    blocks = BSR.from_dense(torch.ones(3, 4, 4).half(), block=(2, 2))
+    assert repr(blocks) == "BSR(batch=3, shape=(4, 4), block=(2, 2), dtype=torch.float16, device='cpu')"

@@ -428,6 +428,16 @@ def test_a_backward_that_looks_at_the_index_takes_a_launch_more():
     assert cost.compare(untrained, device, H100) == cost.compare(untrained._replace(followed=True), device, H100)
 
 
+@pytest.mark.parametrize(("step", "spread"), [(0, "near"), (16, "mixed"), (37, "far")])
+def test_the_operator_is_told_how_far_apart_outputs_read(step, spread):
+    index = torch.arange(64)[:, None] * step + torch.arange(K)
+    model = Net(lambda x, w, i: (x[:, i] * w).sum(-1), index)
+    model.weight = nn.Parameter(drawn(64, K))
+    with torch.no_grad():
+        _, report = ours(model, drawn(2, 4096))
+    assert f"'none', '{spread}')" in report.graph_after
+
+
 def test_our_own_layer_in_plain_torch():
     layer = GeoSparseLinear(N, N, build_geo_connectivity((2, 3), k=K), compute_mode="gather")
     x = drawn(2, 4, N)

@@ -332,7 +332,8 @@ def test_a_relu_is_done_in_the_product_where_that_costs_the_device_nothing():
 
     assert fused(torch.float32, 128) and not fused(torch.float32, 2048)  # 7 us of the device, and 88
     assert fused(torch.float16, 64) and fused(torch.float16, 2048) and not fused(torch.float64, 64)
-    assert not fused(torch.float32, 128, products=32)  # three times 7 us are more than 16 and 1.4
+    assert fused(torch.float32, 128, products=5)  # three times 7.5 us are less than 16 and 9
+    assert not fused(torch.float32, 128, products=8)  # and more than 16 and 5.6
     for dtype in (torch.float16, torch.float32):
         assert not fused(dtype, 64, bias=False) and not fused(dtype, 64, trained=True)
         assert not fused(dtype, 64, linear=False)

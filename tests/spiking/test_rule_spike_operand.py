@@ -203,6 +203,13 @@ def told(
     return ["" if site.rewritten else site.reason for site in report.sites], gm
 
 
+def _factor_written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    factor = w.amax()
+    out = F.linear(spikes(x) * factor, w)
+    factor.mul_(2)
+    return out
+
+
 def _reshaped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = F.linear(spikes(x), w)
     y.unsqueeze_(0)
@@ -226,6 +233,8 @@ JUDGED: dict[str, tuple[Callable[..., Any], str | None]] = {
         lambda x, w: F.linear(spikes(x) + 0.1, w),
         "values 0..2 from gt; add of values on different grids ends the domain",
     ),
+    "a computed factor": (lambda x, w: F.linear(spikes(x) * w.amax(), w), ""),
+    "a computed factor that is written to": (_factor_written, "the factor amax of the spikes is written to in place"),
     "rounded": (lambda x, w: F.linear(x.round(), w), "not small integers: integers -inf..inf"),
     "analog": (lambda x, w: F.linear(x, w), "not proved to be spikes: `x` is an input of the graph"),
     "a vector": (lambda x, w: F.linear(spikes(x), w[0]), "linear with a vector for a weight on spikes"),
@@ -276,9 +285,9 @@ def test_a_factor_on_another_device_stays_where_it_is(device):
 )  # fmt: skip
 def test_a_byte_more_holds_a_channel_that_is_256_times_as_wide(precision, width, trained, digits, spread):
     """In medians of the channel; in training it is expected to grow to 100 of them."""
-    weight = torch.ones(2, 5, requires_grad=trained)
+    weight = torch.full((3, 5), 0.25, requires_grad=trained)
     with torch.no_grad():
-        weight[0, 0], weight[1, 1] = width, 0
+        weight[0, 0], weight[1, 1], weight[2] = -0.25 * width, 0, 0
     with torch.set_grad_enabled(trained):
         (reason,), gm = told(lambda x, w: F.linear(spikes(x), w), torch.ones(3, 5), weight, precision=precision)
     if digits is None:

@@ -127,3 +127,13 @@ def test_compiles_to_int8_tensor_cores(capability, transposed):
     )
     products, spills = printed.split()
     assert int(products) >= 1 and spills == "False"
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_only_what_a_gradient_needs_is_saved(trained):
+    operands = [counts(5, 5, seed=seed).float() for seed in (0, 1)]
+    operands[trained].requires_grad_()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        ops.spike_matmul(*operands).sum().backward()
+    assert [tensor.data_ptr() for tensor in saved] == [operands[1 - trained].data_ptr()]

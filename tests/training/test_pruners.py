@@ -5,6 +5,8 @@ import torch
 
 from sparsecomp.errors import MaskError
 from sparsecomp.training.pruning import stabilisers
+from sparsecomp.training.pruning.calibration import InputStatistics
+from sparsecomp.training.pruning.pruners import PRUNERS, SparseGPT, Wanda, best_of_rows, pruner_of
 from sparsecomp.training.pruning.scores import (
     input_norms,
     magnitude_mask,
@@ -13,6 +15,7 @@ from sparsecomp.training.pruning.scores import (
     unfolded,
     wanda_scores,
 )
+from sparsecomp.training.pruning.sparsegpt import input_products, sparsegpt, sparsegpt_n_of_m
 
 
 def test_magnitude_counts_and_refuses_nan():
@@ -119,3 +122,72 @@ def test_all_pruned_row_and_bad_parts():
     for bad in ((weight[:1], mean), (weight, mean[:2])):
         with pytest.raises(MaskError, match="scores"):
             stabilisers.dsnot_mask(weight, empty, bad[0], mean, bad[1])
+
+
+def _drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _packed() -> tuple[torch.Tensor, list[torch.Tensor], tuple[InputStatistics, ...]]:
+    """A weight whose rows have three inputs, as of packed attention: these, and what is known of them."""
+    tokens = [_drawn(50, 8, seed=part) * (part + 1) for part in range(3)]
+    parts = tuple(InputStatistics(8, torch.device("cpu"), products=True) for _ in tokens)
+    for part, seen in zip(parts, tokens, strict=True):
+        part.add(seen)
+    return _drawn(6, 8, seed=9), tokens, parts
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_without_statistics_each_ranks_by_magnitude(name):
+    weight, pruner = _drawn(6, 8), PRUNERS[name]
+    for kept, mask in (pruner.prune(weight, 20, ()), pruner.prune_groups(weight, 2, 4, ())):
+        assert kept is weight and mask.dtype is torch.bool and mask.shape == weight.shape
+    assert pruner.prune(weight, 20, ())[1].sum() == 20
+    assert (pruner.prune_groups(weight, 2, 4, ())[1].view(6, 2, 4).sum(-1) == 2).all()
+    if name != "random":
+        assert torch.equal(pruner.prune(weight, 20, ())[1], magnitude_mask(weight, 20))
+        assert torch.equal(pruner.prune_groups(weight, 2, 4, ())[1], n_of_m_mask(weight.abs(), 2, 4))
+
+
+def test_wanda_reads_the_norm_of_each_rows_own_input():
+    weight, tokens, parts = _packed()
+    scores = weight.abs() * torch.stack([seen.norm(dim=0) for seen in tokens]).repeat_interleave(2, 0)
+    kept, mask = Wanda().prune(weight, 24, parts)
+    assert kept is weight and torch.equal(mask, rowwise_mask(scores, 0.5))
+    assert torch.equal(Wanda().prune_groups(weight, 2, 4, parts)[1], n_of_m_mask(scores, 2, 4))
+    assert not Wanda().prune(weight, 0, parts)[1].any()
+
+
+def test_sparsegpt_solves_each_rows_own_input():
+    weight, tokens, parts = _packed()
+    for found, solve in (
+        (SparseGPT(0.1).prune(weight, 24, parts), lambda rows, seen: sparsegpt(rows, seen, 0.5, 0.1)),
+        (SparseGPT(0.1).prune_groups(weight, 2, 4, parts), lambda rows, seen: sparsegpt_n_of_m(rows, seen, 2, 4, 0.1)),
+    ):
+        solved = [solve(rows, input_products(seen)) for rows, seen in zip(weight.chunk(3), tokens, strict=True)]
+        for mine, theirs in zip(found, map(torch.cat, zip(*solved, strict=True)), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    kept, mask = SparseGPT().prune(weight, 0, parts)
+    assert kept is weight and not mask.any()
+
+
+def test_names_settings_and_what_each_pruner_reads():
+    assert {name: (pruner.calibrated, pruner.products) for name, pruner in PRUNERS.items()} == {
+        "magnitude": (False, False), "random": (False, False), "wanda": (True, False), "sparsegpt": (True, True)
+    }  # fmt: skip
+    mine = SparseGPT(0.5)
+    assert pruner_of("wanda") is PRUNERS["wanda"] and pruner_of(mine) is mine
+    for wrong in ("best", 3, Wanda, None):
+        with pytest.raises(MaskError, match="give one of 'magnitude', 'random', 'wanda', 'sparsegpt' or a pruner"):
+            pruner_of(wrong)
+    for damping in (0.0, -1.0, True, "a lot", float("inf"), float("nan")):
+        with pytest.raises(MaskError, match="damping"):
+            SparseGPT(damping)
+
+
+def test_rows_of_a_convolution_and_of_nothing():
+    _, _, parts = _packed()
+    weight = _drawn(6, 2, 2, 2)
+    mask = Wanda().prune(weight, 24, parts)[1]
+    assert mask.shape == weight.shape and torch.equal(mask.flatten(1), Wanda().prune(weight.flatten(1), 24, parts)[1])
+    assert best_of_rows(torch.zeros(0, 4), 0).shape == (0, 4)

@@ -64,15 +64,17 @@ def test_top_selection_counts(size, amount, moved):
 def test_settings_outside_their_domain_and_states_of_another_mask():
     pruned = torch.arange(3, dtype=torch.int32)
     for setting in (
-        {"lr": -1.0},
-        {"tau": 2.0},
-        {"betas": (1.0, 0.9)},
-        {"select": "best"},
-        {"amount": 1.5},
-        {"delta": 0.0},
-    ):
-        with pytest.raises(MaskError):
+        {"lr": -1.0}, {"tau": 2.0}, {"tau": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (-0.1, 0.9)}, {"betas": (0.9, 1.0)},
+        {"betas": (0.9, -0.1)}, {"select": "best"}, {"amount": 1.5}, {"amount": -0.1}, {"delta": 0.0}, {"eps": -1e-9},
+        {"weight_decay": -1e-9}, {"eps": float("nan")},
+    ):  # fmt: skip
+        with pytest.raises(MaskError, match="lr|select|eps"):
             RESUSelective(pruned, **setting)
+    for setting in (
+        {"lr": 0.0}, {"tau": 0.0}, {"tau": 1.0}, {"betas": (0.0, 0.0)}, {"amount": 0.0}, {"amount": 1.0}, {"eps": 0.0},
+        {"weight_decay": 0.0},
+    ):  # fmt: skip
+        RESUSelective(pruned, **setting)
     with pytest.raises(MaskError, match="another mask"):
         RESUSelective(pruned).load_state_dict(RESUSelective(pruned[:2]).state_dict())
     for missing, said in ((None, "NoneType"), (3, "int")):

@@ -44,9 +44,11 @@ from sparsecomp.lowering.tuning.cost import rank, seconds
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.passes.cost import cpu as cpu_cost
+from sparsecomp.passes.cost import local as local_cost
 from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.cost.decision import Decision
+from sparsecomp.passes.cost.dense import DenseWork, conv_work, matmul_work, time_of
 from sparsecomp.passes.cost.sparse import Product
 from sparsecomp.reference.geometry import Window
 from sparsecomp.reference.patterns import Layout
@@ -143,6 +145,22 @@ def _product(kind: tuple[str, tuple[int, int], int], n: int, dtype: torch.dtype,
     )  # fmt: skip
 
 
+DENSE: dict[str, Callable[[torch.dtype], DenseWork]] = {
+    "matmul": lambda dtype: matmul_work([64, 64], [64, 64], [64, 64], dtype),
+    "matmul of batches": lambda dtype: matmul_work([8, 4096, 512], [512, 2048], [8, 4096, 2048], dtype),
+    "conv of 64": lambda dtype: conv_work([32, 64, 56, 56], [64, 64, 3, 3], [32, 64, 56, 56], dtype, False),
+    "conv of 65": lambda dtype: conv_work([32, 64, 56, 56], [65, 64, 3, 3], [32, 65, 56, 56], dtype, False),
+    "conv in groups, channels last": lambda dtype: conv_work(
+        [32, 256, 56, 56], [256, 64, 3, 3], [32, 256, 56, 56], dtype, True
+    ),
+}
+
+
+def _of_dense(work: Callable[[torch.dtype], DenseWork], dtype: torch.dtype) -> list[Any]:
+    """Seconds of the device and of the host, if they are known."""
+    return [*(time_of(work(dtype), H100) or ())]
+
+
 def _read_off(layout: Layout, transpose: bool, linear: bool) -> list[Any]:
     """What kernels see of a matrix with 20 elements or blocks times a batch."""
     dense = [2, 3, 40] if linear else [5, 96, 7]
@@ -159,6 +177,23 @@ def _as_rewritten(decision: Decision) -> list[Any]:
 def _said(decision: Decision) -> list[Any]:
     """What was decided, the gain, 1 where none is estimated, and why."""
     return [decision.implementation, decision.gain or 1.0, decision.reason]
+
+
+def _fixed_fan_in(device: str, n: int, k: int, rows: int, dtype: torch.dtype, flags: str) -> local_cost.FixedFanIn:
+    """A layer of n inputs and outputs that read k each; `flags` name what is true of it."""
+    spread = next((word for word in ("near", "far") if word in flags), None)
+    return local_cost.FixedFanIn(
+        torch.device(device), rows, n, n, k, dtype, "finished" in flags, "finished" in flags,
+        "relu" if "finished" in flags else "none", spread, "kept" in flags, "trained" in flags,
+        "replayed" in flags, 4 if "busy" in flags else 1, (DEVICES["H100"], H100),
+    )  # fmt: skip
+
+
+def _of_fixed_fan_in(layer: local_cost.FixedFanIn) -> list[Any]:
+    """Of a layer, and of a block of it and one that reads twice as many: what runs, why, and the times of each way."""
+    block = local_cost.decide_block(layer, layer._replace(fan_in=2 * layer.fan_in))
+    alone = local_cost.operator_seconds(layer)
+    return [*_said(local_cost.decide(layer)), alone, *_said(block), *block.seconds.values()]
 
 
 HALF_AND_FLOAT = (torch.float16, torch.float32)
@@ -210,6 +245,24 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
         for trained in (False, True)
     },
     **{
+        f"fixed fan-in {device} {n} {k} {rows} {str(dtype)[6:]} {flags}": partial(
+            _of_fixed_fan_in, _fixed_fan_in(device, n, k, rows, dtype, flags)
+        )
+        for device, n, k, rows, dtype, each in (
+            ("cuda", 16384, 8, 1024, torch.float32,
+             ("", "kept replayed", "trained", "trained kept busy", "finished far")),
+            ("cuda", 300, 5, 1, torch.float16, ("", "near", "trained")),
+            ("cpu", 4096, 8, 2, torch.float32, ("", "kept", "trained", "trained kept")),
+            ("cuda", 300, 5, 1, torch.float64, ("",)), ("meta", 300, 5, 1, torch.float32, ("",)),
+        )
+        for flags in each
+    },
+    **{
+        f"dense {str(dtype)[6:]} {work}": partial(_of_dense, DENSE[work], dtype)
+        for dtype in (*HALF_AND_FLOAT, torch.float64)
+        for work in DENSE
+    },
+    **{
         f"site {n} {c} {size} {changes}": partial(
             lambda site: [*_said(gate.decide(site)), gate.event_pays_below(site),
                           *(gate.forced(site, name).gain for name in ("binary", "event", "skip"))],
@@ -226,6 +279,8 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
 }  # fmt: skip
 
 STEP = ("float32", "float32", "int32", "float32")
+
+
 def _finished(outputs: int, dtype: str) -> Output:
     return Output(Strides(0, outputs, 1), dtype, dtype, "column", "", Strides(0, 0, 0), "relu", 1.0)
 

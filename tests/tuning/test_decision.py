@@ -26,6 +26,16 @@ def test_reasons_name_both_times_and_where_they_come_from():
     assert fastest(times, "measured") == Decision("dense", reason, times, "measured")
     assert fastest(times, "measured").estimate == Estimate(10e-6, 10e-6, "measured")
     assert fastest({"dense": 1e-6, "none": float("inf")}).dense
+    assert fastest({"dense": 20e-6, "fast": 10e-6}).estimate == Estimate(10e-6, 20e-6, "estimated")
+
+
+def test_without_an_estimate_there_is_none():
+    for decision in (
+        Decision("dense", "no estimate"),
+        Decision("fast", "forced"),
+        Decision("fast", "", {"dense": 1.0}),
+    ):
+        assert decision.estimate is None and decision.gain is None
 
 
 def test_a_caller_waits_for_the_longer_of_device_and_host():
