@@ -568,7 +568,7 @@ def test_the_estimate_picks_the_format_on_an_h100(what):
 def test_a_fold_counts_the_host_and_the_products_that_share_a_call(monkeypatch):
     """A product in halves takes the device half as long as dense, but needs more launches: see the rule of products."""
     pytest.importorskip("triton")
-    weight = inputs(1536, 1536) * (inputs(1536, 1536, seed=3) > 0)
+    weight = inputs(1280, 1280) * (inputs(1280, 1280, seed=3) > 0)
     found = {n: compare_folds(weight, 1024, True, CARD, H100, replayed=False, products=n).format for n in (1, 64)}
     assert found == {1: "dense", 64: "csr"}
     assert compare_folds(weight, 1024, True, CARD, H100, replayed=True).format == "csr"

@@ -192,8 +192,7 @@ def _fixed_fan_in(device: str, n: int, k: int, rows: int, dtype: torch.dtype, fl
 def _of_fixed_fan_in(layer: local_cost.FixedFanIn) -> list[Any]:
     """Of a layer, and of a block of it and one that reads twice as many: what runs, why, and the times of each way."""
     block = local_cost.decide_block(layer, layer._replace(fan_in=2 * layer.fan_in))
-    alone = local_cost.operator_seconds(layer)
-    return [*_said(local_cost.decide(layer)), alone, *_said(block), *block.seconds.values()]
+    return [*_said(local_cost.decide(layer)), *_said(block), *block.seconds.values()]
 
 
 HALF_AND_FLOAT = (torch.float16, torch.float32)
