@@ -313,7 +313,7 @@ def test_a_way_that_gives_the_host_more_to_do_must_save_the_device_more_than_a_c
     assert compare(alone, CARD, H100).dense
     busy = compare(alone._replace(products=64), CARD, H100)
     assert busy.dense is False and busy.gain > 1
-    assert compare(alone._replace(replayed=True), CARD, H100).gain > busy.gain
+    assert compare(alone._replace(replayed=True), CARD, H100).gain >= busy.gain
 
 
 def test_time_is_what_a_caller_waits():
