@@ -25,6 +25,7 @@ def _reset(model: nn.Module) -> None:
             module.v = None
 
 
+@pytest.mark.slow(reason="Inductor compiles a whole network")
 def test_a_spiking_network_end_to_end():
     eager = dyadic(ConvNet()).eval()
     model = copy.deepcopy(eager)

@@ -8,6 +8,8 @@ import torch
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, cat
 
+pytestmark = pytest.mark.quick_cases(6)
+
 KINDS = [(COO, {}), (CSR, {}), (CSC, {}), (BSR, {"block": (2, 3)}), (BCSC, {"block": (2, 3)}), (NM, {"n": 2, "m": 4})]
 EVERY = pytest.mark.parametrize(
     ("kind", "layout"), KINDS, ids=lambda one: one.__name__ if isinstance(one, type) else ""

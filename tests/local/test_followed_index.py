@@ -20,6 +20,8 @@ from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock
 from sparsecomp.ops.local.residual_block import residual_block
 from sparsecomp.reference.local.transposed import kept_lists
 
+pytestmark = pytest.mark.quick_cases(2)
+
 N, OUT, K = 23, 31, 4
 
 

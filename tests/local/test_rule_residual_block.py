@@ -21,7 +21,7 @@ from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.local import residual_block as rule
 from sparsecomp.report import Report
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 WAYS = ("residual_block", "gather_dot", "dense")
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -12,6 +12,8 @@ import sparsecomp
 sinabs = pytest.importorskip("sinabs", reason="sinabs is not installed")
 layers = pytest.importorskip("sinabs.layers", reason="sinabs is not installed")
 
+pytestmark = pytest.mark.quick_cases(2)
+
 BATCH, STEPS = 2, 3
 
 

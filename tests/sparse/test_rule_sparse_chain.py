@@ -22,6 +22,8 @@ from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.sparse import chain, linear, matmul
 from sparsecomp.reference.patterns import Layout
 
+pytestmark = pytest.mark.quick_cases(5)
+
 DENSE, SPARSE = "dense is faster", "sparse is faster"
 
 

@@ -15,6 +15,8 @@ from sparsecomp.formats import Pattern, bounded_matmul, masked_matmul
 from sparsecomp.tensor.index_arrays import IndexArrays
 from sparsecomp.tensor.sparse_tensor import view_of
 
+pytestmark = pytest.mark.quick_cases(4)
+
 FORMATS = pytest.mark.parametrize("name", LAYOUTS)
 ELEMENTS = pytest.mark.parametrize("name", ["COO", "CSR", "CSC"])
 DENSE = torch.linspace(-2, 3, 56, dtype=torch.float64).view(7, 8)

@@ -22,7 +22,7 @@ from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.ops import sddmm, spmm
 from sparsecomp.tensor.index_arrays import IndexArrays
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TOLERANCE = {F64: 1e-13, F32: 2e-6, F16: 1e-3, BF16: 8e-3}

@@ -18,6 +18,8 @@ from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.reference.patterns import Layout, kept_transpose, transposed_arrays
 from sparsecomp.tensor.index_arrays import IndexArrays
 
+pytestmark = pytest.mark.quick_cases(3)
+
 FORMATS = {
     "CSR": (CSR, {}), "CSC": (CSC, {}), "COO": (COO, {}), "BSR": (BSR, {"block": (2, 3)}),
     "BCSC": (BCSC, {"block": (2, 3)}), "NM": (NM, {"n": 2, "m": 4}),

@@ -23,6 +23,8 @@ neuron, functional, surrogate, layer = (
 )
 pytest.importorskip("spikingjelly._ops.lif")
 
+pytestmark = pytest.mark.quick_cases(3)
+
 NEURONS = {
     "lif": lambda: neuron.LIFNode(tau=3.0, step_mode="m"),
     "lif no decay": lambda: neuron.LIFNode(tau=3.0, decay_input=False, step_mode="m"),

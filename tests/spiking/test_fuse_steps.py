@@ -15,6 +15,8 @@ from sparsecomp.options import Options
 from sparsecomp.passes.graph.contract import contracted, contractible, reorder
 from sparsecomp.passes.spiking import fuse_steps
 
+pytestmark = pytest.mark.quick_cases(2)
+
 T = 5
 RULE = "fuse_steps"
 Forward = Callable[[nn.Module, Tensor], Tensor]

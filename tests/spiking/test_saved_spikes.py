@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import sparsecomp
 from sparsecomp.passes.spiking import saved_spikes
 
+pytestmark = pytest.mark.quick_cases(2)
+
 STEPS, BATCH, CHANNELS, SIZE = 4, 2, 8, 16
 
 

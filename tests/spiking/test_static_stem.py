@@ -18,6 +18,8 @@ from sparsecomp.options import Options
 from sparsecomp.reference.lif import lif_reference
 from sparsecomp.report import Report, Site
 
+pytestmark = pytest.mark.quick_cases(3)
+
 T = 4
 RULE = "static_stem"
 Forward = Callable[[nn.Module, Tensor], Tensor]

@@ -12,6 +12,8 @@ from sparsecomp.errors import MaskError
 from sparsecomp.nn import masked_weights, wrap_module
 from sparsecomp.runtime import RESUAdamW, RESUSelective, RESUUpdater
 
+pytestmark = pytest.mark.quick_cases(3)
+
 
 def test_warm_up_consistency_and_noise():
     g = torch.randn(20000, generator=torch.Generator().manual_seed(0))

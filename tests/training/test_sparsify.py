@@ -15,6 +15,8 @@ from sparsecomp.errors import FormatError, InputError, MaskError
 from sparsecomp.formats import BSR, CSR
 from sparsecomp.nn import RESULinear, SparseEmbedding, SparseLinear, wrap_module
 
+pytestmark = pytest.mark.quick_cases(4)
+
 
 def _net() -> nn.Sequential:
     torch.manual_seed(0)
