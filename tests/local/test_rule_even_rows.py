@@ -522,7 +522,7 @@ def test_the_cheaper_way_is_taken_on_one_core(kind, k, rows, trained, pays, one_
     [
         ("sparse", "reduce-overhead", 32, True, True), ("sparse", "default", 128, False, False),
         ("sparse", "default", 1024, False, False), ("masked", "default", 32, True, True),
-        ("masked", "reduce-overhead", 32, False, True), ("masked", "default", 1024, True, False),
+        ("masked", "reduce-overhead", 8, False, True), ("masked", "default", 1024, True, False),
     ],
 )  # fmt: skip
 def test_the_cheaper_way_is_taken_on_a_card(kind, mode, k, trained, pays, monkeypatch):
