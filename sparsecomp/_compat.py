@@ -577,9 +577,10 @@ def trace_neurons_whole(leaf_makers: tuple[str, ...]) -> None:
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-    of_function = AutogradFunctionVariable.var_getattr
+    read = "var_getattr" if hasattr(AutogradFunctionVariable, "var_getattr") else "tp_getattro_impl"  # from torch 2.14 on
+    of_function = getattr(AutogradFunctionVariable, read)
 
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+    def getattr_of(self: Any, tx: Any, name: str) -> Any:
         value = inspect.getattr_static(self.fn_cls, name, None)
         if self.source is not None and isinstance(value, list | tuple):
             return VariableTracker.build(tx, value, AttrSource(self.source, name))
@@ -596,7 +597,7 @@ def trace_neurons_whole(leaf_makers: tuple[str, ...]) -> None:
             return ConstantVariable.create(None)
         return assign(self, tx, obj, name_var, val)
 
-    AutogradFunctionVariable.var_getattr = var_getattr
+    setattr(AutogradFunctionVariable, read, getattr_of)
     setattr(owner, method, setattr_of)
 
 
