@@ -577,7 +577,7 @@ def trace_neurons_whole(leaf_makers: tuple[str, ...]) -> None:
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-    read = "var_getattr" if hasattr(AutogradFunctionVariable, "var_getattr") else "tp_getattro_impl"  # from torch 2.14 on
+    read = "var_getattr" if hasattr(AutogradFunctionVariable, "var_getattr") else "tp_getattro_impl"  # torch 2.14's
     of_function = getattr(AutogradFunctionVariable, read)
 
     def getattr_of(self: Any, tx: Any, name: str) -> Any:
