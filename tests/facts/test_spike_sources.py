@@ -18,7 +18,7 @@ from sparsecomp.passes.facts.registry import TRANSFERS, Lost
 from sparsecomp.passes.graph.canonicalize import CanonicalOp
 from sparsecomp.reference.facts import SparsityFact
 
-pytestmark = pytest.mark.quick_cases(8)
+pytestmark = pytest.mark.quick_cases(4)
 
 MODES = [False, True]
 

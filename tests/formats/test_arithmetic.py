@@ -8,7 +8,7 @@ import torch
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, cat
 
-pytestmark = pytest.mark.quick_cases(6)
+pytestmark = pytest.mark.quick_cases(3)
 
 KINDS = [(COO, {}), (CSR, {}), (CSC, {}), (BSR, {"block": (2, 3)}), (BCSC, {"block": (2, 3)}), (NM, {"n": 2, "m": 4})]
 EVERY = pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from sparsecomp import SparseTensor
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix, stack
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 KINDS = {CSR: {}, CSC: {}, COO: {}, BSR: {"block": (2, 3)}, BCSC: {"block": (3, 2)}, NM: {"n": 2, "m": 4}}
 EVERY = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -10,7 +10,7 @@ from sparsecomp import SparseTensor
 from sparsecomp.errors import FormatError, PatternError, SparseOperatorError
 from sparsecomp.formats import BSR, COO, CSC, CSR, NM, Pattern, bounded_matmul, dots, masked_matmul
 
-pytestmark = pytest.mark.quick_cases(6)
+pytestmark = pytest.mark.quick_cases(3)
 
 ELEMENTS = pytest.mark.parametrize("kind", [COO, CSR, CSC], ids=lambda kind: kind.__name__)
 GRAPHS = ["bcsstk13.mtx.gz", "ca-CondMat.mtx.gz", "p2p-Gnutella31.mtx.gz"]

@@ -20,7 +20,7 @@ from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock
 from sparsecomp.ops.local.residual_block import residual_block
 from sparsecomp.reference.local.transposed import kept_lists
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 N, OUT, K = 23, 31, 4
 

@@ -9,7 +9,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.ops import gather_dot
 from sparsecomp.reference.local.transposed import kept_lists, lists_fit, transposed_lists
 
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(2)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

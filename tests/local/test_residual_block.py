@@ -11,7 +11,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.ops import residual_block
 from sparsecomp.reference.local.transposed import transposed_lists
 
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(2)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 N = 7

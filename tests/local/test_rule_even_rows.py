@@ -24,7 +24,7 @@ from sparsecomp.passes.local import operator
 from sparsecomp.passes.sparse import chain
 from sparsecomp.training.dynamic.manager import PatternManager
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 N, M, K = 6, 8, 4
 

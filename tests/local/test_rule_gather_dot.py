@@ -23,7 +23,7 @@ from sparsecomp.passes.local import gather_dot as rule
 from sparsecomp.passes.local import own_layer as own
 from sparsecomp.report import Report
 
-pytestmark = pytest.mark.quick_cases(5)
+pytestmark = pytest.mark.quick_cases(3)
 
 N, K, INPUTS = 6, 3, 5
 

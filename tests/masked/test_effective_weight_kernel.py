@@ -12,7 +12,7 @@ from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.ops import effective_weight, frozen_weights, split_pruned
 from sparsecomp.ops.masked.effective_weight import fits_kernels, merge_cuda, merge_in_torch, split_cuda, split_in_torch
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 SHAPES = [(1,), (3, 5), (32,), (1025,), (40, 100), (3, 7, 5, 31)]

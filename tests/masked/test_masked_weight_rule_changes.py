@@ -33,7 +33,7 @@ from sparsecomp.passes.masked import masked_weight
 from sparsecomp.passes.masked.fold import FoldedForm, compare_folds
 from sparsecomp.reference.memo import MEMO
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 

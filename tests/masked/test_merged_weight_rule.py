@@ -19,7 +19,7 @@ from sparsecomp.ops.masked import merged_weight as merged_ops
 from sparsecomp.passes.cost import masked as masked_cost
 from sparsecomp.reference.memo import MEMO
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 NAMES = ("weight", "theta", "phi", "bias")
 

@@ -23,7 +23,7 @@ from sparsecomp.passes.cost.sparse import Product, compare, fuses_relu
 from sparsecomp.passes.sparse import chain
 from sparsecomp.reference.patterns import Layout
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from sparsecomp.lowering.tuning.trial import fault
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {F32: 1e-6, F16: 1e-3, BF16: 8e-3}

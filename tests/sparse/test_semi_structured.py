@@ -38,7 +38,7 @@ from sparsecomp.reference.patterns import Layout
 
 template = pytest.importorskip("sparsecomp.lowering.sparse.kernels.semi_structured")  # needs Triton
 
-pytestmark = pytest.mark.quick_cases(5)
+pytestmark = pytest.mark.quick_cases(2)
 
 CARD = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -15,7 +15,7 @@ from sparsecomp.formats import Pattern, bounded_matmul, masked_matmul
 from sparsecomp.tensor.index_arrays import IndexArrays
 from sparsecomp.tensor.sparse_tensor import view_of
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 FORMATS = pytest.mark.parametrize("name", LAYOUTS)
 ELEMENTS = pytest.mark.parametrize("name", ["COO", "CSR", "CSC"])

@@ -13,7 +13,7 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.sparse import layer as sparse_layer
 from sparsecomp.tensor.index_arrays import IndexArrays
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 sparse_linear, dense_linear, _ = (
     import_module(f"sparsecomp.ops.sparse.{name}") for name in ("linear", "dense_linear", "dense_weight")

@@ -30,7 +30,7 @@ from sparsecomp.errors import CheckpointError, FormatError, InputError, MaskErro
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear, wrap_module
 
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(2)
 
 LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = {
     CSR: {"sparsity": 0.5}, CSC: {"sparsity": 0.5}, COO: {"sparsity": 0.5}, BSR: {"block": (2, 4), "sparsity": 0.5},

@@ -23,7 +23,7 @@ from sparsecomp.reference.patterns import transposed_arrays
 from sparsecomp.reference.precision import without_autocast
 from sparsecomp.tensor.index_arrays import IndexArrays
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 KINDS = {"csr": (CSR, {}), "bsr": (BSR, {"block": (2, 3)}), "nm": (NM, {"n": 4, "m": 4}), "2:4": (NM, {"n": 2, "m": 4})}
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

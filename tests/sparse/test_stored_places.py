@@ -13,7 +13,7 @@ from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.tensor.index_arrays import IndexArrays
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 SHAPES = [(1, 1), (3, 5), (7, 64), (5, 1030), (33, 300)]
 

@@ -18,7 +18,7 @@ from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.reference.patterns import Layout, kept_transpose, transposed_arrays
 from sparsecomp.tensor.index_arrays import IndexArrays
 
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(2)
 
 FORMATS = {
     "CSR": (CSR, {}), "CSC": (CSC, {}), "COO": (COO, {}), "BSR": (BSR, {"block": (2, 3)}),

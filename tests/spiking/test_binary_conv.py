@@ -9,7 +9,7 @@ from kernel_devices import KERNEL_DEVICES
 import sparsecomp.ops  # noqa: F401  registers the ops
 from sparsecomp.reference.digits import SPREAD, join_weight, split_weight
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 TOLERANCE = {2: 1e-4, 3: 1e-6, 4: 2e-7}
 

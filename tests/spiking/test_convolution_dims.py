@@ -18,7 +18,7 @@ from sparsecomp.lowering.spiking.spike_conv import launch_conv
 from sparsecomp.reference.digits import split_weight
 from sparsecomp.reference.geometry import Window, is_channels_last, laid_out, lies_channels_last, output_size
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 SIZES = {1: (11,), 2: (5, 7), 3: (3, 5, 4)}
 WINDOWS = {

@@ -15,7 +15,7 @@ from sparsecomp.options import Options
 from sparsecomp.passes.graph.contract import contracted, contractible, reorder
 from sparsecomp.passes.spiking import fuse_steps
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 T = 5
 RULE = "fuse_steps"

@@ -7,7 +7,7 @@ from kernel_devices import KERNEL_DEVICES
 
 import sparsecomp.ops as ops
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 
 def sample(layout="contiguous", shape=(3, 2, 5, 4, 3)):

@@ -24,7 +24,7 @@ from sparsecomp.passes.spiking import spike_conv
 from sparsecomp.reference.digits import join_weight, split_weight
 from sparsecomp.reference.geometry import Window
 
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(2)
 
 
 def _signal(*shape: int, seed: int = 1) -> torch.Tensor:

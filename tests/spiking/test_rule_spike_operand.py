@@ -23,7 +23,7 @@ from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference import facts
 from sparsecomp.report import Report
 
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(2)
 
 
 def signal(*shape: int, seed: int = 1) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import sparsecomp
 from sparsecomp.passes.spiking import saved_spikes
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 STEPS, BATCH, CHANNELS, SIZE = 4, 2, 8, 16
 

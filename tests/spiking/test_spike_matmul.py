@@ -8,7 +8,7 @@ from torch import Tensor
 
 import sparsecomp.ops as ops
 
-pytestmark = pytest.mark.quick_cases(4)
+pytestmark = pytest.mark.quick_cases(2)
 
 
 def counts(*shape: int, lo: int = 0, hi: int = 1, seed: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ conv_cuda = torch.ops.sparsecomp.spike_conv.default.direct_cuda
 linear_cuda = torch.ops.sparsecomp.spike_linear.default.direct_cuda
 torch.manual_seed(0)
 
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(2)
 
 
 def sample(dtype=torch.float32, bias=True):

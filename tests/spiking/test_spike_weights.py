@@ -17,7 +17,7 @@ from sparsecomp.reference.digits import (
     split_weight,
 )
 
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(1)
 
 STRATEGIES = ["binary", "event", "skip"]
 

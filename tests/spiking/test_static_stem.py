@@ -18,7 +18,7 @@ from sparsecomp.options import Options
 from sparsecomp.reference.lif import lif_reference
 from sparsecomp.report import Report, Site
 
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(2)
 
 T = 4
 RULE = "static_stem"

@@ -23,7 +23,7 @@ from sparsecomp.reference.geometry import Window
 
 pytest.importorskip("triton")  # templates hold their kernels
 
-pytestmark = pytest.mark.quick_cases(6)
+pytestmark = pytest.mark.quick_cases(4)
 
 SQUARE = Window.centred((3, 3), (1, 1))
 CONV = Convolution.of((2, 64, 6, 5), (64, 64, 3, 3), SQUARE, has_bias=True)
