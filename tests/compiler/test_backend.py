@@ -57,6 +57,7 @@ def test_training_end_to_end():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may rewrite this network")
 @pytest.mark.parametrize("strategy", ["event", "skip"])
 @pytest.mark.parametrize("layer", [nn.Conv2d(16, 16, 3, padding=1), nn.Linear(8, 16)], ids=["conv2d", "linear"])
+@pytest.mark.slow(reason="Inductor compiles forward and backward")
 def test_event_and_skip_go_through_inductor_with_gradients(strategy, layer):
     model, x = OnSpikes(dyadic(layer)), torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(0))
     expected = model(x)

@@ -174,6 +174,7 @@ def test_a_card_that_is_not_there_is_said_to_be_estimated(estimated: Report) -> 
     assert not any("CUDA" in note for note in estimated.notes)
 
 
+@pytest.mark.slow(reason="estimates every kernel of a card")
 def test_a_sparse_layer_is_estimated_for_a_card() -> None:
     pytest.importorskip("triton")  # estimates ask the kernels' templates
     model = sparsecomp.nn.SparseLinear.from_linear(nn.Linear(4096, 4096), sparsity=0.98)

@@ -85,6 +85,7 @@ def test_a_theta_of_another_length_is_nan_not_a_wrong_number(device):
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.slow(reason="every candidate")
 def test_the_tuner_can_check_every_candidate(device):
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     problems = [

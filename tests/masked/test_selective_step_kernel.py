@@ -11,7 +11,7 @@ from sparsecomp.lowering.masked import selective_step as lowered
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.ops import selective_step
 
-pytestmark = [pytest.mark.quick_cases(2), pytest.mark.quick_cases(2)]
+pytestmark = pytest.mark.quick_cases(2)
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 SETTINGS = {
@@ -92,6 +92,7 @@ def test_what_agrees_moves_by_lr_and_nothing_else_or_before_the_warm_up(step, de
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.slow(reason="every candidate")
 def test_the_tuner_can_check_every_candidate(device):
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     numbers = (10, 0.9, 0.999, 0.5, 1e-12, 1e-8, 0.1)

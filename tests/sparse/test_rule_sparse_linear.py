@@ -103,6 +103,7 @@ def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, mo
     assert site(report, "sparse_linear").implementation == ("dense" if dense else kernel)
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkeypatch):
     monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     for format in FORMATS:

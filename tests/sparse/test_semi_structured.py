@@ -243,6 +243,7 @@ def test_a_fingerprint_tells_values_apart(device):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("version", "plans"), [((0, 8, 0), 1), ((0, 7, 1), 64)])
+@pytest.mark.slow(reason="many plans")
 def test_biases_share_a_plan_where_the_library_is_known_to_take_others(monkeypatch, library, version, plans):
     """Otherwise each has its own, and those of biases long gone are destroyed."""
     fake = installed(monkeypatch, version=version)
@@ -259,6 +260,7 @@ def test_biases_share_a_plan_where_the_library_is_known_to_take_others(monkeypat
     assert fake.calls["cusparseLtMatmulPlanInit"] == (1 if plans == 1 else 80 + 80 - 64)
 
 
+@pytest.mark.slow(reason="the interpreter runs a whole weight")
 def test_a_copy_goes_with_its_weight(library):
     case = Case("cpu")
     case.run()

@@ -263,6 +263,7 @@ def test_training_step_by_step_fires_the_same_and_has_the_same_gradients(name):
     found.assert_close(expected)
 
 
+@pytest.mark.slow(reason="traces a whole network twice")
 def test_graph_and_neurons_are_those_of_the_multi_step_network():
     model = sixteenths(Single(NEURONS["LIF"])).eval()
     sizes = []

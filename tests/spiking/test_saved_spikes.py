@@ -202,6 +202,7 @@ def test_under(context, memory):
 
 
 @pytest.mark.parametrize("memory", ["auto", "low"])
+@pytest.mark.slow(reason="compiles a network")
 def test_half_precision(memory):
     model = Net().to(torch.bfloat16)
     _, expected = stepped(model, images().bfloat16(), None)
@@ -210,6 +211,7 @@ def test_half_precision(memory):
 
 
 @pytest.mark.parametrize("memory", ["auto", "low"])
+@pytest.mark.slow(reason="compiles a network for each size")
 def test_a_batch_of_any_size(memory):
     def trained(graphs: Graphs) -> Net:
         torch._dynamo.reset()
@@ -228,6 +230,7 @@ def test_a_batch_of_any_size(memory):
 
 
 @pytest.mark.parametrize("memory", ["auto", "low"])
+@pytest.mark.slow(reason="compiles a network twice")
 def test_checkpoints_of_the_user_stay(memory):
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
