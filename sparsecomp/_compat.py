@@ -45,6 +45,7 @@ __all__ = [
     "add_constant",
     "addmm_relu",
     "ambient_modes",
+    "asks_in_each_call",
     "autocast_followed",
     "below_autograd",
     "cache_key",
@@ -645,6 +646,11 @@ def serve_one_module(inputs: Iterable[fx.Node]) -> None:
         source = _module_source(node)
         if source is not None:
             install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def asks_in_each_call() -> bool:
+    """Whether Dynamo asks the condition of `serve_while`; torch 2.11's does not where a module's buffer is written to."""
+    return torch.__version__ >= (2, 12)
 
 
 def serve_while(node: fx.Node, holds: Callable[[torch.Tensor], bool]) -> None:

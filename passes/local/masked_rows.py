@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from sparsecomp import _compat
 from sparsecomp.ops.masked.folded_weight import computed, formula
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer, dense_layer_seconds
@@ -91,7 +92,7 @@ class KeepsRows(NamedTuple):
 
 def consider_masked(node: fx.Node, ctx: Context) -> Plan | None:
     """The plan for a layer with a masked weight and what can be fused behind it; None where `masked_weight` judges."""
-    if ctx.options.implementation == "dense" or ctx.options.precision == "exact":
+    if ctx.options.implementation == "dense" or ctx.options.precision == "exact" or not _compat.asks_in_each_call():
         return None
     chain = ending_at(node, partial(_layer, ctx=ctx), ctx)
     masked = None if chain is None else _of_two(chain, ctx)

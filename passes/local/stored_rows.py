@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from sparsecomp import _compat
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer
 from sparsecomp.passes.engine.constants import checked
 from sparsecomp.passes.engine.proofs import take_for_granted
@@ -34,7 +35,8 @@ class EvenRows(NamedTuple):
 def consider_stored(node: fx.Node, ctx: Context) -> Plan | None:
     """The plan for a sparse layer and what can be fused behind it; None where `sparse_linear` judges it."""
     chain = ending_at(node, sparse_layer, ctx)
-    rows = None if chain is None or ctx.options.implementation == "dense" else _rows(chain, ctx)
+    unasked = ctx.options.implementation == "dense" or not _compat.asks_in_each_call()
+    rows = None if chain is None or unasked else _rows(chain, ctx)
     if chain is None or rows is None:
         return None
     product = numbers_of(chain, ctx)

@@ -24,7 +24,10 @@ from sparsecomp.passes.local import operator
 from sparsecomp.passes.sparse import chain
 from sparsecomp.training.dynamic.manager import PatternManager
 
-pytestmark = pytest.mark.quick_cases(1)
+pytestmark = [
+    pytest.mark.quick_cases(1),
+    pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 does not ask in each call whether rows are even"),
+]
 
 N, M, K = 6, 8, 4
 
