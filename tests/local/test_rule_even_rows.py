@@ -26,7 +26,7 @@ from sparsecomp.training.dynamic.manager import PatternManager
 
 pytestmark = [
     pytest.mark.quick_cases(1),
-    pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 does not ask in each call whether rows are even"),
+    pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 does not ask in each call"),
 ]
 
 N, M, K = 6, 8, 4
