@@ -650,7 +650,7 @@ def serve_one_module(inputs: Iterable[fx.Node]) -> None:
 
 def asks_in_each_call() -> bool:
     """Whether Dynamo asks the condition of `serve_while`; torch 2.11's does not of a module's buffer."""
-    return torch.__version__ >= (2, 12)
+    return cast(Any, torch).__version__ >= (2, 12)
 
 
 def serve_while(node: fx.Node, holds: Callable[[torch.Tensor], bool]) -> None:
