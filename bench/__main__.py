@@ -10,7 +10,7 @@ import torch
 from bench import card, cpu, documents, plots, table
 from bench.local import verbs
 from bench.masked import prune_minilm, resu_mnist
-from bench.saving import save
+from bench.saving import save, save_each
 from bench.sparse import algebra, dynamic
 from bench.spiking.networks import PRECISIONS
 from bench.timing import MODES
@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder with spikes/ and matrices/ of real ones, for more cases")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"{arguments.suite.replace('-', '_')}.json"
     if arguments.suite == "table":
         documents.write(arguments.out)
         return 0
@@ -46,12 +47,12 @@ def main() -> int:
         plots.write(arguments.out)
         return 0
     if arguments.suite == "cpu":
-        save(arguments.out / "cpu.json", cpu.run())
+        save(path, cpu.run())
         return 0
     if arguments.suite in STUDIES:
         study = STUDIES[arguments.suite]
         rows = list(study.run())
-        save(arguments.out / f"{arguments.suite.replace('-', '_')}.json", rows)
+        save(path, rows)
         print(study.table(rows))
         return 0
     if not torch.cuda.is_available():
@@ -73,41 +74,21 @@ def main() -> int:
         for row in loop.run(grid, modes, workers=workers) if layers else networks():
             if row not in rows:
                 rows.append(row)
-            save(arguments.out / f"{arguments.suite.replace('-', '_')}.json", rows)
+            save(path, rows)
         print((table.layers_as_called if layers else table.networks_as_called)(rows))
     if arguments.suite in ("snn", "snn-conv"):
-        rows = []
-        for row in snn_conv.run(arguments.data and arguments.data / "spikes"):
-            rows.append(row)
-            save(arguments.out / "snn_conv.json", rows)
+        save_each(arguments.out / "snn_conv.json", snn_conv.run(arguments.data and arguments.data / "spikes"))
     if arguments.suite in ("tuning", "spmm"):
-        rows = []
-        for row in tuning.run() if arguments.suite == "tuning" else spmm.run(arguments.data):
-            rows.append(row)
-            save(arguments.out / f"{arguments.suite}.json", rows)
+        save_each(path, tuning.run() if arguments.suite == "tuning" else spmm.run(arguments.data))
     if arguments.suite == "training-step":
-        rows = []
-        for row in training_step.run(tuple(arguments.modes), arguments.workers):
-            rows.append(row)
-            save(arguments.out / "training_step.json", rows)
-        print(training_step.table(rows))
+        print(training_step.table(save_each(path, training_step.run(tuple(arguments.modes), arguments.workers))))
     if arguments.suite == "snn-training":
-        rows = []
-        for row in snn_training.run(tuple(arguments.modes)):
-            rows.append(row)
-            save(arguments.out / "snn_training.json", rows)
-        print(snn_training.table(rows))
+        print(snn_training.table(save_each(path, snn_training.run(tuple(arguments.modes)))))
     if arguments.suite == "card":
-        rows = []
-        for row in card.run():
-            rows.append(row)
-            save(arguments.out / "card.json", rows)
+        rows = save_each(path, card.run())
         print(card.pasted(card.record(rows), torch.cuda.get_device_name(), torch.__version__))
     if arguments.suite in ("semi-structured", "resu"):
-        rows = []
-        for row in semi_structured.run() if arguments.suite == "semi-structured" else resu.run():
-            rows.append(row)
-            save(arguments.out / f"{arguments.suite.replace('-', '_')}.json", rows)
+        save_each(path, semi_structured.run() if arguments.suite == "semi-structured" else resu.run())
     if arguments.suite in ("snn", "snn-network"):
         for result in snn_network.run(arguments.network, precisions=tuple(arguments.precision)):
             save(arguments.out / f"snn_{arguments.network}.json", result)

@@ -1,6 +1,7 @@
 """Results as JSON, a row a line for those who compare two files, with the machine that gave them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ def save(path: Path, result: object, **more: object) -> None:
     found = f"[\n{lines}\n]" if isinstance(result, list) else lines
     beside = "".join(f"{json.dumps(name)}: {json.dumps(value)}, " for name, value in more.items())
     path.write_text(f'{{"machine": {json.dumps(machine())}, {beside}"result": {found}}}\n')
+
+
+def save_each(path: Path, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows, of which those that there are lie in the file while others are measured."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        found.append(row)
+        save(path, found)
+    return found
 
 
 def known(path: Path) -> list[dict[str, Any]]:

@@ -58,7 +58,6 @@ __all__ = [
     "compiled_frame",
     "conv_tf32",
     "described",
-    "empty_cuda",
     "empty_of",
     "fake_of",
     "graph_break_of",
@@ -267,18 +266,10 @@ def addmm_relu(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> t
     return cast(Any, torch.ops.aten)._addmm_activation.default(bias, left, right)
 
 
-def empty_cuda(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:  # fmt: skip
-    """`torch.empty_strided` on a GPU at less host time, as Inductor's code calls it."""
-    if device.type != "cuda" or device.index != torch.cuda.current_device():
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    return cast(Any, torch._C)._dynamo.guards._empty_strided_cuda(shape, stride, dtype)
-
-
 def empty_of(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """`torch.empty_strided` on a device, of GPUs the current one."""
-    if device.type == "cuda":
+    """`torch.empty_strided` on a device: on the current GPU, while it is that, at less host time, as Inductor's code
+    calls it."""
+    if device.type == "cuda" and device.index == torch.cuda.current_device():
         return cast(Any, torch._C)._dynamo.guards._empty_strided_cuda
     return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 

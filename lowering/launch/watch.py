@@ -51,7 +51,7 @@ def allocate(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:  # fmt: skip
     """`torch.empty_strided` at little host time."""
-    made = _compat.empty_cuda(shape, stride, dtype, device)
+    made = _compat.empty_of(device)(shape, stride, dtype)
     if HERE.watcher is not None:
         HERE.watcher.allocated(made)
     return made

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from sparsecomp.passes.engine.ordered import ordered
-from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, known_sizes, refuse
+from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, known_sizes, new_meta, refuse
 from sparsecomp.passes.facts.repeats import keeps_rows_apart
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.contract import contracted, contractible
@@ -280,7 +280,7 @@ def _cut(batch: Batch) -> Iterator[Batch]:
 def _again(node: fx.Node, *inputs: Any) -> fx.Node:
     """The same call on other first arguments."""
     made = node.graph.create_node(node.op, node.target, (*inputs, *node.args[len(inputs) :]), dict(node.kwargs))
-    made.meta = {key: value for key, value in node.meta.items() if key not in ("example_value", "val", "tensor_meta")}
+    made.meta = new_meta(node)
     return made
 
 

@@ -5,12 +5,14 @@ What is expected comes from the dense weight that the written index describes, i
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import KERNEL_DEVICES, graph_of
+from margins import Margins
 from torch import Tensor, nn
 from write_matrix import WRITES
 
@@ -178,14 +180,9 @@ def test_entries_that_are_no_inputs_lead_nowhere_outside_of_memory(device):
     """They are in no list, and come back once they are inputs."""
     from sparsecomp.lowering.local.transposed import compared_lists
 
-    edge, mark = 40, -77
     index = index_of(0)
-    memories, kept = [], []
-    for array in kept_lists(index, N):
-        memory = torch.full((array.numel() + 2 * edge,), mark, dtype=torch.int32, device=device)
-        memory[edge:-edge] = array
-        memories.append(memory)
-        kept.append(memory[edge:-edge])
+    margins = Margins(kept_lists(index, N), device)
+    kept = margins.inner
     read, grad = index.to(device), torch.randn(3, OUT, device=device)
     weight = torch.randn(OUT, K, device=device)
     for entries in ([N, -1, 2**31 - 1, -(2**31)], [N + 5] * K, [1, 2, 3, 2]):
@@ -200,8 +197,7 @@ def test_entries_that_are_no_inputs_lead_nowhere_outside_of_memory(device):
                 places = (index.flatten() == input).nonzero()[:, 0]
                 assert torch.equal(order[ends[input] : ends[input + 1]].cpu().long(), places)
             assert ends[0] == 0 and ends[-1] == int(inside.sum())
-            for memory in memories:
-                assert (memory[:edge] == mark).all() and (memory[-edge:] == mark).all()
+            assert margins.are_untouched()
         found = torch.ops.sparsecomp.gather_dot_input.default.direct_cuda(grad, weight, read, kept, N)
         within, where = weight.cpu() * inside, index.where(inside, 0)
         wanted = grad.cpu().double() @ exactly(torch.eye(N), within, where).mT
@@ -220,19 +216,24 @@ def test_the_operator_on_a_gpu_follows_a_write(dtype, device):
         assert (found - wanted).norm() <= (1e-2 if dtype is torch.bfloat16 else 1e-6) * wanted.norm()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("backend", [None, "sparsecomp"])
-def test_graphs_of_a_training_step_replay_on_other_indices(backend):
-    layer = layer_of(device="cuda")
+def captured_gradient(model: nn.Module, backend: str | None) -> tuple[Tensor, torch.cuda.CUDAGraph, Any]:
+    """An input of a model on a GPU, a graph that computes its gradient, and that gradient, which each replay writes."""
     x = torch.randn(64, N, device="cuda", requires_grad=True)
-    run = torch.compile(layer, backend=backend) if backend else layer
+    run = torch.compile(model, backend=backend) if backend else model
 
     def call() -> tuple[Tensor, ...]:
         return torch.autograd.grad(run(x).square().sum(), x)
 
     call()
-    graph, found = graph_of(call)
+    return x, *graph_of(call)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("backend", [None, "sparsecomp"])
+def test_graphs_of_a_training_step_replay_on_other_indices(backend):
+    layer = layer_of(device="cuda")
+    x, graph, found = captured_gradient(layer, backend)
     for seed in (0, 1, 1, 2):
         layer.in_index_per_out.data.copy_(index_of(seed))
         for _ in range(2):
@@ -248,14 +249,7 @@ def test_graphs_of_a_training_step_replay_on_other_indices(backend):
 def test_graphs_of_a_residual_block_replay_on_other_indices(backend):
     exact = GeoSparseResidualBlock(N, index_of(0, (N, K)), residual_alpha_init=0.7).double()
     block = copy.deepcopy(exact).float().cuda()
-    x = torch.randn(64, N, device="cuda", requires_grad=True)
-    run = torch.compile(block, backend=backend) if backend else block
-
-    def call() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(run(x).square().sum(), x)
-
-    call()
-    graph, found = graph_of(call)
+    x, graph, found = captured_gradient(block, backend)
     for seed in (0, 1, 2):
         for layer in (exact.fc1, block.fc1, exact.fc2, block.fc2):
             layer.in_index_per_out.data.copy_(index_of(seed, (N, K)))

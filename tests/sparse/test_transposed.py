@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of
+from margins import Margins
 from torch import Tensor
 from write_matrix import WRITES
 
@@ -216,14 +217,10 @@ def test_arrays_of_no_matrix_lead_nowhere_outside_of_memory(invalid, device):
     """What lies in the arrays and in the shape is transposed, each entry once, in the row that claims it first."""
     from sparsecomp.lowering.sparse.transposed import transposed_matrix
 
-    layout, edge, mark = Layout("csr", (1, 1), (3, 4)), 40, -77
+    layout = Layout("csr", (1, 1), (3, 4))
     own = [torch.tensor([0, 2, 4, 6], device=device), torch.tensor([0, 1, 0, 1, 2, 3], device=device)]
-    kept, memories = [], []
-    for array in kept_transpose(own, layout):
-        memory = torch.full((array.numel() + 2 * edge,), mark, dtype=array.dtype, device=device)
-        memory[edge:-edge] = array
-        memories.append(memory)
-        kept.append(memory[edge:-edge])
+    margins = Margins(kept_transpose(own, layout), device)
+    kept = margins.inner
     pointers, columns = INVALID[invalid]
     become(own, [torch.tensor(pointers), torch.tensor(columns)])
     values, entries, done = torch.arange(1.0, 7), [], 0
@@ -241,8 +238,7 @@ def test_arrays_of_no_matrix_lead_nowhere_outside_of_memory(invalid, device):
         ]  # fmt: skip
         assert count == len(entries) and sorted(triples) == sorted(entries)
         assert torch.equal(found.values[:count].cpu(), values[kept[2][:count].cpu()])
-        for memory in memories:
-            assert (memory[:edge] == mark).all() and (memory[-edge:] == mark).all()
+        assert margins.are_untouched()
 
 
 def test_a_cpu_leaves_out_columns_that_are_none():

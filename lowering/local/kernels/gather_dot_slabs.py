@@ -11,7 +11,7 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.local.gather_dot import GatherDot, unrolled, unsupported
-from sparsecomp.lowering.local.kernels.slabs import tiles, write_slabs_kernel, writing
+from sparsecomp.lowering.local.kernels.slabs import summed, tiles, write_slabs_kernel, writing
 from sparsecomp.lowering.sparse.kernels.epilogue import finish
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -31,13 +31,7 @@ def gather_dot_slabs_kernel(
     within = tl.arange(0, BR)
     wanted = outputs < OUTPUTS
     slabs = slabs_ptr + slab * INPUTS * BR + within[None, :]
-    at = outputs.to(tl.int64) * FAN_IN
-    acc = tl.zeros((BO, BR), tl.float32)
-    for start in range(0, FAN_IN, UNROLL):
-        for step in tl.static_range(UNROLL):
-            place = tl.load(index_ptr + at + start + step, mask=wanted, other=0).to(tl.int64)
-            weight = tl.load(weight_ptr + at + start + step, mask=wanted, other=0.0).to(tl.float32)
-            acc += weight[:, None] * tl.load(slabs + place[:, None] * BR).to(tl.float32)
+    acc = summed(slabs, weight_ptr, index_ptr, outputs, wanted, FAN_IN, UNROLL, BR, BO)
     rows = slab * BR + within
     mask = (rows < ROWS)[:, None] & wanted[None, :]
     finish(
@@ -88,7 +82,7 @@ _thin = sympy.Max(1, 2 * 1024 * _processors / (_programs * 32 * _warps))
 GATHER_DOT_SLABS = Template(
     name="gather_dot_slabs",
     op="gather_dot",
-    sources=(gather_dot_slabs_kernel, write_slabs_kernel, finish),
+    sources=(gather_dot_slabs_kernel, write_slabs_kernel, summed, finish),
     refuse=_refuse,
     space=_space,
     cost=Cost(

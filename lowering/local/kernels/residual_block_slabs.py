@@ -14,7 +14,7 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.local.gather_dot import unrolled, unsupported
-from sparsecomp.lowering.local.kernels.slabs import tiles
+from sparsecomp.lowering.local.kernels.slabs import summed, tiles
 from sparsecomp.lowering.local.residual_block import ResidualBlock
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -59,18 +59,12 @@ def write_normalised(
 
 
 @triton.jit
-def summed(
+def with_bias(
     slab, weight_ptr, index_ptr, bias_ptr, outputs, wanted, FAN_IN: tl.constexpr, UNROLL: tl.constexpr,
     BR: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """A layer's sums (BO, BR) in float32, from a slab of what it reads."""
-    at = outputs.to(tl.int64) * FAN_IN
-    acc = tl.zeros((BO, BR), tl.float32)
-    for start in range(0, FAN_IN, UNROLL):
-        for step in tl.static_range(UNROLL):
-            place = tl.load(index_ptr + at + start + step, mask=wanted, other=0).to(tl.int64)
-            weight = tl.load(weight_ptr + at + start + step, mask=wanted, other=0.0).to(tl.float32)
-            acc += weight[:, None] * tl.load(slab + place[:, None] * BR).to(tl.float32)
+    """`summed` and a bias."""
+    acc = summed(slab, weight_ptr, index_ptr, outputs, wanted, FAN_IN, UNROLL, BR, BO)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + outputs, mask=wanted, other=0.0).to(tl.float32)[:, None]
     return acc
@@ -132,7 +126,9 @@ def residual_block_slabs_kernel(
         for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
             outputs = block * BO + tl.arange(0, BO)
             wanted = outputs < FEATURES
-            acc = summed(slab, first_ptr, first_index_ptr, first_bias_ptr, outputs, wanted, FIRST, UNROLL_FIRST, BR, BO)
+            acc = with_bias(
+                slab, first_ptr, first_index_ptr, first_bias_ptr, outputs, wanted, FIRST, UNROLL_FIRST, BR, BO
+            )
             before = acc.to(hidden.dtype.element_ty)  # a backward knows no more of it
             if before_ptr is not None:
                 place = rows[:, None] * FEATURES + outputs[None, :]
@@ -148,8 +144,9 @@ def residual_block_slabs_kernel(
         for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
             outputs = block * BO + tl.arange(0, BO)
             wanted = outputs < FEATURES
-            acc = summed(hidden, second_ptr, second_index_ptr, second_bias_ptr, outputs, wanted, SECOND, UNROLL_SECOND,
-                         BR, BO)  # fmt: skip
+            acc = with_bias(
+                hidden, second_ptr, second_index_ptr, second_bias_ptr, outputs, wanted, SECOND, UNROLL_SECOND, BR, BO
+            )
             there = inside & wanted[None, :]
             value = tl.load(x + outputs[None, :], mask=there, other=0.0).to(tl.float32) + scale * tl.trans(acc)
             place = rows[:, None] * FEATURES + outputs[None, :]
@@ -217,7 +214,7 @@ _apart = 1.07 * sympy.Max(_walk * _thin, _waves)
 RESIDUAL_BLOCK_SLABS = Template(
     name="residual_block_slabs",
     op="residual_block",
-    sources=(residual_block_slabs_kernel, write_normalised, summed, activate),
+    sources=(residual_block_slabs_kernel, write_normalised, summed, with_bias, activate),
     refuse=lambda problem, device: unsupported(problem),
     space=_space,
     cost=Cost(

@@ -31,6 +31,22 @@ def write_slabs_kernel(x_ptr, slabs_ptr, ROWS, FEATURES, x_row, BR: tl.constexpr
     tl.store(slabs_ptr + place, tl.trans(value), mask=inside[:, None])
 
 
+@triton.jit
+def summed(
+    slab, weight_ptr, index_ptr, outputs, wanted, FAN_IN: tl.constexpr, UNROLL: tl.constexpr, BR: tl.constexpr,
+    BO: tl.constexpr,
+):  # fmt: skip
+    """A layer's sums (BO, BR) in float32, from a slab of what it reads; `slab` points to its first feature's rows."""
+    at = outputs.to(tl.int64) * FAN_IN
+    acc = tl.zeros((BO, BR), tl.float32)
+    for start in range(0, FAN_IN, UNROLL):
+        for step in tl.static_range(UNROLL):
+            place = tl.load(index_ptr + at + start + step, mask=wanted, other=0).to(tl.int64)
+            weight = tl.load(weight_ptr + at + start + step, mask=wanted, other=0.0).to(tl.float32)
+            acc += weight[:, None] * tl.load(slab + place[:, None] * BR).to(tl.float32)
+    return acc
+
+
 def writing(rows: int, features: int, row: int, height: int, dtype: str) -> tuple[Launch, Workspace]:
     """What writes x (rows, features), whose rows are `row` apart, as slabs of a height; and where to.
 
