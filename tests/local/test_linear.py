@@ -87,6 +87,22 @@ def test_one_graph_serves_every_batch(inner):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize(("gradients", "inputs"), [(False, 4), (True, 7)])
+def test_a_graph_without_gradients_has_no_lists_of_the_transpose(gradients, inputs):
+    torch.compiler.reset()
+    layer, graphs = layer_of(), []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm
+
+    x = torch.randn(3, 35, dtype=torch.float64)
+    with torch.set_grad_enabled(gradients):
+        found = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(found, F.linear(x, dense(layer), layer.bias))
+    assert sum(node.op == "placeholder" for node in graphs[0].graph.nodes) == inputs  # x, weight, bias, index, lists
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow(reason="compiles"))])
 def test_a_write_to_the_index_is_seen(compiled):
     torch.compiler.reset()

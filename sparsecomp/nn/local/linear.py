@@ -131,6 +131,8 @@ class GeoSparseLinear(nn.Module):
     def lists(self) -> tuple[Tensor, ...]:
         """Of the transpose; each backward sees whether they are of the index. Before, an eager call refuses one that
         reads beyond the inputs, if a version counter or another address tells of it."""
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            return ()  # a graph without a backward would check three inputs more in each call, for nothing
         index, lists = self.in_index_per_out, tuple(getattr(self, name) for name in _LISTS)
         if torch.compiler.is_compiling() or index.is_meta:
             return lists
