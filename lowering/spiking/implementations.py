@@ -17,6 +17,7 @@ from sparsecomp.reference.geometry import IMAGE_DIMS, Window, convolve, laid_out
 _UNKNOWN_DENSITY = 0.15
 """Density of the trial where the site's is unknown: trained spiking networks fire at 8 to 20 %."""
 _BLOCK = 8
+_VECTOR = 16
 EVENT_CAPACITY = 0.05
 """Densest input for the event path: its list holds a sixteenth of the elements; beyond, the work is done twice."""
 
@@ -98,7 +99,8 @@ class SiteInfo(NamedTuple):
 
 def able(site: SiteInfo) -> list[str]:
     """The implementations that can serve a site, by what is known of its input; dense first."""
-    image = len(site.size) <= IMAGE_DIMS
+    # the other two were measured, and pay, with whole vectors of channels only
+    image = len(site.size) <= IMAGE_DIMS and not (site.c % _VECTOR or site.k % _VECTOR)
     sparse = image and site.density is not None and site.density < EVENT_CAPACITY and site.groups == 1
     active = image and site.active is not None
     return ["dense", "binary", *(["event"] if sparse else []), *(["skip"] if active else [])]

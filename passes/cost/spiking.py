@@ -4,6 +4,7 @@ Pure functions of a site, the card and what was measured, so that a decision can
 """
 
 from collections.abc import Mapping
+from math import gcd
 
 import sympy
 
@@ -14,10 +15,12 @@ from sparsecomp.lowering.tuning.cards import H100, ByPrecision, Card
 from sparsecomp.lowering.tuning.cost import Cost, break_even, sizes
 from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.passes.cost.decision import Decision, fastest
+from sparsecomp.reference.digits import padded_channels
 from sparsecomp.reference.geometry import IMAGE_DIMS
 
 MIN_CHANNELS_PER_GROUP = 16
-CHANNEL_MULTIPLE = 16
+_VECTOR = 16
+"""Bytes that the fastest loads and copies take at a time; channels that are no multiple of it allow fewer."""
 
 # Seconds, alike on all cards.
 _FINDING = 35e-6
@@ -28,16 +31,20 @@ _STEP = 0.6e-6
 """One step of the reduction in a tile that nothing overlaps: what a layer with few active pixels waits for."""
 
 # Sites' numbers by name, then what :func:`_numbers` adds, then the card's.
-_FIELDS = "itemsize n c in_pixels k taps out_pixels groups digits density active fused"
-_itemsize, _n, _c, _in_pixels, _k, _taps, _out_pixels, _groups, _digits, _density, _active, _fused = sizes(_FIELDS)
+_FIELDS = "itemsize n c in_pixels k taps out_pixels groups digits density active fused depth width"
+(
+    _itemsize, _n, _c, _in_pixels, _k, _taps, _out_pixels, _groups, _digits, _density, _active, _fused, _depth, _width,
+) = sizes(_FIELDS)  # fmt: skip
 _dense_share, _int8_share, _event_share = sizes("dense_share int8_share event_share")
-_bandwidth, _int8, _single_rows = sizes("bandwidth int8 single_rows")
+_bandwidth, _int8, _single_rows, _splitting = sizes("bandwidth int8 single_rows splitting")
 
 _inputs = _n * _c * _in_pixels
 _weights = _k * _c / _groups * _taps
 _operations = 2 * _n * _out_pixels * _weights
-_products = _operations * _digits / _int8_share
-_packing = _weights * (2 * _itemsize + _digits)  # every call splits the weight anew: it is read twice, written in bytes
+# tensor cores multiply whole tiles, whatever part of them channels fill
+_products = 2 * _n * _out_pixels * _taps * _groups * _depth * _width * _digits / _int8_share
+# every call splits the weight anew, in a launch of its own: it is read twice, written in bytes
+_packing = sympy.Max(_weights * (2 * _itemsize + _digits) / _bandwidth, _splitting)
 
 
 def _bytes(input_itemsize: Size, weight_itemsize: Size) -> sympy.Expr:
@@ -59,17 +66,17 @@ _SPARSE = {
     "binary": Cost(
         _bytes(1, _digits), _products, "int8", _NONE,
         # unfused, a prescan reads the input at full width and writes it as bytes
-        (_packing + (1 - _fused) * _inputs * (_itemsize + 1)) / _bandwidth,
+        _packing + (1 - _fused) * _inputs * (_itemsize + 1) / _bandwidth,
     ),
     "event": Cost(
         _NONE, _operations * _density / _event_share, "bandwidth", _NONE,
         # the fallback's form of the weight is made too; single rows reach less of the bandwidth
-        (2 * _packing + _bytes(_itemsize, _itemsize) / _single_rows) / _bandwidth + _FINDING,
+        2 * _packing + _bytes(_itemsize, _itemsize) / _single_rows / _bandwidth + _FINDING,
     ),
     "skip": Cost(
         _NONE, _NONE, "int8", _NONE,
         # the prescan reads the input and lists pixels; then only listed rows are multiplied, but all are written
-        (_packing + _bytes(_itemsize + 2, _digits)) / _bandwidth + _LISTING
+        _packing + _bytes(_itemsize + 2, _digits) / _bandwidth + _LISTING
         + sympy.Max(_products / _int8 * _active, _taps * _c / _groups / 64 * _STEP),
     ),
 }  # fmt: skip
@@ -153,9 +160,6 @@ def unfit(site: SiteInfo) -> str | None:
     per_group = site.c // site.groups
     if site.groups > 1 and per_group < MIN_CHANNELS_PER_GROUP:
         return f"{per_group} channels a group: too few to fill a tensor core (at least {MIN_CHANNELS_PER_GROUP})"
-    if per_group % CHANNEL_MULTIPLE or site.k // site.groups % CHANNEL_MULTIPLE:
-        groups = f" in {site.groups} groups" if site.groups > 1 else ""
-        return f"{site.c} -> {site.k}{groups}, which are not multiples of {CHANNEL_MULTIPLE}"
     return None
 
 
@@ -180,10 +184,22 @@ def _numbers(site: SiteInfo, card: Card) -> dict[str, float]:
         conv = card.conv_channels_last if site.channels_last else card.conv
         dense = getattr(conv, precision) * (getattr(card.narrow, precision) if narrow else 1.0)
     int8 = (card.int8_two_digits if site.digits == 2 else 1.0) * (card.int8_narrow if narrow else 1.0)
+    channels, outputs = site.c // site.groups, site.k // site.groups
+    portable = len(site.size) > IMAGE_DIMS or padded_channels(channels) != channels
+    # not measured: at worst the loads are what takes the time, and there are more of them
+    int8 *= (card.int8_portable if portable else 1.0) * gcd(channels, _VECTOR) / _VECTOR
+    # the rates were measured with their launches, of whole vectors of channels; layers of others are mostly small
+    splitting = card.launch if channels % _VECTOR or outputs % _VECTOR else 0.0
     shares = {
-        "dense_share": dense,
-        "int8_share": int8 * (card.int8_portable if len(site.size) > IMAGE_DIMS else 1.0),
+        "dense_share": dense, "int8_share": int8, "splitting": splitting,
+        "depth": padded_channels(channels), "width": _whole_tiles(outputs),
         "event_share": card.events_half if site.itemsize == 2 else card.events_float32,
     }
-    fields = {name: getattr(site, name) for name in _FIELDS.split()}
+    fields = {name: getattr(site, name) for name in _FIELDS.split() if name not in shares}
     return shares | {name: float(value) for name, value in fields.items() if value is not None}
+
+
+def _whole_tiles(outputs: int) -> int:
+    """Output channels of a group, rounded up to the narrowest tiles that the kernels have for so many."""
+    tile = 32 if outputs <= 32 else 64
+    return -(-outputs // tile) * tile

@@ -64,11 +64,18 @@ def _build(operands: Operands, geometry: _Geometry, strategy: str, ctx: Context)
     def emit(target: Any, *args: Any) -> fx.Node:
         return call(node.graph, node, target, *args)
 
-    multi_step = operands.op.step_mode == "m"
-    frames = emit(torch.flatten, x, 0, 1) if multi_step else x
+    multi_step, alone = operands.op.step_mode == "m", _lacks_batch(operands.op)
+    frames = emit(torch.flatten, x, 0, 1) if multi_step else emit(torch.unsqueeze, x, 0) if alone else x
     target = torch.ops.sparsecomp.spike_conv.default
     out = emit(target, frames, weight, bias, *geometry, groups, operands.digits, strategy, *promise)
+    if alone:
+        return emit(torch.squeeze, out, 0)
     return emit(torch.unflatten, out, 0, (emit(torch.Tensor.size, x, 0), -1)) if multi_step else out
+
+
+def _lacks_batch(op: CanonicalOp) -> bool:
+    """Whether the input is one map (C, …)."""
+    return example_of(op.input).dim() < example_of(op.get("weight")).dim()
 
 
 def geometry_of(op: CanonicalOp) -> _Geometry | Refusal:
@@ -98,8 +105,10 @@ def _site(operands: Operands, geometry: _Geometry, ctx: Context) -> gate.SiteInf
         return refuse(Why.UNKNOWN_SHAPE)
     if op.step_mode == "m":
         x = [x[0] * x[1], *x[2:]]
+    elif len(x) == len(weight) - 1:
+        x = [1, *x]
     if len(x) != len(weight):
-        return refuse(Why.UNSUPPORTED_OP, op=f"{op.name} without a batch dimension")
+        return refuse(Why.UNSUPPORTED_OP, op=f"{op.name} of {len(x)} dimensions")
     spikes = example_of(op.input)
     density, _ = ctx.density(op.node)
     return gate.SiteInfo(

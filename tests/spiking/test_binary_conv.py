@@ -1,5 +1,8 @@
 """The byte-split convolution against float64, through the interpreter and on the GPU."""
 
+import re
+from math import gcd
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,7 +192,7 @@ def test_compiles_to_int8_tensor_core_instructions(capability, maps):
         pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", weight_ptr="*fp32",
                         bias_ptr="*fp32", factor_ptr="*fp32", out_ptr="*fp32", multiplier="fp32")
         constants = dict(count_ptr=None, rows_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True,
-                         BM=128, BN=64, BK=64, {maps})
+                         VECTOR=16, BM=128, BN=64, BK=64, {maps})
         types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
         built = build(kernel, types, constants, {capability}, num_warps=4, num_stages=3)
         print(built.asm["ptx"])
@@ -198,6 +201,27 @@ def test_compiles_to_int8_tensor_core_instructions(capability, maps):
     hopper = "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8"
     instruction = hopper if capability == 90 else "mma.sync.aligned.m16n8k32"
     assert instruction in printed
+
+
+@pytest.mark.slow(reason="builds for a GPU")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("channels", "size"), [(24, 8), (20, 4), (17, 1)])
+def test_channels_that_fill_no_tile_are_loaded_by_as_many_bytes_as_divide_them(capability, channels, size):
+    printed = compile_in_subprocess(
+        f"""
+        from sparsecomp.lowering.spiking.kernels.binary_conv import binary_conv_kernel as kernel
+        pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", weight_ptr="*fp32",
+                        bias_ptr="*fp32", factor_ptr="*fp32", out_ptr="*fp32", multiplier="fp32")
+        constants = dict(count_ptr=None, rows_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=False,
+                         VECTOR={gcd(channels, 16)}, BM=64, BN=64, BK=32, T=1, VOLUMES=False, D=1, OD=1,
+                         stride_d=1, dil_d=1)
+        types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
+        print(build(kernel, types, constants, {capability}, whole=("K", "CP"), num_warps=4, num_stages=3).asm["ptx"])
+        """
+    )
+    copied = set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, 0x(\w+), ", printed))
+    # of the weight, which is padded, 16 bytes; below 4 there is no such copy of the input
+    assert copied == ({"10", f"{size:x}"} if size > 1 else {"10"})
 
 
 @pytest.mark.slow(reason="builds for a GPU")
@@ -210,8 +234,8 @@ def test_compiles_for_one_output_channel(volumes):
         pointers = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr="*fp32", weight_ptr="*fp32",
                         bias_ptr="*fp32", factor_ptr="*fp32", out_ptr="*fp32", multiplier="fp32")
         constants = dict(count_ptr=None, rows_ptr=None, R=1, S=1, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True,
-                         BM=64, BN=32, BK=32, K=1, D=1, H=1, W=1, OD=1, OH=1, OW=1, stride_d=1, pad_d=1, dil_d=1,
-                         T=1, VOLUMES={volumes})
+                         VECTOR=1, BM=64, BN=32, BK=32, K=1, D=1, H=1, W=1, OD=1, OH=1, OW=1, stride_d=1, pad_d=1,
+                         dil_d=1, T=1, VOLUMES={volumes})
         types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
         print(len(build(kernel, types, constants, 90, num_warps=4).asm["cubin"]) > 0)
         """

@@ -80,6 +80,22 @@ def test_conv3d_equals_eager_to_the_bit(geometry):
     _same(OnSpikes(dyadic(nn.Conv3d(16, 12, (2, 3, 1), **geometry))), _signal(2, 16, 5, 6, 4))
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("geometry", [{}, {"stride": 2, "padding": 1}, {"groups": 4, "padding": "same"}], ids=str)
+def test_a_map_without_a_batch_dimension(dims, geometry):
+    """As eager, in bits, layout and gradients."""
+    layer = dyadic(getattr(nn, f"Conv{dims}d")(16, 12, 3, **geometry))
+    _same(OnSpikes(layer), _signal(16, *(7, 5, 6)[:dims]))
+    other = copy.deepcopy(layer)
+    expected = OnSpikes(layer)(_signal(16, *(7, 5, 6)[:dims])).square().sum()
+    found, report = rewritten(lambda x: OnSpikes(other)(x).square().sum(), _signal(16, *(7, 5, 6)[:dims]))
+    assert site(report, "spike_conv").rewritten
+    for loss in (expected, found):
+        loss.backward()
+    for one, right in zip(other.parameters(), layer.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, right.grad)
+
+
 def test_reflected_spikes_are_spikes():
     _same(OnSpikes(dyadic(nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"))), _signal(1, 4, 6, 6))
 
@@ -215,12 +231,11 @@ def _with_weight(value: float) -> nn.Module:
         (OnSpikes(nn.Conv2d(4, 4, 2, padding="same")), _signal(1, 4, 6, 6), "'same' is not symmetric"),
         (OnSpikes(_with_weight(torch.inf)), _signal(1, 16, 6, 6), "NaN or infinite"),
         (OnSpikes(_with_weight(torch.nan)), _signal(1, 16, 6, 6), "NaN or infinite"),
-        (OnSpikes(nn.Conv2d(4, 4, 3)), _signal(4, 6, 6), "without a batch dimension"),
         (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: (s + s) * 0.3), _signal(1, 4, 6, 6), ""),
         (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: s + 0.1), _signal(1, 4, 6, 6), ""),
         (OnSpikes(nn.ConvTranspose3d(4, 4, 3)), _signal(1, 4, 6, 6, 6), "conv_transpose3d on spikes is not supported"),
     ],
-    ids=["analog", "float64", "same-even", "inf", "nan", "unbatched", "0.3 counts", "shifted", "transposed"],
+    ids=["analog", "float64", "same-even", "inf", "nan", "0.3 counts", "shifted", "transposed"],
 )  # fmt: skip
 def test_what_is_left_dense_says_why(module, x, reason):
     message = _refused(module, x)

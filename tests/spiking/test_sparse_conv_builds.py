@@ -64,7 +64,8 @@ for kernel, constants in (
 def test_binary_kernel_with_listed_rows(capability):
     printed = compiled(f"""
 from sparsecomp.lowering.spiking.kernels.binary_conv import binary_conv_kernel as kernel
-constants = dict(T=1, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, VOLUMES=False, EVEN_C=True, BM=128, BN=64, BK=64)
+constants = dict(T=1, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, VOLUMES=False, EVEN_C=True, VECTOR=16, BM=128, BN=64,
+                 BK=64)
 pointers.update(x_ptr="*i8", w_ptr="*i8")
 print(ptx(kernel, "*fp32", constants, {capability}, num_warps=4, num_stages=3))
 """)

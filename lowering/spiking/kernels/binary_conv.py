@@ -5,6 +5,8 @@ block of output channels; it walks the taps and channels of the kernel window, l
 it with every byte plane of the weight, each into its own int32 accumulator, and joins them in the epilogue in float32.
 """
 
+from math import gcd
+
 import triton
 import triton.language as tl
 
@@ -24,21 +26,23 @@ def binary_conv_kernel(
     stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w,
     out_pixel, out_channel, out_image, weight_k, weight_c, weight_t, weight_r, weight_s, multiplier, limit,
     T: tl.constexpr, R: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, VOLUMES: tl.constexpr, EVEN_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr, VOLUMES: tl.constexpr, EVEN_C: tl.constexpr, VECTOR: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[m, k] = f · scale[k] · Σ_d 256^(DIGITS-1-d) Σ_(t,r,s,c) x[pixel(m,t,r,s), c] · w[d,k,t,r,s,c] + bias[k].
 
     x: (N, D, H, W, C) int8. w: (DIGITS, K, T·R·S·CP) int8, CP channels of one group, padded by zeros to a multiple of
     BK. f = multiplier · factor[0]. weight: (K, C/GROUPS, T, R, S) by its strides, read where a scale is not above zero.
-    M = N·OD·OH·OW. Without VOLUMES maps and window are one frame deep, and not padded there.
+    M = N·OD·OH·OW. VECTOR divides C/GROUPS. Without VOLUMES maps and window are one frame deep, and not padded there.
     out is addressed by image, pixel and channel strides, so either memory format is written in place.
     With count_ptr nothing happens unless *count_ptr > limit. With rows_ptr too, only the output pixels m that are its
     first *count_ptr entries are computed, and the grid serves the most there can be.
     """
     pid = tl.program_id(0)
     kg = K // GROUPS
-    cg = C // GROUPS
+    # what it is already, but Triton sees a multiple now, and loads so many channels at a time
+    cg = C // GROUPS // VECTOR * VECTOR
+    C = cg * GROUPS
     blocks_n = tl.cdiv(kg, BN)
     # channel blocks of the same pixels run side by side and share their input in L2
     pm = pid // (blocks_n * GROUPS)
@@ -193,6 +197,7 @@ def _space(problem: BinaryConv, device: Device) -> list[Config]:
 def _prepare(problem: BinaryConv, config: Config) -> Launch:
     p = problem.in_volumes
     constants = {**p.constants, "VOLUMES": beyond_images(problem.conv) is not None, "EVEN_C": p.cp == p.cg}
+    constants |= {"VECTOR": gcd(p.cg, 16)}
     constants |= {name: config[name] for name in ("BM", "BN", "BK")}
     options = {"num_warps": config["warps"], "num_stages": config["stages"]}
     return Launch(binary_conv_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants, **options)
