@@ -27,6 +27,7 @@ from sparsecomp.passes.graph.canonicalize import RESHAPED, binding_once, example
 from sparsecomp.passes.graph.contract import reorder
 from sparsecomp.passes.record import Record
 from sparsecomp.report import PassRecord, Report, Site
+from sparsecomp.training.dynamic.told import told_of
 
 log = logging.getLogger("sparsecomp")
 _compat.register_logger("sparsecomp")
@@ -59,6 +60,9 @@ def run_rules(
     """
     ran = tuple(enabled(options) if rules is None else rules)
     report = Report(disabled=tuple(rule.name for rule in RULES if rule not in ran) if rules is None else ())
+    for node, value in (values or {}).items():
+        if told := told_of(value):
+            report.note(f"{_layer_of(node)}: {told}")
     context = last = None
     record = Record()
     for rule in ran:
@@ -81,6 +85,11 @@ def run_rules(
         with _reporting(last):
             report.before, report.after = record.graphs(last, analysis)
     return report
+
+
+def _layer_of(values: fx.Node) -> str:
+    """Path of the module that reads an input or attribute, or the node's name."""
+    return next((path for user in values.users if (path := module_path(user))), values.name)
 
 
 @contextmanager

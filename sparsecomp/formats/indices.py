@@ -7,6 +7,7 @@ by one number, so that nothing wraps.
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
@@ -64,6 +65,14 @@ def searched_lines(pointers: Tensor, first: int, last: int) -> Tensor:
     places = torch.arange(first, last, dtype=pointers.dtype, device=pointers.device)
     lines = torch.searchsorted(pointers.contiguous(), places, right=True).sub_(1)
     return lines.clamp_(0, max(pointers.numel() - 2, 0))
+
+
+def spread_lines(pointers: Tensor, count: int) -> Tensor:
+    """Row of each of `count` entries, int64, and any of those around the pointers'. Reads nothing from a GPU."""
+    if pointers.is_cuda or not pointers.numel():
+        return searched_lines(pointers, 0, count)
+    first, last = pointers[[0, -1]].tolist()
+    return F.pad(lines_of(pointers, first, last), (first, count - last))
 
 
 def pointers_of(rows: Tensor, n_rows: int, dtype: torch.dtype) -> Tensor:

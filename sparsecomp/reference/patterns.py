@@ -15,12 +15,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.base import FORMATS, SparseMatrix
-from sparsecomp.formats.indices import index_dtype_for, pointers_of, rows_of
+from sparsecomp.formats.indices import index_dtype_for, pointers_of, rows_of, spread_lines
 
 
 class Layout(NamedTuple):
@@ -174,7 +173,7 @@ def transposed_arrays(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor
     if len(pattern) == layout.own + 3:
         return pattern[-3], pattern[-2], pattern[-1]
     pointers, indices = elements_of(pattern, layout)
-    columns = layout.padded_shape[1] // layout.entry[1] if layout.entry else layout.shape[1]
+    columns = _columns_of_entries(layout)
     first, last = torch.stack([pointers[0], pointers[-1]]).tolist()
     by_column = torch.sort(indices[first:last], stable=True)
     rows = rows_of(pointers - first, last - first, indices.dtype)
@@ -186,15 +185,28 @@ def transposed_arrays(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor
 
 
 def kept_transpose(own: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`transposed_arrays` to be kept, and what they were made of; reads from the device.
+    """`transposed_arrays` to be kept, and what they were made of; reads nothing from a GPU.
 
     There is room for as many entries as in the matrix's own arrays, whichever of these are spare or filler. The last
     array is a copy of the own ones, flat, and two numbers that a kernel counts with, 0 between its launches.
     """
-    pointers, indices, order = transposed_arrays(own, layout)
-    spare = own[-1].numel() - order.numel()
+    pointers, indices = elements_of(own, layout)
+    columns = _columns_of_entries(layout)
+    place = torch.arange(indices.numel(), dtype=pointers.dtype, device=indices.device)
+    # spare entries and filler sort behind the last column, and so does what somebody wrote there
+    stored = (place >= pointers[0]) & (place < pointers[-1]) & (indices >= 0) & (indices < columns)
+    by_column = indices.where(stored, columns).sort(stable=True)
+    edges = torch.searchsorted(by_column.values, torch.arange(columns + 1, dtype=indices.dtype, device=indices.device))
+    spare = by_column.values == columns
+    rows = spread_lines(pointers, indices.numel()).to(indices.dtype)[by_column.indices].masked_fill_(spare, 0)
+    order = by_column.indices.to(index_dtype_for(indices.numel())).masked_fill_(spare, 0)
     copies = [array.flatten().to(pointers.dtype) for array in own]
-    return pointers, F.pad(indices, (0, spare)), F.pad(order, (0, spare)), torch.cat([*copies, pointers.new_zeros(2)])
+    return edges.to(indices.dtype), rows, order, torch.cat([*copies, pointers.new_zeros(2)])
+
+
+def _columns_of_entries(layout: Layout) -> int:
+    """Columns, or of blocks how many lie side by side."""
+    return layout.padded_shape[1] // layout.entry[1] if layout.entry else layout.shape[1]
 
 
 def guarded(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

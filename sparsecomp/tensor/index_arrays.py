@@ -61,13 +61,15 @@ class IndexArrays:
         """Whether a product needs the arrays of the transpose, of the matrix or of its transpose."""
         return transpose != self.kind.BY_COLUMNS
 
-    def keep_transposed(self) -> None:
-        """Compute the arrays of the transpose, once; reads from the device."""
+    def keep_transposed(self, measured: bool = True) -> None:
+        """Compute the arrays of the transpose, once, and how uneven its rows are if that is to be `measured`, which
+        alone reads from a GPU."""
         if self.transposed is None:
             # they outlive a transform, and a backward may need them later
             with _compat.outside_transforms(), torch.inference_mode(False):
                 self.transposed = kept_transpose(self.arrays, self.layout)
-            self.layout = self.layout._replace(skews=(self.layout.skews[0], skew_of(self.transposed[0])))
+            if measured:
+                self.layout = self.layout._replace(skews=(self.layout.skews[0], skew_of(self.transposed[0])))
 
     def operands(self) -> tuple[Tensor, ...]:
         """The index arrays for an operator."""

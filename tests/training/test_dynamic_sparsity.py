@@ -227,7 +227,7 @@ def layer_of(format=CSR) -> SparseLinear:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_values_gradients_and_state_follow_by_position(format, kind):
     layer = layer_of(format)
-    optimizer = kind(layer.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    optimizer = kind(layer.parameters(), lr=0.07, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     layer(torch.ones(1, 4)).pow(2).sum().backward()
     optimizer.step()
     manager = PatternManager(layer, [optimizer])

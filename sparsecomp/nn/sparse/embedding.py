@@ -52,7 +52,7 @@ class SparseEmbedding(StoredWeight):
             raise FormatError("the embedding has scale_grad_by_freq or sparse: SparseEmbedding has neither")
         return cls(matrix, is_trained(embedding)).train(embedding.training)
 
-    def _derive(self, pattern: IndexArrays) -> None:
+    def _derive(self, pattern: IndexArrays, measured: bool = True) -> None:
         """Nothing: no look-up reads a transpose."""
 
     def _make_room(self, name: str, given: Tensor) -> None:

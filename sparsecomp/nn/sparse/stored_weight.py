@@ -102,7 +102,7 @@ class StoredWeight(nn.Module):
         """Store other elements; nothing is checked.
 
         Written into the memory that is there where the sizes allow it, so that compiled and captured graphs follow;
-        how even the rows were told to be stays, since only speed depends on it.
+        how even the rows were told to be stays, since only speed depends on it. Reads nothing from a GPU.
 
         Args:
             values: as `self.values`, for the entries of `arrays`.
@@ -112,9 +112,8 @@ class StoredWeight(nn.Module):
             padded = self._padded(name, given)
             self._make_room(name, padded)
             getattr(self, name).copy_(padded)
-        layout, written = self._layout, self._written
-        self._describe(IndexArrays(self.format, layout, tuple(self._own())))
-        self._layout, self._written = layout, written
+        self._derive(IndexArrays(self.format, self._layout, tuple(self._own())), measured=False)
+        self._remember()
 
     def reserve(self, capacity: int) -> None:
         """Have room for so many entries, so that a change of the pattern to as many or fewer compiles nothing again.
@@ -150,10 +149,10 @@ class StoredWeight(nn.Module):
         """Which arrays are described. Somebody may write to them, which each product sees by itself."""
         self._described = self.indices, self.transposed_order
 
-    def _derive(self, pattern: IndexArrays) -> None:
+    def _derive(self, pattern: IndexArrays, measured: bool = True) -> None:
         # what is there stays that of the pattern: a gradient by x reads it, frozen values or not
         if self.values.requires_grad or self._by_columns or self.transposed_order is not None:
-            pattern.keep_transposed()
+            pattern.keep_transposed(measured)
             for name, array in zip(_TRANSPOSED, pattern.transposed or (), strict=True):
                 self._write(name, array)
 

@@ -69,8 +69,9 @@ class DynamicSparsity(Stepped):
             raise ConfigError(f"every {every}, end {end}, fraction {fraction}: 1 or more, 0 or more, and a share")
         self.every, self.end, self.fraction, self.seed = every, end, fraction, seed
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        by = f"{type(self).__name__}, every {every} steps to step {end}"
         self.managers = {
-            name: PatternManager(layer, [optimizer], keep=0)
+            name: PatternManager(layer, [optimizer], keep=0, by=by)
             for name, layer in bare(model).named_modules()
             if isinstance(layer, SparseLinear) and layer.format in ("CSR", "CSC")
             and layer.values.requires_grad and id(layer.values) in trained and (filter is None or filter(layer, name))
@@ -122,7 +123,7 @@ class DynamicSparsity(Stepped):
 
     def dropped(self, name: str) -> tuple[Pattern, Pattern]:
         """What the layer of this name stores, and what of it stays."""
-        matrix = self.managers[name].layer.weight.matrix.to(CSR)
+        matrix = self.managers[name].matrix.to(CSR).known_compact()
         old = Pattern.of(matrix)
         count = self.count(old)
         return old, Pattern(select_keys(old.keys, self.kept(matrix.values, count), old.nnz - count), old.shape)

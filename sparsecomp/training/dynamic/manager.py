@@ -1,14 +1,15 @@
 """Change what a sparse layer stores, while it is trained, and take it back.
 
-Values, gradients and the optimizer's state follow by position. Where the number of elements stays, everything is
-written into the memory that is there: a compiled or captured graph goes on with the new pattern and nothing is
-compiled again.
+Values, gradients and the optimizer's state follow by position, and a new element has the state that a new optimizer
+gives it. Where the number of elements stays, everything is written into the memory that is there: a compiled or
+captured graph goes on with the new pattern, nothing is compiled again, and a GPU is not waited for.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,11 @@ from torch.optim import Optimizer
 
 from sparsecomp import _compat
 from sparsecomp.errors import PatternError
-from sparsecomp.formats import Pattern
+from sparsecomp.formats import CSC, CSR, Pattern
 from sparsecomp.formats.indices import pointers_of
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
 from sparsecomp.training.dynamic.delta import PatternDelta
+from sparsecomp.training.dynamic.told import tell
 
 _REFUSED = {
     "static": ("additions", "removals"),
@@ -51,6 +53,7 @@ class PatternManager:
         optimizers: those that train its values; their state follows the pattern.
         policy: what may change: "static" nothing, "grow" and "shrink" in one direction, "free" all.
         keep: how many changes `undo` can take back.
+        by: what makes the changes, for the compiler's report.
 
     Attributes:
         history: the last changes, oldest first.
@@ -60,8 +63,9 @@ class PatternManager:
     """
 
     def __init__(
-        self, layer: StoredWeight, optimizers: Iterable[Optimizer] = (), policy: str = "free", keep: int = 8
-    ) -> None:
+        self, layer: StoredWeight, optimizers: Iterable[Optimizer] = (), policy: str = "free", keep: int = 8,
+        by: str = "a PatternManager's",
+    ) -> None:  # fmt: skip
         if policy not in _REFUSED:
             raise PatternError(f"policy is {policy!r}, needs one of {', '.join(_REFUSED)}")
         if layer.format not in ("CSR", "CSC"):
@@ -71,14 +75,23 @@ class PatternManager:
             raise PatternError("LBFGS keeps all parameters in one vector, which no pattern can change: use another one")
         self.history: deque[PatternChange] = deque(maxlen=keep)
         self._queue: list[PatternDelta] = []
+        self._by = by
+        self._tell()
 
     def __repr__(self) -> str:
         return f"PatternManager({self.layer!r}, policy={self.policy!r}, {len(self.history)} changes)"
 
     @property
+    def matrix(self) -> CSR | CSC:
+        """What the layer holds now; its size is read from the device where there is room for more alone."""
+        matrix = self.layer.weight.matrix
+        assert isinstance(matrix, CSR | CSC)
+        return matrix.known_compact()
+
+    @property
     def pattern(self) -> Pattern:
         """What the layer stores now."""
-        return Pattern.of(self.layer.weight)
+        return Pattern.of(self.matrix.to(CSR).known_compact())
 
     def queue(self, delta: PatternDelta) -> None:
         """Have `apply` make this change, after those that wait.
@@ -146,8 +159,13 @@ class PatternManager:
         """
         beside = list(self._beside())
         self.layer.reserve(capacity)
-        for kept, put in beside:
+        for kept, put, _ in beside:
             put(_padded(kept, self.layer.values))
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.policy != "static":
+            tell(self.layer, self._by)
 
     def _allow(self, delta: PatternDelta) -> None:
         for name in _REFUSED[self.policy]:
@@ -175,27 +193,41 @@ class PatternManager:
             came = None if start is None else _started(start, int((places < 0).count_nonzero()))
             values = _moved(layer.values.detach(), places, came)
             # all is worked out before anything is written
-            moved = [(kept, _moved(kept, places), put) for kept, put in self._beside()]
+            moved = [(kept, _moved(kept, places, fresh=fresh), put) for kept, put, fresh in self._beside()]
             dtype = layer.indices.dtype
             layer.store(values, pointers_of(after.row, after.shape[0], dtype), after.col.to(dtype))
             for kept, tensor, put in moved:
                 padded = _padded(tensor, layer.values)
                 kept.copy_(padded) if kept.shape == padded.shape else put(padded)
+        self._tell()
 
-    def _beside(self) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:
-        """What else has a number for each stored one, and how to put another tensor in its place."""
+    def _beside(self) -> Iterator[tuple[Tensor, Callable[[Tensor], None], Any]]:
+        """What else has a number for each stored one, how to put another tensor in its place, and a new one's start."""
         values = self.layer.values
         if values.grad is not None:
-            yield values.grad, partial(setattr, values, "grad")
+            yield values.grad, partial(setattr, values, "grad"), 0
         for optimizer in self.optimizers:
             state = optimizer.state.get(values, {})
             for name, kept in state.items():
                 if isinstance(kept, Tensor) and kept.dim() and kept.shape == values.shape:
-                    yield kept, partial(state.__setitem__, name)
+                    yield kept, partial(state.__setitem__, name), _start_of(optimizer, values, name)
 
     def _by_rows(self, pattern: Pattern) -> Pattern:
         """In the order of the layer's values."""
         return pattern.mT if self.layer.format == "CSC" else pattern
+
+
+_STARTS = {(torch.optim.Rprop, "step_size"): "lr", (torch.optim.Adagrad, "sum"): "initial_accumulator_value"}
+"""The option that an optimizer's state begins at, where that is not 0."""
+
+
+def _start_of(optimizer: Optimizer, values: Tensor, name: str) -> Any:
+    """What this number of a new element begins at: a number, or a tensor of one."""
+    option = next((one for (kind, slot), one in _STARTS.items() if isinstance(optimizer, kind) and slot == name), None)
+    if option is None:
+        return 0
+    groups = (group for group in optimizer.param_groups if any(one is values for one in group["params"]))
+    return next((group[option] for group in groups), 0)
 
 
 def _padded(numbers: Tensor, values: Tensor) -> Tensor:
@@ -211,8 +243,8 @@ def _started(start: Callable[[int], Tensor], count: int) -> Tensor:
     return came
 
 
-def _moved(kept: Tensor, places: Tensor, came: Tensor | None = None) -> Tensor:
-    """The numbers of the new elements: those that were at `places` before, and `came`, or 0, where that is -1."""
+def _moved(kept: Tensor, places: Tensor, came: Tensor | None = None, fresh: Any = 0) -> Tensor:
+    """The numbers of the new elements: those that were at `places` before, and `came`, or `fresh`, where that is -1."""
     old = kept.index_select(0, places.clamp(min=0)) if kept.numel() else kept.new_zeros(places.shape)
     is_new = places < 0
-    return old.masked_fill(is_new, 0) if came is None else old.masked_scatter(is_new, came.to(old))
+    return old.masked_fill(is_new, fresh) if came is None else old.masked_scatter(is_new, came.to(old))
