@@ -40,18 +40,18 @@ FLAT, IMAGES, ONE = (T, B, 4), (T, B, 4, 3, 3), (T, 1, 4)
 
 
 def rewritten(function: Callable[[Any, Net], Tensor], *sizes: int) -> Counter[str]:
-    """How often each function is called once the rule has run, of which the result is eager's."""
+    """How often each function is called once the rule has run, of which the result is eager's; and its sites."""
     gm, inputs = (
         fx.symbolic_trace(lambda x, w, v, q, k, b, c: function(x, Net(w, v, q, k, b, c))),
         (numbers(*sizes), *Net()),
     )
     expected = Examples(gm).run(*inputs)
-    pipeline.run_rules(gm, Options(implementation="binary", strict=True, verify=True), rules=[fuse_steps.RULE])
+    report = pipeline.run_rules(gm, Options(implementation="binary", strict=True, verify=True), rules=[fuse_steps.RULE])
     found = gm(*inputs)
     assert torch.equal(found, expected) and found.stride() == expected.stride()
     names = (node.target if isinstance(node.target, str) else node.target.__name__
              for node in gm.graph.nodes if node.op.startswith("call_"))  # fmt: skip
-    return Counter(names)
+    return Counter(names) + Counter(sites=len(report.sites))
 
 
 def layers(steps: list[Tensor], n: Net) -> Tensor:
@@ -84,22 +84,24 @@ INPUTS: dict[str, tuple[Callable[[Any, Net], Tensor], dict[str, int]]] = {
 @pytest.mark.parametrize(("function", "expected"), INPUTS.values(), ids=INPUTS)
 def test_inputs_are_joined(function, expected):
     found = rewritten(function, *FLAT)
-    assert found["linear"] == 1 and found["stack"] == 0 and found["unflatten"] == 1
+    assert found["linear"] == found["unflatten"] == found["sites"] == 1 and not found["stack"]
     assert {name: found[name] for name in expected} == expected
 
 
 LOOPS: dict[str, tuple[Callable[[Any, Net], Tensor], tuple[int, ...], dict[str, int]]] = {
     # ---- which calls are alike
-    "another weight": (lambda s, n: linear(s[0], n.w) + linear(s[1], n.v), FLAT, {"linear": 2}),
+    "another weight": (lambda s, n: linear(s[0], n.w) + linear(s[1], n.v), FLAT, {"linear": 2, "sites": 0}),
     "two of each": (lambda s, n: linear(s[0], n.w) + linear(s[1], n.v) + linear(s[2], n.w) + linear(s[3], n.v), FLAT,
                     {"linear": 2}),
-    "another bias": (lambda s, n: linear(s[0], n.w, bias=n.b) + linear(s[1], n.w, bias=n.c), FLAT, {"linear": 2}),
+    "another bias": (lambda s, n: linear(s[0], n.w, bias=n.b) + linear(s[1], n.w, bias=n.c), FLAT,
+                     {"linear": 2, "sites": 0}),
     "the same bias": (lambda s, n: linear(s[0], n.w, bias=n.b) + linear(s[1], n.w, bias=n.b), FLAT, {"linear": 1}),
-    "another size": (lambda s, n: linear(s[0], n.w)[:1] + linear(s[1][:1], n.w), FLAT, {"linear": 2}),
-    "other strides": (lambda s, n: linear(s[0], n.w) + linear(s[1].t().contiguous().t(), n.w), FLAT, {"linear": 2}),
-    "the same input": (lambda s, n: linear(s[0], n.w) + linear(s[0], n.w), FLAT, {"linear": 2}),
-    "one step": (lambda s, n: linear(s[0], n.w) + s[1].sum(), FLAT, {"linear": 1, "flatten": 0, "cat": 0}),
-    "one in the other": (lambda s, n: linear(linear(s[0], n.q), n.q), FLAT, {"linear": 2}),
+    "another size": (lambda s, n: linear(s[0], n.w)[:1] + linear(s[1][:1], n.w), FLAT, {"linear": 2, "sites": 0}),
+    "other strides": (lambda s, n: linear(s[0], n.w) + linear(s[1].t().contiguous().t(), n.w), FLAT,
+                      {"linear": 2, "sites": 0}),
+    "the same input": (lambda s, n: linear(s[0], n.w) + linear(s[0], n.w), FLAT, {"linear": 2, "sites": 0}),
+    "one step": (lambda s, n: linear(s[0], n.w) + s[1].sum(), FLAT, {"linear": 1, "flatten": 0, "cat": 0, "sites": 0}),
+    "one in the other": (lambda s, n: linear(linear(s[0], n.q), n.q), FLAT, {"linear": 2, "sites": 0}),
     # ---- what reads the results
     "sum": (lambda s, n: linear(s[0], n.w) + linear(s[1], n.w), FLAT, {"linear": 1, "select": 2}),
     "stacked elsewhere": (lambda s, n: torch.stack([linear(one, n.w) for one in s], 1), FLAT,
@@ -160,7 +162,7 @@ LOOPS: dict[str, tuple[Callable[[Any, Net], Tensor], tuple[int, ...], dict[str, 
                  {"linear": 1, "stack": 1, "select": 2 * T}),
     # ---- what must stay
     "written to": (lambda s, n: torch.stack([linear(one, n.w).add_(1) for one in s]), FLAT, {"linear": T, "add_": T}),
-    "mixes rows": (lambda s, n: torch.stack([one.t() @ n.w.t()[:B] for one in s]), FLAT, {"matmul": T}),
+    "mixes rows": (lambda s, n: torch.stack([one.t() @ n.w.t()[:B] for one in s]), FLAT, {"matmul": T, "sites": 0}),
 }  # fmt: skip
 
 
@@ -175,4 +177,11 @@ def test_loops(function, sizes, expected):
 
 
 def test_layers_on_anything_else_stay():
-    assert rewritten(lambda x, n: layers([x[0], x[1]], n), *FLAT)["linear"] == 2
+    found = rewritten(lambda x, n: layers([x[0], x[1]], n), *FLAT)
+    assert found["linear"] == 2 and not found["sites"]
+
+
+def test_the_last_step_of_a_cut_loop_stays_as_it_was(monkeypatch):
+    monkeypatch.setattr(fuse_steps, "MOST_BYTES", 2 * B * 6 * 4)  # two steps of a linear layer's result
+    found = rewritten(lambda x, n: layers([s[t] for s in [spikes(x)] for t in range(3)], n), *FLAT)
+    assert found["linear"] == 2 and found["flatten"] == 1 and found["getitem"] == 3
