@@ -1,19 +1,20 @@
 """What the tests would not notice: `python -m tests.mutate --count 100 --seed 0 [--package passes]`.
 
 Makes one small change at a time at a random place of the package's code (a comparison turned, a condition removed, a
-number moved by one, an operator swapped), runs the tests that execute that line, and says which changes they did not
+number moved by one, an operator swapped), runs the tests that call its function, and says which changes they did not
 notice. A copy of the source tree is changed, never the tree itself. Some changes are equivalent: they change nothing
 that can be observed. Those are for a person to judge.
 
-Which tests execute a line is read from a map, which `python -m tests.mutate --make-map` writes once (it needs the
-package coverage, and some forty minutes of one core). The map is of the quick run; what that does not notice is left
-to the other cases of the tests that execute the line. Without a map, and for what no test was seen to execute (code
+Which tests call a function is read from a map, which `python -m tests.mutate --make-map` writes once, in little more
+than the quick run takes. The map is of the quick run; what that does not notice is left to the other cases of the
+tests that call the function, unless `--quick` is given. Without a map, and for what no test was seen to call (code
 that Dynamo traces or another process runs), the test files that name the module judge.
 """
 
 import argparse
 import ast
 import collections
+import cProfile
 import functools
 import importlib
 import itertools
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -127,36 +129,35 @@ def _compiles(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Map:
-    """Which tests execute a line, and the seconds that each takes."""
+    """Which tests call a function, by its file and its first line, and the seconds that each takes."""
 
     seconds: dict[str, float]
-    lines: dict[str, dict[int, list[str]]]
+    functions: dict[str, dict[int, list[str]]]
 
-    def executing(self, mutation: Mutation) -> set[str]:
-        """The tests that execute the statement."""
-        executed = self.lines.get(str(mutation.path.relative_to(ROOT)), {})
-        return {test for line in _span(mutation) for test in executed.get(line, ())}
+    def calling(self, mutation: Mutation) -> set[str]:
+        """The tests that call the innermost function around a change."""
+        called = self.functions.get(str(mutation.path.relative_to(ROOT)), {})
+        return {test for line in _first_lines(mutation) for test in called.get(line, ())}
 
     def tests_of(self, mutation: Mutation) -> list[str]:
-        """`executing`, or, where only an import does it, the tests that execute any line of its file; fastest first."""
-        executed = self.lines.get(str(mutation.path.relative_to(ROOT)), {})
-        found = self.executing(mutation) or {test for tests in executed.values() for test in tests}
+        """`calling`, or, outside of functions, the tests that call any function of the file; fastest first."""
+        called = self.functions.get(str(mutation.path.relative_to(ROOT)), {})
+        found = self.calling(mutation) or {test for tests in called.values() for test in tests}
         return sorted(found, key=lambda test: self.seconds[test])
 
 
-def _span(mutation: Mutation) -> range:
-    """The lines of the innermost statement around a change; none outside of functions, where an import executes it."""
-    inside, found = False, range(0)
+def _first_lines(mutation: Mutation) -> range:
+    """The lines from the first decorator to the body of the innermost function around a change; none outside of one.
+
+    Python calls a function by its first decorator's line, Triton's interpreter by that of its `def`.
+    """
+    found = range(0)
     for node in ast.walk(ast.parse(mutation.path.read_text())):
-        if not isinstance(node, ast.stmt):
-            continue
-        body = getattr(node, "body", None)
-        last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        inside |= is_function and last < mutation.line <= (node.end_lineno or 0)
-        if node.lineno <= mutation.line <= last and not is_function:
-            found = range(node.lineno, last + 1)
-    return found if inside else range(0)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[0].lineno
+            if body <= mutation.line <= (node.end_lineno or body):
+                found = range(min(one.lineno for one in (node, *node.decorator_list)), max(body, node.lineno + 1))
+    return found
 
 
 def named_tests(path: Path) -> list[str]:
@@ -250,7 +251,7 @@ def prepare() -> None:
         importlib.import_module(name)
 
 
-def is_noticed(mutation: Mutation, copy: Path, known: Map | None) -> bool:
+def is_noticed(mutation: Mutation, copy: Path, known: Map | None, quick: bool) -> bool:
     """Whether a test fails with the change."""
     place = copy / mutation.path.relative_to(ROOT)
     before, times = place.read_text(), place.stat()
@@ -259,7 +260,10 @@ def is_noticed(mutation: Mutation, copy: Path, known: Map | None) -> bool:
         return (
             any(_fails(copy, tests) for tests in _rounds(mutation, known))
             or (known is not None and _fails(copy, named_tests(mutation.path), known.seconds))
-            or any(_fails(copy, tests, marks="slow", too_long=False) for tests in _slow_cases(mutation, known))
+            or any(
+                _fails(copy, tests, marks="slow", too_long=False)
+                for tests in ([] if quick else _slow_cases(mutation, known))
+            )
         )
     finally:
         place.write_text(before)
@@ -325,7 +329,7 @@ def _rounds(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:
 
 
 def _slow_cases(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:
-    """The functions of the tests that execute a line, whose other cases are not in the quick run: one file at a time.
+    """The tests that call the changed function, whose other cases are not in the quick run: one file at a time.
 
     Files that name the module come first, and no more than three are asked.
     """
@@ -337,18 +341,29 @@ def _slow_cases(mutation: Mutation, known: Map | None) -> Iterator[list[str]]:
 
 
 class Recorder:
-    """A plug-in of pytest that tells coverage which test runs, and keeps what each took."""
+    """A plug-in of pytest that keeps which functions below a folder each test calls, and the seconds it takes."""
 
-    def __init__(self, coverage) -> None:
-        self.coverage, self.seconds, self.failed = coverage, {}, set()
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seconds: dict[str, float] = {}
+        self.functions: dict[str, dict[int, list[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+        self.failed: set[str] = set()
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.coverage.switch_context(item.nodeid)
+        profile = cProfile.Profile(subcalls=False, builtins=False)
         start = time.monotonic()
+        profile.enable()
         yield
-        self.seconds[item.nodeid] = time.monotonic() - start
-        self.coverage.switch_context("")
+        profile.disable()
+        seconds = time.monotonic() - start
+        if item.nodeid in self.failed:
+            return
+        self.seconds[item.nodeid] = seconds
+        for entry in profile.getstats():
+            path = Path(entry.code.co_filename) if isinstance(entry.code, types.CodeType) else Path()
+            if path.is_relative_to(self.folder) and not path.is_relative_to(self.folder / "tests"):
+                self.functions[str(path.relative_to(self.folder))][entry.code.co_firstlineno].append(item.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed":
@@ -356,26 +371,10 @@ class Recorder:
 
 
 def _recorded(test_file: str, into: Path) -> int:
-    """Runs a file's tests under coverage and writes which lines each executed."""
-    import coverage
-
-    here = Path.cwd()
-    watch = coverage.Coverage(
-        data_file=None, include=[f"{here}/{place}/*" for place in ("sparsecomp", "passes", "lowering")]
-    )
-    recorder = Recorder(watch)
-    watch.start()
+    """Runs a file's tests and writes which functions each calls."""
+    recorder = Recorder(Path.cwd())
     pytest.main(["-q", "-p", "no:cacheprovider", test_file], plugins=[recorder])
-    watch.stop()
-    data = watch.get_data()
-    seconds = {test: spent for test, spent in recorder.seconds.items() if test not in recorder.failed}
-    lines = {}
-    for path in data.measured_files():
-        places = data.contexts_by_lineno(path)
-        lines[str(Path(path).resolve().relative_to(here))] = {
-            line: found for line, tests in places.items() if (found := [test for test in tests if test in seconds])
-        }
-    into.write_text(json.dumps({"seconds": seconds, "lines": lines}))
+    into.write_text(json.dumps({"seconds": recorder.seconds, "functions": recorder.functions}))
     return 0
 
 
@@ -396,14 +395,14 @@ def make_map(copy: Path, test_files: Iterable[str], folder: Path, jobs: int) -> 
 
 def read_map(folder: Path) -> Map | None:
     """What `make_map` wrote; None where nothing was."""
-    seconds, lines = {}, collections.defaultdict(lambda: collections.defaultdict(list))
+    seconds, functions = {}, collections.defaultdict(lambda: collections.defaultdict(list))
     for part in sorted(folder.glob("test_*.json")):
         read = json.loads(part.read_text())
         seconds.update(read["seconds"])
-        for path, places in read["lines"].items():
+        for path, places in read["functions"].items():
             for line, tests in places.items():
-                lines[path][int(line)] += tests
-    return Map(seconds, lines) if seconds else None
+                functions[path][int(line)] += tests
+    return Map(seconds, functions) if seconds else None
 
 
 def chosen(package: str, count: int, seed: int) -> list[tuple[str, Mutation]]:
@@ -429,6 +428,7 @@ def main() -> int:
     parser.add_argument(
         "--make-map", nargs="*", metavar="TEST_FILE", help="write the map; of all test files or of these"
     )
+    parser.add_argument("--quick", action="store_true", help="leave out the cases that are slow")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run tests side by side")
     options = parser.parse_args()
     prepare()
@@ -438,12 +438,12 @@ def main() -> int:
             make_map(copied(Path(folder)), options.make_map or every, options.map, options.jobs)
             return 0
         copies = [copied(Path(folder) / str(job)) for job in range(options.jobs)]
-        judge(chosen(options.package, options.count, options.seed), copies, read_map(options.map))
+        judge(chosen(options.package, options.count, options.seed), copies, read_map(options.map), options.quick)
     return 0
 
 
-def judge(sample: list[tuple[str, Mutation]], copies: list[Path], known: Map | None) -> None:
-    """Prints each change with what became of it, then the table by package; no test executes what is `unseen`.
+def judge(sample: list[tuple[str, Mutation]], copies: list[Path], known: Map | None, quick: bool) -> None:
+    """Prints each change with what became of it, then the table by package; no test calls what is `unseen`.
 
     Each copy of the tree holds one change at a time.
     """
@@ -455,11 +455,11 @@ def judge(sample: list[tuple[str, Mutation]], copies: list[Path], known: Map | N
     def one(change: tuple[str, Mutation]) -> None:
         name, mutation = change
         copy = free.get()
-        killed = is_noticed(mutation, copy, known)
+        killed = is_noticed(mutation, copy, known, quick)
         free.put(copy)
         made[name] += 1
         noticed[name] += killed
-        unseen = known is not None and not killed and _span(mutation) and not known.executing(mutation)
+        unseen = known is not None and not killed and _first_lines(mutation) and not known.calling(mutation)
         print(f"| {'killed' if killed else '**survived**'}{' unseen' * bool(unseen)} | {mutation} |", flush=True)
 
     with ThreadPoolExecutor(len(copies)) as pool:

@@ -540,6 +540,30 @@ def _read(p: Program, x: fx.Node, times: int) -> fx.Node:
 
 
 @step
+def loop(p: Program) -> None:
+    """A layer that runs at each time step on its own, in one of the spellings, and what reads its results."""
+    x = p.spikes(lambda value: 1 < value.dim() < 5 and 1 < value.shape[0] <= 4)
+    times, weight = p.size(x, 0), _weight(p, 3, p.size(x, -1), dtype=p.values[x].dtype)
+    whole, take = p.one([
+        lambda: (x, lambda t: p.call(operator.getitem, x, t)), lambda: (x, lambda t: p.method("select", x, 0, t)),
+        lambda: (parts := p.method("unbind", x), lambda t: p.call(operator.getitem, parts, t)),
+    ])()  # fmt: skip
+    places = p.one([range(times), range(times), range(1, times), range(-times, 0), range(times - 1, -1, -1), (0, 0)])
+    before, behind = (p.one([
+        lambda one: one, lambda one: one, lambda one: p.method("unsqueeze", one, 0), lambda one: p.call(F.relu, one),
+        lambda one: p.method("flatten", one), lambda one: p.method("unsqueeze", one, 1), lambda one: p.method("t", one),
+        lambda one: p.method("reshape", one, p.size(one, 0), -1), lambda one: p.call(operator.getitem, one, 0),
+        lambda one: p.call(F.max_pool1d, one, 1), lambda one: p.call(operator.mul, one, 2),
+    ]) for _ in range(2))  # fmt: skip
+    results = [behind(p.call(F.linear, before(take(t)), weight)) for t in places]
+    p.one([
+        lambda: p.call(torch.stack, results), lambda: p.call(torch.stack, results[::-1]), lambda: whole,
+        lambda: p.call(torch.stack, results, -1), lambda: p.call(torch.cat, results),
+        lambda: p.call(torch.add, results[0], results[-1]), lambda: p.method("add_", results[-1], 1),
+    ])()  # fmt: skip
+
+
+@step
 def product(p: Program) -> None:
     x = p.pick(lambda value: value.dim() > 1)
     y = p.like(x)
@@ -586,7 +610,7 @@ def normalise(p: Program) -> None:
 
 WEIGHTS = {
     "threshold": 6, "neuron": 2, "pair": 4, "linear": 4, "convolution": 4, "pool": 3, "unary": 3, "clamp": 2,
-    "static": 2,
+    "static": 2, "loop": 2,
 }  # fmt: skip
 """How much likelier than once a step is."""
 

@@ -247,6 +247,13 @@ def test_a_network_called_step_by_step_becomes_one_of_all_steps(name, steps):
     assert run.rewritten(0) == run.rewritten(1) == 2 * parts  # with no state, and with one
 
 
+def test_a_layer_that_no_spikes_reach_runs_once_if_a_neuron_reads_it():
+    model = sixteenths(Single(NEURONS["LIF"])).eval()
+    model.net = model.net[:3]
+    with torch.no_grad():
+        assert _counts(model, images(T, 2, 2, 8, 8))["conv2d"] == 1
+
+
 def test_with_one_image_in_a_batch():
     model = sixteenths(Single(NEURONS["LIF"])).eval()
     run = run_beside_eager(model, [(images(T, 1, 2, 8, 8),)], model.neurons)
