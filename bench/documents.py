@@ -8,7 +8,7 @@ from typing import Any
 from bench import table
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
-from bench.sparse import algebra, dynamic, training_step
+from bench.sparse import active_inputs, algebra, dynamic, training_step
 from bench.timing import place
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +46,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "algebra": _if_measured("algebra", algebra.table),
         "dynamic": _if_measured("dynamic", dynamic.table, ""),
         "training-step": _if_measured("training_step", training_step.table),
+        "active-inputs": _if_measured("active_inputs", active_inputs.table),
         "geo-speed": _if_measured("geo_speed", speeds.table),
         "geo": _if_measured("geo", scores.table),
     },

@@ -63,6 +63,10 @@ class Why(Enum):
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
     GATHERED_AS_WRITTEN = "the layer of fixed fan-in stays as it was written: {detail}"
+    ACTIVE_AS_WRITTEN = (
+        "all its weights are read: frozen=True promises that they stay, and those of inputs that are zero are left out "
+        "then; {detail}"
+    )
     MASKED_AS_WRITTEN = "the masked weight stays as it was written: {detail}"
     NOT_FROZEN = (
         "the masked weight stays as it was written: what it is made of may be written to where nothing tells of it; "

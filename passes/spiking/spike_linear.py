@@ -47,7 +47,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return choose(operands, site, ctx, lambda strategy: _build(operands, strategy, ctx))
 
 
-RULE = Rule("spike_linear", consider, after=("fuse_neurons", "sparse_linear", "sparse_matmul"))
+RULE = Rule("spike_linear", consider, after=("fuse_neurons", "sparse_linear", "sparse_matmul", "active_linear"))
 """A product with a sparse weight has no dense one to split."""
 
 

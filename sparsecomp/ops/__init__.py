@@ -19,6 +19,7 @@ from sparsecomp.ops.masked.elementwise import (
 )
 from sparsecomp.ops.masked.selective_step import selective_step
 from sparsecomp.ops.sparse import matrices as _matrices  # noqa: F401  (enters itself in sparsecomp.formats)
+from sparsecomp.ops.sparse.active_linear import active_linear
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.ops.sparse.rows import sparse_rows
 from sparsecomp.ops.sparse.sddmm import sddmm
@@ -36,6 +37,7 @@ spike_conv2d = spike_conv
 
 __all__ = [
     "Layout",
+    "active_linear",
     "decompositions",
     "effective_weight",
     "frozen_weights",

@@ -26,6 +26,7 @@ from sparsecomp.lowering.local.residual_block import ResidualBlock
 from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
+from sparsecomp.lowering.sparse.active_linear import ActiveLinear
 from sparsecomp.lowering.sparse.sddmm import Sddmm
 from sparsecomp.lowering.sparse.spmm_bsr import BlockStrides, SpmmBsr
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
@@ -333,6 +334,8 @@ PROBLEMS: dict[str, list[Any]] = {
                          GatherDotInput(3, 500, 90, 5, 90, "bfloat16")],
     "gather_dot_weight": [GatherDotWeight(1024, 4096, 4096, 8, 4096, 4096, "float32"),
                           GatherDotWeight(3, 500, 90, 5, 500, 90, "bfloat16")],
+    "active_linear": [ActiveLinear(rows, k, n, rows == 1, dtype) for rows, k, n, dtype in (
+        (1, 28672, 8192, "float16"), (16, 11008, 4096, "bfloat16"), (3, 100, 50, "float32"))],
     "residual_block": [
         ResidualBlock(rows, n, k, k, n, rows, "rms", "sine_abs", (1, 2, 3, 2), True, dtype, dtype, 1e-5)
         for rows, n, k, dtype in ((1024, 4096, 8, "bfloat16"), (256, 16384, 8, "float32"), (1, 300, 5, "float16"))],

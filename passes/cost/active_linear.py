@@ -1,0 +1,49 @@
+"""Whether a layer of few rows is faster by the weights of its active inputs alone, its host included."""
+
+from math import inf
+from typing import NamedTuple
+
+import torch
+
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.strided import name_of
+from sparsecomp.lowering.sparse.active_linear import ACTIVE_LINEAR, ActiveLinear
+from sparsecomp.lowering.tuning import cost, host
+from sparsecomp.lowering.tuning.cards import Card
+from sparsecomp.lowering.tuning.host import Time
+from sparsecomp.passes.cost.decision import Decision, fastest
+from sparsecomp.passes.cost.dense import matmul_work, time_of
+
+_ACTIVE = 0.5
+"""Share of inputs that a ReLU of values around zero leaves."""
+
+
+class ActiveLayer(NamedTuple):
+    """A linear layer (rows, k) to (rows, n).
+
+    Attributes:
+        active: share of inputs that are not zero, in each row; None if unknown.
+        hosted: the host calls the kernels each time.
+    """
+
+    rows: int
+    k: int
+    n: int
+    has_bias: bool
+    dtype: torch.dtype
+    active: float | None
+    hosted: bool
+
+
+def decide(layer: ActiveLayer, device: Device, card: Card) -> Decision:
+    """`active` or `dense`, by estimate; rows have their zeros apart from one another."""
+    p = layer
+    work = matmul_work([p.rows, p.k], [p.k, p.n], [p.rows, p.n], p.dtype)
+    dense = time_of(work, card)
+    assert dense is not None  # of all dtypes that kernels take
+    problem = ActiveLinear(p.rows, p.k, p.n, p.has_bias, name_of(p.dtype))
+    whole = min((cost.seconds(one, problem, card) for one in ACTIVE_LINEAR.candidates(problem, device)), default=inf)
+    active = 1 - (1 - (_ACTIVE if p.active is None else p.active)) ** p.rows
+    saved = (1 - active) * p.k * p.n * p.dtype.itemsize / card.bandwidth
+    ours = Time(whole - saved, host.OPERATOR + 2 * host.LAUNCH + host.ALLOCATION)
+    return fastest({name: time.waited(not p.hosted) for name, time in (("dense", dense), ("active", ours))})
