@@ -76,21 +76,45 @@ def gradients(
     A score's gradient is p · (grad · v - delta), with p = exp(score - logsumexp) and delta = grad · out less the
     gradient of the logsumexp (FlashAttention, appendix B.4).
     """
-    lists, turned, sums = Lists(*blocks[:5]), Lists(*blocks[5:]), accumulator(q.dtype)
+    sums = accumulator(q.dtype)
     grad, q, k, v, out, logsumexp = (one.to(sums) for one in (grad, q, k, v, out, logsumexp))
+    delta = delta_of(grad, out, grad_logsumexp)
+    by_q = by_query(grad, q, k, v, logsumexp, delta, blocks[:5], scale)
+    return by_q, *by_key(grad, q, k, v, logsumexp, delta, blocks[5:], scale)
+
+
+def delta_of(grad: Tensor, out: Tensor, grad_logsumexp: Tensor | None) -> Tensor:
+    """What is taken from each gradient of a query's weights (batch, heads, q_len)."""
     delta = (grad * out).sum(-1)
-    delta = delta if grad_logsumexp is None else delta - grad_logsumexp
-    # of a query that keeps nothing: any finite number
-    logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
-    by_q, by_k, by_v = (torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (q, k, v))
+    return delta if grad_logsumexp is None else delta - grad_logsumexp
+
+
+def by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scale: float) -> Tensor:
+    """The gradient by q of operands of one dtype, by the lists of the queries."""
+    walked, found = Lists(*lists), torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    logsumexp = _finite(logsumexp)
     for b, h, g in _heads(q, k):
-        rows = (k[b, g], v[b, g])
         beside = (q[b, h], grad[b, h], logsumexp[b, h], delta[b, h])
-        by_q[b, h] = _by_query(*beside, *rows, *lists.of(b, h), lists.height, scale)
-        for whole, part in zip((by_k, by_v), _by_key(*rows, *beside, *turned.of(b, h), turned.height, scale),
-                               strict=True):  # fmt: skip
+        found[b, h] = _by_query(*beside, k[b, g], v[b, g], *walked.of(b, h), walked.height, scale)
+    return found
+
+
+def by_key(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    """The gradients by k and v of operands of one dtype, by the lists of the keys."""
+    walked = Lists(*lists)
+    found = tuple(torch.zeros(one.shape, dtype=q.dtype, device=q.device) for one in (k, v))
+    logsumexp = _finite(logsumexp)
+    for b, h, g in _heads(q, k):
+        beside = (q[b, h], grad[b, h], logsumexp[b, h], delta[b, h])
+        parts = _by_key(k[b, g], v[b, g], *beside, *walked.of(b, h), walked.height, scale)
+        for whole, part in zip(found, parts, strict=True):
             whole[b, g] += part
-    return by_q, by_k, by_v
+    return found[0], found[1]
+
+
+def _finite(logsumexp: Tensor) -> Tensor:
+    """With any finite number for queries that keep nothing."""
+    return logsumexp.masked_fill(logsumexp == -torch.inf, 0)
 
 
 def _heads(q: Tensor, k: Tensor) -> Iterator[_Head]:

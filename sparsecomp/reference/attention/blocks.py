@@ -26,7 +26,8 @@ _WORD = 32
 class AttentionBlocks(NamedTuple):
     """The kept pairs (query, key) of an attention, by blocks of ``block_q`` queries and ``block_k`` keys.
 
-    B is the batch or 1, H the query heads or 1; Qb and Kb are the numbers of blocks, the last of which may reach past
+    All tensors are contiguous. B is the batch or 1, H the query heads or 1; Qb and Kb are the numbers of blocks, the last
+    of which may reach past
     the lengths: pairs there are never kept. A list holds first the blocks that are kept in part, ascending, and then
     those that are kept whole, ascending; what stands behind its end is unspecified, but a valid block.
 
@@ -167,10 +168,11 @@ def _check_block(block: tuple[int, int]) -> None:
 
 def _lists(block_map: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``count``, ``partial``, ``index`` and ``tile`` of the rows of a map."""
+    block_map = block_map.contiguous()
     count = (block_map != EMPTY).sum(-1, dtype=torch.int32)
     partial = (block_map >= 0).sum(-1, dtype=torch.int32)
     rank = torch.where(block_map >= 0, 0, torch.where(block_map == FULL, 1, 2))
     width = max(int(count.max()), 1) if count.numel() else 1
     index = rank.argsort(dim=-1, stable=True)[..., :width]
     tile = block_map.gather(-1, index).clamp_(min=FULL)
-    return count, partial, index.int(), tile
+    return count, partial, index.int().contiguous(), tile
