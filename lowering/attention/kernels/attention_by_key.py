@@ -12,6 +12,7 @@ from sparsecomp.lowering.attention.kernels.block_tiles import (
     constants,
     kept_pairs,
     load_rows,
+    load_words,
     store_rows,
     tile_space,
 )
@@ -34,10 +35,17 @@ def sum_by_key(
     """The gradients by scaled keys and by values after the entries `first` to `last` of a list."""
     column, depth, v_depth = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BDV)
     PARTS: tl.constexpr = BLOCK_Q // BM
+    # the next place is loaded a step ahead: loads of tiles are in flight while none waits for its place
+    block = tl.load(index_ptr + first, mask=first < last, other=0)
+    if MASKED:
+        tile = tl.load(tile_ptr + first, mask=first < last, other=0)
     for at in range(first * PARTS, last * PARTS):
-        entry = at // PARTS
         within = at % PARTS * BM
-        start = tl.load(index_ptr + entry) * BLOCK_Q + within
+        start = block * BLOCK_Q + within
+        if MASKED:
+            words = load_words(bits_ptr, tile, rows, within, BLOCK_K, BLOCK_Q, BM)
+            tile = tl.load(tile_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
+        block = tl.load(index_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         start = tl.multiple_of(start, BM)
         queries = start + column
         check: tl.constexpr = MASKED and CHECK_ROWS
@@ -54,9 +62,7 @@ def sum_by_key(
         score = dot(k, tl.trans(q), tl.zeros((k.shape[0], BM), tl.float32), PRECISION)
         weight = tl.math.exp2(score * scale - logsumexp[None, :])
         if MASKED:
-            words: tl.constexpr = BLOCK_Q // 32
-            tile = tl.load(tile_ptr + entry).to(tl.int64)
-            kept = kept_pairs(bits_ptr + tile * (BLOCK_K * words), rows, within, words, BM)
+            kept = kept_pairs(words[0], words[1], words[2], words[3], BM)
             weight = tl.where(kept, weight, 0.0)
         by_v = dot(weight.to(grad.dtype), grad, by_v, PRECISION)
         by_weight = dot(v, tl.trans(grad), tl.zeros((k.shape[0], BM), tl.float32), PRECISION)
@@ -134,7 +140,7 @@ _depth, _v_depth = sizes("padded_depth padded_v_depth")
 ATTENTION_BY_KEY = Template(
     name="attention_by_key",
     op="attention_by_key",
-    sources=(attention_by_key_kernel, sum_by_key, kept_pairs, load_rows, store_rows, dot),
+    sources=(attention_by_key_kernel, sum_by_key, kept_pairs, load_words, load_rows, store_rows, dot),
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_k_len / _bn) / _group, steps=_k_width * _block_q / _bm * _group,

@@ -9,6 +9,7 @@ from sparsecomp.lowering.attention.kernels.block_tiles import (
     constants,
     kept_pairs,
     load_rows,
+    load_words,
     store_rows,
     tile_space,
 )
@@ -30,10 +31,17 @@ def sum_by_query(
     """The gradient by scaled queries after the entries `first` to `last` of a list."""
     column, depth, v_depth = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
     PARTS: tl.constexpr = BLOCK_K // BN
+    # the next place is loaded a step ahead: loads of tiles are in flight while none waits for its place
+    block = tl.load(index_ptr + first, mask=first < last, other=0)
+    if MASKED:
+        tile = tl.load(tile_ptr + first, mask=first < last, other=0)
     for at in range(first * PARTS, last * PARTS):
-        entry = at // PARTS
         within = at % PARTS * BN
-        start = tl.load(index_ptr + entry) * BLOCK_K + within
+        start = block * BLOCK_K + within
+        if MASKED:
+            words = load_words(bits_ptr, tile, rows, within, BLOCK_Q, BLOCK_K, BN)
+            tile = tl.load(tile_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
+        block = tl.load(index_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         start = tl.multiple_of(start, BN)
         keys = start + column
         k = load_rows(k_ptrs + start.to(tl.int64) * k_row, keys, depth, K_LEN, MASKED and CHECK_ROWS, D, BD)
@@ -41,9 +49,7 @@ def sum_by_query(
         score = dot(q, tl.trans(k), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
         weight = tl.math.exp2(score * scale - logsumexp[:, None])
         if MASKED:
-            words: tl.constexpr = BLOCK_K // 32
-            tile = tl.load(tile_ptr + entry).to(tl.int64)
-            kept = kept_pairs(bits_ptr + tile * (BLOCK_Q * words), rows, within, words, BN)
+            kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
             weight = tl.where(kept, weight, 0.0)
         by_weight = dot(grad, tl.trans(v), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
         by_score = weight * (by_weight - delta[:, None])
@@ -125,7 +131,7 @@ _q_len, _block_k, _width, _bm, _bn, _depth, _v_depth = sizes(
 ATTENTION_BY_QUERY = Template(
     name="attention_by_query",
     op="attention_by_query",
-    sources=(attention_by_query_kernel, sum_by_query, kept_pairs, load_rows, store_rows, dot),
+    sources=(attention_by_query_kernel, sum_by_query, kept_pairs, load_words, load_rows, store_rows, dot),
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=2 * _depth + _v_depth,

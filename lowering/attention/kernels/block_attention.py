@@ -10,6 +10,7 @@ from sparsecomp.lowering.attention.kernels.block_tiles import (
     constants,
     kept_pairs,
     load_rows,
+    load_words,
     store_rows,
     tile_space,
 )
@@ -31,18 +32,23 @@ def attend(
     """The sums and greatest scores (times log2 e) after the entries `first` to `last` of a list."""
     column, depth, v_depth = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
     PARTS: tl.constexpr = BLOCK_K // BN
+    # the next place is loaded a step ahead: loads of tiles are in flight while none waits for its place
+    block = tl.load(index_ptr + first, mask=first < last, other=0)
+    if MASKED:
+        tile = tl.load(tile_ptr + first, mask=first < last, other=0)
     for at in range(first * PARTS, last * PARTS):
-        entry = at // PARTS
         within = at % PARTS * BN
-        start = tl.load(index_ptr + entry) * BLOCK_K + within
+        start = block * BLOCK_K + within
+        if MASKED:
+            words = load_words(bits_ptr, tile, rows, within, BLOCK_Q, BLOCK_K, BN)
+            tile = tl.load(tile_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
+        block = tl.load(index_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         start = tl.multiple_of(start, BN)
         keys = start + column
         k = load_rows(k_ptrs + start.to(tl.int64) * k_row, keys, depth, K_LEN, MASKED and CHECK_ROWS, D, BD)
         score = dot(q, tl.trans(k), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
         if MASKED:
-            words: tl.constexpr = BLOCK_K // 32
-            tile = tl.load(tile_ptr + entry).to(tl.int64)
-            kept = kept_pairs(bits_ptr + tile * (BLOCK_Q * words), rows, within, words, BN)
+            kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
             score = tl.where(kept, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * scale)
         # no score yet but -inf: any finite number in its place gives weights of zero
@@ -126,7 +132,7 @@ _depth, _v_depth = sizes("padded_depth padded_v_depth")
 BLOCK_ATTENTION = Template(
     name="block_attention",
     op="block_attention",
-    sources=(block_attention_kernel, attend, kept_pairs, load_rows, store_rows, dot),
+    sources=(block_attention_kernel, attend, kept_pairs, load_words, load_rows, store_rows, dot),
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=_depth + _v_depth, walked=_bn,

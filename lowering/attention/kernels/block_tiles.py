@@ -12,19 +12,38 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.template import Config
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def kept_pairs(bits_ptr, rows, first_column, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(rows, COLUMNS) bool: the pairs of `rows` of a tile and of its columns from `first_column`, a multiple of 32."""
-    word_ptrs = bits_ptr + rows * WORDS + first_column // 32
-    column = tl.arange(0, COLUMNS)
-    word = tl.load(word_ptrs)[:, None]
-    for at in tl.static_range(1, COLUMNS // 32):
-        word = tl.where(column[None, :] // 32 < at, word, tl.load(word_ptrs + at)[:, None])
-    return ((word >> (column % 32)[None, :]) & 1) != 0
+def load_words(bits_ptr, tile, rows, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
+    """The words with the bits of `rows` of a tile (ROWS, COLUMNS) and WIDE columns, at most 128, from `first_column`.
+
+    They are loaded before the product whose scores they mask, and wait for nothing then.
+    """
+    PARTS: tl.constexpr = COLUMNS // 32
+    word_ptrs = bits_ptr + tile.to(tl.int64) * (ROWS * PARTS) + rows * PARTS + first_column // 32
+    first = tl.load(word_ptrs)
+    second, third, fourth = first, first, first
+    if WIDE > 32:
+        second = tl.load(word_ptrs + 1)
+    if WIDE > 64:
+        third = tl.load(word_ptrs + 2)
+        fourth = tl.load(word_ptrs + 3)
+    return first, second, third, fourth
+
+
+@triton.jit
+def kept_pairs(first, second, third, fourth, WIDE: tl.constexpr):
+    """(rows, WIDE) bool from the words of `load_words`."""
+    column = tl.arange(0, WIDE)[None, :]
+    word = first[:, None]
+    if WIDE > 32:
+        word = tl.where(column < 32, word, second[:, None])
+    if WIDE > 64:
+        word = tl.where(column < 64, word, tl.where(column < 96, third[:, None], fourth[:, None]))
+    return ((word >> (column % 32)) & 1) != 0
 
 
 @triton.jit

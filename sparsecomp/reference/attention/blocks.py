@@ -26,10 +26,10 @@ _WORD = 32
 class AttentionBlocks(NamedTuple):
     """The kept pairs (query, key) of an attention, by blocks of ``block_q`` queries and ``block_k`` keys.
 
-    All tensors are contiguous. B is the batch or 1, H the query heads or 1; Qb and Kb are the numbers of blocks, the last
-    of which may reach past
-    the lengths: pairs there are never kept. A list holds first the blocks that are kept in part, ascending, and then
-    those that are kept whole, ascending; what stands behind its end is unspecified, but a valid block.
+    All tensors are contiguous. B is the batch or 1, H the query heads or 1; Qb and Kb are the numbers of blocks, the
+    last of which may reach past the lengths: pairs there are never kept. A list holds first the blocks that are kept in
+    part, ascending, and then those that are kept whole, ascending; what stands behind its end is unspecified, but a
+    valid block.
 
     Attributes:
         q_len, k_len: numbers of queries and keys.
