@@ -1,4 +1,4 @@
-"""Kernels of attention over listed blocks: candidates, shapes, strides and gradients beside float64, graphs on a GPU."""
+"""Kernels of attention over listed blocks: candidates, shapes, strides, gradients beside float64, graphs on a GPU."""
 
 from itertools import product
 
