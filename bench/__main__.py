@@ -18,7 +18,8 @@ from bench.timing import MODES
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist, "algebra": algebra, "dynamic": dynamic}
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
-    "card", "training-step", "snn-training", "active-inputs", *STUDIES, "table", "plots",
+    "card", "training-step", "snn-training", "active-inputs", "attention", "attention-candidates", *STUDIES, "table",
+    "plots",
 )  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", help="of the layers of `loop`, instead of all")
     parser.add_argument("--names", nargs="+", help="of the networks of `loop-networks`, instead of all")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of torch.compile, of `loop…`")
-    parser.add_argument("--workers", type=int, default=1, help="processes in which `loop…` compiles its cases")
+    parser.add_argument("--workers", type=int, default=1, help="processes in which `loop…`, `attention…` compile")
     parser.add_argument("--data", type=Path, help="folder with spikes/ and matrices/ of real ones, for more cases")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -60,6 +61,7 @@ def main() -> int:
         return 2
     # they load Triton
     from bench import loop, loop_networks, tuning
+    from bench.attention import block_attention, candidates
     from bench.masked import resu
     from bench.sparse import active_inputs, semi_structured, spmm, training_step
     from bench.spiking import snn_conv, snn_network, snn_training
@@ -86,6 +88,8 @@ def main() -> int:
         print(active_inputs.table(save_each(path, active_inputs.run(arguments.workers))))
     if arguments.suite == "snn-training":
         print(snn_training.table(save_each(path, snn_training.run(tuple(arguments.modes)))))
+    if arguments.suite in ("attention", "attention-candidates"):
+        save_each(path, (block_attention if arguments.suite == "attention" else candidates).run(arguments.workers))
     if arguments.suite == "card":
         rows = save_each(path, card.run())
         print(card.pasted(card.record(rows), torch.cuda.get_device_name(), torch.__version__))

@@ -4,6 +4,7 @@ Importing this package registers them under ``torch.ops.sparsecomp`` and needs n
 their kernels on first use.
 """
 
+from sparsecomp.ops.attention.block_attention import block_attention
 from sparsecomp.ops.library import decompositions
 from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.local.residual_block import residual_block
@@ -38,6 +39,7 @@ spike_conv2d = spike_conv
 __all__ = [
     "Layout",
     "active_linear",
+    "block_attention",
     "decompositions",
     "effective_weight",
     "frozen_weights",

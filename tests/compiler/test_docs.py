@@ -108,7 +108,7 @@ def test_the_plots_show_the_results_and_each_is_shown() -> None:
 
 
 def test_every_suite_of_a_gpu_is_named() -> None:
-    sentence = PAGES["results.md"].split("machine\n`python -m bench` with ")[1].split("measures")[0]
+    sentence = re.split(r"machine\s`python -m bench` with ", PAGES["results.md"])[1].split("measures")[0]
     named = set(re.findall(r"`([\w-]+)`", sentence)) | {"snn-conv", "snn-network"}  # the two of `snn`
     assert named == set(SUITES) - {"card", "cpu", "table", "plots", *STUDIES}
 

@@ -1,0 +1,1 @@
+"""Benchmarks of attention over a part of the pairs."""

@@ -1,0 +1,58 @@
+"""CUDA implementation of attention over listed blocks, and the operation behind it."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsecomp.lowering.attention import problem as described
+from sparsecomp.lowering.attention.problem import TOLERANCE, BlockAttention, problem_of, rows_innermost
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.reference.attention import block_attention as reference
+
+_SHAPES = "qkvo"
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float, out: Tensor, logsumexp: Tensor
+) -> None:  # fmt: skip
+    """Write the result to ``out`` and the logsumexp to ``logsumexp``; see `sparsecomp.ops.attention`.
+
+    Args:
+        q, k, v: float16, bfloat16 or float32; none is empty.
+        blocks: the ten tensors of ``AttentionBlocks``.
+        out: whose depth is innermost.
+        logsumexp: (batch, heads, q_len) float32, contiguous.
+    """
+    q, k, v = map(rows_innermost, (q, k, v))
+    into = described.result_like(out)
+    problem = problem_of(q, k, v, blocks, scale, (q, k, v, into))
+    lists = [one.contiguous() for one in blocks[:5]]
+    dispatch.launch(BLOCK_ATTENTION, problem, q, k, v, *lists, into, logsumexp)
+    if into is not out:
+        out.copy_(into)
+
+
+def _operands(problem: BlockAttention, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    random = torch.Generator(device).manual_seed(seed)
+    q, k, v, out = described.dense_operands(problem, _SHAPES, random)
+    lists = described.banded_blocks(problem, random)[:5]
+    logsumexp = torch.full(q.shape[:3], math.nan, device=device)
+    return q, k, v, *lists, out.fill_(math.nan), logsumexp
+
+
+def _reference(problem: BlockAttention, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    q, k, v, *lists, _, _ = (one for one in operands if one is not None)
+    out, logsumexp = reference.block_attention(q.double(), k.double(), v.double(), lists, problem.scale)
+    # a norm of infinities says nothing
+    return out, logsumexp.masked_fill(logsumexp == -math.inf, 0)
+
+
+BLOCK_ATTENTION = Operation(
+    "block_attention", partial(described.signature, "block_attention"),
+    partial(described.representative, shapes=_SHAPES), _operands, (8, 9), _reference,
+    lambda problem: TOLERANCE[problem.dtype],
+)  # fmt: skip

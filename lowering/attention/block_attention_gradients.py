@@ -1,0 +1,89 @@
+"""CUDA implementation of the gradients of attention over listed blocks, and the two operations behind it.
+
+By queries first, which also leaves delta (see ``sparsecomp.reference.attention.block_attention.gradients``) for the
+keys and values. Each program owns what it writes and walks over a list: no sum depends on who comes first.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsecomp.lowering.attention import problem as described
+from sparsecomp.lowering.attention.problem import TOLERANCE, BlockAttention, problem_of, rows_innermost
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.reference.attention import block_attention as reference
+
+_BY_QUERY, _BY_KEY = "qkvooq", "qkvokv"
+Operands = tuple[Tensor | None, ...]
+
+
+def block_attention_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
+    blocks: Sequence[Tensor], scale: float, by_q: Tensor, by_k: Tensor, by_v: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradients by q, k and v to ``by_q``, ``by_k`` and ``by_v``, which lie in any way.
+
+    Args:
+        grad, grad_logsumexp: gradients of the result, and of the logsumexp if it has one.
+        q, k, v, out, logsumexp, blocks: as of ``sparsecomp.lowering.attention.block_attention``, after it.
+    """
+    grad, q, k, v, out = map(rows_innermost, (grad, q, k, v, out))
+    blocks = [one.contiguous() for one in blocks]
+    wanted = (by_q, by_k, by_v)
+    into_q, into_k, into_v = map(described.result_like, wanted)
+    delta = torch.empty_like(logsumexp)
+    beside = None if grad_logsumexp is None else grad_logsumexp.contiguous()
+    problem = problem_of(q, k, v, blocks, scale, (q, k, v, grad, out, into_q))
+    dispatch.launch(ATTENTION_BY_QUERY, problem, q, k, v, grad, out, logsumexp, beside, *blocks[:5], into_q, delta)
+    problem = problem_of(q, k, v, blocks, scale, (q, k, v, grad, into_k, into_v))
+    dispatch.launch(ATTENTION_BY_KEY, problem, q, k, v, grad, logsumexp, delta, *blocks[5:], into_k, into_v)
+    for one, into in zip(wanted, (into_q, into_k, into_v), strict=True):
+        if one is not into:
+            one.copy_(into)
+
+
+def _operands_by_query(problem: BlockAttention, device: torch.device, seed: int) -> Operands:
+    random = torch.Generator(device).manual_seed(seed)
+    q, k, v, grad, out, by_q = described.dense_operands(problem, _BY_QUERY, random)
+    blocks = described.banded_blocks(problem, random)
+    right, logsumexp = reference.block_attention(q, k, v, blocks, problem.scale)
+    delta = torch.full_like(logsumexp, math.nan)
+    return q, k, v, grad, out.copy_(right), logsumexp, None, *blocks[:5], by_q.fill_(math.nan), delta
+
+
+def _reference_by_query(problem: BlockAttention, operands: Operands) -> tuple[Tensor, ...]:
+    q, k, v, grad, out, logsumexp, *lists, _, _ = (one for one in operands if one is not None)
+    grad, q, k, v, out, logsumexp = (one.double() for one in (grad, q, k, v, out, logsumexp))
+    delta = reference.delta_of(grad, out, None)
+    return reference.by_query(grad, q, k, v, logsumexp, delta, lists, problem.scale), delta
+
+
+def _operands_by_key(problem: BlockAttention, device: torch.device, seed: int) -> Operands:
+    random = torch.Generator(device).manual_seed(seed)
+    q, k, v, grad, by_k, by_v = described.dense_operands(problem, _BY_KEY, random)
+    blocks = described.banded_blocks(problem, random)
+    out, logsumexp = reference.block_attention(q, k, v, blocks, problem.scale)
+    delta = reference.delta_of(grad, out, None).float()
+    return q, k, v, grad, logsumexp, delta, *blocks[5:], by_k.fill_(math.nan), by_v.fill_(math.nan)
+
+
+def _reference_by_key(problem: BlockAttention, operands: Operands) -> tuple[Tensor, ...]:
+    q, k, v, grad, logsumexp, delta, *lists, _, _ = (one for one in operands if one is not None)
+    grad, q, k, v, logsumexp, delta = (one.double() for one in (grad, q, k, v, logsumexp, delta))
+    return reference.by_key(grad, q, k, v, logsumexp, delta, lists, problem.scale)
+
+
+ATTENTION_BY_QUERY = Operation(
+    "attention_by_query", partial(described.signature, "attention_by_query"),
+    partial(described.representative, shapes=_BY_QUERY), _operands_by_query, (12, 13), _reference_by_query,
+    lambda problem: 2 * TOLERANCE[problem.dtype],
+)  # fmt: skip
+ATTENTION_BY_KEY = Operation(
+    "attention_by_key", partial(described.signature, "attention_by_key"),
+    partial(described.representative, shapes=_BY_KEY), _operands_by_key, (11, 12), _reference_by_key,
+    lambda problem: 2 * TOLERANCE[problem.dtype],
+)  # fmt: skip

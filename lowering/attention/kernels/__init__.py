@@ -1,0 +1,1 @@
+"""Kernels of attention over a part of the pairs."""

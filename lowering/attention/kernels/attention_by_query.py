@@ -1,0 +1,141 @@
+"""The gradient of attention over listed blocks by its queries, and delta, a tile of queries a program."""
+
+import sympy
+import triton
+import triton.language as tl
+
+from sparsecomp.lowering.attention.kernels.block_tiles import (
+    LOG2_E,
+    constants,
+    kept_pairs,
+    load_rows,
+    load_words,
+    store_rows,
+    tile_space,
+)
+from sparsecomp.lowering.attention.kernels.tile_cost import cost_by_tiles
+from sparsecomp.lowering.attention.problem import BlockAttention
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.sparse.kernels.epilogue import dot, precision
+from sparsecomp.lowering.tuning.cost import sizes
+from sparsecomp.lowering.tuning.template import Config, Template
+
+
+@triton.jit
+def sum_by_query(
+    acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, first, last, rows,
+    K_LEN, scale, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient by scaled queries after the entries `first` to `last` of a list."""
+    column, depth, v_depth = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
+    PARTS: tl.constexpr = BLOCK_K // BN
+    # the next place is loaded a step ahead: loads of tiles are in flight while none waits for its place
+    block = tl.load(index_ptr + first, mask=first < last, other=0)
+    if MASKED:
+        tile = tl.load(tile_ptr + first, mask=first < last, other=0)
+    for at in range(first * PARTS, last * PARTS):
+        within = at % PARTS * BN
+        start = block * BLOCK_K + within
+        if MASKED:
+            words = load_words(bits_ptr, tile, rows, within, BLOCK_Q, BLOCK_K, BN)
+            tile = tl.load(tile_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
+        block = tl.load(index_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
+        start = tl.multiple_of(start, BN)
+        keys = start + column
+        k = load_rows(k_ptrs + start.to(tl.int64) * k_row, keys, depth, K_LEN, MASKED and CHECK_ROWS, D, BD)
+        v = load_rows(v_ptrs + start.to(tl.int64) * v_row, keys, v_depth, K_LEN, MASKED and CHECK_ROWS, DV, BDV)
+        score = dot(q, tl.trans(k), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
+        weight = tl.math.exp2(score * scale - logsumexp[:, None])
+        if MASKED:
+            kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
+            weight = tl.where(kept, weight, 0.0)
+        by_weight = dot(grad, tl.trans(v), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
+        by_score = weight * (by_weight - delta[:, None])
+        acc = dot(by_score.to(k.dtype), k, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def attention_by_query_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, out_ptr, logsumexp_ptr, grad_logsumexp_ptr, count_ptr, partial_ptr, index_ptr,
+    tile_ptr, bits_ptr, by_q_ptr, delta_ptr,
+    Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    grad_batch, grad_head, grad_row, out_batch, out_head, out_row, by_batch, by_head, by_row,
+    list_batch, list_head, WIDTH,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of BM queries of one head."""
+    first_query = tl.program_id(0) * BM
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    queries = first_query + tl.arange(0, BM)
+    wide = queries.to(tl.int64)[:, None]
+    rows = first_query % BLOCK_Q + tl.arange(0, BM)
+    column, depth, v_depth = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
+
+    q_ptrs = q_ptr + batch * q_batch + head * q_head + wide * q_row + depth[None, :]
+    grad_ptrs = grad_ptr + batch * grad_batch + head * grad_head + wide * grad_row + v_depth[None, :]
+    out_ptrs = out_ptr + batch * out_batch + head * out_head + wide * out_row + v_depth[None, :]
+    q = load_rows(q_ptrs, queries, depth, Q_LEN, True, D, BD)
+    grad = load_rows(grad_ptrs, queries, v_depth, Q_LEN, True, DV, BDV)
+    out = load_rows(out_ptrs, queries, v_depth, Q_LEN, True, DV, BDV)
+    of_head = (batch * tl.num_programs(1) + head) * Q_LEN
+    inside = queries < Q_LEN
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    if grad_logsumexp_ptr is not None:
+        delta -= tl.load(grad_logsumexp_ptr + of_head + queries, mask=inside, other=0.0)
+    tl.store(delta_ptr + of_head + queries, delta, mask=inside)
+    logsumexp = tl.load(logsumexp_ptr + of_head + queries, mask=inside, other=0.0)
+    # of a query that keeps nothing: any finite number
+    logsumexp = tl.where(logsumexp == float("-inf"), 0.0, logsumexp) * LOG2_E
+
+    k_ptrs = k_ptr + batch * k_batch + head // GROUP * k_head + column[:, None] * k_row + depth[None, :]
+    v_ptrs = v_ptr + batch * v_batch + head // GROUP * v_head + column[:, None] * v_row + v_depth[None, :]
+    block = batch * list_batch + head * list_head + first_query // BLOCK_Q
+    count, partial = tl.load(count_ptr + block), tl.load(partial_ptr + block)
+    index_ptr += block * WIDTH
+    tile_ptr += block * WIDTH
+    acc = tl.zeros((BM, BD), tl.float32)
+    acc = sum_by_query(
+        acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, partial, rows,
+        K_LEN, scale * LOG2_E, True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+    )  # fmt: skip
+    acc = sum_by_query(
+        acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count,
+        rows, K_LEN, scale * LOG2_E, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+    )  # fmt: skip
+    by_q_ptrs = by_q_ptr + batch * by_batch + head * by_head + wide * by_row + depth[None, :]
+    store_rows(by_q_ptrs, acc * scale, queries, depth, Q_LEN, D)
+
+
+def _prepare(problem: BlockAttention, config: Config) -> Launch:
+    p = problem
+    fixed = constants(p, config, p.k_len, p.block_k) | {"PRECISION": precision(p.dtype)}
+    grid = (triton.cdiv(p.q_len, config["BM"]), p.heads, p.batch)
+    numbers = (*p.numbers, *p.lists[0], p.width)
+    return Launch(
+        attention_by_query_kernel, grid, numbers, fixed, num_warps=config["warps"], num_stages=config["stages"]
+    )  # fmt: skip
+
+
+def _space(problem: BlockAttention, device: Device) -> list[Config]:
+    return tile_space(problem, device, by_key=False, kept=problem.padded_depth, scores=2)
+
+
+_q_len, _block_k, _width, _bm, _bn, _depth, _v_depth = sizes(
+    "q_len block_k width BM BN padded_depth padded_v_depth"
+)  # fmt: skip
+
+ATTENTION_BY_QUERY = Template(
+    name="attention_by_query",
+    op="attention_by_query",
+    sources=(attention_by_query_kernel, sum_by_query, kept_pairs, load_words, load_rows, store_rows, dot),
+    space=_space,
+    cost=cost_by_tiles(
+        programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=2 * _depth + _v_depth,
+        walked=_bn, kept=_bm,
+    ),
+    prepare=_prepare,
+)

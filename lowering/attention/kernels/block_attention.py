@@ -1,0 +1,142 @@
+"""Attention over listed blocks with an online softmax (FlashAttention-2, algorithm 1), a tile of queries a program."""
+
+import sympy
+import triton
+import triton.language as tl
+
+from sparsecomp.lowering.attention.kernels.block_tiles import (
+    LN_2,
+    LOG2_E,
+    constants,
+    kept_pairs,
+    load_rows,
+    load_words,
+    store_rows,
+    tile_space,
+)
+from sparsecomp.lowering.attention.kernels.tile_cost import cost_by_tiles
+from sparsecomp.lowering.attention.problem import BlockAttention
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.sparse.kernels.epilogue import dot, precision
+from sparsecomp.lowering.tuning.cost import sizes
+from sparsecomp.lowering.tuning.template import Config, Template
+
+
+@triton.jit
+def attend(
+    acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, first, last, rows, K_LEN, scale,
+    MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums and greatest scores (times log2 e) after the entries `first` to `last` of a list."""
+    column, depth, v_depth = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
+    PARTS: tl.constexpr = BLOCK_K // BN
+    # the next place is loaded a step ahead: loads of tiles are in flight while none waits for its place
+    block = tl.load(index_ptr + first, mask=first < last, other=0)
+    if MASKED:
+        tile = tl.load(tile_ptr + first, mask=first < last, other=0)
+    for at in range(first * PARTS, last * PARTS):
+        within = at % PARTS * BN
+        start = block * BLOCK_K + within
+        if MASKED:
+            words = load_words(bits_ptr, tile, rows, within, BLOCK_Q, BLOCK_K, BN)
+            tile = tl.load(tile_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
+        block = tl.load(index_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
+        start = tl.multiple_of(start, BN)
+        keys = start + column
+        k = load_rows(k_ptrs + start.to(tl.int64) * k_row, keys, depth, K_LEN, MASKED and CHECK_ROWS, D, BD)
+        score = dot(q, tl.trans(k), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
+        if MASKED:
+            kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
+            score = tl.where(kept, score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1) * scale)
+        # no score yet but -inf: any finite number in its place gives weights of zero
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.math.exp2(score * scale - shift[:, None])
+        shrink = tl.math.exp2(top - shift)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None]
+        v = load_rows(v_ptrs + start.to(tl.int64) * v_row, keys, v_depth, K_LEN, MASKED and CHECK_ROWS, DV, BDV)
+        acc = dot(weight.to(v.dtype), v, acc, PRECISION)
+        top = higher
+    return acc, total, top
+
+
+@triton.jit
+def block_attention_kernel(
+    q_ptr, k_ptr, v_ptr, count_ptr, partial_ptr, index_ptr, tile_ptr, bits_ptr, out_ptr, logsumexp_ptr,
+    Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    out_batch, out_head, out_row, list_batch, list_head, WIDTH,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of BM queries of one head."""
+    first_query = tl.program_id(0) * BM
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    queries = first_query + tl.arange(0, BM)
+    rows = first_query % BLOCK_Q + tl.arange(0, BM)
+    column, depth, v_depth = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
+
+    q_ptr += batch * q_batch + head * q_head
+    k_ptr += batch * k_batch + head // GROUP * k_head
+    v_ptr += batch * v_batch + head // GROUP * v_head
+    q_ptrs = q_ptr + queries.to(tl.int64)[:, None] * q_row + depth[None, :]
+    q = load_rows(q_ptrs, queries, depth, Q_LEN, True, D, BD)
+    k_ptrs = k_ptr + column[:, None] * k_row + depth[None, :]
+    v_ptrs = v_ptr + column[:, None] * v_row + v_depth[None, :]
+
+    block = batch * list_batch + head * list_head + first_query // BLOCK_Q
+    count, partial = tl.load(count_ptr + block), tl.load(partial_ptr + block)
+    index_ptr += block * WIDTH
+    tile_ptr += block * WIDTH
+    acc = tl.zeros((BM, BDV), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    top = tl.full((BM,), float("-inf"), tl.float32)
+    scale = scale * LOG2_E
+    acc, total, top = attend(
+        acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, partial, rows, K_LEN,
+        scale, True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+    )  # fmt: skip
+    acc, total, top = attend(
+        acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count, rows, K_LEN,
+        scale, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+    )  # fmt: skip
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_ptr += batch * out_batch + head * out_head
+    out_ptrs = out_ptr + queries.to(tl.int64)[:, None] * out_row + v_depth[None, :]
+    store_rows(out_ptrs, acc, queries, v_depth, Q_LEN, DV)
+    sums = tl.where(total == 0.0, float("-inf"), (top + tl.math.log2(tl.where(total == 0.0, 1.0, total))) * LN_2)
+    logsumexp_ptr += (batch * tl.num_programs(1) + head) * Q_LEN
+    tl.store(logsumexp_ptr + queries, sums, mask=queries < Q_LEN)
+
+
+def _prepare(problem: BlockAttention, config: Config) -> Launch:
+    p = problem
+    fixed = constants(p, config, p.k_len, p.block_k) | {"PRECISION": precision(p.dtype)}
+    grid = (triton.cdiv(p.q_len, config["BM"]), p.heads, p.batch)
+    numbers = (*p.numbers, *p.lists[0], p.width)
+    return Launch(
+        block_attention_kernel, grid, numbers, fixed, num_warps=config["warps"], num_stages=config["stages"]
+    )  # fmt: skip
+
+
+def _space(problem: BlockAttention, device: Device) -> list[Config]:
+    return tile_space(problem, device, by_key=False, kept=problem.padded_v_depth, scores=1)
+
+
+_q_len, _block_q, _block_k, _width, _bm, _bn = sizes("q_len block_q block_k width BM BN")
+_depth, _v_depth = sizes("padded_depth padded_v_depth")
+
+BLOCK_ATTENTION = Template(
+    name="block_attention",
+    op="block_attention",
+    sources=(block_attention_kernel, attend, kept_pairs, load_words, load_rows, store_rows, dot),
+    space=_space,
+    cost=cost_by_tiles(
+        programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=_depth + _v_depth, walked=_bn,
+        kept=_bm,
+    ),
+    prepare=_prepare,
+)
