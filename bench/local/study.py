@@ -125,7 +125,8 @@ def trained(run: Run) -> Row:
     sparse = _sparse(setting, problem, run.seed)
     wanted = match_dense(count_params(sparse), problem.x.shape[1], problem.outputs, depths=range(1, 4))
     net = sparse if run.network == "sparse" else _dense(setting, problem, wanted.width, wanted.depth)
-    call = _compiled(net.to(device), run) if setting.compiled else net
+    net = net.to(device)
+    call = _compiled(net, run) if setting.compiled else net
     step = _step(net, call, parts, problem, setting)
     batches = _batches(len(parts.x), setting.epochs, run.seed, device)
     first, rest = _seconds(step, batches[:1]), _seconds(step, batches[1:])
