@@ -76,7 +76,7 @@ class Mutation:
 
 
 def mutations(path: Path) -> Iterator[Mutation]:
-    """Every change that can be made on one line of a file."""
+    """Every change on one line of a file; a few of them `_compiles` refuses."""
     text = path.read_text()
     lines = text.splitlines()
     tree = ast.parse(text)
@@ -89,7 +89,7 @@ def mutations(path: Path) -> Iterator[Mutation]:
             line = lines[target.lineno - 1].encode()
             old = line[target.col_offset : target.end_col_offset].decode()
             mutation = Mutation(path, target.lineno, target.col_offset, target.end_col_offset, old, new)
-            if new != old and _compiles(mutation.applied(text)):
+            if new != old:
                 yield mutation
 
 
@@ -119,9 +119,9 @@ def _changes(node: ast.AST, text: str) -> Iterator[tuple[ast.expr, str]]:
         yield node, str(node.value + 1)
 
 
-def _compiles(text: str) -> bool:
+def _compiles(mutation: Mutation) -> bool:
     try:
-        compile(text, "mutated", "exec")
+        compile(mutation.applied(mutation.path.read_text()), "mutated", "exec")
     except SyntaxError:
         return False
     return True
@@ -412,7 +412,8 @@ def chosen(package: str, count: int, seed: int) -> list[tuple[str, Mutation]]:
     files = [(name, path) for name, folder in folders
              for path in sorted(folder.glob("*.py") if name == "sparsecomp" else folder.rglob("*.py"))]  # fmt: skip
     places = [(name, mutation) for name, path in files for mutation in mutations(path)]
-    return random.Random(seed).sample(places, min(count, len(places)))
+    random.Random(seed).shuffle(places)
+    return list(itertools.islice((place for place in places if _compiles(place[1])), count))
 
 
 def main() -> int:

@@ -162,13 +162,9 @@ def target_name(node: fx.Node) -> str | None:
 def _form(node: fx.Node) -> Form:
     """How the call of a torch operator is spelled."""
     target = node.target
-    if node.op == "call_method" or hasattr(target, "__objclass__") or _module_name(target) == "torch._tensor":
+    if node.op == "call_method" or hasattr(target, "__objclass__"):
         return Form.METHOD
     return Form.PYTHON if isinstance(target, FunctionType) else Form.ATEN
-
-
-def _module_name(target: object) -> str | None:
-    return getattr(target, "__module__", None)
 
 
 def shape_of(value: object) -> tuple[int | None, ...] | None:

@@ -12,6 +12,7 @@ from rewriting import ConvNet, OnSpikes, dyadic, rewritten, site
 
 import sparsecomp
 from sparsecomp import _compat
+from sparsecomp.compiler.capture import tell_breaks
 from sparsecomp.compiler.explain import explain
 from sparsecomp.compiler.optimize import optimize
 from sparsecomp.compiler.profile import LayerProfile, Profile
@@ -282,3 +283,11 @@ def test_explain_names_pruned_layers_that_sparsify_would_take():
         taken = sparsecomp.sparsify(model, sparsecomp.FromMask(), filter=lambda layer, name: name not in "bc")
     assert [name for name, layer in taken.named_children() if type(layer) is not torch.nn.Linear] == list("adefgh")
     assert not any("FromMask" in note for note in explain(taken.b, torch.ones(2, 16)).notes)
+
+
+@pytest.mark.parametrize(("graphs", "breaks", "told"), [(1, [], 0), (0, [], 1), (0, ["why"], 0), (2, ["why"], 0)])
+def test_a_model_without_a_graph_is_told_why(graphs: int, breaks: list[str], told: int) -> None:
+    report = Report(graphs=graphs)
+    tell_breaks(report, breaks)
+    assert report.graph_breaks == breaks and len(report.notes) == told
+    assert all("Dynamo gives no reason" in note for note in report.notes)

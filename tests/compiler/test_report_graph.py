@@ -6,12 +6,14 @@ import networkx
 import pytest
 import torch
 from rewriting import ConvNet, OnSpikes, rewritten, site
-from torch import nn
+from torch import fx, nn
 
 import sparsecomp
 from sparsecomp.errors import OptionError, RuleError
 from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cards import H100
+from sparsecomp.options import Options
+from sparsecomp.passes import pipeline
 from sparsecomp.passes.cost.dense import conv_work, matmul_work, time_of
 from sparsecomp.passes.record import Record
 from sparsecomp.report import Estimate, Node, Report, merge
@@ -244,3 +246,18 @@ def test_what_a_rewrite_is_made_of_is_counted_once() -> None:
     gain = report.model_gain()
     assert done.implementation == "dense copy" and [one.rule for one in report.sites] == ["sparse_linear"]
     assert gain is not None and done.estimate is not None and gain.seconds == done.estimate.seconds
+
+
+def test_what_a_node_is_called_by_its_kind():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias, self.layer = nn.Parameter(torch.zeros(3)), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layer(x).add(self.bias)
+
+    report = pipeline.run_rules(fx.symbolic_trace(Model()), Options())
+    assert [(node.name, node.op) for node in report.before] == [
+        ("x", "input"), ("layer", "layer"), ("bias", "parameter"), ("add", "add"), ("output", "output")
+    ]  # fmt: skip

@@ -321,7 +321,14 @@ def test_a_conversion_between_unknown_dtypes_may_be_no_copy(unknown: str) -> Non
     assert fact is None or not fact.integral
 
 
-@pytest.mark.parametrize("reshape", [lambda s: s.unsqueeze_(0), lambda s: s.data.contiguous().transpose_(0, 1)])
+@pytest.mark.parametrize(
+    "reshape",
+    [
+        lambda s: s.unsqueeze_(0),
+        lambda s: s.data.contiguous().transpose_(0, 1),
+        lambda s: s.resolve_conj().transpose_(0, 1),  # the tensor itself, by an operator that is not known
+    ],
+)
 def test_a_shape_that_changes_in_place_is_no_ones(reshape: Callable[[torch.Tensor], Any]) -> None:
     """The example of `s` has the last of its shapes, whoever reads it."""
 

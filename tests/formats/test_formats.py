@@ -251,6 +251,28 @@ def test_pointers_of_a_slice_stay_absolute() -> None:
     assert part.compact().crow.tolist() == [0, 1, 3]
 
 
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "COO"])
+def test_entries_and_their_places_are_those_of_the_dense_matrix(name) -> None:
+    dense = random_dense((7, 10), 0.4)
+    values, arrays, block, shape = kind(name).from_dense(dense, **LAYOUTS[name]).by_rows()
+    own = kind({"CSC": "CSR", "BCSC": "BSR"}.get(name, name))
+    height, width = block if own.BLOCKS else (1, 1)
+    found = torch.zeros(2, 16, 16)
+    pointers, cols = own.entries(arrays, block, shape)
+    assert len(pointers) == -(-shape[0] // height) + 1 and pointers[0] == 0 and pointers[-1] == len(cols)
+    entries = values.reshape(len(cols), height, width)
+    for row, (first, last) in enumerate(itertools.pairwise(pointers.tolist())):
+        for entry in range(first, last):
+            found[0, row * height :, cols[entry] * width :][:height, :width] += entries[entry]
+    if own.BLOCKS:
+        found = found[:1]
+    else:
+        found[1].index_put_(own.entry_places(arrays, block, shape), values, accumulate=True)
+    expected = dense if shape == tuple(dense.shape) else dense.mT
+    for one in found:
+        assert torch.equal(one[: shape[0], : shape[1]], expected) and one.count_nonzero() == expected.count_nonzero()
+
+
 def test_spare_capacity_may_hold_anything() -> None:
     crow, col = torch.tensor([1, 2, 2], dtype=torch.int32), torch.tensor([99, 1, -5], dtype=torch.int32)
     matrix = CSR.from_arrays(crow, col, torch.tensor([math.nan, 2.0, math.nan]), (2, 2))

@@ -15,6 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 from sparsecomp.errors import ConfigError, ExtraError
+from sparsecomp.lowering.tuning.progress import Progress
 from sparsecomp.nn import GeoSparseClassifier, GeoSparseRegressor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,6 +54,16 @@ def test_it_learns_and_stops_early(kind):
     else:
         judged = np.mean(((held[1] - model.predict(held[0])) / y.std(0)) ** 2)
     assert device.type == "cpu" and judged == pytest.approx(min(losses), rel=1e-5)
+
+
+@BOTH
+def test_a_bar_moves_with_each_epoch_where_one_is_asked_for(kind, monkeypatch):
+    steps = []
+    monkeypatch.setattr(Progress, "advance", lambda bar: steps.append((bar._title, bar._total)))
+    small(kind, progress=False).fit(*data(kind))
+    assert steps == []
+    small(kind, progress=True).fit(*data(kind))
+    assert steps == [("fit", 5)] * 5
 
 
 @BOTH

@@ -95,7 +95,7 @@ def sum_of(fact: SparsityFact, count: int) -> SparsityFact | None:
 
 def _tuple(value: Any, rank: int) -> tuple[int, ...]:
     if isinstance(value, tuple | list):
-        return tuple(value) if len(value) > 1 or rank == 1 else tuple(value) * rank
+        return tuple(value) * rank if len(value) == 1 else tuple(value)
     return (value,) * rank if isinstance(value, int) else (0,)
 
 
