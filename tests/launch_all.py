@@ -156,6 +156,11 @@ def spikes(device: str) -> None:
             ops.spike_linear(x.flatten(1), torch.randn(19, x[0].numel(), device=device, dtype=dtype), None, 2, "binary")
     whole = (torch.rand(3, 64, 13, 11, device=device) < 0.1).float()  # channels as tensor cores want them
     ops.spike_conv(whole, torch.randn(33, 64, 3, 3, device=device), None, [1, 1], [1, 1], [1, 1], 1, 3, "binary")
+    for dtype, groups in itertools.product(DTYPES, (1, 2)):
+        x = (torch.rand(3, 18, 9, 7, device=device) < 0.1).to(dtype).requires_grad_()
+        weight = torch.randn(18, 34 // groups, 3, 4, device=device, dtype=dtype, requires_grad=True)
+        weight.data[:, 1] *= 1e4
+        ops.spike_conv_transpose(x, weight, None, [2, 3], [1, 0], [1, 0], groups, [1, 2], 3).sum().backward()
     heads = (torch.rand(3, 49, 4, 24, device=device) < 0.2).float().transpose(1, 2)
     ops.spike_matmul(heads, heads.mT)
 

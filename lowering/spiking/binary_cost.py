@@ -1,4 +1,4 @@
-"""What a configuration of the convolution on int8 tensor cores costs, for both its kernels.
+"""What a configuration of the convolution on int8 tensor cores costs, for both its kernels and the transposed one's.
 
 Held against all configurations of 22 convolutions and products on an H100 (`bench/results/tuning.json`): the fastest is
 among the first three in 18, and the first is within 13 % of it, 3 % in the mean. Only three numbers are fitted there:
@@ -11,7 +11,7 @@ from sparsecomp.lowering.tuning.cost import Cost, sizes, waves
 
 _m, _in_pixels, _taps = sizes("conv.m conv.in_pixels conv.taps")
 _c, _k, _groups = sizes("conv.c conv.k conv.groups")
-_cp, _digits = sizes("cp digits")
+_cp, _digits, _phases = sizes("cp digits phases")
 _bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
 _bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
 _shared_rate, _int8_portable = sizes("shared_rate int8_portable")
@@ -26,15 +26,16 @@ _START = 3e-6
 """Seconds before the first product and after the last."""
 
 
-def binary_conv_cost(hopper: bool) -> Cost:
+def binary_conv_cost(hopper: bool, transposed: bool = False) -> Cost:
     """Waves of tiles over the processors, each tile a walk over the depth; what is written comes on top.
 
     Four things overlap, if not wholly: the processors' work, what is copied to shared memory, the wait for these
     copies, of which the stages allow so many at a time, and the inputs' traffic. The tensor cores read from shared
-    memory, which is no less busy than they are.
+    memory, which is no less busy than they are. A transposed convolution's output sees one of `phases` parts of the
+    taps.
     """
     tiles = sympy.ceiling(_m / _bm) * sympy.ceiling(_k / (_groups * _bn)) * _groups
-    steps = _taps * _cp / _bk
+    steps = _taps * _cp / _bk / (_phases if transposed else 1)
     copied = (_bm + _digits * _bn) * _bk
     walks = waves(tiles, _processors) * steps
     # the ceiling of int8 is what whole convolutions reach; warp-wide instructions reach less

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch.strided import contiguous_strides, dtype_name
-from sparsecomp.reference.geometry import IMAGE_DIMS, Window, convolve
+from sparsecomp.reference.geometry import IMAGE_DIMS, AnyWindow, Window, convolve
 
 CONV_TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
 """Relative Frobenius error of a convolution on spikes by dtype of its result: mostly that result's rounding."""
@@ -101,7 +101,7 @@ class Convolution(NamedTuple):
     c: int
     k: int
     size: tuple[int, ...]
-    window: Window
+    window: AnyWindow
     groups: int
     out: OutputStrides
     dtype: str
@@ -111,10 +111,13 @@ class Convolution(NamedTuple):
 
     @classmethod
     def of(
-        cls, x: Sequence[int], weight: Sequence[int], window: Window, groups: int = 1, dtype: str = "float32",
+        cls, x: Sequence[int], weight: Sequence[int], window: AnyWindow, groups: int = 1, dtype: str = "float32",
         channels_last: bool = True, has_bias: bool = False, scale: float = 1.0, has_factor: bool = False,
     ) -> "Convolution":  # fmt: skip
-        """The convolution of counts and weight of these shapes, into an output that is channels-last or not."""
+        """The convolution of counts and weight of these shapes, into an output that is channels-last or not.
+
+        A transposed convolution's weight is told as (K, C / groups, …) too; of either, only K is looked at.
+        """
         (n, c, *size), k = x, weight[0]
         pixels = prod(window.output_size(size))
         out = OutputStrides(k, 1, k * pixels) if channels_last else OutputStrides(1, pixels, k * pixels)
@@ -204,7 +207,7 @@ class Convolution(NamedTuple):
         return memory.as_strided((self.n, self.k, *self.out_size), strides)
 
     def reference(self, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None) -> Tensor:
-        """The dense convolution of counts `x` in float64."""
+        """The dense convolution of counts `x` in float64; `weight` lies as torch's operator takes it."""
         x = x.double() * self.scale * (1.0 if factor is None else factor.double())
         return convolve(x, weight.double(), None if bias is None else bias.double(), self.window, self.groups)
 
@@ -244,7 +247,7 @@ def numbered(given: Mapping[str, Any], prefix: str, letters: str) -> tuple[int, 
     return tuple(int(given[prefix + letter]) for letter in letters if prefix + letter in given)
 
 
-def empty_output(x: Tensor, window: Window, channels: int, dtype: torch.dtype, channels_last: bool) -> Tensor:
+def empty_output(x: Tensor, window: AnyWindow, channels: int, dtype: torch.dtype, channels_last: bool) -> Tensor:
     """The uninitialised output (N, channels, …) of a convolution of `x` (N, C, …)."""
     size = window.output_size(x.shape[2:])
     shape = (x.shape[0], channels, *size)

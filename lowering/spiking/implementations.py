@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, density_bucket
 from sparsecomp.lowering.spiking.convolution import as_image, labelled, numbered
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.geometry import IMAGE_DIMS, Window, convolve, laid_out
+from sparsecomp.reference.geometry import IMAGE_DIMS, AnyWindow, TransposedWindow, Window, convolve, laid_out
 
 _UNKNOWN_DENSITY = 0.15
 """Density of the trial where the site's is unknown: trained spiking networks fire at 8 to 20 %."""
@@ -48,7 +48,7 @@ class SiteInfo(NamedTuple):
     c: int
     size: tuple[int, ...]
     k: int
-    window: Window
+    window: AnyWindow
     groups: int
     digits: int
     density: float | None
@@ -80,6 +80,16 @@ class SiteInfo(NamedTuple):
         return prod(self.window.kernel)
 
     @property
+    def transposed(self) -> bool:
+        """Whether it is a transposed convolution."""
+        return isinstance(self.window, TransposedWindow)
+
+    @property
+    def walked(self) -> float:
+        """Output pixels of an image, each times the share of the window's taps that it sees."""
+        return self.out_pixels / prod(self.window.stride) if self.transposed else self.out_pixels
+
+    @property
     def is_linear(self) -> bool:
         """Whether it is a product of matrices: maps and window of one pixel."""
         return self.in_pixels == self.taps == 1
@@ -99,6 +109,8 @@ class SiteInfo(NamedTuple):
 
 def able(site: SiteInfo) -> list[str]:
     """The implementations that can serve a site, by what is known of its input; dense first."""
+    if site.transposed:
+        return ["dense", "binary"]
     # the other two were measured, and pay, with whole vectors of channels only
     image = len(site.size) <= IMAGE_DIMS and not (site.c % _VECTOR or site.k % _VECTOR)
     sparse = image and site.density is not None and site.density < EVENT_CAPACITY and site.groups == 1

@@ -5,6 +5,7 @@ alone, so it is worked out once and kept as a record.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,11 @@ from torch import Tensor
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name
 from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, BinaryConv, binary_conv
-from sparsecomp.lowering.spiking.convolution import Convolution, beyond_images, empty_output
+from sparsecomp.lowering.spiking.convolution import Convolution, beyond_images, empty_output, planar
 from sparsecomp.lowering.spiking.event_conv import event_conv, serves
 from sparsecomp.lowering.spiking.packing import PACK_WEIGHT, PackWeight, pack_weight, to_bytes
 from sparsecomp.lowering.spiking.skip_conv import list_rows
+from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.geometry import Window, lies_channels_last
 
@@ -27,7 +29,7 @@ def launch_conv(
     """CUDA implementation of `sparsecomp::spike_conv`."""
     how = (stride, padding, dilation, groups, digits, implementation, scale, factor, spread)
     counts = _counts(x, implementation, scale, binary)
-    return launch_counts(counts, weight, bias, *how, _returns_channels_last(x, weight))
+    return launch_counts(counts, weight, bias, *how, returns_channels_last(x, weight))
 
 
 def launch_linear(
@@ -73,23 +75,33 @@ def launch_counts(
     return out
 
 
-class _Record:
-    """The two launches of a call on int8 tensor cores, which split the weight and multiply, and their workspaces."""
+class SplitProduct:
+    """The two launches of a call on int8 tensor cores, which split the weight and multiply, and their workspaces.
 
-    def __init__(self, conv: Convolution, split: PackWeight, weight: Tensor, out: Tensor, device: torch.device) -> None:
-        problem = BinaryConv(conv, split.digits, weight.stride())
-        self._planes, self._scales = split.planes, split.planes[1:2]
+    Args:
+        operation, problem: the product.
+        split: the split.
+        out: like the output.
+        unused: how many tensors the product takes that such a call does not have.
+    """
+
+    def __init__(
+        self, operation: Operation[Any], problem: Any, split: PackWeight, out: Tensor, device: torch.device,
+        unused: int = 0,
+    ) -> None:  # fmt: skip
+        self._planes, self._scales, self._unused = split.planes, split.planes[1:2], (None,) * unused
         self._size, self._stride, self._dtype, self._device = out.size(), out.stride(), out.dtype, device
         self._pack = dispatch.prepared(PACK_WEIGHT, split, device) if out.numel() else None
-        self._multiply = dispatch.prepared(BINARY_CONV, problem, device) if out.numel() else None
+        self._multiply = dispatch.prepared(operation, problem, device) if out.numel() else None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None) -> Tensor:
+        """The output; `weight` is (K, C / groups, …)."""
         out = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
         if self._pack is not None and self._multiply is not None:
             planes = torch.empty(self._planes, dtype=torch.int8, device=self._device)
             scales = torch.empty(self._scales, dtype=torch.float32, device=self._device)
-            self._pack(weight, planes, scales)
-            self._multiply(x, planes, scales, weight, bias, factor, out, None, None)
+            self._pack(planar(weight), planes, scales)
+            self._multiply(x, planes, scales, weight, bias, factor, out, *self._unused)
         return out
 
 
@@ -98,7 +110,7 @@ def _record(
     device: torch.device, shape: torch.Size, weight_shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype,
     has_bias: bool, has_factor: bool, stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...],
     groups: int, digits: int, scale: float, spread: float, channels_last: bool,
-) -> _Record:  # fmt: skip
+) -> SplitProduct:  # fmt: skip
     x = torch.empty(shape, dtype=torch.int8, device="meta")
     weight = torch.empty_strided(weight_shape, strides, dtype=dtype, device="meta")
     window = Window.of(weight_shape, stride, padding, dilation)
@@ -106,10 +118,11 @@ def _record(
     conv = Convolution.of(
         shape, weight_shape, window, groups, dtype_name(out), not out.is_contiguous(), has_bias, scale, has_factor
     )
-    return _Record(conv, PackWeight.of(weight, digits, spread), weight, out, device)
+    problem = BinaryConv(conv, digits, strides)
+    return SplitProduct(BINARY_CONV, problem, PackWeight.of(weight, digits, spread), out, device, unused=2)
 
 
-def _returns_channels_last(x: Tensor, weight: Tensor) -> bool:
+def returns_channels_last(x: Tensor, weight: Tensor) -> bool:
     """Whether a convolution on CUDA answers in channels-last memory: it does when either operand suggests it."""
     if x.dim() == 3:  # torch's goes the way of an image too
         x, weight = x.unsqueeze(2), weight.unsqueeze(2)

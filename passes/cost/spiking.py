@@ -31,18 +31,19 @@ _STEP = 0.6e-6
 """One step of the reduction in a tile that nothing overlaps: what a layer with few active pixels waits for."""
 
 # Sites' numbers by name, then what :func:`_numbers` adds, then the card's.
-_FIELDS = "itemsize n c in_pixels k taps out_pixels groups digits density active fused depth width"
+_FIELDS = "itemsize n c in_pixels k taps out_pixels groups digits density active fused depth width walked"
 (
     _itemsize, _n, _c, _in_pixels, _k, _taps, _out_pixels, _groups, _digits, _density, _active, _fused, _depth, _width,
+    _walked,
 ) = sizes(_FIELDS)  # fmt: skip
 _dense_share, _int8_share, _event_share = sizes("dense_share int8_share event_share")
 _bandwidth, _int8, _single_rows, _splitting = sizes("bandwidth int8 single_rows splitting")
 
 _inputs = _n * _c * _in_pixels
 _weights = _k * _c / _groups * _taps
-_operations = 2 * _n * _out_pixels * _weights
+_operations = 2 * _n * _walked * _weights
 # tensor cores multiply whole tiles, whatever part of them channels fill
-_products = 2 * _n * _out_pixels * _taps * _groups * _depth * _width * _digits / _int8_share
+_products = 2 * _n * _walked * _taps * _groups * _depth * _width * _digits / _int8_share
 # every call splits the weight anew, in a launch of its own: it is read twice, written in bytes
 _packing = sympy.Max(_weights * (2 * _itemsize + _digits) / _bandwidth, _splitting)
 
@@ -168,7 +169,7 @@ def _cost(site: SiteInfo, strategy: str) -> Cost:
 
 
 def _is_matmul(site: SiteInfo) -> bool:
-    return site.in_pixels == 1
+    return site.in_pixels == 1 and not site.transposed
 
 
 def _precision(site: SiteInfo) -> str:
@@ -185,7 +186,7 @@ def _numbers(site: SiteInfo, card: Card) -> dict[str, float]:
         dense = getattr(conv, precision) * (getattr(card.narrow, precision) if narrow else 1.0)
     int8 = (card.int8_two_digits if site.digits == 2 else 1.0) * (card.int8_narrow if narrow else 1.0)
     channels, outputs = site.c // site.groups, site.k // site.groups
-    portable = len(site.size) > IMAGE_DIMS or padded_channels(channels) != channels
+    portable = site.transposed or len(site.size) > IMAGE_DIMS or padded_channels(channels) != channels
     # not measured: at worst the loads are what takes the time, and there are more of them
     int8 *= (card.int8_portable if portable else 1.0) * gcd(channels, _VECTOR) / _VECTOR
     # the rates were measured with their launches, of whole vectors of channels; layers of others are mostly small

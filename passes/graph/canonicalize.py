@@ -270,6 +270,8 @@ def _module_op(node: fx.Node, module: nn.Module | None) -> CanonicalOp | None:
         if base is None:
             return None
         layer, step_mode = base, str(getattr(module, "step_mode", "s"))
+    if len(node.args) + len(node.kwargs) != 1:  # with an `output_size`, such as of a transposed convolution
+        return None
     name, read = MODULE_OPS[layer]
     call: Callable[[Any, nn.Module], dict[str, Any]] = read
     value = node.args[0] if node.args else node.kwargs.get("input")
@@ -285,7 +287,8 @@ def _step_module_base(module: nn.Module) -> type[nn.Module] | None:
 
 
 _STEP_LAYERS = {
-    "Conv1d", "Conv2d", "Conv3d", "Linear", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm",
+    "Conv1d", "Conv2d", "Conv3d", "Linear", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d",
+    "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm",
     "MaxPool1d", "MaxPool2d", "MaxPool3d", "AvgPool1d", "AvgPool2d", "AvgPool3d",
     "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d", "Flatten", "Upsample",
 }  # fmt: skip

@@ -39,6 +39,9 @@ def _unflatten(value: Any, module: nn.Module) -> dict[str, Any]:
 
 
 _conv = _from_attributes("weight", "bias", "stride", "padding", "dilation", "groups", "padding_mode")
+_conv_transpose = _from_attributes(
+    "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation", "padding_mode"
+)
 _max_pool = _from_attributes("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 _avg_pool = _from_attributes("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 _avg_pool1d = _from_attributes("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")
@@ -51,6 +54,9 @@ MODULE_OPS: dict[type[nn.Module], tuple[str, Callable[[Any, nn.Module], dict[str
     nn.Conv1d: ("conv1d", _conv),
     nn.Conv2d: ("conv2d", _conv),
     nn.Conv3d: ("conv3d", _conv),
+    nn.ConvTranspose1d: ("conv_transpose1d", _conv_transpose),
+    nn.ConvTranspose2d: ("conv_transpose2d", _conv_transpose),
+    nn.ConvTranspose3d: ("conv_transpose3d", _conv_transpose),
     nn.Linear: ("linear", _from_attributes("weight", "bias")),
     nn.BatchNorm1d: ("batch_norm", _batch_norm),
     nn.BatchNorm2d: ("batch_norm", _batch_norm),

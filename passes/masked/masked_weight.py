@@ -94,7 +94,7 @@ def _can_be_sparse(masked: Formula, layer: fx.Node, ctx: Context) -> bool:
     return list(stack.values())[-1][1] is nn.Linear and any(2 * int(mask.sum()) <= mask.numel() for mask in masks)
 
 
-RULE = Rule("masked_weight", consider, after=("spike_conv", "spike_linear"))
+RULE = Rule("masked_weight", consider, after=("spike_conv", "spike_conv_transpose", "spike_linear"))
 """Spikes gain more than zeros in a weight do."""
 
 

@@ -5,14 +5,18 @@ fuses it with the neuron behind it for free, and folding would only move roundin
 folding is part of the graph, so later changes of the weights or the statistics, and gradients, keep working.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
+import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.spiking.operand import attribute
+
+_CONV, _TRANSPOSED = torch.ops.sparsecomp.spike_conv.default, torch.ops.sparsecomp.spike_conv_transpose.default
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -21,7 +25,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if op is None or op.name != "batch_norm":
         return None
     conv, multi_step = _producer(op)
-    if conv.target is not torch.ops.sparsecomp.spike_conv.default:
+    if conv.target not in (_CONV, _TRANSPOSED):
         return None
     if not ctx.eager:
         return refuse(Why.NOT_FOLDED, detail="Inductor fuses batch-norm with what follows it")
@@ -38,7 +42,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return Plan(lambda: {node: _build(op, conv, multi_step)}, reason, "folded", dead=dead)
 
 
-RULE = Rule("fold_batch_norm", consider, after=("spike_conv",))
+RULE = Rule("fold_batch_norm", consider, after=("spike_conv", "spike_conv_transpose"))
 
 
 def _producer(op: CanonicalOp) -> tuple[fx.Node, bool]:
@@ -61,6 +65,17 @@ def _build(op: CanonicalOp, conv: fx.Node, multi_step: bool) -> fx.Node:
     shift = parts["running_mean"] if bias is None else emit(torch.sub, parts["running_mean"], bias)
     shift = emit(torch.mul, shift, scale)
     shift = emit(torch.neg, shift) if parts["bias"] is None else emit(torch.sub, parts["bias"], shift)
-    scaled = emit(torch.mul, weight, emit(torch.reshape, scale, (-1, 1, 1, 1)))
+    scaled = _scaled(conv, weight, scale, emit)
     folded = call(node.graph, conv, conv.target, x, scaled, shift, *geometry)
     return emit(torch.unflatten, folded, *op.input.args[1:]) if multi_step else folded
+
+
+def _scaled(conv: fx.Node, weight: Any, scale: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
+    """A convolution's weight, times a number an output channel."""
+    spread = (1,) * len(conv.args[3])  # a stride a dimension
+    if conv.target is _CONV:
+        return emit(torch.mul, weight, emit(torch.reshape, scale, (-1, 1, *spread)))
+    # (C, K / groups, …): a group's inputs have its outputs' numbers
+    groups = conv.args[6]
+    grouped = emit(torch.unflatten, weight, 0, (groups, -1))
+    return emit(torch.flatten, emit(torch.mul, grouped, emit(torch.reshape, scale, (groups, 1, -1, *spread))), 0, 1)

@@ -30,7 +30,9 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return Plan(lambda: {node: _build(node, x)}, "reads the bytes its input was widened from", "bytes")
 
 
-RULE = Rule("narrow_spikes", consider, after=("fuse_neurons", "spike_conv", "spike_linear", "fold_batch_norm"))
+_MAKE_READERS = ("spike_conv", "spike_conv_transpose", "spike_linear")
+
+RULE = Rule("narrow_spikes", consider, after=("fuse_neurons", *_MAKE_READERS, "fold_batch_norm"))
 
 
 def _narrow(x: object, ctx: Context, depth: int) -> bool:

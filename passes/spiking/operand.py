@@ -26,7 +26,7 @@ from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_ho
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.facts import SparsityFact, is_dyadic
-from sparsecomp.reference.geometry import KERNEL_DIMS
+from sparsecomp.reference.geometry import KERNEL_DIMS, TransposedWindow, by_output
 from sparsecomp.reference.precision import KERNEL_DTYPES
 from sparsecomp.tensor.sparse_tensor import SparseTensor
 
@@ -40,7 +40,9 @@ _DIGIT = 128
 
 CONVOLUTIONS = {f"conv{dims}d": dims for dims in range(1, KERNEL_DIMS + 1)}
 """Dimensions of a convolution that kernels index, by its name."""
-TAKEN = ("linear", *CONVOLUTIONS)
+TRANSPOSED = {f"conv_transpose{dims}d": dims for dims in range(1, KERNEL_DIMS + 1)}
+"""The same of transposed ones."""
+TAKEN = ("linear", *CONVOLUTIONS, *TRANSPOSED)
 """Products that a rule of this room takes; how sparse their inputs are is measured."""
 
 
@@ -112,13 +114,13 @@ def check_layer(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
         return refuse(Why.DTYPE, dtype=dtype)
     if 0 in weight.shape:
         return refuse(Why.NO_FEATURES)
-    depth = math.prod(weight.shape[1:])
+    depth = math.prod(_by_output(weight, op).shape[1:])
     if depth * _DIGIT * fact.largest >= 2**31:
         return refuse(Why.TOO_DEEP, depth=depth)
     promise = _promise(fact, x, dtype, ctx)
     if isinstance(promise, Refusal):
         return promise
-    width = _weight_range(op.get("weight"), ctx)
+    width = _weight_range(op, ctx)
     if width is None:
         return refuse(Why.WEIGHT_NOT_FINITE)
     precision = _precision(ctx.options.precision, dtype)
@@ -161,6 +163,8 @@ def card_and_times(operands: Operands, site: gate.SiteInfo) -> tuple[Card, Mappi
     x = example_of(operands.op.input)
     if x is None or x.device.type != "cuda" or not (torch.cuda.is_available() and has_triton()):
         return H100, None
+    if isinstance(site.window, TransposedWindow):  # whose implementations are not timed as wholes
+        return card_of(x.device), None
     if scoped_effort() is not None:
         tuner().choose(SPIKE_CONV, site, x.device)
     entry = default_cache().get(site.signature(device_of(x.device)))
@@ -289,17 +293,23 @@ def _precision(wanted: str, dtype: torch.dtype) -> str:
     return "exact" if dtype is torch.float32 else "half"
 
 
-def _weight_range(weight: object, ctx: Context) -> float | None:
+def _by_output(weight: torch.Tensor, op: CanonicalOp) -> torch.Tensor:
+    """A layer's weight with output channels first."""
+    return by_output(weight, op.get("groups")) if op.name in TRANSPOSED else weight
+
+
+def _weight_range(op: CanonicalOp, ctx: Context) -> float | None:
     """Largest ratio of a channel's greatest weight to the median of its non-zero ones; None if a weight is not finite.
 
     Not to their mean or root mean square: one outlier would hide in either, while its input may never fire.
     Weights whose values the capture does not know (computed, or still fake) count as ordinary.
     """
+    weight = op.get("weight")
     value = ctx.values.get(weight) if isinstance(weight, fx.Node) else weight
     if not isinstance(value, torch.Tensor) or _compat.is_fake(value):
         return 1.0
     with torch.no_grad():
-        rows = value.detach().float().abs().flatten(1)
+        rows = _by_output(value.detach(), op).float().abs().flatten(1)
         top = rows.amax(1)
         typical = rows.masked_fill(rows == 0, torch.nan).nanmedian(1).values  # NaN for a channel of zeros
         ratio = (top / typical).nan_to_num(1.0).amax()

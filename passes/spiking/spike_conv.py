@@ -4,29 +4,24 @@ A dense convolution multiplies floats; a spike is a small whole number, so the p
 exactly, at a fraction of the float32 time. Whether that pays at this shape is the gate's business.
 """
 
-from typing import Any
-
 import torch
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
-from sparsecomp import _compat
-from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
-from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of
+from sparsecomp.passes.spiking.frames import numbers, on_frames, site_of
 from sparsecomp.passes.spiking.operand import (
     CONVOLUTIONS,
+    TRANSPOSED,
     Operands,
     build_inputs,
     check_layer,
     choose,
     hooked,
-    hosted,
-    trains,
     unsupported_layer,
-    writes_bytes,
 )
-from sparsecomp.reference.geometry import Window, is_channels_last
+from sparsecomp.reference.geometry import Window
 
 _LAYERS = [getattr(torch.nn, name.capitalize()) for name in CONVOLUTIONS]
 
@@ -38,7 +33,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if any(hooked(node, ctx, layer) for layer in _LAYERS):
         return refuse(Why.HOOKED)
     op = op_of(node)
-    if op is None:
+    if op is None or op.name in TRANSPOSED:
         return None
     if op.name not in CONVOLUTIONS:
         return unsupported_layer(op, [op.input], ctx) if op.name.startswith("conv") else None
@@ -48,7 +43,10 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     geometry = geometry_of(op)
     if isinstance(geometry, Refusal):
         return geometry
-    site = _site(operands, geometry, ctx)
+    weight = known_sizes(op.get("weight"))
+    if weight is None:
+        return refuse(Why.UNKNOWN_SHAPE)
+    site = site_of(operands, weight[0], Window.of(weight, *geometry), ctx)
     if isinstance(site, Refusal):
         return site
     return choose(operands, site, ctx, lambda strategy: _build(operands, geometry, strategy, ctx))
@@ -58,35 +56,25 @@ RULE = Rule("spike_conv", consider, after=("fuse_neurons", "static_stem"))
 
 
 def _build(operands: Operands, geometry: _Geometry, strategy: str, ctx: Context) -> fx.Node:
-    x, weight, bias, promise = build_inputs(operands, ctx)
-    node, groups = operands.op.node, operands.op.get("groups")
+    op, (x, weight, bias, promise) = operands.op, build_inputs(operands, ctx)
+    target, how = torch.ops.sparsecomp.spike_conv.default, (op.get("groups"), operands.digits, strategy)
 
-    def emit(target: Any, *args: Any) -> fx.Node:
-        return call(node.graph, node, target, *args)
+    def convolve(frames: fx.Node) -> fx.Node:
+        return call(op.node.graph, op.node, target, frames, weight, bias, *geometry, *how, *promise)
 
-    multi_step, alone = operands.op.step_mode == "m", _lacks_batch(operands.op)
-    frames = emit(torch.flatten, x, 0, 1) if multi_step else emit(torch.unsqueeze, x, 0) if alone else x
-    target = torch.ops.sparsecomp.spike_conv.default
-    out = emit(target, frames, weight, bias, *geometry, groups, operands.digits, strategy, *promise)
-    if alone:
-        return emit(torch.squeeze, out, 0)
-    return emit(torch.unflatten, out, 0, (emit(torch.Tensor.size, x, 0), -1)) if multi_step else out
-
-
-def _lacks_batch(op: CanonicalOp) -> bool:
-    """Whether the input is one map (C, …)."""
-    return example_of(op.input).dim() < example_of(op.get("weight")).dim()
+    return on_frames(op, x, convolve)
 
 
 def geometry_of(op: CanonicalOp) -> _Geometry | Refusal:
     """Stride, padding and dilation, a number a dimension; string paddings resolved."""
-    stride, dilation = _numbers(op, "stride"), _numbers(op, "dilation")
+    dims = CONVOLUTIONS[op.name]
+    stride, dilation = numbers(op, "stride", dims), numbers(op, "dilation", dims)
     mode = op.get("padding_mode") or "zeros"
     if mode != "zeros":
         return refuse(Why.PADDING_MODE, mode=mode)
     padding = op.get("padding")
     if not isinstance(padding, str):
-        return stride, _numbers(op, "padding"), dilation
+        return stride, numbers(op, "padding", dims), dilation
     if padding == "valid":
         return stride, [0] * len(stride), dilation
     weight = known_sizes(op.get("weight"))
@@ -96,33 +84,3 @@ def geometry_of(op: CanonicalOp) -> _Geometry | Refusal:
     if any(total % 2 for total in totals):
         return refuse(Why.PADDING, padding=padding)
     return stride, [total // 2 for total in totals], dilation
-
-
-def _site(operands: Operands, geometry: _Geometry, ctx: Context) -> gate.SiteInfo | Refusal:
-    op = operands.op
-    x, weight = known_sizes(op.input), known_sizes(op.get("weight"))
-    if x is None or weight is None:
-        return refuse(Why.UNKNOWN_SHAPE)
-    if op.step_mode == "m":
-        x = [x[0] * x[1], *x[2:]]
-    elif len(x) == len(weight) - 1:
-        x = [1, *x]
-    if len(x) != len(weight):
-        return refuse(Why.UNSUPPORTED_OP, op=f"{op.name} of {len(x)} dimensions")
-    spikes = example_of(op.input)
-    density, _ = ctx.density(op.node)
-    return gate.SiteInfo(
-        device=operands.device, itemsize=operands.dtype.itemsize,
-        n=x[0], c=x[1], size=tuple(x[2:]), k=weight[0], window=Window.of(weight, *geometry),
-        groups=op.get("groups"), digits=operands.digits, density=density.share, active=density.active,
-        tf32=_compat.conv_tf32(), fused=writes_bytes(operands, ctx),
-        channels_last=isinstance(spikes, torch.Tensor) and is_channels_last(spikes),
-        trained=trains(ctx), hosted=hosted(operands, ctx),
-    )  # fmt: skip
-
-
-def _numbers(op: CanonicalOp, name: str) -> list[int]:
-    """A parameter of the window, a number a dimension."""
-    value = op.get(name)
-    values = [value] if isinstance(value, int) else list(value)
-    return values * CONVOLUTIONS[op.name] if len(values) == 1 else values

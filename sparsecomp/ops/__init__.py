@@ -28,6 +28,7 @@ from sparsecomp.ops.sparse.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse.spmm import spmm
 from sparsecomp.ops.spiking.lif import lif
 from sparsecomp.ops.spiking.spike_conv import spike_conv, spike_linear
+from sparsecomp.ops.spiking.spike_conv_transpose import spike_conv_transpose
 from sparsecomp.ops.spiking.spike_matmul import spike_matmul
 from sparsecomp.reference.digits import split_weight
 from sparsecomp.reference.frozen import frozen_weights
@@ -59,6 +60,7 @@ __all__ = [
     "sparse_rows",
     "spike_conv",
     "spike_conv2d",
+    "spike_conv_transpose",
     "spike_linear",
     "spike_matmul",
     "split_pruned",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import Examples, rewritten, site
+from rewriting import Examples, OnSpikes, rewritten, site
 from torch import Tensor, fx, nn
 
 import sparsecomp
@@ -49,6 +49,25 @@ def test_folding_keeps_the_result(step_mode, affine):
         spikes = model[0](x).double()
         expected = copy.deepcopy(model[1:]).double()(spikes)
     assert (got.double() - expected).abs().max() / expected.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["Conv", "ConvTranspose"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(("outputs", "groups"), [(8, 1), (12, 1), (12, 4)])
+def test_each_output_channel_gets_its_own_statistics(kind, dims, outputs, groups):
+    """Of any number of dimensions, as many inputs as outputs or not: beside float64."""
+    torch.manual_seed(0)
+    conv = getattr(nn, f"{kind}{dims}d")(8, outputs, 3, groups=groups)
+    norm = getattr(nn, f"BatchNorm{dims}d")(outputs)
+    for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
+        nn.init.uniform_(tensor, 0.5, 2.0)
+    model = OnSpikes(nn.Sequential(conv, norm)).eval()
+    x = torch.randn(2, 8, *(5, 4, 6)[:dims])
+    optimized, found = _fold(model, x)
+    assert found.rewritten, found.reason
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(x.double())
+        torch.testing.assert_close(optimized(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_changed_weights_and_statistics_are_seen():

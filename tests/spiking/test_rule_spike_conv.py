@@ -233,9 +233,8 @@ def _with_weight(value: float) -> nn.Module:
         (OnSpikes(_with_weight(torch.nan)), _signal(1, 16, 6, 6), "NaN or infinite"),
         (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: (s + s) * 0.3), _signal(1, 4, 6, 6), ""),
         (OnSpikes(nn.Conv2d(4, 4, 3), lambda s: s + 0.1), _signal(1, 4, 6, 6), ""),
-        (OnSpikes(nn.ConvTranspose3d(4, 4, 3)), _signal(1, 4, 6, 6, 6), "conv_transpose3d on spikes is not supported"),
     ],
-    ids=["analog", "float64", "same-even", "inf", "nan", "0.3 counts", "shifted", "transposed"],
+    ids=["analog", "float64", "same-even", "inf", "nan", "0.3 counts", "shifted"],
 )  # fmt: skip
 def test_what_is_left_dense_says_why(module, x, reason):
     message = _refused(module, x)

@@ -18,7 +18,7 @@ from sparsecomp.options import Options
 from sparsecomp.passes import pipeline
 from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.facts.analysis import analyse
-from sparsecomp.passes.spiking import spike_conv, spike_linear
+from sparsecomp.passes.spiking import spike_conv, spike_conv_transpose, spike_linear
 from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference import facts
 from sparsecomp.report import Report
@@ -197,7 +197,7 @@ def told(
     expected = model(*inputs)
     values = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     parsed = Options.parse(None, {"implementation": "binary", "strict": True, **options})
-    rules = [spike_conv.RULE, spike_linear.RULE]
+    rules = [spike_conv.RULE, spike_conv_transpose.RULE, spike_linear.RULE]
     report = pipeline.run_rules(gm, parsed, values=values, eager=eager, rules=rules)
     torch.testing.assert_close(gm(*inputs), expected, equal_nan=True)
     return ["" if site.rewritten else site.reason for site in report.sites], gm
@@ -244,11 +244,8 @@ JUDGED: dict[str, tuple[Callable[..., Any], str | None]] = {
     "analog product": (lambda x, w: x @ w.t(), None),
     "sum of products": (lambda x, w: torch.addmm(w[:, 0], spikes(x), w.t()), "addmm on spikes is not supported"),
     "no product": (lambda x, w: spikes(x).sum() * w, None),
-    "transposed": (
-        lambda x, w: F.conv_transpose1d(spikes(x)[..., None], w[:4, :, None]),
-        "conv_transpose1d on spikes is not supported",
-    ),
-    "analog transposed": (lambda x, w: F.conv_transpose1d(x[..., None], w[:4, :, None]), None),
+    "transposed": (lambda x, w: F.conv_transpose1d(spikes(x)[..., None], w[:4, :, None]), ""),
+    "analog transposed": (lambda x, w: F.conv_transpose1d(x[..., None], w[:4, :, None]), "not proved to be spikes"),
 }  # fmt: skip
 
 

@@ -40,6 +40,7 @@ from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided, PackWeight
 from sparsecomp.lowering.spiking.skip_conv import ListRows
 from sparsecomp.lowering.spiking.spike_matmul import BatchStrides, SpikeMatmul
+from sparsecomp.lowering.spiking.transposed_conv import TransposedConv, transposed_conv_problem
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.cost import rank, seconds
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
@@ -51,7 +52,7 @@ from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.dense import DenseWork, conv_work, matmul_work, time_of
 from sparsecomp.passes.cost.sparse import Product
-from sparsecomp.reference.geometry import Window
+from sparsecomp.reference.geometry import TransposedWindow, Window
 from sparsecomp.reference.patterns import Layout
 
 pytest.importorskip("triton")  # templates hold their kernels
@@ -99,6 +100,11 @@ def _conv(n: int, c: int, size: int, side: int, groups: int, digits: int, select
     window = Window((side, side), (1, 1), (side // 2, side // 2), (1, 1))
     shapes = (n, c, size, size), (c, c // groups, side, side)
     return binary_conv_problem(Convolution.of(*shapes, window, groups), digits, select)
+
+
+def _transposed(n: int, c: int, size: int, side: int, stride: int) -> TransposedConv:
+    window = TransposedWindow((side,) * 2, (stride,) * 2, (0, 0), (0, 0), (1, 1))
+    return transposed_conv_problem(Convolution.of((n, c, size, size), (c,), window), 3)
 
 
 def _heads(m: int, n: int, k: int, heads: int, dtype: str) -> SpikeMatmul:
@@ -273,7 +279,8 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
             {}, {"trained": True}, {"hosted": True}, {"trained": True, "hosted": True}, {"itemsize": 2, "digits": 2},
             {"density": None, "active": None}, {"tf32": True, "channels_last": False}, {"fused": False},
             {"density": 0.001, "active": 0.02}, {"groups": 2}, {"groups": 8}, {"c": 40}, {"k": 72}, {"device": "cpu"},
-            {"groups": 4, "k": 96}, {"density": 0.0002, "active": 0.001, "trained": True},
+            {"groups": 4, "k": 96}, {"window": TransposedWindow((4, 4), (2, 2), (1, 1), (0, 0), (1, 1))},
+            {"density": 0.0002, "active": 0.001, "trained": True},
         )
     },
 }  # fmt: skip
@@ -288,6 +295,7 @@ def _finished(outputs: int, dtype: str) -> Output:
 PROBLEMS: dict[str, list[Any]] = {
     "binary_conv": [_conv(32, 64, 56, 3, 1, 3), _conv(1, 512, 7, 3, 1, 2), _conv(8, 128, 14, 1, 2, 4),
                     _conv(32, 256, 14, 3, 1, 3, "rows"), _conv(4, 96, 9, 5, 1, 3)],
+    "transposed_conv": [_transposed(32, 64, 56, 4, 2), _transposed(1, 500, 7, 3, 1), _transposed(8, 32, 14, 2, 4)],
     "pack_weight": [PackWeight.of(torch.empty(64, 64, 3, 3), 3), PackWeight.of(torch.empty(512, 500).half(), 2)],
     "cast": [Cast(100_003, 0, False, "float32"), Cast(5000, 3, True, "float16")],
     "cast_strided": [CastStrided(Maps(2, 40, (7, 5), (1400, 35, 5, 1), "float32")),

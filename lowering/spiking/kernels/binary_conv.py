@@ -129,29 +129,35 @@ def binary_conv_kernel(
     # NaN is not above zero either, and no product of a number that is not finite with zero is zero
     if (tl.min((scale > 0.0).to(tl.int32), 0) == 0) | (multiplier * 0.0 != 0.0):
         weight_ptrs = weight_ptr + k.to(tl.int64) * weight_k
-        value = _sums(
+        value = float_sums(
             x_ptr + x_row, frame, ih, iw, weight_ptrs, col_ok, multiplier, cg, D, H, W, C, dil_d, dil_h, dil_w,
             weight_c, weight_t, weight_r, weight_s, T, R, S, factor_ptr is not None, BM, BN,
         )  # fmt: skip
         tl.store(out_ptrs, (value + bias[None, :]).to(out_ptr.dtype.element_ty), mask=out_ok)
     else:
-        # joined in float32: |acc| can pass 2^24, and its rounding there is that of any float32 sum
-        value = acc0.to(tl.float32) * 256.0 + acc1.to(tl.float32)
-        if DIGITS > 2:
-            value = value * 256.0 + acc2.to(tl.float32)
-        if DIGITS > 3:
-            value = value * 256.0 + acc3.to(tl.float32)
+        value = joined(acc0, acc1, acc2, acc3, DIGITS)
         value = value * scale[None, :] * multiplier + bias[None, :]
         tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=out_ok)
 
 
 @triton.jit
-def _sums(
+def joined(acc0, acc1, acc2, acc3, DIGITS: tl.constexpr):
+    """Sums by byte of the weight as one, in float32: |acc| can pass 2^24, and rounds there as any float32 sum does."""
+    value = acc0.to(tl.float32) * 256.0 + acc1.to(tl.float32)
+    if DIGITS > 2:
+        value = value * 256.0 + acc2.to(tl.float32)
+    if DIGITS > 3:
+        value = value * 256.0 + acc3.to(tl.float32)
+    return value
+
+
+@triton.jit
+def float_sums(
     x_ptrs, frame, ih, iw, weight_ptrs, col_ok, multiplier, cg, D, H, W, C, dil_d, dil_h, dil_w,
-    weight_c, weight_t, weight_r, weight_s,
-    T: tl.constexpr, R: tl.constexpr, S: tl.constexpr, FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    weight_c, weight_t, weight_r, weight_s, T, R, S,
+    FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The block's sums of float32 products, one input channel of one tap at a time.
+    """The block's sums of float32 products, one input channel of one of T·R·S taps at a time.
 
     With FACTOR, spikes of a factor that may not be finite: -1 stands for NaN, and 0 for zero whatever the factor is.
     """
@@ -181,16 +187,15 @@ def _refuse(problem: BinaryConv, device: Device) -> str | None:
     return None
 
 
-def _space(problem: BinaryConv, device: Device) -> list[Config]:
-    p = problem
-    narrow = p.kg <= 32
+def int8_tiles(outputs: int, depth: int, digits: int, device: Device) -> list[Config]:
+    """Blocks of pixels by output channels of a group, and how deep: `depth` input channels of one as padded."""
     return [
         Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
-        for bm in (64, 128) for bn in ((32,) if narrow else (64, 128))
-        for bk in ((64, 128) if p.cp % 64 == 0 else (32,)) for warps in (4, 8) for stages in (3, 4)
-        if p.cp % bk == 0
-        and fits_registers(bm * bn * p.digits, warps)
-        and fits_shared(stages * bk * (bm + p.digits * bn), device)
+        for bm in (64, 128) for bn in ((32,) if outputs <= 32 else (64, 128))
+        for bk in ((64, 128) if depth % 64 == 0 else (32,)) for warps in (4, 8) for stages in (3, 4)
+        if depth % bk == 0
+        and fits_registers(bm * bn * digits, warps)
+        and fits_shared(stages * bk * (bm + digits * bn), device)
     ]  # fmt: skip
 
 
@@ -206,9 +211,9 @@ def _prepare(problem: BinaryConv, config: Config) -> Launch:
 BINARY_CONV = Template(
     name="binary_conv",
     op="binary_conv",
-    sources=(binary_conv_kernel, _sums),
+    sources=(binary_conv_kernel, joined, float_sums),
     refuse=_refuse,
-    space=_space,
+    space=lambda problem, device: int8_tiles(problem.kg, problem.cp, problem.digits, device),
     cost=binary_conv_cost(hopper=False),
     prepare=_prepare,
 )

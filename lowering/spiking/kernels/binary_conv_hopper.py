@@ -203,7 +203,7 @@ def _sums(
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_c, weight_r, weight_s,
     R: gl.constexpr, S: gl.constexpr, FACTOR: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """As `_sums` of `binary_conv`, in the layout of the result."""
+    """As `float_sums` of `binary_conv`, in the layout of the result."""
     pixel = rows % (OH * OW)
     ih = gl.where(row_ok, (pixel // OW) * stride_h - pad_h, -(1 << 30))
     iw = (pixel % OW) * stride_w - pad_w

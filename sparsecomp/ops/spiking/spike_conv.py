@@ -21,15 +21,15 @@ from sparsecomp.reference.digits import SPREAD, multiplied_weight
 from sparsecomp.reference.geometry import KERNEL_DIMS, Window, convolution_of, is_channels_last, laid_out
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
-_PROMISES = f"float scale=1.0, Tensor? factor=None, bool binary=False, float spread={SPREAD}, bool keep_input=False"
+PROMISES = f"float scale=1.0, Tensor? factor=None, bool binary=False, float spread={SPREAD}, bool keep_input=False"
 
 library.define(
     "spike_conv(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
-    f"int groups, int digits, str implementation, {_PROMISES}) -> Tensor",
+    f"int groups, int digits, str implementation, {PROMISES}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.define(
-    f"spike_linear(Tensor x, Tensor weight, Tensor? bias, int digits, str implementation, {_PROMISES}) -> Tensor",
+    f"spike_linear(Tensor x, Tensor weight, Tensor? bias, int digits, str implementation, {PROMISES}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # What both lower to: Inductor takes no operator that has a decomposition as it is.
@@ -111,7 +111,7 @@ def _reference_conv(
 
 
 def _dense_conv(x, weight, bias, stride, padding, dilation, groups, scale, factor):
-    x = _products(x, weight, scale, factor)
+    x = products(x, weight, scale, factor)
     with _compat.below_autograd():  # of one dimension it is a view of one of two, which must not be written to
         return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
 
@@ -120,10 +120,10 @@ def _reference_linear(
     x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
 ):
     with _compat.below_autograd():  # else the result would count as a view
-        return F.linear(_products(x, weight, scale, factor), weight, bias)
+        return F.linear(products(x, weight, scale, factor), weight, bias)
 
 
-def _products(x: Tensor, weight: Tensor, scale: float, factor: Tensor | None) -> Tensor:
+def products(x: Tensor, weight: Tensor, scale: float, factor: Tensor | None) -> Tensor:
     """What the dense operator multiplies with: the elements, or what counts of one byte stand for."""
     return x if x.dtype is not torch.int8 else spike_elements_of(x, weight.dtype, scale, factor)
 
@@ -145,7 +145,7 @@ def spike_elements_of(counts: Tensor, dtype: torch.dtype, scale: float, factor: 
     return counts.to(dtype) if scale == 1.0 else counts.to(dtype) * scale
 
 
-def _kernels_take(x: Tensor, weight: Tensor, bias: Tensor | None, channels: int, rank: int) -> bool:
+def kernels_take(x: Tensor, weight: Tensor, bias: Tensor | None, channels: int, rank: int) -> bool:
     """Whether the kernels take these operands, which may have changed since the graph was captured.
 
     The dense operator takes all others, or raises what eager raises.
@@ -167,7 +167,7 @@ def _cuda_conv(
     scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
     indexed = 3 <= x.dim() <= 2 + KERNEL_DIMS and x.shape[1] % groups == 0 and weight.shape[0] % groups == 0
-    if not indexed or not _kernels_take(x, weight, bias, x.shape[1] // groups, x.dim()):
+    if not indexed or not kernels_take(x, weight, bias, x.shape[1] // groups, x.dim()):
         return _dense_conv(x, weight, bias, stride, padding, dilation, groups, scale, factor)
     from sparsecomp.lowering.spiking import spike_conv  # loads Triton
 
@@ -180,7 +180,7 @@ def _cuda_conv(
 def _cuda_linear(
     x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
 ):
-    if x.dim() == 0 or not _kernels_take(x, weight, bias, x.shape[-1], 2):
+    if x.dim() == 0 or not kernels_take(x, weight, bias, x.shape[-1], 2):
         return _reference_linear(x, weight, bias, digits, implementation, scale, factor)
     from sparsecomp.lowering.spiking import spike_conv  # loads Triton
 
@@ -244,7 +244,8 @@ def _lowered(x: Tensor, implementation: str, scale: float, binary: bool) -> Tens
     return x if implementation != "binary" and scale == 1.0 and not binary else counts_of(x, scale, binary)
 
 
-def _save(ctx, x, weight, bias, scale, factor, binary, keep_input):
+def save_spikes(ctx, x, weight, bias, scale, factor, binary, keep_input):
+    """Keep what both gradients need, in setup of an autograd formula."""
     # the input itself, so that a write to it is the error that it is for the dense operator
     ctx.by_counts = x.dtype is torch.int8 or not (keep_input or _compat.plain_eager())
     ctx.save_for_backward(x, weight, factor if ctx.by_counts else None)
@@ -254,7 +255,7 @@ def _save(ctx, x, weight, bias, scale, factor, binary, keep_input):
     _compat.keep_for_backward(x)
 
 
-def _saved(ctx, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def saved_spikes(ctx, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Input and weight. A compiled graph is shown the way through bytes, a quarter of the memory to keep."""
     x, weight, factor = ctx.saved_tensors
     scale, binary = ctx.promises
@@ -265,12 +266,12 @@ def _saved(ctx, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _save_conv(ctx, inputs, output):
     x, weight, bias, stride, padding, dilation, groups, _, _, scale, factor, binary, _, keep_input = inputs
-    _save(ctx, x, weight, bias, scale, factor, binary, keep_input)
+    save_spikes(ctx, x, weight, bias, scale, factor, binary, keep_input)
     ctx.geometry = (stride, padding, dilation, groups)
 
 
 def _backward_conv(ctx, grad):
-    x, weight = _saved(ctx, grad.dtype)
+    x, weight = saved_spikes(ctx, grad.dtype)
     stride, padding, dilation, groups = ctx.geometry
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
     grads = torch.ops.aten.convolution_backward.default(
@@ -283,11 +284,11 @@ def _save_linear(ctx, inputs, output):
     x, weight, bias, _, _, scale, factor, binary, _, keep_input = inputs
     # as the dense operator, which otherwise takes no offence at a later write to its weight
     kept = weight if ctx.needs_input_grad[0] else None
-    _save(ctx, x, kept, bias, scale, factor, binary, keep_input)
+    save_spikes(ctx, x, kept, bias, scale, factor, binary, keep_input)
 
 
 def _backward_linear(ctx, grad):
-    x, weight = _saved(ctx, grad.dtype)
+    x, weight = saved_spikes(ctx, grad.dtype)
     rows = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])  # Size.numel() would fix a symbolic size
     inputs = x.reshape(rows.shape[0], x.shape[-1])
     grad_x = grad @ weight if ctx.needs_input_grad[0] else None
