@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats.base import Matrix, SparseMatrix
-from sparsecomp.formats.dots import StoredRows, dots, transposed, untraced
+from sparsecomp.formats.dots import StoredRows, products, untraced
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.sparse_product import check_operands, of_tensors
 from sparsecomp.formats.triplets import Triplets
@@ -47,6 +47,6 @@ def _masked(one: Matrix, other: SparseMatrix, at: Pattern | SparseMatrix | Tenso
         raise FormatError(f"{where!r} does not fit a product of {shape} on {one.device}: give places of that")
     left, right = one._terms(), other._terms()
     places = StoredRows.of(Triplets(where.row, where.col, left.values, shape))
-    values = dots(StoredRows.of(left), left.values, *transposed(StoredRows.of(right), right.values), places)
+    values = products(StoredRows.of(left), left.values, StoredRows.of(right), right.values, places)
     found = Triplets(where.row, where.col, values, shape)
     return type(one)._from_triplets(found, None, one.index_dtype, **one.layout)
