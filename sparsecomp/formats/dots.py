@@ -31,6 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 AT_ONCE = {"cpu": 2**17, "cuda": 2**22}
 """Elements that are looked up at a time, of some 50 bytes each, or those of one row if more: what a CPU's cache holds,
 and what fills a GPU."""
+_operators: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
 _TABLE = 2**24
 """Places of a matrix, of four bytes each, up to which they are looked up in a table."""
 
@@ -90,19 +91,25 @@ def dots(x: StoredRows, x_values: Tensor, y: StoredRows, y_values: Tensor, at: S
 
     Sums are float32 for half precision, rounded once. Gradients flow to both values, higher ones too.
     """
-    return _operator("row_dots")(x_values, *x[:2], y_values, *y[:2], *at[:2], x.shape[1])
+    return _provided()[0](x_values, *x[:2], y_values, *y[:2], *at[:2], x.shape[1])
 
 
 def products(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor, at: StoredRows) -> Tensor:
     """Elements of a @ b, for each entry of `at`; as `dots`."""
-    return _operator("row_products")(a_values, *a[:2], b_values, *b[:2], *at[:2], b.shape[1])
+    return _provided()[1](a_values, *a[:2], b_values, *b[:2], *at[:2], b.shape[1])
 
 
-@cache
-def _operator(name: str) -> Any:
-    """That a floor above computes it, which brings Dynamo along."""
-    importlib.import_module("sparsecomp.ops.sparse.row_products")
-    return getattr(torch.ops.sparsecomp, name).default
+def provide(row_dots: Callable[..., Tensor], row_products: Callable[..., Tensor]) -> None:
+    """Enter what computes `dots` and `products`."""
+    global _operators
+    _operators = row_dots, row_products
+
+
+def _provided() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    if _operators is None:
+        importlib.import_module("sparsecomp.ops.sparse.row_products")
+    assert _operators is not None
+    return _operators
 
 
 def looked_up(x: StoredRows, x_values: Tensor, y: StoredRows, y_values: Tensor, at: StoredRows) -> Tensor:

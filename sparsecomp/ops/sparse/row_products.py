@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsecomp.formats import dots
 from sparsecomp.formats.dots import StoredRows, looked_up, transposed
 from sparsecomp.formats.indices import index_dtype_for
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
@@ -191,3 +192,4 @@ implement("row_dots", _dots, _cuda_dots, _fake)
 implement("row_products", _products, _cuda_products, _fake)
 differentiable("row_dots", _dots_backward, _save)
 differentiable("row_products", _products_backward, _save)
+dots.provide(row_dots, row_products)
