@@ -18,7 +18,7 @@ from bench.timing import MODES
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist, "algebra": algebra, "dynamic": dynamic}
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
-    "card", "training-step", "snn-training", *STUDIES, "table", "plots",
+    "card", "training-step", "sparse-products", "snn-training", *STUDIES, "table", "plots",
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def main() -> int:
     # they load Triton
     from bench import loop, loop_networks, tuning
     from bench.masked import resu
-    from bench.sparse import semi_structured, spmm, training_step
+    from bench.sparse import semi_structured, sparse_products, spmm, training_step
     from bench.spiking import snn_conv, snn_network, snn_training
 
     if arguments.suite in ("loop", "loop-networks"):
@@ -82,6 +82,8 @@ def main() -> int:
         save_each(path, tuning.run() if arguments.suite == "tuning" else spmm.run(arguments.data))
     if arguments.suite == "training-step":
         print(training_step.table(save_each(path, training_step.run(tuple(arguments.modes), arguments.workers))))
+    if arguments.suite == "sparse-products":
+        print(sparse_products.table(save_each(path, sparse_products.run())))
     if arguments.suite == "snn-training":
         print(snn_training.table(save_each(path, snn_training.run(tuple(arguments.modes)))))
     if arguments.suite == "card":

@@ -121,8 +121,10 @@ def bounded(one: Any, other: Any, capacity: int) -> Any:
 
 @torch.compiler.allow_in_graph
 def masked(one: Any, other: Any, at: Any) -> Any:
-    """`masked_matmul` of two SparseTensors at what a third stores; of tensors in CSR, `other` perhaps in CSC, the product
-    shares that one's pattern."""
+    """`masked_matmul` of two SparseTensors at what a third stores.
+
+    Of tensors in CSR, `other` perhaps in CSC, the product shares that one's pattern.
+    """
     if not (_by_rows(one) and _by_rows(at) and type(_matrix_of(other, other._transpose)) in (CSR, CSC)):
         return by_matrices(masked_matmul, one, other, at.detach())
     operands = [_matrix_of(sparse, sparse._transpose) for sparse in (one, other, at.detach())]
