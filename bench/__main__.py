@@ -18,8 +18,8 @@ from bench.timing import MODES
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist, "algebra": algebra, "dynamic": dynamic}
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
-    "card", "training-step", "snn-training", "active-inputs", "attention", "attention-candidates", *STUDIES, "table",
-    "plots",
+    "card", "training-step", "sparse-products", "snn-training", "active-inputs", "attention", "attention-candidates",
+    *STUDIES, "table", "plots",
 )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def main() -> int:
     from bench import loop, loop_networks, tuning
     from bench.attention import block_attention, candidates
     from bench.masked import resu
-    from bench.sparse import active_inputs, semi_structured, spmm, training_step
+    from bench.sparse import active_inputs, semi_structured, sparse_products, spmm, training_step
     from bench.spiking import snn_conv, snn_network, snn_training
 
     if arguments.suite in ("loop", "loop-networks"):
@@ -86,6 +86,8 @@ def main() -> int:
         print(training_step.table(save_each(path, training_step.run(tuple(arguments.modes), arguments.workers))))
     if arguments.suite == "active-inputs":
         print(active_inputs.table(save_each(path, active_inputs.run(arguments.workers))))
+    if arguments.suite == "sparse-products":
+        print(sparse_products.table(save_each(path, sparse_products.run())))
     if arguments.suite == "snn-training":
         print(snn_training.table(save_each(path, snn_training.run(tuple(arguments.modes)))))
     if arguments.suite in ("attention", "attention-candidates"):

@@ -8,7 +8,7 @@ from typing import Any
 from bench import table
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
-from bench.sparse import active_inputs, algebra, dynamic, training_step
+from bench.sparse import active_inputs, algebra, dynamic, sparse_products, training_step
 from bench.timing import place
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +44,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "resu-mnist": _study("resu_mnist", resu_mnist.table),
         "prune-minilm": _study("prune_minilm", prune_minilm.table),
         "algebra": _if_measured("algebra", algebra.table),
+        "sparse-products": _if_measured("sparse_products", sparse_products.table),
         "dynamic": _if_measured("dynamic", dynamic.table, ""),
         "training-step": _if_measured("training_step", training_step.table),
         "active-inputs": _if_measured("active_inputs", active_inputs.table),

@@ -1,15 +1,16 @@
 """Dot products of rows of two sparse matrices, at given places: their product there, without the rest of it.
 
-The rows of one matrix are looked up in the other, by binary search, for as many elements at a time as fit a bounded
-memory. A gradient by one of the two is such products again, at the places that it stores; so are the gradients of the
-whole product, in `sparse_product`.
+Operators compute them, a floor above, with kernels on a GPU. On a CPU the rows of one matrix are looked up in the
+other, by binary search, for as many elements at a time as fit a bounded memory. A gradient by one of the two is such
+products again, at the places that it stores; so are the gradients of the whole product, in `sparse_product`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 AT_ONCE = {"cpu": 2**17, "cuda": 2**22}
 """Elements that are looked up at a time, of some 50 bytes each, or those of one row if more: what a CPU's cache holds,
 and what fills a GPU."""
+_operators: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
 _TABLE = 2**24
 """Places of a matrix, of four bytes each, up to which they are looked up in a table."""
 
@@ -87,40 +89,40 @@ def transposed(rows: StoredRows, values: Tensor) -> tuple[StoredRows, Tensor]:
 def dots(x: StoredRows, x_values: Tensor, y: StoredRows, y_values: Tensor, at: StoredRows) -> Tensor:
     """Dot products of a row of x and a row of y, for each entry of `at` (rows of x, rows of y).
 
-    Sums are float32 for half precision, rounded once. Gradients flow to both values, higher ones too. Waits for the
-    device, to know how many elements are looked up.
+    Sums are float32 for half precision, rounded once. Gradients flow to both values, higher ones too.
     """
-    return cast(Tensor, _Dots.apply(x_values, y_values, x, y, at))  # pyright: ignore[reportGeneralTypeIssues]
+    return _provided()[0](x_values, *x[:2], y_values, *y[:2], *at[:2], x.shape[1])
 
 
-class _Dots(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_values: Tensor, y_values: Tensor, x: StoredRows, y: StoredRows, at: StoredRows
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x_values, y_values)
-        ctx.places = x, y, at
-        row, col = at.row, at.indices.long()
-        counts = [rows.pointers.diff().long()[line] for rows, line in ((x, row), (y, col))]
-        pairs = torch.stack([count.sum() for count in counts]).tolist()
-        if pairs[1] < pairs[0]:
-            return _looked_up(y, y_values, x, x_values, col, row, counts[1], pairs[1])
-        return _looked_up(x, x_values, y, y_values, row, col, counts[0], pairs[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        (x_values, y_values), (x, y, at), (grad,) = ctx.saved_tensors, ctx.places, grads
-        by_x = by_y = None
-        if ctx.needs_input_grad[0]:
-            by_x = _as(x_values, dots(at, grad, *transposed(y, y_values), x))
-        if ctx.needs_input_grad[1]:
-            by_y = _as(y_values, dots(*transposed(at, grad), *transposed(x, x_values), y))
-        return by_x, by_y, None, None, None
+def products(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor, at: StoredRows) -> Tensor:
+    """Elements of a @ b, for each entry of `at`; as `dots`."""
+    return _provided()[1](a_values, *a[:2], b_values, *b[:2], *at[:2], b.shape[1])
 
 
-def _as(values: Tensor, grad: Tensor) -> Tensor:
-    """A gradient, summed over the batch where the values have none."""
-    return grad.sum(0) if grad.dim() > values.dim() else grad
+def provide(row_dots: Callable[..., Tensor], row_products: Callable[..., Tensor]) -> None:
+    """Enter what computes `dots` and `products`."""
+    global _operators
+    _operators = row_dots, row_products
+
+
+def _provided() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    if _operators is None:
+        importlib.import_module("sparsecomp.ops.sparse.row_products")
+    assert _operators is not None
+    return _operators
+
+
+def looked_up(x: StoredRows, x_values: Tensor, y: StoredRows, y_values: Tensor, at: StoredRows) -> Tensor:
+    """`dots` on a CPU, and of dtypes that no kernel has; of compact matrices and without gradients.
+
+    Waits for the device, to know how many elements are looked up.
+    """
+    row, col = at.row, at.indices.long()
+    counts = [rows.pointers.diff().long()[line] for rows, line in ((x, row), (y, col))]
+    pairs = torch.stack([count.sum() for count in counts]).tolist()
+    if pairs[1] < pairs[0]:
+        return _looked_up(y, y_values, x, x_values, col, row, counts[1], pairs[1])
+    return _looked_up(x, x_values, y, y_values, row, col, counts[0], pairs[0])
 
 
 def _looked_up(

@@ -20,7 +20,8 @@ from sparsecomp.training.dynamic.set import SET
 from sparsecomp.training.dynamic.srigl import SRigL
 from sparsecomp.training.dynamic.straight_through import sr_ste, top_kast
 from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
-from sparsecomp.training.loop.trainer import RESUTrainer
+from sparsecomp.training.loop.resu_trainer import RESUTrainer
+from sparsecomp.training.loop.trainer import Trainer
 from sparsecomp.training.proximal.penalties import L1, GroupLasso, Hoyer, Penalty
 from sparsecomp.training.proximal.proximal import Proximal
 from sparsecomp.training.pruning.budgets import erk_budget, uniform_budget
@@ -67,6 +68,7 @@ __all__ = [
     "RigL",
     "SRigL",
     "SparseMask",
+    "Trainer",
     "ablate",
     "amnesty_rate",
     "erk_budget",

@@ -20,7 +20,7 @@ from sparsecomp.formats.dots import untraced
 from sparsecomp.formats.masked_product import masked_matmul
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.reductions import axis_of
-from sparsecomp.tensor.by_values import bounded, by_matrices, reduced, softmax_of_stored, times
+from sparsecomp.tensor.by_values import bounded, by_matrices, masked, reduced, softmax_of_stored, times
 from sparsecomp.tensor.functions import handles
 from sparsecomp.tensor.index_arrays import is_traced
 
@@ -111,6 +111,8 @@ def _cat(cls: Any, tensors: Any, dim: int = 0) -> Tensor:
 
 @handles(masked_matmul)
 def _masked_matmul(cls: Any, one: Any, other: Any, at: Any) -> Tensor:
+    if isinstance(at, cls):
+        return masked(one, other, at)
     return by_matrices(lambda left, right: masked_matmul(left, right, at), one, other)
 
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from sparsecomp import _compat
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.bounded_product import bounded_matmul
+from sparsecomp.formats.csr import CSC, CSR
 from sparsecomp.formats.dots import untraced
+from sparsecomp.formats.masked_product import masked_matmul
 from sparsecomp.formats.reductions import axis_of
 from sparsecomp.ops.sparse.linear import autocast, sparse_linear
 from sparsecomp.ops.sparse.sparse_matmul import by_column
@@ -115,6 +117,22 @@ def bounded(one: Any, other: Any, capacity: int) -> Any:
     dtype = found.index_dtype
     pattern.transposed = pointers.to(dtype), row.where(~spare, 0)[order].to(dtype), order.to(dtype)
     return view(type(one), found.values, pattern, False)
+
+
+@torch.compiler.allow_in_graph
+def masked(one: Any, other: Any, at: Any) -> Any:
+    """`masked_matmul` of two SparseTensors at what a third stores.
+
+    Of tensors in CSR, `other` perhaps in CSC, the product shares that one's pattern.
+    """
+    if not (_by_rows(one) and _by_rows(at) and type(_matrix_of(other, other._transpose)) in (CSR, CSC)):
+        return by_matrices(masked_matmul, one, other, at.detach())
+    operands = [_matrix_of(sparse, sparse._transpose) for sparse in (one, other, at.detach())]
+    return view(type(one), masked_matmul(*operands).values, at.pattern, False)
+
+
+def _by_rows(sparse: Any) -> bool:
+    return sparse.format == "CSR" and not sparse._transpose
 
 
 def view(kind: Any, values: Tensor, pattern: IndexArrays, transpose: bool) -> Any:

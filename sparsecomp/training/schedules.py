@@ -10,7 +10,9 @@ _SHAPES = {
     "exponential": lambda t: -math.expm1(-5 * t) / -math.expm1(-5),
     "cosine": lambda t: (1 - math.cos(math.pi * t)) / 2,
     "cubic": lambda t: 1 - (1 - t) ** 3,
+    "step": lambda t: math.floor(4 * t) / 4,
 }
+_ITERATIVE = "iterative"
 
 
 def _progress(cycle: int, cycles: int) -> float:
@@ -22,15 +24,19 @@ def _progress(cycle: int, cycles: int) -> float:
 def sparsity_at(cycle: int, cycles: int, start: float, end: float, shape: str = "cubic") -> float:
     """Sparsity of a cycle, from `start` in cycle 0 to `end` in cycle `cycles - 1`, both in [0, 1).
 
-    `shape` is linear, exponential, cosine or cubic (Zhu & Gupta 2017: s_f + (s_i - s_f)(1 - t)^3). A single cycle
-    has `end`. Raises ScheduleError for a value outside its domain or an unknown shape.
+    `shape` is linear, exponential, cosine, step (four equal jumps), iterative (each cycle takes the same share of what
+    is left, as in Frankle & Carbin 2019) or cubic (Zhu & Gupta 2017: s_f + (s_i - s_f)(1 - t)^3). A single cycle has
+    `end`. Raises ScheduleError for a value outside its domain or an unknown shape.
     """
-    if shape not in _SHAPES:
-        raise ScheduleError(f"the schedule {shape!r} is unknown: choose one of {', '.join(_SHAPES)}")
+    if shape not in (*_SHAPES, _ITERATIVE):
+        raise ScheduleError(f"the schedule {shape!r} is unknown: choose one of {', '.join((*_SHAPES, _ITERATIVE))}")
     for name, value in (("start", start), ("end", end)):
         if not 0 <= value < 1:
             raise ScheduleError(f"{name} is {value}: a sparsity lies in [0, 1)")
-    way = _SHAPES[shape](_progress(cycle, cycles))
+    progress = _progress(cycle, cycles)
+    if shape == _ITERATIVE and 0 < progress < 1:
+        return 1 - (1 - start) ** (1 - progress) * (1 - end) ** progress
+    way = progress if shape == _ITERATIVE else _SHAPES[shape](progress)
     return start * (1 - way) + end * way
 
 

@@ -7,7 +7,8 @@ pytest.importorskip("sklearn", reason="scikit-learn, which ships the digits, is 
 
 from bench.masked import resu_mnist
 from bench.masked.resu_mnist import Problem
-from bench.sparse import dynamic, training_step
+from bench.sparse import dynamic, sparse_products, training_step
+from sparsecomp.formats import CSR
 
 DIGITS = Problem("digits", "MLP", 1)
 WORK = {"dense": 1.0, "static": 0.1, "SET": 0.1, "Top-KAST": 0.4 / 3, "STE 2:4": 2 / 3, "SR-STE 2:4": 2 / 3}
@@ -47,3 +48,22 @@ def test_a_step_s_speed_is_of_the_dense_one_in_its_mode():
     told = training_step.table([{"sparsity": 0.9, "dtype": "float32", "ms": ms, "MiB": {"sparse by sparsecomp": 300}}])
     assert "| 90% | float32 | default | 6 | – | – | 2 (3.00), 300 MiB |  |" in told
     assert "| 90% | float32 | reduce-overhead | 5 | – | – | – |  |" in told
+
+
+def test_products_of_sparse_matrices_are_timed_beside_their_peers(monkeypatch):
+    monkeypatch.setattr(sparse_products, "RANDOM", 60)
+    monkeypatch.setenv("SPARSECOMP_TEST_DATA", "")
+    (row,) = sparse_products.run("cpu", rounds=1)
+    names = {name for pair in sparse_products.COLUMNS for name in pair}
+    assert set(row["ms"]) == names | {"scipy"} and "left out" not in row
+    assert sparse_products.table([row]).splitlines()[2].startswith("| random 60², 1 %, squared | ")
+    (_, (one, other)), = sparse_products.pairs("cpu")
+    wide = one.to_dense()[:, :40].contiguous()
+    for a, b in ((one, other), (CSR.from_dense(wide), CSR.from_dense(wide.mT.contiguous()))):
+        dense, calls = a.to_dense() @ b.to_dense(), sparse_products.masked(a, b)
+        found = [calls[name]() for name in ("masked", "masked, by columns")]
+        where = sparse_products._keys(found[0].crow, found[0].col, dense.shape[1])
+        for values in (*(one.values for one in found), calls["cuSPARSE, then the mask"]()):
+            torch.testing.assert_close(values, dense.flatten()[where])
+        for name, call in {**sparse_products.whole(a, b, 4000), **sparse_products.at_known(a, b)}.items():
+            torch.testing.assert_close(call().to_dense(), dense, msg=name)

@@ -83,7 +83,7 @@ def test_a_gradient_for_one_of_two_and_for_empty_operands():
 def test_a_compiled_function_breaks_its_graph_for_a_product():
     matrix, x = CSR.from_dense(dense_of(6, 6)), dense_of(6, 3)
     for product in (
-        lambda x: masked_matmul(matrix, matrix, matrix).mT @ x, lambda x: (matrix @ matrix) @ x,
+        lambda x: masked_matmul(matrix, matrix, Pattern.of(matrix)).mT @ x, lambda x: (matrix @ matrix) @ x,
         lambda x: torch.matmul(matrix, matrix) @ x,
     ):  # fmt: skip
         torch._dynamo.reset()
@@ -286,3 +286,38 @@ def test_a_galerkin_product_keeps_symmetry():
     coarse = prolong.mT.to(CSR) @ matrix @ prolong
     assert coarse.shape == (668, 668) and coarse.allclose(coarse.mT)
     torch.testing.assert_close(coarse.sum(), matrix.sum())  # constants are prolonged to constants
+
+
+@pytest.mark.parametrize("other", [CSR, CSC], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("sparsecomp", marks=pytest.mark.slow(
+    reason="compiles through Inductor"))])  # fmt: skip
+def test_a_masked_product_is_in_one_graph_with_its_gradients(backend, other):
+    torch.compiler.reset()
+    a, b, at = (CSR.from_dense(dense_of(*sizes, seed=seed)) for seed, sizes in enumerate([(5, 6), (6, 7), (5, 7)]))
+    b = b.to(other)
+
+    def product(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        return masked_matmul(a.with_values(values), b.with_values(others), at).values.sin()
+
+    inputs = [one.values.clone().requires_grad_() for one in (a, b)]
+    assert torch.autograd.gradcheck(product, inputs)
+    found = torch.compile(product, backend=backend, fullgraph=True)(*inputs)
+    dense = [one.to_dense().requires_grad_() for one in (a, b)]
+    expected = (dense[0] @ dense[1])[at.to_dense() != 0].sin()
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected.sum(), dense)
+    for mine, theirs, one in zip(torch.autograd.grad(found.sum(), inputs), wanted, (a, b), strict=True):
+        torch.testing.assert_close(one.with_values(mine).to_dense(), theirs * (one.to_dense() != 0))
+
+
+def test_places_with_spare_entries_and_rows_of_a_slice():
+    a, b = dense_of(6, 7), dense_of(7, 5, seed=1)
+    at = bounded_matmul(CSR.from_dense(dense_of(6, 4, seed=2)), CSR.from_dense(dense_of(4, 5, seed=3)), 60)
+    found = masked_matmul(CSR.from_dense(a), CSR.from_dense(b), at)
+    torch.testing.assert_close(found.to_dense(), (a @ b) * at.to_dense().ne(0))
+    assert found.col is at.col and not found.values[int(at.crow[-1]) :].any()
+    sliced = masked_matmul(CSR.from_dense(a)[2:5], CSR.from_dense(b), CSR.from_dense(a @ b)[2:5])
+    torch.testing.assert_close(sliced.to_dense(), (a @ b)[2:5])
+    for wrong in (CSR.from_dense(torch.ones(5, 6)), CSR.from_dense(torch.ones(6, 6))):
+        with pytest.raises(FormatError, match="does not fit a product"):
+            masked_matmul(CSR.from_dense(a), CSR.from_dense(b), wrong)

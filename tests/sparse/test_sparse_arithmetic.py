@@ -263,3 +263,45 @@ def test_a_bounded_product_under_the_backend_and_its_copies():
     for product in (bounded_matmul, masked_matmul):
         with pytest.raises(SparseOperatorError, match="two SparseTensors"):
             product(one, DENSE, 3)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("sparsecomp", marks=pytest.mark.slow(reason="Inductor"))]
+)
+def test_a_masked_product_stands_in_a_graph_with_gradients_of_the_operands_patterns(backend, transposed):
+    torch.compiler.reset()
+    dense = [masked("CSR")[:, :7].contiguous(), masked("CSR", 1)[:7, :].contiguous()]
+    places = (torch.rand(7, 8, generator=torch.Generator().manual_seed(4)) < 0.4).double()
+    at = SparseTensor.from_dense(places)
+    leaves = [SparseTensor.from_dense(one).requires_grad_() for one in dense]
+    if transposed:  # stored by columns, as its transpose in CSR is
+        leaves[1] = SparseTensor.from_dense(dense[1].mT.contiguous()).requires_grad_()
+
+    def call(s, t):
+        found = masked_matmul(s, t.mT if transposed else t, at)
+        return found @ DENSE.mT
+
+    found = (call if backend == "eager" else torch.compile(call, backend=backend, fullgraph=True))(*leaves)
+    a, b = (one.clone().requires_grad_() for one in dense)
+    wanted = ((a @ b) * places) @ DENSE.mT
+    torch.testing.assert_close(found, wanted)
+    grads = torch.autograd.grad(found.square().sum(), leaves)
+    for mine, theirs, one in zip(grads, torch.autograd.grad(wanted.square().sum(), (a, b)), (a, b), strict=True):
+        mine = mine.to_dense()
+        torch.testing.assert_close(mine.mT if mine.shape != one.shape else mine, theirs * (one != 0))
+
+
+@pytest.mark.slow(reason="compiles eight graphs")
+def test_masked_products_of_other_formats_and_at_patterns():
+    a, b = masked("COO"), masked("COO", 1).mT.contiguous()
+    for one, at in (
+        (SparseTensor.from_dense(a, formats.COO), SparseTensor.from_dense(a @ b)), (SparseTensor.from_dense(a), a @ b),
+        (SparseTensor.from_dense(a.mT.contiguous()).mT, SparseTensor.from_dense(a @ b, formats.COO)),
+        (SparseTensor.from_dense(a), Pattern.of(a @ b)),
+    ):  # fmt: skip
+        for other in (SparseTensor.from_dense(b), SparseTensor.from_dense(b, formats.COO)):
+            call = lambda s, t, at=at: masked_matmul(s, t, at).to_dense()  # noqa: E731
+            torch.testing.assert_close(call(one, other), a @ b)
+            torch.compiler.reset()
+            torch.testing.assert_close(torch.compile(call, backend="eager")(one, other), a @ b)

@@ -10,7 +10,7 @@ from torch import nn
 import sparsecomp
 from sparsecomp.errors import ConfigError, MaskError, ScheduleError
 from sparsecomp.nn import SparseLinear, wrap_module
-from sparsecomp.runtime import GradualPruning
+from sparsecomp.runtime import GradualPruning, sparsity_at
 
 
 def network() -> nn.Sequential:
@@ -76,6 +76,36 @@ def test_a_filter_a_resumed_run_and_shapes():
     assert train(model, other, optimizer, 3) == [[0, 75], [0, 150], [0, 150]]
 
 
+def test_layers_have_sparsities_of_their_own():
+    model = network()
+    pruning = GradualPruning(
+        model, sparsity=0.5, start=1, end=5, every=2, shape="linear", initial=0.1, budget={"2.weight": 0.9}
+    )
+    found = train(model, pruning, torch.optim.SGD(model.parameters(), lr=0.0), 8)
+    ways = [0.0, 0.1, 0.1, 0.3, 0.3, 0.5, 0.5, 0.5], [0.0, 0.1, 0.1, 0.5, 0.5, 0.9, 0.9, 0.9]
+    assert found == [[round(600 * one), round(300 * other)] for one, other in zip(*ways, strict=True)]
+    for budget, message in (
+        ({"0.weight": 0.05}, "above"), ({"3.weight": 0.9}, "names 3.weight"), ({"0.weight": 1.0}, "lies in"),
+        ("layers", "sparsities by name"),
+    ):  # fmt: skip
+        with pytest.raises((ConfigError, ScheduleError), match=message):
+            GradualPruning(network(), sparsity=0.5, start=0, end=4, every=2, initial=0.1, budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ("step", [0.0, 0.0, 0.2, 0.2, 0.4, 0.4, 0.6, 0.6, 0.8]),
+        # each takes the same share of what is left: 0.2 ** (1 / 8) of it stays
+        ("iterative", [1 - 0.2 ** (step / 8) for step in range(8)] + [0.8]),
+    ],
+)
+def test_shapes_of_jumps_and_of_equal_shares(shape, wanted):
+    found = [sparsity_at(step, 9, 0.0, 0.8, shape) for step in range(9)]
+    assert found == pytest.approx(wanted, abs=1e-12) and found[-1] == 0.8
+    assert sparsity_at(2, 5, 0.5, 0.875, "iterative") == pytest.approx(0.75)  # halved twice, half of the way
+
+
 @pytest.mark.parametrize("budget", ["uniform", "global"])
 def test_what_is_pruned_stays_pruned_beside_weights_that_are_zero(budget):
     model = network()
@@ -108,7 +138,7 @@ def test_bad_settings_and_weights_change_nothing():
     for wrong, kind, message in (
         ({"every": 3}, ConfigError, "a multiple of every"), ({"start": 6}, ConfigError, "is 6, end 4"),
         ({"every": 0}, ConfigError, "every 0"), ({"budget": "best"}, ConfigError, "uniform, erk, global"),
-        ({"sparsity": 1.0}, ScheduleError, "lies in"), ({"shape": "step"}, ScheduleError, "unknown"),
+        ({"sparsity": 1.0}, ScheduleError, "lies in"), ({"shape": "steps"}, ScheduleError, "unknown"),
         ({"filter": lambda name: False}, ConfigError, "no masked weight"),
     ):  # fmt: skip
         with pytest.raises(kind, match=message):

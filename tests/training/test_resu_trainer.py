@@ -18,7 +18,7 @@ from sparsecomp.errors import CheckpointError, ConfigError, DataError, DivergedE
 from sparsecomp.nn.masked.layers import masked_weights, wrap_module
 from sparsecomp.training.loop.batches import BatchStream
 from sparsecomp.training.loop.callbacks import Callback, CheckpointCallback, LogCallback, ProgressCallback
-from sparsecomp.training.loop.trainer import RESUTrainer
+from sparsecomp.training.loop.resu_trainer import RESUTrainer
 from sparsecomp.training.pruning.pruners import PRUNERS, Magnitude, SparseGPT
 from sparsecomp.training.resu.config import RESUConfig
 

@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,7 @@ class DynamicSparsity(Stepped):
         ConfigError: a setting outside its domain, no such layer, or one whose values are another layer's too.
     """
 
+    replaces_step = True
     watches = False
     """Whether gradients outside of the pattern decide."""
 
@@ -105,6 +107,12 @@ class DynamicSparsity(Stepped):
                 for accumulator in self.gradients.values():
                     stack.enter_context(accumulator.watching())
             yield
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; what gradients were seen is forgotten."""
+        super().load_state_dict(state)
+        for accumulator in self.gradients.values():
+            accumulator.clear()
 
     def act(self) -> None:
         """Change the patterns. A layer that no backward reached stays as it is, if gradients decide.

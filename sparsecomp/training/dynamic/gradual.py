@@ -1,6 +1,7 @@
 """Gradual pruning: sparsity grows along a schedule while a dense model is trained."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +33,13 @@ class GradualPruning(Stepped):
     Args:
         model: with masked weights, of `wrap_module`; perhaps compiled or within DistributedDataParallel.
         sparsity: at the end, in [0, 1).
-        start, end: steps of the first pruning and of the last.
+        start, end: steps of the first pruning, behind a warm-up, and of the last, from which on masks stay.
         every: steps between prunings; it divides `end` - `start`.
         initial: sparsity at the start, at most that of the end.
-        shape: of the way from there: "cubic", as published, "cosine", "linear" or "exponential".
-        budget: how layers share the sparsity: "uniform", "erk" (Evci et al. 2020), or "global" by magnitudes alone.
+        shape: of the way from there: "cubic", as published, or another of `runtime.sparsity_at`: "cosine", "linear",
+            "exponential", "step", "iterative".
+        budget: how layers share the sparsity: "uniform", "erk" (Evci et al. 2020), or "global" by magnitudes alone; or
+            sparsities of the end by names of masked weights, the others having `sparsity`.
         filter: of a masked weight's name, whether it is pruned; all by default.
 
     Raises:
@@ -46,25 +49,31 @@ class GradualPruning(Stepped):
 
     def __init__(
         self, model: nn.Module, *, sparsity: float, start: int, end: int, every: int = 100, initial: float = 0.0,
-        shape: str = "cubic", budget: str = "uniform", filter: Callable[[str], bool] | None = None,
+        shape: str = "cubic", budget: str | Mapping[str, float] = "uniform",
+        filter: Callable[[str], bool] | None = None,
     ) -> None:  # fmt: skip
         if every < 1 or not 0 <= start <= end or (end - start) % every:
             raise ConfigError(
                 f"start is {start}, end {end} and every {every}: end - start must be 0 or more and a multiple of every"
             )
-        sparsity_at(0, 1, initial, sparsity, shape)
-        if initial > sparsity:
-            raise ConfigError(f"initial {initial} is above sparsity {sparsity}: what is pruned does not come back")
-        if budget not in (*BUDGETS, "global"):
-            raise ConfigError(f"budget is {budget!r}: give one of {', '.join(BUDGETS)}, global")
+        own = dict(budget) if isinstance(budget, Mapping) else {}
+        for one in (sparsity, *own.values()):
+            sparsity_at(0, 1, initial, one, shape)
+            if initial > one:
+                raise ConfigError(f"initial {initial} is above sparsity {one}: what is pruned does not come back")
+        if isinstance(budget, str) and budget not in (*BUDGETS, "global"):
+            raise ConfigError(f"budget is {budget!r}: give one of {', '.join(BUDGETS)}, global, or sparsities by name")
         self.start, self.end, self.every = start, end, every
         self._settings = (initial, sparsity, shape)
-        self._budget = BUDGETS.get(budget)
+        self._budget, self._own = (self._of_layers if own else BUDGETS.get(str(budget))), own
         self._weights = {
             name: pair for name, pair in masked_weights(bare(model)).items() if filter is None or filter(name)
         }
         if not self._weights:
             raise ConfigError("the model has no masked weight to prune: call sparsecomp.nn.wrap_module")
+        if unknown := own.keys() - self._weights.keys():
+            named = ", ".join(sorted(unknown))
+            raise ConfigError(f"budget names {named}: masked weights are {', '.join(self._weights)}")
         self._replicas = Replicas(model)
 
     def __repr__(self) -> str:
@@ -79,9 +88,20 @@ class GradualPruning(Stepped):
     @property
     def sparsity(self) -> float:
         """That the schedule wants behind this step."""
+        return self._reached(self._settings[1])
+
+    def _reached(self, end: float) -> float:
+        """The sparsity behind this step of what has `end` at the end."""
+        initial, _, shape = self._settings
         count = (self.end - self.start) // self.every + 1
         reached = min(max((self.steps - self.start) // self.every, -1), count - 1)
-        return sparsity_at(reached, count, *self._settings) if reached >= 0 else 0.0
+        return sparsity_at(reached, count, initial, end, shape) if reached >= 0 else 0.0
+
+    def _of_layers(self, shapes: Mapping[str, Sequence[int]], sparsity: float) -> dict[str, int]:
+        """How many weights each layer keeps, by sparsities of its own."""
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        ends = {name: self._own.get(name, self._settings[1]) for name in shapes}
+        return {name: size - int(self._reached(ends[name]) * size) for name, size in sizes.items()}
 
     def act(self) -> None:
         """Prune.

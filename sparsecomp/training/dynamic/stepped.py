@@ -1,6 +1,7 @@
 """What acts on a model behind some of a training's steps: it counts them all, and a run goes on from its count."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +15,17 @@ class Stepped(ABC):
     """
 
     steps = 0
+    replaces_step = False
+    """Whether what it does takes the place of that step's optimizer step; else it acts behind that."""
 
     @property
     @abstractmethod
     def due(self) -> bool:
         """Whether this step is one of those that act."""
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Around forward and backward, of which some want to know."""
+        return nullcontext()
 
     @torch.no_grad()
     def update(self) -> bool:

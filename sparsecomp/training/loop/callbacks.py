@@ -10,27 +10,28 @@ from sparsecomp.training.history import CycleReport
 from sparsecomp.training.resu.cycle import Phase
 
 if TYPE_CHECKING:
-    from sparsecomp.training.loop.trainer import RESUTrainer
+    from sparsecomp.training.loop.resu_trainer import RESUTrainer
+    from sparsecomp.training.loop.trainer import Trainer
 
 _log = logging.getLogger("sparsecomp.runtime")
 
 
 class Callback:
-    """Called by RESUTrainer between optimizer steps; it may save, or raise to interrupt. By default it does nothing."""
+    """Called by a trainer between steps; it may save, or raise to interrupt. By default it does nothing."""
 
-    def on_start(self, trainer: "RESUTrainer") -> None:
+    def on_start(self, trainer: "Trainer") -> None:
         """Training starts or goes on."""
 
-    def on_step(self, trainer: "RESUTrainer") -> None:
-        """An optimizer step was taken; `trainer.loss` is its loss, on the device."""
+    def on_step(self, trainer: "Trainer") -> None:
+        """A step was taken; `trainer.loss` is its loss, on the device."""
 
     def on_phase(self, trainer: "RESUTrainer", ended: Phase) -> None:
-        """A phase ended, and `trainer.cycle.phase` is the next."""
+        """A phase of RESUTrainer ended, and `trainer.cycle.phase` is the next."""
 
     def on_cycle(self, trainer: "RESUTrainer", report: CycleReport) -> None:
-        """A cycle was committed."""
+        """A cycle of RESUTrainer was committed."""
 
-    def on_stop(self, trainer: "RESUTrainer") -> None:
+    def on_stop(self, trainer: "Trainer") -> None:
         """Training ended or was interrupted."""
 
 
@@ -56,12 +57,12 @@ class LogCallback(Callback):
 
 
 class CheckpointCallback(Callback):
-    """Save to `path` after each phase and each `every` optimizer steps; the file before is replaced as a whole."""
+    """Save to `path` after each phase and each `every` steps; the file before is replaced as a whole."""
 
     def __init__(self, path: str | PathLike[str], every: int = 1000) -> None:
         self.path, self.every = path, every
 
-    def on_step(self, trainer: "RESUTrainer") -> None:
+    def on_step(self, trainer: "Trainer") -> None:
         if trainer.steps % self.every == 0:
             trainer.save(self.path)
 
@@ -70,27 +71,22 @@ class CheckpointCallback(Callback):
 
 
 class ProgressCallback(Callback):
-    """A progress bar in the terminal, with the cycle and its phase."""
+    """A progress bar in the terminal, with what is being done."""
 
     def __init__(self) -> None:
         self._progress = Progress()
         self._task = TaskID(0)
 
-    def on_start(self, trainer: "RESUTrainer") -> None:
+    def on_start(self, trainer: "Trainer") -> None:
         self._progress = Progress()
-        self._task = self._progress.add_task(self._label(trainer), total=trainer.config.steps, completed=trainer.steps)
+        self._task = self._progress.add_task(trainer.label, total=trainer.total, completed=trainer.steps)
         self._progress.start()
 
-    def on_step(self, trainer: "RESUTrainer") -> None:
+    def on_step(self, trainer: "Trainer") -> None:
         self._progress.update(self._task, completed=trainer.steps)
 
     def on_phase(self, trainer: "RESUTrainer", ended: Phase) -> None:
-        self._progress.update(self._task, description=self._label(trainer))
+        self._progress.update(self._task, description=trainer.label)
 
-    def on_stop(self, trainer: "RESUTrainer") -> None:
+    def on_stop(self, trainer: "Trainer") -> None:
         self._progress.stop()
-
-    @staticmethod
-    def _label(trainer: "RESUTrainer") -> str:
-        cycles = trainer.config.cycles
-        return f"cycle {min(trainer.cycle.cycle + 1, cycles)} of {cycles}, {trainer.cycle.phase}"

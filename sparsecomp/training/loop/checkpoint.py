@@ -12,6 +12,7 @@ import torch
 
 from sparsecomp.errors import CheckpointError
 from sparsecomp.files import tensor_file
+from sparsecomp.nn.sparse.stored_weight import StoredWeight
 
 _KIND = tensor_file.Kind(
     "sparsecomp.checkpoint", 1, CheckpointError, "has no readable header of a checkpoint: it is another file"
@@ -48,9 +49,16 @@ def load_tree(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def check_same_model(state: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """CheckpointError unless `state` has the names, shapes and dtypes of the model's state_dict."""
-    own = {name: _form(value) for name, value in model.state_dict().items()}
-    theirs = {name: _form(value) for name, value in state.items()}
+    """CheckpointError unless `state` has the names, shapes and dtypes of the model's state_dict.
+
+    How many entries a sparse layer stores may differ.
+    """
+    sized = {
+        f"{name}.{own}" if name else own for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, StoredWeight) for own in layer.stored_names
+    }  # fmt: skip
+    own = {name: _form(value, name in sized) for name, value in model.state_dict().items()}
+    theirs = {name: _form(value, name in sized) for name, value in state.items()}
     if own == theirs:
         return
     differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
@@ -61,8 +69,11 @@ def check_same_model(state: Mapping[str, Any], model: torch.nn.Module) -> None:
     )
 
 
-def _form(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+def _form(value: Any, stored: bool) -> str:
+    """Dtype and shape; of what is stored without how many."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{value.dtype} {('…', *value.shape[1:]) if stored else tuple(value.shape)}"
 
 
 def _packed(value: Any, tensors: dict[str, torch.Tensor], place: str, deep: int = 0) -> Any:
