@@ -144,7 +144,7 @@ ATTENTION_BY_KEY = Template(
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_k_len / _bn) / _group, steps=_k_width * _block_q / _bm * _group,
-        products=2 * (_depth + _v_depth), walked=_bm, kept=_bn,
+        products=2 * (_depth + _v_depth), walked=_bm, kept=_bn, sums=_depth + _v_depth, scores=2,
     ),
     prepare=_prepare,
 )

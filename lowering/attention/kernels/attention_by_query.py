@@ -135,7 +135,7 @@ ATTENTION_BY_QUERY = Template(
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=2 * _depth + _v_depth,
-        walked=_bn, kept=_bm,
+        walked=_bn, kept=_bm, sums=_depth, scores=2,
     ),
     prepare=_prepare,
 )

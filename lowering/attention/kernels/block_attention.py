@@ -136,7 +136,7 @@ BLOCK_ATTENTION = Template(
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=_depth + _v_depth, walked=_bn,
-        kept=_bm,
+        kept=_bm, sums=_v_depth, scores=1,
     ),
     prepare=_prepare,
 )

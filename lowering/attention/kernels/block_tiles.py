@@ -80,7 +80,7 @@ def tile_space(problem: BlockAttention, device: Device, by_key: bool, kept: int,
     for side, walked, warps in ((a, b, w) for a in outer for b in _sides(inner_block, 32) for w in (4, 8)):
         bm, bn = (walked, side) if by_key else (side, walked)
         # a warp works on 16 rows
-        if warps == 8 and side < 128 and kept < 512 or not fits_registers(side * kept + scores * bm * bn, warps):
+        if warps == 8 and side < 128 and kept < 256 or not fits_registers(side * kept + scores * bm * bn, warps):
             continue
         found += [Config(BM=bm, BN=bn, warps=warps, stages=stages) for stages in (1, 2, 3, 4)
                   if (stages > 1 or itemsize == 4 or depth > 256)

@@ -47,7 +47,7 @@ class _Head(NamedTuple):
     kv_head: int
 
 
-def block_attention(
+def block_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result (batch, heads, q_len, v_depth) and the logsumexp (batch, heads, q_len), in the dtype sums are kept in.
