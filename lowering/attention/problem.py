@@ -58,7 +58,7 @@ class BlockAttention(NamedTuple):
     @property
     def numbers(self) -> tuple[Any, ...]:
         """The run-time numbers that kernels take last."""
-        return (self.q_len, self.k_len, self.scale, *(stride for one in self.strides for stride in one))
+        return (self.heads, self.q_len, self.k_len, self.scale, *(stride for one in self.strides for stride in one))
 
     @property
     def lists(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -127,7 +127,8 @@ def representative(signature: KernelSignature, shapes: str) -> BlockAttention:
         given["block_q"], given["block_k"], sizes["width"], sizes["k_width"], False, False, signature.dtypes[0],
         given["depth"] ** -0.5, (),
     )  # fmt: skip
-    strides = tuple(HeadStrides(s[1] * s[2] * s[3], s[2] * s[3], s[3]) for s in map(dense_shapes(problem).get, shapes) if s)
+    lying = [dense_shapes(problem)[letter] for letter in shapes]
+    strides = tuple(HeadStrides(heads * rows * depth, rows * depth, depth) for _, heads, rows, depth in lying)
     return problem._replace(strides=strides)
 
 

@@ -75,15 +75,16 @@ def sum_by_key(
 def attention_by_key_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, logsumexp_ptr, delta_ptr, count_ptr, partial_ptr, index_ptr, tile_ptr, bits_ptr,
     by_k_ptr, by_v_ptr,
-    Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    HEADS, Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     grad_batch, grad_head, grad_row, by_k_batch, by_k_head, by_k_row, by_v_batch, by_v_head, by_v_row,
     list_batch, list_head, WIDTH,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BN keys of one head of keys."""
-    first_key = tl.program_id(0) * BN
-    kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """A tile of BN keys of one head of keys. All heads begin together: lists that are long in each end early."""
+    first_key = tl.program_id(1) * BN
+    kv_heads = HEADS // GROUP
+    kv_head, batch = (tl.program_id(0) % kv_heads).to(tl.int64), (tl.program_id(0) // kv_heads).to(tl.int64)
     keys = first_key + tl.arange(0, BN)
     wide = keys.to(tl.int64)[:, None]
     rows = first_key % BLOCK_K + tl.arange(0, BN)
@@ -99,7 +100,7 @@ def attention_by_key_kernel(
         head = kv_head * GROUP + beside
         q_ptrs = q_ptr + batch * q_batch + head * q_head + column[:, None] * q_row + depth[None, :]
         grad_ptrs = grad_ptr + batch * grad_batch + head * grad_head + column[:, None] * grad_row + v_depth[None, :]
-        of_head = (batch * tl.num_programs(1) * GROUP + head) * Q_LEN
+        of_head = (batch * HEADS + head) * Q_LEN
         block = batch * list_batch + head * list_head + first_key // BLOCK_K
         count, partial = tl.load(count_ptr + block), tl.load(partial_ptr + block)
         index_row, tile_row = index_ptr + block * WIDTH, tile_ptr + block * WIDTH
@@ -122,7 +123,7 @@ def attention_by_key_kernel(
 def _prepare(problem: BlockAttention, config: Config) -> Launch:
     p = problem
     fixed = constants(p, config, p.q_len, p.block_q) | {"PRECISION": precision(p.dtype)}
-    grid = (triton.cdiv(p.k_len, config["BN"]), p.heads // p.group, p.batch)
+    grid = (p.heads // p.group * p.batch, triton.cdiv(p.k_len, config["BN"]))
     numbers = (*p.numbers, *p.lists[1], p.k_width)
     return Launch(
         attention_by_key_kernel, grid, numbers, fixed, num_warps=config["warps"], num_stages=config["stages"]

@@ -61,15 +61,15 @@ def sum_by_query(
 def attention_by_query_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, out_ptr, logsumexp_ptr, grad_logsumexp_ptr, count_ptr, partial_ptr, index_ptr,
     tile_ptr, bits_ptr, by_q_ptr, delta_ptr,
-    Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    HEADS, Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     grad_batch, grad_head, grad_row, out_batch, out_head, out_row, by_batch, by_head, by_row,
     list_batch, list_head, WIDTH,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BM queries of one head."""
-    first_query = tl.program_id(0) * BM
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """A tile of BM queries of one head. All heads begin together: lists that are long in each end early."""
+    first_query = tl.program_id(1) * BM
+    head, batch = (tl.program_id(0) % HEADS).to(tl.int64), (tl.program_id(0) // HEADS).to(tl.int64)
     queries = first_query + tl.arange(0, BM)
     wide = queries.to(tl.int64)[:, None]
     rows = first_query % BLOCK_Q + tl.arange(0, BM)
@@ -81,7 +81,7 @@ def attention_by_query_kernel(
     q = load_rows(q_ptrs, queries, depth, Q_LEN, True, D, BD)
     grad = load_rows(grad_ptrs, queries, v_depth, Q_LEN, True, DV, BDV)
     out = load_rows(out_ptrs, queries, v_depth, Q_LEN, True, DV, BDV)
-    of_head = (batch * tl.num_programs(1) + head) * Q_LEN
+    of_head = (batch * HEADS + head) * Q_LEN
     inside = queries < Q_LEN
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     if grad_logsumexp_ptr is not None:
@@ -113,7 +113,7 @@ def attention_by_query_kernel(
 def _prepare(problem: BlockAttention, config: Config) -> Launch:
     p = problem
     fixed = constants(p, config, p.k_len, p.block_k) | {"PRECISION": precision(p.dtype)}
-    grid = (triton.cdiv(p.q_len, config["BM"]), p.heads, p.batch)
+    grid = (p.heads * p.batch, triton.cdiv(p.q_len, config["BM"]))
     numbers = (*p.numbers, *p.lists[0], p.width)
     return Launch(
         attention_by_query_kernel, grid, numbers, fixed, num_warps=config["warps"], num_stages=config["stages"]

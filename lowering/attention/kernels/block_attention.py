@@ -66,14 +66,14 @@ def attend(
 @triton.jit
 def block_attention_kernel(
     q_ptr, k_ptr, v_ptr, count_ptr, partial_ptr, index_ptr, tile_ptr, bits_ptr, out_ptr, logsumexp_ptr,
-    Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    HEADS, Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_batch, out_head, out_row, list_batch, list_head, WIDTH,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BM queries of one head."""
-    first_query = tl.program_id(0) * BM
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """A tile of BM queries of one head. All heads begin together: lists that are long in each end early."""
+    first_query = tl.program_id(1) * BM
+    head, batch = (tl.program_id(0) % HEADS).to(tl.int64), (tl.program_id(0) // HEADS).to(tl.int64)
     queries = first_query + tl.arange(0, BM)
     rows = first_query % BLOCK_Q + tl.arange(0, BM)
     column, depth, v_depth = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
@@ -108,14 +108,14 @@ def block_attention_kernel(
     out_ptrs = out_ptr + queries.to(tl.int64)[:, None] * out_row + v_depth[None, :]
     store_rows(out_ptrs, acc, queries, v_depth, Q_LEN, DV)
     sums = tl.where(total == 0.0, float("-inf"), (top + tl.math.log2(tl.where(total == 0.0, 1.0, total))) * LN_2)
-    logsumexp_ptr += (batch * tl.num_programs(1) + head) * Q_LEN
+    logsumexp_ptr += (batch * HEADS + head) * Q_LEN
     tl.store(logsumexp_ptr + queries, sums, mask=queries < Q_LEN)
 
 
 def _prepare(problem: BlockAttention, config: Config) -> Launch:
     p = problem
     fixed = constants(p, config, p.k_len, p.block_k) | {"PRECISION": precision(p.dtype)}
-    grid = (triton.cdiv(p.q_len, config["BM"]), p.heads, p.batch)
+    grid = (p.heads * p.batch, triton.cdiv(p.q_len, config["BM"]))
     numbers = (*p.numbers, *p.lists[0], p.width)
     return Launch(
         block_attention_kernel, grid, numbers, fixed, num_warps=config["warps"], num_stages=config["stages"]
