@@ -215,7 +215,7 @@ def test_kernels_compile_to_tensor_core_instructions(capability, instruction, dt
         from sparsecomp.lowering.attention.kernels.attention_by_query import attention_by_query_kernel
         from sparsecomp.lowering.attention.kernels.block_attention import block_attention_kernel
         tile = dict(GROUP=2, D=64, DV=40, BD=64, BDV=64, BLOCK_Q=128, BLOCK_K=128, BM=64, BN=64, CHECK_ROWS=True,
-                    PRECISION="tf32x3" if "{dtype}" == "fp32" else "ieee")
+                    JOINT=True, PRECISION="tf32x3" if "{dtype}" == "fp32" else "ieee")
         own = dict(count_ptr="*i32", partial_ptr="*i32", index_ptr="*i32", tile_ptr="*i32", bits_ptr="*i32",
                    logsumexp_ptr="*fp32", grad_logsumexp_ptr="*fp32", delta_ptr="*fp32", scale="fp32")
         for kernel in (block_attention_kernel, attention_by_query_kernel, attention_by_key_kernel):

@@ -39,7 +39,8 @@ def sum_by_query(
         within = at % PARTS * BN
         start = block * BLOCK_K + within
         if MASKED:
-            words = load_words(bits_ptr, tile, rows, within, BLOCK_Q, BLOCK_K, BN)
+            now = tile
+            words = load_words(bits_ptr, now, rows, within, BLOCK_Q, BLOCK_K, BN)
             tile = tl.load(tile_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         block = tl.load(index_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         start = tl.multiple_of(start, BN)
@@ -49,8 +50,9 @@ def sum_by_query(
         score = dot(q, tl.trans(k), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
         weight = tl.math.exp2(score * scale - logsumexp[:, None])
         if MASKED:
-            kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
-            weight = tl.where(kept, weight, 0.0)
+            if now >= 0:
+                kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
+                weight = tl.where(kept, weight, 0.0)
         by_weight = dot(grad, tl.trans(v), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
         by_score = weight * (by_weight - delta[:, None])
         acc = dot(by_score.to(k.dtype), k, acc, PRECISION)
@@ -65,7 +67,8 @@ def attention_by_query_kernel(
     grad_batch, grad_head, grad_row, out_batch, out_head, out_row, by_batch, by_head, by_row,
     list_batch, list_head, WIDTH,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, JOINT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of BM queries of one head. All heads begin together: lists that are long in each end early."""
     first_query = tl.program_id(1) * BM
@@ -98,14 +101,17 @@ def attention_by_query_kernel(
     index_ptr += block * WIDTH
     tile_ptr += block * WIDTH
     acc = tl.zeros((BM, BD), tl.float32)
+    # blocks that are kept in part come first
+    checked = count if JOINT else partial
     acc = sum_by_query(
-        acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, partial, rows,
+        acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, checked, rows,
         K_LEN, scale * LOG2_E, True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
     )  # fmt: skip
-    acc = sum_by_query(
-        acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count,
-        rows, K_LEN, scale * LOG2_E, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
-    )  # fmt: skip
+    if not JOINT:
+        acc = sum_by_query(
+            acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count,
+            rows, K_LEN, scale * LOG2_E, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+        )  # fmt: skip
     by_q_ptrs = by_q_ptr + batch * by_batch + head * by_head + wide * by_row + depth[None, :]
     store_rows(by_q_ptrs, acc * scale, queries, depth, Q_LEN, D)
 

@@ -40,7 +40,8 @@ def attend(
         within = at % PARTS * BN
         start = block * BLOCK_K + within
         if MASKED:
-            words = load_words(bits_ptr, tile, rows, within, BLOCK_Q, BLOCK_K, BN)
+            now = tile
+            words = load_words(bits_ptr, now, rows, within, BLOCK_Q, BLOCK_K, BN)
             tile = tl.load(tile_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         block = tl.load(index_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         start = tl.multiple_of(start, BN)
@@ -48,8 +49,9 @@ def attend(
         k = load_rows(k_ptrs + start.to(tl.int64) * k_row, keys, depth, K_LEN, MASKED and CHECK_ROWS, D, BD)
         score = dot(q, tl.trans(k), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
         if MASKED:
-            kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
-            score = tl.where(kept, score, float("-inf"))
+            if now >= 0:
+                kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
+                score = tl.where(kept, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * scale)
         # no score yet but -inf: any finite number in its place gives weights of zero
         shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -69,7 +71,8 @@ def block_attention_kernel(
     HEADS, Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_batch, out_head, out_row, list_batch, list_head, WIDTH,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, JOINT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of BM queries of one head. All heads begin together: lists that are long in each end early."""
     first_query = tl.program_id(1) * BM
@@ -94,14 +97,17 @@ def block_attention_kernel(
     total = tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), float("-inf"), tl.float32)
     scale = scale * LOG2_E
+    # blocks that are kept in part come first
+    checked = count if JOINT else partial
     acc, total, top = attend(
-        acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, partial, rows, K_LEN,
+        acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, checked, rows, K_LEN,
         scale, True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
     )  # fmt: skip
-    acc, total, top = attend(
-        acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count, rows, K_LEN,
-        scale, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
-    )  # fmt: skip
+    if not JOINT:
+        acc, total, top = attend(
+            acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count, rows,
+            K_LEN, scale, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+        )  # fmt: skip
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_ptr += batch * out_batch + head * out_head
