@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="+", help="of the layers of `loop`, instead of all")
     parser.add_argument("--names", nargs="+", help="of the networks of `loop-networks`, instead of all")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of torch.compile, of `loop…`")
-    parser.add_argument("--workers", type=int, default=1, help="processes in which `loop…`, `attention…` compile")
+    parser.add_argument("--workers", type=int, help="processes that compile (1; 8 for `attention…`)")
     parser.add_argument("--data", type=Path, help="folder with spikes/ and matrices/ of real ones, for more cases")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def main() -> int:
     if arguments.suite in ("loop", "loop-networks"):
         rows = []
         grid = loop.grid(sizes=tuple(arguments.sizes or loop.SIZES))
-        names, workers = arguments.names or loop_networks.NETWORKS, arguments.workers
+        names, workers = arguments.names or loop_networks.NETWORKS, arguments.workers or 1
         layers = arguments.suite == "loop"
         modes = tuple(arguments.modes)
         networks = partial(loop_networks.run, names, modes, workers=workers)
@@ -83,15 +83,15 @@ def main() -> int:
     if arguments.suite in ("tuning", "spmm"):
         save_each(path, tuning.run() if arguments.suite == "tuning" else spmm.run(arguments.data))
     if arguments.suite == "training-step":
-        print(training_step.table(save_each(path, training_step.run(tuple(arguments.modes), arguments.workers))))
+        print(training_step.table(save_each(path, training_step.run(tuple(arguments.modes), arguments.workers or 1))))
     if arguments.suite == "active-inputs":
-        print(active_inputs.table(save_each(path, active_inputs.run(arguments.workers))))
+        print(active_inputs.table(save_each(path, active_inputs.run(arguments.workers or 1))))
     if arguments.suite == "sparse-products":
         print(sparse_products.table(save_each(path, sparse_products.run())))
     if arguments.suite == "snn-training":
         print(snn_training.table(save_each(path, snn_training.run(tuple(arguments.modes)))))
     if arguments.suite in ("attention", "attention-candidates"):
-        save_each(path, (block_attention if arguments.suite == "attention" else candidates).run(arguments.workers))
+        save_each(path, (block_attention if arguments.suite == "attention" else candidates).run(arguments.workers or 8))
     if arguments.suite == "card":
         rows = save_each(path, card.run())
         print(card.pasted(card.record(rows), torch.cuda.get_device_name(), torch.__version__))

@@ -22,6 +22,7 @@ from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock, SparseEmbedding, SparseLinear
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.reference.attention.blocks import blocks_of
 from sparsecomp.tensor.index_arrays import IndexArrays
 
 CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_merge", "spmm_csr_dense", "spmm_csr_halves")
@@ -46,7 +47,8 @@ def main(device: str = "cuda") -> int:
     Launch.__call__, Tuner.choose = noted, chosen  # pyright: ignore[reportAttributeAccessIssue]
     try:
         rest = partial(the_rest, launched, problems)
-        for step in (sparse_layers, local_layers, written_out, spikes, neurons, masks, sparse_tensor_cores, rest):
+        steps = (sparse_layers, local_layers, attention, written_out, spikes, neurons, masks, sparse_tensor_cores, rest)
+        for step in steps:
             step(device)
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -116,6 +118,17 @@ def local_layers(device: str) -> None:
     layer = GeoSparseLinear(131, 37, index[:37]).to(device)
     layer.in_index_per_out.data.copy_(index[37:74])  # the lists of its transpose are made anew
     layer(torch.randn(65, 131, device=device, requires_grad=True)).sum().backward()
+
+
+def attention(device: str) -> None:
+    """Attention over blocks of all kinds, with gradients, of lengths and depths that fill no tile."""
+    mask = torch.rand(1, 4, 129, 203, device=device) < 0.4
+    mask[..., :64, :64], mask[..., 64:128, 64:128] = True, False
+    for dtype, depth in itertools.product(DTYPES, (17, 64)):
+        shapes = ((2, 4, 129, depth), (2, 2, 203, depth), (2, 2, 203, 33))
+        operands = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+        out, logsumexp = ops.block_attention(*operands, blocks_of(mask, (64, 32)))
+        (out.sum() + logsumexp.sum()).backward()
 
 
 def sparse_tensor_cores(device: str) -> None:

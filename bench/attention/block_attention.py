@@ -111,9 +111,9 @@ def _ours(mask: Tensor, block: tuple[int, int]) -> Attention:
 def _flex(case: Case, block: int) -> Attention:
     make = torch.compile(create_block_mask) if case.length > 8192 else create_block_mask
     mask = make(case.mask_of(case), None, None, case.length, case.length, device="cuda", BLOCK_SIZE=block)
-    compiled = torch.compile(flex_attention, dynamic=False)
-    more = {"enable_gqa": True} if case.heads != case.kv_heads else {}
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask, **more)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    gqa = case.heads != case.kv_heads
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=gqa)
 
 
 def _dense(

@@ -50,7 +50,7 @@ def _operands_by_query(problem: BlockAttention, device: torch.device, seed: int)
     random = torch.Generator(device).manual_seed(seed)
     q, k, v, grad, out, by_q = described.dense_operands(problem, _BY_QUERY, random)
     blocks = described.banded_blocks(problem, random)
-    right, logsumexp = reference.block_attention(q, k, v, blocks, problem.scale)
+    right, logsumexp = reference.block_attention_reference(q, k, v, blocks, problem.scale)
     delta = torch.full_like(logsumexp, math.nan)
     return q, k, v, grad, out.copy_(right), logsumexp, None, *blocks[:5], by_q.fill_(math.nan), delta
 
@@ -66,7 +66,7 @@ def _operands_by_key(problem: BlockAttention, device: torch.device, seed: int) -
     random = torch.Generator(device).manual_seed(seed)
     q, k, v, grad, by_k, by_v = described.dense_operands(problem, _BY_KEY, random)
     blocks = described.banded_blocks(problem, random)
-    out, logsumexp = reference.block_attention(q, k, v, blocks, problem.scale)
+    out, logsumexp = reference.block_attention_reference(q, k, v, blocks, problem.scale)
     delta = reference.delta_of(grad, out, None).float()
     return q, k, v, grad, logsumexp, delta, *blocks[5:], by_k.fill_(math.nan), by_v.fill_(math.nan)
 

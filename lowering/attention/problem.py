@@ -58,7 +58,7 @@ class BlockAttention(NamedTuple):
     @property
     def numbers(self) -> tuple[Any, ...]:
         """The run-time numbers that kernels take last."""
-        return (self.q_len, self.k_len, self.scale, *(stride for one in self.strides for stride in one))
+        return (self.heads, self.q_len, self.k_len, self.scale, *(stride for one in self.strides for stride in one))
 
     @property
     def lists(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -127,11 +127,12 @@ def representative(signature: KernelSignature, shapes: str) -> BlockAttention:
         given["block_q"], given["block_k"], sizes["width"], sizes["k_width"], False, False, signature.dtypes[0],
         given["depth"] ** -0.5, (),
     )  # fmt: skip
-    strides = tuple(HeadStrides(s[1] * s[2] * s[3], s[2] * s[3], s[3]) for s in map(shape_of(problem).get, shapes) if s)
+    lying = [dense_shapes(problem)[letter] for letter in shapes]
+    strides = tuple(HeadStrides(heads * rows * depth, rows * depth, depth) for _, heads, rows, depth in lying)
     return problem._replace(strides=strides)
 
 
-def shape_of(problem: BlockAttention) -> dict[str, tuple[int, int, int, int]]:
+def dense_shapes(problem: BlockAttention) -> dict[str, tuple[int, int, int, int]]:
     """By the letters of ``representative``."""
     p = problem
     kv_heads = p.heads // p.group
@@ -148,7 +149,7 @@ def dense_operands(problem: BlockAttention, shapes: str, random: torch.Generator
     def normal(count: int) -> Tensor:
         return torch.randn(count, generator=random, device=random.device).to(dtype)
 
-    return [strided(shape_of(problem)[letter], (*strides, 1), normal)
+    return [strided(dense_shapes(problem)[letter], (*strides, 1), normal)
             for letter, strides in zip(shapes, problem.strides, strict=True)]  # fmt: skip
 
 

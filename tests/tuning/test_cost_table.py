@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsecomp.lowering.attention.problem import BlockAttention
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.epilogue import Output
 from sparsecomp.lowering.launch.strided import Strides
@@ -292,7 +293,16 @@ def _finished(outputs: int, dtype: str) -> Output:
     return Output(Strides(0, outputs, 1), dtype, dtype, "column", "", Strides(0, 0, 0), "relu", 1.0)
 
 
+# a window on long heads, and wide ones in groups; what is strided costs nothing
+ATTENTIONS = [
+    BlockAttention(4, 16, 1, 4096, 4096, 64, 64, 128, 128, 5, 5, False, False, "bfloat16", 0.1, ()),
+    BlockAttention(1, 32, 4, 32768, 32768, 128, 128, 128, 64, 17, 9, False, True, "float16", 0.1, ()),
+    BlockAttention(2, 4, 2, 300, 77, 40, 24, 32, 64, 2, 7, True, True, "float32", 0.1, ()),
+    BlockAttention(1, 8, 8, 2048, 2048, 256, 256, 64, 64, 6, 6, False, False, "bfloat16", 0.1, ()),
+]
+
 PROBLEMS: dict[str, list[Any]] = {
+    "block_attention": ATTENTIONS, "attention_by_query": ATTENTIONS, "attention_by_key": ATTENTIONS,
     "binary_conv": [_conv(32, 64, 56, 3, 1, 3), _conv(1, 512, 7, 3, 1, 2), _conv(8, 128, 14, 1, 2, 4),
                     _conv(32, 256, 14, 3, 1, 3, "rows"), _conv(4, 96, 9, 5, 1, 3)],
     "transposed_conv": [_transposed(32, 64, 56, 4, 2), _transposed(1, 500, 7, 3, 1), _transposed(8, 32, 14, 2, 4)],

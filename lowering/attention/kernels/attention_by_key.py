@@ -43,7 +43,8 @@ def sum_by_key(
         within = at % PARTS * BM
         start = block * BLOCK_Q + within
         if MASKED:
-            words = load_words(bits_ptr, tile, rows, within, BLOCK_K, BLOCK_Q, BM)
+            now = tile
+            words = load_words(bits_ptr, now, rows, within, BLOCK_K, BLOCK_Q, BM)
             tile = tl.load(tile_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         block = tl.load(index_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         start = tl.multiple_of(start, BM)
@@ -62,8 +63,9 @@ def sum_by_key(
         score = dot(k, tl.trans(q), tl.zeros((k.shape[0], BM), tl.float32), PRECISION)
         weight = tl.math.exp2(score * scale - logsumexp[None, :])
         if MASKED:
-            kept = kept_pairs(words[0], words[1], words[2], words[3], BM)
-            weight = tl.where(kept, weight, 0.0)
+            if now >= 0:
+                kept = kept_pairs(words[0], words[1], words[2], words[3], BM)
+                weight = tl.where(kept, weight, 0.0)
         by_v = dot(weight.to(grad.dtype), grad, by_v, PRECISION)
         by_weight = dot(v, tl.trans(grad), tl.zeros((k.shape[0], BM), tl.float32), PRECISION)
         by_score = weight * (by_weight - delta[None, :])
@@ -75,15 +77,17 @@ def sum_by_key(
 def attention_by_key_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, logsumexp_ptr, delta_ptr, count_ptr, partial_ptr, index_ptr, tile_ptr, bits_ptr,
     by_k_ptr, by_v_ptr,
-    Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    HEADS, Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     grad_batch, grad_head, grad_row, by_k_batch, by_k_head, by_k_row, by_v_batch, by_v_head, by_v_row,
     list_batch, list_head, WIDTH,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, JOINT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BN keys of one head of keys."""
-    first_key = tl.program_id(0) * BN
-    kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """A tile of BN keys of one head of keys. All heads begin together: lists that are long in each end early."""
+    first_key = tl.program_id(1) * BN
+    kv_heads = HEADS // GROUP
+    kv_head, batch = (tl.program_id(0) % kv_heads).to(tl.int64), (tl.program_id(0) // kv_heads).to(tl.int64)
     keys = first_key + tl.arange(0, BN)
     wide = keys.to(tl.int64)[:, None]
     rows = first_key % BLOCK_K + tl.arange(0, BN)
@@ -99,20 +103,23 @@ def attention_by_key_kernel(
         head = kv_head * GROUP + beside
         q_ptrs = q_ptr + batch * q_batch + head * q_head + column[:, None] * q_row + depth[None, :]
         grad_ptrs = grad_ptr + batch * grad_batch + head * grad_head + column[:, None] * grad_row + v_depth[None, :]
-        of_head = (batch * tl.num_programs(1) * GROUP + head) * Q_LEN
+        of_head = (batch * HEADS + head) * Q_LEN
         block = batch * list_batch + head * list_head + first_key // BLOCK_K
         count, partial = tl.load(count_ptr + block), tl.load(partial_ptr + block)
         index_row, tile_row = index_ptr + block * WIDTH, tile_ptr + block * WIDTH
+        # blocks that are kept in part come first
+        checked = count if JOINT else partial
         by_k, by_v = sum_by_key(
             by_k, by_v, k, v, q_ptrs, grad_ptrs, q_row, grad_row, logsumexp_ptr + of_head, delta_ptr + of_head,
-            index_row, tile_row, bits_ptr, 0, partial, rows, Q_LEN, scale * LOG2_E,
+            index_row, tile_row, bits_ptr, 0, checked, rows, Q_LEN, scale * LOG2_E,
             True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BM, CHECK_ROWS, PRECISION,
         )  # fmt: skip
-        by_k, by_v = sum_by_key(
-            by_k, by_v, k, v, q_ptrs, grad_ptrs, q_row, grad_row, logsumexp_ptr + of_head, delta_ptr + of_head,
-            index_row, tile_row, bits_ptr, partial, count, rows, Q_LEN, scale * LOG2_E,
-            False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BM, CHECK_ROWS, PRECISION,
-        )  # fmt: skip
+        if not JOINT:
+            by_k, by_v = sum_by_key(
+                by_k, by_v, k, v, q_ptrs, grad_ptrs, q_row, grad_row, logsumexp_ptr + of_head, delta_ptr + of_head,
+                index_row, tile_row, bits_ptr, partial, count, rows, Q_LEN, scale * LOG2_E,
+                False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BM, CHECK_ROWS, PRECISION,
+            )  # fmt: skip
     by_k_ptrs = by_k_ptr + batch * by_k_batch + kv_head * by_k_head + wide * by_k_row + depth[None, :]
     by_v_ptrs = by_v_ptr + batch * by_v_batch + kv_head * by_v_head + wide * by_v_row + v_depth[None, :]
     store_rows(by_k_ptrs, by_k * scale, keys, depth, K_LEN, D)
@@ -122,7 +129,7 @@ def attention_by_key_kernel(
 def _prepare(problem: BlockAttention, config: Config) -> Launch:
     p = problem
     fixed = constants(p, config, p.q_len, p.block_q) | {"PRECISION": precision(p.dtype)}
-    grid = (triton.cdiv(p.k_len, config["BN"]), p.heads // p.group, p.batch)
+    grid = (p.heads // p.group * p.batch, triton.cdiv(p.k_len, config["BN"]))
     numbers = (*p.numbers, *p.lists[1], p.k_width)
     return Launch(
         attention_by_key_kernel, grid, numbers, fixed, num_warps=config["warps"], num_stages=config["stages"]
@@ -144,7 +151,7 @@ ATTENTION_BY_KEY = Template(
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_k_len / _bn) / _group, steps=_k_width * _block_q / _bm * _group,
-        products=2 * (_depth + _v_depth), walked=_bm, kept=_bn,
+        products=2 * (_depth + _v_depth), walked=_bm, kept=_bn, sums=_depth + _v_depth, scores=2,
     ),
     prepare=_prepare,
 )

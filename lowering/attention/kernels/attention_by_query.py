@@ -39,7 +39,8 @@ def sum_by_query(
         within = at % PARTS * BN
         start = block * BLOCK_K + within
         if MASKED:
-            words = load_words(bits_ptr, tile, rows, within, BLOCK_Q, BLOCK_K, BN)
+            now = tile
+            words = load_words(bits_ptr, now, rows, within, BLOCK_Q, BLOCK_K, BN)
             tile = tl.load(tile_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         block = tl.load(index_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         start = tl.multiple_of(start, BN)
@@ -49,8 +50,9 @@ def sum_by_query(
         score = dot(q, tl.trans(k), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
         weight = tl.math.exp2(score * scale - logsumexp[:, None])
         if MASKED:
-            kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
-            weight = tl.where(kept, weight, 0.0)
+            if now >= 0:
+                kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
+                weight = tl.where(kept, weight, 0.0)
         by_weight = dot(grad, tl.trans(v), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
         by_score = weight * (by_weight - delta[:, None])
         acc = dot(by_score.to(k.dtype), k, acc, PRECISION)
@@ -61,15 +63,16 @@ def sum_by_query(
 def attention_by_query_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, out_ptr, logsumexp_ptr, grad_logsumexp_ptr, count_ptr, partial_ptr, index_ptr,
     tile_ptr, bits_ptr, by_q_ptr, delta_ptr,
-    Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    HEADS, Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     grad_batch, grad_head, grad_row, out_batch, out_head, out_row, by_batch, by_head, by_row,
     list_batch, list_head, WIDTH,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, JOINT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BM queries of one head."""
-    first_query = tl.program_id(0) * BM
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """A tile of BM queries of one head. All heads begin together: lists that are long in each end early."""
+    first_query = tl.program_id(1) * BM
+    head, batch = (tl.program_id(0) % HEADS).to(tl.int64), (tl.program_id(0) // HEADS).to(tl.int64)
     queries = first_query + tl.arange(0, BM)
     wide = queries.to(tl.int64)[:, None]
     rows = first_query % BLOCK_Q + tl.arange(0, BM)
@@ -81,7 +84,7 @@ def attention_by_query_kernel(
     q = load_rows(q_ptrs, queries, depth, Q_LEN, True, D, BD)
     grad = load_rows(grad_ptrs, queries, v_depth, Q_LEN, True, DV, BDV)
     out = load_rows(out_ptrs, queries, v_depth, Q_LEN, True, DV, BDV)
-    of_head = (batch * tl.num_programs(1) + head) * Q_LEN
+    of_head = (batch * HEADS + head) * Q_LEN
     inside = queries < Q_LEN
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     if grad_logsumexp_ptr is not None:
@@ -98,14 +101,17 @@ def attention_by_query_kernel(
     index_ptr += block * WIDTH
     tile_ptr += block * WIDTH
     acc = tl.zeros((BM, BD), tl.float32)
+    # blocks that are kept in part come first
+    checked = count if JOINT else partial
     acc = sum_by_query(
-        acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, partial, rows,
+        acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, checked, rows,
         K_LEN, scale * LOG2_E, True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
     )  # fmt: skip
-    acc = sum_by_query(
-        acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count,
-        rows, K_LEN, scale * LOG2_E, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
-    )  # fmt: skip
+    if not JOINT:
+        acc = sum_by_query(
+            acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count,
+            rows, K_LEN, scale * LOG2_E, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+        )  # fmt: skip
     by_q_ptrs = by_q_ptr + batch * by_batch + head * by_head + wide * by_row + depth[None, :]
     store_rows(by_q_ptrs, acc * scale, queries, depth, Q_LEN, D)
 
@@ -113,7 +119,7 @@ def attention_by_query_kernel(
 def _prepare(problem: BlockAttention, config: Config) -> Launch:
     p = problem
     fixed = constants(p, config, p.k_len, p.block_k) | {"PRECISION": precision(p.dtype)}
-    grid = (triton.cdiv(p.q_len, config["BM"]), p.heads, p.batch)
+    grid = (p.heads * p.batch, triton.cdiv(p.q_len, config["BM"]))
     numbers = (*p.numbers, *p.lists[0], p.width)
     return Launch(
         attention_by_query_kernel, grid, numbers, fixed, num_warps=config["warps"], num_stages=config["stages"]
@@ -135,7 +141,7 @@ ATTENTION_BY_QUERY = Template(
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=2 * _depth + _v_depth,
-        walked=_bn, kept=_bm,
+        walked=_bn, kept=_bm, sums=_depth, scores=2,
     ),
     prepare=_prepare,
 )

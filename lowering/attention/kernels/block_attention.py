@@ -40,7 +40,8 @@ def attend(
         within = at % PARTS * BN
         start = block * BLOCK_K + within
         if MASKED:
-            words = load_words(bits_ptr, tile, rows, within, BLOCK_Q, BLOCK_K, BN)
+            now = tile
+            words = load_words(bits_ptr, now, rows, within, BLOCK_Q, BLOCK_K, BN)
             tile = tl.load(tile_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         block = tl.load(index_ptr + (at + 1) // PARTS, mask=at + 1 < last * PARTS, other=0)
         start = tl.multiple_of(start, BN)
@@ -48,8 +49,9 @@ def attend(
         k = load_rows(k_ptrs + start.to(tl.int64) * k_row, keys, depth, K_LEN, MASKED and CHECK_ROWS, D, BD)
         score = dot(q, tl.trans(k), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
         if MASKED:
-            kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
-            score = tl.where(kept, score, float("-inf"))
+            if now >= 0:
+                kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
+                score = tl.where(kept, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * scale)
         # no score yet but -inf: any finite number in its place gives weights of zero
         shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -66,14 +68,15 @@ def attend(
 @triton.jit
 def block_attention_kernel(
     q_ptr, k_ptr, v_ptr, count_ptr, partial_ptr, index_ptr, tile_ptr, bits_ptr, out_ptr, logsumexp_ptr,
-    Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    HEADS, Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_batch, out_head, out_row, list_batch, list_head, WIDTH,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, JOINT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BM queries of one head."""
-    first_query = tl.program_id(0) * BM
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """A tile of BM queries of one head. All heads begin together: lists that are long in each end early."""
+    first_query = tl.program_id(1) * BM
+    head, batch = (tl.program_id(0) % HEADS).to(tl.int64), (tl.program_id(0) // HEADS).to(tl.int64)
     queries = first_query + tl.arange(0, BM)
     rows = first_query % BLOCK_Q + tl.arange(0, BM)
     column, depth, v_depth = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
@@ -94,28 +97,31 @@ def block_attention_kernel(
     total = tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), float("-inf"), tl.float32)
     scale = scale * LOG2_E
+    # blocks that are kept in part come first
+    checked = count if JOINT else partial
     acc, total, top = attend(
-        acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, partial, rows, K_LEN,
+        acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, checked, rows, K_LEN,
         scale, True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
     )  # fmt: skip
-    acc, total, top = attend(
-        acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count, rows, K_LEN,
-        scale, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
-    )  # fmt: skip
+    if not JOINT:
+        acc, total, top = attend(
+            acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count, rows,
+            K_LEN, scale, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+        )  # fmt: skip
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_ptr += batch * out_batch + head * out_head
     out_ptrs = out_ptr + queries.to(tl.int64)[:, None] * out_row + v_depth[None, :]
     store_rows(out_ptrs, acc, queries, v_depth, Q_LEN, DV)
     sums = tl.where(total == 0.0, float("-inf"), (top + tl.math.log2(tl.where(total == 0.0, 1.0, total))) * LN_2)
-    logsumexp_ptr += (batch * tl.num_programs(1) + head) * Q_LEN
+    logsumexp_ptr += (batch * HEADS + head) * Q_LEN
     tl.store(logsumexp_ptr + queries, sums, mask=queries < Q_LEN)
 
 
 def _prepare(problem: BlockAttention, config: Config) -> Launch:
     p = problem
     fixed = constants(p, config, p.k_len, p.block_k) | {"PRECISION": precision(p.dtype)}
-    grid = (triton.cdiv(p.q_len, config["BM"]), p.heads, p.batch)
+    grid = (p.heads * p.batch, triton.cdiv(p.q_len, config["BM"]))
     numbers = (*p.numbers, *p.lists[0], p.width)
     return Launch(
         block_attention_kernel, grid, numbers, fixed, num_warps=config["warps"], num_stages=config["stages"]
@@ -136,7 +142,7 @@ BLOCK_ATTENTION = Template(
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=_depth + _v_depth, walked=_bn,
-        kept=_bm,
+        kept=_bm, sums=_v_depth, scores=1,
     ),
     prepare=_prepare,
 )

@@ -1,7 +1,7 @@
 """What the kernels of attention over listed blocks share: which pairs a tile keeps, how it is read, and what fits.
 
-A kernel's tile is a block or divides it. Each kernel walks its list twice: first the blocks that are kept in part,
-with a mask from one bit a pair, then those that are kept whole, without any.
+A kernel's tile is a block or divides it. Each kernel walks its list once, and masks the blocks that are kept in part by
+one bit a pair; or twice, the second time over those that are kept whole, in a loop that knows no masks.
 """
 
 import triton
@@ -20,17 +20,19 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def load_words(bits_ptr, tile, rows, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
     """The words with the bits of `rows` of a tile (ROWS, COLUMNS) and WIDE columns, at most 128, from `first_column`.
 
-    They are loaded before the product whose scores they mask, and wait for nothing then.
+    They are loaded before the product whose scores they mask, and nothing waits for them then. Of a block that is kept
+    whole, whose tile is negative, nothing is read.
     """
     PARTS: tl.constexpr = COLUMNS // 32
     word_ptrs = bits_ptr + tile.to(tl.int64) * (ROWS * PARTS) + rows * PARTS + first_column // 32
-    first = tl.load(word_ptrs)
+    listed = tile >= 0
+    first = tl.load(word_ptrs, mask=listed, other=0)
     second, third, fourth = first, first, first
     if WIDE > 32:
-        second = tl.load(word_ptrs + 1)
+        second = tl.load(word_ptrs + 1, mask=listed, other=0)
     if WIDE > 64:
-        third = tl.load(word_ptrs + 2)
-        fourth = tl.load(word_ptrs + 3)
+        third = tl.load(word_ptrs + 2, mask=listed, other=0)
+        fourth = tl.load(word_ptrs + 3, mask=listed, other=0)
     return first, second, third, fourth
 
 
@@ -65,7 +67,7 @@ def store_rows(ptrs, value, rows, depth, ROWS, DEPTH: tl.constexpr):
 
 
 def tile_space(problem: BlockAttention, device: Device, by_key: bool, kept: int, scores: int) -> list[Config]:
-    """Configurations: BM queries and BN keys of a tile, warps and stages.
+    """Configurations: BM queries and BN keys of a tile, whether there is one loop, warps and stages.
 
     Args:
         by_key: the kernel keeps a tile of keys and walks over queries, not the other way round.
@@ -80,9 +82,10 @@ def tile_space(problem: BlockAttention, device: Device, by_key: bool, kept: int,
     for side, walked, warps in ((a, b, w) for a in outer for b in _sides(inner_block, 32) for w in (4, 8)):
         bm, bn = (walked, side) if by_key else (side, walked)
         # a warp works on 16 rows
-        if warps == 8 and side < 128 and kept < 512 or not fits_registers(side * kept + scores * bm * bn, warps):
+        if warps == 8 and side < 128 and kept < 256 or not fits_registers(side * kept + scores * bm * bn, warps):
             continue
-        found += [Config(BM=bm, BN=bn, warps=warps, stages=stages) for stages in (1, 2, 3, 4)
+        found += [Config(BM=bm, BN=bn, joint=joint, warps=warps, stages=stages)
+                  for joint in (1, 0) for stages in (1, 2, 3, 4)
                   if (stages > 1 or itemsize == 4 or depth > 256)
                   and fits_shared(itemsize * depth * (side + stages * walked), device)]  # fmt: skip
     return found
@@ -101,5 +104,5 @@ def constants(problem: BlockAttention, config: Config, rows_walked: int, block: 
     return {
         "GROUP": problem.group, "D": problem.depth, "DV": problem.v_depth, "BD": problem.padded_depth,
         "BDV": problem.padded_v_depth, "BLOCK_Q": problem.block_q, "BLOCK_K": problem.block_k, "BM": config["BM"],
-        "BN": config["BN"], "CHECK_ROWS": rows_walked % block != 0,
+        "BN": config["BN"], "CHECK_ROWS": rows_walked % block != 0, "JOINT": bool(config["joint"]),
     }  # fmt: skip

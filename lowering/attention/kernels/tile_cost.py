@@ -16,7 +16,8 @@ _START = 3e-6
 
 
 def cost_by_tiles(
-    programs: sympy.Expr, steps: sympy.Expr, products: sympy.Expr, walked: sympy.Expr, kept: sympy.Expr
+    programs: sympy.Expr, steps: sympy.Expr, products: sympy.Expr, walked: sympy.Expr, kept: sympy.Expr,
+    sums: sympy.Expr, scores: int,
 ) -> Cost:  # fmt: skip
     """The cost of a launch.
 
@@ -25,10 +26,14 @@ def cost_by_tiles(
         steps: tiles that a program walks over, in the longest list.
         products: multiply-accumulates of a pair.
         walked, kept: rows of a tile that is walked over, and of the one that stays.
+        sums: numbers of a row that stay in registers.
+        scores: matrices (BM, BN) that are alive at once.
     """
     # a step multiplies tiles at a rate that grows with their sides, or waits for what it loads
     share = 0.62 * sympy.Min(kept, 128) / (sympy.Min(kept, 128) + 32) * walked / (walked + 16)
-    multiply = 2 * _bm * _bn * products / (_RATE * share)
+    registers = (kept * sums + scores * _bm * _bn) / (32 * _warps)
+    spilled = 1 + sympy.Max(0, registers - 144) / 100
+    multiply = spilled * 2 * _bm * _bn * products / (_RATE * share)
     load = walked * (_depth + _v_depth) * _itemsize / _fill
     resident = sympy.Max(1, sympy.floor(16 / _warps) * 64 / sympy.Max(kept, 64))
     wait = _LATENCY / (_stages * resident)

@@ -118,7 +118,7 @@ def _attention(q, k, v, blocks, scale):
     if not q.shape[2] or not k.shape[2] or not q.shape[0]:
         return out.zero_(), logsumexp.fill_(-math.inf)
     with without_autocast(q):
-        found, sums = reference.block_attention(q, k, v, blocks, scale)
+        found, sums = reference.block_attention_reference(q, k, v, blocks, scale)
     return out.copy_(found), logsumexp.copy_(sums)
 
 
@@ -190,8 +190,8 @@ def _differentiable_gradients(
     scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients through plain torch, for those who differentiate them again."""
-    points = tuple(one if one.requires_grad else one.detach().requires_grad_() for one in operands)
-    found = reference.block_attention(*points, blocks, scale)
+    q, k, v = points = [one if one.requires_grad else one.detach().requires_grad_() for one in operands]
+    found = reference.block_attention_reference(q, k, v, blocks, scale)
     pairs = [(one.to(given.dtype), given) for one, given in zip(found, (grad, grad_logsumexp), strict=True)
              if given is not None]  # fmt: skip
     outs, grads = zip(*pairs, strict=True)

@@ -18,9 +18,9 @@ from sparsecomp.reference.precision import accumulator
 class Lists(NamedTuple):
     """One direction of ``AttentionBlocks``: its lists and tiles, by rows."""
 
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     partial: Tensor
-    index: Tensor
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     tile: Tensor
     bits: Tensor
 
@@ -47,7 +47,7 @@ class _Head(NamedTuple):
     kv_head: int
 
 
-def block_attention(
+def block_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result (batch, heads, q_len, v_depth) and the logsumexp (batch, heads, q_len), in the dtype sums are kept in.
@@ -61,8 +61,8 @@ def block_attention(
         scale: of the scores.
     """
     lists, sums = Lists(*blocks[:5]), accumulator(q.dtype)
-    results = [_one_head(*(one.to(sums) for one in (q[b, h], k[b, g], v[b, g])), *lists.of(b, h), lists.height, scale)
-               for b, h, g in _heads(q, k)]  # fmt: skip
+    q, k, v = q.to(sums), k.to(sums), v.to(sums)
+    results = [_one_head(q[b, h], k[b, g], v[b, g], *lists.of(b, h), lists.height, scale) for b, h, g in _heads(q, k)]
     out, logsumexp = (torch.stack(parts) for parts in zip(*results, strict=True))
     return out.view(*q.shape[:3], v.shape[3]), logsumexp.view(q.shape[:3])
 

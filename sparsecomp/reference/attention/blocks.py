@@ -50,9 +50,9 @@ class AttentionBlocks(NamedTuple):
     k_len: int
     block_q: int
     block_k: int
-    count: Tensor
+    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     partial: Tensor
-    index: Tensor
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     tile: Tensor
     bits: Tensor
     k_count: Tensor
