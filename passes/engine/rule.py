@@ -68,6 +68,11 @@ class Why(Enum):
         "then; {detail}"
     )
     MASKED_AS_WRITTEN = "the masked weight stays as it was written: {detail}"
+    ATTENTION_AS_WRITTEN = "the attention stays as it was written: {detail}"
+    MASK_NOT_FROZEN = (
+        "the attention stays as it was written: its mask `{name}` may be written to where nothing tells of it; "
+        "{option} promises that it is not"
+    )
     NOT_FROZEN = (
         "the masked weight stays as it was written: what it is made of may be written to where nothing tells of it; "
         "{option} promises that it is not"
