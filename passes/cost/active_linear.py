@@ -24,6 +24,7 @@ class ActiveLayer(NamedTuple):
     Attributes:
         active: share of inputs that are not zero, in each row; None if unknown.
         hosted: the host calls the kernels each time.
+        products: of the whole graph, which share what a call takes the host besides.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class ActiveLayer(NamedTuple):
     dtype: torch.dtype
     active: float | None
     hosted: bool
+    products: int = 1
 
 
 def decide(layer: ActiveLayer, device: Device, card: Card) -> Decision:
@@ -46,4 +48,5 @@ def decide(layer: ActiveLayer, device: Device, card: Card) -> Decision:
     active = 1 - (1 - (_ACTIVE if p.active is None else p.active)) ** p.rows
     saved = (1 - active) * p.k * p.n * p.dtype.itemsize / card.bandwidth
     ours = Time(whole - saved, host.OPERATOR + 2 * host.LAUNCH + host.ALLOCATION)
-    return fastest({name: time.waited(not p.hosted) for name, time in (("dense", dense), ("active", ours))})
+    besides = host.besides(False, p.products)
+    return fastest({name: time.waited(not p.hosted, besides) for name, time in (("dense", dense), ("active", ours))})

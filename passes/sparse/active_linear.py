@@ -69,7 +69,8 @@ def _decision(op: CanonicalOp, node: fx.Node, ctx: Context) -> Decision | None:
         return None
     density, _ = ctx.density(node)
     layer = ActiveLayer(
-        rows, sizes[-1], weights[0], bias is not None, out.dtype, density.share, not replays(ctx.options, device)
+        rows, sizes[-1], weights[0], bias is not None, out.dtype, density.share, not replays(ctx.options, device),
+        ctx.products,
     )  # fmt: skip
     return decide(layer, *(ctx.target or target_of(device)))
 

@@ -207,7 +207,7 @@ def test_compiled_layers_follow_their_weights(rows, mode):
     with torch.no_grad():
         for step in range(4):
             x = torch.randn(rows, 1024, device="cuda").half()
-            torch.testing.assert_close(compiled(x), model(x), rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-2, atol=1e-2, equal_nan=True)
             if step == 1:
                 model.down.weight[3, 8] = INF  # a counted write, which the promise allows to be followed
                 model.up.bias[8] = -1e4

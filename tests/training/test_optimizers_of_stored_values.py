@@ -108,7 +108,8 @@ def trained(kind: type, way: str, format: Any, device: str = "cpu", clip: bool =
             assert float(norm) > 0.7
         optimizer.step()
     found = layer.weight.matrix.to_dense().detach().cpu()
-    torch.testing.assert_close(found, vector.dense(vector.values.detach()))
+    near = {"rtol": 1e-5, "atol": 1e-6} if way == "capturable" else {}  # steps are float32 numbers of the device then
+    torch.testing.assert_close(found, vector.dense(vector.values.detach()), **near)
     assert (found != dense * pattern_of(first).mask()).any()
 
 
@@ -122,6 +123,8 @@ def test_trains_as_a_vector(kind, way):
 @cases("plain", "foreach", "fused", "capturable")
 @pytest.mark.parametrize("format", [CSR, CSC], ids=["CSR", "CSC"])
 def test_trains_as_a_vector_on_a_gpu(kind, way, format):
+    if (kind, way) == (torch.optim.Adagrad, "fused"):
+        pytest.skip("torch has a fused Adagrad for a CPU alone")
     trained(kind, way, format, "cuda")
 
 

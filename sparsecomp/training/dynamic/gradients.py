@@ -143,7 +143,7 @@ def _outside(scores: Tensor, first: int, kept: Pattern) -> Tensor:
     places = (kept.keys - first).long()
     inside = (places >= 0) & (places < scores.numel())
     marked = torch.zeros(scores.numel() + 1, dtype=torch.bool, device=scores.device)
-    marked[places.where(inside, scores.numel())] = True
+    marked.index_fill_(0, places.where(inside, scores.numel()), True)  # an assignment waits for the device
     return scores.masked_fill(marked[:-1].view_as(scores), -torch.inf)
 
 
