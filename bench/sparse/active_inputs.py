@@ -2,7 +2,8 @@
 
 A model of eight layers in float16, each behind a ReLU, through `torch.compile`, host included, in turns in one process;
 ours under the promise that weights stay. A share of the inputs is zero, in places that differ from row to row. The
-weights are larger than the L2 cache. Stock is at its best of `reduce-overhead` and `max-autotune` where CUDA graphs are replayed.
+weights are larger than the L2 cache. Stock is at its best of `reduce-overhead` and `max-autotune` where CUDA graphs are
+replayed.
 """
 
 from collections.abc import Callable, Iterator
