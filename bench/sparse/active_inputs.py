@@ -1,7 +1,7 @@
-"""Layers of few rows behind a ReLU as called: ours reads the weights of inputs that are not zero, stock reads all.
+"""Layers of one row behind a ReLU as called: ours reads the weights of inputs that are not zero, stock reads all.
 
 A model of eight layers in float16, each behind a ReLU, through `torch.compile`, host included, in turns in one process;
-ours under the promise that weights stay. A share of the inputs is zero, in places that differ from row to row. The
+ours under the promise that weights stay. A share of the inputs is zero. The
 weights are larger than the L2 cache. Stock is at its best of `reduce-overhead` and `max-autotune` where CUDA graphs are
 replayed.
 """
@@ -21,7 +21,6 @@ from bench.table import markdown_grid
 from bench.timing import guarded, time_rivals
 
 SIZES = ((28672, 8192), (11008, 4096))
-ROWS = (1, 2)
 ZEROS = (0.0, 0.5, 0.9, 0.97)
 LAYERS = 8
 RIVALS = {
@@ -31,11 +30,10 @@ RIVALS = {
 
 
 class Layer(NamedTuple):
-    """Features in and out, and rows."""
+    """Features in and out."""
 
     k: int
     n: int
-    rows: int
 
 
 class Model(nn.Module):
@@ -48,13 +46,13 @@ class Model(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(layers, rows, k) to (rows, n)."""
+        """(layers, 1, k) to (1, n)."""
         return sum(layer(F.relu(part)) for layer, part in zip(self.layers, x, strict=True))  # pyright: ignore[reportReturnType]
 
 
 def run(workers: int = 1) -> Iterator[dict[str, Any]]:
     """A row a layer and share of zeros: milliseconds by rival and mode, and the relative error of ours."""
-    layers = [Layer(*size, rows) for size in SIZES for rows in ROWS]
+    layers = [Layer(*size) for size in SIZES]
     for found in measured(prepared, layers, workers, batch=1):
         for row in found["rows"]:
             print(row, flush=True)
@@ -65,7 +63,7 @@ def prepared(layer: Layer) -> Callable[[], dict[str, Any]]:
     """What measures a layer at all shares of zeros."""
     torch.manual_seed(0)
     model = Model(layer)
-    x = torch.empty(LAYERS, layer.rows, layer.k, device="cuda", dtype=torch.float16)
+    x = torch.empty(LAYERS, 1, layer.k, device="cuda", dtype=torch.float16)
     calls: dict[str, dict[str, Callable[[], Tensor]]] = {}
     told: dict[str, Any] = {"layer": layer._asdict(), "implementation": {}}
     for mode, names in RIVALS.items():
@@ -111,8 +109,8 @@ def _row(
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds, and in brackets how many times as fast as the best of stock in the same mode."""
-    grid = [["layer", "rows", "zeros", *(f"{who}, {mode}" for mode in RIVALS for who in ("stock", "ours"))]]
-    for row in sorted(rows, key=lambda row: (-row["layer"]["k"], row["layer"]["rows"], row["zeros"])):
+    grid = [["layer", "zeros", *(f"{who}, {mode}" for mode in RIVALS for who in ("stock", "ours"))]]
+    for row in sorted(rows, key=lambda row: (-row["layer"]["k"], row["zeros"])):
         layer, cells = row["layer"], []
         for mode, names in RIVALS.items():
             ms = row["ms"]
@@ -120,5 +118,5 @@ def table(rows: list[dict[str, Any]]) -> str:
             ours = ms.get(f"sparsecomp, {mode}")
             cells.append("–" if stock is None else f"{stock:.3g}")
             cells.append("–" if ours is None else f"{ours:.3g}" + ("" if stock is None else f" ({stock / ours:.2f})"))
-        grid.append([f"{layer['k']} to {layer['n']}", str(layer["rows"]), f"{row['zeros']:.0%}", *cells])
+        grid.append([f"{layer['k']} to {layer['n']}", f"{row['zeros']:.0%}", *cells])
     return markdown_grid(grid)

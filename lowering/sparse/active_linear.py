@@ -1,4 +1,4 @@
-"""A linear layer of few rows by the weights of inputs that are not zero, as an operation."""
+"""A linear layer of one row by the weights of inputs that are not zero, as an operation."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,10 @@ from sparsecomp.lowering.launch.watch import allocate
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
-MOST_ROWS = 16
-"""Up to which kernels take a layer. The more rows there are, the fewer inputs are zero in all of them."""
-
 
 class ActiveLinear(NamedTuple):
-    """(rows, k) times (k, n), all contiguous."""
+    """(1, k) times (k, n), all contiguous."""
 
-    rows: int
     k: int
     n: int
     has_bias: bool
@@ -31,22 +27,22 @@ def launch_active_linear(x: Tensor, weight: Tensor, every: Tensor, bias: Tensor 
     (rows, k), n = x.shape, weight.shape[1]
     if not takes(rows, k, n, x.dtype) or weight.dtype is not x.dtype or bias is not None and bias.dtype is not x.dtype:
         return None
-    out = allocate((rows, n), (n, 1), x.dtype, x.device)
-    problem = ActiveLinear(rows, k, n, bias is not None, dtype_name(x))
+    out = allocate((1, n), (n, 1), x.dtype, x.device)
+    problem = ActiveLinear(k, n, bias is not None, dtype_name(x))
     dispatch.launch(ACTIVE_LINEAR, problem, x, weight, every, bias, out)
     return out
 
 
 def takes(rows: int, k: int, n: int, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for a layer."""
-    return 0 < rows <= MOST_ROWS and k > 0 and n > 0 and dtype in KERNEL_DTYPES
+    """Whether there is a kernel for a layer. Several rows have few inputs that are zero in all of them."""
+    return rows == 1 and k > 0 and n > 0 and dtype in KERNEL_DTYPES
 
 
 def _signature(problem: ActiveLinear, device: Device) -> KernelSignature:
     p = problem
     return KernelSignature(
         "active_linear", device, dtypes=(p.dtype,), accumulator="float32", epilogue="bias" if p.has_bias else "",
-        sizes=(("rows", p.rows), ("k", p.k), ("n", p.n)),
+        sizes=(("k", p.k), ("n", p.n)),
     )  # fmt: skip
 
 
@@ -63,9 +59,9 @@ def _operands(problem: ActiveLinear, device: torch.device, seed: int) -> tuple[T
         return torch.randn(shape, generator=random, device=device).to(dtype)
 
     # a fifth of what a ReLU of values around zero leaves: where a kernel reads too little, much is missing
-    x = (normal(p.rows, p.k) - 1.3).relu()
+    x = (normal(1, p.k) - 1.3).relu()
     every = torch.zeros(1, dtype=torch.int32, device=device)
-    out = torch.full((p.rows, p.n), float("nan"), dtype=dtype, device=device)
+    out = torch.full((1, p.n), float("nan"), dtype=dtype, device=device)
     return x, normal(p.k, p.n), every, normal(p.n) if p.has_bias else None, out
 
 

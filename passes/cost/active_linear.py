@@ -1,4 +1,4 @@
-"""Whether a layer of few rows is faster by the weights of its active inputs alone, its host included."""
+"""Whether a layer of one row is faster by the weights of its active inputs alone, its host included."""
 
 from math import inf
 from typing import NamedTuple
@@ -19,15 +19,14 @@ _ACTIVE = 0.5
 
 
 class ActiveLayer(NamedTuple):
-    """A linear layer (rows, k) to (rows, n).
+    """A linear layer (1, k) to (1, n).
 
     Attributes:
-        active: share of inputs that are not zero, in each row; None if unknown.
+        active: share of inputs that are not zero; None if unknown.
         hosted: the host calls the kernels each time.
         products: of the whole graph, which share what a call takes the host besides.
     """
 
-    rows: int
     k: int
     n: int
     has_bias: bool
@@ -38,15 +37,15 @@ class ActiveLayer(NamedTuple):
 
 
 def decide(layer: ActiveLayer, device: Device, card: Card) -> Decision:
-    """`active` or `dense`, by estimate; rows have their zeros apart from one another."""
+    """`active` or `dense`, by estimate."""
     p = layer
-    work = matmul_work([p.rows, p.k], [p.k, p.n], [p.rows, p.n], p.dtype)
+    work = matmul_work([1, p.k], [p.k, p.n], [1, p.n], p.dtype)
     dense = time_of(work, card)
     assert dense is not None  # of all dtypes that kernels take
-    problem = ActiveLinear(p.rows, p.k, p.n, p.has_bias, name_of(p.dtype))
+    problem = ActiveLinear(p.k, p.n, p.has_bias, name_of(p.dtype))
     whole = min((cost.seconds(one, problem, card) for one in ACTIVE_LINEAR.candidates(problem, device)), default=inf)
-    active = 1 - (1 - (_ACTIVE if p.active is None else p.active)) ** p.rows
+    active = _ACTIVE if p.active is None else p.active
     saved = (1 - active) * p.k * p.n * p.dtype.itemsize / card.bandwidth
-    ours = Time(whole - saved, host.OPERATOR + 2 * host.LAUNCH + host.ALLOCATION)
+    ours = Time(whole - saved, host.OPERATOR + 3 * host.LAUNCH + 4 * host.ALLOCATION)
     besides = host.besides(False, p.products)
     return fastest({name: time.waited(not p.hosted, besides) for name, time in (("dense", dense), ("active", ours))})

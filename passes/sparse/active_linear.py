@@ -1,6 +1,6 @@
-"""A linear layer of few rows behind a ReLU reads the weights of inputs that are not zero, and no others.
+"""A linear layer of one row behind a ReLU reads the weights of inputs that are not zero, and no others.
 
-A layer at a token or a few takes as long as its weight takes to read, and a ReLU leaves many inputs zero: their weights
+A layer at a token takes as long as its weight takes to read, and a ReLU leaves many inputs zero: their weights
 are rows of the weight's transpose, which is kept under the promise that the weight stays. Which inputs are zero is seen
 on the device in each call, so that the result is that of the dense layer.
 """
@@ -27,7 +27,7 @@ _ACTIVE_LINEAR = torch.ops.sparsecomp.active_linear.default
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
-    """Judge one node: a linear layer of few rows on what a ReLU gives is a site, where there is a GPU to gain on."""
+    """Judge one node: a linear layer of one row on what a ReLU gives is a site, where there is a GPU to gain on."""
     op = op_of(node)
     if op is None or op.name != "linear" or ctx.options.implementation == "dense":
         return None
@@ -64,12 +64,11 @@ def _decision(op: CanonicalOp, node: fx.Node, ctx: Context) -> Decision | None:
     alike = all(one is not None and one.dtype is out.dtype for one in operands)
     if device.type != "cuda" or not alike or _trains(operands, ctx) or not has_triton():
         return None
-    rows = math.prod(sizes[:-1])
-    if not takes(rows, sizes[-1], weights[0], out.dtype):
+    if not takes(math.prod(sizes[:-1]), sizes[-1], weights[0], out.dtype):
         return None
     density, _ = ctx.density(node)
     layer = ActiveLayer(
-        rows, sizes[-1], weights[0], bias is not None, out.dtype, density.share, not replays(ctx.options, device),
+        sizes[-1], weights[0], bias is not None, out.dtype, density.share, not replays(ctx.options, device),
         ctx.products,
     )  # fmt: skip
     return decide(layer, *(ctx.target or target_of(device)))

@@ -108,7 +108,7 @@ def trained(kind: type, way: str, format: Any, device: str = "cpu", clip: bool =
             assert float(norm) > 0.7
         optimizer.step()
     found = layer.weight.matrix.to_dense().detach().cpu()
-    near = {"rtol": 1e-5, "atol": 1e-6} if way == "capturable" else {}  # steps are float32 numbers of the device then
+    near = {"rtol": 1e-3, "atol": 1e-5} if way == "capturable" else {}  # steps are float32 numbers of the device then
     torch.testing.assert_close(found, vector.dense(vector.values.detach()), **near)
     assert (found != dense * pattern_of(first).mask()).any()
 

@@ -1,6 +1,6 @@
-"""A linear layer of few rows that reads the weights of active inputs alone: those that are not zero.
+"""A linear layer of one row that reads the weights of active inputs alone: those that are not zero.
 
-Behind a ReLU most inputs of a layer are zero, and a layer of few rows takes as long as its weights take to read. Deja
+Behind a ReLU most inputs of a layer are zero, and a layer of one row takes as long as its weights take to read. Deja
 Vu (Liu et al. 2023) and TEAL (Liu et al. 2024) leave such weights out by a prediction or a threshold; here an input is
 left out only where it is zero, so that nothing is approximated.
 """
@@ -15,9 +15,9 @@ library.define("active_linear(Tensor x, Tensor weight, Tensor every, Tensor? bia
 
 
 def active_linear(x: Tensor, weight: Tensor, every: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight + bias, without the rows of `weight` whose input is zero in all rows of `x`; summed in float32.
+    """x @ weight + bias, without the rows of `weight` whose input is zero; summed in float32.
 
-    It has no gradient. Many rows, and dtypes that no kernel takes, are multiplied as a whole.
+    It has no gradient. Several rows, and dtypes that no kernel takes, are multiplied as a whole.
 
     Args:
         x: (..., k).
