@@ -148,6 +148,7 @@ def explained(model: nn.Module, rows: int = 1, **options):
     return [one for one in report.sites if one.rule == "active_linear"]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("active", "found"),
     [
@@ -167,6 +168,10 @@ def test_what_the_report_says():
     assert site.estimate is not None and site.estimate.gain > 1.03
     (site,) = explained(Mlp())
     assert not site.rewritten and site.why == Why.ACTIVE_AS_WRITTEN.name and "frozen=True" in site.reason
+
+
+@pytest.mark.slow(reason="runs layers on a CPU")
+def test_what_has_no_kernel_or_was_not_asked_for_is_no_site():
     assert explained(Mlp(), rows=2, frozen=True) == []
     assert explained(Mlp(), frozen=True, implementation="dense") == []
     assert explained(Mlp(), frozen=True, disable=("active_linear",)) == []
