@@ -19,7 +19,7 @@ STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist, "algebra": al
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
     "card", "training-step", "sparse-products", "snn-training", "active-inputs", "attention", "attention-candidates",
-    *STUDIES, "table", "plots",
+    "spike-layers", *STUDIES, "table", "plots",
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--sizes", type=int, nargs="+", help="of the layers of `loop`, instead of all")
-    parser.add_argument("--names", nargs="+", help="of the networks of `loop-networks`, instead of all")
+    parser.add_argument("--names", nargs="+", help="of the networks or layers, instead of all")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of torch.compile, of `loop…`")
     parser.add_argument("--workers", type=int, help="processes that compile (1; 8 for `attention…`)")
     parser.add_argument("--data", type=Path, help="folder with spikes/ and matrices/ of real ones, for more cases")
@@ -64,7 +64,7 @@ def main() -> int:
     from bench.attention import block_attention, candidates
     from bench.masked import resu
     from bench.sparse import active_inputs, semi_structured, sparse_products, spmm, training_step
-    from bench.spiking import snn_conv, snn_network, snn_training
+    from bench.spiking import snn_conv, snn_network, snn_training, spike_layers
 
     if arguments.suite in ("loop", "loop-networks"):
         rows = []
@@ -92,6 +92,10 @@ def main() -> int:
         print(snn_training.table(save_each(path, snn_training.run(tuple(arguments.modes)))))
     if arguments.suite in ("attention", "attention-candidates"):
         save_each(path, (block_attention if arguments.suite == "attention" else candidates).run(arguments.workers or 8))
+    if arguments.suite == "spike-layers":
+        names = tuple(arguments.names or spike_layers.KINDS)
+        rows = save_each(path, spike_layers.run(tuple(arguments.modes), names, arguments.workers or 8))
+        print(spike_layers.table(rows))
     if arguments.suite == "card":
         rows = save_each(path, card.run())
         print(card.pasted(card.record(rows), torch.cuda.get_device_name(), torch.__version__))

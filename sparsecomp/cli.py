@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is one")
     demo.add_argument(
-        "--implementation", default="auto", help="auto: what pays, where it pays; binary, event, skip: at every site"
+        "--implementation", default="auto", help="auto: what pays, where it pays; the others: everywhere"
     )
     demo.set_defaults(run=_demo)
     return parser

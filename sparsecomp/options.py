@@ -13,7 +13,7 @@ from sparsecomp.errors import OptionError, nearest, typed_arguments
 
 _CHOICES = {
     "precision": ("auto", "exact", "tf32", "half"),
-    "implementation": ("auto", "binary", "event", "skip", "dense"),
+    "implementation": ("auto", "binary", "direct", "event", "skip", "dense"),
     "neurons": ("auto", "fuse"),
     "memory": ("auto", "low"),
     "frozen": (False, True, "buffers"),

@@ -155,7 +155,7 @@ def written_out(device: str) -> None:
 
 def spikes(device: str) -> None:
     """Layers on spikes by every implementation, with gradients, weights of any range and factors."""
-    for dtype, implementation, groups in itertools.product(DTYPES, ("binary", "event", "skip"), (1, 2)):
+    for dtype, implementation, groups in itertools.product(DTYPES, ("binary", "direct", "event", "skip"), (1, 2)):
         x = (torch.rand(3, 18, 13, 11, device=device) < 0.1).to(dtype).requires_grad_()
         weight = torch.randn(34, 18 // groups, 3, 3, device=device, dtype=dtype, requires_grad=True)
         bias, how = torch.randn(34, device=device, dtype=dtype), ([2, 1], [1, 1], [1, 2], groups)
@@ -169,6 +169,9 @@ def spikes(device: str) -> None:
             ops.spike_linear(x.flatten(1), torch.randn(19, x[0].numel(), device=device, dtype=dtype), None, 2, "binary")
     whole = (torch.rand(3, 64, 13, 11, device=device) < 0.1).float()  # channels as tensor cores want them
     ops.spike_conv(whole, torch.randn(33, 64, 3, 3, device=device), None, [1, 1], [1, 1], [1, 1], 1, 3, "binary")
+    for dtype in DTYPES:  # depthwise
+        x, weight = whole.to(dtype), torch.randn(64, 1, 3, 3, device=device, dtype=dtype)
+        ops.spike_conv(x, weight, None, [1, 1], [1, 1], [1, 1], 64, 3, "direct")
     for dtype, groups in itertools.product(DTYPES, (1, 2)):
         x = (torch.rand(3, 18, 9, 7, device=device) < 0.1).to(dtype).requires_grad_()
         weight = torch.randn(18, 34 // groups, 3, 4, device=device, dtype=dtype, requires_grad=True)

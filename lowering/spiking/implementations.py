@@ -115,7 +115,8 @@ def able(site: SiteInfo) -> list[str]:
     image = len(site.size) <= IMAGE_DIMS and not (site.c % _VECTOR or site.k % _VECTOR)
     sparse = image and site.density is not None and site.density < EVENT_CAPACITY and site.groups == 1
     active = image and site.active is not None
-    return ["dense", "binary", *(["event"] if sparse else []), *(["skip"] if active else [])]
+    few = ["direct"] if site.groups > 1 else []
+    return ["dense", "binary", *few, *(["event"] if sparse else []), *(["skip"] if active else [])]
 
 
 def _representative(signature: KernelSignature) -> SiteInfo:

@@ -14,6 +14,7 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name
 from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, BinaryConv, binary_conv
 from sparsecomp.lowering.spiking.convolution import Convolution, beyond_images, empty_output, planar
+from sparsecomp.lowering.spiking.direct_conv import direct_conv
 from sparsecomp.lowering.spiking.event_conv import event_conv, serves
 from sparsecomp.lowering.spiking.packing import PACK_WEIGHT, PackWeight, pack_weight, to_bytes
 from sparsecomp.lowering.spiking.skip_conv import list_rows
@@ -43,7 +44,7 @@ def launch_linear(
 
 def _counts(x: Tensor, implementation: str, scale: float, binary: bool) -> Tensor:
     """`x` as bytes, or as it is where the implementation's own first pass reads it."""
-    plain = implementation != "binary" and scale == 1.0 and not binary
+    plain = implementation in ("event", "skip") and scale == 1.0 and not binary
     return x if plain else to_bytes(x, scale=scale, binary=binary)
 
 
@@ -59,12 +60,15 @@ def launch_counts(
         )  # fmt: skip
         return record(x, weight, bias, factor)
     window = Window.of(weight.shape, stride, padding, dilation)
-    planes, scales = pack_weight(weight, digits, spread)
     out = empty_output(x, window, weight.shape[0], weight.dtype, channels_last)
     conv = Convolution.of(
         x.shape, weight.shape, window, groups, dtype_name(out), not out.is_contiguous(), bias is not None, scale,
         factor is not None,
     )  # fmt: skip
+    if implementation == "direct":
+        direct_conv(to_bytes(x), weight, bias, factor, conv, out)
+        return out
+    planes, scales = pack_weight(weight, digits, spread)
     select = None
     if implementation == "event" and serves(x, window, groups):
         x = x if lies_channels_last(x) else to_bytes(x)

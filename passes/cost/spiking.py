@@ -18,10 +18,12 @@ from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.reference.digits import padded_channels
 from sparsecomp.reference.geometry import IMAGE_DIMS
 
-MIN_CHANNELS_PER_GROUP = 16
 _VECTOR = 16
 """Bytes that the fastest loads and copies take at a time; channels that are no multiple of it allow fewer."""
 
+_DIRECT = {True: 0.29, False: 0.14}
+"""Share of the float32 ceiling that the direct kernel reaches with one channel a group and with more: what an H100 can
+load and turn into numbers (CUDA C++ Programming Guide), 32 and 16 bytes a cycle of each processor; not measured."""
 # Seconds, alike on all cards.
 _FINDING = 35e-6
 """To find events, beyond the traffic."""
@@ -36,7 +38,7 @@ _FIELDS = "itemsize n c in_pixels k taps out_pixels groups digits density active
     _itemsize, _n, _c, _in_pixels, _k, _taps, _out_pixels, _groups, _digits, _density, _active, _fused, _depth, _width,
     _walked,
 ) = sizes(_FIELDS)  # fmt: skip
-_dense_share, _int8_share, _event_share = sizes("dense_share int8_share event_share")
+_dense_share, _int8_share, _direct_share, _event_share = sizes("dense_share int8_share direct_share event_share")
 _bandwidth, _int8, _single_rows, _splitting = sizes("bandwidth int8 single_rows splitting")
 
 _inputs = _n * _c * _in_pixels
@@ -69,6 +71,10 @@ _SPARSE = {
         # unfused, a prescan reads the input at full width and writes it as bytes
         _packing + (1 - _fused) * _inputs * (_itemsize + 1) / _bandwidth,
     ),
+    "direct": Cost(
+        _bytes(1, _itemsize), _operations / _direct_share, "fp32", _NONE,
+        (1 - _fused) * _inputs * (_itemsize + 1) / _bandwidth,
+    ),
     "event": Cost(
         _NONE, _operations * _density / _event_share, "bandwidth", _NONE,
         # the fallback's form of the weight is made too; single rows reach less of the bandwidth
@@ -90,9 +96,8 @@ def decide(site: SiteInfo, card: Card = H100, measured: Mapping[str, float] | No
         measured: milliseconds by implementation, of sites with this one's signature. They decide if `dense` and another
             that can serve the site are among them; estimates do otherwise.
     """
-    refusal = "no CUDA device: dense is faster on the CPU" if site.device != "cuda" else unfit(site)
-    if refusal is not None:
-        return Decision("dense", refusal)
+    if site.device != "cuda":
+        return Decision("dense", "no CUDA device: dense is faster on the CPU")
     names = able(site)
     known = {name: measured[name] for name in names if measured and name in measured}
     if "dense" in known and len(known) > 1:
@@ -156,14 +161,6 @@ def _described(below: float) -> str:
     return f"event pays below {below:.2%} density" if below >= 5e-5 else "event pays at no density"
 
 
-def unfit(site: SiteInfo) -> str | None:
-    """Why the site's channels cannot fill the tiles of a tensor core; None if they do."""
-    per_group = site.c // site.groups
-    if site.groups > 1 and per_group < MIN_CHANNELS_PER_GROUP:
-        return f"{per_group} channels a group: too few to fill a tensor core (at least {MIN_CHANNELS_PER_GROUP})"
-    return None
-
-
 def _cost(site: SiteInfo, strategy: str) -> Cost:
     return _DENSE[_precision(site)] if strategy == "dense" else _SPARSE[strategy]
 
@@ -194,6 +191,7 @@ def _numbers(site: SiteInfo, card: Card) -> dict[str, float]:
     shares = {
         "dense_share": dense, "int8_share": int8, "splitting": splitting,
         "depth": padded_channels(channels), "width": _whole_tiles(outputs),
+        "direct_share": _DIRECT[channels == outputs == 1],
         "event_share": card.events_half if site.itemsize == 2 else card.events_float32,
     }
     fields = {name: getattr(site, name) for name in _FIELDS.split() if name not in shares}

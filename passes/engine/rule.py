@@ -53,7 +53,6 @@ class Why(Enum):
     TOO_DEEP = "sums over {depth} inputs could pass 32 bits"
     TRANSFORMED = "a transform of torch.func is at work here, of which our operators know nothing"
     GATE = "it would not pay: {detail}"
-    CHANNELS = "the kernels are not made for its channels: {detail}"
     FORCED_DENSE = "implementation='dense' was asked for"
     HOOKED = "the module has hooks"
     NOT_FOLDED = "batch-norm stays: {detail}"

@@ -72,7 +72,8 @@ def _build(op: CanonicalOp, conv: fx.Node, multi_step: bool) -> fx.Node:
 
 def _scaled(conv: fx.Node, weight: Any, scale: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
     """A convolution's weight, times a number an output channel."""
-    spread = (1,) * len(conv.args[3])  # a stride a dimension
+    stride: Any = conv.args[3]
+    spread = (1,) * len(stride)  # a number a dimension
     if conv.target is _CONV:
         return emit(torch.mul, weight, emit(torch.reshape, scale, (-1, 1, *spread)))
     # (C, K / groups, …): a group's inputs have its outputs' numbers

@@ -145,8 +145,6 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
     elif site.device == "cuda" and ctx.target is None and not has_triton():
         ctx.report.note(f"everything stays dense. {NO_TRITON}")
         return refuse(Why.GATE, detail=NO_TRITON)
-    elif site.device == "cuda" and (unfit := gate.unfit(site)) is not None:
-        return refuse(Why.CHANNELS, detail=unfit)
     else:
         decision = gate.decide(site, card, measured)
     if decision.dense:

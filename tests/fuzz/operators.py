@@ -492,6 +492,20 @@ def convolution(p: Program) -> None:
 
 
 @step
+def transposed_convolution(p: Program) -> None:
+    x = p.spikes(lambda value: value.dim() in (3, 4))
+    rank, dtype, channels = p.values[x].dim() - 2, p.values[x].dtype, p.size(x, 1)
+    groups, size, stride, padding, dilation = p.one((1, channels)), p.one((2, 3)), p.one((1, 2, 3)), 1, p.one((1, 2))
+    more = p.rng.randrange(max(stride, dilation))
+    function = (F.conv_transpose1d, F.conv_transpose2d)[rank - 1]
+    out = [(n - 1) * stride - 2 * padding + dilation * (size - 1) + more + 1 for n in p.values[x].shape[2:]]
+    padding = padding if min(out) > 0 else 0
+    weight = _weight(p, channels, 2, *([size] * rank), dtype=dtype)
+    bias = _bias(p, 2 * groups, dtype)
+    p.layers.append(p.call(function, x, weight, bias, stride, padding, more, groups, dilation))
+
+
+@step
 def static(p: Program) -> None:
     """A layer on the same at every time step, in one of the spellings, and what reads it."""
     # the sum of gradients of all steps times infinity is not the sum of the products

@@ -80,7 +80,7 @@ def test_gradients_are_the_dense_operators(dims):
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
-@pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
+@pytest.mark.parametrize("implementation", ["binary", "direct", "event", "skip"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_signals_are_convolved_as_they_are(device, implementation, channels_last):
     x, weight, bias = operands(1)
@@ -109,7 +109,7 @@ def test_first_passes_take_every_number_of_dimensions(device, dims):
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
-@pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
+@pytest.mark.parametrize("implementation", ["binary", "direct", "event", "skip"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -13,7 +13,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
+@pytest.mark.parametrize("implementation", ["binary", "direct", "event", "skip"])
 @pytest.mark.parametrize("later_density", [0.0, 0.02, 0.9])
 def test_convolution_replays_on_new_values(implementation, later_density):
     x = (torch.rand(2, 32, 9, 9, device="cuda") < 0.02).float().contiguous(memory_format=torch.channels_last)
@@ -27,7 +27,7 @@ def test_convolution_replays_on_new_values(implementation, later_density):
     assert (out - expected).norm() <= 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
+@pytest.mark.parametrize("implementation", ["binary", "direct", "event", "skip"])
 def test_linear_replays_on_new_values(implementation):
     x, w = (torch.rand(70, 64, device="cuda") < 0.02).float(), torch.randn(96, 64, device="cuda")
     graph, out = graph_of(lambda: ops.spike_linear(x, w, None, 3, implementation))
@@ -54,7 +54,7 @@ def test_neuron_replays_on_new_values():
 def test_an_eager_call_sees_a_weight_written_in_place():
     x = (torch.rand(2, 32, 6, 6, device="cuda") < 0.2).float()
     w = torch.randn(32, 32, 3, 3, device="cuda")
-    for implementation in ("binary", "event", "skip", "binary"):
+    for implementation in ("binary", "direct", "event", "skip", "binary"):
         w.mul_(-1.5)
         out = ops.spike_conv(x, w, None, [1, 1], [1, 1], [1, 1], 1, 3, implementation)
         expected = F.conv2d(x.double(), w.double(), padding=1)

@@ -46,17 +46,35 @@ def test_the_cpu_stays_dense():
     assert "CPU" in decision.reason
 
 
-def test_groups_that_cannot_fill_a_tensor_core_stay_dense():
-    decision = gate.decide(STAGE1._replace(groups=64))
-    assert decision.implementation == "dense" and "1 channels a group" in decision.reason
+DEPTHWISE = STAGE1._replace(groups=64, tf32=True, channels_last=True)
 
 
-def test_channels_that_kernels_are_not_made_for_are_no_matter_of_cost():
+def test_a_depthwise_layer_takes_its_memorys_time():
+    """Bytes in and float32 out, beside float32 in and out, written by the neuron before: 4 + 4 + 3 bytes to 1 + 4."""
+    decision = gate.decide(DEPTHWISE)
+    assert decision.implementation == "direct" and decision.gain == pytest.approx(11 / 5, rel=0.01)
+    assert gate.decide(DEPTHWISE._replace(fused=False)).implementation == "dense"  # 13 bytes with the pass before
+    assert "direct" not in gate.decide(STAGE1).seconds
+    half = gate.decide(DEPTHWISE._replace(itemsize=2, digits=2, fused=False))
+    assert half.implementation == "dense"
+
+
+@pytest.mark.parametrize("groups", [8, 16])
+def test_groups_of_few_channels_stay_dense_where_their_products_take_the_time(groups):
+    site = DEPTHWISE._replace(groups=groups)
+    per_output = 9 * 64 // groups
+    expected = 2 * 128 * 64 * 56 * 56 * per_output / (0.14 * 50e12)
+    assert gate.seconds_of(site, "direct") == pytest.approx(expected)
+    assert gate.decide(site).implementation == "dense"
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_depthwise_layer_is_taken_where_the_host_is_not_what_takes_the_time(mode):
     with torch.no_grad():
-        layer = torch.nn.Conv2d(64, 16, 3, groups=8).eval()
-        report = sparsecomp.explain(OnSpikes(layer), torch.rand(4, 64, 8, 8), device="h100")
+        layer = torch.nn.Conv2d(64, 64, 3, groups=64).eval()
+        report = sparsecomp.explain(OnSpikes(layer), torch.rand(64, 64, 32, 32), device="h100", mode=mode)
     (found,) = report.sites
-    assert found.why == "CHANNELS" and "8 channels a group" in found.reason and "pay" not in found.reason
+    assert found.implementation == ("direct" if mode == "reduce-overhead" else "dense")
 
 
 @pytest.mark.parametrize(("change", "tile", "rate"), [
@@ -128,7 +146,7 @@ def test_the_break_even_density_of_a_symbolic_batch_holds_at_every_batch():
         assert gate.seconds_of(there, "event") == pytest.approx(gate.seconds_of(there, "dense"), rel=1e-9)
 
 
-@pytest.mark.parametrize("strategy", ["dense", "binary", "event", "skip"])
+@pytest.mark.parametrize("strategy", ["dense", "binary", "direct", "event", "skip"])
 def test_on_a_card_of_half_the_rates_everything_but_waiting_takes_twice_as_long(strategy):
     rates = {name: getattr(H100, name) / 2 for name in ("bandwidth", "fp32", "tf32", "half", "int8")}
     site = QUIET._replace(active=1.0)

@@ -35,7 +35,7 @@ def test_opcheck_linear():
     torch.library.opcheck(torch.ops.sparsecomp.spike_linear.default, (x, w, b, 3, "binary"))
 
 
-@pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
+@pytest.mark.parametrize("implementation", ["binary", "direct", "event", "skip"])
 @pytest.mark.parametrize("factor", [None, torch.tensor([0.3])])
 def test_opcheck_counts(implementation, factor):
     counts = (torch.rand(2, 16, 7, 6) < 0.3).to(torch.int8).to(memory_format=torch.channels_last)
@@ -126,7 +126,7 @@ FACTORS = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), -0.3, 1e-30, 6e
 
 
 @pytest.mark.parametrize("value", FACTORS)
-@pytest.mark.parametrize("implementation", ["binary", "event", "skip"])
+@pytest.mark.parametrize("implementation", ["binary", "direct", "event", "skip"])
 def test_a_factor_of_any_value_gives_what_the_dense_operator_gives(value, implementation):
     """Through the decomposition, with windows of silence, of spikes alone, and of zeros that no factor has touched."""
     spikes = (torch.rand(3, 4, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.4).float()

@@ -19,7 +19,7 @@ from sparsecomp.reference.digits import (
 
 pytestmark = pytest.mark.quick_cases(1)
 
-STRATEGIES = ["binary", "event", "skip"]
+STRATEGIES = ["binary", "direct", "event", "skip"]
 
 
 def error(found, expected):

@@ -303,16 +303,27 @@ def test_a_graph_replays_on_new_values(groups):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_a_compiled_layer_gives_eagers_layout(dims, channels_last):
+def test_a_compiled_layer_gives_the_dense_ones_values(dims, channels_last):
     torch.backends.cudnn.allow_tf32 = False
     layer = dyadic(getattr(nn, f"ConvTranspose{dims}d")(16, 24, 3, stride=2)).cuda()
     x = laid_out(normal((2, 16, *SIZES[dims])), channels_last).cuda()
     with torch.no_grad():
-        expected = OnSpikes(layer)(x)
+        expected = layer.double()((x > 0).double())
+        layer.float()
         compiled = torch.compile(OnSpikes(layer), backend="sparsecomp", options={"implementation": "binary"})
-        found = compiled(x)
+        assert torch.equal(compiled(x).double(), expected)
         assert site(sparsecomp.last_report(), "spike_conv_transpose").rewritten
-    assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_an_operator_called_alone_lays_its_result_out_as_eager(dims, channels_last):
+    x, weight, bias = operands(WINDOWS[f"{dims}d"], 16, 24)
+    given = laid_out(x, channels_last).cuda(), weight.cuda(), bias.cuda()
+    found = ops.spike_conv_transpose(*given, *numbers(WINDOWS[f"{dims}d"]), 3)
+    assert found.stride() == DENSE[dims](*given, *numbers(WINDOWS[f"{dims}d"])).stride()
 
 
 @pytest.mark.slow(reason="builds for a GPU")

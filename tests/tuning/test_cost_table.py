@@ -35,6 +35,7 @@ from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.sparse.stored_places import WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, Maps
+from sparsecomp.lowering.spiking.direct_conv import DirectConv, direct_conv_problem
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
 from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.spiking.lif import Lif
@@ -101,6 +102,11 @@ def _conv(n: int, c: int, size: int, side: int, groups: int, digits: int, select
     window = Window((side, side), (1, 1), (side // 2, side // 2), (1, 1))
     shapes = (n, c, size, size), (c, c // groups, side, side)
     return binary_conv_problem(Convolution.of(*shapes, window, groups), digits, select)
+
+
+def _direct(n: int, c: int, size: int, groups: int) -> DirectConv:
+    window = Window.centred((3, 3), (1, 1))
+    return direct_conv_problem(Convolution.of((n, c, size, size), (c,), window, groups))
 
 
 def _transposed(n: int, c: int, size: int, side: int, stride: int) -> TransposedConv:
@@ -272,7 +278,7 @@ DECISIONS: dict[str, Callable[[], list[Any]]] = {
     **{
         f"site {n} {c} {size} {changes}": partial(
             lambda site: [*_said(gate.decide(site)), gate.event_pays_below(site),
-                          *(gate.forced(site, name).gain for name in ("binary", "event", "skip"))],
+                          *(gate.forced(site, name).gain for name in ("binary", "direct", "event", "skip"))],
             _site(n, c, size, side)._replace(**changes),
         )
         for n, c, size, side in ((128, 64, 56, 3), (1, 512, 7, 3), (256, 128, 1, 1))
@@ -305,6 +311,7 @@ PROBLEMS: dict[str, list[Any]] = {
     "block_attention": ATTENTIONS, "attention_by_query": ATTENTIONS, "attention_by_key": ATTENTIONS,
     "binary_conv": [_conv(32, 64, 56, 3, 1, 3), _conv(1, 512, 7, 3, 1, 2), _conv(8, 128, 14, 1, 2, 4),
                     _conv(32, 256, 14, 3, 1, 3, "rows"), _conv(4, 96, 9, 5, 1, 3)],
+    "direct_conv": [_direct(32, 64, 56, 64), _direct(1, 500, 7, 500), _direct(8, 32, 14, 4)],
     "transposed_conv": [_transposed(32, 64, 56, 4, 2), _transposed(1, 500, 7, 3, 1), _transposed(8, 32, 14, 2, 4)],
     "pack_weight": [PackWeight.of(torch.empty(64, 64, 3, 3), 3), PackWeight.of(torch.empty(512, 500).half(), 2)],
     "cast": [Cast(100_003, 0, False, "float32"), Cast(5000, 3, True, "float16")],

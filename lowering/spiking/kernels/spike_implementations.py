@@ -1,4 +1,4 @@
-"""A layer on spikes done densely, on int8 tensor cores, event-driven, or on active pixels only.
+"""A layer on spikes done densely, on int8 tensor cores, without them, event-driven, or on active pixels only.
 
 Each is several launches, or a library's. They are only ever measured, as wholes: what is not measured is the gate's
 to estimate, so that no cost is declared here.
@@ -15,6 +15,7 @@ from sparsecomp.lowering.spiking.implementations import SiteInfo, able
 from sparsecomp.lowering.spiking.kernels import (
     binary_conv,
     binary_conv_hopper,
+    direct_conv,
     event_conv,
     pack_weight,
     prescan,
@@ -30,6 +31,7 @@ _BINARY = (
     pack_weight.PACK_WEIGHT, prescan.CAST_FLAT, prescan.CAST_STRIDED, binary_conv.BINARY_CONV,
     binary_conv_hopper.BINARY_CONV_HOPPER,
 )  # fmt: skip
+_DIRECT = (prescan.CAST_FLAT, prescan.CAST_STRIDED, direct_conv.DIRECT_CONV)
 _EVENT = (*_BINARY, event_conv.FIND_EVENTS, event_conv.PACK_EVENTS, event_conv.ACCUMULATE)
 _SKIP = (*_BINARY, skip_conv.SCAN_PIXELS, skip_conv.LIST_ROWS)
 
@@ -61,5 +63,6 @@ def _template(implementation: str, *kernels: Template[Any]) -> Template[SiteInfo
 
 DENSE = _template("dense")
 BINARY = _template("binary", *_BINARY)
+DIRECT = _template("direct", *_DIRECT)
 EVENT = _template("event", *_EVENT)
 SKIP = _template("skip", *_SKIP)

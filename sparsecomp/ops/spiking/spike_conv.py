@@ -65,8 +65,8 @@ def spike_conv(
         bias: (K,) or None.
         stride, padding, dilation: an integer a dimension each.
         digits: signed bytes a weight (2: error 2^-15, 3: 2^-23, 4: 2^-31 of the channel's largest weight).
-        implementation: `"binary"` (int8 tensor cores), `"skip"` (the same on non-idle pixels only) or `"event"`
-            (event-driven accumulation in float32).
+        implementation: `"binary"` (int8 tensor cores), `"skip"` (the same on non-idle pixels only), `"event"`
+            (event-driven accumulation in float32) or `"direct"` (bytes times floats in float32, without tensor cores).
         scale: a number; a power of two unless `binary`.
         factor: one element of any value, in place of a scale. Its gradient is what flows to `x`.
         binary: `x` is zero or not: the counts are 0 and 1, whatever the elements are. Needed for a factor, for scales
@@ -193,7 +193,7 @@ def _reference_counts(
     channels_last,
 ):  # fmt: skip
     w = weight if weight.dim() > 2 else weight[..., None, None]
-    w = w.double() if implementation == "event" else multiplied_weight(w, digits, spread)
+    w = w.double() if implementation in ("event", "direct") else multiplied_weight(w, digits, spread)
     x = spike_elements_of(counts, torch.float64, scale, factor)
     bias = None if bias is None else bias.double()
     out = convolution_of(w)(x, w, bias, stride, padding, dilation, groups)
@@ -240,8 +240,8 @@ def _decompose_linear(
 
 
 def _lowered(x: Tensor, implementation: str, scale: float, binary: bool) -> Tensor:
-    """Bytes, except where the other implementations' own first pass reads whole numbers as they are."""
-    return x if implementation != "binary" and scale == 1.0 and not binary else counts_of(x, scale, binary)
+    """Bytes, except where an implementation's own first pass reads whole numbers as they are."""
+    return x if implementation in ("event", "skip") and scale == 1.0 and not binary else counts_of(x, scale, binary)
 
 
 def save_spikes(ctx, x, weight, bias, scale, factor, binary, keep_input):
