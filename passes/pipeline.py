@@ -196,15 +196,19 @@ class _Change:
 
     def finish(self, erased: set[fx.Node]) -> None:
         """Erase what was replaced, and what only that read; `erased` is what an earlier change erased."""
-        for old in (*(old for old, _, _ in self.uses), self.node):
-            if not old.users and old not in erased:
-                _erase([old])
-                erased.add(old)
+        self._erase_replaced(erased)
         # all or nothing: a write has no users itself, but what it writes to may have
         dead = dict.fromkeys(node for node in self.dead if node not in erased)
         if all(user in dead for node in dead for user in node.users):
             _erase(dead)
             erased.update(dead)
+            self._erase_replaced(erased)
+
+    def _erase_replaced(self, erased: set[fx.Node]) -> None:
+        for old in (*(old for old, _, _ in self.uses), self.node):
+            if not old.users and old not in erased:
+                _erase([old])
+                erased.add(old)
 
 
 def _apply(
@@ -231,7 +235,12 @@ def _apply(
         reorder(before)
         _failed(site.rule, error, ctx, [site])
         return None
-    uses = [(old, new, old.replace_all_uses_with(new)) for old, new in replacements.items()]
+    # what goes, and may stand before what takes a node's place, reads it to the end
+    stays = frozenset(plan.dead).isdisjoint
+    uses = [
+        (old, new, old.replace_all_uses_with(new, delete_user_cb=lambda user: stays((user,))))
+        for old, new in replacements.items()
+    ]
     return _Change(node, added, uses, plan.dead, before)
 
 

@@ -23,7 +23,7 @@ _FLAGS = ("strict", "verify")
 RULES = (
     "fuse_neurons", "static_stem", "spike_conv", "sparse_linear", "sparse_matmul", "spike_linear", "masked_weight",
     "fold_batch_norm", "narrow_spikes", "gather_dot", "reorder_products", "spike_matmul", "fuse_steps",
-    "active_linear", "spike_conv_transpose", "block_attention",
+    "active_linear", "spike_conv_transpose", "block_attention", "unrolled_neurons",
 )  # fmt: skip
 """Names of all rewrite rules, here too, so that a misspelt one is found before the rules and Inductor are loaded."""
 
@@ -42,7 +42,8 @@ class Options:
         implementation: `auto` lets the cost gate choose; anything else is forced at every legal site, on the CPU too,
             where the operators run their references.
         density: share of non-zero inputs to assume where none was measured, in [0, 1].
-        neurons: `fuse` replaces spikingjelly's neuron operators by ours on the CPU too; `auto` on CUDA only.
+        neurons: `fuse` replaces spikingjelly's neuron operators by ours on the CPU too, runs layers in loops over time
+            once, and hand-written neurons as one operator; `auto` replaces the former on CUDA only.
         memory: of a training step of a spiking network. `auto` keeps spikes as bits and computes membranes again, at no
             cost of time; `low` also computes again in the backward what layers on spikes gave, by about a third more
             products than in `auto`.

@@ -136,6 +136,7 @@ _SPIKE_OPS: dict[str, Callable[[CanonicalOp], Result]] = {
         for variant in ("forward", "inference", "mp_forward", "mp_inference")
     },
     "sparsecomp::lif": _binary_first,
+    "sparsecomp::neuron": _binary_first,
     "sj_ilif::forward": _counts,
     "sj_stbif::forward": _ternary_scaled,
 }
@@ -144,7 +145,7 @@ _SPIKE_OPS: dict[str, Callable[[CanonicalOp], Result]] = {
 
 @transfer(*_SPIKE_OPS)
 def spike_op(op: CanonicalOp, facts: Facts) -> Result:
-    """The neuron operators of spikingjelly 2, and the one that replaces them."""
+    """The neuron operators of spikingjelly 2, and those that replace neurons."""
     return _SPIKE_OPS[op.name](op)
 
 

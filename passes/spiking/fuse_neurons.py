@@ -42,7 +42,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return Plan(lambda: _build(node, _CHARGES[op.name], args, norm), reason, "fused", dead=_orphans(node, args, norm))
 
 
-RULE = Rule("fuse_neurons", consider, after=("fuse_steps",))
+RULE = Rule("fuse_neurons", consider, after=("unrolled_neurons",))
 
 
 def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Context) -> str | None:

@@ -25,6 +25,7 @@ from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.contract import contracted, contractible
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.fuse_neurons import MAX_STEPS
+from sparsecomp.passes.spiking.steps import joins, taken_from
 
 MOST_BYTES = 2**28
 """Of one call's result: a loop keeps no more than one step of it."""
@@ -300,20 +301,13 @@ def _build(batches: list[Batch], firsts: Mapping[Steps, fx.Node]) -> Mapping[fx.
             if batch.state is not None:
                 replaced[batch.state] = call(place.graph, batch.state, operator.getitem, made.args[0], _VOLTAGE)
             for stack in results[0].users:
-                if _stacks(stack, results):
+                if joins(stack, results) == "stack":
                     replaced[stack], served[stack] = _unflattened(made, len(results), stack), results
             for index, one in enumerate(results):
                 if any(served.get(user) != results for user in one.users):
                     apart = _unflattened(made, len(results), one)
                     replaced[one] = call(place.graph, one, torch.select, apart, 0, index)
     return replaced
-
-
-def _stacks(node: fx.Node, results: Steps) -> bool:
-    """Whether a node stacks just these, along dimension 0."""
-    op = op_of(node)
-    parts = None if op is None or op.name != "stack" or op.out is not None else op.get("tensors")
-    return isinstance(parts, tuple | list) and tuple(parts) == results and op is not None and op.get("dim") == 0
 
 
 def _unflattened(x: fx.Node, count: int, like: fx.Node) -> fx.Node:
@@ -325,27 +319,12 @@ def _unflattened(x: fx.Node, count: int, like: fx.Node) -> fx.Node:
 
 def _joined(inputs: Steps, place: fx.Node) -> fx.Node:
     """The inputs of all steps, one behind the other: the tensor that they were taken from, where they are that."""
-    source, start = _taken_from(inputs)
+    source, start = taken_from(inputs)
     if source is None:
         return call(place.graph, place, torch.cat, [*inputs])
     if len(inputs) != example_of(source).shape[0]:
         source = call(place.graph, place, torch.narrow, source, 0, start, len(inputs))
     return call(place.graph, place, torch.flatten, source, 0, 1)
-
-
-def _taken_from(inputs: Steps) -> tuple[fx.Node | None, int]:
-    """What all are successive steps of, and the first of these."""
-    source = inputs[0].args[0] if inputs[0].args else None
-    before, places = example_of(source), []
-    for one in inputs:
-        op = op_of(one)
-        step = op.get("index") if op is not None and op.name in ("getitem", "select") else None
-        if op is None or type(step) is not int or one.args[0] is not source or op.get("dim", 0) != 0:
-            return None, 0
-        places.append(step)
-    follow = places == [*range(places[0], places[0] + len(places))] and places[0] >= 0
-    known = isinstance(source, fx.Node) and before is not None and before.dim() > 1
-    return (source, places[0]) if follow and known and isinstance(source, fx.Node) else (None, 0)
 
 
 def _is_loop(batch: Batch) -> bool:

@@ -22,7 +22,7 @@ from sparsecomp.passes.facts.repeats import Flow, OneStep, flow_from
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 
-_STRIDED = ("batch_norm", "cat", "stack", "sum", "mean", "sparsecomp::lif")
+_STRIDED = ("batch_norm", "cat", "stack", "sum", "mean", "sparsecomp::lif", "sparsecomp::neuron")
 """Readers of any strides whose results do not share memory with what they read, besides pointwise ones and layers."""
 _RESHAPING = ("flatten", "view", "reshape", "unflatten")
 _ONE_STEP = ("select", "unbind", "getitem")

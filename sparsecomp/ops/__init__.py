@@ -28,6 +28,7 @@ from sparsecomp.ops.sparse.sddmm import sddmm
 from sparsecomp.ops.sparse.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse.spmm import spmm
 from sparsecomp.ops.spiking.lif import lif
+from sparsecomp.ops.spiking.neuron import neuron
 from sparsecomp.ops.spiking.spike_conv import spike_conv, spike_linear
 from sparsecomp.ops.spiking.spike_conv_transpose import spike_conv_transpose
 from sparsecomp.ops.spiking.spike_matmul import spike_matmul
@@ -51,6 +52,7 @@ __all__ = [
     "masked_add",
     "masked_blend",
     "masked_mul",
+    "neuron",
     "residual_block",
     "scatter_pruned",
     "sddmm",

@@ -86,23 +86,65 @@ def straight_through(p: Program) -> None:
 
 @step
 def neuron(p: Program) -> None:
-    """A few steps of a hand-written neuron, its spikes gathered in one of the usual ways."""
+    """A few steps of a hand-written neuron, its spikes gathered in one of the usual ways.
+
+    Now and then something else happens between two steps, or a step is another than the others."""
     x = p.pick(lambda value: value.is_floating_point() and value.dim() > 1 and value.shape[0] <= 4)
     dtype, spikes = p.values[x].dtype, []
+    charge, fire, reset = p.one(_CHARGES), p.one(_FIRES), p.one(_RESETS)
     first = p.call(operator.getitem, x, 0)
-    v = p.call(torch.zeros_like, first)
+    v: Any = p.one([
+        lambda: p.call(torch.zeros_like, first), lambda: p.call(torch.full_like, first, 0.25), lambda: 0.0,
+        lambda: p.like(first),
+    ])()  # fmt: skip
     way = p.one(("stack", "cat", "zeros", "empty"))
     out = p.call(torch.zeros_like if way == "zeros" else torch.empty_like, x) if way in ("zeros", "empty") else None
     for t in range(p.size(x, 0)):
-        v = p.call(operator.add, p.call(operator.mul, v, 0.5), p.call(operator.getitem, x, t))
-        spikes.append(p.method("to", p.call(operator.ge, v, 1.0), dtype))
-        v = p.call(operator.mul, v, p.call(operator.sub, 1.0, spikes[-1]))
+        if p.rng.random() < 0.05:
+            charge = p.one(_CHARGES)
+        h = charge(p, p.call(operator.getitem, x, t), v)
+        spikes.append(fire(p, h, dtype))
+        v = reset(p, h, spikes[-1])
+        if p.rng.random() < 0.05:
+            p.one((write, write_part, write_view, pair, threshold))(p)
         if out is not None:
             p.call(operator.setitem, out, t, spikes[-1])
     if out is None:
         p.call(torch.stack if way == "stack" else torch.cat, spikes)
     else:
         p.method("clone", out)
+    if p.rng.random() < 0.5:
+        p.call(operator.add, v, spikes[-1])
+
+
+def _leaked(p: Program, v: Any, by: Callable[..., Any], number: float) -> Any:
+    """What Python computes of a number does not show in a graph."""
+    return p.call(by, v, number) if isinstance(v, fx.Node) else by(v, number)
+
+
+_CHARGES: tuple[Callable[[Program, fx.Node, Any], fx.Node], ...] = (
+    lambda p, x, v: p.call(operator.add, _leaked(p, v, operator.mul, 0.5), x),
+    lambda p, x, v: p.call(operator.add, x, _leaked(p, v, operator.mul, 0.3)),
+    lambda p, x, v: p.call(operator.add, v, p.call(operator.truediv, p.call(operator.sub, x, v), 3.0)),
+    lambda p, x, v: p.call(operator.add, v, p.call(operator.mul, p.call(operator.sub, x, v), 0.3)),
+    lambda p, x, v: p.call(operator.add, v, x),
+    lambda p, x, v: p.call(torch.add, _leaked(p, v, operator.truediv, 2), p.call(operator.mul, x, 0.5)),
+)
+_FIRES: tuple[Callable[[Program, fx.Node, torch.dtype], fx.Node], ...] = (
+    lambda p, h, dtype: p.method("to", p.call(operator.ge, h, 1.0), dtype),
+    lambda p, h, dtype: p.method("to", p.call(torch.gt, p.call(operator.sub, h, 0.5), 0), dtype),
+    lambda p, h, dtype: p.call(torch.heaviside, p.call(operator.sub, h, 0.5), p.call(torch.ones_like, h)),
+    lambda p, h, dtype: p.method("type_as", p.call(torch.logical_not, p.call(operator.lt, h, 0.5)), h),
+    lambda p, h, dtype: p.call(torch.where, p.call(operator.ge, h, 0.5), 1.0, 0.0),
+)
+_RESETS: tuple[Callable[[Program, fx.Node, fx.Node], fx.Node], ...] = (
+    lambda p, h, s: p.call(operator.mul, h, p.call(operator.sub, 1.0, s)),
+    lambda p, h, s: p.call(operator.sub, h, p.call(operator.mul, s, 0.5)),
+    lambda p, h, s: p.call(torch.where, p.call(operator.gt, s, 0), 0.25, h),
+    lambda p, h, s: p.method("masked_fill", h, p.call(operator.gt, s, 0.5), 0.0),
+    lambda p, h, s: p.method("clone", h),
+    lambda p, h, s: h,
+)
 
 
 @step

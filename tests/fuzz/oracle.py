@@ -146,7 +146,7 @@ def _rewrite(case: Case, implementation: str, expected: Result, exact: Result | 
     gm = _copied(case.gm)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     values = {node: value for node, value in zip(placeholders, case.inputs, strict=True) if "weight" in node.name}
-    options = Options(implementation=implementation, strict=True, verify=True)
+    options = Options(implementation=implementation, neurons="fuse", strict=True, verify=True)
     try:
         with torch.set_grad_enabled(case.training):
             report = pipeline.run_rules(gm, options, values=values)

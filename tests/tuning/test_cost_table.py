@@ -39,6 +39,7 @@ from sparsecomp.lowering.spiking.direct_conv import DirectConv, direct_conv_prob
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
 from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.spiking.lif import Lif
+from sparsecomp.lowering.spiking.neuron import Axis, Neurons
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided, PackWeight
 from sparsecomp.lowering.spiking.skip_conv import ListRows
 from sparsecomp.lowering.spiking.spike_matmul import BatchStrides, SpikeMatmul
@@ -55,6 +56,7 @@ from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.dense import DenseWork, conv_work, matmul_work, time_of
 from sparsecomp.passes.cost.sparse import Product
 from sparsecomp.reference.geometry import TransposedWindow, Window
+from sparsecomp.reference.neuron import neuron_of
 from sparsecomp.reference.patterns import Layout
 
 pytest.importorskip("triton")  # templates hold their kernels
@@ -299,6 +301,13 @@ def _finished(outputs: int, dtype: str) -> Output:
     return Output(Strides(0, outputs, 1), dtype, dtype, "column", "", Strides(0, 0, 0), "relu", 1.0)
 
 
+def _neuron(numel: int, steps: int) -> Neurons:
+    step = neuron_of("t0 = mul v0 n0; t1 = add t0 x; t2 = ge t1 p0; t3 = where t2 n1 t1; spike t2; v0 t3")
+    axes = (Axis(16, 4), *[Axis(1, 1)] * 3)
+    given = (True, False, False, False)
+    return Neurons(numel, numel, numel, axes, (0.0,) * 2, (0.5,) * 8, steps, step, (True, False), given, True)
+
+
 # a window on long heads, and wide ones in groups; what is strided costs nothing
 ATTENTIONS = [
     BlockAttention(4, 16, 1, 4096, 4096, 64, 64, 128, 128, 5, 5, False, False, "bfloat16", 0.1, ()),
@@ -319,6 +328,7 @@ PROBLEMS: dict[str, list[Any]] = {
                      CastStrided(Maps(32, 256, (14, 14), (50176, 196, 14, 1), "float16"))],
     "lif": [Lif(960, 960, 960, 16, 60, 0, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, False, True, True, True, True),
             Lif(10**6, 10**6, 10**6, 64, 1, 0, 1e-5, 2.0, 1.0, 0.0, 4, "if", True, False, False, False, False, False)],
+    "neuron": [_neuron(960, 3), _neuron(10**6, 4)],
     "find_events": [FindEvents(1000, 56, 64, 4000, "float32"), FindEvents(30, 7, 500, 999, "float16")],
     "pack_events": [PackEvents(Maps(64, 64, (3, 3), (576, 9, 3, 1), "float32"), False),
                     PackEvents(Maps(500, 300, (), (300, 1), "float16"), True)],

@@ -31,11 +31,13 @@ from sparsecomp.lowering.spiking.binary_conv import binary_conv_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
 from sparsecomp.lowering.spiking.lif import Lif
+from sparsecomp.lowering.spiking.neuron import Axis, Neurons
 from sparsecomp.lowering.spiking.packing import Cast, CastStrided
 from sparsecomp.lowering.spiking.skip_conv import ListRows
 from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.lowering.tuning.template import Candidate
 from sparsecomp.reference.geometry import Window
+from sparsecomp.reference.neuron import neuron_of
 
 pytest.importorskip("triton")  # templates hold their kernels
 
@@ -137,6 +139,9 @@ PROBLEMS: dict[str, list[Any]] = {
                      CastStrided(Maps(1, 5, (7,), (35, 1, 5), "float16"))],
     "lif": [Lif(77, 77, 77, 5, 7, 1, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, True, True, True, True, True),
             Lif(1, 1, 1, 1, 1, 0, 1e-5, 2.0, 1.0, 0.0, 1, "if", False, False, False, False, False, False)],
+    "neuron": [Neurons(77, 77, 77, (Axis(7, 1), *[Axis(1, 1)] * 3), (0.0, 0.5), (0.25,) * 8, 3,
+                       neuron_of("t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; spike t2; v0 t1; v1 t3"),
+                       (True, False), (True, False, False, False), False)],
     "write_out": [WriteOut(90, 100, 1200, "float32", "int64"), WriteOut(1, 1, 0, "bfloat16", "int32")],
     "pack_mask": [PackMask(1), PackMask(8 * 4096 + 1)],
     "merge_pruned": [Merge(1, 1, 4), Merge(4097, 33, 2)],

@@ -14,12 +14,14 @@ from sparsecomp.lowering.spiking.convolution import Convolution, Maps, OutputStr
 from sparsecomp.lowering.spiking.event_conv import ACCUMULATE, Accumulate
 from sparsecomp.lowering.spiking.implementations import SPIKE_CONV, SiteInfo
 from sparsecomp.lowering.spiking.lif import LIF, Lif
+from sparsecomp.lowering.spiking.neuron import NEURON, Axis, Neurons
 from sparsecomp.lowering.spiking.packing import CAST, CAST_STRIDED, PACK_WEIGHT, Cast, CastStrided, PackWeight
 from sparsecomp.lowering.spiking.spike_matmul import SPIKE_MATMUL, BatchStrides, SpikeMatmul
 from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.lowering.tuning.template import Config, of_operation
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.reference.geometry import Window
+from sparsecomp.reference.neuron import neuron_of
 
 pytest.importorskip("triton")  # templates hold their kernels
 
@@ -61,6 +63,15 @@ PROBLEMS = [
         LIF,
         Lif(960, 960, 960, 16, 1, 0.1, 1e-5, 2.0, 0.5, 0.0, 3, "plif", False, True, False, False, False, False),
         id="plif",
+    ),
+    pytest.param(
+        NEURON,
+        Neurons(
+            960, 960, 960, (Axis(16, 60), *[Axis(1, 1)] * 3), (0.0, 0.0), (0.3,) * 8, 3,
+            neuron_of("t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; spike t2; v0 t1; v1 t3"),
+            (True, False), (True, False, False, False), True,
+        ),
+        id="neuron",
     ),
     pytest.param(
         SPIKE_MATMUL,

@@ -1,0 +1,177 @@
+"""CUDA implementation of the operator of described neurons, and the operation behind it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsecomp.lowering.cache.signature import Device, KernelSignature
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.launch.strided import random_tensor, strided
+from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.reference.neuron import NUMBERS, OPERATIONS, PARAMETERS, STATES, Neuron, neuron_of, neuron_reference
+
+
+class Axis(NamedTuple):
+    """Which element of a parameter an element of the state reads: `place // stride % size`, in memory's order."""
+
+    size: int
+    stride: int
+
+
+_ONE = Axis(1, 1)
+
+
+class Neurons(NamedTuple):
+    """The sizes and numbers of a layer of neurons; see `sparsecomp.ops.neuron`.
+
+    Attributes:
+        numel: elements of one time step, dense in memory.
+        x_step, spikes_step: elements from one time step to the next.
+        axes: of each parameter; `_ONE` where there is none.
+        starts, numbers: as many as there is room for.
+        steps: time steps.
+        neuron: what a step does.
+        has_state: which states are read from memory.
+        has_parameter: which parameters there are.
+        keep: the last states are written.
+    """
+
+    numel: int
+    x_step: int
+    spikes_step: int
+    axes: tuple[Axis, ...]
+    starts: tuple[float, ...]
+    numbers: tuple[float, ...]
+    steps: int
+    neuron: Neuron
+    has_state: tuple[bool, ...]
+    has_parameter: tuple[bool, ...]
+    keep: bool
+
+    @property
+    def all_numbers(self) -> tuple[float, ...]:
+        """The run-time numbers of the kernel, in its order."""
+        axes = (number for axis in self.axes for number in axis)
+        return (self.numel, self.x_step, self.spikes_step, *axes, *self.starts, *self.numbers)
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """What the kernel is specialised on."""
+        code = tuple((OPERATIONS.index(one.operation), one.a, one.b, one.c) for one in self.neuron.code)
+        return {
+            "STEPS": self.steps, "CODE": code, "SPIKE": self.neuron.spike, "AFTER": self.neuron.states,
+            "KEEP": self.keep,
+        }  # fmt: skip
+
+
+def launch_neuron(
+    x: Tensor,
+    states: Sequence[Tensor | None],
+    starts: Sequence[float],
+    parameters: Sequence[Tensor],
+    numbers: Sequence[float],
+    step: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `sparsecomp.ops.neuron`."""
+    spikes = torch.empty_like(x, dtype=torch.int8)
+    last = [torch.empty_like(x[0]) for _ in states] if keep else []
+    results = (spikes, *last, *(x.new_empty(0) for _ in range(STATES - len(last))))
+    if x.numel() == 0:
+        return results
+    shape, strides = x.shape[1:], x.stride()[1:]
+    if strides != spikes.stride()[1:] or not _is_dense(shape, strides):
+        # a step is not one dense block of memory: run on a copy, answer in the layout asked for
+        dense = launch_neuron(x.contiguous(), states, starts, parameters, numbers, step, keep)
+        return tuple(ours.copy_(theirs) for ours, theirs in zip(results, dense, strict=True))  # pyright: ignore
+    given = [None if v is None else _laid_out(v, x[0]) for v in states]
+    given += [None] * (STATES - len(given))
+    read = [*parameters, *[None] * (PARAMETERS - len(parameters))]
+    problem = Neurons(
+        x[0].numel(), x.stride(0), spikes.stride(0), tuple(_axis(p, shape, strides) for p in read),
+        _filled(starts, STATES), _filled(numbers, NUMBERS), x.shape[0], neuron_of(step),
+        tuple(v is not None for v in given), tuple(p is not None for p in read), keep,
+    )  # fmt: skip
+    kept = [*last, *[None] * (STATES - len(last))]
+    dispatch.launch(NEURON, problem, x, *given, *read, spikes, *kept)
+    return results
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements, no two of which share a place, leave no place free between them."""
+    spread = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return spread + 1 == torch.Size(shape).numel()
+
+
+def _laid_out(v: Tensor, like: Tensor) -> Tensor:
+    same = (v.shape, v.stride()) == (like.shape, like.stride())
+    return v if same else torch.empty_like(like).copy_(v)
+
+
+def _axis(parameter: Tensor | None, shape: Sequence[int], strides: Sequence[int]) -> Axis:
+    """Along which dimension of the state a parameter has several elements, which lie one behind the other."""
+    if parameter is None or parameter.numel() == 1:
+        return _ONE
+    dim = next(index for index, size in enumerate(reversed(parameter.shape)) if size > 1)
+    return Axis(parameter.numel(), strides[len(shape) - 1 - dim])
+
+
+def _filled(numbers: Sequence[float], count: int) -> tuple[float, ...]:
+    # a float, so that a kernel is not specialised on a whole number
+    return (*map(float, numbers), *[0.0] * (count - len(numbers)))
+
+
+def _signature(problem: Neurons, device: Device) -> KernelSignature:
+    p = problem
+    parameters = (
+        ("steps", p.steps), ("step", str(p.neuron)), ("keep", int(p.keep)),
+        ("states", "".join(str(int(one)) for one in p.has_state)),
+        ("parameters", "".join(str(int(one)) for one in p.has_parameter)),
+    )  # fmt: skip
+    return KernelSignature(
+        "neuron", device, dtypes=("float32", "int8"), accumulator="float32", sizes=(("numel", p.numel),),
+        parameters=parameters,
+    )  # fmt: skip
+
+
+def _representative(signature: KernelSignature) -> Neurons:
+    numel, given = int(dict(signature.sizes)["numel"]), dict(signature.parameters)
+    states, parameters = ([one == "1" for one in str(given[name])] for name in ("states", "parameters"))
+    return Neurons(
+        numel, numel, numel, (_ONE,) * PARAMETERS, (0.0,) * STATES, (0.5,) * NUMBERS, int(given["steps"]),
+        neuron_of(str(given["step"])), tuple(states), tuple(parameters), bool(given["keep"]),
+    )  # fmt: skip
+
+
+def _operands(problem: Neurons, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    p, random = problem, torch.Generator(device).manual_seed(seed)
+
+    def normal(size: int, given: bool) -> Tensor | None:
+        return torch.randn(size, generator=random, device=device) if given else None
+
+    x = random_tensor((p.steps, p.numel), (p.x_step, 1), "float32", random)
+    poison = torch.tensor(77, dtype=torch.int8, device=device)
+    spikes = strided((p.steps, p.numel), (p.spikes_step, 1), poison.repeat)
+    states = [normal(p.numel, given) for given in p.has_state]
+    parameters = [normal(axis.size, given) for axis, given in zip(p.axes, p.has_parameter, strict=True)]
+    last = [torch.full((p.numel,), float("nan"), device=device) for _ in range(len(p.neuron.states) * p.keep)]
+    return (x, *states, *parameters, spikes, *last, *[None] * (STATES - len(last)))
+
+
+def _reference(problem: Neurons, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    p, x, count = problem, operands[0], len(problem.neuron.states)
+    assert x is not None
+    place = torch.arange(p.numel, device=x.device)
+    read = zip(operands[1 + STATES :], p.axes, strict=False)
+    parameters = [given[place // axis.stride % axis.size] for given, axis in read if given is not None]
+    states, step = operands[1 : 1 + count], str(p.neuron)
+    given = parameters[: sum(p.has_parameter)]
+    spikes, *_ = neuron_reference(x, states, p.starts[:count], given, p.numbers, step, keep=False)
+    return (spikes,)
+
+
+_SPIKES = 1 + STATES + PARAMETERS
+NEURON = Operation("neuron", _signature, _representative, _operands, (_SPIKES,), _reference, lambda _: 0.0)
+"""Spikes alone are compared: they tell of the states of all steps but the last, which an operand need not hold."""

@@ -1,0 +1,563 @@
+"""What one time step of a neuron computes, read off the steps of a loop that was unrolled.
+
+Such a loop leaves T copies of the same few elementwise operations, each reading what the one before left. The copies
+are read side by side, from the membrane of every step (its charge) backwards: where all columns have the same
+operation, that is an instruction of the description; where they read the same value, a parameter; where each reads
+what belongs to the step before, a state; and what does not depend on the neuron's past is its input. What reads are
+exact: two columns agree in every operation, number and order of operands, or there is no neuron.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, numel_of, op_of
+from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.reference.neuron import COMPARISONS, NUMBERS, PARAMETERS, PLACES, STATES, Instruction, Neuron
+
+Columns: TypeAlias = tuple[Any, ...]
+"""What is one and the same in the code, step by step: nodes or numbers."""
+_ARITHMETIC = ("add", "sub", "mul", "div", "neg", "where")
+_X, _FIRST_PARAMETER, _FIRST_NUMBER, _FIRST_RESULT = PLACES["x"], PLACES["p0"], PLACES["n0"], len(PLACES)
+_FILLS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
+
+
+class NoNeuron(Exception):
+    """The steps are not copies of one another, or of more than a description holds; the message says what."""
+
+
+# ---- single nodes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepOperation:
+    """A node as an operation of a description, or as `same` or `heaviside`, which only look like ones."""
+
+    operation: str
+    operands: tuple[Any, ...]
+
+
+def reading(node: Any) -> StepOperation | None:
+    """What a node does, None if no description can say that."""
+    op = op_of(node) if isinstance(node, fx.Node) else None
+    if op is None or op.inplace or op.out is not None or not op.known:
+        return None
+    found = _reading(op)
+    if found is None or found.operation == "same":
+        return found
+    wanted = torch.bool if found.operation in (*COMPARISONS, "not") else torch.float32
+    return found if dtype_of(node) is wanted else None
+
+
+def _reading(op: CanonicalOp) -> StepOperation | None:
+    pair = op.input, op.get("other")
+    if op.name in ("add", "sub", "mul", "div") and op.get("alpha", 1) == 1 and op.get("rounding_mode") is None:
+        # a number over a tensor is its reciprocal times the number
+        return None if op.name == "div" and not isinstance(op.input, fx.Node) else StepOperation(op.name, pair)
+    if op.name == "rsub":
+        return StepOperation("sub", (pair[1], pair[0]))
+    if op.name in COMPARISONS:
+        return StepOperation(op.name, pair)
+    if op.name in ("logical_not", "bitwise_not"):
+        return StepOperation("not", (op.input,)) if dtype_of(op.input) is torch.bool else None
+    if op.name == "neg":
+        return StepOperation("neg", (op.input,))
+    if op.name == "where":
+        return StepOperation("where", (op.get("condition"), op.get("input"), op.get("other")))
+    if op.name == "masked_fill":
+        return StepOperation("where", (op.get("mask"), op.get("value"), op.input))
+    if op.name == "heaviside":
+        return StepOperation("heaviside", (op.input, op.get("values")))
+    if op.has(Trait.CAST) and dtype_of(op.input) in (torch.bool, torch.float32):
+        return StepOperation("float", (op.input,))
+    return StepOperation("same", (op.input,)) if op.has(Trait.SAME) and _stays(op) else None
+
+
+def _stays(op: CanonicalOp) -> bool:
+    before, after = example_of(op.input), example_of(op.node)
+    return before is not None and after is not None and before.device == after.device
+
+
+def _fill(node: fx.Node) -> float | None:
+    op, example = op_of(node), example_of(node)
+    if op is None or example is None or example.dtype is not torch.float32 or op.inplace or op.out is not None:
+        return None
+    number = _FILLS.get(op.name)
+    if op.name in ("full", "full_like", "new_full"):
+        number = op.get("fill_value")
+    if op.name in ("tensor", "as_tensor", "scalar_tensor") and example.device.type == "cpu":
+        number = op.get("data")
+    # of a Python number; a tensor on the device divides in another way
+    return float(number) if isinstance(number, int | float) else None
+
+
+def fires_on(node: fx.Node) -> Iterator[fx.Node]:
+    """Comparisons of a value, or of its distance from a threshold, with something."""
+    for user in node.users:
+        found = reading(user)
+        if found is None or _is_smaller(node, user):
+            continue
+        if _compares(found):
+            yield user
+        elif _is_distance(user, found):
+            yield from user.users
+
+
+def _compares(found: StepOperation) -> bool:
+    return found.operation in (*COMPARISONS, "heaviside")
+
+
+def _is_distance(node: fx.Node, found: StepOperation) -> bool:
+    """Whether this is a value, but for a number or a tensor of fewer elements, such as a threshold, and is compared."""
+    nearby = found.operation == "same" or (
+        found.operation in ("add", "sub") and any(_is_smaller(one, node) for one in found.operands)
+    )
+    return nearby and all((on := reading(user)) is not None and _compares(on) for user in node.users)
+
+
+def _is_smaller(value: Any, node: fx.Node) -> bool:
+    sizes = numel_of(value), numel_of(node)
+    return not isinstance(value, fx.Node) or (None not in sizes and sizes[0] < sizes[1])
+
+
+def is_charge(node: fx.Node) -> bool:
+    """Whether a neuron could fire by this value."""
+    found = reading(node)
+    if found is not None and (found.operation not in _ARITHMETIC or _is_distance(node, found) or _is_of_truths(node)):
+        return False
+    return dtype_of(node) is torch.float32 and any(True for _ in fires_on(node))
+
+
+def _is_of_truths(value: Any, depth: int = 4) -> bool:
+    """Whether a value is computed of truth values and numbers alone."""
+    found = reading(value)
+    if not isinstance(value, fx.Node) or dtype_of(value) is torch.bool:
+        return True
+    return found is not None and depth > 0 and all(_is_of_truths(one, depth - 1) for one in found.operands)
+
+
+def before(charge: fx.Node) -> fx.Node | None:
+    """The charge that this one takes up, without a comparison between; None if it is none, or several."""
+    found = {one for one in _back(charge) if is_charge(one)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _back(charge: fx.Node) -> Iterator[fx.Node]:
+    """What a charge is made of, up to other charges and comparisons."""
+    seen, pending = {charge}, [charge]
+    while pending:
+        node = pending.pop()
+        found = reading(node)
+        if found is None or _compares(found) or (node is not charge and is_charge(node)):
+            continue
+        for operand in found.operands:
+            if isinstance(operand, fx.Node) and operand not in seen:
+                seen.add(operand)
+                pending.append(operand)
+                yield operand
+
+
+def is_last(charge: fx.Node) -> bool:
+    """Whether no other charge takes this one up."""
+    seen, pending = {charge}, [charge]
+    while pending:
+        for user in pending.pop().users:
+            found = reading(user)
+            if user in seen or found is None or _compares(found):
+                continue
+            seen.add(user)
+            if not is_charge(user):
+                pending.append(user)
+            elif before(user) is charge:
+                return False
+    return True
+
+
+def chain_to(charge: fx.Node) -> Columns:
+    """The charges of all steps up to this one, the first of them the first that is made as it is."""
+    found, operation = [charge], reading(charge)
+    assert operation is not None
+    while (earlier := before(found[-1])) is not None:
+        made = reading(earlier)
+        if made is None or made.operation != operation.operation:
+            break
+        found.append(earlier)
+    return tuple(reversed(found))
+
+
+# ---- all steps side by side ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Steps:
+    """The steps of a neuron, read side by side.
+
+    Attributes:
+        charges: one a step.
+        cuda: it is to run on a GPU, where torch divides by a number by multiplying with its inverse.
+        unchanged: whether nothing writes to a value after a node has run.
+        inputs: what the neuron is given, step by step.
+        states: what each state is before each step.
+        parameters: nodes.
+        at: the places of each node's value, by step.
+    """
+
+    charges: Columns
+    cuda: bool
+    unchanged: Callable[[Any, fx.Node], bool]
+    inputs: Columns = ()
+    states: list[Columns] = field(default_factory=list)
+    parameters: list[fx.Node] = field(default_factory=list)
+    at: dict[fx.Node, dict[int, int]] = field(default_factory=dict)
+    interior: dict[fx.Node, None] = field(default_factory=dict)
+    _numbers: list[float] = field(default_factory=list)
+    _code: list[Instruction] = field(default_factory=list)
+    _truths: set[int] = field(default_factory=set)
+    _places: dict[Columns, int] = field(default_factory=dict)
+    _begun: set[Columns] = field(default_factory=set)
+    _touching: dict[fx.Node, bool] = field(default_factory=dict)
+    _after: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, charges: Columns, cuda: bool, unchanged: Callable[[Any, fx.Node], bool]) -> "Steps":
+        """Read all steps.
+
+        Raises:
+            NoNeuron: they are no copies of one another.
+        """
+        steps = cls(charges, cuda, unchanged)
+        steps._touching.update({one: True for charge in charges for one in (charge, *fires_on(charge))})
+        steps._read(charges)
+        for state in steps.states:  # grows as they are read
+            steps._after.append(steps._read(state[1:]))
+        if not steps.inputs:
+            raise NoNeuron("nothing that it reads changes from step to step")
+        return steps
+
+    @property
+    def after(self) -> list[int]:
+        """The place of each state after a step."""
+        return self._after
+
+    def fires(self) -> list[int]:
+        """Places of the truth values that compare the charge of a step, and of what is not so."""
+        found: dict[int, None] = {}
+        for step, charge in enumerate(self.charges):
+            places = [self.place_of(one, step) for one in fires_on(charge)]
+            found.update(dict.fromkeys(self._bare(place) for place in places if place is not None))
+        return [*found, *(self._instruction("not", [place]) for place in found)]
+
+    def _bare(self, place: int) -> int:
+        """The truth value that a place holds as a number."""
+        one = self._code[place - _FIRST_RESULT] if place >= _FIRST_RESULT else None
+        return one.a if one is not None and one.operation == "float" and one.a in self._truths else place
+
+    def is_spike(self, node: fx.Node, spike: int) -> int | None:
+        """The step in which a node says whether the neuron fires, if it says that."""
+        steps = [*self.at.get(node, {})]
+        for step in (*steps, *(step - 1 for step in steps if step)):  # a reset may compare the state of the step before
+            place = self.place_of(node, step)
+            if place is not None and self._bare(place) == spike:
+                return step
+        return None
+
+    def is_state(self, node: fx.Node) -> int | None:
+        """The state that a node holds after the last step, if it does."""
+        place = self.at.get(node, {}).get(len(self.charges) - 1)
+        return None if place is None or place not in self._after else self._after.index(place)
+
+    def is_early(self, node: fx.Node) -> bool:
+        """Whether a node is made of first states alone."""
+        places = self.at.get(node, {})
+        return places.keys() == {0} and not self._reads_input(places[0])
+
+    def _reads_input(self, place: int) -> bool:
+        if place < _FIRST_RESULT:
+            return place == _X
+        return any(map(self._reads_input, self._code[place - _FIRST_RESULT].operands))
+
+    def place_of(self, value: Any, step: int, depth: int = 6) -> int | None:
+        """The place of a value in a step, if it is made of the values of that step alone, which are near."""
+        known = self.at.get(value, {}).get(step)
+        if known is None:
+            plain = self._plain(value)
+            known = self._place_of(value, step, depth) if plain is value else self.place_of(plain, step, depth)
+            if known is not None and isinstance(value, fx.Node):
+                self.at.setdefault(value, {})[step] = known
+        return known
+
+    def _place_of(self, value: Any, step: int, depth: int) -> int | None:
+        if isinstance(value, float):
+            return self._number(value)
+        if value in self.parameters:
+            return _FIRST_PARAMETER + self.parameters.index(value)
+        found = reading(value)
+        if found is None or not depth:
+            return None
+        places = [self.place_of(operand, step, depth - 1) for operand in found.operands]
+        try:
+            return None if None in places else self._emitted(found.operation, places)
+        except NoNeuron:
+            return None
+
+    def description(self, spike: int) -> tuple[Neuron, list[float]]:
+        """The description of a step that fires by the truth value at a place, and its numbers; nothing unneeded.
+
+        Raises:
+            NoNeuron: it is longer than descriptions are.
+        """
+        needed, pending = set(), [spike, *self._after]
+        while pending:
+            place = pending.pop()
+            if place not in needed:
+                needed.add(place)
+                pending += self._code[place - _FIRST_RESULT].operands if place >= _FIRST_RESULT else ()
+        numbers = [index for index in range(len(self._numbers)) if _numbered(index) in needed]
+        if len(numbers) > NUMBERS:
+            raise NoNeuron(f"it has more than {NUMBERS} numbers")
+        moved = {_numbered(index): _FIRST_NUMBER + new for new, index in enumerate(numbers)}
+        code: list[Instruction] = []
+        for index, one in enumerate(self._code):
+            if _FIRST_RESULT + index in needed:
+                moved[_FIRST_RESULT + index] = _FIRST_RESULT + len(code)
+                code.append(Instruction(one.operation, *(moved.get(place, place) for place in one.operands)))
+        neuron = Neuron(tuple(code), moved[spike], tuple(moved.get(place, place) for place in self._after))
+        return neuron, [self._numbers[index] for index in numbers]
+
+    # ---- columns ----------------------------------------------------------------------------------------------------
+
+    def _read(self, columns: Columns) -> int:
+        """The place of a value that is read in each step, or in each but the last."""
+        columns = tuple(map(self._plain, columns))
+        if all(isinstance(one, float) for one in columns):
+            return self._same_number(columns)
+        place = self._places.get(_key(columns))
+        if place is None:
+            place = self._leaf(columns)
+            place = self._made(columns) if place is None else place
+            self._places[_key(columns)] = place
+            self._places.setdefault(_key(columns[: len(self.charges) - 1]), place)
+            for step, node in enumerate(columns):
+                if isinstance(node, fx.Node):
+                    self.at.setdefault(node, {})[step] = place
+        return place
+
+    def _leaf(self, columns: Columns) -> int | None:
+        if self._equal(columns):
+            return self._parameter(columns[0])
+        whole = len(columns) == len(self.charges)
+        if whole and (_key(columns[1:]) in self._begun or _key(columns[1:]) in self._places):
+            return self._state(columns)
+        if not any(map(self._touches, columns)):
+            return self._input(columns)
+        if self._operands(columns) is not None:
+            return None
+        if not whole or not all(map(self._touches, columns[1:])):
+            raise NoNeuron(f"its steps differ at {columns[-1]}")
+        return self._state(columns)
+
+    def _made(self, columns: Columns) -> int:
+        if len(columns) == len(self.charges):
+            self._begun.add(_key(columns[:-1]))
+        found = self._operands(columns)
+        assert found is not None
+        self.interior.update(dict.fromkeys(one for one in columns if isinstance(one, fx.Node)))
+        operation, operands = found
+        return self._emitted(operation.operation, [self._read(one) for one in operands])
+
+    def _operands(self, columns: Columns) -> tuple[StepOperation, list[Columns]] | None:
+        """The operation that all columns have in common, and its operands column by column."""
+        found = [reading(one) for one in columns]
+        kinds = {None if one is None else (one.operation, len(one.operands)) for one in found[1:] or found}
+        last = found[-1]
+        if len(kinds) > 1 or last is None:
+            return None
+        first = found[0] or _folded(columns[0], found[1:])
+        if first is None or (first.operation, len(first.operands)) not in kinds:
+            return None
+        rows = [first, *found[1:]]
+        return last, list(zip(*(one.operands for one in rows if one is not None), strict=True))
+
+    def _equal(self, columns: Columns, depth: int = 4) -> bool:
+        """Whether all columns are one value, or the same operations on such; a single column proves that of neither."""
+        columns = tuple(map(self._plain, columns))
+        first = columns[0]
+        if not all(isinstance(one, fx.Node) for one in columns):
+            return all(type(one) is type(first) and repr(one) == repr(first) for one in columns)
+        known = self._places.get(columns)
+        if known is not None:
+            return known < 0 or _FIRST_PARAMETER <= known < _FIRST_NUMBER
+        if self._touches(first) or not depth:
+            return False
+        if len(set(columns)) == 1 and (len(columns) > 1 or first.op in ("placeholder", "get_attr")):
+            return True
+        ops = [op_of(one) for one in columns]
+        kinds = {None if op is None or not _is_plain(op) else (op.name, dtype_of(op.node)) for op in ops}
+        if len(kinds) > 1 or None in kinds:
+            return False
+        args = [tuple(op.args.values()) for op in ops if op is not None]
+        return all(self._equal(one, depth - 1) for one in zip(*args, strict=True))
+
+    def _touches(self, value: Any) -> bool:
+        """Whether a value depends on the neuron's past, by elementwise operations and not through another neuron."""
+        if not isinstance(value, fx.Node):
+            return False
+        path = [value]
+        while path:
+            node = path[-1]
+            found = reading(node)
+            foreign = found is None or (node not in self._touching and is_charge(node))
+            operands = [one for one in (() if foreign else found.operands) if isinstance(one, fx.Node)]
+            unknown = [] if node in self._touching else [one for one in operands if one not in self._touching]
+            if unknown:
+                path.append(unknown[0])
+                continue
+            path.pop()
+            if node not in self._touching:
+                self._touching[node] = any(self._touching[one] for one in operands)
+        return self._touching[value]
+
+    def _plain(self, value: Any) -> Any:
+        """Of a copy what it is one of, and a number in the place of a tensor that is filled with it."""
+        while isinstance(value, fx.Node) and self.unchanged(value, value):
+            found = reading(value)
+            if found is None or found.operation != "same" or not self.unchanged(found.operands[0], value):
+                number = _fill(value)
+                return value if number is None else number
+            value = found.operands[0]
+        return float(value) if isinstance(value, bool | int | float) else value
+
+    # ---- places -----------------------------------------------------------------------------------------------------
+
+    def _same_number(self, columns: Columns) -> int:
+        if len(set(_key(columns))) > 1 or not math.isfinite(columns[0]):
+            raise NoNeuron("a number changes from step to step, or is not finite")
+        return self._number(columns[0])
+
+    def _number(self, number: float) -> int:
+        known = [one.hex() for one in (*self._numbers, number)]
+        if known.index(number.hex()) == len(self._numbers):
+            self._numbers.append(number)
+        return _numbered(known.index(number.hex()))
+
+    def _parameter(self, node: fx.Node) -> int:
+        example = example_of(node)
+        if example is None or sum(size != 1 for size in example.shape) > 1:
+            return self._input((node,) * len(self.charges))
+        if example.dtype is not torch.float32:
+            raise NoNeuron(f"its parameter {node.name} is of {example.dtype}")
+        if node not in self.parameters:
+            if len(self.parameters) == PARAMETERS:
+                raise NoNeuron(f"it has more than {PARAMETERS} parameters")
+            self.parameters.append(node)
+        return _FIRST_PARAMETER + self.parameters.index(node)
+
+    def _input(self, columns: Columns) -> int:
+        if len(columns) < len(self.charges) or self.inputs not in ((), columns):
+            raise NoNeuron("it has several inputs")
+        if not all(isinstance(one, fx.Node) for one in columns):
+            raise NoNeuron("an input of a step is a number")
+        self.inputs = columns
+        return _X
+
+    def _state(self, columns: Columns) -> int:
+        if len(self.states) == STATES:
+            raise NoNeuron(f"it has more than {STATES} states")
+        self.states.append(columns)
+        return PLACES["v0"] + len(self.states) - 1
+
+    def _emitted(self, operation: str, places: list[Any]) -> int:
+        """The place of what an operation gives, the same for the same one."""
+        if operation == "same" or (operation == "float" and places[0] not in self._truths):
+            return places[0]
+        if operation == "not" or operation == "float":
+            return self._instruction(operation, places)
+        if operation == "heaviside":
+            return self._heaviside(*places)
+        if operation == "where":
+            return self._where(*places)
+        places = [self._as_number(place) for place in places]
+        values = [self._value(place) for place in places]
+        if None not in values:
+            raise NoNeuron("it computes with numbers alone")
+        if operation == "mul" and 1.0 in values:
+            return places[1 - values.index(1.0)]
+        if operation == "div" and self.cuda and values[1] is not None:
+            operation, places = "mul", [places[0], self._number(_inverse(values[1]))]
+        return self._instruction(operation, places)
+
+    def _where(self, truth: int, one: int, other: int) -> int:
+        if truth not in self._truths:
+            raise NoNeuron("it chooses by what is no truth value")
+        if (self._value(one), self._value(other)) == (1.0, 0.0):
+            return self._as_number(truth)
+        return self._instruction("where", [truth, self._as_number(one), self._as_number(other)])
+
+    def _heaviside(self, place: int, at_zero: int) -> int:
+        value = self._value(at_zero)
+        if value not in (0.0, 1.0):
+            raise NoNeuron("its step function is neither 0 nor 1 at 0")
+        return self._as_number(self._instruction("ge" if value else "gt", [place, self._number(0.0)]))
+
+    def _instruction(self, operation: str, places: list[int]) -> int:
+        one = Instruction(operation, *places)
+        if one not in self._code:
+            self._code.append(one)
+        place = _FIRST_RESULT + self._code.index(one)
+        if operation in (*COMPARISONS, "not"):
+            self._truths.add(place)
+        return place
+
+    def _as_number(self, place: int) -> int:
+        return self._instruction("float", [place]) if place in self._truths else place
+
+    def _value(self, place: int) -> float | None:
+        """The number at a place, if that is one."""
+        return self._numbers[-1 - place] if place < 0 else None
+
+
+def _key(columns: Columns) -> Columns:
+    """The columns as a key: 0 and -0, and 1 and True, are different."""
+    return tuple(one.hex() if isinstance(one, float) else one for one in columns)
+
+
+def _numbered(index: int) -> int:
+    """Where a number stands while the steps are read: there is room for as many as there are."""
+    return -1 - index
+
+
+def _inverse(number: float) -> float:
+    """In float32, as torch computes it on a GPU."""
+    return float(torch.ones(()) / torch.tensor(number, dtype=torch.float32))
+
+
+def _folded(value: Any, rest: Iterable[StepOperation | None]) -> StepOperation | None:
+    """What a 0 was before Python computed it of a state of 0, as the other steps do: times or over a positive number,
+    or the sum or the difference of two multiples."""
+    one = next(iter(rest))
+    if not isinstance(value, float) or value.hex() != (0.0).hex() or one is None:
+        return None
+    numbers = [operand for operand in one.operands if isinstance(operand, int | float)]
+    if one.operation in ("add", "sub") and _multiplied(one.operands[0]) is _multiplied(one.operands[1]):
+        return StepOperation(one.operation, (value, value))
+    if one.operation not in ("mul", "div") or len(numbers) != 1 or not 0 < numbers[0] < math.inf:
+        return None
+    if one.operation == "div" and isinstance(one.operands[0], int | float):
+        return None
+    return StepOperation(one.operation, tuple(value if isinstance(it, fx.Node) else it for it in one.operands))
+
+
+def _multiplied(value: Any) -> Any:
+    """What is multiplied with, or divided by, numbers."""
+    found = reading(value)
+    nodes = [one for one in found.operands if isinstance(one, fx.Node)] if found is not None else []
+    by_number = found is not None and found.operation in ("mul", "div") and len(nodes) == 1
+    return _multiplied(nodes[0]) if by_number else value
+
+
+def _is_plain(op: CanonicalOp) -> bool:
+    return op.known and not op.inplace and op.out is None and op.has(Trait.ELEMENTWISE)

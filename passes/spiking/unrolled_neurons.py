@@ -1,0 +1,310 @@
+"""A neuron that is written by hand, in a loop over time steps, becomes one operator over all steps.
+
+Unrolled, such a loop is a chain of T times the same few elementwise operations. `neuron_step` reads off the dataflow
+what one of them does; here is what else must be so before `sparsecomp::neuron`, which keeps its states in registers
+and writes spikes as bytes, takes the place of all of them: nothing but spikes and the last states is read by others,
+nothing is written to in between, and all inputs are there before the first spike is read. Where layers stand between,
+`fuse_steps` has brought that about. Each operation is rounded as it was, so that the same spikes come out.
+"""
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+import sparsecomp.ops  # noqa: F401  (registers the operator)
+from sparsecomp.passes.engine.ordered import is_kept
+from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, known_sizes, refuse
+from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.fuse_neurons import MAX_STEPS
+from sparsecomp.passes.spiking.neuron_step import Columns, NoNeuron, Steps, chain_to, is_charge, is_last, reading
+from sparsecomp.passes.spiking.steps import joins, taken_from
+from sparsecomp.reference.neuron import Neuron
+
+
+class _Obstacle(Exception):
+    """Why a neuron, which was proved to be one, stays a chain of steps."""
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: the charge of the last step stands for a neuron."""
+    if reading(node) is None or not is_charge(node) or not is_last(node):
+        return None
+    charges, example = chain_to(node), example_of(node)
+    if len(charges) < 2 or example is None:
+        return None
+    try:
+        steps = Steps.of(charges, ctx.device(example.device).type == "cuda", ctx.analysis.unchanged)
+    except NoNeuron:
+        return None
+    try:
+        found = _checked(steps, ctx)
+    except (NoNeuron, _Obstacle) as obstacle:
+        return refuse(Why.NOT_ONE_NEURON, detail=obstacle)
+    reason = f"{len(charges)} time steps in one pass: {found.neuron.formula(found.numbers)}"
+    return Plan(
+        lambda: _placed(found), reason, "fused", dead=found.dead, places=(found.place,), layer=charges[0]
+    )  # fmt: skip
+
+
+RULE = Rule("unrolled_neurons", consider, after=("fuse_steps",))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A neuron that can be replaced.
+
+    Attributes:
+        neuron, numbers: what a step does.
+        spikes: of each step the nodes that say whether it fires and are read outside, and the step.
+        lasts: the nodes that hold a state after the last step and are read outside, and which one.
+        dead: what the operator stands for, readers first.
+        place: the node before which it is to stand.
+    """
+
+    steps: Steps
+    neuron: Neuron
+    numbers: list[float]
+    spikes: Mapping[fx.Node, int]
+    lasts: Mapping[fx.Node, int]
+    dead: tuple[fx.Node, ...]
+    place: fx.Node
+
+
+def _checked(steps: Steps, ctx: Context) -> _Found:
+    _check_asked(ctx)
+    spike, outside = _read_outside(steps)
+    neuron, numbers = steps.description(spike)
+    _check_operands(steps)
+    order = ctx.analysis.order
+    readers = [user for node in (*outside.spikes, *outside.lasts) for user in node.users if user not in outside.gone]
+    place = min(readers, key=order.__getitem__)
+    _check_in_time(steps, outside.gone, place, ctx)
+    dead = tuple(sorted(outside.gone, key=order.__getitem__, reverse=True))
+    return _Found(steps, neuron, numbers, outside.spikes, outside.lasts, dead, place)
+
+
+def _read_outside(steps: Steps) -> tuple[int, "_Outside"]:
+    """The place of the truth value by which the neuron fires, and what is read of it; the first that explains all."""
+    obstacle = _Obstacle("nobody reads its spikes")
+    for spike in steps.fires():
+        try:
+            outside = _Outside(steps, spike)
+        except _Obstacle as found:
+            obstacle = found
+        else:
+            if outside.spikes:
+                return spike, outside
+    raise obstacle
+
+
+def _check_in_time(steps: Steps, gone: Collection[fx.Node], place: fx.Node, ctx: Context) -> None:
+    """At its place the operator finds all that it reads, as the steps would find it."""
+    order, source = ctx.analysis.order, taken_from(steps.inputs)[0]
+    fixed = [one for one in (*steps.parameters, *_starts(steps)) if isinstance(one, fx.Node)]
+    if any(order[one] >= order[place] for one in (*fixed, *(steps.inputs if source is None else (source,)))):
+        raise _Obstacle("its first spike is read before its last input is there")
+    for one in {*fixed, *steps.inputs}:
+        first = min((order[user] for user in one.users if user in gone), default=order[place])
+        written = ctx.analysis.last_writes.get(one, -1)
+        if written >= min(first, order[place]) and not is_kept(one, ctx):
+            raise _Obstacle(f"{one.name}, which it reads, is written to in place")
+    if not all(ctx.analysis.unchanged(one, one) for one in gone):
+        raise _Obstacle("its state is written to in place")
+
+
+def _check_asked(ctx: Context) -> None:
+    if ctx.eager or ctx.modes or ctx.transformed:
+        raise _Obstacle("the graph runs op by op, or switches modes")
+    if ctx.options.implementation == "dense":
+        raise _Obstacle("implementation='dense' was asked for")
+    if ctx.gradients:
+        raise _Obstacle("gradients are enabled, and the operator has none; use torch.no_grad()")
+    if ctx.options.neurons != "fuse":
+        raise _Obstacle("neurons='fuse' asks for it: a CPU gains nothing, and what a GPU gains was not measured")
+
+
+def _check_operands(steps: Steps) -> None:
+    """All values of a step have one shape, and parameters broadcast to it."""
+    first = example_of(steps.inputs[0])
+    shape = known_sizes(steps.charges[-1])
+    if first is None or shape is None or not shape or not all(type(size) is int for size in first.shape):
+        raise _Obstacle("the shape of a step is unknown")
+    for one in (*steps.inputs, *steps.charges):
+        example = example_of(one)
+        if example is None or example.dtype is not torch.float32 or [*example.shape] != shape:
+            raise _Obstacle("what it is given, or its charge, is not float32 of one shape at every step")
+    for one in (*steps.parameters, *_starts(steps)):
+        example = example_of(one)
+        if isinstance(one, fx.Node) and (example is None or not _broadcasts(example, shape, first.device)):
+            raise _Obstacle(f"{one.name} does not broadcast to a step, or is on another device")
+
+
+def _broadcasts(example: torch.Tensor, shape: list[int], device: torch.device) -> bool:
+    sizes = [*example.shape]
+    fits = len(sizes) <= len(shape) and all(
+        size in (1, wanted) for size, wanted in zip(reversed(sizes), reversed(shape), strict=False)
+    )
+    return fits and example.device == device and example.dtype is torch.float32
+
+
+def _starts(steps: Steps) -> list[Any]:
+    return [state[0] for state in steps.states]
+
+
+# ---- what others read ---------------------------------------------------------------------------------------------
+
+
+class _Outside:
+    """What of a neuron's steps is read by others, which must be its spikes and last states.
+
+    Attributes:
+        spikes, lasts: as of `_Found`.
+        gone: all nodes that nobody else reads.
+    """
+
+    def __init__(self, steps: Steps, spike: int) -> None:
+        self._steps, self._spike = steps, spike
+        self._readers: dict[fx.Node, list[fx.Node] | None] = {}
+        self.spikes: dict[fx.Node, int] = {}
+        self.lasts: dict[fx.Node, int] = {}
+        self.gone: dict[fx.Node, None] = {}
+        early = [node for node in steps.interior if steps.is_early(node)]
+        pending = [node for node in steps.interior if node not in early]
+        for node in pending:  # grows by the readers that belong to the neuron
+            if node in self.gone:
+                continue
+            own = self._own_readers(node)
+            if own is None:
+                raise _Obstacle(f"{node.name} is read by others, and is neither a spike nor a last state")
+            self.gone[node] = None
+            pending += own
+        for node in self.gone:
+            self._deliver(node)
+        # what comes before the first input stays where others read it
+        for node in sorted(early, reverse=True):
+            if all(user in self.gone for user in node.users):
+                self.gone[node] = None
+
+    def _own_readers(self, node: fx.Node) -> list[fx.Node] | None:
+        """The readers of a node for which the operator can stand too; None if it cannot for this node.
+
+        It can if nobody else reads it, or if it gives the value as well.
+        """
+        if node not in self._readers:
+            others = [user for user in node.users if user not in self._steps.interior]
+            own = [user for user in others if _is_unread(user) or self._is_own(user, node)]
+            given = self._spike_of(node) is not None or self._steps.is_state(node) is not None
+            self._readers[node] = own if given or len(own) == len(others) else None
+        return self._readers[node]
+
+    def _is_own(self, user: fx.Node, node: fx.Node) -> bool:
+        """Whether a reader computes with values of a step of the neuron alone, and the operator can stand for it."""
+        places = [self._steps.place_of(user, step) for step in [*self._steps.at.get(node, {})]]
+        return any(place is not None for place in places) and self._own_readers(user) is not None
+
+    def _spike_of(self, node: fx.Node) -> int | None:
+        return self._steps.is_spike(node, self._spike)
+
+    def _deliver(self, node: fx.Node) -> None:
+        """Note what of a node others read."""
+        if all(user in self.gone for user in node.users):
+            return
+        step, state = self._spike_of(node), self._steps.is_state(node)
+        if step is not None:
+            self.spikes[node] = step
+        elif state is not None:
+            self.lasts[node] = state
+
+
+def _is_unread(node: fx.Node) -> bool:
+    """Whether a call has no effect at all."""
+    op = op_of(node)
+    plain = op is not None and op.known and op.has(Trait.ELEMENTWISE) and not op.inplace and op.out is None
+    return plain and not node.users
+
+
+# ---- building -----------------------------------------------------------------------------------------------------
+
+
+def _placed(found: _Found) -> Mapping[fx.Node, fx.Node]:
+    with found.place.graph.inserting_before(found.place):
+        return _build(found)
+
+
+def _build(found: _Found) -> Mapping[fx.Node, fx.Node]:
+    """One call for as many steps as one kernel unrolls; what others read is taken from its results."""
+    steps, like = found.steps, found.steps.charges[0]
+    count = len(steps.charges)
+    length = -(-count // -(-count // MAX_STEPS))
+    states: list[Any] = _starts(steps)
+    calls: list[fx.Node] = []
+    for start in range(0, count, length):
+        keep = bool(found.lasts) or start + length < count
+        calls.append(_call(found, steps.inputs[start : start + length], states, keep))
+        if keep:
+            states = [call(like.graph, like, operator.getitem, calls[-1], 1 + index) for index in range(len(states))]
+    spikes = [call(like.graph, like, operator.getitem, one, 0) for one in calls]
+    replaced = {node: states[index] for node, index in found.lasts.items()}
+    for node, step in found.spikes.items():
+        for user in node.users if step == 0 else ():
+            whole = _joined(user, found, spikes)
+            if whole is not None:
+                replaced[user] = whole
+    for node, step in found.spikes.items():
+        if any(user not in replaced and user not in found.dead for user in node.users):
+            one = call(node.graph, node, torch.select, spikes[step // length], 0, step % length)
+            replaced[node] = _cast(one, node)
+    return replaced
+
+
+def _call(found: _Found, inputs: Columns, states: list[Any], keep: bool) -> fx.Node:
+    """The operator on some of the steps."""
+    steps, like = found.steps, found.steps.charges[0]
+    source, start = taken_from(inputs)
+    if len({*inputs}) == 1:
+        x = call(like.graph, like, torch.Tensor.expand, inputs[0], len(inputs), *[-1] * example_of(inputs[0]).dim())
+    elif source is None:
+        x = call(like.graph, like, torch.stack, [*inputs])
+    elif len(inputs) == example_of(source).shape[0]:
+        x = source
+    else:
+        x = call(like.graph, like, torch.narrow, source, 0, start, len(inputs))
+    sizes = [*example_of(inputs[0]).shape]
+    given = [_expanded(one, sizes, like) if isinstance(one, fx.Node) else None for one in states]
+    starts = [0.0 if isinstance(one, fx.Node) else float(one) for one in states]
+    return call(
+        like.graph, like, torch.ops.sparsecomp.neuron.default, x, given, starts, [*steps.parameters],
+        found.numbers, str(found.neuron), keep,
+    )  # fmt: skip
+
+
+def _expanded(state: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
+    """A first state may be one number for all, or for each channel."""
+    example = example_of(state)
+    if example is None or [*example.shape] == sizes:
+        return state
+    return call(like.graph, like, torch.Tensor.expand, state, *sizes)
+
+
+def _joined(user: fx.Node, found: _Found, spikes: list[fx.Node]) -> fx.Node | None:
+    """What takes the place of a node that joins the spikes of all steps, if one does."""
+    op = op_of(user)
+    parts = () if op is None or not isinstance(op.get("tensors"), tuple | list) else tuple(op.get("tensors"))
+    how = joins(user, parts) if parts else None
+    if how is None or [found.spikes.get(one) for one in parts] != [*range(len(found.steps.charges))]:
+        return None
+    whole = spikes[0] if len(spikes) == 1 else call(user.graph, user, torch.cat, spikes)
+    whole = _cast(whole, user)
+    return whole if how == "stack" else call(user.graph, user, torch.flatten, whole, 0, 1)
+
+
+def _cast(value: fx.Node, like: fx.Node) -> fx.Node:
+    """Spikes, which are bytes, in the type of a node."""
+    example = example_of(like)
+    assert example is not None
+    return call(value.graph, like, torch.Tensor.to, value, example.dtype)
