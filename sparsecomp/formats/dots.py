@@ -94,13 +94,13 @@ def dots(x: StoredRows, x_values: Tensor, y: StoredRows, y_values: Tensor, at: S
     return _provided()[0](x_values, *x[:2], y_values, *y[:2], *at[:2], x.shape[1])
 
 
-def products(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor, at: StoredRows) -> Tensor:
+def products_at(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor, at: StoredRows) -> Tensor:
     """Elements of a @ b, for each entry of `at`; as `dots`."""
     return _provided()[1](a_values, *a[:2], b_values, *b[:2], *at[:2], b.shape[1])
 
 
 def provide(row_dots: Callable[..., Tensor], row_products: Callable[..., Tensor]) -> None:
-    """Enter what computes `dots` and `products`."""
+    """Enter what computes `dots` and `products_at`."""
     global _operators
     _operators = row_dots, row_products
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats.base import Matrix, SparseMatrix
 from sparsecomp.formats.csr import CSC, CSR
-from sparsecomp.formats.dots import StoredRows, dots, products, untraced
+from sparsecomp.formats.dots import StoredRows, dots, products_at, untraced
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.sparse_product import check_operands, of_tensors
 from sparsecomp.formats.triplets import Triplets
@@ -53,9 +53,9 @@ def _by_arrays(one: CSR, other: CSR | CSC, at: CSR) -> CSR:
     _check_places(at, one, other)
     left, places = StoredRows(one.crow, one.col, one.shape), StoredRows(at.crow, at.col, at.shape)
     if isinstance(other, CSR):
-        values = products(left, one.values, StoredRows(other.crow, other.col, other.shape), other.values, places)
+        values = products_at(left, one.values, StoredRows(other.crow, other.col, other.shape), other.values, places)
     else:
-        values = dots(left, one.values, StoredRows(other.ccol, other.row, other.shape[::-1]), other.values, places)
+        values = dots(left, one.values, StoredRows(other.ccol, other.row, (other.shape[1], other.shape[0])), other.values, places)
     return CSR(at.crow, at.col, values, at.shape)
 
 
@@ -72,6 +72,6 @@ def _masked(one: Matrix, other: SparseMatrix, at: Pattern | SparseMatrix | Tenso
     shape = where.shape
     left, right = one._terms(), other._terms()
     places = StoredRows.of(Triplets(where.row, where.col, left.values, shape))
-    values = products(StoredRows.of(left), left.values, StoredRows.of(right), right.values, places)
+    values = products_at(StoredRows.of(left), left.values, StoredRows.of(right), right.values, places)
     found = Triplets(where.row, where.col, values, shape)
     return type(one)._from_triplets(found, None, one.index_dtype, **one.layout)

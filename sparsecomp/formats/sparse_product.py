@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError, SparseOperatorError
-from sparsecomp.formats.dots import StoredRows, dots, products, transposed, untraced
+from sparsecomp.formats.dots import StoredRows, dots, products_at, transposed, untraced
 from sparsecomp.formats.indices import index_dtype_for, rows_of, sorted_within, take
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             by_a = dots(found, grad, b, b_values, a)
         if ctx.needs_input_grad[1]:
-            by_b = products(*transposed(a, a_values), found, grad, b)
+            by_b = products_at(*transposed(a, a_values), found, grad, b)
         return by_a, by_b, None, None
 
 

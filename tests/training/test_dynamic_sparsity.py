@@ -424,6 +424,58 @@ def test_candidates_are_the_largest_of_the_dense_gradient(at_once, monkeypatch):
         seen.candidates(1, kept)
 
 
+def test_candidates_among_some_are_the_largest_of_the_dense_gradient_there():
+    layer, xs = layer_of(), [signal(2, 5, 4), signal(2, 5, 4, seed=1)]
+    dense = layer.weight.matrix.to_dense().detach().requires_grad_()
+    seen = GradientAccumulator(layer)
+    for x in xs:
+        with seen.watching():
+            layer(x).pow(3).sum().backward()
+        F.linear(x, dense).pow(3).sum().backward()
+    among = pattern_of((0, 1), (0, 3), (1, 2), (2, 0), (2, 2))
+    scores = dense.grad.abs().masked_fill(~among.mask(), -1).flatten()
+    for count in range(6):
+        expected = scores.argsort(descending=True)[:count].sort().values
+        assert seen.candidates_among(count, among).keys.tolist() == expected.tolist()
+    with pytest.raises(PatternError, match="6 elements were asked for"):
+        seen.candidates_among(6, among)
+    seen.clear()
+    with seen.watching():
+        (layer(torch.ones(1, 4)) * torch.tensor([2.0, math.nan, 2.0])).sum().backward()
+    found = seen.candidates_among(3, among)  # equal ones go to the lowest position, NaN is the least
+    assert found.keys.tolist() == [1, 3, 8]
+
+
+def test_rigl_looks_at_the_share_that_it_was_told():
+    def trained(**settings) -> tuple[nn.Module, list[int]]:
+        model, looked_at = network(), []
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        rule = RigL(model, optimizer, end=12, every=3, fraction=0.6, **settings)
+        for accumulator in rule.gradients.values():
+            among = accumulator.candidates_among
+            accumulator.candidates_among = lambda count, where, mean, among=among: (
+                looked_at.append(where.nnz), among(count, where, mean))[1]  # fmt: skip
+        before = [(one != 0).sum() for one in weights(model)]
+        steps(model, optimizer, rule, 13)
+        assert [(one != 0).sum() for one in weights(model)] == before
+        return model, looked_at
+
+    whole, _ = trained()
+    half, looked_at = trained(sample=0.5)
+    # the first change drops 0.3 · (1 + cos(π / 4)) of each layer's weights, and half of what may grow is looked at
+    sizes = [(one.numel(), int((one != 0).sum())) for one in weights(network())]
+    share = 0.3 * (1 + math.cos(math.pi / 4))
+    assert looked_at[:2] == [(size - stored + int(share * stored)) // 2 for size, stored in sizes]
+    assert any((one != other).any() for one, other in zip(weights(whole), weights(half), strict=True))
+    again, _ = trained(sample=0.5)
+    assert all(torch.equal(one, other) for one, other in zip(weights(half), weights(again), strict=True))
+    nearly, _ = trained(sample=1 - 1e-9)  # all but one
+    assert sum((one != 0).ne(other != 0).sum() for one, other in zip(weights(whole), weights(nearly), strict=True)) <= 8
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ConfigError, match="sample is"):
+            RigL(whole, torch.optim.SGD(whole.parameters()), end=1, sample=wrong)
+
+
 def test_equal_gradients_go_to_the_lowest_position_and_nan_comes_last():
     layer = layer_of()
     seen = GradientAccumulator(layer)

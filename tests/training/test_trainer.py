@@ -1,10 +1,14 @@
 """The plain loop: patterns that change within it, runs that go on with the same bits, and what it refuses."""
 
+import gc
 import random
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -253,3 +257,48 @@ def test_a_cycle_of_masked_layers_beside_sparse_ones_that_grow(tmp_path):
         trainer = make()
         trainer.resume(tmp_path / str(step))
         check_same(wanted, ended(trainer))
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def in_two(rank: int, callbacks=()) -> Trainer:
+    """Of two processes, each with data of its own."""
+    random.seed(3 + rank)
+    model = dense()
+    sparsecomp.sparsify(model, Unstructured(0.7, by="random"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    replicated = nn.parallel.DistributedDataParallel(model)
+    rigl = RigL(replicated, optimizer, end=6, every=2, fraction=0.5)
+    torch.manual_seed(2 + rank)
+    return Trainer(replicated, loss_of, loader(), optimizer, STEPS, changes=[rigl], callbacks=callbacks)
+
+
+def _process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    first = in_two(rank, [SaveAll(Path(folder))])
+    before = stored(first.core)
+    wanted = ended(first)
+    assert stored(first.core) == before
+    for step in (2, 3):  # before a change and behind it
+        trainer = in_two(rank)
+        trainer.resume(Path(folder) / str(step))
+        check_same(wanted, ended(trainer))
+    for value in first.core.state_dict().values():
+        others = [torch.empty_like(value) for _ in range(2)]
+        dist.all_gather(others, value)
+        # a running mean is each process's own, what is trained is the same
+        assert value.dtype.is_floating_point or torch.equal(*others)
+    for layer in (one for one in first.core.modules() if isinstance(one, SparseLinear)):
+        others = [torch.empty_like(layer.values) for _ in range(2)]
+        dist.all_gather(others, layer.values.detach())
+        assert torch.equal(*others)
+    del first, trainer
+    gc.collect()  # the last owner of a process group must not be DistributedDataParallel: its end would never come
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow(reason="starts processes")
+def test_two_processes_have_one_pattern_and_resume(tmp_path):
+    mp.spawn(_process, args=(str(tmp_path),), nprocs=2)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from sparsecomp.errors import PatternError
 from sparsecomp.formats import Pattern
-from sparsecomp.formats.indices import sort_keys
+from sparsecomp.formats.indices import pointers_of, sort_keys
+from sparsecomp.ops.sparse.sddmm import sddmm
+from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import accumulator, without_autocast
 
 AT_ONCE = 2**20
@@ -97,6 +99,28 @@ class GradientAccumulator:
             scores, keys = best.values[:count], torch.cat([keys, places])[best.indices[:count]]
         return Pattern(sort_keys(keys), kept.shape)
 
+    def candidates_among(self, count: int, among: Pattern, together: Together | None = None) -> Pattern:
+        """The elements of `among` whose gradients are the largest in magnitude, of which alone they are computed.
+
+        Args:
+            count: how many.
+            among: of the layer's shape.
+            together: as of `candidates`, of gradients (nnz,); and so are ties and NaN. Nothing waits for the device.
+
+        Raises:
+            PatternError: no batch was seen, or `among` has not so many elements.
+        """
+        if not 0 <= count <= among.nnz:
+            raise PatternError(f"{count} elements were asked for, of {among!r}")
+        x, gradient = self._factors()
+        pointers = pointers_of(among.row, among.shape[0], among.keys.dtype)
+        with without_autocast(x):
+            found = sddmm(gradient.mT, x.mT, (pointers, among.col), Layout("csr", (1, 1), among.shape))
+        found = found if together is None else together(found)
+        scores = found.abs().nan_to_num(nan=-1.0)
+        best = scores.sort(descending=True, stable=True).indices[:count]
+        return Pattern(sort_keys(among.keys[best]), among.shape)
+
     def candidates_of_rows(self, counts: Tensor, kept: Pattern, together: Together | None = None) -> Pattern:
         """The elements outside of `kept` whose gradients are the largest of their row; waits for the device.
 
@@ -118,17 +142,21 @@ class GradientAccumulator:
     def _scores(self, kept: Pattern, together: Together | None) -> Iterator[tuple[int, Tensor]]:
         """Magnitudes of the gradient, some rows at a time, with the first of these: -1 for NaN, less within `kept`."""
         rows, cols = kept.shape
-        if not self._inputs:
-            raise PatternError("no backward reached the layer: run one in watch(), or an accumulator's watching()")
-        x, gradient = (torch.cat(given) for given in (self._inputs, self._gradients))
-        wide = accumulator(torch.promote_types(x.dtype, gradient.dtype))
-        x, gradient = x.to(wide), gradient.to(wide)
+        x, gradient = self._factors()
         step = max(AT_ONCE // max(cols, 1), 1)
         for first in range(0, rows, step):
             with without_autocast(x):
                 block = gradient[:, first : first + step].mT @ x
             block = block if together is None else together(block)
             yield first, _outside(block.abs().nan_to_num(nan=-1.0), first * cols, kept)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """What went in (batches, columns) and the gradients of what left (batches, rows), in the dtype of sums."""
+        if not self._inputs:
+            raise PatternError("no backward reached the layer: run one in watch(), or an accumulator's watching()")
+        x, gradient = (torch.cat(given) for given in (self._inputs, self._gradients))
+        wide = accumulator(torch.promote_types(x.dtype, gradient.dtype))
+        return x.to(wide), gradient.to(wide)
 
     def _see(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
         if output.requires_grad:

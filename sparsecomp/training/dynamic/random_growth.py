@@ -18,12 +18,18 @@ class RandomGrowth(DynamicSparsity):
         return min(super().count(pattern), _free(pattern))
 
     def grown(self, name: str, old: Pattern, kept: Pattern, count: int) -> Pattern:
-        """Uniformly among those not stored before; the same on every device and in every process."""
-        generator = torch.Generator().manual_seed(crc32(f"{self.seed} {self.steps} {name}".encode()))
-        numbers = _distinct(count, _free(old), generator).to(old.keys)
-        # the r-th free element lies behind as many stored ones as have at most r free ones before them
-        before = old.keys - torch.arange(old.nnz, dtype=old.keys.dtype, device=old.device)
-        return Pattern(sort_keys(numbers + torch.searchsorted(before, numbers, right=True).to(numbers)), old.shape)
+        """Uniformly among those not stored before."""
+        return drawn(count, old, f"{self.seed} {self.steps} {name}")
+
+
+def drawn(count: int, outside: Pattern, seed: str) -> Pattern:
+    """So many elements that a pattern does not have, uniformly; the same on every device and in every process."""
+    generator = torch.Generator().manual_seed(crc32(seed.encode()))
+    numbers = _distinct(count, _free(outside), generator).to(outside.keys)
+    # the r-th free element lies behind as many stored ones as have at most r free ones before them
+    before = outside.keys - torch.arange(outside.nnz, dtype=outside.keys.dtype, device=outside.device)
+    places = torch.searchsorted(before, numbers, right=True).to(numbers)
+    return Pattern(sort_keys(numbers + places), outside.shape)
 
 
 def _free(pattern: Pattern) -> int:

@@ -29,7 +29,7 @@ class SRigL(RigL):
             the model's last, as the outputs must stay.
 
     Raises:
-        ConfigError: as `DynamicSparsity`, a gamma outside of its domain, or a layer of another fan-in a row.
+        ConfigError: as `DynamicSparsity`, a gamma outside its domain, a `sample`, or a layer of another fan-in a row.
     """
 
     def __init__(
@@ -39,6 +39,8 @@ class SRigL(RigL):
         super().__init__(model, optimizer, **settings)
         if not 0 <= gamma <= 1:
             raise ConfigError(f"gamma is {gamma}: a share of the fan-in, 0 to 1")
+        if self.sample != 1:
+            raise ConfigError("SRigL looks at all of a row's gradients: leave sample out")
         self.gamma, last = gamma, list(self.managers)[-1]
         self._ablates = {
             name: name != last if ablate is None else ablate(one.layer, name) for name, one in self.managers.items()
