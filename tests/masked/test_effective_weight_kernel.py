@@ -84,6 +84,16 @@ def test_a_theta_of_another_length_is_nan_not_a_wrong_number(device):
         assert lowered.split_pruned_weight(weight, table, wrong.numel(), True, True)[1].isnan().all()
 
 
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize(("active", "rest"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_what_is_not_wanted_is_no_operand_of_what_is_timed(active, rest):
+    whole, table, kept, pruned = lowered.SPLIT.operands(lowered.Split(90, 40, 4, active, rest), torch.device("cpu"), 0)
+    assert whole.shape == (90,) and table.dtype is torch.int32
+    assert (kept is None) != active and (pruned is None) != rest
+    assert not active or kept.shape == whole.shape
+    assert not rest or pruned.shape == (40,)
+
+
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.slow(reason="every candidate")
 def test_the_tuner_can_check_every_candidate(device):

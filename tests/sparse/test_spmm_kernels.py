@@ -858,3 +858,29 @@ for kernel in (spmm_csr_rows_kernel, copy_rows_kernel, spmm_csr_merge_kernel, fi
 """
     )
     assert printed.split() == ["True"] * 13
+
+
+def batches():
+    """Two matrices of one pattern, each with a dense operand of its own."""
+    (crow, col, values), _ = csr(48, 64, 0.2)
+    out = torch.empty(2, 48, 40)
+    yield captured(lambda: spmm_csr(crow, col, torch.stack([values] * 2), random(2, 64, 40), out))
+    (crow, col, values), _ = bsr(48, 64, 16, 8, 0.5)
+    yield captured(lambda: spmm_bsr(crow, col, torch.stack([values] * 2), random(2, 64, 40), out))
+    values, indices, _ = n_of_m(48, 64, 2, 4)
+    yield captured(lambda: spmm_nm(torch.stack([values] * 2), indices, 2, 4, random(2, 64, 40), out))
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("which", range(3), ids=["csr", "bsr", "nm"])
+def test_no_two_elements_of_what_is_timed_for_a_batch_share_a_place(which):
+    operation, problem, _ = list(batches())[which]
+    stand_in = operation.representative(operation.signature(problem, H100))
+    operands = [one for one in operation.operands(stand_in, torch.device("cpu"), 0) if one is not None]
+    assert [one.shape[0] for one in operands if one.dim() > 1 and one.shape[0] == 2] == [2, 2, 2]
+    for one in operands:
+        places = sum(
+            (torch.arange(size) * stride).view(-1, *[1] * (one.dim() - 1 - dim))
+            for dim, (size, stride) in enumerate(zip(one.shape, one.stride(), strict=True))
+        )
+        assert places.unique().numel() == one.numel()

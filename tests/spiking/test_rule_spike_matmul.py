@@ -104,6 +104,22 @@ def test_options_are_obeyed(options, reason):
     assert reason is None or (reason in found[0].reason and not found[0].rewritten)
 
 
+@pytest.mark.parametrize(
+    ("counts", "depth", "taken"),
+    [((127, 127), 133_144, True), ((127, 127), 133_145, False), ((-128, -128), 2**17 - 1, True),
+     ((-128, -128), 2**17, False), ((-128, 64), 2**17, True), ((-128, 64), 2**18, False)],
+)  # fmt: skip
+def test_sums_that_could_pass_32_bits_stay_dense(counts, depth, taken):
+    """The greatest sum is that of the products of the largest counts: 127 · 127 · 133144 is below 2^31, by 4072."""
+    one, other = counts
+    operands = torch.ones(2, depth), torch.ones(3, depth)
+    with torch.no_grad():
+        found, report = rewritten(lambda a, b: (spikes(a) * one) @ (spikes(b) * other).mT, *operands, strict=True)
+    last = site(report, "spike_matmul")
+    assert last.rewritten == taken and (taken or last.reason == f"sums over {depth} inputs could pass 32 bits")
+    torch.testing.assert_close(found, torch.full((2, 3), float(one * other * depth)), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("amp", [False, True])
 def test_gradients_are_eagers(amp):
     fire: Any = Surrogate.apply

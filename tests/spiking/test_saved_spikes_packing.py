@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from sparsecomp.passes.spiking.saved_spikes import _pack_saved
+from sparsecomp.passes.spiking.saved_spikes import _emit, _pack_saved, _recompute_layers
 
 FLOATS = torch.float32
 CHANNELS_LAST = torch.channels_last
@@ -111,3 +112,79 @@ def test_a_byte_has_an_element_of_each_step_the_first_lowest():
     handed, _ = packed(lambda x: torch.cat(steps(x, 3)), X, False)
     by_hand = sum((X.roll(step, 1) > 0).int() << step for step in range(3))
     assert torch.equal(handed.int(), by_hand)
+
+
+# ---- which layers a backward computes once more -------------------------------------------------------------------
+
+aten: Any = torch.ops.aten
+AGAIN, SAVED = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+
+
+class Joint:
+    """A joint graph under construction: square inputs and weights, and a gradient."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.x, self.w, self.bias, self.gradient = (
+            self.graph.placeholder(name) for name in ("primals_1", "primals_2", "primals_3", "tangents_1")
+        )
+        for node in self.graph.nodes:
+            node.meta["val"] = torch.ones(4, 4, device="meta")
+        self.fired = self.call(aten.gt.Scalar, self.x, 0)
+        self.spikes = self.call(cast, self.fired, FLOATS)
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        return _emit(self.graph, target, *args)
+
+    def marks(self, *results: fx.Node) -> dict[str, Any]:
+        """What the layers' pass marks, by name."""
+        self.graph.output(results)
+        _recompute_layers(fx.GraphModule({}, self.graph))
+        marked = [node for node in self.graph.nodes if "recompute" in node.meta]
+        return {node.name.replace("_default", "").replace("_scalar", ""): node.meta["recompute"] for node in marked}
+
+
+LAYERS: dict[str, tuple[Callable[[Joint], fx.Node], dict[str, Any]]] = {
+    "on spikes": (lambda j: j.call(aten.mm.default, j.spikes, j.w), {"gt": SAVED, "mm": AGAIN}),
+    "on a view of spikes": (
+        lambda j: j.call(aten.mm.default, j.call(aten.t.default, j.spikes), j.w), {"gt": SAVED, "mm": AGAIN}),
+    "with a bias": (
+        lambda j: j.call(aten.addmm.default, j.call(aten.tanh.default, j.bias), j.spikes, j.w),
+        {"gt": SAVED, "addmm": AGAIN}),
+    "on an input": (lambda j: j.call(aten.mm.default, j.x, j.w), {"mm": AGAIN}),
+    "on anything else": (lambda j: j.call(aten.mm.default, j.call(aten.tanh.default, j.x), j.w), {}),
+    "of another weight": (lambda j: j.call(aten.mm.default, j.spikes, j.call(aten.tanh.default, j.w)), {}),
+    "of a layer": (
+        lambda j: j.call(aten.mm.default, j.call(aten.mm.default, j.spikes, j.w), j.spikes),
+        {"gt": SAVED, "mm": AGAIN, "mm_1": AGAIN}),
+    "of a layer on anything else": (
+        lambda j: j.call(aten.mm.default, j.call(aten.mm.default, j.call(aten.tanh.default, j.x), j.w), j.spikes), {}),
+    "in the backward": (lambda j: j.call(aten.mm.default, j.gradient, j.w), {}),
+    "of what the backward made": (
+        lambda j: j.call(aten.mm.default, j.call(aten.neg.default, j.gradient), j.spikes), {}),
+    "another operator": (lambda j: j.call(aten.mul.Tensor, j.spikes, j.w), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "expected"), LAYERS.values(), ids=LAYERS)
+def test_layers_on_what_is_kept_in_bits_are_computed_again(make, expected):
+    joint = Joint()
+    assert joint.marks(make(joint)) == expected
+
+
+def test_a_weight_that_the_graph_writes_to_is_not_there_any_more():
+    joint = Joint()
+    layer = joint.call(aten.mm.default, joint.spikes, joint.w)
+    written = joint.call(aten.copy_.default, joint.w, joint.bias)
+    assert joint.marks(layer, written) == {}
+
+
+def test_what_the_user_asked_for_stays():
+    joint = Joint()
+    layer = joint.call(aten.mm.default, joint.spikes, joint.w)
+    layer.meta["recompute"] = CheckpointPolicy.PREFER_SAVE
+    joint.fired.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    other = joint.call(aten.mm.default, joint.w, joint.spikes)
+    assert joint.marks(layer, other) == {
+        "gt": CheckpointPolicy.PREFER_RECOMPUTE, "mm": CheckpointPolicy.PREFER_SAVE, "mm_1": AGAIN,
+    }  # fmt: skip
