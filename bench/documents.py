@@ -50,6 +50,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "active-inputs": _if_measured("active_inputs", active_inputs.table),
         "geo-speed": _if_measured("geo_speed", speeds.table),
         "geo": _if_measured("geo", scores.table),
+        "geo-cuda": _if_measured("geo_cuda", scores.table),
     },
 }
 
