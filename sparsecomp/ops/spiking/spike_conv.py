@@ -111,7 +111,7 @@ def _reference_conv(
 
 
 def _dense_conv(x, weight, bias, stride, padding, dilation, groups, scale, factor):
-    x = products(x, weight, scale, factor)
+    x = elements_multiplied(x, weight, scale, factor)
     with _compat.below_autograd():  # of one dimension it is a view of one of two, which must not be written to
         return convolution_of(weight)(x, weight, bias, stride, padding, dilation, groups)
 
@@ -120,10 +120,10 @@ def _reference_linear(
     x, weight, bias, digits, implementation, scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False
 ):
     with _compat.below_autograd():  # else the result would count as a view
-        return F.linear(products(x, weight, scale, factor), weight, bias)
+        return F.linear(elements_multiplied(x, weight, scale, factor), weight, bias)
 
 
-def products(x: Tensor, weight: Tensor, scale: float, factor: Tensor | None) -> Tensor:
+def elements_multiplied(x: Tensor, weight: Tensor, scale: float, factor: Tensor | None) -> Tensor:
     """What the dense operator multiplies with: the elements, or what counts of one byte stand for."""
     return x if x.dtype is not torch.int8 else spike_elements_of(x, weight.dtype, scale, factor)
 

@@ -12,8 +12,8 @@ from sparsecomp.ops.library import ON_SPIKES, TAGS, decompose, implement, librar
 from sparsecomp.ops.spiking.spike_conv import (
     PROMISES,
     counts_of,
+    elements_multiplied,
     kernels_take,
-    products,
     save_spikes,
     saved_spikes,
     spike_elements_of,
@@ -80,7 +80,7 @@ def _reference(
     x, weight, bias, stride, padding, output_padding, groups, dilation, digits,
     scale=1.0, factor=None, binary=False, spread=SPREAD, keep_input=False,
 ):  # fmt: skip
-    x = products(x, weight, scale, factor)
+    x = elements_multiplied(x, weight, scale, factor)
     with _compat.below_autograd():  # of one dimension it is a view of one of two, which must not be written to
         return transposed_of(weight)(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
