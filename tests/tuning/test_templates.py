@@ -11,16 +11,18 @@ from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, binary_conv_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, Maps, OutputStrides
+from sparsecomp.lowering.spiking.direct_conv import DIRECT_CONV, direct_conv_problem
 from sparsecomp.lowering.spiking.event_conv import ACCUMULATE, Accumulate
 from sparsecomp.lowering.spiking.implementations import SPIKE_CONV, SiteInfo
 from sparsecomp.lowering.spiking.lif import LIF, Lif
 from sparsecomp.lowering.spiking.neuron import NEURON, Axis, Neurons
 from sparsecomp.lowering.spiking.packing import CAST, CAST_STRIDED, PACK_WEIGHT, Cast, CastStrided, PackWeight
 from sparsecomp.lowering.spiking.spike_matmul import SPIKE_MATMUL, BatchStrides, SpikeMatmul
+from sparsecomp.lowering.spiking.transposed_conv import TRANSPOSED_CONV, transposed_conv_problem
 from sparsecomp.lowering.tuning.operations import all_operations
 from sparsecomp.lowering.tuning.template import Config, of_operation
 from sparsecomp.lowering.tuning.trial import fault
-from sparsecomp.reference.geometry import Window
+from sparsecomp.reference.geometry import TransposedWindow, Window
 from sparsecomp.reference.neuron import neuron_of
 
 pytest.importorskip("triton")  # templates hold their kernels
@@ -28,6 +30,7 @@ pytest.importorskip("triton")  # templates hold their kernels
 pytestmark = pytest.mark.quick_cases(4)
 
 SQUARE = Window.centred((3, 3), (1, 1))
+UPWARD = TransposedWindow((4, 3), (2, 3), (1, 0), (0, 1), (1, 2))
 CONV = Convolution.of((2, 64, 6, 5), (64, 64, 3, 3), SQUARE, has_bias=True)
 SCALED = {"scale": 0.25, "has_factor": True}
 SITE = SiteInfo(
@@ -48,6 +51,20 @@ PROBLEMS = [
         BINARY_CONV,
         binary_conv_problem(Convolution.of((3, 64, 7), (32, 64, 3), Window((3,), (2,), (1,), (1,))), 3),
         id="conv of signals",
+    ),
+    pytest.param(
+        TRANSPOSED_CONV,
+        transposed_conv_problem(Convolution.of((2, 40, 4, 3), (36,), UPWARD, 2, has_bias=True)._replace(**SCALED), 2),
+        id="transposed conv",
+    ),
+    pytest.param(
+        DIRECT_CONV,
+        direct_conv_problem(Convolution.of((2, 48, 6, 5), (48,), SQUARE, 48, has_bias=True)._replace(**SCALED)),
+        id="depthwise conv",
+    ),
+    pytest.param(
+        DIRECT_CONV, direct_conv_problem(Convolution.of((2, 12, 6, 5), (18,), SQUARE, 6, "float16", False)),
+        id="conv of small groups",
     ),
     pytest.param(PACK_WEIGHT, PackWeight.of(torch.empty(16, 40, 3, 3), 3), id="pack_weight"),
     pytest.param(CAST, Cast(5000, 0, False, "float32"), id="cast"),
@@ -93,6 +110,7 @@ PROBLEMS = [
         SITE._replace(window=Window.centred((3, 3), (2, 2)), density=0.04, active=0.5),
         id="implementations of a convolution",
     ),
+    pytest.param(SPIKE_CONV, SITE._replace(k=32, groups=32), id="implementations of a depthwise layer"),
     pytest.param(
         SPIKE_CONV,
         SITE._replace(n=6, size=(1, 1), window=Window.centred((1, 1), (1, 1)), fused=False),
