@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import KERNEL_DEVICES, graph_of
-from rewriting import OnSpikes, dyadic, operators_run, rewritten, site
+from rewriting import OnSpikes, Surrogate, dyadic, operators_run, rewritten, site
+from snn_zoo import compiler
 from spike_conv_cases import normal, sixteenths, spikes
 from torch import nn
 
@@ -194,6 +195,30 @@ def test_a_layer_is_rewritten_and_equals_eager_to_the_bit(name):
     with torch.no_grad():
         assert torch.equal(optimized(x), expected)
         assert "sparsecomp::spike_conv_transpose" in operators_run(optimized, x)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("kind", ["transposed", "no batch dimension", "depthwise"])
+def test_a_training_step_through_the_decompositions_has_eagers_gradients(kind):
+    """Of the input behind a surrogate, of weights and biases; split weights, and bytes kept for the backward."""
+    layer, shape, implementation = {
+        "transposed": (nn.ConvTranspose2d(8, 6, 3, 2, padding=1, output_padding=1), (2, 8, 5, 4), "binary"),
+        "no batch dimension": (nn.ConvTranspose1d(8, 6, 4, stride=2), (8, 5), "binary"),
+        "depthwise": (nn.Conv2d(8, 8, 3, padding=1, groups=8), (2, 8, 5, 4), "direct"),
+    }[kind]
+    layer = dyadic(layer)
+    other, x, reports = copy.deepcopy(layer), normal(shape).requires_grad_(), []
+    y = x.detach().clone().requires_grad_()
+    layer(Surrogate.apply(x)).square().sum().backward()
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda x: other(Surrogate.apply(x)).square().sum(),
+        backend=compiler(reports, "aot", implementation=implementation),
+    )
+    step(y).backward()
+    assert [found.implementation for found in reports[-1].rewritten] == [implementation]
+    for one, right in zip((y, *other.parameters()), (x, *layer.parameters()), strict=True):
+        torch.testing.assert_close(one.grad, right.grad)
 
 
 @pytest.mark.slow(reason="compiles a model twice")
