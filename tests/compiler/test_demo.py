@@ -11,7 +11,7 @@ from torch import nn
 from sparsecomp import demo
 from sparsecomp.__main__ import main
 
-pytestmark = pytest.mark.slow(reason="trains a network")
+SLOW = pytest.mark.slow(reason="trains or compiles a network")
 
 pytest.importorskip("sklearn")
 
@@ -27,12 +27,14 @@ def run() -> dict:
     return {"code": code, **json.loads(printed.getvalue())}
 
 
+@SLOW
 def test_learns_and_compiles_without_failures(run: dict) -> None:
     assert run["code"] == 0 and run["failures"] == []
     assert run["accuracy_eager"] > 0.9
     assert run["accuracy_compiled"] == pytest.approx(run["accuracy_eager"], abs=demo.MAX_FLIPS)
 
 
+@SLOW
 def test_layers_on_spikes_are_rewritten_and_the_one_on_pixels_is_not(run: dict) -> None:
     layers = {site["module"]: site for site in run["report"]["sites"] if site["rule"] in ("spike_conv", "spike_linear")}
     assert {name: site["rewritten"] for name, site in layers.items()} == {"conv1": False, "conv2": True, "linear": True}
@@ -41,11 +43,13 @@ def test_layers_on_spikes_are_rewritten_and_the_one_on_pixels_is_not(run: dict) 
     assert "demo.py" in layers["conv2"]["location"]
 
 
+@SLOW
 def test_densities_are_measured(run: dict) -> None:
     assert set(run["densities"]) >= {"conv2", "linear"}
     assert all(0 < density < 1 for density in run["densities"].values())
 
 
+@SLOW
 def test_says_why_a_cpu_stays_dense(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(demo, "train", lambda x, y: demo.DigitsNet().eval())
@@ -57,6 +61,7 @@ def test_says_why_a_cpu_stays_dense(capsys: pytest.CaptureFixture[str], monkeypa
     assert "predictions differ" in text and "ms" in text
 
 
+@SLOW
 def test_an_untrained_network_and_a_wrong_compiler_fail() -> None:
     class Wrong(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,6 +97,15 @@ def test_gradient_of_fire_is_the_surrogate() -> None:
     assert spikes.tolist() == [0.0, 1.0, 1.0]
     assert membrane.grad is not None
     torch.testing.assert_close(membrane.grad, 1 / (1 + (torch.pi * membrane.detach()) ** 2))
+
+
+def test_the_network_gives_rates_of_each_class() -> None:
+    x = torch.rand(3, 1, 8, 8)
+    with torch.no_grad():
+        rates = demo.DigitsNet(width=4, votes=8)(x)
+    assert rates.shape == (3, demo.CLASSES) and rates.min() >= 0 and rates.max() <= 1
+    counts = rates * demo.TIME_STEPS * 8  # of 8 neurons that fire or not at each step
+    torch.testing.assert_close(counts, counts.round())
 
 
 def test_lif_by_hand() -> None:

@@ -297,4 +297,6 @@ def test_only_a_spiking_network_that_trains_is_partitioned(monkeypatch, trains, 
     with torch.set_grad_enabled(trains):
         torch.compile(model, backend="sparsecomp")(images() if spikes else torch.ones(1, 4))
     assert [one is not None for one in seen] == [trains and spikes]
-    assert sparsecomp.last_report() is not None
+    report = sparsecomp.last_report()
+    assert report is not None
+    assert any("gets spikes as bits" in note for note in report.notes) == (trains and spikes)
