@@ -76,14 +76,15 @@ def test_gradients_are_those_of_torchs_attention(sizes, leading, block):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow(reason="differentiates twice, by numbers")
 def test_gradcheck_once_and_twice():
-    given = [one.requires_grad_() for one in operands(1, 2, 1, 5, 37, 3, 2)]
-    mask = mask_of(1, 2, 5, 37)
+    given = [one.requires_grad_() for one in operands(1, 2, 1, 3, 34, 2, 1)]
+    mask = mask_of(1, 2, 3, 34)
     mask[..., 0, :] = True
-    mask[..., 1:, 0] = mask[..., 1:, 36] = True  # the logsumexp of a query that keeps nothing is no function
+    mask[..., 1:, 0] = mask[..., 1:, 33] = True  # the logsumexp of a query that keeps nothing is no function
     blocks = blocks_of(mask, (32, 32))
-    assert torch.autograd.gradcheck(lambda *args: block_attention(*args, blocks), given)
-    assert torch.autograd.gradgradcheck(lambda *args: block_attention(*args, blocks)[0], given)
+    assert torch.autograd.gradcheck(lambda *args: block_attention(*args, blocks), given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda *args: block_attention(*args, blocks), given)
 
 
 def test_any_strides_and_results_that_lie_as_q_does():

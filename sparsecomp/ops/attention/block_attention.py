@@ -195,7 +195,7 @@ def _differentiable_gradients(
     pairs = [(one.to(given.dtype), given) for one, given in zip(found, (grad, grad_logsumexp), strict=True)
              if given is not None]  # fmt: skip
     outs, grads = zip(*pairs, strict=True)
-    return torch.autograd.grad(outs, points, grads, create_graph=True)
+    return torch.autograd.grad(outs, points, grads, create_graph=True, materialize_grads=True)
 
 
 implement("block_attention", _attention, _attention_cuda, _fake_attention)
