@@ -14,6 +14,7 @@ from sparsecomp.lowering.attention.problem import BlockAttention, representative
 from sparsecomp.lowering.cache.signature import Device, KernelSignature, device_of
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.ops import block_attention
+from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.blocks import blocks_of
 
 pytestmark = pytest.mark.quick_cases(2)
@@ -32,7 +33,7 @@ def problem(shapes: str, dtype: str, *sizes: int) -> BlockAttention:
     return representative(
         KernelSignature(
             "", H100, dtypes=(dtype,), sizes=tuple(zip(names, sizes[:6], strict=True)),
-            parameters=tuple(zip(given, sizes[6:], strict=True)),
+            parameters=(*zip(given, sizes[6:], strict=True), ("capped", 0), ("biased", 0)),
         ), shapes,
     )  # fmt: skip
 
@@ -55,6 +56,19 @@ def test_the_tuner_can_check_every_candidate(sizes, shapes, device):
     candidates = operation.candidates(given, device_of(where))
     assert candidates
     for candidate in candidates[:: 4 if device == "cuda" else 7]:
+        assert fault(operation, given, where, candidate) is None, candidate.name
+    signature = operation.signature(given, H100)
+    assert operation.signature(operation.representative(signature), H100).key == signature.key
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("shapes", OPERATIONS)
+@pytest.mark.parametrize(("softcap", "biased"), [(3.0, False), (0.0, True), (2.0, True)])
+def test_scores_that_are_capped_and_biased(softcap, biased, shapes, device):
+    where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    operation = OPERATIONS[shapes]
+    given = problem(shapes, *PROBLEMS[0])._replace(softcap=softcap, biased=biased)
+    for candidate in operation.candidates(given, device_of(where))[:: 4 if device == "cuda" else 13]:
         assert fault(operation, given, where, candidate) is None, candidate.name
     signature = operation.signature(given, H100)
     assert operation.signature(operation.representative(signature), H100).key == signature.key
@@ -100,9 +114,9 @@ def test_results_and_gradients_beside_float64(dtype, sizes, leading, block, shar
     blocks = [one.to(device) for one in blocks_of(mask, block)[4:]]
     out = torch.full_like(right, torch.nan, dtype=dtype)
     logsumexp = torch.full(q.shape[:3], torch.nan, device=device)
-    lowered.block_attention(q, k, v, blocks, 0.3, out, logsumexp)
+    lowered.block_attention(q, k, v, blocks, Scoring(0.3), out, logsumexp)
     found = [torch.full_like(one, torch.nan) for one in (q, k, v)]
-    lowered_gradients.block_attention_gradients(grad, q, k, v, out, logsumexp, beside, blocks, 0.3, *found)
+    lowered_gradients.block_attention_gradients(grad, q, k, v, out, logsumexp, beside, blocks, Scoring(0.3), *found)
     assert torch.equal(logsumexp == -torch.inf, sums == -torch.inf)
     torch.testing.assert_close(logsumexp.double(), sums, rtol=1e-5, atol=1e-5 if dtype is torch.float32 else 1e-2)
     for one, other in zip((out, *found), (right, *by), strict=True):
@@ -118,7 +132,7 @@ def test_blocks_that_are_not_listed_are_not_read(device):
     k[..., 32:, :] = v[..., 32:, :] = torch.nan
     out, logsumexp = torch.empty_like(q, device=device), torch.empty(1, 1, 96, device=device)
     blocks = [one.to(device) for one in blocks_of(mask, (32, 32))[4:]]
-    lowered.block_attention(*(one.to(device) for one in (q, k, v)), blocks, 0.25, out, logsumexp)
+    lowered.block_attention(*(one.to(device) for one in (q, k, v)), blocks, Scoring(0.25), out, logsumexp)
     right, _ = masked(*(one.double() for one in (q, k[:, :, :32], v[:, :, :32])), mask[..., :32], 0.25)
     torch.testing.assert_close(out.cpu().double(), right, rtol=1e-5, atol=1e-5)
 
@@ -215,9 +229,10 @@ def test_kernels_compile_to_tensor_core_instructions(capability, instruction, dt
         from sparsecomp.lowering.attention.kernels.attention_by_query import attention_by_query_kernel
         from sparsecomp.lowering.attention.kernels.block_attention import block_attention_kernel
         tile = dict(GROUP=2, D=64, DV=40, BD=64, BDV=64, BLOCK_Q=128, BLOCK_K=128, BM=64, BN=64, CHECK_ROWS=True,
-                    JOINT=True, PRECISION="tf32x3" if "{dtype}" == "fp32" else "ieee")
+                    JOINT=True, CAPPED=True, BIASED=True, PRECISION="tf32x3" if "{dtype}" == "fp32" else "ieee")
         own = dict(count_ptr="*i32", partial_ptr="*i32", index_ptr="*i32", tile_ptr="*i32", bits_ptr="*i32",
-                   logsumexp_ptr="*fp32", grad_logsumexp_ptr="*fp32", delta_ptr="*fp32", scale="fp32")
+                   logsumexp_ptr="*fp32", grad_logsumexp_ptr="*fp32", delta_ptr="*fp32", alibi_ptr="*fp32",
+                   scale="fp32", cap="fp32")
         for kernel in (block_attention_kernel, attention_by_query_kernel, attention_by_key_kernel):
             types = {{n: own.get(n, "*{dtype}" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}}
             rows = [n for n in kernel.arg_names if n.endswith(("_row", "_head", "_batch"))]

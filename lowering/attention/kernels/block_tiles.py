@@ -4,6 +4,8 @@ A kernel's tile is a block or divides it. Each kernel walks its list once, and m
 one bit a pair; or twice, the second time over those that are kept whole, in a loop that knows no masks.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -46,6 +48,25 @@ def kept_pairs(first, second, third, fourth, WIDE: tl.constexpr):
     if WIDE > 64:
         word = tl.where(column < 64, word, tl.where(column < 96, third[:, None], fourth[:, None]))
     return ((word >> (column % 32)) & 1) != 0
+
+
+@triton.jit
+def shaped(score, scale, cap, slope, queries, keys, CAPPED: tl.constexpr, BIASED: tl.constexpr):
+    """cap · tanh(scale · score / cap) + slope · (keys - queries), times log2 e, and the derivative of the cap.
+
+    `scale` and `slope` have log2 e in them; `queries` and `keys` are positions that broadcast.
+    """
+    slope_of_cap = score
+    if CAPPED:
+        # tanh by 1 - 2 / (1 + exp(2 x)), which is right at both infinities
+        capped = 1.0 - 2.0 / (1.0 + tl.math.exp2(score * (2.0 * scale / cap)))
+        slope_of_cap = 1.0 - capped * capped
+        score = capped * (cap * LOG2_E)
+    else:
+        score = score * scale
+    if BIASED:
+        score += slope * (keys - queries).to(tl.float32)
+    return score, slope_of_cap
 
 
 @triton.jit
@@ -95,7 +116,7 @@ def _sides(block: int, least: int) -> list[int]:
     return [side for side in (32, 64, 128) if side <= block and (side >= least or side == block)]
 
 
-def constants(problem: BlockAttention, config: Config, rows_walked: int, block: int) -> dict[str, int | bool]:
+def constants(problem: BlockAttention, config: Config, rows_walked: int, block: int) -> dict[str, Any]:
     """What all these kernels are specialised on.
 
     Args:
@@ -105,4 +126,5 @@ def constants(problem: BlockAttention, config: Config, rows_walked: int, block: 
         "GROUP": problem.group, "D": problem.depth, "DV": problem.v_depth, "BD": problem.padded_depth,
         "BDV": problem.padded_v_depth, "BLOCK_Q": problem.block_q, "BLOCK_K": problem.block_k, "BM": config["BM"],
         "BN": config["BN"], "CHECK_ROWS": rows_walked % block != 0, "JOINT": bool(config["joint"]),
+        "CAPPED": problem.softcap > 0, "BIASED": problem.biased,
     }  # fmt: skip
