@@ -49,13 +49,13 @@ PROBLEMS = [
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("shapes", OPERATIONS)
 @pytest.mark.parametrize("sizes", PROBLEMS, ids=str)
-def test_the_tuner_can_check_every_candidate(sizes, shapes, device):
+def test_the_tuner_can_check_candidates(sizes, shapes, device):
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     operation, given = OPERATIONS[shapes], problem(shapes, *sizes)
     given = given._replace(by_batch=given.batch > 1, by_head=given.heads > 1)
     candidates = operation.candidates(given, device_of(where))
     assert candidates
-    for candidate in candidates[:: 4 if device == "cuda" else 7]:
+    for candidate in candidates[:: -(-len(candidates) // 3)]:
         assert fault(operation, given, where, candidate) is None, candidate.name
     signature = operation.signature(given, H100)
     assert operation.signature(operation.representative(signature), H100).key == signature.key
@@ -68,7 +68,7 @@ def test_scores_that_are_capped_and_biased(softcap, biased, shapes, device):
     where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     operation = OPERATIONS[shapes]
     given = problem(shapes, *PROBLEMS[0])._replace(softcap=softcap, biased=biased)
-    for candidate in operation.candidates(given, device_of(where))[:: 4 if device == "cuda" else 13]:
+    for candidate in operation.candidates(given, device_of(where))[::13]:
         assert fault(operation, given, where, candidate) is None, candidate.name
     signature = operation.signature(given, H100)
     assert operation.signature(operation.representative(signature), H100).key == signature.key

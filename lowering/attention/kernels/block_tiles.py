@@ -100,7 +100,8 @@ def tile_space(problem: BlockAttention, device: Device, by_key: bool, kept: int,
     outer_block, inner_block = (p.block_k, p.block_q) if by_key else (p.block_q, p.block_k)
     outer = _sides(outer_block, 64 if depth <= 256 and itemsize == 2 else 32)
     found = []
-    for side, walked, warps in ((a, b, w) for a in outer for b in _sides(inner_block, 32) for w in (4, 8)):
+    inner = _sides(inner_block, 64 if scores == 1 and depth <= 256 and itemsize == 2 else 32)
+    for side, walked, warps in ((a, b, w) for a in outer for b in inner for w in (4, 8)):
         bm, bn = (walked, side) if by_key else (side, walked)
         # a warp works on 16 rows
         if warps == 8 and side < 128 and kept < 256 or not fits_registers(side * kept + scores * bm * bn, warps):

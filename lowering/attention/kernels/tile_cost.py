@@ -32,11 +32,11 @@ def cost_by_tiles(
     # a step multiplies tiles at a rate that grows with their sides, or waits for what it loads
     share = 0.62 * sympy.Min(kept, 128) / (sympy.Min(kept, 128) + 32) * walked / (walked + 16)
     registers = (kept * sums + scores * _bm * _bn) / (32 * _warps)
-    spilled = 1 + sympy.Max(0, registers - 144) / 100
+    spilled = 1 + sympy.Max(0, registers - 128) / 100
     multiply = spilled * 2 * _bm * _bn * products / (_RATE * share)
     load = walked * (_depth + _v_depth) * _itemsize / _fill
     resident = sympy.Max(1, sympy.floor(16 / _warps) * 64 / sympy.Max(kept, 64))
-    wait = _LATENCY / (_stages * resident)
+    wait = _LATENCY / (sympy.Min(_stages, 3) * resident)
     walk = steps * (sympy.Max(multiply, load) + wait)
     rounds = waves(programs * _batch * _heads, _processors * resident)
     return Cost(bytes=sympy.Integer(0), seconds=rounds * (walk * resident + _START))
