@@ -26,7 +26,7 @@ from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.blocks import blocks_of
 
 Row = dict[str, Any]
-TIMED = ((0, (128, 128)), (0, (64, 64)), (2, (128, 128)))
+TIMED = ((0, (64, 64)), (2, (128, 128)), (2, (64, 64)))
 """Places of the cases that are timed, the short window and the long one of wide heads, and their blocks."""
 
 

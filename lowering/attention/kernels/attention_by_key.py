@@ -9,6 +9,7 @@ import triton.language as tl
 
 from sparsecomp.lowering.attention.kernels.block_tiles import (
     LOG2_E,
+    Walk,
     constants,
     kept_pairs,
     load_rows,
@@ -142,8 +143,7 @@ def _prepare(problem: BlockAttention, config: Config) -> Launch:
 
 
 def _space(problem: BlockAttention, device: Device) -> list[Config]:
-    kept = problem.padded_depth + problem.padded_v_depth
-    return tile_space(problem, device, by_key=True, kept=kept, scores=2)
+    return tile_space(problem, device, Walk(by_key=True, kept=problem.padded_depth + problem.padded_v_depth))
 
 
 _k_len, _block_q, _k_width, _group, _bm, _bn = sizes("k_len block_q k_width group BM BN")
@@ -156,7 +156,8 @@ ATTENTION_BY_KEY = Template(
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_k_len / _bn) / _group, steps=_k_width * _block_q / _bm * _group,
-        products=2 * (_depth + _v_depth), walked=_bm, kept=_bn, sums=_depth + _v_depth, scores=2,
+        products=2 * (_depth + _v_depth), walked=_bm, kept=_bn, kept_depth=_depth + _v_depth, sums=_depth + _v_depth,
+        scores=sympy.Rational(3, 2),
     ),
     prepare=_prepare,
 )

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from sparsecomp.lowering.attention.kernels.block_tiles import (
     LOG2_E,
+    Walk,
     constants,
     kept_pairs,
     load_rows,
@@ -135,7 +136,7 @@ def _prepare(problem: BlockAttention, config: Config) -> Launch:
 
 
 def _space(problem: BlockAttention, device: Device) -> list[Config]:
-    return tile_space(problem, device, by_key=False, kept=problem.padded_depth, scores=2)
+    return tile_space(problem, device, Walk(by_key=False, kept=problem.padded_depth + problem.padded_v_depth))
 
 
 _q_len, _block_k, _width, _bm, _bn, _depth, _v_depth = sizes(
@@ -149,7 +150,7 @@ ATTENTION_BY_QUERY = Template(
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=2 * _depth + _v_depth,
-        walked=_bn, kept=_bm, sums=_depth, scores=2,
+        walked=_bn, kept=_bm, kept_depth=_depth + _v_depth, sums=_depth, scores=sympy.Rational(3, 2),
     ),
     prepare=_prepare,
 )

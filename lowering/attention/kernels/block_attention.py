@@ -7,6 +7,7 @@ import triton.language as tl
 from sparsecomp.lowering.attention.kernels.block_tiles import (
     LN_2,
     LOG2_E,
+    Walk,
     constants,
     kept_pairs,
     load_rows,
@@ -137,7 +138,7 @@ def _prepare(problem: BlockAttention, config: Config) -> Launch:
 
 
 def _space(problem: BlockAttention, device: Device) -> list[Config]:
-    return tile_space(problem, device, by_key=False, kept=problem.padded_v_depth, scores=1)
+    return tile_space(problem, device, Walk(by_key=False, kept=problem.padded_depth))
 
 
 _q_len, _block_q, _block_k, _width, _bm, _bn = sizes("q_len block_q block_k width BM BN")
@@ -150,7 +151,7 @@ BLOCK_ATTENTION = Template(
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=_depth + _v_depth, walked=_bn,
-        kept=_bm, sums=_v_depth, scores=1,
+        kept=_bm, kept_depth=_depth, sums=_v_depth, scores=sympy.Integer(1),
     ),
     prepare=_prepare,
 )

@@ -19,8 +19,8 @@ from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.blocks import AttentionBlocks
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
 
-MOST_DEPTH = 256
-"""Numbers of a query, key or value that kernels take."""
+MOST_BYTES = 512
+"""Of a query, key or value that kernels take: 256 numbers of 16 bits, 128 of float32."""
 
 library.define(
     "block_attention(Tensor q, Tensor k, Tensor v, Tensor[] blocks, float scale, float softcap=0.0, "
@@ -149,7 +149,7 @@ def _attention_cuda(q, k, v, blocks, scale, softcap=0.0, alibi=None):
 
 def _on_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
     some = q.numel() and k.numel() and v.numel()
-    return bool(some) and q.dtype in KERNEL_DTYPES and max(q.shape[3], v.shape[3]) <= MOST_DEPTH
+    return bool(some) and q.dtype in KERNEL_DTYPES and max(q.shape[3], v.shape[3]) * q.itemsize <= MOST_BYTES
 
 
 def _fake_attention(q, k, v, blocks, scale, softcap=0.0, alibi=None):
