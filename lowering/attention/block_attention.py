@@ -12,26 +12,29 @@ from sparsecomp.lowering.attention.problem import TOLERANCE, BlockAttention, pro
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.attention import block_attention as reference
+from sparsecomp.reference.attention.block_attention import Scoring
 
 _SHAPES = "qkvo"
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float, out: Tensor, logsumexp: Tensor
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scoring: Scoring, out: Tensor, logsumexp: Tensor
 ) -> None:  # fmt: skip
     """Write the result to ``out`` and the logsumexp to ``logsumexp``; see `sparsecomp.ops.attention`.
 
     Args:
         q, k, v: float16, bfloat16 or float32; none is empty.
         blocks: the ten tensors of ``AttentionBlocks``.
+        scoring: of products.
         out: whose depth is innermost.
         logsumexp: (batch, heads, q_len) float32, contiguous.
     """
     q, k, v = map(rows_innermost, (q, k, v))
     into = described.result_like(out)
-    problem = problem_of(q, k, v, blocks, scale, (q, k, v, into))
+    problem = problem_of(q, k, v, blocks, scoring, (q, k, v, into))
     lists = [one.contiguous() for one in blocks[:5]]
-    dispatch.launch(BLOCK_ATTENTION, problem, q, k, v, *lists, into, logsumexp)
+    alibi = None if scoring.alibi is None else scoring.alibi.contiguous()
+    dispatch.launch(BLOCK_ATTENTION, problem, q, k, v, *lists, alibi, into, logsumexp)
     if into is not out:
         out.copy_(into)
 
@@ -41,18 +44,19 @@ def _operands(problem: BlockAttention, device: torch.device, seed: int) -> tuple
     q, k, v, out = described.dense_operands(problem, _SHAPES, random)
     lists = described.banded_blocks(problem, random)[:5]
     logsumexp = torch.full(q.shape[:3], math.nan, device=device)
-    return q, k, v, *lists, out.fill_(math.nan), logsumexp
+    return q, k, v, *lists, described.alibi_of(problem, device), out.fill_(math.nan), logsumexp
 
 
 def _reference(problem: BlockAttention, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    q, k, v, *lists, _, _ = (one for one in operands if one is not None)
-    out, logsumexp = reference.block_attention_reference(q.double(), k.double(), v.double(), lists, problem.scale)
+    q, k, v, *lists = (one for one in operands[:8] if one is not None)
+    scoring = described.scoring_of(problem, operands[8])
+    out, logsumexp = reference.block_attention_reference(q.double(), k.double(), v.double(), lists, scoring)
     # a norm of infinities says nothing
     return out, logsumexp.masked_fill(logsumexp == -math.inf, 0)
 
 
 BLOCK_ATTENTION = Operation(
     "block_attention", partial(described.signature, "block_attention"),
-    partial(described.representative, shapes=_SHAPES), _operands, (8, 9), _reference,
+    partial(described.representative, shapes=_SHAPES), _operands, (9, 10), _reference,
     lambda problem: TOLERANCE[problem.dtype],
 )  # fmt: skip

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch.strided import dtype_name, strided
+from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.blocks import EMPTY, FULL, blocks_from_map, pack_bits
 
 TOLERANCE = {"float32": 2e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
@@ -36,6 +37,8 @@ class BlockAttention(NamedTuple):
         dtype: of all dense operands but the logsumexp.
         scale: of the scores.
         strides: of the dense operands that an operation takes strided, in its order.
+        softcap: as of ``Scoring``; 0 for none.
+        biased: whether there is an alibi.
     """
 
     batch: int
@@ -54,11 +57,14 @@ class BlockAttention(NamedTuple):
     dtype: str
     scale: float
     strides: tuple[HeadStrides, ...]
+    softcap: float = 0.0
+    biased: bool = False
 
     @property
     def numbers(self) -> tuple[Any, ...]:
         """The run-time numbers that kernels take last."""
-        return (self.heads, self.q_len, self.k_len, self.scale, *(stride for one in self.strides for stride in one))
+        strides = (stride for one in self.strides for stride in one)
+        return (self.heads, self.q_len, self.k_len, self.scale, self.softcap, *strides)
 
     @property
     def lists(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -80,15 +86,27 @@ class BlockAttention(NamedTuple):
 
 
 def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float, strided_operands: Sequence[Tensor]
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scoring: Scoring, strided_operands: Sequence[Tensor]
 ) -> BlockAttention:  # fmt: skip
     """Describe a product of operands of which a kernel takes some by their strides."""
     count, index, k_count, k_index = (blocks[at] for at in (0, 2, 5, 7))
     return BlockAttention(
         q.shape[0], q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3],
         blocks[4].shape[1], blocks[9].shape[1], index.shape[3], k_index.shape[3], count.shape[0] > 1,
-        count.shape[1] > 1, dtype_name(q), scale, tuple(HeadStrides(*one.stride()[:3]) for one in strided_operands),
+        count.shape[1] > 1, dtype_name(q), float(scoring.scale),
+        tuple(HeadStrides(*one.stride()[:3]) for one in strided_operands), float(scoring.softcap),
+        scoring.alibi is not None,
     )  # fmt: skip
+
+
+def scoring_of(problem: BlockAttention, alibi: Tensor | None) -> Scoring:
+    """How the problem's scores come from products."""
+    return Scoring(problem.scale, problem.softcap, alibi)
+
+
+def alibi_of(problem: BlockAttention, device: torch.device) -> Tensor | None:
+    """Slopes of a problem that has some, small enough for every head to see far."""
+    return torch.arange(1, problem.heads + 1, device=device) * (0.5 / problem.k_len) if problem.biased else None
 
 
 def rows_innermost(tensor: Tensor) -> Tensor:
@@ -108,7 +126,8 @@ def signature(op: str, problem: BlockAttention, device: Device) -> KernelSignatu
     return KernelSignature(
         op, device, dtypes=(problem.dtype,), accumulator="float32", index="int32",
         sizes=tuple((name, getattr(problem, name)) for name in _SIZES),
-        parameters=tuple((name, getattr(problem, name)) for name in _PARAMETERS),
+        parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
+                    ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased))),
     )  # fmt: skip
 
 
@@ -125,7 +144,7 @@ def representative(signature: KernelSignature, shapes: str) -> BlockAttention:
     problem = BlockAttention(
         sizes["batch"], heads, given["group"], sizes["q_len"], sizes["k_len"], given["depth"], given["v_depth"],
         given["block_q"], given["block_k"], sizes["width"], sizes["k_width"], False, False, signature.dtypes[0],
-        given["depth"] ** -0.5, (),
+        given["depth"] ** -0.5, (), 20.0 * given["capped"], bool(given["biased"]),
     )  # fmt: skip
     lying = [dense_shapes(problem)[letter] for letter in shapes]
     strides = tuple(HeadStrides(heads * rows * depth, rows * depth, depth) for _, heads, rows, depth in lying)

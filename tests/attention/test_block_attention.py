@@ -76,14 +76,45 @@ def test_gradients_are_those_of_torchs_attention(sizes, leading, block):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(("softcap", "biased"), [(1.5, False), (0.0, True), (1.5, True)])
+def test_capped_and_biased_scores_beside_the_formula(softcap, biased):
+    sizes = (2, 4, 2, 70, 100, 16, 24)
+    q, k, v = given = [one.requires_grad_() for one in operands(*sizes)]
+    mask = mask_of(1, 4, 70, 100)
+    mask[..., 0] = True
+    alibi = torch.tensor([0.01, 0.02, 0.04, -0.08]) if biased else None
+    out, logsumexp = block_attention(*given, blocks_of(mask, (32, 32)), scale=0.4, softcap=softcap, alibi=alibi)
+    score = 0.4 * q @ k.repeat_interleave(2, 1).mT
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    if alibi is not None:
+        score = score + alibi.double()[:, None, None] * (torch.arange(100) - torch.arange(70)[:, None])
+    score = score.masked_fill(~mask, -torch.inf)
+    right = score.softmax(-1) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, right, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(logsumexp, score.logsumexp(-1), rtol=1e-10, atol=1e-10)
+    grad = torch.randn_like(out)
+    for one, other in zip(torch.autograd.grad(out, given, grad), torch.autograd.grad(right, given, grad), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("more", [{"softcap": -1.0}, {"softcap": float("nan")}, {"alibi": torch.zeros(2)},
+                                  {"alibi": torch.zeros(3, dtype=torch.float64)}])  # fmt: skip
+def test_caps_and_slopes_that_are_none(more):
+    q, k, v = operands(1, 3, 3, 8, 8, 4, 4)
+    with pytest.raises(FormatError, match="needs"):
+        block_attention(q, k, v, blocks_of(torch.ones(1, 1, 8, 8, dtype=torch.bool)), **more)
+
+
+@pytest.mark.slow(reason="differentiates twice, by numbers")
 def test_gradcheck_once_and_twice():
-    given = [one.requires_grad_() for one in operands(1, 2, 1, 5, 37, 3, 2)]
-    mask = mask_of(1, 2, 5, 37)
+    given = [one.requires_grad_() for one in operands(1, 2, 1, 3, 34, 2, 1)]
+    mask = mask_of(1, 2, 3, 34)
     mask[..., 0, :] = True
-    mask[..., 1:, 0] = mask[..., 1:, 36] = True  # the logsumexp of a query that keeps nothing is no function
+    mask[..., 1:, 0] = mask[..., 1:, 33] = True  # the logsumexp of a query that keeps nothing is no function
     blocks = blocks_of(mask, (32, 32))
-    assert torch.autograd.gradcheck(lambda *args: block_attention(*args, blocks), given)
-    assert torch.autograd.gradgradcheck(lambda *args: block_attention(*args, blocks)[0], given)
+    assert torch.autograd.gradcheck(lambda *args: block_attention(*args, blocks), given, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda *args: block_attention(*args, blocks, softcap=2.0), given)
 
 
 def test_any_strides_and_results_that_lie_as_q_does():
@@ -123,7 +154,7 @@ def test_nothing(sizes):
 def test_opcheck_and_compile():
     given = [one.requires_grad_() for one in operands(1, 2, 1, 40, 50, 16, 16, torch.float32)]
     blocks = blocks_of(mask_of(1, 1, 40, 50), (32, 32))
-    torch.library.opcheck(torch.ops.sparsecomp.block_attention.default, (*given, list(blocks[4:]), 0.25))
+    torch.library.opcheck(torch.ops.sparsecomp.block_attention.default, (*given, list(blocks[4:]), 0.25, 0.0, None))
     compiled = torch.compile(lambda *args: block_attention(*args)[0], backend="aot_eager", fullgraph=True)
     right = block_attention(*given, blocks)[0]
     found = compiled(*given, blocks)

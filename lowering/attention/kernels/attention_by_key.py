@@ -9,10 +9,12 @@ import triton.language as tl
 
 from sparsecomp.lowering.attention.kernels.block_tiles import (
     LOG2_E,
+    Walk,
     constants,
     kept_pairs,
     load_rows,
     load_words,
+    shaped,
     store_rows,
     tile_space,
 )
@@ -28,9 +30,9 @@ from sparsecomp.lowering.tuning.template import Config, Template
 @triton.jit
 def sum_by_key(
     by_k, by_v, k, v, q_ptrs, grad_ptrs, q_row, grad_row, logsumexp_ptr, delta_ptr, index_ptr, tile_ptr, bits_ptr,
-    first, last, rows, Q_LEN, scale,
-    MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    first, last, rows, keys, Q_LEN, scale, cap, slope, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD:
+    tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, CHECK_ROWS:
+    tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients by scaled keys and by values after the entries `first` to `last` of a list."""
     column, depth, v_depth = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BDV)
@@ -61,7 +63,8 @@ def sum_by_key(
         # of a query that keeps nothing: any finite number
         logsumexp = tl.where(logsumexp == float("-inf"), 0.0, logsumexp) * LOG2_E
         score = dot(k, tl.trans(q), tl.zeros((k.shape[0], BM), tl.float32), PRECISION)
-        weight = tl.math.exp2(score * scale - logsumexp[None, :])
+        score, slope_of_cap = shaped(score, scale, cap, slope, queries[None, :], keys[:, None], CAPPED, BIASED)
+        weight = tl.math.exp2(score - logsumexp[None, :])
         if MASKED:
             if now >= 0:
                 kept = kept_pairs(words[0], words[1], words[2], words[3], BM)
@@ -69,6 +72,8 @@ def sum_by_key(
         by_v = dot(weight.to(grad.dtype), grad, by_v, PRECISION)
         by_weight = dot(v, tl.trans(grad), tl.zeros((k.shape[0], BM), tl.float32), PRECISION)
         by_score = weight * (by_weight - delta[None, :])
+        if CAPPED:
+            by_score *= slope_of_cap
         by_k = dot(by_score.to(q.dtype), q, by_k, PRECISION)
     return by_k, by_v
 
@@ -76,13 +81,11 @@ def sum_by_key(
 @triton.jit
 def attention_by_key_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, logsumexp_ptr, delta_ptr, count_ptr, partial_ptr, index_ptr, tile_ptr, bits_ptr,
-    by_k_ptr, by_v_ptr,
-    HEADS, Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    grad_batch, grad_head, grad_row, by_k_batch, by_k_head, by_k_row, by_v_batch, by_v_head, by_v_row,
-    list_batch, list_head, WIDTH,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, JOINT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    alibi_ptr, by_k_ptr, by_v_ptr, HEADS, Q_LEN, K_LEN, scale, cap, q_batch, q_head, q_row, k_batch, k_head, k_row,
+    v_batch, v_head, v_row, grad_batch, grad_head, grad_row, by_k_batch, by_k_head, by_k_row, by_v_batch, by_v_head,
+    by_v_row, list_batch, list_head, WIDTH, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS:
+    tl.constexpr, JOINT: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of BN keys of one head of keys. All heads begin together: lists that are long in each end early."""
     first_key = tl.program_id(1) * BN
@@ -105,20 +108,23 @@ def attention_by_key_kernel(
         grad_ptrs = grad_ptr + batch * grad_batch + head * grad_head + column[:, None] * grad_row + v_depth[None, :]
         of_head = (batch * HEADS + head) * Q_LEN
         block = batch * list_batch + head * list_head + first_key // BLOCK_K
+        slope = 0.0
+        if BIASED:
+            slope = tl.load(alibi_ptr + head) * LOG2_E
         count, partial = tl.load(count_ptr + block), tl.load(partial_ptr + block)
         index_row, tile_row = index_ptr + block * WIDTH, tile_ptr + block * WIDTH
         # blocks that are kept in part come first
         checked = count if JOINT else partial
         by_k, by_v = sum_by_key(
             by_k, by_v, k, v, q_ptrs, grad_ptrs, q_row, grad_row, logsumexp_ptr + of_head, delta_ptr + of_head,
-            index_row, tile_row, bits_ptr, 0, checked, rows, Q_LEN, scale * LOG2_E,
-            True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BM, CHECK_ROWS, PRECISION,
+            index_row, tile_row, bits_ptr, 0, checked, rows, keys, Q_LEN, scale * LOG2_E, cap, slope, True, D, DV, BD,
+            BDV, BLOCK_Q, BLOCK_K, BM, CHECK_ROWS, CAPPED, BIASED, PRECISION,
         )  # fmt: skip
         if not JOINT:
             by_k, by_v = sum_by_key(
                 by_k, by_v, k, v, q_ptrs, grad_ptrs, q_row, grad_row, logsumexp_ptr + of_head, delta_ptr + of_head,
-                index_row, tile_row, bits_ptr, partial, count, rows, Q_LEN, scale * LOG2_E,
-                False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BM, CHECK_ROWS, PRECISION,
+                index_row, tile_row, bits_ptr, partial, count, rows, keys, Q_LEN, scale * LOG2_E, cap, slope, False, D,
+                DV, BD, BDV, BLOCK_Q, BLOCK_K, BM, CHECK_ROWS, CAPPED, BIASED, PRECISION,
             )  # fmt: skip
     by_k_ptrs = by_k_ptr + batch * by_k_batch + kv_head * by_k_head + wide * by_k_row + depth[None, :]
     by_v_ptrs = by_v_ptr + batch * by_v_batch + kv_head * by_v_head + wide * by_v_row + v_depth[None, :]
@@ -137,8 +143,7 @@ def _prepare(problem: BlockAttention, config: Config) -> Launch:
 
 
 def _space(problem: BlockAttention, device: Device) -> list[Config]:
-    kept = problem.padded_depth + problem.padded_v_depth
-    return tile_space(problem, device, by_key=True, kept=kept, scores=2)
+    return tile_space(problem, device, Walk(by_key=True, kept=problem.padded_depth + problem.padded_v_depth))
 
 
 _k_len, _block_q, _k_width, _group, _bm, _bn = sizes("k_len block_q k_width group BM BN")
@@ -147,11 +152,12 @@ _depth, _v_depth = sizes("padded_depth padded_v_depth")
 ATTENTION_BY_KEY = Template(
     name="attention_by_key",
     op="attention_by_key",
-    sources=(attention_by_key_kernel, sum_by_key, kept_pairs, load_words, load_rows, store_rows, dot),
+    sources=(attention_by_key_kernel, sum_by_key, kept_pairs, load_words, load_rows, shaped, store_rows, dot),
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_k_len / _bn) / _group, steps=_k_width * _block_q / _bm * _group,
-        products=2 * (_depth + _v_depth), walked=_bm, kept=_bn, sums=_depth + _v_depth, scores=2,
+        products=2 * (_depth + _v_depth), walked=_bm, kept=_bn, kept_depth=_depth + _v_depth, sums=_depth + _v_depth,
+        scores=sympy.Rational(3, 2),
     ),
     prepare=_prepare,
 )

@@ -6,10 +6,12 @@ import triton.language as tl
 
 from sparsecomp.lowering.attention.kernels.block_tiles import (
     LOG2_E,
+    Walk,
     constants,
     kept_pairs,
     load_rows,
     load_words,
+    shaped,
     store_rows,
     tile_space,
 )
@@ -25,8 +27,9 @@ from sparsecomp.lowering.tuning.template import Config, Template
 @triton.jit
 def sum_by_query(
     acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, first, last, rows,
-    K_LEN, scale, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    queries, K_LEN, scale, cap, slope, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV:
+    tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, CAPPED:
+    tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient by scaled queries after the entries `first` to `last` of a list."""
     column, depth, v_depth = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
@@ -48,13 +51,16 @@ def sum_by_query(
         k = load_rows(k_ptrs + start.to(tl.int64) * k_row, keys, depth, K_LEN, MASKED and CHECK_ROWS, D, BD)
         v = load_rows(v_ptrs + start.to(tl.int64) * v_row, keys, v_depth, K_LEN, MASKED and CHECK_ROWS, DV, BDV)
         score = dot(q, tl.trans(k), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
-        weight = tl.math.exp2(score * scale - logsumexp[:, None])
+        score, slope_of_cap = shaped(score, scale, cap, slope, queries[:, None], keys[None, :], CAPPED, BIASED)
+        weight = tl.math.exp2(score - logsumexp[:, None])
         if MASKED:
             if now >= 0:
                 kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
                 weight = tl.where(kept, weight, 0.0)
         by_weight = dot(grad, tl.trans(v), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
         by_score = weight * (by_weight - delta[:, None])
+        if CAPPED:
+            by_score *= slope_of_cap
         acc = dot(by_score.to(k.dtype), k, acc, PRECISION)
     return acc
 
@@ -62,13 +68,11 @@ def sum_by_query(
 @triton.jit
 def attention_by_query_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, out_ptr, logsumexp_ptr, grad_logsumexp_ptr, count_ptr, partial_ptr, index_ptr,
-    tile_ptr, bits_ptr, by_q_ptr, delta_ptr,
-    HEADS, Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    grad_batch, grad_head, grad_row, out_batch, out_head, out_row, by_batch, by_head, by_row,
-    list_batch, list_head, WIDTH,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, JOINT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    tile_ptr, bits_ptr, alibi_ptr, by_q_ptr, delta_ptr, HEADS, Q_LEN, K_LEN, scale, cap, q_batch, q_head, q_row,
+    k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row, out_batch, out_head, out_row,
+    by_batch, by_head, by_row, list_batch, list_head, WIDTH, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD:
+    tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CHECK_ROWS: tl.constexpr, JOINT: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of BM queries of one head. All heads begin together: lists that are long in each end early."""
     first_query = tl.program_id(1) * BM
@@ -97,6 +101,9 @@ def attention_by_query_kernel(
     k_ptrs = k_ptr + batch * k_batch + head // GROUP * k_head + column[:, None] * k_row + depth[None, :]
     v_ptrs = v_ptr + batch * v_batch + head // GROUP * v_head + column[:, None] * v_row + v_depth[None, :]
     block = batch * list_batch + head * list_head + first_query // BLOCK_Q
+    slope = 0.0
+    if BIASED:
+        slope = tl.load(alibi_ptr + head) * LOG2_E
     count, partial = tl.load(count_ptr + block), tl.load(partial_ptr + block)
     index_ptr += block * WIDTH
     tile_ptr += block * WIDTH
@@ -105,12 +112,14 @@ def attention_by_query_kernel(
     checked = count if JOINT else partial
     acc = sum_by_query(
         acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, checked, rows,
-        K_LEN, scale * LOG2_E, True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+        queries, K_LEN, scale * LOG2_E, cap, slope, True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, CAPPED,
+        BIASED, PRECISION,
     )  # fmt: skip
     if not JOINT:
         acc = sum_by_query(
             acc, q, grad, logsumexp, delta, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count,
-            rows, K_LEN, scale * LOG2_E, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+            rows, queries, K_LEN, scale * LOG2_E, cap, slope, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS,
+            CAPPED, BIASED, PRECISION,
         )  # fmt: skip
     by_q_ptrs = by_q_ptr + batch * by_batch + head * by_head + wide * by_row + depth[None, :]
     store_rows(by_q_ptrs, acc * scale, queries, depth, Q_LEN, D)
@@ -127,7 +136,7 @@ def _prepare(problem: BlockAttention, config: Config) -> Launch:
 
 
 def _space(problem: BlockAttention, device: Device) -> list[Config]:
-    return tile_space(problem, device, by_key=False, kept=problem.padded_depth, scores=2)
+    return tile_space(problem, device, Walk(by_key=False, kept=problem.padded_depth + problem.padded_v_depth))
 
 
 _q_len, _block_k, _width, _bm, _bn, _depth, _v_depth = sizes(
@@ -137,11 +146,11 @@ _q_len, _block_k, _width, _bm, _bn, _depth, _v_depth = sizes(
 ATTENTION_BY_QUERY = Template(
     name="attention_by_query",
     op="attention_by_query",
-    sources=(attention_by_query_kernel, sum_by_query, kept_pairs, load_words, load_rows, store_rows, dot),
+    sources=(attention_by_query_kernel, sum_by_query, kept_pairs, load_words, load_rows, shaped, store_rows, dot),
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=2 * _depth + _v_depth,
-        walked=_bn, kept=_bm, sums=_depth, scores=2,
+        walked=_bn, kept=_bm, kept_depth=_depth + _v_depth, sums=_depth, scores=sympy.Rational(3, 2),
     ),
     prepare=_prepare,
 )

@@ -7,10 +7,12 @@ import triton.language as tl
 from sparsecomp.lowering.attention.kernels.block_tiles import (
     LN_2,
     LOG2_E,
+    Walk,
     constants,
     kept_pairs,
     load_rows,
     load_words,
+    shaped,
     store_rows,
     tile_space,
 )
@@ -25,12 +27,14 @@ from sparsecomp.lowering.tuning.template import Config, Template
 
 @triton.jit
 def attend(
-    acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, first, last, rows, K_LEN, scale,
-    MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, first, last, rows, queries, K_LEN,
+    scale, cap, slope, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, CAPPED: tl.constexpr,
+    BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sums and greatest scores (times log2 e) after the entries `first` to `last` of a list."""
     column, depth, v_depth = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BDV)
+    unit = 1.0 if CAPPED or BIASED else scale
     PARTS: tl.constexpr = BLOCK_K // BN
     # the next place is loaded a step ahead: loads of tiles are in flight while none waits for its place
     block = tl.load(index_ptr + first, mask=first < last, other=0)
@@ -48,14 +52,16 @@ def attend(
         keys = start + column
         k = load_rows(k_ptrs + start.to(tl.int64) * k_row, keys, depth, K_LEN, MASKED and CHECK_ROWS, D, BD)
         score = dot(q, tl.trans(k), tl.zeros((q.shape[0], BN), tl.float32), PRECISION)
+        if CAPPED or BIASED:
+            score, _ = shaped(score, scale, cap, slope, queries[:, None], keys[None, :], CAPPED, BIASED)
         if MASKED:
             if now >= 0:
                 kept = kept_pairs(words[0], words[1], words[2], words[3], BN)
                 score = tl.where(kept, score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1) * scale)
+        higher = tl.maximum(top, tl.max(score, 1) * unit)
         # no score yet but -inf: any finite number in its place gives weights of zero
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.math.exp2(score * scale - shift[:, None])
+        weight = tl.math.exp2(score * unit - shift[:, None])
         shrink = tl.math.exp2(top - shift)
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
@@ -67,12 +73,11 @@ def attend(
 
 @triton.jit
 def block_attention_kernel(
-    q_ptr, k_ptr, v_ptr, count_ptr, partial_ptr, index_ptr, tile_ptr, bits_ptr, out_ptr, logsumexp_ptr,
-    HEADS, Q_LEN, K_LEN, scale, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    out_batch, out_head, out_row, list_batch, list_head, WIDTH,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK_ROWS: tl.constexpr, JOINT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, count_ptr, partial_ptr, index_ptr, tile_ptr, bits_ptr, alibi_ptr, out_ptr, logsumexp_ptr,
+    HEADS, Q_LEN, K_LEN, scale, cap, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch,
+    out_head, out_row, list_batch, list_head, WIDTH, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD:
+    tl.constexpr, BDV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CHECK_ROWS: tl.constexpr, JOINT: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of BM queries of one head. All heads begin together: lists that are long in each end early."""
     first_query = tl.program_id(1) * BM
@@ -90,6 +95,9 @@ def block_attention_kernel(
     v_ptrs = v_ptr + column[:, None] * v_row + v_depth[None, :]
 
     block = batch * list_batch + head * list_head + first_query // BLOCK_Q
+    slope = 0.0
+    if BIASED:
+        slope = tl.load(alibi_ptr + head) * LOG2_E
     count, partial = tl.load(count_ptr + block), tl.load(partial_ptr + block)
     index_ptr += block * WIDTH
     tile_ptr += block * WIDTH
@@ -100,13 +108,14 @@ def block_attention_kernel(
     # blocks that are kept in part come first
     checked = count if JOINT else partial
     acc, total, top = attend(
-        acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, checked, rows, K_LEN,
-        scale, True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+        acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, 0, checked, rows, queries,
+        K_LEN, scale, cap, slope, True, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, CAPPED, BIASED, PRECISION,
     )  # fmt: skip
     if not JOINT:
         acc, total, top = attend(
             acc, total, top, q, k_ptrs, v_ptrs, k_row, v_row, index_ptr, tile_ptr, bits_ptr, partial, count, rows,
-            K_LEN, scale, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, PRECISION,
+            queries, K_LEN, scale, cap, slope, False, D, DV, BD, BDV, BLOCK_Q, BLOCK_K, BN, CHECK_ROWS, CAPPED, BIASED,
+            PRECISION,
         )  # fmt: skip
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -129,7 +138,7 @@ def _prepare(problem: BlockAttention, config: Config) -> Launch:
 
 
 def _space(problem: BlockAttention, device: Device) -> list[Config]:
-    return tile_space(problem, device, by_key=False, kept=problem.padded_v_depth, scores=1)
+    return tile_space(problem, device, Walk(by_key=False, kept=problem.padded_depth))
 
 
 _q_len, _block_q, _block_k, _width, _bm, _bn = sizes("q_len block_q block_k width BM BN")
@@ -138,11 +147,11 @@ _depth, _v_depth = sizes("padded_depth padded_v_depth")
 BLOCK_ATTENTION = Template(
     name="block_attention",
     op="block_attention",
-    sources=(block_attention_kernel, attend, kept_pairs, load_words, load_rows, store_rows, dot),
+    sources=(block_attention_kernel, attend, kept_pairs, load_words, load_rows, shaped, store_rows, dot),
     space=_space,
     cost=cost_by_tiles(
         programs=sympy.ceiling(_q_len / _bm), steps=_width * _block_k / _bn, products=_depth + _v_depth, walked=_bn,
-        kept=_bm, sums=_v_depth, scores=1,
+        kept=_bm, kept_depth=_depth, sums=_v_depth, scores=sympy.Integer(1),
     ),
     prepare=_prepare,
 )

@@ -4,12 +4,16 @@ A kernel's tile is a block or divides it. Each kernel walks its list once, and m
 one bit a pair; or twice, the second time over those that are kept whole, in a loop that knows no masks.
 """
 
+from collections.abc import Mapping
+from itertools import product
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from sparsecomp.lowering.attention.problem import BlockAttention
 from sparsecomp.lowering.cache.signature import Device
-from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
+from sparsecomp.lowering.tuning.limits import fits_shared
 from sparsecomp.lowering.tuning.template import Config
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -49,6 +53,25 @@ def kept_pairs(first, second, third, fourth, WIDE: tl.constexpr):
 
 
 @triton.jit
+def shaped(score, scale, cap, slope, queries, keys, CAPPED: tl.constexpr, BIASED: tl.constexpr):
+    """cap · tanh(scale · score / cap) + slope · (keys - queries), times log2 e, and the derivative of the cap.
+
+    `scale` and `slope` have log2 e in them; `queries` and `keys` are positions that broadcast.
+    """
+    slope_of_cap = score
+    if CAPPED:
+        # tanh by 1 - 2 / (1 + exp(2 x)), which is right at both infinities
+        capped = 1.0 - 2.0 / (1.0 + tl.math.exp2(score * (2.0 * scale / cap)))
+        slope_of_cap = 1.0 - capped * capped
+        score = capped * (cap * LOG2_E)
+    else:
+        score = score * scale
+    if BIASED:
+        score += slope * (keys - queries).to(tl.float32)
+    return score, slope_of_cap
+
+
+@triton.jit
 def load_rows(ptrs, rows, depth, ROWS, CHECK_ROWS: tl.constexpr, DEPTH: tl.constexpr, PADDED: tl.constexpr):
     """A tile by pointers; zeros past the depth and, where rows are to be checked, past ROWS."""
     if CHECK_ROWS and DEPTH != PADDED:
@@ -66,36 +89,70 @@ def store_rows(ptrs, value, rows, depth, ROWS, DEPTH: tl.constexpr):
     tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=(rows < ROWS)[:, None] & (depth < DEPTH)[None, :])
 
 
-def tile_space(problem: BlockAttention, device: Device, by_key: bool, kept: int, scores: int) -> list[Config]:
+class Walk(NamedTuple):
+    """What a kernel keeps and what it walks over.
+
+    Attributes:
+        by_key: it keeps a tile of keys and walks over queries, not the other way round.
+        kept: numbers of a row of the operands that stay, in shared memory.
+    """
+
+    by_key: bool
+    kept: int
+
+    def sides(self, config: Mapping[str, int]) -> tuple[int, int]:
+        """Rows of a tile that stays, and of one that is walked over."""
+        return (config["BN"], config["BM"]) if self.by_key else (config["BM"], config["BN"])
+
+
+def tile_space(problem: BlockAttention, device: Device, walk: Walk) -> list[Config]:
     """Configurations: BM queries and BN keys of a tile, whether there is one loop, warps and stages.
 
-    Args:
-        by_key: the kernel keeps a tile of keys and walks over queries, not the other way round.
-        kept: numbers of a row that are summed in registers.
-        scores: matrices (BM, BN) that are alive at once.
+    Those that were never among the fastest on an H200 are left out (`python -m bench attention-candidates`).
     """
-    p, itemsize = problem, 4 if problem.dtype == "float32" else 2
-    depth = p.padded_depth + p.padded_v_depth
-    outer_block, inner_block = (p.block_k, p.block_q) if by_key else (p.block_q, p.block_k)
-    outer = _sides(outer_block, 64 if depth <= 256 and itemsize == 2 else 32)
+    p, half = problem, problem.dtype != "float32"
+    wide = max(p.padded_depth, p.padded_v_depth)
+    kept_block, walked_block = (p.block_k, p.block_q) if walk.by_key else (p.block_q, p.block_k)
     found = []
-    for side, walked, warps in ((a, b, w) for a in outer for b in _sides(inner_block, 32) for w in (4, 8)):
-        bm, bn = (walked, side) if by_key else (side, walked)
-        # a warp works on 16 rows
-        if warps == 8 and side < 128 and kept < 256 or not fits_registers(side * kept + scores * bm * bn, warps):
-            continue
+    for kept, walked in product(_sides(kept_block, _kept_sides(wide, half)), _sides(walked_block, (32, 64))):
+        warps = 8 if wide > 64 and kept >= 128 or wide > 128 and kept >= 64 else 4
+        bm, bn = (walked, kept) if walk.by_key else (kept, walked)
         found += [Config(BM=bm, BN=bn, joint=joint, warps=warps, stages=stages)
-                  for joint in (1, 0) for stages in (1, 2, 3, 4)
-                  if (stages > 1 or itemsize == 4 or depth > 256)
-                  and fits_shared(itemsize * depth * (side + stages * walked), device)]  # fmt: skip
-    return found
+                  for joint in (1, 0) for stages in (1, 2, 3, 4) if stages > 1 or wide > 128 or not half]  # fmt: skip
+    return [one for one in found if fits_shared(shared_bytes_of(p, one, walk), device)]
 
 
-def _sides(block: int, least: int) -> list[int]:
-    return [side for side in (32, 64, 128) if side <= block and (side >= least or side == block)]
+def _kept_sides(wide: int, half: bool) -> tuple[int, ...]:
+    """Rows of a tile that stays: as many as registers hold the sums of."""
+    if wide <= 64:
+        return (64, 128) if half else (32, 64)
+    if wide <= 128:
+        return (128,) if half else (32,)
+    return (32, 64)
 
 
-def constants(problem: BlockAttention, config: Config, rows_walked: int, block: int) -> dict[str, int | bool]:
+def _sides(block: int, wanted: tuple[int, ...]) -> list[int]:
+    """Those of the wanted sides that divide a block; the block, if it is smaller than all."""
+    return [side for side in wanted if side <= block] or [block]
+
+
+def shared_bytes_of(problem: BlockAttention, config: Mapping[str, int], walk: Walk) -> int:
+    """Shared memory of a configuration, or somewhat more: what Triton 3.6 and 3.7 take for sm_80 and sm_90."""
+    p, stages, itemsize = problem, config["stages"], 4 if problem.dtype == "float32" else 2
+    side, walked = walk.sides(config)
+    depth = p.padded_depth + p.padded_v_depth
+    tiles = itemsize * (side * walk.kept + stages * walked * depth)
+    words = 4 * stages * side * (walked // 32)
+    numbers = 8 * stages * walked if walk.by_key else 0
+    # scores whose rows are not a warp's own go through shared memory on their way to a product
+    turned = itemsize * side * walked if 16 * config["warps"] > side and (itemsize == 2 or side >= 64) else 0
+    # operands of float32 are split in two
+    split = 4 * side * walk.kept if itemsize == 4 and (side >= 64 or stages == 1) else 0
+    split += 4 * walked * depth if itemsize == 4 and side >= 64 else 0
+    return tiles + words + numbers + turned + split
+
+
+def constants(problem: BlockAttention, config: Config, rows_walked: int, block: int) -> dict[str, Any]:
     """What all these kernels are specialised on.
 
     Args:
@@ -105,4 +162,5 @@ def constants(problem: BlockAttention, config: Config, rows_walked: int, block: 
         "GROUP": problem.group, "D": problem.depth, "DV": problem.v_depth, "BD": problem.padded_depth,
         "BDV": problem.padded_v_depth, "BLOCK_Q": problem.block_q, "BLOCK_K": problem.block_k, "BM": config["BM"],
         "BN": config["BN"], "CHECK_ROWS": rows_walked % block != 0, "JOINT": bool(config["joint"]),
+        "CAPPED": problem.softcap > 0, "BIASED": problem.biased,
     }  # fmt: skip

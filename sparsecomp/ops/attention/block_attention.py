@@ -15,25 +15,30 @@ from sparsecomp.errors import FormatError, MaskError
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.attention import block_attention as reference
+from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.blocks import AttentionBlocks
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
 
-MOST_DEPTH = 256
-"""Numbers of a query, key or value that kernels take."""
+MOST_BYTES = 512
+"""Of a query, key or value that kernels take: 256 numbers of 16 bits, 128 of float32."""
 
 library.define(
-    "block_attention(Tensor q, Tensor k, Tensor v, Tensor[] blocks, float scale) -> (Tensor, Tensor)", tags=TAGS
+    "block_attention(Tensor q, Tensor k, Tensor v, Tensor[] blocks, float scale, float softcap=0.0, "
+    "Tensor? alibi=None) -> (Tensor, Tensor)",
+    tags=TAGS,
 )
 library.define(
     "block_attention_gradients(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
-    "Tensor? grad_logsumexp, Tensor[] blocks, float scale) -> (Tensor, Tensor, Tensor)",
+    "Tensor? grad_logsumexp, Tensor[] blocks, float scale, float softcap=0.0, Tensor? alibi=None) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: AttentionBlocks, *, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, blocks: AttentionBlocks, *, scale: float | None = None, softcap: float = 0.0,
+    alibi: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale · q kᵀ) v over the kept pairs, as `torch.nn.functional.scaled_dot_product_attention` with a mask.
 
     Sums are float32 (float64 for float64). A query that keeps nothing, or whose kept scores are all -inf, gives zeros
@@ -45,6 +50,9 @@ def block_attention(
         v: (batch, kv_heads, k_len, v_depth).
         blocks: the kept pairs, for this batch or 1, these heads or 1, and these lengths; on the operands' device.
         scale: of the scores; 1 / sqrt(depth) if None.
+        softcap: c in scores of c · tanh(scale · q kᵀ / c), which lie between -c and c; 0 for none.
+        alibi: (heads,) float32, which has no gradient: added to a score (after the cap) is the head's number times
+            (position of the key - position of the query), both counted from 0.
 
     Returns:
         The result (batch, heads, q_len, v_depth), and the natural logarithm of each query's sum of exponentials
@@ -65,10 +73,12 @@ def block_attention(
         )
     if scale < 0:  # kernels look for the greatest score before they scale it
         q, scale = -q, -scale
-    return torch.ops.sparsecomp.block_attention.default(q, k, v, list(blocks[4:]), scale)
+    return torch.ops.sparsecomp.block_attention.default(q, k, v, list(blocks[4:]), scale, float(softcap), alibi)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float, softcap: float, alibi: Tensor | None
+) -> None:  # fmt: skip
     """All checks that look at no contents."""
     if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.is_floating_point()):
         raise FormatError(
@@ -84,6 +94,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: flo
         raise FormatError(f"q has {q.shape[1]} heads, k has {k.shape[1]}: the latter must divide the former")
     if not scale >= 0:
         raise FormatError(f"scale is {scale}, needs a number from 0 on: negate q for a negative one")
+    if not softcap >= 0:
+        raise FormatError(f"softcap is {softcap}, needs a number above 0, or 0 for none")
+    if alibi is not None and (alibi.shape != q.shape[1:2] or alibi.dtype is not torch.float32 or alibi.requires_grad):
+        raise FormatError(f"alibi is {_told(alibi)}, needs ({q.shape[1]},) float32, without gradients")
     if len(blocks) != 10:
         raise MaskError(f"blocks are {len(blocks)} tensors, need the ten of AttentionBlocks in its order")
     for length, lists in ((q.shape[2], blocks[:5]), (k.shape[2], blocks[5:])):
@@ -112,90 +126,93 @@ def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
-def _attention(q, k, v, blocks, scale):
-    _check(q, k, v, blocks, scale)
+def _attention(q, k, v, blocks, scale, softcap=0.0, alibi=None):
+    _check(q, k, v, blocks, scale, softcap, alibi)
     out, logsumexp = _results(q, v)
     if not q.shape[2] or not k.shape[2] or not q.shape[0]:
         return out.zero_(), logsumexp.fill_(-math.inf)
     with without_autocast(q):
-        found, sums = reference.block_attention_reference(q, k, v, blocks, scale)
+        found, sums = reference.block_attention_reference(q, k, v, blocks, Scoring(scale, softcap, alibi))
     return out.copy_(found), logsumexp.copy_(sums)
 
 
-def _attention_cuda(q, k, v, blocks, scale):
-    _check(q, k, v, blocks, scale)
+def _attention_cuda(q, k, v, blocks, scale, softcap=0.0, alibi=None):
+    _check(q, k, v, blocks, scale, softcap, alibi)
     if not _on_kernels(q, k, v):
-        return _attention(q, k, v, blocks, scale)
+        return _attention(q, k, v, blocks, scale, softcap, alibi)
     from sparsecomp.lowering.attention import block_attention as lowered  # loads Triton
 
     out, logsumexp = _results(q, v)
-    lowered.block_attention(q, k, v, blocks, scale, out, logsumexp)
+    lowered.block_attention(q, k, v, blocks, Scoring(scale, softcap, alibi), out, logsumexp)
     return out, logsumexp
 
 
 def _on_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
     some = q.numel() and k.numel() and v.numel()
-    return bool(some) and q.dtype in KERNEL_DTYPES and max(q.shape[3], v.shape[3]) <= MOST_DEPTH
+    return bool(some) and q.dtype in KERNEL_DTYPES and max(q.shape[3], v.shape[3]) * q.itemsize <= MOST_BYTES
 
 
-def _fake_attention(q, k, v, blocks, scale):
-    _check(q, k, v, blocks, scale)
+def _fake_attention(q, k, v, blocks, scale, softcap=0.0, alibi=None):
+    _check(q, k, v, blocks, scale, softcap, alibi)
     return _results(q, v)
 
 
-def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale):
-    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale)
+def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap=0.0, alibi=None):
+    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap, alibi)
     if not q.shape[2] or not k.shape[2] or not q.shape[0]:
         return tuple(one.zero_() for one in found)
     with without_autocast(q):
-        right = reference.gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale)
+        right = reference.gradients(
+            grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, Scoring(scale, softcap, alibi)
+        )
     return tuple(one.copy_(other) for one, other in zip(found, right, strict=True))
 
 
-def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale):
+def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap=0.0, alibi=None):
     if not _on_kernels(q, k, v):
-        return _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale)
+        return _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap, alibi)
     from sparsecomp.lowering.attention import block_attention_gradients as lowered  # loads Triton
 
-    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale)
-    lowered.block_attention_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, *found)
+    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap, alibi)
+    scoring = Scoring(scale, softcap, alibi)
+    lowered.block_attention_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scoring, *found)
     return found
 
 
-def _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale):
+def _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap=0.0, alibi=None):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ctx.blocks, ctx.scale = inputs
+    q, k, v, ctx.blocks, *ctx.scoring = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, logsumexp = ctx.saved_tensors
-    rest = ([None] * len(ctx.blocks), None)
+    rest = ([None] * len(ctx.blocks), *[None] * len(ctx.scoring))
     if grad is None and grad_logsumexp is None:
         return None, None, None, *rest
     if torch.is_grad_enabled():
-        return *_differentiable_gradients((q, k, v), grad, grad_logsumexp, ctx.blocks, ctx.scale), *rest
+        return *_differentiable_gradients((q, k, v), grad, grad_logsumexp, ctx.blocks, Scoring(*ctx.scoring)), *rest
     grad = torch.zeros_like(out) if grad is None else grad
     return *torch.ops.sparsecomp.block_attention_gradients.default(
-        grad, q, k, v, out, logsumexp, grad_logsumexp, ctx.blocks, ctx.scale
+        grad, q, k, v, out, logsumexp, grad_logsumexp, ctx.blocks, *ctx.scoring
     ), *rest
 
 
 def _differentiable_gradients(
     operands: tuple[Tensor, ...], grad: Tensor | None, grad_logsumexp: Tensor | None, blocks: Sequence[Tensor],
-    scale: float,
+    scoring: Scoring,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients through plain torch, for those who differentiate them again."""
     q, k, v = points = [one if one.requires_grad else one.detach().requires_grad_() for one in operands]
-    found = reference.block_attention_reference(q, k, v, blocks, scale)
+    found = reference.block_attention_reference(q, k, v, blocks, scoring)
     pairs = [(one.to(given.dtype), given) for one, given in zip(found, (grad, grad_logsumexp), strict=True)
              if given is not None]  # fmt: skip
     outs, grads = zip(*pairs, strict=True)
-    return torch.autograd.grad(outs, points, grads, create_graph=True)
+    return torch.autograd.grad(outs, points, grads, create_graph=True, materialize_grads=True)
 
 
 implement("block_attention", _attention, _attention_cuda, _fake_attention)

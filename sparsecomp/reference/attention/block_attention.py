@@ -41,6 +41,31 @@ class Lists(NamedTuple):
         return index, (kept[places] & listed[..., None, None]).transpose(1, 2).flatten(2)
 
 
+class Scoring(NamedTuple):
+    """How scores come from products of a query and a key: softcap · tanh(scale · product / softcap) + bias.
+
+    Attributes:
+        scale: of the products, from 0 on.
+        softcap: 0 for none, which leaves scale · product.
+        alibi: (heads,), None for none: the bias is alibi · (position of the key - position of the query).
+    """
+
+    scale: float
+    softcap: float = 0.0
+    alibi: Tensor | None = None
+
+    def of(self, head: int, product: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores, and their derivatives by the products; `query` and `key` are positions that broadcast."""
+        if self.softcap:
+            capped = torch.tanh(product * (self.scale / self.softcap))
+            score, slope = capped * self.softcap, (1 - capped * capped) * self.scale
+        else:
+            score, slope = product * self.scale, product.new_full((), self.scale)
+        if self.alibi is not None:
+            score = score + self.alibi[head].to(score.dtype) * (key - query)
+        return score, slope
+
+
 class _Head(NamedTuple):
     batch: int
     head: int
@@ -48,7 +73,7 @@ class _Head(NamedTuple):
 
 
 def block_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scoring: Scoring
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result (batch, heads, q_len, v_depth) and the logsumexp (batch, heads, q_len), in the dtype sums are kept in.
 
@@ -58,18 +83,19 @@ def block_attention_reference(
         q: (batch, heads, q_len, depth).
         k, v: (batch, heads / group, k_len, depth or v_depth).
         blocks: the tensors of ``AttentionBlocks``, in its order.
-        scale: of the scores.
+        scoring: of products.
     """
     lists, sums = Lists(*blocks[:5]), accumulator(q.dtype)
     q, k, v = q.to(sums), k.to(sums), v.to(sums)
-    results = [_one_head(q[b, h], k[b, g], v[b, g], *lists.of(b, h), lists.height, scale) for b, h, g in _heads(q, k)]
+    results = [_one_head(h, q[b, h], k[b, g], v[b, g], *lists.of(b, h), lists.height, scoring)
+               for b, h, g in _heads(q, k)]  # fmt: skip
     out, logsumexp = (torch.stack(parts) for parts in zip(*results, strict=True))
     return out.view(*q.shape[:3], v.shape[3]), logsumexp.view(q.shape[:3])
 
 
 def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
-    blocks: Sequence[Tensor], scale: float,
+    blocks: Sequence[Tensor], scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients by q, k and v, in the dtype sums are kept in.
 
@@ -79,8 +105,8 @@ def gradients(
     sums = accumulator(q.dtype)
     grad, q, k, v, out, logsumexp = (one.to(sums) for one in (grad, q, k, v, out, logsumexp))
     delta = delta_of(grad, out, grad_logsumexp)
-    by_q = by_query(grad, q, k, v, logsumexp, delta, blocks[:5], scale)
-    return by_q, *by_key(grad, q, k, v, logsumexp, delta, blocks[5:], scale)
+    by_q = by_query(grad, q, k, v, logsumexp, delta, blocks[:5], scoring)
+    return by_q, *by_key(grad, q, k, v, logsumexp, delta, blocks[5:], scoring)
 
 
 def delta_of(grad: Tensor, out: Tensor, grad_logsumexp: Tensor | None) -> Tensor:
@@ -89,24 +115,24 @@ def delta_of(grad: Tensor, out: Tensor, grad_logsumexp: Tensor | None) -> Tensor
     return delta if grad_logsumexp is None else delta - grad_logsumexp
 
 
-def by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scale: float) -> Tensor:
+def by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: Scoring) -> Tensor:
     """The gradient by q of operands of one dtype, by the lists of the queries."""
     walked, found = Lists(*lists), torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = _finite(logsumexp)
     for b, h, g in _heads(q, k):
         beside = (q[b, h], grad[b, h], logsumexp[b, h], delta[b, h])
-        found[b, h] = _by_query(*beside, k[b, g], v[b, g], *walked.of(b, h), walked.height, scale)
+        found[b, h] = _by_query(h, *beside, k[b, g], v[b, g], *walked.of(b, h), walked.height, scoring)
     return found
 
 
-def by_key(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+def by_key(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: Scoring) -> tuple[Tensor, Tensor]:
     """The gradients by k and v of operands of one dtype, by the lists of the keys."""
     walked = Lists(*lists)
     found = tuple(torch.zeros(one.shape, dtype=q.dtype, device=q.device) for one in (k, v))
     logsumexp = _finite(logsumexp)
     for b, h, g in _heads(q, k):
         beside = (q[b, h], grad[b, h], logsumexp[b, h], delta[b, h])
-        parts = _by_key(k[b, g], v[b, g], *beside, *walked.of(b, h), walked.height, scale)
+        parts = _by_key(h, k[b, g], v[b, g], *beside, *walked.of(b, h), walked.height, scoring)
         for whole, part in zip(found, parts, strict=True):
             whole[b, g] += part
     return found[0], found[1]
@@ -123,10 +149,12 @@ def _heads(q: Tensor, k: Tensor) -> Iterator[_Head]:
 
 
 def _one_head(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, kept: Tensor, block_q: int, scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    head: int, q: Tensor, k: Tensor, v: Tensor, index: Tensor, kept: Tensor, block_q: int, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
     block_k = kept.shape[2] // index.shape[1]
-    score = (_blocks(q, block_q) @ _gathered(k, index, block_k).mT * scale).masked_fill(~kept, -torch.inf)
+    product = _blocks(q, block_q) @ _gathered(k, index, block_k).mT
+    score, _ = scoring.of(head, product, *_positions(len(product), block_q, index, block_k))
+    score = score.masked_fill(~kept, -torch.inf)
     top = score.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)
     weight = torch.exp(score - top)
@@ -138,23 +166,35 @@ def _one_head(
     return out.flatten(0, 1)[: len(q)], logsumexp.flatten()[: len(q)]
 
 
-def _by_query(q, grad, logsumexp, delta, k, v, index, kept, block_q, scale) -> Tensor:
+def _by_query(head, q, grad, logsumexp, delta, k, v, index, kept, block_q, scoring) -> Tensor:
     block_k = kept.shape[2] // index.shape[1]
     keys, values = _gathered(k, index, block_k), _gathered(v, index, block_k)
     logsumexp, delta = (_blocks(one[:, None], block_q) for one in (logsumexp, delta))
-    weight = torch.exp(_blocks(q, block_q) @ keys.mT * scale - logsumexp).masked_fill(~kept, 0)
+    product = _blocks(q, block_q) @ keys.mT
+    score, slope = scoring.of(head, product, *_positions(len(product), block_q, index, block_k))
+    weight = torch.exp(score - logsumexp).masked_fill(~kept, 0)
     by_score = weight * (_blocks(grad, block_q) @ values.mT - delta)
-    return (by_score @ keys * scale).flatten(0, 1)[: len(q)]
+    return (by_score * slope @ keys).flatten(0, 1)[: len(q)]
 
 
-def _by_key(k, v, q, grad, logsumexp, delta, index, kept, block_k, scale) -> tuple[Tensor, Tensor]:
+def _by_key(head, k, v, q, grad, logsumexp, delta, index, kept, block_k, scoring) -> tuple[Tensor, Tensor]:
     block_q = kept.shape[2] // index.shape[1]
     queries, grads = _gathered(q, index, block_q), _gathered(grad, index, block_q)
     logsumexp, delta = (_gathered(one[:, None], index, block_q).mT for one in (logsumexp, delta))
-    weight = torch.exp(_blocks(k, block_k) @ queries.mT * scale - logsumexp).masked_fill(~kept, 0)
+    product = _blocks(k, block_k) @ queries.mT
+    key, query = _positions(len(product), block_k, index, block_q)
+    score, slope = scoring.of(head, product, query, key)
+    weight = torch.exp(score - logsumexp).masked_fill(~kept, 0)
     by_score = weight * (_blocks(v, block_k) @ grads.mT - delta)
-    by_k, by_v = by_score @ queries * scale, weight @ grads
+    by_k, by_v = by_score * slope @ queries, weight @ grads
     return by_k.flatten(0, 1)[: len(k)], by_v.flatten(0, 1)[: len(k)]
+
+
+def _positions(blocks: int, height: int, index: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Of the rows (blocks, height, 1), and of what they walk over (blocks, 1, lists · width)."""
+    row = torch.arange(blocks * height, device=index.device).view(blocks, height, 1)
+    walked = index[..., None] * width + torch.arange(width, device=index.device)
+    return row, walked.flatten(1)[:, None]
 
 
 def _blocks(rows: Tensor, height: int) -> Tensor:
