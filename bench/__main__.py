@@ -18,7 +18,7 @@ from bench.timing import MODES
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist, "algebra": algebra, "dynamic": dynamic}
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
-    "card", "training-step", "snn-training", *STUDIES, "table", "plots",
+    "card", "training-step", "snn-training", "snn-latency", *STUDIES, "table", "plots",
 )  # fmt: skip
 
 
@@ -33,8 +33,10 @@ def main() -> int:
     parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--sizes", type=int, nargs="+", help="of the layers of `loop`, instead of all")
-    parser.add_argument("--names", nargs="+", help="of the networks of `loop-networks`, instead of all")
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of torch.compile, of `loop…`")
+    parser.add_argument("--names", nargs="+", help="of the networks of `loop-networks` or `snn-latency`")
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of torch.compile")
+    parser.add_argument("--steps", type=int, nargs="+", help="time steps of `snn-latency`, instead of 1 and 4")
+    parser.add_argument("--batches", type=int, nargs="+", help="of `snn-latency`, instead of 1 and 8")
     parser.add_argument("--workers", type=int, default=1, help="processes in which `loop…` compiles its cases")
     parser.add_argument("--data", type=Path, help="folder with spikes/ and matrices/ of real ones, for more cases")
     arguments = parser.parse_args()
@@ -62,7 +64,7 @@ def main() -> int:
     from bench import loop, loop_networks, tuning
     from bench.masked import resu
     from bench.sparse import semi_structured, spmm, training_step
-    from bench.spiking import snn_conv, snn_network, snn_training
+    from bench.spiking import latency, snn_conv, snn_network, snn_training
 
     if arguments.suite in ("loop", "loop-networks"):
         rows = []
@@ -84,6 +86,10 @@ def main() -> int:
         print(training_step.table(save_each(path, training_step.run(tuple(arguments.modes), arguments.workers))))
     if arguments.suite == "snn-training":
         print(snn_training.table(save_each(path, snn_training.run(tuple(arguments.modes)))))
+    if arguments.suite == "snn-latency":
+        asked = (arguments.names or latency.NAMES, arguments.modes)
+        counts = (arguments.steps or latency.STEPS, arguments.batches or latency.BATCHES)
+        print(latency.table(save_each(path, latency.run(*asked, *counts))))
     if arguments.suite == "card":
         rows = save_each(path, card.run())
         print(card.pasted(card.record(rows), torch.cuda.get_device_name(), torch.__version__))

@@ -120,8 +120,8 @@ def _is_distance(node: fx.Node, found: StepOperation) -> bool:
 
 
 def _is_smaller(value: Any, node: fx.Node) -> bool:
-    sizes = numel_of(value), numel_of(node)
-    return not isinstance(value, fx.Node) or (None not in sizes and sizes[0] < sizes[1])
+    size, whole = numel_of(value), numel_of(node)
+    return not isinstance(value, fx.Node) or (size is not None and whole is not None and size < whole)
 
 
 def is_charge(node: fx.Node) -> bool:
@@ -410,8 +410,9 @@ class Steps:
         while path:
             node = path[-1]
             found = reading(node)
-            foreign = found is None or (node not in self._touching and is_charge(node))
-            operands = [one for one in (() if foreign else found.operands) if isinstance(one, fx.Node)]
+            foreign = node not in self._touching and is_charge(node)
+            inside = () if found is None or foreign else found.operands
+            operands = [one for one in inside if isinstance(one, fx.Node)]
             unknown = [] if node in self._touching else [one for one in operands if one not in self._touching]
             if unknown:
                 path.append(unknown[0])
