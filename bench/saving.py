@@ -18,12 +18,24 @@ def save(path: Path, result: object, **more: object) -> None:
 
 
 def save_each(path: Path, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All rows, of which those that there are lie in the file while others are measured."""
+    """All rows, of which those that there are lie in the file while others are measured.
+
+    A row may come again when more is known of it.
+    """
     found: list[dict[str, Any]] = []
     for row in rows:
-        found.append(row)
+        if row not in found:
+            found.append(row)
         save(path, found)
     return found
+
+
+def save_last(path: Path, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The one row that comes again and again; the file holds it alone, not in a list."""
+    last: dict[str, Any] = {}
+    for last in rows:
+        save(path, last)
+    return [last]
 
 
 def known(path: Path) -> list[dict[str, Any]]:

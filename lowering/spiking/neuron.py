@@ -74,7 +74,7 @@ def launch_neuron(
     numbers: Sequence[float],
     step: str,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """See `sparsecomp.ops.neuron`."""
     spikes = torch.empty_like(x, dtype=torch.int8)
     last = [torch.empty_like(x[0]) for _ in states] if keep else []
@@ -85,7 +85,7 @@ def launch_neuron(
     if strides != spikes.stride()[1:] or not _is_dense(shape, strides):
         # a step is not one dense block of memory: run on a copy, answer in the layout asked for
         dense = launch_neuron(x.contiguous(), states, starts, parameters, numbers, step, keep)
-        return tuple(ours.copy_(theirs) for ours, theirs in zip(results, dense, strict=True))  # pyright: ignore
+        return tuple(ours.copy_(theirs) for ours, theirs in zip(results, dense, strict=True))
     given = [None if v is None else _laid_out(v, x[0]) for v in states]
     given += [None] * (STATES - len(given))
     read = [*parameters, *[None] * (PARAMETERS - len(parameters))]

@@ -7,6 +7,7 @@ what belongs to the step before, a state; and what does not depend on the neuron
 exact: two columns agree in every operation, number and order of operands, or there is no neuron.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -120,8 +121,8 @@ def _is_distance(node: fx.Node, found: StepOperation) -> bool:
 
 
 def _is_smaller(value: Any, node: fx.Node) -> bool:
-    sizes = numel_of(value), numel_of(node)
-    return not isinstance(value, fx.Node) or (None not in sizes and sizes[0] < sizes[1])
+    size, whole = numel_of(value), numel_of(node)
+    return not isinstance(value, fx.Node) or (size is not None and whole is not None and size < whole)
 
 
 def is_charge(node: fx.Node) -> bool:
@@ -200,6 +201,7 @@ class Steps:
         charges: one a step.
         cuda: it is to run on a GPU, where torch divides by a number by multiplying with its inverse.
         unchanged: whether nothing writes to a value after a node has run.
+        currents: an input that takes up its own of the step before is a state too.
         inputs: what the neuron is given, step by step.
         states: what each state is before each step.
         parameters: nodes.
@@ -209,6 +211,7 @@ class Steps:
     charges: Columns
     cuda: bool
     unchanged: Callable[[Any, fx.Node], bool]
+    currents: bool
     inputs: Columns = ()
     states: list[Columns] = field(default_factory=list)
     parameters: list[fx.Node] = field(default_factory=list)
@@ -224,12 +227,21 @@ class Steps:
 
     @classmethod
     def of(cls, charges: Columns, cuda: bool, unchanged: Callable[[Any, fx.Node], bool]) -> "Steps":
-        """Read all steps.
+        """Read all steps, with what its input takes up of earlier ones if a description holds that.
 
         Raises:
             NoNeuron: they are no copies of one another.
         """
-        steps = cls(charges, cuda, unchanged)
+        try:
+            return cls._of(charges, cuda, unchanged, currents=True)
+        except NoNeuron:
+            return cls._of(charges, cuda, unchanged, currents=False)
+
+    @classmethod
+    def _of(
+        cls, charges: Columns, cuda: bool, unchanged: Callable[[Any, fx.Node], bool], currents: bool
+    ) -> "Steps":  # fmt: skip
+        steps = cls(charges, cuda, unchanged, currents)
         steps._touching.update({one: True for charge in charges for one in (charge, *fires_on(charge))})
         steps._read(charges)
         for state in steps.states:  # grows as they are read
@@ -293,8 +305,9 @@ class Steps:
     def _place_of(self, value: Any, step: int, depth: int) -> int | None:
         if isinstance(value, float):
             return self._number(value)
-        if value in self.parameters:
-            return _FIRST_PARAMETER + self.parameters.index(value)
+        for place, parameter in enumerate(self.parameters, _FIRST_PARAMETER):
+            if value is parameter or self._equal((parameter, value)):
+                return place
         found = reading(value)
         if found is None or not depth:
             return None
@@ -352,7 +365,7 @@ class Steps:
         whole = len(columns) == len(self.charges)
         if whole and (_key(columns[1:]) in self._begun or _key(columns[1:]) in self._places):
             return self._state(columns)
-        if not any(map(self._touches, columns)):
+        if not any(map(self._touches, columns)) and not (whole and self.currents and self._recurs(columns)):
             return self._input(columns)
         if self._operands(columns) is not None:
             return None
@@ -402,6 +415,15 @@ class Steps:
         args = [tuple(op.args.values()) for op in ops if op is not None]
         return all(self._equal(one, depth - 1) for one in zip(*args, strict=True))
 
+    def _recurs(self, columns: Columns) -> bool:
+        """Whether a value takes up its own of the step before, as a decaying current does: then it has a past too."""
+        for earlier, now in itertools.pairwise(columns):
+            if not isinstance(now, fx.Node) or earlier not in _back(now):
+                return False
+        self._touching = {node: True for node, touches in self._touching.items() if touches}
+        self._touching.update(dict.fromkeys(columns, True))
+        return True
+
     def _touches(self, value: Any) -> bool:
         """Whether a value depends on the neuron's past, by elementwise operations and not through another neuron."""
         if not isinstance(value, fx.Node):
@@ -410,8 +432,9 @@ class Steps:
         while path:
             node = path[-1]
             found = reading(node)
-            foreign = found is None or (node not in self._touching and is_charge(node))
-            operands = [one for one in (() if foreign else found.operands) if isinstance(one, fx.Node)]
+            foreign = node not in self._touching and is_charge(node)
+            inside = () if found is None or foreign else found.operands
+            operands = [one for one in inside if isinstance(one, fx.Node)]
             unknown = [] if node in self._touching else [one for one in operands if one not in self._touching]
             if unknown:
                 path.append(unknown[0])

@@ -10,7 +10,7 @@ nothing is written to in between, and all inputs are there before the first spik
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ from torch import fx
 import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, known_sizes, refuse
-from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.graph.canonicalize import example_of, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.fuse_neurons import MAX_STEPS
 from sparsecomp.passes.spiking.neuron_step import Columns, NoNeuron, Steps, chain_to, is_charge, is_last, reading
@@ -62,6 +62,7 @@ class _Found:
         neuron, numbers: what a step does.
         spikes: of each step the nodes that say whether it fires and are read outside, and the step.
         lasts: the nodes that hold a state after the last step and are read outside, and which one.
+        joins: the nodes that join the spikes of all steps.
         dead: what the operator stands for, readers first.
         place: the node before which it is to stand.
     """
@@ -71,8 +72,17 @@ class _Found:
     numbers: list[float]
     spikes: Mapping[fx.Node, int]
     lasts: Mapping[fx.Node, int]
+    joins: "Mapping[fx.Node, _Join]"
     dead: tuple[fx.Node, ...]
     place: fx.Node
+
+
+class _Join(NamedTuple):
+    """How the spikes of all steps are joined: `"stack"` or `"cat"`, each of them times a factor, if there is one."""
+
+    how: str
+    factor: Any
+    parts: tuple[fx.Node, ...]
 
 
 def _checked(steps: Steps, ctx: Context) -> _Found:
@@ -80,12 +90,15 @@ def _checked(steps: Steps, ctx: Context) -> _Found:
     spike, outside = _read_outside(steps)
     neuron, numbers = steps.description(spike)
     _check_operands(steps)
-    order = ctx.analysis.order
-    readers = [user for node in (*outside.spikes, *outside.lasts) for user in node.users if user not in outside.gone]
-    place = min(readers, key=order.__getitem__)
-    _check_in_time(steps, outside.gone, place, ctx)
+    order, joins = ctx.analysis.order, _joins(outside.spikes, len(steps.charges))
+    for join in joins.values():
+        outside.gone.update(dict.fromkeys(join.parts) if join.factor is not None else {})
+    readers = {user for node in (*outside.spikes, *outside.lasts) for user in node.users if user not in outside.gone}
+    place = min(readers.union(joins), key=order.__getitem__)
+    factors = [join.factor for join in joins.values() if isinstance(join.factor, fx.Node)]
+    _check_in_time(steps, factors, outside.gone, place, ctx)
     dead = tuple(sorted(outside.gone, key=order.__getitem__, reverse=True))
-    return _Found(steps, neuron, numbers, outside.spikes, outside.lasts, dead, place)
+    return _Found(steps, neuron, numbers, outside.spikes, outside.lasts, joins, dead, place)
 
 
 def _read_outside(steps: Steps) -> tuple[int, "_Outside"]:
@@ -102,10 +115,12 @@ def _read_outside(steps: Steps) -> tuple[int, "_Outside"]:
     raise obstacle
 
 
-def _check_in_time(steps: Steps, gone: Collection[fx.Node], place: fx.Node, ctx: Context) -> None:
+def _check_in_time(
+    steps: Steps, factors: list[fx.Node], gone: Collection[fx.Node], place: fx.Node, ctx: Context
+) -> None:  # fmt: skip
     """At its place the operator finds all that it reads, as the steps would find it."""
     order, source = ctx.analysis.order, taken_from(steps.inputs)[0]
-    fixed = [one for one in (*steps.parameters, *_starts(steps)) if isinstance(one, fx.Node)]
+    fixed = [one for one in (*steps.parameters, *factors, *_starts(steps)) if isinstance(one, fx.Node)]
     if any(order[one] >= order[place] for one in (*fixed, *(steps.inputs if source is None else (source,)))):
         raise _Obstacle("its first spike is read before its last input is there")
     for one in {*fixed, *steps.inputs}:
@@ -228,6 +243,46 @@ def _is_unread(node: fx.Node) -> bool:
     return plain and not node.users
 
 
+def _joins(spikes: Mapping[fx.Node, int], count: int) -> dict[fx.Node, _Join]:
+    """The nodes that join the spikes of all steps, in order."""
+    found: dict[fx.Node, _Join] = {}
+    for node in (one for one, step in spikes.items() if step == 0):
+        for reader in node.users:
+            for user in (reader, *reader.users):
+                join = _join(user, spikes, count)
+                if join is not None:
+                    found[user] = join
+    return found
+
+
+def _join(node: fx.Node, spikes: Mapping[fx.Node, int], count: int) -> _Join | None:
+    op = op_of(node)
+    parts = op.get("tensors") if op is not None else None
+    parts = tuple(parts) if isinstance(parts, tuple | list) else ()
+    how = joins(node, parts) if len(parts) == count else None
+    if how is None:
+        return None
+    if [spikes.get(part) for part in parts] == [*range(count)]:
+        return _Join(how, None, parts)
+    scaled = [_scaled(part, spikes) for part in parts]
+    alone = all(set(part.users) == {node} for part in parts)
+    if not alone or None in scaled or [one[0] for one in scaled if one] != [*range(count)]:
+        return None
+    factors = {(type(one[1]), one[1]) for one in scaled if one}
+    return _Join(how, factors.pop()[1], parts) if len(factors) == 1 else None
+
+
+def _scaled(node: fx.Node, spikes: Mapping[fx.Node, int]) -> tuple[int, Any] | None:
+    """The step whose spikes a node multiplies with one number, and that."""
+    found = reading(node)
+    if found is None or found.operation != "mul":
+        return None
+    for spike, factor in (found.operands, reversed(found.operands)):
+        if spike in spikes and (not isinstance(factor, fx.Node) or numel_of(factor) == 1):
+            return spikes[spike], factor
+    return None
+
+
 # ---- building -----------------------------------------------------------------------------------------------------
 
 
@@ -250,11 +305,8 @@ def _build(found: _Found) -> Mapping[fx.Node, fx.Node]:
             states = [call(like.graph, like, operator.getitem, calls[-1], 1 + index) for index in range(len(states))]
     spikes = [call(like.graph, like, operator.getitem, one, 0) for one in calls]
     replaced = {node: states[index] for node, index in found.lasts.items()}
-    for node, step in found.spikes.items():
-        for user in node.users if step == 0 else ():
-            whole = _joined(user, found, spikes)
-            if whole is not None:
-                replaced[user] = whole
+    for node, join in found.joins.items():
+        replaced[node] = _joined(node, join, spikes)
     for node, step in found.spikes.items():
         if any(user not in replaced and user not in found.dead for user in node.users):
             one = call(node.graph, node, torch.select, spikes[step // length], 0, step % length)
@@ -291,16 +343,13 @@ def _expanded(state: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
     return call(like.graph, like, torch.Tensor.expand, state, *sizes)
 
 
-def _joined(user: fx.Node, found: _Found, spikes: list[fx.Node]) -> fx.Node | None:
-    """What takes the place of a node that joins the spikes of all steps, if one does."""
-    op = op_of(user)
-    parts = () if op is None or not isinstance(op.get("tensors"), tuple | list) else tuple(op.get("tensors"))
-    how = joins(user, parts) if parts else None
-    if how is None or [found.spikes.get(one) for one in parts] != [*range(len(found.steps.charges))]:
-        return None
-    whole = spikes[0] if len(spikes) == 1 else call(user.graph, user, torch.cat, spikes)
-    whole = _cast(whole, user)
-    return whole if how == "stack" else call(user.graph, user, torch.flatten, whole, 0, 1)
+def _joined(node: fx.Node, join: _Join, spikes: list[fx.Node]) -> fx.Node:
+    """What takes the place of a node that joins the spikes of all steps."""
+    whole = spikes[0] if len(spikes) == 1 else call(node.graph, node, torch.cat, spikes)
+    whole = _cast(whole, node)
+    if join.factor is not None:
+        whole = call(node.graph, node, torch.mul, whole, join.factor)
+    return whole if join.how == "stack" else call(node.graph, node, torch.flatten, whole, 0, 1)
 
 
 def _cast(value: fx.Node, like: fx.Node) -> fx.Node:

@@ -6,7 +6,7 @@ keeps each operation apart, and whoever runs it rounds after each: kernels, and 
 
     t0 = mul v0 n0; t1 = add t0 x; t2 = ge t1 n1; t3 = float t2; t4 = sub n2 t3; t5 = mul t1 t4; spike t2; v0 t5
 
-is a leaky neuron with a hard reset: x is the input of the step, v0 and v1 its states, p0 to p3 tensors and n0 to n7
+is a leaky neuron with a hard reset: x is the input of the step, v0 and v1 its states, p0 to p5 tensors and n0 to n7
 numbers that stay the same over time.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparsecomp.errors import InputError
 
-STATES, PARAMETERS, NUMBERS = 2, 4, 8
+STATES, PARAMETERS, NUMBERS = 2, 6, 8
 """How many a description has room for."""
 OPERATIONS = ("add", "sub", "mul", "div", "neg", "ge", "gt", "le", "lt", "not", "float", "where")
 """What one instruction can do, on float32 and on truth values; a kernel knows them by their place."""

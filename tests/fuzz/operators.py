@@ -92,6 +92,7 @@ def neuron(p: Program) -> None:
     x = p.pick(lambda value: value.is_floating_point() and value.dim() > 1 and value.shape[0] <= 4)
     dtype, spikes = p.values[x].dtype, []
     charge, fire, reset = p.one(_CHARGES), p.one(_FIRES), p.one(_RESETS)
+    decays, before = p.rng.random() < 0.2, p.call(torch.zeros_like, p.call(operator.getitem, x, 0))
     first = p.call(operator.getitem, x, 0)
     v: Any = p.one([
         lambda: p.call(torch.zeros_like, first), lambda: p.call(torch.full_like, first, 0.25), lambda: 0.0,
@@ -102,7 +103,10 @@ def neuron(p: Program) -> None:
     for t in range(p.size(x, 0)):
         if p.rng.random() < 0.05:
             charge = p.one(_CHARGES)
-        h = charge(p, p.call(operator.getitem, x, t), v)
+        current = p.call(operator.getitem, x, t)
+        if decays:  # takes up what it was before
+            current = before = p.call(torch.add, p.call(torch.mul, before, 0.5), current)
+        h = charge(p, current, v)
         spikes.append(fire(p, h, dtype))
         v = reset(p, h, spikes[-1])
         if p.rng.random() < 0.05:

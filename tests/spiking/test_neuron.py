@@ -203,10 +203,10 @@ def test_compiles(capability: int) -> None:
         from sparsecomp.lowering.spiking.kernels.neuron import neuron_kernel as kernel
         from sparsecomp.lowering.spiking.neuron import Neurons, Axis
         from sparsecomp.reference.neuron import neuron_of
-        problem = Neurons(960, 960, 960, (Axis(1, 1),) * 4, (0.0, 0.0), (0.5,) * 8, 4, neuron_of({LEAKY!r}),
-                          (True, False), (False,) * 4, True)
+        problem = Neurons(960, 960, 960, (Axis(1, 1),) * 6, (0.0, 0.0), (0.5,) * 8, 4, neuron_of({LEAKY!r}),
+                          (True, False), (False,) * 6, True)
         constants = dict(problem.constants, BLOCK=1024, v1_ptr=None, p0_ptr=None, p1_ptr=None, p2_ptr=None,
-                         p3_ptr=None, last1_ptr=None)
+                         p3_ptr=None, p4_ptr=None, p5_ptr=None, last1_ptr=None)
         pointers = dict(x_ptr="*fp32", v0_ptr="*fp32", last0_ptr="*fp32", spikes_ptr="*i8")
         floats = {{n: "fp32" for n in kernel.arg_names if n in ("start0", "start1") or n[0] == "n" and n[1:].isdigit()}}
         types = {{n: pointers.get(n, floats.get(n, "i32")) for n in kernel.arg_names}}

@@ -218,6 +218,37 @@ def test_the_spike_before_as_a_state() -> None:
     assert "v1 = s" in site(report, RULE).reason
 
 
+@pytest.mark.parametrize("factor", [0.3, "tensor"])
+def test_spikes_of_another_size(factor: Any) -> None:
+    factor = torch.tensor(0.3) if factor == "tensor" else factor
+
+    def run(x: Tensor) -> Tensor:
+        v, out = torch.zeros_like(x[0]), []
+        for step in x:
+            v = v * 0.5 + step
+            s = (v >= 0.7).float()
+            v = v - s * 0.7
+            out.append(s * factor)
+        return torch.stack(out)
+
+    report = fused(run, currents(4, 3, 8))
+    assert "select" not in report.graph_after, "the factor is multiplied with the spikes of all steps"
+
+
+def test_a_current_that_decays_is_a_state() -> None:
+    def run(x: Tensor) -> Any:
+        i, v, out = torch.zeros_like(x[0]), torch.zeros_like(x[0]), []
+        for step in x:
+            i = 0.7 * i + step
+            v = 0.9 * v + i
+            out.append((v >= 1.0).float())
+            v = v - out[-1]
+        return torch.stack(out), i, v
+
+    report = fused(run, currents(6, 2, 8, special=True))
+    assert "v1 = h1" in site(report, RULE).reason
+
+
 def test_an_image_that_stays() -> None:
     def run(image: Tensor) -> Tensor:
         v, out = 0.0, []

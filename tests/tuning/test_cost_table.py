@@ -303,8 +303,8 @@ def _finished(outputs: int, dtype: str) -> Output:
 
 def _neuron(numel: int, steps: int) -> Neurons:
     step = neuron_of("t0 = mul v0 n0; t1 = add t0 x; t2 = ge t1 p0; t3 = where t2 n1 t1; spike t2; v0 t3")
-    axes = (Axis(16, 4), *[Axis(1, 1)] * 3)
-    given = (True, False, False, False)
+    axes = (Axis(16, 4), *[Axis(1, 1)] * 5)
+    given = (True, *[False] * 5)
     return Neurons(numel, numel, numel, axes, (0.0,) * 2, (0.5,) * 8, steps, step, (True, False), given, True)
 
 

@@ -84,9 +84,9 @@ PROBLEMS = [
     pytest.param(
         NEURON,
         Neurons(
-            960, 960, 960, (Axis(16, 60), *[Axis(1, 1)] * 3), (0.0, 0.0), (0.3,) * 8, 3,
+            960, 960, 960, (Axis(16, 60), *[Axis(1, 1)] * 5), (0.0, 0.0), (0.3,) * 8, 3,
             neuron_of("t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; spike t2; v0 t1; v1 t3"),
-            (True, False), (True, False, False, False), True,
+            (True, False), (True, *[False] * 5), True,
         ),
         id="neuron",
     ),

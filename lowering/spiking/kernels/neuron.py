@@ -76,9 +76,9 @@ def _parameter(pointer, size, stride, offset, mask, zero):
 
 @triton.jit
 def neuron_kernel(
-    x_ptr, v0_ptr, v1_ptr, p0_ptr, p1_ptr, p2_ptr, p3_ptr, spikes_ptr, last0_ptr, last1_ptr,
+    x_ptr, v0_ptr, v1_ptr, p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, spikes_ptr, last0_ptr, last1_ptr,
     numel, x_step, spikes_step, size0, stride0, size1, stride1, size2, stride2, size3, stride3,
-    start0, start1, n0, n1, n2, n3, n4, n5, n6, n7,
+    size4, stride4, size5, stride5, start0, start1, n0, n1, n2, n3, n4, n5, n6, n7,
     STEPS: tl.constexpr, CODE: tl.constexpr, SPIKE: tl.constexpr, AFTER: tl.constexpr, KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -90,6 +90,7 @@ def neuron_kernel(
     fixed = (
         _parameter(p0_ptr, size0, stride0, offset, mask, zero), _parameter(p1_ptr, size1, stride1, offset, mask, zero),
         _parameter(p2_ptr, size2, stride2, offset, mask, zero), _parameter(p3_ptr, size3, stride3, offset, mask, zero),
+        _parameter(p4_ptr, size4, stride4, offset, mask, zero), _parameter(p5_ptr, size5, stride5, offset, mask, zero),
         zero + n0, zero + n1, zero + n2, zero + n3, zero + n4, zero + n5, zero + n6, zero + n7,
     )  # fmt: skip
     # offsets of later steps pass 2^31 where a whole layer does

@@ -1,0 +1,99 @@
+"""The benchmarks by name: the module of `bench` that does each, and what of the command line it takes.
+
+A module is imported when it runs, since most load Triton. Its rows are saved as they come, and its table is printed.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.saving import save_each, save_last
+
+Row = dict[str, Any]
+Rows = Iterable[Row]
+
+
+def _its_table(module: Any, rows: list[Row]) -> str:
+    return module.table(rows) if hasattr(module, "table") else ""
+
+
+class Suite(NamedTuple):
+    """A benchmark.
+
+    Attributes:
+        module: its name within `bench`.
+        rows: what it measures, from the module and the command line.
+        told: what is printed in the end.
+        saved: how rows are saved.
+        needs_gpu: whether it needs a CUDA device.
+    """
+
+    module: str
+    rows: Callable[[Any, Namespace], Rows]
+    told: Callable[[Any, list[Row]], str] = _its_table
+    needs_gpu: bool = True
+    saved: Callable[[Path, Rows], list[Row]] = save_each
+
+
+def _layers(module: Any, rows: list[Row]) -> str:
+    from bench import table
+
+    return table.layers_as_called(rows)
+
+
+def _networks(module: Any, rows: list[Row]) -> str:
+    from bench import table
+
+    return table.networks_as_called(rows)
+
+
+def _record(module: Any, rows: list[Row]) -> str:
+    return module.pasted(module.record(rows), torch.cuda.get_device_name(), torch.__version__)
+
+
+def _study(module: str) -> Suite:
+    return Suite(module, lambda study, given: study.run(), needs_gpu=False)
+
+
+STUDIES = {
+    "prune-minilm": _study("masked.prune_minilm"), "resu-mnist": _study("masked.resu_mnist"),
+    "algebra": _study("sparse.algebra"), "dynamic": _study("sparse.dynamic"),
+}  # fmt: skip
+"""What is no benchmark of speed alone, and runs without a GPU."""
+
+SUITES: dict[str, Suite] = {
+    "loop": Suite(
+        "loop", lambda m, a: m.run(m.grid(sizes=tuple(a.sizes or m.SIZES)), a.modes, workers=a.workers or 1), _layers
+    ),
+    "loop-networks": Suite(
+        "loop_networks", lambda m, a: m.run(a.names or m.NETWORKS, a.modes, workers=a.workers or 1), _networks
+    ),
+    "snn-conv": Suite("spiking.snn_conv", lambda m, a: m.run(a.data and a.data / "spikes")),
+    "snn-network": Suite(
+        "spiking.snn_network", lambda m, a: m.run(a.network, precisions=tuple(a.precision)), saved=save_last
+    ),
+    "snn-training": Suite("spiking.snn_training", lambda m, a: m.run(a.modes)),
+    "snn-latency": Suite(
+        "spiking.latency",
+        lambda m, a: m.run(a.names or m.NAMES, a.modes, a.steps or m.STEPS, a.batches or m.BATCHES),
+    ),
+    "spike-layers": Suite(
+        "spiking.spike_layers", lambda m, a: m.run(a.modes, tuple(a.names or m.KINDS), a.workers or 8)
+    ),
+    "tuning": Suite("tuning", lambda m, a: m.run()),
+    "spmm": Suite("sparse.spmm", lambda m, a: m.run(a.data)),
+    "semi-structured": Suite("sparse.semi_structured", lambda m, a: m.run()),
+    "sparse-products": Suite("sparse.sparse_products", lambda m, a: m.run()),
+    "active-inputs": Suite("sparse.active_inputs", lambda m, a: m.run(a.workers or 1)),
+    "training-step": Suite("sparse.training_step", lambda m, a: m.run(a.modes, a.workers or 1)),
+    "resu": Suite("masked.resu", lambda m, a: m.run()),
+    "attention": Suite("attention.block_attention", lambda m, a: m.run(a.workers or 8)),
+    "masked-attention": Suite("attention.masked_models", lambda m, a: m.run(a.modes, a.workers or 1)),
+    "attention-candidates": Suite("attention.candidates", lambda m, a: m.run(a.workers or 8)),
+    "card": Suite("card", lambda m, a: m.run(), _record),
+    "cpu": Suite("cpu", lambda m, a: [m.run()], needs_gpu=False, saved=save_last),
+    **STUDIES,
+}

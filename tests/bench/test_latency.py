@@ -1,0 +1,49 @@
+"""The benchmark of latency, on the CPU: what its rivals are, and that its rows hold what they say."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bench.spiking import latency
+from bench.spiking.latency import Case, HandWritten, Leaky, ann_of
+
+TINY = Case(latency.HAND_WRITTEN, 3, 2, "cpu", 8)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "HandWritten", lambda: HandWritten((4, 8)))
+
+
+def test_the_network_fires_and_its_ann_has_relu_for_neurons() -> None:
+    net, x = latency.network(TINY)
+    assert x.shape == (3, 2, 3, 8, 8)
+    assert len(latency.rates(net, x)) == 2 and all(0.02 < rate < 0.6 for rate in latency.rates(net, x))
+    ann = ann_of(net)
+    with torch.no_grad():
+        y: Any = x[0]
+        for layer, norm in zip(net.layers, net.norms, strict=True):
+            y = norm(layer(y)).relu()
+        torch.testing.assert_close(ann(x[:1]), net.head(y.mean((2, 3))))
+    assert any(isinstance(module, Leaky) for module in net.modules()), "the network itself stays"
+
+
+def test_the_ann_of_a_librarys_network() -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    net = nn.Sequential(nn.Linear(3, 3), neuron.LIFNode(step_mode="m"))
+    x = torch.randn(1, 2, 3)
+    torch.testing.assert_close(ann_of(net)(x), net[0](x).relu())
+
+
+@pytest.mark.slow(reason="compiles five networks")
+def test_rows_have_all_rivals_and_say_what_was_fused() -> None:
+    row = latency.measured(TINY, ["default"])
+    assert set(row["ms"]) == {f"{rival}, default" for rival in latency.RIVALS}
+    assert "left out" not in row and all(ms > 0 for ms in row["ms"].values())
+    fused = {name: sites.count("unrolled_neurons: fused") for name, sites in row["sites"].items()}
+    assert fused == {"sparsecomp, default": 0, "loop fused, default": 2, "layers fused, default": 0}
+    assert "fuse_steps: batched" in row["sites"]["layers fused, default"]
+    header, _, line, *_ = latency.table([row]).splitlines()
+    assert header.count("|") == line.count("|") and "(" in line
