@@ -32,6 +32,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as outside_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -74,6 +75,7 @@ __all__ = [
     "matmul_tf32",
     "names_of",
     "one_level",
+    "outside_modes",
     "passes_errors",
     "plain_eager",
     "propagate_fakes",

@@ -19,7 +19,12 @@ def characters(elements: Triplets, width: int, height: int) -> str:
     Raises:
         FormatError: width or height is below 1.
     """
-    shades = (cells(elements, width, height) * (len(_SHADES) - 1)).ceil().int().tolist()
+    return framed(cells(elements, width, height))
+
+
+def framed(shares: torch.Tensor) -> str:
+    """Shares (lines, columns) from 0 to 1 as characters in a frame; blank means 0."""
+    shades = (shares * (len(_SHADES) - 1)).ceil().int().tolist()
     edge = "+" + "-" * (len(shades[0]) if shades else 0) + "+"
     return "\n".join([edge, *("|" + "".join(_SHADES[shade] for shade in line) + "|" for line in shades), edge])
 

@@ -1,0 +1,62 @@
+"""Patterns of attention, and attention that computes only what they keep.
+
+    pattern = LocalWindow(256, 0) | GlobalTokens(4) & causal()
+    out = attention(query, key, value, pattern)
+    print(pattern.spy(4096), pattern.statistics(4096))
+
+A pattern says which keys each query attends to. It knows no lengths, and becomes block lists, a mask, a FlexAttention
+block mask, a matrix or a picture for the lengths at hand.
+"""
+
+from sparsecomp.attention.drawing import PatternStatistics
+from sparsecomp.attention.flex import from_flex
+from sparsecomp.attention.functional import attention
+from sparsecomp.attention.given import Documents, FromFunction, FromTensor, PerHead
+from sparsecomp.attention.pairs import Bounds, Pairs, Ranges
+from sparsecomp.attention.pattern import AttentionPattern
+from sparsecomp.attention.positions import (
+    GlobalTokens,
+    InBlocks,
+    LocalWindow,
+    PeriodicKeys,
+    PrefixLM,
+    RandomKeys,
+    causal,
+)
+from sparsecomp.attention.published import (
+    big_bird,
+    longformer,
+    random_blocks,
+    sparse_transformer_fixed,
+    sparse_transformer_strided,
+)
+from sparsecomp.reference.attention.blocks import AttentionBlocks, blocks_of, dense_mask
+
+__all__ = [
+    "AttentionBlocks",
+    "AttentionPattern",
+    "Bounds",
+    "Documents",
+    "FromFunction",
+    "FromTensor",
+    "GlobalTokens",
+    "InBlocks",
+    "LocalWindow",
+    "Pairs",
+    "PatternStatistics",
+    "PerHead",
+    "PeriodicKeys",
+    "PrefixLM",
+    "RandomKeys",
+    "Ranges",
+    "attention",
+    "big_bird",
+    "blocks_of",
+    "causal",
+    "dense_mask",
+    "from_flex",
+    "longformer",
+    "random_blocks",
+    "sparse_transformer_fixed",
+    "sparse_transformer_strided",
+]

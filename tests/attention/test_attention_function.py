@@ -1,0 +1,129 @@
+"""Attention by a pattern beside torch's, in float64: values, gradients, and under compilation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparsecomp.attention import (
+    AttentionPattern,
+    Documents,
+    FromFunction,
+    GlobalTokens,
+    LocalWindow,
+    PerHead,
+    attention,
+    causal,
+    longformer,
+)
+from sparsecomp.errors import FormatError, MaskError, PatternError
+
+
+def operands(q_len: int, k_len: int, heads: int = 2, kv_heads: int = 2, dtype=torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, heads, q_len, 16), (2, kv_heads, k_len, 16), (2, kv_heads, k_len, 16))
+    return [torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+PATTERNS: dict[str, AttentionPattern] = {
+    "window": LocalWindow(9, 4),
+    "tokens": longformer(6, 2, autoregressive=True),
+    "documents": Documents(torch.tensor([0] * 30 + [1] * 40 + [-1] * 30)),
+    "heads": PerHead((causal(), LocalWindow(0, 20))),
+    "nothing": ~LocalWindow(None, None),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("lengths", [(70, 70), (33, 100)])
+def test_values_and_gradients_are_those_of_the_mask(name: str, lengths: tuple[int, int]) -> None:
+    pattern, inputs = PATTERNS[name], operands(*lengths)
+    weight = torch.randn(2, 2, lengths[0], 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = attention(*inputs, pattern, scale=0.3, block=(32, 32))
+    right = expected(*inputs, pattern.to_dense(*lengths), 0.3)
+    torch.testing.assert_close(found, right)
+    for one, other in zip(
+        torch.autograd.grad((found * weight).sum(), inputs), torch.autograd.grad((right * weight).sum(), inputs),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(one, other)
+
+
+def test_fewer_heads_of_keys() -> None:
+    inputs = operands(64, 64, heads=4, kv_heads=2)
+    right = expected(*inputs, causal().to_dense(64))
+    torch.testing.assert_close(attention(*inputs, causal()), right)
+
+
+def test_the_last_queries_of_a_sequence() -> None:
+    q, k, v = operands(64, 64)
+    window = LocalWindow(10, 0)
+    whole = expected(q, k, v, window.to_dense(64))
+    torch.testing.assert_close(attention(q[:, :, 60:], k, v, window.shifted(60)), whole[:, :, 60:])
+
+
+def test_block_lists_are_made_once() -> None:
+    asked = []
+
+    def keeps(batch, head, query, key):
+        asked.append(None)
+        return key <= query
+
+    pattern, inputs = FromFunction(keeps), operands(64, 64)
+    attention(*inputs, pattern)
+    made = len(asked)
+    attention(*inputs, pattern)
+    assert made and len(asked) == made
+    attention(*operands(32, 64), pattern)
+    assert len(asked) > made
+
+
+def test_lists_made_in_inference_serve_training() -> None:
+    pattern, inputs = LocalWindow(7, 7) & causal(), operands(40, 40)
+    with torch.inference_mode():
+        attention(*inputs, pattern)
+    attention(*inputs, pattern).sum().backward()
+    assert inputs[0].grad is not None
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pattern = LocalWindow(8, 0) | GlobalTokens(1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q * 2, k, v, self.pattern)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "sparsecomp"])
+def test_compiled_in_one_graph(backend: str) -> None:
+    layer, inputs = Layer(), operands(48, 48, dtype=torch.float32)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for lengths in ((48, 48), (40, 40), (40, 56)):  # of the third on sizes are dynamic
+        inputs = operands(*lengths, dtype=torch.float32)
+        doubles = [one.detach().double().requires_grad_() for one in inputs]
+        right = expected(doubles[0] * 2, *doubles[1:], layer.pattern.to_dense(*lengths))
+        found = compiled(*inputs)
+        torch.testing.assert_close(found.double(), right, atol=2e-6, rtol=1e-5)
+        for one, other in zip(
+            torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(right.sum(), doubles), strict=True
+        ):
+            torch.testing.assert_close(one.double(), other, atol=5e-6, rtol=1e-5)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, k, v = operands(32, 32)
+    with pytest.raises(PatternError, match="no pattern"):
+        attention(q, k, v, torch.ones(32, 32, dtype=torch.bool))
+    with pytest.raises(MaskError):
+        attention(q, k, v, PerHead((causal(),) * 3))
+    with pytest.raises(FormatError):
+        attention(q, k[:, :, :, :8], v, causal())
+    with pytest.raises(MaskError, match="powers of two"):
+        attention(q, k, v, causal(), block=(48, 48))
