@@ -8,6 +8,7 @@ and ``SPARSECOMP_DEBUG=1`` finds them.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,12 @@ class Constant(NamedTuple):
     Attributes:
         make: what gives it for tensors in the place of the sources; equal ones make equal buffers.
         sources: placeholders.
+        part: which of several tensors that `make` gives; None where it gives one.
     """
 
-    make: Callable[..., Tensor]
+    make: Callable[..., Any]
     sources: tuple[fx.Node, ...]
+    part: int | None = None
 
 
 def promised_node(
@@ -47,7 +50,20 @@ def promised_node(
         sources, held: the inputs, and what they hold.
         names: of them, for the error.
     """
-    return checked(_buffer(like, Constant(make, tuple(sources)), held), like, sources, held, names)
+    node = _buffer(like, Constant(make, tuple(sources)), lambda: _made(make, held))
+    return checked(node, like, sources, held, names)
+
+
+def promised_nodes(
+    like: fx.Node, make: Callable[..., Sequence[Tensor]], parts: int, sources: Sequence[fx.Node],
+    held: Sequence[Tensor], names: Sequence[str],
+) -> list[fx.Node]:  # fmt: skip
+    """`promised_node` for each of so many tensors that are made together; without sources they are just constants."""
+    made = cache(partial(_made, make, held))
+    nodes = [
+        _buffer(like, Constant(make, tuple(sources), part), lambda part=part: made()[part]) for part in range(parts)
+    ]  # fmt: skip
+    return [checked(nodes[0], like, sources, held, names), *nodes[1:]] if sources else nodes
 
 
 def checked(
@@ -56,23 +72,26 @@ def checked(
     """A node that, under ``SPARSECOMP_DEBUG=1``, looks in each call whether promised inputs hold what they held."""
     if not Settings.from_environment().debug:
         return node
-    seen = [_buffer(like, Constant(torch.clone, (source,)), [one]) for source, one in zip(sources, held, strict=True)]
+    seen = [
+        _buffer(like, Constant(torch.clone, (source,)), partial(_made, torch.clone, [one]))
+        for source, one in zip(sources, held, strict=True)
+    ]
     return call(like.graph, like, torch.ops.sparsecomp.promised.default, node, list(sources), seen, list(names))
 
 
-def _buffer(like: fx.Node, constant: Constant, held: Sequence[Tensor]) -> fx.Node:
+def _buffer(like: fx.Node, constant: Constant, made: Callable[[], Tensor]) -> fx.Node:
     module = like.graph.owning_module
     assert module is not None
     names: dict[Constant, str] = module.meta.setdefault(_KEY, {})
     if constant not in names:
-        names[constant] = _compat.add_constant(module, _made(constant.make, held))
+        names[constant] = _compat.add_constant(module, made())
     node = like.graph.get_attr(names[constant])
     value = module.get_buffer(names[constant])
     node.meta["example_value"] = _compat.fake_of(value, beside=example_of(like.all_input_nodes[0]))
     return node
 
 
-def _made(make: Callable[..., Tensor], held: Sequence[Tensor]) -> Tensor:
+def _made(make: Callable[..., Any], held: Sequence[Tensor]) -> Any:
     with torch.inference_mode(False), torch.no_grad():
         return make(*held)
 
@@ -86,10 +105,10 @@ class Constants:
         places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         read = {node.target for node in gm.graph.find_nodes(op="get_attr")}
         self._made = [
-            (gm.get_buffer(name), constant.make, [places[source] for source in constant.sources])
-            for constant, name in gm.meta.pop(_KEY, {}).items() if name in read
+            (gm.get_buffer(name), constant.make, tuple(places[source] for source in constant.sources), constant.part)
+            for constant, name in gm.meta.pop(_KEY, {}).items() if name in read and constant.sources
         ]  # fmt: skip
-        self._places = sorted({place for *_, sources in self._made for place in sources})
+        self._places = sorted({place for _, _, sources, _ in self._made for place in sources})
         _compat.serve_one_module([node for node, place in places.items() if place in self._places or node in proved])
         self._wait()
         self._remember(inputs)
@@ -102,8 +121,11 @@ class Constants:
         if all(inputs[place] is tensor and seen.still(tensor) for place, tensor, seen in self._known):
             return False
         self._wait()
-        for buffer, make, sources in self._made:
-            buffer.copy_(_made(make, [inputs[place] for place in sources]))
+        made: dict[Any, Any] = {}
+        for buffer, make, sources, part in self._made:
+            if (make, sources) not in made:
+                made[make, sources] = _made(make, [inputs[place] for place in sources])
+            buffer.copy_(made[make, sources] if part is None else made[make, sources][part])
         self._wait()
         self._remember(inputs)
         return True

@@ -64,6 +64,11 @@ class Why(Enum):
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
     GATHERED_AS_WRITTEN = "the layer of fixed fan-in stays as it was written: {detail}"
     MASKED_AS_WRITTEN = "the masked weight stays as it was written: {detail}"
+    ATTENTION_AS_WRITTEN = "the attention stays as it was written: {detail}"
+    MASK_NOT_FROZEN = (
+        "the attention stays as it was written: its mask `{name}` may be written to where nothing tells of it; "
+        "{option} promises that it is not"
+    )
     NOT_FROZEN = (
         "the masked weight stays as it was written: what it is made of may be written to where nothing tells of it; "
         "{option} promises that it is not"

@@ -5,7 +5,7 @@ indices, a parametrization. All are a few pure operators on parameters and buffe
 operators in front of the weight are taken as they are, as a formula.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,18 +94,24 @@ class Formula:
 
 def formula_of(weight: fx.Node, layer: fx.Node, ctx: Context) -> Formula | None:
     """The formula of what `layer` reads as its weight; None if the weight is no result of pure operators."""
+    found = computed_by(weight, layer, is_pure, ctx)
+    return found if found.nodes and found.sources else None
+
+
+def computed_by(value: fx.Node, reader: fx.Node, pure: Callable[[fx.Node], bool], ctx: Context) -> Formula:
+    """The formula of what `reader` reads, as far as calls are `pure`."""
     order, found = ctx.analysis.order, set()
-    pending = [weight]
+    pending = [value]
     while pending:
         node = pending.pop()
-        if node in found or not _is_pure(node):
+        if node in found or not pure(node):
             continue
         found.add(node)
         pending += node.all_input_nodes
-        pending += (user for user in _writers(node) if order[user] < order[layer])
+        pending += (user for user in _writers(node) if order[user] < order[reader])
     nodes = tuple(sorted(found, key=order.__getitem__))
     read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in found)
-    return Formula(weight, nodes, tuple(read)) if read else None
+    return Formula(value, nodes, tuple(read or (() if nodes else (value,))))
 
 
 def writes_elsewhere(formula: Formula, layer: fx.Node, ctx: Context) -> fx.Node | None:
@@ -188,7 +194,8 @@ def is_mask(value: object) -> bool:
     return value.dtype is torch.bool or bool(((value == 0) | (value == 1)).all())
 
 
-def _is_pure(node: fx.Node) -> bool:
+def is_pure(node: fx.Node) -> bool:
+    """Whether a call gives the same for the same arguments, element by element."""
     op = op_of(node)
     return op is not None and op.out is None and op.module is None and op.has(Trait.ELEMENTWISE)
 

@@ -1,0 +1,38 @@
+"""`F.scaled_dot_product_attention` with a mask, in every spelling of its arguments."""
+
+import torch
+from torch import fx
+
+from sparsecomp.passes.attention.site import AttentionSite, Mask, View
+from sparsecomp.passes.engine.rule import Refusal, Why, refuse
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, numel_of, shape_of
+
+
+def sdpa_site(op: CanonicalOp) -> AttentionSite | Refusal | None:
+    """The attention that a call computes; None without a mask, where torch's own kernels skip what is causal."""
+    mask, node = op.get("attn_mask"), op.node
+    operands = [op.get(name) for name in ("query", "key", "value")]
+    if not isinstance(mask, fx.Node) or op.get("is_causal") or not all(isinstance(one, fx.Node) for one in operands):
+        return None
+    if op.get("dropout_p") != 0:
+        return refuse(Why.ATTENTION_AS_WRITTEN, detail="it drops weights at random, as in training")
+    scale, shapes = op.get("scale"), [shape_of(one) for one in operands]
+    if any(shape is None or None in shape for shape in shapes) or numel_of(mask) is None:
+        return refuse(Why.ATTENTION_AS_WRITTEN, detail="its sizes are dynamic")
+    q, k, v = (tuple(shape or ()) for shape in shapes)
+    dims = len(q)
+    if dims not in (3, 4) or not len(k) == len(v) == dims:
+        return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands have {dims} dimensions, not 3 or 4")
+    same = q[:-2] == k[:-2] == v[:-2]
+    grouped = op.get("enable_gqa") is True and dims == 4 and q[0] == k[0] == v[0] and k[1] == v[1]
+    if not (same or grouped):
+        return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands of {q}, {k} and {v} are broadcast")
+    if scale is None:
+        scale = max(q[-1] or 0, 1) ** -0.5
+    if not isinstance(scale, int | float) or scale < 0:
+        return refuse(Why.ATTENTION_AS_WRITTEN, detail="its scale is no number from 0 on")
+    into = (("unsqueeze", (1,)),) if dims == 3 else ()
+    query, key, value = (View(one, into) for one in operands)
+    use = "keep" if example_of(mask).dtype is torch.bool else "add"
+    back = (("squeeze", (1,)),) if dims == 3 else ()
+    return AttentionSite((node,), query, key, value, Mask(mask, use), dims, float(scale), back, gives_nan=False)

@@ -1,0 +1,83 @@
+"""What an attention with a mask is to a rule, however it is written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from sparsecomp.passes.engine.rule import call
+from sparsecomp.passes.graph.canonicalize import example_of
+
+
+class View(NamedTuple):
+    """A node, and the calls of methods by which it becomes (batch, heads, length, depth), or the other way round."""
+
+    node: fx.Node
+    steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the view, if the node's sizes are numbers."""
+        tensor: Any = torch.empty(example_of(self.node).shape, device="meta")
+        for name, arguments in self.steps:
+            tensor = getattr(tensor, name)(*arguments)
+        return tuple(tensor.shape)
+
+
+def viewed(node: fx.Node, steps: Sequence[tuple[str, tuple[Any, ...]]], like: fx.Node) -> fx.Node:
+    """The calls of methods, one after another."""
+    for name, arguments in steps:
+        node = call(like.graph, like, getattr(Tensor, name), node, *arguments)
+    return node
+
+
+class Mask(NamedTuple):
+    """What decides which pairs are kept.
+
+    Attributes:
+        node: the mask, which broadcasts to the scores (batch, heads, queries, keys), without heads where `dims` is 3.
+        use: "keep" of a bool mask that is True where a pair is kept, "drop" of the opposite, "add" of numbers that are
+            added to scores: 0 keeps, -inf drops.
+        fill: what dropped scores become, where "drop" or "keep" says which.
+    """
+
+    node: fx.Node
+    use: str
+    fill: float = -torch.inf
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """An attention with a mask.
+
+    Attributes:
+        nodes: the calls, in order, the last of which gives the result.
+        query, key, value: (batch, heads, length, depth); keys may have fewer heads.
+        mask: see `Mask`.
+        dims: of the scores as written, 3 or 4.
+        scale: of the scores.
+        back: steps from the result (batch, heads, queries, depth) to what was written.
+        gives_nan: a query that keeps nothing gives NaN as written, else zeros.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    query: View
+    key: View
+    value: View
+    mask: Mask
+    dims: int
+    scale: float
+    back: tuple[tuple[str, tuple[Any, ...]], ...]
+    gives_nan: bool
+
+    @property
+    def result(self) -> fx.Node:
+        """The node that is replaced."""
+        return self.nodes[-1]
+
+    @property
+    def operands(self) -> tuple[View, View, View]:
+        """Query, key and value."""
+        return self.query, self.key, self.value

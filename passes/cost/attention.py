@@ -1,0 +1,165 @@
+"""Whether attention with a known mask is faster over its listed blocks than as torch computes it, mask and all.
+
+Torch's own takes at least the time of attention without a mask, which is what it is estimated at here: a mask is one
+more operand, which some of its kernels do not take.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsecomp import _compat
+from sparsecomp.lowering.cache.signature import NO_TRITON, Device, has_triton
+from sparsecomp.lowering.launch.strided import name_of
+from sparsecomp.lowering.tuning import host
+from sparsecomp.lowering.tuning.cards import Card
+from sparsecomp.lowering.tuning.ceilings import Target, target_of
+from sparsecomp.lowering.tuning.host import Time
+from sparsecomp.passes.cost.decision import Decision, fastest
+from sparsecomp.passes.cost.sparse import fastest_candidate
+from sparsecomp.reference.attention.blocks import AttentionBlocks
+from sparsecomp.reference.precision import KERNEL_DTYPES
+
+_FLASH = 461 / 730
+"""What torch's flash attention reaches of a card's rate in half precision (an H100: 4 x 16 x 4096 x 64 in 0.596 ms)."""
+_BACKWARD = 2.5
+"""Operations of both gradients over those of the result, which they compute again in part."""
+
+
+class MaskedAttention(NamedTuple):
+    """An attention over listed blocks.
+
+    Attributes:
+        device: where it runs.
+        batch, heads, kv_heads, q_len, k_len, depth, v_depth: sizes.
+        block: queries and keys of a block.
+        listed: blocks of keys that a block of queries reads, on the mean, and the other way round.
+        dtype: of all operands.
+        trained, replayed, products, target: as of `sparsecomp.passes.cost.sparse.Product`.
+    """
+
+    device: torch.device
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    depth: int
+    v_depth: int
+    block: tuple[int, int]
+    listed: tuple[float, float]
+    dtype: torch.dtype
+    trained: bool
+    replayed: bool
+    products: int
+    target: Target | None = None
+
+    @classmethod
+    def of(
+        cls, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], blocks: AttentionBlocks, **how: Any
+    ) -> "MaskedAttention":
+        """Of operands of these shapes (batch, heads, length, depth); waits for the device of the blocks."""
+        means = (float(count.double().mean()) if count.numel() else 0.0 for count in (blocks.count, blocks.k_count))
+        block = (blocks.block_q, blocks.block_k)
+        return cls(
+            batch=q[0], heads=q[1], kv_heads=k[1], q_len=q[2], k_len=k[2], depth=q[3], v_depth=v[3], block=block,
+            listed=(next(means), next(means)), **how,
+        )  # fmt: skip
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key, in all heads."""
+        return self.batch * self.heads * self.q_len * self.k_len
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks."""
+        return -(-self.q_len // self.block[0]), -(-self.k_len // self.block[1])
+
+    @property
+    def share(self) -> float:
+        """Of blocks that are listed."""
+        return self.listed[0] / max(self.grid[1], 1)
+
+    @property
+    def described(self) -> str:
+        """For the report."""
+        return f"{self.q_len} x {self.k_len} pairs with {1 - self.share:.1%} of blocks empty"
+
+    def waited(self, time: Time) -> float:
+        """Seconds that a caller waits for the attention, if it takes this time."""
+        return time.waited(self.replayed, host.besides(self.trained, self.products))
+
+
+class _Rates(NamedTuple):
+    """On one core: seconds of a call, nanoseconds for each pair and for each of a pair's products, and how often that
+    again for the gradients."""
+
+    call: float
+    pair: float
+    product: float
+    gradients: float
+
+
+_OURS, _TORCHS = _Rates(300e-6, 25.0, 0.12, 3.5), _Rates(30e-6, 3.0, 0.0625, 2.7)
+"""On a core with AVX-512 (torch 2.13), of 512 to 2048 queries and keys of depth 64 and 128."""
+
+
+def decide_attention(attention: MaskedAttention) -> Decision:
+    """The faster way by estimate: `block_attention`, or as it is written, which is `dense`."""
+    kind = attention.device.type
+    if kind == "cuda" and attention.dtype in KERNEL_DTYPES:
+        if not has_triton():
+            return Decision("dense", f"no estimate. {NO_TRITON}")
+        return compare_attention(attention, *(attention.target or target_of(attention.device)))
+    if kind != "cpu" or attention.dtype is not torch.float32:
+        return Decision("dense", f"no estimate of {attention.dtype} on {kind}")
+    height, width = attention.block
+    listed = attention.batch * attention.heads * attention.grid[0] * attention.listed[0] * height * width
+    ours, torchs = _on_cpu(attention, listed, _OURS), _on_cpu(attention, attention.pairs, _TORCHS)
+    return fastest({"block_attention": ours, "dense": torchs})
+
+
+def _on_cpu(attention: MaskedAttention, pairs: float, rates: _Rates) -> float:
+    nanoseconds = pairs * (rates.pair + rates.product * (attention.depth + attention.v_depth))
+    nanoseconds *= 1 + rates.gradients * attention.trained
+    return rates.call * (1 + attention.trained) + nanoseconds * 1e-9 / torch.get_num_threads()
+
+
+def compare_attention(attention: MaskedAttention, device: Device, card: Card) -> Decision:
+    """`decide_attention` for a CUDA device that is such a card; loads Triton."""
+    seconds = {
+        "block_attention": attention.waited(_ours(attention, device, card)),
+        "dense": attention.waited(_torchs(attention, card)),
+    }
+    return fastest(seconds)
+
+
+def _ours(attention: MaskedAttention, device: Device, card: Card) -> Time:
+    from sparsecomp.lowering.attention.block_attention import BLOCK_ATTENTION
+    from sparsecomp.lowering.attention.block_attention_gradients import ATTENTION_BY_KEY, ATTENTION_BY_QUERY
+    from sparsecomp.lowering.attention.problem import BlockAttention
+
+    p = attention
+    # as even lists would be: uneven ones share the processors
+    width, k_width = (max(1, math.ceil(listed)) for listed in p.listed)
+    problem = BlockAttention(
+        p.batch, p.heads, p.heads // p.kv_heads, p.q_len, p.k_len, p.depth, p.v_depth, *p.block, width, k_width, False,
+        False, name_of(p.dtype), p.depth**-0.5, (),
+    )  # fmt: skip
+    operations = [BLOCK_ATTENTION, *([ATTENTION_BY_QUERY, ATTENTION_BY_KEY] if p.trained else [])]
+    times = [fastest_candidate(one.candidates(problem, device), problem, p, card)[0] for one in operations]
+    return times[0].plus(*times[1:])
+
+
+def _torchs(attention: MaskedAttention, card: Card) -> Time:
+    p = attention
+    operations = 2.0 * p.pairs * (p.depth + p.v_depth)
+    half = p.dtype is not torch.float32
+    rate = card.half * _FLASH if half else card.tf32 if _compat.matmul_tf32() else card.fp32
+    keys = p.batch * p.kv_heads * p.k_len * (p.depth + p.v_depth)
+    traffic = (keys + p.batch * p.heads * p.q_len * (p.depth + p.v_depth)) * p.dtype.itemsize
+    forward = Time(max(operations / rate, traffic / card.bandwidth) + card.launch, host.MATMUL)
+    backward = Time(_BACKWARD * operations / rate + 2 * card.launch, 2 * host.MATMUL)
+    return forward.plus(backward) if p.trained else forward
