@@ -61,7 +61,7 @@ def _unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
     if ctx.options.implementation == "dense":
         return refuse(Why.FORCED_DENSE)
     out, examples = example_of(site.result), [example_of(one.node) for one in site.operands]
-    device = ctx.device(out.device).type
+    device, first, order = ctx.device(out.device).type, site.nodes[0], ctx.analysis.order
     if not out.dtype.is_floating_point or (device == "cuda" and out.dtype not in KERNEL_DTYPES):
         return refuse(Why.DTYPE, dtype=out.dtype)
     problem = ""
@@ -75,9 +75,9 @@ def _unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
         problem = "it has no elements"
     elif any(example.device != out.device for example in examples):
         problem = "its operands are on several devices"
-    elif len(site.nodes) > 1 and not all(ctx.analysis.unchanged(one.node, site.nodes[0]) for one in site.operands):
+    elif first is not site.result and not all(ctx.analysis.unchanged(one.node, first) for one in site.operands):
         problem = "an operand is written to before the result is complete"
-    elif any(ctx.analysis.order[site.nodes[0]] < mode < ctx.analysis.order[site.result] for mode in ctx.modes):
+    elif any(order[first] < mode < order[site.result] for mode in ctx.modes):
         problem = "gradients or autocast are switched on the way"
     return refuse(Why.ATTENTION_AS_WRITTEN, detail=problem) if problem else None
 

@@ -109,8 +109,14 @@ class AttentionPattern(ABC):
         self._keep(name, q_len, k_len, block, device)
         return getattr(self, name)
 
+    def kept_mask(self, q_len: int, k_len: int, device: torch.device) -> Tensor:
+        """`to_dense`, as `kept` keeps `to_blocks`."""
+        name = f"_kept_mask_{q_len}_{k_len}_{device.type}_{device.index}"
+        self._keep(name, q_len, k_len, None, device)
+        return getattr(self, name)
+
     @torch.compiler.assume_constant_result
-    def _keep(self, name: str, q_len: int, k_len: int, block: tuple[int, int], device: torch.device) -> None:
+    def _keep(self, name: str, q_len: int, k_len: int, block: tuple[int, int] | None, device: torch.device) -> None:
         if name not in self.__dict__:
             object.__setattr__(self, name, _kept(self, q_len, k_len, block, device))
 
@@ -297,8 +303,10 @@ def pattern_of(value: object) -> AttentionPattern:
 
 @lru_cache(maxsize=_KEPT)
 def _kept(
-    pattern: AttentionPattern, q_len: int, k_len: int, block: tuple[int, int], device: torch.device
-) -> AttentionBlocks:
-    """Block lists that equal patterns share."""
+    pattern: AttentionPattern, q_len: int, k_len: int, block: tuple[int, int] | None, device: torch.device
+) -> AttentionBlocks | Tensor:
+    """Block lists that equal patterns share; the mask without a block."""
     with _compat.outside_modes(), torch.inference_mode(False), torch.no_grad():
+        if block is None:
+            return pattern.to_dense(q_len, k_len, device)
         return pattern.to_blocks(q_len, k_len, block, device)

@@ -15,6 +15,8 @@ the same names.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sparsecomp.nn.attention.longformer import LongformerAttention, LongformerBlock
+from sparsecomp.nn.attention.multihead import SparseMultiheadAttention
 from sparsecomp.nn.local.activations import PhaseSineParam, SineParam
 from sparsecomp.nn.local.block import GeoSparseResidualBlock
 from sparsecomp.nn.local.config import GeoSparseConfig
@@ -50,6 +52,8 @@ __all__ = [
     "GeoSparseLinear",
     "GeoSparseNet",
     "GeoSparseResidualBlock",
+    "LongformerAttention",
+    "LongformerBlock",
     "PhaseSineParam",
     "RESUConv2d",
     "RESULinear",
@@ -57,6 +61,7 @@ __all__ = [
     "SineParam",
     "SparseEmbedding",
     "SparseLinear",
+    "SparseMultiheadAttention",
     "adopt_patterns",
     "build_geo_connectivity",
     "connectivity_graph",

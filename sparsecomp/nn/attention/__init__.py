@@ -1,0 +1,1 @@
+"""Attention over a part of the pairs, as modules."""
