@@ -1,7 +1,7 @@
 """Whether attention with a known mask is faster over its listed blocks than as torch computes it, mask and all.
 
-Torch's own takes at least the time of attention without a mask, which is what it is estimated at here: a mask is one
-more operand, which some of its kernels do not take.
+Torch's own takes at least the time of attention without a mask, and the host that of a launch, which is what it is
+estimated at here: a mask is one more operand, which some of its kernels do not take.
 """
 
 import math
@@ -162,6 +162,6 @@ def _torchs(attention: MaskedAttention, card: Card) -> Time:
     rate = card.half * _FLASH if half else card.tf32 if _compat.matmul_tf32() else card.fp32
     keys = p.batch * p.kv_heads * p.k_len * (p.depth + p.v_depth)
     traffic = (keys + p.batch * p.heads * p.q_len * (p.depth + p.v_depth)) * p.dtype.itemsize
-    forward = Time(max(operations / rate, traffic / card.bandwidth) + card.launch, host.MATMUL)
-    backward = Time(_BACKWARD * operations / rate + 2 * card.launch, 2 * host.MATMUL)
+    forward = Time(max(operations / rate, traffic / card.bandwidth) + card.launch, host.LAUNCH)
+    backward = Time(_BACKWARD * operations / rate + 2 * card.launch, 2 * host.LAUNCH)
     return forward.plus(backward) if p.trained else forward
