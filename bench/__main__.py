@@ -18,7 +18,8 @@ from bench.timing import MODES
 STUDIES = {"prune-minilm": prune_minilm, "resu-mnist": resu_mnist, "algebra": algebra, "dynamic": dynamic}
 SUITES = (
     "loop", "loop-networks", "snn", "snn-conv", "snn-network", "tuning", "spmm", "semi-structured", "resu", "cpu",
-    "card", "training-step", "snn-training", "attention", "attention-candidates", *STUDIES, "table", "plots",
+    "card", "training-step", "snn-training", "attention", "attention-candidates",
+    "masked-attention", *STUDIES, "table", "plots",
 )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def main() -> int:
         return 2
     # they load Triton
     from bench import loop, loop_networks, tuning
-    from bench.attention import block_attention, candidates
+    from bench.attention import block_attention, candidates, masked_models
     from bench.masked import resu
     from bench.sparse import semi_structured, spmm, training_step
     from bench.spiking import snn_conv, snn_network, snn_training
@@ -87,6 +88,8 @@ def main() -> int:
         print(snn_training.table(save_each(path, snn_training.run(tuple(arguments.modes)))))
     if arguments.suite in ("attention", "attention-candidates"):
         save_each(path, (block_attention if arguments.suite == "attention" else candidates).run(arguments.workers or 8))
+    if arguments.suite == "masked-attention":
+        save_each(path, masked_models.run(tuple(arguments.modes), arguments.workers or 1))
     if arguments.suite == "card":
         rows = save_each(path, card.run())
         print(card.pasted(card.record(rows), torch.cuda.get_device_name(), torch.__version__))
