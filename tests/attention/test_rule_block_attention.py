@@ -260,6 +260,7 @@ def test_without_a_mask_or_a_softmax_over_keys_it_is_no_site() -> None:
         lambda q, k, v, m: (q @ k.mT).softmax(-1) @ v,
         lambda q, k, v, m: (q @ k.mT).masked_fill(~m, -math.inf).softmax(-2) @ v,
         lambda q, k, v, m: (q @ k.mT).masked_fill(~m, 0.0) @ v,
+        lambda q, k, v, m: (q @ k.mT).masked_fill(~m, -math.inf).tanh().softmax(-1) @ v,
     ):
         _, report = rewritten(Refused(call), tokens())
         assert not [one for one in report.sites if one.rule == "block_attention"]
