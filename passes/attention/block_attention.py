@@ -96,7 +96,7 @@ def _built(site: AttentionSite, mask: KnownMask) -> Mapping[fx.Node, fx.Node]:
     node, out = site.result, example_of(site.result)
     q, k, v = (cast(viewed(one.node, one.steps, node), out.dtype, node) for one in site.operands)
     target = torch.ops.sparsecomp.block_attention.default
-    both = call(node.graph, node, target, q, k, v, mask.build(node), site.scale)
+    both = call(node.graph, node, target, q, k, v, mask.build(node), site.scale, site.softcap)
     found = viewed(call(node.graph, node, operator.getitem, both, 0), site.back, node)
     return {node: _lying_as(out, found, node)}
 

@@ -24,7 +24,9 @@ from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.masked.formula import Formula, computed_by, is_parameter, is_pure, writes_elsewhere
 from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, FULL, AttentionBlocks, blocks_of
 
-_OF_NUMBERS = frozenset({"arange", "eye", "linspace", "cat", "stack", "cumsum", "outer", "any", "all"})
+_OF_NUMBERS = frozenset({
+    "arange", "eye", "linspace", "cat", "stack", "cumsum", "diff", "outer", "searchsorted", "any", "all", "sum",
+})  # fmt: skip
 """Operators beside the elementwise ones that give the same for the same arguments, such as those that count."""
 _SURELY_ZERO = -1e30
 """A number that is added to scores, from which on their exponentials are 0 beside any score of common size."""

@@ -60,6 +60,7 @@ class AttentionSite:
         scale: of the scores.
         back: steps from the result (batch, heads, queries, depth) to what was written.
         gives_nan: a query that keeps nothing gives NaN as written, else zeros.
+        softcap: c where scores are c · tanh(scale · q kᵀ / c); 0 for none.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -71,6 +72,7 @@ class AttentionSite:
     scale: float
     back: tuple[tuple[str, tuple[Any, ...]], ...]
     gives_nan: bool
+    softcap: float = 0.0
 
     @property
     def result(self) -> fx.Node:

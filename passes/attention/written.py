@@ -1,4 +1,4 @@
-"""Attention written by hand: a product, a scale, a mask, a softmax, maybe dropout, and another product.
+"""Attention written by hand: a product, a scale, maybe a cap, a mask, a softmax, maybe dropout, and another product.
 
 Products may be `matmul`, `bmm`, `@` or `einsum`, the mask a `masked_fill`, a `where` or a sum, and the weights may be
 cast on the way. Which dimension is which is read off each call, and so is that nobody else reads what is computed
@@ -24,13 +24,15 @@ class _Walk:
     Attributes:
         nodes: the calls met, the last first.
         mask: of the scores; None until it is met.
-        scale: what they are multiplied by.
+        scale: what they are multiplied by, since the cap if there is one.
+        cap: what a tanh of them is multiplied by; 0 until one is met.
         problem: why they are left as they are, if they are an attention.
     """
 
     nodes: list[fx.Node]
     mask: Mask | None = None
     scale: float = 1.0
+    cap: float = 0.0
     problem: str = ""
 
     def through(self, node: fx.Node, value: fx.Node) -> fx.Node:
@@ -72,10 +74,11 @@ def _site(walk: _Walk, mask: Mask, operands: tuple[View, View], value: View, bac
     q, k, v = (one.shape for one in every)
     if not q[:2] == k[:2] == v[:2] or k[2] != v[2] or q[3] != k[3]:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands of {q}, {k} and {v} are broadcast")
-    if not walk.scale >= 0:
+    scale = walk.scale * (walk.cap or 1.0)
+    if not (scale >= 0 and walk.cap >= 0):
         return refuse(Why.ATTENTION_AS_WRITTEN, detail="its scale is no number from 0 on")
     dims = 3 if value.steps == THREE else 4
-    return AttentionSite(tuple(walk.nodes[::-1]), *operands, value, mask, dims, walk.scale, back, gives_nan=True)
+    return AttentionSite(tuple(walk.nodes[::-1]), *operands, value, mask, dims, scale, back, True, walk.cap)
 
 
 def _up_to(node: fx.Node, walk: _Walk, between: Callable[[CanonicalOp, _Walk], fx.Node | None]) -> fx.Node:
@@ -97,15 +100,18 @@ def _between_weights(op: CanonicalOp, walk: _Walk) -> fx.Node | None:
 
 
 def _between_scores(op: CanonicalOp, walk: _Walk) -> fx.Node | None:
-    """What the scores were before a mask, a scale or a cast."""
+    """What the scores were before a mask, a scale, a cap or a cast."""
     if op.is_identity or _casts(op):
         return op.input if isinstance(op.input, fx.Node) else None
     scaled = _scaled(op)
     if scaled is not None:
         walk.scale *= scaled[1]
         return scaled[0]
+    if op.name == "tanh" and not walk.cap and walk.scale and isinstance(op.input, fx.Node):
+        walk.cap, walk.scale = walk.scale, 1.0
+        return op.input
     masked = _masked(op)
-    if masked is None:
+    if masked is None or (walk.cap and walk.mask is None):  # a mask before a cap drops nothing
         return None
     if walk.mask is not None:
         walk.problem = walk.problem or "its scores are masked more than once"

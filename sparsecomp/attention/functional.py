@@ -9,7 +9,7 @@ from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, AttentionBlocks
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern, *, scale: float | None = None,
-    block: tuple[int, int] = DEFAULT_BLOCK,
+    softcap: float = 0.0, alibi: Tensor | None = None, block: tuple[int, int] = DEFAULT_BLOCK,
 ) -> Tensor:  # fmt: skip
     """softmax(scale · query keyᵀ) value over the pairs that a pattern keeps.
 
@@ -22,6 +22,9 @@ def attention(
         key: (batch, kv_heads, k_len, depth), where kv_heads divides heads: each serves so many heads in a row.
         value: (batch, kv_heads, k_len, v_depth).
         scale: of the scores; 1 / sqrt(depth) if None.
+        softcap: c in scores of c · tanh(scale · query keyᵀ / c); 0 for none.
+        alibi: (heads,) float32, without gradients: added to a score is the head's number times (position of the key -
+            position of the query) (Press et al., 2022).
         block: queries and keys of a block, powers of two from 32 on.
 
     Returns:
@@ -32,7 +35,8 @@ def attention(
         MaskError: a pattern that tells other numbers of batch entries or heads apart, or an impossible block.
         FormatError: operands that do not belong together.
     """
-    return block_attention(query, key, value, kept_blocks(query, key, pattern, block), scale=scale)[0]
+    blocks = kept_blocks(query, key, pattern, block)
+    return block_attention(query, key, value, blocks, scale=scale, softcap=softcap, alibi=alibi)[0]
 
 
 def kept_blocks(query: Tensor, key: Tensor, pattern: AttentionPattern, block: tuple[int, int]) -> AttentionBlocks:

@@ -130,6 +130,11 @@ def einsums_swapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.M
     return torch.einsum("hijk,hikl->hijl", weights, v)
 
 
+def capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Module) -> Tensor:
+    scores = (q @ k.mT) * 0.25 / 1.5
+    return (torch.tanh(scores) * 1.5).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
 def batches(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Module) -> Tensor:
     q, k, v = (one.reshape(-1, *one.shape[2:]) for one in (q, k, v))
     scores = torch.bmm(q, k.transpose(1, 2)).mul(0.25).masked_fill(~mask, float("-inf"))
@@ -139,6 +144,6 @@ def batches(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Module) -
 BY_HAND: dict[str, Callable[..., Tensor]] = {
     one.__name__: one
     for one in (
-        filled, filled_in_place, chosen, chosen_the_other_way, added, added_in_front, einsums, einsums_swapped, batches,
+        filled, filled_in_place, chosen, chosen_the_other_way, added, added_in_front, einsums, einsums_swapped, capped, batches,
     )
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Patterns to and from FlexAttention, and the masks of its collection of examples against its own results."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,27 @@ def test_attention_is_that_of_flex_attention(name: str) -> None:
     torch.testing.assert_close(attention(*operands(), pattern), right)
     torch.testing.assert_close(attention(*operands(), from_flex(block_mask)), right)
     torch.testing.assert_close(flex_attention(*operands(), block_mask=pattern.to_flex(N)), right)
+
+
+SLOPES = torch.exp2(-8 * torch.arange(1, 3) / 2)
+
+
+def with_alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + (k - q) * SLOPES[h]
+
+
+def with_softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return 1.5 * torch.tanh(score / 1.5)
+
+
+CHANGED = [(with_alibi, {"alibi": SLOPES}), (with_softcap, {"softcap": 1.5})]
+
+
+@pytest.mark.parametrize(("score_mod", "given"), CHANGED, ids=["ALiBi", "softcap"])
+def test_scores_are_changed_as_by_flex_attention(score_mod: Callable[..., Tensor], given: dict[str, Any]) -> None:
+    block_mask = create_block_mask(is_causal, None, None, N, N, device="cpu")
+    right = flex_attention(*operands(), score_mod=score_mod, block_mask=block_mask)
+    torch.testing.assert_close(attention(*operands(), causal(), **given), right)
 
 
 @pytest.mark.parametrize("name", MASKS)

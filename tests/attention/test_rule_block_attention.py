@@ -153,6 +153,27 @@ def test_a_promised_mask_that_becomes_something_else_is_no_wrong_result() -> Non
             compiled(tokens())
 
 
+@pytest.mark.slow(reason="compiles models")
+def test_a_hidden_write_is_found_under_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
+    model = Written(sdpa, buffer=models.by_tril(N))
+    compiled = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers", "implementation": "skip"})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens()), model(tokens()), atol=1e-5, rtol=1e-4)
+        model.mask.data.fill_(True)
+        with pytest.raises(sparsecomp.errors.FrozenWeightError, match="mask"):
+            compiled(tokens())
+
+
+@pytest.mark.slow(reason="compiles models")
+def test_optimize_gives_what_eager_gives() -> None:
+    model = Written(sdpa, models.by_tril)
+    with torch.no_grad():
+        optimized = sparsecomp.optimize(model, tokens(), implementation="skip")
+        torch.testing.assert_close(optimized(tokens()), model(tokens()), atol=1e-5, rtol=1e-4)
+    assert list(optimized.state_dict()) == list(model.state_dict())
+
+
 class Refused(nn.Module):
     def __init__(self, call: Callable[..., Tensor], mask: Tensor | None = None) -> None:
         super().__init__()
@@ -260,6 +281,7 @@ def test_without_a_mask_or_a_softmax_over_keys_it_is_no_site() -> None:
         lambda q, k, v, m: (q @ k.mT).softmax(-1) @ v,
         lambda q, k, v, m: (q @ k.mT).masked_fill(~m, -math.inf).softmax(-2) @ v,
         lambda q, k, v, m: (q @ k.mT).masked_fill(~m, 0.0) @ v,
+        lambda q, k, v, m: (q @ k.mT).masked_fill(~m, -math.inf).tanh().softmax(-1) @ v,
     ):
         _, report = rewritten(Refused(call), tokens())
         assert not [one for one in report.sites if one.rule == "block_attention"]

@@ -33,7 +33,11 @@ class Lists(NamedTuple):
         """``index`` (rows of blocks, width) and which pairs are kept (rows of blocks, height, width · columns)."""
         count, index, tile = (one[batch % len(one)] for one in (self.count, self.index, self.tile))
         count, index, tile = (one[head % len(one)] for one in (count, index, tile))
-        kept = unpack_bits(self.bits)
+        bits = self.bits
+        if count.device.type == "cpu" and index.numel():  # the host need not wait; lists may have room to spare
+            index, tile = (one[:, : max(int(count.max()), 1)] for one in (index, tile))
+            bits = bits[: int(tile.max()) + 1]
+        kept = unpack_bits(bits)
         kept = torch.cat((kept, kept.new_ones((1, *kept.shape[1:]))))  # FULL is the last
         listed = torch.arange(index.shape[1], device=index.device) < count[:, None]
         index = torch.where(listed, index, 0).long()

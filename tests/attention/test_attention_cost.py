@@ -1,0 +1,80 @@
+"""When attention over listed blocks is estimated to pay, beside what was measured of torch's own."""
+
+import pytest
+import torch
+from attention_models import Written, by_tril, sdpa
+
+import sparsecomp
+from sparsecomp.attention import AttentionPattern, LocalWindow, causal
+from sparsecomp.lowering.tuning.ceilings import target_named
+from sparsecomp.passes.cost.attention import MaskedAttention, decide_attention
+
+
+def attention(
+    pattern: AttentionPattern, sizes: tuple[int, int, int, int], device: str, trained: bool = False,
+    dtype: torch.dtype = torch.float32, replayed: bool = False,
+) -> MaskedAttention:  # fmt: skip
+    batch, heads, length, depth = sizes
+    target = target_named("h100") if device == "cuda" else None
+    return MaskedAttention.of(
+        *[(batch, heads, length, depth)] * 3, pattern.to_blocks(length), device=torch.device(device), dtype=dtype,
+        trained=trained, replayed=replayed, products=4, target=target,
+    )  # fmt: skip
+
+
+EVERYTHING = LocalWindow(None, None)
+
+
+def test_dense_attention_of_an_h100_takes_what_was_measured() -> None:
+    """0.596 ms of torch's flash attention; see `passes/cost/attention.py`."""
+    pytest.importorskip("triton")
+    found = decide_attention(attention(EVERYTHING, (4, 16, 4096, 64), "cuda", dtype=torch.bfloat16, replayed=True))
+    assert found.seconds["dense"] == pytest.approx(0.596e-3, rel=0.02)
+    assert found.dense
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("trained", [False, True])
+def test_on_a_gpu_few_blocks_pay_and_all_do_not(dtype: torch.dtype, trained: bool) -> None:
+    pytest.importorskip("triton")
+    sizes = (4, 16, 4096, 64)
+    few = decide_attention(attention(LocalWindow(128, 128), sizes, "cuda", trained, dtype))
+    assert few.implementation == "block_attention" and (few.gain or 0) > 2
+    assert decide_attention(attention(EVERYTHING, sizes, "cuda", trained, dtype)).dense
+    tiny = decide_attention(attention(LocalWindow(16, 16), (1, 2, 256, 64), "cuda", trained, dtype))
+    assert tiny.dense  # the host decides
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "trained", "ours", "torchs"),
+    [
+        ((1, 4, 2048, 64), 128, False, 17.3, 53.0), ((1, 2, 2048, 128), 512, False, 27.8, 50.2),
+        ((1, 4, 2048, 32), 128, False, 14.5, 33.2), ((1, 4, 1024, 64), 512, True, 75.1, 47.3),
+        ((1, 1, 4096, 64), 128, True, 33.9, 189.3), ((1, 2, 2048, 128), 128, True, 48.1, 163.2),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("one_thread")
+def test_on_a_core_it_takes_what_was_measured(sizes, window: int, trained: bool, ours: float, torchs: float) -> None:
+    found = decide_attention(attention(LocalWindow(window, 0), sizes, "cpu", trained))
+    assert found.seconds["block_attention"] * 1e3 == pytest.approx(ours, rel=0.3)
+    assert found.seconds["dense"] * 1e3 == pytest.approx(torchs, rel=0.3)
+    assert found.dense == (torchs < ours)
+
+
+def test_without_an_estimate_it_stays() -> None:
+    assert decide_attention(attention(causal(), (1, 2, 256, 64), "cpu", dtype=torch.float64)).dense
+    assert not decide_attention(attention(causal(), (1, 2, 256, 64), "cpu", dtype=torch.float64)).seconds
+
+
+@pytest.mark.slow(reason="computes dense attention over 4096 tokens")
+def test_a_model_is_judged_for_a_card_that_is_not_there() -> None:
+    pytest.importorskip("triton")
+    model = Written(sdpa, by_tril)
+    x = torch.randn(4, 4096, 32)
+    with torch.no_grad():
+        report = sparsecomp.explain(model, x, device="h100", disable=("spike_linear",))
+        (site,) = [one for one in report.sites if one.rule == "block_attention"]
+        assert site.rewritten and (site.expected_gain or 0) > 2, site.reason
+        report = sparsecomp.explain(Written(sdpa, lambda n: by_tril(n) | True), x, device="h100")
+        (site,) = [one for one in report.sites if one.rule == "block_attention"]
+    assert not site.rewritten and site.why == "GATE" and "0.0% of blocks empty" in site.reason
