@@ -144,6 +144,7 @@ def batches(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Module) -
 BY_HAND: dict[str, Callable[..., Tensor]] = {
     one.__name__: one
     for one in (
-        filled, filled_in_place, chosen, chosen_the_other_way, added, added_in_front, einsums, einsums_swapped, capped, batches,
+        filled, filled_in_place, chosen, chosen_the_other_way, added, added_in_front, einsums, einsums_swapped, capped,
+        batches,
     )
 }  # fmt: skip
