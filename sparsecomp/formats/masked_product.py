@@ -55,7 +55,8 @@ def _by_arrays(one: CSR, other: CSR | CSC, at: CSR) -> CSR:
     if isinstance(other, CSR):
         values = products_at(left, one.values, StoredRows(other.crow, other.col, other.shape), other.values, places)
     else:
-        values = dots(left, one.values, StoredRows(other.ccol, other.row, (other.shape[1], other.shape[0])), other.values, places)
+        columns = StoredRows(other.ccol, other.row, (other.shape[1], other.shape[0]))
+        values = dots(left, one.values, columns, other.values, places)
     return CSR(at.crow, at.col, values, at.shape)
 
 
