@@ -88,21 +88,22 @@ def masked(one: CSR, other: CSR) -> Calls:
         places = COO.from_triplets(row, col, torch.ones(row.shape[0], device=row.device), found.shape).to(CSR)
     columns = other.to(CSC)
     a, b = one.to_torch(), other.to_torch()
-    keys = _keys(places.crow, places.col, places.shape[1])
+    keys = keys_of(places.crow, places.col, places.shape[1])
     return {
         "cuSPARSE, then the mask": lambda: _taken(a @ b, keys), "masked": lambda: masked_matmul(one, other, places),
         "masked, by columns": lambda: masked_matmul(one, columns, places),
     }  # fmt: skip
 
 
-def _keys(crow: Tensor, col: Tensor, cols: int) -> Tensor:
+def keys_of(crow: Tensor, col: Tensor, cols: int) -> Tensor:
+    """A number for each element of a matrix by rows: row times columns plus column."""
     row = torch.repeat_interleave(crow.diff(), output_size=col.numel())
     return row.long() * cols + col
 
 
 def _taken(product: Tensor, keys: Tensor) -> Tensor:
     """The elements of a product, sorted in rows or not, at these places."""
-    own = _keys(product.crow_indices(), product.col_indices(), product.shape[1])
+    own = keys_of(product.crow_indices(), product.col_indices(), product.shape[1])
     own, order = own.sort()
     places = torch.searchsorted(own, keys).clamp_(max=own.numel() - 1)
     return product.values()[order[places]].where(own[places] == keys, 0)

@@ -99,7 +99,7 @@ def products_at(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor
     return _provided()[1](a_values, *a[:2], b_values, *b[:2], *at[:2], b.shape[1])
 
 
-def provide(row_dots: Callable[..., Tensor], row_products: Callable[..., Tensor]) -> None:
+def provide_products(row_dots: Callable[..., Tensor], row_products: Callable[..., Tensor]) -> None:
     """Enter what computes `dots` and `products_at`."""
     global _operators
     _operators = row_dots, row_products

@@ -62,7 +62,7 @@ def test_products_of_sparse_matrices_are_timed_beside_their_peers(monkeypatch):
     for a, b in ((one, other), (CSR.from_dense(wide), CSR.from_dense(wide.mT.contiguous()))):
         dense, calls = a.to_dense() @ b.to_dense(), sparse_products.masked(a, b)
         found = [calls[name]() for name in ("masked", "masked, by columns")]
-        where = sparse_products._keys(found[0].crow, found[0].col, dense.shape[1])
+        where = sparse_products.keys_of(found[0].crow, found[0].col, dense.shape[1])
         for values in (*(one.values for one in found), calls["cuSPARSE, then the mask"]()):
             torch.testing.assert_close(values, dense.flatten()[where])
         for name, call in {**sparse_products.whole(a, b, 4000), **sparse_products.at_known(a, b)}.items():
