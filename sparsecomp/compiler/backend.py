@@ -80,7 +80,7 @@ def compile_graph(
     partition = _partition(graph, options)
     if partition is not None:
         report.note(_SAVED)
-    if not report.changed and partition is None:
+    if not report.changed and partition is None and not _has_ours(gm):
         return _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, None)
     constants = Constants(gm, example_inputs)
     with _compat.cache_key(f"sparsecomp:{sources_hash()}:{options.cache_key()}"):
@@ -96,6 +96,12 @@ def compile_graph(
             return compiled(*arguments)
 
     return run if constants or _tunes(options) else compiled
+
+
+def _has_ours(gm: fx.GraphModule) -> bool:
+    """Whether an operator of ours is in a graph, or in one within it: what is cached of it must not outlive our code."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+    return any(getattr(node.target, "namespace", "") == "sparsecomp" for graph in graphs for node in graph.nodes)
 
 
 def _partition(graph: Graph, options: Options) -> _compat.Partition | None:

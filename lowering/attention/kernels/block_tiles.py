@@ -146,10 +146,11 @@ def shared_bytes_of(problem: BlockAttention, config: Mapping[str, int], walk: Wa
     numbers = 8 * stages * walked if walk.by_key else 0
     # scores whose rows are not a warp's own go through shared memory on their way to a product
     turned = itemsize * side * walked if 16 * config["warps"] > side and (itemsize == 2 or side >= 64) else 0
-    # operands of float32 are split in two
+    # operands of float32 are split in two; without stages results have no freed memory to go through
     split = 4 * side * walk.kept if itemsize == 4 and (side >= 64 or stages == 1) else 0
     split += 4 * walked * depth if itemsize == 4 and side >= 64 else 0
-    return tiles + words + numbers + turned + split
+    passed = 2 * side * max(p.padded_depth, p.padded_v_depth) if itemsize == 2 and stages == 1 else 0
+    return tiles + words + numbers + turned + split + passed
 
 
 def constants(problem: BlockAttention, config: Config, rows_walked: int, block: int) -> dict[str, Any]:
