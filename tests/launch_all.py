@@ -182,13 +182,17 @@ def spikes(device: str) -> None:
 
 
 def neurons(device: str) -> None:
-    """Neurons with and without batch-norm, reset and a rate."""
+    """Neurons with and without batch-norm, reset and a rate, and one that is described."""
     statistics = [torch.rand(5, device=device) + 0.5 for _ in range(4)]
     x = torch.randn(4, 3, 5, 7, 11, device=device)
     for charge, reset, norm in itertools.product(("if", "lif", "plif"), (0.0, None), (False, True)):
         rate = torch.tensor([0.5], device=device) if charge == "plif" else None
         parts = statistics if norm else [None] * 4
         ops.lif(x, None, 0.0, *parts, 1e-5, charge, 2.0, rate, True, 1.0, reset)
+    step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; t4 = sub t1 t3; spike t2; v0 t4; v1 t3"
+    for keep in (False, True):
+        decay = torch.rand(5, 1, 1, device=device)
+        ops.neuron(x, [torch.rand_like(x[0]), None], [0.0, 0.5], [decay], [1.0], step, keep)
 
 
 def masks(device: str) -> None:

@@ -2,7 +2,8 @@
 
 The ANN is the same network with ReLU in the place of each neuron, on one time step, under stock compile: what spikes
 cost a user who could do without. A network that is written by hand, step by step, is also run with its loop over time
-fused, and with its layers fused but not its neurons: what the rule `unrolled_neurons` gains. TF32 is allowed to all.
+fused, and with its layers fused but not its neurons: what the rule `unrolled_neurons` gains. So is its neuron alone, on
+currents that are there, where the rule's operator stands beside what Inductor makes of T steps. TF32 is allowed to all.
 """
 
 import copy
@@ -22,8 +23,9 @@ from bench.timing import MODES, guarded, time_rivals
 
 STEPS = (1, 4)
 BATCHES = (1, 8)
-HAND_WRITTEN = "hand_written"
-NAMES = (HAND_WRITTEN, "spiking_vgg16", "sew_resnet18", "spikformer")
+HAND_WRITTEN = {"hand_written": 32, "neuron": 512}
+"""Networks that are called step by step, and the size of their images."""
+NAMES = (*HAND_WRITTEN, "spiking_vgg16", "sew_resnet18", "spikformer")
 FUSED: dict[str, Any] = {"neurons": "fuse"}
 RIVALS: dict[str, dict[str, Any] | None] = {
     "stock": None, "ANN": None, "sparsecomp": {}, "loop fused": FUSED,
@@ -89,6 +91,22 @@ class HandWritten(nn.Module):
         return out / x.shape[0]
 
 
+class Alone(nn.Module):
+    """A leaky neuron in a loop over time, on currents that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = Leaky()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, …) to the same."""
+        v, out = torch.zeros_like(x[0]), []
+        for step in x.unbind():
+            spikes, v = self.neuron(step, v)
+            out.append(spikes)
+        return torch.stack(out)
+
+
 def run(
     names: Sequence[str] = NAMES, modes: Sequence[str] = MODES, steps: Sequence[int] = STEPS,
     batches: Sequence[int] = BATCHES,
@@ -109,7 +127,7 @@ def measured(case: Case, modes: Sequence[str]) -> dict[str, Any]:
     for mode in modes:
         torch._dynamo.reset()
         calls: dict[str, Callable[[], Any]] = {}
-        for rival in RIVALS if case.name == HAND_WRITTEN else ("stock", "ANN", "sparsecomp"):
+        for rival in RIVALS if case.name in HAND_WRITTEN else ("stock", "ANN", "sparsecomp"):
             guarded(row, f"{rival}, {mode}", partial(_prepare, row, calls, rival, mode, net, x))
         guarded(row, mode, partial(time_rivals, row, mode, calls, False))
     return row
@@ -118,8 +136,8 @@ def measured(case: Case, modes: Sequence[str]) -> dict[str, Any]:
 def network(case: Case) -> tuple[nn.Module, Tensor]:
     """The network in evaluation, with batch-norm statistics of its input, and the input, channels last."""
     torch.manual_seed(0)
-    net = HandWritten() if case.name == HAND_WRITTEN else LIBRARY[case.name].make()
-    size = case.size or (32 if case.name == HAND_WRITTEN else LIBRARY[case.name].shape[-1])
+    net, size = _made(case.name)
+    size = case.size or size
     net = net.to(case.device).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     shape = case.steps, case.batch, 3, size, size
     x = torch.rand(shape, device=case.device).flatten(0, 1).contiguous(memory_format=torch.channels_last)
@@ -131,6 +149,13 @@ def network(case: Case) -> tuple[nn.Module, Tensor]:
         net.train()(x.repeat(1, max(1, 8 // case.batch), 1, 1, 1))
     _forget(net)
     return net.eval(), x
+
+
+def _made(name: str) -> tuple[nn.Module, int]:
+    """A network and the size of its images."""
+    if name in HAND_WRITTEN:
+        return (Alone() if name == "neuron" else HandWritten()), HAND_WRITTEN[name]
+    return LIBRARY[name].make(), LIBRARY[name].shape[-1]
 
 
 def ann_of(net: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import nn
 from bench.spiking import latency
 from bench.spiking.latency import Case, HandWritten, Leaky, ann_of
 
-TINY = Case(latency.HAND_WRITTEN, 3, 2, "cpu", 8)
+TINY = Case("hand_written", 3, 2, "cpu", 8)
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,17 @@ def test_the_network_fires_and_its_ann_has_relu_for_neurons() -> None:
             y = norm(layer(y)).relu()
         torch.testing.assert_close(ann(x[:1]), net.head(y.mean((2, 3))))
     assert any(isinstance(module, Leaky) for module in net.modules()), "the network itself stays"
+
+
+def test_a_neuron_alone_fires_as_its_equations_say() -> None:
+    net, x = latency.network(TINY._replace(name="neuron"))
+    v, expected = torch.zeros_like(x[0]), []
+    for step in x:
+        v = 0.5 * v + step
+        expected.append((v >= 1).float())
+        v = v - expected[-1]
+    assert torch.equal(net(x), torch.stack(expected)) and 0 < net(x).mean() < 1
+    assert torch.equal(ann_of(net)(x[:1]), x[:1].relu())
 
 
 def test_the_ann_of_a_librarys_network() -> None:

@@ -51,6 +51,19 @@ def test_neuron_replays_on_new_values():
     torch.testing.assert_close(last.cpu(), membrane)
 
 
+def test_described_neuron_replays_on_new_values():
+    x, v, decay = torch.randn(4, 2, 8, 5, 5, device="cuda"), *(torch.rand(8, 1, 1, device="cuda") for _ in range(2))
+    step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; t4 = sub t1 t3; spike t2; v0 t4"
+    start = v.expand(2, 8, 5, 5).contiguous()
+    graph, (spikes, last, _) = graph_of(lambda: ops.neuron(x, [start], [0.0], [decay], [1.0], step))
+    for tensor in (x, start, decay):
+        tensor.copy_(2 * torch.rand_like(tensor))
+    graph.replay()
+    torch.cuda.synchronize()
+    expected, membrane, _ = ops.neuron(x.cpu(), [start.cpu()], [0.0], [decay.cpu()], [1.0], step)
+    assert torch.equal(spikes.cpu(), expected) and torch.equal(last.cpu(), membrane)
+
+
 def test_an_eager_call_sees_a_weight_written_in_place():
     x = (torch.rand(2, 32, 6, 6, device="cuda") < 0.2).float()
     w = torch.randn(32, 32, 3, 3, device="cuda")
