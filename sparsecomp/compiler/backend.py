@@ -99,7 +99,7 @@ def compile_graph(
 
 
 def _has_ours(gm: fx.GraphModule) -> bool:
-    """Whether an operator of ours is in a graph, or in one within it: what is cached of it must not outlive our code."""
+    """Whether an operator of ours is in a graph, or in one within it: a cached one must not outlive our code."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
     return any(getattr(node.target, "namespace", "") == "sparsecomp" for graph in graphs for node in graph.nodes)
 

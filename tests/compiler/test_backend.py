@@ -129,6 +129,9 @@ def test_caches_are_keyed_by_our_sources_and_options(monkeypatch):
         options = {"implementation": "binary", "precision": precision}
         torch.compile(model, backend="sparsecomp", options=options)(x)
     assert tags[0] != tags[1]
+    as_written = SparseLinear.from_linear(nn.Linear(16, 16), sparsity=0.5)  # an operator of ours that no rule touches
+    torch.compile(as_written, backend="sparsecomp", options={"disable": ("all",)})(torch.ones(1, 16))
+    assert len(tags) == 3
     assert all(tag.startswith(before) and backend.sources_hash() in tag for tag in tags)
     assert torch.compiler.config.cache_key_tag == before
 
