@@ -51,6 +51,7 @@ def test_folding_keeps_the_result(step_mode, affine):
     assert (got.double() - expected).abs().max() / expected.abs().max() < 1e-6
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", ["Conv", "ConvTranspose"])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(("outputs", "groups"), [(8, 1), (12, 1), (12, 4)])

@@ -176,7 +176,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_rewritten_and_equals_eager_to_the_bit(name):
     """Gradients too, and as a module that `optimize` sees."""
