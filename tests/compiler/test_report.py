@@ -17,6 +17,7 @@ from sparsecomp.compiler.explain import explain
 from sparsecomp.compiler.optimize import optimize
 from sparsecomp.compiler.profile import LayerProfile, Profile
 from sparsecomp.errors import InputError
+from sparsecomp.passes.engine.location import user_location
 from sparsecomp.report import Report, Site, last_report, merge, remember
 
 
@@ -253,6 +254,24 @@ def test_locations_are_never_in_a_library(no_inductor: None) -> None:
     compiled(model)(torch.rand(2, 16))
     report = last_report()
     assert [(site.module, site.location) for site in report.sites] == [("1", "")]
+
+
+MINE, OURS = "/home/someone/model.py", str(Path(sparsecomp.__file__).parent)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([MINE], f"{MINE}:1"), ([MINE, "/home/someone/layer.py"], "/home/someone/layer.py:2"),
+        ([MINE, torch.__file__, json.__file__], f"{MINE}:1"), ([MINE, f"{OURS}/nn/layer.py"], f"{MINE}:1"),
+        ([MINE, f"{OURS}/demo.py", torch.__file__], f"{OURS}/demo.py:2"), ([f"{OURS}/nn/layer.py"], ""), ([], ""),
+    ],
+)  # fmt: skip
+def test_a_location_is_the_innermost_line_of_the_users_or_of_the_example(files: list[str], expected: str) -> None:
+    node = torch.fx.Graph().placeholder("x")
+    frames = [f'  File "{file}", line {line}, in forward\n    x = f(x)' for line, file in enumerate(files, 1)]
+    node.meta["stack_trace"] = "\n".join(frames) or None
+    assert user_location(node) == expected
 
 
 def test_a_forced_rewrite_on_a_cpu_promises_nothing(report: Report) -> None:

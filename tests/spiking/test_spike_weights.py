@@ -6,6 +6,9 @@ import torch.nn.functional as F
 from kernel_devices import KERNEL_DEVICES
 from spike_conv_cases import normal, run, spikes
 
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.spiking.convolution import Selection
+from sparsecomp.lowering.spiking.packing import to_bytes
 from sparsecomp.reference.digits import (
     SPREAD,
     channel_scale,
@@ -180,3 +183,17 @@ def test_a_channel_that_is_not_finite_has_no_scale():
 def test_channels_are_padded_to_whole_steps():
     assert [padded_channels(count) for count in (1, 32, 33, 64, 65, 96, 129)] == [32, 32, 64, 64, 128, 128, 192]
     assert [largest_mantissa(digits) * 2 ** digit_bits(digits) for digits in (2, 3)] == [0x7F7F, 0x7F7F7F]
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("selected", [None, (5, 0), (5, 7)])
+def test_bytes_are_made_where_the_device_asks_for_them(selected, monkeypatch):
+    """A launch that is told of a count does nothing unless that passes the limit."""
+    launched = []
+    monkeypatch.setattr(dispatch, "launch", lambda operation, problem, *tensors: launched.append((problem, tensors)))
+    x = torch.rand(2, 8, 3, 3).contiguous(memory_format=torch.channels_last)
+    count = None if selected is None else torch.tensor([selected[0]], dtype=torch.int32)
+    out = to_bytes(x, None if count is None else Selection(count, selected[1]), scale=0.5)
+    ((problem, tensors),) = launched
+    assert tensors[-1] is count and (problem.limit, problem.inverse) == (0 if selected is None else selected[1], 2.0)
+    assert out.dtype is torch.int8 and out.shape == x.shape

@@ -254,6 +254,20 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
         _trainer(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
+@pytest.mark.parametrize("scales", [None, [4.0, 4.0], [4.0, 8.0], [4.0, 2.0]])
+def test_a_scheduler_steps_with_the_optimizer_but_for_a_step_that_the_scaler_skipped(scales, monkeypatch):
+    """The scaler is asked for its scale before and after each step; without one it is 1."""
+    steps = _CONFIG.cycles * (_CONFIG.train_steps + _CONFIG.resu_steps) + _CONFIG.finetune_steps
+    trainer = _trainer(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9))
+    if scales is not None:
+        asked = iter(scales * steps)
+        monkeypatch.setattr(trainer.scaler, "get_scale", lambda: next(asked))
+    trainer.fit()
+    taken = 0 if scales == [4.0, 2.0] else steps
+    assert trainer.steps == steps and trainer.scheduler.last_epoch == taken
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**taken)
+
+
 def test_callbacks_say_what_happens(tmp_path, caplog, capsys):
     with caplog.at_level(logging.INFO, "sparsecomp.runtime"):
         _trainer(callbacks=[LogCallback(), ProgressCallback(), CheckpointCallback(tmp_path / "run")]).fit()
