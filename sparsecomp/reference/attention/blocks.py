@@ -81,7 +81,7 @@ def blocks_of(mask: Tensor, block: tuple[int, int] = DEFAULT_BLOCK) -> Attention
             f"the mask is {tuple(mask.shape)} of {mask.dtype}, needs (batch or 1, heads or 1, queries, keys) of"
             " torch.bool: True where a query attends to a key"
         )
-    _check_block(block)
+    check_block_sizes(block)
     (q_len, k_len), (block_q, block_k) = mask.shape[2:], block
     padded = F.pad(mask, (0, -k_len % block_k, 0, -q_len % block_q))
     b, h, q, k = padded.shape
@@ -110,7 +110,7 @@ def blocks_from_map(
     Raises:
         MaskError: the map, the bits, the lengths and the block do not fit one another.
     """
-    _check_block(block)
+    check_block_sizes(block)
     block_q, block_k = block
     grid = (-(-q_len // block_q), -(-k_len // block_k))
     if block_map.dtype != torch.int32 or block_map.dim() != 4 or block_map.shape[2:] != grid:
@@ -163,7 +163,8 @@ def _powers(device: torch.device) -> Tensor:
     return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
 
 
-def _check_block(block: tuple[int, int]) -> None:
+def check_block_sizes(block: tuple[int, int]) -> None:
+    """Raise MaskError for a block that kernels have no tiles of."""
     if any(size < _WORD or size & (size - 1) for size in block):
         raise MaskError(f"blocks of {block} queries and keys: both are powers of two from {_WORD} on")
 
