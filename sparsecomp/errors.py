@@ -65,6 +65,10 @@ class MaskError(SparsecompError, ValueError):
     """A mask, or the scores that make one, do not fit their weight; the old mask stays."""
 
 
+class ReplicaError(SparsecompError, RuntimeError):
+    """Processes of a distributed run hold other patterns, masks or settings, or one of them failed; all raise it."""
+
+
 class FrozenWeightError(SparsecompError, RuntimeError):
     """A tensor was written to although the caller promised that it was not; looked for under `SPARSECOMP_DEBUG=1`."""
 

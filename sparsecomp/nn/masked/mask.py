@@ -7,6 +7,7 @@ import torch
 
 from sparsecomp.errors import MaskError
 from sparsecomp.formats.indices import index_dtype_for
+from sparsecomp.reference.sharding import local, parted
 
 
 def checked_mask(mask: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
@@ -76,7 +77,8 @@ class SparseMask(torch.nn.Module):
         """Zero the pruned elements of `weight` in place, NaN and infinity too; MaskError if it does not fit."""
         self.check_weight(weight)
         with torch.no_grad():
-            return weight.masked_fill_(~self.mask, 0)
+            local(weight).masked_fill_(local(parted(~self.mask, weight)), 0)
+        return weight
 
     def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
         """MaskError unless the mask in `state` (of state_dict; none is no error) has this shape and only 0 and 1."""

@@ -16,6 +16,7 @@ from sparsecomp.errors import MaskError
 from sparsecomp.nn.masked.mask import SparseMask, check_before_load
 from sparsecomp.ops.masked.effective_weight import effective_weight
 from sparsecomp.ops.masked.elementwise import gather_pruned
+from sparsecomp.reference.sharding import parted, whole
 
 
 class Mode(IntEnum):
@@ -97,13 +98,14 @@ class MaskedWeight(nn.Module):
             )
         else:
             with torch.no_grad():
-                weight.copy_(effective_weight(weight, theta.to(weight.dtype), self.mask.mask))
+                resurrecting = effective_weight(whole(weight), theta.to(weight.dtype), self.mask.mask)
+                weight.copy_(parted(resurrecting, weight))
         self._switch(Mode.RESU)
 
     def theta(self, weight: Tensor) -> Tensor:
         """A copy of theta, 1-d; MaskError outside of a RESU phase."""
         self._expect(Mode.RESU, advice="enter_resu_ begins one")
-        return gather_pruned(weight.detach(), self.mask.mask, self.mask.pruned_count)
+        return gather_pruned(whole(weight.detach()), self.mask.mask, self.mask.pruned_count)
 
     def theta_grad(self, weight: Tensor) -> Tensor:
         """dL/dtheta: the weight's gradient at the pruned places, 1-d.
@@ -115,7 +117,7 @@ class MaskedWeight(nn.Module):
         if weight.grad is None:
             frozen = "" if weight.requires_grad else " (requires_grad is False: freeze the active part otherwise)"
             raise MaskError(f"the weight has no gradient{frozen}, so theta has none: call backward first")
-        return gather_pruned(weight.grad, self.mask.mask, self.mask.pruned_count)
+        return gather_pruned(whole(weight.grad), self.mask.mask, self.mask.pruned_count)
 
     def commit_(self, weight: Tensor, mask: Tensor) -> None:
         """End the RESU phase with another `mask`: what it keeps stays, the rest becomes zero, the weight SPARSE.

@@ -28,7 +28,8 @@ from sparsecomp.formats import CSR, Pattern
 from sparsecomp.formats.indices import select_keys
 from sparsecomp.nn import SparseLinear
 from sparsecomp.reference.selection import select_top
-from sparsecomp.training.distributed import Replicas, bare
+from sparsecomp.reference.sharding import local
+from sparsecomp.training.distributed import agreed, bare
 from sparsecomp.training.dynamic.gradients import GradientAccumulator
 from sparsecomp.training.dynamic.manager import PatternManager
 from sparsecomp.training.dynamic.stepped import Stepped
@@ -81,7 +82,7 @@ class DynamicSparsity(Stepped):
         if not self.managers:
             raise ConfigError("the optimizer trains no SparseLinear in CSR or CSC: make some by sparsify, before it")
         _check_untied(model, self.managers)
-        self._replicas = Replicas(model)
+        self._replicas = agreed(model, f"{self!r} of {[*self.managers]}, seed {seed}")
         self.gradients = {name: GradientAccumulator(one.layer) for name, one in self.managers.items()}
 
     def __repr__(self) -> str:
@@ -120,7 +121,9 @@ class DynamicSparsity(Stepped):
         Raises:
             PatternError: no backward ran within `watch`, or one is running. Nothing has changed.
         """
-        for name, new in {name: self.changed(name) for name in self.changing()}.items():
+        changed = {name: self.changed(name) for name in self.changing()}
+        self._replicas.check_alike({name: new.keys for name, new in changed.items()})
+        for name, new in changed.items():
             self.managers[name].become(new)
             self.gradients[name].clear()
 
@@ -162,7 +165,8 @@ class DynamicSparsity(Stepped):
             return accumulator.reached
         rows, cols = layer.shape
         if found := self._replicas.any(torch.tensor(accumulator.reached, device=layer.values.device)):
-            accumulator.take(layer.values.new_empty(0, cols), layer.values.new_empty(0, rows))
+            own = local(layer.values.detach())
+            accumulator.take(own.new_empty(0, cols), own.new_empty(0, rows))
         return found
 
     def mean(self, gradient: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from sparsecomp.errors import ConfigError, MaskError
 from sparsecomp.nn import masked_weights
 from sparsecomp.nn.masked.masked_weight import Mode
 from sparsecomp.reference.selection import select_top
-from sparsecomp.training.distributed import Replicas, bare
+from sparsecomp.reference.sharding import whole
+from sparsecomp.training.distributed import agreed, bare
 from sparsecomp.training.dynamic.stepped import Stepped
 from sparsecomp.training.pruning.budgets import BUDGETS
 from sparsecomp.training.schedules import sparsity_at
@@ -74,7 +75,7 @@ class GradualPruning(Stepped):
         if unknown := own.keys() - self._weights.keys():
             named = ", ".join(sorted(unknown))
             raise ConfigError(f"budget names {named}: masked weights are {', '.join(self._weights)}")
-        self._replicas = Replicas(model)
+        self._replicas = agreed(model, repr(self))
 
     def __repr__(self) -> str:
         told = ", ".join(f"{name}={getattr(self, name)}" for name in ("start", "end", "every", "steps"))
@@ -112,14 +113,16 @@ class GradualPruning(Stepped):
         for name, (_, masked) in self._weights.items():
             if masked.mode is Mode.RESU:
                 raise MaskError(f"{name} is in its RESU phase: end it by commit_ before weights are pruned")
-        masks = self._masks()
+        whole_weights = {name: whole(weight.detach()) for name, (weight, _) in self._weights.items()}
+        with self._replicas.as_one(next(iter(whole_weights.values())).device):
+            masks = self._masks(whole_weights)
         for name, (weight, masked) in self._weights.items():
             masked.prune_(weight, self._replicas.decided(masks[name]))
 
-    def _masks(self) -> dict[str, Tensor]:
+    def _masks(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         scores = {
-            name: weight.float().abs().masked_fill(~masked.mask.mask, -1).flatten()
-            for name, (weight, masked) in self._weights.items()
+            name: weights[name].float().abs().masked_fill(~masked.mask.mask, -1).flatten()
+            for name, (_, masked) in self._weights.items()
         }
         shapes = {name: weight.shape for name, (weight, _) in self._weights.items()}
         if self._budget is None:

@@ -21,6 +21,7 @@ from sparsecomp.errors import PatternError
 from sparsecomp.formats import CSC, CSR, Pattern
 from sparsecomp.formats.indices import pointers_of
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
+from sparsecomp.reference.sharding import is_sharded, parted, whole
 from sparsecomp.training.dynamic.delta import PatternDelta
 from sparsecomp.training.dynamic.told import tell
 
@@ -70,12 +71,14 @@ class PatternManager:
             raise PatternError(f"policy is {policy!r}, needs one of {', '.join(_REFUSED)}")
         if layer.format not in ("CSR", "CSC"):
             raise PatternError(f"the layer is in {layer.format}: the pattern of one in CSR or CSC can change")
-        self.layer, self.optimizers, self.policy = layer, list(optimizers), policy
+        # ZeroRedundancyOptimizer has another within, which has the state of this process's parameters
+        inner = [getattr(one, "optim", one) for one in optimizers]
+        self.layer, self.optimizers, self.policy = layer, inner, policy
         if any(isinstance(one, torch.optim.LBFGS) for one in self.optimizers):
             raise PatternError("LBFGS keeps all parameters in one vector, which no pattern can change: use another one")
         self.history: deque[PatternChange] = deque(maxlen=keep)
         self._queue: list[PatternDelta] = []
-        self._by = by
+        self._by, self._sharded = by, is_sharded(layer.values)
         self._tell()
 
     def __repr__(self) -> str:
@@ -86,12 +89,15 @@ class PatternManager:
         """What the layer holds now; its size is read from the device where there is room for more alone."""
         matrix = self.layer.weight.matrix
         assert isinstance(matrix, CSR | CSC)
-        return matrix.known_compact()
+        return (matrix.with_values(whole(matrix.values)) if is_sharded(matrix.values) else matrix).known_compact()
 
     @property
     def pattern(self) -> Pattern:
         """What the layer stores now."""
-        return Pattern.of(self.matrix.to(CSR).known_compact())
+        matrix = self.layer.weight.matrix
+        if is_sharded(matrix.values):  # they do not matter, and other processes need not be asked for theirs
+            matrix = matrix.with_values(torch.empty(matrix.values.shape, dtype=matrix.dtype, device=matrix.device))
+        return Pattern.of(matrix.known_compact().to(CSR).known_compact())
 
     def queue(self, delta: PatternDelta) -> None:
         """Have `apply` make this change, after those that wait.
@@ -175,7 +181,7 @@ class PatternManager:
     def _values_of(self, pattern: Pattern, part: Pattern) -> Tensor:
         """A copy of the values of a part of what is stored, in the layer's order."""
         places = self._by_rows(pattern).places_of(self._by_rows(part))
-        return self.layer.values.detach().index_select(0, places)
+        return whole(self.layer.values.detach()).index_select(0, places)
 
     def _write(self, old: Pattern, new: Pattern, start: Callable[[int], Tensor] | None) -> None:
         """Store `new` in place of `old`."""
@@ -186,19 +192,23 @@ class PatternManager:
             )
         if not isinstance(layer.values, nn.Parameter):
             raise PatternError("the layer's values are computed, by a parametrization: remove it first")
+        if self._sharded and not is_sharded(layer.values):
+            raise PatternError("the layer's values are gathered for a forward: call reshard() on what fully_shard made")
         # of inference tensors nothing could be trained
         with torch.inference_mode(layer.values.is_inference()), torch.no_grad():
             after = self._by_rows(new)
             places = self._by_rows(old).places_of(after)
             came = None if start is None else _started(start, int((places < 0).count_nonzero()))
-            values = _moved(layer.values.detach(), places, came)
+            values = _moved(whole(layer.values.detach()), places, came)
             # all is worked out before anything is written
-            moved = [(kept, _moved(kept, places, fresh=fresh), put) for kept, put, fresh in self._beside()]
+            moved = [(kept, _moved(whole(kept), places, fresh=fresh), put) for kept, put, fresh in self._beside()]
             dtype = layer.indices.dtype
+            if self._sharded:
+                values = self._part_of(values)
             layer.store(values, pointers_of(after.row, after.shape[0], dtype), after.col.to(dtype))
             for kept, tensor, put in moved:
                 padded = _padded(tensor, layer.values)
-                kept.copy_(padded) if kept.shape == padded.shape else put(padded)
+                kept.copy_(parted(padded, kept)) if kept.shape == padded.shape else put(padded)
         self._tell()
 
     def _beside(self) -> Iterator[tuple[Tensor, Callable[[Tensor], None], Any]]:
@@ -211,6 +221,16 @@ class PatternManager:
             for name, kept in state.items():
                 if isinstance(kept, Tensor) and kept.dim() and kept.shape == values.shape:
                     yield kept, partial(state.__setitem__, name), _start_of(optimizer, values, name)
+
+    def _part_of(self, values: Tensor) -> Tensor:
+        """What this process stores of the values of a layer that is sharded."""
+        size, own = values.numel(), self.layer.values
+        if size > own.numel() or size < own.numel() and not self.layer.capacity:
+            raise PatternError(
+                f"the layer's {own.numel()} values are sharded, and their number cannot become {size}: reserve(…) as "
+                "many as it may have, before fully_shard"
+            )
+        return parted(_padded(values, own), own)
 
     def _by_rows(self, pattern: Pattern) -> Pattern:
         """In the order of the layer's values."""

@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw
 from sparsecomp.errors import MaskError
 from sparsecomp.nn.masked.layers import masked_weights
 from sparsecomp.nn.masked.masked_weight import MaskedWeight, Mode
+from sparsecomp.reference.sharding import is_sharded, local, parted
 from sparsecomp.training.resu.optim import RESUSelective
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -102,22 +103,21 @@ class RESUAdamW(torch.optim.AdamW):
         One weight after another, so that what is kept meanwhile is of one weight.
         """
         state = self._moments_of(weight, group)
-        gradient, selective = weight.grad, self._selective_of(weight, masked, group)
-        assert gradient is not None
-        selective.step(weight, -gradient if group["maximize"] else gradient)
+        gradient, selective = local(weight.grad), self._selective_of(weight, masked, group)
+        selective.step(local(weight), -gradient if group["maximize"] else gradient)
         if not self._train_active:
             return
-        parts = [weight, *(state[name] for name in _MOMENTS if name in state)]
+        parts = [local(weight), *(local(state[name]) for name in _MOMENTS if name in state)]
         kept = [part.clone() for part in parts]
         beta1, beta2 = group["betas"]
-        largest = [state["max_exp_avg_sq"]] if group["amsgrad"] else []
+        own, mean, square, *largest = parts
         adamw(
-            [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], largest, [state["step"]], foreach=False,
+            [own], [gradient], [mean], [square], largest, [state["step"]], foreach=False,
             capturable=group["capturable"], amsgrad=group["amsgrad"], beta1=beta1, beta2=beta2, lr=group["lr"],
             weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"],
         )  # fmt: skip
         for part, old in zip(parts, kept, strict=True):
-            part.copy_(torch.where(masked.mask.mask, part, old))
+            part.copy_(torch.where(local(parted(masked.mask.mask, weight)), part, old))
 
     def _moments_of(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """AdamW's state of a weight, made as torch makes it if there is none."""
@@ -130,7 +130,7 @@ class RESUAdamW(torch.optim.AdamW):
         return state
 
     def _selective_of(self, weight: Tensor, masked: MaskedWeight, group: dict[str, Any]) -> RESUSelective:
-        pruned, found = _pruned(masked), self.selective.get(weight)
+        pruned, found = _pruned(masked, weight), self.selective.get(weight)
         if found is None or found.pruned.device != pruned.device:
             found = self.selective[weight] = RESUSelective(pruned, whole=self._whole(weight), **self._theta)
         found.follow(pruned)
@@ -143,7 +143,7 @@ class RESUAdamW(torch.optim.AdamW):
         state = self.state[weight]
         if "exp_avg" not in state:
             return None
-        kept = (weight, state["exp_avg"], state["exp_avg_sq"])
+        kept = (local(weight), local(state["exp_avg"]), local(state["exp_avg_sq"]))
         fits = all(part.dtype is torch.float32 and part.is_contiguous() for part in kept)
         return kept[1:] if fits else None
 
@@ -187,13 +187,24 @@ class RESUAdamW(torch.optim.AdamW):
         for name in _MOMENTS:
             moment = self.state.get(weight, {}).get(name)
             if moment is not None:
+                if is_sharded(moment):
+                    chosen = torch.zeros(moment.shape, dtype=torch.bool, device=moment.device)
+                    chosen.view(-1)[positions.long()] = True
+                    local(moment).masked_fill_(local(parted(chosen, moment)), 0)
+                    continue
                 # a view, or a copy where the memory format is another
                 flat = moment.reshape(-1).index_fill_(0, positions.long(), 0)
                 if not moment.is_contiguous():
                     moment.copy_(flat.view(moment.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with the state of each theta under `theta`, by the number of its parameter."""
+        """torch's, with the state of each theta under `theta`, by the number of its parameter.
+
+        Raises:
+            MaskError: a weight in its RESU phase is sharded, whose theta's state is each process's own.
+        """
+        if any(is_sharded(weight) for weight in self.selective):
+            raise MaskError("what is known of the theta of a sharded weight is in no one state: save between cycles")
         numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         theta = {str(numbers[weight]): one.state_dict() for weight, one in self.selective.items()}
         return {**super().state_dict(), "theta": theta}
@@ -214,7 +225,7 @@ class RESUAdamW(torch.optim.AdamW):
             if "mean" not in state and "exp_avg" not in state_dict["state"].get(int(number), {}):
                 raise MaskError(f"the state has no averages of the theta of parameter {number}: give a whole state")
             kept = {"whole": _NOWHERE} if "mean" not in state else {}
-            thetas[weight] = RESUSelective(_pruned(self._masked[weight]), **kept, **self._theta)
+            thetas[weight] = RESUSelective(_pruned(self._masked[weight], weight), **kept, **self._theta)
             thetas[weight].load_state_dict(state)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "theta"})
         for weight, selective in thetas.items():
@@ -233,5 +244,6 @@ class RESUAdamW(torch.optim.AdamW):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
 
 
-def _pruned(masked: MaskedWeight) -> Tensor:
-    return (~masked.mask.mask).contiguous()
+def _pruned(masked: MaskedWeight, weight: Tensor) -> Tensor:
+    """The pruned elements of this process's part of the weight."""
+    return local(parted((~masked.mask.mask).contiguous(), weight))

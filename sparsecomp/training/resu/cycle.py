@@ -21,7 +21,8 @@ from torch import nn
 from sparsecomp.errors import ConfigError
 from sparsecomp.nn.masked.layers import masked_weights
 from sparsecomp.nn.masked.masked_weight import MaskedWeight
-from sparsecomp.training.distributed import Replicas, bare
+from sparsecomp.reference.sharding import parted, whole
+from sparsecomp.training.distributed import agreed, bare
 from sparsecomp.training.history import CycleReport, History, LayerReport
 from sparsecomp.training.pruning.budgets import BUDGETS
 from sparsecomp.training.pruning.calibration import InputStatistics, Statistics
@@ -93,7 +94,6 @@ class RESUCycle:
     history: History = field(default_factory=History)
 
     def __post_init__(self) -> None:
-        self._replicas = Replicas(self.model)
         self._layers = _layers(bare(self.model), self.config.skip)
         if not self._layers:
             raise ConfigError("the model has no masked weight to prune: call sparsecomp.nn.wrap_module, or skip less")
@@ -107,6 +107,7 @@ class RESUCycle:
                 f"{', '.join(frozen)} have requires_grad False, so nothing pruned there could come back: set it to "
                 "True, put their modules in skip, or take no RESU steps"
             )
+        self._replicas = agreed(self.model, repr(self.config.to_dict()))
 
     @property
     def done(self) -> bool:
@@ -122,6 +123,10 @@ class RESUCycle:
             Phase.FINETUNE: self.config.finetune_steps,
         }
         return phases.get(self.phase, 0) - self.step
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._layers.values())).weight.device
 
     @property
     def needs_statistics(self) -> bool:
@@ -176,12 +181,15 @@ class RESUCycle:
         for name, layer in self._layers.items():
             layer.parts = statistics.get(name, ())
             layer.calibrated = bool(layer.parts)
-            layer.before = layer.masked.effective(layer.weight).detach().clone()
-            pruned[name] = self._pruned(layer.before, keep[name], layer.parts)
+            layer.before = layer.masked.effective(whole(layer.weight.detach())).clone()
+        with self._replicas.as_one(self._device):
+            for name, layer in self._layers.items():
+                assert layer.before is not None
+                pruned[name] = self._pruned(layer.before, keep[name], layer.parts)
         # a layer that cannot be ranked has raised by now, and no other has changed
         for name, (values, mask) in pruned.items():
             layer = self._layers[name]
-            layer.weight.copy_(self._replicas.decided(values))
+            layer.weight.copy_(parted(self._replicas.decided(values), layer.weight))
             self._take(layer, self._replicas.decided(mask))
 
     @torch.no_grad()
@@ -190,12 +198,12 @@ class RESUCycle:
             assert layer.before is not None
             if layer.parts and self.config.stabiliser == "dsnot":
                 mask = self._replicas.decided(dsnot(layer.before, layer.mask, layer.parts))
-                layer.weight.copy_(layer.before)
+                layer.weight.copy_(parted(layer.before, layer.weight))
                 self._take(layer, mask)
             if layer.parts and self.config.stabiliser == "bias_shift":
-                shift = self._replicas.decided(lost_output(layer.before - layer.weight, layer.parts))
+                shift = self._replicas.decided(lost_output(layer.before - whole(layer.weight), layer.parts))
                 for bias in layer.biases:
-                    bias.add_(shift)
+                    bias.add_(parted(shift, bias))
             layer.before, layer.parts = None, ()
             layer.forget()
             layer.masked.enter_resu_(layer.weight)
@@ -208,10 +216,12 @@ class RESUCycle:
     def _commit(self) -> CycleReport:
         layers, moved = [], 0
         # all before any is taken: a weight of NaN raises
-        masks = {name: self._amnesty(layer) for name, layer in self._layers.items()}
+        weights = {name: whole(layer.weight.detach()) for name, layer in self._layers.items()}
+        with self._replicas.as_one(self._device):
+            masks = {name: self._amnesty(layer, weights[name]) for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
             before = layer.mask.clone()
-            moved += int((layer.weight.masked_fill(before, 0) != 0).sum())
+            moved += int((weights[name].masked_fill(before, 0) != 0).sum())
             mask = self._replicas.decided(masks[name])
             layer.masked.commit_(layer.weight, mask)
             self.optimizer.reset(layer.weight, layer.masked.mask.pruned)
@@ -233,11 +243,11 @@ class RESUCycle:
             layers=tuple(layers),
         )
 
-    def _amnesty(self, layer: _Layer) -> torch.Tensor:
+    def _amnesty(self, layer: _Layer, weight: torch.Tensor) -> torch.Tensor:
         rate = self.config.amnesty(self.cycle)
         if self.config.n_of_m is not None:
-            return amnesty_n_of_m(layer.weight, layer.mask, rate, *self.config.n_of_m)
-        return amnesty_mask(layer.weight, layer.mask, int(layer.mask.sum()), rate)
+            return amnesty_n_of_m(weight, layer.mask, rate, *self.config.n_of_m)
+        return amnesty_mask(weight, layer.mask, int(layer.mask.sum()), rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the cycle is and what it remembers, for a checkpoint; the masks are in the model's state_dict."""
@@ -269,7 +279,7 @@ class RESUCycle:
 def _layers(model: nn.Module, skip: tuple[str, ...]) -> dict[str, _Layer]:
     """The masked weights outside the modules named in `skip`, and the biases of all modules that share them."""
     found = {
-        name: _Layer(weight, masked, [], torch.zeros_like(weight, dtype=torch.int16, requires_grad=False))
+        name: _Layer(weight, masked, [], torch.zeros(weight.shape, dtype=torch.int16, device=weight.device))
         for name, (weight, masked) in masked_weights(model).items()
         if not any(name.startswith(f"{module}.") for module in skip)
     }

@@ -1,0 +1,368 @@
+"""Several processes train as one does with all the data: DistributedDataParallel, ZeRO, FSDP2, and what they refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from processes import assert_same, batch, dense_network, masked_network, network, start, train
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsecomp.errors import MaskError, PatternError, ReplicaError
+from sparsecomp.nn import masked_weights
+from sparsecomp.runtime import GradualPruning, PatternManager, RESUAdamW, RESUConfig, RESUTrainer, RigL
+from sparsecomp.training.distributed import Replicas, agreed, hashed, patterns_of
+
+# ---- what is compared, in this process ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
+def test_a_fingerprint_tells_of_values_and_their_order(dtype):
+    torch.manual_seed(0)
+    array = torch.randint(0, 2, (5, 7)).to(dtype)
+    seen = {int(hashed(array)), int(hashed(torch.zeros_like(array)))}
+    for place in range(array.numel()):
+        other = array.clone()
+        other.view(-1)[place] = 1 - other.view(-1)[place].long()
+        seen.add(int(hashed(other)))
+        seen.add(int(hashed(array.flatten().roll(place + 1))))
+    rolls = {tuple(array.flatten().roll(place).tolist()) for place in range(array.numel())}
+    assert len(seen) == 1 + array.numel() + len(rolls)
+    assert hashed(array) == hashed(array.long())
+
+
+def test_long_patterns_are_taken_in_pieces(monkeypatch):
+    array = torch.arange(100)
+    wanted = hashed(array)
+    monkeypatch.setattr("sparsecomp.training.distributed._PIECE", 7)
+    assert hashed(array) == wanted
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_patterns_are_sent_no_more_and_other_buffers_still_are(alone, compiled):
+    shared = DistributedDataParallel(nn.Sequential(network(), nn.BatchNorm1d(8), masked_network()[0].requires_grad_()))
+    model: Any = torch.compile(shared, backend="eager") if compiled else shared
+    assert {"0.0.indices", "2.masked.mask.mask"} < set(shared.named_module_buffers)
+    agreed(model)
+    left = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert len(shared.modules_buffers) == len(left)
+    shared._sync_buffers()
+    assert set(shared.named_module_buffers) == left
+    assert patterns_of(shared.module).keys() >= {"0.0.pointers", "0.0.indices", "2.masked.code", "2.masked.mask.mask"}
+
+
+def test_one_process_agrees_with_itself():
+    replicas = agreed(network())
+    assert (replicas.group, replicas.rank, replicas.count) == (None, 0, 1)
+    with pytest.raises(ZeroDivisionError), replicas.as_one(torch.device("cpu")):
+        _ = 1 / 0
+
+
+# ---- DistributedDataParallel ----------------------------------------------------------------------------------------
+
+
+def differing_patterns_are_refused(rank: int, count: int, folder: Path) -> None:
+    model = network(seed=rank)
+    shared = DistributedDataParallel(model, init_sync=False)
+    with pytest.raises(ReplicaError, match=r"0\.indices, 2\.pointers|0\.pointers"):
+        agreed(shared)
+    with pytest.raises(ReplicaError, match="differ"):
+        RigL(shared, torch.optim.SGD(model.parameters()), end=10)
+    model = masked_network()
+    if rank:
+        model[0].masked.mask.mask[0, 0] ^= True
+    with pytest.raises(ReplicaError, match=r"^0\.masked\.mask\.mask differ"):
+        agreed(DistributedDataParallel(model, init_sync=False))
+
+
+def differing_settings_are_refused(rank: int, count: int, folder: Path) -> None:
+    model = network()
+    shared, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters())
+    with pytest.raises(ReplicaError, match="other settings"):
+        RigL(shared, optimizer, end=10, every=2 + rank)
+    with pytest.raises(ReplicaError, match="other settings"):  # and another number of layers
+        RigL(shared, optimizer, end=10, filter=lambda layer, name: name == "0" or rank == 0)
+    masked = DistributedDataParallel(masked_network())
+    with pytest.raises(ReplicaError, match="other settings"):
+        GradualPruning(masked, sparsity=0.9, start=0, end=rank, every=1)
+
+
+def a_change_that_differs_changes_nothing(rank: int, count: int, folder: Path) -> None:
+    model = network()
+    shared, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.0)
+    rule = RigL(shared, optimizer, end=10, every=1)
+    rule.update()
+    with torch.no_grad():
+        model[0].values[:20] *= 1 + 10 * rank  # as a step would that only one process takes
+    before = [one.clone() for one in patterns_of(model).values()]
+    with pytest.raises(ReplicaError, match="^0 differ"):
+        with rule.watch():
+            F.mse_loss(shared(batch(0)[0]), batch(0)[1]).backward()
+        rule.update()
+    assert rule.steps == 1
+    for one, other in zip(before, patterns_of(model).values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def what_fails_in_one_fails_in_all(rank: int, count: int, folder: Path) -> None:
+    model = masked_network()
+    shared = DistributedDataParallel(model)
+    pruning = GradualPruning(shared, sparsity=0.9, start=0, end=0)
+    if rank:
+        with torch.no_grad():
+            model[0].weight[0] = torch.nan
+    before = model[0].masked.mask.mask.clone()
+    with pytest.raises(MaskError if rank else ReplicaError, match="NaN" if rank else "another process"):
+        pruning.update()
+    assert torch.equal(before, model[0].masked.mask.mask)
+
+
+def rigl_with_zero_and_accumulation(rank: int, count: int, folder: Path) -> None:
+    """The state of parameters of which another process takes the step follows the pattern, too."""
+    model, alone = network(), network()
+    shared = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    compiled = torch.compile(shared, backend="sparsecomp")
+    for forward, optimizer, place in ((compiled, zero, (rank, count)), (alone, plain, (0, 1))):
+        rule = RigL(forward, optimizer, every=2, end=20)
+        for step in range(7):
+            optimizer.zero_grad()
+            with rule.watch():
+                if forward is compiled:
+                    with shared.no_sync():
+                        x, y = batch(step + 100, *place)
+                        F.mse_loss(forward(x), y).backward()
+                else:
+                    F.mse_loss(forward(batch(step + 100)[0]), batch(step + 100)[1]).backward()
+                x, y = batch(step, *place)
+                F.mse_loss(forward(x), y).backward()
+            if not rule.update():
+                optimizer.step()
+    assert_same(model, alone)
+    assert not torch.equal(model[0].indices, network()[0].indices)
+
+
+def mixed_precision(rank: int, count: int, folder: Path) -> None:
+    model, alone = network(), network()
+    shared = DistributedDataParallel(model)
+    for forward, module, place in ((shared, model, (rank, count)), (alone, alone, (0, 1))):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = batch(step, *place)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(forward(x).float(), y)
+            loss.backward()
+            optimizer.step()
+    assert model[0].values.dtype is torch.float32
+    assert_same(model, alone, rtol=0, atol=3e-3)  # one rounding of bfloat16 of gradients near 0.2, times the rates
+
+
+def rigl_goes_on_with_the_same_bits(rank: int, count: int, folder: Path) -> None:
+    def run() -> tuple[nn.Module, Any, Any, RigL]:
+        model = network()
+        shared, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=0.01)
+        return model, shared, optimizer, RigL(shared, optimizer, every=2, end=20)
+
+    model, shared, optimizer, rule = run()
+    train(shared, optimizer, (rank, count), 3, rule)
+    saved = [one.state_dict() for one in (model, optimizer, rule)]
+    path = folder / f"rigl{count}.{rank}"
+    torch.save(saved, path)
+    train(shared, optimizer, (rank, count), 4, rule)
+    again = run()
+    for one, state in zip((again[0], again[2], again[3]), torch.load(path), strict=True):
+        one.load_state_dict(state)
+    train(again[1], again[2], (rank, count), 4, again[3])
+    assert_same(again[0], model, rtol=0, atol=0)
+
+
+# ---- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    for part in (model[0], model[2], model):
+        fully_shard(part, **options)
+    return model
+
+
+def sharded_values_train_as_whole_ones(rank: int, count: int, folder: Path) -> None:
+    model, alone = sharded(network()), network()
+    compiled: Any = torch.compile(model, backend="sparsecomp")
+    train(compiled, torch.optim.AdamW(model.parameters(), lr=0.01), (rank, count))
+    train(alone, torch.optim.AdamW(alone.parameters(), lr=0.01))
+    assert_same(model, alone)
+
+
+def sharded_values_in_half_precision(rank: int, count: int, folder: Path) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, alone = sharded(network(), mp_policy=policy), network()
+    for module, place in ((model, (rank, count)), (alone, (0, 1))):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = batch(step, *place)
+            F.mse_loss(module(x).float(), y).backward()
+            optimizer.step()
+    assert model[0].values.dtype is torch.float32
+    assert_same(model, alone, rtol=0, atol=3e-3)
+
+
+def sharded_patterns_change_as_whole_ones(rank: int, count: int, folder: Path) -> None:
+    model, alone = sharded(network()), network()
+    for module, place in ((model, (rank, count)), (alone, (0, 1))):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        rule = RigL(module, optimizer, every=2, end=20)
+        assert Replicas(module).count == place[1]
+        train(module, optimizer, place, 7, rule)
+    assert_same(model, alone)
+    manager = PatternManager(model[0])
+    with pytest.raises(PatternError, match="sharded, and their number cannot become"):
+        manager.become(manager.pattern.complement(400))
+    with torch.no_grad():
+        model[0].unshard()
+    with pytest.raises(PatternError, match="call reshard"):
+        manager.become(manager.pattern)
+    model[0].reshard()
+
+
+def sharded_masks(rank: int, count: int, folder: Path) -> None:
+    """Masked weights through all phases, by the optimizer that knows them."""
+    model, alone = sharded(masked_network()), masked_network()
+    for module, place in ((model, (rank, count)), (alone, (0, 1))):
+        optimizer = RESUAdamW(module, lr=0.01)
+        train(module, optimizer, place)
+        for weight, masked in masked_weights(module).values():
+            masked.enter_resu_(weight)
+        train(module, optimizer, place, 14)  # theta moves from the eleventh step on
+    assert_same(model, alone)
+    thetas = [masked.theta(weight) for weight, masked in masked_weights(model).values()]
+    assert all(one.count_nonzero() for one in thetas)
+    torch.testing.assert_close(model(batch(9)[0]), alone(batch(9)[0]), rtol=1e-4, atol=1e-5)
+    with pytest.raises(MaskError, match="save between cycles"):
+        optimizer_of(model).state_dict()
+    model.eval()  # which zeroes what is pruned, in memory
+
+
+def optimizer_of(model: nn.Module) -> RESUAdamW:
+    """One that has taken a step, and knows of theta."""
+    optimizer = RESUAdamW(model, lr=0.01)
+    train(model, optimizer, steps=1)
+    return optimizer
+
+
+def sharded_cycle(rank: int, count: int, folder: Path) -> None:
+    histories = []
+    for model, place in ((sharded(dense_network()), (rank, count)), (dense_network(), (0, 1))):
+        config = RESUConfig(
+            cycles=2, train_steps=5, resu_steps=15, finetune_steps=5, sparsity_end=0.7, pruner="magnitude",
+            stabiliser="none",
+        )  # fmt: skip
+        data = [batch(step, *place) for step in range(50)]
+        trainer = RESUTrainer(model, config, lambda m, b: F.mse_loss(m(b[0]), b[1]), data, {"lr": 0.01})
+        histories.append((model, trainer.fit()))
+    (model, history), (alone, wanted) = histories
+    assert_same(model, alone)
+    assert [one.resurrected for one in history.cycles] == [one.resurrected for one in wanted.cycles]
+    assert history.cycles[0].resurrected
+
+
+def sharded_gradual_pruning(rank: int, count: int, folder: Path) -> None:
+    model, alone = sharded(dense_network()), dense_network()
+    for module in (model, alone):
+        pruning = GradualPruning(module, sparsity=0.8, start=0, end=2, every=1, budget="global")
+        for _ in range(3):
+            pruning.update()
+    assert_same(model, alone)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def saved_run(model: nn.Module, place: tuple[int, int]) -> Any:
+    # Adam's first steps are as long for every new weight, which makes ties that rounding breaks
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    rule = RigL(model, optimizer, every=2, end=20)
+    train(model, optimizer, place, 5, rule)
+    return optimizer, rule
+
+
+def save_at_two(rank: int, count: int, folder: Path) -> None:
+    model = sharded(network())
+    optimizer, rule = saved_run(model, (rank, count))
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1], "rule": rule.state_dict()}, checkpoint_id=folder / "dcp")
+
+
+def load_and_go_on(model: nn.Sequential, place: tuple[int, int], folder: Path) -> None:
+    """A run goes on as the uninterrupted one of one process does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    rule = RigL(model, optimizer, every=2, end=20)
+    states = get_state_dict(model, optimizer)
+    loaded = {"model": states[0], "optimizer": states[1], "rule": rule.state_dict()}
+    dcp.load(loaded, checkpoint_id=folder / "dcp")
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    rule.load_state_dict(loaded["rule"])
+    assert rule.steps == 5
+    alone = network()
+    wanted, its = saved_run(alone, (0, 1))
+    assert not torch.equal(alone[0].indices, network()[0].indices)
+    assert_same(model, alone)
+    train(model, optimizer, place, 3, rule)
+    train(alone, wanted, (0, 1), 3, its)
+    assert_same(model, alone)
+
+
+def load_at_many(rank: int, count: int, folder: Path) -> None:
+    load_and_go_on(sharded(network(seed=3)), (rank, count), folder)
+
+
+# ---- the processes --------------------------------------------------------------------------------------------------
+
+REPLICATED = [
+    differing_patterns_are_refused, differing_settings_are_refused, a_change_that_differs_changes_nothing,
+    what_fails_in_one_fails_in_all, rigl_with_zero_and_accumulation, mixed_precision, rigl_goes_on_with_the_same_bits,
+]  # fmt: skip
+SHARDED = [
+    sharded_values_train_as_whole_ones, sharded_values_in_half_precision, sharded_patterns_change_as_whole_ones,
+    sharded_masks, sharded_cycle, sharded_gradual_pruning,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.mark.slow(reason="starts processes")
+def test_two_processes_train_as_one_and_save(folder):
+    start(2, [*REPLICATED, *SHARDED, save_at_two], folder)
+
+
+@pytest.mark.slow(reason="needs what processes saved")
+def test_one_process_goes_on_from_what_two_saved(folder):
+    if not (folder / "dcp").exists():
+        pytest.skip("the test before has saved nothing")
+    load_and_go_on(network(seed=3), (0, 1), folder)
+
+
+@pytest.mark.slow(reason="starts processes")
+def test_four_processes_train_as_one_and_go_on_from_what_two_saved(folder):
+    if not (folder / "dcp").exists():
+        pytest.skip("the test before has saved nothing")
+    start(4, [rigl_with_zero_and_accumulation, sharded_patterns_change_as_whole_ones, load_at_many], folder)
