@@ -18,7 +18,7 @@ if (_TREE / "passes" / "__init__.py").exists() and (_TREE / "pyproject.toml").ex
     __path__.append(str(_TREE))  # in a source tree `passes` and `lowering` stand beside this package
 
 if TYPE_CHECKING:
-    from sparsecomp import attention, cache, formats, nn, ops, passes, runtime, snn
+    from sparsecomp import attention, cache, distributed, formats, nn, ops, passes, runtime, snn
     from sparsecomp.compiler.backend import sparsecomp_backend
     from sparsecomp.compiler.explain import explain
     from sparsecomp.compiler.optimize import optimize
@@ -69,7 +69,7 @@ _HOME = {
     "tune": "compiler.warmup",
 }
 
-_MODULES = ("attention", "cache", "formats", "nn", "ops", "passes", "runtime", "snn")
+_MODULES = ("attention", "cache", "distributed", "formats", "nn", "ops", "passes", "runtime", "snn")
 
 __all__ = [
     "Block",
@@ -94,6 +94,7 @@ __all__ = [
     "attention",
     "cache",
     "densify",
+    "distributed",
     "explain",
     "formats",
     "last_report",

@@ -5,6 +5,7 @@ are compared by fingerprints when a rule is made and before each change. What fa
 them, since one that leaves alone has the others wait for it.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
@@ -202,6 +203,10 @@ def _replicated(model: nn.Module) -> DistributedDataParallel | None:
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
     if (shared := _replicated(model)) is not None:
         return shared.process_group
+    # whoever has called fully_shard has loaded the module, which takes a second
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not any(isinstance(one, fsdp.FSDPModule) for one in model.modules()):
+        return None
     meshes = [mesh for one in model.parameters() if (mesh := mesh_of(one)) is not None]
     return meshes[0].get_group() if meshes else None
 

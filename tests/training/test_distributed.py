@@ -1,5 +1,6 @@
 """Several processes train as one does with all the data: DistributedDataParallel, ZeRO, FSDP2, and what they refuse."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import torch.distributed.checkpoint as dcp
 from processes import assert_same, batch, dense_network, masked_network, network, start, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsecomp.errors import MaskError, PatternError, ReplicaError
-from sparsecomp.nn import masked_weights
+import sparsecomp
+from sparsecomp.distributed import SparseColwise, SparseRowwise
+from sparsecomp.errors import FormatError, MaskError, PatternError, ReplicaError
+from sparsecomp.formats import CSC, CSR
+from sparsecomp.nn import SparseLinear, masked_weights
 from sparsecomp.runtime import GradualPruning, PatternManager, RESUAdamW, RESUConfig, RESUTrainer, RigL
 from sparsecomp.training.distributed import Replicas, agreed, hashed, patterns_of
 
@@ -291,6 +297,66 @@ def sharded_gradual_pruning(rank: int, count: int, folder: Path) -> None:
     assert_same(model, alone)
 
 
+# ---- tensor parallel ------------------------------------------------------------------------------------------------
+
+
+def split_network(format: Any) -> nn.Sequential:
+    """Rows of very different counts, so that processes store other numbers of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 8))
+    for name, bias in (("0", True), ("2", True), ("4", False)):
+        layer = model.get_submodule(name)
+        mask = torch.rand(layer.weight.shape) < torch.linspace(0.1, 0.8, layer.weight.shape[0])[:, None]
+        linear = nn.Linear(layer.in_features, layer.out_features, bias)
+        model.set_submodule(name, SparseLinear.from_linear(linear, format, mask=mask))
+    return model
+
+
+def split_layers_compute_as_whole_ones(rank: int, count: int, folder: Path) -> None:
+    for format in (CSR, CSC):
+        mesh = init_device_mesh("cpu", (count,))
+        alone, model = split_network(format), split_network(format)
+        plan = {"0": SparseColwise(), "2": SparseRowwise(), "4": SparseColwise()}
+        parallelize_module(model, mesh, plan)
+        assert model[0].values.numel() < alone[0].values.numel()
+        compiled: Any = torch.compile(model, backend="sparsecomp") if format is CSR else model
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, alone)]
+        for step in range(3):
+            x, wanted = (batch(step)[0].requires_grad_() for _ in range(2))
+            found, whole = compiled(x), alone(wanted)
+            share = slice(rank * 8 // count, (rank + 1) * 8 // count)
+            torch.testing.assert_close(found, whole[:, share])
+            found.square().sum().backward()
+            whole.square().sum().backward()
+            torch.testing.assert_close(x.grad, wanted.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        state, its = model.state_dict(), alone.state_dict()
+        assert state.keys() == its.keys()
+        for name, tensor in its.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+        other = parallelize_module(split_network(format), mesh, plan)
+        for load in (other.load_state_dict, partial(sparsecomp.load_state_dict, other)):
+            with torch.no_grad():
+                other[0].values.zero_()
+            load(its)
+            for name, tensor in other.state_dict().items():
+                assert torch.equal(tensor, its[name]), name
+
+
+def what_cannot_be_split_is_refused(rank: int, count: int, folder: Path) -> None:
+    mesh, model = init_device_mesh("cpu", (count,)), network()
+    before = model.state_dict()
+    for plan, told in (
+        ({"0": SparseColwise()}, "33 outputs"), ({"2": SparseRowwise()}, "33 inputs"), ({"1": SparseRowwise()}, "ReLU"),
+    ):  # fmt: skip
+        with pytest.raises(FormatError, match=told):
+            parallelize_module(model, mesh, plan)
+    assert_same(model, network())
+    assert model.state_dict().keys() == before.keys() and type(model[0]) is SparseLinear
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +400,7 @@ def load_at_many(rank: int, count: int, folder: Path) -> None:
 
 # ---- the processes --------------------------------------------------------------------------------------------------
 
+SPLIT = [split_layers_compute_as_whole_ones, what_cannot_be_split_is_refused]
 REPLICATED = [
     differing_patterns_are_refused, differing_settings_are_refused, a_change_that_differs_changes_nothing,
     what_fails_in_one_fails_in_all, rigl_with_zero_and_accumulation, mixed_precision, rigl_goes_on_with_the_same_bits,
@@ -351,7 +418,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow(reason="starts processes")
 def test_two_processes_train_as_one_and_save(folder):
-    start(2, [*REPLICATED, *SHARDED, save_at_two], folder)
+    start(2, [*REPLICATED, *SHARDED, *SPLIT, save_at_two], folder)
 
 
 @pytest.mark.slow(reason="needs what processes saved")
@@ -365,4 +432,4 @@ def test_one_process_goes_on_from_what_two_saved(folder):
 def test_four_processes_train_as_one_and_go_on_from_what_two_saved(folder):
     if not (folder / "dcp").exists():
         pytest.skip("the test before has saved nothing")
-    start(4, [rigl_with_zero_and_accumulation, sharded_patterns_change_as_whole_ones, load_at_many], folder)
+    start(4, [sharded_patterns_change_as_whole_ones, split_layers_compute_as_whole_ones, load_at_many], folder)

@@ -75,9 +75,10 @@ class SparseLinear(StoredWeight):
         """
         if isinstance(x, fx.Proxy):
             return cast(Tensor, self._as_node(x))
-        return sparse_linear(
-            x, self._live(), self._pattern(), self._written, transpose=self._by_columns, bias=self.bias
-        )  # fmt: skip
+        return self._product(x, self.bias)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return sparse_linear(x, self._live(), self._pattern(), self._written, transpose=self._by_columns, bias=bias)
 
     def extra_repr(self) -> str:
         """Sizes and format, for print."""

@@ -81,6 +81,10 @@ class StoredWeight(nn.Module):
         super().__init__()
         if not isinstance(weight, SparseMatrix | SparseTensor):
             raise FormatError(f"weight is a {type(weight).__name__}, needs a matrix of sparsecomp.formats")
+        self._hold(weight, requires_grad)
+
+    def _hold(self, weight: SparseMatrix | SparseTensor, requires_grad: bool) -> None:
+        """Have a new parameter and new buffers, of a weight of any shape."""
         values, pattern = IndexArrays.of(weight.matrix if isinstance(weight, SparseTensor) else weight)
         self.values = nn.Parameter(values.detach().contiguous(), requires_grad)
         self.format, self._by_columns = pattern.format, pattern.stored_by_columns(False)
@@ -266,7 +270,9 @@ class StoredWeight(nn.Module):
         Raises:
             FormatError: as `read_state`. The layer is as it was.
         """
-        state_dict, pattern, dropped = self.read_state(state_dict, prefix, self.strict_pattern)
+        state_dict, pattern, dropped = StoredWeight.read_state(
+            self, self._taken(state_dict, prefix), prefix, self.strict_pattern
+        )
         for name in self.stored_names:
             if (found := state_dict.get(f"{prefix}{name}")) is not None:
                 state_dict[f"{prefix}{name}"] = padded = self._padded(name, found)
@@ -276,6 +282,10 @@ class StoredWeight(nn.Module):
             self._describe(IndexArrays(self.format, pattern.layout, tuple(self._own())))
         if dropped:
             warnings.warn(f"{prefix}weight: {told_of_dropped(dropped)}", stacklevel=2)
+
+    def _taken(self, state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+        """The part of a checkpoint that this layer is."""
+        return state
 
     def read_state(self, state: Mapping[str, Any], prefix: str, strict_pattern: bool) -> ReadState:
         """What the layer makes of a checkpoint. Changes nothing.
