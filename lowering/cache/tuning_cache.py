@@ -10,10 +10,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from weakref import WeakSet
+
+from filelock import FileLock, Timeout
 
 from sparsecomp.environment import Settings
 from sparsecomp.errors import CacheError
@@ -36,6 +39,9 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 __all__ = [
     "CacheWarning", "Entry", "Fact", "Miss", "Stats", "TuningCache", "default_cache", "observers", "read_results",
 ]  # fmt: skip
+
+_LONGEST_TURN = 120.0
+"""Seconds; a full effort has 30 for a signature, and then compiles what it began."""
 
 observers: list[Callable[[Entry], None]] = []
 """Told of each entry that the process's own cache reads or writes."""
@@ -106,6 +112,8 @@ class TuningCache:
         self._absent: set[str] = set()
         self._changes: tuple[int, int] | None = None
         self._used: set[str] = set()
+        # one object, as a process may enter again
+        self._turn = None if path is None else FileLock(f"{path}.tuning")
         self._counting = threading.Lock()
         self._hits = self._misses = 0
         _caches.add(self)
@@ -159,6 +167,32 @@ class TuningCache:
         fields = dict(_canonical(signature).fields)
         (entry,) = self._write(Document([entry_of({"fields": fields, **results}, "put")], []))
         return entry
+
+    @contextmanager
+    def alone(self, signature: KernelSignature) -> Iterator[None]:
+        """Within, no other process that uses this database is within; what one before has found is read anew.
+
+        Waits for as long as one other may tune a signature. Where no file can be locked, nobody waits.
+
+        Raises:
+            CacheError: another process is within for longer.
+        """
+        if self._turn is None:
+            yield
+            return
+        try:
+            self._turn.acquire(timeout=_LONGEST_TURN)
+        except Timeout:
+            raise CacheError(f"another process has tuned for {_LONGEST_TURN:.0f} seconds") from None
+        except (OSError, NotImplementedError):
+            yield
+            return
+        try:
+            with self._store.lock:
+                self._known.pop(_canonical(signature).key, None)
+            yield
+        finally:
+            self._turn.release()
 
     def fact(self, name: str, device: Device) -> dict[str, float] | None:
         """Numbers that :meth:`put_fact` keeps for ``device``; None if there are none."""
@@ -357,6 +391,7 @@ def _after_fork() -> None:
     _choosing = threading.Lock()
     for cache in list(_caches):
         cache._counting = threading.Lock()
+        cache._turn = None if cache.path is None else FileLock(f"{cache.path}.tuning")
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -20,7 +20,7 @@ import torch
 
 from sparsecomp import _compat
 from sparsecomp.environment import Effort, Settings
-from sparsecomp.errors import TuningError
+from sparsecomp.errors import CacheError, TuningError
 from sparsecomp.lowering.cache.entry import Entry, sentence
 from sparsecomp.lowering.cache.signature import KernelSignature, device_of
 from sparsecomp.lowering.cache.tuning_cache import TuningCache, default_cache
@@ -126,7 +126,8 @@ class Tuner:
         measure: the stopwatch.
         clock: seconds, for the time budget.
 
-    Any number of threads may call it; one tunes at a time, since timings must not overlap.
+    Any number of threads may call it; one tunes at a time, since timings must not overlap. Of the processes that share
+    a database, such as those of a training on one machine, one tunes a signature, and others wait and take its choice.
     """
 
     def __init__(
@@ -198,20 +199,27 @@ class Tuner:
         if hindrance is not None:
             _note(f"default configuration of {task.operation.name}: {hindrance}", logging.INFO)
             return
-        with self._lock:
-            if not self._unfinished(task, effort):  # another thread has done it meanwhile
-                return
-            start = self._clock()
+        with self._lock, ExitStack() as turn:
             try:
-                with _quiet(task.device):
-                    self._tune(task, effort)
-            except TuningError:
-                raise
-            except Exception as error:
-                _note(f"tuning of {task.operation.name} failed: {first_line(error)}", logging.WARNING)
-            self._spent += self._clock() - start
-            # what the budget left out stays out in this process
-            self._tuned.add((task.signature.key, effort))
+                turn.enter_context(self._cache.alone(task.signature))
+            except CacheError as error:
+                _note(f"default configuration of {task.operation.name}: {error}", logging.WARNING)
+                return
+            if self._unfinished(task, effort):  # unless another thread or process has done it meanwhile
+                self._tune_in_turn(task, effort)
+
+    def _tune_in_turn(self, task: "_Task", effort: Effort) -> None:
+        start = self._clock()
+        try:
+            with _quiet(task.device):
+                self._tune(task, effort)
+        except TuningError:
+            raise
+        except Exception as error:
+            _note(f"tuning of {task.operation.name} failed: {first_line(error)}", logging.WARNING)
+        self._spent += self._clock() - start
+        # what the budget left out stays out in this process
+        self._tuned.add((task.signature.key, effort))
 
     def _tune(self, task: "_Task", effort: Effort) -> None:
         synchronized(task.device)  # what went wrong before is no candidate's fault

@@ -43,7 +43,7 @@ print(name := {name!r}, name in dir(sparsecomp), not inspect.ismodule(getattr(sp
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("name", ["passes", "runtime", "cache", "formats", "nn", "ops", "snn"])
+@pytest.mark.parametrize("name", ["passes", "runtime", "cache", "distributed", "formats", "nn", "ops", "snn"])
 def test_packages_load_on_use(name):
     code = f"""
 import sys, sparsecomp

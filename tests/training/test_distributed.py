@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -165,7 +165,8 @@ def rigl_with_zero_and_accumulation(rank: int, count: int, folder: Path) -> None
 
 def mixed_precision(rank: int, count: int, folder: Path) -> None:
     model, alone = network(), network()
-    shared = DistributedDataParallel(model)
+    shared: Any = DistributedDataParallel(torch.compile(model, backend="sparsecomp"))  # pyright: ignore
+    assert agreed(shared).count == count and not shared.modules_buffers
     for forward, module, place in ((shared, model, (rank, count)), (alone, alone, (0, 1))):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         for step in range(3):
@@ -345,6 +346,20 @@ def split_layers_compute_as_whole_ones(rank: int, count: int, folder: Path) -> N
                 assert torch.equal(tensor, its[name]), name
 
 
+def sparse_layers_go_with_dense_ones_that_are_split(rank: int, count: int, folder: Path) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+        models.append(sparsecomp.sparsify(model, sparsecomp.Unstructured(0.5), filter=lambda layer, name: name == "2"))
+    model, alone = models
+    parallelize_module(model, init_device_mesh("cpu", (count,)), {"0": ColwiseParallel(), "2": SparseRowwise()})
+    for one in models:
+        one(batch(0)[0]).square().sum().backward()
+    torch.testing.assert_close(model(batch(0)[0]), alone(batch(0)[0]))
+    torch.testing.assert_close(model[0].weight.grad.full_tensor(), alone[0].weight.grad)
+
+
 def what_cannot_be_split_is_refused(rank: int, count: int, folder: Path) -> None:
     mesh, model = init_device_mesh("cpu", (count,)), network()
     before = model.state_dict()
@@ -400,7 +415,9 @@ def load_at_many(rank: int, count: int, folder: Path) -> None:
 
 # ---- the processes --------------------------------------------------------------------------------------------------
 
-SPLIT = [split_layers_compute_as_whole_ones, what_cannot_be_split_is_refused]
+SPLIT = [
+    split_layers_compute_as_whole_ones, sparse_layers_go_with_dense_ones_that_are_split, what_cannot_be_split_is_refused,
+]  # fmt: skip
 REPLICATED = [
     differing_patterns_are_refused, differing_settings_are_refused, a_change_that_differs_changes_nothing,
     what_fails_in_one_fails_in_all, rigl_with_zero_and_accumulation, mixed_precision, rigl_goes_on_with_the_same_bits,

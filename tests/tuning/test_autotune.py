@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -102,6 +103,45 @@ def test_a_scope_ends_and_the_inner_one_rules():
         with effort_scope("none"):
             assert tuned.effort() is None
     assert tuned.effort() is None
+
+
+def test_of_two_processes_one_tunes_and_the_other_takes_its_choice(tmp_path):
+    """Each with a stopwatch that would prefer another tile."""
+    benches = [Bench({16: 3.0, 32: 1.0, 64: 2.0}), Bench({16: 1.0, 32: 3.0, 64: 2.0})]
+    inside, found, entered = threading.Barrier(2, timeout=60), {}, []
+
+    def process(number: int) -> None:
+        bench, cache = benches[number], TuningCache(tmp_path / "tuning.db")
+
+        def measure(calls, **options):
+            entered.append(number)
+            time.sleep(0.05)  # the other one wants to enter
+            return bench.measure(calls, **options)
+
+        inside.wait()
+        with effort_scope("full"):
+            choice = Tuner(cache, Settings(), measure, bench.clock).choose(bench.operation, Triple(), CPU)
+        found[number] = (choice.candidate.config["TILE"], choice.source)
+        cache.close()
+
+    threads = [threading.Thread(target=process, args=(number,)) for number in range(2)]
+    with benches[0].installed(), benches[1].installed():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(set(entered)) == 1 and len(entered) == 3
+    assert found[0] == found[1] == ((32, 16)[entered[0]], "tuned")
+
+
+def test_who_waits_too_long_takes_the_default(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparsecomp.lowering.cache.tuning_cache._LONGEST_TURN", 0.1)
+    bench, notes = Bench({16: 3.0, 32: 1.0}), list[str]()
+    caches = [TuningCache(tmp_path / "tuning.db") for _ in range(2)]
+    with caches[0].alone(bench.operation.signature(Triple(), device_of(CPU))):
+        assert choose(tuner(bench, caches[1]), bench, notes=notes) == (16, "default")
+    assert "another process has tuned" in notes[0] and not bench.timed
+    assert choose(tuner(bench, caches[1]), bench) == (32, "tuned")
 
 
 def test_a_single_candidate_needs_no_tuning_and_none_is_an_error():

@@ -4,7 +4,7 @@
     parallelize_module(model, mesh, {"up": SparseColwise(), "down": SparseRowwise()})
 
 Each process stores a part of the weight's rows or columns, as plain tensors, and multiplies with it alone; summed among
-them is what torch's ColwiseParallel and RowwiseParallel sum for dense layers. The model's state has the whole weight, so
+them is what torch's ColwiseParallel and RowwiseParallel sum for dense layers. The model's state has the whole weight:
 a checkpoint is that of one process and loads into any number of them.
 """
 
@@ -46,10 +46,14 @@ class SplitLinear(SparseLinear):
     def _split(self, mesh: DeviceMesh, by_rows: bool) -> None:
         """Keep this process's part of what is stored."""
         self.mesh, self.by_rows, self._whole = mesh, by_rows, self._layout
-        matrix, bias = self.weight.detach().matrix, self.bias
+        matrix, bias = self._stored_matrix(), self.bias
         self._hold(self._part_of(matrix), self.values.requires_grad)
         if bias is not None and by_rows:
             self.bias = nn.Parameter(self._share(bias.detach()).clone(), bias.requires_grad)
+
+    def _stored_matrix(self) -> SparseMatrix:
+        values, *arrays = self._stored()
+        return IndexArrays(self.format, self._layout, tuple(arrays)).matrix(values.detach(), False)
 
     def _share(self, tensor: Any) -> Any:
         """This process's rows of a tensor or matrix."""
@@ -85,7 +89,7 @@ class SplitLinear(SparseLinear):
     @torch.no_grad()
     def _gathered(self) -> SparseMatrix:
         """The whole weight."""
-        matrix = self.weight.detach().matrix.compact()
+        matrix = self._stored_matrix()
         part = matrix.to(COO)
         rows, cols = matrix.shape
         place, count = self.mesh.get_local_rank(), self.mesh.size()
