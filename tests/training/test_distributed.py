@@ -416,7 +416,8 @@ def load_at_many(rank: int, count: int, folder: Path) -> None:
 # ---- the processes --------------------------------------------------------------------------------------------------
 
 SPLIT = [
-    split_layers_compute_as_whole_ones, sparse_layers_go_with_dense_ones_that_are_split, what_cannot_be_split_is_refused,
+    split_layers_compute_as_whole_ones, sparse_layers_go_with_dense_ones_that_are_split,
+    what_cannot_be_split_is_refused,
 ]  # fmt: skip
 REPLICATED = [
     differing_patterns_are_refused, differing_settings_are_refused, a_change_that_differs_changes_nothing,
