@@ -188,7 +188,7 @@ class _Outside:
         self.spikes: dict[fx.Node, int] = {}
         self.lasts: dict[fx.Node, int] = {}
         self.gone: dict[fx.Node, None] = {}
-        early = [node for node in steps.interior if steps.is_early(node)]
+        early = {node for node in steps.interior if steps.is_early(node)}
         pending = [node for node in steps.interior if node not in early]
         for node in pending:  # grows by the readers that belong to the neuron
             if node in self.gone:

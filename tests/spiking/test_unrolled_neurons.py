@@ -42,7 +42,7 @@ FIRES: dict[str, Step] = {
     "distance": lambda h: ((h - 0.7) >= 0).float(),
     "reversed": lambda h: torch.le(torch.full_like(h, 0.7), h) * 1.0,
     "heaviside": lambda h: torch.heaviside(h - 0.7, torch.ones_like(h)),
-    "heaviside at 0": lambda h: torch.heaviside(h - 0.7, torch.tensor(0.0)),
+    "heaviside at 0": lambda h: torch.heaviside(h - 0.7, h.new_zeros(())),
     "surrogate": lambda h: Surrogate.apply(h - 0.7),
     "where": lambda h: torch.where(h >= 0.7, 1.0, 0.0),
     "not": lambda h: (~(h < 0.7)).type_as(h),
@@ -262,8 +262,19 @@ def test_an_image_that_stays() -> None:
     fused(run, currents(3, 4, 5))
 
 
+def test_for_a_gpu_a_division_by_a_number_is_a_product_with_its_inverse() -> None:
+    """As torch computes it there; on a CPU it divides."""
+    run, x = loop(CHARGES["tau"], FIRES["ge"], RESETS["hard"], STARTS["zeros"]), currents(4, 3, 8)
+    formulas = {"h100": "h1 = v0 + ((x - v0) · 0.333333)", None: "h1 = v0 + ((x - v0) / 3)"}
+    for device, formula in formulas.items():
+        with torch.no_grad():
+            report = sparsecomp.explain(run, x, device=device, options={"neurons": "fuse"})
+        assert formula in site(report, RULE).reason
+
+
+@pytest.mark.parametrize("steps", [4, pytest.param(70, marks=pytest.mark.slow(reason="traces many steps"))])
 @pytest.mark.parametrize("residual", [False, True])
-def test_layers_of_a_loop_and_their_neurons_run_once_for_all_steps(residual: bool) -> None:
+def test_layers_of_a_loop_and_their_neurons_run_once_for_all_steps(residual: bool, steps: int) -> None:
     """Together with `fuse_steps`."""
     first, middle, second = (nn.Conv2d(2, 2, 3, padding=1, bias=False) for _ in range(3))
 
@@ -287,10 +298,10 @@ def test_layers_of_a_loop_and_their_neurons_run_once_for_all_steps(residual: boo
     with torch.no_grad():
         for conv in (first, middle, second):
             conv.weight.copy_(torch.randint(-8, 9, conv.weight.shape) / 8)
-    x = images(4, 2, 2, 6, 6)
+    x = images(steps, 2, 2, 6, 6)
     report = fused(run, x, sites=3)
     assert site(report, "fuse_steps").rewritten
-    assert report.graph_after.count("sparsecomp.neuron.default") == 3
+    assert report.graph_after.count("sparsecomp.neuron.default") == 3 * (1 if steps == 4 else 2)
     left = [line for line in report.graph_after.splitlines() if not line.lstrip().startswith("#")]
     assert not [line for line in left if ">=" in line or " / 2" in line]
     assert all(one.rewritten for one in report.sites if one.rule == "spike_conv")
@@ -589,14 +600,22 @@ def test_compiled_by_inductor() -> None:
     assert report is not None and site(report, RULE).rewritten
 
 
+ON_A_GPU = [
+    (charge, fire, reset, start, "default")
+    for charge, fire, reset, start in zip(
+        CHARGES, FIRES, itertools.cycle(RESETS), itertools.cycle(("number", "zeros", "value", "tensor")), strict=False
+    )
+]
+"""Every charge and every way to fire."""
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize(("charge", "fire", "reset", "start"), PAIRS)
+@pytest.mark.parametrize(
+    ("charge", "fire", "reset", "start", "mode"), [*ON_A_GPU, ("tau", "ge", "hard", "zeros", "reduce-overhead")]
+)
 def test_on_a_gpu_it_has_eagers_bits(charge: str, fire: str, reset: str, start: str, mode: str) -> None:
     """Dividing by a number is a product with its inverse there, and nothing is contracted."""
-    if start == "scalar":
-        pytest.skip("a number on the CPU is no tensor of the device")
     run = loop(CHARGES[charge], FIRES[fire], RESETS[reset], STARTS[start])
     x = currents(5, 32, 512, special=True).cuda()
     with torch.no_grad():
