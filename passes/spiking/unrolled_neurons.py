@@ -7,6 +7,8 @@ nothing is written to in between, and all inputs are there before the first spik
 `fuse_steps` has brought that about. Each operation is rounded as it was, so that the same spikes come out.
 """
 
+import itertools
+import math
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -47,7 +49,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return refuse(Why.NOT_ONE_NEURON, detail=obstacle)
     reason = f"{len(charges)} time steps in one pass: {found.neuron.formula(found.numbers)}"
     return Plan(
-        lambda: _placed(found), reason, "fused", dead=found.dead, places=(found.place,), layer=charges[0]
+        lambda: _build(found), reason, "fused", dead=found.dead, places=found.places, layer=charges[0]
     )  # fmt: skip
 
 
@@ -64,7 +66,7 @@ class _Found:
         lasts: the nodes that hold a state after the last step and are read outside, and which one.
         joins: the nodes that join the spikes of all steps.
         dead: what the operator stands for, readers first.
-        place: the node before which it is to stand.
+        parts: which steps one call of it takes.
     """
 
     steps: Steps
@@ -74,6 +76,19 @@ class _Found:
     lasts: Mapping[fx.Node, int]
     joins: "Mapping[fx.Node, _Join]"
     dead: tuple[fx.Node, ...]
+    parts: "tuple[_Part, ...]"
+
+    @property
+    def places(self) -> tuple[fx.Node, ...]:
+        """The nodes before which something is to stand."""
+        return tuple(sorted(dict.fromkeys([*(part.place for part in self.parts), *self.joins])))
+
+
+class _Part(NamedTuple):
+    """Successive steps that one call takes, and the node before which it is to stand."""
+
+    start: int
+    stop: int
     place: fx.Node
 
 
@@ -93,12 +108,56 @@ def _checked(steps: Steps, ctx: Context) -> _Found:
     order, joins = ctx.analysis.order, _joins(outside.spikes, len(steps.charges))
     for join in joins.values():
         outside.gone.update(dict.fromkeys(join.parts) if join.factor is not None else {})
-    readers = {user for node in (*outside.spikes, *outside.lasts) for user in node.users if user not in outside.gone}
-    place = min(readers.union(joins), key=order.__getitem__)
+    parts = _parts(steps, _first_readers(outside, joins, len(steps.charges), order), order)
     factors = [join.factor for join in joins.values() if isinstance(join.factor, fx.Node)]
-    _check_in_time(steps, factors, outside.gone, place, ctx)
+    _check_in_time(steps, factors, outside.gone, parts, ctx)
     dead = tuple(sorted(outside.gone, key=order.__getitem__, reverse=True))
-    return _Found(steps, neuron, numbers, outside.spikes, outside.lasts, joins, dead, place)
+    return _Found(steps, neuron, numbers, outside.spikes, outside.lasts, joins, dead, parts)
+
+
+def _first_readers(
+    outside: "_Outside", joins: Mapping[fx.Node, _Join], count: int, order: Mapping[fx.Node, int]
+) -> list[fx.Node | None]:
+    """Of each step the first node that reads what the operator gives of it, None if none does."""
+    readers: list[list[fx.Node]] = [[*joins] for _ in range(count)]
+    for node, step in (*outside.spikes.items(), *((last, count - 1) for last in outside.lasts)):
+        readers[step] += [user for user in node.users if user not in outside.gone]
+    return [min(those, key=order.__getitem__) if those else None for those in readers]
+
+
+def _parts(steps: Steps, readers: list[fx.Node | None], order: Mapping[fx.Node, int]) -> tuple[_Part, ...]:
+    """The steps in as few parts as one kernel unrolls, all of whose inputs are there before their first reader."""
+    count = max(step for step, reader in enumerate(readers) if reader is not None) + 1
+    most, cuts = -(-count // -(-count // MAX_STEPS)), [0]
+
+    def in_time(start: int, stop: int) -> bool:
+        first = min((order[reader] for reader in readers[start:stop] if reader is not None), default=math.inf)
+        return stop - start <= most and max(map(order.__getitem__, _sources(steps.inputs[start:stop]))) < first
+
+    while cuts[-1] < count:
+        start = stop = cuts[-1]
+        while stop < count and in_time(start, stop + 1):
+            stop += 1
+        if stop == start:
+            raise _Obstacle(_LATE)
+        cuts.append(stop)
+    if len(cuts) - 1 > (count + 1) // 2:
+        raise _Obstacle(_LATE)
+    parts: list[_Part] = []
+    place: fx.Node | None = None
+    for start, stop in reversed([*itertools.pairwise(cuts)]):
+        place = min((one for one in (*readers[start:stop], place) if one is not None), key=order.__getitem__)
+        parts.append(_Part(start, stop, place))
+    return tuple(reversed(parts))
+
+
+_LATE = "its first spike is read before its last input is there"
+
+
+def _sources(inputs: Columns) -> Columns:
+    """What the inputs of some steps are read from."""
+    source, _ = taken_from(inputs)
+    return inputs if source is None else (source,)
 
 
 def _read_outside(steps: Steps) -> tuple[int, "_Outside"]:
@@ -116,14 +175,20 @@ def _read_outside(steps: Steps) -> tuple[int, "_Outside"]:
 
 
 def _check_in_time(
-    steps: Steps, factors: list[fx.Node], gone: Collection[fx.Node], place: fx.Node, ctx: Context
+    steps: Steps, factors: list[fx.Node], gone: Collection[fx.Node], parts: tuple[_Part, ...], ctx: Context
 ) -> None:  # fmt: skip
-    """At its place the operator finds all that it reads, as the steps would find it."""
-    order, source = ctx.analysis.order, taken_from(steps.inputs)[0]
+    """At its places the operator finds all that it reads, as the steps would find it."""
+    order = ctx.analysis.order
     fixed = [one for one in (*steps.parameters, *factors, *_starts(steps)) if isinstance(one, fx.Node)]
-    if any(order[one] >= order[place] for one in (*fixed, *(steps.inputs if source is None else (source,)))):
-        raise _Obstacle("its first spike is read before its last input is there")
-    for one in {*fixed, *steps.inputs}:
+    reads = {one: parts[0].place for one in fixed}
+    for part in parts:
+        inputs = steps.inputs[part.start : part.stop]
+        if any(order[one] >= order[part.place] for one in _sources(inputs)):
+            raise _Obstacle(_LATE)
+        reads = {**dict.fromkeys(inputs, part.place), **reads}
+    if any(order[one] >= order[parts[0].place] for one in fixed):
+        raise _Obstacle(_LATE)
+    for one, place in reads.items():
         first = min((order[user] for user in one.users if user in gone), default=order[place])
         written = ctx.analysis.last_writes.get(one, -1)
         if written >= min(first, order[place]) and not is_kept(one, ctx):
@@ -286,32 +351,31 @@ def _scaled(node: fx.Node, spikes: Mapping[fx.Node, int]) -> tuple[int, Any] | N
 # ---- building -----------------------------------------------------------------------------------------------------
 
 
-def _placed(found: _Found) -> Mapping[fx.Node, fx.Node]:
-    with found.place.graph.inserting_before(found.place):
-        return _build(found)
-
-
 def _build(found: _Found) -> Mapping[fx.Node, fx.Node]:
-    """One call for as many steps as one kernel unrolls; what others read is taken from its results."""
-    steps, like = found.steps, found.steps.charges[0]
-    count = len(steps.charges)
-    length = -(-count // -(-count // MAX_STEPS))
-    states: list[Any] = _starts(steps)
-    calls: list[fx.Node] = []
-    for start in range(0, count, length):
-        keep = bool(found.lasts) or start + length < count
-        calls.append(_call(found, steps.inputs[start : start + length], states, keep))
-        if keep:
-            states = [call(like.graph, like, operator.getitem, calls[-1], 1 + index) for index in range(len(states))]
-    spikes = [call(like.graph, like, operator.getitem, one, 0) for one in calls]
-    replaced = {node: states[index] for node, index in found.lasts.items()}
+    """One call for each part; what others read is taken from its results."""
+    states, spikes = _starts(found.steps), []
+    replaced: dict[fx.Node, fx.Node] = {}
+    for part in found.parts:
+        with part.place.graph.inserting_before(part.place):
+            keep = bool(found.lasts) or part is not found.parts[-1]
+            made = _call(found, found.steps.inputs[part.start : part.stop], states, keep)
+            if keep:
+                states = [call(made.graph, made, operator.getitem, made, 1 + index) for index in range(len(states))]
+            spikes.append(call(made.graph, made, operator.getitem, made, 0))
+            for node, step in found.spikes.items():
+                if part.start <= step < part.stop and _is_read_alone(node, found):
+                    one = call(node.graph, node, torch.select, spikes[-1], 0, step - part.start)
+                    replaced[node] = _cast(one, node)
+    replaced |= {node: states[index] for node, index in found.lasts.items()}
     for node, join in found.joins.items():
-        replaced[node] = _joined(node, join, spikes)
-    for node, step in found.spikes.items():
-        if any(user not in replaced and user not in found.dead for user in node.users):
-            one = call(node.graph, node, torch.select, spikes[step // length], 0, step % length)
-            replaced[node] = _cast(one, node)
+        with node.graph.inserting_before(node):
+            replaced[node] = _joined(node, join, spikes)
     return replaced
+
+
+def _is_read_alone(spikes: fx.Node, found: _Found) -> bool:
+    """Whether somebody reads the spikes of one step, rather than those of all."""
+    return any(user not in found.joins and user not in found.dead for user in spikes.users)
 
 
 def _call(found: _Found, inputs: Columns, states: list[Any], keep: bool) -> fx.Node:
