@@ -69,8 +69,8 @@ def _unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
         problem = "the graph runs op by op, and has no place for the mask's lists"
     elif ctx.options.precision == "exact":
         problem = "precision='exact' multiplies what the mask drops too, be it NaN or infinite"
-    elif device == "cuda" and max(site.query.shape[3], site.value.shape[3]) * site.query.itemsize > MOST_BYTES:
-        problem = f"kernels take heads of {MOST_BYTES // site.query.itemsize} numbers at most"
+    elif device == "cuda" and max(site.query.shape[3], site.value.shape[3]) * out.dtype.itemsize > MOST_BYTES:
+        problem = f"kernels take heads of {MOST_BYTES // out.dtype.itemsize} numbers at most"
     elif any(0 in example.shape for example in examples):
         problem = "it has no elements"
     elif any(example.device != out.device for example in examples):

@@ -90,8 +90,9 @@ def test_a_model_trained_unchanged(mode: str) -> None:
         for run in (compiled, eager):
             torch.compiler.cudagraph_mark_step_begin()
             run(x).square().mean().backward()
-    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, atol=2e-3, rtol=2e-2)
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, atol=2e-3, rtol=2e-2)
+            one.grad = other.grad = None  # the memory of a replayed graph's result is its own
 
 
 def test_a_large_window_by_estimate() -> None:

@@ -386,3 +386,26 @@ def test_the_whole_compiler() -> None:
     model(x).sum().backward()
     for one, other in zip(found, (one.grad for one in model.parameters()), strict=True):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-4)
+
+
+class Heads(nn.Module):
+    """Causal attention in a window of 100, of heads so wide."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1], device=x.device)
+        distance = place[:, None] - place
+        heads = x.unflatten(-1, (-1, self.depth)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, (distance >= 0) & (distance < 100))
+
+
+@pytest.mark.parametrize(("depth", "found"), [(64, True), (320, False)])
+def test_on_a_card_that_is_not_there(depth: int, found: bool) -> None:
+    with torch.no_grad():
+        report = sparsecomp.explain(Heads(depth), torch.zeros(8, 1024, 2 * depth, dtype=torch.bfloat16), device="h100")
+    (one,) = [one for one in report.sites if one.rule == "block_attention"]
+    assert one.rewritten == found
+    assert found or "heads of 256 numbers at most" in one.reason
