@@ -103,13 +103,12 @@ def test_kernels_compile_for_gpus_that_are_not_there():
     compile_in_subprocess(
         """
         from sparsecomp.lowering.sparse.kernels.active_linear import (
-            active_row_kernel, add_splits_kernel, list_active_kernel)
+            active_row_kernel, add_splits_kernel)
 
         types = dict(x_ptr="*fp16", weight_ptr="*fp16", every_ptr="*i32", sums_ptr="*fp32", bias_ptr="*fp16",
-                     place_ptr="*i32", value_ptr="*fp32", count_ptr="*i32", out_ptr="*fp16", K="i32", N="i32",
-                     span="i32", splits="i32")
+                     out_ptr="*fp16", K="i32", N="i32", span="i32", splits="i32")
         for capability in (80, 90):
-            for kernel, constants in ((active_row_kernel, dict(BN=128, BK=64)), (list_active_kernel, dict(SPAN=2048)),
+            for kernel, constants in ((active_row_kernel, dict(BN=128, BK=64)),
                                       (add_splits_kernel, dict(SPLITS=8, BLOCK=256))):
                 build(kernel, types, constants, capability, num_warps=4)
         """
@@ -184,10 +183,10 @@ def test_a_layer_that_trains_stays_dense():
 
 
 def test_more_zeros_gain_more():
-    """Bytes of a float16 layer 28672 to 8192 take an H100 0.15 ms; of a tenth of its weights, a tenth of that."""
+    """Half of the dense layer's time is saved at most."""
     layer = ActiveLayer(28672, 8192, True, torch.float16, 0.1, hosted=False)
     gains = {active: decide(layer._replace(active=active), CARD, H100).gain for active in (0.1, 0.5, None)}
-    assert gains[0.1] > 3 and gains[0.5] == gains[None] and 1.03 < gains[0.5] < gains[0.1]
+    assert 1.5 < gains[0.1] < 2 and gains[0.5] == gains[None] and 1.03 < gains[0.5] < gains[0.1]
     small = layer._replace(k=512, n=512)
     assert decide(small, CARD, H100).dense and decide(small._replace(hosted=True), CARD, H100).dense
 

@@ -1,8 +1,8 @@
-"""A linear layer of one row by the weights of inputs that are not zero, in three launches.
+"""A linear layer of one row by the weights of inputs that are not zero: loads of the other rows are masked off.
 
-The first lists the inputs that are not zero, split by split of the depth; the second multiplies the rows of the weight
-that are listed, so that its work, not only its traffic, is that of active inputs; the third adds the splits' sums in a
-fixed order, with the bias. Few columns alone would give too few programs to keep the memory busy, hence the splits.
+The depth is split among programs, since the columns alone give too few to keep the memory busy; a second launch adds
+their sums in a fixed order, with the bias. Loads that are masked off take no memory's time, but a processor's: at 97 %
+zeros a layer still takes half of the dense layer's time (docs/results.md).
 """
 
 import sympy
@@ -19,56 +19,30 @@ from sparsecomp.lowering.tuning.template import Config, Template
 
 _COLUMNS = 256
 """Of a program that adds up."""
-_LONGEST = 8192
-"""Inputs of a split: a program lists them at once."""
-
-
-@triton.jit
-def list_active_kernel(
-    x_ptr, every_ptr, place_ptr, value_ptr, count_ptr, K, span, SPAN: tl.constexpr
-):  # fmt: skip
-    """The inputs of a split that are not zero: places from split · span on, values beside them, and how many."""
-    split = tl.program_id(0)
-    offset = tl.arange(0, SPAN)
-    k = split * span + offset
-    inside = (offset < span) & (k < K)
-    x = tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)
-    active = ((x != 0.0) | (tl.load(every_ptr) != 0)) & inside
-    listed = tl.cumsum(active.to(tl.int32), 0)
-    at = split * span + listed - 1
-    tl.store(place_ptr + at, k, mask=active)
-    tl.store(value_ptr + at, x, mask=active)
-    tl.store(count_ptr + split, tl.sum(active.to(tl.int32), 0))
 
 
 @triton.jit
 def active_row_kernel(
-    weight_ptr, place_ptr, value_ptr, count_ptr, sums_ptr, N, span, BN: tl.constexpr, BK: tl.constexpr
+    x_ptr, weight_ptr, every_ptr, sums_ptr, K, N, span, BN: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """sums[split, n] = Σ value · weight[place, n] over what a split lists.
+    """sums[split, n] = Σ x[k] · weight[k, n] over the `span` inputs of a split, of which zeros are not read.
 
-    A thread keeps a sum for each place of its tile, and nothing crosses threads before the end. What is listed is
-    loaded a step ahead.
+    A thread keeps a sum for each place of its tile, and nothing crosses threads before the end.
     """
     column = tl.program_id(0) * BN + tl.arange(0, BN)
-    split = tl.program_id(1)
-    at = tl.arange(0, BK)
-    count = tl.load(count_ptr + split)
-    place_ptr += split * span
-    value_ptr += split * span
+    first = tl.program_id(1) * span
+    depth = tl.arange(0, BK)
+    every = tl.load(every_ptr) != 0
     inside = (column < N)[None, :]
-    place = tl.load(place_ptr + at, mask=at < count, other=0)
-    value = tl.load(value_ptr + at, mask=at < count, other=0.0)
     sums = tl.zeros((BK, BN), tl.float32)
-    for _ in range(0, count, BK):
-        weights = weight_ptr + place.to(tl.int64)[:, None] * N + column[None, :]
-        weight = tl.load(weights, mask=(at < count)[:, None] & inside, other=0.0)
-        at += BK
-        next_place = tl.load(place_ptr + at, mask=at < count, other=0)
-        next_value = tl.load(value_ptr + at, mask=at < count, other=0.0)
-        sums += value[:, None] * weight.to(tl.float32)
-        place, value = next_place, next_value
-    tl.store(sums_ptr + split.to(tl.int64) * N + column, tl.sum(sums, 0), mask=column < N)
+    for start in range(first, tl.minimum(first + span, K), BK):
+        k = start + depth
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        active = ((x != 0.0) | every) & (k < K)
+        weights = weight_ptr + k.to(tl.int64)[:, None] * N + column[None, :]
+        weight = tl.load(weights, mask=active[:, None] & inside, other=0.0)
+        sums += x[:, None] * weight.to(tl.float32)
+    tl.store(sums_ptr + tl.program_id(1).to(tl.int64) * N + column, tl.sum(sums, 0), mask=column < N)
 
 
 @triton.jit
@@ -91,41 +65,23 @@ def _space(problem: ActiveLinear, device: Device) -> list[Config]:
     """Tiles by warps and splits: a thread has 8 to 64 elements of a tile."""
     return [
         Config(BN=bn, BK=bk, warps=warps, splits=splits)
-        for bn in (64, 128, 256, 512) for bk in (8, 16, 32, 64) for warps in (4, 8)
-        for splits in (1, 2, 4, 8, 16, 32, 64)
+        for bn in (64, 128, 256, 512) for bk in (16, 32, 64, 128) for warps in (4, 8) for splits in (1, 2, 4, 8, 16, 32)
         if 8 <= bn * bk // (32 * warps) <= 64 and (splits == 1 or splits * bk <= problem.k)
-        and (bn == 64 or bn < 2 * problem.n) and triton.cdiv(problem.k, splits) <= _LONGEST
+        and (bn == 64 or bn < 2 * problem.n)
     ]  # fmt: skip
 
 
-def _refuse(problem: ActiveLinear, device: Device) -> str | None:
-    return None if triton.cdiv(problem.k, 64) <= _LONGEST else "there are too many inputs to list"
-
-
 def _prepare(problem: ActiveLinear, config: Config) -> Launches:
-    p = problem
-    span = triton.cdiv(triton.cdiv(p.k, config["splits"]), 16) * 16
+    p, tile = problem, {"BN": config["BN"], "BK": config["BK"]}
+    span = triton.cdiv(triton.cdiv(p.k, config["splits"]), config["BK"]) * config["BK"]
     splits = triton.cdiv(p.k, span)
-    listing = Launch(
-        list_active_kernel, (splits,), (p.k, span), {"SPAN": triton.next_power_of_2(span)}, num_warps=8
-    )  # fmt: skip
-    multiply = Launch(
-        active_row_kernel, (triton.cdiv(p.n, config["BN"]), splits), (p.n, span),
-        {"BN": config["BN"], "BK": config["BK"]}, num_warps=config["warps"],
-    )  # fmt: skip
+    grid = (triton.cdiv(p.n, config["BN"]), splits)
+    multiply = Launch(active_row_kernel, grid, (p.k, p.n, span), tile, num_warps=config["warps"], num_stages=2)
     add = Launch(
         add_splits_kernel, (triton.cdiv(p.n, _COLUMNS),), (p.n, splits),
         {"SPLITS": triton.next_power_of_2(splits), "BLOCK": _COLUMNS}, num_warps=4,
     )  # fmt: skip
-    room = splits * span
-    workspaces = [
-        ((room,), torch.int32), ((room,), torch.float32), ((splits,), torch.int32), ((splits, p.n), torch.float32),
-    ]  # fmt: skip
-    places, values, counts, sums = range(5, 9)
-    return Launches(workspaces, [
-        Step(listing, (0, 2, places, values, counts)), Step(multiply, (1, places, values, counts, sums)),
-        Step(add, (sums, 3, 4)),
-    ])  # fmt: skip
+    return Launches([((splits, p.n), torch.float32)], [Step(multiply, (0, 1, 2, 5)), Step(add, (5, 3, 4))])
 
 
 _k, _n, _itemsize = sizes("k n itemsize")
@@ -143,12 +99,11 @@ _traffic = (_k * _n * _itemsize + 8 * _splits * _n) / _bandwidth
 ACTIVE_ROW = Template(
     name="active_row",
     op="active_linear",
-    sources=(list_active_kernel, active_row_kernel, add_splits_kernel),
-    refuse=_refuse,
+    sources=(active_row_kernel, add_splits_kernel),
     space=_space,
     # as if no input were zero: how many are is not known before the call
     cost=Cost(
-        bytes=sympy.Integer(0), launches=sympy.Integer(3), seconds=sympy.sqrt(_walk**2 + _traffic**2) + 2e-6,
+        bytes=sympy.Integer(0), launches=sympy.Integer(2), seconds=sympy.sqrt(_walk**2 + _traffic**2) + 2e-6,
     ),
     prepare=_prepare,
 )  # fmt: skip
