@@ -97,7 +97,9 @@ def launch_transposed(
     """CUDA implementation of `sparsecomp::spike_conv_transpose`."""
     how = (stride, padding, output_padding, groups, dilation, digits, scale, factor, spread)
     counts = to_bytes(x, scale=scale, binary=binary)
-    return launch_transposed_counts(counts, weight, bias, *how, returns_channels_last(x, weight))
+    # of signals torch's own answers contiguous, whatever their layout
+    channels_last = x.dim() > 3 and returns_channels_last(x, weight)
+    return launch_transposed_counts(counts, weight, bias, *how, channels_last)
 
 
 def launch_transposed_counts(

@@ -18,6 +18,9 @@ from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.reference.digits import padded_channels
 from sparsecomp.reference.geometry import IMAGE_DIMS
 
+_SLOWER = 3.0
+"""Than the estimate are transposed convolutions of float32 signals and volumes (2.2 and 3.1 on an H200,
+`bench/results/spike_layers.json`); those of images, and in half precision, are not."""
 _VECTOR = 16
 """Bytes that the fastest loads and copies take at a time; channels that are no multiple of it allow fewer."""
 
@@ -186,6 +189,8 @@ def _numbers(site: SiteInfo, card: Card) -> dict[str, float]:
     portable = site.transposed or len(site.size) > IMAGE_DIMS or padded_channels(channels) != channels
     # not measured: at worst the loads are what takes the time, and there are more of them
     int8 *= (card.int8_portable if portable else 1.0) * gcd(channels, _VECTOR) / _VECTOR
+    if site.transposed and site.itemsize == 4 and len(site.size) != 2:
+        int8 /= _SLOWER
     # the rates were measured with their launches, of whole vectors of channels; layers of others are mostly small
     splitting = card.launch if channels % _VECTOR or outputs % _VECTOR else 0.0
     shares = {
