@@ -139,7 +139,7 @@ def constants_of(masked: Formula, ctx: Context) -> dict[fx.Node, torch.Tensor]:
 
 def _constant(node: fx.Node, ctx: Context) -> torch.Tensor | None:
     value = ctx.values.get(node)
-    if value is None or _compat.is_fake(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if value is None or type(value) not in (torch.Tensor, torch.nn.Parameter):  # such as stand-ins
         return None
     return value if is_static(node) or is_parameter(node, ctx) or node.op == "get_attr" else None
 

@@ -101,6 +101,17 @@ def test_what_a_cpu_and_a_user_decide():
     assert site(report, "gather_dot").why == "FORCED_DENSE"
 
 
+@pytest.mark.parametrize("unknown", ["l_x_", "index"])
+def test_of_unknown_sizes_nothing_is_decided(unknown, monkeypatch):
+    known = rule.known_sizes
+    monkeypatch.setattr(rule, "known_sizes", lambda node: None if unknown in str(node).lower() else known(node))
+    block = block_of()
+    with torch.no_grad():
+        found, report = rewritten(block, X, strict=True, implementation="auto")
+    assert site(report, "gather_dot").why == "UNKNOWN_SHAPE"
+    torch.testing.assert_close(found, block(X))
+
+
 def test_op_by_op_it_stays_one_operator(monkeypatch):
     """Written out, each of its many steps would be a launch."""
     monkeypatch.setattr(rule, "decide_block", lambda *layers: Decision("dense", "said so"))

@@ -19,17 +19,17 @@ def arrays(dense: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def ways(monkeypatch) -> list[str]:
     """What runs, in order."""
     ran: list[str] = []
-    matrix, bags = sparse._torch_matrix, torch.embedding_bag
+    matrix, bags = torch.sparse_compressed_tensor, torch.embedding_bag
 
-    def seen_matrix(layout, *rest):
+    def seen_matrix(*arrays, layout, **options):
         ran.append(str(layout).removeprefix("torch.sparse_"))
-        return matrix(layout, *rest)
+        return matrix(*arrays, layout=layout, **options)
 
     def seen_bags(*args):
         ran.append(f"bags of {args[0].shape[1]}")
         return bags(*args)
 
-    monkeypatch.setattr(sparse, "_torch_matrix", seen_matrix)
+    monkeypatch.setattr(torch, "sparse_compressed_tensor", seen_matrix)
     monkeypatch.setattr(torch, "embedding_bag", seen_bags)
     return ran
 

@@ -77,7 +77,9 @@ INPUTS: dict[str, tuple[Callable[[Any, Net], Tensor], dict[str, int]]] = {
     "of two": (lambda x, n: layers([spikes(x)[0], spikes(x + 1)[1]], n), {"flatten": 0, "cat": 1}),
     "apart": (lambda x, n: layers([spikes(x[t]) for t in range(T)], n), {"flatten": 0, "cat": 1}),
     "unbound": (lambda x, n: layers([s[t] for s in [spikes(x).unbind()] for t in range(2)], n),
-                {"flatten": 0, "cat": 1}),
+                {"flatten": 1, "narrow": 1, "cat": 0}),
+    "unbound from the batch": (lambda x, n: layers([s[t] for s in [spikes(x).unbind(1)] for t in range(B)], n),
+                               {"flatten": 0, "cat": 1}),
 }  # fmt: skip
 
 

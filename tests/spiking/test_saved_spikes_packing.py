@@ -3,6 +3,7 @@
 Forward and backward are traced apart and packed, so that a case takes milliseconds.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from sparsecomp.passes.spiking.saved_spikes import _emit, _pack_saved, _recompute_layers
+from sparsecomp.passes.spiking.saved_spikes import partitioned
 
 FLOATS = torch.float32
 CHANNELS_LAST = torch.channels_last
@@ -32,6 +33,13 @@ def steps(x: Tensor, count: int) -> list[Tensor]:
     return [spikes(x.roll(step, 1)) for step in range(count)]
 
 
+def nothing() -> fx.GraphModule:
+    """A graph that does nothing."""
+    graph = fx.Graph()
+    graph.output(())
+    return fx.GraphModule({}, graph)
+
+
 def packed(make: Callable[[Tensor], Tensor], x: Tensor, low: bool, returned: bool = False) -> tuple[Tensor, Tensor]:
     """What forward hands over of what `make` gives, and the same in the backward; held against the tensor itself."""
     forward = make_fx(lambda x: [y := make(x), y] if returned else [x + 1, make(x)], tracing_mode="fake")(x)
@@ -42,7 +50,7 @@ def packed(make: Callable[[Tensor], Tensor], x: Tensor, low: bool, returned: boo
     graph.output(graph.call_function(torch.ops.aten.alias.default, (given,)))
     backward = fx.GraphModule({}, graph)
     expected = make(x)
-    _pack_saved(forward, backward, 1, low)
+    partitioned(nothing(), lambda: (forward, backward), 1, low)
     _, handed = forward(x)
     found = backward(handed)
     assert found.dtype == expected.dtype and torch.equal(found, expected) and found.stride() == expected.stride()
@@ -134,14 +142,16 @@ class Joint:
         self.spikes = self.call(cast, self.fired, FLOATS)
 
     def call(self, target: Any, *args: Any) -> fx.Node:
-        return _emit(self.graph, target, *args)
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = target(*fx.map_arg(args, lambda one: one.meta["val"]))
+        return node
 
     def marks(self, *results: fx.Node) -> dict[str, Any]:
         """What the layers' pass marks, by name."""
         self.graph.output(results)
-        _recompute_layers(fx.GraphModule({}, self.graph))
+        partitioned(fx.GraphModule({}, self.graph), lambda: (nothing(), nothing()), 0, True)
         marked = [node for node in self.graph.nodes if "recompute" in node.meta]
-        return {node.name.replace("_default", "").replace("_scalar", ""): node.meta["recompute"] for node in marked}
+        return {re.sub("_(default|scalar)", "", node.name): node.meta["recompute"] for node in marked}
 
 
 LAYERS: dict[str, tuple[Callable[[Joint], fx.Node], dict[str, Any]]] = {
