@@ -174,8 +174,8 @@ def test_every_configuration_fits_in_shared_memory(shapes, capability):
             most = max(operation.candidates(problem, device),
                        key=lambda one: shared_bytes_of(problem, one.config, walk))
             launch = most.template.prepare(problem, most.config)
-            options = {{name: launch.named[name] for name in ("num_warps", "num_stages")}}
-            fixed = {{name: one for name, one in launch.named.items() if name not in options}}
+            fixed = dict(launch.named)
+            options = {{name: fixed.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in fixed}}
             types = {{n: own.get(n, "*" + short if n.endswith("_ptr") else "i32") for n in launch.kernel.arg_names}}
             rows = [n for n in launch.kernel.arg_names if n.endswith(("_row", "_head", "_batch"))]
             built = build(launch.kernel, types, fixed, {capability}, whole=rows, **options)
