@@ -472,7 +472,10 @@ def test_a_format_without_rates_takes_a_cpu_as_long_as_one_of_the_same_entries(e
         assert cpu_cost.sparse_on_cpu(new, trained) == cpu_cost.sparse_on_cpu(known, trained)
 
 
-COUNTS = {"stages": range(1, 8), "COPY": (0, 1), "AHEAD": (0, 1), "ACTIVE_ONLY": (0, 1), "together": (0, 1)}
+COUNTS = {
+    "stages": range(1, 8), "COPY": (0, 1), "AHEAD": (0, 1), "ACTIVE_ONLY": (0, 1), "together": (0, 1), "joint": (0, 1),
+    "registers": (0, 128),
+}  # fmt: skip
 """Numbers of configurations that are no sizes of tiles, and what they may be."""
 
 
