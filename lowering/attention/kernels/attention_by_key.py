@@ -12,6 +12,7 @@ from sparsecomp.lowering.attention.kernels.block_tiles import (
     Walk,
     constants,
     kept_pairs,
+    launch_options,
     load_rows,
     load_words,
     shaped,
@@ -137,9 +138,7 @@ def _prepare(problem: BlockAttention, config: Config) -> Launch:
     fixed = constants(p, config, p.q_len, p.block_q) | {"PRECISION": precision(p.dtype)}
     grid = (p.heads // p.group * p.batch, triton.cdiv(p.k_len, config["BN"]))
     numbers = (*p.numbers, *p.lists[1], p.k_width)
-    return Launch(
-        attention_by_key_kernel, grid, numbers, fixed, num_warps=config["warps"], num_stages=config["stages"]
-    )  # fmt: skip
+    return Launch(attention_by_key_kernel, grid, numbers, fixed, **launch_options(config))
 
 
 def _space(problem: BlockAttention, device: Device) -> list[Config]:

@@ -9,6 +9,7 @@ from sparsecomp.lowering.attention.kernels.block_tiles import (
     Walk,
     constants,
     kept_pairs,
+    launch_options,
     load_rows,
     load_words,
     shaped,
@@ -130,9 +131,7 @@ def _prepare(problem: BlockAttention, config: Config) -> Launch:
     fixed = constants(p, config, p.k_len, p.block_k) | {"PRECISION": precision(p.dtype)}
     grid = (p.heads * p.batch, triton.cdiv(p.q_len, config["BM"]))
     numbers = (*p.numbers, *p.lists[0], p.width)
-    return Launch(
-        attention_by_query_kernel, grid, numbers, fixed, num_warps=config["warps"], num_stages=config["stages"]
-    )  # fmt: skip
+    return Launch(attention_by_query_kernel, grid, numbers, fixed, **launch_options(config))
 
 
 def _space(problem: BlockAttention, device: Device) -> list[Config]:

@@ -106,19 +106,22 @@ class Walk(NamedTuple):
 
 
 def tile_space(problem: BlockAttention, device: Device, walk: Walk) -> list[Config]:
-    """Configurations: BM queries and BN keys of a tile, whether there is one loop, warps and stages.
+    """Configurations: BM queries and BN keys of a tile, whether there is one loop, the most registers a thread may
+    have (0: as many as it likes; fewer let more programs run at once), warps and stages.
 
     Those that were never among the fastest on an H200 are left out (`python -m bench attention-candidates`).
     """
     p, half = problem, problem.dtype != "float32"
     wide = max(p.padded_depth, p.padded_v_depth)
     kept_block, walked_block = (p.block_k, p.block_q) if walk.by_key else (p.block_q, p.block_k)
+    limits = (0, 128) if half and wide <= 128 else (0,)
+    stages = [n for n in (1, 2, 3, 4) if n > 1 or wide > 128 or not half]
     found = []
     for kept, walked in product(_sides(kept_block, _kept_sides(wide, half)), _sides(walked_block, (32, 64))):
         warps = 8 if wide > 64 and kept >= 128 or wide > 128 and kept >= 64 else 4
         bm, bn = (walked, kept) if walk.by_key else (kept, walked)
-        found += [Config(BM=bm, BN=bn, joint=joint, warps=warps, stages=stages)
-                  for joint in (1, 0) for stages in (1, 2, 3, 4) if stages > 1 or wide > 128 or not half]  # fmt: skip
+        found += [Config(BM=bm, BN=bn, joint=joint, registers=limit, warps=warps, stages=n)
+                  for limit, joint, n in product(limits, (0, 1), stages)]  # fmt: skip
     return [one for one in found if fits_shared(shared_bytes_of(p, one, walk), device)]
 
 
@@ -151,6 +154,12 @@ def shared_bytes_of(problem: BlockAttention, config: Mapping[str, int], walk: Wa
     split += 4 * walked * depth if itemsize == 4 and side >= 64 else 0
     passed = 2 * side * max(p.padded_depth, p.padded_v_depth) if itemsize == 2 and stages == 1 else 0
     return tiles + words + numbers + turned + split + passed
+
+
+def launch_options(config: Config) -> dict[str, int]:
+    """What Triton is told of a configuration beside constants."""
+    limit = {"maxnreg": config["registers"]} if config["registers"] else {}
+    return {"num_warps": config["warps"], "num_stages": config["stages"], **limit}
 
 
 def constants(problem: BlockAttention, config: Config, rows_walked: int, block: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What a program that keeps one tile and walks over a list of others costs.
 
 Fitted to the times of all configurations of a short window on heads of 64 numbers and of a long one on 128, on one H200
-(`python -m bench attention-candidates`): the first by estimate took at most 1.1 times as long as the fastest.
+(`python -m bench attention-candidates`), with two loops: the first by estimate took at most 1.1 times as long as the
+fastest.
 """
 
 import sympy
