@@ -105,7 +105,7 @@ def test_bounds_leave_few_blocks_open() -> None:
             return kept
 
     pattern = Watched(300, 0) & ~Watched(10, 0) | Watched(0, 0)
-    blocks = pattern.to_blocks(16384)
+    blocks = pattern.to_blocks(16384, block=(128, 128))
     assert sum(asked) < 128 * 128 * 128 * 20
     assert int(blocks.count.sum()) < 128 * 5
 
