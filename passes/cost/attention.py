@@ -103,9 +103,9 @@ class _Rates(NamedTuple):
     gradients: float
 
 
-_OURS, _TORCHS = _Rates(60e-6, 110e-6, 4.9, 0.031, 2.6), _Rates(30e-6, 0.0, 0.7, 0.0203, 2.4)
+_OURS, _TORCHS = _Rates(60e-6, 110e-6, 5.2, 0.034, 2.6), _Rates(30e-6, 0.0, 0.7, 0.0203, 2.4)
 """On a core with AVX-512 (torch 2.13): the least of a core's times, of 1024 to 4096 queries and keys of depth 32 to 128
-with 6 to 47 % of blocks listed, beside torch's function in a graph of Inductor's."""
+with 5 to 42 % of blocks listed, beside torch's function in a graph of Inductor's."""
 
 
 def decide_attention(attention: MaskedAttention) -> Decision:

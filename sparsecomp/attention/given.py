@@ -74,18 +74,18 @@ class FromFunction(AttentionPattern):
     Attributes:
         function: of (batch, head, query, key), int64 tensors that broadcast, to a bool tensor; always the same result
             for the same positions.
-        batch, heads: how many the function tells apart; 1 where they do not matter.
+        batches, heads: how many batch entries and heads the function tells apart; 1 where they do not matter.
 
     Raises:
         PatternError: no function, or numbers below 1.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    batch: int = 1
+    batches: int = 1
     heads: int = 1
 
     def __post_init__(self) -> None:
-        whole_number("batch", self.batch, 1)
+        whole_number("batches", self.batches, 1)
         whole_number("heads", self.heads, 1)
         if not callable(self.function):
             raise PatternError(f"{self.function!r} is no function of (batch, head, query, key)")
@@ -112,7 +112,7 @@ class FromFunction(AttentionPattern):
     @property
     def sizes(self) -> tuple[int, int]:
         """As given."""
-        return self.batch, self.heads
+        return self.batches, self.heads
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,9 +48,9 @@ def test_on_a_gpu_few_blocks_pay_and_all_do_not(dtype: torch.dtype, trained: boo
 @pytest.mark.parametrize(
     ("sizes", "window", "trained", "ours", "torchs"),
     [
-        ((1, 4, 2048, 64), 128, False, 17.3, 53.0), ((1, 2, 2048, 128), 512, False, 27.8, 50.2),
-        ((1, 4, 2048, 32), 128, False, 14.5, 33.2), ((1, 4, 1024, 64), 512, True, 75.1, 47.3),
-        ((1, 1, 4096, 64), 128, True, 33.9, 189.3), ((1, 2, 2048, 128), 128, True, 48.1, 163.2),
+        ((1, 4, 2048, 64), 128, False, 15.9, 55.4), ((1, 2, 2048, 128), 512, False, 28.1, 48.7),
+        ((1, 4, 2048, 32), 128, False, 11.2, 32.6), ((1, 4, 1024, 64), 512, True, 75.4, 46.2),
+        ((1, 1, 4096, 64), 128, True, 25.7, 182.9), ((1, 2, 2048, 128), 128, True, 42.7, 167.4),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("one_thread")

@@ -101,6 +101,7 @@ class Layer(torch.nn.Module):
         return attention(q * 2, k, v, self.pattern)
 
 
+@pytest.mark.slow(reason="compiles a model for three lengths")
 @pytest.mark.parametrize("backend", ["aot_eager", "sparsecomp"])
 def test_compiled_in_one_graph(backend: str) -> None:
     layer, inputs = Layer(), operands(48, 48, dtype=torch.float32)

@@ -24,6 +24,7 @@ from sparsecomp.attention import (
 )
 from sparsecomp.errors import PatternError
 
+pytestmark = pytest.mark.quick_cases(3)
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 DOCUMENTS = torch.tensor([0] * 50 + [1] * 130 + [2] * 70)
 N = len(DOCUMENTS)
