@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomp
 from sparsecomp.distributed import SparseColwise, SparseRowwise
-from sparsecomp.errors import FormatError, MaskError, PatternError, ReplicaError
+from sparsecomp.errors import CheckpointError, FormatError, MaskError, PatternError, ReplicaError
 from sparsecomp.formats import CSC, CSR
 from sparsecomp.nn import SparseLinear, masked_weights
 from sparsecomp.runtime import GradualPruning, PatternManager, RESUAdamW, RESUConfig, RESUTrainer, RigL
@@ -283,6 +283,9 @@ def sharded_cycle(rank: int, count: int, folder: Path) -> None:
         data = [batch(step, *place) for step in range(50)]
         trainer = RESUTrainer(model, config, lambda m, b: F.mse_loss(m(b[0]), b[1]), data, {"lr": 0.01})
         histories.append((model, trainer.fit()))
+        if len(histories) == 1:
+            with pytest.raises(CheckpointError, match=r"torch\.distributed\.checkpoint"):
+                trainer.save(folder / "run")
     (model, history), (alone, wanted) = histories
     assert_same(model, alone)
     assert [one.resurrected for one in history.cycles] == [one.resurrected for one in wanted.cycles]
