@@ -263,6 +263,8 @@ def sharded_masks(rank: int, count: int, folder: Path) -> None:
     torch.testing.assert_close(model(batch(9)[0]), alone(batch(9)[0]), rtol=1e-4, atol=1e-5)
     with pytest.raises(MaskError, match="save between cycles"):
         optimizer_of(model).state_dict()
+    with pytest.raises(MaskError, match="each process has a part"):
+        train(model, RESUAdamW(model, lr=0.01, select="top"), steps=1)
     model.eval()  # which zeroes what is pruned, in memory
 
 
