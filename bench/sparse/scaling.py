@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,7 +48,7 @@ def run(
         if device == "cuda" and world > torch.cuda.device_count():
             continue
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_process, (world, problem, device, folder), nprocs=world)
+            spawn(_process, (world, problem, device, folder), nprocs=world)
             yield from torch.load(Path(folder) / "rows")
 
 
@@ -132,6 +132,8 @@ def _sent(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[int, int]
     return sum(sent), sum(one.nbytes for one in forward.modules_buffers)
 
 
-def _counted(sent: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _counted(
+    sent: list[int], bucket: dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
+) -> torch.futures.Future[torch.Tensor]:  # fmt: skip
     sent.append(bucket.buffer().nbytes)
     return allreduce_hook(dist.group.WORLD, bucket)  # pyright: ignore[reportArgumentType]

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomp
 from sparsecomp.distributed import SparseColwise, SparseRowwise
-from sparsecomp.errors import FormatError, MaskError, PatternError, ReplicaError
+from sparsecomp.errors import CheckpointError, FormatError, MaskError, PatternError, ReplicaError
 from sparsecomp.formats import CSC, CSR
 from sparsecomp.nn import SparseLinear, masked_weights
 from sparsecomp.runtime import GradualPruning, PatternManager, RESUAdamW, RESUConfig, RESUTrainer, RigL
@@ -263,6 +263,8 @@ def sharded_masks(rank: int, count: int, folder: Path) -> None:
     torch.testing.assert_close(model(batch(9)[0]), alone(batch(9)[0]), rtol=1e-4, atol=1e-5)
     with pytest.raises(MaskError, match="save between cycles"):
         optimizer_of(model).state_dict()
+    with pytest.raises(MaskError, match="each process has a part"):
+        train(model, RESUAdamW(model, lr=0.01, select="top"), steps=1)
     model.eval()  # which zeroes what is pruned, in memory
 
 
@@ -283,6 +285,9 @@ def sharded_cycle(rank: int, count: int, folder: Path) -> None:
         data = [batch(step, *place) for step in range(50)]
         trainer = RESUTrainer(model, config, lambda m, b: F.mse_loss(m(b[0]), b[1]), data, {"lr": 0.01})
         histories.append((model, trainer.fit()))
+        if len(histories) == 1:
+            with pytest.raises(CheckpointError, match=r"torch\.distributed\.checkpoint"):
+                trainer.save(folder / "run")
     (model, history), (alone, wanted) = histories
     assert_same(model, alone)
     assert [one.resurrected for one in history.cycles] == [one.resurrected for one in wanted.cycles]

@@ -107,25 +107,26 @@ def test_a_scope_ends_and_the_inner_one_rules():
 
 def test_of_two_processes_one_tunes_and_the_other_takes_its_choice(tmp_path):
     """Each with a stopwatch that would prefer another tile."""
-    benches = [Bench({16: 3.0, 32: 1.0, 64: 2.0}), Bench({16: 1.0, 32: 3.0, 64: 2.0})]
-    inside, found, entered = threading.Barrier(2, timeout=60), {}, []
+    bench = Bench({16: 3.0, 32: 1.0, 64: 2.0})
+    begin, found, entered = threading.Barrier(2, timeout=60), {}, []
 
     def process(number: int) -> None:
-        bench, cache = benches[number], TuningCache(tmp_path / "tuning.db")
+        cache = TuningCache(tmp_path / "tuning.db")
 
         def measure(calls, **options):
             entered.append(number)
             time.sleep(0.05)  # the other one wants to enter
-            return bench.measure(calls, **options)
+            took = bench.measure(calls, **options)
+            return took if number == 0 else 10 - took
 
-        inside.wait()
+        begin.wait()
         with effort_scope("full"):
             choice = Tuner(cache, Settings(), measure, bench.clock).choose(bench.operation, Triple(), CPU)
         found[number] = (choice.candidate.config["TILE"], choice.source)
         cache.close()
 
     threads = [threading.Thread(target=process, args=(number,)) for number in range(2)]
-    with benches[0].installed(), benches[1].installed():
+    with bench.installed():
         for thread in threads:
             thread.start()
         for thread in threads:

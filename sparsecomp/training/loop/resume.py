@@ -1,16 +1,35 @@
 """The state of a whole training run as a checkpoint, and the way back to it, with all checks before any change."""
 
+import sys
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from sparsecomp.errors import CheckpointError
 from sparsecomp.nn.loading import load_state_dict
+from sparsecomp.reference.sharding import is_sharded
 from sparsecomp.training.loop.checkpoint import check_same_model, load_tree, save_tree
 from sparsecomp.training.loop.random_state import random_state, set_random_state
 
 if TYPE_CHECKING:
     from sparsecomp.training.loop.trainer import Trainer
+
+
+def check_savable(model: nn.Module) -> None:
+    """CheckpointError where a process has a part of the weights alone."""
+    if any(is_sharded(one) for one in model.parameters()):
+        raise CheckpointError(
+            "the model's weights are sharded: save the state_dict() of model, optimizer and changes by "
+            "torch.distributed.checkpoint, which loads in any number of processes"
+        )
+    # whoever has split a layer has loaded the module, which takes a second
+    split = sys.modules.get("sparsecomp.nn.sparse.split")
+    if split is not None and any(isinstance(one, split.SplitLinear) for one in model.modules()):
+        raise CheckpointError(
+            "the model's layers are split: save its state_dict(), which is whole, and the optimizer's for each process"
+        )
 
 
 def save_run(trainer: "Trainer", path: str | PathLike[str]) -> None:

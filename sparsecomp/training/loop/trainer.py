@@ -17,7 +17,7 @@ from sparsecomp.training.distributed import Replicas, bare
 from sparsecomp.training.dynamic.stepped import Stepped
 from sparsecomp.training.loop.batches import BatchStream, Data
 from sparsecomp.training.loop.callbacks import Callback
-from sparsecomp.training.loop.resume import restore_run, save_run
+from sparsecomp.training.loop.resume import check_savable, restore_run, save_run
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -120,9 +120,11 @@ class Trainer:
         its random states and place in the data beside the first one's file.
 
         Raises:
+            CheckpointError: weights are sharded by FSDP2, or layers split, whose parts are in no one file.
             DivergedError: a weight is NaN or infinite, so that the file before stays.
             OSError: it cannot be written.
         """
+        check_savable(self.core)
         finite = torch.stack([value.detach().isfinite().all() for value in self.core.parameters()]).all()
         if self.replicas.any(~finite):
             raise DivergedError(f"a weight is NaN or infinite {self._place()}: {path} was not written")

@@ -157,6 +157,10 @@ class RESUAdamW(torch.optim.AdamW):
 
     def _check_thetas(self, groups: dict[Tensor, Any]) -> None:
         for weight, masked in self._masked.items():
+            if masked.mode is Mode.RESU and is_sharded(weight) and self._theta["select"] == "top":
+                raise MaskError(
+                    'select="top" ranks all of a weight, of which each process has a part: take "threshold" under FSDP2'
+                )
             if masked.mode is Mode.RESU and not (weight.requires_grad and weight in groups):
                 raise MaskError(
                     "a weight in its RESU phase has requires_grad False, or had when the optimizer was made, so theta "
