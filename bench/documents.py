@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import table
+from bench.attention import block_attention
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
 from bench.sparse import active_inputs, algebra, dynamic, sparse_products, training_step
+from bench.spiking import spike_layers
 from bench.timing import place
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +49,8 @@ PARTS: dict[str, dict[str, Part]] = {
         "sparse-products": _if_measured("sparse_products", sparse_products.table),
         "dynamic": _if_measured("dynamic", dynamic.table, ""),
         "training-step": _if_measured("training_step", training_step.table),
+        "spike-layers": _if_measured("spike_layers", spike_layers.table),
+        "attention": _if_measured("attention", block_attention.table),
         "active-inputs": _if_measured("active_inputs", active_inputs.table),
         "geo-speed": _if_measured("geo_speed", speeds.table),
         "geo": _if_measured("geo", scores.table),

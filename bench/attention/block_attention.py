@@ -3,6 +3,7 @@
 Times are of CUDA graph replays; ours is what the tuner gives without measuring. Masks and lists are made before.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.attention.cases import CASES, Case
 from bench.parallel import measured
+from bench.table import markdown_grid
 from bench.timing import graph_ms, guarded
 from sparsecomp.ops import block_attention
 from sparsecomp.reference.attention.blocks import blocks_of
@@ -136,3 +138,17 @@ def table_of(row: Row) -> str:
                   for key, ms in times.items()]  # fmt: skip
     lines += [f"  difference of {name}: {found}" for name, found in row["difference"].items()]
     return "\n".join([*lines, *(f"  left out: {name}: {why}" for name, why in row.get("left out", {}).items())])
+
+
+def table(rows: list[Row]) -> str:
+    """Milliseconds by case, and in brackets how many times as fast as FlexAttention."""
+    names = ("ours 64x64", "ours 128x128", "SDPA, mask, compiled", "dense cuDNN")
+    grid = [["case (batch, heads, heads of k, tokens, depth)", "kept", "step", "FlexAttention", *names]]
+    for row in rows:
+        for what, step in (("forward", "forward"), ("both", "with gradients")):
+            times = {key.removesuffix(f", {what}"): ms for key, ms in row["ms"].items() if key.endswith(f", {what}")}
+            flex = min((ms for key, ms in times.items() if key.startswith("flex")), default=math.nan)
+            cells = [f"{times[name]:.3g} ({flex / times[name]:.2f})" if name in times else "–" for name in names]
+            sizes = ", ".join(map(str, row["sizes"]))
+            grid.append([f"{row['case']} ({sizes})", f"{row['kept']:.1%}", step, f"{flex:.3g}", *cells])
+    return markdown_grid(grid)

@@ -10,11 +10,13 @@ pytest.importorskip("triton")  # the modules of kernels import it
 
 COLLECTS = {
     "LayerProfile", "Profile", "Outcome", "_Group", "_Change", "Context", "Site", "PassRecord", "Flow",
-    "Report", "_Layer", "RESUCycle", "History", "TuningStats", "EarlyStopping",
+    "Report", "_Layer", "RESUCycle", "History", "TuningStats", "EarlyStopping", "_Walk",
+    "Steps",
 }  # fmt: skip
 """Filled in step by step."""
-ONESELF = {"Handle", "Ready", "Template", "Operation", "_Kept", "LayerProfile"}
-"""Two of them with the same contents are two: they own something, or are the name of something."""
+ONESELF = {"Handle", "Ready", "Template", "Operation", "_Kept", "LayerProfile", "Documents", "FromTensor"}
+"""Two of them with the same contents are two: they own something, are the name of something, or hold a tensor, and two
+tensors give no one answer."""
 
 
 def _records() -> dict[str, type]:

@@ -98,7 +98,7 @@ def test_amnesty_reaches_its_end():
         lambda: sparsity_at(0, 5, 0.0, 1.0),
         lambda: sparsity_at(5, 5, 0.0, 0.9),
         lambda: sparsity_at(0, 5, 0.0, float("nan")),
-        lambda: sparsity_at(0, 5, 0.0, 0.9, "step"),
+        lambda: sparsity_at(0, 5, 0.0, 0.9, "spiral"),
         lambda: amnesty_rate(0, 0, 0.1, 0.1),
         lambda: uniform_budget({"a": (2, 2)}, 1.0),
         lambda: erk_budget({"a": (2, 2)}, -0.1),
