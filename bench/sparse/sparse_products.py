@@ -48,11 +48,11 @@ def pairs(device: str) -> Iterator[tuple[str, tuple[CSR, CSR]]]:
     folder = Path(os.environ.get("SPARSECOMP_TEST_DATA", "")) / "matrices"
     generator = torch.Generator().manual_seed(0)
     kept = torch.rand(RANDOM, RANDOM, generator=generator) < 0.01
-    random = CSR.from_dense(torch.randn(RANDOM, RANDOM, generator=generator) * kept).to(device)
+    random: Any = CSR.from_dense(torch.randn(RANDOM, RANDOM, generator=generator) * kept).to(device)
     yield f"random {RANDOM}², 1 %, squared", (random, random)
     for name in (*GRAPHS, *WEIGHTS):
         if (folder / name).exists():
-            found = read(folder / name).to(CSR).to(torch.float32).to(device)
+            found: Any = read(folder / name).to(CSR).to(torch.float32).to(device)
             squared = found.shape[0] == found.shape[1]
             told = name.removesuffix(".gz").rsplit(".", 1)[0]
             other = found if squared else found.mT.to(CSR)
