@@ -35,7 +35,7 @@ class RESUTrainer(Trainer):
         scheduler: makes a learning rate scheduler of the optimizer; it steps with each optimizer step.
         callbacks: called in order.
         token_mask: gives a batch's bool mask of real tokens, so that calibration drops padding.
-        changes: makes of the optimizer what changes the patterns of the model's sparse layers, such as a list of `RigL`.
+        changes: makes of the optimizer what changes the patterns of the model's sparse layers, such as `RigL`.
 
     Under DistributedDataParallel each process gives its own share of the data and calls everything alike; the first
     process decides the masks. Raises ConfigError for what is no config or no loss function, a model without a weight to
