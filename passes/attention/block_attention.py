@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx
 
 import sparsecomp.ops.attention.block_attention  # noqa: F401  (registers the operator)
-from sparsecomp.ops.attention.block_attention import MOST_BYTES
+from sparsecomp.ops.attention.block_attention import MOST_BYTES, place_of
 from sparsecomp.passes.attention.mask import KnownMask, known_mask
 from sparsecomp.passes.attention.sdpa import sdpa_site
-from sparsecomp.passes.attention.site import AttentionSite, viewed
+from sparsecomp.passes.attention.site import AttentionSite, stepped, viewed
 from sparsecomp.passes.attention.written import written_site
 from sparsecomp.passes.cost.attention import MaskedAttention, decide_attention
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, replays
@@ -22,7 +22,6 @@ from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
-_HEADS_INSIDE = (0, 2, 1, 3)
 _COPIES = ("contiguous", "reshape", "flatten")
 _SWAPS = ("transpose", "permute")
 
@@ -73,6 +72,8 @@ def _unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
         problem = f"kernels take heads of {MOST_BYTES // out.dtype.itemsize} numbers at most"
     elif any(0 in example.shape for example in examples):
         problem = "it has no elements"
+    elif not _fits(site):
+        problem = "its mask is broader than its scores, and broadcasts them"
     elif any(example.device != out.device for example in examples):
         problem = "its operands are on several devices"
     elif first is not site.result and not all(ctx.analysis.unchanged(one.node, first) for one in site.operands):
@@ -80,6 +81,15 @@ def _unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
     elif any(order[first] < mode < order[site.result] for mode in ctx.modes):
         problem = "gradients or autocast are switched on the way"
     return refuse(Why.ATTENTION_AS_WRITTEN, detail=problem) if problem else None
+
+
+def _fits(site: AttentionSite) -> bool:
+    """Whether scores keep their shape when they are masked."""
+    batch, heads, queries, _ = site.query.shape
+    scores = (batch, *((heads,) if site.dims == 4 else ()), queries, site.key.shape[2])
+    mask = example_of(site.mask.node).shape
+    sizes = zip(reversed(mask), reversed(scores), strict=False)
+    return len(mask) <= len(scores) and all(one in (1, size) for one, size in sizes)
 
 
 def _work(site: AttentionSite, mask: KnownMask, ctx: Context) -> MaskedAttention:
@@ -98,25 +108,36 @@ def _built(site: AttentionSite, mask: KnownMask) -> Mapping[fx.Node, fx.Node]:
     target = torch.ops.sparsecomp.block_attention.default
     both = call(node.graph, node, target, q, k, v, mask.build(node), site.scale, site.softcap)
     found = viewed(call(node.graph, node, operator.getitem, both, 0), site.back, node)
+    if _only_copied(node, stepped(place_of(site.query.lying, site.value.lying), site.back)):
+        return {node: found}
     return {node: _lying_as(out, found, node)}
 
 
-def _only_copied(node: fx.Node) -> bool:
-    """Whether nobody asks how a result lies: it is copied, or its dimensions are swapped and that is."""
-    for user in node.users:
-        op = op_of(user)
-        if op is None or op.inplace or not (op.name in _COPIES or (op.name in _SWAPS and _only_copied(user))):
-            return False
-    return True
+def _only_copied(node: fx.Node, lying: Tensor) -> bool:
+    """Whether nobody can tell that a result lies otherwise: its one reader makes it contiguous, maybe with dimensions
+    swapped before. Two readers could tell, if one writes to what is no copy for the other.
+
+    Args:
+        lying: as the result will, on the device meta.
+    """
+    users = list(node.users)
+    op = op_of(users[0]) if len(users) == 1 else None
+    if op is None or op.inplace or op.name not in (*_COPIES, *_SWAPS):
+        return False
+    args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), lambda _: lying)
+    function = getattr(Tensor, op.node.target) if isinstance(op.node.target, str) else op.node.target
+    there = function(*args, **kwargs)
+    if op.name in _SWAPS:
+        return _only_copied(op.node, there)
+    return there.is_contiguous() and example_of(op.node).is_contiguous()
 
 
 def _lying_as(out: Tensor, found: fx.Node, like: fx.Node) -> fx.Node:
     """The result as it lay where it was written: whoever takes a view of it relies on that."""
-    if _only_copied(like):
+    order = sorted(range(out.dim()), key=lambda dim: -out.stride(dim))
+    if not out.permute(order).is_contiguous():
         return found
-    if out.is_contiguous():
+    if order == list(range(out.dim())):
         return call(like.graph, like, Tensor.contiguous, found)
-    if out.dim() == 4 and out.permute(_HEADS_INSIDE).is_contiguous():
-        inside = call(like.graph, like, Tensor.contiguous, call(like.graph, like, Tensor.permute, found, _HEADS_INSIDE))
-        return call(like.graph, like, Tensor.permute, inside, _HEADS_INSIDE)
-    return found
+    inside = call(like.graph, like, Tensor.contiguous, call(like.graph, like, Tensor.permute, found, order))
+    return call(like.graph, like, Tensor.permute, inside, [order.index(dim) for dim in range(out.dim())])

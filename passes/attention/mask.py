@@ -40,6 +40,7 @@ class MaskLists(NamedTuple):
     Attributes:
         formula: of the mask.
         use, fill: as of `Mask`.
+        surely_zero: a score that is dropped if a number so low is added, or if it becomes that.
         dims: of the scores.
         lengths: queries and keys.
         gives_nan: every query must keep a pair, since one that keeps none gives NaN as written.
@@ -49,6 +50,7 @@ class MaskLists(NamedTuple):
     formula: str
     use: str
     fill: float
+    surely_zero: float
     dims: int
     lengths: tuple[int, int]
     gives_nan: bool
@@ -67,11 +69,11 @@ class MaskLists(NamedTuple):
         """The block lists, or why the mask has none; waits for the device."""
         mask = computed(sources, self.formula)
         if self.use == "add":
-            kept, dropped = mask == 0, mask <= _SURELY_ZERO
+            kept, dropped = mask == 0, mask <= self.surely_zero
             if not bool((kept | dropped).all()):
                 return "it adds other numbers than 0 and -inf to scores"
             least_sure = bool((mask[dropped] > -math.inf).any())
-        elif self.fill > _SURELY_ZERO:
+        elif not self.fill <= self.surely_zero:
             return f"scores that it drops become {self.fill:g}, which is no -inf"
         else:
             kept, least_sure = (mask if self.use == "keep" else ~mask), self.fill > -math.inf
@@ -130,7 +132,7 @@ class KnownMask(NamedTuple):
 def known_mask(site: AttentionSite, ctx: Context) -> KnownMask | Refusal:
     """The mask of a site, if it is known now; looks at it on its device."""
     mask = site.mask
-    found = computed_by(mask.node, site.result, _is_known, ctx)
+    found = computed_by(mask.node, mask.reader, _is_known, ctx)
     shapes = {source: stand_in for source in found.sources if (stand_in := _shape_only(source, found)) is not None}
     sources = tuple(source for source in found.sources if source not in shapes)
     problem = _not_known(found, sources, mask, ctx)
@@ -144,8 +146,8 @@ def known_mask(site: AttentionSite, ctx: Context) -> KnownMask | Refusal:
     if example_of(mask.node).device != device:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its mask is on {example_of(mask.node).device}, not {device}")
     lists = MaskLists(
-        formula(_module(found, shapes)), mask.use, mask.fill, site.dims, (site.query.shape[2], site.key.shape[2]),
-        site.gives_nan, bool(sources),
+        formula(_module(found, shapes)), mask.use, mask.fill, _SURELY_ZERO / mask.scale, site.dims,
+        (site.query.shape[2], site.key.shape[2]), site.gives_nan, bool(sources),
     )  # fmt: skip
     known = tuple(one for one in held if one is not None)
     with torch.inference_mode(False), torch.no_grad():
@@ -183,7 +185,7 @@ def _not_known(
             return _as_written(f"its mask depends on `{source.target}`, which is an input of the graph")
         if ctx.gradients and ctx.values[source].requires_grad:
             return _as_written(f"its mask is computed of `{source.target}`, which is trained")
-    written = writes_elsewhere(replace(found, sources=sources), mask.node, ctx)
+    written = writes_elsewhere(replace(found, sources=sources), mask.reader, ctx)
     return None if written is None else _as_written(f"`{written.name}` may be written to in this graph")
 
 

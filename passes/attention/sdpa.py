@@ -29,10 +29,10 @@ def sdpa_site(op: CanonicalOp) -> AttentionSite | Refusal | None:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands of {q}, {k} and {v} are broadcast")
     if scale is None:
         scale = max(q[-1] or 0, 1) ** -0.5
-    if not isinstance(scale, int | float) or scale < 0:
+    if not isinstance(scale, int | float) or not scale >= 0:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail="its scale is no number from 0 on")
     into = (("unsqueeze", (1,)),) if dims == 3 else ()
     query, key, value = (View(one, into) for one in operands)
     use = "keep" if example_of(mask).dtype is torch.bool else "add"
     back = (("squeeze", (1,)),) if dims == 3 else ()
-    return AttentionSite((node,), query, key, value, Mask(mask, use), dims, float(scale), back, gives_nan=False)
+    return AttentionSite((node,), query, key, value, Mask(mask, use, node), dims, float(scale), back, gives_nan=False)

@@ -20,10 +20,20 @@ class View(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the view, if the node's sizes are numbers."""
-        tensor: Any = torch.empty(example_of(self.node).shape, device="meta")
-        for name, arguments in self.steps:
-            tensor = getattr(tensor, name)(*arguments)
-        return tuple(tensor.shape)
+        return tuple(self.lying.shape)
+
+    @property
+    def lying(self) -> Tensor:
+        """The view on the device meta, if the node's sizes are numbers."""
+        example = example_of(self.node)
+        return stepped(torch.empty_strided(example.shape, example.stride(), device="meta"), self.steps)
+
+
+def stepped(tensor: Any, steps: Sequence[tuple[str, tuple[Any, ...]]]) -> Any:
+    """What the calls of methods give, one after another."""
+    for name, arguments in steps:
+        tensor = getattr(tensor, name)(*arguments)
+    return tensor
 
 
 def viewed(node: fx.Node, steps: Sequence[tuple[str, tuple[Any, ...]]], like: fx.Node) -> fx.Node:
@@ -40,12 +50,16 @@ class Mask(NamedTuple):
         node: the mask, which broadcasts to the scores (batch, heads, queries, keys), without heads where `dims` is 3.
         use: "keep" of a bool mask that is True where a pair is kept, "drop" of the opposite, "add" of numbers that are
             added to scores: 0 keeps, -inf drops.
+        reader: the call that masks the scores; what is written to the mask later does not count.
         fill: what dropped scores become, where "drop" or "keep" says which.
+        scale: what masked scores are multiplied by afterwards.
     """
 
     node: fx.Node
     use: str
+    reader: fx.Node
     fill: float = -torch.inf
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,11 @@ def written_site(op: CanonicalOp) -> AttentionSite | Refusal | None:
     weights, value, back = outer
     walk = _Walk([])
     soft = _up_to(walk.through(op.node, weights), walk, _between_weights)
-    found = op_of(soft)
+    found = _plain(soft)
     if found is None or found.name != "softmax" or not _over_keys(found) or not isinstance(found.input, fx.Node):
         return None
     scores = _up_to(walk.through(soft, found.input), walk, _between_scores)
-    inner = op_of(scores)
+    inner = _plain(scores)
     operands = None if inner is None else scores_of(inner)
     if operands is None or walk.mask is None:
         return None
@@ -75,7 +75,7 @@ def _site(walk: _Walk, mask: Mask, operands: tuple[View, View], value: View, bac
     if not q[:2] == k[:2] == v[:2] or k[2] != v[2] or q[3] != k[3]:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands of {q}, {k} and {v} are broadcast")
     scale = walk.scale * (walk.cap or 1.0)
-    if not (scale >= 0 and walk.cap >= 0):
+    if not (scale >= 0 and walk.cap >= 0 and mask.scale > 0):
         return refuse(Why.ATTENTION_AS_WRITTEN, detail="its scale is no number from 0 on")
     dims = 3 if value.steps == THREE else 4
     return AttentionSite(tuple(walk.nodes[::-1]), *operands, value, mask, dims, scale, back, True, walk.cap)
@@ -83,9 +83,15 @@ def _site(walk: _Walk, mask: Mask, operands: tuple[View, View], value: View, bac
 
 def _up_to(node: fx.Node, walk: _Walk, between: Callable[[CanonicalOp, _Walk], fx.Node | None]) -> fx.Node:
     """The first node upwards that is not passed on the way."""
-    while (op := op_of(node)) is not None and (above := between(op, walk)) is not None:
+    while (op := _plain(node)) is not None and (above := between(op, walk)) is not None:
         node = walk.through(node, above)
     return node
+
+
+def _plain(node: fx.Node) -> CanonicalOp | None:
+    """A call that writes to no tensor that is given to it as `out`, which others may read."""
+    op = op_of(node)
+    return op if op is not None and op.out is None else None
 
 
 def _between_weights(op: CanonicalOp, walk: _Walk) -> fx.Node | None:
@@ -115,7 +121,7 @@ def _between_scores(op: CanonicalOp, walk: _Walk) -> fx.Node | None:
         return None
     if walk.mask is not None:
         walk.problem = walk.problem or "its scores are masked more than once"
-    walk.mask = masked[1]
+    walk.mask = masked[1]._replace(scale=walk.scale)
     return masked[0]
 
 
@@ -141,15 +147,17 @@ def _masked(op: CanonicalOp) -> tuple[fx.Node, Mask] | None:
     """The scores before a mask, and the mask."""
     if op.name == "masked_fill" and isinstance(op.get("mask"), fx.Node) and isinstance(op.input, fx.Node):
         value = op.get("value")
-        return (op.input, Mask(op.get("mask"), "drop", float(value))) if isinstance(value, int | float) else None
+        if not isinstance(value, int | float):
+            return None
+        return op.input, Mask(op.get("mask"), "drop", op.node, float(value))
     if op.name == "where":
         return _chosen(op)
     one, other = op.input, op.get("other")
     if op.name != "add" or op.get("alpha") != 1 or not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
         return None
     if _may_be_scores(one):
-        return one, Mask(other, "add")
-    return None if op.inplace else (other, Mask(one, "add"))
+        return one, Mask(other, "add", op.node)
+    return None if op.inplace else (other, Mask(one, "add", op.node))
 
 
 def _chosen(op: CanonicalOp) -> tuple[fx.Node, Mask] | None:
@@ -158,9 +166,9 @@ def _chosen(op: CanonicalOp) -> tuple[fx.Node, Mask] | None:
     if not isinstance(condition, fx.Node):
         return None
     if isinstance(one, fx.Node) and isinstance(other, int | float):
-        return one, Mask(condition, "keep", float(other))
+        return one, Mask(condition, "keep", op.node, float(other))
     if isinstance(other, fx.Node) and isinstance(one, int | float):
-        return other, Mask(condition, "drop", float(one))
+        return other, Mask(condition, "drop", op.node, float(one))
     return None
 
 

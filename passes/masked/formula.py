@@ -117,7 +117,8 @@ def computed_by(value: fx.Node, reader: fx.Node, pure: Callable[[fx.Node], bool]
 def writes_elsewhere(formula: Formula, layer: fx.Node, ctx: Context) -> fx.Node | None:
     """A source that is written to, or an intermediate result that something else may write to; None if there is none.
 
-    The analysis knows the last write only. So where the formula writes itself, nobody but layers may read on the way.
+    The analysis knows the last write only. So where the formula writes itself, nobody may read on the way who might
+    write too.
     """
     order = ctx.analysis.order
     inside = {order[node] for node in formula.nodes} | {-1}
@@ -127,7 +128,7 @@ def writes_elsewhere(formula: Formula, layer: fx.Node, ctx: Context) -> fx.Node 
             return node
     if any(op.inplace for node in formula.nodes if (op := op_of(node)) is not None):
         meanwhile = (user for user in formula.readers() if order[user] < order[layer])
-        if any((op := op_of(user)) is None or op.name not in LAYERS for user in meanwhile):
+        if not all(_only_reads(user) for user in meanwhile):
             return formula.result
     return next((source for source in formula.sources if not ctx.analysis.unchanged(source, source)), None)
 
@@ -198,6 +199,14 @@ def is_pure(node: fx.Node) -> bool:
     """Whether a call gives the same for the same arguments, element by element."""
     op = op_of(node)
     return op is not None and op.out is None and op.module is None and op.has(Trait.ELEMENTWISE)
+
+
+def _only_reads(node: fx.Node) -> bool:
+    """Whether a call neither writes to what it is given nor gives it again."""
+    op = op_of(node)
+    if op is None or not op.known or op.record.update is not None:
+        return is_layer(node)
+    return op.out is None and not op.inplace and not op.has(Trait.VIEW | Trait.ALIAS | Trait.CAST | Trait.DROPOUT)
 
 
 def _writers(node: fx.Node) -> Iterator[fx.Node]:

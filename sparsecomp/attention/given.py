@@ -135,7 +135,7 @@ class Documents(AttentionPattern):
             given = f"{tuple(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
             raise PatternError(f"ids are {given}, need whole numbers in (tokens,) or (batch, tokens)")
         ids = ids.detach().to(torch.int64, copy=True)
-        object.__setattr__(self, "ids", ids.masked_fill_(ids < 0, _PADDING).view(-1, ids.shape[-1]))
+        object.__setattr__(self, "ids", torch.atleast_2d(ids.masked_fill_(ids < 0, _PADDING)))
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], total: int | None = None) -> Self:

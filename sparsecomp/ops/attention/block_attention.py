@@ -120,10 +120,14 @@ def _told(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
+def place_of(q: Tensor, v: Tensor) -> Tensor:
+    """Where the result goes, which lies as q does."""
+    return torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
+
+
 def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the result goes, which lies as q does, and the logsumexp."""
-    out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
-    return out, q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+    """Where the result goes, and the logsumexp."""
+    return place_of(q, v), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
 def _attention(q, k, v, blocks, scale, softcap=0.0, alibi=None):
