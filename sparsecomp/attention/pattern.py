@@ -20,7 +20,7 @@ from sparsecomp.attention import building, drawing, exchange
 from sparsecomp.attention.pairs import Bounds, Pairs, Ranges
 from sparsecomp.errors import PatternError
 from sparsecomp.formats.bsr import BSR
-from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, AttentionBlocks
+from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, AttentionBlocks, check_block_sizes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -105,6 +105,7 @@ class AttentionPattern(ABC):
 
         Dynamo reads it off the pattern, as it reads any attribute: what it gives are inputs of the graph.
         """
+        check_block_sizes(block)
         name = f"_kept_{q_len}_{k_len}_{block[0]}_{block[1]}_{device.type}_{device.index}"
         self._keep(name, q_len, k_len, block, device)
         return getattr(self, name)

@@ -126,5 +126,35 @@ def test_what_does_not_fit_is_refused() -> None:
         attention(q, k, v, PerHead((causal(),) * 3))
     with pytest.raises(FormatError):
         attention(q, k[:, :, :, :8], v, causal())
-    with pytest.raises(MaskError, match="powers of two"):
-        attention(q, k, v, causal(), block=(48, 48))
+    for block in ((48, 48), (32,), 64):
+        with pytest.raises(MaskError, match="powers of two"):
+            attention(q, k, v, causal(), block=block)
+
+
+def test_an_infinite_value_reaches_no_query_behind_the_end_of_its_list() -> None:
+    q, k, v = (one.detach() for one in operands(100, 100))
+    v[:, :, 0, 3] = float("inf")
+    pattern = LocalWindow(0, 40)  # the last queries read fewer blocks than others
+    found = attention(q, k, v, pattern, block=(32, 32))
+    assert found[:, :, 0, 3].isposinf().all() and found[:, :, 32:].isfinite().all()
+
+
+def test_no_heads_of_queries() -> None:
+    q, k, v = operands(32, 32, heads=0, kv_heads=1)
+    found = attention(q, k, v, causal())
+    found.sum().backward()
+    assert found.shape == (2, 0, 32, 16) and not k.grad.any()
+
+
+def test_documents_without_tokens() -> None:
+    for documents in (Documents.of_lengths([]), Documents(torch.zeros(2, 0, dtype=torch.int64))):
+        assert documents.to_dense(0).shape[2:] == (0, 0)
+
+
+def test_forward_mode() -> None:
+    inputs, pattern = [one.detach() for one in operands(40, 40)], LocalWindow(9, 4)
+    along = tuple(one.cos() for one in inputs)
+    mask = pattern.to_dense(40)
+    found = torch.func.jvp(lambda *of: attention(*of, pattern), tuple(inputs), along)
+    right = torch.func.jvp(lambda *of: expected(*of, mask), tuple(inputs), along)
+    torch.testing.assert_close(found, right)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsecomp import _compat
 from sparsecomp.errors import FormatError, MaskError
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.linear import autocast
@@ -133,7 +134,7 @@ def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _attention(q, k, v, blocks, scale, softcap=0.0, alibi=None):
     _check(q, k, v, blocks, scale, softcap, alibi)
     out, logsumexp = _results(q, v)
-    if not q.shape[2] or not k.shape[2] or not q.shape[0]:
+    if not logsumexp.numel() or not k.shape[2]:
         return out.zero_(), logsumexp.fill_(-math.inf)
     with without_autocast(q):
         found, sums = reference.block_attention_reference(q, k, v, blocks, Scoring(scale, softcap, alibi))
@@ -163,7 +164,7 @@ def _fake_attention(q, k, v, blocks, scale, softcap=0.0, alibi=None):
 
 def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap=0.0, alibi=None):
     found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap, alibi)
-    if not q.shape[2] or not k.shape[2] or not q.shape[0]:
+    if not logsumexp.numel() or not k.shape[2]:
         return tuple(one.zero_() for one in found)
     with without_autocast(q):
         right = reference.gradients(
@@ -211,7 +212,7 @@ def _differentiable_gradients(
     scoring: Scoring,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients through plain torch, for those who differentiate them again."""
-    q, k, v = points = [one if one.requires_grad else one.detach().requires_grad_() for one in operands]
+    q, k, v = points = [one if one.requires_grad else _compat.leaf_of(one) for one in operands]
     found = reference.block_attention_reference(q, k, v, blocks, scoring)
     pairs = [(one.to(given.dtype), given) for one, given in zip(found, (grad, grad_logsumexp), strict=True)
              if given is not None]  # fmt: skip

@@ -15,6 +15,10 @@ from sparsecomp.reference.attention.blocks import unpack_bits
 from sparsecomp.reference.precision import accumulator
 
 
+_NONE = -1
+"""Behind a list's end: a block of zeros, since what another holds may be infinite, and 0 times that is NaN."""
+
+
 class Lists(NamedTuple):
     """One direction of ``AttentionBlocks``: its lists and tiles, by rows."""
 
@@ -40,7 +44,7 @@ class Lists(NamedTuple):
         kept = unpack_bits(bits)
         kept = torch.cat((kept, kept.new_ones((1, *kept.shape[1:]))))  # FULL is the last
         listed = torch.arange(index.shape[1], device=index.device) < count[:, None]
-        index = torch.where(listed, index, 0).long()
+        index = torch.where(listed, index, _NONE).long()
         places = torch.where(listed, tile, 0).long()
         return index, (kept[places] & listed[..., None, None]).transpose(1, 2).flatten(2)
 
@@ -207,5 +211,6 @@ def _blocks(rows: Tensor, height: int) -> Tensor:
 
 
 def _gathered(rows: Tensor, index: Tensor, height: int) -> Tensor:
-    """The blocks of (n, depth) in each list, (lists, width · height, depth)."""
-    return _blocks(rows, height)[index].flatten(1, 2)
+    """The blocks of (n, depth) in each list, (lists, width · height, depth); zeros behind a list's end."""
+    blocks = F.pad(rows, (0, 0, 0, -len(rows) % height + height)).unflatten(0, (-1, height))
+    return blocks[index].flatten(1, 2)

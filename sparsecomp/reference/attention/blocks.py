@@ -164,8 +164,9 @@ def _powers(device: torch.device) -> Tensor:
 
 def check_block_sizes(block: tuple[int, int]) -> None:
     """Raise MaskError for a block that kernels have no tiles of."""
-    if any(size < _WORD or size & (size - 1) for size in block):
-        raise MaskError(f"blocks of {block} queries and keys: both are powers of two from {_WORD} on")
+    sizes = block if isinstance(block, tuple) and len(block) == 2 else (0,)
+    if any(type(size) is not int or size < _WORD or size & (size - 1) for size in sizes):
+        raise MaskError(f"a block of {block!r}: needs (queries, keys), both powers of two from {_WORD} on")
 
 
 def _lists(block_map: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
