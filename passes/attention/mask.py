@@ -162,6 +162,14 @@ def _is_known(node: fx.Node) -> bool:
     return is_pure(node) or (op is not None and op.out is None and op.module is None and op.name in _OF_NUMBERS)
 
 
+def _may_write(user: fx.Node, node: fx.Node) -> bool:
+    op = op_of(user)
+    if op is None or not op.known or op.record.update is not None or op.out is not None:
+        return True
+    gives = op.inplace or op.has(Trait.VIEW | Trait.ALIAS | Trait.CAST | Trait.DROPOUT)
+    return gives and op.input is node
+
+
 def _shape_only(source: fx.Node, found: Formula) -> Tensor | None:
     """What stands for a source of which a mask takes nothing but shape, dtype and device; None for any other."""
     users = [op_of(user) for user in source.users if user in found.nodes]
@@ -185,7 +193,7 @@ def _not_known(
             return _as_written(f"its mask depends on `{source.target}`, which is an input of the graph")
         if ctx.gradients and ctx.values[source].requires_grad:
             return _as_written(f"its mask is computed of `{source.target}`, which is trained")
-    written = writes_elsewhere(replace(found, sources=sources), mask.reader, ctx)
+    written = writes_elsewhere(replace(found, sources=sources), mask.reader, ctx, _may_write)
     return None if written is None else _as_written(f"`{written.name}` may be written to in this graph")
 
 

@@ -114,11 +114,22 @@ def computed_by(value: fx.Node, reader: fx.Node, pure: Callable[[fx.Node], bool]
     return Formula(value, nodes, tuple(read or (() if nodes else (value,))))
 
 
-def writes_elsewhere(formula: Formula, layer: fx.Node, ctx: Context) -> fx.Node | None:
+def is_no_layer(user: fx.Node, read: fx.Node) -> bool:
+    """Whether `user` is none of those which surely only read."""
+    return not is_layer(user)
+
+
+def writes_elsewhere(
+    formula: Formula, layer: fx.Node, ctx: Context, may_write: Callable[[fx.Node, fx.Node], bool] = is_no_layer
+) -> fx.Node | None:
     """A source that is written to, or an intermediate result that something else may write to; None if there is none.
 
     The analysis knows the last write only. So where the formula writes itself, nobody may read on the way who might
-    write too.
+    write.
+
+    Args:
+        layer: the reader of the result; what comes after it does not count.
+        may_write: whether a call might write to a node that it reads, or give it on to somebody who does.
     """
     order = ctx.analysis.order
     inside = {order[node] for node in formula.nodes} | {-1}
@@ -127,8 +138,8 @@ def writes_elsewhere(formula: Formula, layer: fx.Node, ctx: Context) -> fx.Node 
         if last not in inside and last < order[layer]:
             return node
     if any(op.inplace for node in formula.nodes if (op := op_of(node)) is not None):
-        meanwhile = (user for user in formula.readers() if order[user] < order[layer])
-        if not all(_only_reads(user) for user in meanwhile):
+        meanwhile = ((user, node) for node in formula.nodes for user in node.users if order[user] < order[layer])
+        if any(user not in formula.nodes and may_write(user, node) for user, node in meanwhile):
             return formula.result
     return next((source for source in formula.sources if not ctx.analysis.unchanged(source, source)), None)
 
@@ -199,14 +210,6 @@ def is_pure(node: fx.Node) -> bool:
     """Whether a call gives the same for the same arguments, element by element."""
     op = op_of(node)
     return op is not None and op.out is None and op.module is None and op.has(Trait.ELEMENTWISE)
-
-
-def _only_reads(node: fx.Node) -> bool:
-    """Whether a call neither writes to what it is given nor gives it again."""
-    op = op_of(node)
-    if op is None or not op.known or op.record.update is not None:
-        return is_layer(node)
-    return op.out is None and not op.inplace and not op.has(Trait.VIEW | Trait.ALIAS | Trait.CAST | Trait.DROPOUT)
 
 
 def _writers(node: fx.Node) -> Iterator[fx.Node]:

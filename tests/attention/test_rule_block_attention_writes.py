@@ -188,3 +188,18 @@ def scaled_by_nan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("attend", [filled_with_nan, scaled_by_nan])
 def test_a_number_that_is_none_is_not_taken_for_a_small_one(attend: Attend) -> None:
     becomes(attend, False)
+
+
+def shared_and_built_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    kept = torch.zeros(N, N, dtype=torch.bool)
+    kept[:, :3] = True
+    kept |= torch.eye(N, dtype=torch.bool)
+    for _ in range(3):
+        q = F.scaled_dot_product_attention(q, k, v, kept)
+    return q
+
+
+def test_layers_that_read_a_mask_one_after_another_only_read_it() -> None:
+    _, report = rewritten(shared_and_built_in_place, *operands(), strict=True)
+    assert [one.rewritten for one in report.sites if one.rule == "block_attention"] == [True] * 3
+    becomes(shared_and_built_in_place, True)

@@ -14,7 +14,6 @@ from torch import Tensor
 from sparsecomp.reference.attention.blocks import unpack_bits
 from sparsecomp.reference.precision import accumulator
 
-
 _NONE = -1
 """Behind a list's end: a block of zeros, since what another holds may be infinite, and 0 times that is NaN."""
 
