@@ -26,6 +26,7 @@ from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, FULL, Attention
 
 _OF_NUMBERS = frozenset({
     "arange", "eye", "linspace", "cat", "stack", "cumsum", "diff", "outer", "searchsorted", "any", "all", "sum",
+    "mod", "remainder",
 })  # fmt: skip
 """Operators beside the elementwise ones that give the same for the same arguments, such as those that count."""
 _SURELY_ZERO = -1e30

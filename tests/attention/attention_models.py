@@ -46,8 +46,13 @@ def of_keys(n: int) -> Tensor:
     return (torch.arange(n) < 40).view(1, 1, 1, n)
 
 
+def strided(n: int) -> Tensor:
+    far = torch.arange(n)[:, None] - torch.arange(n)
+    return (far % 70 == 0) | (torch.remainder(torch.arange(n), 100) == 0)
+
+
 MASKS: dict[str, Masking] = {
-    one.__name__: one for one in (by_arange, by_tril, in_place, of_floats, of_infinities, with_heads, of_keys)
+    one.__name__: one for one in (by_arange, by_tril, in_place, of_floats, of_infinities, with_heads, of_keys, strided)
 }
 
 
