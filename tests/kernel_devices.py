@@ -36,6 +36,13 @@ KERNEL_DEVICES = [
     ),
 ]
 
+def interpreted(test: T) -> T:
+    """For tests whose kernels run in the interpreter alone."""
+    for mark in KERNEL_DEVICES[0].marks:
+        test = mark(test)
+    return test
+
+
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not _has_cuda, reason="no CUDA device")]),

@@ -112,6 +112,7 @@ def run(
     batches: Sequence[int] = BATCHES,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for each network, number of steps and batch: milliseconds of a call by rival and mode, and firing rates."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for case in itertools.starmap(Case, itertools.product(names, steps, batches)):
         row = measured(case, modes)
         print(row, flush=True)
@@ -120,7 +121,6 @@ def run(
 
 def measured(case: Case, modes: Sequence[str]) -> dict[str, Any]:
     """The row of a case; the rivals of a mode take turns, so that all see the same machine."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     row: dict[str, Any] = {"network": case.name, "steps": case.steps, "batch": case.batch, "ms": {}, "sites": {}}
     net, x = network(case)
     row["rates"] = rates(net, x)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_models import BY_HAND, MASKS, WIDTH, N, Written, heads_of, sdpa
+from kernel_devices import needs_triton
 from rewriting import rewritten, site
 from torch import Tensor, nn
 
@@ -402,6 +403,7 @@ class Heads(nn.Module):
         return F.scaled_dot_product_attention(heads, heads, heads, (distance >= 0) & (distance < 100))
 
 
+@needs_triton
 @pytest.mark.parametrize(("depth", "found"), [(64, True), (320, False)])
 def test_on_a_card_that_is_not_there(depth: int, found: bool) -> None:
     with torch.no_grad():

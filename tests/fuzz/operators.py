@@ -98,8 +98,8 @@ def neuron(p: Program) -> None:
         lambda: p.call(torch.zeros_like, first), lambda: p.call(torch.full_like, first, 0.25), lambda: 0.0,
         lambda: p.like(first),
     ])()  # fmt: skip
-    way = p.one(("stack", "cat", "zeros", "empty"))
-    out = p.call(torch.zeros_like if way == "zeros" else torch.empty_like, x) if way in ("zeros", "empty") else None
+    way = p.one(("stack", "cat", "zeros"))  # what is not initialised could be read as it is
+    out = p.call(torch.zeros_like, x) if way == "zeros" else None
     for t in range(p.size(x, 0)):
         if p.rng.random() < 0.05:
             charge = p.one(_CHARGES)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compile_kernel import compile_in_subprocess
-from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of
+from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of, needs_triton
 
 from sparsecomp.errors import MaskError
 from sparsecomp.lowering.cache.signature import Device, device_of
@@ -84,6 +84,7 @@ def test_a_theta_of_another_length_is_nan_not_a_wrong_number(device):
         assert lowered.split_pruned_weight(weight, table, wrong.numel(), True, True)[1].isnan().all()
 
 
+@needs_triton
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("active", "rest"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_what_is_not_wanted_is_no_operand_of_what_is_timed(active, rest):

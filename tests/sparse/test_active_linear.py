@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
-from kernel_devices import KERNEL_DEVICES, graph_of
+from kernel_devices import KERNEL_DEVICES, graph_of, needs_triton
 from torch import Tensor, nn
 
 import sparsecomp
@@ -147,6 +147,7 @@ def explained(model: nn.Module, rows: int = 1, **options):
     return [one for one in report.sites if one.rule == "active_linear"]
 
 
+@needs_triton
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("active", "found"),
@@ -161,6 +162,7 @@ def test_layers_behind_a_relu_are_found(active, found):
     assert [one.rewritten for one in sites] == [True] * found
 
 
+@needs_triton
 def test_what_the_report_says():
     (site,) = explained(Mlp(), frozen=True)
     assert site.implementation == "active" and "its transpose is kept, 128 MiB" in site.reason
@@ -169,6 +171,7 @@ def test_what_the_report_says():
     assert not site.rewritten and site.why == Why.ACTIVE_AS_WRITTEN.name and "frozen=True" in site.reason
 
 
+@needs_triton
 @pytest.mark.slow(reason="runs layers on a CPU")
 def test_what_has_no_kernel_or_was_not_asked_for_is_no_site():
     assert explained(Mlp(), rows=2, frozen=True) == []
@@ -182,6 +185,7 @@ def test_a_layer_that_trains_stays_dense():
     assert not any(one.rewritten for one in report.sites if one.rule == "active_linear")
 
 
+@needs_triton
 def test_more_zeros_gain_more():
     """Half of the dense layer's time is saved at most."""
     layer = ActiveLayer(28672, 8192, True, torch.float16, 0.1, hosted=False)
@@ -191,6 +195,7 @@ def test_more_zeros_gain_more():
     assert decide(small, CARD, H100).dense and decide(small._replace(hosted=True), CARD, H100).dense
 
 
+@needs_triton
 def test_the_rewritten_graph_gives_the_layer_s_result():
     """As for an H100, run op by op on a CPU."""
     model, x = Mlp(), torch.randn(1, 64).half()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
-from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of
+from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of, interpreted
 
 from sparsecomp.formats import CSR
 from sparsecomp.ops.sparse.row_products import row_dots, row_products, turned_pattern
@@ -105,6 +105,7 @@ def test_what_is_not_finite_reaches_only_places_that_meet_it(bad, device):
         assert torch.equal(~found.cpu().isfinite(), meets[pattern != 0]) and meets[pattern != 0].any()
 
 
+@interpreted
 def test_nothing_stored_and_no_places():
     left, right, at, *_ = problem(SIZES[0])
     empty = torch.zeros(0), torch.zeros(8, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)

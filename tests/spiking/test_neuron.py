@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from compile_kernel import compile_in_subprocess
-from kernel_devices import KERNEL_DEVICES
+from kernel_devices import KERNEL_DEVICES, interpreted
 from torch import Tensor
 
 import sparsecomp.ops as ops
@@ -165,6 +165,7 @@ def test_opcheck(name: str, keep: bool) -> None:
     torch.library.opcheck(torch.ops.sparsecomp.neuron.default, (*args[:-1], keep))
 
 
+@interpreted
 @pytest.mark.parametrize("shape", [(1, 3), (5, 7), (2, 0, 3), (3, 1, 1, 1)])
 def test_shapes(shape: tuple[int, ...]) -> None:
     from sparsecomp.lowering.spiking.neuron import launch_neuron
