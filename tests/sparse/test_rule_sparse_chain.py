@@ -68,7 +68,8 @@ def told(
     if into is not None:
         into.append(gm)
     with torch.no_grad():
-        torch.testing.assert_close(gm(*copies(inputs)), expected)
+        # products are of float32, whatever is added to them
+        torch.testing.assert_close(gm(*copies(inputs)), expected, rtol=1.3e-6, atol=1e-5)
     names = [re.search(r"fused with (.*?);", site.reason) for site in report.sites]
     return [
         (name[1] if name else site.implementation) if site.rewritten else site.reason
