@@ -14,7 +14,7 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import contiguous_strides, random_tensor
 from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, Selection, image_strides
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.digits import padded_channels, split_weight, used_weight
+from sparsecomp.reference.digits import split_weight, used_weight
 from sparsecomp.reference.geometry import KERNEL_DIMS
 
 
@@ -35,21 +35,6 @@ class BinaryConv(NamedTuple):
     limit: int = 0
 
     @property
-    def cg(self) -> int:
-        """Input channels of a group."""
-        return self.conv.c // self.conv.groups
-
-    @property
-    def cp(self) -> int:
-        """Input channels of a group as padded in the packed weight."""
-        return padded_channels(self.cg)
-
-    @property
-    def kg(self) -> int:
-        """Output channels of a group."""
-        return self.conv.k // self.conv.groups
-
-    @property
     def in_volumes(self) -> "BinaryConv":
         """The same with maps and window of three dimensions."""
         idle = KERNEL_DIMS - self.conv.dims
@@ -58,13 +43,13 @@ class BinaryConv(NamedTuple):
 
     def grid(self, pixels: int, channels: int) -> tuple[int]:
         """Programs for blocks of so many output pixels by output channels."""
-        return (-(-self.conv.m // pixels) * -(-self.kg // channels) * self.conv.groups,)
+        return (-(-self.conv.m // pixels) * -(-self.conv.kg // channels) * self.conv.groups,)
 
     @property
     def numbers(self) -> tuple[float, ...]:
         """The run-time numbers of the kernels, in their order."""
         c = self.conv
-        return (*c.maps, c.c, c.k, self.cp, *c.geometry, *image_strides(self.weight), c.scale, self.limit)
+        return (*c.maps, c.c, c.k, self.conv.cp, *c.geometry, *image_strides(self.weight), c.scale, self.limit)
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -117,7 +102,7 @@ def _operands(problem: BinaryConv, device: torch.device, seed: int) -> tuple[Ten
     p, c = problem, problem.conv
     dtype = getattr(torch, c.dtype)
     x = (integers(0, 7, c.n, *c.size, c.c) == 0).to(torch.int8).movedim(-1, 1)
-    weight = random_tensor((c.k, p.cg, *c.window.kernel), p.weight, c.dtype, random)
+    weight = random_tensor((c.k, p.conv.cg, *c.window.kernel), p.weight, c.dtype, random)
     planes, scales = split_weight(weight, p.digits)
     bias = integers(-8, 9, c.k, dtype=dtype) if c.has_bias else None
     factor = torch.full((1,), -0.7, dtype=dtype, device=device) if c.has_factor else None

@@ -11,7 +11,7 @@ from sparsecomp.lowering.tuning.cost import Cost, sizes, waves
 
 _m, _in_pixels, _taps = sizes("conv.m conv.in_pixels conv.taps")
 _c, _k, _groups = sizes("conv.c conv.k conv.groups")
-_cp, _digits, _phases = sizes("cp digits phases")
+_cp, _digits, _phases = sizes("conv.cp digits phases")
 _bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
 _bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
 _shared_rate, _int8_portable = sizes("shared_rate int8_portable")

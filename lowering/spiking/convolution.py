@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch.strided import contiguous_strides, dtype_name
+from sparsecomp.reference.digits import padded_channels
 from sparsecomp.reference.geometry import IMAGE_DIMS, AnyWindow, Window, convolve
 
 CONV_TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
@@ -122,6 +123,21 @@ class Convolution(NamedTuple):
         pixels = prod(window.output_size(size))
         out = OutputStrides(k, 1, k * pixels) if channels_last else OutputStrides(1, pixels, k * pixels)
         return cls(n, c, k, tuple(size), window, groups, out, dtype, has_bias, scale, has_factor)
+
+    @property
+    def cg(self) -> int:
+        """Input channels of a group."""
+        return self.c // self.groups
+
+    @property
+    def cp(self) -> int:
+        """Input channels of a group as padded in a packed weight."""
+        return padded_channels(self.cg)
+
+    @property
+    def kg(self) -> int:
+        """Output channels of a group."""
+        return self.k // self.groups
 
     @property
     def out_size(self) -> tuple[int, ...]:

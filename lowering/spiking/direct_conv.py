@@ -26,24 +26,14 @@ class DirectConv(NamedTuple):
     weight: tuple[int, ...]
 
     @property
-    def cg(self) -> int:
-        """Input channels of a group."""
-        return self.conv.c // self.conv.groups
-
-    @property
-    def kg(self) -> int:
-        """Output channels of a group."""
-        return self.conv.k // self.conv.groups
-
-    @property
     def products(self) -> int:
         """Of an output."""
-        return self.conv.taps * self.cg
+        return self.conv.taps * self.conv.cg
 
     @property
     def lanes(self) -> int:
         """Channels that one load takes, up to a word of four bytes."""
-        return gcd(self.conv.c, 4) if self.cg == self.kg == 1 else 1
+        return gcd(self.conv.c, 4) if self.conv.cg == self.conv.kg == 1 else 1
 
     @property
     def in_volumes(self) -> "DirectConv":
@@ -65,7 +55,7 @@ class DirectConv(NamedTuple):
     @property
     def constants(self) -> dict[str, int | bool]:
         """What the kernel is specialised on, whatever the configuration; of a problem in volumes."""
-        return {**self.conv.constants, "CG": self.cg, "KG": self.kg}
+        return {**self.conv.constants, "CG": self.conv.cg, "KG": self.conv.kg}
 
 
 def direct_conv(
@@ -95,7 +85,7 @@ def _operands(problem: DirectConv, device: torch.device, seed: int) -> tuple[Ten
     random, c = torch.Generator(device).manual_seed(seed), problem.conv
     dtype = getattr(torch, c.dtype)
     x = torch.randint(0, 7, (c.n, *c.size, c.c), generator=random, device=device) == 0
-    weight = random_tensor((c.k, problem.cg, *c.window.kernel), problem.weight, c.dtype, random)
+    weight = random_tensor((c.k, problem.conv.cg, *c.window.kernel), problem.weight, c.dtype, random)
     bias = torch.randint(-8, 9, (c.k,), generator=random, device=device).to(dtype) if c.has_bias else None
     factor = torch.full((1,), -0.7, dtype=dtype, device=device) if c.has_factor else None
     return x.to(torch.int8).movedim(-1, 1), weight, bias, factor, c.poisoned_output(device)

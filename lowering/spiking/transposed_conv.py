@@ -16,7 +16,7 @@ from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution,
 from sparsecomp.lowering.spiking.packing import PackWeight, to_bytes
 from sparsecomp.lowering.spiking.spike_conv import SplitProduct, returns_channels_last
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.digits import SPREAD, padded_channels, split_weight, used_weight
+from sparsecomp.reference.digits import SPREAD, split_weight, used_weight
 from sparsecomp.reference.geometry import KERNEL_DIMS, TransposedWindow, by_output
 
 
@@ -34,21 +34,6 @@ class TransposedConv(NamedTuple):
     weight: tuple[int, ...]
 
     @property
-    def cg(self) -> int:
-        """Input channels of a group."""
-        return self.conv.c // self.conv.groups
-
-    @property
-    def cp(self) -> int:
-        """Input channels of a group as padded in the packed weight."""
-        return padded_channels(self.cg)
-
-    @property
-    def kg(self) -> int:
-        """Output channels of a group."""
-        return self.conv.k // self.conv.groups
-
-    @property
     def phases(self) -> int:
         """Outputs that see different taps."""
         return prod(self.conv.window.stride)
@@ -56,7 +41,7 @@ class TransposedConv(NamedTuple):
     def grid(self, pixels: int, channels: int) -> tuple[int]:
         """Programs for blocks of so many output pixels of a phase by output channels."""
         each = self.conv.n * prod(-(-o // s) for o, s in zip(self.conv.out_size, self.conv.window.stride, strict=True))
-        return (self.phases * -(-each // pixels) * -(-self.kg // channels) * self.conv.groups,)
+        return (self.phases * -(-each // pixels) * -(-self.conv.kg // channels) * self.conv.groups,)
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -65,7 +50,7 @@ class TransposedConv(NamedTuple):
         idle = (0,) * (KERNEL_DIMS - c.dims)
         weight = (*self.weight[:2], *idle, *self.weight[2:])
         sizes = (*_volume(c.size, 1), *_volume(c.out_size, 1))
-        return (c.n, *sizes, c.c, c.k, self.cp, *_volume(c.window.padding, 0), *c.out, *weight, c.scale)
+        return (c.n, *sizes, c.c, c.k, self.conv.cp, *_volume(c.window.padding, 0), *c.out, *weight, c.scale)
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -162,7 +147,7 @@ def _operands(problem: TransposedConv, device: torch.device, seed: int) -> tuple
     p, c = problem, problem.conv
     dtype = getattr(torch, c.dtype)
     x = torch.randint(0, 7, (c.n, *c.size, c.c), generator=random, device=device) == 0
-    weight = random_tensor((c.k, p.cg, *c.window.kernel), p.weight, c.dtype, random)
+    weight = random_tensor((c.k, p.conv.cg, *c.window.kernel), p.weight, c.dtype, random)
     planes, scales = split_weight(weight, p.digits)
     bias = torch.randint(-8, 9, (c.k,), generator=random, device=device).to(dtype) if c.has_bias else None
     factor = torch.full((1,), -0.7, dtype=dtype, device=device) if c.has_factor else None

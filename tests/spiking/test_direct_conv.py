@@ -148,7 +148,8 @@ def test_a_problem_has_a_stand_in_of_its_sizes():
         problem = direct_conv_problem(Convolution.of(shape, (outputs,), Window(*window), groups))
         device = Device("A100", "8.0", "3.6.0")
         stand_in = DIRECT_CONV.representative(DIRECT_CONV.signature(problem, device))
-        assert (stand_in.cg, stand_in.kg) == (problem.cg, problem.kg) and stand_in.products == problem.products
+        assert (stand_in.conv.cg, stand_in.conv.kg) == (problem.conv.cg, problem.conv.kg)
+        assert stand_in.products == problem.products
         assert DIRECT_CONV.candidates(stand_in, device)
 
 

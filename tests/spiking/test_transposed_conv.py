@@ -305,7 +305,7 @@ def test_a_problem_has_a_stand_in_of_its_sizes():
         problem = transposed_conv_problem(Convolution.of(shape, (32,), window, groups), 3)
         device = Device("A100", "8.0", "3.6.0")
         stand_in = TRANSPOSED_CONV.representative(TRANSPOSED_CONV.signature(problem, device))
-        assert (stand_in.conv.n, stand_in.conv.c, stand_in.conv.k) == (2, 64, 32) and stand_in.cg == 64 // groups
+        assert (stand_in.conv.n, stand_in.conv.c, stand_in.conv.k) == (2, 64, 32) and stand_in.conv.cg == 64 // groups
         assert stand_in.phases == problem.phases == prod(window.stride)
         assert TRANSPOSED_CONV.candidates(stand_in, device)
 

@@ -60,9 +60,9 @@ def test_a_cost_is_its_roofline_launches_and_the_rest(values, expected):
 
 
 CONVOLUTION = {
-    "conv.m": 1024, "conv.in_pixels": 2048, "conv.taps": 9, "conv.c": 60, "conv.k": 192, "conv.groups": 3, "cp": 64,
-    "digits": 3, "BM": 128, "BN": 64, "BK": 64, "warps": 4, "stages": 3, "processors": 4, "shared": 200_000,
-    "shared_rate": 1e11, "int8_portable": 0.5,
+    "conv.m": 1024, "conv.in_pixels": 2048, "conv.taps": 9, "conv.c": 60, "conv.k": 192, "conv.groups": 3,
+    "conv.cp": 64, "digits": 3, "BM": 128, "BN": 64, "BK": 64, "warps": 4, "stages": 3, "processors": 4,
+    "shared": 200_000, "shared_rate": 1e11, "int8_portable": 0.5,
 }  # fmt: skip
 """24 tiles in 6 waves of 9 steps, each of which copies (128 + 3 · 64) · 64 = 20480 bytes."""
 

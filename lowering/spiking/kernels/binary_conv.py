@@ -182,7 +182,7 @@ def float_sums(
 
 
 def _refuse(problem: BinaryConv, device: Device) -> str | None:
-    if device.is_hopper and problem.cp == problem.cg and beyond_images(problem.conv) is None:
+    if device.is_hopper and problem.conv.cp == problem.conv.cg and beyond_images(problem.conv) is None:
         return "binary_conv_hopper takes it, and was faster at every size measured on an H100"
     return None
 
@@ -201,8 +201,8 @@ def int8_tiles(outputs: int, depth: int, digits: int, device: Device) -> list[Co
 
 def _prepare(problem: BinaryConv, config: Config) -> Launch:
     p = problem.in_volumes
-    constants = {**p.constants, "VOLUMES": beyond_images(problem.conv) is not None, "EVEN_C": p.cp == p.cg}
-    constants |= {"VECTOR": gcd(p.cg, 16)}
+    constants = {**p.constants, "VOLUMES": beyond_images(problem.conv) is not None, "EVEN_C": p.conv.cp == p.conv.cg}
+    constants |= {"VECTOR": gcd(p.conv.cg, 16)}
     constants |= {name: config[name] for name in ("BM", "BN", "BK")}
     options = {"num_warps": config["warps"], "num_stages": config["stages"]}
     return Launch(binary_conv_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants, **options)
@@ -213,7 +213,7 @@ BINARY_CONV = Template(
     op="binary_conv",
     sources=(binary_conv_kernel, joined, float_sums),
     refuse=_refuse,
-    space=lambda problem, device: int8_tiles(problem.kg, problem.cp, problem.digits, device),
+    space=lambda problem, device: int8_tiles(problem.conv.kg, problem.conv.cp, problem.digits, device),
     cost=binary_conv_cost(hopper=False),
     prepare=_prepare,
 )

@@ -228,19 +228,19 @@ def _sums(
 def _refuse(problem: BinaryConv, device: Device) -> str | None:
     if not device.is_hopper:
         return f"needs compute capability 9.x, not {device.capability or 'no GPU'}"
-    if problem.cp != problem.cg:
-        return f"{problem.cg} channels a group would need padding to {problem.cp}"
+    if problem.conv.cp != problem.conv.cg:
+        return f"{problem.conv.cg} channels a group would need padding to {problem.conv.cp}"
     return beyond_images(problem.conv)
 
 
 def _space(problem: BinaryConv, device: Device) -> list[Config]:
     p = problem
-    narrow = p.kg <= 32
+    narrow = p.conv.kg <= 32
     return [
         Config(BM=bm, BN=bn, BK=bk, warps=warps, stages=stages)
         for bm, warps in ((64, 4), (128, 4), (128, 8), (256, 8)) for bn in ((32,) if narrow else (64, 128))
-        for bk in ((64, 128) if p.cp % 64 == 0 else (32,)) for stages in (3, 4, 6)
-        if p.cp % bk == 0
+        for bk in ((64, 128) if p.conv.cp % 64 == 0 else (32,)) for stages in (3, 4, 6)
+        if p.conv.cp % bk == 0
         and fits_registers(bm * bn * p.digits, warps)
         and fits_shared(stages * bk * (bm + p.digits * bn), device)
     ]  # fmt: skip

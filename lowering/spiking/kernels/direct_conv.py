@@ -113,7 +113,7 @@ def _space(problem: DirectConv, device: Device) -> list[Config]:
 def _prepare(problem: DirectConv, config: Config) -> Launch:
     p = problem.in_volumes
     # a block of channels begins in its group's first only where a group has one output and input
-    vector = gcd(p.conv.c, 16) if p.kg == p.cg == 1 else 1
+    vector = gcd(p.conv.c, 16) if p.conv.kg == p.conv.cg == 1 else 1
     constants = {**p.constants, "VECTOR": vector, "BM": config["BM"], "BN": config["BN"]}
     grid = p.grid(config["BM"], config["BN"])
     return Launch(direct_conv_kernel, grid, p.numbers, constants, num_warps=config["warps"])

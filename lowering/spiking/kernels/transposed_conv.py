@@ -165,7 +165,7 @@ def _taps(
 
 def _prepare(problem: TransposedConv, config: Config) -> Launch:
     p = problem
-    constants = {**p.constants, "EVEN_C": p.cp == p.cg, "VECTOR": gcd(p.cg, 16)}
+    constants = {**p.constants, "EVEN_C": p.conv.cp == p.conv.cg, "VECTOR": gcd(p.conv.cg, 16)}
     constants |= {name: config[name] for name in ("BM", "BN", "BK")}
     options = {"num_warps": config["warps"], "num_stages": config["stages"]}
     return Launch(transposed_conv_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants, **options)
@@ -175,7 +175,7 @@ TRANSPOSED_CONV = Template(
     name="transposed_conv",
     op="transposed_conv",
     sources=(transposed_conv_kernel, _taps, joined, float_sums),
-    space=lambda problem, device: int8_tiles(problem.kg, problem.cp, problem.digits, device),
+    space=lambda problem, device: int8_tiles(problem.conv.kg, problem.conv.cp, problem.digits, device),
     cost=binary_conv_cost(hopper=False, transposed=True),
     prepare=_prepare,
 )
