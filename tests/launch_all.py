@@ -25,7 +25,7 @@ from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.reference.attention.blocks import blocks_of
 from sparsecomp.tensor.index_arrays import IndexArrays
 
-CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_merge", "spmm_csr_dense", "spmm_csr_halves")
+CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_few", "spmm_csr_merge", "spmm_csr_dense", "spmm_csr_halves")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

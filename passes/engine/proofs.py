@@ -5,7 +5,6 @@ before each call whether it is still so, and compiles anew where it is not. Aski
 input is another tensor or was written to; hidden writes are the promise's, as for constants.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
@@ -18,29 +17,24 @@ _KEY = "sparsecomp_proofs"
 
 
 class Seen(NamedTuple):
-    """Where a tensor lay when it was looked at, and how often it had been written to."""
+    """Where a tensor lay when it was looked at, and how often it had been written to.
 
-    memory: "weakref.ref[UntypedStorage]"
+    The memory is kept, so that no other tensor can come to lie at its address.
+    """
+
+    memory: UntypedStorage
     address: int
     version: int | None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
         """A tensor as it is now."""
-        return cls(weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), _version(tensor))
+        return cls(tensor.untyped_storage(), tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
 
     def still(self, tensor: Tensor) -> bool:
         """Whether nothing tells of a write since, or of other memory."""
-        return (
-            self.memory() is tensor.untyped_storage()
-            and tensor.data_ptr() == self.address
-            and _version(tensor) == self.version
-        )
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often it was written to; None where autograd does not count."""
-    return None if tensor.is_inference() else tensor._version
+        # autograd counts no writes to an inference tensor
+        return tensor.data_ptr() == self.address and (self.version is None or tensor._version == self.version)
 
 
 class Assumption:

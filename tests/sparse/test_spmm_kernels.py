@@ -767,6 +767,7 @@ def test_csr_kernels_build_without_spills_and_read_whole_vectors(capability, ele
         BUILD
         + f"""
 from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import spmm_csr_rows_kernel, copy_rows_kernel
+from sparsecomp.lowering.sparse.kernels.spmm_csr_few import spmm_csr_few_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_merge import spmm_csr_merge_kernel, finish_rows_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import repair_kernel
 from sparsecomp.lowering.sparse.kernels.stored_places import densify_kernel
@@ -776,6 +777,8 @@ for kernel, index, epilogue, sizes, warps in (
     (spmm_csr_rows_kernel, "*i32", PLAIN, dict(FILLED=False, BR=1, U=1, E=8, BN=128, GROUP=0), 1),
     (spmm_csr_rows_kernel, "*i32", PLAIN, dict(FILLED=True, BR=2, U=8, E=2, BN=64, GROUP=8), 1),
     (spmm_csr_rows_kernel, "*i64", FULL, dict(FILLED=False, BR=4, U=1, E=32, BN=1, GROUP=0), 1),
+    (spmm_csr_few_kernel, "*i32", dict(dense_k=1) | PLAIN, dict(FILLED=False, BR=4, BN=16, E=32), 4),
+    (spmm_csr_few_kernel, "*i64", dict(dense_k=1) | FULL, dict(FILLED=True, BR=2, BN=8, E=64), 2),
     (spmm_csr_merge_kernel, "*i32", PLAIN, dict(FILLED=True, T=256, BR=1, U=8, E=1, BN=128), 2),
     (finish_rows_kernel, "*i64", FULL, dict(T=256, E=8, BN=128), 2),
     (repair_kernel, "*i32", PLAIN, dict(FILLED=True, BM=128, BN=128, GROUP=8, ROWS=16, BR=2, E=4, WIDE=64), 4),
@@ -790,7 +793,7 @@ for kernel, index, epilogue, sizes, warps in (
     print(stack(built), not several or "ld.global.v4" in built.asm["ptx"])
 """
     )
-    assert printed.split() == ["0", "True"] * 11
+    assert printed.split() == ["0", "True"] * 13
 
 
 @pytest.mark.slow(reason="builds for a GPU")
@@ -838,6 +841,7 @@ def test_kernels_build_for_sizes_of_one():
         BUILD
         + """
 from sparsecomp.lowering.sparse.kernels.spmm_csr_rows import spmm_csr_rows_kernel, copy_rows_kernel
+from sparsecomp.lowering.sparse.kernels.spmm_csr_few import spmm_csr_few_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_merge import spmm_csr_merge_kernel, finish_rows_kernel
 from sparsecomp.lowering.sparse.kernels.spmm_csr_dense import repair_kernel
 from sparsecomp.lowering.sparse.kernels.stored_places import densify_kernel
@@ -850,14 +854,14 @@ sizes = dict(BR=16, U=1, E=8, BN=16, T=128, BM=32, BK=32, GROUP=8, ROWS=16, WIDE
              HEIGHT=1, BL=64, WIDTH=1, WHOLE=True, KEEP=1, MEMBERS=1, G=32, PRECISION="tf32x3", BIAS_ROWS=False,
              FILLED=True, ACTIVATION="silu")
 for kernel in (spmm_csr_rows_kernel, copy_rows_kernel, spmm_csr_merge_kernel, finish_rows_kernel, densify_kernel,
-               repair_kernel, product_kernel, spmm_bsr_kernel, nm_repair_kernel, spmm_nm_kernel, densify_halves_kernel,
+               spmm_csr_few_kernel, repair_kernel, product_kernel, spmm_bsr_kernel, nm_repair_kernel, spmm_nm_kernel, densify_halves_kernel,
                split_rows_kernel, halves_product_kernel):
     ones = {n: 1 for n in kernel.arg_names if not n.endswith("_ptr") and n not in sizes and n != "scale"}
     own = dict(WIDE=1) if kernel is spmm_nm_kernel else {}
     print(len(made(kernel, "*fp32", "*i32", sizes | ones | own, 90).asm["cubin"]) > 0)
 """
     )
-    assert printed.split() == ["True"] * 13
+    assert printed.split() == ["True"] * 14
 
 
 def batches():

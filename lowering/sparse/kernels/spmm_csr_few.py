@@ -1,0 +1,125 @@
+"""CSR times few columns that each lie in one piece: a layer's few inputs as they come, without a copy by column.
+
+What kernels that read `dense` row by row gain by a copy, a call of a small layer loses again to the copy's launch. Here
+the threads of a warp take neighbouring entries of a row of S. These point at ascending places of the same column, so
+that a load of theirs touches few lines of memory, and the columns stay in L1 while a processor walks its rows.
+"""
+
+import sympy
+import triton
+import triton.language as tl
+
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported_dtypes
+from sparsecomp.lowering.tuning.cost import Cost, sizes
+from sparsecomp.lowering.tuning.template import Config, Template
+
+_MOST_COLUMNS = 64
+_LINE = 128
+"""Bytes of a line of L1."""
+
+
+@triton.jit
+def spmm_csr_few_kernel(
+    crow_ptr, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
+    M, N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, FILLED: tl.constexpr,
+    BR: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """A program finishes BR rows by BN columns of out, E entries of each row at a time; see `finish`."""
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(M, BR)
+    col_blocks = tl.cdiv(N, BN)
+    slab = pid // blocks
+    batch = (slab // col_blocks).to(tl.int64)
+    cols = (slab % col_blocks) * BN + tl.arange(0, BN)
+    rows = pid % blocks * BR + tl.arange(0, BR)
+    begin = tl.load(crow_ptr + rows, mask=rows < M, other=0)
+    end = tl.load(crow_ptr + rows + 1, mask=rows < M, other=0)
+    column = dense_ptr + batch * dense_b + cols.to(tl.int64) * dense_n
+    inside = (cols < N)[None, :, None]
+    acc = tl.zeros((BR, BN, E), tl.float32)
+    at = begin[:, None] + tl.arange(0, E)[None, :]
+    ok = at < end[:, None]
+    k = tl.load(col_ptr + at, mask=ok, other=0)
+    v = tl.load(values_ptr + batch * values_b + at, mask=ok, other=0.0)
+    for _ in range(0, tl.max(end - begin, 0), E):
+        at += E
+        next_ok = at < end[:, None]
+        next_k = tl.load(col_ptr + at, mask=next_ok, other=0)
+        next_v = tl.load(values_ptr + batch * values_b + at, mask=next_ok, other=0.0)
+        if FILLED:
+            ok = ok & (v != 0.0)
+        place = column[None, :, None] + (k.to(tl.int64) * dense_k)[:, None, :]
+        d = tl.load(place, mask=ok[:, None, :] & inside, other=0.0)
+        acc += v.to(tl.float32)[:, None, :] * d.to(tl.float32)
+        k = next_k
+        v = next_v
+        ok = next_ok
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    finish(
+        tl.sum(acc, 2), bias_ptr, residual_ptr, out_ptr, batch, rows, cols, mask,
+        out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
+    )  # fmt: skip
+
+
+def _refuse(problem: SpmmCsr, device: Device) -> str | None:
+    if problem.n > _MOST_COLUMNS:
+        return f"{problem.n} columns: it is for {_MOST_COLUMNS} and fewer"
+    if problem.dense.row != 1 or problem.n < 2:
+        return "columns of dense do not lie in one piece each, beside others"
+    return unsupported_dtypes(problem.dtype, problem.dense_dtype, problem.output.dtype)
+
+
+def _space(problem: SpmmCsr, device: Device) -> list[Config]:
+    columns = min(triton.next_power_of_2(problem.n), 16)
+    return [
+        Config(BR=br, BN=bn, E=e, warps=warps)
+        for bn in (columns, columns // 2) if bn
+        for e in (32, 64) for br in (1, 2, 4, 8) for warps in (1, 2, 4)
+        if 4 <= br * bn * e // (32 * warps) <= 32 and br * e // (32 * warps) >= 1
+    ]  # fmt: skip
+
+
+def _prepare(problem: SpmmCsr, config: Config) -> Launch:
+    p = problem
+    grid = (triton.cdiv(p.m, config["BR"]) * triton.cdiv(p.n, config["BN"]) * p.batch,)
+    numbers = (p.m, p.n, p.values_batch, *p.dense, *p.output.numbers)
+    tile = {name: config[name] for name in ("BR", "BN", "E")}
+    constants = {**p.output.constants, "FILLED": p.filled, **tile}
+    return Launch(spmm_csr_few_kernel, grid, numbers, constants, num_warps=config["warps"])
+
+
+_m, _k, _n, _batch, _nnz, _variation, _itemsize = sizes("m k n batch nnz variation itemsize")
+_br, _bn, _e, _warps, _processors, _gathered = sizes("BR BN E warps processors gathered")
+
+_mean = _nnz / _m
+_lanes = 32
+# a warp's load touches a line for each line that its entries span, one for each entry at most
+_lines = sympy.Min(_lanes, 1 + _lanes * _k * _itemsize / (_LINE * sympy.Max(_mean, 1)))
+_longest = sympy.Min(_mean * (1 + _variation * (0.3 + 0.5 * sympy.log(_br + 1))), _k)
+_steps = sympy.ceiling(_longest / _e)
+_loads = _batch * _m * _n * _steps * _e / _lanes
+_cycle = 1 / 1.7e9
+# columns that do not fit in L1 come from L2, as sectors
+_missed = sympy.Max(1 - 160e3 / (_k * _n * _itemsize), 0)
+_gather = _loads * _lines * (_cycle + _missed * 32 / _gathered) / _processors
+_registers = 40 + 2.5 * _br * _bn * _e / (_lanes * _warps)
+_resident = sympy.Min(32, 65536 / (_registers * 32 * _warps))
+_programs = sympy.ceiling(_m / _br) * sympy.ceiling(_n / _bn) * _batch
+_walk = sympy.Max(_programs / (_processors * _resident), 1) * (_steps * 8e-7 + 2e-6)
+
+SPMM_CSR_FEW = Template(
+    name="spmm_csr_few",
+    op="spmm_csr",
+    sources=(spmm_csr_few_kernel, finish),
+    refuse=_refuse,
+    space=_space,
+    cost=Cost(
+        bytes=_batch * (_nnz * (_itemsize + 4) + (_k + _m) * _n * _itemsize),
+        seconds=2e-6 + sympy.Max(_gather, _walk),
+    ),
+    prepare=_prepare,
+)
