@@ -134,6 +134,13 @@ def compile_fx(
     return cast(Callable[..., Any], inductor(gm, example_inputs, **arguments))
 
 
+def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function without the wrapper that keeps Dynamo off it, for callers that Dynamo is kept off already."""
+    from torch._dynamo.eval_frame import innermost_fn
+
+    return innermost_fn(function)
+
+
 Partition = Callable[[fx.GraphModule, Callable[[], tuple[fx.GraphModule, fx.GraphModule]], int], Any]
 """Of a joint graph, torch's partitioner of it, and the number of the forward's results that the user gets."""
 

@@ -118,7 +118,10 @@ class Constants:
 
     def follow(self, inputs: Sequence[Any]) -> bool:
         """Make the constants anew if an input is another tensor than before, or was written to; whether it was."""
-        if all(inputs[place] is tensor and seen.still(tensor) for place, tensor, seen in self._known):
+        for place, tensor, still in self._known:
+            if inputs[place] is not tensor or not still(tensor):
+                break
+        else:
             return False
         self._wait()
         made: dict[Any, Any] = {}
@@ -138,4 +141,4 @@ class Constants:
 
     def _remember(self, inputs: Sequence[Any]) -> None:
         # the tensors themselves: torch swaps none that has a weak reference
-        self._known = [(place, inputs[place], Seen.of(inputs[place])) for place in self._places]
+        self._known = [(place, inputs[place], Seen.of(inputs[place]).still) for place in self._places]

@@ -26,7 +26,7 @@ from sparsecomp.options import Options
 from sparsecomp.passes.engine.constants import Constants
 from sparsecomp.passes.engine.rule import Density
 from sparsecomp.passes.spiking import saved_spikes
-from sparsecomp.report import Compilations, compilations_of
+from sparsecomp.report import Compilations, Report, compilations_of
 
 log = logging.getLogger("sparsecomp")
 artifact.install()
@@ -87,15 +87,34 @@ def compile_graph(
         decompositions = sparsecomp.ops.decompositions
         compiled = _compat.compile_fx(gm, example_inputs, options.mode, options.inductor, decompositions, partition)
 
+    return _tuning(options, report, _following(constants, report, compiled) if constants else compiled)
+
+
+def _following(constants: Constants, report: Report, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What looks before each call whether the constants are still those of its inputs."""
+    inner = _compat.undisabled(compiled)  # Dynamo keeps off a backend's function and all that it calls
+
     @wraps(compiled)
     def run(*arguments: Any) -> Any:
-        if constants and constants.follow(arguments):
+        if constants.follow(arguments):
             report.note(_NOT_FROZEN)
-        # under CUDA graphs kernels are tuned in the warm-up call: nothing can be measured during capture
+        return inner(*arguments)
+
+    return run
+
+
+def _tuning(options: Options, report: Report, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What tunes kernels in each call, if they are to be: under CUDA graphs in the warm-up one, since nothing can be
+    measured during capture."""
+    if not _tunes(options):
+        return compiled
+
+    @wraps(compiled)
+    def run(*arguments: Any) -> Any:
         with _effort(options, report.note):
             return compiled(*arguments)
 
-    return run if constants or _tunes(options) else compiled
+    return run
 
 
 def _has_ours(gm: fx.GraphModule) -> bool:

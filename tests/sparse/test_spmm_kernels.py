@@ -853,9 +853,9 @@ from sparsecomp.lowering.sparse.kernels.spmm_nm import nm_repair_kernel, spmm_nm
 sizes = dict(BR=16, U=1, E=8, BN=16, T=128, BM=32, BK=32, GROUP=8, ROWS=16, WIDE=4, ZEROS=64, ENTRIES=128, VECTOR=16,
              HEIGHT=1, BL=64, WIDTH=1, WHOLE=True, KEEP=1, MEMBERS=1, G=32, PRECISION="tf32x3", BIAS_ROWS=False,
              FILLED=True, ACTIVATION="silu")
-for kernel in (spmm_csr_rows_kernel, copy_rows_kernel, spmm_csr_merge_kernel, finish_rows_kernel, densify_kernel,
-               spmm_csr_few_kernel, repair_kernel, product_kernel, spmm_bsr_kernel, nm_repair_kernel, spmm_nm_kernel, densify_halves_kernel,
-               split_rows_kernel, halves_product_kernel):
+for kernel in (spmm_csr_rows_kernel, copy_rows_kernel, spmm_csr_few_kernel, spmm_csr_merge_kernel, finish_rows_kernel,
+               densify_kernel, repair_kernel, product_kernel, spmm_bsr_kernel, nm_repair_kernel, spmm_nm_kernel,
+               densify_halves_kernel, split_rows_kernel, halves_product_kernel):
     ones = {n: 1 for n in kernel.arg_names if not n.endswith("_ptr") and n not in sizes and n != "scale"}
     own = dict(WIDE=1) if kernel is spmm_nm_kernel else {}
     print(len(made(kernel, "*fp32", "*i32", sizes | ones | own, 90).asm["cubin"]) > 0)
