@@ -187,17 +187,20 @@ def test_kernels_build(capability, element):
         f"""
         from sparsecomp.lowering.sparse.kernels.sddmm import sddmm_kernel
         from sparsecomp.lowering.sparse.kernels.sddmm_dense import sample_kernel
-        for kernel, sizes in ((sddmm_kernel, dict(P=32, BD=128)), (sample_kernel, dict(P=512))):
+        from sparsecomp.lowering.sparse.kernels.sddmm_few import sddmm_few_kernel
+        few = sddmm_few_kernel, dict(BR=8, BD=8, E=32)
+        for kernel, sizes in ((sddmm_kernel, dict(P=32, BD=128)), (sample_kernel, dict(P=512)), few):
             pointers = dict(crow_ptr="*i32", col_ptr="*i32", a_ptr="{element}", b_ptr="{element}", out_ptr="{element}",
                             full_ptr="*fp32", scale="fp32")
             types = {{n: pointers.get(n, "i32") for n in kernel.arg_names}}
             ones = {{n: 1 for n in kernel.arg_names if n not in pointers and n not in sizes}}
             print(len(build(kernel, types, sizes | ones, {capability}).asm["cubin"]) > 0)
-            constants = sizes | {{n: 1 for n in ("a_d", "b_d") if n in kernel.arg_names}}
-            whole = ("D", "a_b", "a_m", "b_b", "b_n")
+            near = ("a_m", "b_n") if kernel is sddmm_few_kernel else ("a_d", "b_d")
+            constants = sizes | {{n: 1 for n in near if n in kernel.arg_names}}
+            whole = {{"D", "a_b", "a_m", "b_b", "b_n"}} - {{*near}}
             built = build(kernel, types, constants, {capability}, whole=whole, num_warps=4)
             ptx = built.asm["ptx"]
-            print(".local" not in ptx, kernel is sample_kernel or "ld.global.v4" in ptx)
+            print(".local" not in ptx, kernel is not sddmm_kernel or "ld.global.v4" in ptx)
         """
     )
-    assert printed.split() == ["True"] * 6
+    assert printed.split() == ["True"] * 9

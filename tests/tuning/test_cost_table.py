@@ -429,6 +429,13 @@ BOUNDS: list[tuple[str, str, Any, Any, str]] = [
     # operation, template, what it just takes, what it just does not, and why
     ("sddmm", "sddmm_dense", _sddmm(99, 99, 8, 1, 0.1, 0, "float16"), {"d": 7}, "a depth below 8"),
     ("sddmm", "sddmm_dense", _sddmm(2**14, 2**13, 8, 2, 0, 0, "float16"), {"n": 2**13 + 1}, "268435456 elements"),
+    ("sddmm", "sddmm_few", _sddmm(99, 99, 64, 1, 0.1, 0, "float16")._replace(b=Strides(0, 1, 99)), {"d": 65},
+     "a depth of 65"),
+    ("sddmm", "sddmm_few", _sddmm(99, 99, 8, 1, 0.1, 0, "float16")._replace(b=Strides(0, 1, 99)),
+     {"b": Strides(0, 8, 1)}, "does not lie by columns"),
+    ("spmm_csr", "spmm_csr_few", _csr(99, 99, 64, 1, 0.1, 0, "float16", col=99), {"n": 65}, "65 columns"),
+    ("spmm_csr", "spmm_csr_few", _csr(99, 99, 8, 1, 0.1, 0, "float16", col=99), {"dense": Strides(0, 8, 1)},
+     "in one piece"),
     ("spmm_csr", "spmm_csr_dense", _csr(99, 99, 8, 1, 0.1, 0, "float16"), {"n": 7}, "fewer than 8 columns"),
     ("spmm_csr", "spmm_csr_dense", _csr(99, 99, 8, 1, 0.1, 0, "bfloat16"), {"dense_dtype": "float16"}, "one dtype"),
     ("spmm_csr", "spmm_csr_dense", _csr(99, 99, 8, 1, 0.1, 0, "float16"), {"dtype": "float32"}, "spmm_csr_halves"),

@@ -5,20 +5,18 @@ the threads of a warp take neighbouring entries of a row of S. These point at as
 that a load of theirs touches few lines of memory, and the columns stay in L1 while a processor walks its rows.
 """
 
-import sympy
 import triton
 import triton.language as tl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.sparse.kernels.few_cost import gather_seconds
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
 _MOST_COLUMNS = 64
-_LINE = 128
-"""Bytes of a line of L1."""
 
 
 @triton.jit
@@ -93,16 +91,6 @@ def _prepare(problem: SpmmCsr, config: Config) -> Launch:
 
 
 _m, _k, _n, _batch, _nnz, _variation, _itemsize = sizes("m k n batch nnz variation itemsize")
-_processors = sympy.Symbol("processors", nonnegative=True)
-
-_LANES = 32
-_CYCLE = 1 / 1.7e9
-_mean = sympy.Max(_nnz / _m, 1)
-_longest = sympy.Min(_mean * (1 + _variation), _k)
-# a warp's load touches the lines that its entries span, and takes ten cycles in any case (H200, 512 to 4096 squared)
-_lines = sympy.Max(sympy.Min(_LANES, 1 + _LANES * _k * _itemsize / (_LINE * _mean)), 10)
-_loads = _batch * _m * _n * sympy.Max(_longest / _LANES, 1)
-_gather = _loads * _lines * _CYCLE / _processors
 
 SPMM_CSR_FEW = Template(
     name="spmm_csr_few",
@@ -112,7 +100,7 @@ SPMM_CSR_FEW = Template(
     space=_space,
     cost=Cost(
         bytes=_batch * (_nnz * (_itemsize + 4) + (_k + _m) * _n * _itemsize),
-        seconds=1e-6 + 5e-8 * _longest / _LANES + _gather,
+        seconds=gather_seconds(_m, _k, _n, _batch, _nnz, _variation, _itemsize),
     ),
     prepare=_prepare,
 )
