@@ -121,6 +121,8 @@ def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[Tenso
     arguments: Any = chain.nodes[0].args
     pattern, layout = list(arguments[2]), arguments[5]
     if kept is None:
+        # what else a transpose needs would be kept for the backward, which reads nothing of it
+        pattern = pattern if chain.flip else pattern[: Layout.read(layout).own]
         weight = call(node.graph, node, _TO_DENSE, chain.sparse, pattern, layout, chain.flip)
     else:
         weight = _constant_weight(chain, node, kept)
