@@ -129,6 +129,9 @@ def attention(device: str) -> None:
         operands = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
         out, logsumexp = ops.block_attention(*operands, blocks_of(mask, (64, 32)))
         (out.sum() + logsumexp.sum()).backward()
+        caches = [torch.randn(2, 2, 200, n, device=device, dtype=dtype) for n in (depth, 33)]
+        lengths = torch.tensor([200, 3], dtype=torch.int32, device=device)
+        ops.decode_attention(operands[0].detach()[:, :, :3], *caches, lengths, window=40, sinks=2)
 
 
 def sparse_tensor_cores(device: str) -> None:

@@ -30,6 +30,7 @@ from sparsecomp.attention.published import (
     sparse_transformer_fixed,
     sparse_transformer_strided,
 )
+from sparsecomp.ops.attention.decode_attention import decode_attention
 from sparsecomp.reference.attention.blocks import AttentionBlocks, blocks_of, dense_mask
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "big_bird",
     "blocks_of",
     "causal",
+    "decode_attention",
     "dense_mask",
     "from_flex",
     "longformer",

@@ -5,6 +5,7 @@ their kernels on first use.
 """
 
 from sparsecomp.ops.attention.block_attention import block_attention
+from sparsecomp.ops.attention.decode_attention import decode_attention
 from sparsecomp.ops.library import decompositions
 from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.local.residual_block import residual_block
@@ -43,6 +44,7 @@ __all__ = [
     "Layout",
     "active_linear",
     "block_attention",
+    "decode_attention",
     "decompositions",
     "effective_weight",
     "frozen_weights",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsecomp.lowering.attention.decode_attention import DecodeAttention
 from sparsecomp.lowering.attention.problem import BlockAttention
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.epilogue import Output
@@ -318,6 +319,10 @@ ATTENTIONS = [
 
 PROBLEMS: dict[str, list[Any]] = {
     "block_attention": ATTENTIONS, "attention_by_query": ATTENTIONS, "attention_by_key": ATTENTIONS,
+    "decode_attention": [
+        DecodeAttention(16, 8, 4, 1, 65536, 0, 0, 0, 128, 128, (), "bfloat16", 0.1, 4095, 0),
+        DecodeAttention(1, 2, 16, 8, 4096, 16, 300, 256, 96, 40, (), "float16", 0.1, -1, 0),
+        DecodeAttention(3, 4, 1, 2, 100, 0, 0, 0, 64, 64, (), "float32", 0.1, 33, 4)],
     "binary_conv": [_conv(32, 64, 56, 3, 1, 3), _conv(1, 512, 7, 3, 1, 2), _conv(8, 128, 14, 1, 2, 4),
                     _conv(32, 256, 14, 3, 1, 3, "rows"), _conv(4, 96, 9, 5, 1, 3)],
     "direct_conv": [_direct(32, 64, 56, 64), _direct(1, 500, 7, 500), _direct(8, 32, 14, 4)],

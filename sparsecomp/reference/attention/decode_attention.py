@@ -1,0 +1,86 @@
+"""Attention of a sequence's last queries over a cache of keys and values, in plain torch: the kernel's oracle.
+
+It forms the scores of all keys that the cache has room for, and drops those that a query does not see.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsecomp.reference.attention.block_attention import Scoring
+from sparsecomp.reference.precision import accumulator
+
+
+class Sight(NamedTuple):
+    """Which keys a query sees, of those up to its own position.
+
+    Attributes:
+        window: keys before its own, -1 for all.
+        sinks: first keys of the sequence, which all see.
+    """
+
+    window: int
+    sinks: int
+
+    def of(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether each query sees each key; positions that broadcast."""
+        seen = key <= query
+        return seen if self.window < 0 else seen & ((key >= query - self.window) | (key < self.sinks))
+
+
+class Cache(NamedTuple):
+    """Keys and values in the order of their positions.
+
+    Attributes:
+        k, v: (batch, heads, capacity, depth).
+        known: (batch, capacity) bool, False where a page is none of the pool's.
+    """
+
+    k: Tensor
+    v: Tensor
+    known: Tensor
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, table: Tensor | None) -> "Cache":
+        """Of a pool of pages (pages, heads, page, depth) by a table (batch, pages of a sequence), if there is one."""
+        if table is None:
+            return cls(k, v, torch.ones(len(k), k.shape[2], dtype=torch.bool, device=k.device))
+        known = (table >= 0) & (table < len(k))
+        place = table.where(known, 0).long()
+        k, v = (one[place].transpose(1, 2).flatten(2, 3) for one in (k, v))
+        return cls(k, v, known.repeat_interleave(k.shape[2] // max(table.shape[1], 1), 1))
+
+
+def decode_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sight: Sight, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """The result (batch, heads, rows, v_depth) and the logsumexp (batch, heads, rows), in the dtype sums are kept in.
+
+    Args:
+        q, k, v, lengths, table: as of `sparsecomp.ops.decode_attention`.
+        sight: what a query sees.
+        scoring: of products; `alibi` is a number a head.
+    """
+    rows, sums, cache = q.shape[2], accumulator(q.dtype), Cache.of(k, v, table)
+    group, capacity = q.shape[1] // k.shape[1], cache.k.shape[2]
+    query = (lengths.long()[:, None] - rows + torch.arange(rows, device=q.device))[:, :, None]
+    key = torch.arange(capacity, device=q.device)
+    seen = sight.of(query, key)
+    # what nobody sees may hold anything
+    read = seen.any(1)[:, None, :, None]
+    keys, values = (one.to(sums).where(read, 0).repeat_interleave(group, 1) for one in cache[:2])
+    product = torch.einsum("bhrd,bhkd->brkh", q.to(sums), keys)  # heads last, as their slopes broadcast
+    every: Any = slice(None)
+    score, _ = scoring.of(every, product, query[..., None], key[:, None])
+    score = score.where(seen[..., None], -math.inf).permute(0, 3, 1, 2)
+    top = F.pad(score, (0, 1), value=-math.inf).amax(-1, keepdim=True)  # of no keys, too
+    top = top.masked_fill(top == -math.inf, 0)
+    weight = torch.exp(score - top)
+    total = weight.sum(-1, keepdim=True)
+    out = weight @ values / total.masked_fill(total == 0, 1)
+    wrong = ((lengths < 0) | (lengths > capacity))[:, None] | (seen & ~cache.known[:, None]).any(2)
+    wrong = wrong[:, None, :, None]
+    return out.masked_fill(wrong, math.nan), (top + total.log()).masked_fill(wrong, math.nan)[..., 0]
