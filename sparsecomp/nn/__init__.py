@@ -33,6 +33,7 @@ from sparsecomp.nn.local.parameters import (
     sparse_linear_params,
 )
 from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention, masked_weights, wrap_module
+from sparsecomp.nn.masked.sparse_attention import RESUSparseMultiheadAttention
 from sparsecomp.nn.sparse.embedding import SparseEmbedding
 from sparsecomp.nn.sparse.linear import SparseLinear
 from sparsecomp.reference.local.connectivity import (
@@ -58,6 +59,7 @@ __all__ = [
     "RESUConv2d",
     "RESULinear",
     "RESUMultiheadAttention",
+    "RESUSparseMultiheadAttention",
     "SineParam",
     "SparseEmbedding",
     "SparseLinear",

@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from sparsecomp.errors import FormatError, MaskError
+from sparsecomp.nn.attention.multihead import SparseMultiheadAttention
 from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
 from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention
 from sparsecomp.nn.masked.masked_weight import Mode
+from sparsecomp.nn.masked.sparse_attention import RESUSparseMultiheadAttention
 from sparsecomp.nn.sparse.embedding import SparseEmbedding
 from sparsecomp.nn.sparse.linear import SparseLinear
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
@@ -108,11 +110,19 @@ _OF_CONV2D = (
 
 
 def _resu_attention(layer: RESUMultiheadAttention) -> nn.Module:
-    plain = nn.MultiheadAttention(
+    return _settled(layer, nn.MultiheadAttention(*_of_attention(layer), device="meta"))
+
+
+def _resu_sparse_attention(layer: RESUSparseMultiheadAttention) -> nn.Module:
+    return _settled(layer, SparseMultiheadAttention(layer.pattern, *_of_attention(layer), device="meta"))
+
+
+def _of_attention(layer: nn.MultiheadAttention) -> tuple[Any, ...]:
+    """The arguments that it was made with."""
+    return (
         layer.embed_dim, layer.num_heads, layer.dropout, layer.in_proj_bias is not None, layer.bias_k is not None,
-        layer.add_zero_attn, layer.kdim, layer.vdim, layer.batch_first, device="meta",
+        layer.add_zero_attn, layer.kdim, layer.vdim, layer.batch_first,
     )  # fmt: skip
-    return _settled(layer, plain)
 
 
 _PLAIN: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Any], nn.Module]]] = {
@@ -121,5 +131,6 @@ _PLAIN: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Any], nn.Module]]
     RESULinear: (nn.Linear, _resu_linear),
     RESUConv2d: (nn.Conv2d, _resu_conv2d),
     RESUMultiheadAttention: (nn.MultiheadAttention, _resu_attention),
+    RESUSparseMultiheadAttention: (SparseMultiheadAttention, _resu_sparse_attention),
 }
 """What each becomes, and how."""

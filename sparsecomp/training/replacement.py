@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from sparsecomp import _compat
+from sparsecomp.attention.positions import causal
 from sparsecomp.errors import InputError
 from sparsecomp.formats import CSR
+from sparsecomp.nn.attention.multihead import SparseMultiheadAttention
 from sparsecomp.nn.masked.layers import RESUConv2d, RESULinear, RESUMultiheadAttention
 from sparsecomp.nn.sparse.embedding import SparseEmbedding
 from sparsecomp.nn.sparse.linear import SparseLinear
@@ -22,6 +24,8 @@ def _example(kind: type[nn.Module]) -> nn.Module:
     """A layer with nothing but what its class gives it."""
     if issubclass(kind, SparseLinear | SparseEmbedding):
         return kind(CSR.from_dense(torch.ones(1, 1)))
+    if issubclass(kind, SparseMultiheadAttention):
+        return kind(causal(), 1, 1, device="meta")
     return kind(*(1,) * _SIZES[kind], device="meta")
 
 

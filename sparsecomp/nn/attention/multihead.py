@@ -89,11 +89,10 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         return (x if x.dim() == 3 else x.unsqueeze(0)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        if self.in_proj_weight is not None and query is key and key is value:
-            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.chunk(3)
+        packed = self.in_proj_weight  # read once: of a layer that is pruned each reading computes what is effective
+        if packed is not None and query is key and key is value:
+            return F.linear(query, packed, self.in_proj_bias).chunk(3, -1)
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return tuple(F.linear(*one) for one in zip((query, key, value), weights, biases, strict=True))
 

@@ -14,10 +14,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import prune
 
 from sparsecomp.errors import InputError, MaskError
+from sparsecomp.nn.attention.multihead import SparseMultiheadAttention
 from sparsecomp.nn.masked.attention import PROJECTIONS, RESUMultiheadAttention, adopt_attention
 from sparsecomp.nn.masked.existing_mask import weight_and_mask
 from sparsecomp.nn.masked.layer_state import Masked, guard_state, settled, shared_mask
 from sparsecomp.nn.masked.masked_weight import MaskedWeight, Mode
+from sparsecomp.nn.masked.sparse_attention import RESUSparseMultiheadAttention
 
 
 class _OneWeight(nn.Module):
@@ -65,7 +67,7 @@ class RESUConv2d(_OneWeight, nn.Conv2d):
 def wrap_module(model: nn.Module, skip: Iterable[str] = ()) -> nn.Module:
     """Make prunable, in place, every `Linear`, `Conv2d` and `MultiheadAttention` of a model, and return the model.
 
-    Parameters, hooks, device, dtype and training flag stay; only the classes change, and a mask is added to each
+    So is a `SparseMultiheadAttention`, whose pattern stays. Parameters, hooks, device, dtype and training flag stay; only the classes change, and a mask is added to each
     weight. Modules of other classes, derived ones too, are left as they are. Weights that are tied share a mask; a
     module of another class that reads the same weight, such as an embedding, sees what the memory holds.
 
@@ -163,4 +165,5 @@ def _adopt_one(module: nn.Module, known: dict[int, MaskedWeight]) -> None:
 
 _ADOPT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: RESULinear, nn.Conv2d: RESUConv2d, nn.MultiheadAttention: RESUMultiheadAttention,
+    SparseMultiheadAttention: RESUSparseMultiheadAttention,
 }  # fmt: skip

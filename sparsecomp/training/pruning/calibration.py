@@ -7,6 +7,7 @@ knows what reaches the output projection, so that call is watched too.
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,24 +122,25 @@ class _Watch(TorchFunctionMode):
         handles = []
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention):
-                handles.append(module.register_forward_pre_hook(self._enter_attention))
+                handles.append(module.register_forward_pre_hook(self._enter_attention, with_kwargs=True))
                 handles.append(module.register_forward_hook(self._leave_attention, always_call=True))
             elif isinstance(module, nn.Linear | nn.Conv2d) and id(module.weight) in self.names:
-                handles.append(module.register_forward_pre_hook(self._layer))
+                # the parameter itself: within a forward pass the attribute may read as the effective weight
+                handles.append(module.register_forward_pre_hook(partial(self._layer, module.weight)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _layer(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _layer(self, weight: torch.Tensor, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         tokens = inputs[0]
         if isinstance(module, nn.Conv2d):
             try:
                 tokens = unfolded(tokens if tokens.dim() == 4 else tokens[None], module)
             except MaskError:  # no unfolded form: this layer is ranked by magnitude
                 return
-        self._add(module.weight, tokens)
+        self._add(weight, tokens)
 
     def _add(self, weight: Any, *parts: torch.Tensor) -> None:
         if id(weight) not in self.names:
@@ -152,9 +154,16 @@ class _Watch(TorchFunctionMode):
             # no -1: a fan-in may be 0
             statistics.add(part[self.valid] if fits else part.reshape(part.shape[:-1].numel(), part.shape[-1]))
 
-    def _enter_attention(self, module: nn.Module, inputs: Any) -> None:
+    def _enter_attention(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """What reaches the projections of queries, keys and values."""
         assert isinstance(module, nn.MultiheadAttention)
         self.attention = module
+        call = inspect.signature(nn.MultiheadAttention.forward).bind(module, *args, **kwargs)
+        inputs = [call.arguments[name] for name in ("query", "key", "value")]
+        own = dict(module.named_parameters())
+        self._add(own.get("in_proj_weight"), *inputs)
+        for name, tokens in zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), inputs, strict=True):
+            self._add(own.get(name), tokens)
 
     def _leave_attention(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         self.attention = None
@@ -165,18 +174,12 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _attention(self, module: nn.MultiheadAttention, call: inspect.BoundArguments) -> None:
-        def by_batch(tokens: torch.Tensor) -> torch.Tensor:
-            return tokens.transpose(0, 1) if module.batch_first and tokens.dim() == 3 else tokens
-
-        inputs = [by_batch(call.arguments[name]) for name in ("query", "key", "value")]
-        # the parameters themselves: within a forward pass an attribute may read as the effective weight
-        own = dict(module.named_parameters())
-        self._add(own.get("in_proj_weight"), *inputs)
-        for name, tokens in zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), inputs, strict=True):
-            self._add(own.get(name), tokens)
-        # with the identity as its output projection the attention returns what reaches that projection
-        width = call.arguments["out_proj_weight"].shape[1]
-        identity = torch.eye(width, dtype=inputs[0].dtype, device=inputs[0].device)
+        """What reaches the projection of the result: with the identity in its place, it is returned."""
+        width, query = call.arguments["out_proj_weight"].shape[1], call.arguments["query"]
+        identity = torch.eye(width, dtype=query.dtype, device=query.device)
         call.arguments.update(out_proj_weight=identity, out_proj_bias=None)
         attended = functional.multi_head_attention_forward(*call.args, **call.kwargs)[0]
-        self._add(own["out_proj.weight"], by_batch(attended))
+        by_batch = module.batch_first and attended.dim() == 3
+        # the parameter itself: within a forward pass the attribute may read as the effective weight
+        self._add(dict(module.named_parameters())["out_proj.weight"],
+                  attended.transpose(0, 1) if by_batch else attended)
