@@ -1,6 +1,7 @@
 """Patterns to and from FlexAttention, and the masks of its collection of examples against its own results."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,8 +39,14 @@ def in_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q - k <= 40
 
 
+DOCUMENTS_ON = {"cpu": DOCUMENTS}
+if torch.cuda.is_available():
+    DOCUMENTS_ON["cuda"] = DOCUMENTS.cuda()
+
+
 def in_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return DOCUMENTS[q] == DOCUMENTS[k]
+    document = DOCUMENTS_ON[q.device.type]
+    return document[q] == document[k]
 
 
 def in_prefix(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -54,6 +61,11 @@ def of_heads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.where(h == 0, q >= k, torch.abs(q - k) < 9)
 
 
+def near_in_an_image(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Neighbourhood attention (Hassani et al., 2023): tokens are pixels of rows of 25."""
+    return (torch.abs(q // 25 - k // 25) <= 2) & (torch.abs(q % 25 - k % 25) <= 3)
+
+
 MASKS: dict[str, tuple[MaskMod, AttentionPattern]] = {
     "causal": (is_causal, causal()),
     "sliding window": (and_masks(is_causal, in_window), LocalWindow(40, 0)),
@@ -61,13 +73,17 @@ MASKS: dict[str, tuple[MaskMod, AttentionPattern]] = {
     "causal document": (and_masks(is_causal, in_document), Documents.of_lengths([50, 130, 70]) & causal()),
     "prefix LM": (or_masks(in_prefix, is_causal), PrefixLM(60)),
     "dilated window": (dilated, LocalWindow(10, 10, 3)),
+    "neighbourhood": (near_in_an_image, FromFunction(near_in_an_image)),
+    "causal document by a window": (
+        and_masks(is_causal, in_document, in_window), Documents(DOCUMENTS) & LocalWindow(40, 0)
+    ),
     "head by head": (of_heads, PerHead((causal(), LocalWindow(8, 8)))),
 }
 
 
-def operands() -> list[Tensor]:
+def operands(device: str = "cpu", dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, 2, N, 16, generator=generator, dtype=torch.float64) for _ in range(3)]
+    return [torch.randn(2, 2, N, 16, generator=generator, dtype=torch.float64).to(device, dtype) for _ in range(3)]
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -75,10 +91,11 @@ def test_attention_is_that_of_flex_attention(name: str) -> None:
     mask_mod, pattern = MASKS[name]
     heads = 2 if pattern.sizes[1] > 1 else None
     block_mask = create_block_mask(mask_mod, None, heads, N, N, device="cpu")
-    right = flex_attention(*operands(), block_mask=block_mask)
-    torch.testing.assert_close(attention(*operands(), pattern), right)
-    torch.testing.assert_close(attention(*operands(), from_flex(block_mask)), right)
-    torch.testing.assert_close(flex_attention(*operands(), block_mask=pattern.to_flex(N)), right)
+    given = operands()
+    right = flex_attention(*given, block_mask=block_mask)
+    torch.testing.assert_close(attention(*given, pattern), right)
+    torch.testing.assert_close(attention(*given, from_flex(block_mask)), right)
+    torch.testing.assert_close(flex_attention(*given, block_mask=pattern.to_flex(N)), right)
 
 
 SLOPES = torch.exp2(-8 * torch.arange(1, 3) / 2)
@@ -92,14 +109,49 @@ def with_softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> T
     return 1.5 * torch.tanh(score / 1.5)
 
 
-CHANGED = [(with_alibi, {"alibi": SLOPES}), (with_softcap, {"softcap": 1.5})]
+def with_both(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return with_alibi(with_softcap(score, b, h, q, k), b, h, q, k)
 
 
-@pytest.mark.parametrize(("score_mod", "given"), CHANGED, ids=["ALiBi", "softcap"])
-def test_scores_are_changed_as_by_flex_attention(score_mod: Callable[..., Tensor], given: dict[str, Any]) -> None:
-    block_mask = create_block_mask(is_causal, None, None, N, N, device="cpu")
-    right = flex_attention(*operands(), score_mod=score_mod, block_mask=block_mask)
-    torch.testing.assert_close(attention(*operands(), causal(), **given), right)
+CHANGED = [
+    (with_alibi, {"alibi": SLOPES}), (with_softcap, {"softcap": 1.5}), (with_both, {"alibi": SLOPES, "softcap": 1.5})
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["causal", "document"])
+@pytest.mark.parametrize(("score_mod", "given"), CHANGED, ids=["ALiBi", "softcap", "both"])
+def test_scores_are_changed_as_by_flex_attention(
+    score_mod: Callable[..., Tensor], given: dict[str, Any], name: str
+) -> None:
+    mask_mod, pattern = MASKS[name]
+    block_mask, of = create_block_mask(mask_mod, None, None, N, N, device="cpu"), operands()
+    right = flex_attention(*of, score_mod=score_mod, block_mask=block_mask)
+    torch.testing.assert_close(attention(*of, pattern, **given), right)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_results_and_gradients_of_flex_attention_on_a_gpu(name: str, softcap: float) -> None:
+    """Ours and FlexAttention's in bfloat16, both held against FlexAttention's in float32."""
+    mask_mod, pattern = MASKS[name]
+    score_mod, given = (with_softcap, {"softcap": softcap}) if softcap else (None, {})
+    block_mask = create_block_mask(mask_mod, None, 2 if pattern.sizes[1] > 1 else None, N, N, device="cuda")
+    flex = torch.compile(partial(flex_attention, score_mod=score_mod, block_mask=block_mask), dynamic=False)
+
+    def with_gradients(attend: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        of = [one.requires_grad_() for one in operands("cuda", dtype)]
+        out = attend(*of)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=dtype, device="cuda").view_as(out)
+        return [one.float() for one in (out, *torch.autograd.grad(out, of, weight))]
+
+    right = with_gradients(flex, torch.float32)
+    ours = with_gradients(partial(attention, pattern=pattern, **given), torch.bfloat16)
+    theirs = with_gradients(flex, torch.bfloat16)
+    for one, other, wanted in zip(ours, theirs, right, strict=True):
+        mine, its = (float((x - wanted).norm() / wanted.norm()) for x in (one, other))
+        assert mine <= max(1.5 * its, 5e-3), (mine, its)
 
 
 @pytest.mark.parametrize("name", MASKS)
