@@ -67,9 +67,10 @@ class RESUConv2d(_OneWeight, nn.Conv2d):
 def wrap_module(model: nn.Module, skip: Iterable[str] = ()) -> nn.Module:
     """Make prunable, in place, every `Linear`, `Conv2d` and `MultiheadAttention` of a model, and return the model.
 
-    So is a `SparseMultiheadAttention`, whose pattern stays. Parameters, hooks, device, dtype and training flag stay; only the classes change, and a mask is added to each
-    weight. Modules of other classes, derived ones too, are left as they are. Weights that are tied share a mask; a
-    module of another class that reads the same weight, such as an embedding, sees what the memory holds.
+    So is a `SparseMultiheadAttention`, whose pattern stays. Parameters, hooks, device, dtype and training flag stay;
+    only the classes change, and a mask is added to each weight. Modules of other classes, derived ones too, are left as
+    they are. Weights that are tied share a mask; a module of another class that reads the same weight, such as an
+    embedding, sees what the memory holds.
 
     A linear layer or convolution that `torch.nn.utils.prune` masks keeps its mask and is SPARSE; the hook and its
     buffer go, and the parameter that was `weight_orig`, which optimizers know, is `weight` again.
