@@ -6,6 +6,7 @@ their kernels on first use.
 
 from sparsecomp.ops.attention.block_attention import block_attention
 from sparsecomp.ops.attention.decode_attention import decode_attention
+from sparsecomp.ops.attention.element_attention import element_attention
 from sparsecomp.ops.library import decompositions
 from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.local.residual_block import residual_block
@@ -47,6 +48,7 @@ __all__ = [
     "decode_attention",
     "decompositions",
     "effective_weight",
+    "element_attention",
     "frozen_weights",
     "gather_dot",
     "gather_pruned",

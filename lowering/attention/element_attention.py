@@ -1,0 +1,194 @@
+"""CUDA implementation of attention over listed pairs, the description of its problems, and the operation behind it."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsecomp.lowering.attention.problem import HeadStrides, result_like, rows_innermost
+from sparsecomp.lowering.cache.signature import Device, KernelSignature
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
+from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.reference.attention.block_attention import Scoring
+from sparsecomp.reference.attention.element_attention import element_attention_reference
+from sparsecomp.reference.attention.elements import elements_of
+
+TOLERANCE_OF_ELEMENTS = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
+"""Relative Frobenius error of a result: weights are not rounded, only it is."""
+_SIZES = ("batch", "heads", "q_len", "k_len", "row")
+_PARAMETERS = ("group", "depth", "v_depth")
+_SHAPES = "qkvo"
+
+
+class ElementAttention(NamedTuple):
+    """The sizes, strides and types of a product; see `sparsecomp.ops.element_attention`.
+
+    Attributes:
+        group: query heads to a head of keys.
+        depth, v_depth: numbers of a query or key, and of a value.
+        pairs: of all lists.
+        by_batch, by_head: whether the lists differ by batch, and by head.
+        dtype: of all dense operands but the logsumexp.
+        strides: of the dense operands that an operation takes strided, in its order.
+        biased: whether there is an alibi.
+    """
+
+    batch: int
+    heads: int
+    group: int
+    q_len: int
+    k_len: int
+    depth: int
+    v_depth: int
+    pairs: int
+    by_batch: bool
+    by_head: bool
+    dtype: str
+    scale: float
+    strides: tuple[HeadStrides, ...]
+    softcap: float = 0.0
+    biased: bool = False
+
+    @property
+    def lists(self) -> int:
+        """Heads with lists of their own."""
+        return (self.batch if self.by_batch else 1) * (self.heads if self.by_head else 1)
+
+    @property
+    def row(self) -> int:
+        """Keys of a query, on the mean, rounded up."""
+        return -(-self.pairs // max(self.lists * self.q_len, 1))
+
+    @property
+    def column(self) -> int:
+        """Queries of a key, on the mean, rounded up."""
+        return -(-self.pairs // max(self.lists * self.k_len, 1))
+
+    @property
+    def padded_depth(self) -> int:
+        """Side of a tile that holds a query or key."""
+        return 1 << (self.depth - 1).bit_length()
+
+    @property
+    def padded_v_depth(self) -> int:
+        """Side of a tile that holds a value."""
+        return 1 << (self.v_depth - 1).bit_length()
+
+    def numbers(self, lines: int) -> tuple[Any, ...]:
+        """The run-time numbers that kernels take last; `lines` are the rows of a list."""
+        strides = (stride for one in self.strides for stride in one)
+        heads = self.heads if self.by_head else 1
+        lists = ((lines + 1) * heads * self.by_batch, (lines + 1) * self.by_head)
+        return (self.heads, self.q_len, self.k_len, self.scale, self.softcap, *strides, *lists)
+
+
+def element_attention(
+    q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], scoring: Scoring, out: Tensor, logsumexp: Tensor
+) -> None:
+    """Write the result to ``out`` and the logsumexp, contiguous float32, to ``logsumexp``.
+
+    Args:
+        q, k, v: float16, bfloat16 or float32; none is empty.
+        lists: the four tensors of ``AttentionElements``.
+    """
+    q, k, v = map(rows_innermost, (q, k, v))
+    into = result_like(out)
+    problem = elements_problem(q, k, v, lists, scoring, (q, k, v, into))
+    alibi = None if scoring.alibi is None else scoring.alibi.contiguous()
+    own = [one.contiguous() for one in lists[:2]]
+    dispatch.launch(ELEMENT_ATTENTION, problem, q, k, v, *own, alibi, into, logsumexp)
+    if into is not out:
+        out.copy_(into)
+
+
+def elements_problem(
+    q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], scoring: Scoring, strided_operands: Sequence[Tensor]
+) -> ElementAttention:
+    """Describe a product of operands of which a kernel takes some by their strides."""
+    pointers, index = lists[:2]
+    return ElementAttention(
+        q.shape[0], q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], len(index),
+        pointers.shape[0] > 1, pointers.shape[1] > 1, dtype_name(q), float(scoring.scale),
+        tuple(HeadStrides(*one.stride()[:3]) for one in strided_operands), float(scoring.softcap),
+        scoring.alibi is not None,
+    )  # fmt: skip
+
+
+def elements_signature(op: str, problem: ElementAttention, device: Device) -> KernelSignature:
+    """Of a problem of one of the operations; how the operands are strided and what the lists share costs nothing."""
+    return KernelSignature(
+        op, device, dtypes=(problem.dtype,), accumulator="float32", index="int32",
+        sizes=tuple((name, getattr(problem, name)) for name in _SIZES),
+        parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
+                    ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased))),
+    )  # fmt: skip
+
+
+def elements_representative(signature: KernelSignature, shapes: str) -> ElementAttention:
+    """A problem of a signature.
+
+    Args:
+        shapes: a letter for each strided operand: `q`, `k` or `v`, or `o` for what has q's length and v's depth.
+    """
+    sizes, given = ({name: int(n) for name, n in pairs} for pairs in (signature.sizes, signature.parameters))
+    heads = max(sizes["heads"] // given["group"], 1) * given["group"]
+    problem = ElementAttention(
+        sizes["batch"], heads, given["group"], sizes["q_len"], sizes["k_len"], given["depth"], given["v_depth"],
+        min(sizes["row"], sizes["k_len"]) * sizes["q_len"], False, False, signature.dtypes[0], given["depth"] ** -0.5,
+        (), 20.0 * given["capped"], bool(given["biased"]),
+    )  # fmt: skip
+    lying = [shapes_of(problem)[letter] for letter in shapes]
+    strides = tuple(HeadStrides(n * rows * depth, rows * depth, depth) for _, n, rows, depth in lying)
+    return problem._replace(strides=strides)
+
+
+def shapes_of(problem: ElementAttention) -> dict[str, tuple[int, int, int, int]]:
+    """By the letters of ``elements_representative``."""
+    p = problem
+    kv_heads = p.heads // p.group
+    return {
+        "q": (p.batch, p.heads, p.q_len, p.depth), "k": (p.batch, kv_heads, p.k_len, p.depth),
+        "v": (p.batch, kv_heads, p.k_len, p.v_depth), "o": (p.batch, p.heads, p.q_len, p.v_depth),
+    }  # fmt: skip
+
+
+def random_operands(
+    problem: ElementAttention, shapes: str, random: torch.Generator
+) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """Dense operands, one a letter; lists of as many pairs, at least one of each query; slopes."""
+    p, device = problem, random.device
+    dense = [random_tensor(shapes_of(p)[letter], (*strides, 1), p.dtype, random)
+             for letter, strides in zip(shapes, p.strides, strict=True)]  # fmt: skip
+    leading = (p.batch if p.by_batch else 1, p.heads if p.by_head else 1)
+    drawn = torch.rand((*leading, p.q_len, p.k_len), generator=random, device=device)
+    drawn.scatter_(3, drawn.argmin(3, keepdim=True), -1)
+    kept = torch.zeros(drawn.numel(), dtype=torch.bool, device=device)
+    kept[drawn.flatten().topk(max(p.pairs, p.lists * p.q_len), largest=False).indices] = True
+    lists = list(elements_of(kept.view_as(drawn))[2:])
+    alibi = torch.arange(1, p.heads + 1, device=device) * (0.5 / p.k_len) if p.biased else None
+    return dense, lists, alibi
+
+
+def _operands(problem: ElementAttention, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    random = torch.Generator(device).manual_seed(seed)
+    (q, k, v, out), lists, alibi = random_operands(problem, _SHAPES, random)
+    return q, k, v, *lists[:2], alibi, out.fill_(math.nan), torch.full(q.shape[:3], math.nan, device=device)
+
+
+def _reference(problem: ElementAttention, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    q, k, v, *lists = (one for one in operands[:5] if one is not None)
+    scoring = Scoring(problem.scale, problem.softcap, operands[5])
+    out, logsumexp = element_attention_reference(q.double(), k.double(), v.double(), lists, scoring)
+    # a norm of infinities says nothing
+    return out, logsumexp.masked_fill(logsumexp == -math.inf, 0)
+
+
+ELEMENT_ATTENTION = Operation(
+    "element_attention", partial(elements_signature, "element_attention"),
+    partial(elements_representative, shapes=_SHAPES), _operands, (6, 7), _reference,
+    lambda problem: TOLERANCE_OF_ELEMENTS[problem.dtype],
+)  # fmt: skip

@@ -1,0 +1,93 @@
+"""What the kernels of attention over listed pairs share: how rows are gathered, which tiles there are, and their cost.
+
+A program takes BM lines and walks over BN entries of each line's list at a time. Rows that an entry names are gathered
+as they are, since no two lines read the same ones: nothing is there for tensor cores. What is summed over a list stays
+apart for each of the BN places until the end, so that nothing crosses threads in the loop but products over the depth.
+"""
+
+from collections.abc import Mapping
+from itertools import product
+
+import sympy
+import triton
+import triton.language as tl
+
+from sparsecomp.lowering.attention.element_attention import ElementAttention
+from sparsecomp.lowering.tuning.cost import Cost, sizes
+from sparsecomp.lowering.tuning.template import Config
+
+_MOST_NUMBERS = 32
+"""Of one gathered tile that a thread holds."""
+
+
+@triton.jit
+def gathered_rows(ptr, index, there, row, depth, DEPTH: tl.constexpr, PADDED: tl.constexpr):
+    """(BM, BN, PADDED) float32: the rows that `index` (BM, BN) names, zeros where there is none."""
+    ptrs = ptr + index.to(tl.int64)[:, :, None] * row + depth[None, None, :]
+    if DEPTH == PADDED:
+        return tl.load(ptrs, mask=there[:, :, None], other=0.0).to(tl.float32)
+    return tl.load(ptrs, mask=there[:, :, None] & (depth < DEPTH)[None, None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def own_rows(ptr, line, row, depth, LINES, DEPTH: tl.constexpr):
+    """(BM, padded depth) float32: the rows of the program's lines."""
+    mask = (line < LINES)[:, None] & (depth < DEPTH)[None, :]
+    return tl.load(ptr + line.to(tl.int64)[:, None] * row + depth[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_own(ptr, value, line, row, depth, LINES, DEPTH: tl.constexpr):
+    """Write the rows of the program's lines."""
+    mask = (line < LINES)[:, None] & (depth < DEPTH)[None, :]
+    ptrs = ptr + line.to(tl.int64)[:, None] * row + depth[None, :]
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+def element_space(problem: ElementAttention, gathered: int) -> list[Config]:
+    """Configurations: BM lines, BN entries, warps and stages.
+
+    Args:
+        gathered: tiles of the depth of a key that are alive at once.
+    """
+    wide, found = max(problem.padded_depth, problem.padded_v_depth), []
+    for lines, entries, warps, stages in product((1, 2, 4, 8), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
+        numbers = lines * entries * wide / (32 * warps)
+        if 4 <= numbers <= _MOST_NUMBERS * 2 / gathered:
+            found.append(Config(BM=lines, BN=entries, warps=warps, stages=stages))
+    return found or [Config(BM=1, BN=4, warps=4, stages=1)]
+
+
+def element_constants(problem: ElementAttention, config: Mapping[str, int]) -> dict[str, int | bool]:
+    """What all these kernels are specialised on."""
+    return {
+        "GROUP": problem.group, "D": problem.depth, "DV": problem.v_depth, "BD": problem.padded_depth,
+        "BDV": problem.padded_v_depth, "BM": config["BM"], "BN": config["BN"], "CAPPED": problem.softcap > 0,
+        "BIASED": problem.biased,
+    }  # fmt: skip
+
+
+_batch, _heads, _depth, _v_depth, _itemsize = sizes("batch heads depth v_depth itemsize")
+_bm, _bn, _warps, _processors, _gathered = sizes("BM BN warps processors gathered")
+_LATENCY = 1e-6
+"""Seconds of a step: an entry's index is loaded, then the row that it names."""
+_RESIDENT_WARPS = 32
+"""Of a processor, about."""
+
+
+def cost_by_elements(lines: sympy.Expr, listed: sympy.Expr, products: int, times: sympy.Expr) -> Cost:
+    """The cost of a launch.
+
+    Args:
+        lines: rows of lists, of one head.
+        listed: entries of a list, on the mean.
+        products: gathers of a pair over one of a key and a value.
+        times: lists that a program walks, one after another.
+    """
+    steps = sympy.ceiling(listed / _bn) * times
+    programs = sympy.ceiling(lines / _bm) * _batch * _heads / times
+    # entries behind a list's end are not read, but have their turn
+    read = programs * steps * _bm * _bn * (0.5 + 0.5 * listed / (sympy.ceiling(listed / _bn) * _bn))
+    load = read * products * (_depth + _v_depth) * _itemsize / (_gathered * _processors)
+    wait = programs * (steps * _LATENCY + 2e-6) * _warps / (_RESIDENT_WARPS * _processors)
+    return Cost(bytes=sympy.Integer(0), seconds=sympy.Max(load, wait) + sympy.Min(load, wait) / 4 + 2e-6)
