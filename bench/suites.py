@@ -94,6 +94,8 @@ SUITES: dict[str, Suite] = {
     "attention": Suite("attention.block_attention", lambda m, a: m.run(a.workers or 8)),
     "masked-attention": Suite("attention.masked_models", lambda m, a: m.run(a.modes, a.workers or 1)),
     "attention-candidates": Suite("attention.candidates", lambda m, a: m.run(a.workers or 8)),
+    "element-attention": Suite("attention.elements", lambda m, a: m.run()),
+    "element-candidates": Suite("attention.elements", lambda m, a: m.candidates(), lambda m, rows: ""),
     "decode": Suite("attention.decode", lambda m, a: m.run()),
     "decode-candidates": Suite("attention.decode", lambda m, a: m.candidates(), lambda m, rows: ""),
     "card": Suite("card", lambda m, a: m.run(), _record),

@@ -23,6 +23,7 @@ from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock, SparseEmbeddi
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.reference.attention.blocks import blocks_of
+from sparsecomp.reference.attention.elements import elements_of_mask
 from sparsecomp.tensor.index_arrays import IndexArrays
 
 CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_few", "spmm_csr_merge", "spmm_csr_dense", "spmm_csr_halves")
@@ -128,6 +129,8 @@ def attention(device: str) -> None:
         shapes = ((2, 4, 129, depth), (2, 2, 203, depth), (2, 2, 203, 33))
         operands = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
         out, logsumexp = ops.block_attention(*operands, blocks_of(mask, (64, 32)))
+        (out.sum() + logsumexp.sum()).backward()
+        out, logsumexp = ops.element_attention(*operands, elements_of_mask(mask))
         (out.sum() + logsumexp.sum()).backward()
         caches = [torch.randn(2, 2, 200, n, device=device, dtype=dtype) for n in (depth, 33)]
         lengths = torch.tensor([200, 3], dtype=torch.int32, device=device)

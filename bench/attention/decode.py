@@ -20,8 +20,8 @@ from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import seconds
 from sparsecomp.lowering.tuning.trial import first_line
-from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.decode_attention import Sight
+from sparsecomp.reference.attention.scores import Scores
 
 Row = dict[str, Any]
 
@@ -158,7 +158,7 @@ def candidates() -> Iterator[Row]:
                     for one in (k, v))  # fmt: skip
             table = torch.arange(case.batch * each, device="cuda", dtype=torch.int32).view(case.batch, each)
         window = -1 if case.window is None else case.window
-        problem = problem_of(q, k, v, table, Sight(window, 0), Scoring(case.depth**-0.5))
+        problem = problem_of(q, k, v, table, Sight(window, 0), Scores(case.depth**-0.5))
         out, logsumexp = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
         times: dict[str, float] = {}
         estimates: dict[str, float] = {}

@@ -11,8 +11,8 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.decode_attention import Sight, decode_attention_reference
+from sparsecomp.reference.attention.scores import Scores
 
 _SIZES = ("batch", "kv_heads", "seen")
 _PARAMETERS = ("group", "rows", "page", "depth", "v_depth")
@@ -73,7 +73,7 @@ class DecodeAttention(NamedTuple):
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sight: Sight, scoring: Scoring, out: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sight: Sight, scores: Scores, out: Tensor,
     logsumexp: Tensor,
 ) -> None:  # fmt: skip
     """Write the result to ``out`` and the logsumexp to ``logsumexp``, both contiguous.
@@ -84,21 +84,21 @@ def decode_attention(
     """
     q, k, v = map(rows_innermost, (q, k, v))
     table = table if table is None or table.stride(1) == 1 else table.contiguous()
-    alibi = None if scoring.alibi is None else scoring.alibi.contiguous()
-    problem = problem_of(q, k, v, table, sight, scoring)
+    alibi = None if scores.alibi is None else scores.alibi.contiguous()
+    problem = problem_of(q, k, v, table, sight, scores)
     dispatch.launch(DECODE_ATTENTION, problem, q, k, v, lengths.contiguous(), table, alibi, out, logsumexp)
 
 
 def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, sight: Sight, scoring: Scoring
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, sight: Sight, scores: Scores
 ) -> DecodeAttention:
     """Describe a call of operands whose numbers of a row lie side by side."""
     page, pages, row = (0, 0, 0) if table is None else (k.shape[2], len(k), table.stride(0))
     return DecodeAttention(
         q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2],
         k.shape[2] if table is None else page * table.shape[1], page, pages, row, q.shape[3], v.shape[3],
-        tuple(HeadStrides(*one.stride()[:3]) for one in (q, k, v)), dtype_name(q), scoring.scale, *sight,
-        scoring.softcap, scoring.alibi is not None,
+        tuple(HeadStrides(*one.stride()[:3]) for one in (q, k, v)), dtype_name(q), scores.scale, *sight,
+        scores.softcap, scores.alibi is not None,
     )  # fmt: skip
 
 
@@ -147,9 +147,9 @@ def _operands(problem: DecodeAttention, device: torch.device, seed: int) -> tupl
 def _reference(problem: DecodeAttention, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     q, k, v, lengths, table, alibi, *_ = operands
     assert q is not None and k is not None and v is not None and lengths is not None
-    scoring = Scoring(problem.scale, problem.softcap, alibi)
+    scores = Scores(problem.scale, problem.softcap, alibi)
     wide = (one.double() for one in (q, k, v))
-    out, logsumexp = decode_attention_reference(*wide, lengths, table, Sight(problem.window, problem.sinks), scoring)
+    out, logsumexp = decode_attention_reference(*wide, lengths, table, Sight(problem.window, problem.sinks), scores)
     # a norm of infinities says nothing
     return out, logsumexp.masked_fill(logsumexp == -math.inf, 0)
 

@@ -13,9 +13,9 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.element_attention import element_attention_reference
-from sparsecomp.reference.attention.elements import elements_of
+from sparsecomp.reference.attention.elements import elements_of_mask
+from sparsecomp.reference.attention.scores import Scores
 
 TOLERANCE_OF_ELEMENTS = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 """Relative Frobenius error of a result: weights are not rounded, only it is."""
@@ -87,7 +87,7 @@ class ElementAttention(NamedTuple):
 
 
 def element_attention(
-    q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], scoring: Scoring, out: Tensor, logsumexp: Tensor
+    q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], scores: Scores, out: Tensor, logsumexp: Tensor
 ) -> None:
     """Write the result to ``out`` and the logsumexp, contiguous float32, to ``logsumexp``.
 
@@ -97,8 +97,8 @@ def element_attention(
     """
     q, k, v = map(rows_innermost, (q, k, v))
     into = result_like(out)
-    problem = elements_problem(q, k, v, lists, scoring, (q, k, v, into))
-    alibi = None if scoring.alibi is None else scoring.alibi.contiguous()
+    problem = elements_problem(q, k, v, lists, scores, (q, k, v, into))
+    alibi = None if scores.alibi is None else scores.alibi.contiguous()
     own = [one.contiguous() for one in lists[:2]]
     dispatch.launch(ELEMENT_ATTENTION, problem, q, k, v, *own, alibi, into, logsumexp)
     if into is not out:
@@ -106,15 +106,15 @@ def element_attention(
 
 
 def elements_problem(
-    q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], scoring: Scoring, strided_operands: Sequence[Tensor]
+    q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], scores: Scores, strided_operands: Sequence[Tensor]
 ) -> ElementAttention:
     """Describe a product of operands of which a kernel takes some by their strides."""
     pointers, index = lists[:2]
     return ElementAttention(
         q.shape[0], q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], len(index),
-        pointers.shape[0] > 1, pointers.shape[1] > 1, dtype_name(q), float(scoring.scale),
-        tuple(HeadStrides(*one.stride()[:3]) for one in strided_operands), float(scoring.softcap),
-        scoring.alibi is not None,
+        pointers.shape[0] > 1, pointers.shape[1] > 1, dtype_name(q), float(scores.scale),
+        tuple(HeadStrides(*one.stride()[:3]) for one in strided_operands), float(scores.softcap),
+        scores.alibi is not None,
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def shapes_of(problem: ElementAttention) -> dict[str, tuple[int, int, int, int]]
     }  # fmt: skip
 
 
-def random_operands(
+def operands_of_elements(
     problem: ElementAttention, shapes: str, random: torch.Generator
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """Dense operands, one a letter; lists of as many pairs, at least one of each query; slopes."""
@@ -168,21 +168,21 @@ def random_operands(
     drawn.scatter_(3, drawn.argmin(3, keepdim=True), -1)
     kept = torch.zeros(drawn.numel(), dtype=torch.bool, device=device)
     kept[drawn.flatten().topk(max(p.pairs, p.lists * p.q_len), largest=False).indices] = True
-    lists = list(elements_of(kept.view_as(drawn))[2:])
+    lists = list(elements_of_mask(kept.view_as(drawn))[2:])
     alibi = torch.arange(1, p.heads + 1, device=device) * (0.5 / p.k_len) if p.biased else None
     return dense, lists, alibi
 
 
 def _operands(problem: ElementAttention, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     random = torch.Generator(device).manual_seed(seed)
-    (q, k, v, out), lists, alibi = random_operands(problem, _SHAPES, random)
+    (q, k, v, out), lists, alibi = operands_of_elements(problem, _SHAPES, random)
     return q, k, v, *lists[:2], alibi, out.fill_(math.nan), torch.full(q.shape[:3], math.nan, device=device)
 
 
 def _reference(problem: ElementAttention, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     q, k, v, *lists = (one for one in operands[:5] if one is not None)
-    scoring = Scoring(problem.scale, problem.softcap, operands[5])
-    out, logsumexp = element_attention_reference(q.double(), k.double(), v.double(), lists, scoring)
+    scores = Scores(problem.scale, problem.softcap, operands[5])
+    out, logsumexp = element_attention_reference(q.double(), k.double(), v.double(), lists, scores)
     # a norm of infinities says nothing
     return out, logsumexp.masked_fill(logsumexp == -math.inf, 0)
 

@@ -1,7 +1,7 @@
 """CUDA implementation of the gradients of attention over listed pairs, and the two operations behind it.
 
-By queries first, which also leaves delta (see ``sparsecomp.reference.attention.block_attention.gradients``) for the
-keys and values. Each program owns what it writes and walks over a list: no sum depends on who comes first.
+By queries first, which also leaves delta (see ``sparsecomp.reference.attention.element_attention``) for the keys and
+values. Each program owns what it writes and walks over a list: no sum depends on who comes first.
 """
 
 import math
@@ -17,13 +17,13 @@ from sparsecomp.lowering.attention.element_attention import (
     elements_problem,
     elements_representative,
     elements_signature,
-    random_operands,
+    operands_of_elements,
 )
 from sparsecomp.lowering.attention.problem import result_like, rows_innermost
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.attention import element_attention as reference
-from sparsecomp.reference.attention.block_attention import Scoring, delta_of
+from sparsecomp.reference.attention.scores import Scores
 
 _BY_QUERY, _BY_KEY = "qkvooq", "qkvokv"
 _Operands = tuple[Tensor | None, ...]
@@ -31,7 +31,7 @@ _Operands = tuple[Tensor | None, ...]
 
 def element_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
-    lists: Sequence[Tensor], scoring: Scoring, by_q: Tensor, by_k: Tensor, by_v: Tensor,
+    lists: Sequence[Tensor], scores: Scores, by_q: Tensor, by_k: Tensor, by_v: Tensor,
 ) -> None:  # fmt: skip
     """Write the gradients by q, k and v to ``by_q``, ``by_k`` and ``by_v``, which lie in any way."""
     grad, q, k, v, out = map(rows_innermost, (grad, q, k, v, out))
@@ -40,12 +40,12 @@ def element_gradients(
     into_q, into_k, into_v = map(result_like, wanted)
     delta = torch.empty_like(logsumexp)
     beside = None if grad_logsumexp is None else grad_logsumexp.contiguous()
-    alibi = None if scoring.alibi is None else scoring.alibi.contiguous()
-    problem = elements_problem(q, k, v, lists, scoring, (q, k, v, grad, out, into_q))
+    alibi = None if scores.alibi is None else scores.alibi.contiguous()
+    problem = elements_problem(q, k, v, lists, scores, (q, k, v, grad, out, into_q))
     dispatch.launch(
         ELEMENTS_BY_QUERY, problem, q, k, v, grad, out, logsumexp, beside, *lists[:2], alibi, into_q, delta
     )  # fmt: skip
-    problem = elements_problem(q, k, v, lists, scoring, (q, k, v, grad, into_k, into_v))
+    problem = elements_problem(q, k, v, lists, scores, (q, k, v, grad, into_k, into_v))
     dispatch.launch(ELEMENTS_BY_KEY, problem, q, k, v, grad, logsumexp, delta, *lists[2:], alibi, into_k, into_v)
     for one, into in zip(wanted, (into_q, into_k, into_v), strict=True):
         if one is not into:
@@ -54,9 +54,9 @@ def element_gradients(
 
 def _operands_by_query(problem: ElementAttention, device: torch.device, seed: int) -> _Operands:
     random = torch.Generator(device).manual_seed(seed)
-    (q, k, v, grad, out, by_q), lists, alibi = random_operands(problem, _BY_QUERY, random)
-    scoring = Scoring(problem.scale, problem.softcap, alibi)
-    right, logsumexp = reference.element_attention_reference(q, k, v, lists, scoring)
+    (q, k, v, grad, out, by_q), lists, alibi = operands_of_elements(problem, _BY_QUERY, random)
+    scores = Scores(problem.scale, problem.softcap, alibi)
+    right, logsumexp = reference.element_attention_reference(q, k, v, lists, scores)
     delta = torch.full_like(logsumexp, math.nan)
     return q, k, v, grad, out.copy_(right), logsumexp, None, *lists[:2], alibi, by_q.fill_(math.nan), delta
 
@@ -64,24 +64,24 @@ def _operands_by_query(problem: ElementAttention, device: torch.device, seed: in
 def _reference_by_query(problem: ElementAttention, operands: _Operands) -> tuple[Tensor, ...]:
     q, k, v, grad, out, logsumexp, *lists = (one for one in operands[:9] if one is not None)
     grad, q, k, v, out, logsumexp = (one.double() for one in (grad, q, k, v, out, logsumexp))
-    delta, scoring = delta_of(grad, out, None), Scoring(problem.scale, problem.softcap, operands[9])
-    return reference.elements_by_query(grad, q, k, v, logsumexp, delta, lists, scoring), delta
+    delta, scores = (grad * out).sum(-1), Scores(problem.scale, problem.softcap, operands[9])
+    return reference.elements_by_query(grad, q, k, v, logsumexp, delta, lists, scores), delta
 
 
 def _operands_by_key(problem: ElementAttention, device: torch.device, seed: int) -> _Operands:
     random = torch.Generator(device).manual_seed(seed)
-    (q, k, v, grad, by_k, by_v), lists, alibi = random_operands(problem, _BY_KEY, random)
-    scoring = Scoring(problem.scale, problem.softcap, alibi)
-    out, logsumexp = reference.element_attention_reference(q, k, v, lists, scoring)
-    delta = delta_of(grad, out, None).float()
+    (q, k, v, grad, by_k, by_v), lists, alibi = operands_of_elements(problem, _BY_KEY, random)
+    scores = Scores(problem.scale, problem.softcap, alibi)
+    out, logsumexp = reference.element_attention_reference(q, k, v, lists, scores)
+    delta = (grad.float() * out).sum(-1)
     return q, k, v, grad, logsumexp, delta, *lists[2:], alibi, by_k.fill_(math.nan), by_v.fill_(math.nan)
 
 
 def _reference_by_key(problem: ElementAttention, operands: _Operands) -> tuple[Tensor, ...]:
     q, k, v, grad, logsumexp, delta, *lists = (one for one in operands[:8] if one is not None)
     grad, q, k, v, logsumexp, delta = (one.double() for one in (grad, q, k, v, logsumexp, delta))
-    scoring = Scoring(problem.scale, problem.softcap, operands[8])
-    return reference.elements_by_key(grad, q, k, v, logsumexp, delta, lists, scoring)
+    scores = Scores(problem.scale, problem.softcap, operands[8])
+    return reference.elements_by_key(grad, q, k, v, logsumexp, delta, lists, scores)
 
 
 ELEMENTS_BY_QUERY = Operation(

@@ -11,8 +11,8 @@ from torch import Tensor
 from sparsecomp.attention import LocalWindow, decode_attention
 from sparsecomp.errors import FormatError
 from sparsecomp.lowering.cache.signature import Device, device_of
-from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.decode_attention import Sight
+from sparsecomp.reference.attention.scores import Scores
 
 pytestmark = pytest.mark.quick_cases(2)
 
@@ -123,8 +123,8 @@ def test_kernels_beside_float64(sizes, lengths, how, page, device):
         right = expected(q, k, v, length, **given)
         k, v, table = paged(k, v, page) if page else (k, v, None)
         sight = Sight(-1 if how.get("window") is None else how["window"], how.get("sinks", 0))
-        scoring = Scoring(how.get("scale", sizes[5] ** -0.5), how.get("softcap", 0.0), given.get("alibi"))
-        problem = lowered.problem_of(q, k, v, table, sight, scoring)
+        scores = Scores(how.get("scale", sizes[5] ** -0.5), how.get("softcap", 0.0), given.get("alibi"))
+        problem = lowered.problem_of(q, k, v, table, sight, scores)
         candidates = lowered.DECODE_ATTENTION.candidates(problem, device_of(where))
         assert candidates
         for candidate in candidates[:: -(-len(candidates) // 4)]:
@@ -255,7 +255,7 @@ def test_every_depth_has_kernels_on_every_card():
     for capability in ("8.0", "8.6", "9.0"):
         for dtype, depth in ((torch.float32, 128), (torch.bfloat16, 256), (torch.float16, 16)):
             q, k = torch.empty(1, 8, 8, depth, dtype=dtype), torch.empty(1, 1, 64, depth, dtype=dtype)
-            problem = lowered.problem_of(q, k, k, None, Sight(-1, 0), Scoring(1.0))
+            problem = lowered.problem_of(q, k, k, None, Sight(-1, 0), Scores(1.0))
             assert lowered.DECODE_ATTENTION.candidates(problem, Device("card", capability, "3.6.0"))
             signature = lowered.DECODE_ATTENTION.signature(problem, Device("card", capability, "3.6.0"))
             again = lowered.DECODE_ATTENTION.representative(signature)
@@ -274,7 +274,7 @@ def test_the_tuner_can_check_candidates(page, device):
     k, v, table = paged(k, v, page) if page else (k, v, None)
     operation = lowered.DECODE_ATTENTION
     signature = operation.signature(
-        lowered.problem_of(q, k, v, table, Sight(30, 0), Scoring(0.25)), device_of(where)
+        lowered.problem_of(q, k, v, table, Sight(30, 0), Scores(0.25)), device_of(where)
     )
     problem = operation.representative(signature)
     candidates = operation.candidates(problem, device_of(where))

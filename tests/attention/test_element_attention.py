@@ -17,8 +17,8 @@ from sparsecomp.reference.attention.blocks import blocks_of
 from sparsecomp.reference.attention.elements import (
     AttentionElements,
     dense_mask_of_elements,
-    elements_of,
     elements_of_blocks,
+    elements_of_mask,
     elements_of_matrix,
 )
 
@@ -97,7 +97,7 @@ def test_results_and_gradients_are_those_of_the_mask(sizes, leading, share, how,
         wide = [one.detach().double().requires_grad_() for one in of]
         outs = masked(*wide, mask, **given)
         right = (*outs, *torch.autograd.grad(outs, wide, (grad.double(), beside.double())))
-        out, logsumexp = element_attention(*of, elements_of(mask), **given)
+        out, logsumexp = element_attention(*of, elements_of_mask(mask), **given)
         assert torch.equal(logsumexp == -torch.inf, ~mask.any(-1).expand_as(logsumexp))
         assert not out[~mask.any(-1).expand_as(logsumexp)].any()
         sums = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
@@ -113,21 +113,21 @@ def test_results_and_gradients_are_those_of_the_mask(sizes, leading, share, how,
 def test_kernels_beside_float64(dtype, sizes, leading, share, how, device):
     from sparsecomp.lowering.attention import element_attention as lowered
     from sparsecomp.lowering.attention import element_gradients as gradients
-    from sparsecomp.reference.attention.block_attention import Scoring
+    from sparsecomp.reference.attention.scores import Scores
 
     mask, given = mask_of(leading, sizes[3], sizes[4], share).to(device), settings(how, sizes[1], device)
     beside = torch.linspace(-1, 1, sizes[0] * sizes[1] * sizes[3], device=device).view(sizes[0], sizes[1], sizes[3])
-    lists = list(elements_of(mask)[2:])
-    scoring = Scoring(given["scale"], given.get("softcap", 0.0), given.get("alibi"))
+    lists = list(elements_of_mask(mask)[2:])
+    scores = Scores(given["scale"], given.get("softcap", 0.0), given.get("alibi"))
     q, k, v, grad = operands(sizes, dtype, device)
     wide = [one.double().requires_grad_() for one in (q, k, v)]
     outs = masked(*wide, mask, **given)
     right = (*outs, *torch.autograd.grad(outs, wide, (grad.double(), beside.double())))
     out = torch.full_like(right[0], torch.nan, dtype=dtype)
     logsumexp = torch.full(q.shape[:3], torch.nan, device=device)
-    lowered.element_attention(q, k, v, lists, scoring, out, logsumexp)
+    lowered.element_attention(q, k, v, lists, scores, out, logsumexp)
     by = [torch.full_like(one, torch.nan) for one in (q, k, v)]
-    gradients.element_gradients(grad, q, k, v, out, logsumexp, beside, lists, scoring, *by)
+    gradients.element_gradients(grad, q, k, v, out, logsumexp, beside, lists, scores, *by)
     assert_near((out, logsumexp.masked_fill(logsumexp == -torch.inf, 0), *by), right, dtype)
 
 
@@ -152,22 +152,22 @@ def test_the_tuner_can_check_candidates(name, device):
 
 def test_lists_are_those_of_the_mask():
     mask = mask_of((2, 3), 40, 50, 0.2)
-    elements = elements_of(mask)
+    elements = elements_of_mask(mask)
     assert torch.equal(dense_mask_of_elements(elements), mask)
     turned = AttentionElements(elements.k_len, elements.q_len, *elements[4:], *elements[2:4])
     assert torch.equal(dense_mask_of_elements(turned), mask.mT)
     for one, other in zip(elements_of_blocks(blocks_of(mask, (32, 64))), elements, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
     matrix = CSR.from_dense(mask[0, 0].float())
-    for one, other in zip(elements_of_matrix(matrix), elements_of(mask[:1, :1]), strict=True):
+    for one, other in zip(elements_of_matrix(matrix), elements_of_mask(mask[:1, :1]), strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
     for pattern in (RandomKeys(3, seed=1, heads=2), LocalWindow(9, 3)):
         found = elements_of_blocks(pattern.to_blocks(70, 90, (32, 32)))
         assert torch.equal(dense_mask_of_elements(found), pattern.to_dense(70, 90))
-    assert not elements_of(torch.zeros(1, 1, 3, 4, dtype=torch.bool)).index.numel()
+    assert not elements_of_mask(torch.zeros(1, 1, 3, 4, dtype=torch.bool)).index.numel()
     for wrong in (mask.float(), mask[0]):
         with pytest.raises(MaskError, match=r"torch\.bool"):
-            elements_of(wrong)
+            elements_of_mask(wrong)
 
 
 def test_what_is_not_listed_is_not_read():
@@ -177,17 +177,17 @@ def test_what_is_not_listed_is_not_read():
     wild = [one.clone() for one in (k, v)]
     for one in wild:
         one[:, :, 7] = torch.nan
-    found = element_attention(q, *wild, elements_of(mask))[0]
+    found = element_attention(q, *wild, elements_of_mask(mask))[0]
     torch.testing.assert_close(found, masked(q, k, v, mask, 0.25)[0])
 
 
 def test_nothing_at_all():
     q, k, v, _ = operands((1, 2, 1, 20, 30, 16, 16), torch.float32)
-    out, logsumexp = element_attention(q, k, v, elements_of(torch.zeros(1, 1, 20, 30, dtype=torch.bool)))
+    out, logsumexp = element_attention(q, k, v, elements_of_mask(torch.zeros(1, 1, 20, 30, dtype=torch.bool)))
     assert not out.any() and logsumexp.eq(-torch.inf).all()
-    out, _ = element_attention(q, k[:, :, :0], v[:, :, :0], elements_of(torch.ones(1, 1, 20, 0, dtype=torch.bool)))
+    out, _ = element_attention(q, k[:, :, :0], v[:, :, :0], elements_of_mask(torch.ones(1, 1, 20, 0, dtype=torch.bool)))
     assert not out.any()
-    everything = elements_of(torch.ones(1, 1, 20, 30, dtype=torch.bool))
+    everything = elements_of_mask(torch.ones(1, 1, 20, 30, dtype=torch.bool))
     assert element_attention(q[:0], k[:0], v[:0], everything)[0].numel() == 0
 
 
@@ -196,24 +196,24 @@ def test_gradcheck_once_and_twice():
     given = [one.double().requires_grad_() for one in operands((1, 2, 1, 3, 9, 2, 1), torch.float64)[:3]]
     mask = torch.rand(1, 2, 3, 9, generator=torch.Generator().manual_seed(0)) < 0.4
     mask[..., 0] = True  # the logsumexp of a query that keeps nothing is no function
-    lists = elements_of(mask)
+    lists = elements_of_mask(mask)
     assert torch.autograd.gradcheck(lambda *args: element_attention(*args, lists), given, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(lambda *args: element_attention(*args, lists, softcap=2.0), given)
 
 
 def test_the_registered_operator():
     of = [one.requires_grad_() for one in operands((2, 4, 2, 6, 9, 8, 8), torch.float64)[:3]]
-    lists = list(elements_of(mask_of((1, 4), 6, 9, 0.4))[2:])
+    lists = list(elements_of_mask(mask_of((1, 4), 6, 9, 0.4))[2:])
     torch.library.opcheck(torch.ops.sparsecomp.element_attention.default, (*of, lists, 0.3))
 
 
 def test_what_does_not_fit_is_refused():
     q, k, v, _ = operands((2, 4, 2, 20, 30, 16, 16), torch.float32)
-    lists = elements_of(mask_of((1, 1), 20, 30, 0.3))
+    lists = elements_of_mask(mask_of((1, 1), 20, 30, 0.3))
     for given, how, error, why in [
         ((q[:, :, :10], k, v, lists), {}, MaskError, "20 queries"),
         ((q, k, v, lists._replace(index=lists.index.long())), {}, MaskError, "int32"),
-        ((q, k, v, elements_of(mask_of((1, 3), 20, 30, 0.3))), {}, MaskError, "heads 1 or 4"),
+        ((q, k, v, elements_of_mask(mask_of((1, 3), 20, 30, 0.3))), {}, MaskError, "heads 1 or 4"),
         ((q[0], k, v, lists), {}, FormatError, "need"),
         ((q.half(), k, v, lists), {}, FormatError, "one floating dtype"),
         ((q, k, v[:1], lists), {}, FormatError, "one batch"),
@@ -261,14 +261,14 @@ class TestOnAGpu:
         of = [one.requires_grad_() for one in (q, k, v)]
         wide = [one.detach().double().requires_grad_() for one in of]
         right = masked(*wide, mask, sizes[5] ** -0.5)[0]
-        out, _ = element_attention(*of, elements_of(mask))
+        out, _ = element_attention(*of, elements_of_mask(mask))
         wanted = (right, *torch.autograd.grad(right, wide, grad.double()))
         assert_near((out, *torch.autograd.grad(out, of, grad)), wanted, dtype)
 
     def test_a_captured_call_gives_the_same_bits(self):
         q, k, v, _ = operands((2, 4, 2, 300, 300, 64, 64), torch.bfloat16, "cuda")
         of = [one.requires_grad_() for one in (q, k, v)]
-        lists = elements_of(mask_of((1, 1), 300, 300, 0.05).cuda())
+        lists = elements_of_mask(mask_of((1, 1), 300, 300, 0.05).cuda())
 
         def step() -> tuple[Tensor, ...]:
             out, _ = element_attention(*of, lists)

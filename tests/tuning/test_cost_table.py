@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from sparsecomp.lowering.attention.decode_attention import DecodeAttention
+from sparsecomp.lowering.attention.element_attention import ElementAttention
 from sparsecomp.lowering.attention.problem import BlockAttention
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.epilogue import Output
@@ -317,7 +318,15 @@ ATTENTIONS = [
     BlockAttention(1, 8, 8, 2048, 2048, 256, 256, 64, 64, 6, 6, False, False, "bfloat16", 0.1, ()),
 ]
 
+# one pair of a hundred and one of twenty, by heads; small heads in groups
+ELEMENTS = [
+    ElementAttention(4, 16, 1, 4096, 4096, 64, 64, 167_772, False, False, "bfloat16", 0.1, ()),
+    ElementAttention(1, 8, 4, 4096, 8192, 128, 128, 8 * 1_677_722, False, True, "float16", 0.1, ()),
+    ElementAttention(2, 4, 2, 300, 77, 40, 24, 2000, False, False, "float32", 0.1, ()),
+]
+
 PROBLEMS: dict[str, list[Any]] = {
+    "element_attention": ELEMENTS, "elements_by_query": ELEMENTS, "elements_by_key": ELEMENTS,
     "block_attention": ATTENTIONS, "attention_by_query": ATTENTIONS, "attention_by_key": ATTENTIONS,
     "decode_attention": [
         DecodeAttention(16, 8, 4, 1, 65536, 0, 0, 0, 128, 128, (), "bfloat16", 0.1, 4095, 0),

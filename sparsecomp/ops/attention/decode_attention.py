@@ -12,8 +12,8 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.ops.attention.block_attention import MOST_BYTES
 from sparsecomp.ops.library import TAGS, implement, library
-from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.decode_attention import Sight, decode_attention_reference
+from sparsecomp.reference.attention.scores import Scores
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
 
 MOST_ROWS = 8
@@ -138,8 +138,8 @@ def _decode(q, k, v, lengths, table, window, sinks, scale, softcap, alibi):
         k, v = (one.new_zeros((1, *one.shape[1:])) for one in (k, v))
         table = None if table is None else torch.full_like(table, -1)
     with without_autocast(q):
-        scoring = Scoring(scale, softcap, alibi)
-        found, sums = decode_attention_reference(q, k, v, lengths, table, Sight(window, sinks), scoring)
+        scores = Scores(scale, softcap, alibi)
+        found, sums = decode_attention_reference(q, k, v, lengths, table, Sight(window, sinks), scores)
     return out.copy_(found), logsumexp.copy_(sums)
 
 
@@ -151,7 +151,7 @@ def _decode_cuda(q, k, v, lengths, table, window, sinks, scale, softcap, alibi):
     from sparsecomp.lowering.attention.decode_attention import decode_attention as lowered  # loads Triton
 
     out, logsumexp = _results(q, v)
-    lowered(q, k, v, lengths, table, Sight(window, sinks), Scoring(scale, softcap, alibi), out, logsumexp)
+    lowered(q, k, v, lengths, table, Sight(window, sinks), Scores(scale, softcap, alibi), out, logsumexp)
     return out, logsumexp
 
 

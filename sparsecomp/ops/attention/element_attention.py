@@ -18,8 +18,8 @@ from sparsecomp.ops.attention.block_attention import MOST_BYTES, place_of
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.attention import element_attention as reference
-from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.elements import AttentionElements
+from sparsecomp.reference.attention.scores import Scores
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
 
 library.define(
@@ -109,7 +109,7 @@ def _attention(q, k, v, lists, scale, softcap=0.0, alibi=None):
     if not logsumexp.numel() or not k.shape[2]:
         return out.zero_(), logsumexp.fill_(-math.inf)
     with without_autocast(q):
-        found, sums = reference.element_attention_reference(q, k, v, lists, Scoring(scale, softcap, alibi))
+        found, sums = reference.element_attention_reference(q, k, v, lists, Scores(scale, softcap, alibi))
     return out.copy_(found), logsumexp.copy_(sums)
 
 
@@ -120,7 +120,7 @@ def _attention_cuda(q, k, v, lists, scale, softcap=0.0, alibi=None):
     from sparsecomp.lowering.attention import element_attention as lowered  # loads Triton
 
     out, logsumexp = _results(q, v)
-    lowered.element_attention(q, k, v, lists, Scoring(scale, softcap, alibi), out, logsumexp)
+    lowered.element_attention(q, k, v, lists, Scores(scale, softcap, alibi), out, logsumexp)
     return out, logsumexp
 
 
@@ -139,8 +139,8 @@ def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scale, soft
     if not logsumexp.numel() or not k.shape[2]:
         return tuple(one.zero_() for one in found)
     with without_autocast(q):
-        right = reference.element_gradients(
-            grad, q, k, v, out, logsumexp, grad_logsumexp, lists, Scoring(scale, softcap, alibi)
+        right = reference.gradients_of_elements(
+            grad, q, k, v, out, logsumexp, grad_logsumexp, lists, Scores(scale, softcap, alibi)
         )
     return tuple(one.copy_(other) for one, other in zip(found, right, strict=True))
 
@@ -151,8 +151,8 @@ def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scale,
     from sparsecomp.lowering.attention import element_gradients as lowered  # loads Triton
 
     found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scale, softcap, alibi)
-    scoring = Scoring(scale, softcap, alibi)
-    lowered.element_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scoring, *found)
+    scores = Scores(scale, softcap, alibi)
+    lowered.element_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scores, *found)
     return found
 
 
@@ -161,30 +161,30 @@ def _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scale,
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ctx.lists, *ctx.scoring = inputs
+    q, k, v, ctx.lists, *ctx.scores = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, logsumexp = ctx.saved_tensors
-    rest = ([None] * len(ctx.lists), *[None] * len(ctx.scoring))
+    rest = ([None] * len(ctx.lists), *[None] * len(ctx.scores))
     if grad is None and grad_logsumexp is None:
         return None, None, None, *rest
     if torch.is_grad_enabled():
-        return *_differentiable_gradients((q, k, v), (grad, grad_logsumexp), ctx.lists, Scoring(*ctx.scoring)), *rest
+        return *_differentiable_gradients((q, k, v), (grad, grad_logsumexp), ctx.lists, Scores(*ctx.scores)), *rest
     grad = torch.zeros_like(out) if grad is None else grad
     return *torch.ops.sparsecomp.element_attention_gradients.default(
-        grad, q, k, v, out, logsumexp, grad_logsumexp, ctx.lists, *ctx.scoring
+        grad, q, k, v, out, logsumexp, grad_logsumexp, ctx.lists, *ctx.scores
     ), *rest
 
 
 def _differentiable_gradients(
-    operands: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], lists: Sequence[Tensor], scoring: Scoring
+    operands: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], lists: Sequence[Tensor], scores: Scores
 ) -> tuple[Tensor, ...]:
     """The gradients through plain torch, for those who differentiate them again."""
     points = [one if one.requires_grad else _compat.leaf_of(one) for one in operands]
-    found = reference.element_attention_reference(*points, lists, scoring)
+    found = reference.element_attention_reference(*points, lists, scores)
     pairs = [(one.to(given.dtype), given) for one, given in zip(found, grads, strict=True) if given is not None]
     outs, given = zip(*pairs, strict=True)
     return torch.autograd.grad(outs, points, given, create_graph=True, materialize_grads=True)

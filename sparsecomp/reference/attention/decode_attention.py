@@ -4,13 +4,13 @@ It forms the scores of all keys that the cache has room for, and drops those tha
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.reference.attention.block_attention import Scoring
+from sparsecomp.reference.attention.scores import Scores
 from sparsecomp.reference.precision import accumulator
 
 
@@ -55,14 +55,14 @@ class Cache(NamedTuple):
 
 
 def decode_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sight: Sight, scoring: Scoring
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sight: Sight, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """The result (batch, heads, rows, v_depth) and the logsumexp (batch, heads, rows), in the dtype sums are kept in.
 
     Args:
         q, k, v, lengths, table: as of `sparsecomp.ops.decode_attention`.
         sight: what a query sees.
-        scoring: of products; `alibi` is a number a head.
+        scores: of products; `alibi` is a number a head.
     """
     rows, sums, cache = q.shape[2], accumulator(q.dtype), Cache.of(k, v, table)
     group, capacity = q.shape[1] // k.shape[1], cache.k.shape[2]
@@ -73,8 +73,7 @@ def decode_attention_reference(
     read = seen.any(1)[:, None, :, None]
     keys, values = (one.to(sums).where(read, 0).repeat_interleave(group, 1) for one in cache[:2])
     product = torch.einsum("bhrd,bhkd->brkh", q.to(sums), keys)  # heads last, as their slopes broadcast
-    every: Any = slice(None)
-    score, _ = scoring.of(every, product, query[..., None], key[:, None])
+    score, _ = scores.of(product, key[:, None] - query[..., None], scores.alibi)
     score = score.where(seen[..., None], -math.inf).permute(0, 3, 1, 2)
     top = F.pad(score, (0, 1), value=-math.inf).amax(-1, keepdim=True)  # of no keys, too
     top = top.masked_fill(top == -math.inf, 0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsecomp.reference.attention.block_attention import Scoring, delta_of
+from sparsecomp.reference.attention.scores import Scores
 from sparsecomp.reference.precision import accumulator
 
 
@@ -40,7 +40,7 @@ class _Listed(NamedTuple):
 
 
 def element_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], scoring: Scoring
+    q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """The result (batch, heads, q_len, v_depth) and the logsumexp (batch, heads, q_len), in the dtype sums are kept in.
 
@@ -49,46 +49,50 @@ def element_attention_reference(
     Args:
         q, k, v: as of `sparsecomp.ops.element_attention`.
         lists: the tensors of ``AttentionElements``, in its order.
-        scoring: of products.
+        scores: of products.
     """
     sums = accumulator(q.dtype)
     q, k, v = q.to(sums), k.to(sums), v.to(sums)
-    results = [_one_head(h, q[b, h], k[b, g], v[b, g], _Listed.of(*lists[:2], b, h), scoring)
+    results = [_one_head(h, q[b, h], k[b, g], v[b, g], _Listed.of(*lists[:2], b, h), scores)
                for b, h, g in _heads(q, k)]  # fmt: skip
     out, logsumexp = (torch.stack(parts) for parts in zip(*results, strict=True))
     return out.view(*q.shape[:3], v.shape[3]), logsumexp.view(q.shape[:3])
 
 
-def element_gradients(
+def gradients_of_elements(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
-    lists: Sequence[Tensor], scoring: Scoring,
+    lists: Sequence[Tensor], scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients by q, k and v, in the dtype sums are kept in; see `block_attention.gradients`."""
+    """The gradients by q, k and v, in the dtype sums are kept in.
+
+    A score's gradient is p · (grad · v - delta), with p = exp(score - logsumexp) and delta = grad · out less the
+    gradient of the logsumexp (FlashAttention, appendix B.4).
+    """
     sums = accumulator(q.dtype)
     grad, q, k, v, out, logsumexp = (one.to(sums) for one in (grad, q, k, v, out, logsumexp))
-    delta = delta_of(grad, out, grad_logsumexp)
-    by_q = elements_by_query(grad, q, k, v, logsumexp, delta, lists[:2], scoring)
-    return by_q, *elements_by_key(grad, q, k, v, logsumexp, delta, lists[2:], scoring)
+    delta = (grad * out).sum(-1) - (0 if grad_logsumexp is None else grad_logsumexp)
+    by_q = elements_by_query(grad, q, k, v, logsumexp, delta, lists[:2], scores)
+    return by_q, *elements_by_key(grad, q, k, v, logsumexp, delta, lists[2:], scores)
 
 
-def elements_by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: Scoring) -> Tensor:
+def elements_by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scores: Scores) -> Tensor:
     """The gradient by q of operands of one dtype, by the lists of the queries."""
     found = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for b, h, g in _heads(q, k):
         query, key, _ = _Listed.of(*lists, b, h)
         _, by_score = _by_pair(h, query, key, q[b, h], k[b, g], v[b, g], grad[b, h], logsumexp[b, h], delta[b, h],
-                               scoring)  # fmt: skip
+                               scores)  # fmt: skip
         found[b, h].index_add_(0, query, by_score[:, None] * k[b, g][key])
     return found
 
 
-def elements_by_key(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: Scoring) -> tuple[Tensor, Tensor]:
+def elements_by_key(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scores: Scores) -> tuple[Tensor, Tensor]:
     """The gradients by k and v of operands of one dtype, by the lists of the keys."""
     by_k, by_v = (torch.zeros(one.shape, dtype=q.dtype, device=q.device) for one in (k, v))
     for b, h, g in _heads(q, k):
         key, query, _ = _Listed.of(*lists, b, h)
         weight, by_score = _by_pair(h, query, key, q[b, h], k[b, g], v[b, g], grad[b, h], logsumexp[b, h], delta[b, h],
-                                    scoring)  # fmt: skip
+                                    scores)  # fmt: skip
         by_k[b, g].index_add_(0, key, by_score[:, None] * q[b, h][query])
         by_v[b, g].index_add_(0, key, weight[:, None] * grad[b, h][query])
     return by_k, by_v
@@ -99,9 +103,9 @@ def _heads(q: Tensor, k: Tensor) -> Iterator[_Head]:
     return (_Head(b, h, h // group) for b in range(q.shape[0]) for h in range(q.shape[1]))
 
 
-def _one_head(head: int, q: Tensor, k: Tensor, v: Tensor, listed: _Listed, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    query, key, rows = listed
-    score, _ = scoring.of(head, (q[query] * k[key]).sum(-1), query, key)
+def _one_head(head: int, q: Tensor, k: Tensor, v: Tensor, listed: _Listed, scores: Scores) -> tuple[Tensor, Tensor]:
+    (query, key, rows), slope = listed, None if scores.alibi is None else scores.alibi[head]
+    score, _ = scores.of((q[query] * k[key]).sum(-1), key - query, slope)
     top = score.detach().new_full((rows,), -math.inf).scatter_reduce(0, query, score.detach(), "amax")
     top = top.masked_fill(top == -math.inf, 0)
     weight = torch.exp(score - top[query])
@@ -115,9 +119,10 @@ def _one_head(head: int, q: Tensor, k: Tensor, v: Tensor, listed: _Listed, scori
 
 def _by_pair(
     head: int, query: Tensor, key: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, logsumexp: Tensor,
-    delta: Tensor, scoring: Scoring,
+    delta: Tensor, scores: Scores,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The weight of each pair, and the gradient by its product of query and key."""
-    score, slope = scoring.of(head, (q[query] * k[key]).sum(-1), query, key)
+    slope = None if scores.alibi is None else scores.alibi[head]
+    score, slope = scores.of((q[query] * k[key]).sum(-1), key - query, slope)
     weight = torch.exp(score - logsumexp.masked_fill(logsumexp == -math.inf, 0)[query])
     return weight, weight * ((grad[query] * v[key]).sum(-1) - delta[query]) * slope

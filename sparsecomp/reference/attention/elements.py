@@ -40,7 +40,7 @@ class AttentionElements(NamedTuple):
     k_index: Tensor
 
 
-def elements_of(mask: Tensor) -> AttentionElements:
+def elements_of_mask(mask: Tensor) -> AttentionElements:
     """The kept pairs of a dense mask, on its device; on a GPU the host waits for it.
 
     Args:
@@ -80,8 +80,8 @@ def elements_of_blocks(blocks: AttentionBlocks) -> AttentionElements:
     places = (*listed.nonzero(as_tuple=True)[:3], blocks.index[listed].long(), blocks.tile[listed].long())
     tiles = unpack_bits(blocks.bits)
     tiles = torch.cat((tiles, tiles.new_ones((1, blocks.block_q, blocks.block_k))))  # FULL is the last
-    found = []
-    for batch, head, row, column, tile in zip(*(one.split(_AT_ONCE // tiles[0].numel()) for one in places), strict=True):
+    found, some = [], (one.split(_AT_ONCE // tiles[0].numel()) for one in places)
+    for batch, head, row, column, tile in zip(*some, strict=True):
         which, query, key = tiles[tile].nonzero(as_tuple=True)
         found.append((
             batch[which], head[which], row[which] * blocks.block_q + query, column[which] * blocks.block_k + key
