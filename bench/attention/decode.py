@@ -12,14 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from bench.attention.sweep import Posed, sweep
 from bench.table import markdown_grid
 from bench.timing import bandwidth, graph_ms, guarded
 from sparsecomp.attention import decode_attention
 from sparsecomp.lowering.attention.decode_attention import DECODE_ATTENTION, problem_of
-from sparsecomp.lowering.cache.signature import device_of
-from sparsecomp.lowering.tuning.ceilings import card_of
-from sparsecomp.lowering.tuning.cost import seconds
-from sparsecomp.lowering.tuning.trial import first_line
 from sparsecomp.reference.attention.decode_attention import Sight
 from sparsecomp.reference.attention.scores import Scores
 
@@ -147,11 +144,16 @@ def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Calla
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
 
-def candidates() -> Iterator[Row]:
-    """Milliseconds of every configuration in some cases, contiguous and in pages, beside its estimate."""
+def candidates(workers: int) -> Iterator[Row]:
+    """Every configuration in some cases, contiguous and in pages; see `bench.attention.sweep`."""
+    return sweep(problems, workers)
+
+
+def problems() -> Iterator[Posed]:
+    """What `candidates` times."""
     for case, page in ((CASES[0], 0), (CASES[0], 16), (CASES[1], 0)):
         q, k, v, lengths = case.operands()
-        table, device = None, q.device
+        table = None
         if page:
             each = case.capacity // page
             k, v = (one.unflatten(2, (each, page)).permute(0, 2, 3, 1, 4).flatten(0, 1).contiguous().transpose(1, 2)
@@ -160,23 +162,8 @@ def candidates() -> Iterator[Row]:
         window = -1 if case.window is None else case.window
         problem = problem_of(q, k, v, table, Sight(window, 0), Scores(case.depth**-0.5))
         out, logsumexp = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
-        times: dict[str, float] = {}
-        estimates: dict[str, float] = {}
-        for candidate in DECODE_ATTENTION.candidates(problem, device_of(device)):
-            try:
-                launch = candidate.template.prepare(problem, candidate.config)
-                call = partial(launch, q, k, v, lengths, table, None, out, logsumexp)
-                times[str(candidate.config)] = graph_ms([call] * 3, 5)
-                estimates[str(candidate.config)] = seconds(candidate, problem, card_of(device)) * 1e3
-            except Exception as error:
-                print(candidate.name, first_line(error), flush=True)
-        fastest = sorted(times, key=lambda name: times[name])
-        first = min(times, key=lambda name: estimates[name])
-        print(f"{tuple(case)}, pages of {page}; its bytes {case.bytes / bandwidth() * 1e3:.4f} ms", flush=True)
-        for name in (*fastest[:8], first):
-            print(f"  {times[name]:8.4f} ms, estimate {estimates[name]:8.4f}: {name}", flush=True)
-        yield {"case": list(case), "page": page,
-               "ms": {name: [round(times[name], 5), round(estimates[name], 5)] for name in fastest}}  # fmt: skip
+        yield Posed(f"{tuple(case)}, pages of {page}", DECODE_ATTENTION, problem,
+                    (q, k, v, lengths, table, None, out, logsumexp))  # fmt: skip
 
 
 def table(rows: list[Row]) -> str:

@@ -12,14 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.attention.sweep import Posed, sweep
 from bench.table import markdown_grid
 from bench.timing import graph_ms, guarded
 from sparsecomp.lowering.attention.element_attention import ELEMENT_ATTENTION, elements_problem
 from sparsecomp.lowering.attention.element_gradients import ELEMENTS_BY_KEY, ELEMENTS_BY_QUERY
-from sparsecomp.lowering.cache.signature import device_of
-from sparsecomp.lowering.tuning.ceilings import card_of
-from sparsecomp.lowering.tuning.cost import seconds
-from sparsecomp.lowering.tuning.trial import first_line
 from sparsecomp.ops import block_attention, element_attention
 from sparsecomp.reference.attention.blocks import blocks_of
 from sparsecomp.reference.attention.elements import elements_of_mask
@@ -119,8 +116,13 @@ def _by_elements(mask: Tensor) -> Attention:
     return lambda q, k, v: element_attention(q, k, v, elements)[0]
 
 
-def candidates() -> Iterator[Row]:
-    """Milliseconds of every configuration of the three kernels at 1 % of the pairs, beside its estimate."""
+def candidates(workers: int) -> Iterator[Row]:
+    """Every configuration of the three kernels at 1 % of the pairs; see `bench.attention.sweep`."""
+    return sweep(problems, workers)
+
+
+def problems() -> Iterator[Posed]:
+    """What `candidates` times."""
     case = CASES[0]
     q, k, v, grad = (one.detach() for one in case.operands())
     lists, scores = list(elements_of_mask(case.mask())[2:]), Scores(case.depth**-0.5)
@@ -134,22 +136,7 @@ def candidates() -> Iterator[Row]:
         (ELEMENTS_BY_KEY, (q, k, v, grad, by_k, by_v),
          (q, k, v, grad, logsumexp, delta, *lists[2:], None, by_k, by_v)),
     ):  # fmt: skip
-        problem = elements_problem(q, k, v, lists, scores, strided)
-        times: dict[str, float] = {}
-        estimates: dict[str, float] = {}
-        for candidate in operation.candidates(problem, device_of(q.device)):
-            try:
-                call = partial(candidate.template.prepare(problem, candidate.config), *operands)
-                times[str(candidate.config)] = graph_ms([call] * 2, 5)
-                estimates[str(candidate.config)] = seconds(candidate, problem, card_of(q.device)) * 1e3
-            except Exception as error:
-                print(candidate.name, first_line(error), flush=True)
-        fastest = sorted(times, key=lambda name: times[name])
-        print(operation.name, flush=True)
-        for name in (*fastest[:10], min(times, key=lambda name: estimates[name])):
-            print(f"  {times[name]:8.4f} ms, estimate {estimates[name]:8.4f}: {name}", flush=True)
-        yield {"case": list(case), "operation": operation.name,
-               "ms": {name: [round(times[name], 4), round(estimates[name], 4)] for name in fastest}}  # fmt: skip
+        yield Posed(operation.name, operation, elements_problem(q, k, v, lists, scores, strided), operands)
 
 
 def table(rows: list[Row]) -> str:
