@@ -8,9 +8,10 @@ A pattern says which keys each query attends to. It knows no lengths, and become
 block mask, a matrix or a picture for the lengths at hand.
 """
 
+from sparsecomp.attention.choice import AttentionChoice, AttentionWork
 from sparsecomp.attention.drawing import PatternStatistics
 from sparsecomp.attention.flex import from_flex
-from sparsecomp.attention.functional import attention
+from sparsecomp.attention.functional import attention, attention_choice
 from sparsecomp.attention.given import Documents, FromFunction, FromTensor, PerHead
 from sparsecomp.attention.pairs import Bounds, Pairs, Ranges
 from sparsecomp.attention.pattern import AttentionPattern
@@ -32,10 +33,14 @@ from sparsecomp.attention.published import (
 )
 from sparsecomp.ops.attention.decode_attention import decode_attention
 from sparsecomp.reference.attention.blocks import AttentionBlocks, blocks_of, dense_mask
+from sparsecomp.reference.attention.elements import AttentionElements, elements_of_mask, elements_of_matrix
 
 __all__ = [
     "AttentionBlocks",
+    "AttentionChoice",
+    "AttentionElements",
     "AttentionPattern",
+    "AttentionWork",
     "Bounds",
     "Documents",
     "FromFunction",
@@ -51,11 +56,14 @@ __all__ = [
     "RandomKeys",
     "Ranges",
     "attention",
+    "attention_choice",
     "big_bird",
     "blocks_of",
     "causal",
     "decode_attention",
     "dense_mask",
+    "elements_of_mask",
+    "elements_of_matrix",
     "from_flex",
     "longformer",
     "random_blocks",

@@ -1,15 +1,23 @@
-"""Attention by a pattern, as a function. Block lists are made once for each pattern, lengths and device."""
+"""Attention by a pattern, as a function. Lists are made once for each pattern, lengths and device."""
 
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparsecomp.attention.choice import AttentionChoice
 from sparsecomp.attention.pattern import AttentionPattern, pattern_of
+from sparsecomp.errors import ConfigError
 from sparsecomp.ops.attention.block_attention import block_attention
+from sparsecomp.ops.attention.element_attention import element_attention
 from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, AttentionBlocks
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern, *, scale: float | None = None,
-    softcap: float = 0.0, alibi: Tensor | None = None, block: tuple[int, int] = DEFAULT_BLOCK,
+    softcap: float = 0.0, alibi: Tensor | None = None, block: tuple[int, int] = DEFAULT_BLOCK, by: str = "auto",
 ) -> Tensor:  # fmt: skip
     """softmax(scale · query keyᵀ) value over the pairs that a pattern keeps.
 
@@ -26,17 +34,78 @@ def attention(
         alibi: (heads,) float32, without gradients: added to a score is the head's number times (position of the key -
             position of the query) (Press et al., 2022).
         block: queries and keys of a block, powers of two from 32 on.
+        by: "blocks" computes the blocks that hold kept pairs (`ops.block_attention`), "elements" each kept pair alone
+            (`ops.element_attention`), "dense" all pairs by torch's function with the mask, which takes no softcap and
+            no alibi. "auto" takes the fastest by estimate, which `attention_choice` tells; off a GPU that is blocks.
 
     Returns:
         (batch, heads, q_len, v_depth).
 
     Raises:
+        ConfigError: `by` is none of these, or "dense" with a softcap or alibi.
         PatternError: no pattern, or one for other lengths.
         MaskError: a pattern that tells other numbers of batch entries or heads apart, or an impossible block.
         FormatError: operands that do not belong together.
     """
+    how = _way(query, key, value, pattern, block, by, softcap == 0 and alibi is None)
+    if how == "dense":
+        return _dense(query, key, value, pattern_of(pattern), scale)
+    if how == "elements":
+        elements = pattern_of(pattern).kept_elements(*_lengths(query, key), query.device)
+        return element_attention(query, key, value, elements, scale=scale, softcap=softcap, alibi=alibi)[0]
     blocks = kept_blocks(query, key, pattern, block)
     return block_attention(query, key, value, blocks, scale=scale, softcap=softcap, alibi=alibi)[0]
+
+
+def attention_choice(
+    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern, *, softcap: float = 0.0,
+    alibi: Tensor | None = None, block: tuple[int, int] = DEFAULT_BLOCK,
+) -> AttentionChoice:  # fmt: skip
+    """By which way `attention` computes these operands, with what it is estimated to take by each, and why.
+
+    Args:
+        query, key, value, pattern, softcap, alibi, block: as of `attention`.
+
+    Raises:
+        PatternError: no pattern, or one for other lengths.
+        MaskError: an impossible block.
+    """
+    work = _work(query, key, value, softcap == 0 and alibi is None)
+    return pattern_of(pattern).chosen(block, *work)
+
+
+def _way(
+    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern, block: tuple[int, int], by: str, plain: bool
+) -> str:
+    if by not in ("auto", "blocks", "elements", "dense") or (by == "dense" and not plain):
+        raise ConfigError(
+            f"by is {by!r}, needs auto, blocks, elements or dense, the last without softcap and alibi"
+        )
+    if by != "auto" or query.device.type != "cuda":
+        return "blocks" if by == "auto" else by
+    return pattern_of(pattern).way(block, *_work(query, key, value, plain))
+
+
+def _work(query: Tensor, key: Tensor, value: Tensor, plain: bool) -> tuple[Any, ...]:
+    """The fields of `AttentionWork`."""
+    (batch, heads), kv_heads, depth, v_depth = query.shape[:2], key.shape[1], query.shape[3], value.shape[3]
+    sizes = (len(range(size)) for size in (batch, heads, kv_heads, *_lengths(query, key), depth, v_depth))
+    trained = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    return (*sizes, query.dtype, query.device, trained, plain)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern, scale: float | None) -> Tensor:
+    """By torch's function, with backends that give zeros for a query that keeps nothing."""
+    mask = pattern.kept_mask(*_lengths(query, key), query.device)
+    if query.shape[1] != key.shape[1]:
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+
+
+def _lengths(query: Tensor, key: Tensor) -> tuple[int, int]:
+    # lists are for one length: a range has Dynamo compile for numbers where it has symbols
+    return len(range(query.shape[-2])), len(range(key.shape[-2]))
 
 
 def kept_blocks(query: Tensor, key: Tensor, pattern: AttentionPattern, block: tuple[int, int]) -> AttentionBlocks:
@@ -46,6 +115,4 @@ def kept_blocks(query: Tensor, key: Tensor, pattern: AttentionPattern, block: tu
         PatternError: no pattern, or one for other lengths.
         MaskError: an impossible block.
     """
-    # lists are for one length: a range has Dynamo compile for numbers where it has symbols
-    q_len, k_len = (len(range(size)) for size in (query.shape[-2], key.shape[-2]))
-    return pattern_of(pattern).kept(q_len, k_len, block, query.device)
+    return pattern_of(pattern).kept(*_lengths(query, key), block, query.device)

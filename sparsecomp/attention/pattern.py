@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from os import PathLike
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.attention import building, drawing, exchange
+from sparsecomp.attention.choice import AttentionChoice, AttentionWork, chosen_way
 from sparsecomp.attention.pairs import Bounds, Pairs, Ranges
 from sparsecomp.errors import PatternError
 from sparsecomp.formats.bsr import BSR
 from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, AttentionBlocks, check_block_sizes
+from sparsecomp.reference.attention.elements import AttentionElements, elements_of_blocks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -120,6 +122,32 @@ class AttentionPattern(ABC):
     def _keep(self, name: str, q_len: int, k_len: int, block: tuple[int, int] | None, device: torch.device) -> None:
         if name not in self.__dict__:
             object.__setattr__(self, name, _kept(self, q_len, k_len, block, device))
+
+    def kept_elements(self, q_len: int, k_len: int, device: torch.device) -> AttentionElements:
+        """The kept pairs as lists, as `kept` keeps `to_blocks`."""
+        name = f"_kept_elements_{q_len}_{k_len}_{device.type}_{device.index}"
+        self._keep_elements(name, q_len, k_len, device)
+        return getattr(self, name)
+
+    @torch.compiler.assume_constant_result
+    def _keep_elements(self, name: str, q_len: int, k_len: int, device: torch.device) -> None:
+        if name not in self.__dict__:
+            with _compat.outside_modes(), torch.inference_mode(False), torch.no_grad():
+                found = elements_of_blocks(self.kept(q_len, k_len, DEFAULT_BLOCK, device))
+            object.__setattr__(self, name, found)
+
+    @torch.compiler.assume_constant_result
+    def way(self, block: tuple[int, int], *work: Any) -> str:
+        """By which way attention over the pattern is computed: see `chosen`."""
+        return self.chosen(block, *work).by
+
+    def chosen(self, block: tuple[int, int], *work: Any) -> AttentionChoice:
+        """By which way attention over the pattern is computed, and why; chosen once for the same work.
+
+        Args:
+            work: the fields of `AttentionWork`.
+        """
+        return _chosen(self, block, AttentionWork(*work))
 
     def to_flex(
         self, q_len: int, k_len: int | None = None, block: int = 128, device: torch.device | str | None = None
@@ -300,6 +328,12 @@ def pattern_of(value: object) -> AttentionPattern:
             f"a {type(value).__name__} is no pattern: wrap a mask in FromTensor, a function in FromFunction"
         )
     return value
+
+
+@lru_cache(maxsize=_KEPT)
+def _chosen(pattern: AttentionPattern, block: tuple[int, int], work: AttentionWork) -> AttentionChoice:
+    with _compat.outside_modes(), torch.inference_mode(False), torch.no_grad():
+        return chosen_way(work, pattern.kept(work.q_len, work.k_len, block, work.device))
 
 
 @lru_cache(maxsize=_KEPT)

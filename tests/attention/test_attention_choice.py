@@ -1,0 +1,127 @@
+"""By which way attention over a pattern is computed: all give the same, and the estimates choose as they should."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_devices import needs_triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparsecomp.attention import (
+    AttentionPattern,
+    AttentionWork,
+    FromTensor,
+    LocalWindow,
+    PerHead,
+    RandomKeys,
+    attention,
+    attention_choice,
+    big_bird,
+)
+from sparsecomp.errors import ConfigError, PatternError
+
+WAYS = ("blocks", "elements", "dense")
+PATTERNS: dict[str, AttentionPattern] = {
+    "window": LocalWindow(9, 4), "random": RandomKeys(5, seed=0), "heads": PerHead((LocalWindow(3, 0), RandomKeys(4))),
+    "nothing": ~LocalWindow(None, None),
+}  # fmt: skip
+
+
+def operands(q_len: int, k_len: int, heads: int = 2, kv_heads: int = 2, dtype=torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, heads, q_len, 16), (2, kv_heads, k_len, 16), (2, kv_heads, k_len, 16))
+    return [torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@pytest.mark.parametrize("by", (*WAYS, "auto"))
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_all_ways_give_the_same(by: str, name: str, kv_heads: int) -> None:
+    pattern, inputs = PATTERNS[name], operands(40, 50, kv_heads=kv_heads)
+    found = attention(*inputs, pattern, scale=0.3, by=by)
+    right = expected(*inputs, pattern.to_dense(40, 50))
+    torch.testing.assert_close(found, right)
+    weight = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view_as(found)
+    for one, other in zip(*(torch.autograd.grad(out, inputs, weight) for out in (found, right)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_lists_of_pairs_are_made_once() -> None:
+    pattern, inputs = RandomKeys(3, seed=5), operands(30, 30)
+    attention(*inputs, pattern, by="elements")
+    kept = pattern.kept_elements(30, 30, inputs[0].device)
+    attention(*inputs, pattern, by="elements")
+    assert pattern.kept_elements(30, 30, inputs[0].device) is kept
+
+
+@pytest.mark.slow(reason="compiles")
+@pytest.mark.parametrize("by", WAYS)
+def test_compiled_in_one_graph(by: str) -> None:
+    pattern, inputs = LocalWindow(6, 2), operands(40, 40, dtype=torch.float32)
+    compiled = torch.compile(lambda *of: attention(*of, pattern, by=by), backend="aot_eager", fullgraph=True)
+    right = expected(*(one.double() for one in inputs), pattern.to_dense(40))
+    found = torch.compile(lambda *of: attention(*of, pattern, scale=0.3, by=by), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(found(*inputs).double(), right, atol=2e-6, rtol=1e-5)
+    assert compiled(*inputs).shape == right.shape
+
+
+def test_what_is_no_way_is_refused() -> None:
+    inputs = operands(20, 20)
+    for by, given in (("sparse", {}), ("dense", {"softcap": 1.0}), ("dense", {"alibi": torch.zeros(2)})):
+        with pytest.raises(ConfigError, match="by is"):
+            attention(*inputs, LocalWindow(3, 0), by=by, **given)
+    with pytest.raises(PatternError, match="no pattern"):
+        attention_choice(*inputs, torch.ones(20, 20))  # pyright: ignore[reportArgumentType]
+
+
+def test_off_a_gpu_it_is_blocks() -> None:
+    choice = attention_choice(*operands(20, 20), LocalWindow(3, 0))
+    assert choice.by == "blocks" and not choice.seconds and str(choice).startswith("blocks: no estimate")
+
+
+SCATTERED = FromTensor(torch.rand(4096, 4096, generator=torch.Generator().manual_seed(0)) < 0.002)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "pattern", "length", "plain", "by"),
+    [("window", LocalWindow(256, 0), 4096, True, "blocks"), ("big bird", big_bird(64), 4096, True, "blocks"),
+     ("scattered", SCATTERED, 4096, True, "elements"), ("capped", SCATTERED, 4096, False, "elements"),
+     ("short", LocalWindow(60, 0), 64, True, "dense")],
+)  # fmt: skip
+def test_the_estimates_of_an_h100_choose(
+    name: str, pattern: AttentionPattern, length: int, plain: bool, by: str
+) -> None:
+    from sparsecomp.attention.choice import compared_ways
+    from sparsecomp.lowering.tuning.ceilings import target_named
+
+    blocks = pattern.to_blocks(length)
+    for trained in (False, True):
+        sizes = (4, 16, 16, length, length, 64, 64)
+        work = AttentionWork(*sizes, torch.bfloat16, torch.device("cuda"), trained, plain)
+        choice = compared_ways(work, blocks, *target_named("h100"))
+        assert choice.by == by and choice.seconds[by] == min(choice.seconds.values()), str(choice)
+        assert ("dense" in choice.seconds) == plain
+        assert "of blocks empty" in str(choice) and f"us by {by}" in choice.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("by", (*WAYS, "auto"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ways_on_a_gpu(by: str, dtype: torch.dtype) -> None:
+    pattern = (RandomKeys(40, seed=0) | LocalWindow(20, 0)) & ~LocalWindow(0, 0)
+    inputs = [torch.randn(2, 4, 700, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+    doubles = [one.detach().double().requires_grad_() for one in inputs]
+    found = attention(*inputs, pattern, scale=0.3, by=by)
+    right = expected(*doubles, pattern.to_dense(700, device="cuda"))
+    grads = (torch.autograd.grad(out.double().square().sum(), of) for out, of in ((found, inputs), (right, doubles)))
+    bound = {torch.float32: 2e-5, torch.bfloat16: 3e-2}[dtype]
+    for one, other in zip((found, *next(grads)), (right, *next(grads)), strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < bound
+    assert attention_choice(*inputs, pattern).by in WAYS
