@@ -111,7 +111,8 @@ def _paged(case: Case, page: int, q: Tensor, k: Tensor, v: Tensor, lengths: Tens
         pages = one.unflatten(2, (each, page)).permute(0, 2, 3, 1, 4).flatten(0, 1)
         pools.append(torch.empty_like(pages).index_copy_(0, order, pages).transpose(1, 2))
     table = order.view(case.batch, each).int()
-    return lambda: decode_attention(q, *pools, lengths, table=table, window=case.window)[0]
+    keys, values = pools
+    return lambda: decode_attention(q, keys, values, lengths, table=table, window=case.window)[0]
 
 
 def _seen(case: Case, query: Tensor, key: Tensor) -> Tensor:

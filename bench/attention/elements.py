@@ -15,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.attention.sweep import Posed, sweep
 from bench.table import markdown_grid
 from bench.timing import graph_ms, guarded
+from sparsecomp.attention import attend_by_weights, attention_weights
+from sparsecomp.formats import CSR
 from sparsecomp.lowering.attention.element_attention import ELEMENT_ATTENTION, elements_problem
 from sparsecomp.lowering.attention.element_gradients import ELEMENTS_BY_KEY, ELEMENTS_BY_QUERY
 from sparsecomp.ops import block_attention, element_attention
@@ -76,6 +78,7 @@ def rivals(mask: Tensor) -> dict[str, Callable[[], Attention]]:
         "SDPA, mask, efficient": lambda: partial(_efficient, mask=mask),
         "blocks": lambda: _by_blocks(mask),
         "elements": lambda: _by_elements(mask),
+        "three steps": lambda: _by_steps(mask),
     }
 
 
@@ -116,6 +119,11 @@ def _by_elements(mask: Tensor) -> Attention:
     return lambda q, k, v: element_attention(q, k, v, elements)[0]
 
 
+def _by_steps(mask: Tensor) -> Attention:
+    pairs = CSR.from_dense(mask[0, 0].to(torch.bfloat16))
+    return lambda q, k, v: attend_by_weights(attention_weights(q, k, pairs), v, pairs)
+
+
 def candidates(workers: int) -> Iterator[Row]:
     """Every configuration of the three kernels at 1 % of the pairs; see `bench.attention.sweep`."""
     return sweep(problems, workers)
@@ -141,12 +149,12 @@ def problems() -> Iterator[Posed]:
 
 def table(rows: list[Row]) -> str:
     """Milliseconds by case, and in brackets how many times as fast as the better of torch's with the mask."""
-    grid = [["blocks of 64 that hold pairs", "kept", "step", "SDPA, mask", "blocks", "elements"]]
+    grid = [["blocks of 64 that hold pairs", "kept", "step", "SDPA, mask", "blocks", "elements", "three steps"]]
     for row in rows:
         for what, step in (("forward", "forward"), ("both", "with gradients")):
             times = {key.removesuffix(f", {what}"): ms for key, ms in row["ms"].items() if key.endswith(f", {what}")}
             dense = min((ms for name, ms in times.items() if name.startswith("SDPA")), default=float("nan"))
             cells = [f"{times[name]:.3g} ({dense / times[name]:.2f})" if name in times else "–"
-                     for name in ("blocks", "elements")]  # fmt: skip
+                     for name in ("blocks", "elements", "three steps")]  # fmt: skip
             grid.append([f"{row['case'][0]:.0%}", f"{row['kept']:.1%}", step, f"{dense:.3g}", *cells])
     return markdown_grid(grid)

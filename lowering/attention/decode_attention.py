@@ -148,8 +148,8 @@ def _reference(problem: DecodeAttention, operands: tuple[Tensor | None, ...]) ->
     q, k, v, lengths, table, alibi, *_ = operands
     assert q is not None and k is not None and v is not None and lengths is not None
     scores = Scores(problem.scale, problem.softcap, alibi)
-    wide = (one.double() for one in (q, k, v))
-    out, logsumexp = decode_attention_reference(*wide, lengths, table, Sight(problem.window, problem.sinks), scores)
+    sight = Sight(problem.window, problem.sinks)
+    out, logsumexp = decode_attention_reference(q.double(), k.double(), v.double(), lengths, table, sight, scores)
     # a norm of infinities says nothing
     return out, logsumexp.masked_fill(logsumexp == -math.inf, 0)
 

@@ -8,8 +8,9 @@ A pattern says which keys each query attends to. It knows no lengths, and become
 block mask, a matrix or a picture for the lengths at hand.
 """
 
-from sparsecomp.attention.choice import AttentionChoice, AttentionWork
+from sparsecomp.attention.choice import AttentionChoice
 from sparsecomp.attention.drawing import PatternStatistics
+from sparsecomp.attention.explicit import attend_by_weights, attention_weights
 from sparsecomp.attention.flex import from_flex
 from sparsecomp.attention.functional import attention, attention_choice
 from sparsecomp.attention.given import Documents, FromFunction, FromTensor, PerHead
@@ -33,14 +34,12 @@ from sparsecomp.attention.published import (
 )
 from sparsecomp.ops.attention.decode_attention import decode_attention
 from sparsecomp.reference.attention.blocks import AttentionBlocks, blocks_of, dense_mask
-from sparsecomp.reference.attention.elements import AttentionElements, elements_of_mask, elements_of_matrix
+from sparsecomp.reference.attention.elements import elements_of_mask, elements_of_matrix
 
 __all__ = [
     "AttentionBlocks",
     "AttentionChoice",
-    "AttentionElements",
     "AttentionPattern",
-    "AttentionWork",
     "Bounds",
     "Documents",
     "FromFunction",
@@ -55,8 +54,10 @@ __all__ = [
     "PrefixLM",
     "RandomKeys",
     "Ranges",
+    "attend_by_weights",
     "attention",
     "attention_choice",
+    "attention_weights",
     "big_bird",
     "blocks_of",
     "causal",

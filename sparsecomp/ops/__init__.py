@@ -25,6 +25,7 @@ from sparsecomp.ops.sparse import matrices as _matrices  # noqa: F401  (enters i
 from sparsecomp.ops.sparse import row_products as _row_products  # noqa: F401  (its operators, for sparsecomp.formats)
 from sparsecomp.ops.sparse.active_linear import active_linear
 from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.ops.sparse.row_softmax import row_softmax
 from sparsecomp.ops.sparse.rows import sparse_rows
 from sparsecomp.ops.sparse.sddmm import sddmm
 from sparsecomp.ops.sparse.sparse_matmul import sparse_matmul
@@ -59,6 +60,7 @@ __all__ = [
     "neuron",
     "residual_block",
     "scatter_pruned",
+    "row_softmax",
     "sddmm",
     "select_largest",
     "selective_step",

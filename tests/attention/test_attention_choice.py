@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsecomp.attention import (
     AttentionPattern,
-    AttentionWork,
     FromTensor,
     LocalWindow,
     PerHead,
@@ -18,6 +17,7 @@ from sparsecomp.attention import (
     attention_choice,
     big_bird,
 )
+from sparsecomp.attention.choice import AttentionWork
 from sparsecomp.errors import ConfigError, PatternError
 
 WAYS = ("blocks", "elements", "dense")
@@ -88,6 +88,7 @@ SCATTERED = FromTensor(torch.rand(4096, 4096, generator=torch.Generator().manual
 
 
 @needs_triton
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("name", "pattern", "length", "plain", "by"),
     [("window", LocalWindow(256, 0), 4096, True, "blocks"), ("big bird", big_bird(64), 4096, True, "blocks"),

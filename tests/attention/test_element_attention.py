@@ -201,6 +201,7 @@ def test_gradcheck_once_and_twice():
     assert torch.autograd.gradgradcheck(lambda *args: element_attention(*args, lists, softcap=2.0), given)
 
 
+@pytest.mark.slow(reason="traces the operator and its gradients")
 def test_the_registered_operator():
     of = [one.requires_grad_() for one in operands((2, 4, 2, 6, 9, 8, 8), torch.float64)[:3]]
     lists = list(elements_of_mask(mask_of((1, 4), 6, 9, 0.4))[2:])

@@ -183,8 +183,8 @@ def _differentiable_gradients(
     operands: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], lists: Sequence[Tensor], scores: Scores
 ) -> tuple[Tensor, ...]:
     """The gradients through plain torch, for those who differentiate them again."""
-    points = [one if one.requires_grad else _compat.leaf_of(one) for one in operands]
-    found = reference.element_attention_reference(*points, lists, scores)
+    q, k, v = points = [one if one.requires_grad else _compat.leaf_of(one) for one in operands]
+    found = reference.element_attention_reference(q, k, v, lists, scores)
     pairs = [(one.to(given.dtype), given) for one, given in zip(found, grads, strict=True) if given is not None]
     outs, given = zip(*pairs, strict=True)
     return torch.autograd.grad(outs, points, given, create_graph=True, materialize_grads=True)

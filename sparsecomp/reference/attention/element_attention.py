@@ -29,8 +29,9 @@ class _Listed(NamedTuple):
     lines: int
 
     @classmethod
-    def of(cls, pointers: Tensor, index: Tensor, batch: int, head: int) -> "_Listed":
-        """Of pointers (B, H, lines + 1)."""
+    def of(cls, lists: Sequence[Tensor], batch: int, head: int) -> "_Listed":
+        """Of pointers (B, H, lines + 1) and the index."""
+        pointers, index = lists[:2]
         own = pointers[batch % len(pointers), head % pointers.shape[1]].long()
         line = torch.repeat_interleave(own.diff())
         first = own[:1]
@@ -53,7 +54,7 @@ def element_attention_reference(
     """
     sums = accumulator(q.dtype)
     q, k, v = q.to(sums), k.to(sums), v.to(sums)
-    results = [_one_head(h, q[b, h], k[b, g], v[b, g], _Listed.of(*lists[:2], b, h), scores)
+    results = [_one_head(h, q[b, h], k[b, g], v[b, g], _Listed.of(lists, b, h), scores)
                for b, h, g in _heads(q, k)]  # fmt: skip
     out, logsumexp = (torch.stack(parts) for parts in zip(*results, strict=True))
     return out.view(*q.shape[:3], v.shape[3]), logsumexp.view(q.shape[:3])
@@ -79,7 +80,7 @@ def elements_by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], 
     """The gradient by q of operands of one dtype, by the lists of the queries."""
     found = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for b, h, g in _heads(q, k):
-        query, key, _ = _Listed.of(*lists, b, h)
+        query, key, _ = _Listed.of(lists, b, h)
         _, by_score = _by_pair(h, query, key, q[b, h], k[b, g], v[b, g], grad[b, h], logsumexp[b, h], delta[b, h],
                                scores)  # fmt: skip
         found[b, h].index_add_(0, query, by_score[:, None] * k[b, g][key])
@@ -90,7 +91,7 @@ def elements_by_key(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], sc
     """The gradients by k and v of operands of one dtype, by the lists of the keys."""
     by_k, by_v = (torch.zeros(one.shape, dtype=q.dtype, device=q.device) for one in (k, v))
     for b, h, g in _heads(q, k):
-        key, query, _ = _Listed.of(*lists, b, h)
+        key, query, _ = _Listed.of(lists, b, h)
         weight, by_score = _by_pair(h, query, key, q[b, h], k[b, g], v[b, g], grad[b, h], logsumexp[b, h], delta[b, h],
                                     scores)  # fmt: skip
         by_k[b, g].index_add_(0, key, by_score[:, None] * q[b, h][query])

@@ -54,7 +54,7 @@ def elements_of_mask(mask: Tensor) -> AttentionElements:
             f"the mask is {tuple(mask.shape)} of {mask.dtype}, needs (batch or 1, heads or 1, queries, keys) of"
             " torch.bool: True where a query attends to a key"
         )
-    return _of_pairs(*mask.nonzero(as_tuple=True), tuple(mask.shape))
+    return _of_pairs(mask.nonzero(as_tuple=True), tuple(mask.shape))
 
 
 def elements_of_matrix(matrix: CSR) -> AttentionElements:
@@ -66,7 +66,7 @@ def elements_of_matrix(matrix: CSR) -> AttentionElements:
     this = matrix.compact()
     row = torch.repeat_interleave(this.crow.diff().long())
     nothing = torch.zeros_like(row)
-    return _of_pairs(nothing, nothing, row, this.col.long(), (1, 1, *this.shape))
+    return _of_pairs((nothing, nothing, row, this.col.long()), (1, 1, *this.shape))
 
 
 def elements_of_blocks(blocks: AttentionBlocks) -> AttentionElements:
@@ -89,7 +89,7 @@ def elements_of_blocks(blocks: AttentionBlocks) -> AttentionElements:
     pairs = [torch.cat(parts) for parts in zip(*found, strict=True)]
     inside = (pairs[2] < blocks.q_len) & (pairs[3] < blocks.k_len)
     shape = (*blocks.count.shape[:2], blocks.q_len, blocks.k_len)
-    return _of_pairs(*(one[inside] for one in pairs), shape)
+    return _of_pairs(tuple(one[inside] for one in pairs), shape)
 
 
 def dense_mask_of_elements(elements: AttentionElements) -> Tensor:
@@ -101,10 +101,9 @@ def dense_mask_of_elements(elements: AttentionElements) -> Tensor:
     return mask
 
 
-def _of_pairs(
-    batch: Tensor, head: Tensor, query: Tensor, key: Tensor, shape: tuple[int, ...]
-) -> AttentionElements:  # fmt: skip
-    """Of pairs in any order, each once."""
+def _of_pairs(pairs: tuple[Tensor, ...], shape: tuple[int, ...]) -> AttentionElements:
+    """Of the batch entry, head, query and key of pairs in any order, each once."""
+    batch, head, query, key = pairs
     if key.numel() >= 2**31:
         raise MaskError(f"the pattern keeps {key.numel()} pairs, lists hold fewer than 2^31: attend by its blocks")
     group, (q_len, k_len) = batch * shape[1] + head, shape[2:]
