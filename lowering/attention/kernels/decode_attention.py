@@ -27,6 +27,23 @@ _MOST_QUERIES = 64
 
 
 @triton.jit
+def keys_read(keys, length, low, sinks):
+    """Whether some query sees each key."""
+    return (keys < length) & ((keys >= low) | (keys < sinks))
+
+
+@triton.jit
+def pages_of(table_ptr, start, some, length, low, sinks, PAGE: tl.constexpr, BN: tl.constexpr):
+    """The page of a tile of keys, or of each of its keys where a page does not hold whole tiles."""
+    if PAGE % BN == 0:
+        page = tl.load(table_ptr + start // PAGE, mask=some, other=0)
+    else:
+        keys = start + tl.arange(0, BN)
+        page = tl.load(table_ptr + keys // PAGE, mask=some & keys_read(keys, length, low, sinks), other=0)
+    return page
+
+
+@triton.jit
 def decode_parts_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, alibi_ptr, out_ptr, logsumexp_ptr, KV_HEADS, CAPACITY, PAGES, TABLE,
     scale, cap, window, sinks, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, parts,
@@ -69,22 +86,23 @@ def decode_parts_kernel(
     acc = tl.zeros((BM, BDV), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), float("-inf"), tl.float32)
-    for entry in range(part * each, tl.minimum(part * each + each, tiles)):
-        start = tl.where(entry < sink_tiles, entry, entry + skipped) * BN
+    first, last = part * each, tl.minimum(part * each + each, tiles)
+    start = tl.where(first < sink_tiles, first, first + skipped) * BN
+    if PAGE != 0:
+        # the next page is looked up a step ahead: loads of tiles are in flight while none waits for its place
+        page = pages_of(table_ptr, start, first < last, length, low, sinks, PAGE, BN)
+    for entry in range(first, last):
         keys = start + column
-        inside = (keys < length) & ((keys >= low) | (keys < sinks))
+        inside = keys_read(keys, length, low, sinks)
+        start = tl.where(entry + 1 < sink_tiles, entry + 1, entry + 1 + skipped) * BN
         if PAGE == 0:
             k_at, v_at = keys.to(tl.int64) * k_row, keys.to(tl.int64) * v_row
         else:
-            # one page holds a whole tile, or each key is looked up
-            if PAGE % BN == 0:
-                page = tl.load(table_ptr + start // PAGE)
-            else:
-                page = tl.load(table_ptr + keys // PAGE, mask=inside, other=0)
             known = (page >= 0) & (page < PAGES)
-            page = tl.where(known, page, 0).to(tl.int64)
+            place = tl.where(known, page, 0).to(tl.int64)
             within = (keys % PAGE).to(tl.int64)
-            k_at, v_at = page * k_batch + within * k_row, page * v_batch + within * v_row
+            k_at, v_at = place * k_batch + within * k_row, place * v_batch + within * v_row
+            page = pages_of(table_ptr, start, entry + 1 < last, length, low, sinks, PAGE, BN)
         readable = inside[:, None]
         if BD != D:
             k = tl.load(k_ptr + k_at[:, None] + depth[None, :], mask=readable & (depth < D)[None, :], other=0.0)
@@ -217,7 +235,7 @@ _merged = sympy.Piecewise((0, sympy.Eq(_parts, 1)), (1, True))
 DECODE_ATTENTION = Template(
     name="decode_attention",
     op="decode_attention",
-    sources=(decode_parts_kernel, merge_parts_kernel, load_rows, shaped, dot),
+    sources=(decode_parts_kernel, merge_parts_kernel, keys_read, pages_of, load_rows, shaped, dot),
     space=_space,
     cost=Cost(
         bytes=8 * _groups * _parts * _queries * _v_depth * _merged, launches=1 + _merged,

@@ -88,7 +88,7 @@ ELEMENT_ATTENTION = Template(
     name="element_attention",
     op="element_attention",
     sources=(element_attention_kernel, gathered_rows, own_rows, store_own, shaped),
-    space=lambda problem, device: element_space(problem, 2),
-    cost=cost_by_elements(_q_len, _row, 1, sympy.Integer(1)),
+    space=lambda problem, device: element_space(problem, 32),
+    cost=cost_by_elements(_q_len, _row, 3, sympy.Integer(1)),
     prepare=_prepare,
 )

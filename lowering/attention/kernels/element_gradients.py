@@ -144,15 +144,15 @@ ELEMENTS_BY_QUERY = Template(
     name="elements_by_query",
     op="elements_by_query",
     sources=(elements_by_query_kernel, gathered_rows, own_rows, store_own, shaped),
-    space=lambda problem, device: element_space(problem, 2),
-    cost=cost_by_elements(_q_len, _row, 1, sympy.Integer(1)),
+    space=lambda problem, device: element_space(problem, 16),
+    cost=cost_by_elements(_q_len, _row, 3, sympy.Integer(1)),
     prepare=_prepare_by_query,
 )
 ELEMENTS_BY_KEY = Template(
     name="elements_by_key",
     op="elements_by_key",
     sources=(elements_by_key_kernel, gathered_rows, own_rows, store_own, shaped),
-    space=lambda problem, device: element_space(problem, 3),
-    cost=cost_by_elements(_k_len, _column, 1, _group),
+    space=lambda problem, device: element_space(problem, 8),
+    cost=cost_by_elements(_k_len, _column, 4, _group),
     prepare=_prepare_by_key,
 )
