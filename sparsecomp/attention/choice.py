@@ -26,6 +26,10 @@ _BACKWARD = 2.5
 """Operations of the gradients over those of the result, which they compute again in part."""
 _MOST_PAIRS = 2**28
 """Of lists, which take 8 bytes a pair."""
+_MOST_MASK = 2**30
+"""Bytes of a dense mask."""
+_SURELY = 1.5
+"""By what the dense way must win: which of torch's kernels takes a mask hangs on more than its size."""
 
 
 class AttentionWork(NamedTuple):
@@ -86,9 +90,10 @@ def compared_ways(work: AttentionWork, blocks: AttentionBlocks, device: "Device"
     seconds = {"blocks": _by_blocks(work, blocks, device, card)}
     if pairs <= _MOST_PAIRS:
         seconds["elements"] = _by_elements(work, pairs // lists, device, card)
-    if work.plain:
-        seconds["dense"] = _dense(work, card)
     by = min(seconds, key=lambda name: seconds[name])
+    if work.plain and lists * work.q_len * work.k_len <= _MOST_MASK and (work.depth | work.v_depth) % 8 == 0:
+        seconds["dense"] = _dense(work, card)
+        by = "dense" if _SURELY * seconds["dense"] < seconds[by] else by
     times = ", ".join(f"{1e6 * time:.1f} us by {name}" for name, time in seconds.items())
     told = f"{work.q_len} x {work.k_len} pairs with {kept.pairs:.2%} kept and {kept.empty:.1%} of blocks empty"
     return AttentionChoice(by, seconds, f"{told}; estimated {times}")

@@ -147,7 +147,12 @@ class AttentionPattern(ABC):
         Args:
             work: the fields of `AttentionWork`.
         """
-        return _chosen(self, block, AttentionWork(*work))
+        if "_choices" not in self.__dict__:
+            object.__setattr__(self, "_choices", {})
+        found = self.__dict__["_choices"]  # faster than to hash the pattern in each call
+        if (block, *work) not in found:
+            found[block, *work] = _chosen(self, block, AttentionWork(*work))
+        return found[block, *work]
 
     def to_flex(
         self, q_len: int, k_len: int | None = None, block: int = 128, device: torch.device | str | None = None

@@ -78,6 +78,7 @@ CASES: list[tuple[tuple[int, ...], list[int], dict[str, Any]]] = [
     ((2, 2, 2, 8, 128, 16, 16), [128, 12], {"window": 0, "sinks": 70}),
     ((2, 8, 1, 2, 128, 32, 32), [128, 65], {"softcap": 2.0, "biased": True, "window": 64}),
     ((4, 2, 1, 4, 64, 16, 16), [64, 0, 2, 31], {"sinks": 1}),
+    ((1, 16, 1, 5, 64, 16, 16), [50], {"window": 30}),  # more queries than a tile holds
 ]
 
 
