@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from sparsecomp.lowering.cache.signature import Device
     from sparsecomp.lowering.tuning.cards import Card
 
-_MASKED = 264 / 730
-"""What torch's attention with a boolean mask reaches of a card's rate in half precision, all pairs counted: 4 x 16 x
-4096 x 64 in 1.04 ms on an H200."""
+_MASKED = 87 / 730
+"""What the dense way, torch's memory-efficient kernel, reaches of a card's rate in half precision with a boolean mask,
+all pairs counted: 4 x 16 x 4096 x 64 in 3.15 ms on an H200 (`bench/results/element_attention.json`)."""
 _BACKWARD = 2.5
 """Operations of the gradients over those of the result, which they compute again in part."""
 _MOST_PAIRS = 2**28
