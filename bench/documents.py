@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import table
-from bench.attention import block_attention, decode, elements
+from bench.attention import block_attention, decode, elements, masked_models
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
 from bench.sparse import active_inputs, algebra, dynamic, sparse_products, training_step
@@ -51,6 +51,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "training-step": _if_measured("training_step", training_step.table),
         "spike-layers": _if_measured("spike_layers", spike_layers.table),
         "attention": _if_measured("attention", block_attention.table),
+        "masked-attention": _if_measured("masked_attention", masked_models.table),
         "decode": _if_measured("decode", decode.table),
         "element-attention": _if_measured("element_attention", elements.table),
         "active-inputs": _if_measured("active_inputs", active_inputs.table),
