@@ -43,13 +43,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("suite", choices=(*SUITES, *DOCUMENTS))
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the JSON files")
     parser.add_argument("--network", default="sew_resnet34", choices=("sew_resnet34", "spiking_resnet34"))
-    parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--precision", nargs="+", choices=(*PRECISIONS, "amp"), help="instead of all")
     parser.add_argument("--sizes", type=int, nargs="+", help="of the layers of `loop`, instead of all")
     parser.add_argument("--names", nargs="+", help="of networks or layers, instead of all")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of torch.compile")
-    parser.add_argument("--steps", type=int, nargs="+", help="time steps of `snn-latency`, instead of 1 and 4")
-    parser.add_argument("--batches", type=int, nargs="+", help="of `snn-latency`, instead of 1 and 8")
+    parser.add_argument("--steps", type=int, nargs="+", help="time steps of `snn-latency` and `snn-training`")
+    parser.add_argument("--batches", type=int, nargs="+", help="of `snn-latency` and `snn-training`")
     parser.add_argument("--workers", type=int, help="processes that compile cases side by side")
+    parser.add_argument("--threads", type=int, default=1, help="of each worker of `snn-latency` and `snn-training`")
     parser.add_argument("--data", type=Path, help="folder with spikes/ and matrices/ of real ones, for more cases")
     return parser
 

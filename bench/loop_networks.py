@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import sparsecomp
 from bench.masked.masked_linear import MaskedLinear
-from bench.parallel import measured
+from bench.parallel import gathered, measured
 from bench.spiking.networks import DeadNetworkError, firing_rates
 from bench.timing import MODES, guarded, time_rivals
 from sparsecomp.nn import SparseLinear
@@ -97,14 +97,8 @@ def run(
     The rivals take turns. A network's row comes once for each mode, with what is known of it by then.
     """
     cases = list(itertools.product(names, trainings, modes))
-    rows: dict[tuple[str, bool], dict[str, Any]] = {}
-    for found in measured(prepared, cases, min(workers, len(cases)), batch=1):
-        row = rows.setdefault((found["network"], found["training"]), found)
-        for part in ("ms", "left out"):
-            if part in found:
-                row[part] = {**row.get(part, {}), **found[part]}
-        row |= {name: value for name, value in found.items() if name not in row}
-        print(found, flush=True)
+    for row in gathered(measured(prepared, cases, min(workers, len(cases)), batch=1), ("network", "training")):
+        print(row, flush=True)
         yield row
 
 

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier, Lock
@@ -25,16 +25,20 @@ Case = TypeVar("Case")
 
 
 def measured(
-    prepare: Callable[[Case], Measure], cases: Sequence[Case], workers: int, batch: int, seconds: float = math.inf
+    prepare: Callable[[Case], Measure], cases: Sequence[Case], workers: int, batch: int, seconds: float = math.inf,
+    threads: int = 1, turns: int = 1,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The row of each case, in no particular order.
+    """The row of each case, in no particular order, as often as it is measured.
 
     Args:
         prepare: compiles a case and returns what measures it; a function of a module, or a `partial` of one.
         cases: taken by the workers in turn, so that like ones should stand together.
-        workers: processes; each compiles in one thread.
+        workers: processes.
         batch: cases that a worker holds compiled at a time.
         seconds: after which no more rows come.
+        threads: of Inductor's, in which each worker compiles kernels.
+        turns: how often each worker measures what it holds, one worker after the other: rivals in processes of their
+            own see the same machine only if they take turns.
 
     Raises:
         RuntimeError: a worker ended before it had measured its cases.
@@ -43,15 +47,15 @@ def measured(
     context = multiprocessing.get_context("spawn")
     barrier, turn, rows = context.Barrier(workers), context.Lock(), context.Queue()
     rounds = math.ceil(len(cases) / workers / batch)
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of each worker
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
     processes = [
-        context.Process(target=_work, args=(prepare, cases[place::workers], rounds, batch, barrier, turn, rows))
+        context.Process(target=_work, args=(prepare, cases[place::workers], rounds, batch, turns, barrier, turn, rows))
         for place in range(workers)
     ]
     for process in processes:
         process.start()
     try:
-        for _ in cases:
+        for _ in range(len(cases) * turns):
             row = _next(rows, processes, end)
             if row is None:
                 break
@@ -59,6 +63,21 @@ def measured(
     finally:
         for process in processes:
             process.terminate()
+
+
+def gathered(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows that agree in what `names` name, as one, as far as it is known: of several times the least counts."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        whole = found.setdefault(tuple(row[name] for name in names), row)
+        for part, value in row.items():
+            if part == "ms":
+                whole["ms"] = {**value, **{of: min(ms, value.get(of, ms)) for of, ms in whole["ms"].items()}}
+            elif isinstance(value, dict):
+                whole[part] = {**whole.get(part, {}), **value}
+            else:
+                whole.setdefault(part, value)
+        yield whole
 
 
 def _next(rows: Queue, processes: Sequence[BaseProcess], end: float) -> dict[str, Any] | None:
@@ -72,17 +91,18 @@ def _next(rows: Queue, processes: Sequence[BaseProcess], end: float) -> dict[str
 
 
 def _work(
-    prepare: Callable[[Case], Measure], cases: Sequence[Case], rounds: int, batch: int, barrier: Barrier, turn: Lock,
-    rows: Queue,
+    prepare: Callable[[Case], Measure], cases: Sequence[Case], rounds: int, batch: int, turns: int, barrier: Barrier,
+    turn: Lock, rows: Queue,
 ) -> None:  # fmt: skip
     for place in range(rounds):
         ready = [prepare(case) for case in cases[place * batch : (place + 1) * batch]]
         wait()
         barrier.wait()
-        with turn:
-            for measure in ready:
-                rows.put(measure())
-        barrier.wait()
+        for _ in range(turns):
+            with turn:
+                for measure in ready:
+                    rows.put(measure())
+            barrier.wait()
         ready.clear()
         torch.compiler.reset()
         gc.collect()

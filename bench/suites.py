@@ -50,6 +50,13 @@ def _networks(module: Any, rows: list[Row]) -> str:
     return table.networks_as_called(rows)
 
 
+def _precisions(module: Any, given: Namespace) -> tuple[str, ...]:
+    found = tuple(given.precision or module.PRECISIONS)
+    if not set(found) <= set(module.PRECISIONS):
+        raise SystemExit(f"--precision {' '.join(found)}: this suite has {', '.join(module.PRECISIONS)}")
+    return found
+
+
 def _record(module: Any, rows: list[Row]) -> str:
     return module.pasted(module.record(rows), torch.cuda.get_device_name(), torch.__version__)
 
@@ -73,12 +80,20 @@ SUITES: dict[str, Suite] = {
     ),
     "snn-conv": Suite("spiking.snn_conv", lambda m, a: m.run(a.data and a.data / "spikes")),
     "snn-network": Suite(
-        "spiking.snn_network", lambda m, a: m.run(a.network, precisions=tuple(a.precision)), saved=save_last
+        "spiking.snn_network", lambda m, a: m.run(a.network, precisions=_precisions(m, a)), saved=save_last
     ),
-    "snn-training": Suite("spiking.snn_training", lambda m, a: m.run(a.modes)),
+    "snn-training": Suite(
+        "spiking.snn_training",
+        lambda m, a: m.run(
+            a.modes, a.names or tuple(m.NETWORKS), _precisions(m, a), a.steps or (m.STEPS,), a.batches,
+            a.workers or 1, a.threads,
+        ),
+    ),
     "snn-latency": Suite(
         "spiking.latency",
-        lambda m, a: m.run(a.names or m.NAMES, a.modes, a.steps or m.STEPS, a.batches or m.BATCHES),
+        lambda m, a: m.run(
+            a.names or m.NAMES, a.modes, a.steps or m.STEPS, a.batches or m.BATCHES, a.workers or 1, a.threads
+        ),
     ),
     "spike-layers": Suite(
         "spiking.spike_layers", lambda m, a: m.run(a.modes, tuple(a.names or m.KINDS), a.workers or 8)

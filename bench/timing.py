@@ -80,6 +80,11 @@ def time_rivals(
     row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
 
 
+def modes_of(row: Mapping[str, Any]) -> list[str]:
+    """Modes in which the rivals of a row were timed, in the order of `MODES`."""
+    return [mode for mode in MODES if any(key.endswith(f", {mode}") for key in row["ms"])]
+
+
 def host_us(call: Callable[[], Any], calls: int = 200, repeats: int = 5) -> float:
     """Host microseconds of one eager call without gradients, the best of `repeats` means.
 

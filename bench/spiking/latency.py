@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 import sparsecomp
 from bench.loop_networks import NETWORKS as LIBRARY
+from bench.parallel import gathered, measured
 from bench.table import markdown_grid
-from bench.timing import MODES, guarded, time_rivals
+from bench.timing import MODES, guarded, modes_of, time_rivals
 
 STEPS = (1, 4)
 BATCHES = (1, 8)
@@ -27,6 +28,7 @@ HAND_WRITTEN = {"hand_written": 32, "neuron": 512}
 """Networks that are called step by step, and the size of their images."""
 NAMES = (*HAND_WRITTEN, "spiking_vgg16", "sew_resnet18", "spikformer")
 FUSED: dict[str, Any] = {"neurons": "fuse"}
+TURNS = 3
 RIVALS: dict[str, dict[str, Any] | None] = {
     "stock": None, "ANN": None, "sparsecomp": {}, "loop fused": FUSED,
     "layers fused": {**FUSED, "disable": ["unrolled_neurons"]},
@@ -46,6 +48,14 @@ class Case(NamedTuple):
     batch: int
     device: str = "cuda"
     size: int | None = None
+
+
+class Call(NamedTuple):
+    """A case as a rival computes it in a mode."""
+
+    case: Case
+    rival: str
+    mode: str
 
 
 class Leaky(nn.Module):
@@ -109,28 +119,45 @@ class Alone(nn.Module):
 
 def run(
     names: Sequence[str] = NAMES, modes: Sequence[str] = MODES, steps: Sequence[int] = STEPS,
-    batches: Sequence[int] = BATCHES,
+    batches: Sequence[int] = BATCHES, workers: int = 1, threads: int = 1,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A row for each network, number of steps and batch: milliseconds of a call by rival and mode, and firing rates."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    for case in itertools.starmap(Case, itertools.product(names, steps, batches)):
-        row = measured(case, modes)
+    """A row for each network, number of steps and batch: milliseconds of a call by rival and mode, and firing rates.
+
+    Each rival is compiled in a process of its own, `workers` of them at a time; those that are ready take turns.
+    """
+    cases = itertools.starmap(Case, itertools.product(names, steps, batches))
+    calls = [Call(case, rival, mode) for case in cases for mode in modes for rival in rivals(case)]
+    found = measured(prepared, calls, min(workers, len(calls)), batch=1, threads=threads, turns=TURNS)
+    for row in gathered(found, ("network", "steps", "batch")):
         print(row, flush=True)
         yield row
 
 
-def measured(case: Case, modes: Sequence[str]) -> dict[str, Any]:
-    """The row of a case; the rivals of a mode take turns, so that all see the same machine."""
+def rivals(case: Case) -> Sequence[str]:
+    """Who computes a case."""
+    return tuple(RIVALS) if case.name in HAND_WRITTEN else ("stock", "ANN", "sparsecomp")
+
+
+def prepared(call: Call) -> Callable[[], dict[str, Any]]:
+    """What measures a rival in a mode, compiled; its row is a part of the case's."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    case = call.case
     row: dict[str, Any] = {"network": case.name, "steps": case.steps, "batch": case.batch, "ms": {}, "sites": {}}
-    net, x = network(case)
-    row["rates"] = rates(net, x)
-    for mode in modes:
-        torch._dynamo.reset()
-        calls: dict[str, Callable[[], Any]] = {}
-        for rival in RIVALS if case.name in HAND_WRITTEN else ("stock", "ANN", "sparsecomp"):
-            guarded(row, f"{rival}, {mode}", partial(_prepare, row, calls, rival, mode, net, x))
-        guarded(row, mode, partial(time_rivals, row, mode, calls, False))
-    return row
+    ready: dict[str, Callable[[], Any]] = {}
+
+    def prepare() -> None:
+        net, x = network(case)
+        row["rates"] = rates(net, x)
+        _prepare(row, ready, call.rival, call.mode, net, x)
+
+    guarded(row, f"{call.rival}, {call.mode}", prepare)
+
+    def measure() -> dict[str, Any]:
+        if ready:
+            guarded(row, f"{call.rival}, {call.mode}", partial(time_rivals, row, call.mode, ready, False))
+        return row
+
+    return measure
 
 
 def network(case: Case) -> tuple[nn.Module, Tensor]:
@@ -233,7 +260,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds of a call, and in brackets over stock's in the same mode."""
     grid = [["network", "T", "batch", "mode", *RIVALS]]
     for row in rows:
-        for mode in MODES:
+        for mode in modes_of(row):
             cells = [_cell(row["ms"], rival, mode) for rival in RIVALS]
             grid.append([row["network"], str(row["steps"]), str(row["batch"]), mode, *cells])
     return markdown_grid(grid)

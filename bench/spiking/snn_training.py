@@ -5,7 +5,9 @@ keep random networks firing. Memory is the most that torch holds at once in such
 (parameters, gradients and momentum) told beside it: only the rest is what a compiler can save.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -15,18 +17,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import sparsecomp
+from bench.parallel import gathered, measured
 from bench.table import markdown_grid
-from bench.timing import MODES, guarded, time_rivals, wait
+from bench.timing import MODES, guarded, modes_of, time_rivals, wait
 
 RIVALS: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "eager": (None, {}), "stock": ("inductor", {}), "sparsecomp": ("sparsecomp", {}),
-    "sparsecomp, memory low": ("sparsecomp", {"memory": "low"}),
+    "eager": (None, {}), "spikingjelly memopt": (None, {}), "stock": ("inductor", {}), "sparsecomp": ("sparsecomp", {}),
+    "sparsecomp memory low": ("sparsecomp", {"memory": "low"}),
 }  # fmt: skip
-"""What compiles the network, and its options."""
+"""What compiles the network, and its options; spikingjelly's memory-saving training runs eagerly."""
 NETWORKS = {"sew_resnet18": (32, 112), "spiking_vgg16_bn": (64, 32), "spikformer": (64, 32)}
 """Batch and size of the images."""
-PRECISIONS = ("tf32", "amp")
+PRECISIONS = ("tf32", "amp", "fp32")
 STEPS = 4
+TURNS = 3
+_BLOCKS = ("BasicBlock", "SpikformerBlock")
+
+
+class Case(NamedTuple):
+    """A network in training, as a rival computes it in a mode of torch.compile."""
+
+    network: str
+    precision: str
+    steps: int
+    batch: int
+    mode: str
+    rival: str
+    device: str = "cuda"
 
 
 class Trained(NamedTuple):
@@ -48,25 +66,47 @@ class Trained(NamedTuple):
         self.optimizer.zero_grad(set_to_none=False)
 
 
-def run(modes: tuple[str, ...] = MODES) -> Iterator[dict[str, Any]]:
-    """A row a network and precision: milliseconds and MiB by rival and mode."""
-    for name in NETWORKS:
-        for precision in PRECISIONS:
-            row: dict[str, Any] = {"network": name, "precision": precision, "ms": {}, "MiB": {}, "held MiB": {}}
-            for mode in modes:
-                torch._dynamo.reset()
-                steps: dict[str, Callable[[], None]] = {}
-                for rival in RIVALS:
-                    guarded(row, f"{rival}, {mode}", partial(_prepare, row, steps, rival, mode))
-                guarded(row, mode, partial(time_rivals, row, mode, steps, True))
-            print(row, flush=True)
-            yield row
+def run(
+    modes: Sequence[str] = MODES, names: Sequence[str] = tuple(NETWORKS), precisions: Sequence[str] = PRECISIONS[:2],
+    steps: Sequence[int] = (STEPS,), batches: Sequence[int] | None = None, workers: int = 1, threads: int = 1,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A row a network, precision, number of steps and batch: milliseconds and MiB by rival and mode.
+
+    Each rival is compiled in a process of its own, `workers` of them at a time; those that are ready take turns.
+    """
+    cases = [
+        Case(name, precision, count, batch, mode, rival)
+        for name, precision, count in itertools.product(names, precisions, steps)
+        for batch in batches or NETWORKS[name][:1]
+        for mode, rival in itertools.product(modes, RIVALS)
+    ]
+    found = measured(prepared, cases, min(workers, len(cases)), batch=1, threads=threads, turns=TURNS)
+    for row in gathered(found, ("network", "precision", "steps", "batch")):
+        print(row, flush=True)
+        yield row
 
 
-def _prepare(row: dict[str, Any], steps: dict[str, Callable[[], None]], rival: str, mode: str) -> None:
+def prepared(case: Case) -> Callable[[], dict[str, Any]]:
+    """What measures a rival in a mode, compiled; its row is a part of the network's."""
+    row: dict[str, Any] = {
+        "network": case.network, "precision": case.precision, "steps": case.steps, "batch": case.batch,
+        "ms": {}, "MiB": {}, "held MiB": {}, "sites": {},
+    }  # fmt: skip
+    key, ready = f"{case.rival}, {case.mode}", {}
+    guarded(row, key, partial(_prepare, row, ready, case))
+
+    def measure() -> dict[str, Any]:
+        if ready:
+            guarded(row, key, partial(time_rivals, row, case.mode, ready, True))
+        return row
+
+    return measure
+
+
+def _prepare(row: dict[str, Any], ready: dict[str, Callable[[], None]], case: Case) -> None:
     wait()
-    before = torch.cuda.memory_allocated()
-    steps[rival] = step = trained(row["network"], rival, mode, row["precision"] == "amp")
+    before, key = torch.cuda.memory_allocated(), f"{case.rival}, {case.mode}"
+    step = trained(case)
     for _ in range(4):  # compiles, records CUDA graphs
         step()
     wait()
@@ -74,38 +114,54 @@ def _prepare(row: dict[str, Any], steps: dict[str, Callable[[], None]], rival: s
     torch.cuda.reset_peak_memory_stats()
     step()
     wait()
-    key = f"{rival}, {mode}"
     row["MiB"][key] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
     row["held MiB"][key] = round((held - before) / 2**20)
+    if RIVALS[case.rival][0] == "sparsecomp":
+        report = sparsecomp.last_report()
+        assert report is not None
+        found = Counter(f"{site.rule}: {site.implementation}" for site in report.rewritten)
+        row["sites"][key] = dict(sorted(found.items()))
+    ready[case.rival] = step
 
 
-def trained(name: str, rival: str, mode: str, amp: bool) -> Trained:
+def trained(case: Case) -> Trained:
     """A rival's network, its weights those of all."""
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = case.precision != "fp32"
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
-    model = network(name).cuda().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    batch, size = NETWORKS[name]
-    x = torch.rand(batch, 3, size, size, device="cuda").contiguous(memory_format=torch.channels_last)
-    steps_inside = name == "spikformer"
-    x = x if steps_inside else x.expand(STEPS, *x.shape)
-    target = torch.randint(0, 10, (batch,), device="cuda")
-    target = target.expand(STEPS, batch).flatten()
-    backend, options = RIVALS[rival]
+    model = network(case.network, case.steps).to(case.device)
+    model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    size = NETWORKS[case.network][1]
+    x = torch.rand(case.batch, 3, size, size, device=case.device).contiguous(memory_format=torch.channels_last)
+    steps_inside = case.network == "spikformer"
+    x = x if steps_inside else x.expand(case.steps, *x.shape)
+    target = torch.randint(0, 10, (case.batch,), device=case.device)
+    target = target.expand(case.steps, case.batch).flatten()
+    backend, options = RIVALS[case.rival]
     compiled = model
-    if backend == "sparsecomp":
-        compiled = torch.compile(model, backend=backend, options={**options, "mode": mode})
+    if case.rival == "spikingjelly memopt":
+        _save_memory(model, x)
+    elif backend == "sparsecomp":
+        compiled = torch.compile(model, backend=backend, options={**options, "mode": case.mode})
     elif backend is not None:
-        compiled = torch.compile(model, backend=backend, mode=mode)
+        compiled = torch.compile(model, backend=backend, mode=case.mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
-    return Trained(model, compiled, optimizer, x, target, amp)
+    return Trained(model, compiled, optimizer, x, target, case.precision == "amp")
 
 
-def network(name: str) -> nn.Module:
+def _save_memory(model: nn.Module, x: Tensor) -> None:
+    """spikingjelly's level 1: every block, or neuron of a network without blocks, is checkpointed, spikes as bits."""
+    blocks = tuple({type(module) for module in model.modules() if type(module).__name__ in _BLOCKS})
+    targets = blocks or (_library("neuron").LIFNode,)
+    _library("memopt").optimize_memory(model, targets, lambda net: net(x), level=1)
+    _library("functional").reset_net(model)
+
+
+def network(name: str, steps: int) -> nn.Module:
     """A network of spikingjelly's, multi-step."""
     if name == "spikformer":
         return _library("model.spikformer").Spikformer(
-            T=STEPS, img_size_h=32, img_size_w=32, patch_size=4, num_classes=10, embed_dims=384, num_heads=12, depths=4
+            T=steps, img_size_h=32, img_size_w=32, patch_size=4, num_classes=10, embed_dims=384, num_heads=12, depths=4
         )
     neuron = _library("neuron").LIFNode
     if name == "sew_resnet18":
@@ -122,10 +178,11 @@ def _library(name: str) -> Any:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds and MiB of a step, and in brackets both over stock's in the same mode."""
-    grid = [["network", "precision", "mode", *RIVALS]]
+    grid = [["network", "precision", "T", "batch", "mode", *RIVALS]]
     for row in rows:
-        for mode in MODES:
-            grid.append([row["network"], row["precision"], mode, *(_cell(row, rival, mode) for rival in RIVALS)])
+        case = [row["network"], row["precision"], str(row["steps"]), str(row["batch"])]
+        for mode in modes_of(row):
+            grid.append([*case, mode, *(_cell(row, rival, mode) for rival in RIVALS)])
     return markdown_grid(grid)
 
 

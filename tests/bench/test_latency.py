@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.parallel import gathered
 from bench.spiking import latency
 from bench.spiking.latency import Case, HandWritten, Leaky, ann_of
 
@@ -48,9 +49,19 @@ def test_the_ann_of_a_librarys_network() -> None:
     torch.testing.assert_close(ann_of(net)(x), net[0](x).relu())
 
 
+def test_each_rival_of_a_case_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(latency, "measured", lambda prepare, calls, workers, **more: asked.extend(calls) or [])
+    assert not [*latency.run(["hand_written", "spikformer"], ["default"], [1], [1, 8], workers=3)]
+    assert len(asked) == len(set(asked)) == 2 * (5 + 3)
+    assert {one.rival for one in asked if one.case.name == "spikformer"} == {"stock", "ANN", "sparsecomp"}
+
+
 @pytest.mark.slow(reason="compiles five networks")
 def test_rows_have_all_rivals_and_say_what_was_fused() -> None:
-    row = latency.measured(TINY, ["default"])
+    calls = [latency.Call(TINY, rival, "default") for rival in latency.rivals(TINY)]
+    *_, row = gathered([latency.prepared(call)() for call in calls], ("network", "steps", "batch"))
+    assert (row["network"], row["steps"], row["batch"]) == ("hand_written", 3, 2) and len(row["rates"]) == 2
     assert set(row["ms"]) == {f"{rival}, default" for rival in latency.RIVALS}
     assert "left out" not in row and all(ms > 0 for ms in row["ms"].values())
     fused = {name: sites.count("unrolled_neurons: fused") for name, sites in row["sites"].items()}
