@@ -129,7 +129,7 @@ def _row(name: str, layout: str) -> Row:
 
 def table(rows: list[Row]) -> str:
     """Milliseconds by rival, cuDNN's over ours in float32, the fastest configuration, and errors."""
-    grid = [["stem", "layout", "cuDNN float32", "TF32", "halves", "over float32", "fastest", "its", "error", "float32's"]]
+    grid = [["stem", "layout", "cuDNN float32", "TF32", "halves", "speed", "fastest", "its", "error", "float32's"]]
     for row in rows:
         float32, tf32, ours = (row["ms"][rival] for rival in ("cuDNN float32", "cuDNN TF32", "halves"))
         config, (fastest, _) = next(iter(row["configurations"].items()))
