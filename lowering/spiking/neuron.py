@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import random_tensor, strided
+from sparsecomp.lowering.launch.strided import dtype_name, random_tensor, strided
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.neuron import NUMBERS, OPERATIONS, PARAMETERS, STATES, Neuron, neuron_of, neuron_reference
 
@@ -36,6 +36,7 @@ class Neurons(NamedTuple):
         has_state: which states are read from memory.
         has_parameter: which parameters there are.
         keep: the last states are written.
+        spikes: their dtype.
     """
 
     numel: int
@@ -49,6 +50,7 @@ class Neurons(NamedTuple):
     has_state: tuple[bool, ...]
     has_parameter: tuple[bool, ...]
     keep: bool
+    spikes: str = "int8"
 
     @property
     def all_numbers(self) -> tuple[float, ...]:
@@ -76,36 +78,72 @@ def launch_neuron(
     keep: bool,
 ) -> tuple[Tensor, ...]:
     """See `sparsecomp.ops.neuron`."""
-    spikes = torch.empty_like(x, dtype=torch.int8)
     last = [torch.empty_like(x[0]) for _ in states] if keep else []
-    results = (spikes, *last, *(x.new_empty(0) for _ in range(STATES - len(last))))
+    spikes = torch.empty_like(x, dtype=torch.int8)
+    _launch(x, states, starts, parameters, numbers, step, spikes, last)
+    return (spikes, *last, *(x.new_empty(0) for _ in range(STATES - len(last))))
+
+
+def launch_trained(
+    x: Tensor, states: Sequence[Tensor | None], starts: Sequence[float], parameters: Sequence[Tensor],
+    numbers: Sequence[float], step: str,
+) -> list[Tensor]:  # fmt: skip
+    """See `sparsecomp.ops.trained_neuron`."""
+    spikes, last = torch.empty_like(x), [torch.empty_like(x[0]) for _ in states]
+    _launch(x, states, starts, parameters, numbers, step, spikes, last)
+    return [spikes, *last]
+
+
+def _launch(
+    x: Tensor, states: Sequence[Tensor | None], starts: Sequence[float], parameters: Sequence[Tensor],
+    numbers: Sequence[float], step: str, spikes: Tensor, last: list[Tensor],
+) -> None:  # fmt: skip
+    """Write spikes, and last states where there are any."""
     if x.numel() == 0:
-        return results
-    shape, strides = x.shape[1:], x.stride()[1:]
-    if strides != spikes.stride()[1:] or not _is_dense(shape, strides):
+        return
+    if x.stride()[1:] != spikes.stride()[1:] or not is_dense(x[0]):
         # a step is not one dense block of memory: run on a copy, answer in the layout asked for
-        dense = launch_neuron(x.contiguous(), states, starts, parameters, numbers, step, keep)
-        return tuple(ours.copy_(theirs) for ours, theirs in zip(results, dense, strict=True))
-    given = [None if v is None else _laid_out(v, x[0]) for v in states]
-    given += [None] * (STATES - len(given))
-    read = [*parameters, *[None] * (PARAMETERS - len(parameters))]
-    problem = Neurons(
-        x[0].numel(), x.stride(0), spikes.stride(0), tuple(_axis(p, shape, strides) for p in read),
-        _filled(starts, STATES), _filled(numbers, NUMBERS), x.shape[0], neuron_of(step),
-        tuple(v is not None for v in given), tuple(p is not None for p in read), keep,
-    )  # fmt: skip
+        dense = x.contiguous()
+        results = [torch.empty_like(dense, dtype=spikes.dtype), *(torch.empty_like(dense[0]) for _ in last)]
+        _launch(dense, states, starts, parameters, numbers, step, results[0], results[1:])
+        for ours, theirs in zip((spikes, *last), results, strict=True):
+            ours.copy_(theirs)
+        return
+    given, read = operands(x, states, parameters)
+    problem = problem_of(x, given, starts, read, numbers, step, spikes, bool(last))
     kept = [*last, *[None] * (STATES - len(last))]
     dispatch.launch(NEURON, problem, x, *given, *read, spikes, *kept)
-    return results
 
 
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def operands(
+    x: Tensor, states: Sequence[Tensor | None], parameters: Sequence[Tensor]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """States that lie as a step of x does, and parameters, as many as a kernel has room for."""
+    given = [None if v is None else laid_out(v, x[0]) for v in states]
+    return given + [None] * (STATES - len(given)), [*parameters, *[None] * (PARAMETERS - len(parameters))]
+
+
+def problem_of(
+    x: Tensor, states: Sequence[Tensor | None], starts: Sequence[float], parameters: Sequence[Tensor | None],
+    numbers: Sequence[float], step: str, spikes: Tensor, keep: bool,
+) -> Neurons:  # fmt: skip
+    """The problem of such operands, of which a step is one dense block of memory."""
+    shape, strides = x.shape[1:], x.stride()[1:]
+    return Neurons(
+        x[0].numel(), x.stride(0), spikes.stride(0), tuple(_axis(p, shape, strides) for p in parameters),
+        _filled(starts, STATES), _filled(numbers, NUMBERS), x.shape[0], neuron_of(step),
+        tuple(v is not None for v in states), tuple(p is not None for p in parameters), keep, dtype_name(spikes),
+    )  # fmt: skip
+
+
+def is_dense(step: Tensor) -> bool:
     """Whether elements, no two of which share a place, leave no place free between them."""
-    spread = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return spread + 1 == torch.Size(shape).numel()
+    spread = sum((size - 1) * stride for size, stride in zip(step.shape, step.stride(), strict=True))
+    return spread + 1 == step.numel()
 
 
-def _laid_out(v: Tensor, like: Tensor) -> Tensor:
+def laid_out(v: Tensor, like: Tensor) -> Tensor:
+    """`v` in the strides of `like`, whose shape it has or is broadcast to."""
     same = (v.shape, v.stride()) == (like.shape, like.stride())
     return v if same else torch.empty_like(like).copy_(v)
 
@@ -131,7 +169,7 @@ def _signature(problem: Neurons, device: Device) -> KernelSignature:
         ("parameters", "".join(str(int(one)) for one in p.has_parameter)),
     )  # fmt: skip
     return KernelSignature(
-        "neuron", device, dtypes=("float32", "int8"), accumulator="float32", sizes=(("numel", p.numel),),
+        "neuron", device, dtypes=("float32", p.spikes), accumulator="float32", sizes=(("numel", p.numel),),
         parameters=parameters,
     )  # fmt: skip
 
@@ -141,7 +179,7 @@ def _representative(signature: KernelSignature) -> Neurons:
     states, parameters = ([one == "1" for one in str(given[name])] for name in ("states", "parameters"))
     return Neurons(
         numel, numel, numel, (_ONE,) * PARAMETERS, (0.0,) * STATES, (0.5,) * NUMBERS, int(given["steps"]),
-        neuron_of(str(given["step"])), tuple(states), tuple(parameters), bool(given["keep"]),
+        neuron_of(str(given["step"])), tuple(states), tuple(parameters), bool(given["keep"]), signature.dtypes[1],
     )  # fmt: skip
 
 
@@ -152,7 +190,7 @@ def _operands(problem: Neurons, device: torch.device, seed: int) -> tuple[Tensor
         return torch.randn(size, generator=random, device=device) if given else None
 
     x = random_tensor((p.steps, p.numel), (p.x_step, 1), "float32", random)
-    poison = torch.tensor(77, dtype=torch.int8, device=device)
+    poison = torch.tensor(77, dtype=getattr(torch, p.spikes), device=device)
     spikes = strided((p.steps, p.numel), (p.spikes_step, 1), poison.repeat)
     states = [normal(p.numel, given) for given in p.has_state]
     parameters = [normal(axis.size, given) for axis, given in zip(p.axes, p.has_parameter, strict=True)]

@@ -32,7 +32,7 @@ from sparsecomp.ops.sparse.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse.spmm import spmm
 from sparsecomp.ops.spiking.halves_conv import halves_conv
 from sparsecomp.ops.spiking.lif import lif
-from sparsecomp.ops.spiking.neuron import neuron
+from sparsecomp.ops.spiking.neuron import neuron, trained_neuron
 from sparsecomp.ops.spiking.spike_conv import spike_conv, spike_linear
 from sparsecomp.ops.spiking.spike_conv_transpose import spike_conv_transpose
 from sparsecomp.ops.spiking.spike_matmul import spike_matmul
@@ -78,4 +78,5 @@ __all__ = [
     "split_weight",
     "spmm",
     "tournament",
+    "trained_neuron",
 ]

@@ -8,6 +8,10 @@ keeps each operation apart, and whoever runs it rounds after each: kernels, and 
 
 is a leaky neuron with a hard reset: x is the input of the step, v0 and v1 its states, p0 to p5 tensors and n0 to n7
 numbers that stay the same over time.
+
+A neuron that is trained fires by `fire t2 u`: 1 where t2 is true, with a gradient for u that is no derivative. What it
+is the description says too, of u and of the gradient g that it is given: `b0 = abs u; b1 = add b0 n3; b2 = div g b1;
+pull b2`. `stop t3` is t3 without a gradient.
 """
 
 from collections import Counter
@@ -23,15 +27,24 @@ from sparsecomp.errors import InputError
 
 STATES, PARAMETERS, NUMBERS = 2, 6, 8
 """How many a description has room for."""
-OPERATIONS = ("add", "sub", "mul", "div", "neg", "ge", "gt", "le", "lt", "not", "float", "where")
+OPERATIONS = (
+    "add", "sub", "mul", "div", "neg", "ge", "gt", "le", "lt", "not", "float", "where", "fire", "stop",
+    "abs", "exp", "sqrt", "sigmoid", "max", "min",
+)  # fmt: skip
 """What one instruction can do, on float32 and on truth values; a kernel knows them by their place."""
+OF_SURROGATES = ("abs", "exp", "sqrt", "sigmoid", "max", "min")
+"""Those that only the gradient of firing is made of."""
 COMPARISONS = ("ge", "gt", "le", "lt")
 _NAMES = (
     "x", *(f"v{i}" for i in range(STATES)), *(f"p{i}" for i in range(PARAMETERS)), *(f"n{i}" for i in range(NUMBERS))
 )  # fmt: skip
 PLACES: Mapping[str, int] = {name: place for place, name in enumerate(_NAMES)}
 """Where the values of a step stand by name; results of its instructions follow."""
-_ARITY = {"neg": 1, "not": 1, "float": 1, "where": 3}
+PULLED: Mapping[str, int] = {**PLACES, "u": PLACES["x"], "g": PLACES["v0"]}
+"""The same of the instructions that give the gradient of firing."""
+_STATE_NAMES = tuple(f"v{i}" for i in range(STATES))
+_PULLABLE = {name: place for name, place in PULLED.items() if name not in ("x", *_STATE_NAMES)}
+_ARITY = {"neg": 1, "not": 1, "float": 1, "where": 3, "stop": 1, "abs": 1, "exp": 1, "sqrt": 1, "sigmoid": 1}
 _SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/", "ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -57,11 +70,15 @@ class Neuron:
         code: instructions, in order.
         spike: place of the truth value that says where it fires.
         states: places of the values that each state has after the step.
+        pull: instructions on u and g, in order, by places of their own.
+        pulled: the place among them of the gradient for u.
     """
 
     code: tuple[Instruction, ...]
     spike: int
     states: tuple[int, ...]
+    pull: tuple[Instruction, ...] = ()
+    pulled: int = 0
 
     def __str__(self) -> str:
         """The description as text, which `neuron_of` reads."""
@@ -69,13 +86,30 @@ class Neuron:
             f"t{index} = {' '.join((one.operation, *map(_name, one.operands)))}" for index, one in enumerate(self.code)
         ]
         after = [f"v{index} {_name(place)}" for index, place in enumerate(self.states)]
+        if self.is_trained:
+            after += [
+                f"b{index} = {' '.join((one.operation, *(_name(place, True) for place in one.operands)))}"
+                for index, one in enumerate(self.pull)
+            ]
+            after.append(f"pull {_name(self.pulled, True)}")
         return "; ".join([*lines, f"spike {_name(self.spike)}", *after])
+
+    @property
+    def _truth(self) -> int:
+        """The place of the truth value by which it fires."""
+        one = self.code[self.spike - len(_NAMES)] if self.spike >= len(_NAMES) else None
+        return one.a if one is not None and one.operation == "fire" else self.spike
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it says what the gradient of firing is."""
+        return any(one.operation == "fire" for one in self.code)
 
     def formula(self, numbers: Sequence[float]) -> str:
         """The description as formulas with its numbers: s is 1 where it fires, h what is read more than once."""
         code = dict(enumerate(self.code, len(_NAMES)))
         read = Counter([place for one in self.code for place in one.operands] + [*self.states])
-        names: dict[int, str] = {self.spike: "s"}
+        names: dict[int, str] = {self._truth: "s"}
 
         def written(place: int, whole: bool = False) -> str:
             if place in names and not whole:
@@ -85,7 +119,7 @@ class Neuron:
                 return f"{numbers[int(name[1:])]:g}" if name[0] == "n" else name
             one = code[place]
             parts = [written(operand) for operand in one.operands]
-            if one.operation == "float":
+            if one.operation in ("float", "fire", "stop"):
                 return parts[0]
             if one.operation in _SIGNS:
                 text = f"{parts[0]} {_SIGNS[one.operation]} {parts[1]}"
@@ -94,15 +128,17 @@ class Neuron:
 
         shown = []
         for place, one in code.items():
-            if read[place] > 1 and one.operation != "float" and place not in names:
+            if read[place] > 1 and one.operation not in ("float", "fire", "stop") and place not in names:
                 names[place] = f"h{len(names)}"
             if place in names:
                 shown.append(f"{names[place]} = {written(place, whole=True)}")
         return "; ".join([*shown, *(f"v{index} = {written(place)}" for index, place in enumerate(self.states))])
 
 
-def _name(place: int) -> str:
-    return _NAMES[place] if place < len(_NAMES) else f"t{place - len(_NAMES)}"
+def _name(place: int, pulled: bool = False) -> str:
+    if place >= len(_NAMES):
+        return f"{'b' if pulled else 't'}{place - len(_NAMES)}"
+    return {"x": "u", "v0": "g"}.get(_NAMES[place], _NAMES[place]) if pulled else _NAMES[place]
 
 
 @lru_cache(maxsize=256)
@@ -112,22 +148,26 @@ def neuron_of(text: str) -> Neuron:
     Raises:
         InputError: it is none.
     """
-    places, code, after = dict(PLACES), [], {}
+    places, pulls, code, pull, after = dict(PLACES), dict(_PULLABLE), [], [], {}
     try:
         for line in text.split("; "):
             left, _, right = line.partition(" = ")
+            known, into = (pulls, pull) if left.startswith(("b", "pull")) else (places, code)
             if right:
                 operation, *names = right.split()
-                operands = [places[name] for name in names]
+                operands = [known[name] for name in names]
                 if operation not in OPERATIONS or len(operands) != _ARITY.get(operation, 2):
                     raise ValueError
-                places[left] = len(places)
-                code.append(Instruction(operation, *operands))
+                known[left] = len(PLACES) + len(into)
+                into.append(Instruction(operation, *operands))
             else:
                 name, value = left.split()
-                after[name] = places[value]
-        states = tuple(after[f"v{index}"] for index in range(max(1, len(after) - 1)))
-        return Neuron(tuple(code), after["spike"], states)
+                after[name] = known[value]
+        states = tuple(after[f"v{index}"] for index in range(sum(name in after for name in _STATE_NAMES) or 1))
+        found = Neuron(tuple(code), after["spike"], states, tuple(pull), after.get("pull", 0))
+        if found.is_trained != ("pull" in after):
+            raise ValueError
+        return found
     except (KeyError, ValueError):
         raise InputError(
             f"{text!r} describes no neuron; needed are lines such as 't0 = add v0 x' of {', '.join(OPERATIONS)}, then "
@@ -145,20 +185,14 @@ def neuron_reference(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each step in plain torch, operation by operation; see `sparsecomp.ops.neuron`."""
-    neuron, like = neuron_of(step), x[0]
-    # in the dtype of the tensors: of a number torch may take another operation
-    fixed = [*parameters, *[0.0] * (PARAMETERS - len(parameters))]
-    fixed += [torch.full((), number, dtype=x.dtype, device=x.device) for number in numbers]
-    fixed += [0.0] * (NUMBERS - len(numbers))
+    neuron, like, fixed = neuron_of(step), x[0], unchanging(x, parameters, numbers)
     now: list[Any] = [
         torch.full_like(like, start) if given is None else given
         for given, start in zip(states, starts, strict=True)
     ]
     spikes = torch.empty_like(x, dtype=torch.int8)
     for time in range(x.shape[0]):
-        values: list[Any] = [x[time], *now, *[0.0] * (STATES - len(now)), *fixed]
-        for one in neuron.code:
-            values.append(_DONE[one.operation](*(values[place] for place in one.operands)))
+        values = run_code([x[time], *now, *[0.0] * (STATES - len(now)), *fixed], neuron.code)
         spikes[time] = values[neuron.spike]
         now = [values[place] for place in neuron.states]
     last = [torch.empty_like(like).copy_(value) for value in now] if keep else []
@@ -166,8 +200,74 @@ def neuron_reference(
     return spikes, last[0], last[1]
 
 
+def unchanging(x: Tensor, parameters: Sequence[Tensor], numbers: Sequence[float]) -> list[Any]:
+    """Parameters and numbers in their places behind the states; what there is not is 0."""
+    # in the dtype of the tensors: of a number torch may take another operation
+    known = [torch.full((), number, dtype=x.dtype, device=x.device) for number in numbers]
+    return [
+        *parameters, *[0.0] * (PARAMETERS - len(parameters)), *known, *[0.0] * (NUMBERS - len(numbers))
+    ]  # fmt: skip
+
+
+def run_code(values: list[Any], code: Sequence[Instruction]) -> list[Any]:
+    """Values, and behind them the results of the instructions; truth values become numbers of the first one's dtype."""
+    values, dtype = [*values], values[0].dtype
+    for one in code:
+        operands = [values[place] for place in one.operands]
+        values.append(
+            operands[0].to(dtype) if one.operation in ("float", "fire") else _DONE[one.operation](*operands)
+        )
+    return values
+
+
+def trained_reference(
+    x: Tensor,
+    states: Sequence[Tensor | None],
+    starts: Sequence[float],
+    parameters: Sequence[Tensor],
+    numbers: Sequence[float],
+    step: str,
+) -> tuple[Tensor, ...]:
+    """Spikes, in the dtype of x, and last states, through which torch differentiates as often as it is asked to."""
+    neuron, fixed = neuron_of(step), unchanging(x, parameters, numbers)
+    now: list[Any] = [
+        torch.full_like(x[0], start) if given is None else given
+        for given, start in zip(states, starts, strict=True)
+    ]
+    spikes = []
+    for current in x.unbind():
+        values = [current, *now, *[0.0] * (STATES - len(now)), *fixed]
+        for one in neuron.code:
+            if one.operation == "fire":
+                values.append(_Fire.apply(values[one.a], values[one.b], neuron, tuple(fixed)))
+            else:
+                values = run_code(values, [one])
+        spikes.append(torch.empty_like(current).copy_(values[neuron.spike]))
+        now = [values[place] for place in neuron.states]
+    return torch.stack(spikes), *(value.expand_as(x[0]) for value in now)
+
+
+class _Fire(torch.autograd.Function):
+    """Ones where a neuron fires, with the gradient of its description."""
+
+    @staticmethod
+    def forward(ctx: Any, fires: Tensor, u: Tensor, neuron: Neuron, fixed: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(u)
+        ctx.neuron, ctx.fixed = neuron, fixed
+        return fires.to(u.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (u,) = ctx.saved_tensors
+        values: list[Any] = [u, grads[0], *[0.0] * (STATES - 1), *ctx.fixed]
+        values = run_code(values, ctx.neuron.pull)
+        return None, values[ctx.neuron.pulled], None, None
+
+
 _DONE: Mapping[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg,
     "ge": torch.ge, "gt": torch.gt, "le": torch.le, "lt": torch.lt,
-    "not": torch.logical_not, "float": Tensor.float, "where": torch.where,
+    "not": torch.logical_not, "where": torch.where, "stop": Tensor.detach,
+    "abs": torch.abs, "exp": torch.exp, "sqrt": torch.sqrt, "sigmoid": torch.sigmoid,
+    "max": torch.maximum, "min": torch.minimum,
 }  # fmt: skip

@@ -25,6 +25,14 @@ _LE = tl.constexpr(OPERATIONS.index("le"))
 _LT = tl.constexpr(OPERATIONS.index("lt"))
 _NOT = tl.constexpr(OPERATIONS.index("not"))
 _FLOAT = tl.constexpr(OPERATIONS.index("float"))
+_FIRE = tl.constexpr(OPERATIONS.index("fire"))
+_STOP = tl.constexpr(OPERATIONS.index("stop"))
+_ABS = tl.constexpr(OPERATIONS.index("abs"))
+_EXP = tl.constexpr(OPERATIONS.index("exp"))
+_SQRT = tl.constexpr(OPERATIONS.index("sqrt"))
+_SIGMOID = tl.constexpr(OPERATIONS.index("sigmoid"))
+_MAX = tl.constexpr(OPERATIONS.index("max"))
+_MIN = tl.constexpr(OPERATIONS.index("min"))
 
 
 @triton.jit
@@ -50,14 +58,28 @@ def do_instruction(OPERATION: tl.constexpr, a, b, c):
         return a < b
     elif OPERATION == _NOT:
         return a == 0
-    elif OPERATION == _FLOAT:
+    elif OPERATION == _FLOAT or OPERATION == _FIRE:  # noqa: SIM109  (Triton has no `in`)
         return a.to(tl.float32)
+    elif OPERATION == _STOP:
+        return a
+    elif OPERATION == _ABS:
+        return tl.abs(a)
+    elif OPERATION == _EXP:
+        return tl.exp(a)
+    elif OPERATION == _SQRT:
+        return tl.sqrt_rn(a)
+    elif OPERATION == _SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-a))
+    elif OPERATION == _MAX:
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OPERATION == _MIN:
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
     else:
         return tl.where(a, b, c)
 
 
 @triton.jit
-def _state(pointer, start, offset, mask, zero):
+def state_before(pointer, start, offset, mask, zero):
     """A state before the first step."""
     if pointer is not None:
         return tl.load(pointer + offset, mask=mask, other=0.0)
@@ -66,7 +88,7 @@ def _state(pointer, start, offset, mask, zero):
 
 
 @triton.jit
-def _parameter(pointer, size, stride, offset, mask, zero):
+def parameter_of(pointer, size, stride, offset, mask, zero):
     """What each element reads of a parameter."""
     if pointer is not None:
         return tl.load(pointer + offset // stride % size, mask=mask, other=0.0)
@@ -86,11 +108,14 @@ def neuron_kernel(
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
     zero = tl.full((BLOCK,), 0.0, tl.float32)
-    states = (_state(v0_ptr, start0, offset, mask, zero), _state(v1_ptr, start1, offset, mask, zero))
+    states = (state_before(v0_ptr, start0, offset, mask, zero), state_before(v1_ptr, start1, offset, mask, zero))
     fixed = (
-        _parameter(p0_ptr, size0, stride0, offset, mask, zero), _parameter(p1_ptr, size1, stride1, offset, mask, zero),
-        _parameter(p2_ptr, size2, stride2, offset, mask, zero), _parameter(p3_ptr, size3, stride3, offset, mask, zero),
-        _parameter(p4_ptr, size4, stride4, offset, mask, zero), _parameter(p5_ptr, size5, stride5, offset, mask, zero),
+        parameter_of(p0_ptr, size0, stride0, offset, mask, zero),
+        parameter_of(p1_ptr, size1, stride1, offset, mask, zero),
+        parameter_of(p2_ptr, size2, stride2, offset, mask, zero),
+        parameter_of(p3_ptr, size3, stride3, offset, mask, zero),
+        parameter_of(p4_ptr, size4, stride4, offset, mask, zero),
+        parameter_of(p5_ptr, size5, stride5, offset, mask, zero),
         zero + n0, zero + n1, zero + n2, zero + n3, zero + n4, zero + n5, zero + n6, zero + n7,
     )  # fmt: skip
     # offsets of later steps pass 2^31 where a whole layer does
@@ -101,7 +126,7 @@ def neuron_kernel(
         for at in tl.static_range(len(CODE)):
             one = do_instruction(CODE[at][0], values[CODE[at][1]], values[CODE[at][2]], values[CODE[at][3]])
             values = values + (one,)
-        tl.store(spikes_ptr + step * spikes_step + offset, values[SPIKE].to(tl.int8), mask=mask)
+        tl.store(spikes_ptr + step * spikes_step + offset, values[SPIKE].to(spikes_ptr.dtype.element_ty), mask=mask)
         if len(AFTER) == 2:
             states = (values[AFTER[0]], values[AFTER[1]])
         else:
@@ -124,7 +149,7 @@ _numel, _steps, _block, _warps = sizes("numel steps BLOCK warps")
 NEURON = Template(
     name="neuron",
     op="neuron",
-    sources=(neuron_kernel, do_instruction, _state, _parameter),
+    sources=(neuron_kernel, do_instruction, state_before, parameter_of),
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (256, 512, 1024) for warps in (2, 4, 8)
         if 4 <= block // (32 * warps) <= 16

@@ -1,7 +1,7 @@
 """A neuron of any small description over all time steps as one operator that returns spikes as bytes.
 
-A rewrite for inference of neurons that are written by hand, step by step; see `sparsecomp.reference.neuron` for what a
-description is.
+What neurons become that are written by hand, step by step; see `sparsecomp.reference.neuron` for what a description is.
+One that is trained is an operator of its own, whose spikes are numbers, since bytes have no gradients.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsecomp.ops.library import TAGS, implement, library
-from sparsecomp.reference.neuron import STATES, neuron_reference
+from sparsecomp.ops.library import TAGS, differentiable, implement, library
+from sparsecomp.reference.neuron import STATES, neuron_reference, trained_reference
+from sparsecomp.reference.neuron_gradient import gradients_reference
 
 library.define(
     "neuron(Tensor x, Tensor?[] states, float[] starts, Tensor[] parameters, float[] numbers, str step, bool keep) "
     "-> (Tensor, Tensor, Tensor)",
+    tags=TAGS,
+)
+library.define(
+    "trained_neuron(Tensor x, Tensor?[] states, float[] starts, Tensor[] parameters, float[] numbers, str step) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=TAGS,
+)
+library.define(
+    "neuron_gradients(Tensor[] grads, Tensor x, Tensor?[] states, float[] starts, Tensor[] parameters, "
+    "float[] numbers, str step, bool[] wanted) -> Tensor[]",
     tags=TAGS,
 )
 
@@ -63,3 +74,118 @@ def _fake(x, states, starts, parameters, numbers, step, keep):
 
 
 implement("neuron", neuron_reference, _cuda, _fake)
+
+
+def trained_neuron(
+    x: Tensor, states: Sequence[Tensor | None], starts: Sequence[float], parameters: Sequence[Tensor],
+    numbers: Sequence[float], step: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Spikes and last states of a layer of neurons, with gradients for `x`, `states` and `parameters`.
+
+    Of a call nothing is kept but what it was given: its backward computes the states of all steps again, in the
+    arithmetic of the forward, and goes back through them in the same kernel.
+
+    Args:
+        x, states, starts, parameters, numbers, step: as of :func:`neuron`; `step` may fire with a gradient, as
+            `"…; t3 = fire t2 t1; …; spike t3; v0 t5; b0 = mul g n4; pull b0"`.
+
+    Returns:
+        `(spikes, v0, v1)`: 0 or 1, of the dtype and shape of `x`; and of the shape of `x[0]`, or of no elements where
+        there is no such state.
+
+    Raises:
+        InputError: `step` describes no neuron.
+    """
+    return torch.ops.sparsecomp.trained_neuron.default(
+        x, list(states), list(starts), list(parameters), list(numbers), step
+    )
+
+
+def _reference_trained(x, states, starts, parameters, numbers, step):
+    with torch.no_grad():
+        found = trained_reference(x, states, starts, parameters, numbers, step)
+    like = [torch.empty_like(x), *(torch.empty_like(x[0]) for _ in found[1:])]
+    return _three(x, [one.copy_(value) for one, value in zip(like, found, strict=True)])
+
+
+def _three(x: Tensor, some: list[Tensor]) -> tuple[Tensor, ...]:
+    return *some, *(x.new_empty(0) for _ in range(1 + STATES - len(some)))
+
+
+def _cuda_trained(x, states, starts, parameters, numbers, step):
+    from sparsecomp.lowering.spiking import neuron as neurons  # loads Triton
+
+    if x.dtype is not torch.float32:
+        return _reference_trained(x, states, starts, parameters, numbers, step)
+    return _three(x, neurons.launch_trained(x, states, starts, parameters, numbers, step))
+
+
+def _fake_trained(x, states, starts, parameters, numbers, step):
+    return _three(x, [torch.empty_like(x), *(torch.empty_like(x[0]) for _ in states)])
+
+
+def _reference_gradients(grads, x, states, starts, parameters, numbers, step, wanted):
+    found = gradients_reference(grads, x, states, starts, parameters, numbers, step)
+    likes = _fake_gradients(grads, x, states, starts, parameters, numbers, step, wanted)
+    return [like.copy_(one) if wants else like for like, one, wants in zip(likes, found, wanted, strict=True)]
+
+
+def _differentiated(grads, x, states, starts, parameters, numbers, step):
+    """As `neuron_gradients`, for torch to differentiate again."""
+    given = [x, *states, *parameters]
+    outs = trained_reference(x, states, starts, parameters, numbers, step)
+    some = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+    inputs = [one for one in given if one is not None and one.requires_grad]
+    found = torch.autograd.grad(
+        [out for out, _ in some], inputs, [grad for _, grad in some], create_graph=True, materialize_grads=True
+    )
+    rest = iter(found)
+    return [x.new_empty(0) if one is None or not one.requires_grad else next(rest) for one in given]
+
+
+def _cuda_gradients(grads, x, states, starts, parameters, numbers, step, wanted):
+    from sparsecomp.lowering.spiking import neuron_gradients  # loads Triton
+
+    if x.dtype is not torch.float32:
+        return _reference_gradients(grads, x, states, starts, parameters, numbers, step, wanted)
+    return neuron_gradients.launch_gradients(grads, x, states, starts, parameters, numbers, step, wanted)
+
+
+def _fake_gradients(grads, x, states, starts, parameters, numbers, step, wanted):
+    likes = [x, *(x[0] for _ in states), *parameters]
+    return [torch.empty_like(like) if wants else x.new_empty(0) for like, wants in zip(likes, wanted, strict=True)]
+
+
+def _save(ctx, inputs, output):
+    x, states, ctx.starts, parameters, ctx.numbers, ctx.step = inputs
+    ctx.given = [one is not None for one in states]
+    ctx.save_for_backward(x, *(one for one in states if one is not None), *parameters)
+
+
+def _backward(ctx, *grads):
+    x, *rest = ctx.saved_tensors
+    grads = grads[: 1 + len(ctx.given)]
+    more = iter(rest)
+    states = [next(more) if given else None for given in ctx.given]
+    parameters = [*more]
+    if torch.is_grad_enabled():  # a gradient of gradients
+        found = _differentiated(grads, x, states, ctx.starts, parameters, ctx.numbers, ctx.step)
+    else:
+        of_x, of_states, _, of_parameters, *_ = ctx.needs_input_grad
+        wanted = [of_x, *_each(of_states, len(states)), *_each(of_parameters, len(parameters))]
+        found = torch.ops.sparsecomp.neuron_gradients.default(
+            list(grads), x, states, ctx.starts, parameters, ctx.numbers, ctx.step, wanted
+        )
+    last = 1 + len(states)
+    by_states = [one if given else None for one, given in zip(found[1:last], ctx.given, strict=True)]
+    return found[0], by_states if any(ctx.given) else None, None, list(found[last:]) or None, None, None
+
+
+def _each(needed: bool | list[bool], count: int) -> list[bool]:
+    """Of a list's tensors which need gradients; a list without tensors counts as one argument."""
+    return list(needed) if isinstance(needed, list) else [False] * count
+
+
+implement("trained_neuron", _reference_trained, _cuda_trained, _fake_trained)
+implement("neuron_gradients", _reference_gradients, _cuda_gradients, _fake_gradients)
+differentiable("trained_neuron", _backward, _save)

@@ -1,0 +1,98 @@
+"""CUDA implementation of the gradients of described neurons, and the operation behind it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsecomp.lowering.cache.signature import Device, KernelSignature
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.lowering.spiking.neuron import NEURON, Neurons, is_dense, laid_out, operands, problem_of
+from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.reference.neuron import OPERATIONS, PARAMETERS, STATES
+from sparsecomp.reference.neuron_gradient import step_back
+
+
+class NeuronGradients(NamedTuple):
+    """See `sparsecomp.ops.trained_neuron`.
+
+    Attributes:
+        neurons: the forward; `spikes_step` is that of the gradients for spikes and inputs.
+        has_last: which gradients for last states there are.
+        wanted: of which states, and then of which parameters, the gradient is written.
+    """
+
+    neurons: Neurons
+    has_last: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """What the kernel is specialised on."""
+        back, forward = step_back(self.neurons.neuron), self.neurons.constants
+        code = tuple((OPERATIONS.index(one.operation), one.a, one.b, one.c) for one in back.code)
+        return {
+            "STEPS": forward["STEPS"], "CODE": forward["CODE"], "AFTER": forward["AFTER"],
+            "BACK": code, "OF_X": back.x, "OF": (*back.states, *back.parameters),
+        }  # fmt: skip
+
+
+def launch_gradients(
+    grads: Sequence[Tensor], x: Tensor, states: Sequence[Tensor | None], starts: Sequence[float],
+    parameters: Sequence[Tensor], numbers: Sequence[float], step: str, wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients for x, states and parameters, of no elements where they are not `wanted`; x's is always written."""
+    if x.numel() == 0:
+        likes = [x, *(x[0] for _ in states), *parameters]
+        return [torch.zeros_like(one) if wants else x.new_empty(0) for one, wants in zip(likes, wanted, strict=True)]
+    by_x = torch.empty_like(x)
+    if x.stride()[1:] != by_x.stride()[1:] or not is_dense(x[0]):
+        x, by_x = x.contiguous(), by_x.contiguous()
+    given, read = operands(x, states, parameters)
+    last = [laid_out(one, x[0]) for one in grads[1:]] + [None] * (STATES + 1 - len(grads))
+    of_states = [*wanted[1 : 1 + len(states)], *[False] * (STATES - len(states))]
+    of_parameters = [*wanted[1 + len(states) :], *[False] * (PARAMETERS - len(parameters))]
+    # a parameter's gradient is summed over the elements that read it, in a pass of its own
+    by = [torch.empty_like(x[0]) if wants else None for wants in (*of_states, *of_parameters)]
+    neurons = problem_of(x, given, starts, read, numbers, step, by_x, keep=False)
+    problem = NeuronGradients(neurons, tuple(one is not None for one in last), tuple(one is not None for one in by))
+    dispatch.launch(NEURON_GRADIENTS, problem, x, *given, *read, laid_out(grads[0], by_x), *last, by_x, *by)
+    found: list[Tensor] = [by_x]
+    for one in by[: len(states)]:
+        found.append(x.new_empty(0) if one is None else one)
+    for one, parameter in zip(by[STATES:], parameters, strict=False):
+        found.append(x.new_empty(0) if one is None else one.sum_to_size(parameter.shape).contiguous())
+    return found
+
+
+def _signature(problem: NeuronGradients, device: Device) -> KernelSignature:
+    forward = NEURON.signature(problem.neurons, device)
+    more = (("last", _bits(problem.has_last)), ("wanted", _bits(problem.wanted)))
+    return forward._replace(op="neuron_gradients", parameters=(*forward.parameters, *more))
+
+
+def _representative(signature: KernelSignature) -> NeuronGradients:
+    assert NEURON.representative is not None
+    given = dict(signature.parameters)
+    last, wanted = (tuple(one == "1" for one in str(given[name])) for name in ("last", "wanted"))
+    return NeuronGradients(NEURON.representative(signature), last, wanted)
+
+
+def _bits(flags: Sequence[bool]) -> str:
+    return "".join(str(int(one)) for one in flags)
+
+
+def _operands(problem: NeuronGradients, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
+    p, random = problem.neurons, torch.Generator(device).manual_seed(seed + 1)
+    assert NEURON.operands is not None
+    x, *rest = NEURON.operands(p, device, seed)
+    shape = (p.steps, p.numel)
+    grad = torch.randn(shape, generator=random, device=device)
+    last = [torch.randn(p.numel, generator=random, device=device) if one else None for one in problem.has_last]
+    by = [torch.full((p.numel,), float("nan"), device=device) if one else None for one in problem.wanted]
+    return x, *rest[: STATES + PARAMETERS], grad, *last, torch.full(shape, float("nan"), device=device), *by
+
+
+NEURON_GRADIENTS = Operation("neuron_gradients", _signature)
+"""One configuration: nothing is measured."""
