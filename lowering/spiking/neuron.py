@@ -36,7 +36,7 @@ class Neurons(NamedTuple):
         has_state: which states are read from memory.
         has_parameter: which parameters there are.
         keep: the last states are written.
-        spikes: their dtype.
+        spikes, x: their dtypes.
     """
 
     numel: int
@@ -51,6 +51,7 @@ class Neurons(NamedTuple):
     has_parameter: tuple[bool, ...]
     keep: bool
     spikes: str = "int8"
+    x: str = "float32"
 
     @property
     def all_numbers(self) -> tuple[float, ...]:
@@ -89,7 +90,7 @@ def launch_trained(
     numbers: Sequence[float], step: str,
 ) -> list[Tensor]:  # fmt: skip
     """See `sparsecomp.ops.trained_neuron`."""
-    spikes, last = torch.empty_like(x), [torch.empty_like(x[0]) for _ in states]
+    spikes, last = torch.empty_like(x), [torch.empty_like(x[0], dtype=torch.float32) for _ in states]
     _launch(x, states, starts, parameters, numbers, step, spikes, last)
     return [spikes, *last]
 
@@ -104,7 +105,8 @@ def _launch(
     if x.stride()[1:] != spikes.stride()[1:] or not is_dense(x[0]):
         # a step is not one dense block of memory: run on a copy, answer in the layout asked for
         dense = x.contiguous()
-        results = [torch.empty_like(dense, dtype=spikes.dtype), *(torch.empty_like(dense[0]) for _ in last)]
+        results = [torch.empty_like(dense, dtype=spikes.dtype)]
+        results += [torch.empty_like(dense[0], dtype=one.dtype) for one in last]
         _launch(dense, states, starts, parameters, numbers, step, results[0], results[1:])
         for ours, theirs in zip((spikes, *last), results, strict=True):
             ours.copy_(theirs)
@@ -133,6 +135,7 @@ def problem_of(
         x[0].numel(), x.stride(0), spikes.stride(0), tuple(_axis(p, shape, strides) for p in parameters),
         _filled(starts, STATES), _filled(numbers, NUMBERS), x.shape[0], neuron_of(step),
         tuple(v is not None for v in states), tuple(p is not None for p in parameters), keep, dtype_name(spikes),
+        dtype_name(x),
     )  # fmt: skip
 
 
@@ -145,7 +148,7 @@ def is_dense(step: Tensor) -> bool:
 def laid_out(v: Tensor, like: Tensor) -> Tensor:
     """`v` in the strides of `like`, whose shape it has or is broadcast to."""
     same = (v.shape, v.stride()) == (like.shape, like.stride())
-    return v if same else torch.empty_like(like).copy_(v)
+    return v if same else torch.empty_like(like, dtype=v.dtype).copy_(v)
 
 
 def _axis(parameter: Tensor | None, shape: Sequence[int], strides: Sequence[int]) -> Axis:
@@ -169,7 +172,7 @@ def _signature(problem: Neurons, device: Device) -> KernelSignature:
         ("parameters", "".join(str(int(one)) for one in p.has_parameter)),
     )  # fmt: skip
     return KernelSignature(
-        "neuron", device, dtypes=("float32", p.spikes), accumulator="float32", sizes=(("numel", p.numel),),
+        "neuron", device, dtypes=(p.x, p.spikes), accumulator="float32", sizes=(("numel", p.numel),),
         parameters=parameters,
     )  # fmt: skip
 
@@ -180,6 +183,7 @@ def _representative(signature: KernelSignature) -> Neurons:
     return Neurons(
         numel, numel, numel, (_ONE,) * PARAMETERS, (0.0,) * STATES, (0.5,) * NUMBERS, int(given["steps"]),
         neuron_of(str(given["step"])), tuple(states), tuple(parameters), bool(given["keep"]), signature.dtypes[1],
+        signature.dtypes[0],
     )  # fmt: skip
 
 
@@ -189,7 +193,7 @@ def _operands(problem: Neurons, device: torch.device, seed: int) -> tuple[Tensor
     def normal(size: int, given: bool) -> Tensor | None:
         return torch.randn(size, generator=random, device=device) if given else None
 
-    x = random_tensor((p.steps, p.numel), (p.x_step, 1), "float32", random)
+    x = random_tensor((p.steps, p.numel), (p.x_step, 1), p.x, random)
     poison = torch.tensor(77, dtype=getattr(torch, p.spikes), device=device)
     spikes = strided((p.steps, p.numel), (p.spikes_step, 1), poison.repeat)
     states = [normal(p.numel, given) for given in p.has_state]

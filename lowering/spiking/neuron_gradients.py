@@ -18,7 +18,7 @@ class NeuronGradients(NamedTuple):
     """See `sparsecomp.ops.trained_neuron`.
 
     Attributes:
-        neurons: the forward; `spikes_step` is that of the gradients for spikes and inputs.
+        neurons: the forward; `spikes` are the gradients for spikes and inputs.
         has_last: which gradients for last states there are.
         wanted: of which states, and then of which parameters, the gradient is written.
     """
@@ -42,9 +42,9 @@ def launch_gradients(
     grads: Sequence[Tensor], x: Tensor, states: Sequence[Tensor | None], starts: Sequence[float],
     parameters: Sequence[Tensor], numbers: Sequence[float], step: str, wanted: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients for x, states and parameters, of no elements where they are not `wanted`; x's is always written."""
+    """See `sparsecomp.ops.trained_neuron`; gradients that are not `wanted` are of no elements, but for x's."""
     if x.numel() == 0:
-        likes = [x, *(x[0] for _ in states), *parameters]
+        likes = [x, *(x[0].float() for _ in states), *parameters]
         return [torch.zeros_like(one) if wants else x.new_empty(0) for one, wants in zip(likes, wanted, strict=True)]
     by_x = torch.empty_like(x)
     if x.stride()[1:] != by_x.stride()[1:] or not is_dense(x[0]):
@@ -54,7 +54,7 @@ def launch_gradients(
     of_states = [*wanted[1 : 1 + len(states)], *[False] * (STATES - len(states))]
     of_parameters = [*wanted[1 + len(states) :], *[False] * (PARAMETERS - len(parameters))]
     # a parameter's gradient is summed over the elements that read it, in a pass of its own
-    by = [torch.empty_like(x[0]) if wants else None for wants in (*of_states, *of_parameters)]
+    by = [torch.empty_like(x[0], dtype=torch.float32) if wants else None for wants in (*of_states, *of_parameters)]
     neurons = problem_of(x, given, starts, read, numbers, step, by_x, keep=False)
     problem = NeuronGradients(neurons, tuple(one is not None for one in last), tuple(one is not None for one in by))
     dispatch.launch(NEURON_GRADIENTS, problem, x, *given, *read, laid_out(grads[0], by_x), *last, by_x, *by)
@@ -72,26 +72,8 @@ def _signature(problem: NeuronGradients, device: Device) -> KernelSignature:
     return forward._replace(op="neuron_gradients", parameters=(*forward.parameters, *more))
 
 
-def _representative(signature: KernelSignature) -> NeuronGradients:
-    assert NEURON.representative is not None
-    given = dict(signature.parameters)
-    last, wanted = (tuple(one == "1" for one in str(given[name])) for name in ("last", "wanted"))
-    return NeuronGradients(NEURON.representative(signature), last, wanted)
-
-
 def _bits(flags: Sequence[bool]) -> str:
     return "".join(str(int(one)) for one in flags)
-
-
-def _operands(problem: NeuronGradients, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
-    p, random = problem.neurons, torch.Generator(device).manual_seed(seed + 1)
-    assert NEURON.operands is not None
-    x, *rest = NEURON.operands(p, device, seed)
-    shape = (p.steps, p.numel)
-    grad = torch.randn(shape, generator=random, device=device)
-    last = [torch.randn(p.numel, generator=random, device=device) if one else None for one in problem.has_last]
-    by = [torch.full((p.numel,), float("nan"), device=device) if one else None for one in problem.wanted]
-    return x, *rest[: STATES + PARAMETERS], grad, *last, torch.full(shape, float("nan"), device=device), *by
 
 
 NEURON_GRADIENTS = Operation("neuron_gradients", _signature)

@@ -137,6 +137,7 @@ _SPIKE_OPS: dict[str, Callable[[CanonicalOp], Result]] = {
     },
     "sparsecomp::lif": _binary_first,
     "sparsecomp::neuron": _binary_first,
+    "sparsecomp::trained_neuron": _binary_first,
     "sj_ilif::forward": _counts,
     "sj_stbif::forward": _ternary_scaled,
 }

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import InputError
+from sparsecomp.reference.precision import accumulator
 
 STATES, PARAMETERS, NUMBERS = 2, 6, 8
 """How many a description has room for."""
@@ -229,22 +230,23 @@ def trained_reference(
     step: str,
 ) -> tuple[Tensor, ...]:
     """Spikes, in the dtype of x, and last states, through which torch differentiates as often as it is asked to."""
-    neuron, fixed = neuron_of(step), unchanging(x, parameters, numbers)
+    neuron, currents = neuron_of(step), x.to(accumulator(x.dtype))
+    fixed, like = unchanging(currents, parameters, numbers), currents[0]
     now: list[Any] = [
-        torch.full_like(x[0], start) if given is None else given
+        torch.full_like(like, start) if given is None else given
         for given, start in zip(states, starts, strict=True)
     ]
     spikes = []
-    for current in x.unbind():
+    for current in currents.unbind():
         values = [current, *now, *[0.0] * (STATES - len(now)), *fixed]
         for one in neuron.code:
             if one.operation == "fire":
                 values.append(_Fire.apply(values[one.a], values[one.b], neuron, tuple(fixed)))
             else:
                 values = run_code(values, [one])
-        spikes.append(torch.empty_like(current).copy_(values[neuron.spike]))
+        spikes.append(values[neuron.spike].to(x.dtype).expand_as(like))
         now = [values[place] for place in neuron.states]
-    return torch.stack(spikes), *(value.expand_as(x[0]) for value in now)
+    return torch.stack(spikes), *(value.expand_as(like) for value in now)
 
 
 class _Fire(torch.autograd.Function):

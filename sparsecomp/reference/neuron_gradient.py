@@ -24,6 +24,7 @@ from sparsecomp.reference.neuron import (
     run_code,
     unchanging,
 )
+from sparsecomp.reference.precision import accumulator
 
 GIVEN = {name: place for place, name in enumerate(("spikes", "v0", "v1", "zero"), len(PLACES))}
 """Where the gradients stand that a step is given, of its spikes and of the states after it, and a zero."""
@@ -58,23 +59,24 @@ def gradients_reference(
     parameters: Sequence[Tensor], numbers: Sequence[float], step: str,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients for x, each state and each parameter, of those for spikes and last states, in plain torch."""
-    neuron, zero = neuron_of(step), torch.zeros_like(x[0])
-    back, fixed = step_back(neuron), unchanging(x, parameters, numbers)
+    dtype, currents = x.dtype, x.to(accumulator(x.dtype))
+    neuron, zero = neuron_of(step), torch.zeros_like(currents[0])
+    back, fixed = step_back(neuron), unchanging(currents, parameters, numbers)
     now: list[Any] = [zero + start if given is None else given for given, start in zip(states, starts, strict=True)]
     before = []
-    for current in x.unbind():
+    for current in currents.unbind():
         before.append([current, *now, *[zero] * (STATES - len(now))])
         values = run_code([*before[-1], *fixed], neuron.code)
         now = [values[place] for place in neuron.states]
     by_x, sums = [], [zero for _ in parameters]
     by_states = [*grads[1:], *[zero] * (STATES + 1 - len(grads))]
-    for values, grad in zip(reversed(before), reversed(grads[0].unbind()), strict=True):
+    for values, grad in zip(reversed(before), reversed(grads[0].to(zero.dtype).unbind()), strict=True):
         values = run_code([*values, *fixed, grad, *by_states, zero], back.code)
         by_x.append(values[back.x].expand_as(zero))
         by_states = [values[place].expand_as(zero) for place in back.states]
         sums = [one + values[place] for one, place in zip(sums, back.parameters, strict=False)]
     by_parameters = [one.sum_to_size(parameter.shape) for one, parameter in zip(sums, parameters, strict=True)]
-    return [torch.stack(by_x[::-1]), *by_states[: len(states)], *by_parameters]
+    return [torch.stack(by_x[::-1]).to(dtype), *by_states[: len(states)], *by_parameters]
 
 
 class _Maker:

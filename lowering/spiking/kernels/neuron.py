@@ -122,7 +122,8 @@ def neuron_kernel(
     x_step = tl.cast(x_step, tl.int64)
     spikes_step = tl.cast(spikes_step, tl.int64)
     for step in tl.static_range(STEPS):
-        values = (tl.load(x_ptr + step * x_step + offset, mask=mask, other=0.0),) + states + fixed
+        x = tl.load(x_ptr + step * x_step + offset, mask=mask, other=0.0).to(tl.float32)
+        values = (x,) + states + fixed
         for at in tl.static_range(len(CODE)):
             one = do_instruction(CODE[at][0], values[CODE[at][1]], values[CODE[at][2]], values[CODE[at][3]])
             values = values + (one,)

@@ -69,7 +69,7 @@ def neuron_gradients_kernel(
     inputs = ()
     for step in tl.static_range(STEPS):
         before = before + states
-        x = tl.load(x_ptr + step * x_step + offset, mask=mask, other=0.0)
+        x = tl.load(x_ptr + step * x_step + offset, mask=mask, other=0.0).to(tl.float32)
         inputs = inputs + (x,)
         if step + 1 < STEPS:
             values = run_code((x,) + states + fixed, CODE)
@@ -82,11 +82,12 @@ def neuron_gradients_kernel(
     for back in tl.static_range(STEPS):
         x = inputs[STEPS - 1 - back]
         if STEPS > _HELD:
-            x = tl.load(x_ptr + (STEPS - 1 - back) * x_step + offset, mask=mask, other=0.0)
-        grad = tl.load(spikes_ptr + (STEPS - 1 - back) * spikes_step + offset, mask=mask, other=0.0)
+            x = tl.load(x_ptr + (STEPS - 1 - back) * x_step + offset, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(spikes_ptr + (STEPS - 1 - back) * spikes_step + offset, mask=mask, other=0.0).to(tl.float32)
         now = (before[2 * (STEPS - 1 - back)], before[2 * (STEPS - 1 - back) + 1])
         values = run_code((x,) + now + fixed + (grad,) + by_states + (zero,), BACK)
-        tl.store(by_x_ptr + (STEPS - 1 - back) * spikes_step + offset, values[OF_X], mask=mask)
+        by_x = values[OF_X].to(by_x_ptr.dtype.element_ty)
+        tl.store(by_x_ptr + (STEPS - 1 - back) * spikes_step + offset, by_x, mask=mask)
         by_states = (values[OF[0]], values[OF[1]])
         sums = (
             sums[0] + values[OF[2]], sums[1] + values[OF[3]], sums[2] + values[OF[4]], sums[3] + values[OF[5]],

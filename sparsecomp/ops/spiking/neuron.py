@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.reference.neuron import STATES, neuron_reference, trained_reference
 from sparsecomp.reference.neuron_gradient import gradients_reference
+from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
 
 library.define(
     "neuron(Tensor x, Tensor?[] states, float[] starts, Tensor[] parameters, float[] numbers, str step, bool keep) "
@@ -86,12 +87,13 @@ def trained_neuron(
     arithmetic of the forward, and goes back through them in the same kernel.
 
     Args:
-        x, states, starts, parameters, numbers, step: as of :func:`neuron`; `step` may fire with a gradient, as
+        x, states, starts, parameters, numbers, step: as of :func:`neuron`, but that x may be of half precision, which
+            becomes float32 first, as states and parameters are. `step` may fire with a gradient, as
             `"…; t3 = fire t2 t1; …; spike t3; v0 t5; b0 = mul g n4; pull b0"`.
 
     Returns:
-        `(spikes, v0, v1)`: 0 or 1, of the dtype and shape of `x`; and of the shape of `x[0]`, or of no elements where
-        there is no such state.
+        `(spikes, v0, v1)`: 0 or 1, of the dtype and shape of `x`; and float32 of the shape of `x[0]`, or of no elements
+        where there is no such state.
 
     Raises:
         InputError: `step` describes no neuron.
@@ -104,7 +106,7 @@ def trained_neuron(
 def _reference_trained(x, states, starts, parameters, numbers, step):
     with torch.no_grad():
         found = trained_reference(x, states, starts, parameters, numbers, step)
-    like = [torch.empty_like(x), *(torch.empty_like(x[0]) for _ in found[1:])]
+    like = [torch.empty_like(x), *(torch.empty_like(x[0], dtype=one.dtype) for one in found[1:])]
     return _three(x, [one.copy_(value) for one, value in zip(like, found, strict=True)])
 
 
@@ -115,13 +117,14 @@ def _three(x: Tensor, some: list[Tensor]) -> tuple[Tensor, ...]:
 def _cuda_trained(x, states, starts, parameters, numbers, step):
     from sparsecomp.lowering.spiking import neuron as neurons  # loads Triton
 
-    if x.dtype is not torch.float32:
+    if x.dtype not in KERNEL_DTYPES:
         return _reference_trained(x, states, starts, parameters, numbers, step)
     return _three(x, neurons.launch_trained(x, states, starts, parameters, numbers, step))
 
 
 def _fake_trained(x, states, starts, parameters, numbers, step):
-    return _three(x, [torch.empty_like(x), *(torch.empty_like(x[0]) for _ in states)])
+    like = torch.empty_like(x[0], dtype=accumulator(x.dtype))
+    return _three(x, [torch.empty_like(x), *(torch.empty_like(like) for _ in states)])
 
 
 def _reference_gradients(grads, x, states, starts, parameters, numbers, step, wanted):
@@ -146,13 +149,13 @@ def _differentiated(grads, x, states, starts, parameters, numbers, step):
 def _cuda_gradients(grads, x, states, starts, parameters, numbers, step, wanted):
     from sparsecomp.lowering.spiking import neuron_gradients  # loads Triton
 
-    if x.dtype is not torch.float32:
+    if x.dtype not in KERNEL_DTYPES:
         return _reference_gradients(grads, x, states, starts, parameters, numbers, step, wanted)
     return neuron_gradients.launch_gradients(grads, x, states, starts, parameters, numbers, step, wanted)
 
 
 def _fake_gradients(grads, x, states, starts, parameters, numbers, step, wanted):
-    likes = [x, *(x[0] for _ in states), *parameters]
+    likes = [x, *(x[0].to(accumulator(x.dtype)) for _ in states), *parameters]
     return [torch.empty_like(like) if wants else x.new_empty(0) for like, wants in zip(likes, wanted, strict=True)]
 
 
