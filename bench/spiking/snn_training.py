@@ -6,6 +6,7 @@ keep random networks firing. Memory is the most that torch holds at once in such
 """
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -93,7 +94,10 @@ def prepared(case: Case) -> Callable[[], dict[str, Any]]:
         "ms": {}, "MiB": {}, "held MiB": {}, "sites": {},
     }  # fmt: skip
     key, ready = f"{case.rival}, {case.mode}", {}
+    start = time.monotonic()
     guarded(row, key, partial(_prepare, row, ready, case))
+    row["seconds to compile"] = {key: round(time.monotonic() - start, 1)}
+    print(f"{case.network}, {key}: ready after {row['seconds to compile'][key]} s", flush=True)
 
     def measure() -> dict[str, Any]:
         if ready:

@@ -10,6 +10,7 @@ Bits that lie in one byte belong to different time steps, where the steps were p
 so the kernel of the neurons, which has them all at hand, writes the byte.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.facts.analysis import Analysis, analyse
-from sparsecomp.passes.graph.canonicalize import dtype_of, example_of, op_of
+from sparsecomp.passes.graph.canonicalize import dtype_of, example_of, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.reference.facts import Origin, SparsityFact, is_dyadic
 
@@ -28,6 +30,9 @@ _OPERANDS = {
     aten.convolution.default: (0, 1), aten.mm.default: (0, 1), aten.bmm.default: (0, 1), aten.addmm.default: (1, 2)
 }  # fmt: skip
 """Layers that a backward may compute once more, and their operands."""
+_MARKED = "sparsecomp_recomputed"
+"""Key of the meta of nodes that are marked here, and not by the user's own checkpoints."""
+_TRAINED: Any = torch.ops.sparsecomp.trained_neuron.default
 _BYTE = 8
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -52,9 +57,14 @@ def partitioned(joint: fx.GraphModule, split: Callable[[], Graphs], results: int
             the fewest bits, which takes a pass over those that were not put together step by step.
     """
     _select_steps(joint.graph)
+    _recompute_currents(joint.graph)
     if low:
         _recompute_layers(joint)
-    forward, backward = split()
+    try:
+        forward, backward = split()
+    except RuntimeError:  # what is marked cannot be computed again of anything that can be kept
+        _unmark(joint.graph)
+        forward, backward = split()
     _pack_saved(forward, backward, results, low)
     return forward, backward
 
@@ -97,6 +107,24 @@ def _select_steps(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def _recompute_currents(graph: fx.Graph) -> None:
+    """Marks for the partitioner what neurons are given, up to what a layer gave: batch-norm is computed again.
+
+    The partitioner would rather keep what an operator reads in the backward than have it written there, though what it
+    is made of is kept anyway, for the gradient of batch-norm.
+    """
+    pending = [node.args[0] for node in graph.find_nodes(op="call_function", target=_TRAINED)]
+    while pending:
+        node = pending.pop()
+        op = op_of(node) if isinstance(node, fx.Node) and node.op == "call_function" else None
+        if op is None or node.target is operator.getitem or "recompute" in node.meta:
+            continue
+        if op.has(Trait.VIEW | Trait.ELEMENTWISE | Trait.CAST) or node.target is _CAST:
+            _mark(node)
+            # statistics and parameters are the partitioner's business
+            pending += [one for one in node.all_input_nodes if numel_of(one) == numel_of(node)]
+
+
 def _recompute_layers(joint: fx.GraphModule) -> None:
     """Marks layers for the partitioner whose operands are kept in bits or are there anyway.
 
@@ -109,16 +137,32 @@ def _recompute_layers(joint: fx.GraphModule) -> None:
             continue
         operands = [_base(node.args[place]) for place in _OPERANDS.get(node.target, ())]
         if operands and all(one in light for one in operands) and "recompute" not in node.meta:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = 0
+            _mark(node)
             for one in operands:
-                if one.op == "call_function" and one.target not in _OPERANDS:
-                    one.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+                if one.op == "call_function" and one.target not in _OPERANDS and "recompute" not in one.meta:
+                    one.meta |= {"recompute": CheckpointPolicy.MUST_SAVE, _MARKED: True}
             light.add(node)
-        elif node.op == "placeholder" and not any(user.target is aten.copy_.default for user in node.users):
+        elif _is_given(node) or (node.target is aten.clone.default and _base(node.args[0]) in light):
             light.add(node)
         elif _code(node, _fact(node, analysis)) is not None:
             light.add(_base(node))
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a node is an input that is not written to."""
+    return node.op == "placeholder" and not any(user.target is aten.copy_.default for user in node.users)
+
+
+def _mark(node: fx.Node) -> None:
+    """Has the partitioner compute a node again."""
+    node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0, _MARKED: True}
+
+
+def _unmark(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.meta.pop(_MARKED, False):
+            node.meta.pop("recompute")
+            node.meta.pop("ac_graph_id", None)
 
 
 def _of_backward(graph: fx.Graph) -> set[fx.Node]:
@@ -134,10 +178,16 @@ def _of_backward(graph: fx.Graph) -> set[fx.Node]:
 def _base(node: fx.Node) -> fx.Node:
     """What a view shows, and what a cast is made of."""
     while (op := op_of(node)) is not None and (op.has(Trait.VIEW) or node.target is _CAST):
-        if not isinstance(op.input, fx.Node):
+        if not isinstance(op.input, fx.Node) or (node.target is operator.getitem and not _is_view(op.input)):
             break
         node = op.input
     return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a tuple is one of views, rather than of results that an operator makes."""
+    op = op_of(node)
+    return op is not None and op.has(Trait.VIEW)
 
 
 def _pack_saved(forward: fx.GraphModule, backward: fx.GraphModule, results: int, low: bool) -> None:

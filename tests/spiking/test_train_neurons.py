@@ -10,8 +10,10 @@ from functorch.compile import min_cut_rematerialization_partition
 from rewriting import rewritten, site
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 
 import sparsecomp
+from sparsecomp import ops
 from sparsecomp.compiler.capture import Graph
 from sparsecomp.options import Options
 from sparsecomp.passes.spiking import saved_spikes
@@ -22,7 +24,7 @@ neuron, functional, surrogate, layer = (
 )
 pytest.importorskip("spikingjelly._ops.lif")
 
-pytestmark = pytest.mark.quick_cases(3)
+pytestmark = pytest.mark.quick_cases(2)
 
 SURROGATES = ("Sigmoid", "ATan", "PiecewiseQuadratic", "PiecewiseExp", "SoftSign", "SuperSpike", "Erf")
 NEURONS = {
@@ -50,14 +52,16 @@ def trained(call: Any, module: nn.Module, x: Tensor) -> list[Tensor]:
     return [first.detach(), second.detach(), module.v.detach(), *torch.autograd.grad(loss, [given, *module_given])]
 
 
-def through_aot(function: Any, **options: Any) -> tuple[Any, list[Any], list[fx.GraphModule]]:
+def through_aot(
+    function: Any, split_by: Any = min_cut_rematerialization_partition, **options: Any
+) -> tuple[Any, list[Any], list[fx.GraphModule]]:
     """The function with its graphs rewritten and differentiated ahead of time, their reports, and its forwards."""
     reports: list[Any] = []
     forwards: list[fx.GraphModule] = []
     parsed = Options.parse(None, {"verify": True, "strict": True, "neurons": "fuse", **options})
 
     def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        split = functools.partial(min_cut_rematerialization_partition, joint, inputs, **kwargs)
+        split = functools.partial(split_by, joint, inputs, **kwargs)
         parts = saved_spikes.partitioned(joint, split, kwargs["num_fwd_outputs"], parsed.memory == "low")
         forwards.append(parts[0])
         return parts
@@ -66,7 +70,7 @@ def through_aot(function: Any, **options: Any) -> tuple[Any, list[Any], list[fx.
         reports.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed))
         run = aot_autograd(
             fw_compiler=lambda graph, _: graph, bw_compiler=lambda graph, _: graph, partition_fn=partition,
-            decompositions=sparsecomp.ops.decompositions(),
+            decompositions={**select_decomp_table(), **ops.decompositions()},
         )  # fmt: skip
         return run(gm, inputs)
 
@@ -131,6 +135,39 @@ def test_charges_are_not_kept(memory):
     floats = [one for one in kept if one.dtype is torch.float32 and one.numel() == elements]
     assert len(floats) == (3 if memory == "auto" else 0)
     assert sum(one.dtype is torch.uint8 for one in kept) == 2
+
+
+def test_a_partitioner_that_cannot_is_asked_without_marks():
+    asked = []
+
+    def split(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        asked.append(sum("recompute" in node.meta for node in joint.graph.nodes))
+        if asked[-1]:
+            raise RuntimeError("no cut")
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    eager, x = Net(), torch.rand(4, 2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    module = copy.deepcopy(eager)
+    for call in (eager, through_aot(module, split, memory="low")[0]):
+        call(x).square().sum().backward()
+    assert len(asked) == 2 and asked[0] > 3 and asked[1] == 0
+    for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow(reason="compiles a network in two modes")
+@pytest.mark.parametrize("memory", ["auto", "low"])
+def test_networks_learn_through_inductor(memory):
+    torch._dynamo.reset()
+    eager, x = Net(), torch.rand(4, 2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    module = copy.deepcopy(eager)
+    compiled = torch.compile(module, backend="sparsecomp", options={"neurons": "fuse", "memory": memory})
+    for call in (eager, compiled):
+        call(x).square().sum().backward()
+    report = sparsecomp.last_report(compiled)
+    assert {one.implementation for one in report.sites if one.rule == "train_neurons"} == {"fused"}
+    for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
