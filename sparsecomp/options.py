@@ -43,7 +43,8 @@ class Options:
             where the operators run their references.
         density: share of non-zero inputs to assume where none was measured, in [0, 1].
         neurons: `fuse` replaces spikingjelly's neuron operators by ours on the CPU too, runs layers in loops over time
-            once, and hand-written neurons as one operator; `auto` replaces the former on CUDA only.
+            once, and hand-written neurons as one operator; `auto` replaces the former on CUDA only. In training they
+            are replaced by ones that keep less.
         memory: of a training step of a spiking network. `auto` keeps spikes as bits and computes membranes again, at no
             cost of time; `low` also computes again in the backward what layers on spikes gave, by about a third more
             products than in `auto`.

@@ -183,6 +183,12 @@ def spikes(device: str) -> None:
         weight = torch.randn(18, 34 // groups, 3, 4, device=device, dtype=dtype, requires_grad=True)
         weight.data[:, 1] *= 1e4
         ops.spike_conv_transpose(x, weight, None, [2, 3], [1, 0], [1, 0], groups, [1, 2], 3).sum().backward()
+    for side, channels_last in itertools.product((3, 7), (False, True)):  # images
+        x = torch.randn(3, 5, 19, 23, device=device)
+        weight = torch.randn(33, 5, side, side, device=device)
+        for least in (1.0, 1e-30):
+            weight[3, 0, 0, 0] = least
+            ops.halves_conv(x, weight, torch.randn(33, device=device), (2, 1), (1, 2), (1, 1), channels_last)
     heads = (torch.rand(3, 49, 4, 24, device=device) < 0.2).float().transpose(1, 2)
     ops.spike_matmul(heads, heads.mT)
 
@@ -199,6 +205,10 @@ def neurons(device: str) -> None:
     for keep in (False, True):
         decay = torch.rand(5, 1, 1, device=device)
         ops.neuron(x, [torch.rand_like(x[0]), None], [0.0, 0.5], [decay], [1.0], step, keep)
+    step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = fire t2 t1; spike t3; v0 t1; b0 = exp u; pull b0"
+    for dtype in DTYPES:
+        given = x.to(dtype).requires_grad_(), torch.rand_like(x[0]).requires_grad_(), decay.clone().requires_grad_()
+        ops.trained_neuron(given[0], [given[1]], [0.0], [given[2]], [1.0], step)[0].sum().backward()
 
 
 def masks(device: str) -> None:

@@ -48,7 +48,7 @@ def launch_halves_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
     channels_last: bool,
 ) -> Tensor:  # fmt: skip
-    """CUDA implementation of `sparsecomp::halves_conv`, of what :func:`takes` says yes to."""
+    """CUDA implementation of `sparsecomp::halves_conv`, of what :func:`takes_images` says yes to."""
     window = Window.of(weight.shape, stride, padding, dilation)
     out = empty_output(x, window, weight.shape[0], x.dtype, channels_last)
     if out.numel() == 0:
@@ -62,7 +62,7 @@ def launch_halves_conv(
     return out
 
 
-def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def takes_images(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel takes operands of a convolution of one group."""
     operands = [weight] if bias is None else [weight, bias]
     return (

@@ -121,7 +121,7 @@ def operands(
     x: Tensor, states: Sequence[Tensor | None], parameters: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """States that lie as a step of x does, and parameters, as many as a kernel has room for."""
-    given = [None if v is None else laid_out(v, x[0]) for v in states]
+    given = [None if v is None else lying_as(v, x[0]) for v in states]
     return given + [None] * (STATES - len(given)), [*parameters, *[None] * (PARAMETERS - len(parameters))]
 
 
@@ -145,7 +145,7 @@ def is_dense(step: Tensor) -> bool:
     return spread + 1 == step.numel()
 
 
-def laid_out(v: Tensor, like: Tensor) -> Tensor:
+def lying_as(v: Tensor, like: Tensor) -> Tensor:
     """`v` in the strides of `like`, whose shape it has or is broadcast to."""
     same = (v.shape, v.stride()) == (like.shape, like.stride())
     return v if same else torch.empty_like(like, dtype=v.dtype).copy_(v)

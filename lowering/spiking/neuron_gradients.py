@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.spiking.neuron import NEURON, Neurons, is_dense, laid_out, operands, problem_of
+from sparsecomp.lowering.spiking.neuron import NEURON, Neurons, is_dense, lying_as, operands, problem_of
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.neuron import OPERATIONS, PARAMETERS, STATES
 from sparsecomp.reference.neuron_gradient import step_back
@@ -50,14 +50,14 @@ def launch_gradients(
     if x.stride()[1:] != by_x.stride()[1:] or not is_dense(x[0]):
         x, by_x = x.contiguous(), by_x.contiguous()
     given, read = operands(x, states, parameters)
-    last = [laid_out(one, x[0]) for one in grads[1:]] + [None] * (STATES + 1 - len(grads))
+    last = [lying_as(one, x[0]) for one in grads[1:]] + [None] * (STATES + 1 - len(grads))
     of_states = [*wanted[1 : 1 + len(states)], *[False] * (STATES - len(states))]
     of_parameters = [*wanted[1 + len(states) :], *[False] * (PARAMETERS - len(parameters))]
     # a parameter's gradient is summed over the elements that read it, in a pass of its own
     by = [torch.empty_like(x[0], dtype=torch.float32) if wants else None for wants in (*of_states, *of_parameters)]
     neurons = problem_of(x, given, starts, read, numbers, step, by_x, keep=False)
     problem = NeuronGradients(neurons, tuple(one is not None for one in last), tuple(one is not None for one in by))
-    dispatch.launch(NEURON_GRADIENTS, problem, x, *given, *read, laid_out(grads[0], by_x), *last, by_x, *by)
+    dispatch.launch(NEURON_GRADIENTS, problem, x, *given, *read, lying_as(grads[0], by_x), *last, by_x, *by)
     found: list[Tensor] = [by_x]
     for one in by[: len(states)]:
         found.append(x.new_empty(0) if one is None else one)

@@ -11,7 +11,7 @@ import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import has_triton
 from sparsecomp.lowering.spiking.convolution import Convolution
-from sparsecomp.lowering.spiking.halves_conv import HalvesConv, takes
+from sparsecomp.lowering.spiking.halves_conv import HalvesConv, takes_images
 from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.passes.cost import halves_conv as gate
 from sparsecomp.passes.cost.decision import Decision
@@ -52,7 +52,7 @@ def _decision(op: CanonicalOp, tf32: bool, ctx: Context) -> Decision | None:
     if x is None or weight is None or out is None or op.get("groups") != 1:
         return None
     device = ctx.device(x.device)
-    legal = out.dtype is torch.float32 and takes(x, weight, bias) and x.shape[1] <= _MOST_CHANNELS
+    legal = out.dtype is torch.float32 and takes_images(x, weight, bias) and x.shape[1] <= _MOST_CHANNELS
     if not legal or device.type != "cuda" or not has_triton():
         return None
     problem = _problem(op, x, weight, out)

@@ -178,13 +178,13 @@ def _of_backward(graph: fx.Graph) -> set[fx.Node]:
 def _base(node: fx.Node) -> fx.Node:
     """What a view shows, and what a cast is made of."""
     while (op := op_of(node)) is not None and (op.has(Trait.VIEW) or node.target is _CAST):
-        if not isinstance(op.input, fx.Node) or (node.target is operator.getitem and not _is_view(op.input)):
+        if not isinstance(op.input, fx.Node) or (node.target is operator.getitem and not _gives_views(op.input)):
             break
         node = op.input
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
+def _gives_views(node: fx.Node) -> bool:
     """Whether a tuple is one of views, rather than of results that an operator makes."""
     op = op_of(node)
     return op is not None and op.has(Trait.VIEW)

@@ -43,10 +43,10 @@ def launched(
     x: Tensor, weight: Tensor, bias: Tensor | None, window: tuple[tuple[int, int], ...], device: str,
     channels_last: bool = False,
 ) -> Tensor:  # fmt: skip
-    from sparsecomp.lowering.spiking.halves_conv import launch_halves_conv, takes
+    from sparsecomp.lowering.spiking.halves_conv import launch_halves_conv, takes_images
 
     given = [None if one is None else one.to(device) for one in (x, weight, bias)]
-    assert takes(*given)
+    assert takes_images(*given)
     return launch_halves_conv(*given, *map(list, window), channels_last).cpu()
 
 

@@ -19,7 +19,7 @@ _HELD = tl.constexpr(8)
 
 
 @triton.jit
-def run_code(values, CODE: tl.constexpr):
+def results_of(values, CODE: tl.constexpr):
     """Values, and behind them the results of the instructions."""
     for at in tl.static_range(len(CODE)):
         one = do_instruction(CODE[at][0], values[CODE[at][1]], values[CODE[at][2]], values[CODE[at][3]])
@@ -72,7 +72,7 @@ def neuron_gradients_kernel(
         x = tl.load(x_ptr + step * x_step + offset, mask=mask, other=0.0).to(tl.float32)
         inputs = inputs + (x,)
         if step + 1 < STEPS:
-            values = run_code((x,) + states + fixed, CODE)
+            values = results_of((x,) + states + fixed, CODE)
             if len(AFTER) == 2:
                 states = (values[AFTER[0]], values[AFTER[1]])
             else:
@@ -85,7 +85,7 @@ def neuron_gradients_kernel(
             x = tl.load(x_ptr + (STEPS - 1 - back) * x_step + offset, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(spikes_ptr + (STEPS - 1 - back) * spikes_step + offset, mask=mask, other=0.0).to(tl.float32)
         now = (before[2 * (STEPS - 1 - back)], before[2 * (STEPS - 1 - back) + 1])
-        values = run_code((x,) + now + fixed + (grad,) + by_states + (zero,), BACK)
+        values = results_of((x,) + now + fixed + (grad,) + by_states + (zero,), BACK)
         by_x = values[OF_X].to(by_x_ptr.dtype.element_ty)
         tl.store(by_x_ptr + (STEPS - 1 - back) * spikes_step + offset, by_x, mask=mask)
         by_states = (values[OF[0]], values[OF[1]])
@@ -123,7 +123,7 @@ _numel, _steps = sizes("neurons.numel neurons.steps")
 NEURON_GRADIENTS = Template(
     name="neuron_gradients",
     op="neuron_gradients",
-    sources=(neuron_gradients_kernel, run_code, store_if, do_instruction, state_before, parameter_of),
+    sources=(neuron_gradients_kernel, results_of, store_if, do_instruction, state_before, parameter_of),
     space=_space,
     cost=Cost(bytes=_numel * (16 * _steps + 8)),
     prepare=_prepare,

@@ -51,9 +51,9 @@ def _reference(x, weight, bias, stride, padding, dilation, channels_last):
 
 
 def _cuda(x, weight, bias, stride, padding, dilation, channels_last):
-    from sparsecomp.lowering.spiking.halves_conv import addressable, launch_halves_conv, takes  # loads Triton
+    from sparsecomp.lowering.spiking.halves_conv import addressable, launch_halves_conv, takes_images  # loads Triton
 
-    if not (takes(x, weight, bias) and addressable(x)):
+    if not (takes_images(x, weight, bias) and addressable(x)):
         return _reference(x, weight, bias, stride, padding, dilation, channels_last)
     return launch_halves_conv(x, weight, bias, stride, padding, dilation, channels_last)
 
