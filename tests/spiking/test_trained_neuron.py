@@ -234,11 +234,13 @@ def test_the_kernel_compiles_for_gpus_that_are_not_there():
 
         types = {{name: "*fp32" if name.endswith("_ptr") else "fp32" if name[0] in "n" or "start" in name else "i32"
                  for name in kernel.arg_names}} | dict(numel="i32")
-        for capability in (80, 90):
+        for capability, steps, half in ((80, 4, False), (90, 4, False), (90, 11, True)):
+            for name in ("x_ptr", "spikes_ptr", "by_x_ptr"):
+                types[name] = "*fp16" if half else "*fp32"
             for text in {texts!r}:
                 neuron = neuron_of(text)
                 back = step_back(neuron)
-                constants = dict(STEPS=4, CODE=tuples(neuron.code), AFTER=neuron.states, BACK=tuples(back.code),
+                constants = dict(STEPS=steps, CODE=tuples(neuron.code), AFTER=neuron.states, BACK=tuples(back.code),
                                  OF_X=back.x, OF=(*back.states, *back.parameters), BLOCK=512)
                 build(kernel, types, constants, capability, num_warps=4, enable_fp_fusion=False)
         """
