@@ -72,6 +72,7 @@ def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Cont
 
 def _build(node: fx.Node, name: str, args: Mapping[str, Any]) -> Mapping[fx.Node, fx.Node]:
     x, v = node.args[:2]
+    assert isinstance(v, fx.Node)
     rate = []
     if name == "sj_plif::forward":
         assert isinstance(args["w"], fx.Node)

@@ -17,6 +17,8 @@ from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import Why
 from sparsecomp.reference.geometry import is_channels_last, laid_out
 
+pytestmark = pytest.mark.quick_cases(1)
+
 NAN, INF = math.nan, math.inf
 CASES = {  # input, output channels, kernel, stride, padding, dilation
     "of a ResNet": ((1, 3, 21, 19), 64, (7, 7), (2, 2), (3, 3), (1, 1)),
@@ -56,7 +58,7 @@ def float32_error(x: Tensor, weight: Tensor, window: tuple[tuple[int, int], ...]
     return exact(x.abs(), weight.abs(), None, window) * depth * 2.0**-24
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @EACH
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("layouts", [(False, False, False), (True, True, True), (True, False, False)])
