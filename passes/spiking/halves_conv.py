@@ -23,6 +23,8 @@ from sparsecomp.reference.geometry import Window, is_channels_last
 
 _MOST_CHANNELS = 16
 """Of the input: the kernel takes any number, and is meant, and estimated, for images."""
+_SURE = 1.5
+"""Least gain by an estimate that nothing was fitted to."""
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -30,16 +32,17 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     op, options = op_of(node), ctx.options
     if op is None or op.name != "conv2d" or options.implementation == "dense" or hooked(node, ctx, nn.Conv2d):
         return None
-    tf32 = _compat.conv_tf32()
-    if options.precision not in ("auto", "exact") or (tf32 and options.precision == "auto"):
+    if options.precision != "exact":  # asked for: how fast it is on a GPU was estimated, and not measured
         return None
+    tf32 = _compat.conv_tf32()
     decision = _decision(op, tf32, ctx)
     if decision is None:
         return None
-    if not decision.dense:
+    if not decision.dense and (decision.gain or 0.0) >= _SURE:
         reason = f"float32 as three products of halves: {decision.reason}"
         return Plan(lambda: {node: _build(op)}, reason, "halves", "exact", estimate=decision.estimate)
-    detail = f"{decision.reason}, which is TF32: torch.backends.cudnn.allow_tf32 lets it" if tf32 else decision.reason
+    detail = f"{decision.reason}, where {_SURE} times dense's speed is asked for"
+    detail += "; dense is TF32, as torch.backends.cudnn.allow_tf32 lets it be" if tf32 else ""
     return Refusal(Why.GATE, {"detail": detail}, decision.estimate)
 
 

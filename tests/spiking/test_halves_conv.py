@@ -215,11 +215,10 @@ def explained(model: nn.Module, channels: int = 3, batch: int = 32, **options):
 @needs_triton
 @pytest.mark.usefixtures("no_tf32")
 def test_the_stem_of_an_exact_network_is_a_site():
-    (site,) = explained(Stem())
+    (site,) = explained(Stem(), precision="exact")
     assert site.rewritten and (site.implementation, site.precision, site.module) == ("halves", "exact", "first")
     assert site.estimate is not None and site.estimate.gain > 1.5
-    (site,) = explained(Stem(), precision="exact")
-    assert site.rewritten
+    assert explained(Stem()) == [], "nobody asked for it"
 
 
 @needs_triton
@@ -227,8 +226,10 @@ def test_the_stem_of_an_exact_network_is_a_site():
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        (Stem(), {"precision": "tf32"}), (Stem(), {"precision": "half"}), (Stem(), {"implementation": "dense"}),
-        (Stem(), {"disable": ("halves_conv",)}), (Stem(32), {"channels": 32, "batch": 1}),
+        (Stem(), {"precision": "tf32"}), (Stem(), {"precision": "half"}),
+        (Stem(), {"precision": "exact", "implementation": "dense"}),
+        (Stem(), {"precision": "exact", "disable": ("halves_conv",)}),
+        (Stem(32), {"precision": "exact", "channels": 32, "batch": 1}),
     ],
     ids=["tf32", "half", "dense", "disabled", "many channels"],
 )  # fmt: skip
@@ -253,40 +254,35 @@ def test_the_rewritten_graph_gives_the_layer_s_result(trained):
     x = torch.randn(1, 3, 224, 224).expand(32, -1, -1, -1)
 
     def backend(gm, inputs):
-        parsed = Options.parse(None, {"verify": True, "strict": True, "mode": "reduce-overhead"})
+        parsed = Options.parse(None, {"verify": True, "strict": True, "mode": "reduce-overhead", "precision": "exact"})
         results.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed, target_named("h100")))
         return gm.forward
 
     with torch.set_grad_enabled(trained):
         first = nn.Sequential(model.first)
         found, right = torch.compile(first, backend=backend)(x), first(x)
-    assert [one.implementation for one in results[0].sites if one.rule == "halves_conv"] == ["halves"]
+    # of a training step the forward alone gains, and the margin is of the whole
+    expected = ["dense" if trained else "halves"]
+    assert [one.implementation for one in results[0].sites if one.rule == "halves_conv"] == expected
     torch.testing.assert_close(found, right)
-    if trained:
-        given = model.first.weight
-        gradients = [torch.autograd.grad(out.square().mean(), given)[0] for out in (found, right)]
-        torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.usefixtures("no_tf32")
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("trained", [False, True])
-def test_compiled_stems_are_as_exact_as_float32(channels_last, trained):
+def test_compiled_stems_are_as_exact_as_float32(channels_last):
     torch.compiler.reset()
     model, x = Stem().cuda(), torch.randn(32, 3, 224, 224, device="cuda")
     if channels_last:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     first = nn.Sequential(model.first)
-    compiled = torch.compile(first, backend="sparsecomp", mode="reduce-overhead")
-    with torch.set_grad_enabled(trained):
+    options = {"mode": "reduce-overhead", "precision": "exact"}
+    compiled = torch.compile(first, backend="sparsecomp", options=options)
+    with torch.no_grad():
         for _ in range(3):
             out = compiled(x)
             model.first.weight.data.mul_(1.5)  # a write that nothing tells of
         right = nn.functional.conv2d(x.double(), model.first.weight.double() / 1.5, None, 2, 3)
     assert "halves" in {one.implementation for one in sparsecomp.last_report(compiled).sites}
     assert (out - right).norm() <= 5e-7 * right.norm() and out.stride() == first(x).stride()
-    if trained:
-        (found,) = torch.autograd.grad(out.square().mean(), model.first.weight)
-        assert found.isfinite().all()
