@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operator)
-from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse
+from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.spiking.fuse_neurons import MAX_STEPS
 from sparsecomp.reference.neuron import NUMBERS
@@ -55,8 +55,12 @@ def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Cont
         return "the graph runs op by op or in a transform, or implementation='dense' was asked for"
     if ctx.device(x.device).type != "cuda" and ctx.options.neurons != "fuse":
         return "on the CPU the operator is no Triton kernel, and nothing is gained"
-    if x.dtype not in KERNEL_DTYPES or x.dim() < 2:
-        return f"{x.dtype} input of {x.dim()} dimensions"
+    asked = ctx.options.neurons == "fuse" or ctx.options.memory == "low"
+    if not asked and (x.dtype is not torch.float32 or replays(ctx.options, ctx.device(x.device))):
+        return "memory='low' or neurons='fuse' asks for it: its time in half precision and CUDA graphs was not measured"
+    v = example_of(node.args[1])
+    if x.dtype not in KERNEL_DTYPES or x.dim() < 2 or v is None or v.dtype is not torch.float32:
+        return f"{x.dtype} input of {x.dim()} dimensions, or a membrane that is not float32"
     if not isinstance(x.shape[0], int) or not 0 < x.shape[0] <= MAX_STEPS:
         return f"{x.shape[0]} time steps: unrolled up to {MAX_STEPS}"
     if args.get("surrogate_id") not in _SLOPES or not {"alpha", "detach_reset", "threshold", "reset"} <= {*args}:

@@ -94,13 +94,25 @@ def test_spikes_have_the_bits_and_gradients_the_values_of_the_library_s(name, ki
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+class Operator(nn.Module):
+    """The library's operator, whose membrane is float32 whatever its input is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = torch.zeros_like(x[0], dtype=torch.float32)
+        return torch.ops.sj_lif.forward.default(x, v, 3.0, True, 1.0, 0.0, False, 4.0, False, 0)[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_charges_in_float32(dtype):
-    eager = neuron.LIFNode(tau=3.0, step_mode="m")
-    module, x = copy.deepcopy(eager), sample().to(dtype)
-    expected, found = trained(eager, eager, x), trained(through_aot(module)[0], module, x)
-    assert found[0].dtype is dtype and all(map(torch.equal, found[:2], expected[:2]))
-    torch.testing.assert_close(found[3], expected[3], rtol=1e-2, atol=1e-2)
+    compiled, reports, _ = through_aot(Operator())
+    results = []
+    for call in (Operator(), compiled):
+        x = sample().to(dtype).requires_grad_()
+        spikes = call(x)
+        results.append((spikes.detach(), *torch.autograd.grad((spikes * sample(seed=1).to(dtype)).sum(), x)))
+    assert [site.rewritten for site in reports[0].sites if site.rule == "train_neurons"] == [True]
+    assert results[1][0].dtype is results[1][1].dtype is dtype and torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-2, atol=1e-2)
 
 
 class Net(nn.Module):
@@ -182,7 +194,20 @@ def test_what_stays_an_operator_says_why(options, steps, reason):
     assert not site(report, "train_neurons").rewritten and reason in site(report, "train_neurons").reason
 
 
-def test_a_surrogate_that_is_not_known_stays_the_library_s():
+@pytest.mark.parametrize(
+    ("options", "dtype", "taken"),
+    [
+        ({}, torch.float32, True), ({"mode": "reduce-overhead"}, torch.float32, False), ({}, torch.float16, False),
+        ({"mode": "reduce-overhead", "memory": "low"}, torch.float16, True), ({"neurons": "fuse"}, torch.float16, True),
+    ],
+)  # fmt: skip
+def test_what_was_not_measured_is_asked_for(options, dtype, taken):
+    report = sparsecomp.explain(Operator(), sample().to(dtype), device="h100", **options)
+    (found,) = [one for one in report.sites if one.rule == "train_neurons"]
+    assert found.rewritten == taken and (taken or "not measured" in found.reason)
+
+
+def test_stored_membranes_stay_the_library_s():
     module = neuron.LIFNode(step_mode="m", store_v_seq=True)
     _, report = rewritten(module, sample(), neurons="fuse")
     assert "the membrane of every step is stored" in site(report, "train_neurons").reason
@@ -204,7 +229,7 @@ def test_networks_learn_on_a_gpu_as_the_library_s_do(mode, memory, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     eager, x = Net(64).cuda(), torch.rand(4, 2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).cuda()
     module = copy.deepcopy(eager)
-    compiled = torch.compile(module, backend="sparsecomp", options={"mode": mode, "memory": memory})
+    compiled = torch.compile(module, backend="sparsecomp", options={"mode": mode, "memory": memory, "neurons": "fuse"})
     for _ in range(3):
         for net, call in ((eager, eager), (module, compiled)):
             functional.reset_net(net)
