@@ -80,8 +80,8 @@ def _cpu(a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, colum
     dtype = _index_dtype(a_pointers, a_indices, columns, indices.numel())
     row = rows_of(pointers, indices.numel(), indices.dtype)
     indices, order = sorted_within(row, indices, (a.shape[0], columns))
-    values = torch.stack([take(product.values(), 0, order) for product in found]).reshape(*batch, -1)
-    return values.to(a_values.dtype), pointers.to(dtype), indices.to(dtype)
+    values = [take(product.values(), 0, order) for product in found]
+    return (torch.stack(values) if batch else values[0]).to(a_values.dtype), pointers.to(dtype), indices.to(dtype)
 
 
 def _torchs(rows: dots.StoredRows, values: Tensor) -> Tensor:
