@@ -31,7 +31,7 @@ from sparsecomp.reference.selection import select_top
 from sparsecomp.reference.sharding import local
 from sparsecomp.training.distributed import agreed, bare
 from sparsecomp.training.dynamic.gradients import GradientAccumulator
-from sparsecomp.training.dynamic.manager import PatternManager
+from sparsecomp.training.dynamic.manager import PatternManager, check_moment
 from sparsecomp.training.dynamic.stepped import Stepped
 
 
@@ -121,6 +121,8 @@ class DynamicSparsity(Stepped):
         Raises:
             PatternError: no backward ran within `watch`, or one is running. Nothing has changed.
         """
+        for manager in self.managers.values():
+            check_moment(manager.layer.values.device)
         changed = {name: self.changed(name) for name in self.changing()}
         self._replicas.check_alike({name: new.keys for name, new in changed.items()})
         for name, new in changed.items():
