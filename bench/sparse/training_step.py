@@ -135,13 +135,14 @@ def _parts_ms(case: Case) -> dict[str, float]:
     """What one kernel for gradient and optimizer would do in one, and what it would spare."""
     step = trained(case, "sparse by sparsecomp", "default")
     step.compiled(step.x).backward(step.grad)
-    weights = [layer.weight for layer in step.model if isinstance(layer, SparseLinear)]
-    grads = [layer.values.grad for layer in step.model if isinstance(layer, SparseLinear)]
+    layers = [layer for layer in step.model.modules() if isinstance(layer, SparseLinear)]
     optimizer = torch.optim.AdamW(step.model.parameters(), lr=1e-6, fused=True, capturable=True)
 
     def gradients() -> list[Tensor]:
-        patterns = [weight.pattern for weight in weights]
+        patterns = [layer.weight.pattern for layer in layers]
         return [sddmm(step.grad.mT, step.x.mT, pattern.arrays, pattern.layout) for pattern in patterns]
+
+    grads: list[Any] = [layer.values.grad for layer in layers]
 
     calls = {"gradients": gradients, "AdamW": optimizer.step, "a copy": lambda: [grad.clone() for grad in grads]}
     return {f"{name} of the stored": round(graph_ms([call]), 5) for name, call in calls.items()}

@@ -11,11 +11,11 @@ from sparsecomp.lowering.sparse.row_products import Rows
 
 COLUMNS = 2**21
 """Columns of a product, at most: a row of more is looked for in too large a bitmap."""
-_KEPT_WORDS = 2**22
+KEPT_WORDS = 2**22
 """Words of bitmaps, of 12 bytes each with their ranks, up to which every row keeps its own."""
 _WORDS = 2**23
 """Words of the programs' bitmaps, where they have them."""
-_PROGRAMS = 2112
+PROGRAMS = 2112
 """Programs at a time: 16 on each of an H200's multiprocessors."""
 
 
@@ -82,8 +82,8 @@ def _sizes(
 ) -> tuple[int, int, int, bool, tuple[int, int]]:
     """Rows, words of a bitmap, programs, whether each row keeps its own, and entries of a row of a and of b."""
     words = -(-columns // 32)
-    kept = rows * words <= _KEPT_WORDS
-    programs = rows if kept else min(rows, _PROGRAMS, _WORDS // words)
+    kept = rows * words <= KEPT_WORDS
+    programs = rows if kept else min(rows, PROGRAMS, _WORDS // words)
     means = _power(a_entries, rows), _power(b_entries, b_rows)
     return rows, words, programs, kept, means
 

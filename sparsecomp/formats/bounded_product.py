@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.csr import CSR
-from sparsecomp.formats.dots import StoredRows, whole_product
+from sparsecomp.formats.dots import StoredRows, everywhere
 from sparsecomp.formats.indices import index_dtype_for, searched_lines
 from sparsecomp.formats.sparse_product import check_operands, of_tensors
 
@@ -51,8 +51,8 @@ def bounded_matmul(one: SparseMatrix, other: SparseMatrix, capacity: int) -> CSR
     a_values, a, *_ = one.by_rows()
     b_values, b, *_ = other.by_rows()
     if one.device.type == "cuda":
-        left, right = StoredRows(*a, one.shape), StoredRows(*b, other.shape)
-        values, found = whole_product(left, a_values, right, b_values, capacity)
+        left, right = StoredRows(a[0], a[1], one.shape), StoredRows(b[0], b[1], other.shape)
+        values, found = everywhere(left, a_values, right, b_values, capacity)
         return CSR(found.pointers, found.indices, values, shape)
     dtype = index_dtype_for(*shape, capacity)
     values, pointers, indices = by_slots(a_values, a, b_values, b, shape[1], capacity, dtype)

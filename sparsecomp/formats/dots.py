@@ -99,7 +99,7 @@ def products_at(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor
     return _provided("products")(a_values, *a[:2], b_values, *b[:2], *at[:2], b.shape[1])
 
 
-def whole_product(
+def everywhere(
     a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor, capacity: int | None = None
 ) -> tuple[Tensor, StoredRows]:
     """a @ b and where it stores: every place that a product of two stored elements reaches; gradients as of `dots`.
@@ -108,11 +108,11 @@ def whole_product(
         capacity: entries there is room for, those behind the last row's being spare; None for as many as there are,
             which waits for a GPU. Where more pairs of elements meet, every value is NaN.
     """
-    values, *arrays = _provided("whole")(a_values, *a[:2], b_values, *b[:2], b.shape[1], capacity)
-    return values, StoredRows(*arrays, (a.shape[0], b.shape[1]))
+    values, pointers, indices = _provided("whole")(a_values, *a[:2], b_values, *b[:2], b.shape[1], capacity)
+    return values, StoredRows(pointers, indices, (a.shape[0], b.shape[1]))
 
 
-def provide(**operators: Callable[..., Any]) -> None:
+def enter_products(**operators: Callable[..., Any]) -> None:
     """Enter what computes `dots`, `products` at places and `whole` products."""
     _operators.update(operators)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError, SparseOperatorError
-from sparsecomp.formats.dots import StoredRows, untraced, whole_product
+from sparsecomp.formats.dots import StoredRows, everywhere, untraced
 
 if TYPE_CHECKING:
     from sparsecomp.formats.base import SparseMatrix
@@ -61,7 +61,7 @@ def sparse_product(one: SparseMatrix, other: SparseMatrix) -> tuple[StoredRows, 
             "bounded_matmul, multiply outside of the graph, or leave fullgraph=True out"
         )
     check_operands(one, other)
-    values, found = untraced(whole_product)(*_rows(one), *_rows(other))
+    values, found = untraced(everywhere)(*_rows(one), *_rows(other))
     return found, values
 
 

@@ -61,8 +61,8 @@ def lowered():
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_kernels_are_the_dense_product(sizes, dtype, index, kept, device, lowered, monkeypatch):
     if not kept:
-        monkeypatch.setattr(lowered, "_KEPT_WORDS", 0)
-        monkeypatch.setattr(lowered, "_PROGRAMS", 3)
+        monkeypatch.setattr(lowered, "KEPT_WORDS", 0)
+        monkeypatch.setattr(lowered, "PROGRAMS", 3)
     a, b = dense_of(*sizes[:2], 1), dense_of(*sizes[1:], 2)
     operands = *operand(a, dtype, index, (3, 2), device), *operand(b, dtype, torch.int32, (1, 4), device)
     found = OP.direct_cuda(*operands, sizes[2], None)
@@ -174,13 +174,13 @@ def test_a_captured_product_of_bounded_size_follows_its_patterns_and_waits_for_n
 @pytest.mark.parametrize(("index", "dtype"), [("i32", "fp32"), ("i32", "bf16"), ("i64", "fp16"), ("i64", "fp64")])
 def test_the_kernels_build(index, dtype, capability):
     printed = compile_in_subprocess(f"""
-        from sparsecomp.lowering.sparse.kernels.whole_product import count_kernel, fill_kernel
+        from sparsecomp.lowering.sparse.kernels.whole_product import count_columns_kernel, fill_columns_kernel
         arrays = {{f"{{one}}_{{part}}_ptr": "*{index}" for one in ("a", "b") for part in ("pointers", "indices")}}
         memory = dict(bits_ptr="*i32", ranks_ptr="*i64", counts_ptr="*i64", pairs_ptr="*i64", rows="i32", words="i32")
         wide = "*fp64" if "{dtype}" == "fp64" else "*fp32"
         out = dict(a_ptr="*{dtype}", b_ptr="*{dtype}", pointers_ptr="*{index}", indices_ptr="*{index}", out_ptr=wide)
         built = [build(kernel, arrays | memory | out, dict(KEPT=kept, K=4, W=32, S=256), {capability}, whole=(),
-                       num_warps=2) for kernel in (count_kernel, fill_kernel) for kept in (False, True)]
+                       num_warps=2) for kernel in (count_columns_kernel, fill_columns_kernel) for kept in (False, True)]
         print(all(len(one.asm["cubin"]) > 0 for one in built))
     """)
     assert printed.strip() == "True"

@@ -1,8 +1,8 @@
 """The product of two sparse matrices at every place that it reaches: rows of both are walked, twice.
 
-`count_kernel` marks a row's columns in a bitmap and counts them. `fill_kernel` knows from the bitmap where in the row
-a column stands, and adds each product there. One program has a row, and within it the entries of the left row one
-after the other: no atomic sum, so that results are the same in every run.
+`count_columns_kernel` marks a row's columns in a bitmap and counts them. `fill_columns_kernel` knows from the bitmap
+where in the row a column stands, and adds each product there. One program has a row, and within it the entries of the
+left row one after the other: no atomic sum, so that results are the same in every run.
 """
 
 import triton
@@ -65,7 +65,7 @@ def rank_row(bits, ranks, words, CLEAR: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def count_kernel(
+def count_columns_kernel(
     a_pointers_ptr, a_indices_ptr, b_pointers_ptr, b_indices_ptr, bits_ptr, ranks_ptr, counts_ptr, pairs_ptr, rows,
     words, KEPT: tl.constexpr, K: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def count_kernel(
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         mine = tl.cast(row if KEPT else tl.program_id(0), tl.int64) * words
         begin, end = tl.load(a_pointers_ptr + row), tl.load(a_pointers_ptr + row + 1)
-        count = 0
+        count = tl.cast(0, tl.int32)
         if begin < end:
             met += mark_row(a_indices_ptr, b_pointers_ptr, b_indices_ptr, bits_ptr + mine, begin, end, K, W)
             tl.debug_barrier()
@@ -88,7 +88,7 @@ def count_kernel(
 
 
 @triton.jit
-def fill_kernel(
+def fill_columns_kernel(
     a_pointers_ptr, a_indices_ptr, a_ptr, b_pointers_ptr, b_indices_ptr, b_ptr, bits_ptr, ranks_ptr, pointers_ptr,
     indices_ptr, out_ptr, rows, words, KEPT: tl.constexpr, K: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def fill_kernel(
 
 
 def count_launch(rows: int, words: int, programs: int, kept: bool, means: tuple[int, int]) -> Launch:
-    """The launch of `count_kernel`, which has no sums that must follow each other: many entries at a time.
+    """The launch of `count_columns_kernel`, which has no sums that must follow each other: many entries at a time.
 
     Args:
         programs: how many there are; a bitmap and ranks for each, of so many words, or one a row if `kept`.
@@ -141,14 +141,14 @@ def count_launch(rows: int, words: int, programs: int, kept: bool, means: tuple[
     """
     entries, width = _tile(means, 512, 64)
     constants = {"KEPT": kept, "K": entries, "W": width, "S": _scanned(words)}
-    return Launch(count_kernel, (programs,), (rows, words), constants, num_warps=_warps(entries * width))
+    return Launch(count_columns_kernel, (programs,), (rows, words), constants, num_warps=_warps(entries * width))
 
 
 def fill_launch(rows: int, words: int, programs: int, kept: bool, means: tuple[int, int]) -> Launch:
-    """The launch of `fill_kernel`; as of `count_kernel`."""
+    """The launch of `fill_columns_kernel`; as of `count_columns_kernel`."""
     entries, width = _tile(means, 512, 8)
     constants = {"KEPT": kept, "K": entries, "W": width, "S": _scanned(words)}
-    return Launch(fill_kernel, (programs,), (rows, words), constants, num_warps=_warps(entries * width))
+    return Launch(fill_columns_kernel, (programs,), (rows, words), constants, num_warps=_warps(entries * width))
 
 
 def _tile(means: tuple[int, int], elements: int, most: int) -> tuple[int, int]:

@@ -115,7 +115,7 @@ def _cuda_dots(x_values, x_pointers, x_indices, y_values, y_pointers, y_indices,
         )
     from sparsecomp.lowering.sparse import row_products as lowered  # loads Triton
 
-    x, y, at = arrays_of(x_pointers, x_indices), arrays_of(y_pointers, y_indices), arrays_of(at_pointers, at_indices)
+    x, y, at = as_rows(x_pointers, x_indices), as_rows(y_pointers, y_indices), as_rows(at_pointers, at_indices)
     out = x_values.new_empty(together(x_values, y_values) + at_indices.shape)
     operands = (x, flat(x_values), y, flat(y_values))
     # the shorter rows are walked, as far as their mean tells
@@ -131,14 +131,14 @@ def _cuda_products(a_values, a_pointers, a_indices, b_values, b_pointers, b_indi
         return _cuda_dots(a_values, a_pointers, a_indices, *other, at_pointers, at_indices, inner)
     from sparsecomp.lowering.sparse import row_products as lowered  # loads Triton
 
-    a, b, at = arrays_of(a_pointers, a_indices), arrays_of(b_pointers, b_indices), arrays_of(at_pointers, at_indices)
+    a, b, at = as_rows(a_pointers, a_indices), as_rows(b_pointers, b_indices), as_rows(at_pointers, at_indices)
     shape = together(a_values, b_values) + at_indices.shape
     out = a_values.new_zeros(shape, dtype=accumulator(a_values.dtype))
     lowered.add_products(a, flat(a_values), b, flat(b_values), at, flat(out), columns)
     return out.to(a_values.dtype)
 
 
-def arrays_of(pointers: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+def as_rows(pointers: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """As kernels take them."""
     return pointers.contiguous(), indices.contiguous()
 
@@ -195,4 +195,4 @@ implement("row_dots", _dots, _cuda_dots, _fake)
 implement("row_products", _products, _cuda_products, _fake)
 differentiable("row_dots", _dots_backward, _save)
 differentiable("row_products", _products_backward, _save)
-dots.provide(dots=row_dots, products=row_products)
+dots.enter_products(dots=row_dots, products=row_products)

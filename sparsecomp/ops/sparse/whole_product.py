@@ -16,7 +16,7 @@ from sparsecomp.formats.bounded_product import by_slots
 from sparsecomp.formats.indices import index_dtype_for, rows_of, sorted_within, take
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.row_products import (
-    arrays_of,
+    as_rows,
     as_values,
     compacted,
     flat,
@@ -100,7 +100,7 @@ def _cuda(a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, colu
 
     if a_values.dtype not in _WHOLE or columns > lowered.COLUMNS:
         return _cpu(a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, columns, capacity)
-    a, b = arrays_of(a_pointers, a_indices), arrays_of(b_pointers, b_indices)
+    a, b = as_rows(a_pointers, a_indices), as_rows(b_pointers, b_indices)
     counted = lowered.count(a, b, max(columns, 1))
     size = int(counted.pointers[-1]) if capacity is None else capacity
     dtype = _index_dtype(a_pointers, a_indices, columns, size)
@@ -141,4 +141,4 @@ def _backward(ctx, grad, *_):
 
 implement("whole_product", _cpu, _cuda, _fake)
 differentiable("whole_product", _backward, _save)
-dots.provide(whole=whole_product)
+dots.enter_products(whole=whole_product)
