@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsecomp.errors import PatternError
 from sparsecomp.formats import Pattern
 from sparsecomp.formats.indices import pointers_of, sort_keys
+from sparsecomp.ops.masked.elementwise import select_largest
 from sparsecomp.ops.sparse.sddmm import sddmm
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import accumulator, without_autocast
@@ -93,11 +94,12 @@ class GradientAccumulator:
         for first, block in self._scores(kept, together):
             found = block if rows is None else block.masked_fill(~rows[first : first + len(block), None], -torch.inf)
             found, places = found.flatten(), _places(first, block, kept)
-            # those of the rows before come first, so that a stable sort leaves equal ones in order
-            before = found if scores is None else torch.cat([scores, found])
-            best = before.sort(descending=True, stable=True)
-            scores, keys = best.values[:count], torch.cat([keys, places])[best.indices[:count]]
-        return Pattern(sort_keys(keys), kept.shape)
+            # those of the rows before come first, and stay in order
+            found = found if scores is None else torch.cat([scores, found])
+            most = min(count, found.numel())
+            best = torch.nonzero_static(select_largest(found, most), size=most).squeeze(1)
+            scores, keys = found[best], torch.cat([keys, places])[best]
+        return Pattern(keys, kept.shape)
 
     def candidates_among(self, count: int, among: Pattern, together: Together | None = None) -> Pattern:
         """The elements of `among` whose gradients are the largest in magnitude, of which alone they are computed.
