@@ -15,8 +15,8 @@ KEPT_WORDS = 2**22
 """Words of bitmaps, of 12 bytes each with their ranks, up to which every row keeps its own."""
 _WORDS = 2**23
 """Words of the programs' bitmaps, where they have them."""
-PROGRAMS = 2112
-"""Programs at a time: 16 on each of an H200's multiprocessors."""
+PROGRAMS = 4224
+"""Programs: 32 on each of an H200's multiprocessors, as many as it holds."""
 
 
 class Counted(NamedTuple):

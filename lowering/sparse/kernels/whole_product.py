@@ -158,7 +158,7 @@ def _tile(means: tuple[int, int], elements: int, most: int) -> tuple[int, int]:
 
 
 def _scanned(words: int) -> int:
-    return min(triton.next_power_of_2(words), 1024)
+    return min(triton.next_power_of_2(words), 512)
 
 
 def _warps(elements: int) -> int:
