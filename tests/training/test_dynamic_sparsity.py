@@ -469,6 +469,23 @@ def test_candidates_are_the_largest_of_the_dense_gradient(at_once, monkeypatch):
         seen.candidates(1, kept)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_candidates_on_a_gpu_are_the_largest_of_the_dense_gradient_of_halves_too(dtype, monkeypatch):
+    monkeypatch.setattr("sparsecomp.training.dynamic.gradients.AT_ONCE", 7 * 40)  # rows of several blocks
+    generator = torch.Generator().manual_seed(0)
+    # whole numbers, whose sums are exact, beyond what halves hold, and often equal
+    x, gradient = (torch.randint(-60, 61, (50, size), generator=generator).double() for size in (40, 24))
+    kept = Pattern.of((torch.rand(24, 40, generator=generator) < 0.3).float())
+    seen = GradientAccumulator(nn.Linear(40, 24))
+    seen.take(x.to("cuda", dtype), gradient.to("cuda", dtype))
+    found = seen.candidates(100, kept.to("cuda"))
+    scores = (gradient.mT @ x).abs().masked_fill(kept.mask(), -1).flatten()
+    expected = scores.sort(descending=True, stable=True).indices[:100].sort().values
+    assert found.keys.tolist() == expected.tolist()
+
+
 def test_candidates_among_some_are_the_largest_of_the_dense_gradient_there():
     layer, xs = layer_of(), [signal(2, 5, 4), signal(2, 5, 4, seed=1)]
     dense = layer.weight.matrix.to_dense().detach().requires_grad_()
