@@ -49,7 +49,7 @@ def rank_row(bits, ranks, words, CLEAR: tl.constexpr, S: tl.constexpr):
 
     Returns how many are set in all. CLEAR leaves the bitmap empty.
     """
-    seen = 0
+    seen = tl.full((), 0, tl.int32)
     for start in range(0, words, S):
         word = start + tl.arange(0, S)
         # past the first cache, where a program's own atomics are not seen
@@ -73,11 +73,11 @@ def count_columns_kernel(
 
     KEPT: each row has a bitmap and ranks of its own, which stay; else each program has them.
     """
-    met = tl.cast(0, tl.int64)
+    met = tl.full((), 0, tl.int64)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         mine = tl.cast(row if KEPT else tl.program_id(0), tl.int64) * words
         begin, end = tl.load(a_pointers_ptr + row), tl.load(a_pointers_ptr + row + 1)
-        count = tl.cast(0, tl.int32)
+        count = tl.full((), 0, tl.int32)
         if begin < end:
             met += mark_row(a_indices_ptr, b_pointers_ptr, b_indices_ptr, bits_ptr + mine, begin, end, K, W)
             tl.debug_barrier()
