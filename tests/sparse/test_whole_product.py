@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
-from kernel_devices import KERNEL_DEVICES, graph_of, interpreted
+from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of, interpreted
 
 from sparsecomp.formats import CSR, bounded_matmul
 from sparsecomp.ops.sparse.whole_product import whole_product
@@ -94,6 +94,7 @@ def test_batches_share_patterns_and_the_cpu_agrees(capacity, device):
             check((item, *arrays), a, b, F64, 0 if capacity is None else capacity - int(arrays[0][-1]))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter multiplies masked lanes too
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_zeros_that_are_stored_or_cancel_and_what_is_not_finite_stay_at_their_places(device):
     left = torch.tensor([1.0, 1.0, -0.0, math.inf]), torch.tensor([0, 2, 3, 4]), torch.tensor([0, 1, 2, 1])
@@ -128,6 +129,28 @@ def test_the_operator_is_as_its_schema_says(capacity):
         torch.testing.assert_close(found, whole[where != 0])
     call = lambda x, y: OP(x, *one[1:], y, *other[1:], 8, capacity)[0]  # noqa: E731
     assert torch.autograd.gradcheck(call, (one[0], other[0]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("sparsecomp", marks=pytest.mark.slow(reason="compiled by Inductor"))]
+)
+def test_a_graph_holds_a_product_of_bounded_size_and_its_gradients(backend, device):
+    a, b, x = dense_of(7, 9, 1), dense_of(9, 8, 2), torch.randn(8, 3, dtype=F64, device=device)
+    one, other = operand(a, F64, device=device), operand(b, F64, device=device)
+
+    def product(left, right):
+        values, pointers, indices = whole_product(left, *one[1:], right, *other[1:], 8, 300)
+        return torch.matmul(CSR(pointers, indices, values.sin(), (7, 8)), x)
+
+    leaves = [values[0].clone().requires_grad_() for values in (one, other)]
+    found = torch.compile(product, backend=backend, fullgraph=True)(*leaves)
+    dense = [matrix.clone().requires_grad_() for matrix in (a, b)]
+    expected = (dense[0] @ dense[1]).sin() @ x.cpu()
+    torch.testing.assert_close(found.cpu(), expected)
+    grads, wanted = (torch.autograd.grad(out.square().sum(), ins) for out, ins in ((found, leaves), (expected, dense)))
+    for mine, theirs, where in zip(grads, wanted, (a, b), strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs[where != 0])
 
 
 @pytest.mark.gpu
