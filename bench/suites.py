@@ -103,6 +103,7 @@ SUITES: dict[str, Suite] = {
     "spmm": Suite("sparse.spmm", lambda m, a: m.run(a.data)),
     "semi-structured": Suite("sparse.semi_structured", lambda m, a: m.run()),
     "sparse-products": Suite("sparse.sparse_products", lambda m, a: m.run()),
+    "pattern-algebra": Suite("sparse.algebra", lambda m, a: m.run_on_gpu()),
     "active-inputs": Suite("sparse.active_inputs", lambda m, a: m.run(a.workers or 1)),
     "training-step": Suite("sparse.training_step", lambda m, a: m.run(a.modes, a.workers or 1)),
     "scaling": Suite("sparse.scaling", lambda m, a: m.run()),

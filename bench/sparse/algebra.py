@@ -1,7 +1,7 @@
 """Patterns and products of two sparse matrices beside scipy, on one core: what changes patterns costs besides training.
 
 Calls take turns in one process, and the best of several counts. Products are of the real matrices in the folder that
-`SPARSECOMP_TEST_DATA` names, beside random ones.
+`SPARSECOMP_TEST_DATA` names, beside random ones. On a GPU, patterns beside torch's radix sort of the same numbers.
 """
 
 import os
@@ -16,6 +16,7 @@ import torch
 from bench.cpu import in_turns_ms
 from bench.sparse.matrices import read
 from bench.table import markdown_grid
+from bench.timing import in_turns_ms as gpu_in_turns_ms
 from sparsecomp.formats import CSR, Pattern
 
 ENTRIES, SIZE, RANDOM = 10_000_000, 20_000, 4096
@@ -34,6 +35,25 @@ def run(entries: int = ENTRIES, size: int = SIZE, rounds: int = 5) -> Iterator[d
             yield row
     finally:
         torch.set_num_threads(threads)
+
+
+def run_on_gpu(entries: int = ENTRIES, size: int = SIZE, rounds: int = 15) -> Iterator[dict[str, Any]]:
+    """One row an operation on patterns: milliseconds as called, and of a sort of all the numbers that it reads."""
+    one, other = (_random_pattern(entries, size, seed).to("cuda") for seed in (0, 1))
+    both = torch.cat([one.keys, other.keys])
+    both = both[torch.randperm(both.numel(), device="cuda")]
+    shuffled = both[: one.nnz].clone()
+    told = f"{entries / 1e6:g} M entries"
+    calls: dict[str, tuple[Callable[[], Any], torch.Tensor]] = {
+        "union": (lambda: one | other, both), "intersection": (lambda: one & other, both),
+        "difference": (lambda: one - other, both), "symmetric difference": (lambda: one ^ other, both),
+        "transpose": (lambda: one.mT, shuffled),
+    }  # fmt: skip
+    for case, (call, numbers) in calls.items():
+        ours, theirs = gpu_in_turns_ms([call, lambda numbers=numbers: numbers.sort()], rounds=rounds)
+        row = {"case": f"{case}, {told}", "sparsecomp": ours, "radix sort": theirs}
+        print(row, flush=True)
+        yield row
 
 
 Case = tuple[str, tuple[Callable[[], Any], Callable[[], Any]]]
@@ -68,10 +88,11 @@ def product_cases() -> Iterator[Case]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown: milliseconds, and how often scipy's time fits in ours."""
-    lines = [["case", "sparsecomp", "scipy", "scipy ÷ sparsecomp"]]
+    """The rows in Markdown: milliseconds, and how often ours fits in the peer's."""
+    (peer,) = rows[0].keys() - {"case", "sparsecomp"}
+    lines = [["case", "sparsecomp", peer, f"{peer} ÷ sparsecomp"]]
     for row in rows:
-        ours, theirs = row["sparsecomp"], row["scipy"]
+        ours, theirs = row["sparsecomp"], row[peer]
         lines.append([row["case"], f"{ours:.3g}", f"{theirs:.3g}", f"{theirs / ours:.2f}"])
     return markdown_grid(lines)
 

@@ -2,7 +2,9 @@
 
 Two square layers with a ReLU between them; a step is forward, backward and fused AdamW, compiled, host included,
 without TF32. `masked` multiplies a dense weight by its mask, as people write it. Memory is the most that torch holds at
-once in such steps, parameters and optimizer included. A change of RigL's is timed alone, behind its backward.
+once in such steps, parameters and optimizer included. A change of RigL's is timed alone, behind its backward. Of a step
+the weights' gradients and AdamW are timed alone too, as replayed graphs, and a copy of the gradients, the traffic that
+one kernel for both would spare.
 """
 
 import time
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 from bench.masked.masked_linear import MaskedLinear
 from bench.parallel import measured
 from bench.table import markdown_grid
-from bench.timing import MODES, guarded, time_rivals, wait
+from bench.timing import MODES, graph_ms, guarded, time_rivals, wait
 from sparsecomp.nn import SparseLinear
+from sparsecomp.ops import sddmm
 from sparsecomp.runtime import RigL
 
 SIZE, ROWS = 4096, 2048
@@ -77,6 +80,7 @@ def prepared(case: Case, modes: tuple[str, ...]) -> Callable[[], dict[str, Any]]
         for mode, calls in steps.items():
             guarded(row, mode, partial(time_rivals, row, mode, calls, True))
         guarded(row, "RigL", lambda: row["ms"].update({"a change of RigL's": _change_ms(case)}))
+        guarded(row, "parts", lambda: row["ms"].update(_parts_ms(case)))
         return row
 
     return measure
@@ -127,16 +131,37 @@ def _change_ms(case: Case) -> float:
     return round(min(times), 4)
 
 
+def _parts_ms(case: Case) -> dict[str, float]:
+    """What one kernel for gradient and optimizer would do in one, and what it would spare."""
+    step = trained(case, "sparse by sparsecomp", "default")
+    step.compiled(step.x).backward(step.grad)
+    layers = [layer for layer in step.model.modules() if isinstance(layer, SparseLinear)]
+    optimizer = torch.optim.AdamW(step.model.parameters(), lr=1e-6, fused=True, capturable=True)
+
+    def gradients() -> list[Tensor]:
+        patterns = [layer.weight.pattern for layer in layers]
+        return [sddmm(step.grad.mT, step.x.mT, pattern.arrays, pattern.layout) for pattern in patterns]
+
+    grads: list[Any] = [layer.values.grad for layer in layers]
+
+    calls = {"gradients": gradients, "AdamW": optimizer.step, "a copy": lambda: [grad.clone() for grad in grads]}
+    return {f"{name} of the stored": round(graph_ms([call]), 5) for name, call in calls.items()}
+
+
+PARTS = ("gradients of the stored", "AdamW of the stored", "a copy of the stored")
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds of a step, MiB, and in brackets how many times as fast as the dense step in the same mode."""
-    grid = [["zeros", "dtype", "mode", *RIVALS, "a change of RigL's, ms"]]
+    """Milliseconds of a step, MiB, and in brackets how many times as fast as the dense step in the same mode; behind
+    the first mode what is timed alone, where it was."""
+    alone = ["a change of RigL's", *(name for name in PARTS if any(name in row["ms"] for row in rows))]
+    grid = [["zeros", "dtype", "mode", *RIVALS, *(f"{name}, ms" for name in alone)]]
     for row in sorted(rows, key=lambda row: (row["dtype"], row["sparsity"])):
         for mode in MODES:
             dense = row["ms"].get(f"dense, {mode}")
             cells = [_cell(row, name, mode, dense) for name in RIVALS]
-            change = row["ms"].get("a change of RigL's") if mode == "default" else None
-            told = "" if change is None else f"{change:.3g}"
-            grid.append([f"{row['sparsity']:.0%}", row["dtype"], mode, *cells, told])
+            told = [f"{row['ms'][name]:.3g}" if mode == "default" and name in row["ms"] else "" for name in alone]
+            grid.append([f"{row['sparsity']:.0%}", row["dtype"], mode, *cells, *told])
     return markdown_grid(grid)
 
 

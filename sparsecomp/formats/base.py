@@ -412,7 +412,7 @@ class SparseMatrix(Operand, ABC):
             (pointers, indices, shape), values = sparse_product(self, dense)
             dtype = choose_index_dtype(None, self.index_dtype, *shape, indices.numel())
             by_rows = FORMATS["CSR"](pointers.to(dtype), indices.to(dtype), values, shape=shape)
-            return by_rows.to(type(self), **self.layout)
+            return by_rows.known_compact().to(type(self), **self.layout)
         return products.product(self, dense, False)
 
     def __rmatmul__(self, dense: Tensor) -> Tensor:

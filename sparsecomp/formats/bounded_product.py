@@ -1,12 +1,14 @@
 """The product of two sparse matrices in memory of a size given beforehand.
 
-Every pair of stored elements that meet has a slot; slots are sorted by place, and those of one place are summed. All
-sizes are the capacity's, so that nothing is read from the device, and a graph holds it without a break.
+On a GPU kernels count each row's elements and fill as much room as there is. Elsewhere every pair of stored elements
+that meet has a slot; slots are sorted by place, and those of one place are summed. All sizes are the capacity's, so
+that nothing is read from the device, and a graph holds it without a break.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.csr import CSR
+from sparsecomp.formats.dots import StoredRows, everywhere
 from sparsecomp.formats.indices import index_dtype_for, searched_lines
 from sparsecomp.formats.sparse_product import check_operands, of_tensors
 
@@ -45,18 +48,32 @@ def bounded_matmul(one: SparseMatrix, other: SparseMatrix, capacity: int) -> CSR
     shape = (one.shape[0], other.shape[1])
     if math.prod(shape) > 2**63 - 1:
         raise FormatError(f"a product of shape {shape} has more than 2**63 - 1 places, which are not sorted")
-    return CSR(*_arrays(one, other, capacity), shape)
+    a_values, a, *_ = one.by_rows()
+    b_values, b, *_ = other.by_rows()
+    if one.device.type == "cuda":
+        left, right = StoredRows(a[0], a[1], one.shape), StoredRows(b[0], b[1], other.shape)
+        values, found = everywhere(left, a_values, right, b_values, capacity)
+        return CSR(found.pointers, found.indices, values, shape)
+    dtype = index_dtype_for(*shape, capacity)
+    values, pointers, indices = by_slots(a_values, a, b_values, b, shape[1], capacity, dtype)
+    return CSR(pointers, indices, values, shape)
 
 
-def _arrays(one: SparseMatrix, other: SparseMatrix, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pointers, indices and values."""
-    rows, cols = one.shape[0], other.shape[1]
-    a_values, (a_pointers, a_indices), *_ = one.by_rows()
-    b_values, (b_pointers, b_indices), *_ = other.by_rows()
-    device, dtype = one.device, index_dtype_for(rows, cols, capacity)
+def by_slots(
+    a_values: Tensor, a: Sequence[Tensor], b_values: Tensor, b: Sequence[Tensor], cols: int, capacity: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The product by torch's own operators: values (capacity,), and pointers and indices of `dtype`.
+
+    Args:
+        a_values, b_values: (entries,).
+        a, b: pointers and indices; b has `cols`.
+    """
+    (a_pointers, a_indices), (b_pointers, b_indices) = a, b
+    rows, device = a_pointers.shape[0] - 1, a_values.device
     if not (rows and cols and a_indices.shape[0] and b_indices.shape[0]):
         nothing = torch.zeros(rows + 1 + capacity, dtype=dtype, device=device)
-        return nothing[: rows + 1], nothing[rows + 1 :], a_values.new_zeros(capacity)
+        return a_values.new_zeros(capacity), nothing[: rows + 1], nothing[rows + 1 :]
     # what lies outside of the pointers, of any content, meets nothing
     place = torch.arange(a_indices.shape[0], device=device)
     stored = (place >= a_pointers[0]) & (place < a_pointers[-1])
@@ -72,10 +89,10 @@ def _arrays(one: SparseMatrix, other: SparseMatrix, capacity: int) -> tuple[Tens
     keys, order = (row * cols + b_indices[found]).where(used, rows * cols).sort(stable=True)
     group = torch.cat([keys.new_zeros(1), (keys[1:] != keys[:-1]).long()]).cumsum(0)
 
-    wide = torch.promote_types(one.dtype, torch.float32)
+    wide = torch.promote_types(a_values.dtype, torch.float32)
     products = (a_values[entry].to(wide) * b_values[found].to(wide)).where(used, 0)
     sums = products.new_zeros(capacity).index_add(0, group, products[order])
-    values = sums.where(ends[-1] <= capacity, math.nan).to(one.dtype)
+    values = sums.where(ends[-1] <= capacity, math.nan).to(a_values.dtype)
     places = torch.full_like(keys, rows * cols).scatter(0, group, keys)
     pointers = torch.searchsorted(places, torch.arange(rows + 1, device=device) * cols)
-    return pointers.to(dtype), places.remainder(cols).to(dtype), values
+    return values, pointers.to(dtype), places.remainder(cols).to(dtype)

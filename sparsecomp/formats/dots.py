@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 AT_ONCE = {"cpu": 2**17, "cuda": 2**22}
 """Elements that are looked up at a time, of some 50 bytes each, or those of one row if more: what a CPU's cache holds,
 and what fills a GPU."""
-_operators: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
+_operators: dict[str, Callable[..., Any]] = {}
 _TABLE = 2**24
 """Places of a matrix, of four bytes each, up to which they are looked up in a table."""
 
@@ -91,25 +91,36 @@ def dots(x: StoredRows, x_values: Tensor, y: StoredRows, y_values: Tensor, at: S
 
     Sums are float32 for half precision, rounded once. Gradients flow to both values, higher ones too.
     """
-    return _provided()[0](x_values, *x[:2], y_values, *y[:2], *at[:2], x.shape[1])
+    return _provided("dots")(x_values, *x[:2], y_values, *y[:2], *at[:2], x.shape[1])
 
 
 def products_at(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor, at: StoredRows) -> Tensor:
     """Elements of a @ b, for each entry of `at`; as `dots`."""
-    return _provided()[1](a_values, *a[:2], b_values, *b[:2], *at[:2], b.shape[1])
+    return _provided("products")(a_values, *a[:2], b_values, *b[:2], *at[:2], b.shape[1])
 
 
-def provide_products(row_dots: Callable[..., Tensor], row_products: Callable[..., Tensor]) -> None:
-    """Enter what computes `dots` and `products_at`."""
-    global _operators
-    _operators = row_dots, row_products
+def everywhere(
+    a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor, capacity: int | None = None
+) -> tuple[Tensor, StoredRows]:
+    """a @ b and where it stores: every place that a product of two stored elements reaches; gradients as of `dots`.
+
+    Args:
+        capacity: entries there is room for, those behind the last row's being spare; None for as many as there are,
+            which waits for a GPU. Where more pairs of elements meet, every value is NaN.
+    """
+    values, pointers, indices = _provided("whole")(a_values, *a[:2], b_values, *b[:2], b.shape[1], capacity)
+    return values, StoredRows(pointers, indices, (a.shape[0], b.shape[1]))
 
 
-def _provided() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    if _operators is None:
-        importlib.import_module("sparsecomp.ops.sparse.row_products")
-    assert _operators is not None
-    return _operators
+def enter_products(**operators: Callable[..., Any]) -> None:
+    """Enter what computes `dots`, `products` at places and `whole` products."""
+    _operators.update(operators)
+
+
+def _provided(name: str) -> Callable[..., Any]:
+    if name not in _operators:
+        importlib.import_module("sparsecomp.ops")
+    return _operators[name]
 
 
 def looked_up(x: StoredRows, x_values: Tensor, y: StoredRows, y_values: Tensor, at: StoredRows) -> Tensor:

@@ -1,20 +1,18 @@
 """The product of two sparse matrices, a sparse one (SpGEMM).
 
-Torch multiplies compressed matrices on both devices (by MKL and by cuSPARSE), and no faster than that is known here. It
-gives no gradients at the operands' patterns: these are products at given places.
+An operator multiplies, a floor above, with kernels on a GPU and by torch on a CPU. Gradients at the operands' patterns
+are products at given places.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError, SparseOperatorError
-from sparsecomp.formats.dots import StoredRows, dots, products_at, transposed, untraced
-from sparsecomp.formats.indices import index_dtype_for, rows_of, sorted_within, take
+from sparsecomp.formats.dots import StoredRows, everywhere, untraced
 
 if TYPE_CHECKING:
     from sparsecomp.formats.base import SparseMatrix
@@ -63,58 +61,14 @@ def sparse_product(one: SparseMatrix, other: SparseMatrix) -> tuple[StoredRows, 
             "bounded_matmul, multiply outside of the graph, or leave fullgraph=True out"
         )
     check_operands(one, other)
-    left, right = one._terms(), other._terms()
-    where = StoredRows.of(left), StoredRows.of(right)
-    items = [
-        untraced(_multiplied)(where[0], a_values, where[1], b_values)
-        for a_values, b_values in zip(*_of_one_batch(left.values, right.values), strict=True)
-    ]
-    if one.batch is other.batch is None:
-        return items[0]
-    return items[0][0], torch.stack([values for _, values in items])
+    values, found = untraced(everywhere)(*_rows(one), *_rows(other))
+    return found, values
 
 
-def _of_one_batch(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Values as a batch of equal length."""
-    batch = torch.broadcast_shapes(one.shape[:-1], other.shape[:-1]) or (1,)
-    return one.expand(*batch, -1), other.expand(*batch, -1)
-
-
-def _multiplied(a: StoredRows, a_values: Tensor, b: StoredRows, b_values: Tensor) -> tuple[StoredRows, Tensor]:
-    """The product's places and values."""
-    values, pointers, indices = _Product.apply(a_values, b_values, a, b)  # pyright: ignore[reportGeneralTypeIssues]
-    return StoredRows(pointers, indices, (a.shape[0], b.shape[1])), values
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, a_values: Tensor, b_values: Tensor, a: StoredRows, b: StoredRows
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.promote_types(a_values.dtype, torch.float32)
-        product = _torchs(a, a_values.to(wide)) @ _torchs(b, b_values.to(wide))
-        shape, values = (a.shape[0], b.shape[1]), product.values()
-        dtype = index_dtype_for(*shape, values.numel())
-        pointers, indices = product.crow_indices().to(dtype), product.col_indices().to(dtype)
-        row = rows_of(pointers, indices.numel(), indices.dtype)
-        indices, order = sorted_within(row, indices, shape)  # torch promises no order within a row
-        ctx.save_for_backward(a_values, b_values)
-        ctx.places = a, b, StoredRows(pointers, indices, shape)
-        ctx.mark_non_differentiable(pointers, indices)
-        return take(values, 0, order).to(a_values.dtype), pointers, indices
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        (a_values, b_values), (a, b, found) = ctx.saved_tensors, ctx.places
-        grad, by_a, by_b = grads[0], None, None
-        if ctx.needs_input_grad[0]:
-            by_a = dots(found, grad, b, b_values, a)
-        if ctx.needs_input_grad[1]:
-            by_b = products_at(*transposed(a, a_values), found, grad, b)
-        return by_a, by_b, None, None
-
-
-def _torchs(rows: StoredRows, values: Tensor) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that its sparse layouts are beta
-        return torch.sparse_csr_tensor(rows.pointers, rows.indices, values, rows.shape, check_invariants=False)
+def _rows(matrix: SparseMatrix) -> tuple[StoredRows, Tensor]:
+    """The matrix by rows, as it lies there where it does, spare entries included."""
+    if matrix.OPERAND == "csr" and not matrix.BY_COLUMNS:
+        values, (pointers, indices), _, shape = matrix.by_rows()
+        return StoredRows(pointers, indices, shape), values
+    elements = matrix._terms()
+    return StoredRows.of(elements), elements.values

@@ -23,6 +23,7 @@ from sparsecomp.ops.masked.elementwise import (
 from sparsecomp.ops.masked.selective_step import selective_step
 from sparsecomp.ops.sparse import matrices as _matrices  # noqa: F401  (enters itself in sparsecomp.formats)
 from sparsecomp.ops.sparse import row_products as _row_products  # noqa: F401  (its operators, for sparsecomp.formats)
+from sparsecomp.ops.sparse import whole_product as _whole_product  # noqa: F401  (likewise)
 from sparsecomp.ops.sparse.active_linear import active_linear
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.ops.sparse.row_softmax import row_softmax

@@ -7,7 +7,7 @@ pytest.importorskip("sklearn", reason="scikit-learn, which ships the digits, is 
 
 from bench.masked import resu_mnist
 from bench.masked.resu_mnist import Problem
-from bench.sparse import dynamic, sparse_products, training_step
+from bench.sparse import algebra, dynamic, sparse_products, training_step
 from sparsecomp.formats import CSR
 
 DIGITS = Problem("digits", "MLP", 1)
@@ -67,3 +67,9 @@ def test_products_of_sparse_matrices_are_timed_beside_their_peers(monkeypatch):
             torch.testing.assert_close(values, dense.flatten()[where])
         for name, call in {**sparse_products.whole(a, b, 4000), **sparse_products.at_known(a, b)}.items():
             torch.testing.assert_close(call().to_dense(), dense, msg=name)
+
+
+def test_the_table_of_patterns_names_the_peer_that_a_device_has():
+    rows = [{"case": "union", "sparsecomp": 2.0, "radix sort": 3.0}]
+    assert algebra.table(rows).splitlines()[0] == "| case | sparsecomp | radix sort | radix sort ÷ sparsecomp |"
+    assert algebra.table([{"case": "union", "sparsecomp": 2.0, "scipy": 3.0}]).splitlines()[2].endswith("| 1.50 |")

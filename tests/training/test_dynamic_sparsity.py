@@ -170,6 +170,25 @@ def test_set_leaves_a_full_layer_and_replaces_no_more_than_there_is_room_for():
         assert (Pattern.of(layer.weight) - Pattern.of(rows)).nnz == changed
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("rule", [RigL, SET, RandomGrowth, SRigL])
+def test_layers_that_store_nothing_or_all_train_on_and_keep_their_number(rule, fraction):
+    one_row = torch.cat([signal(1, 6), torch.zeros(3, 6)])
+    for weight in (torch.zeros(4, 6), signal(4, 6), one_row):
+        layer = SparseLinear(CSR.from_dense(weight))
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        change = rule(layer, optimizer, end=10, every=2, fraction=fraction)
+        for step in range(4):
+            optimizer.zero_grad()
+            with change.watch():
+                layer(signal(5, 6, seed=step)).square().sum().backward()
+            if not change.update():
+                optimizer.step()
+        found = layer.weight.matrix
+        found.validate()
+        assert found.nnz == weight.count_nonzero() and found.values.isfinite().all()
+
+
 @pytest.mark.slow(reason="compiled by Inductor")
 @pytest.mark.parametrize("rule", [RigL, SET])
 def test_no_change_of_a_pattern_compiles_again(rule):
@@ -321,6 +340,32 @@ def test_refused_changes_leave_all_as_it_was():
         assert torch.equal(tensor, before[name])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("rule", [RigL, SET])
+def test_a_change_while_a_graph_is_captured_is_refused_and_the_graph_is_whole(rule):
+    layer, x = layer_of().to("cuda"), torch.ones(1, 4, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    manager, changes = PatternManager(layer, [optimizer]), rule(layer, optimizer, end=9, every=1, fraction=0.5)
+    manager.become(manager.pattern | pattern_of((1, 1)).to("cuda"))
+    changes.update()  # step 0 changes nothing
+    with changes.watch():
+        layer(x).sum().backward()
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    manager.queue(PatternDelta(pattern_of((2, 1)).to("cuda"), pattern_of().to("cuda")))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        for change in (manager.apply, lambda: manager.become(pattern_of().to("cuda")), manager.undo, changes.update):
+            with pytest.raises(PatternError, match="while a CUDA graph is captured"):
+                change()
+        out = layer(x)
+    graph.replay()
+    torch.testing.assert_close(out, layer(x))
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
 def test_a_change_between_forward_and_backward_is_an_error_of_autograd():
     layer = layer_of()
     loss = layer(torch.ones(1, 4, requires_grad=True)).pow(2).sum()
@@ -422,6 +467,23 @@ def test_candidates_are_the_largest_of_the_dense_gradient(at_once, monkeypatch):
     seen.clear()
     with pytest.raises(PatternError, match="no backward reached the layer"):
         seen.candidates(1, kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_candidates_on_a_gpu_are_the_largest_of_the_dense_gradient_of_halves_too(dtype, monkeypatch):
+    monkeypatch.setattr("sparsecomp.training.dynamic.gradients.AT_ONCE", 7 * 40)  # rows of several blocks
+    generator = torch.Generator().manual_seed(0)
+    # whole numbers, whose sums are exact, beyond what halves hold, and often equal
+    x, gradient = (torch.randint(-60, 61, (50, size), generator=generator).double() for size in (40, 24))
+    kept = Pattern.of((torch.rand(24, 40, generator=generator) < 0.3).float())
+    seen = GradientAccumulator(nn.Linear(40, 24))
+    seen.take(x.to("cuda", dtype), gradient.to("cuda", dtype))
+    found = seen.candidates(100, kept.to("cuda"))
+    scores = (gradient.mT @ x).abs().masked_fill(kept.mask(), -1).flatten()
+    expected = scores.sort(descending=True, stable=True).indices[:100].sort().values
+    assert found.keys.tolist() == expected.tolist()
 
 
 def test_candidates_among_some_are_the_largest_of_the_dense_gradient_there():

@@ -83,25 +83,26 @@ def _fake_turned_pattern(pointers, indices, columns):
 
 
 def _dots(x_values, x_pointers, x_indices, y_values, y_pointers, y_indices, at_pointers, at_indices, columns):
-    x, x_kept = _compact(x_values, x_pointers, x_indices, columns)
-    y, y_kept = _compact(y_values, y_pointers, y_indices, columns)
+    x, x_kept = compacted(x_values, x_pointers, x_indices, columns)
+    y, y_kept = compacted(y_values, y_pointers, y_indices, columns)
     first, last = at_pointers[[0, -1]].tolist()
     at = StoredRows(at_pointers - first, at_indices[first:last], (x.shape[0], y.shape[0]))
     found = looked_up(x, x_kept, y, y_kept, at)
     return F.pad(found, (first, at_indices.numel() - last))
 
 
-def _compact(values: Tensor, pointers: Tensor, indices: Tensor, columns: int) -> tuple[StoredRows, Tensor]:
+def compacted(values: Tensor, pointers: Tensor, indices: Tensor, columns: int) -> tuple[StoredRows, Tensor]:
+    """The matrix without spare entries, on a CPU."""
     first, last = pointers[[0, -1]].tolist()
     return StoredRows(pointers - first, indices[first:last], (pointers.numel() - 1, columns)), values[..., first:last]
 
 
 def _products(a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, at_pointers, at_indices, columns):
-    other = _turned(b_values, b_pointers, b_indices, columns)
+    other = turned(b_values, b_pointers, b_indices, columns)
     return _dots(a_values, a_pointers, a_indices, *other, at_pointers, at_indices, b_pointers.numel() - 1)
 
 
-def _turned(values: Tensor, pointers: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+def turned(values: Tensor, pointers: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """The transposed matrix; with spare entries its values there are any."""
     pointers, indices, order = turned_pattern(pointers, indices, columns)
     return values.index_select(-1, order), pointers, indices
@@ -114,45 +115,47 @@ def _cuda_dots(x_values, x_pointers, x_indices, y_values, y_pointers, y_indices,
         )
     from sparsecomp.lowering.sparse import row_products as lowered  # loads Triton
 
-    x, y, at = _arrays(x_pointers, x_indices), _arrays(y_pointers, y_indices), _arrays(at_pointers, at_indices)
-    out = x_values.new_empty(_batch(x_values, y_values) + at_indices.shape)
-    operands = (x, _flat(x_values), y, _flat(y_values))
+    x, y, at = as_rows(x_pointers, x_indices), as_rows(y_pointers, y_indices), as_rows(at_pointers, at_indices)
+    out = x_values.new_empty(together(x_values, y_values) + at_indices.shape)
+    operands = (x, flat(x_values), y, flat(y_values))
     # the shorter rows are walked, as far as their mean tells
     turn = y_indices.numel() * (x_pointers.numel() - 1) < x_indices.numel() * (y_pointers.numel() - 1)
-    lowered.write_dots(*(operands[2:] + operands[:2] if turn else operands), at, _flat(out), columns, turn)
+    lowered.write_dots(*(operands[2:] + operands[:2] if turn else operands), at, flat(out), columns, turn)
     return out
 
 
 def _cuda_products(a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, at_pointers, at_indices, columns):
     inner = b_pointers.numel() - 1
     if a_values.dtype not in _WHOLE or torch.are_deterministic_algorithms_enabled():
-        other = _turned(b_values, b_pointers, b_indices, columns)
+        other = turned(b_values, b_pointers, b_indices, columns)
         return _cuda_dots(a_values, a_pointers, a_indices, *other, at_pointers, at_indices, inner)
     from sparsecomp.lowering.sparse import row_products as lowered  # loads Triton
 
-    a, b, at = _arrays(a_pointers, a_indices), _arrays(b_pointers, b_indices), _arrays(at_pointers, at_indices)
-    shape = _batch(a_values, b_values) + at_indices.shape
+    a, b, at = as_rows(a_pointers, a_indices), as_rows(b_pointers, b_indices), as_rows(at_pointers, at_indices)
+    shape = together(a_values, b_values) + at_indices.shape
     out = a_values.new_zeros(shape, dtype=accumulator(a_values.dtype))
-    lowered.add_products(a, _flat(a_values), b, _flat(b_values), at, _flat(out), columns)
+    lowered.add_products(a, flat(a_values), b, flat(b_values), at, flat(out), columns)
     return out.to(a_values.dtype)
 
 
-def _arrays(pointers: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+def as_rows(pointers: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """As kernels take them."""
     return pointers.contiguous(), indices.contiguous()
 
 
-def _flat(values: Tensor) -> Tensor:
+def flat(values: Tensor) -> Tensor:
     """(batch, entries), neighbours side by side."""
     values = values if values.stride(-1) == 1 else values.contiguous()
     return values if values.dim() == 2 else values[None]
 
 
-def _batch(one: Tensor, other: Tensor) -> torch.Size:
+def together(one: Tensor, other: Tensor) -> torch.Size:
+    """The batch of two matrices' values, if either has one."""
     return torch.broadcast_shapes(one.shape[:-1], other.shape[:-1])
 
 
 def _fake(one, one_pointers, one_indices, other, other_pointers, other_indices, at_pointers, at_indices, columns):
-    return one.new_empty((*_batch(one, other), at_indices.shape[0]))
+    return one.new_empty((*together(one, other), at_indices.shape[0]))
 
 
 def _save(ctx, inputs, output):
@@ -164,10 +167,10 @@ def _dots_backward(ctx, grad):
     x_values, x_pointers, x_indices, y_values, y_pointers, y_indices, at_pointers, at_indices = ctx.saved_tensors
     x, y, at, by_x, by_y = (x_pointers, x_indices), (y_pointers, y_indices), (at_pointers, at_indices), None, None
     if ctx.needs_input_grad[0]:
-        by_x = _as(x_values, row_products(grad, *at, y_values, *y, *x, ctx.columns))
+        by_x = as_values(x_values, row_products(grad, *at, y_values, *y, *x, ctx.columns))
     if ctx.needs_input_grad[3]:
-        turned = _turned(grad, *at, y_pointers.shape[0] - 1)
-        by_y = _as(y_values, row_products(*turned, x_values, *x, *y, ctx.columns))
+        across = turned(grad, *at, y_pointers.shape[0] - 1)
+        by_y = as_values(y_values, row_products(*across, x_values, *x, *y, ctx.columns))
     return by_x, None, None, by_y, None, None, None, None, None
 
 
@@ -175,14 +178,14 @@ def _products_backward(ctx, grad):
     a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, at_pointers, at_indices = ctx.saved_tensors
     a, b, at, by_a, by_b = (a_pointers, a_indices), (b_pointers, b_indices), (at_pointers, at_indices), None, None
     if ctx.needs_input_grad[0]:
-        by_a = _as(a_values, row_dots(grad, *at, b_values, *b, *a, ctx.columns))
+        by_a = as_values(a_values, row_dots(grad, *at, b_values, *b, *a, ctx.columns))
     if ctx.needs_input_grad[3]:
-        turned = _turned(a_values, *a, b_pointers.shape[0] - 1)
-        by_b = _as(b_values, row_products(*turned, grad, *at, *b, ctx.columns))
+        across = turned(a_values, *a, b_pointers.shape[0] - 1)
+        by_b = as_values(b_values, row_products(*across, grad, *at, *b, ctx.columns))
     return by_a, None, None, by_b, None, None, None, None, None
 
 
-def _as(values: Tensor, grad: Tensor) -> Tensor:
+def as_values(values: Tensor, grad: Tensor) -> Tensor:
     """A gradient, summed over the batch where the values have none."""
     return grad.sum(0) if grad.dim() > values.dim() else grad
 
@@ -192,4 +195,4 @@ implement("row_dots", _dots, _cuda_dots, _fake)
 implement("row_products", _products, _cuda_products, _fake)
 differentiable("row_dots", _dots_backward, _save)
 differentiable("row_products", _products_backward, _save)
-dots.provide_products(row_dots, row_products)
+dots.enter_products(dots=row_dots, products=row_products)

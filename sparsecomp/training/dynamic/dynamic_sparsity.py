@@ -27,11 +27,11 @@ from sparsecomp.errors import ConfigError
 from sparsecomp.formats import CSR, Pattern
 from sparsecomp.formats.indices import select_keys
 from sparsecomp.nn import SparseLinear
-from sparsecomp.reference.selection import select_top
+from sparsecomp.ops.masked.elementwise import select_largest
 from sparsecomp.reference.sharding import local
 from sparsecomp.training.distributed import agreed, bare
 from sparsecomp.training.dynamic.gradients import GradientAccumulator
-from sparsecomp.training.dynamic.manager import PatternManager
+from sparsecomp.training.dynamic.manager import PatternManager, check_moment
 from sparsecomp.training.dynamic.stepped import Stepped
 
 
@@ -121,6 +121,8 @@ class DynamicSparsity(Stepped):
         Raises:
             PatternError: no backward ran within `watch`, or one is running. Nothing has changed.
         """
+        for manager in self.managers.values():
+            check_moment(manager.layer.values.device)
         changed = {name: self.changed(name) for name in self.changing()}
         self._replicas.check_alike({name: new.keys for name, new in changed.items()})
         for name, new in changed.items():
@@ -152,7 +154,7 @@ class DynamicSparsity(Stepped):
 
         The largest magnitudes; NaN stays, so that a diverged weight is seen.
         """
-        return select_top(values.abs().nan_to_num(nan=torch.inf), values.numel() - count)
+        return select_largest(values.detach().abs().nan_to_num(nan=torch.inf), values.numel() - count)
 
     @abstractmethod
     def grown(self, name: str, old: Pattern, kept: Pattern, count: int) -> Pattern:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsecomp.errors import PatternError
 from sparsecomp.formats import Pattern
 from sparsecomp.formats.indices import pointers_of, sort_keys
+from sparsecomp.ops.masked.elementwise import select_largest
 from sparsecomp.ops.sparse.sddmm import sddmm
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import accumulator, without_autocast
@@ -93,11 +94,12 @@ class GradientAccumulator:
         for first, block in self._scores(kept, together):
             found = block if rows is None else block.masked_fill(~rows[first : first + len(block), None], -torch.inf)
             found, places = found.flatten(), _places(first, block, kept)
-            # those of the rows before come first, so that a stable sort leaves equal ones in order
-            before = found if scores is None else torch.cat([scores, found])
-            best = before.sort(descending=True, stable=True)
-            scores, keys = best.values[:count], torch.cat([keys, places])[best.indices[:count]]
-        return Pattern(sort_keys(keys), kept.shape)
+            # those of the rows before come first, and stay in order
+            found = found if scores is None else torch.cat([scores, found])
+            most = min(count, found.numel())
+            best = torch.nonzero_static(select_largest(found, most), size=most).squeeze(1)
+            scores, keys = found[best], torch.cat([keys, places])[best]
+        return Pattern(keys, kept.shape)
 
     def candidates_among(self, count: int, among: Pattern, together: Together | None = None) -> Pattern:
         """The elements of `among` whose gradients are the largest in magnitude, of which alone they are computed.
@@ -112,7 +114,7 @@ class GradientAccumulator:
         """
         if not 0 <= count <= among.nnz:
             raise PatternError(f"{count} elements were asked for, of {among!r}")
-        x, gradient = self._factors()
+        x, gradient = (factor.to(accumulator(factor.dtype)) for factor in self._factors())
         pointers = pointers_of(among.row, among.shape[0], among.keys.dtype)
         with without_autocast(x):
             found = sddmm(gradient.mT, x.mT, (pointers, among.col), Layout("csr", (1, 1), among.shape))
@@ -145,24 +147,32 @@ class GradientAccumulator:
         x, gradient = self._factors()
         step = max(AT_ONCE // max(cols, 1), 1)
         for first in range(0, rows, step):
-            with without_autocast(x):
-                block = gradient[:, first : first + step].mT @ x
+            block = _wide_product(gradient[:, first : first + step].mT, x)
             block = block if together is None else together(block)
             yield first, _outside(block.abs().nan_to_num(nan=-1.0), first * cols, kept)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """What went in (batches, columns) and the gradients of what left (batches, rows), in the dtype of sums."""
+        """What went in (batches, columns) and the gradients of what left (batches, rows), of one dtype."""
         if not self._inputs:
             raise PatternError("no backward reached the layer: run one in watch(), or an accumulator's watching()")
         x, gradient = (torch.cat(given) for given in (self._inputs, self._gradients))
-        wide = accumulator(torch.promote_types(x.dtype, gradient.dtype))
-        return x.to(wide), gradient.to(wide)
+        dtype = torch.promote_types(x.dtype, gradient.dtype)
+        return x.to(dtype), gradient.to(dtype)
 
     def _see(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
         if output.requires_grad:
             (x,) = (*inputs, *named.values())
             x = x.detach()
             output.register_hook(lambda gradient: self.take(x, gradient))
+
+
+def _wide_product(one: Tensor, other: Tensor) -> Tensor:
+    """one @ other in the dtype of sums."""
+    wide = accumulator(one.dtype)
+    with without_autocast(one):
+        if one.is_cuda and one.dtype is not wide:  # by tensor cores, which sum in float32
+            return torch.mm(one, other, out_dtype=wide)
+        return one.to(wide) @ other.to(wide)
 
 
 def _outside(scores: Tensor, first: int, kept: Pattern) -> Tensor:

@@ -119,6 +119,7 @@ class PatternManager:
                 any more.
         """
         queue, self._queue = self._queue, []
+        check_moment(self.layer.values.device)
         new = self.pattern
         for delta in queue:
             new = delta.of(new)
@@ -135,6 +136,7 @@ class PatternManager:
             PatternError: another shape or device, the policy refuses it, or a backward or the capture of a CUDA graph
                 is under way. The layer is as it was.
         """
+        check_moment(self.layer.values.device)
         old = self.pattern
         # a delta waits for the device, so only who needs one finds it
         delta = PatternDelta.between(old, new) if self.history.maxlen or self.policy != "free" else None
@@ -153,6 +155,7 @@ class PatternManager:
         """
         if not self.history:
             raise PatternError("there is no change to take back")
+        check_moment(self.layer.values.device)
         last, old = self.history[-1], self.pattern
         self._write(old, last.delta.inverse.of(old), lambda count: last.removed)
         self.history.pop()
@@ -186,10 +189,6 @@ class PatternManager:
     def _write(self, old: Pattern, new: Pattern, start: Callable[[int], Tensor] | None) -> None:
         """Store `new` in place of `old`."""
         layer = self.layer
-        if _compat.in_backward() or (old.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            raise PatternError(
-                "a pattern cannot change within a backward or while a CUDA graph is captured: change it between steps"
-            )
         if not isinstance(layer.values, nn.Parameter):
             raise PatternError("the layer's values are computed, by a parametrization: remove it first")
         if self._sharded and not is_sharded(layer.values):
@@ -235,6 +234,14 @@ class PatternManager:
     def _by_rows(self, pattern: Pattern) -> Pattern:
         """In the order of the layer's values."""
         return pattern.mT if self.layer.format == "CSC" else pattern
+
+
+def check_moment(device: torch.device) -> None:
+    """Raise PatternError where a pattern on this device cannot change now; asked before anything waits for it."""
+    if _compat.in_backward() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        raise PatternError(
+            "a pattern cannot change within a backward or while a CUDA graph is captured: change it between steps"
+        )
 
 
 _STARTS = {(torch.optim.Rprop, "step_size"): "lr", (torch.optim.Adagrad, "sum"): "initial_accumulator_value"}
