@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.csr import CSR
-from sparsecomp.formats.dots import StoredRows, everywhere
+from sparsecomp.formats.dots import StoredRows, are_loaded, everywhere
 from sparsecomp.formats.indices import index_dtype_for, searched_lines
 from sparsecomp.formats.sparse_product import check_operands, of_tensors
 
@@ -50,7 +50,7 @@ def bounded_matmul(one: SparseMatrix, other: SparseMatrix, capacity: int) -> CSR
         raise FormatError(f"a product of shape {shape} has more than 2**63 - 1 places, which are not sorted")
     a_values, a, *_ = one.by_rows()
     b_values, b, *_ = other.by_rows()
-    if one.device.type == "cuda":
+    if one.device.type == "cuda" and (are_loaded() or not torch.compiler.is_compiling()):
         left, right = StoredRows(a[0], a[1], one.shape), StoredRows(b[0], b[1], other.shape)
         values, found = everywhere(left, a_values, right, b_values, capacity)
         return CSR(found.pointers, found.indices, values, shape)

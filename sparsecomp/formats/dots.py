@@ -117,6 +117,11 @@ def enter_products(**operators: Callable[..., Any]) -> None:
     _operators.update(operators)
 
 
+def are_loaded() -> bool:
+    """Whether the operators are there: a graph that is being traced cannot load them."""
+    return "whole" in _operators
+
+
 def _provided(name: str) -> Callable[..., Any]:
     if name not in _operators:
         importlib.import_module("sparsecomp.ops")
