@@ -58,7 +58,7 @@ def parted(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, mesh_of(like), like.placements, src_data_rank=None)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def joined(part: Tensor, like: Any) -> Any:
+def sharded_as(part: Tensor, like: Any) -> Any:
     """This process's part as one of a tensor that is sharded as `like`; itself, if that is plain. Sends nothing."""
     if not is_sharded(like):
         return part

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from sparsecomp.errors import MaskError
 from sparsecomp.nn.masked.layers import masked_weights
 from sparsecomp.nn.masked.masked_weight import MaskedWeight, Mode
-from sparsecomp.reference.sharding import is_sharded, joined, local, parted, whole
+from sparsecomp.reference.sharding import is_sharded, local, parted, sharded_as, whole
 from sparsecomp.training.resu.optim import RESUSelective
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -213,7 +213,7 @@ class RESUAdamW(torch.optim.AdamW):
             if masked is None or masked.mode is not Mode.RESU or not self.state.get(weight):
                 continue
             theta = self._selective_of(weight, masked, group).state_dict()
-            whole_theta = {name: joined(one, weight) if one.dim() else one for name, one in theta.items()}
+            whole_theta = {name: sharded_as(one, weight) if one.dim() else one for name, one in theta.items()}
             saved["state"][number] = {**saved["state"][number], "theta": whole_theta}
         return saved
 
