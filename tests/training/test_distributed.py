@@ -517,6 +517,19 @@ def go_on(kind: Any, model: nn.Module, place: tuple[int, int], folder: Path) -> 
     assert_same(run.model, alone.model)
 
 
+def who_rounds_otherwise_decides_alike(rank: int, count: int, folder: Path) -> None:
+    """As by another kernel, which a process takes that waited too long for the one that tunes."""
+    for kind in RUNS:
+        model, other = kind.made(), 1 + rank * 2**-20
+        model[0].register_forward_hook(lambda layer, inputs, output, other=other: output * other)
+        run = kind(DistributedDataParallel(model))
+        steps(run, (rank, count), 0, kind.end)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            first = tensor.detach().clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(tensor, first), name
+
+
 def load_at_many(rank: int, count: int, folder: Path) -> None:
     for kind in RUNS:
         go_on(kind, sharded(kind.made()), (rank, count), folder)
@@ -545,7 +558,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow(reason="starts processes")
 def test_two_processes_train_as_one_and_save(folder):
-    checks = [*REPLICATED, *SHARDED, *SPLIT, save_at_two_and_go_on_with_the_same_bits]
+    checks = [*REPLICATED, *SHARDED, *SPLIT, who_rounds_otherwise_decides_alike]
+    checks.append(save_at_two_and_go_on_with_the_same_bits)
     start(2, [*checks, a_theta_that_was_not_asked_for_is_refused], folder)
 
 
