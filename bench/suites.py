@@ -106,7 +106,9 @@ SUITES: dict[str, Suite] = {
     "pattern-algebra": Suite("sparse.algebra", lambda m, a: m.run_on_gpu()),
     "active-inputs": Suite("sparse.active_inputs", lambda m, a: m.run(a.workers or 1)),
     "training-step": Suite("sparse.training_step", lambda m, a: m.run(a.modes, a.workers or 1)),
-    "scaling": Suite("sparse.scaling", lambda m, a: m.run()),
+    "scaling": Suite(
+        "sparse.scaling", lambda m, a: m.run([case for name in a.names or ["mlp"] for case in m.NETWORKS[name]()])
+    ),
     "resu": Suite("masked.resu", lambda m, a: m.run()),
     "attention": Suite("attention.block_attention", lambda m, a: m.run(a.workers or 8)),
     "masked-attention": Suite("attention.masked_models", lambda m, a: m.run(a.modes, a.workers or 1)),

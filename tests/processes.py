@@ -21,6 +21,7 @@ import sparsecomp
 from sparsecomp import Unstructured
 from sparsecomp.nn import masked_weights, wrap_module
 from sparsecomp.reference.selection import select_top
+from sparsecomp.reference.sharding import whole
 
 Check = Callable[[int, int, Path], None]
 """Of a process's number, how many there are, and a folder that all share."""
@@ -103,8 +104,7 @@ def assert_same(model: nn.Module, alone: nn.Module, **tolerances: float) -> None
     """All parameters, whole, and all buffers."""
     given = {"rtol": 1e-4, "atol": 1e-5} | tolerances
     for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        found = one.full_tensor() if hasattr(one, "full_tensor") else one  # pyright: ignore[reportCallIssue]
         named = partial("{}: {}".format, name)
-        torch.testing.assert_close(found.detach(), other.detach(), **given, msg=named)
+        torch.testing.assert_close(whole(one.detach()), whole(other.detach()), **given, msg=named)
     for one, other in zip(model.buffers(), alone.buffers(), strict=True):
         torch.testing.assert_close(one, other)

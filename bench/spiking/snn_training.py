@@ -59,7 +59,7 @@ class Trained(NamedTuple):
     amp: bool
 
     def __call__(self) -> None:
-        _library("functional").reset_net(self.model)
+        reset(self.model)
         with torch.autocast("cuda", torch.float16) if self.amp else nullcontext():
             loss = F.cross_entropy(self.compiled(self.x).flatten(0, -2), self.target)
         loss.backward()
@@ -174,6 +174,11 @@ def network(name: str, steps: int) -> nn.Module:
         model = _library("model.spiking_vgg").spiking_vgg16_bn(spiking_neuron=neuron, num_classes=10)
     _library("functional").set_step_mode(model, "m")
     return model
+
+
+def reset(model: nn.Module) -> None:
+    """Forget the neurons' state, before a batch."""
+    _library("functional").reset_net(model)
 
 
 def _library(name: str) -> Any:

@@ -22,17 +22,19 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def mesh_of(tensor: Tensor) -> Any:
-    """The DeviceMesh of the processes that share a tensor; None of a plain one.
+    """The DeviceMesh of the processes that share a tensor, of one dimension or replicas × shards; None of a plain one.
 
     Raises:
-        ReplicaError: a mesh of several dimensions.
+        ReplicaError: a mesh that splits tensors in several dimensions.
     """
     if not is_sharded(tensor):
         return None
     mesh = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-    if mesh.ndim != 1:
+    *replicated, _ = tensor.placements  # pyright: ignore[reportAttributeAccessIssue]
+    if not all(one.is_replicate() for one in replicated):
         raise ReplicaError(
-            f"a parameter is spread over {mesh!r}, of {mesh.ndim} dimensions: what changes masks and patterns takes one"
+            f"a parameter is spread over {mesh!r}, split in several dimensions: what changes masks and patterns takes "
+            "shards in the last one, of replicas in those before"
         )
     return mesh
 
@@ -54,3 +56,12 @@ def parted(tensor: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, mesh_of(like), like.placements, src_data_rank=None)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def sharded_as(part: Tensor, like: Any) -> Any:
+    """This process's part as one of a tensor that is sharded as `like`; itself, if that is plain. Sends nothing."""
+    if not is_sharded(like):
+        return part
+    return type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ _PIECE = 2**22
 
 class Replicas:
     """The processes that train `model` together: those of its DistributedDataParallel, compiled or not, those that
-    share its parameters by FSDP2, or this one alone."""
+    share its parameters by FSDP2, in replicas or not, or this one alone."""
 
     def __init__(self, model: nn.Module) -> None:
         self.group = _group_of(model)
@@ -208,7 +209,19 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
     if fsdp is None or not any(isinstance(one, fsdp.FSDPModule) for one in model.modules()):
         return None
     meshes = [mesh for one in model.parameters() if (mesh := mesh_of(one)) is not None]
-    return meshes[0].get_group() if meshes else None
+    return _group_of_mesh(meshes[0]) if meshes else None
+
+
+def _group_of_mesh(mesh: Any) -> dist.ProcessGroup | None:
+    """All processes of a mesh, its replicas too: one group, so that one order of sums decides in all of them."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # this process is one of them
+    return group
 
 
 def _number(said: str) -> int:

@@ -10,10 +10,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from processes import assert_same, batch, dense_network, masked_network, network, start, train
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +30,8 @@ from sparsecomp.distributed import SparseColwise, SparseRowwise
 from sparsecomp.errors import CheckpointError, FormatError, MaskError, PatternError, ReplicaError
 from sparsecomp.formats import CSC, CSR
 from sparsecomp.nn import SparseLinear, masked_weights
-from sparsecomp.runtime import GradualPruning, PatternManager, RESUAdamW, RESUConfig, RESUTrainer, RigL
+from sparsecomp.reference.sharding import mesh_of
+from sparsecomp.runtime import GradualPruning, PatternManager, RESUAdamW, RESUConfig, RESUCycle, RESUTrainer, RigL
 from sparsecomp.training.distributed import Replicas, agreed, hashed, patterns_of
 
 # ---- what is compared, in this process ------------------------------------------------------------------------------
@@ -202,14 +210,16 @@ def rigl_goes_on_with_the_same_bits(rank: int, count: int, folder: Path) -> None
 # ---- FSDP2 ----------------------------------------------------------------------------------------------------------
 
 
-def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
+def sharded(model: nn.Sequential, mesh: DeviceMesh | None = None, **options: Any) -> nn.Sequential:
     for part in (model[0], model[2], model):
-        fully_shard(part, **options)
+        fully_shard(part, mesh=mesh, **options)
     return model
 
 
-def sharded_values_train_as_whole_ones(rank: int, count: int, folder: Path) -> None:
-    model, alone = sharded(network()), network()
+def sharded_values_train_as_whole_ones(
+    rank: int, count: int, folder: Path, mesh: DeviceMesh | None = None
+) -> None:  # fmt: skip
+    model, alone = sharded(network(), mesh), network()
     compiled: Any = torch.compile(model, backend="sparsecomp")
     train(compiled, torch.optim.AdamW(model.parameters(), lr=0.01), (rank, count))
     train(alone, torch.optim.AdamW(alone.parameters(), lr=0.01))
@@ -230,8 +240,10 @@ def sharded_values_in_half_precision(rank: int, count: int, folder: Path) -> Non
     assert_same(model, alone, rtol=0, atol=3e-3)
 
 
-def sharded_patterns_change_as_whole_ones(rank: int, count: int, folder: Path) -> None:
-    model, alone = sharded(network()), network()
+def sharded_patterns_change_as_whole_ones(
+    rank: int, count: int, folder: Path, mesh: DeviceMesh | None = None
+) -> None:  # fmt: skip
+    model, alone = sharded(network(), mesh), network()
     for module, place in ((model, (rank, count)), (alone, (0, 1))):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
         rule = RigL(module, optimizer, every=2, end=20)
@@ -248,9 +260,11 @@ def sharded_patterns_change_as_whole_ones(rank: int, count: int, folder: Path) -
     model[0].reshard()
 
 
-def sharded_masks(rank: int, count: int, folder: Path) -> None:
+def sharded_masks(
+    rank: int, count: int, folder: Path, mesh: DeviceMesh | None = None
+) -> None:  # fmt: skip
     """Masked weights through all phases, by the optimizer that knows them."""
-    model, alone = sharded(masked_network()), masked_network()
+    model, alone = sharded(masked_network(), mesh), masked_network()
     for module, place in ((model, (rank, count)), (alone, (0, 1))):
         optimizer = RESUAdamW(module, lr=0.01)
         train(module, optimizer, place)
@@ -261,23 +275,16 @@ def sharded_masks(rank: int, count: int, folder: Path) -> None:
     thetas = [masked.theta(weight) for weight, masked in masked_weights(model).values()]
     assert all(one.count_nonzero() for one in thetas)
     torch.testing.assert_close(model(batch(9)[0]), alone(batch(9)[0]), rtol=1e-4, atol=1e-5)
-    with pytest.raises(MaskError, match="save between cycles"):
-        optimizer_of(model).state_dict()
     with pytest.raises(MaskError, match="each process has a part"):
         train(model, RESUAdamW(model, lr=0.01, select="top"), steps=1)
     model.eval()  # which zeroes what is pruned, in memory
 
 
-def optimizer_of(model: nn.Module) -> RESUAdamW:
-    """One that has taken a step, and knows of theta."""
-    optimizer = RESUAdamW(model, lr=0.01)
-    train(model, optimizer, steps=1)
-    return optimizer
-
-
-def sharded_cycle(rank: int, count: int, folder: Path) -> None:
+def sharded_cycle(
+    rank: int, count: int, folder: Path, mesh: DeviceMesh | None = None
+) -> None:  # fmt: skip
     histories = []
-    for model, place in ((sharded(dense_network()), (rank, count)), (dense_network(), (0, 1))):
+    for model, place in ((sharded(dense_network(), mesh), (rank, count)), (dense_network(), (0, 1))):
         config = RESUConfig(
             cycles=2, train_steps=5, resu_steps=15, finetune_steps=5, sparsity_end=0.7, pruner="magnitude",
             stabiliser="none",
@@ -294,13 +301,35 @@ def sharded_cycle(rank: int, count: int, folder: Path) -> None:
     assert history.cycles[0].resurrected
 
 
-def sharded_gradual_pruning(rank: int, count: int, folder: Path) -> None:
-    model, alone = sharded(dense_network()), dense_network()
+def sharded_gradual_pruning(
+    rank: int, count: int, folder: Path, mesh: DeviceMesh | None = None
+) -> None:  # fmt: skip
+    model, alone = sharded(dense_network(), mesh), dense_network()
     for module in (model, alone):
         pruning = GradualPruning(module, sparsity=0.8, start=0, end=2, every=1, budget="global")
         for _ in range(3):
             pruning.update()
     assert_same(model, alone)
+
+
+def shards_in_replicas_train_as_one(rank: int, count: int, folder: Path) -> None:
+    """HSDP: all that FSDP2 alone does, on a mesh of replicas × shards."""
+    mesh = init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("replica", "shard"))
+    for check in (
+        sharded_values_train_as_whole_ones, sharded_patterns_change_as_whole_ones, sharded_masks, sharded_cycle,
+        sharded_gradual_pruning,
+    ):  # fmt: skip
+        check(rank, count, folder, mesh)
+
+
+def replicas_of_a_part_of_the_processes(rank: int, count: int, folder: Path) -> None:
+    meshes = init_device_mesh("cpu", (2, 1, count // 2), mesh_dim_names=("run", "replica", "shard"))
+    replicas = Replicas(sharded(network(), meshes["replica", "shard"]))
+    assert (replicas.count, replicas.rank) == (2, rank % 2)
+    assert replicas.mean(torch.tensor(float(rank))) == rank - rank % 2 + 0.5
+    split = distribute_tensor(torch.zeros(4, 4), meshes["run", "shard"], (Shard(0), Shard(1)))
+    with pytest.raises(ReplicaError, match="split in several dimensions"):
+        mesh_of(split)
 
 
 # ---- tensor parallel ------------------------------------------------------------------------------------------------
@@ -380,42 +409,130 @@ def what_cannot_be_split_is_refused(rank: int, count: int, folder: Path) -> None
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def saved_run(model: nn.Module, place: tuple[int, int]) -> Any:
-    # Adam's first steps are as long for every new weight, which makes ties that rounding breaks
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    rule = RigL(model, optimizer, every=2, end=20)
-    train(model, optimizer, place, 5, rule)
-    return optimizer, rule
+CYCLE = RESUConfig(
+    cycles=2, train_steps=3, resu_steps=14, finetune_steps=3, sparsity_end=0.7, pruner="magnitude", stabiliser="none"
+)
 
 
-def save_at_two(rank: int, count: int, folder: Path) -> None:
-    model = sharded(network())
-    optimizer, rule = saved_run(model, (rank, count))
-    states = get_state_dict(model, optimizer)
-    dcp.save({"model": states[0], "optimizer": states[1], "rule": rule.state_dict()}, checkpoint_id=folder / "dcp")
+class GrowingRun:
+    """RigL, saved between two changes."""
+
+    name, made, saved, end = "rigl", network, 5, 8
+
+    def __init__(self, model: nn.Module) -> None:
+        # Adam's first steps are as long for every new weight, which makes ties that rounding breaks
+        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        self.rule: Any = RigL(model, self.optimizer, every=2, end=20)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        with self.rule.watch():
+            F.mse_loss(self.model(x), y).backward()
+        if not self.rule.update():
+            self.optimizer.step()
+
+    def has_changed(self) -> bool:
+        return not torch.equal(self.model[0].indices, network()[0].indices)  # pyright: ignore[reportIndexIssue]
 
 
-def load_and_go_on(model: nn.Sequential, place: tuple[int, int], folder: Path) -> None:
-    """A run goes on as the uninterrupted one of one process does."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    rule = RigL(model, optimizer, every=2, end=20)
-    states = get_state_dict(model, optimizer)
-    loaded = {"model": states[0], "optimizer": states[1], "rule": rule.state_dict()}
-    dcp.load(loaded, checkpoint_id=folder / "dcp")
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    rule.load_state_dict(loaded["rule"])
-    assert rule.steps == 5
-    alone = network()
-    wanted, its = saved_run(alone, (0, 1))
-    assert not torch.equal(alone[0].indices, network()[0].indices)
-    assert_same(model, alone)
-    train(model, optimizer, place, 3, rule)
-    train(alone, wanted, (0, 1), 3, its)
-    assert_same(model, alone)
+class ResurrectingRun:
+    """A RESU cycle, saved in the second of its phases on theta, when theta has moved."""
+
+    name, made, saved, end = "resu", dense_network, 32, 37
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, RESUAdamW(model, lr=0.01)
+        self.rule: Any = RESUCycle(model, self.optimizer, CYCLE)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        while not self.rule.steps_left:
+            self.rule.advance(dict)
+        self.optimizer.zero_grad()
+        F.mse_loss(self.model(x), y).backward()
+        self.optimizer.step()
+        self.rule.count_step()
+
+    def has_changed(self) -> bool:
+        return any(masked.theta(weight).any() for weight, masked in masked_weights(self.model).values())
+
+
+RUNS: tuple[Any, ...] = (GrowingRun, ResurrectingRun)
+
+
+def steps(run: Any, place: tuple[int, int], first: int, end: int) -> None:
+    for number in range(first, end):
+        run.step(*batch(number, *place))
+
+
+def save(run: Any, path: Path) -> None:
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": model, "rule": run.rule.state_dict(), "optimizer": optimizer}, checkpoint_id=path)
+
+
+def load(run: Any, path: Path) -> None:
+    first = {"model": get_model_state_dict(run.model), "rule": run.rule.state_dict()}
+    dcp.load(first, checkpoint_id=path)
+    set_model_state_dict(run.model, first["model"])
+    run.rule.load_state_dict(first["rule"])
+    # behind the masks, that say of which weights a theta is known
+    then = {"optimizer": get_optimizer_state_dict(run.model, run.optimizer)}
+    dcp.load(then, checkpoint_id=path)
+    set_optimizer_state_dict(run.model, run.optimizer, then["optimizer"])
+
+
+def save_at_two_and_go_on_with_the_same_bits(rank: int, count: int, folder: Path) -> None:
+    for kind in RUNS:
+        run = kind(sharded(kind.made()))
+        steps(run, (rank, count), 0, kind.saved)
+        assert run.has_changed()
+        save(run, folder / kind.name)
+        again = kind(sharded(kind.made()))
+        steps(again, (rank, count), 40, 42)  # so that nothing is as it was saved
+        load(again, folder / kind.name)
+        assert_same(again.model, run.model, rtol=0, atol=0)
+        for one in (run, again):
+            steps(one, (rank, count), kind.saved, kind.end)
+        assert_same(again.model, run.model, rtol=0, atol=0)
+
+
+def a_theta_that_was_not_asked_for_is_refused(rank: int, count: int, folder: Path) -> None:
+    run = ResurrectingRun(sharded(dense_network()))
+    asked = get_optimizer_state_dict(run.model, run.optimizer)
+    dcp.load({"optimizer": asked}, checkpoint_id=folder / "resu")
+    model = get_model_state_dict(run.model)
+    dcp.load({"model": model}, checkpoint_id=folder / "resu")
+    set_model_state_dict(run.model, model)
+    with pytest.raises(MaskError, match="load the model first"):
+        set_optimizer_state_dict(run.model, run.optimizer, asked)
+
+
+def go_on(kind: Any, model: nn.Module, place: tuple[int, int], folder: Path) -> None:
+    """What two processes saved goes on as the uninterrupted run of one process does, within rounding."""
+    run, alone = kind(model), kind(kind.made())
+    load(run, folder / kind.name)
+    steps(alone, (0, 1), 0, kind.saved)
+    assert_same(run.model, alone.model)
+    for one, its in ((run, place), (alone, (0, 1))):
+        steps(one, its, kind.saved, kind.end)
+    assert_same(run.model, alone.model)
+
+
+def who_rounds_otherwise_decides_alike(rank: int, count: int, folder: Path) -> None:
+    """As by another kernel, which a process takes that waited too long for the one that tunes."""
+    for kind in RUNS:
+        model, other = kind.made(), 1 + rank * 2**-20
+        model[0].register_forward_hook(lambda layer, inputs, output, other=other: output * other)
+        run = kind(DistributedDataParallel(model))
+        steps(run, (rank, count), 0, kind.end)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            first = tensor.detach().clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(tensor, first), name
 
 
 def load_at_many(rank: int, count: int, folder: Path) -> None:
-    load_and_go_on(sharded(network(seed=3)), (rank, count), folder)
+    for kind in RUNS:
+        go_on(kind, sharded(kind.made()), (rank, count), folder)
 
 
 # ---- the processes --------------------------------------------------------------------------------------------------
@@ -441,18 +558,25 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow(reason="starts processes")
 def test_two_processes_train_as_one_and_save(folder):
-    start(2, [*REPLICATED, *SHARDED, *SPLIT, save_at_two], folder)
+    checks = [*REPLICATED, *SHARDED, *SPLIT, who_rounds_otherwise_decides_alike]
+    checks.append(save_at_two_and_go_on_with_the_same_bits)
+    start(2, [*checks, a_theta_that_was_not_asked_for_is_refused], folder)
+
+
+@pytest.fixture
+def saved(folder):
+    if not all((folder / kind.name).exists() for kind in RUNS):
+        pytest.skip("the test before has saved nothing")
+    return folder
 
 
 @pytest.mark.slow(reason="needs what processes saved")
-def test_one_process_goes_on_from_what_two_saved(folder):
-    if not (folder / "dcp").exists():
-        pytest.skip("the test before has saved nothing")
-    load_and_go_on(network(seed=3), (0, 1), folder)
+@pytest.mark.parametrize("kind", RUNS)
+def test_one_process_goes_on_from_what_two_saved(saved, kind):
+    go_on(kind, kind.made(), (0, 1), saved)
 
 
 @pytest.mark.slow(reason="starts processes")
-def test_four_processes_train_as_one_and_go_on_from_what_two_saved(folder):
-    if not (folder / "dcp").exists():
-        pytest.skip("the test before has saved nothing")
-    start(4, [sharded_patterns_change_as_whole_ones, split_layers_compute_as_whole_ones, load_at_many], folder)
+def test_four_processes_train_as_one_and_go_on_from_what_two_saved(saved):
+    checks = [sharded_patterns_change_as_whole_ones, split_layers_compute_as_whole_ones, load_at_many]
+    start(4, [*checks, shards_in_replicas_train_as_one, replicas_of_a_part_of_the_processes], saved)

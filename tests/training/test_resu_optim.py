@@ -294,11 +294,49 @@ def test_a_saved_theta_goes_on_in_another_memory_format_and_dtype(kinds):
     assert (model[0].masked.theta(model[0].weight) - before).abs().max() > 0.01
     torch.testing.assert_close(model[0].weight, other[0].weight, check_dtype=False, atol=1e-5, rtol=1e-4)
     lost = optimizer.state_dict()
-    del lost["state"][0]
-    for state in lost["theta"].values():
-        state.pop("mean", None)
+    del lost["state"][0]["exp_avg"]
+    lost["state"][0]["theta"].pop("mean", None)
     with pytest.raises(MaskError, match="no averages|is of another mask"):
         RESUAdamW(other, lr=0.02).load_state_dict(lost)
+
+
+def test_a_state_of_0_1_goes_on_with_the_same_bits():
+    """There, thetas stood beside the parameters' states, with the pruned positions alone."""
+    model = model_of()
+    optimizer = RESUAdamW(model, lr=0.02)
+    prune(model)
+    for weight, masked in masked_weights(model).values():
+        masked.enter_resu_(weight)
+    for _ in range(12):
+        step(model, optimizer)
+    other, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    thetas = {str(number): one.pop("theta") for number, one in state["state"].items() if "theta" in one}
+    for theta in thetas.values():
+        pruned = theta["pruned"]
+        theta |= {name: one[pruned] for name, one in theta.items() if name not in ("pruned", "steps")}
+        theta["pruned"] = pruned.flatten().nonzero().flatten().int()
+    again = RESUAdamW(other, lr=0.02)
+    again.load_state_dict({**state, "theta": thetas})
+    for one, its in ((model, optimizer), (other, again)):
+        step(one, its), step(one, its)
+    for one, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, its)
+    thetas["0"]["pruned"] = thetas["0"]["pruned"].flip(0)
+    with pytest.raises(MaskError, match="another mask"):
+        again.load_state_dict({**state, "theta": thetas})
+
+
+def test_a_state_without_the_theta_of_a_weight_in_its_resu_phase_is_refused():
+    model = model_of()
+    optimizer = RESUAdamW(model, lr=0.02)
+    step(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    prune(model)
+    for weight, masked in masked_weights(model).values():
+        masked.enter_resu_(weight)
+    RESUAdamW(model).load_state_dict(optimizer.state_dict())  # before a step on it, it is known to be at its start
+    with pytest.raises(MaskError, match="load the model first"):
+        optimizer.load_state_dict(before)
 
 
 def test_theta_of_another_mask_starts_anew_and_moves_no_active_element():
@@ -341,7 +379,7 @@ def test_a_refused_step_or_state_changes_nothing():
     with pytest.raises(MaskError, match="never move"):
         late.step()
     state = optimizer.state_dict()
-    state["theta"]["9"] = state["theta"]["0"]
+    state["state"][9] = state["state"][0]
     with pytest.raises(MaskError, match="theta of parameter 9"):
         optimizer.load_state_dict(state)
     for p, (value, gradient) in zip(model.parameters(), before, strict=True):

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from sparsecomp.errors import MaskError
 from sparsecomp.nn.masked.layers import masked_weights
 from sparsecomp.nn.masked.masked_weight import MaskedWeight, Mode
-from sparsecomp.reference.sharding import is_sharded, local, parted
+from sparsecomp.reference.sharding import is_sharded, local, parted, sharded_as, whole
 from sparsecomp.training.resu.optim import RESUSelective
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -202,42 +202,69 @@ class RESUAdamW(torch.optim.AdamW):
                     moment.copy_(flat.view(moment.shape))
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with the state of each theta under `theta`, by the number of its parameter.
+        """torch's; the state of a weight in its RESU phase has that of its theta under `theta`, sharded as the weight.
 
-        Raises:
-            MaskError: a weight in its RESU phase is sharded, whose theta's state is each process's own.
+        There it goes where torch takes the state of a parameter, such as into a distributed checkpoint.
         """
-        if any(is_sharded(weight) for weight in self.selective):
-            raise MaskError("what is known of the theta of a sharded weight is in no one state: save between cycles")
-        numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        theta = {str(numbers[weight]): one.state_dict() for weight, one in self.selective.items()}
-        return {**super().state_dict(), "theta": theta}
+        saved = super().state_dict()
+        numbered = enumerate((p, group) for group in self.param_groups for p in group["params"])
+        for number, (weight, group) in numbered:
+            masked = self._masked.get(weight)
+            if masked is None or masked.mode is not Mode.RESU or not self.state.get(weight):
+                continue
+            theta = self._selective_of(weight, masked, group).state_dict()
+            whole_theta = {name: sharded_as(one, weight) if one.dim() else one for name, one in theta.items()}
+            saved["state"][number] = {**saved["state"][number], "theta": whole_theta}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state, of the same model, which has its masks already.
+        """Go on from a saved state, of the same model, which has its masks and modes already.
 
         Raises:
-            MaskError: a theta of another mask or model.
+            MaskError: a theta of another mask or model, or none of a weight in its RESU phase.
             ValueError: groups of parameters other than these; nothing is taken in either case.
         """
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        thetas = {}
-        for number, state in state_dict.get("theta", {}).items():
-            if int(number) >= len(parameters) or parameters[int(number)] not in self._masked:
-                raise MaskError(f"the state has a theta of parameter {number}, which is no masked weight here")
-            weight = parameters[int(number)]
-            if "mean" not in state and "exp_avg" not in state_dict["state"].get(int(number), {}):
-                raise MaskError(f"the state has no averages of the theta of parameter {number}: give a whole state")
-            kept = {"whole": _NOWHERE} if "mean" not in state else {}
-            thetas[weight] = RESUSelective(_pruned(self._masked[weight], weight), **kept, **self._theta)
-            thetas[weight].load_state_dict(state)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "theta"})
+        thetas = self._saved_thetas(state_dict)
+        states = {
+            key: {name: one for name, one in state.items() if name != "theta"}
+            for key, state in state_dict["state"].items()
+        }
+        others = {name: one for name, one in state_dict.items() if name != "theta"}
+        super().load_state_dict({**others, "state": states})
         for weight, selective in thetas.items():
             if selective.whole is not None:
                 selective.whole = self._whole(weight)
                 if selective.whole is None:
                     self._copy_averages(weight, selective)
         self.selective, self._forgotten = thetas, {}
+
+    def _saved_thetas(self, state_dict: dict[str, Any]) -> dict[Tensor, RESUSelective]:
+        """What a state knows of the thetas, by their weights; MaskError as `load_state_dict`."""
+        # by a parameter's number, or by its name in a state from torch.distributed.checkpoint
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = dict(zip(keys, (p for group in self.param_groups for p in group["params"]), strict=False))
+        states, thetas = state_dict["state"], dict[Tensor, RESUSelective]()
+        saved = {key: state["theta"] for key, state in states.items() if "theta" in state}
+        # 0.1 kept them beside the parameters' states
+        saved |= {int(number): theta for number, theta in state_dict.get("theta", {}).items()}
+        for key, theta in saved.items():
+            weight = parameters.get(key)
+            if weight is None or weight not in self._masked:
+                raise MaskError(f"the state has a theta of parameter {key}, which is no masked weight here")
+            if "mean" not in theta and "exp_avg" not in states.get(key, {}):
+                raise MaskError(f"the state has no averages of the theta of parameter {key}: give a whole state")
+            kept = {"whole": _NOWHERE} if "mean" not in theta else {}
+            thetas[weight] = RESUSelective(_pruned(self._masked[weight], weight), **kept, **self._theta)
+            thetas[weight].load_state_dict({name: _part(one, weight) for name, one in theta.items()})
+        for key, weight in parameters.items():
+            masked = self._masked.get(weight)
+            is_lost = masked is not None and masked.mode is Mode.RESU and weight not in thetas and states.get(key)
+            if is_lost and "theta" not in state_dict:
+                raise MaskError(
+                    f"the state has nothing of the theta of parameter {key}, which is in its RESU phase: load the "
+                    "model first, and ask for the optimizer's state that the saved one is read into afterwards"
+                )
+        return thetas
 
     def _copy_averages(self, weight: Tensor, selective: RESUSelective) -> None:
         """Give theta the averages that AdamW's moments hold, for a weight of another dtype or memory format."""
@@ -246,6 +273,11 @@ class RESUAdamW(torch.optim.AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+
+
+def _part(saved: Tensor, weight: Tensor) -> Tensor:
+    """This process's part of a tensor of the weight's shape, however it was sharded; a number itself."""
+    return local(parted(saved, weight)) if is_sharded(weight) and saved.dim() else whole(saved)
 
 
 def _pruned(masked: MaskedWeight, weight: Tensor) -> Tensor:

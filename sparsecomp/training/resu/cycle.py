@@ -10,6 +10,7 @@ It decides and changes masks, between optimizer steps; the steps themselves are 
             cycle.advance(statistics)
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -261,7 +262,8 @@ class RESUCycle:
             for name, layer in self._layers.items()
         }
         place = {"cycle": self.cycle, "phase": str(self.phase), "step": self.step}
-        return {**place, "history": self.history.to_dict(), "layers": layers}
+        # a text, since distributed checkpoints look in lists for tensors, and find those alone that a new cycle has
+        return {**place, "history": json.dumps(self.history.to_dict()), "layers": layers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the state of a cycle over the same model and config."""
@@ -273,7 +275,8 @@ class RESUCycle:
             layer.parts = tuple(InputStatistics.from_state(part, device) for part in saved["parts"])
             layer.calibrated = saved["calibrated"]
         self.cycle, self.phase, self.step = state["cycle"], Phase(state["phase"]), state["step"]
-        self.history = History.from_dict(state["history"])
+        history = state["history"]  # of 0.1, the dictionary itself
+        self.history = History.from_dict(json.loads(history) if isinstance(history, str) else history)
 
 
 def _layers(model: nn.Module, skip: tuple[str, ...]) -> dict[str, _Layer]:

@@ -96,24 +96,30 @@ class RESUSelective:
         return math.ceil(self.amount * self.pruned.numel())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages, the number of steps and the positions; theta is in its weight. Waits for the device."""
-        if not self._by_mask:
-            return {"pruned": self.pruned, "steps": self.steps, **self.slots}
-        slots = {name: slot[self.pruned] for name, slot in self.slots.items()}
-        return {"pruned": positions_of(self.pruned), "steps": self.steps, **slots}
+        """The averages, the number of steps and what is pruned, as they are kept; theta is in its weight."""
+        return {"pruned": self.pruned, "steps": self.steps, **self.slots}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; MaskError, with nothing taken, if it is of other positions."""
         own = self.state_dict()
+        if self._by_mask and isinstance(state.get("pruned"), Tensor) and state["pruned"].dtype is not torch.bool:
+            state = self._spread(state)
         check_state(state, own)
         if not torch.equal(state["pruned"].to(self.pruned.device), own["pruned"]):
             raise MaskError("the state is of another mask, with other positions: load the model, with its masks, first")
         self.steps.copy_(state["steps"])
         for name, slot in self.slots.items():
-            if self._by_mask:
-                slot.masked_scatter_(self.pruned, state[name].to(slot))
-            else:
-                slot.copy_(state[name])
+            slot.copy_(state[name])
+
+    def _spread(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of the pruned positions alone, as 0.1 wrote it, in the shape of the mask."""
+        places = positions_of(self.pruned)
+        compact = {"pruned": places, **{name: places for name in self.slots}}
+        check_state(state, {name: one.new_empty(one.shape) for name, one in compact.items()})
+        if not torch.equal(state["pruned"].to(places), places):
+            raise MaskError("the state is of another mask, with other positions: load the model, with its masks, first")
+        spread = {name: slot.masked_scatter(self.pruned, state[name].to(slot)) for name, slot in self.slots.items()}
+        return {**state, **spread, "pruned": self.pruned}
 
 
 def check_settings(*, lr: float, beta: float, tau: float, delta: float) -> None:
