@@ -112,6 +112,8 @@ SUITES: dict[str, Suite] = {
     "resu": Suite("masked.resu", lambda m, a: m.run()),
     "attention": Suite("attention.block_attention", lambda m, a: m.run(a.workers or 8)),
     "masked-attention": Suite("attention.masked_models", lambda m, a: m.run(a.modes, a.workers or 1)),
+    "attention-data": Suite("attention.data_masks", lambda m, a: m.run(a.modes, a.workers or 1)),
+    "attention-packed": Suite("attention.packed", lambda m, a: m.run()),
     "attention-candidates": Suite("attention.candidates", lambda m, a: m.run(a.workers or 8)),
     "element-attention": Suite("attention.elements", lambda m, a: m.run()),
     "element-candidates": Suite("attention.elements", lambda m, a: m.candidates(a.workers or 8), lambda m, rows: ""),

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from sparsecomp import ops
+from sparsecomp.attention import GlobalTokens, LocalWindow, packed_attention
+from sparsecomp.attention import attention as attention_by
 from sparsecomp.formats import BSR, COO, CSR, NM
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.launch import Launch
@@ -135,6 +137,29 @@ def attention(device: str) -> None:
         caches = [torch.randn(2, 2, 200, n, device=device, dtype=dtype) for n in (depth, 33)]
         lengths = torch.tensor([200, 3], dtype=torch.int32, device=device)
         ops.decode_attention(operands[0].detach()[:, :, :3], *caches, lengths, window=40, sinks=2)
+        ops.block_attention(*operands, ops.scanned_blocks(mask, 129, 203), dropout=0.3)[0].sum().backward()
+        added_attention(operands, mask)
+    offsets = torch.tensor([0, 5, 5, 99, 128], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(129, 2, 17, device=device, requires_grad=True) for _ in range(3))
+    packed_attention(q, k, v, offsets, causal=True).sum().backward()
+    long_attention(device)
+
+
+def added_attention(operands: list[Tensor], mask: Tensor) -> None:
+    """With numbers that are added to scores."""
+    added = torch.where(mask, 0.5, -torch.inf)
+    lists = list(ops.scanned_blocks(added, 129, 203)[4:])
+    torch.ops.sparsecomp.block_attention.default(*operands, lists, 0.1, 0.0, None, added)[0].sum().backward()
+
+
+def long_attention(device: str) -> None:
+    """Lists that are walked over in parts."""
+    if device == "cuda":
+        from sparsecomp.lowering.attention.kernels import long_lists
+
+        long_lists.LONG = 128
+        q, k, v = (torch.randn(1, 1, 8203, 16, device=device, requires_grad=True) for _ in range(3))
+        attention_by(q, k, v, GlobalTokens((3, 8200)) | LocalWindow(40, 40)).sum().backward()
 
 
 def sparse_tensor_cores(device: str) -> None:

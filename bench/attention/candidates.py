@@ -82,8 +82,9 @@ def _problems(case: Case, block: tuple[int, int]) -> Iterator[tuple[Operation[An
     delta = (grad.float() * out.float()).sum(-1)
     by_q, by_k, by_v, result, sums = map(torch.empty_like, (q, k, v, out, logsumexp))
     yield (BLOCK_ATTENTION, problem_of(q, k, v, blocks, scoring, (q, k, v, result)),
-           (q, k, v, *blocks[:5], None, result, sums))  # fmt: skip
+           (q, k, v, *blocks[:5], None, None, None, result, sums))  # fmt: skip
     yield (ATTENTION_BY_QUERY, problem_of(q, k, v, blocks, scoring, (q, k, v, grad, out, by_q)),
-           (q, k, v, grad, out, logsumexp, None, *blocks[:5], None, by_q, torch.empty_like(delta)))  # fmt: skip
+           (q, k, v, grad, out, logsumexp, None, *blocks[:5], None, None, None, by_q,
+            torch.empty_like(delta)))  # fmt: skip
     yield (ATTENTION_BY_KEY, problem_of(q, k, v, blocks, scoring, (q, k, v, grad, by_k, by_v)),
-           (q, k, v, grad, logsumexp, delta, *blocks[5:], None, by_k, by_v))  # fmt: skip
+           (q, k, v, grad, logsumexp, delta, *blocks[5:], None, None, None, by_k, by_v))  # fmt: skip

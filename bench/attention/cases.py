@@ -74,6 +74,18 @@ def documents(case: Case) -> MaskFunction:
     return lambda b, h, q, k: document[q] == document[k]
 
 
+def with_global(*tokens: int) -> Callable[[Case], MaskFunction]:
+    """A window of 256 on both sides, and tokens that see all and that all see (Longformer)."""
+
+    def mask_of(case: Case) -> MaskFunction:
+        seen = torch.zeros(case.length, dtype=torch.bool)
+        seen[list(tokens)] = True
+        seen = seen.cuda()
+        return lambda b, h, q, k: ((q - k <= 256) & (k - q <= 256)) | seen[q] | seen[k]
+
+    return mask_of
+
+
 def random_blocks(empty: float) -> Callable[[Case], MaskFunction]:
     """A boolean mask of which a share of the blocks of 128 is empty, and none of a row's all are."""
 
@@ -92,6 +104,7 @@ CASES = (
     Case("window 1024, causal", 1, 32, 8, 32768, 128, window(1024, True), BLOCKS),
     Case("BigBird", 1, 16, 16, 8192, 64, big_bird, ((64, 64),), True),
     Case("documents", 1, 16, 16, 32768, 64, documents, BLOCKS),
+    Case("window 256 with global tokens", 1, 8, 8, 32768, 64, with_global(0, 1, 20_000), BLOCKS),
     *(Case(f"mask, {empty:.0%} of blocks empty", 4, 16, 16, 4096, 64, random_blocks(empty), BLOCKS, True)
       for empty in (0.0, 0.5, 0.9)),
 )  # fmt: skip

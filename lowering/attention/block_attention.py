@@ -33,8 +33,7 @@ def block_attention(
     into = described.result_like(out)
     problem = problem_of(q, k, v, blocks, scoring, (q, k, v, into))
     lists = [one.contiguous() for one in blocks[:5]]
-    alibi = None if scoring.alibi is None else scoring.alibi.contiguous()
-    dispatch.launch(BLOCK_ATTENTION, problem, q, k, v, *lists, alibi, into, logsumexp)
+    dispatch.launch(BLOCK_ATTENTION, problem, q, k, v, *lists, *described.read_beside(scoring), into, logsumexp)
     if into is not out:
         out.copy_(into)
 
@@ -44,12 +43,12 @@ def _operands(problem: BlockAttention, device: torch.device, seed: int) -> tuple
     q, k, v, out = described.dense_operands(problem, _SHAPES, random)
     lists = described.banded_blocks(problem, random)[:5]
     logsumexp = torch.full(q.shape[:3], math.nan, device=device)
-    return q, k, v, *lists, described.alibi_of(problem, device), out.fill_(math.nan), logsumexp
+    return q, k, v, *lists, *described.taken_of(problem, device), out.fill_(math.nan), logsumexp
 
 
 def _reference(problem: BlockAttention, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     q, k, v, *lists = (one for one in operands[:8] if one is not None)
-    scoring = described.scoring_of(problem, operands[8])
+    scoring = described.scoring_of(problem, operands[8:11])
     out, logsumexp = reference.block_attention_reference(q.double(), k.double(), v.double(), lists, scoring)
     # a norm of infinities says nothing
     return out, logsumexp.masked_fill(logsumexp == -math.inf, 0)
@@ -57,6 +56,6 @@ def _reference(problem: BlockAttention, operands: tuple[Tensor | None, ...]) -> 
 
 BLOCK_ATTENTION = Operation(
     "block_attention", partial(described.signature, "block_attention"),
-    partial(described.representative, shapes=_SHAPES), _operands, (9, 10), _reference,
+    partial(described.representative, shapes=_SHAPES), _operands, (11, 12), _reference,
     lambda problem: TOLERANCE[problem.dtype],
 )  # fmt: skip

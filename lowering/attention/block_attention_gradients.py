@@ -37,14 +37,15 @@ def block_attention_gradients(
     wanted = (by_q, by_k, by_v)
     into_q, into_k, into_v = map(described.result_like, wanted)
     delta = torch.empty_like(logsumexp)
-    beside = None if grad_logsumexp is None else grad_logsumexp.contiguous()
-    alibi = None if scoring.alibi is None else scoring.alibi.contiguous()
+    grad_logsumexp = None if grad_logsumexp is None else grad_logsumexp.contiguous()
+    beside = described.read_beside(scoring)
     problem = problem_of(q, k, v, blocks, scoring, (q, k, v, grad, out, into_q))
     dispatch.launch(
-        ATTENTION_BY_QUERY, problem, q, k, v, grad, out, logsumexp, beside, *blocks[:5], alibi, into_q, delta
+        ATTENTION_BY_QUERY, problem, q, k, v, grad, out, logsumexp, grad_logsumexp, *blocks[:5], *beside, into_q,
+        delta,
     )  # fmt: skip
     problem = problem_of(q, k, v, blocks, scoring, (q, k, v, grad, into_k, into_v))
-    dispatch.launch(ATTENTION_BY_KEY, problem, q, k, v, grad, logsumexp, delta, *blocks[5:], alibi, into_k, into_v)
+    dispatch.launch(ATTENTION_BY_KEY, problem, q, k, v, grad, logsumexp, delta, *blocks[5:], *beside, into_k, into_v)
     for one, into in zip(wanted, (into_q, into_k, into_v), strict=True):
         if one is not into:
             one.copy_(into)
@@ -53,42 +54,42 @@ def block_attention_gradients(
 def _operands_by_query(problem: BlockAttention, device: torch.device, seed: int) -> Operands:
     random = torch.Generator(device).manual_seed(seed)
     q, k, v, grad, out, by_q = described.dense_operands(problem, _BY_QUERY, random)
-    blocks, alibi = described.banded_blocks(problem, random), described.alibi_of(problem, device)
-    right, logsumexp = reference.block_attention_reference(q, k, v, blocks, described.scoring_of(problem, alibi))
+    blocks, taken = described.banded_blocks(problem, random), described.taken_of(problem, device)
+    right, logsumexp = reference.block_attention_reference(q, k, v, blocks, described.scoring_of(problem, taken))
     delta = torch.full_like(logsumexp, math.nan)
-    return q, k, v, grad, out.copy_(right), logsumexp, None, *blocks[:5], alibi, by_q.fill_(math.nan), delta
+    return q, k, v, grad, out.copy_(right), logsumexp, None, *blocks[:5], *taken, by_q.fill_(math.nan), delta
 
 
 def _reference_by_query(problem: BlockAttention, operands: Operands) -> tuple[Tensor, ...]:
     q, k, v, grad, out, logsumexp, *lists = (one for one in operands[:12] if one is not None)
     grad, q, k, v, out, logsumexp = (one.double() for one in (grad, q, k, v, out, logsumexp))
-    delta, scoring = reference.delta_of(grad, out, None), described.scoring_of(problem, operands[12])
+    delta, scoring = reference.delta_of(grad, out, None), described.scoring_of(problem, operands[12:15])
     return reference.by_query(grad, q, k, v, logsumexp, delta, lists, scoring), delta
 
 
 def _operands_by_key(problem: BlockAttention, device: torch.device, seed: int) -> Operands:
     random = torch.Generator(device).manual_seed(seed)
     q, k, v, grad, by_k, by_v = described.dense_operands(problem, _BY_KEY, random)
-    blocks, alibi = described.banded_blocks(problem, random), described.alibi_of(problem, device)
-    out, logsumexp = reference.block_attention_reference(q, k, v, blocks, described.scoring_of(problem, alibi))
+    blocks, taken = described.banded_blocks(problem, random), described.taken_of(problem, device)
+    out, logsumexp = reference.block_attention_reference(q, k, v, blocks, described.scoring_of(problem, taken))
     delta = reference.delta_of(grad, out, None).float()
-    return q, k, v, grad, logsumexp, delta, *blocks[5:], alibi, by_k.fill_(math.nan), by_v.fill_(math.nan)
+    return q, k, v, grad, logsumexp, delta, *blocks[5:], *taken, by_k.fill_(math.nan), by_v.fill_(math.nan)
 
 
 def _reference_by_key(problem: BlockAttention, operands: Operands) -> tuple[Tensor, ...]:
     q, k, v, grad, logsumexp, delta, *lists = (one for one in operands[:11] if one is not None)
     grad, q, k, v, logsumexp, delta = (one.double() for one in (grad, q, k, v, logsumexp, delta))
-    scoring = described.scoring_of(problem, operands[11])
+    scoring = described.scoring_of(problem, operands[11:14])
     return reference.by_key(grad, q, k, v, logsumexp, delta, lists, scoring)
 
 
 ATTENTION_BY_QUERY = Operation(
     "attention_by_query", partial(described.signature, "attention_by_query"),
-    partial(described.representative, shapes=_BY_QUERY), _operands_by_query, (13, 14), _reference_by_query,
+    partial(described.representative, shapes=_BY_QUERY), _operands_by_query, (15, 16), _reference_by_query,
     lambda problem: 2 * TOLERANCE[problem.dtype],
 )  # fmt: skip
 ATTENTION_BY_KEY = Operation(
     "attention_by_key", partial(described.signature, "attention_by_key"),
-    partial(described.representative, shapes=_BY_KEY), _operands_by_key, (12, 13), _reference_by_key,
+    partial(described.representative, shapes=_BY_KEY), _operands_by_key, (14, 15), _reference_by_key,
     lambda problem: 2 * TOLERANCE[problem.dtype],
 )  # fmt: skip

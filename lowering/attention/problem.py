@@ -10,9 +10,11 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch.strided import dtype_name, strided
 from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.blocks import EMPTY, FULL, blocks_from_map, pack_bits
+from sparsecomp.reference.attention.dropout import ALWAYS
 
 TOLERANCE = {"float32": 2e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
 """Relative Frobenius error of a result: torch's flash attention, which rounds its weights alike, has the same."""
+_ADDED = ("", "float32", "float16", "bfloat16")
 _SIZES = ("batch", "heads", "q_len", "k_len", "width", "k_width")
 _PARAMETERS = ("group", "depth", "v_depth", "block_q", "block_k")
 
@@ -39,6 +41,9 @@ class BlockAttention(NamedTuple):
         strides: of the dense operands that an operation takes strided, in its order.
         softcap: as of ``Scoring``; 0 for none.
         biased: whether there is an alibi.
+        added: dtype of what is added to scores, empty for none.
+        added_strides: of that: batch, head, query and key.
+        kept: as of ``Scoring``.
     """
 
     batch: int
@@ -59,12 +64,16 @@ class BlockAttention(NamedTuple):
     strides: tuple[HeadStrides, ...]
     softcap: float = 0.0
     biased: bool = False
+    added: str = ""
+    added_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    kept: int = ALWAYS
 
     @property
     def numbers(self) -> tuple[Any, ...]:
         """The run-time numbers that kernels take last."""
         strides = (stride for one in self.strides for stride in one)
-        return (self.heads, self.q_len, self.k_len, self.scale, self.softcap, *strides)
+        sizes = (self.heads, self.q_len, self.k_len, self.scale, self.softcap)
+        return (*sizes, self.kept, *self.added_strides, *strides)
 
     @property
     def lists(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -73,6 +82,20 @@ class BlockAttention(NamedTuple):
         rows = (-(-self.q_len // self.block_q), -(-self.k_len // self.block_k))
         by_q, by_k = ((n * heads * self.by_batch, n * self.by_head) for n in rows)
         return by_q, by_k
+
+    def lying(self, place: int) -> HeadStrides:
+        """How the operand at a place lies; zeros in a problem that is only estimated, which has no strides."""
+        return self.strides[place] if self.strides else HeadStrides(0, 0, 0)
+
+    @property
+    def leading(self) -> int:
+        """Heads of batch entries that have lists of their own."""
+        return (self.batch if self.by_batch else 1) * (self.heads if self.by_head else 1)
+
+    @property
+    def dropped(self) -> int:
+        """1 with dropout, else 0."""
+        return int(self.kept < ALWAYS)
 
     @property
     def padded_depth(self) -> int:
@@ -90,23 +113,42 @@ def problem_of(
 ) -> BlockAttention:  # fmt: skip
     """Describe a product of operands of which a kernel takes some by their strides."""
     count, index, k_count, k_index = (blocks[at] for at in (0, 2, 5, 7))
+    added, scores = scoring.added, (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     return BlockAttention(
         q.shape[0], q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3],
         blocks[4].shape[1], blocks[9].shape[1], index.shape[3], k_index.shape[3], count.shape[0] > 1,
         count.shape[1] > 1, dtype_name(q), float(scoring.scale),
         tuple(HeadStrides(*one.stride()[:3]) for one in strided_operands), float(scoring.softcap),
-        scoring.alibi is not None,
+        scoring.alibi is not None, "" if added is None else dtype_name(added), strides_over(added, scores),
+        scoring.kept,
     )  # fmt: skip
 
 
-def scoring_of(problem: BlockAttention, alibi: Tensor | None) -> Scoring:
-    """How the problem's scores come from products."""
-    return Scoring(problem.scale, problem.softcap, alibi)
+def strides_over(added: Tensor | None, scores: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Strides of what broadcasts to scores, by which it can be read as if it were as large."""
+    batch, head, query, key = (0, 0, 0, 0) if added is None else added.expand(scores).stride()
+    return batch, head, query, key
 
 
-def alibi_of(problem: BlockAttention, device: torch.device) -> Tensor | None:
-    """Slopes of a problem that has some, small enough for every head to see far."""
-    return torch.arange(1, problem.heads + 1, device=device) * (0.5 / problem.k_len) if problem.biased else None
+def read_beside(scoring: Scoring) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What kernels take of a scoring: the slopes, what is added, the seed."""
+    return None if scoring.alibi is None else scoring.alibi.contiguous(), scoring.added, scoring.seed
+
+
+def scoring_of(problem: BlockAttention, taken: Sequence[Tensor | None]) -> Scoring:
+    """How the problem's scores come from products, with what `read_beside` gives."""
+    alibi, added, seed = taken
+    return Scoring(problem.scale, problem.softcap, alibi, added, seed, problem.kept)
+
+
+def taken_of(problem: BlockAttention, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What `read_beside` gives, of a problem: slopes small enough for every head to see far; zeros to add, as in blocks
+    that are kept whole; a seed."""
+    p = problem
+    alibi = torch.arange(1, p.heads + 1, device=device) * (0.5 / p.k_len) if p.biased else None
+    added = torch.zeros((1, 1, 1, 1), dtype=getattr(torch, p.added), device=device) if p.added else None
+    seed = torch.tensor([2**40 + 7], device=device) if p.kept < ALWAYS else None
+    return alibi, added, seed
 
 
 def rows_innermost(tensor: Tensor) -> Tensor:
@@ -127,7 +169,8 @@ def signature(op: str, problem: BlockAttention, device: Device) -> KernelSignatu
         op, device, dtypes=(problem.dtype,), accumulator="float32", index="int32",
         sizes=tuple((name, getattr(problem, name)) for name in _SIZES),
         parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
-                    ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased))),
+                    ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased)),
+                    ("added", _ADDED.index(problem.added)), ("dropped", problem.dropped)),
     )  # fmt: skip
 
 
@@ -144,7 +187,8 @@ def representative(signature: KernelSignature, shapes: str) -> BlockAttention:
     problem = BlockAttention(
         sizes["batch"], heads, given["group"], sizes["q_len"], sizes["k_len"], given["depth"], given["v_depth"],
         given["block_q"], given["block_k"], sizes["width"], sizes["k_width"], False, False, signature.dtypes[0],
-        given["depth"] ** -0.5, (), 20.0 * given["capped"], bool(given["biased"]),
+        given["depth"] ** -0.5, (), 20.0 * given["capped"], bool(given["biased"]), _ADDED[given["added"]],
+        kept=ALWAYS - 6554 * given["dropped"],
     )  # fmt: skip
     lying = [dense_shapes(problem)[letter] for letter in shapes]
     strides = tuple(HeadStrides(heads * rows * depth, rows * depth, depth) for _, heads, rows, depth in lying)

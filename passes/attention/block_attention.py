@@ -1,25 +1,31 @@
-"""Attention with a mask that is known when a graph is compiled becomes `sparsecomp::block_attention`.
+"""Attention with a mask becomes `sparsecomp::block_attention`, which computes its non-empty blocks only.
 
-The mask is proved (`sparsecomp.passes.attention.mask`), and only its non-empty blocks are computed. Pairs that are not
-kept are then no part of a sum at all: that is the same for finite operands, of which a dropped one counts exactly 0.
+The mask is proved when a graph is compiled (`sparsecomp.passes.attention.mask`), or scanned in each call
+(`sparsecomp.passes.attention.data_mask`). Pairs that are not kept are then no part of a sum at all: that is the same
+for finite operands, of which a dropped one counts exactly 0. Dropout drops other weights than torch's would, as often.
 """
 
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 import sparsecomp.ops.attention.block_attention  # noqa: F401  (registers the operator)
-from sparsecomp.ops.attention.block_attention import MOST_BYTES, place_of
-from sparsecomp.passes.attention.mask import KnownMask, known_mask
+from sparsecomp.lowering.launch.strided import name_of
+from sparsecomp.ops.attention.block_attention import MOST_BYTES, SEEDS, place_of
+from sparsecomp.passes.attention.data_mask import data_mask
+from sparsecomp.passes.attention.mask import known_mask
 from sparsecomp.passes.attention.sdpa import sdpa_site
 from sparsecomp.passes.attention.site import AttentionSite, stepped, viewed
 from sparsecomp.passes.attention.written import written_site
 from sparsecomp.passes.cost.attention import MaskedAttention, decide_attention
-from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, replays
+from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, new_meta, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.spiking.operand import cast
+from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK
+from sparsecomp.reference.attention.dropout import ALWAYS, chances
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _COPIES = ("contiguous", "reshape", "flatten")
@@ -44,15 +50,50 @@ def _judged(site: AttentionSite, ctx: Context) -> Plan | Refusal:
         return problem
     mask = known_mask(site, ctx)
     if isinstance(mask, Refusal):
-        return mask
-    work = _work(site, mask, ctx)
+        return _judged_as_data(site, mask, ctx)
+    q, k, v = (one.shape for one in site.operands)
+    work = MaskedAttention.of(q, k, v, mask.blocks, dropped=site.dropout > 0, **_how(site, ctx))
     decision = decide_attention(work)
     if decision.dense and ctx.options.implementation == "auto":
         return Refusal(Why.GATE, {"detail": f"{work.described}; {decision.reason}"}, decision.estimate)
-    reason = f"{mask.described}: {work.described}; {decision.reason}; for finite inputs"
+    reason = f"{mask.described}: {work.described}; {decision.reason}; {_provided(site)}"
     readers = set(mask.formula.readers()) - set(site.nodes)
     dead = (*site.nodes[-2::-1], *(() if readers else mask.formula.nodes[::-1]))
-    return Plan(lambda: _built(site, mask), reason, "block_attention", "", dead, decision.estimate)
+    return Plan(
+        lambda: _built(site, mask.build(site.result), None, known=True), reason, "block_attention", "", dead,
+        decision.estimate,
+    )  # fmt: skip
+
+
+def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan | Refusal:
+    """Of a site whose mask is not known, for the reason given."""
+    mask = data_mask(site, ctx)
+    if isinstance(mask, Refusal):
+        return known if known.why is Why.MASK_NOT_FROZEN else mask
+    given = ctx.options.density
+    share, source = (1.0, "may be") if given is None else (given, "are assumed to be")
+    q, k, v = (one.shape for one in site.operands)
+    scanned = (*mask.leading, name_of(example_of(mask.node).dtype))
+    work = MaskedAttention.assumed(
+        q, k, v, share, DEFAULT_BLOCK, scanned=scanned, dropped=site.dropout > 0, **_how(site, ctx)
+    )
+    decision, described = decide_attention(work), mask.described(share, source)
+    if decision.dense and ctx.options.implementation == "auto":
+        if known.why is Why.MASK_NOT_FROZEN:
+            return known
+        advice = "; the option density says how many are" if given is None else ""
+        return Refusal(Why.GATE, {"detail": f"{described}{advice}; {decision.reason}"}, decision.estimate)
+
+    def build() -> Mapping[fx.Node, fx.Node]:
+        return _built(site, *mask.build(site.result))
+
+    reason = f"{described}; {decision.reason}; {_provided(site)}"
+    return Plan(build, reason, "block_attention", "", site.nodes[-2::-1], decision.estimate)
+
+
+def _provided(site: AttentionSite) -> str:
+    drops = "; it drops other weights than torch would, as often" if site.dropout else ""
+    return f"for finite inputs{drops}"
 
 
 def _unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
@@ -92,25 +133,39 @@ def _fits(site: AttentionSite) -> bool:
     return len(mask) <= len(scores) and all(one in (1, size) for one, size in sizes)
 
 
-def _work(site: AttentionSite, mask: KnownMask, ctx: Context) -> MaskedAttention:
+def _how(site: AttentionSite, ctx: Context) -> dict[str, Any]:
+    """What an estimate asks beside sizes."""
     out = example_of(site.result)
     where = ctx.device(out.device)
-    q, k, v = (one.shape for one in site.operands)
-    return MaskedAttention.of(
-        q, k, v, mask.blocks, device=where, dtype=out.dtype, trained=ctx.gradients and out.requires_grad,
-        replayed=replays(ctx.options, where), products=ctx.products, target=ctx.target,
-    )  # fmt: skip
+    return {
+        "device": where, "dtype": out.dtype, "trained": ctx.gradients and out.requires_grad,
+        "replayed": replays(ctx.options, where), "products": ctx.products, "target": ctx.target,
+    }  # fmt: skip
 
 
-def _built(site: AttentionSite, mask: KnownMask) -> Mapping[fx.Node, fx.Node]:
+def _built(
+    site: AttentionSite, lists: list[fx.Node], added: fx.Node | None, known: bool = False
+) -> Mapping[fx.Node, fx.Node]:
     node, out = site.result, example_of(site.result)
     q, k, v = (cast(viewed(one.node, one.steps, node), out.dtype, node) for one in site.operands)
+    kept = chances(site.dropout)
+    seed = None if kept == ALWAYS else _drawn(out.device, node)
     target = torch.ops.sparsecomp.block_attention.default
-    both = call(node.graph, node, target, q, k, v, mask.build(node), site.scale, site.softcap)
+    both = call(
+        node.graph, node, target, q, k, v, lists, site.scale, site.softcap, None, added, seed, kept,
+        site.gives_nan and not known,
+    )  # fmt: skip
     found = viewed(call(node.graph, node, operator.getitem, both, 0), site.back, node)
     if _only_copied(node, stepped(place_of(site.query.lying, site.value.lying), site.back)):
         return {node: found}
     return {node: _lying_as(out, found, node)}
+
+
+def _drawn(device: torch.device, like: fx.Node) -> fx.Node:
+    """A seed of dropout, drawn by torch's generator in each call."""
+    node = like.graph.call_function(torch.randint, (SEEDS, (1,)), {"device": device})
+    node.meta = new_meta(like)
+    return node
 
 
 def _only_copied(node: fx.Node, lying: Tensor) -> bool:

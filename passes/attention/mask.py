@@ -22,15 +22,13 @@ from sparsecomp.passes.engine.rule import Context, Refusal, Why, is_static, refu
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.masked.formula import Formula, computed_by, is_parameter, is_pure, writes_elsewhere
-from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, FULL, AttentionBlocks, blocks_of
+from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, FULL, SURELY_ZERO, AttentionBlocks, blocks_of
 
 _OF_NUMBERS = frozenset({
     "arange", "eye", "linspace", "cat", "stack", "cumsum", "diff", "outer", "searchsorted", "any", "all", "sum",
     "mod", "remainder",
 })  # fmt: skip
 """Operators beside the elementwise ones that give the same for the same arguments, such as those that count."""
-_SURELY_ZERO = -1e30
-"""A number that is added to scores, from which on their exponentials are 0 beside any score of common size."""
 _TENSORS = 10
 """Of block lists."""
 
@@ -147,7 +145,7 @@ def known_mask(site: AttentionSite, ctx: Context) -> KnownMask | Refusal:
     if example_of(mask.node).device != device:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its mask is on {example_of(mask.node).device}, not {device}")
     lists = MaskLists(
-        formula(_module(found, shapes)), mask.use, mask.fill, _SURELY_ZERO / mask.scale, site.dims,
+        formula(_module(found, shapes)), mask.use, mask.fill, SURELY_ZERO / mask.scale, site.dims,
         (site.query.shape[2], site.key.shape[2]), site.gives_nan, bool(sources),
     )  # fmt: skip
     known = tuple(one for one in held if one is not None)

@@ -14,8 +14,9 @@ def sdpa_site(op: CanonicalOp) -> AttentionSite | Refusal | None:
     operands = [op.get(name) for name in ("query", "key", "value")]
     if not isinstance(mask, fx.Node) or op.get("is_causal") or not all(isinstance(one, fx.Node) for one in operands):
         return None
-    if op.get("dropout_p") != 0:
-        return refuse(Why.ATTENTION_AS_WRITTEN, detail="it drops weights at random, as in training")
+    dropout = op.get("dropout_p")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        return refuse(Why.ATTENTION_AS_WRITTEN, detail="the chance of its dropout is no number from 0 on and below 1")
     scale, shapes = op.get("scale"), [shape_of(one) for one in operands]
     if any(shape is None or None in shape for shape in shapes) or numel_of(mask) is None:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail="its sizes are dynamic")
@@ -35,4 +36,7 @@ def sdpa_site(op: CanonicalOp) -> AttentionSite | Refusal | None:
     query, key, value = (View(one, into) for one in operands)
     use = "keep" if example_of(mask).dtype is torch.bool else "add"
     back = (("squeeze", (1,)),) if dims == 3 else ()
-    return AttentionSite((node,), query, key, value, Mask(mask, use, node), dims, float(scale), back, gives_nan=False)
+    return AttentionSite(
+        (node,), query, key, value, Mask(mask, use, node), dims, float(scale), back, gives_nan=False,
+        dropout=float(dropout),
+    )  # fmt: skip

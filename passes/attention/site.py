@@ -75,6 +75,7 @@ class AttentionSite:
         back: steps from the result (batch, heads, queries, depth) to what was written.
         gives_nan: a query that keeps nothing gives NaN as written, else zeros.
         softcap: c where scores are c · tanh(scale · q kᵀ / c); 0 for none.
+        dropout: the chance that a weight is dropped.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -87,6 +88,7 @@ class AttentionSite:
     back: tuple[tuple[str, tuple[Any, ...]], ...]
     gives_nan: bool
     softcap: float = 0.0
+    dropout: float = 0.0
 
     @property
     def result(self) -> fx.Node:

@@ -26,6 +26,7 @@ class _Walk:
         mask: of the scores; None until it is met.
         scale: what they are multiplied by, since the cap if there is one.
         cap: what a tanh of them is multiplied by; 0 until one is met.
+        dropout: the chance that a weight is dropped; 0 until it is met.
         problem: why they are left as they are, if they are an attention.
     """
 
@@ -33,6 +34,7 @@ class _Walk:
     mask: Mask | None = None
     scale: float = 1.0
     cap: float = 0.0
+    dropout: float = 0.0
     problem: str = ""
 
     def through(self, node: fx.Node, value: fx.Node) -> fx.Node:
@@ -78,7 +80,8 @@ def _site(walk: _Walk, mask: Mask, operands: tuple[View, View], value: View, bac
     if not (scale >= 0 and walk.cap >= 0 and mask.scale > 0):
         return refuse(Why.ATTENTION_AS_WRITTEN, detail="its scale is no number from 0 on")
     dims = 3 if value.steps == THREE else 4
-    return AttentionSite(tuple(walk.nodes[::-1]), *operands, value, mask, dims, scale, back, True, walk.cap)
+    nodes, more = tuple(walk.nodes[::-1]), (walk.cap, walk.dropout)
+    return AttentionSite(nodes, *operands, value, mask, dims, scale, back, True, *more)
 
 
 def _up_to(node: fx.Node, walk: _Walk, between: Callable[[CanonicalOp, _Walk], fx.Node | None]) -> fx.Node:
@@ -99,10 +102,15 @@ def _between_weights(op: CanonicalOp, walk: _Walk) -> fx.Node | None:
     value = op.input if isinstance(op.input, fx.Node) else None
     if op.is_identity or _casts(op):
         return value
-    if op.has(Trait.DROPOUT) and not op.inplace:
-        walk.problem = walk.problem or "it drops weights at random, as in training"
-        return value
-    return None
+    if not op.has(Trait.DROPOUT) or op.inplace:
+        return None
+    chance = op.get("p")
+    plain = op.name == "dropout" and op.get("training") is True and not walk.dropout
+    if plain and isinstance(chance, int | float) and 0 <= chance < 1:
+        walk.dropout = float(chance)
+    else:
+        walk.problem = walk.problem or "it drops weights at random in a way of its own"
+    return value
 
 
 def _between_scores(op: CanonicalOp, walk: _Walk) -> fx.Node | None:

@@ -19,6 +19,7 @@ from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import fastest_candidate
 from sparsecomp.reference.attention.blocks import AttentionBlocks
+from sparsecomp.reference.attention.dropout import ALWAYS
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _FLASH = 461 / 730
@@ -37,6 +38,8 @@ class MaskedAttention(NamedTuple):
         listed: blocks of keys that a block of queries reads, on the mean, and the other way round.
         dtype: of all operands.
         trained, replayed, products, target: as of `sparsecomp.passes.cost.sparse.Product`.
+        scanned: of a mask whose lists are made in each call: its batch entries, its heads and its dtype; None for none.
+        dropped: whether weights are dropped at random.
     """
 
     device: torch.device
@@ -54,6 +57,8 @@ class MaskedAttention(NamedTuple):
     replayed: bool
     products: int
     target: Target | None = None
+    scanned: tuple[int, int, str] | None = None
+    dropped: bool = False
 
     @classmethod
     def of(
@@ -65,6 +70,18 @@ class MaskedAttention(NamedTuple):
         return cls(
             batch=q[0], heads=q[1], kv_heads=k[1], q_len=q[2], k_len=k[2], depth=q[3], v_depth=v[3], block=block,
             listed=(next(means), next(means)), **how,
+        )  # fmt: skip
+
+    @classmethod
+    def assumed(
+        cls, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], share: float, block: tuple[int, int],
+        **how: Any,
+    ) -> "MaskedAttention":  # fmt: skip
+        """As `of`, of which so many blocks are thought to be listed."""
+        listed = (share * -(-k[2] // block[1]), share * -(-q[2] // block[0]))
+        return cls(
+            batch=q[0], heads=q[1], kv_heads=k[1], q_len=q[2], k_len=k[2], depth=q[3], v_depth=v[3], block=block,
+            listed=listed, **how,
         )  # fmt: skip
 
     @property
@@ -115,8 +132,9 @@ def decide_attention(attention: MaskedAttention) -> Decision:
         if not has_triton():
             return Decision("dense", f"no estimate. {NO_TRITON}")
         return compare_attention(attention, *(attention.target or target_of(attention.device)))
-    if kind != "cpu" or attention.dtype is not torch.float32:
-        return Decision("dense", f"no estimate of {attention.dtype} on {kind}")
+    if kind != "cpu" or attention.dtype is not torch.float32 or attention.scanned or attention.dropped:
+        more = " with dropout or a mask that is data" if attention.scanned or attention.dropped else ""
+        return Decision("dense", f"no estimate of {attention.dtype}{more} on {kind}")
     height, width = attention.block
     listed = attention.batch * attention.heads * attention.grid[0] * attention.listed[0] * height * width
     ours, torchs = _on_cpu(attention, listed, _OURS), _on_cpu(attention, attention.pairs, _TORCHS)
@@ -141,6 +159,7 @@ def compare_attention(attention: MaskedAttention, device: Device, card: Card) ->
 def _ours(attention: MaskedAttention, device: Device, card: Card) -> Time:
     from sparsecomp.lowering.attention.block_attention import BLOCK_ATTENTION
     from sparsecomp.lowering.attention.block_attention_gradients import ATTENTION_BY_KEY, ATTENTION_BY_QUERY
+    from sparsecomp.lowering.attention.mask_scan import MASK_SCAN, MaskScan
     from sparsecomp.lowering.attention.problem import BlockAttention
 
     p = attention
@@ -148,10 +167,14 @@ def _ours(attention: MaskedAttention, device: Device, card: Card) -> Time:
     width, k_width = (max(1, math.ceil(listed)) for listed in p.listed)
     problem = BlockAttention(
         p.batch, p.heads, p.heads // p.kv_heads, p.q_len, p.k_len, p.depth, p.v_depth, *p.block, width, k_width, False,
-        False, name_of(p.dtype), p.depth**-0.5, (),
+        False, name_of(p.dtype), p.depth**-0.5, (), kept=ALWAYS - p.dropped,
     )  # fmt: skip
     operations = [BLOCK_ATTENTION, *([ATTENTION_BY_QUERY, ATTENTION_BY_KEY] if p.trained else [])]
     times = [fastest_candidate(one.candidates(problem, device), problem, p, card)[0] for one in operations]
+    if p.scanned is not None:
+        batch, heads, dtype = p.scanned
+        scan = MaskScan(batch, heads, p.q_len, p.k_len, *p.block, (0, 0, 0, 0), dtype)
+        times.append(fastest_candidate(MASK_SCAN.candidates(scan, device), scan, p, card)[0])
     return times[0].plus(*times[1:])
 
 

@@ -14,6 +14,7 @@ from sparsecomp.attention.explicit import attend_by_weights, attention_weights
 from sparsecomp.attention.flex import from_flex
 from sparsecomp.attention.functional import attention, attention_choice
 from sparsecomp.attention.given import Documents, FromFunction, FromTensor, PerHead
+from sparsecomp.attention.packed import packed_attention
 from sparsecomp.attention.pairs import Bounds, Pairs, Ranges
 from sparsecomp.attention.pattern import AttentionPattern
 from sparsecomp.attention.positions import (
@@ -67,6 +68,7 @@ __all__ = [
     "elements_of_matrix",
     "from_flex",
     "longformer",
+    "packed_attention",
     "random_blocks",
     "sparse_transformer_fixed",
     "sparse_transformer_strided",

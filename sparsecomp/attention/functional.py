@@ -1,4 +1,4 @@
-"""Attention by a pattern, as a function. Lists are made once for each pattern, lengths and device."""
+"""Attention by a pattern or a mask, as a function. Lists are made once for each pattern, lengths and device."""
 
 from typing import Any
 
@@ -9,30 +9,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsecomp.attention.choice import AttentionChoice
 from sparsecomp.attention.pattern import AttentionPattern, pattern_of
-from sparsecomp.errors import ConfigError
+from sparsecomp.errors import ConfigError, MaskError
 from sparsecomp.ops.attention.block_attention import block_attention
 from sparsecomp.ops.attention.element_attention import element_attention
+from sparsecomp.ops.attention.mask_scan import scanned_blocks
 from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, AttentionBlocks
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern, *, scale: float | None = None,
-    softcap: float = 0.0, alibi: Tensor | None = None, block: tuple[int, int] = DEFAULT_BLOCK, by: str = "auto",
+    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | Tensor, *, scale: float | None = None,
+    softcap: float = 0.0, alibi: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None,
+    block: tuple[int, int] = DEFAULT_BLOCK, by: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """softmax(scale · query keyᵀ) value over the pairs that a pattern keeps.
+    """softmax(scale · query keyᵀ) value over the pairs that a pattern or a mask keeps.
 
     As `torch.nn.functional.scaled_dot_product_attention` by the pattern's mask, for finite inputs; a query that keeps
-    nothing gives zeros. Under `torch.compile` the pattern must be made outside of the compiled function, and its block
-    lists are constants of the graph.
+    nothing gives zeros. Under `torch.compile` a pattern must be made outside of the compiled function, and its block
+    lists are constants of the graph; those of a mask are made anew in each call, on its device.
 
     Args:
         query: (batch, heads, q_len, depth), floating, any strides.
         key: (batch, kv_heads, k_len, depth), where kv_heads divides heads: each serves so many heads in a row.
         value: (batch, kv_heads, k_len, v_depth).
+        pattern: or a bool mask that broadcasts to (batch, heads, q_len, k_len), True where a query attends to a key,
+            whose block lists are made on its device, without waiting for it.
         scale: of the scores; 1 / sqrt(depth) if None.
         softcap: c in scores of c · tanh(scale · query keyᵀ / c); 0 for none.
         alibi: (heads,) float32, without gradients: added to a score is the head's number times (position of the key -
             position of the query) (Press et al., 2022).
+        dropout: the chance, in [0, 1), that a weight is replaced by 0; the others are divided by the chance to stay.
+        seed: (1,) int64, from which follows what is dropped; by default torch's generator draws one.
         block: queries and keys of a block, powers of two from 32 on.
         by: "blocks" computes the blocks that hold kept pairs (`ops.block_attention`), "elements" each kept pair alone
             (`ops.element_attention`), "dense" all pairs by torch's function with the mask, which takes no softcap and
@@ -42,19 +48,44 @@ def attention(
         (batch, heads, q_len, v_depth).
 
     Raises:
-        ConfigError: `by` is none of these, or "dense" with a softcap or alibi.
+        ConfigError: `by` is none of these, "dense" with a softcap or alibi, or neither "auto" nor "blocks" with a mask
+            or dropout.
         PatternError: no pattern, or one for other lengths.
-        MaskError: a pattern that tells other numbers of batch entries or heads apart, or an impossible block.
+        MaskError: a pattern that tells other numbers of batch entries or heads apart, a mask of another dtype or
+            shape, or an impossible block.
         FormatError: operands that do not belong together.
     """
-    how = _way(query, key, value, pattern, block, by, softcap == 0 and alibi is None)
+    if isinstance(pattern, Tensor) or dropout:
+        how = _by_blocks(by)
+    else:
+        how = _way(query, key, value, pattern, block, by, softcap == 0 and alibi is None)
     if how == "dense":
         return _dense(query, key, value, pattern_of(pattern), scale)
     if how == "elements":
         elements = pattern_of(pattern).kept_elements(*_lengths(query, key), query.device)
         return element_attention(query, key, value, elements, scale=scale, softcap=softcap, alibi=alibi)[0]
-    blocks = kept_blocks(query, key, pattern, block)
-    return block_attention(query, key, value, blocks, scale=scale, softcap=softcap, alibi=alibi)[0]
+    if isinstance(pattern, Tensor):
+        blocks = _scanned(query, key, pattern, block)
+    else:
+        blocks = kept_blocks(query, key, pattern, block)
+    return block_attention(
+        query, key, value, blocks, scale=scale, softcap=softcap, alibi=alibi, dropout=dropout, seed=seed
+    )[0]
+
+
+def _by_blocks(by: str) -> str:
+    if by not in ("auto", "blocks"):
+        raise ConfigError(f"by is {by!r}, needs auto or blocks: a mask, and dropout, are computed by blocks alone")
+    return "blocks"
+
+
+def _scanned(query: Tensor, key: Tensor, mask: Tensor, block: tuple[int, int]) -> AttentionBlocks:
+    if mask.dtype is not torch.bool or mask.dim() > 4 or mask.device != query.device:
+        raise MaskError(
+            f"the mask is {tuple(mask.shape)} of {mask.dtype} on {mask.device}, needs one of torch.bool on"
+            f" {query.device} that broadcasts to (batch, heads, queries, keys)"
+        )
+    return scanned_blocks(mask[(None,) * (4 - mask.dim())], query.shape[-2], key.shape[-2], block)
 
 
 def attention_choice(

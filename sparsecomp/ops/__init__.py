@@ -7,6 +7,8 @@ their kernels on first use.
 from sparsecomp.ops.attention.block_attention import block_attention
 from sparsecomp.ops.attention.decode_attention import decode_attention
 from sparsecomp.ops.attention.element_attention import element_attention
+from sparsecomp.ops.attention.mask_scan import scanned_blocks
+from sparsecomp.ops.attention.packed_blocks import packed_blocks
 from sparsecomp.ops.library import decompositions
 from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.local.residual_block import residual_block
@@ -61,7 +63,9 @@ __all__ = [
     "masked_blend",
     "masked_mul",
     "neuron",
+    "packed_blocks",
     "residual_block",
+    "scanned_blocks",
     "scatter_pruned",
     "row_softmax",
     "sddmm",

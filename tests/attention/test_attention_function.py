@@ -17,7 +17,7 @@ from sparsecomp.attention import (
     causal,
     longformer,
 )
-from sparsecomp.errors import FormatError, MaskError, PatternError
+from sparsecomp.errors import ConfigError, FormatError, MaskError, PatternError
 
 
 def operands(q_len: int, k_len: int, heads: int = 2, kv_heads: int = 2, dtype=torch.float64) -> list[Tensor]:
@@ -121,7 +121,11 @@ def test_compiled_in_one_graph(backend: str) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     q, k, v = operands(32, 32)
     with pytest.raises(PatternError, match="no pattern"):
-        attention(q, k, v, torch.ones(32, 32, dtype=torch.bool))
+        attention(q, k, v, "causal")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(MaskError, match=r"needs one of torch\.bool"):
+        attention(q, k, v, torch.ones(32, 32))
+    with pytest.raises(MaskError, match="needs"):
+        attention(q, k, v, torch.ones(32, 31, dtype=torch.bool))
     with pytest.raises(MaskError):
         attention(q, k, v, PerHead((causal(),) * 3))
     with pytest.raises(FormatError):
@@ -137,6 +141,25 @@ def test_an_infinite_value_reaches_no_query_behind_the_end_of_its_list() -> None
     pattern = LocalWindow(0, 40)  # the last queries read fewer blocks than others
     found = attention(q, k, v, pattern, block=(32, 32))
     assert found[:, :, 0, 3].isposinf().all() and found[:, :, 32:].isfinite().all()
+
+
+@pytest.mark.parametrize("by", ["dense", "elements", "rows"])
+def test_masks_and_dropout_are_computed_by_blocks_alone(by: str) -> None:
+    q, k, v = operands(32, 32)
+    with pytest.raises(ConfigError, match="by blocks alone"):
+        attention(q, k, v, torch.ones(32, 32, dtype=torch.bool), by=by)
+    with pytest.raises(ConfigError, match="by blocks alone"):
+        attention(q, k, v, causal(), dropout=0.5, by=by)
+
+
+def test_a_mask_is_scanned_in_each_call() -> None:
+    q, k, v = operands(100, 130)
+    mask = torch.rand(100, 130, generator=torch.Generator().manual_seed(0)) < 0.3
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    for call in (attention, compiled):
+        for kept in (mask, ~mask):
+            right = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), kept, enable_gqa=True)
+            torch.testing.assert_close(call(q, k, v, kept).double(), right, rtol=1e-4, atol=1e-5)
 
 
 def test_no_heads_of_queries() -> None:

@@ -27,13 +27,16 @@ OPERATIONS = {
 }  # fmt: skip
 
 
+PLAIN = ("capped", "biased", "added", "dropped")
+
+
 def problem(shapes: str, dtype: str, *sizes: int) -> BlockAttention:
     names = ("batch", "heads", "q_len", "k_len", "width", "k_width")
     given = ("group", "depth", "v_depth", "block_q", "block_k")
     return representative(
         KernelSignature(
             "", H100, dtypes=(dtype,), sizes=tuple(zip(names, sizes[:6], strict=True)),
-            parameters=(*zip(given, sizes[6:], strict=True), ("capped", 0), ("biased", 0)),
+            parameters=(*zip(given, sizes[6:], strict=True), *dict.fromkeys(PLAIN, 0).items()),
         ), shapes,
     )  # fmt: skip
 
@@ -151,7 +154,8 @@ def test_every_depth_has_kernels_on_every_card():
 @pytest.mark.slow(reason="compiles the largest configurations")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("shapes", OPERATIONS)
-def test_every_configuration_fits_in_shared_memory(shapes, capability):
+@pytest.mark.parametrize("more", ["", "added=1", "dropped=1"])
+def test_every_configuration_fits_in_shared_memory(shapes, capability, more):
     """What Triton takes is no more than was counted, for the configuration of each dtype and depth that counts most."""
     printed = compile_in_subprocess(
         f"""
@@ -162,18 +166,21 @@ def test_every_configuration_fits_in_shared_memory(shapes, capability):
                                                gradients.ATTENTION_BY_KEY)}}["{OPERATIONS[shapes].name}"]
         device = Device("card", "{capability / 10}", "3.6.0")
         own = dict(logsumexp_ptr="*fp32", grad_logsumexp_ptr="*fp32", delta_ptr="*fp32", alibi_ptr="*fp32",
-                   scale="fp32", cap="fp32")
-        own |= dict.fromkeys(("count_ptr", "partial_ptr", "index_ptr", "tile_ptr", "bits_ptr"), "*i32")
+                   added_ptr="*fp32", seed_ptr="*i64", scale="fp32", cap="fp32")
+        own |= dict.fromkeys(("count_ptr", "partial_ptr", "index_ptr", "tile_ptr", "bits_ptr", "plan_ptr", "limit_ptr"),
+                             "*i32")
+        own |= dict.fromkeys(("part_ptr", "part_sums_ptr", "other_part_ptr"), "*fp32")
         for dtype, short, depth in (("float32", "fp32", 64), ("float32", "fp32", 128), ("bfloat16", "bf16", 64),
                                     ("bfloat16", "bf16", 128), ("bfloat16", "bf16", 256)):
             sizes = dict(batch=1, heads=2, q_len=4096, k_len=4096, width=4, k_width=4)
             given = dict(group=1, depth=depth, v_depth=depth, block_q=128, block_k=128, capped=1, biased=1)
+            given |= dict(added=0, dropped=0) | dict({more})
             problem = operation.representative(KernelSignature(
                 "", device, dtypes=(dtype,), sizes=tuple(sizes.items()), parameters=tuple(given.items())))
             walk = Walk({shapes == "qkvokv"}, depth if {shapes == "qkvo"} else 2 * depth)
             most = max(operation.candidates(problem, device),
                        key=lambda one: shared_bytes_of(problem, one.config, walk))
-            launch = most.template.prepare(problem, most.config)
+            launch = most.template.prepare(problem, most.config).steps[0].launch
             fixed = dict(launch.named)
             options = {{name: fixed.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in fixed}}
             types = {{n: own.get(n, "*" + short if n.endswith("_ptr") else "i32") for n in launch.kernel.arg_names}}
@@ -269,15 +276,19 @@ def test_kernels_compile_to_tensor_core_instructions(capability, instruction, dt
         from sparsecomp.lowering.attention.kernels.attention_by_query import attention_by_query_kernel
         from sparsecomp.lowering.attention.kernels.block_attention import block_attention_kernel
         tile = dict(GROUP=2, D=64, DV=40, BD=64, BDV=64, BLOCK_Q=128, BLOCK_K=128, BM=64, BN=64, CHECK_ROWS=True,
-                    JOINT=True, CAPPED=True, BIASED=True, PRECISION="tf32x3" if "{dtype}" == "fp32" else "ieee")
+                    JOINT=True, CAPPED=True, BIASED=True, ADDED=True, DROPPED=True,
+                    PRECISION="tf32x3" if "{dtype}" == "fp32" else "ieee", ROOM=16)
         own = dict(count_ptr="*i32", partial_ptr="*i32", index_ptr="*i32", tile_ptr="*i32", bits_ptr="*i32",
                    logsumexp_ptr="*fp32", grad_logsumexp_ptr="*fp32", delta_ptr="*fp32", alibi_ptr="*fp32",
-                   scale="fp32", cap="fp32")
+                   added_ptr="*fp32", seed_ptr="*i64", plan_ptr="*i32", limit_ptr="*i32", part_ptr="*fp32",
+                   part_sums_ptr="*fp32", other_part_ptr="*fp32", scale="fp32", cap="fp32")
         for kernel in (block_attention_kernel, attention_by_query_kernel, attention_by_key_kernel):
             types = {{n: own.get(n, "*{dtype}" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}}
             rows = [n for n in kernel.arg_names if n.endswith(("_row", "_head", "_batch"))]
-            built = build(kernel, types, tile, {capability}, whole=rows, num_warps=4, num_stages=2)
-            print(built.asm["ptx"].count("{instruction}") > 0)
+            for split in (0, 1, 2):
+                built = build(kernel, types, tile | dict(SPLIT=split), {capability}, whole=rows, num_warps=4,
+                              num_stages=2)
+                print(built.asm["ptx"].count("{instruction}") > 0)
         """
     )
-    assert printed.split() == ["True"] * 3
+    assert printed.split() == ["True"] * 9

@@ -62,8 +62,8 @@ def through_a_view_and_again(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("attend", [drawn, on_the_diagonal, through_a_view, through_a_view_and_again])
-def test_a_write_that_is_no_part_of_the_formula_is_seen(attend: Attend) -> None:
-    becomes(attend, False, "may be written to")
+def test_a_write_that_is_no_part_of_the_formula_makes_a_mask_data(attend: Attend) -> None:
+    becomes(attend, True, "scanned in each call")
 
 
 def filled_then_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -86,6 +86,17 @@ def written_between_two(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     once = F.scaled_dot_product_attention(q, k, v, kept)
     kept |= torch.eye(N, dtype=torch.bool)
     return F.scaled_dot_product_attention(once, k, v, kept)
+
+
+def data_then_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    dropped = (q @ k.mT > 0).tril(-1)
+    scores = (q @ k.mT).masked_fill(dropped, -math.inf)
+    dropped.fill_(True)
+    return scores.softmax(-1) @ v
+
+
+def test_data_that_is_written_to_before_the_result_stays() -> None:
+    becomes(data_then_written, False, "written to before the result")
 
 
 @pytest.mark.parametrize("attend", [filled_then_written, chosen_then_written, written_between_two])

@@ -44,3 +44,22 @@ def test_a_model_of_random_weights(name: str, how: str) -> None:
     sites = [one for one in report.sites if one.rule == "block_attention"]
     assert [one.rewritten for one in sites] == [True, True], [one.reason for one in sites]
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
+def test_padding_is_scanned_once_for_all_layers(how: str, left: bool) -> None:
+    """Queries of padding before a sequence have the least number added to all of their scores."""
+    torch.manual_seed(0)
+    model = MODELS["mistral"](how)
+    tokens = torch.randint(64, (2, 300))
+    there = (torch.arange(300) < torch.tensor([[300], [200]])).long()
+    there = there.flip(1) if left else there
+    with torch.no_grad():
+        found, report = rewritten(
+            lambda x, there: model(x, attention_mask=there, use_cache=False).logits, tokens, there, strict=True
+        )
+        right = model(tokens, attention_mask=there, use_cache=False).logits
+    assert [one.rewritten for one in report.sites if one.rule == "block_attention"] == [True, True]
+    assert report.graph_after.count("sparsecomp.scanned_mask.default(") == 1
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from sparsecomp.lowering.attention.decode_attention import DecodeAttention
+from sparsecomp.lowering.attention.document_lists import DocumentLists
 from sparsecomp.lowering.attention.element_attention import ElementAttention
+from sparsecomp.lowering.attention.mask_scan import MaskScan
 from sparsecomp.lowering.attention.problem import BlockAttention
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.epilogue import Output
@@ -324,7 +326,9 @@ ATTENTIONS = [
     BlockAttention(1, 32, 4, 32768, 32768, 128, 128, 128, 64, 17, 9, False, True, "float16", 0.1, ()),
     BlockAttention(2, 4, 2, 300, 77, 40, 24, 32, 64, 2, 7, True, True, "float32", 0.1, ()),
     BlockAttention(1, 8, 8, 2048, 2048, 256, 256, 64, 64, 6, 6, False, False, "bfloat16", 0.1, ()),
-]
+    BlockAttention(1, 8, 8, 2048, 2048, 64, 64, 64, 64, 6, 6, False, False, "float16", 0.1, (), added="float32",
+                   kept=50_000),
+]  # fmt: skip
 
 # one pair of a hundred and one of twenty, by heads; small heads in groups
 ELEMENTS = [
@@ -340,6 +344,9 @@ PROBLEMS: dict[str, list[Any]] = {
         DecodeAttention(16, 8, 4, 1, 65536, 0, 0, 0, 128, 128, (), "bfloat16", 0.1, 4095, 0),
         DecodeAttention(1, 2, 16, 8, 4096, 16, 300, 256, 96, 40, (), "float16", 0.1, -1, 0),
         DecodeAttention(3, 4, 1, 2, 100, 0, 0, 0, 64, 64, (), "float32", 0.1, 33, 4)],
+    "document_lists": [DocumentLists(64, 32768, 32768, 64, 64, 65536, 0, 2304)],
+    "mask_scan": [MaskScan(4, 1, 4096, 4096, 64, 64, (0, 0, 0, 1), "bool"),
+                  MaskScan(2, 8, 1000, 777, 64, 32, (1, 1, 1, 1), "float32")],
     "binary_conv": [_conv(32, 64, 56, 3, 1, 3), _conv(1, 512, 7, 3, 1, 2), _conv(8, 128, 14, 1, 2, 4),
                     _conv(32, 256, 14, 3, 1, 3, "rows"), _conv(4, 96, 9, 5, 1, 3)],
     "direct_conv": [_direct(32, 64, 56, 64), _direct(1, 500, 7, 500), _direct(8, 32, 14, 4)],

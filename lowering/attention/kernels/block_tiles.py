@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -15,9 +16,11 @@ from sparsecomp.lowering.attention.problem import BlockAttention
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.tuning.limits import fits_shared
 from sparsecomp.lowering.tuning.template import Config
+from sparsecomp.reference.attention.blocks import SURELY_ZERO
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(SURELY_ZERO)
 
 
 @triton.jit
@@ -69,6 +72,59 @@ def shaped(score, scale, cap, slope, queries, keys, CAPPED: tl.constexpr, BIASED
     if BIASED:
         score += slope * (keys - queries).to(tl.float32)
     return score, slope_of_cap
+
+
+@triton.jit
+def drawn_words(seed, stream, queries, first_key, kept, WIDE: tl.constexpr):
+    """Words like those of `load_words`, of WIDE keys from `first_key`, whose bits are set with a chance of
+    kept / 65536: 16 bits a pair of Philox (Salmon et al., 2011), eight keys a call.
+
+    A pair's bit depends on the seed, the stream, which is the head's of a batch entry, and the pair alone.
+    """
+    place = tl.arange(0, WIDE // 8)
+    query = queries.to(tl.uint32)[:, None] + (place * 0).to(tl.uint32)[None, :]
+    group = (first_key // 8 + place).to(tl.uint32)[None, :] + query * 0
+    one, two, three, four = tl.philox(seed, query, group, query * 0 + stream.to(tl.uint32), query * 0)
+    bits = ((one & 0xFFFF) < kept).to(tl.int32) | (((one >> 16) < kept).to(tl.int32) << 1)
+    bits |= (((two & 0xFFFF) < kept).to(tl.int32) << 2) | (((two >> 16) < kept).to(tl.int32) << 3)
+    bits |= (((three & 0xFFFF) < kept).to(tl.int32) << 4) | (((three >> 16) < kept).to(tl.int32) << 5)
+    bits |= (((four & 0xFFFF) < kept).to(tl.int32) << 6) | (((four >> 16) < kept).to(tl.int32) << 7)
+    bits = bits << (place % 4 * 8)[None, :]
+    word = (place // 4)[None, :]
+    first = tl.sum(tl.where(word == 0, bits, 0), 1)
+    second, third, fourth = first, first, first
+    if WIDE > 32:
+        second = tl.sum(tl.where(word == 1, bits, 0), 1)
+    if WIDE > 64:
+        third = tl.sum(tl.where(word == 2, bits, 0), 1)
+        fourth = tl.sum(tl.where(word == 3, bits, 0), 1)
+    return first, second, third, fourth
+
+
+@triton.jit
+def kept_of_keys(first, second, third, fourth, WIDE: tl.constexpr):
+    """`kept_pairs` with keys as rows: (WIDE, queries) bool from words of the queries."""
+    row = tl.arange(0, WIDE)[:, None]
+    word = first[None, :]
+    if WIDE > 32:
+        word = tl.where(row < 32, word, second[None, :])
+    if WIDE > 64:
+        word = tl.where(row < 64, word, tl.where(row < 96, third[None, :], fourth[None, :]))
+    return ((word >> (row % 32)) & 1) != 0
+
+
+@triton.jit
+def load_added(ptrs, inside):
+    """Numbers that are added to scores, -inf where not `inside`."""
+    return tl.load(ptrs, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def with_added(score, added):
+    """Scores times log2 e with numbers added. One that is finite and LOWEST at most takes the score's place by 0: kept
+    pairs have such only where all of a query's do, and their scores are all equal then."""
+    lowest = (added <= LOWEST) & (added > float("-inf"))
+    return tl.where(lowest, 0.0, score + added * LOG2_E)
 
 
 @triton.jit
@@ -146,6 +202,7 @@ def shared_bytes_of(problem: BlockAttention, config: Mapping[str, int], walk: Wa
     depth = p.padded_depth + p.padded_v_depth
     tiles = itemsize * (side * walk.kept + stages * walked * depth)
     words = 4 * stages * side * (walked // 32)
+    added = stages * side * walked * getattr(torch, p.added).itemsize if p.added else 0
     numbers = 8 * stages * walked if walk.by_key else 0
     # scores whose rows are not a warp's own go through shared memory on their way to a product
     turned = itemsize * side * walked if 16 * config["warps"] > side and (itemsize == 2 or side >= 64) else 0
@@ -153,7 +210,7 @@ def shared_bytes_of(problem: BlockAttention, config: Mapping[str, int], walk: Wa
     split = 4 * side * walk.kept if itemsize == 4 and (side >= 64 or stages == 1) else 0
     split += 4 * walked * depth if itemsize == 4 and side >= 64 else 0
     passed = 2 * side * max(p.padded_depth, p.padded_v_depth) if itemsize == 2 and stages == 1 else 0
-    return tiles + words + numbers + turned + split + passed
+    return tiles + words + added + numbers + turned + split + passed
 
 
 def launch_options(config: Config) -> dict[str, int]:
@@ -172,5 +229,6 @@ def constants(problem: BlockAttention, config: Config, rows_walked: int, block: 
         "GROUP": problem.group, "D": problem.depth, "DV": problem.v_depth, "BD": problem.padded_depth,
         "BDV": problem.padded_v_depth, "BLOCK_Q": problem.block_q, "BLOCK_K": problem.block_k, "BM": config["BM"],
         "BN": config["BN"], "CHECK_ROWS": rows_walked % block != 0, "JOINT": bool(config["joint"]),
-        "CAPPED": problem.softcap > 0, "BIASED": problem.biased,
+        "CAPPED": problem.softcap > 0, "BIASED": problem.biased, "ADDED": bool(problem.added),
+        "DROPPED": bool(problem.dropped),
     }  # fmt: skip

@@ -11,12 +11,15 @@ from sparsecomp.lowering.tuning.cost import Cost, sizes
 
 _batch, _heads, _depth, _v_depth, _itemsize = sizes("batch heads padded_depth padded_v_depth itemsize")
 _bm, _bn, _warps, _stages, _processors, _shared = sizes("BM BN warps stages processors shared")
-_half, _tf32, _tile_tf32x3 = sizes("half tf32 tile_tf32x3")
+_half, _tf32, _tile_tf32x3, _dropped = sizes("half tf32 tile_tf32x3 dropped")
 
 _RATE = sympy.Piecewise((1.14 * _half, sympy.Eq(_itemsize, 2)), (_tile_tf32x3 * _tf32, True)) / _processors
 """Operations a second of a processor that multiplies all the time."""
 _PAIR = 6.2e-11
 """Seconds in which a processor makes a weight of a score."""
+_DRAWN = 1.2e-10
+"""Seconds in which a processor draws whether a weight is kept: 0.9e-10 to 1.4e-10 on an H200, by the result of all
+pairs of 4096 tokens and of a window."""
 _STEP = 8.5e-8
 """Seconds that a program of two stages waits in a step, beside what it computes."""
 _PROGRAM = 4.7e-6
@@ -47,7 +50,7 @@ def cost_by_tiles(
     resident = sympy.Min(sympy.floor(65536 / (32 * _warps * registers)), sympy.floor(_shared / (shared + 2048)))
     total = programs * _batch * _heads / _processors
     resident = sympy.Max(1, sympy.Min(resident, total))
-    compute = spilled * _bm * _bn * (2 * products / _RATE + _PAIR)
+    compute = spilled * _bm * _bn * (2 * products / _RATE + _PAIR + _DRAWN * _dropped)
     load = walked * (_depth + _v_depth) * _itemsize * _BYTE
     # what a processor does, what its programs wait for, and what it reads overlap, if not wholly
     waited = (steps * (compute + 2 * _STEP / sympy.Min(_stages, 3)) + _PROGRAM) / resident

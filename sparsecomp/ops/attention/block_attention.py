@@ -18,27 +18,31 @@ from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.attention import block_attention as reference
 from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.blocks import AttentionBlocks
+from sparsecomp.reference.attention.dropout import ALWAYS, chances
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
 
 MOST_BYTES = 512
 """Of a query, key or value that kernels take: 256 numbers of 16 bits, 128 of float32."""
+SEEDS = 2**62
+"""From 0 up to which torch's generator draws a seed of dropout."""
 
 library.define(
     "block_attention(Tensor q, Tensor k, Tensor v, Tensor[] blocks, float scale, float softcap=0.0, "
-    "Tensor? alibi=None) -> (Tensor, Tensor)",
+    "Tensor? alibi=None, Tensor? added=None, Tensor? seed=None, int kept=65536, bool nothing_is_nan=False) "
+    "-> (Tensor, Tensor)",
     tags=TAGS,
 )
 library.define(
     "block_attention_gradients(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
-    "Tensor? grad_logsumexp, Tensor[] blocks, float scale, float softcap=0.0, Tensor? alibi=None) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor? grad_logsumexp, Tensor[] blocks, float scale, float softcap=0.0, Tensor? alibi=None, "
+    "Tensor? added=None, Tensor? seed=None, int kept=65536, bool nothing_is_nan=False) -> (Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 
 
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: AttentionBlocks, *, scale: float | None = None, softcap: float = 0.0,
-    alibi: Tensor | None = None,
+    alibi: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale · q kᵀ) v over the kept pairs, as `torch.nn.functional.scaled_dot_product_attention` with a mask.
 
@@ -54,6 +58,10 @@ def block_attention(
         softcap: c in scores of c · tanh(scale · q kᵀ / c), which lie between -c and c; 0 for none.
         alibi: (heads,) float32, which has no gradient: added to a score (after the cap) is the head's number times
             (position of the key - position of the query), both counted from 0.
+        dropout: the chance, in [0, 1), that a weight is replaced by 0; the others are divided by the chance to stay.
+            Chances are counted in 65536ths.
+        seed: (1,) int64 on the operands' device: which weights are dropped follows from it, and from the places of
+            query, key, head and batch entry, alone. By default torch's generator draws one, without waiting.
 
     Returns:
         The result (batch, heads, q_len, v_depth), and the natural logarithm of each query's sum of exponentials
@@ -61,9 +69,14 @@ def block_attention(
         q, k and v.
 
     Raises:
-        FormatError: operands that do not belong together.
+        FormatError: operands that do not belong together, or an impossible chance.
         MaskError: blocks of other lengths, batch or heads.
     """
+    kept = chances(dropout)
+    if kept == ALWAYS:
+        seed = None
+    elif seed is None:
+        seed = new_seed(q.device)
     scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
     q, k = autocast(q, k)
     v, _ = autocast(v, v)
@@ -74,13 +87,19 @@ def block_attention(
         )
     if scale < 0:  # kernels look for the greatest score before they scale it
         q, scale = -q, -scale
-    return torch.ops.sparsecomp.block_attention.default(q, k, v, list(blocks[4:]), scale, float(softcap), alibi)
+    return torch.ops.sparsecomp.block_attention.default(
+        q, k, v, list(blocks[4:]), scale, float(softcap), alibi, None, seed, kept
+    )
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float, softcap: float, alibi: Tensor | None
-) -> None:  # fmt: skip
+def new_seed(device: torch.device) -> Tensor:
+    """A seed of dropout, drawn by torch's generator of the device: in a CUDA graph each replay draws another."""
+    return torch.randint(SEEDS, (1,), device=device)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scoring: Scoring) -> None:
     """All checks that look at no contents."""
+    scale, softcap, alibi, added, seed, kept, _ = scoring
     if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.is_floating_point()):
         raise FormatError(
             f"q, k and v are {_told(q)}, {_told(k)} and {_told(v)}: need (batch, heads, length, depth) of one floating"
@@ -99,6 +118,16 @@ def _check(
         raise FormatError(f"softcap is {softcap}, needs a number above 0, or 0 for none")
     if alibi is not None and (alibi.shape != q.shape[1:2] or alibi.dtype is not torch.float32 or alibi.requires_grad):
         raise FormatError(f"alibi is {_told(alibi)}, needs ({q.shape[1]},) float32, without gradients")
+    if added is not None and (not _broadcasts(added, (*q.shape[:3], k.shape[2])) or not added.is_floating_point()):
+        raise FormatError(
+            f"added is {_told(added)}, needs a floating one that broadcasts to {(*q.shape[:3], k.shape[2])}"
+        )
+    if added is not None and added.requires_grad and torch.is_grad_enabled():
+        raise FormatError("added has no gradient here, but wants one")
+    if seed is not None and (seed.shape != (1,) or seed.dtype is not torch.int64 or seed.device != q.device):
+        raise FormatError(f"seed is {_told(seed)} on {seed.device}, needs (1,) int64 on {q.device}")
+    if not (kept == ALWAYS or (seed is not None and 0 < kept < ALWAYS)):
+        raise FormatError(f"kept is {kept}, needs {ALWAYS}, or with a seed a number from 1 to {ALWAYS - 1}")
     if len(blocks) != 10:
         raise MaskError(f"blocks are {len(blocks)} tensors, need the ten of AttentionBlocks in its order")
     for length, lists in ((q.shape[2], blocks[:5]), (k.shape[2], blocks[5:])):
@@ -117,6 +146,11 @@ def _check_lists(lists: Sequence[Tensor], batch: int, heads: int, length: int) -
         )
 
 
+def _broadcasts(tensor: Tensor, shape: Sequence[int]) -> bool:
+    pairs = zip(tensor.shape, shape, strict=False)
+    return tensor.dim() == len(shape) and all(one in (1, size) for one, size in pairs)
+
+
 def _told(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}"
 
@@ -131,25 +165,52 @@ def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return place_of(q, v), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
-def _attention(q, k, v, blocks, scale, softcap=0.0, alibi=None):
-    _check(q, k, v, blocks, scale, softcap, alibi)
+def _attention(q, k, v, blocks, *scoring):
+    _check(q, k, v, blocks, Scoring(*scoring))
     out, logsumexp = _results(q, v)
     if not logsumexp.numel() or not k.shape[2]:
         return out.zero_(), logsumexp.fill_(-math.inf)
     with without_autocast(q):
-        found, sums = reference.block_attention_reference(q, k, v, blocks, Scoring(scale, softcap, alibi))
-    return out.copy_(found), logsumexp.copy_(sums)
+        found, sums = reference.block_attention_reference(q, k, v, blocks, Scoring(*scoring))
+    return _marked(out.copy_(found), logsumexp.copy_(sums), Scoring(*scoring))
 
 
-def _attention_cuda(q, k, v, blocks, scale, softcap=0.0, alibi=None):
-    _check(q, k, v, blocks, scale, softcap, alibi)
+def _attention_cuda(q, k, v, blocks, *scoring):
+    _check(q, k, v, blocks, Scoring(*scoring))
     if not _on_kernels(q, k, v):
-        return _attention(q, k, v, blocks, scale, softcap, alibi)
+        return _attention(q, k, v, blocks, *scoring)
     from sparsecomp.lowering.attention import block_attention as lowered  # loads Triton
 
     out, logsumexp = _results(q, v)
-    lowered.block_attention(q, k, v, blocks, Scoring(scale, softcap, alibi), out, logsumexp)
+    lowered.block_attention(q, k, v, blocks, Scoring(*scoring), out, logsumexp)
+    return _marked(out, logsumexp, Scoring(*scoring))
+
+
+def _marked(out: Tensor, logsumexp: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """The results, with NaN for queries that keep nothing, if that is wanted."""
+    if scoring.nothing_is_nan:
+        out.masked_fill_((logsumexp == -math.inf)[..., None], math.nan)
     return out, logsumexp
+
+
+def _unmarked(one: Tensor, logsumexp: Tensor, scoring: Scoring) -> Tensor:
+    """A result or its gradient with zeros for queries that keep nothing, if they have NaN."""
+    return one.masked_fill((logsumexp == -math.inf)[..., None], 0.0) if scoring.nothing_is_nan else one
+
+
+def _marked_gradients(
+    found: tuple[Tensor, ...], logsumexp: Tensor, kv_heads: int, scoring: Scoring
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients, with NaN where it goes from a query that keeps nothing: to all values of its head, and to itself
+    and all keys if numbers were added. Where scores are replaced, none goes to what they were."""
+    if not scoring.nothing_is_nan:
+        return found
+    by_q, by_k, by_v = found
+    nothing = logsumexp == -math.inf
+    among = nothing.any(-1).unflatten(1, (kv_heads, -1)).any(-1)[..., None, None]
+    if scoring.added is not None:
+        by_q, by_k = by_q.masked_fill(nothing[..., None], math.nan), by_k.masked_fill(among, math.nan)
+    return by_q, by_k, by_v.masked_fill(among, math.nan)
 
 
 def _on_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -157,34 +218,36 @@ def _on_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return bool(some) and q.dtype in KERNEL_DTYPES and max(q.shape[3], v.shape[3]) * q.itemsize <= MOST_BYTES
 
 
-def _fake_attention(q, k, v, blocks, scale, softcap=0.0, alibi=None):
-    _check(q, k, v, blocks, scale, softcap, alibi)
+def _fake_attention(q, k, v, blocks, *scoring):
+    _check(q, k, v, blocks, Scoring(*scoring))
     return _results(q, v)
 
 
-def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap=0.0, alibi=None):
-    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap, alibi)
+def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring):
+    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring)
     if not logsumexp.numel() or not k.shape[2]:
         return tuple(one.zero_() for one in found)
+    grad, out = (_unmarked(one, logsumexp, Scoring(*scoring)) for one in (grad, out))
     with without_autocast(q):
-        right = reference.gradients(
-            grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, Scoring(scale, softcap, alibi)
-        )
-    return tuple(one.copy_(other) for one, other in zip(found, right, strict=True))
+        right = reference.gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, Scoring(*scoring))
+    found = tuple(one.copy_(other) for one, other in zip(found, right, strict=True))
+    return _marked_gradients(found, logsumexp, k.shape[1], Scoring(*scoring))
 
 
-def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap=0.0, alibi=None):
+def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring):
     if not _on_kernels(q, k, v):
-        return _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap, alibi)
+        return _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring)
     from sparsecomp.lowering.attention import block_attention_gradients as lowered  # loads Triton
 
-    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap, alibi)
-    scoring = Scoring(scale, softcap, alibi)
-    lowered.block_attention_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scoring, *found)
-    return found
+    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring)
+    grad, out = (_unmarked(one, logsumexp, Scoring(*scoring)) for one in (grad, out))
+    lowered.block_attention_gradients(
+        grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, Scoring(*scoring), *found
+    )  # fmt: skip
+    return _marked_gradients(found, logsumexp, k.shape[1], Scoring(*scoring))
 
 
-def _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scale, softcap=0.0, alibi=None):
+def _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -214,10 +277,13 @@ def _differentiable_gradients(
     """The gradients through plain torch, for those who differentiate them again."""
     q, k, v = points = [one if one.requires_grad else _compat.leaf_of(one) for one in operands]
     found = reference.block_attention_reference(q, k, v, blocks, scoring)
+    logsumexp = found[1].detach()
+    grad = None if grad is None else _unmarked(grad, logsumexp, scoring)
     pairs = [(one.to(given.dtype), given) for one, given in zip(found, (grad, grad_logsumexp), strict=True)
              if given is not None]  # fmt: skip
     outs, grads = zip(*pairs, strict=True)
-    return torch.autograd.grad(outs, points, grads, create_graph=True, materialize_grads=True)
+    by = torch.autograd.grad(outs, points, grads, create_graph=True, materialize_grads=True)
+    return _marked_gradients(by, logsumexp, k.shape[1], scoring)
 
 
 implement("block_attention", _attention, _attention_cuda, _fake_attention)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsecomp.reference.attention.blocks import unpack_bits
+from sparsecomp.reference.attention.blocks import SURELY_ZERO, unpack_bits
+from sparsecomp.reference.attention.dropout import ALWAYS, drawn_pairs
 from sparsecomp.reference.precision import accumulator
 
 _NONE = -1
@@ -48,20 +49,47 @@ class Lists(NamedTuple):
         return index, (kept[places] & listed[..., None, None]).transpose(1, 2).flatten(2)
 
 
+class Place(NamedTuple):
+    """One head of one batch entry.
+
+    Attributes:
+        batch, head: which.
+        kv_head: the head of keys and values that it reads.
+        stream: of the random numbers of its dropout.
+    """
+
+    batch: int
+    head: int
+    kv_head: int
+    stream: int
+
+
 class Scoring(NamedTuple):
-    """How scores come from products of a query and a key: softcap · tanh(scale · product / softcap) + bias.
+    """How scores come from products of a query and a key, softcap · tanh(scale · product / softcap) + biases, and which
+    weights of the softmax are dropped.
 
     Attributes:
         scale: of the products, from 0 on.
         softcap: 0 for none, which leaves scale · product.
         alibi: (heads,), None for none: the bias is alibi · (position of the key - position of the query).
+        added: another bias, broadcasting to (batch, heads, q_len, k_len); None for none. Kernels read it only in blocks
+            that are kept in part: elsewhere it is 0. Where it is finite and ``SURELY_ZERO`` at most the score is 0: a
+            kept pair is so only where all of a query's are, and their scores are all equal then.
+        seed: (1,) int64, of dropout; None where nothing is dropped.
+        kept: of ``ALWAYS`` chances, in how many a weight is kept; kept ones are enlarged by the inverse.
+        nothing_is_nan: a query that keeps nothing gives NaN, as a softmax over -inf does, where it gives zeros
+            otherwise; the operator sees to it, neither this reference nor kernels do.
     """
 
     scale: float
     softcap: float = 0.0
     alibi: Tensor | None = None
+    added: Tensor | None = None
+    seed: Tensor | None = None
+    kept: int = ALWAYS
+    nothing_is_nan: bool = False
 
-    def of(self, head: int, product: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def of(self, place: Place, product: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """The scores, and their derivatives by the products; `query` and `key` are positions that broadcast."""
         if self.softcap:
             capped = torch.tanh(product * (self.scale / self.softcap))
@@ -69,14 +97,22 @@ class Scoring(NamedTuple):
         else:
             score, slope = product * self.scale, product.new_full((), self.scale)
         if self.alibi is not None:
-            score = score + self.alibi[head].to(score.dtype) * (key - query)
+            score = score + self.alibi[place.head].to(score.dtype) * (key - query)
+        if self.added is not None:
+            table = self.added[place.batch % len(self.added)]
+            table = table[place.head % len(table)]
+            added = table[query.clamp(max=len(table) - 1), key.clamp(max=table.shape[1] - 1)].to(score.dtype)
+            lowest = (added <= SURELY_ZERO) & (added > -torch.inf)
+            # as of a sum in which it vanishes, a score's derivative stays
+            score = torch.where(lowest, score - score.detach(), score + added)
         return score, slope
 
-
-class _Head(NamedTuple):
-    batch: int
-    head: int
-    kv_head: int
+    def enlarged(self, place: Place, query: Tensor, key: Tensor) -> Tensor | float:
+        """What dropout multiplies weights by: 0 or the inverse of the share that is kept. Positions are (…, rows, 1)
+        and (…, 1, columns)."""
+        if self.seed is None:
+            return 1.0
+        return drawn_pairs(self.seed, place.stream, query, key, self.kept) * (ALWAYS / self.kept)
 
 
 def block_attention_reference(
@@ -94,8 +130,8 @@ def block_attention_reference(
     """
     lists, sums = Lists(*blocks[:5]), accumulator(q.dtype)
     q, k, v = q.to(sums), k.to(sums), v.to(sums)
-    results = [_one_head(h, q[b, h], k[b, g], v[b, g], *lists.of(b, h), lists.height, scoring)
-               for b, h, g in _heads(q, k)]  # fmt: skip
+    results = [_one_head(at, q[b, h], k[b, g], v[b, g], *lists.of(b, h), lists.height, scoring)
+               for at in _heads(q, k) for b, h, g in (at[:3],)]  # fmt: skip
     out, logsumexp = (torch.stack(parts) for parts in zip(*results, strict=True))
     return out.view(*q.shape[:3], v.shape[3]), logsumexp.view(q.shape[:3])
 
@@ -126,9 +162,10 @@ def by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: 
     """The gradient by q of operands of one dtype, by the lists of the queries."""
     walked, found = Lists(*lists), torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     logsumexp = _finite(logsumexp)
-    for b, h, g in _heads(q, k):
+    for at in _heads(q, k):
+        b, h, g = at[:3]
         beside = (q[b, h], grad[b, h], logsumexp[b, h], delta[b, h])
-        found[b, h] = _by_query(h, *beside, k[b, g], v[b, g], *walked.of(b, h), walked.height, scoring)
+        found[b, h] = _by_query(at, *beside, k[b, g], v[b, g], *walked.of(b, h), walked.height, scoring)
     return found
 
 
@@ -137,9 +174,10 @@ def by_key(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: Sc
     walked = Lists(*lists)
     found = tuple(torch.zeros(one.shape, dtype=q.dtype, device=q.device) for one in (k, v))
     logsumexp = _finite(logsumexp)
-    for b, h, g in _heads(q, k):
+    for at in _heads(q, k):
+        b, h, g = at[:3]
         beside = (q[b, h], grad[b, h], logsumexp[b, h], delta[b, h])
-        parts = _by_key(h, k[b, g], v[b, g], *beside, *walked.of(b, h), walked.height, scoring)
+        parts = _by_key(at, k[b, g], v[b, g], *beside, *walked.of(b, h), walked.height, scoring)
         for whole, part in zip(found, parts, strict=True):
             whole[b, g] += part
     return found[0], found[1]
@@ -150,50 +188,55 @@ def _finite(logsumexp: Tensor) -> Tensor:
     return logsumexp.masked_fill(logsumexp == -torch.inf, 0)
 
 
-def _heads(q: Tensor, k: Tensor) -> Iterator[_Head]:
-    group = q.shape[1] // k.shape[1]
-    return (_Head(b, h, h // group) for b in range(q.shape[0]) for h in range(q.shape[1]))
+def _heads(q: Tensor, k: Tensor) -> Iterator[Place]:
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    return (Place(b, h, h // group, b * heads + h) for b in range(q.shape[0]) for h in range(heads))
 
 
 def _one_head(
-    head: int, q: Tensor, k: Tensor, v: Tensor, index: Tensor, kept: Tensor, block_q: int, scoring: Scoring
+    at: Place, q: Tensor, k: Tensor, v: Tensor, index: Tensor, kept: Tensor, block_q: int, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     block_k = kept.shape[2] // index.shape[1]
     product = _blocks(q, block_q) @ _gathered(k, index, block_k).mT
-    score, _ = scoring.of(head, product, *_positions(len(product), block_q, index, block_k))
+    query, key = _positions(len(product), block_q, index, block_k)
+    score, _ = scoring.of(at, product, query, key)
     score = score.masked_fill(~kept, -torch.inf)
     top = score.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0)
     weight = torch.exp(score - top)
     total = weight.sum(-1, keepdim=True)
     # as torch's own: a query that keeps nothing gives zero
-    out = weight @ _gathered(v, index, block_k) / total.masked_fill(total == 0, 1)
+    given = weight * scoring.enlarged(at, query, key)
+    out = given @ _gathered(v, index, block_k) / total.masked_fill(total == 0, 1)
     logsumexp = torch.where(total > 0, top + total.masked_fill(total == 0, 1).log(), -torch.inf)
     logsumexp = torch.where(total.isnan(), total, logsumexp)
     return out.flatten(0, 1)[: len(q)], logsumexp.flatten()[: len(q)]
 
 
-def _by_query(head, q, grad, logsumexp, delta, k, v, index, kept, block_q, scoring) -> Tensor:
+def _by_query(at, q, grad, logsumexp, delta, k, v, index, kept, block_q, scoring) -> Tensor:
     block_k = kept.shape[2] // index.shape[1]
     keys, values = _gathered(k, index, block_k), _gathered(v, index, block_k)
     logsumexp, delta = (_blocks(one[:, None], block_q) for one in (logsumexp, delta))
     product = _blocks(q, block_q) @ keys.mT
-    score, slope = scoring.of(head, product, *_positions(len(product), block_q, index, block_k))
+    query, key = _positions(len(product), block_q, index, block_k)
+    score, slope = scoring.of(at, product, query, key)
     weight = torch.exp(score - logsumexp).masked_fill(~kept, 0)
-    by_score = weight * (_blocks(grad, block_q) @ values.mT - delta)
+    by_score = weight * (_blocks(grad, block_q) @ values.mT * scoring.enlarged(at, query, key) - delta)
     return (by_score * slope @ keys).flatten(0, 1)[: len(q)]
 
 
-def _by_key(head, k, v, q, grad, logsumexp, delta, index, kept, block_k, scoring) -> tuple[Tensor, Tensor]:
+def _by_key(at, k, v, q, grad, logsumexp, delta, index, kept, block_k, scoring) -> tuple[Tensor, Tensor]:
     block_q = kept.shape[2] // index.shape[1]
     queries, grads = _gathered(q, index, block_q), _gathered(grad, index, block_q)
     logsumexp, delta = (_gathered(one[:, None], index, block_q).mT for one in (logsumexp, delta))
     product = _blocks(k, block_k) @ queries.mT
     key, query = _positions(len(product), block_k, index, block_q)
-    score, slope = scoring.of(head, product, query, key)
+    score, slope = scoring.of(at, product, query, key)
     weight = torch.exp(score - logsumexp).masked_fill(~kept, 0)
-    by_score = weight * (_blocks(v, block_k) @ grads.mT - delta)
-    by_k, by_v = by_score * slope @ queries, weight @ grads
+    enlarged = scoring.enlarged(at, query.mT, key.mT)
+    enlarged = enlarged.mT if isinstance(enlarged, Tensor) else enlarged
+    by_score = weight * (_blocks(v, block_k) @ grads.mT * enlarged - delta)
+    by_k, by_v = by_score * slope @ queries, (weight * enlarged) @ grads
     return by_k.flatten(0, 1)[: len(k)], by_v.flatten(0, 1)[: len(k)]
 
 

@@ -21,6 +21,8 @@ FULL = -1
 """In a map of blocks and in ``tile``: every pair is kept."""
 EMPTY = -2
 """In a map of blocks: no pair is kept."""
+SURELY_ZERO = -1e30
+"""A number that is added to scores, from which on their exponentials are 0 beside any score of common size."""
 _WORD = 32
 
 
@@ -125,8 +127,9 @@ def blocks_from_map(
     bits = bits.contiguous()
     k_bits = pack_bits(unpack_bits(bits).transpose(1, 2))
     return AttentionBlocks(
-        q_len, k_len, block_q, block_k, *_lists(block_map), bits, *_lists(block_map.transpose(2, 3)), k_bits
-    )
+        q_len, k_len, block_q, block_k, *lists_of_map(block_map), bits, *lists_of_map(block_map.transpose(2, 3)),
+        k_bits,
+    )  # fmt: skip
 
 
 def dense_mask(blocks: AttentionBlocks) -> Tensor:
@@ -169,13 +172,18 @@ def check_block_sizes(block: tuple[int, int]) -> None:
         raise MaskError(f"a block of {block!r}: needs (queries, keys), both powers of two from {_WORD} on")
 
 
-def _lists(block_map: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``count``, ``partial``, ``index`` and ``tile`` of the rows of a map."""
+def lists_of_map(block_map: Tensor, width: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``count``, ``partial``, ``index`` and ``tile`` of the rows of a map.
+
+    Args:
+        width: of the lists; None for that of the longest, for which the host waits.
+    """
     block_map = block_map.contiguous()
     count = (block_map != EMPTY).sum(-1, dtype=torch.int32)
     partial = (block_map >= 0).sum(-1, dtype=torch.int32)
     rank = torch.where(block_map >= 0, 0, torch.where(block_map == FULL, 1, 2))
-    width = max(int(count.max()), 1) if count.numel() else 1
+    if width is None:
+        width = max(int(count.max()), 1) if count.numel() else 1
     index = rank.argsort(dim=-1, stable=True)[..., :width]
     tile = block_map.gather(-1, index).clamp_(min=FULL)
     return count, partial, index.int().contiguous(), tile

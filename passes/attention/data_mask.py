@@ -1,0 +1,129 @@
+"""Masks that are data: inputs, buffers without a promise, and what is computed of them, such as padding or documents.
+
+Their block lists are made on the device by `sparsecomp::scanned_mask` in each call, once for all layers that read the
+same mask. How many blocks they keep is not known when a graph is compiled: all of them, unless the option `density`
+says otherwise.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+import sparsecomp.ops.attention.mask_scan  # noqa: F401  (registers the operator)
+from sparsecomp.passes.attention.site import AttentionSite
+from sparsecomp.passes.engine.rule import Context, Refusal, Why, call, refuse
+from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK
+from sparsecomp.reference.precision import KERNEL_DTYPES
+
+_TENSORS = 10
+"""Of block lists."""
+
+
+class DataMask(NamedTuple):
+    """A mask that is scanned in each call.
+
+    Attributes:
+        node: the mask.
+        use: as of `sparsecomp.passes.attention.site.Mask`.
+        dims: of the scores.
+        lengths: queries and keys.
+        unwritten: whether nothing writes to a node of the graph after it is made.
+    """
+
+    node: fx.Node
+    use: str
+    dims: int
+    lengths: tuple[int, int]
+    unwritten: Callable[[fx.Node], bool]
+
+    def build(self, like: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
+        """The block lists as nodes, and what is added to scores."""
+        mask = self.node
+        missing = self.dims - example_of(mask).dim()
+        if self.dims == 3:
+            mask = self._unsqueezed(self._unsqueezed(mask, missing, 0, like), 1, 1, like)
+        else:
+            mask = self._unsqueezed(mask, missing, 0, like)
+        arguments = (*self.lengths, *DEFAULT_BLOCK, self.use != "drop")
+        target = torch.ops.sparsecomp.scanned_mask.default
+        scan = self._there_is(target, mask, arguments, like) or call(like.graph, like, target, mask, *arguments)
+        lists = [call(like.graph, like, operator.getitem, scan, place) for place in range(_TENSORS)]
+        return lists, mask if self.use == "add" else None
+
+    @property
+    def leading(self) -> tuple[int, int]:
+        """Batch entries and heads that the mask tells apart."""
+        shape = example_of(self.node).shape
+        shape = (*(1,) * (self.dims - len(shape)), *shape)
+        return shape[0], shape[1] if self.dims == 4 else 1
+
+    def described(self, share: float, source: str) -> str:
+        """Where it comes from, for the report."""
+        return f"its mask `{self.node.name}` is scanned in each call, {share:.0%} of its blocks {source} kept"
+
+    def _there_is(self, target: object, mask: fx.Node, arguments: tuple[object, ...], like: fx.Node) -> fx.Node | None:
+        """A scan of the same mask, made for a layer before."""
+        for node in like.graph.nodes:
+            if node is like:
+                break
+            if node.op == "call_function" and node.target is target and node.args[1:] == arguments:
+                scanned = node.args[0]
+                if isinstance(scanned, fx.Node) and self._same(scanned, mask):
+                    return node
+        return None
+
+    def _same(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether two nodes are the same view of one that nothing writes to."""
+        if one is other:
+            return self._only_views(one) or self.unwritten(one)
+        alike = one.target == other.target and len(one.args) == len(other.args) and one.kwargs == other.kwargs
+        if not (alike and self._only_views(one) and self._only_views(other)):
+            return False
+        (first, *rest), (second, *others) = one.args, other.args
+        if rest != others or not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+            return False
+        return self._same(first, second)
+
+    def _only_views(self, node: fx.Node) -> bool:
+        op = op_of(node)
+        return op is not None and not op.inplace and op.has(Trait.VIEW) and all(
+            not isinstance(one, fx.Node) for one in node.args[1:]
+        )
+
+    @staticmethod
+    def _unsqueezed(mask: fx.Node, times: int, dim: int, like: fx.Node) -> fx.Node:
+        for _ in range(times):
+            mask = call(like.graph, like, Tensor.unsqueeze, mask, dim)
+        return mask
+
+
+def data_mask(site: AttentionSite, ctx: Context) -> DataMask | Refusal:
+    """The mask of a site, to be scanned."""
+    mask, out = site.mask, example_of(site.result)
+    example = example_of(mask.node)
+    problem = ""
+    if example.device != out.device:
+        problem = f"its mask is on {example.device}, not {out.device}"
+    elif mask.reader is not site.result and not ctx.analysis.unchanged(mask.node, mask.reader):
+        problem = "its mask is written to before the result is complete"
+    elif mask.use != "add" and example.dtype is not torch.bool:
+        problem = f"its mask is of {example.dtype}, not of booleans"
+    elif mask.use != "add" and mask.fill != -torch.inf:
+        problem = f"scores that it drops become {mask.fill:g}, which is no -inf"
+    elif mask.use == "add" and (example.dtype not in KERNEL_DTYPES or mask.scale != 1):
+        problem = f"its mask adds numbers of {example.dtype}, times {mask.scale:g}"
+    elif ctx.gradients and example.requires_grad:
+        problem = "its mask is trained"
+    if problem:
+        return refuse(Why.ATTENTION_AS_WRITTEN, detail=problem)
+    lengths = (site.query.shape[2], site.key.shape[2])
+    return DataMask(mask.node, mask.use, site.dims, lengths, lambda node: _unwritten(node, ctx))
+
+
+def _unwritten(node: fx.Node, ctx: Context) -> bool:
+    return node in ctx.analysis.order and ctx.analysis.unchanged(node, node)

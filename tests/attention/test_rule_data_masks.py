@@ -1,0 +1,278 @@
+"""Masks that are data are scanned in each call, once for all layers, and dropout is drawn anew in each call."""
+
+import math
+from collections.abc import Callable
+
+import attention_models as models
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_models import N, Written, heads_of, sdpa
+from kernel_devices import needs_triton
+from rewriting import rewritten, site
+from test_rule_block_attention import Refused, becomes_one, filled_with, judged, stays, tokens
+from torch import Tensor, nn
+
+import sparsecomp
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def padding() -> Tensor:
+    """Two sequences, of which only some tokens are there."""
+    return (torch.arange(N) < torch.tensor([[N], [70]]))[:, None, None]
+
+
+MASKS: dict[str, Callable[[], Tensor]] = {
+    "padding": padding,
+    "padding of a causal model": lambda: padding() & models.by_tril(N),
+    "one for all": lambda: models.by_tril(N),
+    "added": lambda: models.of_infinities(N),
+    "biases": lambda: torch.randn(2, 1, N, N, generator=torch.Generator().manual_seed(5)),
+    "queries without keys": lambda: padding().mT & padding(),
+    "queries without keys, by the least number": lambda: torch.zeros(2, 1, N, N).masked_fill(~padding().mT, LOWEST),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_inputs_of_torchs_function(name: str) -> None:
+    """Of queries whose mask is the least number everywhere, what float32 gives is not what float64 does."""
+    mask = MASKS[name]()
+    model = Refused(F.scaled_dot_product_attention)
+    found, seen = judged(model, tokens(), mask)
+    assert seen.rewritten and "scanned in each call" in seen.reason, seen.reason
+    torch.testing.assert_close(found, model(tokens(), mask), atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["filled", "chosen", "einsums", "batches"])
+def test_inputs_of_attention_by_hand(name: str) -> None:
+    mask = padding() if name != "batches" else padding().expand(2, models.HEADS, N, N).flatten(0, 1)
+    with torch.no_grad():
+        becomes_one(Written(models.BY_HAND[name]), tokens(), mask)
+
+
+COMPUTED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "of the scores": lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, (q @ k.mT) > 0),
+    "documents": lambda q, k, v, m: F.scaled_dot_product_attention(
+        q, k, v, (ids := (q[:, 0, :, 0].abs() > 2).cumsum(-1))[:, None, :, None] == ids[:, None, None]
+    ),
+    "a bias of positions": lambda q, k, v, m: F.scaled_dot_product_attention(
+        q, k, v, torch.arange(N).float().expand(N, N)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_masks_that_are_computed_of_data(name: str) -> None:
+    model = Refused(COMPUTED[name])
+    found, seen = judged(model, tokens())
+    assert seen.rewritten, seen.reason
+    torch.testing.assert_close(found, model(tokens()), atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, filled_with(-math.inf)])
+def test_queries_without_keys_give_what_eager_gives(attend: Callable[..., Tensor]) -> None:
+    model, mask = Refused(attend), padding().mT & padding()
+    with torch.no_grad():
+        found, seen = judged(model, tokens(), mask)
+    assert seen.rewritten and bool(found.isnan().any()) == (attend is not F.scaled_dot_product_attention)
+    torch.testing.assert_close(found, model(tokens(), mask), equal_nan=True, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv", [1, 2])
+@pytest.mark.parametrize("added", [False, True])
+def test_gradients_of_queries_without_keys_are_those_of_eager(added: bool, kv: int) -> None:
+    """NaN spreads to all values of the head, and to keys if it was added, and nowhere else."""
+    random = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, n, 40, 8, generator=random, requires_grad=True) for n in (2, kv, kv)]
+    mask = torch.rand(2, 2, 40, 40, generator=random) < 0.5
+    mask[1, 0, 5] = False
+    mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf) if added else mask
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        if kv == 1:
+            k, v = k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1)
+        if added:
+            return (q @ k.mT + mask).softmax(-1) @ v
+        return filled_with(-math.inf)(q, k, v, mask)
+
+    found, seen = judged(attend, *given, mask)
+    assert seen.rewritten, seen.reason
+    right = attend(*given, mask)
+    assert right.isnan().any() and not right.isnan().all()
+    pairs = zip((found, *torch.autograd.grad(found.square().sum(), given)),
+                (right, *torch.autograd.grad(right.square().sum(), given)), strict=True)  # fmt: skip
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-4, atol=5e-5)
+
+
+STAY: dict[str, tuple[Callable[..., Tensor], Callable[[], Tensor], str]] = {
+    "a finite number": (filled_with(LOWEST), padding, "no -inf"),
+    "of whole numbers": (
+        lambda q, k, v, m: (q @ k.mT + m).softmax(-1) @ v, lambda: padding().long(), "adds numbers of torch.int64"
+    ),
+    "scaled afterwards": (
+        lambda q, k, v, m: ((q @ k.mT + m) * 0.5).softmax(-1) @ v, lambda: models.of_floats(N), "times 0.5"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_stays(name: str) -> None:
+    attend, mask, told = STAY[name]
+    with torch.no_grad():
+        assert told in stays(Refused(attend), tokens(), mask()).reason
+
+
+def test_a_bias_that_is_trained_stays() -> None:
+    bias = torch.zeros(N, N, requires_grad=True)
+    assert "trained" in stays(Refused(F.scaled_dot_product_attention), tokens(), bias).reason
+
+
+@pytest.mark.parametrize("attend", [sdpa, models.filled])
+def test_gradients_of_a_model_with_padding(attend: Callable[..., Tensor]) -> None:
+    model, x = Written(attend), tokens().requires_grad_()
+    found, seen = judged(model, x, padding())
+    assert seen.rewritten
+    grads = torch.autograd.grad(found.square().sum(), [x, *model.parameters()])
+    right = torch.autograd.grad(model(x, padding()).square().sum(), [x, *model.parameters()])
+    for one, other in zip(grads, right, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+class Layers(nn.Module):
+    """Layers that read one mask, each a view of its own."""
+
+    def __init__(self, change: Callable[[Tensor], object] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Written(sdpa) for _ in range(3)])
+        self.change = change
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask = mask.clone()
+        for layer in self.layers:
+            x = layer(x, mask[:, None, None, : x.shape[1]])
+            if self.change is not None:
+                self.change(mask)
+        return x
+
+
+def scans(text: str) -> int:
+    return text.count("torch.ops.sparsecomp.scanned_mask.default(")
+
+
+def test_layers_share_a_scan() -> None:
+    model, mask = Layers(), padding()[:, 0, 0]
+    found, report = rewritten(model, tokens(), mask)
+    assert scans(report.graph_after) == 1
+    torch.testing.assert_close(found, model(tokens(), mask), atol=1e-5, rtol=1e-4)
+
+
+def test_a_mask_that_is_written_to_between_layers_is_scanned_again() -> None:
+    model, mask = Layers(lambda one: one[:, :30].fill_(False)), padding()[:, 0, 0]
+    found, report = rewritten(model, tokens(), mask)
+    assert scans(report.graph_after) == 3
+    torch.testing.assert_close(found, model(tokens(), mask), atol=1e-5, rtol=1e-4)
+
+
+def test_without_a_promise_a_buffer_is_data() -> None:
+    model = Written(sdpa, buffer=models.by_tril(N))
+    with torch.no_grad():
+        assert "scanned" in becomes_one(model, tokens()).reason
+
+
+@needs_triton
+@pytest.mark.parametrize(("density", "found"), [(None, False), (0.1, True), (0.9, False)])
+def test_on_a_card_the_share_that_is_assumed_decides(density: float | None, found: bool) -> None:
+    class Heads(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            heads = x.unflatten(-1, (-1, 64)).transpose(1, 2)
+            return F.scaled_dot_product_attention(heads, heads, heads, mask)
+
+    x, mask = torch.zeros(8, 2048, 1024, dtype=torch.bfloat16), torch.ones(8, 1, 1, 2048, dtype=torch.bool)
+    with torch.no_grad():
+        mode = "default" if found else "reduce-overhead"
+        report = sparsecomp.explain(Heads(), x, mask, device="h100", mode=mode, density=density)
+    seen = site(report, "block_attention")
+    assert seen.rewritten == found, seen.reason
+    assert found or seen.why == "GATE"
+    assert ("option density" in seen.reason) == (density is None)
+
+
+@pytest.mark.slow(reason="compiles models")
+def test_the_whole_compiler() -> None:
+    model = Layers()
+    compiled = torch.compile(model, backend="sparsecomp", options={"implementation": "skip"})
+    for training in (False, True):
+        for mask in (padding()[:, 0, 0], torch.ones(2, N, dtype=torch.bool), torch.rand(2, N) < 0.1):
+            with torch.set_grad_enabled(training):
+                found = compiled(tokens(), mask)
+            torch.testing.assert_close(found, model(tokens(), mask), atol=1e-5, rtol=1e-4)
+            if training:
+                found.sum().backward()
+
+
+# dropout
+
+
+class Dropped(Written):
+    """Heads of ones as values: the result is the sum of the weights that are kept, enlarged."""
+
+    def forward(self, x: Tensor, *masks: Tensor) -> Tensor:
+        q, k, v = heads_of(self.inner(x))
+        return self.attend(q, k, torch.ones_like(v) + 0 * v, masks[0], self.dropout)
+
+
+def dropping(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Module) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.25)
+
+
+@pytest.mark.parametrize("attend", [dropping, models.filled])
+def test_dropout_drops_as_often_as_torchs(attend: Callable[..., Tensor]) -> None:
+    model = Dropped(attend, models.by_arange)
+    model.dropout.p = 0.25
+    model.train()
+    mask = torch.ones(N, N, dtype=torch.bool) if attend is dropping else None
+    call = (lambda x: model(x, mask)) if attend is dropping else (lambda x: model(x, models.by_arange(N)))
+    with torch.no_grad():
+        found, report = rewritten(call, tokens(), strict=True)
+        eager = call(tokens())
+    seen = site(report, "block_attention")
+    assert seen.rewritten and "drops other weights" in seen.reason
+    assert abs(float(found.mean()) - 1) < 0.02 and float(found.std()) > 0.01
+    assert abs(float(found.std()) / float(eager.std()) - 1) < 0.1
+
+
+def test_dropout_is_drawn_anew_in_each_call_and_by_torchs_generator() -> None:
+    model = Dropped(models.filled, models.by_arange).train()
+    compiled = torch.compile(
+        lambda x: model(x, models.by_arange(N)), backend="sparsecomp", options={"implementation": "skip"}
+    )
+    results = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        results.append([compiled(tokens()) for _ in range(2)])
+    assert not torch.equal(*results[0])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_gradients_through_dropout_are_of_what_was_kept() -> None:
+    """The result is linear in the values: its gradients by them, times them, give it again."""
+    model = Written(lambda q, k, v, mask, dropout: dropping(q.detach(), k.detach(), v, mask, dropout), models.by_tril)
+    model.inner.bias.data.zero_()
+    model.outer = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
+    weight = model.inner.weight
+    found, seen = judged(model, tokens())
+    assert seen.rewritten
+    (by,) = torch.autograd.grad(found.square().sum() / 2, [weight])
+    torch.testing.assert_close((by * weight).sum(), found.square().sum(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("call", [
+    lambda q, k, v, m: F.alpha_dropout((q @ k.mT).masked_fill(~m, -math.inf).softmax(-1), 0.1, training=True) @ v,
+    lambda q, k, v, m: F.dropout2d((q @ k.mT).masked_fill(~m, -math.inf).softmax(-1), 0.1, training=True) @ v,
+])  # fmt: skip
+def test_other_dropouts_are_no_dropout_of_ours(call: Callable[..., Tensor]) -> None:
+    _, report = rewritten(Refused(call), tokens())
+    assert not any(one.rewritten for one in report.sites if one.rule == "block_attention")
