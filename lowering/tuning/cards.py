@@ -84,6 +84,7 @@ class Card(Ceilings):
         selects: numbers a second that one processor puts in their places in a group of N:M.
         spread_tiles, spread_rows: places a second to which one processor spreads a bitmap's values, for tensor cores and
             for sums without.
+        narrow_values: values of narrow CSR a second that one processor multiplies, times 1 and a quarter of the columns.
         spread_latency: seconds from a step's words to its values, if nothing hides it.
     """
 
@@ -112,6 +113,7 @@ class Card(Ceilings):
     selects: float = 2.0e11
     spread_tiles: float = 2.5e10
     spread_rows: float = 2.5e10
+    narrow_values: float = 2.0e10
     spread_latency: float = 1.5e-6
 
     @property

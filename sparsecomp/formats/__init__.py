@@ -1,4 +1,4 @@
-"""Sparse matrices: COO, CSR, CSC, BSR, BCSC, N:M and bitmaps, conversions between them, batches, files and inspection.
+"""Sparse matrices: COO, CSR, CSC, BSR, BCSC, N:M, bitmaps and narrow CSR, conversions between them, batches, files and inspection.
 
     csr = CSR.from_dense(weight)
     bsr = csr.to(BSR, block=(16, 16))
@@ -16,19 +16,21 @@ from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSC, CSR
 from sparsecomp.formats.masked_product import masked_matmul
+from sparsecomp.formats.narrow import NARROW
 from sparsecomp.formats.nm import NM
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.statistics import Statistics
 
 __all__ = [
     "BCSC",
+    "BITMAP",
     "BSR",
     "COO",
     "CSC",
     "CSR",
+    "NARROW",
     "NM",
     "BestFormat",
-    "BITMAP",
     "FormatEstimate",
     "Pattern",
     "Ragged",

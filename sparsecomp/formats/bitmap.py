@@ -16,7 +16,7 @@ from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.checks import Invariant, check_shape, check_tensor, check_values, require
 from sparsecomp.formats.compressed import Compressed
 from sparsecomp.formats.csr import CSR
-from sparsecomp.formats.indices import choose_index_dtype, pointers_of, rows_of
+from sparsecomp.formats.indices import choose_index_dtype, pointers_of
 from sparsecomp.formats.operand import Block, ByRows, Shape
 from sparsecomp.formats.triplets import Triplets
 

@@ -22,7 +22,7 @@ def count_bits(words):
     v = v - ((v >> 1) & 0x55555555)
     v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
     v = (v + (v >> 4)) & 0x0F0F0F0F
-    return ((v * 0x01010101) >> 24).to(tl.int32)
+    return (v * 0x01010101) >> 24
 
 
 @triton.jit
@@ -41,18 +41,23 @@ def spread_quads(values, word, offset, quad):
 
     values: pointers to the first value of each row; they broadcast with `quad`.
     """
-    shift = (quad % 8) * 4
+    shift = ((quad % 8) * 4).to(tl.uint32)
     low = word.to(tl.uint32, bitcast=True)
-    rank = offset.to(tl.int32) + count_bits(low & ((tl.full(shift.shape, 1, tl.uint32) << shift.to(tl.uint32)) - 1))
-    bits = (low >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
+    below = low & ((tl.full(shift.shape, 1, tl.uint32) << shift) - 1)
+    bits = low >> shift
+    # addresses of unsigned numbers take a processor one instruction, of signed ones three
     b0 = bits & 1
     b1 = (bits >> 1) & 1
     b2 = (bits >> 2) & 1
     b3 = (bits >> 3) & 1
-    v0 = tl.load(values + rank, mask=b0 != 0, other=0.0)
-    v1 = tl.load(values + (rank + b0), mask=b1 != 0, other=0.0)
-    v2 = tl.load(values + (rank + b0 + b1), mask=b2 != 0, other=0.0)
-    v3 = tl.load(values + (rank + b0 + b1 + b2), mask=b3 != 0, other=0.0)
+    values += offset.to(tl.uint16, bitcast=True).to(tl.uint32) + count_bits(below)
+    v0 = tl.load(values, mask=b0 != 0, other=0.0)
+    values += b0
+    v1 = tl.load(values, mask=b1 != 0, other=0.0)
+    values += b1
+    v2 = tl.load(values, mask=b2 != 0, other=0.0)
+    values += b2
+    v3 = tl.load(values, mask=b3 != 0, other=0.0)
     return v0, v1, v2, v3, b0, b1, b2, b3
 
 
