@@ -57,6 +57,10 @@ def _precisions(module: Any, given: Namespace) -> tuple[str, ...]:
     return found
 
 
+def _nothing(module: Any, rows: list[Row]) -> str:
+    return ""
+
+
 def _record(module: Any, rows: list[Row]) -> str:
     return module.pasted(module.record(rows), torch.cuda.get_device_name(), torch.__version__)
 
@@ -104,6 +108,8 @@ SUITES: dict[str, Suite] = {
     "semi-structured": Suite("sparse.semi_structured", lambda m, a: m.run()),
     "sparse-products": Suite("sparse.sparse_products", lambda m, a: m.run()),
     "active-inputs": Suite("sparse.active_inputs", lambda m, a: m.run(a.workers or 1)),
+    "few-rows": Suite("sparse.few_rows", lambda m, a: m.run()),
+    "few-rows-candidates": Suite("sparse.few_rows", lambda m, a: m.candidates(a.workers or 8), _nothing),
     "training-step": Suite("sparse.training_step", lambda m, a: m.run(a.modes, a.workers or 1)),
     "scaling": Suite("sparse.scaling", lambda m, a: m.run()),
     "resu": Suite("masked.resu", lambda m, a: m.run()),

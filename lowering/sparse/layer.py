@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.dispatch import prepared, recorded
 from sparsecomp.lowering.launch.epilogue import described_output
 from sparsecomp.lowering.launch.watch import allocate
@@ -77,6 +78,8 @@ def _product(
     problem = launcher.problem_of(values, layout, dense, out, described, index)
     own, *libraries = launcher.operations(layout)
     if libraries and kernel != own.name and refusal(problem, device) is None:
+        return None
+    if not own.candidates(problem, device_of(device)):
         return None
     return prepared(own, problem._replace(filled=True) if filled else problem, device, kernel)
 

@@ -18,11 +18,46 @@ from sparsecomp.lowering.tuning.template import Config, Template
 
 
 @triton.jit
-def _entries(values_ptr, indices_ptr, bases, at, place, ok, CHUNK: tl.constexpr):
-    value = tl.load(values_ptr + at, mask=ok, other=0.0)
-    column = tl.load(indices_ptr + at, mask=ok, other=0).to(tl.int32)
-    column += tl.load(bases + place // CHUNK, mask=ok, other=0).to(tl.int32)
-    return value, column
+def _whole_step(values, indices, bases, step, entry, more, CHUNK: tl.constexpr):
+    """Values and columns of a step that every row has, anything if there is no such."""
+    more = more & (entry >= 0)
+    value = tl.load(values + step + entry, mask=more)
+    column = tl.load(indices + step + entry, mask=more).to(tl.uint32)
+    # a step is a whole number of chunks
+    base = tl.load(bases + step // CHUNK + entry // CHUNK, mask=more)
+    return value, column + _unsigned(base)
+
+
+@triton.jit
+def _unsigned(base):
+    """Bases as uint32; widening by the sign takes an instruction more."""
+    if base.dtype == tl.int16:
+        base = base.to(tl.uint16, bitcast=True)
+    return base.to(tl.uint32)
+
+
+@triton.jit
+def _last_step(values, indices, bases, step, entry, count, CHUNK: tl.constexpr):
+    """Values and columns of a step that some rows have but a part of, 0 beyond."""
+    ok = entry < count[:, None] - step
+    value = tl.load(values + step + entry, mask=ok, other=0.0)
+    column = tl.load(indices + step + entry, mask=ok, other=0).to(tl.uint32)
+    base = tl.load(bases + step // CHUNK + entry // CHUNK, mask=ok, other=0)
+    return value, column + _unsigned(base), ok
+
+
+@triton.jit
+def _terms(acc, value, column, ok, dense_ptr, cols, N, dense_k, dense_n, BN: tl.constexpr):
+    """acc + values times what they find of each column of dense, under `ok`."""
+    gathered = dense_ptr + column * dense_k
+    if BN == 1:
+        b = tl.load(gathered, mask=ok, other=0.0)
+        acc += value.to(tl.float32) * b.to(tl.float32)
+    else:
+        places = gathered[:, :, None] + cols.to(tl.int64)[None, None, :] * dense_n
+        b = tl.load(places, mask=ok[:, :, None] & (cols < N)[None, None, :], other=0.0)
+        acc += value.to(tl.float32)[:, :, None] * b.to(tl.float32)
+    return acc
 
 
 @triton.jit
@@ -32,39 +67,31 @@ def narrow_rows_kernel(
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """BM rows, E values of each a step, loaded a step ahead."""
+    """BM rows, E values of each a step, loaded a step ahead while every row has as many."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.arange(0, BN)
     begin = tl.load(starts_ptr + rows, mask=rows < M, other=0)
     end = tl.load(starts_ptr + rows + 1, mask=rows < M, other=0)
     count = (end - begin).to(tl.int32)
-    values_ptr += begin[:, None]
-    indices_ptr += begin[:, None]
+    values = values_ptr + begin[:, None]
+    indices = indices_ptr + begin[:, None]
     bases = bases_ptr + tl.load(chunks_ptr + rows, mask=rows < M, other=0)[:, None]
     entry = tl.arange(0, E)[None, :]
-    value, column = _entries(values_ptr, indices_ptr, bases, entry, entry, entry < count[:, None], CHUNK)
     if BN == 1:
         acc = tl.zeros((BM, E), tl.float32)
     else:
         acc = tl.zeros((BM, E, BN), tl.float32)
-    for step in range(0, tl.max(count, 0), E):
-        at = step + entry
-        after = at + E
-        next_value, next_column = _entries(
-            values_ptr, indices_ptr, bases, after, after, after < count[:, None], CHUNK
-        )  # fmt: skip
-        ok = at < count[:, None]
-        gathered = dense_ptr + column.to(tl.int64) * dense_k
-        if BN == 1:
-            b = tl.load(gathered, mask=ok, other=0.0)
-            acc += value.to(tl.float32) * b.to(tl.float32)
-        else:
-            b = tl.load(
-                gathered[:, :, None] + cols.to(tl.int64)[None, None, :] * dense_n,
-                mask=ok[:, :, None] & (cols < N)[None, None, :], other=0.0,
-            )  # fmt: skip
-            acc += value.to(tl.float32)[:, :, None] * b.to(tl.float32)
+    whole = tl.min(count, 0) // E * E
+    value, column = _whole_step(values, indices, bases, 0, entry, whole > 0, CHUNK)
+    for step in range(0, whole, E):
+        after = step + E
+        next_value, next_column = _whole_step(values, indices, bases, after, entry, after < whole, CHUNK)
+        every = entry + tl.zeros((BM, E), tl.int32) >= 0
+        acc = _terms(acc, value, column, every, dense_ptr, cols, N, dense_k, dense_n, BN)
         value, column = next_value, next_column
+    for step in range(whole, tl.max(count, 0), E):
+        value, column, ok = _last_step(values, indices, bases, step, entry, count, CHUNK)
+        acc = _terms(acc, value, column, ok, dense_ptr, cols, N, dense_k, dense_n, BN)
     total = tl.sum(acc, 1)
     if BN == 1:
         total = total[:, None]
@@ -118,7 +145,7 @@ _traffic = _nnz * (_itemsize + 1.125) / _bandwidth
 NARROW_ROWS = Template(
     name="narrow_rows",
     op="spmm_narrow",
-    sources=(narrow_rows_kernel, _entries, finish),
+    sources=(narrow_rows_kernel, _whole_step, _last_step, _unsigned, _terms, finish),
     refuse=_refuse,
     space=_space,
     cost=Cost(
