@@ -327,7 +327,7 @@ def _problem(product: Product) -> tuple[tuple[Operation[Any], ...], Any]:
     """The product as launchers describe it, and the operations that can do it."""
     p = product
     entries = torch.empty(p.entries, dtype=p.dtype, device="meta")
-    values = entries.new_empty(stored_shape((entries, entries), p.layout))
+    values = entries.new_empty(stored_shape((entries,) * p.layout.own, p.layout))
     dense, out = (
         values.new_empty(p.batch, p.n, rows).mT if p.linear else values.new_empty(p.batch, rows, p.n)
         for rows in (p.k, p.m)

@@ -204,14 +204,15 @@ def words_of(columns: int) -> int:
 def packed(places: Tensor) -> Tensor:
     """Words (rows, words) int32 of bool (rows, words · 32): bit j of word w is place 32 w + j."""
     powers = 1 << torch.arange(8, dtype=torch.uint8, device=places.device)
-    octets = (places.view(places.shape[0], -1, 8).to(torch.uint8) * powers).sum(-1, dtype=torch.uint8)
-    return octets.view(torch.int32)
+    octets = places.view(places.shape[0], places.shape[1] // WORD, WORD // 8, 8).to(torch.uint8) * powers
+    return octets.sum(-1, dtype=torch.uint8).view(torch.int32).squeeze(-1)
 
 
 def unpacked(words: Tensor) -> Tensor:
     """Bool (rows, words · 32) of words (rows, words) int32."""
     bit = torch.arange(8, dtype=torch.uint8, device=words.device)
-    return ((words.contiguous().view(torch.uint8)[..., None] >> bit) & 1).bool().view(words.shape[0], -1)
+    octets = words.contiguous()[..., None].view(torch.uint8)
+    return ((octets[..., None] >> bit) & 1).bool().flatten(1)
 
 
 def _offsets_of(words: Tensor) -> tuple[Tensor, Tensor]:
