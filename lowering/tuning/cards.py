@@ -82,10 +82,9 @@ class Card(Ceilings):
         weight_rows: bytes a second from L2 to one processor, rows of weights by event.
         shared_rate: bytes a second of one processor's shared memory (128 a cycle at 1.7 GHz).
         selects: numbers a second that one processor puts in their places in a group of N:M.
-        spread_tiles, spread_rows: places a second to which one processor spreads a bitmap's values, for tensor cores and
-            for sums without.
-        narrow_values: values of narrow CSR a second that one processor multiplies, times 1 and a quarter of the columns.
-        spread_latency: seconds from a step's words to its values, if nothing hides it.
+        narrow_values: values of narrow CSR a second that one processor multiplies, times 1 and a quarter of the
+            columns.
+        narrow_latency: seconds from a step of it to the next, if nothing hides it.
     """
 
     capability: str
@@ -111,10 +110,8 @@ class Card(Ceilings):
     weight_rows: float = 8.3e10
     shared_rate: float = 2.2e11
     selects: float = 2.0e11
-    spread_tiles: float = 2.5e10
-    spread_rows: float = 2.5e10
     narrow_values: float = 2.0e10
-    spread_latency: float = 1.5e-6
+    narrow_latency: float = 1e-6
 
     @property
     def shared(self) -> int:

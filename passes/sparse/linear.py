@@ -7,7 +7,6 @@ NaN or an infinity times a zero that was written out is NaN. Under precision='ex
 """
 
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -69,10 +68,10 @@ def numbers_of(chain: Chain, ctx: Context) -> Product | Refusal:
     problem = problem_of_writes(chain, ctx, *pattern)
     if problem is not None:
         return problem
-    out, shape, stored = example_of(chain.nodes[-1]), known_sizes(chain.dense), known_sizes(chain.sparse)
-    if out is None or shape is None or stored is None:
+    out, shape, indices = example_of(chain.nodes[-1]), known_sizes(chain.dense), known_sizes(pattern[layout.own - 1])
+    if out is None or shape is None or indices is None:
         return refuse(Why.UNKNOWN_SHAPE)
-    entries = torch.Size(stored).numel() // prod(layout.entry)
+    entries = torch.Size(indices).numel()
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
     return Product.of(layout, entries, chain.flip, shape, True, out, *fused, **circumstances(chain, ctx, out.device))
 

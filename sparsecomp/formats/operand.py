@@ -54,11 +54,6 @@ class Operand:
         return dict(zip(cls.LAYOUT, block, strict=False))
 
     @classmethod
-    def block_of(cls, values: Tensor, block: Block) -> Block:
-        """The block that goes with these values, if they take the place of others of a matrix of this block."""
-        return block
-
-    @classmethod
     def padded(cls, block: Block, shape: Shape) -> Shape:
         """Shape within which entries lie; those beyond `shape` hold zeros."""
         return shape

@@ -3,8 +3,7 @@
 A layout is by rows: a matrix stored by columns is the transpose of one stored by rows. Its format says in
 `sparsecomp.formats` what its arrays mean. `csr`: pointers (rows + 1,) and indices (entries,), values (entries,).
 `bsr`: the same of blocks, values (blocks, height, width). `nm`: indices (rows, groups · n) uint8, values alike.
-`bitmap`: starts (rows + 1,), offsets and bits (rows, words), values (entries,). `narrow`: starts and chunks (rows + 1,),
-bases (chunks,) and indices (entries,), values alike.
+`narrow`: starts and chunks (rows + 1,), bases (chunks,) and indices (entries,), values alike.
 
 Behind a layout's own arrays a pattern may carry three more, which describe the transposed matrix: pointers, indices,
 and which of the values each of its entries is. Whoever multiplies by the transpose more than once keeps them; an
@@ -14,7 +13,6 @@ keeps a fourth, `kept_transpose`, by which each product sees that, and makes the
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -29,8 +27,8 @@ class Layout(NamedTuple):
     """What a matrix's arrays are.
 
     Attributes:
-        format: whose own layout it is: "csr", "bsr", "nm", "bitmap", "narrow".
-        block: (height, width) of bsr, (n, m) of nm, (1, 1) of csr and narrow, (places of a word, entries) of bitmap.
+        format: whose own layout it is: "csr", "bsr", "nm", "narrow".
+        block: (height, width) of bsr, (n, m) of nm, (1, 1) of csr and narrow.
         shape: rows and columns.
         skews: how uneven the rows are, and the columns: "even", "mixed", "skewed" or "extreme", for entries (or blocks)
             a row whose deviation over mean is below 0.5, below 2, below 16, or above. Only speed depends on it.
@@ -214,7 +212,7 @@ def _columns_of_entries(layout: Layout) -> int:
 
 def guarded(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """The arrays of `kept_transpose` in a pattern; None where there are none, or of another number of entries."""
-    if len(pattern) != layout.own + 4 or pattern[-2].numel() * prod(layout.entry) != prod(stored_shape(pattern, layout)):
+    if len(pattern) != layout.own + 4 or pattern[-2].numel() != pattern[layout.own - 1].numel():
         return None
     return pattern[-4], pattern[-3], pattern[-2], pattern[-1]
 

@@ -1,155 +1,186 @@
-"""Narrow CSR times few columns: each row's values are multiplied as they lie, by columns that are gathered.
+"""Narrow CSR times few columns: values are multiplied as they lie, by rows of dense that are gathered.
 
-A row's columns ascend, so that what neighbouring threads gather lies close together.
+A program takes some rows as one stream, of which it loads a step ahead, across the ends of rows too. A row's columns
+ascend, so that what neighbouring threads gather lies close together. Several columns of dense are transposed first, so
+that what belongs to a value is one load.
 """
 
 import sympy
+import torch
 import triton
 import triton.language as tl
 
 from sparsecomp.formats.narrow import CHUNK
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.sparse.kernels.epilogue import finish
 from sparsecomp.lowering.sparse.narrow import MOST, SpmmNarrow
 from sparsecomp.lowering.sparse.spmm_csr import unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes, waves
 from sparsecomp.lowering.tuning.template import Config, Template
 
-
-@triton.jit
-def _whole_step(values, indices, bases, step, entry, more, CHUNK: tl.constexpr):
-    """Values and columns of a step that every row has, anything if there is no such."""
-    more = more & (entry >= 0)
-    value = tl.load(values + step + entry, mask=more)
-    column = tl.load(indices + step + entry, mask=more).to(tl.uint32)
-    # a step is a whole number of chunks
-    base = tl.load(bases + step // CHUNK + entry // CHUNK, mask=more)
-    return value, column + _unsigned(base)
+_TRANSPOSED = 64
+"""Rows of dense that a program transposes."""
 
 
 @triton.jit
-def _unsigned(base):
-    """Bases as uint32; widening by the sign takes an instruction more."""
-    if base.dtype == tl.int16:
-        base = base.to(tl.uint16, bitcast=True)
-    return base.to(tl.uint32)
+def transpose_kernel(
+    dense_ptr, lying_ptr, N, K, dense_k, dense_n, BK: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """lying (K, BN) = dense (K, N), zero beyond N."""
+    k = tl.program_id(0) * BK + tl.arange(0, BK)
+    n = tl.arange(0, BN)
+    inside = (k < K)[None, :]
+    places = dense_ptr + k.to(tl.int64)[None, :] * dense_k + n.to(tl.int64)[:, None] * dense_n
+    found = tl.load(places, mask=inside & (n < N)[:, None], other=0.0)
+    tl.store(lying_ptr + k[None, :] * BN + n[:, None], found, mask=inside)
 
 
 @triton.jit
-def _last_step(values, indices, bases, step, entry, count, CHUNK: tl.constexpr):
-    """Values and columns of a step that some rows have but a part of, 0 beyond."""
-    ok = entry < count[:, None] - step
-    value = tl.load(values + step + entry, mask=ok, other=0.0)
-    column = tl.load(indices + step + entry, mask=ok, other=0).to(tl.uint32)
-    base = tl.load(bases + step // CHUNK + entry // CHUNK, mask=ok, other=0)
-    return value, column + _unsigned(base), ok
-
-
-@triton.jit
-def _terms(acc, value, column, ok, dense_ptr, cols, N, dense_k, dense_n, BN: tl.constexpr):
-    """acc + values times what they find of each column of dense, under `ok`."""
-    gathered = dense_ptr + column * dense_k
-    if BN == 1:
-        b = tl.load(gathered, mask=ok, other=0.0)
-        acc += value.to(tl.float32) * b.to(tl.float32)
+def _step(values_ptr, indices_ptr, bases_ptr, at, chunk, nnz, E: tl.constexpr, CHUNK: tl.constexpr):
+    """The values from `at` on and their columns; anything behind the end of the row, which may be another's."""
+    entry = tl.arange(0, E)
+    values_ptr += at
+    indices_ptr += at
+    bases_ptr += chunk
+    # masks take the processor as long as half of the rest
+    if at + E <= nnz:
+        value = tl.load(values_ptr + entry)
+        distance = tl.load(indices_ptr + entry)
+        base = tl.load(bases_ptr + entry // CHUNK)
     else:
-        places = gathered[:, :, None] + cols.to(tl.int64)[None, None, :] * dense_n
-        b = tl.load(places, mask=ok[:, :, None] & (cols < N)[None, None, :], other=0.0)
-        acc += value.to(tl.float32)[:, :, None] * b.to(tl.float32)
+        ok = entry < nnz - at
+        value = tl.load(values_ptr + entry, mask=ok, other=0.0)
+        distance = tl.load(indices_ptr + entry, mask=ok, other=0)
+        base = tl.load(bases_ptr + entry // CHUNK, mask=ok, other=0)
+    return value, _unsigned(distance) + _unsigned(base)
+
+
+@triton.jit
+def _unsigned(number):
+    """As uint32; widening by the sign takes an instruction more."""
+    if number.dtype == tl.int16:
+        number = number.to(tl.uint16, bitcast=True)
+    return number.to(tl.uint32)
+
+
+@triton.jit
+def _terms(acc, value, column, left, dense_ptr, dense_k, E: tl.constexpr, BN: tl.constexpr):
+    """acc + the first `left` values times their rows of dense (K, BN)."""
+    entry = tl.arange(0, E)
+    if BN == 1:
+        places = dense_ptr + column * dense_k
+    else:
+        places = dense_ptr + (column * BN)[:, None] + tl.arange(0, BN)[None, :]
+        value = value[:, None]
+        entry = entry[:, None]
+    # sums within the branches, or a product and its sum are two instructions
+    if left >= E:
+        found = tl.load(places).to(tl.float32)
+        acc = tl.fma(value.to(tl.float32), found, acc)
+    else:
+        ok = entry < left
+        found = tl.load(places, mask=ok, other=0.0).to(tl.float32)
+        acc = tl.fma(tl.where(ok, value, 0.0).to(tl.float32), found, acc)
     return acc
 
 
 @triton.jit
 def narrow_rows_kernel(
     starts_ptr, chunks_ptr, bases_ptr, indices_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
-    M, N, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    M, N, nnz, dense_k, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """BM rows, E values of each a step, loaded a step ahead while every row has as many."""
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    """ROWS rows, E values a step; dense is (K, BN) where BN is not 1."""
+    first = tl.program_id(0) * ROWS
     cols = tl.arange(0, BN)
-    begin = tl.load(starts_ptr + rows, mask=rows < M, other=0)
-    end = tl.load(starts_ptr + rows + 1, mask=rows < M, other=0)
-    count = (end - begin).to(tl.int32)
-    values = values_ptr + begin[:, None]
-    indices = indices_ptr + begin[:, None]
-    bases = bases_ptr + tl.load(chunks_ptr + rows, mask=rows < M, other=0)[:, None]
-    entry = tl.arange(0, E)[None, :]
-    if BN == 1:
-        acc = tl.zeros((BM, E), tl.float32)
-    else:
-        acc = tl.zeros((BM, E, BN), tl.float32)
-    whole = tl.min(count, 0) // E * E
-    value, column = _whole_step(values, indices, bases, 0, entry, whole > 0, CHUNK)
-    for step in range(0, whole, E):
-        after = step + E
-        next_value, next_column = _whole_step(values, indices, bases, after, entry, after < whole, CHUNK)
-        every = entry + tl.zeros((BM, E), tl.int32) >= 0
-        acc = _terms(acc, value, column, every, dense_ptr, cols, N, dense_k, dense_n, BN)
-        value, column = next_value, next_column
-    for step in range(whole, tl.max(count, 0), E):
-        value, column, ok = _last_step(values, indices, bases, step, entry, count, CHUNK)
-        acc = _terms(acc, value, column, ok, dense_ptr, cols, N, dense_k, dense_n, BN)
-    total = tl.sum(acc, 1)
-    if BN == 1:
-        total = total[:, None]
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
-    finish(
-        total, bias_ptr, residual_ptr, out_ptr, 0, rows, cols, mask, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-        BIAS_ROWS, ACTIVATION,
-    )  # fmt: skip
+    at = tl.load(starts_ptr + first)
+    end = tl.load(starts_ptr + first + 1)
+    chunk = tl.load(chunks_ptr + first)
+    last_chunk = tl.load(chunks_ptr + first + 1)
+    value, column = _step(values_ptr, indices_ptr, bases_ptr, at, chunk, nnz, E, CHUNK)
+    for row in range(first, tl.minimum(first + ROWS, M)):
+        ahead = tl.minimum(row + 2, M)
+        next_end = tl.load(starts_ptr + ahead)
+        next_last_chunk = tl.load(chunks_ptr + ahead)
+        if BN == 1:
+            acc = tl.zeros((E,), tl.float32)
+        else:
+            acc = tl.zeros((E, BN), tl.float32)
+        while at < end:
+            after = tl.minimum(at + E, end)
+            chunk = tl.minimum(chunk + E // CHUNK, last_chunk)
+            next_value, next_column = _step(values_ptr, indices_ptr, bases_ptr, after, chunk, nnz, E, CHUNK)
+            acc = _terms(acc, value, column, end - at, dense_ptr, dense_k, E, BN)
+            at, value, column = after, next_value, next_column
+        total = tl.sum(acc, 0)
+        rows = row + tl.zeros((1,), tl.int32)
+        finish(
+            total + tl.zeros((1, BN), tl.float32), bias_ptr, residual_ptr, out_ptr, 0, rows, cols, (cols < N)[None, :],
+            out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
+        )  # fmt: skip
+        end, last_chunk = next_end, next_last_chunk
 
 
 def _refuse(problem: SpmmNarrow, device: Device) -> str | None:
     p = problem
     if p.batch != 1 or p.n > MOST:
         return f"a batch of {p.batch} by {p.n} columns is multiplied by CSR's kernels"
+    if p.k * MOST >= 2**31:
+        return "there are too many columns for 32-bit places"
     return unsupported_dtypes(p.dtype, p.dense_dtype, p.output.dtype)
 
 
 def _space(problem: SpmmNarrow, device: Device) -> list[Config]:
     """A thread has 1 to 16 values of a step, and at most 64 sums."""
-    p = problem
-    bn = triton.next_power_of_2(p.n)
+    bn = triton.next_power_of_2(problem.n)
     return [
-        Config(BM=bm, BN=bn, E=entries, warps=warps)
-        for bm in (1, 2, 4, 8, 16) for entries in (64, 128, 256, 512) for warps in (1, 2, 4, 8)
-        if 32 * warps <= bm * entries <= 16 * 32 * warps and bm * entries * bn <= 64 * 32 * warps
+        Config(ROWS=rows, BN=bn, E=entries, warps=warps)
+        for rows in (1, 2, 4, 8) for entries in (32, 64, 128, 256, 512) for warps in (1, 2, 4)
+        if 32 * warps <= entries <= 16 * 32 * warps and entries * bn <= 64 * 32 * warps
     ]  # fmt: skip
 
 
-def _prepare(problem: SpmmNarrow, config: Config) -> Launch:
-    p = problem
-    numbers = (p.m, p.n, *p.dense[1:], *p.output.numbers)
-    constants = {**p.output.constants, "CHUNK": CHUNK, **{name: config[name] for name in ("BM", "BN", "E")}}
-    return Launch(
-        narrow_rows_kernel, (triton.cdiv(p.m, config["BM"]),), numbers, constants, num_warps=config["warps"]
+def _prepare(problem: SpmmNarrow, config: Config) -> Launch | Launches:
+    p, bn = problem, config["BN"]
+    constants = {**p.output.constants, "CHUNK": CHUNK, "ROWS": config["ROWS"], "BN": bn, "E": config["E"]}
+    product = Launch(
+        narrow_rows_kernel, (triton.cdiv(p.m, config["ROWS"]),), (p.m, p.n, p.nnz, p.dense.row, *p.output.numbers),
+        constants, num_warps=config["warps"],
     )  # fmt: skip
+    if bn == 1:
+        return product
+    transpose = Launch(
+        transpose_kernel, (triton.cdiv(p.k, _TRANSPOSED),), (p.n, p.k, *p.dense[1:]), {"BK": _TRANSPOSED, "BN": bn},
+        num_warps=4,
+    )  # fmt: skip
+    steps = [Step(transpose, (5, 9)), Step(product, (0, 1, 2, 3, 4, 9, 6, 7, 8))]
+    return Launches([((p.k, bn), getattr(torch, p.dense_dtype))], steps)
 
 
-_m, _n, _nnz, _itemsize, _processors, _bandwidth = sizes("m n nnz itemsize processors bandwidth")
-_bm, _bn, _e, _warps, _narrow, _latency = sizes("BM BN E warps narrow_values spread_latency")
-_programs = sympy.ceiling(_m / _bm)
-_steps = sympy.ceiling(_nnz / sympy.Max(_m, 1) / _e)
-_resident = sympy.Max(
-    1, sympy.Min(sympy.floor(64 / _warps), sympy.floor(65536 / ((32 + _bm * _e * (3 + 2 * _bn) / (32 * _warps)) * 32
-                                                                 * _warps)), 32)
-)  # fmt: skip
-_walk = waves(_programs, _processors * _resident) * (_steps + 1) * _latency
+_m, _n, _nnz, _itemsize, _processors, _bandwidth, _launch = sizes("m n nnz itemsize processors bandwidth launch")
+_rows, _bn, _e, _warps, _narrow, _latency = sizes("ROWS BN E warps narrow_values narrow_latency")
+_programs = sympy.ceiling(_m / _rows)
+_steps = sympy.ceiling(_nnz / sympy.Max(_m, 1) / _e) * _rows
+_registers = 32 + _e * (4 + _bn) / (32 * _warps)
+_resident = sympy.Max(1, sympy.Min(sympy.floor(64 / _warps), sympy.floor(65536 / (_registers * 32 * _warps)), 32))
+# the first step of a stream waits for where it begins, too
+_walk = waves(_programs, _processors * _resident) * (_steps + 2) * _latency
 # values and columns, then a row of dense for each
-_work = waves(_programs, _processors) * _steps * _bm * _e * (1 + _bn / 4) / _narrow
+_work = waves(_programs, _processors) * _steps * _e * (1 + _bn / 4) / _narrow
 _traffic = _nnz * (_itemsize + 1.125) / _bandwidth
 
 NARROW_ROWS = Template(
     name="narrow_rows",
     op="spmm_narrow",
-    sources=(narrow_rows_kernel, _whole_step, _last_step, _unsigned, _terms, finish),
+    sources=(narrow_rows_kernel, transpose_kernel, _step, _unsigned, _terms, finish),
     refuse=_refuse,
     space=_space,
     cost=Cost(
-        bytes=sympy.Integer(0), seconds=sympy.sqrt(_walk**2 + sympy.Max(_work, _traffic) ** 2),
+        bytes=sympy.Integer(0), launches=sympy.Piecewise((1, _n <= 1), (2, True)),
+        seconds=sympy.sqrt(_walk**2 + sympy.Max(_work, _traffic) ** 2),
     ),
     prepare=_prepare,
 )  # fmt: skip

@@ -116,9 +116,6 @@ class StoredWeight(nn.Module):
             padded = self._padded(name, given)
             self._make_room(name, padded)
             getattr(self, name).copy_(padded)
-        if (block := self._layout.kind.block_of(self.values, self._layout.block)) != self._layout.block:
-            self._layout = self._layout._replace(block=block)
-            self._written = self._layout.written()
         self._derive(IndexArrays(self.format, self._layout, tuple(self._own())), measured=False)
         self._remember()
 
@@ -418,8 +415,7 @@ class StoredWeight(nn.Module):
         Raises:
             FormatError: they are no compact matrix of this format and shape.
         """
-        block = self._layout.kind.block_of(values, self._layout.block)
-        layout = self._layout._replace(block=block, skews=("even", "even"))
+        layout = self._layout._replace(skews=("even", "even"))
         pattern = IndexArrays(self.format, layout, arrays)
         pattern.matrix(values.detach(), False).validate()
         if "pointers" not in self._names:
