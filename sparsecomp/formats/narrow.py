@@ -30,7 +30,8 @@ class NARROW(SparseMatrix):
     Attributes:
         starts: (rows + 1,) int32 or int64: row i's values are those from starts[i] to starts[i + 1] - 1.
         chunks: (rows + 1,) of the same dtype: its bases are those from chunks[i] on, one for each 16 values.
-        bases: (chunks[-1],) int16, or int32 for more columns: the column of the first value of each chunk.
+        bases: (entries // 16 + rows,) int16, or int32 for more columns: the column of the first value of each chunk.
+            What lies behind chunks[-1] is not read: as many values of any pattern have room.
         indices: (entries,) uint8, or int16 or int32 where a distance is greater: column less base of each value.
         values: (entries,) or (batch, entries), by rows and columns: those of CSR.
         shape: rows and columns.
@@ -88,8 +89,8 @@ class NARROW(SparseMatrix):
         require([Invariant("starts must ascend from 0 to the number of values", bad, lambda at: f"not so at {at}")])
         bad = torch.cat([self.chunks[:1] != 0, self.chunks.diff() != _chunk_counts(counts)])
         require([Invariant("chunks must count one for each 16 values of a row", bad, lambda at: f"not so at {at}")])
-        if int(self.chunks[-1]) != self.bases.numel():
-            raise FormatError(f"there are {self.bases.numel()} bases, needs {int(self.chunks[-1])}")
+        if self.bases.numel() != (needed := self._most_chunks(self.values.shape[-1], self.shape[0])):
+            raise FormatError(f"there are {self.bases.numel()} bases, needs {needed}, values // 16 + rows")
 
     def _check_order(self) -> None:
         row, col = self._positions()
@@ -172,7 +173,14 @@ class NARROW(SparseMatrix):
         width = next(one for one in _WIDTHS if most <= torch.iinfo(one).max)
         wide = torch.int16 if cols <= torch.iinfo(torch.int16).max else torch.int32
         begins = first == torch.arange(row.numel(), device=row.device)
-        return cls(starts, chunks, base[begins].to(wide), distance.to(width), values, (rows, cols))
+        bases = base[begins].to(wide)
+        spare = cls._most_chunks(row.numel(), rows) - bases.numel()
+        bases = torch.nn.functional.pad(bases, (0, spare))
+        return cls(starts, chunks, bases, distance.to(width), values, (rows, cols))
+
+    @staticmethod
+    def _most_chunks(entries: int, rows: int) -> int:
+        return entries // CHUNK + rows
 
     def _triplets(self) -> Triplets:
         row, col = self._positions()

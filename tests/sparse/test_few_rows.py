@@ -32,7 +32,7 @@ def test_narrow_csr_by_hand():
     dense[0, columns] = torch.arange(1.0, 19.0)
     matrix = NARROW.from_dense(dense)
     assert matrix.starts.tolist() == [0, 18, 18] and matrix.chunks.tolist() == [0, 2, 2]
-    assert matrix.bases.tolist() == [3, 30] and matrix.bases.dtype is torch.int16
+    assert matrix.bases.tolist() == [3, 30, 0] and matrix.bases.dtype is torch.int16
     assert matrix.indices.dtype is torch.int16 and matrix.indices.tolist()[-2:] == [0, 270]
     dense[0, 300], dense[0, 285] = 0, 18
     assert NARROW.from_dense(dense).indices.dtype is torch.uint8
