@@ -222,5 +222,5 @@ def _problems(
             out = torch.empty(case.rows, case.out, device="cuda", dtype=torch.float16).mT
             described = output_of(out, None, "row", None, "none", 1.0)
             launcher = launcher_of(layout)
-            problem = launcher.problem_of(values, layout, x.mT, out, described, arrays[0].dtype)
+            problem = launcher.problem_of(values, layout, x.mT, out, described, arrays[0].dtype, arrays[-1].dtype)
             yield launcher.operations(layout)[0], problem, (*arrays, values, x.mT, None, None, out)

@@ -34,12 +34,13 @@ class Launcher(Protocol):
         ...
 
     def problem_of(
-        self, values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, index: torch.dtype = ...
+        self, values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, *index: torch.dtype
     ) -> Any:
         """The product that these tensors on the meta device describe.
 
         Args:
-            index: dtype of the index arrays, which are contiguous, as the values are; by default the usual one.
+            index: dtype of the index arrays, which are contiguous, as the values are, and where there are more than two
+                of the last one; by default the usual ones.
         """
         ...
 

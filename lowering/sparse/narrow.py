@@ -5,6 +5,7 @@ few are other kernels', by columns that are made in each call.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,16 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, NARROW
-from sparsecomp.lowering.cache.signature import Device, KernelSignature
+from sparsecomp.formats.narrow import CHUNK
+from sparsecomp.lowering.cache.signature import Device, KernelSignature, size_bucket
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.epilogue import Output, finished, output_from_text, output_of, random_operands
+from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.strided import (
     Strides,
     dtype_name,
     gather_product,
+    name_of,
     order_of,
     random_tensor,
     strides_from,
@@ -43,6 +47,7 @@ class SpmmNarrow(NamedTuple):
         dense: strides of dense.
         dtype, dense_dtype: of values and dense; kernels want the same.
         index_dtype: of `starts`.
+        distance: dtype of the distances.
         output: the output and its epilogue.
     """
 
@@ -55,6 +60,7 @@ class SpmmNarrow(NamedTuple):
     dtype: str
     dense_dtype: str
     index_dtype: str
+    distance: str
     output: Output
 
     @property
@@ -68,12 +74,14 @@ def multiply(
     **finish: Any,
 ) -> None:  # fmt: skip
     """As `Launcher.multiply`."""
-    if values.dim() > 1 or dense.dim() > 2 or dense.shape[-1] > MOST:
+    if transpose:
         spmm_csr.multiply(values, pattern, layout, transpose, dense, out, **finish)
+    elif values.dim() > 1 or dense.dim() > 2 or dense.shape[-1] > MOST:
+        spmm_csr.multiply(values, *csr_pattern(pattern, layout), transpose, dense, out, **finish)
     elif out.numel():
         values, arrays = values.contiguous(), [array.contiguous() for array in pattern[: layout.own]]
         described = output_of(out, *(finish.get(name, usual) for name, usual in _USUAL.items()))
-        problem = problem_of(values, layout, dense, out, described, arrays[0].dtype)
+        problem = problem_of(values, layout, dense, out, described, arrays[0].dtype, arrays[-1].dtype)
         beside = finish.get("bias"), finish.get("residual")
         dispatch.launch(SPMM_NARROW, problem, *arrays, values, dense, *beside, out)
 
@@ -81,9 +89,31 @@ def multiply(
 _USUAL: dict[str, Any] = {"bias": None, "bias_axis": "column", "residual": None, "activation": "none", "scale": 1.0}
 
 
+def csr_pattern(pattern: Sequence[Tensor], layout: Layout) -> tuple[list[Tensor], Layout]:
+    """The same matrix's own arrays as CSR's, made in each call; see `sparsecomp.ops.sparse.dense_weight`."""
+    starts, chunks, bases, indices = (array.contiguous() for array in pattern[: layout.own])
+    columns = torch.empty(indices.shape, dtype=starts.dtype, device=indices.device)
+    if indices.numel():
+        kinds = (array.dtype for array in (starts, bases, indices))
+        launch = _columns(starts.device, layout.shape[0], indices.numel(), *kinds)
+        launch(starts, chunks, bases, indices, columns)
+    return [starts, columns], layout._replace(format="csr")
+
+
+@lru_cache(maxsize=4096)
+def _columns(device: torch.device, rows: int, entries: int, *dtypes: torch.dtype) -> Launch:
+    """A launch of a device for arrays of these dtypes, which belongs to them."""
+    from sparsecomp.lowering.sparse.kernels.narrow_columns import narrow_columns_kernel
+
+    block = min(max(size_bucket(-(-entries // max(rows, 1))), 32), 1024)
+    constants = {"E": block, "CHUNK": CHUNK}
+    return Launch(narrow_columns_kernel, (rows,), (), constants, num_warps=4 if block > 128 else 1)
+
+
 def problem_of(
-    values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, index: torch.dtype = torch.int32
-) -> SpmmNarrow:
+    values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, index: torch.dtype = torch.int32,
+    last: torch.dtype = torch.uint8,
+) -> SpmmNarrow:  # fmt: skip
     """As `Launcher.problem_of`.
 
     Raises:
@@ -95,7 +125,7 @@ def problem_of(
     (m, k), batch = layout.shape, out.shape[0] if out.dim() == 3 else 1
     return SpmmNarrow(
         m, k, dense.shape[-1], batch, values.shape[-1], strides_of(dense), dtype_name(values), dtype_name(dense),
-        str(index)[6:], described,
+        name_of(index), name_of(last), described,
     )  # fmt: skip
 
 
@@ -108,7 +138,7 @@ def _signature(problem: SpmmNarrow, device: Device) -> KernelSignature:
     p = problem
     return KernelSignature(
         "spmm_narrow", device, dtypes=(p.dtype, p.dense_dtype, p.output.dtype), accumulator="float32",
-        formats=("narrow",), index=p.index_dtype, layouts=(order_of(p.dense, p.n), order_of(p.output.strides, p.n)),
+        formats=("narrow",), index=f"{p.index_dtype} {p.distance}", layouts=(order_of(p.dense, p.n), order_of(p.output.strides, p.n)),
         epilogue=p.output.text, sizes=(("m", p.m), ("k", p.k), ("n", p.n), ("batch", p.batch)), density=p.density,
         rows=row_lengths(p.nnz, p.m, 0.0),
     )  # fmt: skip
@@ -119,7 +149,7 @@ def _representative(signature: KernelSignature) -> SpmmNarrow:
     m, k, entries, _ = sizes_and_entries(signature, "m", "k")
     dense, out = strides_from(signature.layouts[0], k, n), strides_from(signature.layouts[1], m, n)
     output = output_from_text(signature.epilogue, signature.dtypes[2], out)
-    return SpmmNarrow(m, k, n, batch, entries, dense, *signature.dtypes[:2], signature.index, output)
+    return SpmmNarrow(m, k, n, batch, entries, dense, *signature.dtypes[:2], *signature.index.split(), output)
 
 
 def _operands(problem: SpmmNarrow, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
@@ -127,9 +157,10 @@ def _operands(problem: SpmmNarrow, device: torch.device, seed: int) -> tuple[Ten
     pattern = random_pattern(p.m, p.k, p.nnz, 0, p.index_dtype, random)
     values = random_tensor((p.nnz,), (1,), p.dtype, random)
     matrix = CSR(pattern.crow, pattern.col, values, (p.m, p.k)).to(NARROW)
+    arrays = {**matrix.arrays, "indices": matrix.indices.to(getattr(torch, p.distance))}
     dense = random_tensor((1, p.k, p.n), p.dense, p.dense_dtype, random)[0]
     bias, residual, out = random_operands(p.output, (1, p.m, p.n), random)
-    return *matrix.arrays.values(), dense, bias, residual if residual is None else residual[0], out[0]
+    return *arrays.values(), dense, bias, residual if residual is None else residual[0], out[0]
 
 
 def _reference(problem: SpmmNarrow, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:

@@ -73,7 +73,7 @@ class NARROW(SparseMatrix):
         line, index = (self.shape[0] + 1,), (torch.int32, torch.int64)
         kinds = (
             ("starts", self.starts, line, index), ("chunks", self.chunks, line, (self.starts.dtype,)),
-            ("bases", self.bases, None, _WIDTHS[1:]), ("indices", self.indices, self.values.shape[-1:], _WIDTHS),
+            ("bases", self.bases, None, (_base_dtype(self.shape[1]),)), ("indices", self.indices, self.values.shape[-1:], _WIDTHS),
         )  # fmt: skip
         for name, array, shape, dtypes in kinds:
             check_tensor(name, array)
@@ -171,9 +171,8 @@ class NARROW(SparseMatrix):
         distance = col - base
         most = int(distance.max()) if distance.numel() else 0
         width = next(one for one in _WIDTHS if most <= torch.iinfo(one).max)
-        wide = torch.int16 if cols <= torch.iinfo(torch.int16).max else torch.int32
         begins = first == torch.arange(row.numel(), device=row.device)
-        bases = base[begins].to(wide)
+        bases = base[begins].to(_base_dtype(cols))
         spare = cls._most_chunks(row.numel(), rows) - bases.numel()
         bases = torch.nn.functional.pad(bases, (0, spare))
         return cls(starts, chunks, bases, distance.to(width), values, (rows, cols))
@@ -197,6 +196,10 @@ class NARROW(SparseMatrix):
         if index_dtype is self.index_dtype:
             return self
         return self._with(starts=self.starts.to(index_dtype), chunks=self.chunks.to(index_dtype))
+
+
+def _base_dtype(columns: int) -> torch.dtype:
+    return torch.int16 if columns <= torch.iinfo(torch.int16).max else torch.int32
 
 
 def _chunk_counts(counts: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def product(dense: Tensor, x: Tensor, device: str, **finish) -> dict[str, Tensor
     x, found = x.to(device).mT, {}
     out = torch.empty(x.shape[1], dense.shape[0], dtype=x.dtype, device=device).mT
     described = output_of(out, bias, "row", residual, finish.get("activation", "none"), 1.0)
-    problem = problem_of(values, layout, x, out, described, arrays[0].dtype)
+    problem = problem_of(values, layout, x, out, described, arrays[0].dtype, arrays[-1].dtype)
     for one in SPMM_NARROW.candidates(problem, device_of(torch.device(device))):
         name = f"{one.config['ROWS']} rows"
         if name not in found:
@@ -140,10 +140,23 @@ def test_a_weight_without_values(device):
         assert torch.equal(found, torch.zeros(2, 5).half())
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_columns_at_length(device):
+    from sparsecomp.lowering.sparse.narrow import csr_pattern
+
+    for dense in (pruned(20, 150), torch.eye(3, 40000), torch.zeros(4, 9)):
+        values, arrays, layout = stored_by_rows(NARROW.from_dense(dense).to_device(device))
+        (starts, columns), found = csr_pattern(arrays, layout)
+        right = CSR.from_dense(dense)
+        assert torch.equal(columns.cpu(), right.col) and torch.equal(starts.cpu(), right.crow)
+        assert (found.format, found.shape) == ("csr", tuple(dense.shape))
+
+
 @pytest.mark.slow(reason="compiles for two GPUs in a process of its own")
 def test_kernels_compile_for_gpus_that_are_not_there():
     compile_in_subprocess(
         """
+        from sparsecomp.lowering.sparse.kernels.narrow_columns import narrow_columns_kernel
         from sparsecomp.lowering.sparse.kernels.narrow_rows import narrow_rows_kernel, transpose_kernel
 
         numbers = "M N K nnz dense_k dense_n out_b out_m out_n res_b res_m res_n".split()
@@ -155,6 +168,7 @@ def test_kernels_compile_for_gpus_that_are_not_there():
         for capability in (80, 90):
             for columns, entries in ((1, 256), (8, 64)):
                 build(narrow_rows_kernel, types, {**finish, "BN": columns, "E": entries}, capability, num_warps=1)
+            build(narrow_columns_kernel, {**types, "columns_ptr": "*i32"}, dict(E=256, CHUNK=16), capability)
             build(transpose_kernel, types, dict(BK=64, BN=8), capability, num_warps=4)
         """
     )
