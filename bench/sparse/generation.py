@@ -55,9 +55,8 @@ def prepared(case: Case, device: str = "cuda") -> Callable[[], dict[str, Any]]:
     """What measures a case."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(config()).eval().half()
+        model = LlamaForCausalLM(config()).eval().half().requires_grad_(False)
     sparsecomp.sparsify(model, Unstructured(ZEROS, format=NARROW))
-    model.requires_grad_(False)
     if case.who == "sparsecomp":
         chosen, how = model, {"backend": "sparsecomp", "options": {"mode": "reduce-overhead"}}
     else:
