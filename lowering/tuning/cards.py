@@ -82,9 +82,8 @@ class Card(Ceilings):
         weight_rows: bytes a second from L2 to one processor, rows of weights by event.
         shared_rate: bytes a second of one processor's shared memory (128 a cycle at 1.7 GHz).
         selects: numbers a second that one processor puts in their places in a group of N:M.
-        narrow_values: values of narrow CSR a second that one processor multiplies, times 1 and a quarter of the
-            columns.
-        narrow_latency: seconds from a step of it to the next, if nothing hides it.
+        narrow_values, narrow_rows: values of narrow CSR, and besides rows, a second that one processor multiplies by a
+            column (`bench few-rows-candidates`, one H200).
     """
 
     capability: str
@@ -110,8 +109,8 @@ class Card(Ceilings):
     weight_rows: float = 8.3e10
     shared_rate: float = 2.2e11
     selects: float = 2.0e11
-    narrow_values: float = 2.0e10
-    narrow_latency: float = 1e-6
+    narrow_values: float = 5.2e9
+    narrow_rows: float = 1.9e7
 
     @property
     def shared(self) -> int:
