@@ -110,7 +110,7 @@ SUITES: dict[str, Suite] = {
     "active-inputs": Suite("sparse.active_inputs", lambda m, a: m.run(a.workers or 1)),
     "few-rows": Suite("sparse.few_rows", lambda m, a: m.run()),
     "few-rows-candidates": Suite("sparse.few_rows", lambda m, a: m.candidates(a.workers or 8), _nothing),
-    "generation": Suite("sparse.generation", lambda m, a: m.run(a.workers or 6)),
+    "generation": Suite("sparse.generation", lambda m, a: m.run(a.workers or 8)),
     "training-step": Suite("sparse.training_step", lambda m, a: m.run(a.modes, a.workers or 1)),
     "scaling": Suite("sparse.scaling", lambda m, a: m.run()),
     "resu": Suite("masked.resu", lambda m, a: m.run()),

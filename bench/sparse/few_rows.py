@@ -16,11 +16,10 @@ from torch import Tensor
 
 from bench.table import markdown_grid
 from bench.timing import graph_ms, guarded
-from sparsecomp.formats import CSR, NARROW, SparseMatrix
+from sparsecomp.formats import NARROW, SparseMatrix
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.epilogue import output_of
 from sparsecomp.lowering.sparse.launcher import launcher_of
-from sparsecomp.lowering.sparse.random_sparse import random_pattern
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import seconds
 from sparsecomp.lowering.tuning.template import Candidate, Operation
@@ -67,11 +66,9 @@ def run() -> Iterator[dict[str, Any]]:
 def _weights(case: Case) -> dict[str, SparseMatrix]:
     """The same weight in each format."""
     random = torch.Generator("cuda").manual_seed(0)
-    entries = round(case.out * case.k * (1 - case.zeros))
-    pattern = random_pattern(case.out, case.k, entries, 0, "int32", random)
-    values = torch.randn(entries, generator=random, device="cuda").div_(case.k**0.5).half()
-    matrix = CSR(pattern.crow, pattern.col, values, (case.out, case.k))
-    return {kind.__name__: matrix.to(kind) for kind in FORMATS}
+    weight = torch.randn(case.out, case.k, generator=random, device="cuda", dtype=torch.float16) / case.k**0.5
+    weight[torch.rand(weight.shape, generator=random, device="cuda") < case.zeros] = 0
+    return {kind.__name__: kind.from_dense(weight) for kind in FORMATS}
 
 
 def _row(case: Case, weights: dict[str, SparseMatrix]) -> dict[str, Any]:

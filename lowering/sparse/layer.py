@@ -41,9 +41,9 @@ def layer_product(
         copy of the weight, are expected to be the fastest.
     """
     launch = _product(
-        x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, own[layout.own - 1].dtype, None if bias is None else
-        (bias.dtype, bias.shape), None if residual is None else (residual.dtype, residual.shape), layout, activation,
-        kernel, filled,
+        x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, own[layout.own - 1].dtype,
+        None if bias is None else (bias.dtype, bias.shape),
+        None if residual is None else (residual.dtype, residual.shape), layout, activation, kernel, filled,
     )  # fmt: skip
     if launch is None:
         return None

@@ -138,8 +138,9 @@ def _signature(problem: SpmmNarrow, device: Device) -> KernelSignature:
     p = problem
     return KernelSignature(
         "spmm_narrow", device, dtypes=(p.dtype, p.dense_dtype, p.output.dtype), accumulator="float32",
-        formats=("narrow",), index=f"{p.index_dtype} {p.distance}", layouts=(order_of(p.dense, p.n), order_of(p.output.strides, p.n)),
-        epilogue=p.output.text, sizes=(("m", p.m), ("k", p.k), ("n", p.n), ("batch", p.batch)), density=p.density,
+        formats=("narrow",), index=f"{p.index_dtype} {p.distance}",
+        layouts=(order_of(p.dense, p.n), order_of(p.output.strides, p.n)), epilogue=p.output.text,
+        sizes=(("m", p.m), ("k", p.k), ("n", p.n), ("batch", p.batch)), density=p.density,
         rows=row_lengths(p.nnz, p.m, 0.0),
     )  # fmt: skip
 
@@ -149,7 +150,8 @@ def _representative(signature: KernelSignature) -> SpmmNarrow:
     m, k, entries, _ = sizes_and_entries(signature, "m", "k")
     dense, out = strides_from(signature.layouts[0], k, n), strides_from(signature.layouts[1], m, n)
     output = output_from_text(signature.epilogue, signature.dtypes[2], out)
-    return SpmmNarrow(m, k, n, batch, entries, dense, *signature.dtypes[:2], *signature.index.split(), output)
+    (values, dense_dtype, _), (index, distance) = signature.dtypes, signature.index.split()
+    return SpmmNarrow(m, k, n, batch, entries, dense, values, dense_dtype, index, distance, output)
 
 
 def _operands(problem: SpmmNarrow, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
@@ -164,9 +166,10 @@ def _operands(problem: SpmmNarrow, device: torch.device, seed: int) -> tuple[Ten
 
 
 def _reference(problem: SpmmNarrow, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    *arrays, values, dense, bias, residual, _ = operands
+    starts, chunks, bases, indices, values, dense, bias, residual, _ = operands
+    assert starts is not None and chunks is not None and bases is not None and indices is not None
     assert values is not None and dense is not None
-    matrix = NARROW(*arrays, values, (problem.m, problem.k))
+    matrix = NARROW(starts, chunks, bases, indices, values, (problem.m, problem.k))
     product = gather_product(*matrix._positions(), values[None], dense[None], problem.m)[0]
     return (finished(problem.output, product, bias, residual),)
 

@@ -227,9 +227,15 @@ _WAITS = 3
 def _dense_product(product: Product, card: Card) -> Time:
     p = product
     elements = p.m * p.k + p.batch * (p.k + p.m) * p.n
+    if p.batch == 1 and p.n <= _FEW_ROWS:
+        elements /= card.few_rows
     time = time_of(DenseWork(2.0 * p.m * p.k * p.n * p.batch, elements, p.dtype), card)
     assert time is not None, f"no product of {p.dtype} is estimated"
     return time
+
+
+_FEW_ROWS = 64
+"""Rows of a layer's input up to which the weight's bytes are the time."""
 
 
 def _writing(product: Product, card: Card) -> Time:

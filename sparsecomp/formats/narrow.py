@@ -73,7 +73,8 @@ class NARROW(SparseMatrix):
         line, index = (self.shape[0] + 1,), (torch.int32, torch.int64)
         kinds = (
             ("starts", self.starts, line, index), ("chunks", self.chunks, line, (self.starts.dtype,)),
-            ("bases", self.bases, None, (_base_dtype(self.shape[1]),)), ("indices", self.indices, self.values.shape[-1:], _WIDTHS),
+            ("bases", self.bases, None, (_base_dtype(self.shape[1]),)),
+            ("indices", self.indices, self.values.shape[-1:], _WIDTHS),
         )  # fmt: skip
         for name, array, shape, dtypes in kinds:
             check_tensor(name, array)

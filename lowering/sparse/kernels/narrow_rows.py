@@ -17,7 +17,7 @@ from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.sparse.kernels.epilogue import finish
 from sparsecomp.lowering.sparse.narrow import MOST, SpmmNarrow
 from sparsecomp.lowering.sparse.spmm_csr import unsupported_dtypes
-from sparsecomp.lowering.tuning.cost import Cost, sizes, waves
+from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
 _TRANSPOSED = 64
@@ -134,7 +134,7 @@ def _refuse(problem: SpmmNarrow, device: Device) -> str | None:
     return unsupported_dtypes(p.dtype, p.dense_dtype, p.output.dtype)
 
 
-def usual_config(rows: int, columns: int) -> Config:
+def _usual_config(rows: int, columns: int) -> Config:
     """The fastest of all, or within 5 % of it, for 4096x11008 and 11008x4096 at 50 to 90 % zeros (H200)."""
     bn = triton.next_power_of_2(columns)
     if bn == 1:
@@ -156,7 +156,7 @@ def _space(problem: SpmmNarrow, device: Device) -> list[Config]:
         for rows in (1, 2, 4, 8) for entries in (32, 64, 128, 256) for warps in (1, 2)
         if 32 * warps <= entries <= 16 * 32 * warps and entries * bn <= 64 * 32 * warps
     ]  # fmt: skip
-    usual = usual_config(problem.m, problem.n)
+    usual = _usual_config(problem.m, problem.n)
     return [usual, *(one for one in found if one != usual)]
 
 
@@ -179,7 +179,7 @@ def _prepare(problem: SpmmNarrow, config: Config) -> Launch | Launches:
 
 _m, _n, _nnz, _processors, _values, _lines = sizes("m n nnz processors narrow_values narrow_rows")
 _rows, _bn, _e, _warps = sizes("ROWS BN E warps")
-# as `usual_config`
+# as `_usual_config`
 _usual_rows = sympy.Piecewise(
     (4, (_bn < 2) & (_m >= _MANY)), (1, (_bn >= 2) & (_bn < 16)), (2, True)
 )  # fmt: skip
