@@ -18,7 +18,11 @@ from sparsecomp.reference.patterns import Layout
 
 
 class Launcher(Protocol):
-    """What a launcher's module defines."""
+    """What a launcher's module defines.
+
+    One may have `csr_pattern(pattern, layout)` besides, which makes CSR's own arrays of a format's and gives them with
+    their layout: a weight is then written out by CSR's kernel.
+    """
 
     def multiply(
         self, values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool, dense: Tensor, out: Tensor,

@@ -54,7 +54,8 @@ class StoredWeight(nn.Module):
 
     Attributes:
         values: the stored numbers, a parameter: (entries,), (blocks, height, width) or (rows, groups · n).
-        pointers, indices: buffers, as `sparsecomp.reference.patterns` describes them. N:M has no pointers.
+        pointers, indices: buffers, as `sparsecomp.reference.patterns` describes them. N:M has no pointers,
+            NARROW has `starts`, `chunks` and `bases` in their place.
         transposed_pointers, transposed_indices, transposed_order, transposed_source: buffers that follow from those, of
             `sparsecomp.reference.patterns.kept_transpose`, and are in no checkpoint; None where no product needs them.
         format: name of the class in `sparsecomp.formats`.
