@@ -10,10 +10,12 @@ from kernel_devices import KERNEL_DEVICES, graph_of, needs_triton
 from torch import Tensor, nn
 
 import sparsecomp
+from sparsecomp.compiler.capture import Graph
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, NARROW, SparseMatrix
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.nn import SparseLinear
+from sparsecomp.options import Options
 from sparsecomp.passes.cost.sparse import Product, decide
 from sparsecomp.reference.patterns import Layout, stored_by_rows
 
@@ -207,6 +209,29 @@ def test_more_rows_than_a_kernel_takes_are_multiplied_dense():
     assert site.implementation == "dense" and site.reason.startswith("NARROW 256x128 at 90.0% sparsity")
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("rows", "frozen", "found"), [(1, True, "narrow copy"), (16, True, "dense copy"), (1, False, "csr")]
+)
+def test_a_csr_layer_that_is_promised_to_stay_is_multiplied_narrow(rows, frozen, found):
+    """As for an H200, run op by op on a CPU."""
+    torch.manual_seed(0)
+    layer = SparseLinear(CSR.from_dense(pruned(8192, 2048, 0.9, torch.float16)), requires_grad=False)
+    x, results = torch.randn(rows, 2048).half(), []
+
+    def backend(gm, inputs):
+        parsed = Options.parse(None, {"frozen": frozen, "mode": "reduce-overhead"})
+        results.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed, target_named("h200")))
+        return gm.forward
+
+    with torch.no_grad():
+        out = torch.compile(lambda x: F.relu(layer(x)), backend=backend)(x)
+    (site,) = [one for one in results[0].sites if one.rule == "sparse_linear"]
+    assert site.implementation == found and ("narrow columns are kept" in site.reason) == (found == "narrow copy")
+    exact = F.relu(x.double() @ layer.weight.detach().to_dense().double().mT)
+    assert (out - exact).norm() <= 1e-3 * exact.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("rows", [1, 4, 16, 40])
@@ -235,3 +260,25 @@ def test_dense_forms_on_a_device():
     values, arrays, layout = stored_by_rows(found)
     assert torch.equal(stored_to_dense(values, list(arrays), layout.written()).cpu(), weight)
     assert layer(torch.randn(300, 333, device="cuda").half()).shape == (300, 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", [CSR, NARROW])
+def test_compiled_layers_follow_their_weights(kind):
+    torch.compiler.reset()
+    weight = torch.randn(8192, 4096, device="cuda").half() * (torch.rand(8192, 4096, device="cuda") < 0.05)
+    layer = SparseLinear(kind.from_dense(weight), requires_grad=False)
+    options = {"frozen": True, "mode": "reduce-overhead"}
+    compiled = torch.compile(lambda x: F.relu(layer(x)), backend="sparsecomp", options=options)
+    with torch.no_grad():
+        for step in range(4):
+            x = torch.randn(1, 4096, device="cuda").half()
+            exact = F.relu(x.double() @ layer.weight.detach().to_dense().double().mT)
+            assert (compiled(x) - exact).norm() <= 2e-3 * exact.norm()
+            if step == 1:
+                layer.values.mul_(2)
+    report = sparsecomp.last_report()
+    assert report is not None
+    found = {one.implementation for one in report.sites if one.rule == "sparse_linear"}
+    assert found == {"narrow copy" if kind is CSR else "narrow"}
