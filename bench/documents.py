@@ -9,7 +9,7 @@ from bench import table
 from bench.attention import block_attention, decode, elements, masked_models
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
-from bench.sparse import active_inputs, algebra, dynamic, sparse_products, training_step
+from bench.sparse import active_inputs, algebra, dynamic, few_rows, sparse_products, training_step
 from bench.spiking import spike_layers
 from bench.timing import place
 
@@ -39,6 +39,12 @@ def _if_measured(name: str, rows_to_table: Callable[[list[dict[str, Any]]], str]
     return part
 
 
+def _generation(rows: list[dict[str, Any]]) -> str:
+    from bench.sparse import generation  # needs transformers
+
+    return generation.table(rows)
+
+
 PARTS: dict[str, dict[str, Part]] = {
     "README.md": {"headline": table.headline},
     "docs/results.md": {
@@ -55,6 +61,8 @@ PARTS: dict[str, dict[str, Part]] = {
         "decode": _if_measured("decode", decode.table),
         "element-attention": _if_measured("element_attention", elements.table),
         "active-inputs": _if_measured("active_inputs", active_inputs.table),
+        "few-rows": _if_measured("few_rows", few_rows.table),
+        "generation": _if_measured("generation", _generation, ""),
         "geo-speed": _if_measured("geo_speed", speeds.table),
         "geo": _if_measured("geo", scores.table),
         "geo-cuda": _if_measured("geo_cuda", scores.table),

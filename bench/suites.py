@@ -57,6 +57,10 @@ def _precisions(module: Any, given: Namespace) -> tuple[str, ...]:
     return found
 
 
+def _nothing(module: Any, rows: list[Row]) -> str:
+    return ""
+
+
 def _record(module: Any, rows: list[Row]) -> str:
     return module.pasted(module.record(rows), torch.cuda.get_device_name(), torch.__version__)
 
@@ -105,6 +109,9 @@ SUITES: dict[str, Suite] = {
     "sparse-products": Suite("sparse.sparse_products", lambda m, a: m.run()),
     "pattern-algebra": Suite("sparse.algebra", lambda m, a: m.run_on_gpu()),
     "active-inputs": Suite("sparse.active_inputs", lambda m, a: m.run(a.workers or 1)),
+    "few-rows": Suite("sparse.few_rows", lambda m, a: m.run()),
+    "few-rows-candidates": Suite("sparse.few_rows", lambda m, a: m.candidates(a.workers or 8), _nothing),
+    "generation": Suite("sparse.generation", lambda m, a: m.run(a.workers or 8)),
     "training-step": Suite("sparse.training_step", lambda m, a: m.run(a.modes, a.workers or 1)),
     "scaling": Suite(
         "sparse.scaling", lambda m, a: m.run([case for name in a.names or ["mlp"] for case in m.NETWORKS[name]()])

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsecomp import ops
 from sparsecomp.attention import GlobalTokens, LocalWindow, packed_attention
 from sparsecomp.attention import attention as attention_by
-from sparsecomp.formats import BSR, COO, CSR, NM
+from sparsecomp.formats import BSR, COO, CSR, NARROW, NM
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.tuning.autotune import Tuner
@@ -87,6 +87,9 @@ def sparse_layers(device: str) -> None:
         matrices = [CSR.from_dense(weight), COO.from_dense(weight), BSR.from_dense(weight, block=(16, 16))]
         matrices.append(NM.from_dense(*_two_of_four(torch.randn(37, 53, device=device, dtype=dtype)), n=2, m=4))
         x = torch.randn(rows, 53, device=device, dtype=dtype, requires_grad=True)
+        narrow = SparseLinear(NARROW.from_dense(weight))
+        for taken in (x, x[:1], x[:5]):
+            narrow(taken).sum().backward()
         for matrix in matrices:
             layer = SparseLinear(matrix, torch.randn(37, device=device, dtype=dtype)).to(device)
             values, pattern = IndexArrays.of(layer.weight.matrix)

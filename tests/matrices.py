@@ -52,4 +52,5 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "BSR": {"block": (2, 3)},
     "BCSC": {"block": (3, 2)},
     "NM": {"n": 4, "m": 4},
+    "NARROW": {},
 }

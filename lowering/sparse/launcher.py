@@ -18,7 +18,11 @@ from sparsecomp.reference.patterns import Layout
 
 
 class Launcher(Protocol):
-    """What a launcher's module defines."""
+    """What a launcher's module defines.
+
+    One may have `csr_pattern(pattern, layout)` besides, which makes CSR's own arrays of a format's and gives them with
+    their layout: a weight is then written out by CSR's kernel.
+    """
 
     def multiply(
         self, values: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool, dense: Tensor, out: Tensor,
@@ -34,12 +38,13 @@ class Launcher(Protocol):
         ...
 
     def problem_of(
-        self, values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, index: torch.dtype = ...
+        self, values: Tensor, layout: Layout, dense: Tensor, out: Tensor, described: Output, *index: torch.dtype
     ) -> Any:
         """The product that these tensors on the meta device describe.
 
         Args:
-            index: dtype of the index arrays, which are contiguous, as the values are; by default the usual one.
+            index: dtype of the index arrays, which are contiguous, as the values are, and where there are more than two
+                of the last one; by default the usual ones.
         """
         ...
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.dispatch import prepared, recorded
 from sparsecomp.lowering.launch.epilogue import described_output
 from sparsecomp.lowering.launch.watch import allocate
@@ -40,9 +41,9 @@ def layer_product(
         copy of the weight, are expected to be the fastest.
     """
     launch = _product(
-        x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, None if bias is None else
-        (bias.dtype, bias.shape), None if residual is None else (residual.dtype, residual.shape), layout, activation,
-        kernel, filled,
+        x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, own[layout.own - 1].dtype,
+        None if bias is None else (bias.dtype, bias.shape),
+        None if residual is None else (residual.dtype, residual.shape), layout, activation, kernel, filled,
     )  # fmt: skip
     if launch is None:
         return None
@@ -58,8 +59,8 @@ def layer_product(
 @recorded
 def _product(
     device: torch.device, x_shape: torch.Size, x_dtype: torch.dtype, stored: torch.Size, dtype: torch.dtype,
-    index: torch.dtype, bias: _Kind | None, residual: _Kind | None, layout: Layout, activation: str, kernel: str,
-    filled: bool,
+    index: torch.dtype, last: torch.dtype, bias: _Kind | None, residual: _Kind | None, layout: Layout, activation: str,
+    kernel: str, filled: bool,
 ) -> _Launch | None:  # fmt: skip
     (rows, columns), count = layout.shape, x_shape[:-1].numel()
     beside = ((bias, (rows,)), (residual, (*x_shape[:-1], rows)))
@@ -74,9 +75,12 @@ def _product(
     launcher, values = launcher_of(layout), torch.empty(stored, dtype=dtype, device="meta")
     dense, out = (values.new_empty(count, size, dtype=x_dtype).mT for size in (columns, rows))
     described = described_output(out, "row", bias_dtype, residual_dtype, activation)
-    problem = launcher.problem_of(values, layout, dense, out, described, index)
+    kinds = (index,) if layout.own < 3 else (index, last)
+    problem = launcher.problem_of(values, layout, dense, out, described, *kinds)
     own, *libraries = launcher.operations(layout)
     if libraries and kernel != own.name and refusal(problem, device) is None:
+        return None
+    if not own.candidates(problem, device_of(device)):
         return None
     return prepared(own, problem._replace(filled=True) if filled else problem, device, kernel)
 

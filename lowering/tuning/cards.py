@@ -65,6 +65,8 @@ class Card(Ceilings):
     Attributes:
         capability: as CUDA numbers it, such as `9.0`.
         matmul: cuBLAS, large products (`bench/results/snn_conv.json`: 4096 cubed).
+        few_rows: of bandwidth, cuBLAS with a layer's weight and up to 64 rows (`bench few-rows`: 0.88 to 0.97 on an
+            H200, for weights of 86 and 448 MiB).
         conv, conv_channels_last: cuDNN on channels-first and channels-last input (the same file: the 3x3 stages of a
             ResNet at batch 128).
         narrow, int8_narrow: what 64 output channels and fewer reach of cuDNN's rate, and of ours in int8.
@@ -82,10 +84,13 @@ class Card(Ceilings):
         weight_rows: bytes a second from L2 to one processor, rows of weights by event.
         shared_rate: bytes a second of one processor's shared memory (128 a cycle at 1.7 GHz).
         selects: numbers a second that one processor puts in their places in a group of N:M.
+        narrow_values, narrow_rows: values of narrow CSR, and besides rows, a second that one processor multiplies by a
+            column (`bench few-rows-candidates`, one H200).
     """
 
     capability: str
     matmul: ByPrecision = ByPrecision(50 / 50, 430 / 430, 800 / 730)
+    few_rows: float = 0.9
     conv: ByPrecision = ByPrecision(80 / 50, 200 / 430, 350 / 730)
     conv_channels_last: ByPrecision = ByPrecision(80 / 50, 330 / 430, 620 / 730)
     narrow: ByPrecision = ByPrecision(1.0, 0.45, 0.65)
@@ -107,6 +112,8 @@ class Card(Ceilings):
     weight_rows: float = 8.3e10
     shared_rate: float = 2.2e11
     selects: float = 2.0e11
+    narrow_values: float = 5.5e9
+    narrow_rows: float = 1.9e7
 
     @property
     def shared(self) -> int:

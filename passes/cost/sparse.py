@@ -227,9 +227,15 @@ _WAITS = 3
 def _dense_product(product: Product, card: Card) -> Time:
     p = product
     elements = p.m * p.k + p.batch * (p.k + p.m) * p.n
+    if p.batch == 1 and p.n <= _FEW_ROWS:
+        elements /= card.few_rows
     time = time_of(DenseWork(2.0 * p.m * p.k * p.n * p.batch, elements, p.dtype), card)
     assert time is not None, f"no product of {p.dtype} is estimated"
     return time
+
+
+_FEW_ROWS = 64
+"""Rows of a layer's input up to which the weight's bytes are the time."""
 
 
 def _writing(product: Product, card: Card) -> Time:
@@ -327,7 +333,7 @@ def _problem(product: Product) -> tuple[tuple[Operation[Any], ...], Any]:
     """The product as launchers describe it, and the operations that can do it."""
     p = product
     entries = torch.empty(p.entries, dtype=p.dtype, device="meta")
-    values = entries.new_empty(stored_shape((entries, entries), p.layout))
+    values = entries.new_empty(stored_shape((entries,) * p.layout.own, p.layout))
     dense, out = (
         values.new_empty(p.batch, p.n, rows).mT if p.linear else values.new_empty(p.batch, rows, p.n)
         for rows in (p.k, p.m)

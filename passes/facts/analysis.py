@@ -8,6 +8,7 @@ was given; what an opaque module was given may have been written to.
 """
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,7 @@ class Analysis:
         written_inputs: indices of the placeholders that the graph writes to.
         outputs_share: two outputs may share storage with each other.
         last_writes: the position of the last possible write to each node's storage, -1 if there is none.
+        writes: the positions of all writes, ascending.
         seen_outside: the nodes that may share storage with an input, an attribute or an output.
     """
 
@@ -68,11 +70,20 @@ class Analysis:
     written_inputs: frozenset[int] = frozenset()
     outputs_share: bool = False
     last_writes: Mapping[fx.Node, int] = field(default_factory=dict)
+    writes: tuple[int, ...] = ()
     seen_outside: frozenset[fx.Node] = frozenset()
 
-    def unchanged(self, node: Any, since: fx.Node) -> bool:
-        """Whether nothing writes to `node` after `since` has run, so that a later reader sees what `since` saw."""
-        return not isinstance(node, fx.Node) or self.last_writes.get(node, -1) <= self.order[since]
+    def unchanged(self, node: Any, since: fx.Node, until: fx.Node | None = None) -> bool:
+        """Whether nothing writes to `node` after `since` has run, so that a later reader sees what `since` saw.
+
+        Args:
+            until: as far as the later readers are; by default the end of the graph.
+        """
+        begin = self.order[since]
+        if not isinstance(node, fx.Node) or self.last_writes.get(node, -1) <= begin:
+            return True
+        place = bisect_right(self.writes, begin)
+        return until is not None and (place == len(self.writes) or self.writes[place] > self.order[until])
 
     def fact(self, node: Any, at: fx.Node | None = None) -> SparsityFact | None:
         """What every element of `node` obeys when `at` reads it.
@@ -152,6 +163,7 @@ class _Run:
             written_inputs=frozenset(written),
             outputs_share=not distinct,
             last_writes={node: self.groups.last_possible_write(node) for node in self.order},
+            writes=tuple(sorted(self.groups.positions)),
             seen_outside=self._seen_outside(),
         )
 

@@ -32,6 +32,8 @@ class AliasGroups:
         self._tuples: set[fx.Node] = set()
         self._external_live: set[fx.Node] = set()
         self._external_write = -1
+        self.positions: set[int] = set()
+        """Of all writes."""
 
     def add(self, key: Hashable) -> None:
         """A new value in storage of its own."""
@@ -127,6 +129,7 @@ class AliasGroups:
         """The storage of `node` is written to at `position`."""
         group = self._group(node)
         group.last_write = position
+        self.positions.add(position)
         if group.external:
             self._external_write = position
 

@@ -138,7 +138,7 @@ def added(chain: Chain, other: Any, reader: fx.Node) -> Chain | None:
 def problem_of_writes(chain: Chain, ctx: Context, *beside: fx.Node) -> Refusal | None:
     """Why the chain stays as written, if one of its operands, or `beside`, changes before the result is complete."""
     reads = (chain.sparse, *beside, chain.dense, chain.bias, chain.residual)
-    if all(ctx.analysis.unchanged(read, chain.nodes[0]) for read in reads):
+    if all(ctx.analysis.unchanged(read, chain.nodes[0], chain.nodes[-1]) for read in reads):
         return None
     return refuse(Why.SPARSE_AS_WRITTEN, detail="an operand is written to before the result is complete")
 

@@ -1,4 +1,4 @@
-"""Sparse matrices: COO, CSR, CSC, BSR, BCSC and N:M, conversions between them, batches, files and inspection.
+"""Sparse matrices: COO, CSR, CSC, BSR, BCSC, N:M, narrow CSR; conversions between them, batches, files, inspection.
 
     csr = CSR.from_dense(weight)
     bsr = csr.to(BSR, block=(16, 16))
@@ -15,6 +15,7 @@ from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
 from sparsecomp.formats.csr import CSC, CSR
 from sparsecomp.formats.masked_product import masked_matmul
+from sparsecomp.formats.narrow import NARROW
 from sparsecomp.formats.nm import NM
 from sparsecomp.formats.pattern import Pattern
 from sparsecomp.formats.statistics import Statistics
@@ -25,6 +26,7 @@ __all__ = [
     "COO",
     "CSC",
     "CSR",
+    "NARROW",
     "NM",
     "BestFormat",
     "FormatEstimate",

@@ -3,6 +3,7 @@
 A layout is by rows: a matrix stored by columns is the transpose of one stored by rows. Its format says in
 `sparsecomp.formats` what its arrays mean. `csr`: pointers (rows + 1,) and indices (entries,), values (entries,).
 `bsr`: the same of blocks, values (blocks, height, width). `nm`: indices (rows, groups · n) uint8, values alike.
+`narrow`: starts and chunks (rows + 1,), bases (chunks,) and indices (entries,), values alike.
 
 Behind a layout's own arrays a pattern may carry three more, which describe the transposed matrix: pointers, indices,
 and which of the values each of its entries is. Whoever multiplies by the transpose more than once keeps them; an
@@ -26,8 +27,8 @@ class Layout(NamedTuple):
     """What a matrix's arrays are.
 
     Attributes:
-        format: whose own layout it is: "csr", "bsr", "nm".
-        block: (height, width) of bsr, (n, m) of nm, (1, 1) of csr.
+        format: whose own layout it is: "csr", "bsr", "nm", "narrow".
+        block: (height, width) of bsr, (n, m) of nm, (1, 1) of csr and narrow.
         shape: rows and columns.
         skews: how uneven the rows are, and the columns: "even", "mixed", "skewed" or "extreme", for entries (or blocks)
             a row whose deviation over mean is below 0.5, below 2, below 16, or above. Only speed depends on it.

@@ -179,7 +179,7 @@ FUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "bias written": (_bias_written, WRITTEN),
     "residual written": (_residual_written, WRITTEN),
     "written before": (_written_before, "residual"),
-    "written behind": (_written_behind, WRITTEN),
+    "written behind": (_written_behind, "residual"),
 }  # fmt: skip
 
 

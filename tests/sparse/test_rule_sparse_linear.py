@@ -30,7 +30,7 @@ def small_products_stay_sparse(monkeypatch):
 
 FORMATS: dict[str, dict[str, Any]] = {
     "CSR": {"sparsity": 0.5}, "COO": {"sparsity": 0.5}, "CSC": {"sparsity": 0.5}, "NM": {"n": 2, "m": 4},
-    "BSR": {"block": 2, "sparsity": 0.5}, "BCSC": {"block": 2, "sparsity": 0.5},
+    "BSR": {"block": 2, "sparsity": 0.5}, "BCSC": {"block": 2, "sparsity": 0.5}, "NARROW": {"sparsity": 0.5},
 }  # fmt: skip
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3))
 
@@ -79,6 +79,35 @@ def test_what_follows_a_layer_is_fused_where_nobody_else_reads_it(what):
     assert found.rewritten and found.implementation == "csr" and f"fused with {fused}" in found.reason
     assert found.reason.startswith("CSR 6x8 at 50.0% sparsity by spmm_csr (reference)")
     assert len(report.rewritten) == 1
+
+
+@pytest.mark.parametrize("write", ["before", "between", "behind"])
+def test_a_write_to_an_input_matters_between_the_product_and_what_follows(write):
+    """As of a cache of keys: any input may be the weight's memory."""
+
+    class Step(Net):
+        def __init__(self) -> None:
+            super().__init__(lambda layer, x: x)
+            self.register_buffer("cache", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if write == "before":
+                self.cache.add_(1)
+            out = self.layer(x)
+            if write == "between":
+                self.cache.add_(1)
+            out = torch.relu(out)
+            if write == "behind":
+                self.cache.add_(1)
+            return out
+
+    model = Step()
+    with torch.no_grad():
+        out, report = rewritten(model, X, implementation="auto", strict=True)
+    torch.testing.assert_close(out, torch.relu(model.layer(X)))
+    (found,) = [one for one in report.sites if one.rule == "sparse_linear"]
+    assert found.rewritten == (write != "between")
+    assert ("fused with" in found.reason) == found.rewritten
 
 
 @pytest.mark.slow(reason="compiles with gradients")

@@ -29,7 +29,7 @@ TOLERANCE = {F64: 1e-13, F32: 2e-6, F16: 1e-3, BF16: 8e-3}
 BLOCK = {"block": (16, 16), "sparsity": 0.5}
 LAYOUTS = {
     "COO": {"sparsity": 0.8}, "CSR": {"sparsity": 0.8}, "CSC": {"sparsity": 0.8}, "BSR": BLOCK, "BCSC": BLOCK,
-    "NM": {"n": 2, "m": 4},
+    "NM": {"n": 2, "m": 4}, "NARROW": {"sparsity": 0.8},
 }  # fmt: skip
 GPU = DEVICES[1]
 

@@ -32,6 +32,7 @@ from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
 from sparsecomp.lowering.sparse.active_linear import ActiveLinear
+from sparsecomp.lowering.sparse.narrow import SpmmNarrow
 from sparsecomp.lowering.sparse.sddmm import Sddmm
 from sparsecomp.lowering.sparse.spmm_bsr import BlockStrides, SpmmBsr
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
@@ -91,6 +92,12 @@ def _bsr(m: int, k: int, n: int, side: int, share: float, variation: int, dtype:
         m, k, n, 1, side, side, height, width, blocks, variation, values, dense, dtype, dtype, "int32",
         _out(m, n, dtype),
     )  # fmt: skip
+
+
+def _narrow(m: int, k: int, n: int, density: float, dtype: str) -> SpmmNarrow:
+    lying = Strides(0, 1, k)
+    out = _out(m, n, dtype)._replace(strides=Strides(0, 1, m))
+    return SpmmNarrow(m, k, n, 1, round(m * k * density), lying, dtype, dtype, "int32", "uint8", out)
 
 
 def _nm(m: int, k: int, n: int, keep: int, group: int, dtype: str) -> SpmmNM:
@@ -384,6 +391,9 @@ PROBLEMS: dict[str, list[Any]] = {
                  _bsr(2048, 1024, 1, 32, 0.3, 0, "bfloat16"), _bsr(96, 120, 40, 8, 0.5, 2, "float32")],
     "spmm_nm": [_nm(1024, 1024, 512, 2, 4, "float16"), _nm(4096, 4096, 16, 1, 4, "float32"),
                 _nm(300, 600, 77, 4, 8, "bfloat16"), _nm(128, 300, 200, 3, 5, "float16")],
+    "spmm_narrow": [_narrow(11008, 4096, 1, 0.3, "float16"), _narrow(4096, 11008, 1, 0.1, "bfloat16"),
+                    _narrow(11008, 4096, 4, 0.2, "float16"), _narrow(11008, 4096, 8, 0.1, "float16"),
+                    _narrow(11008, 4096, 16, 0.1, "float16"), _narrow(300, 200, 3, 0.5, "float32")],
     "sddmm": [_sddmm(1024, 1024, 64, 1, 0.05, 0, "float16"), _sddmm(4096, 2048, 256, 1, 0.01, 1, "float32"),
               _sddmm(128, 128, 33, 16, 0.4, 2, "float32"),
               _sddmm(512, 512, 1, 1, 0.1, 0, "float32")._replace(a=Strides(512, 1, 512)),
@@ -482,6 +492,10 @@ BOUNDS: list[tuple[str, str, Any, Any, str]] = [
     ("spmm_bsr", "spmm_bsr", _bsr(64, 64, 8, 16, 0.1, 0, "float16")._replace(block_columns=2**27 - 1),
      {"block_columns": 2**27}, "deeper than 2^31"),
     ("spmm_nm", "spmm_nm", _nm(64, 64, 8, 2, 4, "float16"), {"dense_dtype": "float32"}, "one dtype"),
+    ("spmm_narrow", "narrow_rows", _narrow(64, 64, 16, 0.1, "float16"), {"n": 17}, "by CSR's kernels"),
+    ("spmm_narrow", "narrow_rows", _narrow(64, 64, 1, 0.1, "float16"), {"batch": 2}, "by CSR's kernels"),
+    ("spmm_narrow", "narrow_rows", _narrow(1, 2**27 - 1, 1, 1e-6, "float16"), {"k": 2**27}, "too many columns"),
+    ("spmm_narrow", "narrow_rows", _narrow(64, 64, 1, 0.1, "float16"), {"dtype": "float64"}, "use the reference"),
 ]  # fmt: skip
 
 

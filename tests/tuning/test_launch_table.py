@@ -22,6 +22,7 @@ from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
+from sparsecomp.lowering.sparse.narrow import SpmmNarrow
 from sparsecomp.lowering.sparse.sddmm import Sddmm
 from sparsecomp.lowering.sparse.spmm_bsr import BlockStrides, SpmmBsr
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
@@ -77,6 +78,13 @@ def _spmm_nm(layout: str, **changes: Any) -> SpmmNM:
     )._replace(**changes)  # fmt: skip
 
 
+def _narrow(n: int, **changes: Any) -> SpmmNarrow:
+    lying, out = Strides(0, 1, 100), PLAIN._replace(strides=Strides(0, 1, 90))
+    return SpmmNarrow(
+        90, 100, n, 1, 1200, lying, "float32", "float32", "int32", "uint8", out
+    )._replace(**changes)  # fmt: skip
+
+
 def _sddmm(a: str, b: str, **changes: Any) -> Sddmm:
     return Sddmm(
         100, 90, 70, 3, 1200, 1, LAYOUTS[a], LAYOUTS[b], 1200, 0.5, "float32", "float32", "int32"
@@ -115,6 +123,10 @@ PROBLEMS: dict[str, list[Any]] = {
         *(_spmm_nm(layout) for layout in LAYOUTS),
         _spmm_nm("rows", values_batch=0), _spmm_nm("columns", output=FINISHED, **HALF),
         _spmm_nm("rows", keep=3, group=5, values_row=60, indices_row=61), _spmm_nm("rows", keep=1, group=16, n=1),
+    ],
+    "spmm_narrow": [
+        *(_narrow(n) for n in (1, 2, 5, 16)), _narrow(1, dense=Strides(0, 3, 1)), _narrow(1, distance="int16"),
+        _narrow(3, index_dtype="int64"), _narrow(1, nnz=0),
     ],
     "sddmm": [
         *(_sddmm(a, b) for a, b in itertools.product(("rows", "columns", "spread"), repeat=2)),

@@ -54,7 +54,8 @@ class StoredWeight(nn.Module):
 
     Attributes:
         values: the stored numbers, a parameter: (entries,), (blocks, height, width) or (rows, groups · n).
-        pointers, indices: buffers, as `sparsecomp.reference.patterns` describes them. N:M has no pointers.
+        pointers, indices: buffers, as `sparsecomp.reference.patterns` describes them. N:M has no pointers,
+            NARROW has `starts`, `chunks` and `bases` in their place.
         transposed_pointers, transposed_indices, transposed_order, transposed_source: buffers that follow from those, of
             `sparsecomp.reference.patterns.kept_transpose`, and are in no checkpoint; None where no product needs them.
         format: name of the class in `sparsecomp.formats`.
@@ -398,17 +399,16 @@ class StoredWeight(nn.Module):
     def _make_room(self, name: str, given: Tensor) -> None:
         """Have as many entries as the checkpoint has."""
         own = getattr(self, name)
-        if own.shape != given.shape:
-            if name == "values":
-                # of another dtype for a moment: else torch keeps the node of an earlier graph that adds up gradients,
-                # for as long as somebody holds a loss of it, and with it the former size
-                fresh = own.data.new_empty(given.shape)
-                other = torch.float64 if fresh.dtype is torch.float32 else torch.float32
-                self.values.data = fresh.new_empty(0, dtype=other)
-                self.values.data = fresh
-                self.values.grad = None  # of other elements
-            elif name == "indices":
-                self.indices = own.new_empty(given.shape)
+        if name == "values" and own.shape != given.shape:
+            # of another dtype for a moment: else torch keeps the node of an earlier graph that adds up gradients,
+            # for as long as somebody holds a loss of it, and with it the former size
+            fresh = own.data.new_empty(given.shape)
+            other = torch.float64 if fresh.dtype is torch.float32 else torch.float32
+            self.values.data = fresh.new_empty(0, dtype=other)
+            self.values.data = fresh
+            self.values.grad = None  # of other elements
+        elif name != "values" and (own.shape != given.shape or own.itemsize < given.itemsize):
+            setattr(self, name, own.new_empty(given.shape, dtype=given.dtype))
 
     def _checked(self, values: Tensor, *arrays: Tensor) -> IndexArrays:
         """The pattern of a checkpoint's arrays, with the layout that follows from them.

@@ -1,0 +1,223 @@
+"""Linear layers of 1 to 64 rows by weights with 50 to 90 % zeros, as at a step of generation: ours beside cuBLAS.
+
+Replayed CUDA graphs over rotated weights, which are read from memory each time. `candidates` times every
+configuration of every kernel on a case each, and the best of them on others, to hold the estimates against.
+"""
+
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.table import markdown_grid
+from bench.timing import graph_ms, guarded
+from sparsecomp.formats import NARROW, SparseMatrix
+from sparsecomp.lowering.cache.signature import device_of
+from sparsecomp.lowering.launch.epilogue import output_of
+from sparsecomp.lowering.sparse.launcher import launcher_of
+from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.lowering.tuning.cost import seconds
+from sparsecomp.lowering.tuning.template import Candidate, Operation
+from sparsecomp.lowering.tuning.trial import first_line
+from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.reference.patterns import stored_by_rows
+
+SIZES = ((11008, 4096), (4096, 11008), (28672, 8192))
+"""Features out and in."""
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+ZEROS = (0.5, 0.7, 0.8, 0.9)
+FORMATS: tuple[type[SparseMatrix], ...] = (NARROW,)
+_ROTATED = 2e8
+"""Bytes of weights that take turns, several times what the L2 cache holds."""
+_FOUND = 6
+"""Best configurations of a kernel that are tried on other cases."""
+
+
+class Case(NamedTuple):
+    """A layer."""
+
+    out: int
+    k: int
+    rows: int
+    zeros: float
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.out}x{self.k}, {self.zeros:.0%} zeros, {self.rows} rows"
+
+
+def run() -> Iterator[dict[str, Any]]:
+    """A row a case: milliseconds of cuBLAS and of each format, and the relative error of ours."""
+    for size in SIZES:
+        for zeros in ZEROS:
+            weights = _weights(Case(*size, 1, zeros))
+            for rows in ROWS:
+                row = _row(Case(*size, rows, zeros), weights)
+                print(row, flush=True)
+                yield row
+
+
+def _weights(case: Case) -> dict[str, SparseMatrix]:
+    """The same weight in each format."""
+    random = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(case.out, case.k, generator=random, device="cuda", dtype=torch.float16) / case.k**0.5
+    weight[torch.rand(weight.shape, generator=random, device="cuda") < case.zeros] = 0
+    return {kind.__name__: kind.from_dense(weight) for kind in FORMATS}
+
+
+def _row(case: Case, weights: dict[str, SparseMatrix]) -> dict[str, Any]:
+    row: dict[str, Any] = {"layer": case._asdict(), "ms": {}, "error": {}, "MiB": {}}
+    x = torch.randn(case.rows, case.k, device="cuda", dtype=torch.float16)
+    dense = next(iter(weights.values())).to_dense()
+    exact = F.linear(x.float(), dense.float()).double()
+    row["MiB"]["dense"] = round(dense.nbytes / 2**20, 1)
+    guarded(row, "dense", lambda: row["ms"].update(dense=_time([partial(F.linear, x, one) for one in _copies(dense)])))
+    for name, weight in weights.items():
+        row["MiB"][name] = round(weight.nbytes / 2**20, 1)
+        guarded(row, name, partial(_time_format, row, name, weight, x, exact))
+    return row
+
+
+def _time_format(row: dict[str, Any], name: str, weight: SparseMatrix, x: Tensor, exact: Tensor) -> None:
+    calls: list[Callable[[], Tensor]] = []
+    for one in _copies_of(weight):
+        values, arrays, layout = stored_by_rows(one)
+        calls.append(partial(sparse_linear, x, values, arrays, layout.written()))
+    found = calls[0]()
+    row["error"][name] = float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
+    row["ms"][name] = _time(calls)
+
+
+def _time(calls: list[Callable[[], Any]]) -> float:
+    return round(graph_ms(calls, 10), 5)
+
+
+def _copies(tensor: Tensor) -> list[Tensor]:
+    return [tensor, *(tensor.clone() for _ in range(_count(tensor.nbytes) - 1))]
+
+
+def _copies_of(matrix: SparseMatrix) -> list[SparseMatrix]:
+    kind, arrays, shape = type(matrix), matrix.arrays.values(), matrix.shape
+    return [kind(*(array.clone() for array in arrays), shape=shape) for _ in range(_count(matrix.nbytes))]
+
+
+def _count(size: int) -> int:
+    return max(3, -(-int(_ROTATED) // size))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds of cuBLAS, and how many times as fast each format is."""
+    formats = [kind.__name__ for kind in FORMATS]
+    grid = [["layer", "zeros", "rows", "cuBLAS, ms", *formats]]
+    for row in rows:
+        layer, ms = row["layer"], row["ms"]
+        cells = [f"{ms[name]:.4f} ({ms['dense'] / ms[name]:.2f})" if name in ms else "–" for name in formats]
+        size = f"{layer['out']}x{layer['k']}"
+        grid.append([size, f"{layer['zeros']:.0%}", str(layer["rows"]), f"{ms.get('dense', 0):.4f}", *cells])
+    return markdown_grid(grid)
+
+
+# -- candidates
+
+_WHOLE = (Case(11008, 4096, 1, 0.7), Case(11008, 4096, 4, 0.7), Case(11008, 4096, 16, 0.7))
+"""All configurations are timed on these."""
+_OTHERS = tuple(
+    Case(*size, rows, zeros) for size in SIZES[:2] for zeros in (0.5, 0.7, 0.9) for rows in (1, 2, 4, 8, 16)
+)  # fmt: skip
+
+
+def candidates(workers: int) -> Iterator[dict[str, Any]]:
+    """A row a case and kernel: milliseconds by configuration, the fastest first, and its estimate.
+
+    Args:
+        workers: processes that compile side by side.
+    """
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.starmap(_compile, [(case, share, workers) for share in range(workers) for case in _WHOLE], chunksize=1)
+    best: dict[tuple[str, int], list[str]] = {}
+    for case in _WHOLE:
+        for row in _timed(case, None):
+            best[row["kernel"], _kind(case)] = list(row["ms"])[:_FOUND]
+            yield row
+    for case in _OTHERS:
+        yield from _timed(case, best)
+
+
+def _compile(case: Case, share: int, workers: int) -> None:
+    small = case._replace(out=256)
+    for operation, problem, tensors in _problems(small, _weights(small)):
+        found = operation.candidates(problem._replace(m=case.out), device_of(torch.device("cuda", 0)))
+        for one in found[share::workers]:
+            try:
+                one.template.prepare(problem, one.config)(*tensors)
+            except Exception as error:
+                print(one.name, first_line(error), flush=True)
+
+
+def _timed(case: Case, best: dict[tuple[str, int], list[str]] | None) -> Iterator[dict[str, Any]]:
+    weights, card = _weights(case), card_of(torch.device("cuda", 0))
+    dense, x = weights["NARROW"].to_dense(), torch.randn(case.rows, case.k, device="cuda", dtype=torch.float16)
+    reference = _time([partial(F.linear, x, one) for one in _copies(dense)])
+    rows: dict[str, dict[str, Any]] = {}
+    for operation, problem, _ in _problems(case, weights):
+        tensors = [tensors for _, _, tensors in _rotated(case, weights, operation)]
+        for candidate in operation.candidates(problem, device_of(torch.device("cuda", 0))):
+            name, config = candidate.template.name, _without_columns(candidate)
+            if best is not None and config not in best.get((name, _kind(case)), ()):
+                continue
+            row = rows.setdefault(name, {"case": case.name, "kernel": name, "dense": reference, "ms": {}})
+            try:
+                launch = candidate.template.prepare(problem, candidate.config)
+                ms = _time([partial(launch, *each) for each in tensors])
+            except Exception as error:
+                print(candidate.name, first_line(error), flush=True)
+                continue
+            row["ms"][config] = (ms, round(seconds(candidate, problem, card) * 1e3, 5))
+    for row in rows.values():
+        row["ms"] = dict(sorted(row["ms"].items(), key=lambda one: one[1][0]))
+        print(f"{row['case']}: {row['kernel']}, cuBLAS {reference:.4f}", flush=True)
+        for config, (ms, estimate) in list(row["ms"].items())[: 8 if best is None else 2]:
+            print(f"  {ms:8.4f} ms, estimate {estimate:8.4f}: {config}", flush=True)
+        if best is None:
+            first = min(row["ms"].items(), key=lambda one: one[1][1], default=None)
+            print(f"  first by estimate: {first}", flush=True)
+        yield row
+
+
+def _kind(case: Case) -> int:
+    """Which of the cases that are timed whole is most like it."""
+    return min(range(len(_WHOLE)), key=lambda place: abs(math.log2(_WHOLE[place].rows / case.rows)))
+
+
+def _without_columns(candidate: Candidate[Any]) -> str:
+    """The configuration but for its columns, which follow from the rows of the case."""
+    return str({name: value for name, value in candidate.config.items() if name != "BN"})
+
+
+def _rotated(
+    case: Case, weights: dict[str, SparseMatrix], operation: Operation[Any]
+) -> Iterator[tuple[Operation[Any], Any, tuple[Tensor | None, ...]]]:  # fmt: skip
+    for one in _problems(case, weights, rotated=True):
+        if one[0] is operation:
+            yield one
+
+
+def _problems(
+    case: Case, weights: dict[str, SparseMatrix], rotated: bool = False
+) -> Iterator[tuple[Operation[Any], Any, tuple[Tensor | None, ...]]]:  # fmt: skip
+    """Operation, problem and tensors of each format, of each of its copies if they are to be rotated."""
+    x = torch.randn(case.rows, case.k, device="cuda", dtype=torch.float16)
+    for matrix in weights.values():
+        for one in _copies_of(matrix) if rotated else [matrix]:
+            values, arrays, layout = stored_by_rows(one)
+            out = torch.empty(case.rows, case.out, device="cuda", dtype=torch.float16).mT
+            described = output_of(out, None, "row", None, "none", 1.0)
+            launcher = launcher_of(layout)
+            problem = launcher.problem_of(values, layout, x.mT, out, described, arrays[0].dtype, arrays[-1].dtype)
+            yield launcher.operations(layout)[0], problem, (*arrays, values, x.mT, None, None, out)

@@ -1,0 +1,149 @@
+"""Tokens a second of a pruned language model, a step at a time with a static cache: ours beside stock compile.
+
+A LLaMA-shaped model with random weights, layers of the size of LLaMA-7B's and fewer of them, in float16, with zeros in
+all linear layers. Stock compiles the dense model. Both replay CUDA graphs. Ours promises that its weights stay, and
+counts the tokens that the dense model of the same zeros would have chosen too, given the same tokens before.
+"""
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+import sparsecomp
+from bench.parallel import measured
+from bench.table import markdown_grid
+from bench.timing import wait
+from sparsecomp import Unstructured
+from sparsecomp.formats import NARROW
+
+RIVALS = ("stock", "stock, max-autotune", "sparsecomp")
+BATCHES = (1, 8)
+ZEROS = (0.7, 0.9)
+PROMPT, CACHE, STEPS = 32, 256, 64
+"""Tokens of the prompt, of the cache, and generated in one timing."""
+_REPEATS = 3
+
+
+class Case(NamedTuple):
+    """Who generates for how many sequences at once, with which share of zeros."""
+
+    who: str
+    batch: int
+    zeros: float
+
+
+CASES = [Case(who, batch, ZEROS[0]) for batch in BATCHES for who in RIVALS[:2]] + [
+    Case("sparsecomp", batch, zeros) for batch in BATCHES for zeros in ZEROS
+]
+"""Stock takes as long whatever is zero."""
+
+
+def config(layers: int = 8) -> LlamaConfig:
+    """1.9 billion parameters with 8 layers."""
+    return LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=32, max_position_embeddings=2 * CACHE,
+    )  # fmt: skip
+
+
+def run(workers: int = 8) -> Iterator[dict[str, Any]]:
+    """A row a case: tokens a second, MiB held, and of ours the share of tokens that dense chooses too."""
+    for row in measured(prepared, CASES, workers, batch=1):
+        print(row, flush=True)
+        yield row
+
+
+def prepared(case: Case, device: str = "cuda") -> Callable[[], dict[str, Any]]:
+    """What measures a case."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(config()).eval().half().requires_grad_(False)
+    sparsecomp.sparsify(model, Unstructured(case.zeros, format=NARROW))
+    if case.who == "sparsecomp":
+        options = {"mode": "reduce-overhead", "frozen": True}
+        chosen, how = model, {"backend": "sparsecomp", "options": options}
+    else:
+        chosen, how = sparsecomp.densify(model), {"mode": case.who.partition(", ")[2] or "reduce-overhead"}
+    generate = Generation(chosen, case.batch, device, how)
+    generate()  # compiles
+    generate()  # records
+    return lambda: _row(case, chosen, generate)
+
+
+class Generation:
+    """Greedy generation by a compiled step; a call generates `STEPS` tokens behind the same prompt.
+
+    Args:
+        model: of transformers.
+        batch: sequences.
+        device: of the model.
+        how: keyword arguments of `torch.compile`.
+    """
+
+    def __init__(self, model: Any, batch: int, device: str, how: dict[str, Any]) -> None:
+        self.model, self.cache = model, StaticCache(config=model.config, max_cache_len=CACHE)
+        random = torch.Generator().manual_seed(1)
+        self.prompt = torch.randint(0, model.config.vocab_size, (batch, PROMPT), generator=random).to(device)
+        self.step = torch.compile(self._next, **how)
+        self.seconds = 0.0
+
+    def _next(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1:].argmax(-1)
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """The tokens (batch, STEPS); what the steps behind the prompt took is `seconds`."""
+        self.cache.reset()
+        token = self._next(self.prompt)
+        found = [token]
+        wait()
+        begin = time.perf_counter()
+        for _ in range(STEPS - 1):
+            torch.compiler.cudagraph_mark_step_begin()
+            token = self.step(token).clone()
+            found.append(token)
+        wait()
+        self.seconds = time.perf_counter() - begin
+        return torch.cat(found, 1)
+
+
+@torch.no_grad()
+def _row(case: Case, model: nn.Module, generate: Generation) -> dict[str, Any]:
+    seconds, tokens = [], generate.prompt
+    for _ in range(_REPEATS):
+        tokens = generate()
+        seconds.append(generate.seconds)
+    row = {**case._asdict(), "tokens a second": round(case.batch * (STEPS - 1) / min(seconds), 1)}
+    row["MiB"] = round(sum(one.nbytes for one in (*model.parameters(), *model.buffers())) / 2**20, 1)
+    gc.collect()
+    row["MiB held"] = round(torch.cuda.memory_allocated() / 2**20, 1)
+    if case.who == "sparsecomp":
+        dense = sparsecomp.densify(copy.deepcopy(model))
+        whole = torch.cat([generate.prompt, tokens], 1)
+        choices = dense(input_ids=whole).logits[:, PROMPT - 1 : -1].argmax(-1)
+        row["as dense"] = round((choices == tokens).double().mean().item(), 4)
+        report = sparsecomp.last_report()
+        sites = [] if report is None else [one.implementation for one in report.sites if one.rule == "sparse_linear"]
+        row["runs as"] = {name: sites.count(name) for name in dict.fromkeys(sites)}
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Tokens a second, and how many times those of stock's best."""
+    grid = [["batch", "who", "tokens a second", "weights, MiB", "held, MiB", "tokens as dense"]]
+    for row in sorted(rows, key=lambda row: (row["batch"], RIVALS.index(row["who"]), row["zeros"])):
+        rivals = [one for one in rows if one["batch"] == row["batch"] and one["who"] != "sparsecomp"]
+        best = max((one["tokens a second"] for one in rivals), default=None)
+        gain = "" if best is None or row["who"] != "sparsecomp" else f" ({row['tokens a second'] / best:.2f})"
+        same = f"{row['as dense']:.1%}" if "as dense" in row else "–"
+        who = row["who"] + (f", {row['zeros']:.0%} zeros" if gain else "")
+        sizes = [f"{row[name]:.0f}" for name in ("MiB", "MiB held")]
+        grid.append([str(row["batch"]), who, f"{row['tokens a second']:.0f}{gain}", *sizes, same])
+    return markdown_grid(grid)

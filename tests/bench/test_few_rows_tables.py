@@ -1,0 +1,32 @@
+"""The tables of layers of few rows and of generation, from rows as the benchmarks give them."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from bench.sparse import few_rows
+
+
+def test_layers_of_few_rows():
+    layer = {"out": 64, "k": 32, "rows": 1, "zeros": 0.7}
+    rows = [{"layer": layer, "ms": {"dense": 0.03, "NARROW": 0.02}}, {"layer": layer, "ms": {"dense": 0.03}}]
+    lines = few_rows.table(rows).splitlines()
+    assert lines[2:] == ["| 64x32 | 70% | 1 | 0.0300 | 0.0200 (1.50) |", "| 64x32 | 70% | 1 | 0.0300 | – |"]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed: pip install transformers")
+@pytest.mark.slow(reason="imports transformers")
+def test_generation():
+    from bench.sparse import generation
+
+    rows = [
+        {"who": who, "batch": 8, "zeros": zeros, "tokens a second": speed, "MiB": 10.0, "MiB held": 20.0, **more}
+        for who, zeros, speed, more in (
+            ("stock, max-autotune", 0.7, 50.0, {}), ("sparsecomp", 0.9, 100.0, {"as dense": 0.995}),
+            ("stock", 0.7, 40.0, {}),
+        )
+    ]  # fmt: skip
+    assert generation.table(rows).splitlines()[2:] == [
+        "| 8 | stock | 40 | 10 | 20 | – |", "| 8 | stock, max-autotune | 50 | 10 | 20 | – |",
+        "| 8 | sparsecomp, 90% zeros | 100 (2.00) | 10 | 20 | 99.5% |",
+    ]  # fmt: skip
