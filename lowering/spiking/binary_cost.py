@@ -12,6 +12,7 @@ from sparsecomp.lowering.tuning.cost import Cost, sizes, waves
 _m, _in_pixels, _taps = sizes("conv.m conv.in_pixels conv.taps")
 _c, _k, _groups = sizes("conv.c conv.k conv.groups")
 _cp, _digits, _phases = sizes("conv.cp digits phases")
+_pixels, _slots, _steps = sizes("pixels slots lif.steps")
 _bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
 _bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
 _shared_rate, _int8_portable = sizes("shared_rate int8_portable")
@@ -24,6 +25,21 @@ _LATENCY = 5e-7
 """Seconds from the start of a copy to shared memory to its first byte, with a cold L2."""
 _START = 3e-6
 """Seconds before the first product and after the last."""
+NEURON_OPERATIONS = 60
+"""Float operations' worth of a neuron's step behind a convolution, most of it a division; not measured."""
+
+
+def conv_lif_cost(hopper: bool) -> Cost:
+    """The same walks, in tiles that hold all steps of a pixel; bytes and membranes are written, with the neurons' work.
+
+    Not measured yet.
+    """
+    product = _walks(hopper, sympy.ceiling(_pixels * _slots / _bm))
+    return Cost(
+        bytes=(1.5 * _steps + 6) * _pixels * _k,  # at the share of the bandwidth that a convolution's outputs reach
+        operations=NEURON_OPERATIONS * _pixels * _slots * _k,
+        seconds=product,
+    )
 
 
 def binary_conv_cost(hopper: bool, transposed: bool = False) -> Cost:
@@ -34,7 +50,15 @@ def binary_conv_cost(hopper: bool, transposed: bool = False) -> Cost:
     memory, which is no less busy than they are. A transposed convolution's output sees one of `phases` parts of the
     taps.
     """
-    tiles = sympy.ceiling(_m / _bm) * sympy.ceiling(_k / (_groups * _bn)) * _groups
+    return Cost(
+        bytes=6 * _m * _k,  # of half precision as well, whose stores are narrower
+        seconds=_walks(hopper, sympy.ceiling(_m / _bm), transposed),
+    )
+
+
+def _walks(hopper: bool, rows: sympy.Expr, transposed: bool = False) -> sympy.Expr:
+    """Seconds of all tiles of so many rows of tiles, but for what they write."""
+    tiles = rows * sympy.ceiling(_k / (_groups * _bn)) * _groups
     steps = _taps * _cp / _bk / (_phases if transposed else 1)
     copied = (_bm + _digits * _bn) * _bk
     walks = waves(tiles, _processors) * steps
@@ -46,10 +70,7 @@ def binary_conv_cost(hopper: bool, transposed: bool = False) -> Cost:
     arrival = _LATENCY + copied / _COPY_RATE
     wait = waves(tiles, _processors * _resident(_stages * copied)) * steps * arrival / ahead
     traffic = (_in_pixels * _c + _digits * _k * _taps * _cp) / _bandwidth
-    return Cost(
-        bytes=6 * _m * _k,  # of half precision as well, whose stores are narrower
-        seconds=sympy.sqrt(work**2 + copies**2 + wait**2 + traffic**2) + _START,
-    )
+    return sympy.sqrt(work**2 + copies**2 + wait**2 + traffic**2) + _START
 
 
 def bytes_read(hopper: bool) -> sympy.Expr:

@@ -33,6 +33,7 @@ from sparsecomp.ops.sparse.rows import sparse_rows
 from sparsecomp.ops.sparse.sddmm import sddmm
 from sparsecomp.ops.sparse.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse.spmm import spmm
+from sparsecomp.ops.spiking.conv_lif import conv_lif
 from sparsecomp.ops.spiking.halves_conv import halves_conv
 from sparsecomp.ops.spiking.lif import lif
 from sparsecomp.ops.spiking.neuron import neuron, trained_neuron
@@ -50,6 +51,7 @@ __all__ = [
     "Layout",
     "active_linear",
     "block_attention",
+    "conv_lif",
     "decode_attention",
     "decompositions",
     "effective_weight",

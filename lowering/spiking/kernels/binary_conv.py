@@ -64,6 +64,43 @@ def binary_conv_kernel(
         rows = tl.load(rows_ptr + rows, mask=row_ok, other=0)
     pixel = rows % (OD * OH * OW)
     image = rows // (OD * OH * OW)
+    x_row, frame, ih, iw = window_corners(
+        image, pixel, row_ok, group * cg, D, H, W, OH, OW, C, stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, VOLUMES
+    )
+    acc0, acc1, acc2, acc3 = int8_sums(
+        x_ptr, x_row, w_ptr, frame, ih, iw, k, col_ok, cg, D, H, W, C, K, CP, dil_d, dil_h, dil_w,
+        T, R, S, DIGITS, VOLUMES, EVEN_C, BM, BN, BK,
+    )  # fmt: skip
+    scale = tl.load(scale_ptr + k, mask=col_ok, other=1.0)
+    if factor_ptr is not None:
+        multiplier *= tl.load(factor_ptr).to(tl.float32)
+    out_row = image.to(tl.int64) * out_image + pixel.to(tl.int64) * out_pixel
+    out_ptrs = out_ptr + out_row[:, None] + (k.to(tl.int64) * out_channel)[None, :]
+    out_ok = row_ok[:, None] & col_ok[None, :]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + k, mask=col_ok, other=0.0).to(tl.float32)
+    else:
+        bias = tl.zeros((BN,), tl.float32)
+    # NaN is not above zero either, and no product of a number that is not finite with zero is zero
+    if (tl.min((scale > 0.0).to(tl.int32), 0) == 0) | (multiplier * 0.0 != 0.0):
+        weight_ptrs = weight_ptr + k.to(tl.int64) * weight_k
+        value = float_sums(
+            x_ptr + x_row, frame, ih, iw, weight_ptrs, col_ok, multiplier, cg, D, H, W, C, dil_d, dil_h, dil_w,
+            weight_c, weight_t, weight_r, weight_s, T, R, S, factor_ptr is not None, BM, BN,
+        )  # fmt: skip
+        tl.store(out_ptrs, (value + bias[None, :]).to(out_ptr.dtype.element_ty), mask=out_ok)
+    else:
+        value = joined(acc0, acc1, acc2, acc3, DIGITS)
+        value = value * scale[None, :] * multiplier + bias[None, :]
+        tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=out_ok)
+
+
+@triton.jit
+def window_corners(
+    image, pixel, row_ok, first, D, H, W, OH, OW, C, stride_d, stride_h, stride_w, pad_d, pad_h, pad_w,
+    VOLUMES: tl.constexpr,
+):  # fmt: skip
+    """Where the windows of output pixels begin: offset of input channel `first`, frame, line and column."""
     frame = image * 0
     line = pixel // OW
     if VOLUMES:
@@ -72,8 +109,17 @@ def binary_conv_kernel(
     # rows past the end get a height outside the image, so that their loads are masked like padding
     ih = tl.where(row_ok, line * stride_h - pad_h, -(1 << 30))
     iw = (pixel % OW) * stride_w - pad_w
+    return (((image.to(tl.int64) * D + frame) * H + ih) * W + iw) * C + first, frame, ih, iw
+
+
+@triton.jit
+def int8_sums(
+    x_ptr, x_row, w_ptr, frame, ih, iw, k, col_ok, cg, D, H, W, C, K, CP, dil_d, dil_h, dil_w,
+    T: tl.constexpr, R: tl.constexpr, S: tl.constexpr, DIGITS: tl.constexpr, VOLUMES: tl.constexpr,
+    EVEN_C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The block's sums by byte of the weight, in int32; windows begin `x_row` behind `x_ptr`."""
     chan = tl.arange(0, BK)
-    x_row = (((image.to(tl.int64) * D + frame) * H + ih) * W + iw) * C + group * cg
     x_ptrs = x_ptr + x_row[:, None] + chan[None, :]
     depth = T * R * S * CP
     w_ptrs = w_ptr + k.to(tl.int64)[None, :] * depth + chan[:, None]
@@ -116,28 +162,7 @@ def binary_conv_kernel(
             next_frame = r >= R
             r = tl.where(next_frame, 0, r)
             t = tl.where(next_frame, t + 1, t)
-    scale = tl.load(scale_ptr + k, mask=col_ok, other=1.0)
-    if factor_ptr is not None:
-        multiplier *= tl.load(factor_ptr).to(tl.float32)
-    out_row = image.to(tl.int64) * out_image + pixel.to(tl.int64) * out_pixel
-    out_ptrs = out_ptr + out_row[:, None] + (k.to(tl.int64) * out_channel)[None, :]
-    out_ok = row_ok[:, None] & col_ok[None, :]
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + k, mask=col_ok, other=0.0).to(tl.float32)
-    else:
-        bias = tl.zeros((BN,), tl.float32)
-    # NaN is not above zero either, and no product of a number that is not finite with zero is zero
-    if (tl.min((scale > 0.0).to(tl.int32), 0) == 0) | (multiplier * 0.0 != 0.0):
-        weight_ptrs = weight_ptr + k.to(tl.int64) * weight_k
-        value = float_sums(
-            x_ptr + x_row, frame, ih, iw, weight_ptrs, col_ok, multiplier, cg, D, H, W, C, dil_d, dil_h, dil_w,
-            weight_c, weight_t, weight_r, weight_s, T, R, S, factor_ptr is not None, BM, BN,
-        )  # fmt: skip
-        tl.store(out_ptrs, (value + bias[None, :]).to(out_ptr.dtype.element_ty), mask=out_ok)
-    else:
-        value = joined(acc0, acc1, acc2, acc3, DIGITS)
-        value = value * scale[None, :] * multiplier + bias[None, :]
-        tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=out_ok)
+    return acc0, acc1, acc2, acc3
 
 
 @triton.jit
@@ -211,7 +236,7 @@ def _prepare(problem: BinaryConv, config: Config) -> Launch:
 BINARY_CONV = Template(
     name="binary_conv",
     op="binary_conv",
-    sources=(binary_conv_kernel, joined, float_sums),
+    sources=(binary_conv_kernel, window_corners, int8_sums, joined, float_sums),
     refuse=_refuse,
     space=lambda problem, device: int8_tiles(problem.conv.kg, problem.conv.cp, problem.digits, device),
     cost=binary_conv_cost(hopper=False),

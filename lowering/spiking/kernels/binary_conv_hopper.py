@@ -58,53 +58,41 @@ def _next_step(r, s, c, S: gl.constexpr, CP, BK: gl.constexpr):
     return gl.where(next_row, r + 1, r), gl.where(next_row, 0, s), c
 
 
-@gluon.jit
-def binary_conv_hopper_kernel(
-    x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, factor_ptr, out_ptr, count_ptr, rows_ptr,
-    M, H, W, OH, OW, C, K, CP,
-    stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
-    out_pixel, out_channel, out_image, weight_k, weight_c, weight_r, weight_s, multiplier, limit,
-    R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """See `binary_conv_kernel`; here planes go through the tensor cores in pairs, side by side in one instruction.
+@gluon.constexpr_function
+def copies(BK, num_warps):
+    """How the threads of a block share a copy of BK channels of its rows, 16 bytes each."""
+    return gl.BlockedLayout([1, 16], [512 // BK, BK // 16], [num_warps, 1], [1, 0])
 
-    Channels of a group need no padding (CP = C/GROUPS), so that every copy is of 16 aligned bytes.
-    """
+
+@gluon.jit
+def place_of(rows, area, images, SLOTS: gl.constexpr):
+    """Image and output pixel of rows: SLOTS steps of a pixel lie beside each other, of which each has so many images."""
+    pixel = rows // SLOTS % area
+    image = rows // SLOTS // area
+    if SLOTS > 1:
+        image += rows % SLOTS * images
+    return image, pixel
+
+
+@gluon.jit
+def products(
+    x_ptr, w_ptr, rows, row_ok, images, k0, kg, group, H, W, OH, OW, C, K, CP,
+    stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
+    R: gl.constexpr, S: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The block's sums, those by byte of the weight joined in float32, in the layout of the products."""
     SINGLE: gl.constexpr = DIGITS % 2
     PAIRS: gl.constexpr = DIGITS // 2
-    VEC: gl.constexpr = BK // 16
-    copy_layout: gl.constexpr = gl.BlockedLayout([1, 16], [32 // VEC, VEC], [num_warps, 1], [1, 0])
+    copy_layout: gl.constexpr = copies(BK, num_warps)
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=BK, element_bitwidth=8, rank=2)
     # integer products are at most 128 columns wide in Triton
     PAIR_N: gl.constexpr = min(2 * BN, 128)
     pair_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, PAIR_N, 32])
     one_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BN, 32])
-
-    pid = gl.program_id(0)
-    kg = K // GROUPS
     cg = C // GROUPS
-    blocks_n = gl.cdiv(kg, BN)
-    pm = pid // (blocks_n * GROUPS)
-    pn = pid % (blocks_n * GROUPS)
-    group = pn // blocks_n
-    k0 = (pn % blocks_n) * BN
-    if count_ptr is not None:
-        count = gl.load(count_ptr)
-        if rows_ptr is not None:
-            limit = pm * BM
-            M = count
-        if count <= limit:
-            return
-    rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, copy_layout))
-    row_ok = rows < M
-    if rows_ptr is not None:
-        rows = gl.load(rows_ptr + rows, mask=row_ok, other=0)
     chan = gl.arange(0, BK, layout=gl.SliceLayout(0, copy_layout))
-    pixel = rows % (OH * OW)
-    image = rows // (OH * OW)
+    image, pixel = place_of(rows, OH * OW, images, SLOTS)
     ih = gl.where(row_ok, (pixel // OW) * stride_h - pad_h, -(1 << 30))
     iw = (pixel % OW) * stride_w - pad_w
     x_row = ((image.to(gl.int64) * H + ih) * W + iw) * C + group * cg
@@ -170,6 +158,48 @@ def binary_conv_hopper_kernel(
         value = (value * 256.0 + third.to(gl.float32)) * 256.0 + fourth.to(gl.float32)
     if SINGLE:
         value = value * 256.0 + gl.convert_layout(rest.to(gl.float32), value.type.layout)
+    return value
+
+
+@gluon.jit
+def binary_conv_hopper_kernel(
+    x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, factor_ptr, out_ptr, count_ptr, rows_ptr,
+    M, H, W, OH, OW, C, K, CP,
+    stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
+    out_pixel, out_channel, out_image, weight_k, weight_c, weight_r, weight_s, multiplier, limit,
+    R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """See `binary_conv_kernel`; here planes go through the tensor cores in pairs, side by side in one instruction.
+
+    Channels of a group need no padding (CP = C/GROUPS), so that every copy is of 16 aligned bytes.
+    """
+    pid = gl.program_id(0)
+    kg = K // GROUPS
+    cg = C // GROUPS
+    blocks_n = gl.cdiv(kg, BN)
+    pm = pid // (blocks_n * GROUPS)
+    pn = pid % (blocks_n * GROUPS)
+    group = pn // blocks_n
+    k0 = (pn % blocks_n) * BN
+    if count_ptr is not None:
+        count = gl.load(count_ptr)
+        if rows_ptr is not None:
+            limit = pm * BM
+            M = count
+        if count <= limit:
+            return
+    copy_layout: gl.constexpr = copies(BK, num_warps)
+    rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, copy_layout))
+    row_ok = rows < M
+    if rows_ptr is not None:
+        rows = gl.load(rows_ptr + rows, mask=row_ok, other=0)
+    value = products(
+        x_ptr, w_ptr, rows, row_ok, 0, k0, kg, group, H, W, OH, OW, C, K, CP, stride_h, stride_w, pad_h, pad_w,
+        dil_h, dil_w, R, S, 1, GROUPS, DIGITS, BM, BN, BK, STAGES, num_warps,
+    )  # fmt: skip
 
     out_layout: gl.constexpr = value.type.layout
     out_rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, out_layout))
@@ -183,10 +213,10 @@ def binary_conv_hopper_kernel(
     if factor_ptr is not None:
         multiplier *= gl.load(factor_ptr).to(gl.float32)
     if (gl.min((scale > 0.0).to(gl.int32), 0) == 0) | (multiplier * 0.0 != 0.0):
-        value = _sums(
-            x_ptr + group * cg, weight_ptr + k.to(gl.int64) * weight_k, out_rows, out_ok, col_ok, multiplier, cg,
+        value = float_sums(
+            x_ptr + group * cg, weight_ptr + k.to(gl.int64) * weight_k, out_rows, out_ok, col_ok, 0, multiplier, cg,
             H, W, OH, OW, C, stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_c, weight_r, weight_s,
-            R, S, factor_ptr is not None, BM, BN, out_layout,
+            R, S, 1, factor_ptr is not None, BM, BN, out_layout,
         )  # fmt: skip
     else:
         value = value * scale[None, :] * multiplier
@@ -198,16 +228,17 @@ def binary_conv_hopper_kernel(
 
 
 @gluon.jit
-def _sums(
-    x_ptr, weight_ptrs, rows, row_ok, col_ok, multiplier, cg, H, W, OH, OW, C,
+def float_sums(
+    x_ptr, weight_ptrs, rows, row_ok, col_ok, images, multiplier, cg, H, W, OH, OW, C,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_c, weight_r, weight_s,
-    R: gl.constexpr, S: gl.constexpr, FACTOR: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    R: gl.constexpr, S: gl.constexpr, SLOTS: gl.constexpr, FACTOR: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """As `float_sums` of `binary_conv`, in the layout of the result."""
-    pixel = rows % (OH * OW)
+    image, pixel = place_of(rows, OH * OW, images, SLOTS)
     ih = gl.where(row_ok, (pixel // OW) * stride_h - pad_h, -(1 << 30))
     iw = (pixel % OW) * stride_w - pad_w
-    x_ptrs = x_ptr + (((rows // (OH * OW)).to(gl.int64) * H + ih) * W + iw) * C
+    x_ptrs = x_ptr + ((image.to(gl.int64) * H + ih) * W + iw) * C
     value = gl.zeros((BM, BN), gl.float32, LAYOUT)
     for i in range(R * S * cg):
         r = i // (S * cg)
@@ -225,7 +256,8 @@ def _sums(
     return value
 
 
-def _refuse(problem: BinaryConv, device: Device) -> str | None:
+def refuse(problem: BinaryConv, device: Device) -> str | None:
+    """Why the products cannot run on a device, None if they can."""
     if not device.is_hopper:
         return f"needs compute capability 9.x, not {device.capability or 'no GPU'}"
     if problem.conv.cp != problem.conv.cg:
@@ -233,7 +265,8 @@ def _refuse(problem: BinaryConv, device: Device) -> str | None:
     return beyond_images(problem.conv)
 
 
-def _space(problem: BinaryConv, device: Device) -> list[Config]:
+def space(problem: BinaryConv, device: Device) -> list[Config]:
+    """Blocks of pixels by output channels of a group."""
     p = problem
     narrow = p.conv.kg <= 32
     return [
@@ -253,12 +286,15 @@ def _prepare(problem: BinaryConv, config: Config) -> Launch:
     return Launch(binary_conv_hopper_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants)
 
 
+SOURCES = (products, place_of, _load_weights, _load_inputs, _next_step, float_sums)
+"""What other kernels around these products are made of, too."""
+
 BINARY_CONV_HOPPER = Template(
     name="binary_conv_hopper",
     op="binary_conv",
-    sources=(binary_conv_hopper_kernel, _load_weights, _load_inputs, _next_step, _sums),
-    refuse=_refuse,
-    space=_space,
+    sources=(binary_conv_hopper_kernel, *SOURCES),
+    refuse=refuse,
+    space=space,
     cost=binary_conv_cost(hopper=True),
     prepare=_prepare,
 )

@@ -14,52 +14,85 @@ from sparsecomp.lowering.tuning.template import Config, Template
 
 
 @triton.jit
+def batch_norm(
+    mean_ptr, var_ptr, weight_ptr, bias_ptr, c, mask, eps, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """What `lif_step` takes of channels `c`: their mean, gain, and bias if there is one."""
+    mean = tl.load(mean_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    gain = 1.0 / tl.sqrt(tl.load(var_ptr + c, mask=mask, other=0.0).to(tl.float32) + eps)
+    if HAS_WEIGHT:
+        gain = gain * tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    shift = None
+    if HAS_BIAS:
+        shift = tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    return mean, gain, shift
+
+
+@triton.jit
+def lif_step(
+    x, v, mean, gain, shift, rate, tau, threshold, reset,
+    CHARGE: tl.constexpr, DECAY_INPUT: tl.constexpr, SOFT_RESET: tl.constexpr,
+):  # fmt: skip
+    """One time step: whether each neuron fired, and its membrane after; see `sparsecomp.ops.lif` for the equations.
+
+    `mean` and `gain` are None without a batch-norm, `shift` without its bias; `tau` is as large as `x`. The kernels that
+    step here fire alike, bit for bit.
+    """
+    if mean is not None:
+        x = (x - mean) * gain
+        if shift is not None:
+            x = x + shift
+    rest = reset
+    if SOFT_RESET:
+        rest = 0.0
+    if CHARGE == "if":
+        h = v + x
+    else:
+        leak = v - rest
+        if DECAY_INPUT:
+            leak = x - leak
+        leak = leak * rate if CHARGE == "plif" else tl.div_rn(leak, tau)
+        h = v + leak if DECAY_INPUT else v - leak + x
+    fired = h >= threshold
+    if SOFT_RESET:
+        after = h - fired.to(tl.float32) * threshold
+    else:
+        spike = fired.to(tl.float32)
+        after = spike * reset + (1.0 - spike) * h
+    return fired, after
+
+
+@triton.jit
 def lif_kernel(
     x_ptr, v_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, rate_ptr, spikes_ptr, last_ptr,
     numel, x_step, spikes_step, channels, channel_stride, v0, eps, tau, threshold, reset,
     STEPS: tl.constexpr, CHARGE: tl.constexpr, DECAY_INPUT: tl.constexpr, SOFT_RESET: tl.constexpr,
     HAS_V: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One element of the membrane a lane, STEPS time steps; see `sparsecomp.ops.lif` for the equations."""
+    """One element of the membrane a lane, STEPS time steps."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
-    v = tl.full((BLOCK,), 0.0, tl.float32) + v0
+    zero = tl.full((BLOCK,), 0.0, tl.float32)
+    v = zero + v0
     if HAS_V:
         v = tl.load(v_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    mean = None
+    gain = None
+    shift = None
+    rate = None
     if HAS_NORM:
         c = (offset // channel_stride) % channels
-        mean = tl.load(mean_ptr + c, mask=mask, other=0.0).to(tl.float32)
-        gain = 1.0 / tl.sqrt(tl.load(var_ptr + c, mask=mask, other=0.0).to(tl.float32) + eps)
-        if HAS_WEIGHT:
-            gain = gain * tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
+        mean, gain, shift = batch_norm(mean_ptr, var_ptr, weight_ptr, bias_ptr, c, mask, eps, HAS_WEIGHT, HAS_BIAS)
     # offsets of later steps pass 2^31 where a whole layer does
     x_step = tl.cast(x_step, tl.int64)
     spikes_step = tl.cast(spikes_step, tl.int64)
-    rest = reset
-    if SOFT_RESET:
-        rest = 0.0
     if CHARGE == "plif":
         rate = tl.load(rate_ptr).to(tl.float32)
     for step in tl.static_range(STEPS):
         x = tl.load(x_ptr + step * x_step + offset, mask=mask, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            x = (x - mean) * gain
-            if HAS_BIAS:
-                x = x + tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
-        if CHARGE == "if":
-            h = v + x
-        else:
-            leak = v - rest
-            if DECAY_INPUT:
-                leak = x - leak
-            leak = leak * rate if CHARGE == "plif" else tl.div_rn(leak, tl.full((BLOCK,), 0.0, tl.float32) + tau)
-            h = v + leak if DECAY_INPUT else v - leak + x
-        fired = h >= threshold
-        if SOFT_RESET:
-            v = h - fired.to(tl.float32) * threshold
-        else:
-            spike = fired.to(tl.float32)
-            v = spike * reset + (1.0 - spike) * h
+        fired, v = lif_step(
+            x, v, mean, gain, shift, rate, zero + tau, threshold, reset, CHARGE, DECAY_INPUT, SOFT_RESET
+        )
         tl.store(spikes_ptr + step * spikes_step + offset, fired.to(tl.int8), mask=mask)
     tl.store(last_ptr + offset, v.to(last_ptr.dtype.element_ty), mask=mask)
 
@@ -75,7 +108,7 @@ _numel, _steps, _block, _warps = sizes("numel steps BLOCK warps")
 LIF = Template(
     name="lif",
     op="lif",
-    sources=(lif_kernel,),
+    sources=(lif_kernel, batch_norm, lif_step),
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (256, 512, 1024, 2048) for warps in (2, 4, 8)
         if 4 <= block // (32 * warps) <= 16

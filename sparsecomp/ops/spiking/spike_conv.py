@@ -188,7 +188,7 @@ def _cuda_linear(
         return spike_conv.launch_linear(x, weight, bias, digits, implementation, scale, factor, binary, spread)
 
 
-def _reference_counts(
+def reference_counts(
     counts, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, spread,
     channels_last,
 ):  # fmt: skip
@@ -299,7 +299,7 @@ def _backward_linear(ctx, grad):
 
 implement("spike_conv", _reference_conv, _cuda_conv)
 implement("spike_linear", _reference_linear, _cuda_linear)
-implement("spike_conv_counts", _reference_counts, _cuda_counts, _fake_counts)
+implement("spike_conv_counts", reference_counts, _cuda_counts, _fake_counts)
 for _name, _decomposition, _backward, _setup in (
     ("spike_conv", _decompose_conv, _backward_conv, _save_conv),
     ("spike_linear", _decompose_linear, _backward_linear, _save_linear),

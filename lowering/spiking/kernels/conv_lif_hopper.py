@@ -1,0 +1,154 @@
+"""`conv_lif` with the products of `binary_conv_hopper`, for Hopper's warpgroup instructions. Same arguments, same result.
+
+A warp's products give it the sums of whole output pixels, all steps of each, so that taking them apart by step moves
+nothing from one warp to another.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
+from sparsecomp.lowering.spiking.conv_lif import ConvLif
+from sparsecomp.lowering.spiking.kernels import binary_conv_hopper
+from sparsecomp.lowering.spiking.kernels.binary_conv_hopper import copies, float_sums, place_of, products
+from sparsecomp.lowering.spiking.kernels.lif import batch_norm, lif_step
+from sparsecomp.lowering.tuning.template import Config, Template
+
+
+@gluon.jit
+def conv_lif_hopper_kernel(
+    x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, v_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, rate_ptr,
+    spikes_ptr, last_ptr,
+    M, N, H, W, OH, OW, C, K, CP,
+    stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
+    out_pixel, out_channel, out_image, weight_k, weight_c, weight_r, weight_s, multiplier,
+    v0, eps, tau, threshold, reset,
+    R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    STEPS: gl.constexpr, SLOTS: gl.constexpr, CHARGE: gl.constexpr, DECAY_INPUT: gl.constexpr,
+    SOFT_RESET: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """See `conv_lif_kernel`."""
+    pid = gl.program_id(0)
+    kg = K // GROUPS
+    cg = C // GROUPS
+    blocks_n = gl.cdiv(kg, BN)
+    pm = pid // (blocks_n * GROUPS)
+    pn = pid % (blocks_n * GROUPS)
+    group = pn // blocks_n
+    k0 = (pn % blocks_n) * BN
+    area = OH * OW
+    rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, copies(BK, num_warps)))
+    row_ok = (rows // SLOTS < M) & (rows % SLOTS < STEPS)
+    value = products(
+        x_ptr, w_ptr, rows, row_ok, N, k0, kg, group, H, W, OH, OW, C, K, CP, stride_h, stride_w, pad_h, pad_w,
+        dil_h, dil_w, R, S, SLOTS, GROUPS, DIGITS, BM, BN, BK, STAGES, num_warps,
+    )  # fmt: skip
+    sums: gl.constexpr = value.type.layout
+    cols = k0 + gl.arange(0, BN, layout=gl.SliceLayout(0, sums))
+    col_ok = cols < kg
+    k = group * kg + cols
+    scale = gl.load(scale_ptr + k, mask=col_ok, other=1.0)
+    if gl.min((scale > 0.0).to(gl.int32), 0) == 0:
+        sum_rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, sums))
+        sum_ok = (sum_rows // SLOTS < M) & (sum_rows % SLOTS < STEPS)
+        value = float_sums(
+            x_ptr + group * cg, weight_ptr + k.to(gl.int64) * weight_k, sum_rows, sum_ok, col_ok, N, multiplier, cg,
+            H, W, OH, OW, C, stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_c, weight_r, weight_s,
+            R, S, SLOTS, False, BM, BN, sums,
+        )  # fmt: skip
+    else:
+        value = value * scale[None, :] * multiplier
+    if HAS_BIAS:
+        value += gl.load(bias_ptr + k, mask=col_ok, other=0.0).to(gl.float32)[None, :]
+
+    PIXELS: gl.constexpr = BM // SLOTS
+    cube = gl.permute(gl.reshape(value, (PIXELS, SLOTS, BN)), (0, 2, 1))
+    currents = _by_step(gl.convert_layout(cube, _steps_inside(BN, SLOTS, num_warps)), SLOTS, PIXELS, BN)
+    place_layout: gl.constexpr = gl.SliceLayout(1, currents[0].type.layout)
+    channel_layout: gl.constexpr = gl.SliceLayout(0, currents[0].type.layout)
+    places = pm * PIXELS + gl.arange(0, PIXELS, layout=place_layout)
+    cols = k0 + gl.arange(0, BN, layout=channel_layout)
+    col_ok = cols < kg
+    k = group * kg + cols
+    mean = None
+    gain = None
+    shift = None
+    rate = None
+    if mean_ptr is not None:
+        norms = batch_norm(
+            mean_ptr, var_ptr, gamma_ptr, beta_ptr, k, col_ok, eps, gamma_ptr is not None, beta_ptr is not None
+        )
+        mean = norms[0][None, :]
+        gain = norms[1][None, :]
+        if beta_ptr is not None:
+            shift = norms[2][None, :]
+    if rate_ptr is not None:
+        rate = gl.load(rate_ptr).to(gl.float32)
+    image, pixel = place_of(places, area, 0, 1)
+    offset = (image.to(gl.int64) * out_image + pixel.to(gl.int64) * out_pixel)[:, None]
+    offset = offset + (k.to(gl.int64) * out_channel)[None, :]
+    mask = (places < M)[:, None] & col_ok[None, :]
+    zero = gl.zeros((PIXELS, BN), gl.float32, currents[0].type.layout)
+    v = zero + v0
+    if v_ptr is not None:
+        v = gl.load(v_ptr + offset, mask=mask, other=0.0)
+    step_size = gl.cast(N, gl.int64) * out_image
+    for step in gl.static_range(STEPS):
+        fired, v = lif_step(
+            currents[step], v, mean, gain, shift, rate, zero + tau, threshold, reset, CHARGE, DECAY_INPUT, SOFT_RESET
+        )
+        gl.store(spikes_ptr + step * step_size + offset, fired.to(gl.int8), mask=mask)
+    if last_ptr is not None:
+        gl.store(last_ptr + offset, v, mask=mask)
+
+
+@gluon.constexpr_function
+def _steps_inside(BN, SLOTS, num_warps):
+    """A layout (pixels, channels, steps) whose threads hold all steps of neighbouring channels."""
+    return gl.BlockedLayout([1, BN // 8, SLOTS], [4, 8, 1], [num_warps, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def _by_step(cube, SLOTS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr):
+    """The blocks (PIXELS, BN) of each of SLOTS steps, of a block (PIXELS, BN, SLOTS)."""
+    if SLOTS == 1:
+        return (gl.reshape(cube, (PIXELS, BN)),)
+    else:
+        half: gl.constexpr = SLOTS // 2
+        # the last bit of the step is innermost, so that every other step is in either half
+        even, odd = gl.split(gl.reshape(cube, (PIXELS, BN, half, 2)))
+        evens = _by_step(even, half, PIXELS, BN)
+        odds = _by_step(odd, half, PIXELS, BN)
+        both = (evens[0], odds[0])
+        for i in gl.static_range(1, half):
+            both = both + (evens[i], odds[i])
+        return both
+
+
+def _refuse(problem: ConvLif, device: Device) -> str | None:
+    return binary_conv_hopper.refuse(problem.product, device)
+
+
+def _space(problem: ConvLif, device: Device) -> list[Config]:
+    return [config for config in binary_conv_hopper.space(problem.product, device) if config["BM"] % problem.slots == 0]
+
+
+def _prepare(problem: ConvLif, config: Config) -> Launch:
+    p = problem
+    constants = {**p.constants, **{name: config[name] for name in ("BM", "BN", "BK")}}
+    constants |= {"STAGES": config["stages"], "num_warps": config["warps"]}
+    return Launch(conv_lif_hopper_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants)
+
+
+CONV_LIF_HOPPER = Template(
+    name="conv_lif_hopper",
+    op="conv_lif",
+    sources=(conv_lif_hopper_kernel, _by_step, batch_norm, lif_step, *binary_conv_hopper.SOURCES),
+    refuse=_refuse,
+    space=_space,
+    cost=conv_lif_cost(hopper=True),
+    prepare=_prepare,
+)

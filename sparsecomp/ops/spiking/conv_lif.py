@@ -1,0 +1,106 @@
+"""A convolution on spikes and the integrate-and-fire neurons that read it, over all time steps, as one operator.
+
+A rewrite for inference: between the two a float32 number would be written and read again for each neuron and step, where
+the neuron keeps but one bit of it.
+"""
+
+import torch
+from torch import Tensor
+
+from sparsecomp.ops.library import TAGS, implement, library
+from sparsecomp.ops.spiking.spike_conv import reference_counts
+from sparsecomp.reference.geometry import Window, laid_out
+from sparsecomp.reference.lif import lif_reference
+
+library.define(
+    "conv_lif(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
+    "int groups, int digits, float scale, float spread, bool channels_last, int steps, Tensor? v, float v0, "
+    "Tensor? mean, Tensor? var, Tensor? gamma, Tensor? beta, float eps, str charge, float tau, Tensor? rate, "
+    "bool decay_input, float threshold, float? reset, bool keep) -> (Tensor, Tensor)",
+    tags=TAGS,
+)
+
+
+def conv_lif(
+    counts: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    digits: int,
+    scale: float,
+    spread: float,
+    channels_last: bool,
+    steps: int,
+    v: Tensor | None,
+    v0: float,
+    mean: Tensor | None,
+    var: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    charge: str,
+    tau: float,
+    rate: Tensor | None,
+    decay_input: bool,
+    threshold: float,
+    reset: float | None,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """:func:`lif` of :func:`spike_conv` with `implementation="binary"`: the same spikes, bit for bit. No gradient.
+
+    Args:
+        counts: (T · N, C, …), int8: the spikes of all steps, one step behind the other.
+        weight: (K, C / groups, …) float32, or (K, C) for maps of one pixel.
+        bias: (K,) or None.
+        stride, padding, dilation, groups, digits, spread: as of `spike_conv`.
+        scale: of the counts, a power of two.
+        channels_last: how the results lie.
+        steps: T.
+        v: (N, K, …) float32, or None for `v0` everywhere.
+        mean, var, gamma, beta: (K,) batch-norm between the two, or None.
+        eps, charge, tau, rate, decay_input, threshold, reset: as of `lif`.
+        keep: whether the last membranes are asked for.
+
+    Returns:
+        `(spikes, v)`: (T, N, K, …) int8 in {0, 1}, and (N, K, …) float32, of no elements if not asked for.
+    """
+    return torch.ops.sparsecomp.conv_lif.default(
+        counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
+        v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep,
+    )  # fmt: skip
+
+
+def _reference(
+    counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
+    v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep,
+):  # fmt: skip
+    current = reference_counts(
+        counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
+    ).unflatten(0, (steps, counts.shape[0] // steps))
+    neuron = (mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset)
+    spikes, last = lif_reference(current, v, v0, *neuron)
+    return spikes, last if keep else last.new_empty(0)
+
+
+def _cuda(*arguments):
+    from sparsecomp.lowering.spiking import conv_lif as layer  # loads Triton
+
+    return layer.launch_conv_lif(*arguments)
+
+
+def _fake(
+    counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
+    v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep,
+):  # fmt: skip
+    kernel = weight.shape if weight.dim() > 2 else (*weight.shape, 1, 1)
+    size = Window.of(kernel, stride, padding, dilation).output_size(counts.shape[2:])
+    made = laid_out(counts.new_empty((counts.shape[0], weight.shape[0], *size)), channels_last)
+    spikes = made.unflatten(0, (steps, counts.shape[0] // steps))
+    last = torch.empty_like(spikes[0], dtype=torch.float32) if keep else weight.new_empty(0)
+    return spikes, last
+
+
+implement("conv_lif", _reference, _cuda, _fake)
