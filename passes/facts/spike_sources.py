@@ -136,6 +136,7 @@ _SPIKE_OPS: dict[str, Callable[[CanonicalOp], Result]] = {
         for variant in ("forward", "inference", "mp_forward", "mp_inference")
     },
     "sparsecomp::lif": _binary_first,
+    "sparsecomp::conv_lif": _binary_first,
     "sparsecomp::neuron": _binary_first,
     "sparsecomp::trained_neuron": _binary_first,
     "sj_ilif::forward": _counts,

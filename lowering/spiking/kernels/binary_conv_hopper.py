@@ -66,7 +66,7 @@ def copies(BK, num_warps):
 
 @gluon.jit
 def place_of(rows, area, images, SLOTS: gl.constexpr):
-    """Image and output pixel of rows: SLOTS steps of a pixel lie beside each other, of which each has so many images."""
+    """Image and output pixel of rows: SLOTS steps of a pixel lie beside each other, each step of so many images."""
     pixel = rows // SLOTS % area
     image = rows // SLOTS // area
     if SLOTS > 1:

@@ -1,9 +1,9 @@
 """A convolution on int8 tensor cores with the neurons that read it, over all time steps, in one launch.
 
 A block holds all steps of its output pixels: its rows are pixels, and the steps of one lie beside each other. So the
-products are those of `binary_conv`, as many blocks of them, and nothing waits for an earlier step. Once they are done the
-sums are taken apart by step, and the membrane walks through them in registers: spikes are written as bytes, and the sums
-never.
+products are those of `binary_conv`, as many blocks of them, and nothing waits for an earlier step. Once they are done,
+the sums are taken apart by step, and the membrane walks through them in registers: spikes are written as bytes, and the
+sums never.
 """
 
 from math import gcd
