@@ -1,7 +1,7 @@
 """A spike convolution, or linear layer, and the neurons that alone read it become one operator over all time steps.
 
 Apart, they are two launches with a float32 number for each neuron and step between them, of which the neuron keeps one
-bit. Together they write spikes alone, and last membranes where they are asked for. The spikes are the same, bit for bit.
+bit. Together they write spikes alone, and last membranes where they are asked for. The spikes are the same, bit by bit.
 """
 
 import operator

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.spiking.conv_lif import ConvLif
 from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
+from sparsecomp.lowering.spiking.conv_lif import ConvLif
 from sparsecomp.lowering.spiking.convolution import beyond_images
 from sparsecomp.lowering.spiking.kernels.binary_conv import float_sums, int8_sums, int8_tiles, joined, window_corners
 from sparsecomp.lowering.spiking.kernels.lif import batch_norm, lif_step

@@ -1,4 +1,4 @@
-"""`conv_lif` with the products of `binary_conv_hopper`, for Hopper's warpgroup instructions. Same arguments, same result.
+"""`conv_lif` with the products of `binary_conv_hopper`, for Hopper's warpgroup instructions: same arguments and result.
 
 A warp's products give it the sums of whole output pixels, all steps of each, so that taking them apart by step moves
 nothing from one warp to another.

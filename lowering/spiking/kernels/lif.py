@@ -35,7 +35,7 @@ def lif_step(
 ):  # fmt: skip
     """One time step: whether each neuron fired, and its membrane after; see `sparsecomp.ops.lif` for the equations.
 
-    `mean` and `gain` are None without a batch-norm, `shift` without its bias; `tau` is as large as `x`. The kernels that
+    `mean` and `gain` are None without a batch-norm, `shift` without its bias; `tau` is as large as `x`. Kernels that
     step here fire alike, bit for bit.
     """
     if mean is not None:

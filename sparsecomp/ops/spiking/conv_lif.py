@@ -1,7 +1,7 @@
 """A convolution on spikes and the integrate-and-fire neurons that read it, over all time steps, as one operator.
 
-A rewrite for inference: between the two a float32 number would be written and read again for each neuron and step, where
-the neuron keeps but one bit of it.
+A rewrite for inference: between the two a float32 number would be written and read again for each neuron and step,
+where the neuron keeps but one bit of it.
 """
 
 import torch
