@@ -67,10 +67,9 @@ def conv_lif_hopper_kernel(
     PIXELS: gl.constexpr = BM // SLOTS
     cube = gl.permute(gl.reshape(value, (PIXELS, SLOTS, BN)), (0, 2, 1))
     currents = _by_step(gl.convert_layout(cube, _steps_inside(BN, SLOTS, num_warps)), SLOTS, PIXELS, BN)
-    place_layout: gl.constexpr = gl.SliceLayout(1, currents[0].type.layout)
-    channel_layout: gl.constexpr = gl.SliceLayout(0, currents[0].type.layout)
-    places = pm * PIXELS + gl.arange(0, PIXELS, layout=place_layout)
-    cols = k0 + gl.arange(0, BN, layout=channel_layout)
+    held: gl.constexpr = currents[0].type.layout
+    places = pm * PIXELS + gl.arange(0, PIXELS, layout=gl.SliceLayout(1, held))
+    cols = k0 + gl.arange(0, BN, layout=gl.SliceLayout(0, held))
     col_ok = cols < kg
     k = group * kg + cols
     mean = None
@@ -91,7 +90,7 @@ def conv_lif_hopper_kernel(
     offset = (image.to(gl.int64) * out_image + pixel.to(gl.int64) * out_pixel)[:, None]
     offset = offset + (k.to(gl.int64) * out_channel)[None, :]
     mask = (places < M)[:, None] & col_ok[None, :]
-    zero = gl.zeros((PIXELS, BN), gl.float32, currents[0].type.layout)
+    zero = gl.zeros((PIXELS, BN), gl.float32, held)
     v = zero + v0
     if v_ptr is not None:
         v = gl.load(v_ptr + offset, mask=mask, other=0.0)
