@@ -127,7 +127,7 @@ def _run_rule(rule: Rule, ctx: Context, record: Record) -> int:
         verdict = _considered(rule, node, ctx)
         if verdict is None:
             continue
-        if isinstance(verdict, Refusal) and TAG in node.meta:
+        if isinstance(verdict, Refusal) and TAG in node.meta and not rule.of_rewritten:
             continue  # an earlier rule wrote it, and its site says so
         site = _site(rule, node, verdict, ctx)
         ctx.report.sites.append(site)

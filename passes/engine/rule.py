@@ -268,12 +268,15 @@ def _transformed(graph: fx.Graph) -> frozenset[fx.Node]:
 class Rule:
     """A named rewrite: `consider` judges one node; the rules named in `after` have run before.
 
+    `of_rewritten`: it judges what earlier rules wrote, so that its refusals of that are told as well.
+
     A module in a room of `passes` that defines one adds it to the compiler (see `sparsecomp.passes.find_rules`).
     """
 
     name: str
     consider: Callable[[fx.Node, Context], Verdict]
     after: tuple[str, ...] = ()
+    of_rewritten: bool = False
 
 
 def site_key(node: fx.Node) -> str:

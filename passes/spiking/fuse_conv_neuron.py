@@ -73,13 +73,14 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return Refusal(found.why, found.details, found.estimate, layer.node)
     steps = example_of(node.args[0]).shape[0]
     reason = f"with the neurons behind it in one launch, {steps} time steps; {found.reason}"
-    dead = (*layer.views, layer.node)
+    idle = [one for part in (*layer.views, layer.node) for one in _idle_readers(part)]
+    dead = (*idle, *layer.views, layer.node)
     return Plan(
         lambda: _build(node, layer), reason, "fused", dead=dead, estimate=found.estimate, layer=layer.node
     )  # fmt: skip
 
 
-RULE = Rule("fuse_conv_neuron", consider, after=("narrow_spikes",))
+RULE = Rule("fuse_conv_neuron", consider, after=("narrow_spikes",), of_rewritten=True)
 
 
 def _considered(node: fx.Node, layer: _Layer, ctx: Context) -> Decision | Refusal:
@@ -133,11 +134,11 @@ def _obstacle(node: fx.Node, layer: _Layer, ctx: Context) -> str | None:
         return "its shape is unknown"
     if out.dtype is not torch.float32:
         return f"its result is {out.dtype}; the neurons take float32"
-    chain = {node, *between}
-    if any(user not in chain for one in between for user in one.users):
-        return "somebody else reads its result"
     if not all(unchanged(one, one) for one in between):
         return "its result is written to in place"
+    chain = {node, *between}.union(*map(_idle_readers, between))
+    if any(user not in chain for one in between for user in one.users):
+        return "somebody else reads its result"
     if not all(unchanged(read, layer.node) for read in layer.node.all_input_nodes):
         return "what it reads is written to before the neurons read"
     if any(user.target is not operator.getitem for user in node.users):
@@ -149,14 +150,22 @@ def _obstacle(node: fx.Node, layer: _Layer, ctx: Context) -> str | None:
         # rows of the last dimension are the neurons' channels
         rows = current.dim() == 3 and current.shape == out.view(steps, -1, out.shape[-1]).shape
         return None if rows else "the neurons' channels are not its outputs"
-    if out.dim() != layer_rank(layer) or current.shape[2:] != out.shape[1:]:
+    if out.dim() != example_of(layer.weight).dim() or current.shape[2:] != out.shape[1:]:
         return "the neurons do not take it step by step"
     return None
 
 
-def layer_rank(layer: _Layer) -> int:
-    """Dimensions of a batch of its maps."""
-    return example_of(layer.weight).dim()
+def _idle_readers(node: fx.Node) -> list[fx.Node]:
+    """Views of a node that nobody reads, the last first: of one, a first membrane that is now a number was made."""
+    found = []
+    for user in node.users:
+        op = op_of(user)
+        if op is None or not op.has(Trait.VIEW):
+            continue
+        behind = _idle_readers(user)
+        if all(one in behind for one in user.users):
+            found += [*behind, user]
+    return found
 
 
 def _site(layer: _Layer, hosted: bool) -> SiteInfo | None:

@@ -1,0 +1,347 @@
+"""Layers fused with the neurons that read them: which are, which are not, and that the spikes stay the same."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from rewriting import dyadic, rewritten, site
+from torch import Tensor, fx, nn
+
+import sparsecomp
+from sparsecomp.compiler.capture import Graph
+from sparsecomp.lowering.spiking.implementations import SiteInfo
+from sparsecomp.options import Options
+from sparsecomp.passes.cost import conv_neuron as gate
+from sparsecomp.reference.geometry import Window
+from sparsecomp.report import Report, merge
+
+neuron, functional, layer = (
+    pytest.importorskip(f"spikingjelly.activation_based.{name}") for name in ("neuron", "functional", "layer")
+)
+pytest.importorskip("spikingjelly._ops.lif")
+
+pytestmark = pytest.mark.quick_cases(2)
+
+RULE = "fuse_conv_neuron"
+TOGETHER = "with the neurons behind it in one launch, 4 time steps"
+
+
+def block(inputs: int, outputs: int, make: Callable[[], nn.Module], **how: Any) -> list[nn.Module]:
+    """A multi-step convolution of three by three, batch-norm and neurons."""
+    conv = layer.Conv2d(inputs, outputs, 3, padding=1, bias=False, step_mode="m", **how)
+    norm = layer.BatchNorm2d(outputs, step_mode="m")
+    return [conv, norm, make()]
+
+
+def lively(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
+    """The model with weights that are exact in any order, and statistics of batch-norm by which its layers fire."""
+    dyadic(model, seed).eval()
+    norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.train().momentum = None
+        nn.init.constant_(norm.weight, 2.0)
+        nn.init.constant_(norm.bias, 0.5)
+    with torch.no_grad():
+        model(x)
+    functional.reset_net(model)
+    return model.eval()
+
+
+def lif() -> nn.Module:
+    return neuron.LIFNode(step_mode="m")
+
+
+def images(steps: int = 4, channels: int = 3) -> Tensor:
+    x = torch.rand(steps, 2, channels, 6, 6, generator=torch.Generator().manual_seed(0))
+    return x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (steps, 2))
+
+
+class ByKernels(fx.Interpreter):
+    """Runs a graph with our layers and neurons on Triton's kernels, in its interpreter."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from sparsecomp.lowering.spiking import conv_lif, lif, spike_conv
+
+        kernels = {
+            torch.ops.sparsecomp.conv_lif.default: conv_lif.launch_conv_lif,
+            torch.ops.sparsecomp.lif.default: lif.launch_lif,
+            torch.ops.sparsecomp.spike_conv.default: lambda *args: spike_conv.launch_conv(*args[:-1]),
+            torch.ops.sparsecomp.spike_linear.default: lambda *args: spike_conv.launch_linear(*args[:-1]),
+        }
+        return super().call_function(kernels.get(target, target), args, kwargs)
+
+
+def by_kernels(model: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Any, Report]:
+    """As `rewritten`, on the kernels."""
+    parsed, reports = Options.parse(None, {"implementation": "binary", "neurons": "fuse", **options}), []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        reports.append(Graph.of_dynamo(gm, example_inputs, {}, parsed).rewrite(parsed))
+        return ByKernels(gm).run
+
+    torch._dynamo.reset()
+    result = torch.compile(model, backend=backend)(*inputs)
+    return result, merge(reports, "test")
+
+
+NEURONS = {
+    "lif": lif,
+    "if": lambda: neuron.IFNode(step_mode="m", v_threshold=0.75),
+    "plif": lambda: neuron.ParametricLIFNode(init_tau=1.7, v_reset=None, step_mode="m"),
+    "lif no decay": lambda: neuron.LIFNode(tau=3.0, decay_input=False, v_reset=0.1, step_mode="m"),
+}
+
+
+@pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
+def test_bits_equal_the_operators_apart_over_two_calls(make):
+    """The second call starts from the membranes of the first. Eager's batch-norm rounds differently."""
+    x = images()
+    eager, apart, model = (lively(nn.Sequential(*block(3, 16, make), *block(16, 24, make)), x) for _ in range(3))
+    with torch.no_grad():
+        for _ in range(2):
+            expected, _ = rewritten(apart, x, neurons="fuse", disable=(RULE,))
+            found, report = rewritten(model, x, neurons="fuse")
+            assert 0.02 < expected.mean() < 0.98
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            torch.testing.assert_close(model[-1].v, apart[-1].v, rtol=0, atol=0)
+            torch.testing.assert_close(found, eager(x), rtol=0, atol=0)
+            torch.testing.assert_close(model[-1].v, eager[-1].v, rtol=1e-5, atol=1e-6)
+    assert TOGETHER in site(report, RULE).reason and site(report, RULE).module.endswith("3")
+
+
+class Mixed(nn.Module):
+    """A network of random blocks: pooling, residual sums, views, linear layers, one and more readers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.stem = nn.Sequential(*block(3, 16, lif))
+        self.blocks = nn.ModuleList()
+        self.kinds: list[str] = []
+        channels = 16
+        for _ in range(draw.randint(2, 4)):
+            kind = draw.choice(["plain", "residual", "pooled", "read twice", "grouped", "scaled"])
+            outputs = channels if kind in ("residual", "read twice") else draw.choice([8, 16, 20])
+            groups = 4 if kind == "grouped" else 1
+            make = draw.choice(list(NEURONS.values()))
+            self.blocks.append(nn.Sequential(*block(channels, outputs, make, groups=groups)))
+            self.kinds.append(kind)
+            channels = outputs
+        self.head = nn.Sequential(
+            layer.Linear(channels, 12, step_mode="m"), draw.choice([lif(), neuron.IFNode(step_mode="m")])
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for kind, part in zip(self.kinds, self.blocks, strict=True):
+            if kind == "pooled":
+                x = nn.functional.max_pool2d(x.flatten(0, 1), 2, 1, 1).unflatten(0, x.shape[:2])
+            if kind == "scaled":
+                x = 0.5 * x
+            made = part(x)
+            if kind == "residual":
+                made = made + (x if made.shape == x.shape else 0)
+            if kind == "read twice":
+                made = (made + part[0](x).clamp(0, 1).round()).clamp(0, 1).round()
+            x = made
+        return self.head(x.amax((-2, -1)))
+
+
+@pytest.mark.slow(reason="the interpreter runs whole networks")
+@pytest.mark.parametrize("seed", range(12))
+def test_random_networks_on_kernels_equal_their_launches_apart(seed):
+    """Weights that round, too: bits are those of the kernels apart, whatever the order of sums."""
+    x = images()
+    found = []
+    for disable in ((), (RULE,)):
+        torch.manual_seed(seed)
+        model = Mixed(seed)
+        with torch.no_grad():
+            lively(model, x, seed)
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) / 50)
+            result, report = by_kernels(model, x, disable=disable)
+            found.append((result, [one.v for one in model.modules() if isinstance(one, neuron.BaseNode)]))
+    together, apart = found
+    assert apart[0].any() or apart[1][-1].any()
+    torch.testing.assert_close(together, apart, rtol=0, atol=0)
+
+
+def test_a_random_network_has_fused_layers_and_others():
+    x, fused, all_of_them = images(), 0, 0
+    for seed in range(6):
+        model = lively(Mixed(seed), x, seed)
+        with torch.no_grad():
+            expected = model(x)
+            functional.reset_net(model)
+            result, report = rewritten(model, x, neurons="fuse")
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+        sites = [one for one in report.sites if one.rule == RULE]
+        fused, all_of_them = fused + sum(one.rewritten for one in sites), all_of_them + len(sites)
+    assert 6 < fused <= all_of_them
+
+
+class OnSpikes(nn.Module):
+    """Spikes, a layer without batch-norm, and neurons, with something between or beside them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = lambda y: y, made: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer = made or nn.Conv2d(8, 8, 3, padding=1)
+        self.between, self.neurons = between, lif()
+
+    def forward(self, x: Tensor) -> Any:
+        spikes = (x > 0.5).to(x.dtype)
+        return self.neurons(self.between(self.layer(spikes.flatten(0, 1)).unflatten(0, x.shape[:2])))
+
+
+class Kept(OnSpikes):
+    """What the layer gives is returned as well."""
+
+    def forward(self, x: Tensor) -> Any:
+        current = self.layer((x > 0.5).float().flatten(0, 1))
+        return self.neurons(current.unflatten(0, x.shape[:2])), current
+
+
+class Written(OnSpikes):
+    """What the layer read is written to before the neurons read."""
+
+    def forward(self, x: Tensor) -> Any:
+        spikes = (x > 0.5).float().flatten(0, 1)
+        current = self.layer(spikes)
+        spikes.zero_()
+        return self.neurons(current.unflatten(0, x.shape[:2])), spikes
+
+
+class Transposed(OnSpikes):
+    """Steps and images change places between the two."""
+
+    def forward(self, x: Tensor) -> Any:
+        current = self.layer((x > 0.5).float().flatten(0, 1))
+        return self.neurons(current.unflatten(0, (2, 4)).flip(0).view(4, 2, *current.shape[1:]))
+
+
+def _in_place(y: Tensor) -> Tensor:
+    y.mul_(2.0)  # whose own result nobody reads
+    return y
+
+
+JUDGED: dict[str, tuple[Callable[[], nn.Module], int, str | None]] = {
+    "plain": (OnSpikes, 4, "with the neurons behind it in one launch, 4 time steps"),
+    "one step": (OnSpikes, 1, "in one launch, 1 time steps"),
+    "many steps": (OnSpikes, 17, "17 time steps: blocks hold up to 16"),
+    "read twice": (Kept, 4, "somebody else reads its result"),
+    "written to": (Written, 4, "what it reads is written to before the neurons read"),
+    "in place": (lambda: OnSpikes(_in_place), 4, "its result is written to in place"),
+    "flipped": (Transposed, 4, None),
+    "a sum": (lambda: OnSpikes(lambda y: y + 1), 4, None),
+}
+
+
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize("name", JUDGED)
+def test_which_layers_are_fused(name):
+    make, steps, told = JUDGED[name]
+    model, x = dyadic(make()).eval(), images(steps, 8)
+    with torch.no_grad():
+        expected = model(x)
+        functional.reset_net(model)
+        found, report = rewritten(model, x, neurons="fuse")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    sites = [one for one in report.sites if one.rule == RULE]
+    assert [told in one.reason for one in sites] == ([True] if told else []) if told else not sites
+
+
+@pytest.mark.parametrize("where", ["behind a linear layer", "of rows"])
+def test_linear_layers(where):
+    """Neurons of three dimensions have a linear layer's outputs as channels; of four they do not."""
+    x = (torch.rand(4, 6, 16, generator=torch.Generator().manual_seed(1)) > 0.5).float()
+    x = x if where == "behind a linear layer" else x.view(4, 2, 3, 16)
+    model = nn.Sequential(nn.ReLU(), lif(), nn.Linear(16, 24), lif())
+    dyadic(model[2])
+    with torch.no_grad():
+        expected = model(2 * x)
+        functional.reset_net(model)
+        found, report = rewritten(model, 2 * x, neurons="fuse")
+    assert 0.02 < expected.mean() < 0.98
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    judged = site(report, RULE)
+    assert judged.rewritten == (x.dim() == 3)
+    assert x.dim() == 3 or "channels are not its outputs" in judged.reason
+
+
+def test_membranes_that_nobody_reads_are_not_written():
+    weight = torch.ones(8, 8, 3, 3)
+
+    def model(x: Tensor) -> Tensor:
+        current = nn.functional.conv2d((x > 0.5).float().flatten(0, 1), weight).unflatten(0, x.shape[:2])
+        start = torch.zeros_like(current[0])
+        return torch.ops.sj_lif.forward.default(current, start, 2.0, True, 4.0, 0.0, False, 4.0, False, 0)[0]
+
+    with torch.no_grad():
+        expected = model(images(4, 8))
+        found, report = rewritten(model, images(4, 8), neurons="fuse")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert ", 'lif', 2.0, None, True, 4.0, 0.0, False)" in report.graph_after
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"implementation": "event"}, None), ({"implementation": "skip"}, None), ({"disable": (RULE,)}, None),
+        ({"neurons": "auto"}, None), ({"precision": "tf32"}, TOGETHER),
+    ],
+)  # fmt: skip
+def test_options(options, told):
+    with torch.no_grad():
+        _, report = rewritten(dyadic(OnSpikes()), images(4, 8), **{"neurons": "fuse", **options})
+    sites = [one for one in report.sites if one.rule == RULE]
+    assert [told in one.reason for one in sites] == ([True] if told else []) if told else not sites
+
+
+def test_layers_that_are_trained_or_in_half_precision_stay_apart():
+    _, report = rewritten(dyadic(OnSpikes()), images(4, 8), neurons="fuse")
+    assert not [one for one in report.sites if one.rule == RULE]
+    with torch.no_grad():
+        _, report = rewritten(OnSpikes().half(), images(4, 8).half(), neurons="fuse")
+    assert not [one for one in report.sites if one.rule == RULE and one.rewritten]
+
+
+def test_a_card_decides_by_the_estimate():
+    """Of an estimate alone, which need not be a GPU's here."""
+    x = torch.rand(4, 8, 3, 32, 32).flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (4, 8))
+    model = nn.Sequential(*block(3, 64, lif), *block(64, 128, lif), nn.Flatten(2), nn.Linear(131072, 16), lif())
+    model = model.eval().to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        report = sparsecomp.explain(model, x, device="h100", implementation="binary")
+    judged = [one for one in report.sites if one.rule == RULE]
+    assert len(judged) == 2 and all("apart" in one.reason for one in judged)
+    assert all(one.rewritten == ("binary" not in one.reason and "fused estimated" not in one.reason) for one in judged)
+
+
+def test_a_result_that_is_not_channels_last_stays_apart_on_a_card():
+    model, x = OnSpikes().eval(), torch.rand(4, 8, 8, 32, 32)
+    with torch.no_grad():
+        report = sparsecomp.explain(model, x, device="h100", implementation="binary")
+    assert "not channels-last" in site(report, RULE).reason
+
+
+def _site(**changes: Any) -> SiteInfo:
+    made = SiteInfo(
+        device="cuda", itemsize=4, n=128, c=64, size=(56, 56), k=64, window=Window.centred((1, 1), (1, 1)), groups=1,
+        digits=3, density=None, active=None, tf32=False, channels_last=True, fused=True,
+    )  # fmt: skip
+    return made._replace(**changes)
+
+
+def test_the_estimate_knows_what_one_launch_saves_and_costs():
+    one = gate.decide(_site(), 4)
+    assert one.implementation == "fused"
+    # three steps take the rows of four
+    three = gate.decide(_site(n=96), 3)
+    assert three.seconds["fused"] == pytest.approx(one.seconds["fused"], rel=0.02)
+    assert three.seconds["dense"] < one.seconds["dense"]
+    # where the host is what takes the time, a launch less is a gain
+    hosted = gate.decide(_site(n=4, size=(7, 7), hosted=True), 4)
+    assert hosted.implementation == "fused"
