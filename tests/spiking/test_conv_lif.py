@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from compile_kernel import compile_in_subprocess
 from kernel_devices import KERNEL_DEVICES
 
-import sparsecomp.ops  # noqa: F401  (registers the operators)
+from sparsecomp import ops
 from sparsecomp.reference.digits import SPREAD
 
 pytestmark = pytest.mark.quick_cases(2)
@@ -111,3 +112,133 @@ def test_membranes_scales_and_weights_that_lose_their_digits(device):
     assert fused[1][:, 7].isnan().any() and not fused[1][:, :7].isnan().any()
     without, _ = both(x, weight, bias, PLANE, 1, 3, True, 4, neuron, scale=0.25, keep=False)
     assert torch.equal(without[0], fused[0]) and without[1].shape == (0,)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("linear", [False, True])
+def test_operator(keep, linear):
+    """Its schema, fake and strides are as it says; on the CPU it is the operators apart, bit for bit."""
+    x, weight, bias = sample((8, 16, 1, 1) if linear else (8, 16, 5, 4), (24, 16) if linear else (24, 16, 3, 3), "cpu")
+    window = ([1, 1], [0, 0], [1, 1]) if linear else PLANE
+    norms, start = statistics(24, "cpu"), torch.full((2, 24, 1, 1) if linear else (2, 24, 5, 4), 0.3)
+    neuron = neuron_arguments("plif", v=start, norm=norms)
+    args = (x, weight, bias, *window, 1, 3, 0.5, SPREAD, True, 4, *neuron, keep)
+    torch.library.opcheck(torch.ops.sparsecomp.conv_lif.default, args)
+    current = torch.ops.sparsecomp.spike_conv_counts(
+        x, weight, bias, *window, 1, 3, "binary", 0.5, None, SPREAD, True
+    )  # fmt: skip
+    spikes, last = ops.lif(current.unflatten(0, (4, 2)), *neuron)
+    found = ops.conv_lif(*args)
+    assert 0.02 < spikes.float().mean() < 0.98
+    torch.testing.assert_close(found, (spikes, last if keep else last.new_empty(0)), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_graph_replay_reads_what_is_there_then():
+    """Spikes, weight and membranes are read anew; bits are those of the two launches."""
+    x, weight, bias = sample((16, 64, 9, 7), (96, 64, 3, 3), "cuda")
+    x = x.contiguous(memory_format=torch.channels_last)
+    start = torch.zeros(4, 96, 9, 7, device="cuda").contiguous(memory_format=torch.channels_last)
+    neuron = neuron_arguments("lif", v=start, norm=statistics(96, "cuda"), device="cuda")
+
+    def call():
+        return ops.conv_lif(x, weight, bias, *PLANE, 1, 3, 1.0, SPREAD, True, 4, *neuron)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for seed in (5, 6):
+        others = sample((16, 64, 9, 7), (96, 64, 3, 3), "cuda", seed)
+        x.copy_(others[0])
+        weight.copy_(others[1])
+        start.uniform_(-1, 0.6)
+        graph.replay()
+        torch.cuda.synchronize()
+        _, apart = both(x, weight, bias, PLANE, 1, 3, True, 4, neuron)
+        assert_same(found, apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(128, 64, 28, 28), (4, 512, 4, 4), (16, 48, 13, 11)])
+def test_every_configuration_gives_the_same_bits(shape):
+    from sparsecomp.lowering.cache.signature import device_of
+    from sparsecomp.lowering.spiking.conv_lif import CONV_LIF, conv_lif_problem
+    from sparsecomp.lowering.spiking.convolution import Convolution
+    from sparsecomp.reference.geometry import Window
+
+    conv = Convolution.of(shape, (96,), Window.centred((3, 3), (1, 1)))
+    problem = conv_lif_problem(conv, 3, (0.0, 1e-5, 2.0, 0.5, 0.0, 4, "lif", True, False, False, True, True, True))
+    expected = None
+    for candidate in CONV_LIF.candidates(problem, device_of(torch.device("cuda", 0)))[::4]:
+        operands = CONV_LIF.operands(problem, torch.device("cuda", 0), 0)
+        candidate.template.prepare(problem, candidate.config)(*operands)
+        expected = expected or operands[-2:]
+        torch.testing.assert_close(operands[-2:], expected, rtol=0, atol=0)
+
+
+KERNEL_TYPES = """
+F = "*fp32"
+types = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr=F, weight_ptr=F, bias_ptr=F, v_ptr=F, mean_ptr=F, var_ptr=F,
+             gamma_ptr=F, beta_ptr=F, rate_ptr=F, spikes_ptr="*i8", last_ptr=F, multiplier="fp32", v0="fp32",
+             eps="fp32", tau="fp32", threshold="fp32", reset="fp32")
+whole = ("C", "K", "CP", "out_pixel", "out_image")
+"""
+
+
+@pytest.mark.slow(reason="builds for a GPU")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("charge", "slots", "maps"),
+    [
+        ("lif", 4, "T=1, VOLUMES=False, D=1, OD=1, stride_d=1, dil_d=1, rate_ptr=None"),
+        ("plif", 16, "T=3, VOLUMES=True, mean_ptr=None, var_ptr=None, gamma_ptr=None, beta_ptr=None, last_ptr=None"),
+        ("if", 1, "T=1, VOLUMES=False, D=1, OD=1, stride_d=1, dil_d=1, rate_ptr=None, gamma_ptr=None, beta_ptr=None"),
+    ],
+)
+def test_compiles_to_int8_tensor_core_instructions(capability, charge, slots, maps):
+    printed = compile_in_subprocess(
+        KERNEL_TYPES
+        + f"""
+from sparsecomp.lowering.spiking.kernels.conv_lif import conv_lif_kernel as kernel
+constants = dict(v_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True, VECTOR=16, STEPS={slots},
+                 SLOTS={slots}, CHARGE="{charge}", DECAY_INPUT=True, SOFT_RESET=False, BM=64, BN=64, BK=64,
+                 out_channel=1, {maps})
+signature = {{n: types.get(n, "i32") for n in kernel.arg_names}}
+built = build(kernel, signature, constants, {capability}, whole=whole, num_warps=4, num_stages=3)
+print(built.asm["ptx"])
+"""
+    )
+    hopper = "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8"
+    assert (hopper if capability == 90 else "mma.sync.aligned.m16n8k32") in printed
+    assert ".local" not in printed
+
+
+@pytest.mark.slow(reason="builds for a GPU")
+@pytest.mark.parametrize(
+    ("digits", "slots", "charge", "blocks"),
+    [
+        (2, 4, "if", (256, 64, 8)), (3, 4, "lif", (128, 128, 8)), (3, 2, "lif", (128, 64, 4)),
+        (4, 16, "plif", (64, 64, 4)), (3, 1, "if", (128, 64, 8)),
+    ],
+)  # fmt: skip
+def test_hopper_kernel_compiles_without_spills_and_writes_whole_vectors(digits, slots, charge, blocks):
+    printed = compile_in_subprocess(
+        KERNEL_TYPES
+        + f"""
+from triton.experimental.gluon._runtime import GluonASTSource
+from sparsecomp.lowering.spiking.kernels.conv_lif_hopper import conv_lif_hopper_kernel as kernel
+BM, BN, WARPS = {blocks}
+constants = dict(v_ptr=None, R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True, STEPS={slots}, SLOTS={slots},
+                 CHARGE="{charge}", DECAY_INPUT=True, SOFT_RESET=False, BM=BM, BN=BN, BK=64, STAGES=4, num_warps=WARPS,
+                 out_channel=1, {"" if charge == "plif" else "rate_ptr=None"})
+if "{charge}" == "if":
+    constants |= dict(gamma_ptr=None, beta_ptr=None)
+signature = {{n: types.get(n, "i32") for n in kernel.arg_names}}
+built = build(kernel, signature, constants, 90, source=GluonASTSource, whole=whole, num_warps=WARPS)
+print(built.asm["ptx"])
+"""
+    )
+    assert "wgmma.mma_async.sync.aligned.m64n" in printed and "k32.s32.s8.s8" in printed
+    assert ".local" not in printed
+    assert f"st.global.v{blocks[1] // 32}.b32" in printed  # a thread's channels of one pixel and step

@@ -17,7 +17,7 @@ from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
 from sparsecomp.lowering.spiking.conv_lif import ConvLif
 from sparsecomp.lowering.spiking.convolution import beyond_images
 from sparsecomp.lowering.spiking.kernels.binary_conv import float_sums, int8_sums, int8_tiles, joined, window_corners
-from sparsecomp.lowering.spiking.kernels.lif import batch_norm, lif_step
+from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step
 from sparsecomp.lowering.tuning.template import Config, Template
 
 
@@ -81,13 +81,10 @@ def conv_lif_kernel(
     shift = None
     rate = None
     if mean_ptr is not None:
-        norms = batch_norm(
-            mean_ptr, var_ptr, gamma_ptr, beta_ptr, k, col_ok, eps, gamma_ptr is not None, beta_ptr is not None
-        )
-        mean = norms[0][None, :]
-        gain = norms[1][None, :]
+        mean = tl.load(mean_ptr + k, mask=col_ok, other=0.0)[None, :]
+        gain = batch_norm_gain(var_ptr, gamma_ptr, k, col_ok, eps, gamma_ptr is not None)[None, :]
         if beta_ptr is not None:
-            shift = norms[2][None, :]
+            shift = tl.load(beta_ptr + k, mask=col_ok, other=0.0)[None, :]
     if rate_ptr is not None:
         rate = tl.load(rate_ptr).to(tl.float32)
     place = pm * PIXELS + tl.arange(0, PIXELS)
@@ -154,7 +151,7 @@ CONV_LIF = Template(
     name="conv_lif",
     op="conv_lif",
     sources=(
-        conv_lif_kernel, by_step, interleaved, window_corners, int8_sums, joined, float_sums, batch_norm, lif_step
+        conv_lif_kernel, by_step, interleaved, window_corners, int8_sums, joined, float_sums, batch_norm_gain, lif_step
     ),
     refuse=_refuse,
     space=_space,

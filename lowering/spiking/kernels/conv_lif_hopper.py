@@ -13,7 +13,7 @@ from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
 from sparsecomp.lowering.spiking.conv_lif import ConvLif
 from sparsecomp.lowering.spiking.kernels import binary_conv_hopper
 from sparsecomp.lowering.spiking.kernels.binary_conv_hopper import copies, float_sums, place_of, products
-from sparsecomp.lowering.spiking.kernels.lif import batch_norm, lif_step
+from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step
 from sparsecomp.lowering.tuning.template import Config, Template
 
 
@@ -77,13 +77,10 @@ def conv_lif_hopper_kernel(
     shift = None
     rate = None
     if mean_ptr is not None:
-        norms = batch_norm(
-            mean_ptr, var_ptr, gamma_ptr, beta_ptr, k, col_ok, eps, gamma_ptr is not None, beta_ptr is not None
-        )
-        mean = norms[0][None, :]
-        gain = norms[1][None, :]
+        mean = gl.load(mean_ptr + k, mask=col_ok, other=0.0)[None, :]
+        gain = batch_norm_gain(var_ptr, gamma_ptr, k, col_ok, eps, gamma_ptr is not None)[None, :]
         if beta_ptr is not None:
-            shift = norms[2][None, :]
+            shift = gl.load(beta_ptr + k, mask=col_ok, other=0.0)[None, :]
     if rate_ptr is not None:
         rate = gl.load(rate_ptr).to(gl.float32)
     image, pixel = place_of(places, area, 0, 1)
@@ -145,7 +142,7 @@ def _prepare(problem: ConvLif, config: Config) -> Launch:
 CONV_LIF_HOPPER = Template(
     name="conv_lif_hopper",
     op="conv_lif",
-    sources=(conv_lif_hopper_kernel, _by_step, batch_norm, lif_step, *binary_conv_hopper.SOURCES),
+    sources=(conv_lif_hopper_kernel, _by_step, batch_norm_gain, lif_step, *binary_conv_hopper.SOURCES),
     refuse=_refuse,
     space=_space,
     cost=conv_lif_cost(hopper=True),

@@ -14,18 +14,12 @@ from sparsecomp.lowering.tuning.template import Config, Template
 
 
 @triton.jit
-def batch_norm(
-    mean_ptr, var_ptr, weight_ptr, bias_ptr, c, mask, eps, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr
-):  # fmt: skip
-    """What `lif_step` takes of channels `c`: their mean, gain, and bias if there is one."""
-    mean = tl.load(mean_ptr + c, mask=mask, other=0.0).to(tl.float32)
+def batch_norm_gain(var_ptr, weight_ptr, c, mask, eps, HAS_WEIGHT: tl.constexpr):
+    """What a batch-norm multiplies channels `c` with, less their mean."""
     gain = 1.0 / tl.sqrt(tl.load(var_ptr + c, mask=mask, other=0.0).to(tl.float32) + eps)
     if HAS_WEIGHT:
         gain = gain * tl.load(weight_ptr + c, mask=mask, other=0.0).to(tl.float32)
-    shift = None
-    if HAS_BIAS:
-        shift = tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
-    return mean, gain, shift
+    return gain
 
 
 @triton.jit
@@ -82,7 +76,10 @@ def lif_kernel(
     rate = None
     if HAS_NORM:
         c = (offset // channel_stride) % channels
-        mean, gain, shift = batch_norm(mean_ptr, var_ptr, weight_ptr, bias_ptr, c, mask, eps, HAS_WEIGHT, HAS_BIAS)
+        mean = tl.load(mean_ptr + c, mask=mask, other=0.0).to(tl.float32)
+        gain = batch_norm_gain(var_ptr, weight_ptr, c, mask, eps, HAS_WEIGHT)
+        if HAS_BIAS:
+            shift = tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
     # offsets of later steps pass 2^31 where a whole layer does
     x_step = tl.cast(x_step, tl.int64)
     spikes_step = tl.cast(spikes_step, tl.int64)
@@ -108,7 +105,7 @@ _numel, _steps, _block, _warps = sizes("numel steps BLOCK warps")
 LIF = Template(
     name="lif",
     op="lif",
-    sources=(lif_kernel, batch_norm, lif_step),
+    sources=(lif_kernel, batch_norm_gain, lif_step),
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (256, 512, 1024, 2048) for warps in (2, 4, 8)
         if 4 <= block // (32 * warps) <= 16
