@@ -67,16 +67,14 @@ class ConvLif(NamedTuple):
     @property
     def numbers(self) -> tuple[float, ...]:
         """The run-time numbers of the kernels, in their order."""
-        _, *product, limit = self.product.numbers
-        neuron = self.lif
-        images = self.conv.n // neuron.steps
-        return (self.pixels, images, *product, neuron.v0, neuron.eps, neuron.tau, neuron.threshold, neuron.reset)
+        _, *product, _ = self.product.numbers
+        return (self.pixels, self.conv.n // self.lif.steps, *product, *self.lif.step_numbers)
 
     @property
     def constants(self) -> dict[str, int | str | bool]:
         """What every kernel is specialised on, whatever the configuration."""
-        neuron = {name: self.lif.constants[name] for name in ("STEPS", "CHARGE", "DECAY_INPUT", "SOFT_RESET")}
-        return {**self.product.constants, **neuron, "SLOTS": self.slots}
+        rows = {"SLOTS": self.slots, "SCALED": self.conv.scale != 1.0}
+        return {**self.product.constants, **self.lif.step_constants, **rows}
 
 
 def launch_conv_lif(
@@ -159,7 +157,7 @@ def _representative(signature: KernelSignature) -> ConvLif:
     given = dict(signature.parameters)
     steps, groups = int(given["neuron_steps"]), int(given["groups"])
     conv = Convolution.of_signature(signature, "float32", groups)
-    conv = conv._replace(n=-(-conv.n // steps) * steps)
+    conv = conv._replace(n=conv.n // steps * steps)
     flags = [bool(given[f"neuron_{name}"]) for name in ("decay_input", "soft_reset")]
     has = [bool(given[f"neuron_has_{name}"]) for name in ("v", "norm", "weight", "bias")]
     neuron = (0.0, 1e-5, 2.0, 1.0, 0.0, steps, str(given["charge"]), *flags, *has)

@@ -1,5 +1,6 @@
 """CUDA implementation of the fused neuron operator, and the operation behind it."""
 
+from math import frexp
 from typing import NamedTuple
 
 import torch
@@ -48,15 +49,32 @@ class Lif(NamedTuple):
         """The run-time numbers of the kernel, in its order."""
         p = self
         sizes = (p.numel, p.x_step, p.spikes_step, p.channels, p.channel_stride)
-        return (*sizes, p.v0, p.eps, p.tau, p.threshold, p.reset)
+        return (*sizes, *p.step_numbers)
+
+    @property
+    def step_numbers(self) -> tuple[float, ...]:
+        """The numbers of a step, in every kernel's order."""
+        return self.v0, self.eps, 1.0 / self.tau if self.halves else self.tau, self.threshold, self.reset
+
+    @property
+    def halves(self) -> bool:
+        """Whether tau is a power of two: a product with its inverse is then the quotient, to the last bit."""
+        return self.charge == "lif" and frexp(self.tau)[0] == 0.5 and 2.0**-100 <= self.tau <= 2.0**100
 
     @property
     def constants(self) -> dict[str, int | str | bool]:
         """What the kernel is specialised on."""
         return {
-            "STEPS": self.steps, "CHARGE": self.charge, "DECAY_INPUT": self.decay_input,
-            "SOFT_RESET": self.soft_reset, "HAS_V": self.has_v, "HAS_NORM": self.has_norm,
+            **self.step_constants, "HAS_V": self.has_v, "HAS_NORM": self.has_norm,
             "HAS_WEIGHT": self.has_weight, "HAS_BIAS": self.has_bias,
+        }  # fmt: skip
+
+    @property
+    def step_constants(self) -> dict[str, int | str | bool]:
+        """What every kernel is specialised on."""
+        return {
+            "STEPS": self.steps, "CHARGE": self.charge, "HALVES": self.halves, "DECAY_INPUT": self.decay_input,
+            "SOFT_RESET": self.soft_reset,
         }  # fmt: skip
 
 

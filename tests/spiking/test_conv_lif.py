@@ -11,9 +11,9 @@ from sparsecomp.reference.digits import SPREAD
 pytestmark = pytest.mark.quick_cases(2)
 
 
-def neuron_arguments(charge="lif", decay=True, reset=0.0, v=None, norm=None, threshold=0.7, device="cpu"):
+def neuron_arguments(charge="lif", decay=True, reset=0.0, v=None, norm=None, threshold=0.7, tau=1.7, device="cpu"):
     rate = torch.tensor(0.37, device=device) if charge == "plif" else None
-    return (v, 0.1, *(norm or (None,) * 4), 1e-5, charge, 1.7, rate, decay, threshold, reset)
+    return (v, 0.1, *(norm or (None,) * 4), 1e-5, charge, tau, rate, decay, threshold, reset)
 
 
 def statistics(channels, device, affine=True):
@@ -68,7 +68,7 @@ PLANE = ([1, 1], [1, 1], [1, 1])
 def test_bits_equal_the_two_launches(device, charge, decay, reset, norm, steps):
     x, weight, bias = sample((2 * steps, 64, 5, 3), (72, 64, 3, 3), device)
     norms = None if norm == "none" else statistics(72, device, norm == "affine")
-    neuron = neuron_arguments(charge, decay, reset, norm=norms, device=device)
+    neuron = neuron_arguments(charge, decay, reset, norm=norms, tau=2.0 if steps % 4 else 1.7, device=device)
     fused, apart = both(x, weight, None if norm == "affine" else bias, PLANE, 1, 3, True, steps, neuron)
     assert 0.02 < fused[0].float().mean() < 0.98
     assert_same(fused, apart)
@@ -102,7 +102,7 @@ def test_layers_of_every_kind(name, device):
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_membranes_scales_and_weights_that_lose_their_digits(device):
     """One channel of the weight has an outlier, one is not finite: both are multiplied with their floats."""
-    x, weight, bias = sample((8, 32, 6, 5), (40, 32, 3, 3), device)
+    x, weight, bias = sample((8, 4, 6, 5), (40, 4, 3, 3), device, high=3)
     weight[3, 1, 1, 1] *= 1e5
     weight[7, 2, 0, 1] = torch.nan
     start = torch.linspace(-2, 0.6, 2 * 40 * 30, device=device).view(2, 40, 6, 5)
@@ -133,50 +133,6 @@ def test_operator(keep, linear):
     torch.testing.assert_close(found, (spikes, last if keep else last.new_empty(0)), rtol=0, atol=0)
 
 
-@pytest.mark.gpu
-def test_a_graph_replay_reads_what_is_there_then():
-    """Spikes, weight and membranes are read anew; bits are those of the two launches."""
-    x, weight, bias = sample((16, 64, 9, 7), (96, 64, 3, 3), "cuda")
-    x = x.contiguous(memory_format=torch.channels_last)
-    start = torch.zeros(4, 96, 9, 7, device="cuda").contiguous(memory_format=torch.channels_last)
-    neuron = neuron_arguments("lif", v=start, norm=statistics(96, "cuda"), device="cuda")
-
-    def call():
-        return ops.conv_lif(x, weight, bias, *PLANE, 1, 3, 1.0, SPREAD, True, 4, *neuron)
-
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call()
-    for seed in (5, 6):
-        others = sample((16, 64, 9, 7), (96, 64, 3, 3), "cuda", seed)
-        x.copy_(others[0])
-        weight.copy_(others[1])
-        start.uniform_(-1, 0.6)
-        graph.replay()
-        torch.cuda.synchronize()
-        _, apart = both(x, weight, bias, PLANE, 1, 3, True, 4, neuron)
-        assert_same(found, apart)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(128, 64, 28, 28), (4, 512, 4, 4), (16, 48, 13, 11)])
-def test_every_configuration_gives_the_same_bits(shape):
-    from sparsecomp.lowering.cache.signature import device_of
-    from sparsecomp.lowering.spiking.conv_lif import CONV_LIF, conv_lif_problem
-    from sparsecomp.lowering.spiking.convolution import Convolution
-    from sparsecomp.reference.geometry import Window
-
-    conv = Convolution.of(shape, (96,), Window.centred((3, 3), (1, 1)))
-    problem = conv_lif_problem(conv, 3, (0.0, 1e-5, 2.0, 0.5, 0.0, 4, "lif", True, False, False, True, True, True))
-    expected = None
-    for candidate in CONV_LIF.candidates(problem, device_of(torch.device("cuda", 0)))[::4]:
-        operands = CONV_LIF.operands(problem, torch.device("cuda", 0), 0)
-        candidate.template.prepare(problem, candidate.config)(*operands)
-        expected = expected or operands[-2:]
-        torch.testing.assert_close(operands[-2:], expected, rtol=0, atol=0)
-
-
 KERNEL_TYPES = """
 F = "*fp32"
 types = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr=F, weight_ptr=F, bias_ptr=F, v_ptr=F, mean_ptr=F, var_ptr=F,
@@ -201,9 +157,9 @@ def test_compiles_to_int8_tensor_core_instructions(capability, charge, slots, ma
         KERNEL_TYPES
         + f"""
 from sparsecomp.lowering.spiking.kernels.conv_lif import conv_lif_kernel as kernel
-constants = dict(v_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True, VECTOR=16, STEPS={slots},
-                 SLOTS={slots}, CHARGE="{charge}", DECAY_INPUT=True, SOFT_RESET=False, BM=64, BN=64, BK=64,
-                 out_channel=1, {maps})
+constants = dict(v_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True, VECTOR=16, SCALED=True,
+                 STEPS={slots}, SLOTS={slots}, CHARGE="{charge}", HALVES=False, DECAY_INPUT=True, SOFT_RESET=False,
+                 BM=64, BN=64, BK=64, out_channel=1, {maps})
 signature = {{n: types.get(n, "i32") for n in kernel.arg_names}}
 built = build(kernel, signature, constants, {capability}, whole=whole, num_warps=4, num_stages=3)
 print(built.asm["ptx"])
@@ -229,9 +185,11 @@ def test_hopper_kernel_compiles_without_spills_and_writes_whole_vectors(digits, 
 from triton.experimental.gluon._runtime import GluonASTSource
 from sparsecomp.lowering.spiking.kernels.conv_lif_hopper import conv_lif_hopper_kernel as kernel
 BM, BN, WARPS = {blocks}
-constants = dict(v_ptr=None, R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True, STEPS={slots}, SLOTS={slots},
-                 CHARGE="{charge}", DECAY_INPUT=True, SOFT_RESET=False, BM=BM, BN=BN, BK=64, STAGES=4, num_warps=WARPS,
-                 out_channel=1, {"" if charge == "plif" else "rate_ptr=None"})
+constants = dict(v_ptr=None, R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True, SCALED=False, STEPS={slots},
+                 SLOTS={slots}, CHARGE="{charge}", HALVES=True, DECAY_INPUT=True, SOFT_RESET=False,
+                 BM=BM, BN=BN, BK=64, STAGES=4, num_warps=WARPS, out_channel=1)
+if "{charge}" != "plif":
+    constants["rate_ptr"] = None
 if "{charge}" == "if":
     constants |= dict(gamma_ptr=None, beta_ptr=None)
 signature = {{n: types.get(n, "i32") for n in kernel.arg_names}}

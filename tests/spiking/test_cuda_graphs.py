@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from kernel_devices import graph_of
 
 import sparsecomp.ops as ops
+from sparsecomp.reference.digits import SPREAD
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,3 +73,19 @@ def test_an_eager_call_sees_a_weight_written_in_place():
         out = ops.spike_conv(x, w, None, [1, 1], [1, 1], [1, 1], 1, 3, implementation)
         expected = F.conv2d(x.double(), w.double(), padding=1)
         assert (out - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_a_layer_with_its_neurons_replays_on_new_values():
+    x = (torch.rand(16, 64, 9, 7, device="cuda") < 0.2).to(torch.int8).contiguous(memory_format=torch.channels_last)
+    w = torch.randn(96, 64, 3, 3, device="cuda") / 8
+    start = torch.zeros(4, 96, 9, 7, device="cuda").contiguous(memory_format=torch.channels_last)
+    how = (None, [1, 1], [1, 1], [1, 1], 1, 3)
+    neuron = (start, 0.0, None, None, None, None, 0.0, "lif", 2.0, None, True, 0.5, 0.0)
+    graph, found = graph_of(lambda: ops.conv_lif(x, w, *how, 1.0, SPREAD, True, 4, *neuron))
+    x.copy_(torch.rand(x.shape, device="cuda") < 0.4)
+    w.copy_(torch.randn_like(w) / 8)
+    start.uniform_(-1, 0.4)
+    graph.replay()
+    torch.cuda.synchronize()
+    current = torch.ops.sparsecomp.spike_conv_counts(x, w, *how, "binary", 1.0, None, SPREAD, True)
+    torch.testing.assert_close(found, ops.lif(current.unflatten(0, (4, 4)), *neuron), rtol=0, atol=0)

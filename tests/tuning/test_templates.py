@@ -10,6 +10,7 @@ from sparsecomp.compiler.warmup import signature_of
 from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, binary_conv_problem
+from sparsecomp.lowering.spiking.conv_lif import CONV_LIF, conv_lif_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, Maps, OutputStrides
 from sparsecomp.lowering.spiking.direct_conv import DIRECT_CONV, direct_conv_problem
 from sparsecomp.lowering.spiking.event_conv import ACCUMULATE, Accumulate
@@ -80,6 +81,22 @@ PROBLEMS = [
         LIF,
         Lif(960, 960, 960, 16, 1, 0.1, 1e-5, 2.0, 0.5, 0.0, 3, "plif", False, True, False, False, False, False),
         id="plif",
+    ),
+    pytest.param(
+        CONV_LIF,
+        conv_lif_problem(
+            Convolution.of((8, 64, 6, 5), (48,), SQUARE), 3,
+            (0.1, 1e-5, 2.0, 0.7, 0.0, 4, "lif", True, False, True, True, True, True),
+        ),
+        id="conv_lif",
+    ),
+    pytest.param(
+        CONV_LIF,
+        conv_lif_problem(
+            Convolution.of((6, 40, 6, 5), (24,), SQUARE, has_bias=True, scale=0.5), 2,
+            (0.1, 0.0, 1.5, 0.5, 0.0, 3, "plif", False, True, False, False, False, False), keep=False,
+        ),
+        id="conv_lif of three steps",
     ),
     pytest.param(
         NEURON,

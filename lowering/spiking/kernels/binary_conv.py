@@ -168,11 +168,11 @@ def int8_sums(
 @triton.jit
 def joined(acc0, acc1, acc2, acc3, DIGITS: tl.constexpr):
     """Sums by byte of the weight as one, in float32: |acc| can pass 2^24, and rounds there as any float32 sum does."""
-    value = acc0.to(tl.float32) * 256.0 + acc1.to(tl.float32)
+    value = tl.fma(acc0.to(tl.float32), 256.0, acc1.to(tl.float32))
     if DIGITS > 2:
-        value = value * 256.0 + acc2.to(tl.float32)
+        value = tl.fma(value, 256.0, acc2.to(tl.float32))
     if DIGITS > 3:
-        value = value * 256.0 + acc3.to(tl.float32)
+        value = tl.fma(value, 256.0, acc3.to(tl.float32))
     return value
 
 
@@ -202,7 +202,7 @@ def float_sums(
             x = tl.where(x == 0.0, 0.0, tl.where(x < 0.0, float("nan"), multiplier))
         else:
             x *= multiplier
-        value += x[:, None] * w[None, :]
+        value = tl.fma(x[:, None], w[None, :], value)
     return value
 
 

@@ -152,12 +152,12 @@ def products(
         acc = warpgroup_mma_wait(0, deps=(acc,))
 
     first, second = gl.split(gl.permute(gl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
-    value = first.to(gl.float32) * 256.0 + second.to(gl.float32)
+    value = gl.fma(first.to(gl.float32), 256.0, second.to(gl.float32))
     if PAIRS == 2:
         third, fourth = gl.split(gl.permute(gl.reshape(rest, (BM, 2, BN)), (0, 2, 1)))
-        value = (value * 256.0 + third.to(gl.float32)) * 256.0 + fourth.to(gl.float32)
+        value = gl.fma(gl.fma(value, 256.0, third.to(gl.float32)), 256.0, fourth.to(gl.float32))
     if SINGLE:
-        value = value * 256.0 + gl.convert_layout(rest.to(gl.float32), value.type.layout)
+        value = gl.fma(value, 256.0, gl.convert_layout(rest.to(gl.float32), value.type.layout))
     return value
 
 
@@ -252,7 +252,7 @@ def float_sums(
             x = gl.where(x == 0.0, 0.0, gl.where(x < 0.0, float("nan"), multiplier))
         else:
             x *= multiplier
-        value += x[:, None] * w[None, :]
+        value = gl.fma(x[:, None], w[None, :], value)
     return value
 
 

@@ -31,8 +31,8 @@ def conv_lif_kernel(
     v0, eps, tau, threshold, reset,
     T: tl.constexpr, R: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, VOLUMES: tl.constexpr, EVEN_C: tl.constexpr, VECTOR: tl.constexpr,
-    STEPS: tl.constexpr, SLOTS: tl.constexpr, CHARGE: tl.constexpr, DECAY_INPUT: tl.constexpr,
-    SOFT_RESET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SCALED: tl.constexpr, STEPS: tl.constexpr, SLOTS: tl.constexpr, CHARGE: tl.constexpr, HALVES: tl.constexpr,
+    DECAY_INPUT: tl.constexpr, SOFT_RESET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """`lif_kernel` of what `binary_conv_kernel` gives; see both.
 
@@ -72,7 +72,9 @@ def conv_lif_kernel(
             D, H, W, C, dil_d, dil_h, dil_w, weight_c, weight_t, weight_r, weight_s, T, R, S, False, BM, BN,
         )  # fmt: skip
     else:
-        value = joined(acc0, acc1, acc2, acc3, DIGITS) * scale[None, :] * multiplier
+        value = joined(acc0, acc1, acc2, acc3, DIGITS) * scale[None, :]
+        if SCALED:
+            value *= multiplier
     if HAS_BIAS:
         value += tl.load(bias_ptr + k, mask=col_ok, other=0.0).to(tl.float32)[None, :]
     currents = by_step(value, SLOTS, PIXELS, BN)
@@ -98,8 +100,9 @@ def conv_lif_kernel(
     step_size = tl.cast(N, tl.int64) * out_image
     for step in tl.static_range(STEPS):
         fired, v = lif_step(
-            currents[step], v, mean, gain, shift, rate, zero + tau, threshold, reset, CHARGE, DECAY_INPUT, SOFT_RESET
-        )
+            currents[step], v, mean, gain, shift, rate, zero + tau, threshold, reset,
+            CHARGE, HALVES, DECAY_INPUT, SOFT_RESET,
+        )  # fmt: skip
         tl.store(spikes_ptr + step * step_size + offset, fired.to(tl.int8), mask=mask)
     if last_ptr is not None:
         tl.store(last_ptr + offset, v, mask=mask)
@@ -143,7 +146,7 @@ def _prepare(problem: ConvLif, config: Config) -> Launch:
     constants = {**p.constants, "VOLUMES": beyond_images(problem.conv) is not None, "EVEN_C": p.conv.cp == p.conv.cg}
     constants |= {"VECTOR": gcd(p.conv.cg, 16)}
     constants |= {name: config[name] for name in ("BM", "BN", "BK")}
-    options = {"num_warps": config["warps"], "num_stages": config["stages"]}
+    options = {"num_warps": config["warps"], "num_stages": config["stages"], "enable_fp_fusion": False}
     return Launch(conv_lif_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants, **options)
 
 

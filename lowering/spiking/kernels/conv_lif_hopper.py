@@ -26,8 +26,8 @@ def conv_lif_hopper_kernel(
     out_pixel, out_channel, out_image, weight_k, weight_c, weight_r, weight_s, multiplier,
     v0, eps, tau, threshold, reset,
     R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    STEPS: gl.constexpr, SLOTS: gl.constexpr, CHARGE: gl.constexpr, DECAY_INPUT: gl.constexpr,
-    SOFT_RESET: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    SCALED: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, CHARGE: gl.constexpr, HALVES: gl.constexpr,
+    DECAY_INPUT: gl.constexpr, SOFT_RESET: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `conv_lif_kernel`."""
@@ -60,7 +60,9 @@ def conv_lif_hopper_kernel(
             R, S, SLOTS, False, BM, BN, sums,
         )  # fmt: skip
     else:
-        value = value * scale[None, :] * multiplier
+        value = value * scale[None, :]
+        if SCALED:
+            value *= multiplier
     if HAS_BIAS:
         value += gl.load(bias_ptr + k, mask=col_ok, other=0.0).to(gl.float32)[None, :]
 
@@ -94,8 +96,9 @@ def conv_lif_hopper_kernel(
     step_size = gl.cast(N, gl.int64) * out_image
     for step in gl.static_range(STEPS):
         fired, v = lif_step(
-            currents[step], v, mean, gain, shift, rate, zero + tau, threshold, reset, CHARGE, DECAY_INPUT, SOFT_RESET
-        )
+            currents[step], v, mean, gain, shift, rate, zero + tau, threshold, reset,
+            CHARGE, HALVES, DECAY_INPUT, SOFT_RESET,
+        )  # fmt: skip
         gl.store(spikes_ptr + step * step_size + offset, fired.to(gl.int8), mask=mask)
     if last_ptr is not None:
         gl.store(last_ptr + offset, v, mask=mask)
@@ -136,7 +139,8 @@ def _prepare(problem: ConvLif, config: Config) -> Launch:
     p = problem
     constants = {**p.constants, **{name: config[name] for name in ("BM", "BN", "BK")}}
     constants |= {"STAGES": config["stages"], "num_warps": config["warps"]}
-    return Launch(conv_lif_hopper_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants)
+    grid = p.grid(config["BM"], config["BN"])
+    return Launch(conv_lif_hopper_kernel, grid, p.numbers, constants, enable_fp_fusion=False)
 
 
 CONV_LIF_HOPPER = Template(

@@ -25,17 +25,17 @@ def batch_norm_gain(var_ptr, weight_ptr, c, mask, eps, HAS_WEIGHT: tl.constexpr)
 @triton.jit
 def lif_step(
     x, v, mean, gain, shift, rate, tau, threshold, reset,
-    CHARGE: tl.constexpr, DECAY_INPUT: tl.constexpr, SOFT_RESET: tl.constexpr,
+    CHARGE: tl.constexpr, HALVES: tl.constexpr, DECAY_INPUT: tl.constexpr, SOFT_RESET: tl.constexpr,
 ):  # fmt: skip
     """One time step: whether each neuron fired, and its membrane after; see `sparsecomp.ops.lif` for the equations.
 
-    `mean` and `gain` are None without a batch-norm, `shift` without its bias; `tau` is as large as `x`. Kernels that
-    step here fire alike, bit for bit.
+    `mean` and `gain` are None without a batch-norm, `shift` without its bias; `tau` is as large as `x`, and its inverse
+    with HALVES. Kernels that step here fire alike, bit for bit, if they join no product with a sum
+    (`enable_fp_fusion=False`).
     """
     if mean is not None:
-        x = (x - mean) * gain
-        if shift is not None:
-            x = x + shift
+        x = x - mean
+        x = x * gain if shift is None else tl.fma(x, gain, shift)
     rest = reset
     if SOFT_RESET:
         rest = 0.0
@@ -45,14 +45,18 @@ def lif_step(
         leak = v - rest
         if DECAY_INPUT:
             leak = x - leak
-        leak = leak * rate if CHARGE == "plif" else tl.div_rn(leak, tau)
+        if CHARGE == "plif":
+            leak = leak * rate
+        else:
+            leak = leak * tau if HALVES else tl.div_rn(leak, tau)
         h = v + leak if DECAY_INPUT else v - leak + x
     fired = h >= threshold
+    # h - spike * threshold, and spike * reset + (1 - spike) * h, with each product known: 0 times what is finite is a
+    # zero of its sign, and 0 times an infinite h is not a number
     if SOFT_RESET:
-        after = h - fired.to(tl.float32) * threshold
+        after = h - tl.where(fired, threshold, 0.0 * threshold)
     else:
-        spike = fired.to(tl.float32)
-        after = spike * reset + (1.0 - spike) * h
+        after = tl.where(fired, tl.fma(h, 0.0, reset), h + 0.0 * reset)
     return fired, after
 
 
@@ -60,8 +64,9 @@ def lif_step(
 def lif_kernel(
     x_ptr, v_ptr, mean_ptr, var_ptr, weight_ptr, bias_ptr, rate_ptr, spikes_ptr, last_ptr,
     numel, x_step, spikes_step, channels, channel_stride, v0, eps, tau, threshold, reset,
-    STEPS: tl.constexpr, CHARGE: tl.constexpr, DECAY_INPUT: tl.constexpr, SOFT_RESET: tl.constexpr,
-    HAS_V: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    STEPS: tl.constexpr, CHARGE: tl.constexpr, HALVES: tl.constexpr, DECAY_INPUT: tl.constexpr,
+    SOFT_RESET: tl.constexpr, HAS_V: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One element of the membrane a lane, STEPS time steps."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -88,7 +93,7 @@ def lif_kernel(
     for step in tl.static_range(STEPS):
         x = tl.load(x_ptr + step * x_step + offset, mask=mask, other=0.0).to(tl.float32)
         fired, v = lif_step(
-            x, v, mean, gain, shift, rate, zero + tau, threshold, reset, CHARGE, DECAY_INPUT, SOFT_RESET
+            x, v, mean, gain, shift, rate, zero + tau, threshold, reset, CHARGE, HALVES, DECAY_INPUT, SOFT_RESET
         )
         tl.store(spikes_ptr + step * spikes_step + offset, fired.to(tl.int8), mask=mask)
     tl.store(last_ptr + offset, v.to(last_ptr.dtype.element_ty), mask=mask)
@@ -97,7 +102,7 @@ def lif_kernel(
 def _prepare(problem: Lif, config: Config) -> Launch:
     constants = {**problem.constants, "BLOCK": config["BLOCK"]}
     grid = (triton.cdiv(problem.numel, config["BLOCK"]),)
-    return Launch(lif_kernel, grid, problem.numbers, constants, num_warps=config["warps"])
+    return Launch(lif_kernel, grid, problem.numbers, constants, num_warps=config["warps"], enable_fp_fusion=False)
 
 
 _numel, _steps, _block, _warps = sizes("numel steps BLOCK warps")
