@@ -84,7 +84,8 @@ SUITES: dict[str, Suite] = {
     ),
     "snn-conv": Suite("spiking.snn_conv", lambda m, a: m.run(a.data and a.data / "spikes")),
     "snn-network": Suite(
-        "spiking.snn_network", lambda m, a: m.run(a.network, precisions=_precisions(m, a)), saved=save_last
+        "spiking.snn_network",
+        lambda m, a: m.run(a.network, precisions=_precisions(m, a), labels=tuple(a.names or ())), saved=save_last,
     ),
     "snn-training": Suite(
         "spiking.snn_training",

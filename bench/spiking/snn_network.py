@@ -14,8 +14,14 @@ from bench.spiking.networks import PRECISIONS
 from bench.timing import eager_ms
 
 
-def run(name: str, time_steps: int = 4, batch: int = 32, precisions: tuple[str, ...] = PRECISIONS) -> Iterator[dict]:
+def run(
+    name: str, time_steps: int = 4, batch: int = 32, precisions: tuple[str, ...] = PRECISIONS,
+    labels: tuple[str, ...] = (),
+) -> Iterator[dict]:  # fmt: skip
     """Time one network in each precision.
+
+    Args:
+        labels: of the variants that are timed; of none, all.
 
     Yields:
         The figures so far, after each variant: firing `rates` by layer, and by `precision/variant` the `ms` of a
@@ -30,6 +36,8 @@ def run(name: str, time_steps: int = 4, batch: int = 32, precisions: tuple[str, 
     reference = _output(net, x)
     for precision in precisions:
         for variant in variants(precision):
+            if labels and variant.label not in labels:
+                continue
             key = f"{precision}/{variant.label}"
             measured = measure(net, x, precision, variant)
             result["ms"][key], result["compile_s"][key] = measured["ms"], measured["compile_s"]
@@ -48,6 +56,7 @@ class Variant(NamedTuple):
     backend: str | None
     channels_last: bool = True
     mode: str | None = None
+    disable: tuple[str, ...] = ()
 
 
 def variants(precision: str) -> list[Variant]:
@@ -55,9 +64,10 @@ def variants(precision: str) -> list[Variant]:
     stock, ours = Variant("stock compile", "inductor"), Variant("sparsecomp", "sparsecomp")
     stock_graph = Variant("stock compile, reduce-overhead", "inductor", mode="reduce-overhead")
     ours_graph = Variant("sparsecomp, reduce-overhead", "sparsecomp", mode="reduce-overhead")
+    apart = ours_graph._replace(label="sparsecomp, neurons apart, reduce-overhead", disable=("fuse_conv_neuron",))
     if precision == "fp32":
-        return [Variant("eager", None, channels_last=False), stock, ours, ours_graph]
-    return [stock, stock_graph, ours, ours_graph]
+        return [Variant("eager", None, channels_last=False), stock, ours, ours_graph, apart]
+    return [stock, stock_graph, ours, ours_graph, apart]
 
 
 def measure(net: nn.Module, x: torch.Tensor, precision: str, variant: Variant) -> dict[str, Any]:
@@ -75,7 +85,7 @@ def measure(net: nn.Module, x: torch.Tensor, precision: str, variant: Variant) -
     call = model
     if ours:
         options: dict[str, Any] = {"precision": "tf32" if precision == "tf32" else "auto"}
-        options["mode"] = variant.mode or "default"
+        options |= {"mode": variant.mode or "default", "disable": variant.disable}
         call = torch.compile(model, backend="sparsecomp", options=options)
     elif variant.backend is not None:
         call = torch.compile(model, backend=variant.backend, mode=variant.mode)

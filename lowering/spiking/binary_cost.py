@@ -15,7 +15,7 @@ _cp, _digits, _phases = sizes("conv.cp digits phases")
 _pixels, _slots, _steps = sizes("pixels slots lif.steps")
 _bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
 _bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
-_shared_rate, _int8_portable = sizes("shared_rate int8_portable")
+_shared_rate, _int8_portable, _fp32 = sizes("shared_rate int8_portable fp32")
 
 _REGISTERS = 65_536
 """Of one processor, on all cards since 2012."""
@@ -25,20 +25,20 @@ _LATENCY = 5e-7
 """Seconds from the start of a copy to shared memory to its first byte, with a cold L2."""
 _START = 3e-6
 """Seconds before the first product and after the last."""
-NEURON_OPERATIONS = 60
-"""Float operations' worth of a neuron's step behind a convolution, most of it a division; not measured."""
+NEURON_OPERATIONS = 120
+"""Float operations' worth of a neuron's step behind a convolution. It puts first what was within 1 % of the fastest of
+the first eight configurations of 12 layers on an H200 (`bench/results/conv_neuron.json`)."""
 
 
 def conv_lif_cost(hopper: bool) -> Cost:
-    """The same walks, in tiles that hold all steps of a pixel; bytes and membranes are written, with the neurons' work.
-
-    Not measured yet.
-    """
-    product = _walks(hopper, sympy.ceiling(_pixels * _slots / _bm))
+    """The same walks, in tiles that hold all steps of a pixel, and the neurons' work; spikes are written as bytes."""
+    rows = sympy.ceiling(_pixels * _slots / _bm)
+    tiles = rows * sympy.ceiling(_k / (_groups * _bn)) * _groups
+    neurons = waves(tiles, _processors) * _bm * _bn * NEURON_OPERATIONS * _processors / _fp32
     return Cost(
         bytes=(1.5 * _steps + 6) * _pixels * _k,  # at the share of the bandwidth that a convolution's outputs reach
-        operations=NEURON_OPERATIONS * _pixels * _slots * _k,
-        seconds=product,
+        # behind the neurons of a tile another tile's products can run
+        seconds=_walks(hopper, rows) + neurons / _resident(_stages * (_bm + _digits * _bn) * _bk),
     )
 
 
