@@ -26,6 +26,7 @@ from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.reference.attention.blocks import blocks_of
 from sparsecomp.reference.attention.elements import elements_of_mask
+from sparsecomp.reference.digits import SPREAD
 from sparsecomp.tensor.index_arrays import IndexArrays
 
 CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_few", "spmm_csr_merge", "spmm_csr_dense", "spmm_csr_halves")
@@ -229,6 +230,11 @@ def neurons(device: str) -> None:
         rate = torch.tensor([0.5], device=device) if charge == "plif" else None
         parts = statistics if norm else [None] * 4
         ops.lif(x, None, 0.0, *parts, 1e-5, charge, 2.0, rate, True, 1.0, reset)
+    for steps, channels, keep in ((1, 64, True), (4, 64, False), (3, 17, True), (8, 40, True)):
+        counts = (torch.rand(2 * steps, channels, 13, 11, device=device) < 0.2).to(torch.int8)
+        weight = torch.randn(33, channels, 3, 3, device=device)
+        how = (None, [1, 1], [1, 1], [1, 1], 1, 3, 1.0, SPREAD, True, steps, None, 0.0, None, None, None, None)
+        ops.conv_lif(counts, weight, *how, 1e-5, "lif", 2.0, None, True, 1.0, 0.0, keep)
     step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; t4 = sub t1 t3; spike t2; v0 t4; v1 t3"
     for keep in (False, True):
         decay = torch.rand(5, 1, 1, device=device)

@@ -39,6 +39,7 @@ from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.sparse.stored_places import WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
+from sparsecomp.lowering.spiking.conv_lif import ConvLif, conv_lif_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.direct_conv import DirectConv, direct_conv_problem
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
@@ -117,6 +118,12 @@ def _conv(n: int, c: int, size: int, side: int, groups: int, digits: int, select
     window = Window((side, side), (1, 1), (side // 2, side // 2), (1, 1))
     shapes = (n, c, size, size), (c, c // groups, side, side)
     return binary_conv_problem(Convolution.of(*shapes, window, groups), digits, select)
+
+
+def _fired(n: int, c: int, size: int, side: int, steps: int) -> ConvLif:
+    conv = Convolution.of((n * steps, c, size, size), (c,), Window.centred((side, side), (1, 1)))
+    neuron = (0.0, 1e-5, 2.0, 1.0, 0.0, steps, "lif", True, False, False, True, True, True)
+    return conv_lif_problem(conv, 3, neuron)
 
 
 def _direct(n: int, c: int, size: int, groups: int) -> DirectConv:
@@ -364,6 +371,7 @@ PROBLEMS: dict[str, list[Any]] = {
                      CastStrided(Maps(32, 256, (14, 14), (50176, 196, 14, 1), "float16"))],
     "lif": [Lif(960, 960, 960, 16, 60, 0, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, False, True, True, True, True),
             Lif(10**6, 10**6, 10**6, 64, 1, 0, 1e-5, 2.0, 1.0, 0.0, 4, "if", True, False, False, False, False, False)],
+    "conv_lif": [_fired(32, 64, 56, 3, 4), _fired(1, 512, 7, 3, 1), _fired(8, 96, 14, 1, 6), _fired(2, 20, 9, 3, 16)],
     "neuron": [_neuron(960, 3), _neuron(10**6, 4)],
     "neuron_gradients": [NeuronGradients(_neuron(960, 3), (False,) * 2, (True,) * 8),
                          NeuronGradients(_neuron(10**6, 20), (True, False), (False,) * 8)],

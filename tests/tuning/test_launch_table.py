@@ -29,6 +29,7 @@ from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.sparse.stored_places import WriteOut
 from sparsecomp.lowering.spiking.binary_conv import binary_conv_problem
+from sparsecomp.lowering.spiking.conv_lif import conv_lif_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
 from sparsecomp.lowering.spiking.lif import Lif
@@ -151,6 +152,17 @@ PROBLEMS: dict[str, list[Any]] = {
                      CastStrided(Maps(1, 5, (7,), (35, 1, 5), "float16"))],
     "lif": [Lif(77, 77, 77, 5, 7, 1, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, True, True, True, True, True),
             Lif(1, 1, 1, 1, 1, 0, 1e-5, 2.0, 1.0, 0.0, 1, "if", False, False, False, False, False, False)],
+    "conv_lif": [
+        conv_lif_problem(_conv1d(2)._replace(n=6), 2, (0.1, 0.0, 1.5, 1.0, 0.0, 3, "lif", True, True) + (False,) * 4),
+        conv_lif_problem(
+            _conv(c=32, k=48)._replace(n=4), 3,
+            (0.0, 1e-5, 2.0, 1.0, 0.25, 4, "lif", False, False, True, True, True, True), keep=False,
+        ),
+        conv_lif_problem(
+            _conv(c=20, k=24)._replace(n=16), 4,
+            (0.0, 1e-5, 1.0, 0.5, 0.0, 16, "plif", False, False, False, True, False, False),
+        ),
+    ],
     "neuron": [Neurons(77, 77, 77, (Axis(7, 1), *[Axis(1, 1)] * 5), (0.0, 0.5), (0.25,) * 8, 3,
                        neuron_of("t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; spike t2; v0 t1; v1 t3"),
                        (True, False), (True, *[False] * 5), False)],
