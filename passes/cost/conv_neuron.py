@@ -14,6 +14,8 @@ from sparsecomp.passes.cost.spiking import seconds_of
 _OPERATIONS = 40
 """Float operations' worth of time that a neuron's step adds to a product, beyond what leaving out the product's result
 saves: 13 to 43 in eight layers on an H200, most where the product is short (`bench/results/conv_neuron.json`)."""
+_LEAST = 11e-6
+"""Seconds of the smallest product measured, its packing of the weight included: estimates of small ones say less."""
 _START = 3e-6
 """Seconds to start and end the neurons' own launch, as its template has it."""
 
@@ -25,15 +27,32 @@ def decide(site: SiteInfo, steps: int, card: Card = H100) -> Decision:
         site: the convolution, of all steps' images.
         steps: time steps.
     """
-    neurons = site.n * site.k * site.out_pixels
-    product = seconds_of(site, "binary", card)
-    # spikes and membranes are written either way
-    alone = 4 * neurons / card.bandwidth + _START + card.launch
+    product, layer = max(seconds_of(site, "binary", card), _LEAST), host.SPIKE_LAYER["binary"]
     slots = 1 << (steps - 1).bit_length()
-    work = _OPERATIONS * neurons * slots / steps / card.fp32
-    layer = host.SPIKE_LAYER["binary"]
+    work = _OPERATIONS * _neurons(site) * slots / steps / card.fp32
     times = {
-        "dense": Time(product + alone, layer + host.OPERATOR + host.LAUNCH),
+        "dense": Time(product, layer).plus(_alone(site, card)),
+        # that the product writes no float32 numbers is in the operations
         "fused": Time(product * slots / steps + work, layer),
     }
     return fastest({name: time.waited(replayed=not site.hosted) for name, time in times.items()}, rival="apart")
+
+
+def with_neurons(layer: Decision, site: SiteInfo, steps: int, card: Card = H100) -> Decision:
+    """The decision about a layer, where neurons of so many steps behind it can run in one launch with `binary`."""
+    behind = _alone(site, card).waited(replayed=not site.hosted)
+    seconds = {name: time + behind for name, time in layer.seconds.items()}
+    if "dense" not in seconds or "binary" not in seconds:
+        return layer
+    seconds["binary"] = min(seconds["binary"], decide(site, steps, card).seconds["fused"])
+    together = fastest(seconds, layer.source)
+    return together._replace(reason=f"{together.reason}, with the neurons behind it")
+
+
+def _neurons(site: SiteInfo) -> int:
+    return site.n * site.k * site.out_pixels
+
+
+def _alone(site: SiteInfo, card: Card) -> Time:
+    """Of the neurons in a launch of their own, but for spikes and membranes, which are written either way."""
+    return Time(4 * _neurons(site) / card.bandwidth + _START + card.launch, host.OPERATOR + host.LAUNCH)

@@ -22,13 +22,10 @@ from sparsecomp.passes.cost import conv_neuron as gate
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
-from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.neurons_behind import MAX_STEPS, NEURONS, fits, idle_readers, is_view
 from sparsecomp.reference.facts import is_dyadic
 from sparsecomp.reference.geometry import Window, is_channels_last
 
-MAX_STEPS = 16
-"""A block holds all steps of its pixels; with more, few pixels would share what is loaded of a weight."""
-_NEURONS = torch.ops.sparsecomp.lif.default
 _SPIKES, _MEMBRANE = range(2)
 
 
@@ -63,7 +60,7 @@ class _Layer:
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every fused neuron behind a product on int8 tensor cores is a candidate."""
-    if node.target is not _NEURONS:
+    if node.target is not NEURONS:
         return None
     layer = _layer(node, ctx)
     if layer is None:
@@ -73,7 +70,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return Refusal(found.why, found.details, found.estimate, layer.node)
     steps = example_of(node.args[0]).shape[0]
     reason = f"with the neurons behind it in one launch, {steps} time steps; {found.reason}"
-    idle = [one for part in (*layer.views, layer.node) for one in _idle_readers(part)]
+    idle = [one for part in (*layer.views, layer.node) for one in idle_readers(part)]
     dead = (*idle, *layer.views, layer.node)
     return Plan(
         lambda: _build(node, layer), reason, "fused", dead=dead, estimate=found.estimate, layer=layer.node
@@ -109,22 +106,23 @@ def _considered(node: fx.Node, layer: _Layer, ctx: Context) -> Decision | Refusa
 def _layer(node: fx.Node, ctx: Context) -> _Layer | None:
     """The product that gives a neuron operator its input, which nobody else reads."""
     views, found = [], node.args[0]
-    while isinstance(found, fx.Node) and (op := op_of(found)) is not None and op.has(Trait.ROW_MAJOR | Trait.VIEW):
+    while isinstance(found, fx.Node) and is_view(found):
         views.append(found)
-        found = op.input
+        found = op_of(found).input
     if not isinstance(found, fx.Node):
         return None
+    args: tuple[Any, ...] = found.args
     if found.target is torch.ops.sparsecomp.spike_conv.default:
-        x, weight, bias, *window, groups, digits, implementation = found.args[:9]
-        scale, factor, binary, spread, _ = found.args[9:]
+        x, weight, bias, stride, padding, dilation, groups, digits, how, scale, factor, binary, spread, _ = args
     elif found.target is torch.ops.sparsecomp.spike_linear.default:
-        x, weight, bias, digits, implementation, scale, factor, binary, spread, _ = found.args
-        window, groups = ([1, 1], [0, 0], [1, 1]), 1
+        x, weight, bias, digits, how, scale, factor, binary, spread, _ = args
+        stride, padding, dilation, groups = [1, 1], [0, 0], [1, 1], 1
     else:
         return None
-    if implementation != "binary" or factor is not None or not is_dyadic(scale):
+    if how != "binary" or factor is not None or not is_dyadic(scale):
         return None
-    return _Layer(found, tuple(views), x, weight, bias, tuple(window), groups, digits, scale, binary, spread)
+    window = stride, padding, dilation
+    return _Layer(found, tuple(views), x, weight, bias, window, groups, digits, scale, binary, spread)
 
 
 def _obstacle(node: fx.Node, layer: _Layer, ctx: Context) -> str | None:
@@ -136,7 +134,7 @@ def _obstacle(node: fx.Node, layer: _Layer, ctx: Context) -> str | None:
         return f"its result is {out.dtype}; the neurons take float32"
     if not all(unchanged(one, one) for one in between):
         return "its result is written to in place"
-    chain = {node, *between}.union(*map(_idle_readers, between))
+    chain = {node, *between}.union(*map(idle_readers, between))
     if any(user not in chain for one in between for user in one.users):
         return "somebody else reads its result"
     if not all(unchanged(read, layer.node) for read in layer.node.all_input_nodes):
@@ -146,26 +144,7 @@ def _obstacle(node: fx.Node, layer: _Layer, ctx: Context) -> str | None:
     steps = current.shape[0]
     if steps > MAX_STEPS:
         return f"{steps} time steps: blocks hold up to {MAX_STEPS}"
-    if layer.is_linear:
-        # rows of the last dimension are the neurons' channels
-        rows = current.dim() == 3 and current.shape == out.view(steps, -1, out.shape[-1]).shape
-        return None if rows else "the neurons' channels are not its outputs"
-    if out.dim() != example_of(layer.weight).dim() or current.shape[2:] != out.shape[1:]:
-        return "the neurons do not take it step by step"
-    return None
-
-
-def _idle_readers(node: fx.Node) -> list[fx.Node]:
-    """Views of a node that nobody reads, the last first: of one, a first membrane that is now a number was made."""
-    found = []
-    for user in node.users:
-        op = op_of(user)
-        if op is None or not op.has(Trait.VIEW):
-            continue
-        behind = _idle_readers(user)
-        if all(one in behind for one in user.users):
-            found += [*behind, user]
-    return found
+    return None if fits(current, out, layer.is_linear) else "the neurons' channels are not its outputs"
 
 
 def _site(layer: _Layer, hosted: bool) -> SiteInfo | None:

@@ -20,6 +20,7 @@ from sparsecomp.lowering.spiking.implementations import SPIKE_CONV
 from sparsecomp.lowering.tuning.autotune import scoped_effort, tuner
 from sparsecomp.lowering.tuning.cards import H100, Card
 from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.passes.cost import conv_neuron
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks
@@ -134,8 +135,13 @@ def check_layer(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     return Operands(op, fact, dtype, ctx.device(x.device).type, precision, digits, spread, promise)
 
 
-def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callable[[str], fx.Node]) -> Plan | Refusal:
-    """Let the gate, or the user, pick the implementation."""
+def choose(
+    operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callable[[str], fx.Node], steps: int = 0
+) -> Plan | Refusal:
+    """Let the gate, or the user, pick the implementation.
+
+    `steps`: of neurons behind the layer that can run with it in one launch.
+    """
     forced = ctx.options.implementation
     if forced == "dense":
         return refuse(Why.FORCED_DENSE)
@@ -147,6 +153,7 @@ def choose(operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callabl
         return refuse(Why.GATE, detail=NO_TRITON)
     else:
         decision = gate.decide(site, card, measured)
+        decision = conv_neuron.with_neurons(decision, site, steps, card) if steps else decision
     if decision.dense:
         return Refusal(Why.GATE, {"detail": decision.reason}, decision.estimate)
     node, strategy = operands.op.node, decision.implementation

@@ -14,6 +14,7 @@ from sparsecomp.compiler.capture import Graph
 from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.options import Options
 from sparsecomp.passes.cost import conv_neuron as gate
+from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.reference.geometry import Window
 from sparsecomp.report import Report, merge
 
@@ -235,6 +236,12 @@ JUDGED: dict[str, tuple[Callable[[], nn.Module], int, str | None]] = {
     "written to": (Written, 4, "what it reads is written to before the neurons read"),
     "in place": (lambda: OnSpikes(_in_place), 4, "its result is written to in place"),
     "flipped": (Transposed, 4, None),
+    "turned maps": (lambda: OnSpikes(lambda y: y.transpose(3, 4)), 4, None),
+    "steps for images": (lambda: OnSpikes(lambda y: y.transpose(0, 1)), 2, None),
+    "channels for lines": (lambda: OnSpikes(lambda y: y.transpose(2, 3), nn.Conv2d(8, 6, 3, padding=1)), 4, None),
+    "channels apart": (
+        lambda: OnSpikes(lambda y: y.view(4, 2, 4, 2, 6, 6)), 4, "the neurons' channels are not its outputs",
+    ),
     "a sum": (lambda: OnSpikes(lambda y: y + 1), 4, None),
 }
 
@@ -345,3 +352,34 @@ def test_the_estimate_knows_what_one_launch_saves_and_costs():
     # where the host is what takes the time, a launch less is a gain
     hosted = gate.decide(_site(n=4, size=(7, 7), hosted=True), 4)
     assert hosted.implementation == "fused"
+
+
+@pytest.mark.parametrize("disable", [(), (RULE,)])
+def test_a_small_layer_pays_with_its_neurons_where_the_host_launches(disable):
+    """Dense, it would be a call of the host's less than ours; but the neurons are one more."""
+    x = torch.rand(4, 2, 16, 14, 14).flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (4, 2))
+    model = OnSpikes(made=nn.Conv2d(16, 16, 3, padding=1)).eval()
+    with torch.no_grad():
+        report = sparsecomp.explain(model, x, device="h100", options={"disable": disable})
+    judged = site(report, "spike_conv")
+    assert judged.rewritten == (not disable)
+    assert judged.reason.endswith("with the neurons behind it") == (not disable)
+    assert bool([one for one in report.sites if one.rule == RULE and one.rewritten]) == (not disable)
+
+
+def test_only_a_layer_that_can_be_fused_counts_its_neurons():
+    x = torch.rand(4, 2, 8, 14, 14).flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (4, 2))
+    for model in (Kept(), Transposed(), OnSpikes(lambda y: y + 1)):
+        with torch.no_grad():
+            report = sparsecomp.explain(model.eval(), x, device="h100")
+        assert not site(report, "spike_conv").rewritten
+
+
+def test_the_decision_with_neurons_takes_the_better_of_one_launch_and_two():
+    layer = Decision("dense", "", {"dense": 20e-6, "binary": 40e-6, "skip": 19e-6}, "measured")
+    found = gate.with_neurons(layer, _site(), 4)
+    neurons = found.seconds["dense"] - 20e-6
+    assert neurons > 5e-6
+    assert found.seconds["skip"] == pytest.approx(19e-6 + neurons)
+    assert found.seconds["binary"] == pytest.approx(min(40e-6 + neurons, gate.decide(_site(), 4).seconds["fused"]))
+    assert gate.with_neurons(Decision("dense", "no card"), _site(), 4) == Decision("dense", "no card")

@@ -65,7 +65,7 @@ def copies(BK, num_warps):
 
 
 @gluon.jit
-def place_of(rows, area, images, SLOTS: gl.constexpr):
+def image_and_pixel(rows, area, images, SLOTS: gl.constexpr):
     """Image and output pixel of rows: SLOTS steps of a pixel lie beside each other, each step of so many images."""
     pixel = rows // SLOTS % area
     image = rows // SLOTS // area
@@ -92,7 +92,7 @@ def products(
     one_acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BN, 32])
     cg = C // GROUPS
     chan = gl.arange(0, BK, layout=gl.SliceLayout(0, copy_layout))
-    image, pixel = place_of(rows, OH * OW, images, SLOTS)
+    image, pixel = image_and_pixel(rows, OH * OW, images, SLOTS)
     ih = gl.where(row_ok, (pixel // OW) * stride_h - pad_h, -(1 << 30))
     iw = (pixel % OW) * stride_w - pad_w
     x_row = ((image.to(gl.int64) * H + ih) * W + iw) * C + group * cg
@@ -213,7 +213,7 @@ def binary_conv_hopper_kernel(
     if factor_ptr is not None:
         multiplier *= gl.load(factor_ptr).to(gl.float32)
     if (gl.min((scale > 0.0).to(gl.int32), 0) == 0) | (multiplier * 0.0 != 0.0):
-        value = float_sums(
+        value = float_products(
             x_ptr + group * cg, weight_ptr + k.to(gl.int64) * weight_k, out_rows, out_ok, col_ok, 0, multiplier, cg,
             H, W, OH, OW, C, stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_c, weight_r, weight_s,
             R, S, 1, factor_ptr is not None, BM, BN, out_layout,
@@ -228,14 +228,14 @@ def binary_conv_hopper_kernel(
 
 
 @gluon.jit
-def float_sums(
+def float_products(
     x_ptr, weight_ptrs, rows, row_ok, col_ok, images, multiplier, cg, H, W, OH, OW, C,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_c, weight_r, weight_s,
     R: gl.constexpr, S: gl.constexpr, SLOTS: gl.constexpr, FACTOR: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """As `float_sums` of `binary_conv`, in the layout of the result."""
-    image, pixel = place_of(rows, OH * OW, images, SLOTS)
+    image, pixel = image_and_pixel(rows, OH * OW, images, SLOTS)
     ih = gl.where(row_ok, (pixel // OW) * stride_h - pad_h, -(1 << 30))
     iw = (pixel % OW) * stride_w - pad_w
     x_ptrs = x_ptr + ((image.to(gl.int64) * H + ih) * W + iw) * C
@@ -256,7 +256,7 @@ def float_sums(
     return value
 
 
-def refuse(problem: BinaryConv, device: Device) -> str | None:
+def why_no_products(problem: BinaryConv, device: Device) -> str | None:
     """Why the products cannot run on a device, None if they can."""
     if not device.is_hopper:
         return f"needs compute capability 9.x, not {device.capability or 'no GPU'}"
@@ -265,7 +265,7 @@ def refuse(problem: BinaryConv, device: Device) -> str | None:
     return beyond_images(problem.conv)
 
 
-def space(problem: BinaryConv, device: Device) -> list[Config]:
+def product_blocks(problem: BinaryConv, device: Device) -> list[Config]:
     """Blocks of pixels by output channels of a group."""
     p = problem
     narrow = p.conv.kg <= 32
@@ -286,15 +286,15 @@ def _prepare(problem: BinaryConv, config: Config) -> Launch:
     return Launch(binary_conv_hopper_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants)
 
 
-SOURCES = (products, place_of, _load_weights, _load_inputs, _next_step, float_sums)
+SOURCES = (products, image_and_pixel, _load_weights, _load_inputs, _next_step, float_products)
 """What other kernels around these products are made of, too."""
 
 BINARY_CONV_HOPPER = Template(
     name="binary_conv_hopper",
     op="binary_conv",
     sources=(binary_conv_hopper_kernel, *SOURCES),
-    refuse=refuse,
-    space=space,
+    refuse=why_no_products,
+    space=product_blocks,
     cost=binary_conv_cost(hopper=True),
     prepare=_prepare,
 )

@@ -12,7 +12,7 @@ from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
 from sparsecomp.lowering.spiking.conv_lif import ConvLif
 from sparsecomp.lowering.spiking.kernels import binary_conv_hopper
-from sparsecomp.lowering.spiking.kernels.binary_conv_hopper import copies, float_sums, place_of, products
+from sparsecomp.lowering.spiking.kernels.binary_conv_hopper import copies, float_products, image_and_pixel, products
 from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -54,7 +54,7 @@ def conv_lif_hopper_kernel(
     if gl.min((scale > 0.0).to(gl.int32), 0) == 0:
         sum_rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, sums))
         sum_ok = (sum_rows // SLOTS < M) & (sum_rows % SLOTS < STEPS)
-        value = float_sums(
+        value = float_products(
             x_ptr + group * cg, weight_ptr + k.to(gl.int64) * weight_k, sum_rows, sum_ok, col_ok, N, multiplier, cg,
             H, W, OH, OW, C, stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_c, weight_r, weight_s,
             R, S, SLOTS, False, BM, BN, sums,
@@ -85,7 +85,7 @@ def conv_lif_hopper_kernel(
             shift = gl.load(beta_ptr + k, mask=col_ok, other=0.0)[None, :]
     if rate_ptr is not None:
         rate = gl.load(rate_ptr).to(gl.float32)
-    image, pixel = place_of(places, area, 0, 1)
+    image, pixel = image_and_pixel(places, area, 0, 1)
     offset = (image.to(gl.int64) * out_image + pixel.to(gl.int64) * out_pixel)[:, None]
     offset = offset + (k.to(gl.int64) * out_channel)[None, :]
     mask = (places < M)[:, None] & col_ok[None, :]
@@ -128,11 +128,12 @@ def _by_step(cube, SLOTS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr):
 
 
 def _refuse(problem: ConvLif, device: Device) -> str | None:
-    return binary_conv_hopper.refuse(problem.product, device)
+    return binary_conv_hopper.why_no_products(problem.product, device)
 
 
 def _space(problem: ConvLif, device: Device) -> list[Config]:
-    return [config for config in binary_conv_hopper.space(problem.product, device) if config["BM"] % problem.slots == 0]
+    blocks = binary_conv_hopper.product_blocks(problem.product, device)
+    return [config for config in blocks if config["BM"] % problem.slots == 0]
 
 
 def _prepare(problem: ConvLif, config: Config) -> Launch:

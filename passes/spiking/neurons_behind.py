@@ -1,0 +1,60 @@
+"""Which neurons alone read what a layer gives: asked when the layer is judged, and when both become one launch."""
+
+import torch
+from torch import fx
+
+import sparsecomp.ops  # noqa: F401  (registers the operator)
+from sparsecomp.passes.engine.rule import Context
+from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.reference.geometry import is_channels_last
+
+NEURONS = torch.ops.sparsecomp.lif.default
+MAX_STEPS = 16
+"""A block holds all steps of its pixels; with more, few pixels would share what is loaded of a weight."""
+DISABLED_BY = "fuse_conv_neuron"
+
+
+def steps_behind(layer: fx.Node, linear: bool, ctx: Context) -> int:
+    """Time steps of the neurons that a card can run with a layer in one launch; 0 if there are none."""
+    out, reader = example_of(layer), layer
+    if DISABLED_BY in ctx.options.disable or out is None or out.dtype is not torch.float32:
+        return 0
+    while reader.target is not NEURONS:
+        if reader is not layer and not is_view(reader):
+            return 0
+        idle = idle_readers(reader)
+        readers = [user for user in reader.users if user not in idle]
+        if len(readers) != 1 or not ctx.analysis.unchanged(reader, reader):
+            return 0
+        reader = readers[0]
+    current = example_of(reader.args[0])
+    if current is None or current.shape[0] > MAX_STEPS or not fits(current, out, linear):
+        return 0
+    return current.shape[0] if linear or is_channels_last(out) else 0
+
+
+def fits(current: torch.Tensor, out: torch.Tensor, linear: bool) -> bool:
+    """Whether neurons take a layer's result (T · N, K, …), or (…, K) of a linear one, step by step, by its channels."""
+    if linear:
+        return current.dim() == 3 and current.shape[2] == out.shape[-1]
+    return current.shape[2:] == out.shape[1:]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node reads its input as it lies, in another shape."""
+    op = op_of(node)
+    return op is not None and op.has(Trait.ROW_MAJOR) and op.has(Trait.VIEW)
+
+
+def idle_readers(node: fx.Node) -> list[fx.Node]:
+    """Views of a node that nobody reads, the last first: of one, a first membrane that is now a number was made."""
+    found = []
+    for user in node.users:
+        op = op_of(user)
+        if op is None or not op.has(Trait.VIEW):
+            continue
+        behind = idle_readers(user)
+        if all(one in behind for one in user.users):
+            found += [*behind, user]
+    return found
