@@ -8,7 +8,7 @@ from kernel_devices import KERNEL_DEVICES
 from sparsecomp import ops
 from sparsecomp.reference.digits import SPREAD
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 
 def neuron_arguments(charge="lif", decay=True, reset=0.0, v=None, norm=None, threshold=0.7, tau=1.7, device="cpu"):
@@ -99,6 +99,7 @@ def test_layers_of_every_kind(name, device):
     assert_same(fused, apart)
 
 
+@pytest.mark.slow(reason="float products are slow in the interpreter")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_membranes_scales_and_weights_that_lose_their_digits(device):
     """One channel of the weight has an outlier, one is not finite: both are multiplied with their floats."""

@@ -170,6 +170,7 @@ def test_random_networks_on_kernels_equal_their_launches_apart(seed):
     torch.testing.assert_close(together, apart, rtol=0, atol=0)
 
 
+@pytest.mark.slow(reason="six networks are compiled twice")
 def test_a_random_network_has_fused_layers_and_others():
     x, fused, all_of_them = images(), 0, 0
     for seed in range(6):
