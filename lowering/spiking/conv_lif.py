@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import InputError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import contiguous_strides, random_tensor
@@ -81,14 +82,20 @@ def launch_conv_lif(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See `sparsecomp.ops.conv_lif`."""
+    """See `sparsecomp.ops.conv_lif`.
+
+    Raises:
+        InputError: operands that do not fit each other, of which a kernel would read past the end.
+    """
     weight = weight if weight.dim() > 2 else weight[..., None, None]
+    if counts.dtype is not torch.int8 or weight.dtype is not torch.float32:
+        raise InputError(f"conv_lif of {counts.dtype} and {weight.dtype}: give counts in int8 and a weight in float32")
     size = Window.of(weight.shape, stride, padding, dilation).output_size(counts.shape[2:])
-    given = v is not None, mean is not None, gamma is not None, beta is not None
+    given = tuple(None if one is None else one.shape for one in (v, bias, mean, var, gamma, beta))
     record = _record(
-        counts.device, counts.shape, weight.shape, weight.stride(), bias is not None, tuple(stride), tuple(padding),
-        tuple(dilation), groups, digits, scale, spread, channels_last, steps, float(v0), eps, charge, tau,
-        decay_input, threshold, reset, keep, given,
+        counts.device, counts.shape, weight.shape, weight.stride(), tuple(stride), tuple(padding), tuple(dilation),
+        groups, digits, scale, spread, channels_last, steps, float(v0), eps, charge, tau, decay_input, threshold,
+        reset, keep, given,
     )  # fmt: skip
     shape = (counts.shape[0] // steps, weight.shape[0], *size)
     if v is not None:
@@ -126,17 +133,33 @@ class _FusedLayer:
 
 @dispatch.recorded
 def _record(
-    device: torch.device, shape: torch.Size, weight_shape: torch.Size, strides: tuple[int, ...], has_bias: bool,
+    device: torch.device, shape: torch.Size, weight_shape: torch.Size, strides: tuple[int, ...],
     stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int, digits: int,
     scale: float, spread: float, channels_last: bool, steps: int, v0: float, eps: float, charge: str, tau: float,
-    decay_input: bool, threshold: float, reset: float | None, keep: bool, given: tuple[bool, ...],
+    decay_input: bool, threshold: float, reset: float | None, keep: bool, given: tuple[torch.Size | None, ...],
 ) -> _FusedLayer:  # fmt: skip
     window = Window.of(weight_shape, stride, padding, dilation)
-    conv = Convolution.of(shape, weight_shape, window, groups, "float32", channels_last, has_bias, scale)
-    neuron = (v0, eps, tau, threshold, reset or 0.0, steps, charge, decay_input, reset is None, *given)
+    v, bias, mean, _, gamma, beta = given
+    conv = Convolution.of(shape, weight_shape, window, groups, "float32", channels_last, bias is not None, scale)
+    _check(conv, weight_shape, steps, given)
+    has = (v is not None, mean is not None, gamma is not None, beta is not None)
+    neuron = (v0, eps, tau, threshold, reset or 0.0, steps, charge, decay_input, reset is None, *has)
     weight = torch.empty_strided(weight_shape, strides, dtype=torch.float32, device="meta")
     problem = _problem(BinaryConv(conv, digits, strides), neuron, keep)
     return _FusedLayer(problem, PackWeight.of(weight, digits, spread), device)
+
+
+def _check(conv: Convolution, weight: torch.Size, steps: int, given: tuple[torch.Size | None, ...]) -> None:
+    v, *by_channel = given
+    if steps < 1 or conv.n % steps:
+        raise InputError(f"{conv.n} images are no whole number for each of {steps} time steps")
+    if conv.c != weight[1] * conv.groups or conv.k % conv.groups:
+        raise InputError(f"a weight {tuple(weight)} in {conv.groups} groups does not fit {conv.c} channels")
+    if v is not None and v.numel() != conv.m * conv.k // steps:
+        raise InputError(f"membranes {tuple(v)} are not those of a step: {conv.n // steps, conv.k, *conv.out_size}")
+    wrong = [tuple(shape) for shape in by_channel if shape is not None and shape.numel() != conv.k]
+    if wrong or (by_channel[1] is None) != (by_channel[2] is None):
+        raise InputError(f"bias or batch-norm of shapes {wrong}: give one number for each of {conv.k} channels")
 
 
 def _problem(product: BinaryConv, neuron: tuple, keep: bool) -> ConvLif:

@@ -6,6 +6,7 @@ from compile_kernel import compile_in_subprocess
 from kernel_devices import KERNEL_DEVICES
 
 from sparsecomp import ops
+from sparsecomp.errors import InputError
 from sparsecomp.reference.digits import SPREAD
 
 pytestmark = pytest.mark.quick_cases(1)
@@ -201,3 +202,24 @@ print(built.asm["ptx"])
     assert "wgmma.mma_async.sync.aligned.m64n" in printed and "k32.s32.s8.s8" in printed
     assert ".local" not in printed
     assert f"st.global.v{blocks[1] // 32}.b32" in printed  # a thread's channels of one pixel and step
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"steps": 3}, "8 images are no whole number for each of 3"), ({"steps": 0}, "no whole number"),
+        ({"channels": 15}, "does not fit 16 channels"), ({"membrane": 3}, "are not those of a step"),
+        ({"norm": 23}, "give one number for each of 24 channels"), ({"half": True}, "give counts in int8"),
+    ],
+)  # fmt: skip
+def test_operands_that_do_not_fit_are_errors(device, changed, told):
+    from sparsecomp.lowering.spiking.conv_lif import launch_conv_lif
+
+    channels, steps = changed.get("channels", 16), changed.get("steps", 4)
+    x, weight, bias = sample((8, 16, 5, 4), (24, channels, 3, 3), device)
+    weight = weight.half() if "half" in changed else weight
+    start = torch.zeros(changed.get("membrane", 2), 24, 5, 4, device=device)
+    neuron = neuron_arguments("lif", v=start, norm=statistics(changed.get("norm", 24), device), device=device)
+    with pytest.raises(InputError, match=told):
+        launch_conv_lif(x, weight, bias, *PLANE, 1, 3, 1.0, SPREAD, True, steps, *neuron, True)
