@@ -21,8 +21,8 @@ from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.passes.cost import conv_neuron as gate
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse, replays
-from sparsecomp.passes.graph.canonicalize import example_of, op_of
-from sparsecomp.passes.spiking.neurons_behind import MAX_STEPS, NEURONS, fits, idle_readers, is_view
+from sparsecomp.passes.graph.canonicalize import example_of
+from sparsecomp.passes.spiking.neurons_behind import MAX_STEPS, NEURONS, fits, idle_readers, reshaped
 from sparsecomp.reference.facts import is_dyadic
 from sparsecomp.reference.geometry import Window, is_channels_last
 
@@ -106,9 +106,9 @@ def _considered(node: fx.Node, layer: _Layer, ctx: Context) -> Decision | Refusa
 def _layer(node: fx.Node, ctx: Context) -> _Layer | None:
     """The product that gives a neuron operator its input, which nobody else reads."""
     views, found = [], node.args[0]
-    while isinstance(found, fx.Node) and is_view(found):
+    while isinstance(found, fx.Node) and (viewed := reshaped(found)) is not None:
         views.append(found)
-        found = op_of(found).input
+        found = viewed
     if not isinstance(found, fx.Node):
         return None
     args: tuple[Any, ...] = found.args

@@ -21,7 +21,7 @@ def steps_behind(layer: fx.Node, linear: bool, ctx: Context) -> int:
     if DISABLED_BY in ctx.options.disable or out is None or out.dtype is not torch.float32:
         return 0
     while reader.target is not NEURONS:
-        if reader is not layer and not is_view(reader):
+        if reader is not layer and reshaped(reader) is None:
             return 0
         idle = idle_readers(reader)
         readers = [user for user in reader.users if user not in idle]
@@ -41,10 +41,10 @@ def fits(current: torch.Tensor, out: torch.Tensor, linear: bool) -> bool:
     return current.shape[2:] == out.shape[1:]
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether a node reads its input as it lies, in another shape."""
+def reshaped(node: fx.Node) -> fx.Node | None:
+    """What a node gives in another shape, as it lies; None if it does anything else."""
     op = op_of(node)
-    return op is not None and op.has(Trait.ROW_MAJOR) and op.has(Trait.VIEW)
+    return op.input if op is not None and op.has(Trait.ROW_MAJOR) and op.has(Trait.VIEW) else None
 
 
 def idle_readers(node: fx.Node) -> list[fx.Node]:
