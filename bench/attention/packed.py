@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -165,7 +166,6 @@ def _long_lists() -> dict[str, Any]:
     from sparsecomp.lowering.attention.kernels import long_lists
 
     row: dict[str, Any] = {"case": "long lists", "ms": {}}
-    found = long_lists.LONG
     tokens = LocalWindow(256, 256) | GlobalTokens((0, 1, 20_000))
     cases = (("global", TOKENS, 8, tokens), ("causal", 16_384, 16, causal()))
     for name, length, heads, pattern in cases:
@@ -173,10 +173,9 @@ def _long_lists() -> dict[str, Any]:
         operands = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         blocks = pattern.to_blocks(length, device="cuda")
         for how, least in (("whole", None), ("in parts", 128)):
-            long_lists.LONG = least
-            dispatch.forget()
-            guarded(row, f"{name}, {how}", partial(_both_ways, row, f"{name}, {how}", operands, blocks, grad))
-    long_lists.LONG = found
+            with mock.patch.object(long_lists, "LONG", least):
+                dispatch.forget()
+                guarded(row, f"{name}, {how}", partial(_both_ways, row, f"{name}, {how}", operands, blocks, grad))
     dispatch.forget()
     return row
 

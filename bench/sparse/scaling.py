@@ -128,7 +128,7 @@ def _layers(width: int, layers: int, sparsity: float | None, device: torch.devic
 
 
 def _spiking(name: str, device: torch.device) -> nn.Module:
-    model = snn_training.network(name).to(device)
+    model = snn_training.network(name, snn_training.STEPS).to(device)
     return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 

@@ -1,6 +1,7 @@
 """CUDA implementation of the gradients of described neurons, and the operation behind it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def launch_gradients(
 def _signature(problem: NeuronGradients, device: Device) -> KernelSignature:
     forward = NEURON.signature(problem.neurons, device)
     more = (("last", _bits(problem.has_last)), ("wanted", _bits(problem.wanted)))
-    return forward._replace(op="neuron_gradients", parameters=(*forward.parameters, *more))
+    return replace(forward, op="neuron_gradients", parameters=(*forward.parameters, *more))
 
 
 def _bits(flags: Sequence[bool]) -> str:

@@ -471,6 +471,17 @@ def test_costs_are_those_of_the_table(op: str, which: int) -> None:
         assert answer[name][2:] == pytest.approx(times, rel=1e-6), name
 
 
+@pytest.mark.parametrize("op", PROBLEMS)
+def test_every_problem_has_a_signature_under_which_its_times_are_kept(op: str) -> None:
+    operation, device = all_operations()[op], next(iter(DEVICES.values()))
+    for problem in PROBLEMS[op]:
+        signature = operation.signature(problem, device)
+        assert signature.op == op and signature.key
+        if operation.representative is not None:
+            again = operation.signature(operation.representative(signature), device)
+            assert again.key == signature.key, problem
+
+
 def test_the_table_has_every_operation() -> None:
     assert set(PROBLEMS) == set(all_operations()) - {"semi_structured"}  # whose times are cuSPARSELt's
 
