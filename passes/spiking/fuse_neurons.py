@@ -16,13 +16,17 @@ import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.neuron_call import (
+    MAX_STEPS,
+    NEURON_CALLS,
+    SPIKES,
+    arguments,
+    gives_more,
+    starting_number,
+)
 from sparsecomp.passes.spiking.operand import attribute
 
-MAX_STEPS = 64
-"""The kernel unrolls time; longer sequences would take minutes to compile."""
-
-_CHARGES = {"sj_if::forward": "if", "sj_lif::forward": "lif", "sj_plif::forward": "plif"}
-_SPIKES, _VOLTAGE = range(2)
+_CHARGES = dict(zip(NEURON_CALLS, ("if", "lif", "plif"), strict=True))
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -33,7 +37,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     x = example_of(node.args[0])
     if x is None:
         return refuse(Why.UNKNOWN_SHAPE)
-    args = _arguments(node)
+    args = arguments(node)
     refusal = _obstacle(node, args, x, ctx)
     if refusal is not None:
         return refuse(Why.NOT_FUSED, detail=refusal)
@@ -60,19 +64,9 @@ def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Cont
         return "the membrane of every step is stored"
     if not ctx.analysis.unchanged(args["v_init"], args["v_init"]):
         return "its first membrane is written to in place"
-    if any(user.target is not operator.getitem or user.args[1] not in (_SPIKES, _VOLTAGE) for user in node.users):
+    if gives_more(node):
         return "more than its spikes and last membrane is used"
     return None
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The call's arguments by the names of spikingjelly's schema, which differs in the first two between releases."""
-    schema = node.target._schema.arguments  # pyright: ignore
-    names = [argument.name for argument in schema]
-    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-    bound = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-    bound["x_seq"], bound["v_init"] = bound[names[0]], bound[names[1]]
-    return bound
 
 
 def _batch_norm(
@@ -102,7 +96,7 @@ def _batch_norm(
 def _read_only_by(node: fx.Node, args: Mapping[str, Any], x_seq: fx.Node) -> bool:
     """Whether all that is read of `x_seq`, apart from the neuron, is the shape of its first membrane."""
     v = args["v_init"]
-    templates = {v} if _initial(v)[0] is None and set(v.users) == {node} else set()
+    templates = {v} if starting_number(v) is not None and set(v.users) == {node} else set()
     # what nobody reads may still matter: the graph's output, or a write
     return all(
         user is node or user in templates or (user.users and set(user.users) <= templates) for user in x_seq.users
@@ -114,7 +108,7 @@ def _orphans(
 ) -> tuple[fx.Node, ...]:
     """What only the replaced operator read, users before what they use."""
     v = args["v_init"]
-    template = (v,) if _initial(v)[0] is None else ()
+    template = () if starting_number(v) is None else (v,)
     if norm is None:
         return template
     op, view = norm
@@ -137,7 +131,9 @@ def _build(
         x = made
         parts = [attribute(op, name) for name in ("running_mean", "running_var", "weight", "bias")]
         statistics = (*parts, op.get("eps"))
-    v, v0 = _initial(args["v_init"])
+    # a membrane that starts at one number everywhere is passed as that number, not read from memory
+    start = starting_number(args["v_init"])
+    v, v0 = (args["v_init"], 0.0) if start is None else (None, start)
     rate = emit(torch.sigmoid, emit(torch.Tensor.float, args["w"])) if charge == "plif" else None
     tau = args["tau"] if charge == "lif" else 1.0
     decay = args["decay_input"] if charge != "if" else False
@@ -148,15 +144,5 @@ def _build(
     results: dict[fx.Node, fx.Node] = {}
     for item in node.users:
         part = emit(operator.getitem, both, item.args[1])
-        results[item] = emit(torch.Tensor.to, part, torch.float32) if item.args[1] == _SPIKES else part
+        results[item] = emit(torch.Tensor.to, part, torch.float32) if item.args[1] == SPIKES else part
     return results
-
-
-def _initial(v: fx.Node) -> tuple[fx.Node | None, float]:
-    """A membrane that starts at one number everywhere is passed as that number, not read from memory."""
-    op = op_of(v)
-    if op is not None and op.name == "full_like" and isinstance(op.get("fill_value"), int | float):
-        return None, float(op.get("fill_value"))
-    if op is not None and op.name == "zeros_like":
-        return None, 0.0
-    return v, 0.0

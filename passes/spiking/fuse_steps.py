@@ -24,13 +24,11 @@ from sparsecomp.passes.facts.repeats import keeps_rows_apart
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.contract import contracted, contractible
 from sparsecomp.passes.graph.operators import Trait
-from sparsecomp.passes.spiking.fuse_neurons import MAX_STEPS
+from sparsecomp.passes.spiking.neuron_call import MAX_STEPS, NEURON_CALLS, SPIKES, VOLTAGE, arguments
 from sparsecomp.passes.spiking.steps import joins, taken_from
 
 MOST_BYTES = 2**28
 """Of one call's result: a loop keeps no more than one step of it."""
-_NEURONS = ("sj_if::forward", "sj_lif::forward", "sj_plif::forward")
-_SPIKES, _VOLTAGE = range(2)
 
 Steps: TypeAlias = tuple[fx.Node, ...]
 """What is one and the same in the code, at successive steps."""
@@ -113,7 +111,7 @@ def _obstacle(node: fx.Node, ctx: Context) -> str | None:
 
 def _is_neuron(node: Any) -> bool:
     op = op_of(node) if isinstance(node, fx.Node) else None
-    return op is not None and op.name in _NEURONS
+    return op is not None and op.name in NEURON_CALLS
 
 
 def _is_layer(node: fx.Node) -> bool:
@@ -172,7 +170,7 @@ def _chains(calls: Iterable[fx.Node]) -> Iterator[Steps]:
 def _before(neuron: fx.Node) -> fx.Node | None:
     """The neuron whose last membrane this one starts from, if nobody else reads it."""
     v = neuron.args[1]
-    taken = isinstance(v, fx.Node) and v.target is operator.getitem and v.args[1] == _VOLTAGE and len(v.users) == 1
+    taken = isinstance(v, fx.Node) and v.target is operator.getitem and v.args[1] == VOLTAGE and len(v.users) == 1
     before = v.args[0] if taken and isinstance(v, fx.Node) else None
     return before if isinstance(before, fx.Node) and _is_neuron(before) else None
 
@@ -218,7 +216,7 @@ def _batch(steps: Steps) -> Batch | None:
     first, op = steps[0], op_of(steps[0])
     if op is None or not isinstance(first.args[0], fx.Node):
         return None
-    if op.name in _NEURONS:
+    if op.name in NEURON_CALLS:
         return _neuron(steps)
     inputs, before = _inputs(steps), example_of(first.args[0])
     if before is None or not before.dim() or example_of(first) is None:
@@ -244,25 +242,18 @@ def _neuron(chain: Steps) -> Batch | None:
     first, spikes, voltages = chain[0], [], []
     for one in chain:
         items = {user.args[1]: user for user in one.users if user.target is operator.getitem}
-        known = len(items) == len(one.users) and _SPIKES in items and items.keys() <= {_SPIKES, _VOLTAGE}
-        if not known or _argument(one, "store_v_seq") is not False:
+        known = len(items) == len(one.users) and SPIKES in items and items.keys() <= {SPIKES, VOLTAGE}
+        if not known or arguments(one)["store_v_seq"] is not False:
             return None
-        spikes.append(items[_SPIKES])
-        voltages.append(items.get(_VOLTAGE))
+        spikes.append(items[SPIKES])
+        voltages.append(items.get(VOLTAGE))
 
     def build(x: fx.Node, _: int) -> fx.Node:
-        return call(x.graph, spikes[0], operator.getitem, _again(first, x, first.args[1]), _SPIKES)
+        return call(x.graph, spikes[0], operator.getitem, _again(first, x, first.args[1]), SPIKES)
 
     *inner, last = voltages
     within = (*chain, *(one for one in inner if one is not None))
     return Batch(tuple(spikes), _inputs(chain), build, within, last)
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """An argument of an operator, by its name in the schema."""
-    schema = node.target._schema.arguments  # pyright: ignore
-    place = next(index for index, argument in enumerate(schema) if argument.name == name)
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name, schema[place].default_value)
 
 
 def _cut(batch: Batch) -> Iterator[Batch]:
@@ -299,7 +290,7 @@ def _build(batches: list[Batch], firsts: Mapping[Steps, fx.Node]) -> Mapping[fx.
             x = joined.get(batch.inputs) or _joined(batch.inputs, place)
             made = joined[results] = batch.build(x, len(results))
             if batch.state is not None:
-                replaced[batch.state] = call(place.graph, batch.state, operator.getitem, made.args[0], _VOLTAGE)
+                replaced[batch.state] = call(place.graph, batch.state, operator.getitem, made.args[0], VOLTAGE)
             for stack in results[0].users:
                 if joins(stack, results) == "stack":
                     replaced[stack], served[stack] = _unflattened(made, len(results), stack), results

@@ -17,20 +17,17 @@ from torch import fx
 import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
-from sparsecomp.passes.spiking.fuse_neurons import MAX_STEPS
+from sparsecomp.passes.spiking.neuron_call import MAX_STEPS, NEURON_CALLS, arguments, gives_more, starting_number
 from sparsecomp.reference.neuron import NUMBERS
 from sparsecomp.reference.precision import KERNEL_DTYPES
-
-_CHARGES = ("sj_if::forward", "sj_lif::forward", "sj_plif::forward")
-_SPIKES, _VOLTAGE = range(2)
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every neuron operator in a graph that may be trained is a candidate."""
     op = op_of(node)
-    if op is None or op.name not in _CHARGES or not ctx.gradients:
+    if op is None or op.name not in NEURON_CALLS or not ctx.gradients:
         return None
-    args, x = _arguments(node), example_of(node.args[0])
+    args, x = arguments(node), example_of(node.args[0])
     if x is None:
         return refuse(Why.UNKNOWN_SHAPE)
     obstacle = _obstacle(node, args, x, ctx)
@@ -41,13 +38,6 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 
 
 RULE = Rule("train_neurons", consider, after=("fuse_neurons",))
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The call's arguments by the names of spikingjelly's schema."""
-    schema = node.target._schema.arguments  # pyright: ignore
-    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return {**defaults, **dict(zip((one.name for one in schema), node.args, strict=False)), **node.kwargs}
 
 
 def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Context) -> str | None:
@@ -69,7 +59,7 @@ def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Cont
         return "the membrane of every step is stored"
     if not all(ctx.analysis.unchanged(one, one) for one in node.all_input_nodes):
         return "what it reads is written to in place"
-    if any(user.target is not operator.getitem or user.args[1] not in (_SPIKES, _VOLTAGE) for user in node.users):
+    if gives_more(node):
         return "more than its spikes and last membrane is used"
     return None
 
@@ -82,20 +72,11 @@ def _build(node: fx.Node, name: str, args: Mapping[str, Any]) -> Mapping[fx.Node
         assert isinstance(args["w"], fx.Node)
         rate = [call(node.graph, node, torch.sigmoid, call(node.graph, node, torch.Tensor.float, args["w"]))]
     step, numbers = description(name, args)
-    start = _number(v)
+    start = starting_number(v)
     state = v if start is None else None
     target = torch.ops.sparsecomp.trained_neuron.default
     made = call(node.graph, node, target, x, [state], [start or 0.0], rate, numbers, step)
     return {user: call(node.graph, node, operator.getitem, made, user.args[1]) for user in node.users}
-
-
-def _number(v: fx.Node) -> float | None:
-    """The number that a first membrane is everywhere, if it is one."""
-    op = op_of(v)
-    if op is not None and op.name == "zeros_like":
-        return 0.0
-    value = op.get("fill_value") if op is not None and op.name == "full_like" else None
-    return float(value) if isinstance(value, int | float) else None
 
 
 def description(name: str, args: Mapping[str, Any]) -> tuple[str, list[float]]:

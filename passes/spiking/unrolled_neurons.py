@@ -22,7 +22,7 @@ from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
-from sparsecomp.passes.spiking.fuse_neurons import MAX_STEPS
+from sparsecomp.passes.spiking.neuron_call import MAX_STEPS
 from sparsecomp.passes.spiking.neuron_step import Columns, NoNeuron, Steps, chain_to, is_charge, is_last, reading
 from sparsecomp.passes.spiking.steps import joins, taken_from
 from sparsecomp.reference.neuron import Neuron
