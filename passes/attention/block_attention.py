@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 import sparsecomp.ops.attention.block_attention  # noqa: F401  (registers the operator)
 from sparsecomp.lowering.launch.strided import name_of
-from sparsecomp.ops.attention.block_attention import MOST_BYTES, SEEDS, place_of
+from sparsecomp.ops.attention.block_attention import SEEDS
+from sparsecomp.ops.attention.operands import MOST_BYTES, place_of
 from sparsecomp.passes.attention.data_mask import data_mask
 from sparsecomp.passes.attention.mask import known_mask
 from sparsecomp.passes.attention.sdpa import sdpa_site

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sparsecomp.attention.drawing import statistics_of_blocks
-from sparsecomp.ops.attention.block_attention import MOST_BYTES
+from sparsecomp.ops.attention.operands import MOST_BYTES
 from sparsecomp.reference.attention.blocks import AttentionBlocks
 from sparsecomp.reference.precision import KERNEL_DTYPES
 

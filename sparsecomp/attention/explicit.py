@@ -4,13 +4,12 @@
 penalised or dropped.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.formats.csr import CSR
+from sparsecomp.ops.attention.operands import check_heads, scale_of
 from sparsecomp.ops.sparse.row_softmax import row_softmax
 from sparsecomp.ops.sparse.sddmm import sddmm
 from sparsecomp.ops.sparse.spmm import spmm
@@ -36,7 +35,7 @@ def attention_weights(query: Tensor, key: Tensor, pairs: CSR, *, scale: float | 
         FormatError: operands that do not belong together.
     """
     _check(query, key, pairs)
-    scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else float(scale)
+    scale = scale_of(query, scale)
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k = (_matrices(one.to(wide), query.shape[1]) for one in (query, key))
     scores = sddmm(q, k, (pairs.crow, pairs.col), _layout(pairs), scale=scale)
@@ -64,7 +63,7 @@ def attend_by_weights(weights: Tensor, value: Tensor, pairs: CSR) -> Tensor:
             f" {pairs.col.numel()}: need (batch, heads, stored elements) and (batch, kv_heads, k_len, v_depth)"
         )
     batch, heads, _ = weights.shape
-    _check_heads(heads, value.shape[1])
+    check_heads(heads, value.shape[1])
     dense = _matrices(value, heads)
     out = spmm(weights.flatten(0, 1).to(value.dtype), (pairs.crow, pairs.col), dense, _layout(pairs))
     return out.unflatten(0, (batch, heads))
@@ -77,12 +76,7 @@ def _check(query: Tensor, key: Tensor, pairs: CSR) -> None:
             f"query {tuple(query.shape)} {query.dtype} and key {tuple(key.shape)} {key.dtype} do not go with pairs"
             f" {pairs.shape}: need (batch, heads, length, depth) of one dtype"
         )
-    _check_heads(query.shape[1], key.shape[1])
-
-
-def _check_heads(heads: int, kv_heads: int) -> None:
-    if kv_heads == 0 or heads % kv_heads:
-        raise FormatError(f"there are {heads} heads of queries, {kv_heads} of keys: the latter must divide the former")
+    check_heads(query.shape[1], key.shape[1])
 
 
 def _matrices(tensor: Tensor, heads: int) -> Tensor:

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, MaskError
+from sparsecomp.ops.attention.operands import check_attended, form_of, on_kernels, places_of, scale_of
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.attention import block_attention as reference
 from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.blocks import AttentionBlocks
 from sparsecomp.reference.attention.dropout import ALWAYS, chances
-from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
+from sparsecomp.reference.precision import without_autocast
 
-MOST_BYTES = 512
-"""Of a query, key or value that kernels take: 256 numbers of 16 bits, 128 of float32."""
 SEEDS = 2**62
 """From 0 up to which torch's generator draws a seed of dropout."""
 
@@ -77,7 +76,7 @@ def block_attention(
         seed = None
     elif seed is None:
         seed = new_seed(q.device)
-    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+    scale = scale_of(q, scale)
     q, k = autocast(q, k)
     v, _ = autocast(v, v)
     if (blocks.q_len, blocks.k_len) != (q.shape[-2], k.shape[-2]):
@@ -100,32 +99,17 @@ def new_seed(device: torch.device) -> Tensor:
 def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scoring: Scoring) -> None:
     """All checks that look at no contents."""
     scale, softcap, alibi, added, seed, kept, _ = scoring
-    if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.is_floating_point()):
-        raise FormatError(
-            f"q, k and v are {_told(q)}, {_told(k)} and {_told(v)}: need (batch, heads, length, depth) of one floating"
-            " dtype"
-        )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
-        raise FormatError(
-            f"q, k and v are {_told(q)}, {_told(k)} and {_told(v)}: need one batch, k of the depth of q, v of the heads"
-            " and length of k"
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise FormatError(f"q has {q.shape[1]} heads, k has {k.shape[1]}: the latter must divide the former")
+    check_attended(q, k, v, softcap, alibi)
     if not scale >= 0:
         raise FormatError(f"scale is {scale}, needs a number from 0 on: negate q for a negative one")
-    if not softcap >= 0:
-        raise FormatError(f"softcap is {softcap}, needs a number above 0, or 0 for none")
-    if alibi is not None and (alibi.shape != q.shape[1:2] or alibi.dtype is not torch.float32 or alibi.requires_grad):
-        raise FormatError(f"alibi is {_told(alibi)}, needs ({q.shape[1]},) float32, without gradients")
     if added is not None and (not _broadcasts(added, (*q.shape[:3], k.shape[2])) or not added.is_floating_point()):
         raise FormatError(
-            f"added is {_told(added)}, needs a floating one that broadcasts to {(*q.shape[:3], k.shape[2])}"
+            f"added is {form_of(added)}, needs a floating one that broadcasts to {(*q.shape[:3], k.shape[2])}"
         )
     if added is not None and added.requires_grad and torch.is_grad_enabled():
         raise FormatError("added has no gradient here, but wants one")
     if seed is not None and (seed.shape != (1,) or seed.dtype is not torch.int64 or seed.device != q.device):
-        raise FormatError(f"seed is {_told(seed)} on {seed.device}, needs (1,) int64 on {q.device}")
+        raise FormatError(f"seed is {form_of(seed)} on {seed.device}, needs (1,) int64 on {q.device}")
     if not (kept == ALWAYS or (seed is not None and 0 < kept < ALWAYS)):
         raise FormatError(f"kept is {kept}, needs {ALWAYS}, or with a seed a number from 1 to {ALWAYS - 1}")
     if len(blocks) != 10:
@@ -151,23 +135,9 @@ def _broadcasts(tensor: Tensor, shape: Sequence[int]) -> bool:
     return tensor.dim() == len(shape) and all(one in (1, size) for one, size in pairs)
 
 
-def _told(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
-
-
-def place_of(q: Tensor, v: Tensor) -> Tensor:
-    """Where the result goes, which lies as q does."""
-    return torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the result goes, and the logsumexp."""
-    return place_of(q, v), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
-
-
 def _attention(q, k, v, blocks, *scoring):
     _check(q, k, v, blocks, Scoring(*scoring))
-    out, logsumexp = _results(q, v)
+    out, logsumexp = places_of(q, v)
     if not logsumexp.numel() or not k.shape[2]:
         return out.zero_(), logsumexp.fill_(-math.inf)
     with without_autocast(q):
@@ -177,11 +147,11 @@ def _attention(q, k, v, blocks, *scoring):
 
 def _attention_cuda(q, k, v, blocks, *scoring):
     _check(q, k, v, blocks, Scoring(*scoring))
-    if not _on_kernels(q, k, v):
+    if not on_kernels(q, k, v):
         return _attention(q, k, v, blocks, *scoring)
     from sparsecomp.lowering.attention import block_attention as lowered  # loads Triton
 
-    out, logsumexp = _results(q, v)
+    out, logsumexp = places_of(q, v)
     lowered.block_attention(q, k, v, blocks, Scoring(*scoring), out, logsumexp)
     return _marked(out, logsumexp, Scoring(*scoring))
 
@@ -213,14 +183,9 @@ def _marked_gradients(
     return by_q, by_k, by_v.masked_fill(among, math.nan)
 
 
-def _on_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    some = q.numel() and k.numel() and v.numel()
-    return bool(some) and q.dtype in KERNEL_DTYPES and max(q.shape[3], v.shape[3]) * q.itemsize <= MOST_BYTES
-
-
 def _fake_attention(q, k, v, blocks, *scoring):
     _check(q, k, v, blocks, Scoring(*scoring))
-    return _results(q, v)
+    return places_of(q, v)
 
 
 def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring):
@@ -235,7 +200,7 @@ def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring):
 
 
 def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring):
-    if not _on_kernels(q, k, v):
+    if not on_kernels(q, k, v):
         return _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring)
     from sparsecomp.lowering.attention import block_attention_gradients as lowered  # loads Triton
 

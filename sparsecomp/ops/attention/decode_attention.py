@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.attention.block_attention import MOST_BYTES
+from sparsecomp.ops.attention.operands import check_heads, form_of, on_kernels, scale_of
 from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.reference.attention.decode_attention import Sight, decode_attention_reference
 from sparsecomp.reference.attention.scores import Scores
-from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
+from sparsecomp.reference.precision import accumulator, without_autocast
 
 MOST_ROWS = 8
 """Queries of a sequence: one, or those that a draft proposes."""
@@ -67,7 +67,7 @@ def decode_attention(
     """
     if torch.is_grad_enabled() and any(one.requires_grad for one in (q, k, v)):
         raise FormatError("decode_attention has no gradients: call it under torch.no_grad(), or detach its operands")
-    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+    scale = scale_of(q, scale)
     if window is not None and not 0 <= window < MOST_KEYS:
         raise FormatError(f"window is {window}, needs a number of keys from 0 to {MOST_KEYS - 1}, or None for all")
     before = -1 if window is None else window
@@ -83,24 +83,23 @@ def _check(
     """All checks that look at no contents."""
     if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.is_floating_point()):
         raise FormatError(
-            f"q, k and v are {_told(q)}, {_told(k)} and {_told(v)}: need four dimensions and one floating dtype"
+            f"q, k and v are {form_of(q)}, {form_of(k)} and {form_of(v)}: need four dimensions and one floating dtype"
         )
     if q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3] or (table is None and q.shape[0] != k.shape[0]):
         raise FormatError(
-            f"q, k and v are {_told(q)}, {_told(k)} and {_told(v)}: need k of the depth of q, v of the heads and length"
-            " of k, and without a table one batch"
+            f"q, k and v are {form_of(q)}, {form_of(k)} and {form_of(v)}: need k of the depth of q, v of the heads and"
+            " length of k, and without a table one batch"
         )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise FormatError(f"q has {q.shape[1]} heads, k has {k.shape[1]}: the latter must divide the former")
+    check_heads(q.shape[1], k.shape[1])
     if not 1 <= q.shape[2] <= MOST_ROWS:
         raise FormatError(
             f"q has {q.shape[2]} queries of each sequence, needs 1 to {MOST_ROWS}: take sparsecomp.attention.attention"
             " for more"
         )
     if lengths.shape != q.shape[:1] or lengths.dtype is not torch.int32:
-        raise FormatError(f"lengths is {_told(lengths)}, needs ({q.shape[0]},) torch.int32")
+        raise FormatError(f"lengths is {form_of(lengths)}, needs ({q.shape[0]},) torch.int32")
     if table is not None and (table.dim() != 2 or len(table) != len(q) or table.dtype is not torch.int32):
-        raise FormatError(f"table is {_told(table)}, needs ({q.shape[0]}, pages of a sequence) torch.int32")
+        raise FormatError(f"table is {form_of(table)}, needs ({q.shape[0]}, pages of a sequence) torch.int32")
     if any(one is not None and one.device != q.device for one in (k, v, lengths, table, alibi)):
         raise FormatError("the operands of decode_attention are on several devices: move them to q's")
     if capacity_of(k, table) >= MOST_KEYS:
@@ -112,16 +111,12 @@ def _check(
     if not softcap >= 0:
         raise FormatError(f"softcap is {softcap}, needs a number above 0, or 0 for none")
     if alibi is not None and (alibi.shape != q.shape[1:2] or alibi.dtype is not torch.float32):
-        raise FormatError(f"alibi is {_told(alibi)}, needs ({q.shape[1]},) torch.float32")
+        raise FormatError(f"alibi is {form_of(alibi)}, needs ({q.shape[1]},) torch.float32")
 
 
 def capacity_of(k: Tensor, table: Tensor | None) -> int:
     """Keys that a sequence has room for."""
     return k.shape[2] if table is None else k.shape[2] * table.shape[1]
-
-
-def _told(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,8 +139,7 @@ def _decode(q, k, v, lengths, table, window, sinks, scale, softcap, alibi):
 
 
 def _decode_cuda(q, k, v, lengths, table, window, sinks, scale, softcap, alibi):
-    some = q.numel() and k.numel() and v.numel() and capacity_of(k, table)
-    if not some or q.dtype not in KERNEL_DTYPES or max(q.shape[3], v.shape[3]) * q.itemsize > MOST_BYTES:
+    if not on_kernels(q, k, v) or not capacity_of(k, table):
         return _decode(q, k, v, lengths, table, window, sinks, scale, softcap, alibi)
     _check(q, k, v, lengths, table, window, sinks, scale, softcap, alibi)
     from sparsecomp.lowering.attention.decode_attention import decode_attention as lowered  # loads Triton

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, MaskError
-from sparsecomp.ops.attention.block_attention import MOST_BYTES, place_of
+from sparsecomp.ops.attention.operands import check_attended, form_of, on_kernels, places_of, scale_of
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.attention import element_attention as reference
 from sparsecomp.reference.attention.elements import AttentionElements
 from sparsecomp.reference.attention.scores import Scores
-from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
+from sparsecomp.reference.precision import without_autocast
 
 library.define(
     "element_attention(Tensor q, Tensor k, Tensor v, Tensor[] lists, float scale, float softcap=0.0, "
@@ -58,7 +58,7 @@ def element_attention(
         FormatError: operands that do not belong together.
         MaskError: lists of other lengths, batch or heads.
     """
-    scale = 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+    scale = scale_of(q, scale)
     q, k = autocast(q, k)
     v, _ = autocast(v, v)
     if (elements.q_len, elements.k_len) != (q.shape[-2], k.shape[-2]):
@@ -73,39 +73,24 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], scale: float, softcap: float, alibi: Tensor | None
 ) -> None:  # fmt: skip
     """All checks that look at no contents."""
-    told = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in (q, k, v))
-    if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.is_floating_point()):
-        raise FormatError(f"q, k and v are {told}: need (batch, heads, length, depth) of one floating dtype")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
-        raise FormatError(f"q, k and v are {told}: need one batch, k of the depth of q, v of the heads and length of k")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise FormatError(f"q has {q.shape[1]} heads, k has {k.shape[1]}: the latter must divide the former")
+    check_attended(q, k, v, softcap, alibi)
     if not math.isfinite(scale):
         raise FormatError(f"scale is {scale}, needs a number")
-    if not softcap >= 0:
-        raise FormatError(f"softcap is {softcap}, needs a number above 0, or 0 for none")
-    if alibi is not None and (alibi.shape != q.shape[1:2] or alibi.dtype is not torch.float32 or alibi.requires_grad):
-        raise FormatError(f"alibi is {tuple(alibi.shape)} {alibi.dtype}, needs ({q.shape[1]},) float32, no gradients")
     fits = len(lists) == 4 and all(one.dtype is torch.int32 and one.device == q.device for one in lists)
     for pointers, index, length in zip(lists[::2], lists[1::2], (q.shape[2], k.shape[2]), strict=False):
         fits = fits and pointers.dim() == 3 and pointers.shape[0] in (1, q.shape[0]) and index.dim() == 1
         fits = fits and pointers.shape[1] in (1, q.shape[1]) and pointers.shape[2] == length + 1
     if not fits:
         raise MaskError(
-            f"the lists are {', '.join(f'{tuple(one.shape)} {one.dtype}' for one in lists)}: need the four of"
+            f"the lists are {', '.join(map(form_of, lists))}: need the four of"
             f" AttentionElements for batch 1 or {q.shape[0]}, heads 1 or {q.shape[1]} and lengths {q.shape[2]} and"
             f" {k.shape[2]}, on {q.device}"
         )
 
 
-def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the result goes, and the logsumexp."""
-    return place_of(q, v), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
-
-
 def _attention(q, k, v, lists, scale, softcap=0.0, alibi=None):
     _check(q, k, v, lists, scale, softcap, alibi)
-    out, logsumexp = _results(q, v)
+    out, logsumexp = places_of(q, v)
     if not logsumexp.numel() or not k.shape[2]:
         return out.zero_(), logsumexp.fill_(-math.inf)
     with without_autocast(q):
@@ -115,23 +100,18 @@ def _attention(q, k, v, lists, scale, softcap=0.0, alibi=None):
 
 def _attention_cuda(q, k, v, lists, scale, softcap=0.0, alibi=None):
     _check(q, k, v, lists, scale, softcap, alibi)
-    if not _on_kernels(q, k, v):
+    if not on_kernels(q, k, v):
         return _attention(q, k, v, lists, scale, softcap, alibi)
     from sparsecomp.lowering.attention import element_attention as lowered  # loads Triton
 
-    out, logsumexp = _results(q, v)
+    out, logsumexp = places_of(q, v)
     lowered.element_attention(q, k, v, lists, Scores(scale, softcap, alibi), out, logsumexp)
     return out, logsumexp
 
 
-def _on_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    some = q.numel() and k.numel() and v.numel()
-    return bool(some) and q.dtype in KERNEL_DTYPES and max(q.shape[3], v.shape[3]) * q.itemsize <= MOST_BYTES
-
-
 def _fake_attention(q, k, v, lists, scale, softcap=0.0, alibi=None):
     _check(q, k, v, lists, scale, softcap, alibi)
-    return _results(q, v)
+    return places_of(q, v)
 
 
 def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scale, softcap=0.0, alibi=None):
@@ -146,7 +126,7 @@ def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scale, soft
 
 
 def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scale, softcap=0.0, alibi=None):
-    if not _on_kernels(q, k, v):
+    if not on_kernels(q, k, v):
         return _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scale, softcap, alibi)
     from sparsecomp.lowering.attention import element_gradients as lowered  # loads Triton
 

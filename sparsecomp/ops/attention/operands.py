@@ -1,0 +1,62 @@
+"""What the operators of attention ask of their operands alike, whatever says which pairs are kept."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparsecomp.errors import FormatError
+from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
+
+MOST_BYTES = 512
+"""Of a query, key or value that kernels take: 256 numbers of 16 bits, 128 of float32."""
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The scale that was asked for, or 1 / sqrt(depth)."""
+    return 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else float(scale)
+
+
+def form_of(tensor: Tensor) -> str:
+    """A tensor's shape and dtype, for messages."""
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def check_attended(q: Tensor, k: Tensor, v: Tensor, softcap: float, alibi: Tensor | None) -> None:
+    """Refuse operands that do not belong together.
+
+    Raises:
+        FormatError: they do not, or a softcap or slopes that are none.
+    """
+    given = f"q, k and v are {form_of(q)}, {form_of(k)} and {form_of(v)}"
+    if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.is_floating_point()):
+        raise FormatError(f"{given}: need (batch, heads, length, depth) of one floating dtype")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
+        raise FormatError(f"{given}: need one batch, k of the depth of q, v of the heads and length of k")
+    check_heads(q.shape[1], k.shape[1])
+    if not softcap >= 0:
+        raise FormatError(f"softcap is {softcap}, needs a number above 0, or 0 for none")
+    if alibi is not None and (alibi.shape != q.shape[1:2] or alibi.dtype is not torch.float32 or alibi.requires_grad):
+        raise FormatError(f"alibi is {form_of(alibi)}, needs ({q.shape[1]},) float32, without gradients")
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Refuse heads of keys that do not divide those of queries."""
+    if kv_heads == 0 or heads % kv_heads:
+        raise FormatError(f"there are {heads} heads of queries, {kv_heads} of keys: the latter must divide the former")
+
+
+def on_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether kernels take operands of these sizes and dtype."""
+    some = q.numel() and k.numel() and v.numel()
+    return bool(some) and q.dtype in KERNEL_DTYPES and max(q.shape[3], v.shape[3]) * q.itemsize <= MOST_BYTES
+
+
+def place_of(q: Tensor, v: Tensor) -> Tensor:
+    """Where the result goes, which lies as q does."""
+    return torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+def places_of(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the result goes, and the logsumexp."""
+    return place_of(q, v), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
