@@ -17,6 +17,7 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.attention import block_attention as reference
 from sparsecomp.reference.attention.block_attention import Scoring
+from sparsecomp.reference.attention.scores import delta_of
 
 _BY_QUERY, _BY_KEY = "qkvooq", "qkvokv"
 Operands = tuple[Tensor | None, ...]
@@ -63,7 +64,7 @@ def _operands_by_query(problem: BlockAttention, device: torch.device, seed: int)
 def _reference_by_query(problem: BlockAttention, operands: Operands) -> tuple[Tensor, ...]:
     q, k, v, grad, out, logsumexp, *lists = (one for one in operands[:12] if one is not None)
     grad, q, k, v, out, logsumexp = (one.double() for one in (grad, q, k, v, out, logsumexp))
-    delta, scoring = reference.delta_of(grad, out, None), described.scoring_of(problem, operands[12:15])
+    delta, scoring = delta_of(grad, out), described.scoring_of(problem, operands[12:15])
     return reference.by_query(grad, q, k, v, logsumexp, delta, lists, scoring), delta
 
 
@@ -72,7 +73,7 @@ def _operands_by_key(problem: BlockAttention, device: torch.device, seed: int) -
     q, k, v, grad, by_k, by_v = described.dense_operands(problem, _BY_KEY, random)
     blocks, taken = described.banded_blocks(problem, random), described.taken_of(problem, device)
     out, logsumexp = reference.block_attention_reference(q, k, v, blocks, described.scoring_of(problem, taken))
-    delta = reference.delta_of(grad, out, None).float()
+    delta = delta_of(grad, out).float()
     return q, k, v, grad, logsumexp, delta, *blocks[5:], *taken, by_k.fill_(math.nan), by_v.fill_(math.nan)
 
 

@@ -23,7 +23,7 @@ from sparsecomp.lowering.attention.problem import result_like, rows_innermost
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.attention import element_attention as reference
-from sparsecomp.reference.attention.scores import Scores
+from sparsecomp.reference.attention.scores import Scores, delta_of
 
 _BY_QUERY, _BY_KEY = "qkvooq", "qkvokv"
 _Operands = tuple[Tensor | None, ...]
@@ -64,7 +64,7 @@ def _operands_by_query(problem: ElementAttention, device: torch.device, seed: in
 def _reference_by_query(problem: ElementAttention, operands: _Operands) -> tuple[Tensor, ...]:
     q, k, v, grad, out, logsumexp, *lists = (one for one in operands[:9] if one is not None)
     grad, q, k, v, out, logsumexp = (one.double() for one in (grad, q, k, v, out, logsumexp))
-    delta, scores = (grad * out).sum(-1), Scores(problem.scale, problem.softcap, operands[9])
+    delta, scores = delta_of(grad, out), Scores(problem.scale, problem.softcap, operands[9])
     return reference.elements_by_query(grad, q, k, v, logsumexp, delta, lists, scores), delta
 
 
@@ -73,7 +73,7 @@ def _operands_by_key(problem: ElementAttention, device: torch.device, seed: int)
     (q, k, v, grad, by_k, by_v), lists, alibi = operands_of_elements(problem, _BY_KEY, random)
     scores = Scores(problem.scale, problem.softcap, alibi)
     out, logsumexp = reference.element_attention_reference(q, k, v, lists, scores)
-    delta = (grad.float() * out).sum(-1)
+    delta = delta_of(grad.float(), out)
     return q, k, v, grad, logsumexp, delta, *lists[2:], alibi, by_k.fill_(math.nan), by_v.fill_(math.nan)
 
 

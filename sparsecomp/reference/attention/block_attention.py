@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsecomp.reference.attention.blocks import SURELY_ZERO, unpack_bits
 from sparsecomp.reference.attention.dropout import ALWAYS, drawn_pairs
+from sparsecomp.reference.attention.scores import Scores, delta_of
 from sparsecomp.reference.precision import accumulator
 
 _NONE = -1
@@ -91,13 +92,8 @@ class Scoring(NamedTuple):
 
     def of(self, place: Place, product: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """The scores, and their derivatives by the products; `query` and `key` are positions that broadcast."""
-        if self.softcap:
-            capped = torch.tanh(product * (self.scale / self.softcap))
-            score, slope = capped * self.softcap, (1 - capped * capped) * self.scale
-        else:
-            score, slope = product * self.scale, product.new_full((), self.scale)
-        if self.alibi is not None:
-            score = score + self.alibi[place.head].to(score.dtype) * (key - query)
+        alibi = None if self.alibi is None else self.alibi[place.head]
+        score, slope = Scores(self.scale, self.softcap).of(product, key - query, alibi)
         if self.added is not None:
             table = self.added[place.batch % len(self.added)]
             table = table[place.head % len(table)]
@@ -150,12 +146,6 @@ def gradients(
     delta = delta_of(grad, out, grad_logsumexp)
     by_q = by_query(grad, q, k, v, logsumexp, delta, blocks[:5], scoring)
     return by_q, *by_key(grad, q, k, v, logsumexp, delta, blocks[5:], scoring)
-
-
-def delta_of(grad: Tensor, out: Tensor, grad_logsumexp: Tensor | None) -> Tensor:
-    """What is taken from each gradient of a query's weights (batch, heads, q_len)."""
-    delta = (grad * out).sum(-1)
-    return delta if grad_logsumexp is None else delta - grad_logsumexp
 
 
 def by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: Scoring) -> Tensor:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsecomp.reference.attention.scores import Scores
+from sparsecomp.reference.attention.scores import Scores, delta_of
 from sparsecomp.reference.precision import accumulator
 
 
@@ -71,7 +71,7 @@ def gradients_of_elements(
     """
     sums = accumulator(q.dtype)
     grad, q, k, v, out, logsumexp = (one.to(sums) for one in (grad, q, k, v, out, logsumexp))
-    delta = (grad * out).sum(-1) - (0 if grad_logsumexp is None else grad_logsumexp)
+    delta = delta_of(grad, out, grad_logsumexp)
     by_q = elements_by_query(grad, q, k, v, logsumexp, delta, lists[:2], scores)
     return by_q, *elements_by_key(grad, q, k, v, logsumexp, delta, lists[2:], scores)
 

@@ -1,4 +1,4 @@
-"""How scores come from products of a query and a key, where pairs are not taken by blocks."""
+"""How scores come from products of a query and a key."""
 
 from typing import NamedTuple
 
@@ -34,3 +34,9 @@ class Scores(NamedTuple):
         if slope is not None:
             score = score + slope.to(score.dtype) * distance
         return score, by_product
+
+
+def delta_of(grad: Tensor, out: Tensor, grad_logsumexp: Tensor | None = None) -> Tensor:
+    """What is taken from each gradient of a query's weights (batch, heads, q_len): FlashAttention, appendix B.4."""
+    delta = (grad * out).sum(-1)
+    return delta if grad_logsumexp is None else delta - grad_logsumexp
