@@ -4,14 +4,13 @@ Torch's own takes at least the time of attention without a mask, and the host th
 estimated at here: a mask is one more operand, which some of its kernels do not take.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 
 from sparsecomp import _compat
+from sparsecomp.lowering.attention.estimate import BACKWARD, AttentionSizes, even_problem, mean_lists
 from sparsecomp.lowering.cache.signature import NO_TRITON, Device, has_triton
-from sparsecomp.lowering.launch.strided import name_of
 from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import Target, target_of
@@ -24,8 +23,6 @@ from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _FLASH = 461 / 730
 """What torch's flash attention reaches of a card's rate in half precision (an H100: 4 x 16 x 4096 x 64 in 0.596 ms)."""
-_BACKWARD = 2.5
-"""Operations of both gradients over those of the result, which they compute again in part."""
 
 
 class MaskedAttention(NamedTuple):
@@ -33,9 +30,9 @@ class MaskedAttention(NamedTuple):
 
     Attributes:
         device: where it runs.
-        batch, heads, kv_heads, q_len, k_len, depth, v_depth: sizes.
+        sizes: of the operands.
         block: queries and keys of a block.
-        listed: blocks of keys that a block of queries reads, on the mean, and the other way round.
+        listed: as of `mean_lists`.
         dtype: of all operands.
         trained, replayed, products, target: as of `sparsecomp.passes.cost.sparse.Product`.
         scanned: of a mask whose lists are made in each call: its batch entries, its heads and its dtype; None for none.
@@ -43,13 +40,7 @@ class MaskedAttention(NamedTuple):
     """
 
     device: torch.device
-    batch: int
-    heads: int
-    kv_heads: int
-    q_len: int
-    k_len: int
-    depth: int
-    v_depth: int
+    sizes: AttentionSizes
     block: tuple[int, int]
     listed: tuple[float, float]
     dtype: torch.dtype
@@ -65,12 +56,8 @@ class MaskedAttention(NamedTuple):
         cls, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], blocks: AttentionBlocks, **how: Any
     ) -> "MaskedAttention":
         """Of operands of these shapes (batch, heads, length, depth); waits for the device of the blocks."""
-        means = (float(count.double().mean()) if count.numel() else 0.0 for count in (blocks.count, blocks.k_count))
         block = (blocks.block_q, blocks.block_k)
-        return cls(
-            batch=q[0], heads=q[1], kv_heads=k[1], q_len=q[2], k_len=k[2], depth=q[3], v_depth=v[3], block=block,
-            listed=(next(means), next(means)), **how,
-        )  # fmt: skip
+        return cls(sizes=_sizes(q, k, v), block=block, listed=mean_lists(blocks), **how)
 
     @classmethod
     def assumed(
@@ -79,20 +66,18 @@ class MaskedAttention(NamedTuple):
     ) -> "MaskedAttention":  # fmt: skip
         """As `of`, of which so many blocks are thought to be listed."""
         listed = (share * -(-k[2] // block[1]), share * -(-q[2] // block[0]))
-        return cls(
-            batch=q[0], heads=q[1], kv_heads=k[1], q_len=q[2], k_len=k[2], depth=q[3], v_depth=v[3], block=block,
-            listed=listed, **how,
-        )  # fmt: skip
+        return cls(sizes=_sizes(q, k, v), block=block, listed=listed, **how)
 
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key, in all heads."""
-        return self.batch * self.heads * self.q_len * self.k_len
+        s = self.sizes
+        return s.batch * s.heads * s.q_len * s.k_len
 
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of blocks."""
-        return -(-self.q_len // self.block[0]), -(-self.k_len // self.block[1])
+        return -(-self.sizes.q_len // self.block[0]), -(-self.sizes.k_len // self.block[1])
 
     @property
     def share(self) -> float:
@@ -102,11 +87,15 @@ class MaskedAttention(NamedTuple):
     @property
     def described(self) -> str:
         """For the report."""
-        return f"{self.q_len} x {self.k_len} pairs with {1 - self.share:.1%} of blocks empty"
+        return f"{self.sizes.q_len} x {self.sizes.k_len} pairs with {1 - self.share:.1%} of blocks empty"
 
     def waited(self, time: Time) -> float:
         """Seconds that a caller waits for the attention, if it takes this time."""
         return time.waited(self.replayed, host.besides(self.trained, self.products))
+
+
+def _sizes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> AttentionSizes:
+    return AttentionSizes(q[0], q[1], k[1], q[2], k[2], q[3], v[3])
 
 
 class _Rates(NamedTuple):
@@ -136,14 +125,15 @@ def decide_attention(attention: MaskedAttention) -> Decision:
         more = " with dropout or a mask that is data" if attention.scanned or attention.dropped else ""
         return Decision("dense", f"no estimate of {attention.dtype}{more} on {kind}")
     height, width = attention.block
-    listed = attention.batch * attention.heads * attention.grid[0] * attention.listed[0] * height * width
+    listed = attention.sizes.batch * attention.sizes.heads * attention.grid[0] * attention.listed[0] * height * width
     ours, torchs = _on_cpu(attention, listed, _OURS), _on_cpu(attention, attention.pairs, _TORCHS)
     return fastest({"block_attention": ours, "dense": torchs})
 
 
 def _on_cpu(attention: MaskedAttention, pairs: float, rates: _Rates) -> float:
-    nanoseconds = pairs * (rates.pair + rates.product * (attention.depth + attention.v_depth))
-    seconds = nanoseconds * 1e-9 / torch.get_num_threads() + rates.head * attention.batch * attention.heads
+    s = attention.sizes
+    nanoseconds = pairs * (rates.pair + rates.product * (s.depth + s.v_depth))
+    seconds = nanoseconds * 1e-9 / torch.get_num_threads() + rates.head * s.batch * s.heads
     return rates.call + seconds * (1 + rates.gradients * attention.trained)
 
 
@@ -160,31 +150,24 @@ def _ours(attention: MaskedAttention, device: Device, card: Card) -> Time:
     from sparsecomp.lowering.attention.block_attention import BLOCK_ATTENTION
     from sparsecomp.lowering.attention.block_attention_gradients import ATTENTION_BY_KEY, ATTENTION_BY_QUERY
     from sparsecomp.lowering.attention.mask_scan import MASK_SCAN, MaskScan
-    from sparsecomp.lowering.attention.problem import BlockAttention
 
     p = attention
-    # as even lists would be: uneven ones share the processors
-    width, k_width = (max(1, math.ceil(listed)) for listed in p.listed)
-    problem = BlockAttention(
-        p.batch, p.heads, p.heads // p.kv_heads, p.q_len, p.k_len, p.depth, p.v_depth, *p.block, width, k_width, False,
-        False, name_of(p.dtype), p.depth**-0.5, (), kept=ALWAYS - p.dropped,
-    )  # fmt: skip
+    problem = even_problem(p.sizes, p.block, p.listed, p.dtype, ALWAYS - p.dropped)
     operations = [BLOCK_ATTENTION, *([ATTENTION_BY_QUERY, ATTENTION_BY_KEY] if p.trained else [])]
     times = [fastest_candidate(one.candidates(problem, device), problem, p, card)[0] for one in operations]
     if p.scanned is not None:
         batch, heads, dtype = p.scanned
-        scan = MaskScan(batch, heads, p.q_len, p.k_len, *p.block, (0, 0, 0, 0), dtype)
+        scan = MaskScan(batch, heads, p.sizes.q_len, p.sizes.k_len, *p.block, (0, 0, 0, 0), dtype)
         times.append(fastest_candidate(MASK_SCAN.candidates(scan, device), scan, p, card)[0])
     return times[0].plus(*times[1:])
 
 
 def _torchs(attention: MaskedAttention, card: Card) -> Time:
-    p = attention
-    operations = 2.0 * p.pairs * (p.depth + p.v_depth)
+    p, s = attention, attention.sizes
     half = p.dtype is not torch.float32
     rate = card.half * _FLASH if half else card.tf32 if _compat.matmul_tf32() else card.fp32
-    keys = p.batch * p.kv_heads * p.k_len * (p.depth + p.v_depth)
-    traffic = (keys + p.batch * p.heads * p.q_len * (p.depth + p.v_depth)) * p.dtype.itemsize
-    forward = Time(max(operations / rate, traffic / card.bandwidth) + card.launch, host.LAUNCH)
-    backward = Time(_BACKWARD * operations / rate + 2 * card.launch, 2 * host.LAUNCH)
+    rows = s.batch * (s.kv_heads * s.k_len + s.heads * s.q_len)
+    traffic = rows * (s.depth + s.v_depth) * p.dtype.itemsize
+    forward = Time(max(s.operations / rate, traffic / card.bandwidth) + card.launch, host.LAUNCH)
+    backward = Time(BACKWARD * s.operations / rate + 2 * card.launch, 2 * host.LAUNCH)
     return forward.plus(backward) if p.trained else forward

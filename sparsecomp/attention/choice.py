@@ -5,7 +5,6 @@ blocks win where many are empty, pairs where few are kept, and torch where neith
 """
 
 from collections.abc import Mapping
-from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,14 +15,13 @@ from sparsecomp.reference.attention.blocks import AttentionBlocks
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 if TYPE_CHECKING:
+    from sparsecomp.lowering.attention.estimate import AttentionSizes
     from sparsecomp.lowering.cache.signature import Device
     from sparsecomp.lowering.tuning.cards import Card
 
 _MASKED = 87 / 730
 """What the dense way, torch's memory-efficient kernel, reaches of a card's rate in half precision with a boolean mask,
 all pairs counted: 4 x 16 x 4096 x 64 in 3.15 ms on an H200 (`bench/results/element_attention.json`)."""
-_BACKWARD = 2.5
-"""Operations of the gradients over those of the result, which they compute again in part."""
 _MOST_PAIRS = 2**28
 """Of lists, which take 8 bytes a pair."""
 _MOST_MASK = 2**30
@@ -102,26 +100,21 @@ def compared_ways(work: AttentionWork, blocks: AttentionBlocks, device: "Device"
 def _by_blocks(work: AttentionWork, blocks: AttentionBlocks, device: "Device", card: "Card") -> float:
     from sparsecomp.lowering.attention.block_attention import BLOCK_ATTENTION
     from sparsecomp.lowering.attention.block_attention_gradients import ATTENTION_BY_KEY, ATTENTION_BY_QUERY
-    from sparsecomp.lowering.attention.problem import BlockAttention
+    from sparsecomp.lowering.attention.estimate import even_problem, mean_lists
 
-    w = work
-    # as even lists would be: uneven ones share the processors
-    width, k_width = (max(1, ceil(float(count.double().mean()))) for count in (blocks.count, blocks.k_count))
-    problem = BlockAttention(
-        w.batch, w.heads, w.heads // w.kv_heads, w.q_len, w.k_len, w.depth, w.v_depth, blocks.block_q, blocks.block_k,
-        width, k_width, False, False, _name(w.dtype), w.depth**-0.5, (),
-    )  # fmt: skip
+    problem = even_problem(_sizes(work), (blocks.block_q, blocks.block_k), mean_lists(blocks), work.dtype)
     return _fastest((BLOCK_ATTENTION, ATTENTION_BY_QUERY, ATTENTION_BY_KEY), work, problem, device, card)
 
 
 def _by_elements(work: AttentionWork, pairs: int, device: "Device", card: "Card") -> float:
     from sparsecomp.lowering.attention.element_attention import ELEMENT_ATTENTION, ElementAttention
     from sparsecomp.lowering.attention.element_gradients import ELEMENTS_BY_KEY, ELEMENTS_BY_QUERY
+    from sparsecomp.lowering.launch.strided import name_of
 
     w = work
     problem = ElementAttention(
         w.batch, w.heads, w.heads // w.kv_heads, w.q_len, w.k_len, w.depth, w.v_depth, pairs, False, False,
-        _name(w.dtype), w.depth**-0.5, (),
+        name_of(w.dtype), w.depth**-0.5, (),
     )  # fmt: skip
     return _fastest((ELEMENT_ATTENTION, ELEMENTS_BY_QUERY, ELEMENTS_BY_KEY), work, problem, device, card)
 
@@ -137,14 +130,16 @@ def _fastest(
                    default=float("inf")) for operation in wanted)  # fmt: skip
 
 
-def _name(dtype: torch.dtype) -> str:
-    from sparsecomp.lowering.launch.strided import name_of
+def _sizes(work: AttentionWork) -> "AttentionSizes":
+    from sparsecomp.lowering.attention.estimate import AttentionSizes
 
-    return name_of(dtype)
+    w = work
+    return AttentionSizes(w.batch, w.heads, w.kv_heads, w.q_len, w.k_len, w.depth, w.v_depth)
 
 
 def _dense(work: AttentionWork, card: "Card") -> float:
-    w = work
-    operations = 2.0 * w.batch * w.heads * w.q_len * w.k_len * (w.depth + w.v_depth)
-    rate = card.half * _MASKED if w.dtype is not torch.float32 else card.fp32
-    return operations / rate * (1 + _BACKWARD * w.trained) + card.launch * (1 + 2 * w.trained)
+    from sparsecomp.lowering.attention.estimate import BACKWARD
+
+    rate = card.half * _MASKED if work.dtype is not torch.float32 else card.fp32
+    seconds = _sizes(work).operations / rate * (1 + BACKWARD * work.trained)
+    return seconds + card.launch * (1 + 2 * work.trained)
