@@ -72,6 +72,8 @@ class AttentionChoice(NamedTuple):
 
 def chosen_way(work: AttentionWork, blocks: AttentionBlocks) -> AttentionChoice:
     """The fastest way by estimate, on a GPU; blocks on any other device. Waits for the device of the blocks."""
+    if not all((work.batch, work.heads, work.q_len, work.k_len, work.depth, work.v_depth)):
+        return AttentionChoice("blocks", {}, "there is nothing to multiply")
     wide = max(work.depth, work.v_depth) * work.dtype.itemsize > MOST_BYTES
     if work.device.type != "cuda" or work.dtype not in KERNEL_DTYPES or wide:
         return AttentionChoice("blocks", {}, f"no estimate for {work.dtype} on {work.device.type}")

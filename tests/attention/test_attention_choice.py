@@ -17,7 +17,7 @@ from sparsecomp.attention import (
     attention_choice,
     big_bird,
 )
-from sparsecomp.attention.choice import AttentionWork
+from sparsecomp.attention.choice import AttentionWork, chosen_way
 from sparsecomp.errors import ConfigError, PatternError
 
 WAYS = ("blocks", "elements", "dense")
@@ -97,6 +97,14 @@ def test_what_is_no_way_is_refused() -> None:
 def test_off_a_gpu_it_is_blocks() -> None:
     choice = attention_choice(*operands(20, 20), LocalWindow(3, 0))
     assert choice.by == "blocks" and not choice.seconds and str(choice).startswith("blocks: no estimate")
+
+
+@pytest.mark.parametrize("empty", ["batch", "q_len", "k_len", "v_depth"])
+def test_what_is_empty_is_not_estimated(empty: str) -> None:
+    work = AttentionWork(1, 2, 2, 40, 40, 16, 16, torch.float32, torch.device("cuda"), False, True)
+    work = work._replace(**{empty: 0})
+    choice = chosen_way(work, LocalWindow(3, 0).to_blocks(work.q_len, work.k_len))
+    assert choice.by == "blocks" and not choice.seconds
 
 
 SCATTERED = FromTensor(torch.rand(4096, 4096, generator=torch.Generator().manual_seed(0)) < 0.002)
