@@ -4,6 +4,9 @@ Global tokens have such lists: a few rows of blocks that list everything. How lo
 device. There a program looks for the shortest part by which there are no more parts than there is room for; programs
 of whole rows leave those to others whose list is longer. Each part has a place of its own for what it gives, and these
 are merged in their order: two runs give the same bits.
+
+No launch of a user's does so yet: ``LONG`` is None, and only tests and `python -m bench attention-packed`, which times
+both ways, set it. Whether parts pay, and from which length on, was not measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +20,7 @@ from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step, Workspace
 
 LONG: int | None = None
-"""Blocks of the longest list from which on there may be parts; None, until they are measured on a card, for never."""
+"""Blocks of the longest list from which on there may be parts; None for never."""
 LEAST = 16
 """Blocks of a part."""
 _MOST_PARTS = tl.constexpr(16)
