@@ -49,7 +49,11 @@ def launch_gradients(
         return [torch.zeros_like(one) if wants else x.new_empty(0) for one, wants in zip(likes, wanted, strict=True)]
     by_x = torch.empty_like(x)
     if x.stride()[1:] != by_x.stride()[1:] or not is_dense(x[0]):
-        x, by_x = x.contiguous(), by_x.contiguous()
+        # a step is not one dense block of memory: run on a copy, answer in the layout asked for
+        found = launch_gradients(grads, x.contiguous(), states, starts, parameters, numbers, step, wanted)
+        likes = [x, *(x[0] if wants else x.new_empty(0) for wants in wanted[1 : 1 + len(states)])]
+        lying = [torch.empty_like(like, dtype=one.dtype).copy_(one) for one, like in zip(found, likes, strict=False)]
+        return lying + found[len(lying) :]
     given, read = operands(x, states, parameters)
     last = [lying_as(one, x[0]) for one in grads[1:]] + [None] * (STATES + 1 - len(grads))
     of_states = [*wanted[1 : 1 + len(states)], *[False] * (STATES - len(states))]

@@ -181,6 +181,24 @@ def test_kernels_give_the_gradients_of_the_same_spikes(name, layout, steps, devi
         torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("layout", ["steps inside", "sliced channels-last"])
+def test_gradients_of_steps_that_are_not_dense_lie_as_compiled_code_takes_them_to(layout, device):
+    from sparsecomp.lowering.spiking.neuron_gradients import launch_gradients
+
+    case = CASES["detached"]
+    x, states, parameters = sample(case)
+    if layout == "steps inside":
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    else:
+        x = torch.cat((x, x), 3).transpose(2, 4).contiguous().transpose(2, 4)[:, :, :, ::2]
+    x, states = x.to(device), [one.to(device) for one in states]
+    how = x, states, [0.0], parameters, case.numbers, case.text, [True, True]
+    like = [torch.empty_like(x), torch.empty_like(x[0])]
+    found = launch_gradients([torch.ones_like(one) for one in like], *how)
+    assert [one.stride() for one in found] == [one.stride() for one in like]
+
+
 @EACH
 def test_gradients_of_gradients(name):
     case = CASES[name]
