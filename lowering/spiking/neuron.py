@@ -10,7 +10,16 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor, strided
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.neuron import NUMBERS, OPERATIONS, PARAMETERS, STATES, Neuron, neuron_of, neuron_reference
+from sparsecomp.reference.neuron import (
+    NUMBERS,
+    OPERATIONS,
+    PARAMETERS,
+    STATES,
+    Instruction,
+    Neuron,
+    neuron_of,
+    neuron_reference,
+)
 
 
 class Axis(NamedTuple):
@@ -62,11 +71,15 @@ class Neurons(NamedTuple):
     @property
     def constants(self) -> dict[str, object]:
         """What the kernel is specialised on."""
-        code = tuple((OPERATIONS.index(one.operation), one.a, one.b, one.c) for one in self.neuron.code)
         return {
-            "STEPS": self.steps, "CODE": code, "SPIKE": self.neuron.spike, "AFTER": self.neuron.states,
-            "KEEP": self.keep,
+            "STEPS": self.steps, "CODE": code_of(self.neuron.code), "SPIKE": self.neuron.spike,
+            "AFTER": self.neuron.states, "KEEP": self.keep,
         }  # fmt: skip
+
+
+def code_of(code: Sequence[Instruction]) -> tuple[tuple[int, ...], ...]:
+    """Instructions as kernels take them."""
+    return tuple((OPERATIONS.index(one.operation), one.a, one.b, one.c) for one in code)
 
 
 def launch_neuron(
@@ -168,13 +181,17 @@ def _signature(problem: Neurons, device: Device) -> KernelSignature:
     p = problem
     parameters = (
         ("steps", p.steps), ("step", str(p.neuron)), ("keep", int(p.keep)),
-        ("states", "".join(str(int(one)) for one in p.has_state)),
-        ("parameters", "".join(str(int(one)) for one in p.has_parameter)),
+        ("states", as_bits(p.has_state)), ("parameters", as_bits(p.has_parameter)),
     )  # fmt: skip
     return KernelSignature(
         "neuron", device, dtypes=(p.x, p.spikes), accumulator="float32", sizes=(("numel", p.numel),),
         parameters=parameters,
     )  # fmt: skip
+
+
+def as_bits(flags: Sequence[bool]) -> str:
+    """Flags for a signature."""
+    return "".join(str(int(one)) for one in flags)
 
 
 def _representative(signature: KernelSignature) -> Neurons:

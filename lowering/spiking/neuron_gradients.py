@@ -9,9 +9,18 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.spiking.neuron import NEURON, Neurons, is_dense, lying_as, operands, problem_of
+from sparsecomp.lowering.spiking.neuron import (
+    NEURON,
+    Neurons,
+    as_bits,
+    code_of,
+    is_dense,
+    lying_as,
+    operands,
+    problem_of,
+)
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.neuron import OPERATIONS, PARAMETERS, STATES
+from sparsecomp.reference.neuron import PARAMETERS, STATES
 from sparsecomp.reference.neuron_gradient import step_back
 
 
@@ -32,10 +41,9 @@ class NeuronGradients(NamedTuple):
     def constants(self) -> dict[str, object]:
         """What the kernel is specialised on."""
         back, forward = step_back(self.neurons.neuron), self.neurons.constants
-        code = tuple((OPERATIONS.index(one.operation), one.a, one.b, one.c) for one in back.code)
         return {
             "STEPS": forward["STEPS"], "CODE": forward["CODE"], "AFTER": forward["AFTER"],
-            "BACK": code, "OF_X": back.x, "OF": (*back.states, *back.parameters),
+            "BACK": code_of(back.code), "OF_X": back.x, "OF": (*back.states, *back.parameters),
         }  # fmt: skip
 
 
@@ -73,12 +81,8 @@ def launch_gradients(
 
 def _signature(problem: NeuronGradients, device: Device) -> KernelSignature:
     forward = NEURON.signature(problem.neurons, device)
-    more = (("last", _bits(problem.has_last)), ("wanted", _bits(problem.wanted)))
+    more = (("last", as_bits(problem.has_last)), ("wanted", as_bits(problem.wanted)))
     return replace(forward, op="neuron_gradients", parameters=(*forward.parameters, *more))
-
-
-def _bits(flags: Sequence[bool]) -> str:
-    return "".join(str(int(one)) for one in flags)
 
 
 NEURON_GRADIENTS = Operation("neuron_gradients", _signature)

@@ -22,7 +22,7 @@ from sparsecomp.passes.cost import conv_neuron as gate
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.spiking.neurons_behind import MAX_STEPS, NEURONS, fits, idle_readers, reshaped
+from sparsecomp.passes.spiking.neurons_behind import MOST_STEPS, NEURONS, fits, idle_readers, reshaped
 from sparsecomp.reference.facts import is_dyadic
 from sparsecomp.reference.geometry import Window, is_channels_last
 
@@ -142,8 +142,8 @@ def _obstacle(node: fx.Node, layer: _Layer, ctx: Context) -> str | None:
     if any(user.target is not operator.getitem for user in node.users):
         return "the neurons' results are read together"
     steps = current.shape[0]
-    if steps > MAX_STEPS:
-        return f"{steps} time steps: blocks hold up to {MAX_STEPS}"
+    if steps > MOST_STEPS:
+        return f"{steps} time steps: blocks hold up to {MOST_STEPS}"
     return None if fits(current, out, layer.is_linear) else "the neurons' channels are not its outputs"
 
 

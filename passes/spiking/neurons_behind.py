@@ -10,7 +10,7 @@ from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.reference.geometry import is_channels_last
 
 NEURONS = torch.ops.sparsecomp.lif.default
-MAX_STEPS = 16
+MOST_STEPS = 16
 """A block holds all steps of its pixels; with more, few pixels would share what is loaded of a weight."""
 DISABLED_BY = "fuse_conv_neuron"
 
@@ -29,7 +29,7 @@ def steps_behind(layer: fx.Node, linear: bool, ctx: Context) -> int:
             return 0
         reader = readers[0]
     current = example_of(reader.args[0])
-    if current is None or current.shape[0] > MAX_STEPS or not fits(current, out, linear):
+    if current is None or current.shape[0] > MOST_STEPS or not fits(current, out, linear):
         return 0
     return current.shape[0] if linear or is_channels_last(out) else 0
 

@@ -32,9 +32,8 @@ OPERATIONS = (
     "add", "sub", "mul", "div", "neg", "ge", "gt", "le", "lt", "not", "float", "where", "fire", "stop",
     "abs", "exp", "sqrt", "sigmoid", "max", "min",
 )  # fmt: skip
-"""What one instruction can do, on float32 and on truth values; a kernel knows them by their place."""
-OF_SURROGATES = ("abs", "exp", "sqrt", "sigmoid", "max", "min")
-"""Those that only the gradient of firing is made of."""
+"""What one instruction can do, on float32 and on truth values; a kernel knows them by their place. The last line
+is of operations that gradients of firing alone are made of."""
 COMPARISONS = ("ge", "gt", "le", "lt")
 _NAMES = (
     "x", *(f"v{i}" for i in range(STATES)), *(f"p{i}" for i in range(PARAMETERS)), *(f"n{i}" for i in range(NUMBERS))
