@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import FormatError
 from sparsecomp.lowering.attention.problem import HeadStrides, result_like, rows_innermost
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
@@ -19,6 +20,8 @@ from sparsecomp.reference.attention.scores import Scores
 
 TOLERANCE_OF_ELEMENTS = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 """Relative Frobenius error of a result: weights are not rounded, only it is."""
+MOST_HEADS = 2**16 - 1
+"""Of all batch entries: as many programs as a grid's second dimension has."""
 _SIZES = ("batch", "heads", "q_len", "k_len", "row")
 _PARAMETERS = ("group", "depth", "v_depth")
 _SHAPES = "qkvo"
@@ -108,7 +111,16 @@ def element_attention(
 def elements_problem(
     q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], scores: Scores, strided_operands: Sequence[Tensor]
 ) -> ElementAttention:
-    """Describe a product of operands of which a kernel takes some by their strides."""
+    """Describe a product of operands of which a kernel takes some by their strides.
+
+    Raises:
+        FormatError: there are more than `MOST_HEADS`.
+    """
+    if q.shape[0] * q.shape[1] > MOST_HEADS:
+        raise FormatError(
+            f"q has {q.shape[0]} times {q.shape[1]} heads, kernels of single pairs take {MOST_HEADS} in all: attend by"
+            " blocks, or by parts of the batch"
+        )
     pointers, index = lists[:2]
     return ElementAttention(
         q.shape[0], q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], len(index),

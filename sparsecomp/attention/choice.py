@@ -84,11 +84,13 @@ def chosen_way(work: AttentionWork, blocks: AttentionBlocks) -> AttentionChoice:
 
 def compared_ways(work: AttentionWork, blocks: AttentionBlocks, device: "Device", card: "Card") -> AttentionChoice:
     """`chosen_way` on a device that is such a card; loads Triton."""
+    from sparsecomp.lowering.attention.element_attention import MOST_HEADS
+
     kept = statistics_of_blocks(blocks)
     lists = blocks.count.shape[0] * blocks.count.shape[1]
     pairs = round(kept.pairs * lists * work.q_len * work.k_len)
     seconds = {"blocks": _by_blocks(work, blocks, device, card)}
-    if pairs <= _MOST_PAIRS:
+    if pairs <= _MOST_PAIRS and work.batch * work.heads <= MOST_HEADS:
         seconds["elements"] = _by_elements(work, pairs // lists, device, card)
     by = min(seconds, key=lambda name: seconds[name])
     if work.plain and lists * work.q_len * work.k_len <= _MOST_MASK and (work.depth | work.v_depth) % 8 == 0:

@@ -18,7 +18,7 @@ from sparsecomp.attention import (
     big_bird,
 )
 from sparsecomp.attention.choice import AttentionWork, chosen_way
-from sparsecomp.errors import ConfigError, PatternError
+from sparsecomp.errors import ConfigError, FormatError, PatternError
 
 WAYS = ("blocks", "elements", "dense")
 PATTERNS: dict[str, AttentionPattern] = {
@@ -133,6 +133,23 @@ def test_the_estimates_of_an_h100_choose(
         assert choice.by == by and choice.seconds[by] <= sparse, str(choice)
         assert ("dense" in choice.seconds) == plain
         assert "of blocks empty" in str(choice) and f"us by {by}" in choice.reason
+
+
+@needs_triton
+def test_more_heads_than_a_grid_has_are_not_taken_by_single_pairs() -> None:
+    from sparsecomp.attention.choice import compared_ways
+    from sparsecomp.lowering.attention.element_attention import elements_problem
+    from sparsecomp.lowering.tuning.ceilings import target_named
+    from sparsecomp.reference.attention.scores import Scores
+
+    pattern = LocalWindow(3, 0)
+    for batch, taken in ((2**12 - 1, True), (2**12, False)):
+        work = AttentionWork(batch, 16, 16, 32, 32, 16, 16, torch.float16, torch.device("cuda"), True, True)
+        choice = compared_ways(work, pattern.to_blocks(32), *target_named("h100"))
+        assert ("elements" in choice.seconds) == taken
+    q, lists = torch.empty(1, 1, 32, 16).expand(batch, 16, 32, 16), pattern.kept_elements(32, 32, torch.device("cpu"))
+    with pytest.raises(FormatError, match="by parts of the batch"):
+        elements_problem(q, q, q, lists[2:], Scores(1.0), ())
 
 
 @pytest.mark.gpu

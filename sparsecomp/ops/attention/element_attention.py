@@ -55,7 +55,7 @@ def element_attention(
         The result and each query's logsumexp, as of `block_attention`. Gradients of both flow to q, k and v.
 
     Raises:
-        FormatError: operands that do not belong together.
+        FormatError: operands that do not belong together, or on a GPU more than 65,535 heads in the whole batch.
         MaskError: lists of other lengths, batch or heads.
     """
     scale = scale_of(q, scale)
