@@ -26,7 +26,7 @@ from sparsecomp.passes.spiking.neuron_call import (
 )
 from sparsecomp.passes.spiking.operand import attribute
 
-_CHARGES = dict(zip(NEURON_CALLS, ("if", "lif", "plif"), strict=True))
+_CHARGES: Mapping[str, str] = dict(zip(NEURON_CALLS, ("if", "lif", "plif"), strict=True))
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
