@@ -30,7 +30,7 @@ _SPIKES, _MEMBRANE = range(2)
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _Product:
     """The product of one site.
 
     Attributes:
@@ -80,7 +80,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 RULE = Rule("fuse_conv_neuron", consider, after=("narrow_spikes",), of_rewritten=True)
 
 
-def _considered(node: fx.Node, layer: _Layer, ctx: Context) -> Decision | Refusal:
+def _considered(node: fx.Node, layer: _Product, ctx: Context) -> Decision | Refusal:
     obstacle = _obstacle(node, layer, ctx)
     if obstacle is not None:
         return refuse(Why.NOT_WITH_NEURONS, detail=obstacle)
@@ -103,7 +103,7 @@ def _considered(node: fx.Node, layer: _Layer, ctx: Context) -> Decision | Refusa
     return decision
 
 
-def _layer(node: fx.Node, ctx: Context) -> _Layer | None:
+def _layer(node: fx.Node, ctx: Context) -> _Product | None:
     """The product that gives a neuron operator its input, which nobody else reads."""
     views, found = [], node.args[0]
     while isinstance(found, fx.Node) and (viewed := reshaped(found)) is not None:
@@ -122,10 +122,10 @@ def _layer(node: fx.Node, ctx: Context) -> _Layer | None:
     if how != "binary" or factor is not None or not is_dyadic(scale):
         return None
     window = stride, padding, dilation
-    return _Layer(found, tuple(views), x, weight, bias, window, groups, digits, scale, binary, spread)
+    return _Product(found, tuple(views), x, weight, bias, window, groups, digits, scale, binary, spread)
 
 
-def _obstacle(node: fx.Node, layer: _Layer, ctx: Context) -> str | None:
+def _obstacle(node: fx.Node, layer: _Product, ctx: Context) -> str | None:
     unchanged, between = ctx.analysis.unchanged, (*layer.views, layer.node)
     current, out, x = (example_of(one) for one in (node.args[0], layer.node, layer.x))
     if current is None or out is None or x is None:
@@ -147,7 +147,7 @@ def _obstacle(node: fx.Node, layer: _Layer, ctx: Context) -> str | None:
     return None if fits(current, out, layer.is_linear) else "the neurons' channels are not its outputs"
 
 
-def _site(layer: _Layer, hosted: bool) -> SiteInfo | None:
+def _site(layer: _Product, hosted: bool) -> SiteInfo | None:
     x, weight = known_sizes(layer.x), known_sizes(layer.weight)
     if x is None or weight is None:
         return None
@@ -160,7 +160,7 @@ def _site(layer: _Layer, hosted: bool) -> SiteInfo | None:
     )  # fmt: skip
 
 
-def _build(node: fx.Node, layer: _Layer) -> Mapping[fx.Node, fx.Node]:
+def _build(node: fx.Node, layer: _Product) -> Mapping[fx.Node, fx.Node]:
     def emit(target: Any, *inputs: Any) -> fx.Node:
         return call(node.graph, node, target, *inputs)
 
@@ -183,7 +183,7 @@ def _build(node: fx.Node, layer: _Layer) -> Mapping[fx.Node, fx.Node]:
     return results
 
 
-def _counts(layer: _Layer, emit: Any) -> fx.Node:
+def _counts(layer: _Product, emit: Any) -> fx.Node:
     """The input as bytes, as `sparsecomp.ops.spiking.spike_conv.counts_of` counts what is finite."""
     x = layer.x
     if example_of(x).dtype is torch.int8:
