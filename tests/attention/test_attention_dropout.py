@@ -79,7 +79,7 @@ def given_by(operands: list[Tensor], mask: Tensor, kept: int) -> tuple[Tensor, .
     return right, *torch.autograd.grad(right.square().sum(), wide)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow(reason="interprets three kernels")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("block", [(32, 128), (64, 64)])
 def test_kernels_and_their_gradients(block: tuple[int, int], device: str) -> None:

@@ -17,7 +17,7 @@ from sparsecomp.ops import block_attention
 from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.blocks import blocks_of
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

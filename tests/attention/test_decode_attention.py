@@ -14,7 +14,7 @@ from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.reference.attention.decode_attention import Sight
 from sparsecomp.reference.attention.scores import Scores
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -22,7 +22,7 @@ from sparsecomp.reference.attention.elements import (
     elements_of_matrix,
 )
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0", "3.6.0")

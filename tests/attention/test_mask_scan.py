@@ -116,6 +116,7 @@ def attention_in_doubles(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tenso
     return torch.softmax(scores, -1).nan_to_num(0.0) @ v
 
 
+@pytest.mark.slow(reason="interprets attention")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_with_numbers_added_beside_float64(dtype: torch.dtype, device: str) -> None:

@@ -183,6 +183,7 @@ def test_without_a_promise_a_buffer_is_data() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(("density", "found"), [(None, False), (0.1, True), (0.9, False)])
+@pytest.mark.slow(reason="runs a model of a card's sizes")
 def test_on_a_card_the_share_that_is_assumed_decides(density: float | None, found: bool) -> None:
     class Heads(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -243,6 +244,7 @@ def test_dropout_drops_as_often_as_torchs(attend: Callable[..., Tensor]) -> None
     assert abs(float(found.std()) / float(eager.std()) - 1) < 0.1
 
 
+@pytest.mark.slow(reason="compiles a model")
 def test_dropout_is_drawn_anew_in_each_call_and_by_torchs_generator() -> None:
     model = Dropped(models.filled, models.by_arange).train()
     compiled = torch.compile(
