@@ -66,6 +66,7 @@ PLANE = ([1, 1], [1, 1], [1, 1])
         ("if", False, 0.0, "plain", 1), ("lif", True, None, "affine", 6),
     ],
 )  # fmt: skip
+@pytest.mark.slow(reason="interprets both ways")
 def test_bits_equal_the_two_launches(device, charge, decay, reset, norm, steps):
     x, weight, bias = sample((2 * steps, 64, 5, 3), (72, 64, 3, 3), device)
     norms = None if norm == "none" else statistics(72, device, norm == "affine")

@@ -214,6 +214,7 @@ def explained(model: nn.Module, channels: int = 3, batch: int = 32, **options):
 
 @needs_triton
 @pytest.mark.usefixtures("no_tf32")
+@pytest.mark.slow(reason="traces a ResNet")
 def test_the_stem_of_an_exact_network_is_a_site():
     (site,) = explained(Stem(), precision="exact")
     assert site.rewritten and (site.implementation, site.precision, site.module) == ("halves", "exact", "first")

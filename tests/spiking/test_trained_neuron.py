@@ -165,6 +165,7 @@ def launched(case: Case, x: Tensor, states: list[Any], parameters: list[Tensor],
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("steps", [1, 4, 11])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced"])
+@pytest.mark.slow(reason="interprets both kernels")
 def test_kernels_give_the_gradients_of_the_same_spikes(name, layout, steps, device):
     """In float64 the neurons fire alike, but where a membrane is within rounding of its threshold."""
     case = CASES[name]
