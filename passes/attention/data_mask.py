@@ -80,7 +80,7 @@ class DataMask(NamedTuple):
     def _same(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether two nodes are the same view of one that nothing writes to."""
         if one is other:
-            return self._only_views(one) or self.unwritten(one)
+            return self.unwritten(one)
         alike = one.target == other.target and len(one.args) == len(other.args) and one.kwargs == other.kwargs
         if not (alike and self._only_views(one) and self._only_views(other)):
             return False

@@ -175,6 +175,20 @@ def test_a_mask_that_is_written_to_between_layers_is_scanned_again() -> None:
     torch.testing.assert_close(found, model(tokens(), mask), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("change", [lambda mask, view: mask.logical_not_(), lambda mask, view: view.logical_not_()])
+def test_one_view_that_is_written_to_between_layers_is_scanned_again(change: Callable[..., Tensor]) -> None:
+    def twice(x: Tensor, mask: Tensor) -> Tensor:
+        view, heads = mask[:, None, None], heads_of(x.repeat(1, 1, 3))
+        first = F.scaled_dot_product_attention(*heads, view)
+        change(mask, view)
+        return F.scaled_dot_product_attention(first, *heads[1:], view)
+
+    mask = padding()[:, 0, 0].contiguous()
+    found, report = rewritten(twice, tokens(), mask.clone())
+    assert scans(report.graph_after) == 2
+    torch.testing.assert_close(found, twice(tokens(), mask), atol=1e-5, rtol=1e-4)
+
+
 def test_without_a_promise_a_buffer_is_data() -> None:
     model = Written(sdpa, buffer=models.by_tril(N))
     with torch.no_grad():
