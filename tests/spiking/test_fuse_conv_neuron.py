@@ -279,6 +279,19 @@ def test_linear_layers(where):
     assert x.dim() == 3 or "channels are not its outputs" in judged.reason
 
 
+def test_a_linear_layer_goes_on_from_the_membranes_of_the_call_before():
+    x = (torch.rand(4, 6, 16, generator=torch.Generator().manual_seed(1)) > 0.5).float()
+    model = nn.Sequential(nn.ReLU(), lif(), nn.Linear(16, 24), lif())
+    dyadic(model[2])
+    with torch.no_grad():
+        expected = [model(2 * x) for _ in range(2)]
+        functional.reset_net(model)
+        rewritten(model, 2 * x, neurons="fuse")
+        found, report = rewritten(model, 2 * x, neurons="fuse")
+    assert site(report, RULE).rewritten and not torch.equal(*expected)
+    torch.testing.assert_close(found, expected[1], rtol=0, atol=0)
+
+
 def test_membranes_that_nobody_reads_are_not_written():
     weight = torch.ones(8, 8, 3, 3)
 

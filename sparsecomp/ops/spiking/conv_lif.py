@@ -59,7 +59,7 @@ def conv_lif(
         scale: of the counts, a power of two.
         channels_last: how the results lie.
         steps: T.
-        v: (N, K, …) float32, or None for `v0` everywhere.
+        v: (N, K, …) float32, or (N, K) for maps of one pixel, or None for `v0` everywhere.
         mean, var, gamma, beta: (K,) batch-norm between the two, or None.
         eps, charge, tau, rate, decay_input, threshold, reset: as of `lif`.
         keep: whether the last membranes are asked for.
@@ -81,6 +81,7 @@ def _reference(
         counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
     ).unflatten(0, (steps, counts.shape[0] // steps))
     neuron = (mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset)
+    v = None if v is None else v.reshape(current.shape[1:])  # of a linear layer it has no pixels
     spikes, last = lif_reference(current, v, v0, *neuron)
     return spikes, last if keep else last.new_empty(0)
 
