@@ -106,6 +106,23 @@ def test_gradients_of_queries_without_keys_are_those_of_eager(added: bool, kv: i
         torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-4, atol=5e-5)
 
 
+@pytest.mark.parametrize("lengths", [(20, 20), (100, 100)])
+@pytest.mark.parametrize("rows", [1, None])
+def test_a_mask_of_numbers_that_drops_every_pair_of_a_sequence(lengths: tuple[int, int], rows: int | None) -> None:
+    """What lies behind the end of a list reads no number of the mask, which may have one row, or fewer than a block."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 8, generator=random, requires_grad=True) for n in (*lengths, lengths[1]))
+    mask = torch.zeros(2, 1, rows or lengths[0], lengths[1])
+    mask[1], mask[0, ..., 7:] = -math.inf, -math.inf
+    found, seen = judged(F.scaled_dot_product_attention, q, k, v, mask)
+    assert seen.rewritten, seen.reason
+    right = F.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(found, right, atol=2e-6, rtol=1e-4)
+    grads = [torch.autograd.grad(one.square().sum(), [q, k, v]) for one in (found, right)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
 STAY: dict[str, tuple[Callable[..., Tensor], Callable[[], Tensor], str]] = {
     "a finite number": (filled_with(LOWEST), padding, "no -inf"),
     "of whole numbers": (

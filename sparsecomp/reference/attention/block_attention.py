@@ -97,7 +97,8 @@ class Scoring(NamedTuple):
         if self.added is not None:
             table = self.added[place.batch % len(self.added)]
             table = table[place.head % len(table)]
-            added = table[query.clamp(max=len(table) - 1), key.clamp(max=table.shape[1] - 1)].to(score.dtype)
+            places = (at.clamp(0, size - 1) for at, size in zip((query, key), table.shape, strict=True))  # or `_NONE`'s
+            added = table[tuple(places)].to(score.dtype)
             lowest = (added <= SURELY_ZERO) & (added > -torch.inf)
             # as of a sum in which it vanishes, a score's derivative stays
             score = torch.where(lowest, score - score.detach(), score + added)
