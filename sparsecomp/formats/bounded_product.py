@@ -73,7 +73,8 @@ def by_slots(
     rows, device = a_pointers.shape[0] - 1, a_values.device
     if not (rows and cols and a_indices.shape[0] and b_indices.shape[0]):
         nothing = torch.zeros(rows + 1 + capacity, dtype=dtype, device=device)
-        return a_values.new_zeros(capacity), nothing[: rows + 1], nothing[rows + 1 :]
+        values = a_values.new_zeros(capacity) + (a_values[:0].sum() + b_values[:0].sum())  # which may want gradients
+        return values, nothing[: rows + 1], nothing[rows + 1 :]
     # what lies outside of the pointers, of any content, meets nothing
     place = torch.arange(a_indices.shape[0], device=device)
     stored = (place >= a_pointers[0]) & (place < a_pointers[-1])

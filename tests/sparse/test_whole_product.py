@@ -207,3 +207,12 @@ def test_the_kernels_build(index, dtype, capability):
         print(all(len(one.asm["cubin"]) > 0 for one in built))
     """)
     assert printed.strip() == "True"
+
+
+@pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((3, 0), (0, 5))])
+def test_a_product_of_bounded_size_of_a_matrix_without_elements_has_gradients(shapes):
+    a, b = CSR.from_dense(torch.zeros(shapes[0])), CSR.from_dense(torch.ones(shapes[1]))
+    a, b = (one.with_values(one.values.clone().requires_grad_()) for one in (a, b))
+    found = bounded_matmul(a, b, 3).values
+    assert found.tolist() == [0.0] * 3
+    assert all(not grad.any() for grad in torch.autograd.grad(found.sum(), [a.values, b.values]))
