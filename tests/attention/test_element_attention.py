@@ -131,6 +131,22 @@ def test_kernels_beside_float64(dtype, sizes, leading, share, how, device):
     assert_near((out, logsumexp.masked_fill(logsumexp == -torch.inf, 0), *by), right, dtype)
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_kernels_where_no_pair_is_kept(device):
+    from sparsecomp.lowering.attention import element_attention as lowered
+    from sparsecomp.lowering.attention import element_gradients as gradients
+    from sparsecomp.reference.attention.scores import Scores
+
+    q, k, v, grad = operands((1, 2, 1, 5, 7, 16, 16), torch.float32, device)
+    lists = list(elements_of_mask(torch.zeros(1, 1, 5, 7, dtype=torch.bool, device=device))[2:])
+    out, logsumexp = torch.full_like(grad, torch.nan), torch.full(q.shape[:3], torch.nan, device=device)
+    lowered.element_attention(q, k, v, lists, Scores(0.25), out, logsumexp)
+    assert not out.any() and bool((logsumexp == -torch.inf).all())
+    by = [torch.full_like(one, torch.nan) for one in (q, k, v)]
+    gradients.element_gradients(grad, q, k, v, out, logsumexp, None, lists, Scores(0.25), *by)
+    assert not any(one.any() for one in by)
+
+
 @pytest.mark.slow(reason="holds many configurations against float64")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("name", ["element_attention", "elements_by_query", "elements_by_key"])

@@ -84,6 +84,7 @@ def cost_by_elements(lines: sympy.Expr, listed: sympy.Expr, tiles: int, times: s
         tiles: of BM x BN rows that are alive at once.
         times: lists that a program walks, one after another.
     """
+    listed = sympy.Max(listed, 1)  # where nothing is kept
     steps = sympy.ceiling(listed / _bn) * times
     programs = sympy.ceiling(lines / _bm) * _batch * _heads / times
     # entries behind a list's end are not read, but have their turn
