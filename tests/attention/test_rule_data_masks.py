@@ -12,8 +12,10 @@ from kernel_devices import needs_triton
 from rewriting import rewritten, site
 from test_rule_block_attention import Refused, becomes_one, filled_with, judged, stays, tokens
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import sparsecomp
+from sparsecomp._compat import FakeTensorMode
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -121,6 +123,24 @@ def test_a_mask_of_numbers_that_drops_every_pair_of_a_sequence(lengths: tuple[in
     grads = [torch.autograd.grad(one.square().sum(), [q, k, v]) for one in (found, right)]
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_gradients_lie_as_a_graph_is_told(added: bool) -> None:
+    """Heads behind tokens, as models have them: what is compiled behind the operator reads them by these strides."""
+    random, fake = torch.Generator().manual_seed(0), FakeTensorMode()
+    q, k, v = (torch.randn(2, 20, 2, 8, generator=random).transpose(1, 2) for _ in range(3))
+    mask = torch.rand(2, 2, 20, 20, generator=random) < 0.5
+    mask[:, :, 3] = False
+    mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf) if added else mask
+    lists = list(torch.ops.sparsecomp.scanned_mask.default(mask, 20, 20, 32, 64, True))
+    how = (0.3, 0.0, None, mask if added else None, None, 65536, True)
+    given = (q, q, k, v, *torch.ops.sparsecomp.block_attention.default(q, k, v, lists, *how), None, lists, *how)
+    op = torch.ops.sparsecomp.block_attention_gradients.default
+    with fake:
+        told = op(*pytree.tree_map_only(Tensor, fake.from_tensor, given))
+    for one, other in zip(op(*given), told, strict=True):
+        assert one.stride() == other.stride()
 
 
 STAY: dict[str, tuple[Callable[..., Tensor], Callable[[], Tensor], str]] = {

@@ -172,15 +172,17 @@ def _marked_gradients(
     found: tuple[Tensor, ...], logsumexp: Tensor, kv_heads: int, scoring: Scoring
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients, with NaN where it goes from a query that keeps nothing: to all values of its head, and to itself
-    and all keys if numbers were added. Where scores are replaced, none goes to what they were."""
-    if not scoring.nothing_is_nan:
-        return found
-    by_q, by_k, by_v = found
-    nothing = logsumexp == -math.inf
-    among = nothing.any(-1).unflatten(1, (kv_heads, -1)).any(-1)[..., None, None]
-    if scoring.added is not None:
-        by_q, by_k = by_q.masked_fill(nothing[..., None], math.nan), by_k.masked_fill(among, math.nan)
-    return by_q, by_k, by_v.masked_fill(among, math.nan)
+    and all keys if numbers were added. Where scores are replaced, none goes to what they were. Written in place, so
+    that each lies as a graph was told."""
+    if scoring.nothing_is_nan:
+        nothing = logsumexp == -math.inf
+        among = nothing.any(-1).unflatten(1, (kv_heads, -1)).any(-1)[..., None, None]
+        by_q, by_k, by_v = found
+        by_v.masked_fill_(among, math.nan)
+        if scoring.added is not None:
+            by_q.masked_fill_(nothing[..., None], math.nan)
+            by_k.masked_fill_(among, math.nan)
+    return found
 
 
 def _fake_attention(q, k, v, blocks, *scoring):
@@ -248,7 +250,7 @@ def _differentiable_gradients(
              if given is not None]  # fmt: skip
     outs, grads = zip(*pairs, strict=True)
     by = torch.autograd.grad(outs, points, grads, create_graph=True, materialize_grads=True)
-    return _marked_gradients(by, logsumexp, k.shape[1], scoring)
+    return _marked_gradients(tuple(one.clone() for one in by), logsumexp, k.shape[1], scoring)
 
 
 implement("block_attention", _attention, _attention_cuda, _fake_attention)
