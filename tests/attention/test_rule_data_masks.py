@@ -215,10 +215,10 @@ def test_a_mask_that_is_written_to_between_layers_is_scanned_again() -> None:
 @pytest.mark.parametrize("change", [lambda mask, view: mask.logical_not_(), lambda mask, view: view.logical_not_()])
 def test_one_view_that_is_written_to_between_layers_is_scanned_again(change: Callable[..., Tensor]) -> None:
     def twice(x: Tensor, mask: Tensor) -> Tensor:
-        view, heads = mask[:, None, None], heads_of(x.repeat(1, 1, 3))
-        first = F.scaled_dot_product_attention(*heads, view)
+        view, (q, k, v) = mask[:, None, None], heads_of(x.repeat(1, 1, 3))
+        first = F.scaled_dot_product_attention(q, k, v, view)
         change(mask, view)
-        return F.scaled_dot_product_attention(first, *heads[1:], view)
+        return F.scaled_dot_product_attention(first, k, v, view)
 
     mask = padding()[:, 0, 0].contiguous()
     found, report = rewritten(twice, tokens(), mask.clone())
