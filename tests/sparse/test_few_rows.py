@@ -106,7 +106,7 @@ def product(dense: Tensor, x: Tensor, device: str, **finish) -> dict[str, Tensor
     return found
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,7 +23,7 @@ neuron, functional, layer = (
 )
 pytest.importorskip("spikingjelly._ops.lif")
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 RULE = "fuse_conv_neuron"
 TOGETHER = "with the neurons behind it in one launch, 4 time steps"

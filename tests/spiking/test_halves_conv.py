@@ -58,7 +58,7 @@ def float32_error(x: Tensor, weight: Tensor, window: tuple[tuple[int, int], ...]
     return exact(x.abs(), weight.abs(), None, window) * depth * 2.0**-24
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @EACH
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("layouts", [(False, False, False), (True, True, True), (True, False, False)])
@@ -238,6 +238,7 @@ def test_what_is_no_site(model, options):
     assert explained(model, **options) == []
 
 
+@pytest.mark.slow(reason="traces a ResNet")
 @needs_triton
 def test_where_tf32_is_allowed_it_is_what_runs():
     """The default of torch: nothing is said of it unless an exact result is asked for."""

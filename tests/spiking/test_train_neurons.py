@@ -24,7 +24,7 @@ neuron, functional, surrogate, layer = (
 )
 pytest.importorskip("spikingjelly._ops.lif")
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 SURROGATES = ("Sigmoid", "ATan", "PiecewiseQuadratic", "PiecewiseExp", "SoftSign", "SuperSpike", "Erf")
 NEURONS = {
