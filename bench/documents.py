@@ -10,7 +10,7 @@ from bench.attention import block_attention, decode, elements, masked_models
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
 from bench.sparse import active_inputs, algebra, dynamic, few_rows, sparse_products, training_step
-from bench.spiking import conv_neuron, spike_layers
+from bench.spiking import conv_neuron, snn_training, spike_layers
 from bench.timing import place
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +57,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "training-step": _if_measured("training_step", training_step.table),
         "spike-layers": _if_measured("spike_layers", spike_layers.table),
         "conv-neuron": _if_measured("conv_neuron", conv_neuron.table),
+        "snn-training": _if_measured("snn_training", snn_training.table),
         "attention": _if_measured("attention", block_attention.table),
         "masked-attention": _if_measured("masked_attention", masked_models.table),
         "decode": _if_measured("decode", decode.table),
