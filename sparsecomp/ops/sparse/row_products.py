@@ -5,6 +5,8 @@ Gradients are such products again, at the places that the operands store. On a G
 operators stand in CUDA graphs; a CPU looks elements up for as many at a time as its cache holds.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -175,6 +177,18 @@ def _dots_backward(ctx, grad):
 
 
 def _products_backward(ctx, grad):
+    by_a, by_b = gradients_of_product(ctx, grad)
+    return by_a, None, None, by_b, None, None, None, None, None
+
+
+def gradients_of_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients by the values of both matrices of a product.
+
+    Args:
+        ctx: with values, pointers and indices of both and the pattern of the product saved, and `columns`; the values
+            are arguments 0 and 3.
+        grad: by the product's values.
+    """
     a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, at_pointers, at_indices = ctx.saved_tensors
     a, b, at, by_a, by_b = (a_pointers, a_indices), (b_pointers, b_indices), (at_pointers, at_indices), None, None
     if ctx.needs_input_grad[0]:
@@ -182,7 +196,7 @@ def _products_backward(ctx, grad):
     if ctx.needs_input_grad[3]:
         across = turned(a_values, *a, b_pointers.shape[0] - 1)
         by_b = as_values(b_values, row_products(*across, grad, *at, *b, ctx.columns))
-    return by_a, None, None, by_b, None, None, None, None, None
+    return by_a, by_b
 
 
 def as_values(values: Tensor, grad: Tensor) -> Tensor:

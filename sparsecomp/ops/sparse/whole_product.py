@@ -17,13 +17,10 @@ from sparsecomp.formats.indices import index_dtype_for, rows_of, sorted_within, 
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.row_products import (
     as_rows,
-    as_values,
     compacted,
     flat,
-    row_dots,
-    row_products,
+    gradients_of_product,
     together,
-    turned,
 )
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
 
@@ -129,13 +126,7 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, grad, *_):
-    a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, pointers, indices = ctx.saved_tensors
-    a, b, found, by_a, by_b = (a_pointers, a_indices), (b_pointers, b_indices), (pointers, indices), None, None
-    if ctx.needs_input_grad[0]:
-        by_a = as_values(a_values, row_dots(grad, *found, b_values, *b, *a, ctx.columns))
-    if ctx.needs_input_grad[3]:
-        other = turned(a_values, *a, b_pointers.shape[0] - 1)
-        by_b = as_values(b_values, row_products(*other, grad, *found, *b, ctx.columns))
+    by_a, by_b = gradients_of_product(ctx, grad)
     return by_a, None, None, by_b, None, None, None, None
 
 
