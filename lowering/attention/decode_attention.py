@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsecomp.lowering.attention.problem import TOLERANCE, HeadStrides, rows_innermost
+from sparsecomp.lowering.attention.problem import TOLERANCE, HeadStrides, rows_innermost, slopes
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
@@ -139,7 +139,7 @@ def _operands(problem: DecodeAttention, device: torch.device, seed: int) -> tupl
     if p.page:
         order = torch.randperm(max(p.batch * p.table, p.pages), generator=random, device=device) % p.pages
         table = order[: p.batch * p.table].view(p.batch, p.table).int()[:, : p.capacity // p.page]
-    alibi = torch.arange(1, heads + 1, device=device) * (0.5 / p.capacity) if p.biased else None
+    alibi = slopes(heads, p.capacity, device) if p.biased else None
     out = torch.full((*q.shape[:3], p.v_depth), math.nan, dtype=q.dtype, device=device)
     return q, k, v, lengths, table, alibi, out, torch.full(q.shape[:3], math.nan, device=device)
 

@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.lowering.attention.problem import HeadStrides, result_like, rows_innermost
+from sparsecomp.lowering.attention.problem import (
+    HeadStrides,
+    contiguous,
+    dense_operands,
+    result_like,
+    rows_innermost,
+    slopes,
+)
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
+from sparsecomp.lowering.launch.strided import dtype_name
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.attention.element_attention import element_attention_reference
 from sparsecomp.reference.attention.elements import elements_of_mask
@@ -153,19 +160,7 @@ def elements_representative(signature: KernelSignature, shapes: str) -> ElementA
         min(sizes["row"], sizes["k_len"]) * sizes["q_len"], False, False, signature.dtypes[0], given["depth"] ** -0.5,
         (), 20.0 * given["capped"], bool(given["biased"]),
     )  # fmt: skip
-    lying = [shapes_of(problem)[letter] for letter in shapes]
-    strides = tuple(HeadStrides(n * rows * depth, rows * depth, depth) for _, n, rows, depth in lying)
-    return problem._replace(strides=strides)
-
-
-def shapes_of(problem: ElementAttention) -> dict[str, tuple[int, int, int, int]]:
-    """By the letters of ``elements_representative``."""
-    p = problem
-    kv_heads = p.heads // p.group
-    return {
-        "q": (p.batch, p.heads, p.q_len, p.depth), "k": (p.batch, kv_heads, p.k_len, p.depth),
-        "v": (p.batch, kv_heads, p.k_len, p.v_depth), "o": (p.batch, p.heads, p.q_len, p.v_depth),
-    }  # fmt: skip
+    return contiguous(problem, shapes)
 
 
 def operands_of_elements(
@@ -173,15 +168,14 @@ def operands_of_elements(
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """Dense operands, one a letter; lists of as many pairs, at least one of each query; slopes."""
     p, device = problem, random.device
-    dense = [random_tensor(shapes_of(p)[letter], (*strides, 1), p.dtype, random)
-             for letter, strides in zip(shapes, p.strides, strict=True)]  # fmt: skip
+    dense = dense_operands(p, shapes, random)
     leading = (p.batch if p.by_batch else 1, p.heads if p.by_head else 1)
     drawn = torch.rand((*leading, p.q_len, p.k_len), generator=random, device=device)
     drawn.scatter_(3, drawn.argmin(3, keepdim=True), -1)
     kept = torch.zeros(drawn.numel(), dtype=torch.bool, device=device)
     kept[drawn.flatten().topk(max(p.pairs, p.lists * p.q_len), largest=False).indices] = True
     lists = list(elements_of_mask(kept.view_as(drawn))[2:])
-    alibi = torch.arange(1, p.heads + 1, device=device) * (0.5 / p.k_len) if p.biased else None
+    alibi = slopes(p.heads, p.k_len, device) if p.biased else None
     return dense, lists, alibi
 
 

@@ -1,13 +1,13 @@
 """What the kernels of attention over listed blocks are told: one description for the result and both its gradients."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
-from sparsecomp.lowering.launch.strided import dtype_name, strided
+from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
 from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.blocks import EMPTY, FULL, blocks_from_map, pack_bits
 from sparsecomp.reference.attention.dropout import ALWAYS
@@ -25,6 +25,10 @@ class HeadStrides(NamedTuple):
     batch: int
     head: int
     row: int
+
+
+P = TypeVar("P", bound=Any)
+"""A description of a problem, whatever says which pairs are kept."""
 
 
 class BlockAttention(NamedTuple):
@@ -145,10 +149,15 @@ def taken_of(problem: BlockAttention, device: torch.device) -> tuple[Tensor | No
     """What `read_beside` gives, of a problem: slopes small enough for every head to see far; zeros to add, as in blocks
     that are kept whole; a seed."""
     p = problem
-    alibi = torch.arange(1, p.heads + 1, device=device) * (0.5 / p.k_len) if p.biased else None
+    alibi = slopes(p.heads, p.k_len, device) if p.biased else None
     added = torch.zeros((1, 1, 1, 1), dtype=getattr(torch, p.added), device=device) if p.added else None
     seed = torch.tensor([2**40 + 7], device=device) if p.kept < ALWAYS else None
     return alibi, added, seed
+
+
+def slopes(heads: int, k_len: int, device: torch.device) -> Tensor:
+    """An alibi by which every head sees far."""
+    return torch.arange(1, heads + 1, device=device) * (0.5 / k_len)
 
 
 def rows_innermost(tensor: Tensor) -> Tensor:
@@ -190,13 +199,18 @@ def representative(signature: KernelSignature, shapes: str) -> BlockAttention:
         given["depth"] ** -0.5, (), 20.0 * given["capped"], bool(given["biased"]), _ADDED[given["added"]],
         kept=ALWAYS - 6554 * given["dropped"],
     )  # fmt: skip
+    return contiguous(problem, shapes)
+
+
+def contiguous(problem: P, shapes: str) -> P:
+    """A problem of contiguous operands, one a letter."""
     lying = [dense_shapes(problem)[letter] for letter in shapes]
     strides = tuple(HeadStrides(heads * rows * depth, rows * depth, depth) for _, heads, rows, depth in lying)
     return problem._replace(strides=strides)
 
 
-def dense_shapes(problem: BlockAttention) -> dict[str, tuple[int, int, int, int]]:
-    """By the letters of ``representative``."""
+def dense_shapes(problem: Any) -> dict[str, tuple[int, int, int, int]]:
+    """By the letters of ``representative``, of any problem of attention."""
     p = problem
     kv_heads = p.heads // p.group
     return {
@@ -205,14 +219,9 @@ def dense_shapes(problem: BlockAttention) -> dict[str, tuple[int, int, int, int]
     }  # fmt: skip
 
 
-def dense_operands(problem: BlockAttention, shapes: str, random: torch.Generator) -> list[Tensor]:
+def dense_operands(problem: Any, shapes: str, random: torch.Generator) -> list[Tensor]:
     """Normally distributed operands, one a letter, by the problem's strides."""
-    dtype = getattr(torch, problem.dtype)
-
-    def normal(count: int) -> Tensor:
-        return torch.randn(count, generator=random, device=random.device).to(dtype)
-
-    return [strided(dense_shapes(problem)[letter], (*strides, 1), normal)
+    return [random_tensor(dense_shapes(problem)[letter], (*strides, 1), problem.dtype, random)
             for letter, strides in zip(shapes, problem.strides, strict=True)]  # fmt: skip
 
 
