@@ -11,9 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsecomp import _compat
 from sparsecomp.errors import FormatError, MaskError
-from sparsecomp.ops.attention.operands import check_attended, form_of, on_kernels, places_of, scale_of
+from sparsecomp.ops.attention.operands import (
+    check_attended,
+    differentiable_gradients,
+    form_of,
+    on_kernels,
+    places_of,
+    places_of_gradients,
+    points_of,
+    save_operands,
+    scale_of,
+)
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.attention import block_attention as reference
@@ -214,26 +223,20 @@ def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scor
     return _marked_gradients(found, logsumexp, k.shape[1], Scoring(*scoring))
 
 
-def _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ctx.blocks, *ctx.scoring = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)
+def _fake_gradients(grad, q, k, v, *_):
+    return places_of_gradients(q, k, v)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, logsumexp = ctx.saved_tensors
-    rest = ([None] * len(ctx.blocks), *[None] * len(ctx.scoring))
+    rest = ([None] * len(ctx.kept), *[None] * len(ctx.scores))
     if grad is None and grad_logsumexp is None:
         return None, None, None, *rest
     if torch.is_grad_enabled():
-        return *_differentiable_gradients((q, k, v), grad, grad_logsumexp, ctx.blocks, Scoring(*ctx.scoring)), *rest
+        return *_differentiable_gradients((q, k, v), grad, grad_logsumexp, ctx.kept, Scoring(*ctx.scores)), *rest
     grad = torch.zeros_like(out) if grad is None else grad
     return *torch.ops.sparsecomp.block_attention_gradients.default(
-        grad, q, k, v, out, logsumexp, grad_logsumexp, ctx.blocks, *ctx.scoring
+        grad, q, k, v, out, logsumexp, grad_logsumexp, ctx.kept, *ctx.scores
     ), *rest
 
 
@@ -242,17 +245,14 @@ def _differentiable_gradients(
     scoring: Scoring,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients through plain torch, for those who differentiate them again."""
-    q, k, v = points = [one if one.requires_grad else _compat.leaf_of(one) for one in operands]
+    q, k, v = points = points_of(operands)
     found = reference.block_attention_reference(q, k, v, blocks, scoring)
     logsumexp = found[1].detach()
     grad = None if grad is None else _unmarked(grad, logsumexp, scoring)
-    pairs = [(one.to(given.dtype), given) for one, given in zip(found, (grad, grad_logsumexp), strict=True)
-             if given is not None]  # fmt: skip
-    outs, grads = zip(*pairs, strict=True)
-    by = torch.autograd.grad(outs, points, grads, create_graph=True, materialize_grads=True)
+    by = differentiable_gradients(found, points, (grad, grad_logsumexp))
     return _marked_gradients(tuple(one.clone() for one in by), logsumexp, k.shape[1], scoring)
 
 
 implement("block_attention", _attention, _attention_cuda, _fake_attention)
 implement("block_attention_gradients", _gradients, _gradients_cuda, _fake_gradients)
-differentiable("block_attention", _backward, _save)
+differentiable("block_attention", _backward, save_operands)

@@ -12,9 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsecomp import _compat
 from sparsecomp.errors import FormatError, MaskError
-from sparsecomp.ops.attention.operands import check_attended, form_of, on_kernels, places_of, scale_of
+from sparsecomp.ops.attention.operands import (
+    check_attended,
+    differentiable_gradients,
+    form_of,
+    on_kernels,
+    places_of,
+    places_of_gradients,
+    points_of,
+    save_operands,
+    scale_of,
+)
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.attention import element_attention as reference
@@ -136,26 +145,20 @@ def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scale,
     return found
 
 
-def _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, lists, scale, softcap=0.0, alibi=None):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ctx.lists, *ctx.scores = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)
+def _fake_gradients(grad, q, k, v, *_):
+    return places_of_gradients(q, k, v)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, logsumexp = ctx.saved_tensors
-    rest = ([None] * len(ctx.lists), *[None] * len(ctx.scores))
+    rest = ([None] * len(ctx.kept), *[None] * len(ctx.scores))
     if grad is None and grad_logsumexp is None:
         return None, None, None, *rest
     if torch.is_grad_enabled():
-        return *_differentiable_gradients((q, k, v), (grad, grad_logsumexp), ctx.lists, Scores(*ctx.scores)), *rest
+        return *_differentiable_gradients((q, k, v), (grad, grad_logsumexp), ctx.kept, Scores(*ctx.scores)), *rest
     grad = torch.zeros_like(out) if grad is None else grad
     return *torch.ops.sparsecomp.element_attention_gradients.default(
-        grad, q, k, v, out, logsumexp, grad_logsumexp, ctx.lists, *ctx.scores
+        grad, q, k, v, out, logsumexp, grad_logsumexp, ctx.kept, *ctx.scores
     ), *rest
 
 
@@ -163,13 +166,11 @@ def _differentiable_gradients(
     operands: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], lists: Sequence[Tensor], scores: Scores
 ) -> tuple[Tensor, ...]:
     """The gradients through plain torch, for those who differentiate them again."""
-    q, k, v = points = [one if one.requires_grad else _compat.leaf_of(one) for one in operands]
+    q, k, v = points = points_of(operands)
     found = reference.element_attention_reference(q, k, v, lists, scores)
-    pairs = [(one.to(given.dtype), given) for one, given in zip(found, grads, strict=True) if given is not None]
-    outs, given = zip(*pairs, strict=True)
-    return torch.autograd.grad(outs, points, given, create_graph=True, materialize_grads=True)
+    return differentiable_gradients(found, points, grads)
 
 
 implement("element_attention", _attention, _attention_cuda, _fake_attention)
 implement("element_attention_gradients", _gradients, _gradients_cuda, _fake_gradients)
-differentiable("element_attention", _backward, _save)
+differentiable("element_attention", _backward, save_operands)

@@ -1,10 +1,13 @@
 """What the operators of attention ask of their operands alike, whatever says which pairs are kept."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsecomp import _compat
 from sparsecomp.errors import FormatError
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
 
@@ -60,3 +63,30 @@ def place_of(q: Tensor, v: Tensor) -> Tensor:
 def places_of(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Where the result goes, and the logsumexp."""
     return place_of(q, v), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+
+
+def places_of_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the gradients go, each of which lies as what it is by."""
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def save_operands(ctx: Any, inputs: Any, output: Any) -> None:
+    """Keep what a gradient reads: q, k and v, the result and the logsumexp; `kept`, the lists of what is kept, and
+    `scores`, all that follows."""
+    q, k, v, ctx.kept, *ctx.scores = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def points_of(operands: Sequence[Tensor]) -> list[Tensor]:
+    """Operands by which a gradient can be taken that is differentiated again."""
+    return [one if one.requires_grad else _compat.leaf_of(one) for one in operands]
+
+
+def differentiable_gradients(
+    found: Sequence[Tensor], points: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The gradients by `points` of what was found of them, where there is a gradient, through plain torch."""
+    pairs = [(one.to(given.dtype), given) for one, given in zip(found, grads, strict=True) if given is not None]
+    outs, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(outs, points, given, create_graph=True, materialize_grads=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsecomp.reference.attention.blocks import SURELY_ZERO, unpack_bits
 from sparsecomp.reference.attention.dropout import ALWAYS, drawn_pairs
-from sparsecomp.reference.attention.scores import Scores, delta_of
+from sparsecomp.reference.attention.scores import Scores, gradients_by_lists
 from sparsecomp.reference.precision import accumulator
 
 _NONE = -1
@@ -137,16 +137,9 @@ def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
     blocks: Sequence[Tensor], scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients by q, k and v, in the dtype sums are kept in.
-
-    A score's gradient is p · (grad · v - delta), with p = exp(score - logsumexp) and delta = grad · out less the
-    gradient of the logsumexp (FlashAttention, appendix B.4).
-    """
-    sums = accumulator(q.dtype)
-    grad, q, k, v, out, logsumexp = (one.to(sums) for one in (grad, q, k, v, out, logsumexp))
-    delta = delta_of(grad, out, grad_logsumexp)
-    by_q = by_query(grad, q, k, v, logsumexp, delta, blocks[:5], scoring)
-    return by_q, *by_key(grad, q, k, v, logsumexp, delta, blocks[5:], scoring)
+    """The gradients by q, k and v, in the dtype sums are kept in."""
+    operands = grad, q, k, v, out, logsumexp
+    return gradients_by_lists(by_query, by_key, operands, grad_logsumexp, (blocks[:5], blocks[5:]), scoring)
 
 
 def by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: Scoring) -> Tensor:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsecomp.reference.attention.scores import Scores, delta_of
+from sparsecomp.reference.attention.scores import Scores, gradients_by_lists
 from sparsecomp.reference.precision import accumulator
 
 
@@ -64,16 +64,9 @@ def gradients_of_elements(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
     lists: Sequence[Tensor], scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients by q, k and v, in the dtype sums are kept in.
-
-    A score's gradient is p · (grad · v - delta), with p = exp(score - logsumexp) and delta = grad · out less the
-    gradient of the logsumexp (FlashAttention, appendix B.4).
-    """
-    sums = accumulator(q.dtype)
-    grad, q, k, v, out, logsumexp = (one.to(sums) for one in (grad, q, k, v, out, logsumexp))
-    delta = delta_of(grad, out, grad_logsumexp)
-    by_q = elements_by_query(grad, q, k, v, logsumexp, delta, lists[:2], scores)
-    return by_q, *elements_by_key(grad, q, k, v, logsumexp, delta, lists[2:], scores)
+    """The gradients by q, k and v, in the dtype sums are kept in."""
+    operands, by_way = (grad, q, k, v, out, logsumexp), (lists[:2], lists[2:])
+    return gradients_by_lists(elements_by_query, elements_by_key, operands, grad_logsumexp, by_way, scores)
 
 
 def elements_by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scores: Scores) -> Tensor:
