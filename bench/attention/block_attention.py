@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.attention.cases import CASES, Case
+from bench.attention.ways import two_ways
 from bench.parallel import measured
 from bench.table import markdown_grid
 from bench.timing import graph_ms, guarded
@@ -80,16 +81,7 @@ def _prepare(
     row: Row, name: str, make: Callable[[], Attention], operands: tuple[Tensor, ...], grad: Tensor,
     right: list[Tensor], calls: dict[str, dict[str, Callable[[], Any]]],
 ) -> None:  # fmt: skip
-    attention = make()
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attention(*operands)
-
-    def both() -> tuple[Tensor, ...]:
-        out = attention(*operands)
-        return out, *torch.autograd.grad(out, operands, grad)
-
+    forward, both = two_ways(make(), operands, grad)
     forward()
     found = [one.detach() for one in both()]
     if not name.startswith("dense"):

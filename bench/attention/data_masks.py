@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import sparsecomp
-from bench.attention.masked_models import positions
+from bench.attention.masked_models import compiled_rivals, positions
 from bench.parallel import measured
 from bench.timing import MODES, guarded, time_rivals
 
@@ -101,23 +100,17 @@ def _compile(
         options["implementation"] = "skip"
     elif "kept" in row:
         options["density"] = row["kept"]
-    found: dict[str, Callable[[], Any]] = {}
-    with torch.set_grad_enabled(row["training"]):
-        for which in ("stock", "sparsecomp"):
-            ours: dict[str, Any] = {"mode": mode}
-            if which == "sparsecomp":
-                ours = {"backend": "sparsecomp", "options": options}
-            compiled: Any = torch.compile(copy.deepcopy(model), **ours)
-            found[which] = call = _call(compiled, *operands)
-            for _ in range(4):  # compiles, records CUDA graphs
-                call()
-        report = sparsecomp.last_report()
-        assert report is not None
-        row["sites"][mode] = [site.reason for site in report.sites if site.rule == "block_attention"]
-    calls[mode] = found
+
+    def call_of(which: str) -> Callable[[], Any]:
+        ours: dict[str, Any] = {"mode": mode}
+        if which == "sparsecomp":
+            ours = {"backend": "sparsecomp", "options": options}
+        return _call(torch.compile(copy.deepcopy(model), **ours), *operands)
+
+    calls[mode] = compiled_rivals(row, mode, call_of)
 
 
-def _call(compiled: nn.Module, x: Tensor, mask: Tensor | None) -> Callable[[], Any]:
+def _call(compiled: Any, x: Tensor, mask: Tensor | None) -> Callable[[], Any]:
     if not x.requires_grad:
         return lambda: compiled(x, mask)
     grad = torch.randn_like(x)

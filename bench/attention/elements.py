@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.attention.sweep import Posed, sweep
+from bench.attention.ways import two_ways
 from bench.table import markdown_grid
 from bench.timing import graph_ms, guarded
 from sparsecomp.attention import attend_by_weights, attention_weights
@@ -85,16 +86,7 @@ def rivals(mask: Tensor) -> dict[str, Callable[[], Attention]]:
 def _take(
     row: Row, name: str, make: Callable[[], Attention], operands: tuple[Tensor, ...], grad: Tensor, right: list[Tensor]
 ) -> None:
-    attend = make()
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend(*operands)
-
-    def both() -> tuple[Tensor, ...]:
-        out = attend(*operands)
-        return out, *torch.autograd.grad(out, operands, grad)
-
+    forward, both = two_ways(make(), operands, grad)
     forward()
     found = [one.detach().float() for one in both()]
     right.extend(found[len(right) :])

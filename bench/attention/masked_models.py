@@ -93,16 +93,23 @@ def _compile(
     row: dict[str, Any], calls: dict[str, dict[str, Callable[[], Any]]], model: nn.Module, x: Tensor, mode: str,
     training: bool,
 ) -> None:  # fmt: skip
+    calls[mode] = compiled_rivals(row, mode, lambda which: _call(which, copy.deepcopy(model), x, mode, training))
+
+
+def compiled_rivals(
+    row: dict[str, Any], mode: str, call_of: Callable[[str], Callable[[], Any]]
+) -> dict[str, Callable[[], Any]]:
+    """The calls of stock and of ours, compiled; the row gets what was judged."""
     found: dict[str, Callable[[], Any]] = {}
-    with torch.set_grad_enabled(training):
-        for which in ("stock", "sparsecomp"):
-            found[which] = call = _call(which, copy.deepcopy(model), x, mode, training)
+    with torch.set_grad_enabled(row["training"]):
+        for which in _RIVALS:
+            found[which] = call = call_of(which)
             for _ in range(4):  # compiles, records CUDA graphs
                 call()
         report = sparsecomp.last_report()
         assert report is not None
         row["sites"][mode] = [site.reason for site in report.sites if site.rule == "block_attention"]
-    calls[mode] = found
+    return found
 
 
 def _call(which: str, model: nn.Module, x: Tensor, mode: str, training: bool) -> Callable[[], Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from bench.attention.ways import two_ways
 from bench.timing import graph_ms, guarded
 from sparsecomp.attention import AttentionBlocks, GlobalTokens, LocalWindow, causal, packed_attention
 from sparsecomp.lowering.launch import dispatch
@@ -72,14 +73,7 @@ def _take(
     row: dict[str, Any], name: str, attend: Callable[..., Tensor], operands: list[Tensor], grad: Tensor,
     right: list[Tensor],
 ) -> None:  # fmt: skip
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend(*operands)
-
-    def both() -> tuple[Tensor, ...]:
-        out = attend(*operands)
-        return out, *torch.autograd.grad(out, operands, grad)
-
+    forward, both = two_ways(attend, operands, grad)
     found = [one.detach().float() for one in both()]
     right.extend(found[len(right) :])
     row["difference"][name] = [
@@ -183,13 +177,6 @@ def _long_lists() -> dict[str, Any]:
 def _both_ways(
     row: dict[str, Any], name: str, operands: tuple[Tensor, Tensor, Tensor], blocks: AttentionBlocks, grad: Tensor
 ) -> None:  # fmt: skip
-    def forward() -> Any:
-        with torch.no_grad():
-            return block_attention(*operands, blocks)
-
-    def both() -> Any:
-        out, _ = block_attention(*operands, blocks)
-        return out, *torch.autograd.grad(out, operands, grad)
-
+    forward, both = two_ways(lambda q, k, v: block_attention(q, k, v, blocks)[0], operands, grad)
     _alone(row, f"{name}, forward", forward)
     _alone(row, f"{name}, both", both)
