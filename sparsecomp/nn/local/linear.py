@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sparsecomp import _compat
 from sparsecomp.errors import CheckpointError, ConfigError, FormatError
+from sparsecomp.nn.derived import moved_whole
 from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.local.connectivity import check_index, effective_fan_in, expand_in_indices_to_edges
@@ -167,7 +168,8 @@ class GeoSparseLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         current = self._memory() == self._seen
-        super()._apply(fn, recurse)
+        with moved_whole(self, _LISTS, lambda: self.in_index_per_out.device):
+            super()._apply(fn, recurse)
         if current:
             self._seen = self._memory()
         return self

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, SparseOperatorError
 from sparsecomp.formats import SparseMatrix
+from sparsecomp.nn.derived import moved_whole
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored
 from sparsecomp.reference.patterns import skew_of
 from sparsecomp.tensor.index_arrays import IndexArrays
@@ -171,7 +172,8 @@ class StoredWeight(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         described = self._is_described()
-        super()._apply(fn, recurse)
+        with moved_whole(self, _TRANSPOSED, lambda: self.indices.device):
+            super()._apply(fn, recurse)
         if described:
             self._remember()
         return self
