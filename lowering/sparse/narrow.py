@@ -74,9 +74,7 @@ def multiply(
     **finish: Any,
 ) -> None:  # fmt: skip
     """As `Launcher.multiply`."""
-    if transpose:
-        spmm_csr.multiply(values, pattern, layout, transpose, dense, out, **finish)
-    elif values.dim() > 1 or dense.dim() > 2 or dense.shape[-1] > MOST:
+    if transpose or values.dim() > 1 or dense.dim() > 2 or dense.shape[-1] > MOST:
         spmm_csr.multiply(values, *csr_pattern(pattern, layout), transpose, dense, out, **finish)
     elif out.numel():
         values, arrays = values.contiguous(), [array.contiguous() for array in pattern[: layout.own]]
@@ -90,14 +88,14 @@ _USUAL: dict[str, Any] = {"bias": None, "bias_axis": "column", "residual": None,
 
 
 def csr_pattern(pattern: Sequence[Tensor], layout: Layout) -> tuple[list[Tensor], Layout]:
-    """The same matrix's own arrays as CSR's, made in each call; see `sparsecomp.ops.sparse.dense_weight`."""
+    """The same matrix in CSR, whose columns are made in each call; what is kept of its transpose stays."""
     starts, chunks, bases, indices = (array.contiguous() for array in pattern[: layout.own])
     columns = torch.empty(indices.shape, dtype=starts.dtype, device=indices.device)
     if indices.numel():
         kinds = (array.dtype for array in (starts, bases, indices))
         launch = _columns(starts.device, layout.shape[0], indices.numel(), *kinds)
         launch(starts, chunks, bases, indices, columns)
-    return [starts, columns], layout._replace(format="csr")
+    return [starts, columns, *pattern[layout.own :]], layout._replace(format="csr")
 
 
 @lru_cache(maxsize=4096)

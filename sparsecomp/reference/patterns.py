@@ -168,8 +168,9 @@ def transposed_arrays(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor
     """
     kept = guarded(pattern, layout)
     if kept is not None:
-        if not kept[-1].is_cuda and not made_of(kept[-1], pattern[: layout.own]):
-            renew(kept, kept_transpose(pattern[: layout.own], layout))
+        own = pattern[: layout.own]
+        if not kept[-1].is_cuda and not made_of(kept[-1], _compared(own, layout)):
+            renew(kept, kept_transpose(own, layout))
         return kept[:3]
     if len(pattern) == layout.own + 3:
         return pattern[-3], pattern[-2], pattern[-1]
@@ -189,7 +190,8 @@ def kept_transpose(own: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tenso
     """`transposed_arrays` to be kept, and what they were made of; reads nothing from a GPU.
 
     There is room for as many entries as in the matrix's own arrays, whichever of these are spare or filler. The last
-    array is a copy of the own ones, flat, and two numbers that a kernel counts with, 0 between its launches.
+    array is a copy of pointers and indices, or of N:M's indices, flat, and two numbers that a kernel counts with, 0
+    between its launches.
     """
     pointers, indices = elements_of(own, layout)
     columns = _columns_of_entries(layout)
@@ -201,8 +203,13 @@ def kept_transpose(own: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tenso
     spare = by_column.values == columns
     rows = spread_lines(pointers, indices.numel()).to(indices.dtype)[by_column.indices].masked_fill_(spare, 0)
     order = by_column.indices.to(index_dtype_for(indices.numel())).masked_fill_(spare, 0)
-    copies = [array.flatten().to(pointers.dtype) for array in own]
+    copies = [array.flatten().to(pointers.dtype) for array in _compared(own, layout)]
     return edges.to(indices.dtype), rows, order, torch.cat([*copies, pointers.new_zeros(2)])
+
+
+def _compared(own: Sequence[Tensor], layout: Layout) -> Sequence[Tensor]:
+    """What tells whether a kept transpose still is the matrix's; its kernels take formats of other arrays as CSR."""
+    return own if len(own) == 1 else elements_of(own, layout)
 
 
 def _columns_of_entries(layout: Layout) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from write_matrix import WRITES
 
 from sparsecomp import SparseTensor
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM
+from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NARROW, NM
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.reference.patterns import Layout, kept_transpose, transposed_arrays
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick_cases(2)
 
 FORMATS = {
     "CSR": (CSR, {}), "CSC": (CSC, {}), "COO": (COO, {}), "BSR": (BSR, {"block": (2, 3)}),
-    "BCSC": (BCSC, {"block": (2, 3)}), "NM": (NM, {"n": 2, "m": 4}),
+    "BCSC": (BCSC, {"block": (2, 3)}), "NM": (NM, {"n": 2, "m": 4}), "NARROW": (NARROW, {}),
 }  # fmt: skip
 BY_FORMAT = pytest.mark.parametrize("format", FORMATS)
 ROWS, COLS = 9, 14  # COLS is no multiple of 3 nor 4: blocks and groups reach beyond the shape
@@ -153,13 +153,19 @@ def test_looked_up_rows_are_as_their_schema_says():
 def arrays_of(format: str, seed: int, index: torch.dtype = torch.int32) -> tuple[Tensor, list[Tensor], Layout]:
     kind, how = FORMATS[format]
     values, pattern = IndexArrays.of(kind.from_dense(weight(format, seed), **how))
-    own = [array if format == "NM" else array.to(index) for array in pattern.arrays]
+    own = [array.to(index) if array.dtype in (torch.int32, torch.int64) else array for array in pattern.arrays]
     return values, own, pattern.layout
 
 
 def become(mine: list[Tensor], its: list[Tensor]) -> None:
     for one, other in zip(mine, its, strict=True):
         one.data.copy_(other)
+
+
+def as_kernels_take_it(pattern: list[Tensor], layout: Layout) -> tuple[list[Tensor], Layout]:
+    from sparsecomp.lowering.sparse.narrow import csr_pattern
+
+    return csr_pattern(pattern, layout) if layout.format == "narrow" else (pattern, layout)
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
@@ -174,7 +180,7 @@ def test_the_kernel_follows_a_write_and_keeps_what_it_made(format, index, device
     for seed in (0, 1, 1, 2):
         values, given, _ = arrays_of(format, seed, index)
         become(own, given)
-        found = transposed_matrix(values.to(device), [*own, *kept], layout)
+        found = transposed_matrix(values.to(device), *as_kernels_take_it([*own, *kept], layout))
         pointers, indices, order, _ = kept_transpose(given, layout)
         count = int(pointers[-1])
         assert found.pointers is kept[0] and found.indices is kept[1]
