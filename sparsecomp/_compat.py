@@ -285,12 +285,13 @@ def empty_of(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...]
 
 def conv_tf32() -> bool:
     """Whether the user lets float32 convolutions run in TF32."""
-    return bool(torch.backends.cudnn.allow_tf32)
+    # torch raises if it is asked by `allow_tf32` about what was set by `fp32_precision`
+    return cast(Any, torch.backends.cudnn).conv.fp32_precision == "tf32"
 
 
 def matmul_tf32() -> bool:
     """Whether the user lets float32 matrix products run in TF32."""
-    return bool(torch.backends.cuda.matmul.allow_tf32)
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def matmul_bits(device: str) -> int:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,18 @@ def compiles_anew():
     """No test runs what another one compiled."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def keeps_precisions():
+    """Which products of float32 may be in TF32, as a benchmark lets them, is what it was before the test."""
+    parts: tuple[Any, ...] = torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [part.fp32_precision for part in parts]
+    yield
+    if [part.fp32_precision for part in parts] != before:
+        torch.set_float32_matmul_precision("highest")
+        for part, was in zip(parts, before, strict=True):
+            part.fp32_precision = was
 
 
 @pytest.fixture
