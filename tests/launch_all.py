@@ -22,6 +22,7 @@ from sparsecomp.lowering.tuning.autotune import Tuner
 from sparsecomp.lowering.tuning.template import Operation, Template, all_templates
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock, SparseEmbedding, SparseLinear
+from sparsecomp.ops.sparse.dense_copy import dense_copy, keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.reference.attention.blocks import blocks_of
@@ -186,6 +187,8 @@ def written_out(device: str) -> None:
         values, pattern = IndexArrays.of(CSR.from_dense(weight))
         layout = pattern.layout.written()
         dense_to_stored(stored_to_dense(values, pattern.arrays, layout), pattern.arrays, layout)
+        keep_dense_copy(values, pattern.layout)
+        dense_copy(values, pattern.arrays, layout)
 
 
 def spikes(device: str) -> None:

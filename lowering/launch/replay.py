@@ -31,8 +31,9 @@ class Replayed:
 
     Args:
         implementation: what it returns and launches follows from how its operands look. It calls torch, launches by
-            `Launch` and allocates by torch or `watch.allocate`. A tensor of another origin, such as the memo, is
-            seen, and each call goes to the implementation then; of what else it does it tells by `do_not_note`.
+            `Launch`, allocates by torch or `watch.allocate`, and tells of what is kept for an operand by `note_kept`. A
+            tensor of another origin, such as the memo, is seen, and each call goes to the implementation then; of what
+            else it does it tells by `do_not_note`.
     """
 
     def __init__(self, implementation: Callable[..., Any]) -> None:
@@ -93,6 +94,7 @@ class _Watch(_compat.TorchDispatchMode):
         self._operands = [arguments[at] if item is None else arguments[at][item] for at, item in self._places]
         self._owner = {id(operand): operand for operand in self._operands}  # whose memory a tensor has
         self._steps: list[Tensor | _Call | _Kernel] = []  # a tensor was allocated
+        self._kept: list[tuple[Tensor, Sequence[Tensor]]] = []
         # an operand that comes twice may be two another time
         self._repeatable = len(self._owner) == len(self._operands)
 
@@ -126,6 +128,11 @@ class _Watch(_compat.TorchDispatchMode):
         """A kernel was launched."""
         self._steps.append(_Kernel(launch, [tensor for tensor in tensors if tensor is not None]))
 
+    def belonged(self, source: Tensor, kept: Sequence[Tensor]) -> None:
+        """Tensors are read that are kept for the memory of an operand."""
+        self._kept.append((source, kept))
+        self._owner.update((id(tensor), tensor) for tensor in kept)
+
     def gave_up(self) -> None:
         """Something was done that cannot be noted."""
         self._repeatable = False
@@ -141,7 +148,7 @@ class _Watch(_compat.TorchDispatchMode):
         names = {id(operand): f"t{at}" for at, operand in enumerate(self._operands)}
         scope: dict[str, Any] = {"chosen_by": dispatch.chosen_by, "then": chosen_by, "not_now": _NOT_NOW}
         try:
-            body = [*self._beginning(launches, scope)]
+            body = [*self._beginning(launches, names, scope)]
             for number, step in enumerate(self._needed(result)):
                 body += self._lines(step, f"{number}", names, scope)
             body.append(f"return {_written(result, names)}")
@@ -150,8 +157,9 @@ class _Watch(_compat.TorchDispatchMode):
         exec("def again(arguments):\n    " + "\n    ".join(body), scope)
         return scope["again"]
 
-    def _beginning(self, launches: list[Any], scope: dict[str, Any]) -> Iterator[str]:
-        """Lines that name the operands and their addresses, and leave if the call must go another way."""
+    def _beginning(self, launches: list[Any], names: dict[int, str], scope: dict[str, Any]) -> Iterator[str]:
+        """Lines that name the operands and their addresses, and leave if the call must go another way; what is kept for
+        one of them gets its name."""
         for at, (place, item) in enumerate(self._places):
             yield f"t{at} = arguments[{place}]" + ("" if item is None else f"[{item}]")
             yield f"at{at} = t{at}.data_ptr()"
@@ -160,6 +168,11 @@ class _Watch(_compat.TorchDispatchMode):
         for number, launch in enumerate(heard.values()):
             scope[f"free{number}"] = launch.is_free
             checks.append(f"not free{number}()")
+        for source, kept in self._kept:
+            checks.append(f"{self._address(source, names)} != {source.data_ptr()}")
+            for tensor in kept:
+                names[id(tensor)] = name = f"kept{len(names)}"
+                scope |= {name: tensor, f"a{name}": tensor.data_ptr()}
         yield f"if {' or '.join(checks)}: return not_now"
 
     def _needed(self, result: Any) -> list[Tensor | _Call | _Kernel]:

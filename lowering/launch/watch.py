@@ -25,6 +25,10 @@ class Watcher(Protocol):
         """A kernel was launched on tensors, in its order."""
         ...
 
+    def belonged(self, source: Tensor, kept: Sequence[Tensor]) -> None:
+        """Tensors are read that are kept for the memory of an operand."""
+        ...
+
     def gave_up(self) -> None:
         """Something was done that cannot be noted."""
         ...
@@ -55,6 +59,13 @@ def allocate(
     if HERE.watcher is not None:
         HERE.watcher.allocated(made)
     return made
+
+
+def note_kept(source: Tensor, *kept: Tensor) -> None:
+    """Called before tensors are read that belong to an operand's memory, whatever that holds: with other memory the
+    implementation runs again."""
+    if HERE.watcher is not None:
+        HERE.watcher.belonged(source, kept)
 
 
 def do_not_note() -> None:

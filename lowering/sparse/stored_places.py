@@ -1,4 +1,5 @@
-"""A sparse weight written out dense, and a dense matrix read at its stored places: one launch each, for CSR."""
+"""A sparse weight written out dense, each time or where it changed, and a dense matrix read at its stored places: one
+launch each, for CSR."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -49,6 +50,31 @@ def _writing(
         return None
     problem = WriteOut(*shape, stored.numel(), name_of(dtype), name_of(index))
     return dispatch.prepared(WRITE_OUT, problem, device)
+
+
+def refresh(pointers: Tensor, indices: Tensor, values: Tensor, dense: Tensor, seen: Tensor) -> None:
+    """Write rows of a dense copy (rows, columns) anew that are not the matrix's any more.
+
+    Args:
+        pointers, indices: as in `write_out`.
+        values: (entries,), contiguous, of two or four bytes each.
+        dense: contiguous and of the dtype of the values; zeros at first.
+        seen: (rows,) int64, zeros at first: what tells rows apart, written with them.
+    """
+    if dense.numel():
+        _refreshing(dense.device, dense.shape, values.shape, values.dtype, pointers.dtype)(
+            pointers, indices, values, dense, seen
+        )
+
+
+@dispatch.recorded
+def _refreshing(
+    device: torch.device, shape: tuple[int, int], stored: torch.Size, *dtypes: torch.dtype
+) -> Callable[..., None]:
+    """A launch of a device for tensors of these dtypes, which belongs to them."""
+    from sparsecomp.lowering.sparse.kernels.stored_places import refresh_launch
+
+    return refresh_launch(*shape, stored.numel())
 
 
 def read_at(dense: Tensor, pointers: Tensor, indices: Tensor, out: Tensor) -> None:

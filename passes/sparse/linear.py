@@ -1,10 +1,11 @@
 """A linear layer with a sparse weight takes in what follows it, or runs dense where that is faster.
 
 Behind a `sparsecomp::sparse_linear`, the node of `sparsecomp.nn.SparseLinear`, may stand an added residual and an
-activation; they become its arguments. On CUDA, where the estimate says that dense is faster, the weight is written out
-in each call; under the promise that it stays as it is, once, as a constant of the graph. That is for finite inputs: a
-NaN or an infinity times a zero that was written out is NaN. Under the promise a CSR weight is multiplied in its narrow
-form where few rows make that the fastest. Under precision='exact' the layer stays sparse.
+activation; they become its arguments. On CUDA, where the estimate says that dense is faster, the weight is written out:
+in training in each call; in inference where it changed, since a copy is kept that each call compares; under the promise
+that it stays as it is once, as a constant of the graph. That is for finite inputs: a NaN or an infinity times a zero
+that was written out is NaN. Under the promise a CSR weight is multiplied in its narrow form where few rows make that
+the fastest. Under precision='exact' the layer stays sparse.
 """
 
 from dataclasses import replace
@@ -16,20 +17,35 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operators)
+from sparsecomp import _compat
 from sparsecomp.formats import CSR, NARROW
+from sparsecomp.ops.sparse.dense_copy import keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer, fuses_relu
 from sparsecomp.passes.engine.constants import promised_node, promised_nodes
-from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
+from sparsecomp.passes.engine.rule import (
+    Context,
+    Plan,
+    Refusal,
+    Rule,
+    Verdict,
+    Why,
+    call,
+    is_static,
+    known_sizes,
+    refuse,
+)
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.sparse.chain import Chain, circumstances, copied_behind, decided, ending_at, problem_of_writes
 from sparsecomp.reference.patterns import Layout
-from sparsecomp.report.site import WRITTEN_ONCE
+from sparsecomp.report.site import COMPARED_COPY, WRITTEN_ONCE
 
 _LINEAR = torch.ops.sparsecomp.sparse_linear.default
 _LINEAR_RELU = torch.ops.sparsecomp.dense_linear_relu.default
+_COPY = torch.ops.sparsecomp.dense_copy.default
 _TO_DENSE = torch.ops.sparsecomp.stored_to_dense.default
+_KEPT_ONCE = ": written out once, under the promise that it stays"
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -87,10 +103,12 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
         return _narrow_plan(chain, narrow, kept, node, ctx)
     dead, estimate = chain.dead, beside_the_layer(product, decision)
     if decision.dense:
-        once = ": written out once, under the promise that it stays" if kept is not None else ""
+        followed = kept is None and _has_copy(chain, product, ctx)
+        once = _KEPT_ONCE if kept is not None else _compared(product) if followed else ""
         promise = "" if kept is not None or product.trained or ctx.options.frozen is True else f"; {WRITTEN_ONCE}"
-        reason, name = f"{product.described}{once}: {decision.reason}{promise}", "dense copy" if once else "dense"
-        build = lambda: {node: _build_dense(chain, node, product, kept)}  # noqa: E731
+        reason = f"{product.described}{once}: {decision.reason}{promise}"
+        name = "dense copy" if kept is not None else COMPARED_COPY if followed else "dense"
+        build = lambda: {node: _build_dense(chain, node, product, kept, followed)}  # noqa: E731
         return Plan(build, reason, name, "", dead, estimate)
     reason = f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}"
     # without a CUDA graph the fewest launches may be the best, which the device's time alone does not tell
@@ -154,6 +172,25 @@ def _kept(chain: Chain, product: Product, ctx: Context) -> list[Tensor] | None:
     return None if any(value is None for value in found) else [value for value in found if value is not None]
 
 
+def _has_copy(chain: Chain, product: Product, ctx: Context) -> bool:
+    """Whether there is a dense copy from now on, for each call to compare with a weight that stays in its memory.
+
+    None is made where a step trains, which writes to the weight each time, nor for an estimate for another card.
+    """
+    if product.trained or chain.flip or ctx.eager or ctx.options.memory == "low" or not product.layout.plain:
+        return False
+    values = ctx.values.get(chain.sparse) if isinstance(chain.sparse, fx.Node) else None
+    if values is None or _compat.is_fake(values) or not values.is_cuda:
+        return False
+    stays = is_static(chain.sparse) or isinstance(values, torch.nn.Parameter)
+    return stays and keep_dense_copy(values.detach(), arrays_of(chain)[1])
+
+
+def _compared(product: Product) -> str:
+    size = product.m * product.k * product.dtype.itemsize / 2**20
+    return f": its dense copy, {size:.3g} MiB, is kept and compared with it in each call"
+
+
 def _build(chain: Chain, node: fx.Node, kernel: str) -> fx.Node:
     arguments: Any = chain.nodes[0].args
     pattern, layout, transpose = list(arguments[2]), *arguments[5:7]
@@ -163,11 +200,15 @@ def _build(chain: Chain, node: fx.Node, kernel: str) -> fx.Node:
     )  # fmt: skip
 
 
-def _build_dense(chain: Chain, node: fx.Node, product: Product, kept: list[Tensor] | None) -> fx.Node:
+def _build_dense(
+    chain: Chain, node: fx.Node, product: Product, kept: list[Tensor] | None, followed: bool
+) -> fx.Node:  # fmt: skip
     """The layer with its weight written out, and behind it the rest as written."""
     arguments: Any = chain.nodes[0].args
     pattern, layout = list(arguments[2]), arguments[5]
-    if kept is None:
+    if followed:
+        weight = call(node.graph, node, _COPY, chain.sparse, pattern[: Layout.read(layout).own], layout)
+    elif kept is None:
         # what else a transpose needs would be kept for the backward, which reads nothing of it
         pattern = pattern if chain.flip else pattern[: Layout.read(layout).own]
         weight = call(node.graph, node, _TO_DENSE, chain.sparse, pattern, layout, chain.flip)

@@ -21,10 +21,11 @@ from sparsecomp.reference.ready import Ready
 
 T = TypeVar("T")
 
-Keep = Literal["asked", "always", "prepared", "guarded"]
+Keep = Literal["asked", "always", "prepared", "guarded", "followed"]
 """When a result is kept: within `frozen_weights`; always; always, but made when a model is compiled and never later,
-since calls may run in the memory of a CUDA graph, which is no place for what stays; or always, by a reader that looks
-itself whether it still holds, unless it was made within the `frozen_weights` that it is read in."""
+since calls may run in the memory of a CUDA graph, which is no place for what stays; always, by a reader that looks
+itself whether it still holds, unless it was made within the `frozen_weights` that it is read in; or as `prepared`, by a
+reader that brings it up to date in each call, whatever was written to its sources."""
 
 _ALWAYS = object()
 """The promise that an option gives."""
@@ -129,7 +130,7 @@ class Memo:
             return None
         kept = self._kept.get((function, *map(_ADDRESS, sources)))
         if kept is None or not kept.current(sources, promise):
-            if keep == "prepared" or any(map(_captures, sources)):
+            if keep in ("prepared", "followed") or any(map(_captures, sources)):
                 return None
             kept = self._make(function, sources, promise)
         if kept.tensors[0].is_cuda:
@@ -151,11 +152,15 @@ class Memo:
         """
         promise = promise_here() if keep == "asked" else _ALWAYS
         assert promise is not None
-        return self._make(function, sources, promise, tuple(map(str, names))).result
+        return self._make(function, sources, promise, tuple(map(str, names)), keep == "followed").result
+
+    def results(self, kind: type[T]) -> list[T]:
+        """What is kept now of a kind."""
+        return [kept.result for kept in self._kept.values() if isinstance(kept.result, kind)]
 
     def _make(
         self, function: Callable[..., Any], sources: Sequence[Tensor], promise: object | None,
-        names: tuple[str, ...] = (),
+        names: tuple[str, ...] = (), followed: bool = False,
     ) -> _Kept:  # fmt: skip
         key = (function, *map(_ADDRESS, sources))
 
@@ -166,16 +171,16 @@ class Memo:
 
         def described(source: Tensor) -> _Source:
             memory = weakref.ref(source.untyped_storage(), forget)
-            return _Source(memory, _version(source), source.shape, source.stride(), source.dtype)
+            return _Source(memory, None if followed else _version(source), source.shape, source.stride(), source.dtype)
 
         self.made += 1
         with torch.no_grad():
             before, result = self._kept.get(key), function(*sources)
-        tensors = tuple(_tensors_in(result))
+        tensors, debugged = tuple(_tensors_in(result)), not followed and Settings.from_environment().debug
         kept = self._kept[key] = _Kept(
-            result, tensors, _version(tensors[0]), promise, tuple(map(described, sources)),
+            result, tensors, None if followed else _version(tensors[0]), promise, tuple(map(described, sources)),
             Ready.now(tensors[0].device),
-            tuple(source.detach().clone() for source in sources) if Settings.from_environment().debug else (),
+            tuple(source.detach().clone() for source in sources) if debugged else (),
             names or (before.names if before else ()), before.captured if before else [],
         )  # fmt: skip
         return kept

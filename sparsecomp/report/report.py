@@ -16,7 +16,7 @@ from sparsecomp.report import page
 from sparsecomp.report.columns import COLUMNS, span
 from sparsecomp.report.model_gain import ModelGain, model_gain
 from sparsecomp.report.node import Node, digraph
-from sparsecomp.report.site import WRITTEN_ONCE, Layer, Site
+from sparsecomp.report.site import COMPARED_COPY, WRITTEN_ONCE, Layer, Site
 from sparsecomp.report.text import rendered
 
 _REASONS = 3
@@ -101,9 +101,11 @@ class Report:
 
     def _written_out(self) -> str:
         """What there is to know of rewritten sites that run dense."""
-        dense = [site for site in self.rewritten if site.implementation == "dense"]
+        ways = {"dense": "written out", COMPARED_COPY: "compared with its copy"}
+        dense = [site for site in self.rewritten if site.implementation in ways]
         promise = f" ({WRITTEN_ONCE})" if any(WRITTEN_ONCE in site.reason for site in dense) else ""
-        return f", {len(dense)} of them to run dense, the weight written out in each call{promise}" if dense else ""
+        seen = " or ".join(way for name, way in ways.items() if any(site.implementation == name for site in dense))
+        return f", {len(dense)} of them to run dense, the weight {seen} in each call{promise}" if dense else ""
 
     def why_not(self) -> list[tuple[str, list[Layer]]]:
         """The layers that stay dense, by the kind of condition that failed; the most frequent first."""

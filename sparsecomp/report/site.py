@@ -5,6 +5,9 @@ from dataclasses import dataclass
 WRITTEN_ONCE = "frozen=True promises that the weight stays: it is written out once then"
 """At the end of the reason of a site that writes its weight out in each call, where the promise would help."""
 
+COMPARED_COPY = "compared copy"
+"""What a site runs as whose weight has a dense copy that each call compares with it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:

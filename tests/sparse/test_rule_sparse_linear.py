@@ -17,7 +17,7 @@ from sparsecomp.errors import FrozenWeightError
 from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost.decision import Decision
-from sparsecomp.passes.sparse import chain
+from sparsecomp.passes.sparse import chain, linear
 from sparsecomp.reference.patterns import Layout
 
 
@@ -150,6 +150,23 @@ def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkey
     # in training there is no such copy
     _, report = rewritten(model, X, implementation="auto", strict=True, frozen=True)
     assert site(report, "sparse_linear").implementation == "dense" and "stored_to_dense" in report.graph_after
+
+
+@pytest.mark.slow(reason="Inductor compiles")
+def test_a_copy_that_is_kept_is_compared_in_each_call(monkeypatch):
+    """As on a GPU; a CPU's operator writes the weight out."""
+    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
+    monkeypatch.setattr(linear, "_has_copy", lambda *_: True)
+    model = Net(lambda layer, x: F.relu(layer(x)), "CSR")
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(X).double(), model.exactly(X), rtol=1e-5, atol=1e-6)
+            model.layer.values.data.mul_(2)
+    report = sparsecomp.last_report()
+    assert site(report, "sparse_linear").implementation == "compared copy"
+    assert "kept and compared with it in each call" in site(report, "sparse_linear").reason
+    assert "dense_copy" in report.graph_after and "the weight compared with its copy in each call" in report.summary
 
 
 @pytest.mark.parametrize(

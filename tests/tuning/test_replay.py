@@ -110,6 +110,38 @@ def test_it_gives_the_implementations_results_from_other_memory(body, operands):
     assert len({tensor.data_ptr() for tensor in first}) == 5  # a result is memory of its own
 
 
+def test_what_is_kept_for_an_operands_memory_is_read_again():
+    x, y, kept = aligned(64), aligned(64), aligned(64)
+
+    def body(add, x, y):
+        watch.note_kept(x, kept)
+        add(x, y, kept)
+        return kept.detach()
+
+    replayed, add, calls = implementation(body)
+    for _ in range(3):
+        x.data.normal_()
+        assert torch.equal(replayed(x, y), x + y) and torch.equal(kept, x + y)
+    assert len(calls) == 1 and add.direct.launches == 3
+    other = aligned(64)
+    assert torch.equal(replayed(other, y), other + y)
+    assert len(calls) == 2  # of another operand's memory only the implementation knows what is kept
+
+
+def test_what_is_kept_for_no_operand_is_not_read_again():
+    kept = aligned(64)
+
+    def body(add, x, y):
+        watch.note_kept(x * 1, kept)
+        add(x, y, kept)
+        return kept.detach()
+
+    replayed, _, calls = implementation(body)
+    for _ in range(5):
+        replayed(aligned(64), aligned(64))
+    assert len(calls) == 5
+
+
 KEPT = aligned(64)
 
 

@@ -23,6 +23,7 @@ from sparsecomp.lowering.sparse import cusparselt
 from sparsecomp.lowering.sparse.cusparselt import Algorithm, Matmul, MatmulPlan
 from sparsecomp.lowering.sparse.kernels.dense_product import GROUP, tile_count, tile_of
 from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, flag, precision
+from sparsecomp.lowering.sparse.kernels.scramble import scrambled
 from sparsecomp.lowering.sparse.kernels.spmm_nm import _put, nm_repair_kernel, spmm_nm_kernel, spread
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.tuning import host
@@ -51,15 +52,15 @@ _SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
 @triton.jit
 def fingerprint_kernel(values_ptr, indices_ptr, out_ptr, words, steps, PARTS: tl.constexpr, B: tl.constexpr):
     """out[part] = sum of the part's words, each scrambled with its position; indices have half as many as values."""
-    total = _scrambled(values_ptr, 0, words, steps, PARTS, B)
-    total += _scrambled(indices_ptr, words, words // 2, (steps + 1) // 2, PARTS, B)
+    total = _sums(values_ptr, 0, words, steps, PARTS, B)
+    total += _sums(indices_ptr, words, words // 2, (steps + 1) // 2, PARTS, B)
     parts_ptr = out_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     tl.store(parts_ptr + tl.program_id(0), tl.sum(total, 0).to(tl.int64, bitcast=True))
 
 
 @triton.jit
-def _scrambled(array_ptr, before, words, steps, PARTS: tl.constexpr, B: tl.constexpr):
-    """Sums of an array's words by MurmurHash3's finaliser; `before` are the positions in front of it."""
+def _sums(array_ptr, before, words, steps, PARTS: tl.constexpr, B: tl.constexpr):
+    """Sums of an array's words, each with its position; `before` are the positions in front of it."""
     words_ptr = array_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     first = tl.program_id(0).to(tl.int64) * B
     total = tl.zeros((B,), tl.uint64)
@@ -67,9 +68,7 @@ def _scrambled(array_ptr, before, words, steps, PARTS: tl.constexpr, B: tl.const
         at = first + tl.cast(step, tl.int64) * PARTS * B + tl.arange(0, B)
         word = tl.load(words_ptr + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
         word += (before + at).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
-        word = (word ^ (word >> 33)) * 0xFF51AFD7ED558CCD
-        word = (word ^ (word >> 33)) * 0xC4CEB9FE1A85EC53
-        total += word ^ (word >> 33)
+        total += scrambled(word)
     return total
 
 
@@ -304,7 +303,8 @@ SEMI_STRUCTURED = Template(
     op="semi_structured",
     sources=(
         fingerprint_kernel,
-        _scrambled,
+        _sums,
+        scrambled,
         guarded_kernel,
         spmm_nm_kernel,
         nm_repair_kernel,

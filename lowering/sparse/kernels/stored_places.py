@@ -1,4 +1,5 @@
-"""A CSR matrix written out dense, and a dense matrix read at its places, as the gradient of a written out weight."""
+"""A CSR matrix written out dense, each time or where it changed, and a dense matrix read at its places, as the gradient
+of a written out weight."""
 
 import sympy
 import triton
@@ -6,6 +7,7 @@ import triton.language as tl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.sparse.kernels.scramble import scrambled
 from sparsecomp.lowering.sparse.stored_places import WriteOut
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -56,6 +58,50 @@ def densify_kernel(
 
 
 @triton.jit
+def refresh_kernel(
+    crow_ptr, col_ptr, values_ptr, full_ptr, seen_ptr, width, whole,
+    ZEROS: tl.constexpr, ENTRIES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """What `densify_kernel` does for a row, if that is not what lies there; seen: each row's sum of what does.
+
+    A sum of columns and values, each pair scrambled, does not hang on their order; that of an empty row is 0.
+    """
+    row = tl.program_id(0)
+    begin = tl.load(crow_ptr + row)
+    end = tl.load(crow_ptr + row + 1)
+    total = tl.zeros((ENTRIES,), tl.uint64)
+    for start in range(begin // VECTOR * VECTOR, end, ENTRIES):
+        at = start + tl.arange(0, ENTRIES)
+        col = tl.load(col_ptr + at, mask=at < whole, other=0)
+        value = tl.load(values_ptr + at, mask=at < whole, other=0.0)
+        total += tl.where((at >= begin) & (at < tl.minimum(end, whole)), _pair(col, value), 0)
+    now = tl.sum(total, 0)
+    if end > whole:
+        at = whole + tl.arange(0, VECTOR)
+        ok = (at >= begin) & (at < end)
+        pair = _pair(tl.load(col_ptr + at, mask=ok, other=0), tl.load(values_ptr + at, mask=ok, other=0.0))
+        now += tl.sum(tl.where(ok, pair, 0), 0)
+    now = now.to(tl.int64, bitcast=True)
+    if now != tl.load(seen_ptr + row):
+        densify_kernel(
+            crow_ptr, col_ptr, values_ptr, full_ptr, tl.num_programs(0), 0, width, whole, ZEROS, ENTRIES, VECTOR
+        )
+        # who sees the new sum on another stream sees the row
+        tl.debug_barrier()
+        tl.atomic_xchg(seen_ptr + row, now)
+
+
+@triton.jit
+def _pair(col, value):
+    """A column and a value of two or four bytes in one word, scrambled."""
+    if value.dtype.primitive_bitwidth == 16:
+        bits = value.to(tl.uint16, bitcast=True).to(tl.uint64)
+    else:
+        bits = value.to(tl.uint32, bitcast=True).to(tl.uint64)
+    return scrambled((col.to(tl.uint64) << 32) | bits)
+
+
+@triton.jit
 def read_kernel(dense_ptr, crow_ptr, col_ptr, out_ptr, dense_m, dense_n, ENTRIES: tl.constexpr):
     """out[entry] = dense[row, col[entry]] for each entry of a row; a program a row."""
     row = tl.program_id(0)
@@ -85,6 +131,14 @@ def densify_launch(
     numbers = (rows, values_b, width, entries // VECTOR * VECTOR)
     constants = {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": config["ENTRIES"], "VECTOR": VECTOR}
     return Launch(densify_kernel, (batch * rows,), numbers, constants, num_warps=config["warps"])
+
+
+def refresh_launch(rows: int, width: int, entries: int) -> Launch:
+    """The launch of `refresh_kernel`."""
+    config = usual_config(rows, width, entries)
+    constants = {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": config["ENTRIES"], "VECTOR": VECTOR}
+    numbers = (width, entries // VECTOR * VECTOR)
+    return Launch(refresh_kernel, (rows,), numbers, constants, num_warps=config["warps"])
 
 
 def _space(problem: WriteOut, device: Device) -> list[Config]:
