@@ -157,6 +157,9 @@ def test_every_depth_has_kernels_on_every_card():
 @pytest.mark.parametrize("more", ["", "added=1", "dropped=1"])
 def test_every_configuration_fits_in_shared_memory(shapes, capability, more):
     """What Triton takes is no more than was counted, for the configuration of each dtype and depth that counts most."""
+    kinds = [("float32", "fp32", 64), ("bfloat16", "bf16", 128)]  # what a mask or dropout takes hangs on neither
+    if not more:
+        kinds += [("float32", "fp32", 128), ("bfloat16", "bf16", 64), ("bfloat16", "bf16", 256)]
     printed = compile_in_subprocess(
         f"""
         from sparsecomp.lowering.attention import block_attention, block_attention_gradients as gradients
@@ -170,8 +173,7 @@ def test_every_configuration_fits_in_shared_memory(shapes, capability, more):
         own |= dict.fromkeys(("count_ptr", "partial_ptr", "index_ptr", "tile_ptr", "bits_ptr", "plan_ptr", "limit_ptr"),
                              "*i32")
         own |= dict.fromkeys(("part_ptr", "part_sums_ptr", "other_part_ptr"), "*fp32")
-        for dtype, short, depth in (("float32", "fp32", 64), ("float32", "fp32", 128), ("bfloat16", "bf16", 64),
-                                    ("bfloat16", "bf16", 128), ("bfloat16", "bf16", 256)):
+        for dtype, short, depth in {kinds}:
             sizes = dict(batch=1, heads=2, q_len=4096, k_len=4096, width=4, k_width=4)
             given = dict(group=1, depth=depth, v_depth=depth, block_q=128, block_k=128, capped=1, biased=1)
             given |= dict(added=0, dropped=0) | dict({more})
@@ -190,7 +192,7 @@ def test_every_configuration_fits_in_shared_memory(shapes, capability, more):
                   built.metadata.shared, shared_bytes_of(problem, most.config, walk))
         """
     )
-    assert printed.count("True") == 5, printed
+    assert printed.count("True") == len(kinds), printed
 
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
