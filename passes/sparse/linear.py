@@ -180,7 +180,7 @@ def _has_copy(chain: Chain, product: Product, ctx: Context) -> bool:
     if product.trained or chain.flip or ctx.eager or ctx.options.memory == "low" or not product.layout.plain:
         return False
     values = ctx.values.get(chain.sparse) if isinstance(chain.sparse, fx.Node) else None
-    if values is None or _compat.is_fake(values) or not values.is_cuda:
+    if values is None or _compat.is_fake(values) or values.device.type != product.device.type:
         return False
     stays = is_static(chain.sparse) or isinstance(values, torch.nn.Parameter)
     return stays and keep_dense_copy(values.detach(), arrays_of(chain)[1])

@@ -15,9 +15,10 @@ import sparsecomp
 from sparsecomp import formats
 from sparsecomp.errors import FrozenWeightError
 from sparsecomp.nn import SparseLinear
+from sparsecomp.ops.sparse import dense_copy
 from sparsecomp.passes.cost import sparse as sparse_cost
 from sparsecomp.passes.cost.decision import Decision
-from sparsecomp.passes.sparse import chain, linear
+from sparsecomp.passes.sparse import chain
 from sparsecomp.reference.patterns import Layout
 
 
@@ -156,7 +157,7 @@ def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkey
 def test_a_copy_that_is_kept_is_compared_in_each_call(monkeypatch):
     """As on a GPU; a CPU's operator writes the weight out."""
     monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
-    monkeypatch.setattr(linear, "_has_copy", lambda *_: True)
+    monkeypatch.setattr(dense_copy, "DEVICES", ("cpu",))
     model = Net(lambda layer, x: F.relu(layer(x)), "CSR")
     with torch.no_grad():
         compiled = torch.compile(model, backend="sparsecomp", fullgraph=True)
@@ -167,6 +168,8 @@ def test_a_copy_that_is_kept_is_compared_in_each_call(monkeypatch):
     assert site(report, "sparse_linear").implementation == "compared copy"
     assert "kept and compared with it in each call" in site(report, "sparse_linear").reason
     assert "dense_copy" in report.graph_after and "the weight compared with its copy in each call" in report.summary
+    _, report = rewritten(model, X, implementation="auto", strict=True)  # in training there is no such copy
+    assert site(report, "sparse_linear").implementation == "dense"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.reference.memo import MEMO
 from sparsecomp.reference.patterns import Layout
 
+DEVICES = ("cuda",)
+"""Where the operator keeps copies; elsewhere it writes the weight out in each call."""
 SHARE = 0.1
 """Of a GPU's memory that copies may take."""
 
@@ -52,8 +54,9 @@ def dense_copy(values: Tensor, pattern: Sequence[Tensor], layout: str) -> Tensor
 
 
 def keep_dense_copy(values: Tensor, layout: Layout) -> bool:
-    """Have there be a copy for these values from now on; False without room for it, or for values of eight bytes."""
-    if values.itemsize not in (2, 4):
+    """Have there be a copy for these values from now on; False without room for it, for values of eight bytes, or off
+    CUDA."""
+    if values.itemsize not in (2, 4) or values.device.type not in DEVICES:
         return False
     make = _Room(*layout.shape)
     if MEMO.kept(make, (values,), "followed") is not None:
