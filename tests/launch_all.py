@@ -142,6 +142,7 @@ def attention(device: str) -> None:
         caches = [torch.randn(2, 2, 200, n, device=device, dtype=dtype) for n in (depth, 33)]
         lengths = torch.tensor([200, 3], dtype=torch.int32, device=device)
         ops.decode_attention(operands[0].detach()[:, :, :3], *caches, lengths, window=40, sinks=2)
+        ops.masked_decode_attention(operands[0].detach()[:, :, :3], *caches, mask[:, :, :3, 3:])
         ops.block_attention(*operands, ops.scanned_blocks(mask, 129, 203), dropout=0.3)[0].sum().backward()
         added_attention(operands, mask)
     offsets = torch.tensor([0, 5, 5, 99, 128], dtype=torch.int32, device=device)

@@ -165,7 +165,7 @@ def problems() -> Iterator[Posed]:
         problem = problem_of(q, k, v, table, Sight(window, 0), Scores(case.depth**-0.5))
         out, logsumexp = torch.empty_like(q), torch.empty(q.shape[:3], device="cuda")
         yield Posed(f"{tuple(case)}, pages of {page}", DECODE_ATTENTION, problem,
-                    (q, k, v, lengths, table, None, out, logsumexp))  # fmt: skip
+                    (q, k, v, lengths, table, None, None, out, logsumexp))  # fmt: skip
 
 
 def table(rows: list[Row]) -> str:

@@ -11,7 +11,11 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.attention.decode_attention import Sight, decode_attention_reference
+from sparsecomp.reference.attention.decode_attention import (
+    Sight,
+    decode_attention_reference,
+    masked_decode_reference,
+)
 from sparsecomp.reference.attention.scores import Scores
 
 _SIZES = ("batch", "kv_heads", "seen")
@@ -29,6 +33,8 @@ class DecodeAttention(NamedTuple):
         table: numbers from one sequence's row of the table to the next.
         strides: of q, k and v; of a pool, pages stand in the place of a batch.
         dtype: of all dense operands but the logsumexp.
+        window: keys before a query's own that it sees, -1 for all; by a mask, what one is thought to keep besides one.
+        kept: strides of a mask by batch, head, query and key; none without a mask.
     """
 
     batch: int
@@ -48,6 +54,7 @@ class DecodeAttention(NamedTuple):
     sinks: int
     softcap: float = 0.0
     biased: bool = False
+    kept: tuple[int, ...] = ()
 
     @property
     def seen(self) -> int:
@@ -74,23 +81,25 @@ class DecodeAttention(NamedTuple):
 
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sight: Sight, scores: Scores, out: Tensor,
-    logsumexp: Tensor,
+    logsumexp: Tensor, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the result to ``out`` and the logsumexp to ``logsumexp``, both contiguous.
 
     Args:
         q, k, v: float16, bfloat16 or float32; none is empty.
-        lengths, table: int32.
+        lengths, table: int32; with a mask, `lengths` is (batch, 2): the first key and the one behind the last.
+        kept: a mask (batch or 1, heads or 1, rows or 1, capacity) of bool.
     """
     q, k, v = map(rows_innermost, (q, k, v))
     table = table if table is None or table.stride(1) == 1 else table.contiguous()
     alibi = None if scores.alibi is None else scores.alibi.contiguous()
-    problem = problem_of(q, k, v, table, sight, scores)
-    dispatch.launch(DECODE_ATTENTION, problem, q, k, v, lengths.contiguous(), table, alibi, out, logsumexp)
+    problem = problem_of(q, k, v, table, sight, scores, kept)
+    bytes_of = None if kept is None else kept.view(torch.uint8)
+    dispatch.launch(DECODE_ATTENTION, problem, q, k, v, lengths.contiguous(), table, alibi, bytes_of, out, logsumexp)
 
 
 def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, sight: Sight, scores: Scores
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, sight: Sight, scores: Scores, kept: Tensor | None = None
 ) -> DecodeAttention:
     """Describe a call of operands whose numbers of a row lie side by side."""
     page, pages, row = (0, 0, 0) if table is None else (k.shape[2], len(k), table.stride(0))
@@ -98,8 +107,13 @@ def problem_of(
         q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2],
         k.shape[2] if table is None else page * table.shape[1], page, pages, row, q.shape[3], v.shape[3],
         tuple(HeadStrides(*one.stride()[:3]) for one in (q, k, v)), dtype_name(q), scores.scale, *sight,
-        scores.softcap, scores.alibi is not None,
+        scores.softcap, scores.alibi is not None, () if kept is None else steps_of(kept),
     )  # fmt: skip
+
+
+def steps_of(kept: Tensor) -> tuple[int, ...]:
+    """Strides of a mask that broadcasts: 0 where it has one for all."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(kept.shape, kept.stride(), strict=True))
 
 
 def _signature(problem: DecodeAttention, device: Device) -> KernelSignature:
@@ -107,7 +121,8 @@ def _signature(problem: DecodeAttention, device: Device) -> KernelSignature:
         "decode_attention", device, dtypes=(problem.dtype,), accumulator="float32",
         sizes=tuple((name, getattr(problem, name)) for name in _SIZES),
         parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
-                    ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased))),
+                    ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased)),
+                    ("masked", int(bool(problem.kept)))),
     )  # fmt: skip
 
 
@@ -124,6 +139,7 @@ def _representative(signature: KernelSignature) -> DecodeAttention:
     return DecodeAttention(
         batch, heads, given["group"], rows, capacity, page, pages, each, given["depth"], given["v_depth"], strides,
         signature.dtypes[0], given["depth"] ** -0.5, seen - rows, 0, 20.0 * given["capped"], bool(given["biased"]),
+        (0, 0, 0, 1) if given["masked"] else (),
     )  # fmt: skip
 
 
@@ -139,22 +155,31 @@ def _operands(problem: DecodeAttention, device: torch.device, seed: int) -> tupl
     if p.page:
         order = torch.randperm(max(p.batch * p.table, p.pages), generator=random, device=device) % p.pages
         table = order[: p.batch * p.table].view(p.batch, p.table).int()[:, : p.capacity // p.page]
-    alibi = slopes(heads, p.capacity, device) if p.biased else None
+    alibi, kept = slopes(heads, p.capacity, device) if p.biased else None, None
+    if p.kept:
+        behind = lengths.long()[0]
+        place = torch.arange(p.capacity, device=device)
+        kept = ((place < behind) & (place >= behind - p.seen))[None, None, None].view(torch.uint8)
+        lengths = torch.stack([(lengths[0] - p.seen).clamp(min=0), lengths[0]]).expand(p.batch, 2).contiguous()
     out = torch.full((*q.shape[:3], p.v_depth), math.nan, dtype=q.dtype, device=device)
-    return q, k, v, lengths, table, alibi, out, torch.full(q.shape[:3], math.nan, device=device)
+    return q, k, v, lengths, table, alibi, kept, out, torch.full(q.shape[:3], math.nan, device=device)
 
 
 def _reference(problem: DecodeAttention, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    q, k, v, lengths, table, alibi, *_ = operands
+    q, k, v, lengths, table, alibi, kept, *_ = operands
     assert q is not None and k is not None and v is not None and lengths is not None
     scores = Scores(problem.scale, problem.softcap, alibi)
-    sight = Sight(problem.window, problem.sinks)
-    out, logsumexp = decode_attention_reference(q.double(), k.double(), v.double(), lengths, table, sight, scores)
+    given = q.double(), k.double(), v.double()
+    if kept is None:
+        sight = Sight(problem.window, problem.sinks)
+        out, logsumexp = decode_attention_reference(*given, lengths, table, sight, scores)
+    else:
+        out, logsumexp = masked_decode_reference(*given, kept.bool(), lengths, scores)
     # a norm of infinities says nothing
     return out, logsumexp.masked_fill(logsumexp == -math.inf, 0)
 
 
 DECODE_ATTENTION = Operation(
-    "decode_attention", _signature, _representative, _operands, (6, 7), _reference,
+    "decode_attention", _signature, _representative, _operands, (7, 8), _reference,
     lambda problem: TOLERANCE[problem.dtype],
 )  # fmt: skip

@@ -34,6 +34,7 @@ from sparsecomp.attention.published import (
     sparse_transformer_strided,
 )
 from sparsecomp.ops.attention.decode_attention import decode_attention
+from sparsecomp.ops.attention.masked_decode import masked_decode_attention
 from sparsecomp.reference.attention.blocks import AttentionBlocks, blocks_of, dense_mask
 from sparsecomp.reference.attention.elements import elements_of_mask, elements_of_matrix
 
@@ -68,6 +69,7 @@ __all__ = [
     "elements_of_matrix",
     "from_flex",
     "longformer",
+    "masked_decode_attention",
     "packed_attention",
     "random_blocks",
     "sparse_transformer_fixed",

@@ -8,6 +8,7 @@ from sparsecomp.ops.attention.block_attention import block_attention
 from sparsecomp.ops.attention.decode_attention import decode_attention
 from sparsecomp.ops.attention.element_attention import element_attention
 from sparsecomp.ops.attention.mask_scan import scanned_blocks
+from sparsecomp.ops.attention.masked_decode import masked_decode_attention
 from sparsecomp.ops.attention.packed_blocks import packed_blocks
 from sparsecomp.ops.library import decompositions
 from sparsecomp.ops.local.gather_dot import gather_dot
@@ -63,6 +64,7 @@ __all__ = [
     "lif",
     "masked_add",
     "masked_blend",
+    "masked_decode_attention",
     "masked_mul",
     "neuron",
     "packed_blocks",

@@ -132,7 +132,7 @@ def test_kernels_beside_float64(dtype, sizes, lengths, how, page, device):
         out = torch.full((*q.shape[:3], sizes[6]), torch.nan, dtype=dtype, device=device)
         logsumexp = torch.full(q.shape[:3], torch.nan, device=device)
         launch = candidate.template.prepare(problem, candidate.config)
-        launch(q, k, v, length, table, given.get("alibi"), out, logsumexp)
+        launch(q, k, v, length, table, given.get("alibi"), None, out, logsumexp)
         assert_near((out, logsumexp), right, dtype)
 
 
@@ -225,7 +225,7 @@ def test_kernels_compile_and_fit_in_shared_memory(capability, dtype):
         short = {{"bfloat16": "bf16", "float32": "fp32"}}["{dtype}"]
         largest = {256 if dtype == "bfloat16" else 128}
         for depth, rows, page in ((64, 1, 16), (128, 1, 256), (128, 8, 0), (largest, 8, 16)):
-            given = dict(group=4, rows=rows, page=page, depth=depth, v_depth=depth, capped=1, biased=1)
+            given = dict(group=4, rows=rows, page=page, depth=depth, v_depth=depth, capped=1, biased=1, masked=0)
             problem = DECODE_ATTENTION.representative(KernelSignature(
                 "", device, dtypes=("{dtype}",), sizes=(("batch", 4), ("kv_heads", 2), ("seen", 4096)),
                 parameters=tuple(given.items())))

@@ -357,7 +357,8 @@ PROBLEMS: dict[str, list[Any]] = {
     "decode_attention": [
         DecodeAttention(16, 8, 4, 1, 65536, 0, 0, 0, 128, 128, (), "bfloat16", 0.1, 4095, 0),
         DecodeAttention(1, 2, 16, 8, 4096, 16, 300, 256, 96, 40, (), "float16", 0.1, -1, 0),
-        DecodeAttention(3, 4, 1, 2, 100, 0, 0, 0, 64, 64, (), "float32", 0.1, 33, 4)],
+        DecodeAttention(3, 4, 1, 2, 100, 0, 0, 0, 64, 64, (), "float32", 0.1, 33, 4),
+        DecodeAttention(8, 8, 4, 1, 32768, 0, 0, 0, 128, 128, (), "bfloat16", 0.1, -1, 0, kept=(0, 0, 0, 1))],
     "document_lists": [DocumentLists(64, 32768, 32768, 64, 64, 65536, 0, 2304)],
     "mask_scan": [MaskScan(4, 1, 4096, 4096, 64, 64, (0, 0, 0, 1), "bool"),
                   MaskScan(2, 8, 1000, 777, 64, 32, (1, 1, 1, 1), "float32")],

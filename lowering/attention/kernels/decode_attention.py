@@ -3,6 +3,9 @@
 The queries of all heads of a group are one tile, which reads a key once for all of them. A program walks over a part of
 the tiles of keys that some query sees; a second launch merges the parts, in their order. How many tiles there are is
 found on the device, where the lengths are: parts of a short sequence are short.
+
+By a mask (`sparsecomp.ops.masked_decode_attention`) a sequence is walked from the first key that some query keeps to
+the last, and the mask says which of these each query sees.
 """
 
 import sympy
@@ -45,13 +48,17 @@ def pages_of(table_ptr, start, some, length, low, sinks, PAGE: tl.constexpr, BN:
 
 @triton.jit
 def decode_parts_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, alibi_ptr, out_ptr, logsumexp_ptr, KV_HEADS, CAPACITY, PAGES, TABLE,
-    scale, cap, window, sinks, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, parts,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, alibi_ptr, kept_ptr, out_ptr, logsumexp_ptr, KV_HEADS, CAPACITY, PAGES,
+    TABLE, scale, cap, window, sinks, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, m_batch,
+    m_head, m_row, m_key, parts,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BM queries of a group over one part of the keys: its result, and its logsumexp."""
+    """A tile of BM queries of a group over one part of the keys: its result, and its logsumexp.
+
+    MASKED: the lengths are pairs, of the first key that is kept and the one behind the last.
+    """
     part, of_group = tl.program_id(0), tl.program_id(2).to(tl.int64)
     kv_head, batch = of_group % KV_HEADS, of_group // KV_HEADS
     QUERIES: tl.constexpr = GROUP * ROWS
@@ -64,12 +71,19 @@ def decode_parts_kernel(
     if BIASED:
         slope = tl.load(alibi_ptr + head, mask=query < QUERIES, other=0.0) * LOG2_E
 
-    length = tl.load(lengths_ptr + batch)
-    wrong = (length < 0) | (length > CAPACITY)
-    length = tl.where(wrong, 0, length)
+    if MASKED:
+        low, length = tl.load(lengths_ptr + 2 * batch), tl.load(lengths_ptr + 2 * batch + 1)
+        wrong = (low < 0) | (length < low) | (length > CAPACITY)
+        low = tl.where(wrong, 0, low)
+        length = tl.where(wrong, 0, length)
+        kept_ptrs = kept_ptr + batch * m_batch + head * m_head + (query % ROWS).to(tl.int64) * m_row
+    else:
+        length = tl.load(lengths_ptr + batch)
+        wrong = (length < 0) | (length > CAPACITY)
+        length = tl.where(wrong, 0, length)
+        low = tl.maximum(length - ROWS - window, 0)
     position = length - ROWS + query % ROWS
     # tiles of keys: those of the sinks, then those of the window
-    low = tl.maximum(length - ROWS - window, 0)
     first_tile = low // BN
     sink_tiles = tl.minimum(tl.cdiv(sinks, BN), first_tile)
     skipped = first_tile - sink_tiles
@@ -104,6 +118,14 @@ def decode_parts_kernel(
             k_at, v_at = place * k_batch + within * k_row, place * v_batch + within * v_row
             page = pages_of(table_ptr, start, entry + 1 < last, length, low, sinks, PAGE, BN)
         readable = inside[:, None]
+        if MASKED:
+            # before the product, which then need not wait for it
+            there = (query < QUERIES)[:, None] & inside[None, :]
+            seen = tl.load(kept_ptrs[:, None] + (keys.to(tl.int64) * m_key)[None, :], mask=there, other=0) != 0
+        else:
+            seen = (keys[None, :] <= position[:, None]) & (
+                (keys[None, :] >= position[:, None] - window) | (keys[None, :] < sinks)
+            )
         if BD != D:
             k = tl.load(k_ptr + k_at[:, None] + depth[None, :], mask=readable & (depth < D)[None, :], other=0.0)
         else:
@@ -117,9 +139,6 @@ def decode_parts_kernel(
                 score = tl.where(known, score, float("nan"))
             else:
                 score = tl.where(known[None, :], score, float("nan"))
-        seen = (keys[None, :] <= position[:, None]) & (
-            (keys[None, :] >= position[:, None] - window) | (keys[None, :] < sinks)
-        )
         score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         # no score yet but -inf: any finite number in its place gives weights of zero
@@ -194,11 +213,12 @@ def _prepare(problem: DecodeAttention, config: Config) -> Launches | Launch:
     p, parts, side = problem, config["parts"], _queries_of(problem)
     strides = tuple(stride for one in p.strides for stride in one)
     window = _ALL if p.window < 0 else p.window
+    strides += p.kept or (0, 0, 0, 0)
     numbers = (p.kv_heads, p.capacity, p.pages, p.table, p.scale, p.softcap, window, p.sinks, *strides, parts)
     fixed = {
         "GROUP": p.group, "ROWS": p.rows, "PAGE": p.page, "D": p.depth, "DV": p.v_depth, "BD": p.padded_depth,
         "BDV": p.padded_v_depth, "BM": side, "BN": config["BN"], "CAPPED": p.softcap > 0, "BIASED": p.biased,
-        "PRECISION": precision(p.dtype),
+        "MASKED": bool(p.kept), "PRECISION": precision(p.dtype),
     }  # fmt: skip
     heads = p.batch * p.kv_heads
     attend = Launch(
@@ -215,7 +235,7 @@ def _prepare(problem: DecodeAttention, config: Config) -> Launches | Launch:
     found = (heads, parts, p.queries)
     return Launches(
         [((*found, p.v_depth), torch.float32), (found, torch.float32)],
-        [Step(attend, (0, 1, 2, 3, 4, 5, 8, 9)), Step(merge, (8, 9, 6, 7))],
+        [Step(attend, (0, 1, 2, 3, 4, 5, 6, 9, 10)), Step(merge, (9, 10, 7, 8))],
     )
 
 

@@ -74,12 +74,43 @@ def decode_attention_reference(
     keys, values = (one.to(sums).where(read, 0).repeat_interleave(group, 1) for one in cache[:2])
     product = torch.einsum("bhrd,bhkd->brkh", q.to(sums), keys)  # heads last, as their slopes broadcast
     score, _ = scores.of(product, key[:, None] - query[..., None], scores.alibi)
-    score = score.where(seen[..., None], -math.inf).permute(0, 3, 1, 2)
+    out, logsumexp = _summed(score.where(seen[..., None], -math.inf).permute(0, 3, 1, 2), values)
+    wrong = ((lengths < 0) | (lengths > capacity))[:, None] | (seen & ~cache.known[:, None]).any(2)
+    wrong = wrong[:, None, :, None]
+    return out.masked_fill(wrong, math.nan), logsumexp.masked_fill(wrong[..., 0], math.nan)
+
+
+def masked_decode_reference(
+    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, ranges: Tensor, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """As `decode_attention_reference`, where a mask says what a query sees.
+
+    Args:
+        q, k, v, kept, ranges: as of `sparsecomp.ops.masked_decode_attention` and `sparsecomp.ops.kept_range`.
+    """
+    sums, group, key = accumulator(q.dtype), q.shape[1] // k.shape[1], torch.arange(k.shape[2], device=q.device)
+    read = (key >= ranges[:, :1]) & (key < ranges[:, 1:])
+    keys, values = (one.to(sums).where(read[:, None, :, None], 0).repeat_interleave(group, 1) for one in (k, v))
+    score, _ = scores.of(q.to(sums) @ keys.mT, key, None)
+    out, logsumexp = _summed(score.where(kept & read[:, None, None], -math.inf), values)
+    wrong = (ranges[:, 0] < 0) | (ranges[:, 1] < ranges[:, 0]) | (ranges[:, 1] > k.shape[2])
+    wrong = wrong[:, None, None, None]
+    return out.masked_fill(wrong, math.nan), logsumexp.masked_fill(wrong[..., 0], math.nan)
+
+
+def kept_range_reference(kept: Tensor, batch: int) -> Tensor:
+    """The first key that some query keeps and the one behind the last, (batch, 2) int32; 0 and 0 where none does."""
+    some = kept.any(1).any(1)
+    place = torch.arange(kept.shape[3], device=kept.device, dtype=torch.int32)
+    last = F.pad(torch.where(some, place + 1, 0), (0, 1)).amax(-1)
+    first = F.pad(torch.where(some, place, kept.shape[3]), (0, 1), value=kept.shape[3]).amin(-1)
+    return torch.stack([torch.minimum(first, last), last], -1).to(torch.int32).expand(batch, 2).contiguous()
+
+
+def _summed(score: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The means of values by scores (batch, heads, rows, capacity), of which -inf is not seen, and the logsumexp."""
     top = F.pad(score, (0, 1), value=-math.inf).amax(-1, keepdim=True)  # of no keys, too
     top = top.masked_fill(top == -math.inf, 0)
     weight = torch.exp(score - top)
     total = weight.sum(-1, keepdim=True)
-    out = weight @ values / total.masked_fill(total == 0, 1)
-    wrong = ((lengths < 0) | (lengths > capacity))[:, None] | (seen & ~cache.known[:, None]).any(2)
-    wrong = wrong[:, None, :, None]
-    return out.masked_fill(wrong, math.nan), (top + total.log()).masked_fill(wrong, math.nan)[..., 0]
+    return weight @ values / total.masked_fill(total == 0, 1), (top + total.log())[..., 0]

@@ -1,0 +1,170 @@
+"""The mask of an attention over a cache, for an operator that walks from the first key that is kept to the last.
+
+It is a mask of booleans, or of numbers that are chosen by one, such as 0 and -inf. Whatever it is computed of, it is
+read as it is in each call. Where the keys are that it keeps is found once for all layers that read it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+import sparsecomp.ops.attention.masked_decode  # noqa: F401  (registers the operator)
+from sparsecomp.passes.attention.site import AttentionSite
+from sparsecomp.passes.engine.ordered import is_kept
+from sparsecomp.passes.engine.rule import Context, Refusal, Why, call, refuse
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.reference.attention.blocks import SURELY_ZERO
+
+_KEY = "sparsecomp_kept"
+"""Of a node's meta: which mask it was made of, and what of it it is."""
+
+
+class Read(NamedTuple):
+    """Nodes that an operator reads of a mask.
+
+    Attributes:
+        kept: (batch or 1, heads or 1, queries or 1, keys) bool.
+        ranges: as of `sparsecomp.ops.attention.masked_decode.kept_range`.
+        empty: (…, 1), where a query keeps nothing and then weighs all keys alike; None if it gives zeros.
+    """
+
+    kept: fx.Node
+    ranges: fx.Node
+    empty: fx.Node | None
+
+
+class KeptMask(NamedTuple):
+    """A mask of booleans behind that of a site.
+
+    Attributes:
+        node: the mask.
+        drops: True where a pair is dropped.
+        least: dropped scores become a finite number, by which a query that keeps nothing weighs all keys alike.
+        dims: of the scores.
+        sizes: batch and keys.
+        shared: nothing in the graph writes to it, so that what is found of it holds for all that read it.
+    """
+
+    node: fx.Node
+    drops: bool
+    least: bool
+    dims: int
+    sizes: tuple[int, int]
+    shared: bool
+
+    def build(self, like: fx.Node) -> Read:
+        """What is read of it, by nodes that are there for a layer before, or new ones."""
+        name = f"{self.node.name} {self.drops} {self.least} {self.dims} {self.sizes}"
+        before = self._made(name, like) if self.shared else {}
+        read = self._read(like) if not before else Read(before["kept"], before["ranges"], before.get("empty"))
+        if self.shared and not before:
+            for role, node in read._asdict().items():
+                if node is not None:
+                    node.meta[_KEY] = (name, role)
+        return read
+
+    @staticmethod
+    def _made(name: str, like: fx.Node) -> dict[str, fx.Node]:
+        found: dict[str, fx.Node] = {}
+        for node in like.graph.nodes:
+            if node is like:
+                break
+            made, role = node.meta.get(_KEY, ("", ""))
+            if made == name:
+                found[role] = node
+        return found
+
+    def _read(self, like: fx.Node) -> Read:
+        batch, keys = self.sizes
+
+        def then(target: object, *args: object) -> fx.Node:
+            return call(like.graph, like, target, *args)
+
+        kept = then(Tensor.logical_not, self.node) if self.drops else self.node
+        for _ in range(self.dims - example_of(self.node).dim()):
+            kept = then(Tensor.unsqueeze, kept, 0)
+        kept = then(Tensor.unsqueeze, kept, 1) if self.dims == 3 else kept
+        kept = then(Tensor.expand, kept, -1, -1, -1, keys)
+        empty = None
+        if self.least:
+            empty = then(Tensor.logical_not, then(Tensor.any, kept, -1, True))
+            kept = then(Tensor.logical_or, kept, empty)
+        return Read(kept, then(torch.ops.sparsecomp.kept_range.default, kept, batch), empty)
+
+
+def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
+    """The mask of booleans behind that of a site."""
+    mask, out, unchanged = site.mask, example_of(site.result), ctx.analysis.unchanged
+    node, drops, fill, since = mask.node, mask.use == "drop", mask.fill, mask.reader
+    if mask.use == "add":
+        found = _chosen(mask.node, ctx)
+        if found is None:
+            return _as_written("its mask adds numbers that no mask of booleans in the graph chooses")
+        node, drops, fill, since = found
+        fill *= mask.scale
+        if not unchanged(mask.node, mask.node, mask.reader):
+            return _as_written("its mask is written to before it is added")
+    example = example_of(node)
+    if example is None or example.dtype is not torch.bool:
+        return _as_written(f"its mask `{node.name}` is not of booleans")
+    if example.device != out.device:
+        return _as_written(f"its mask is on {example.device}, not {out.device}")
+    if not unchanged(node, since, site.result):
+        return _as_written("its mask is written to before the result is complete")
+    if not fill <= SURELY_ZERO:
+        return _as_written(f"scores that it drops become {fill:g} or less by that, which is no -inf")
+    sizes = (site.query.shape[0], site.key.shape[2])
+    return KeptMask(node, drops, fill > -torch.inf, site.dims, sizes, is_kept(node, ctx))
+
+
+def _as_written(detail: str) -> Refusal:
+    return refuse(Why.ATTENTION_AS_WRITTEN, detail=detail)
+
+
+def _chosen(node: fx.Node, ctx: Context) -> tuple[fx.Node, bool, float, fx.Node] | None:
+    """Of numbers that are 0 or another one by a mask of booleans: the mask, whether it is True where they are not 0,
+    the other number as it is added, and the call that chooses."""
+    dtypes, choice = [], node
+    while (op := op_of(choice)) is not None and op.has(Trait.CAST) and isinstance(op.input, fx.Node):
+        dtypes.append(example_of(choice).dtype)
+        choice = op.input
+    if op is None or op.inplace or op.out is not None:
+        return None
+    found = _by_where(op, ctx) if op.name == "where" else _by_fill(op, ctx) if op.name == "masked_fill" else None
+    if found is None or not all(dtype.is_floating_point for dtype in (example_of(choice).dtype, *dtypes)):
+        return None
+    mask, drops, number = found
+    rounded = torch.tensor(number, dtype=torch.float64)
+    for dtype in (example_of(choice).dtype, *dtypes[::-1]):
+        rounded = rounded.to(dtype)
+    return mask, drops, float(rounded), choice
+
+
+def _by_where(op: CanonicalOp, ctx: Context) -> tuple[fx.Node, bool, float] | None:
+    condition, chosen = op.get("condition"), (op.get("input"), op.get("other"))
+    first, second = (_number(one, op.node, ctx) for one in chosen)
+    if not isinstance(condition, fx.Node) or first is None or second is None or 0 not in (first, second):
+        return None
+    return (condition, False, second) if first == 0 else (condition, True, first)
+
+
+def _by_fill(op: CanonicalOp, ctx: Context) -> tuple[fx.Node, bool, float] | None:
+    mask, value = op.get("mask"), _number(op.get("value"), op.node, ctx)
+    if not isinstance(mask, fx.Node) or value is None or _number(op.input, op.node, ctx) != 0:
+        return None
+    return mask, True, value
+
+
+def _number(value: object, reader: fx.Node, ctx: Context) -> float | None:
+    """The one number that a value is everywhere; None if that is not known."""
+    if isinstance(value, int | float):
+        return float(value)
+    fact, op = ctx.fact(value, reader), op_of(value) if isinstance(value, fx.Node) else None
+    if fact is not None and fact.is_zero:
+        return 0.0
+    made = op is not None and op.name in ("tensor", "scalar_tensor", "full") and op.out is None
+    number = op.get("data", op.get("fill_value")) if op is not None and made else None
+    fixed = isinstance(number, int | float) and ctx.analysis.unchanged(value, op.node, reader)
+    return float(number) if fixed else None
