@@ -24,7 +24,7 @@ from sparsecomp.passes.attention.site import AttentionSite, View, viewed
 from sparsecomp.passes.attention.width import width_of
 from sparsecomp.passes.cost.cached_attention import CachedAttention, decide_cached
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse, replays
-from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.spiking.operand import cast
 
 
@@ -50,7 +50,7 @@ def _judged(site: AttentionSite, ctx: Context) -> Plan | Refusal:
     (key, of_key), (value, of_value) = (unrepeated(one, site.result, ctx) for one in (site.key, site.value))
     if key.shape[1] != value.shape[1]:
         (key, of_key), (value, of_value) = (site.key, ()), (site.value, ())
-    width = width_of(mask.node) if not mask.drops else _width_of_opposite(mask.node)
+    width = None if mask.drops else width_of(mask.node)
     work = _work(site, mask, key, len([one for one in (of_key, of_value) if one]), width, ctx)
     decision = decide_cached(work)
     told = "" if width is None else f", at most {width} of a query"
@@ -59,7 +59,7 @@ def _judged(site: AttentionSite, ctx: Context) -> Plan | Refusal:
         advice = "; the option density says how many keys are" if width is None and ctx.options.density is None else ""
         detail = f"{described}{advice}; {work.described}; {decision.reason}"
         return Refusal(Why.GATE, {"detail": detail}, decision.estimate)
-    dead = (*site.nodes[-2::-1], *_alone((*of_key, *of_value), site.nodes))
+    dead = (*site.nodes[-2::-1], *_alone(of_key, site.nodes), *_alone(of_value, site.nodes))
     reason = f"{described}: {work.described}; {decision.reason}; for finite inputs"
     return Plan(
         lambda: _built(site, mask, key, value, width), reason, "masked_decode", "", dead, decision.estimate
@@ -83,12 +83,6 @@ def _unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
     return refuse(Why.ATTENTION_AS_WRITTEN, detail=problem) if problem else None
 
 
-def _width_of_opposite(mask: fx.Node) -> int | None:
-    op = op_of(mask)
-    inverted = op is not None and op.name in ("bitwise_not", "logical_not") and not op.inplace and op.out is None
-    return width_of(op.input) if op is not None and inverted and isinstance(op.input, fx.Node) else None
-
-
 def _work(
     site: AttentionSite, mask: KeptMask, key: View, copies: int, width: int | None, ctx: Context
 ) -> CachedAttention:
@@ -104,9 +98,10 @@ def _work(
 
 
 def _alone(calls: tuple[fx.Node, ...], readers: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
-    """The calls if nobody else reads them, else none."""
-    known = {*calls, *readers}
-    return calls if all(user in known for node in calls for user in node.users) else ()
+    """The calls, and views of them for the readers, if nobody else reads them; else none."""
+    views = tuple(user for node in calls[:1] for user in node.users if user not in readers)
+    known = {*calls, *views, *readers}
+    return (*views, *calls) if all(user in known for node in (*views, *calls) for user in node.users) else ()
 
 
 def _built(

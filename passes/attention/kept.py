@@ -17,6 +17,7 @@ from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.reference.attention.blocks import SURELY_ZERO
 
+_NOT = ("bitwise_not", "logical_not")
 _KEY = "sparsecomp_kept"
 """Of a node's meta: which mask it was made of, and what of it it is."""
 
@@ -106,8 +107,13 @@ def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
         fill *= mask.scale
         if not unchanged(mask.node, mask.node, mask.reader):
             return _as_written("its mask is written to before it is added")
+    while (op := op_of(node)) is not None and op.name in _NOT and not op.inplace and op.out is None:
+        inner = op.input
+        if not isinstance(inner, fx.Node) or not unchanged(inner, node, site.result) or not _is_bool(inner):
+            break
+        node, drops, since = inner, not drops, node
     example = example_of(node)
-    if example is None or example.dtype is not torch.bool:
+    if not _is_bool(node):
         return _as_written(f"its mask `{node.name}` is not of booleans")
     if example.device != out.device:
         return _as_written(f"its mask is on {example.device}, not {out.device}")
@@ -117,6 +123,11 @@ def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
         return _as_written(f"scores that it drops become {fill:g} or less by that, which is no -inf")
     sizes = (site.query.shape[0], site.key.shape[2])
     return KeptMask(node, drops, fill > -torch.inf, site.dims, sizes, is_kept(node, ctx))
+
+
+def _is_bool(node: fx.Node) -> bool:
+    example = example_of(node)
+    return example is not None and example.dtype is torch.bool
 
 
 def _as_written(detail: str) -> Refusal:

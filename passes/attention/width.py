@@ -127,14 +127,24 @@ def _sum_of_range(op: CanonicalOp) -> Sum | None:
 
 
 def _sum_of_view(op: CanonicalOp) -> Sum | None:
-    """Of a view that only moves the one dimension that is longer than 1."""
+    """Of a view that leaves dimensions longer than 1 in their order."""
     before, after, found = shape_of(op.input), shape_of(op.node), _sum(op.input)
     if before is None or after is None or found is None:
         return None
+    if op.name in ("expand", "broadcast_to", "expand_as"):
+        return found
     old, new = ([-place for place in range(-len(shape), 0) if shape[place] != 1] for shape in (before, after))
-    if len(old) > 1 or len(new) > 1 or (old and (not new or before[-old[0]] != after[-new[0]])):
-        return found if _keeps_keys(op) else None
-    return {("index", new[0]) if old and atom == ("index", old[0]) else atom: n for atom, n in found.items()}
+    if [before[-place] for place in old] != [after[-place] for place in new] or not _is_whole(op, len(old)):
+        return None
+    moved = {("index", one): ("index", other) for one, other in zip(old, new, strict=True)}
+    return {moved.get(atom, atom): n for atom, n in found.items()}
+
+
+def _is_whole(op: CanonicalOp, dims: int) -> bool:
+    """Whether a view with as many dimensions longer than 1 as before has the same elements in the same order."""
+    if op.name == "getitem":
+        return all(one is None or one is Ellipsis or one == slice(None) for one in _parts(op))
+    return op.has(Trait.ROW_MAJOR) or (dims <= 1 and op.has(Trait.MOVES))
 
 
 def _keeps_keys(op: CanonicalOp) -> bool:
@@ -142,12 +152,17 @@ def _keeps_keys(op: CanonicalOp) -> bool:
     before, after = shape_of(op.input), shape_of(op.node)
     if not op.has(Trait.VIEW) or not before or not after or before[-1] != after[-1] or before[-1] is None:
         return False
-    if op.name == "getitem":
-        index = op.get("index")
-        parts = index if isinstance(index, tuple) else (index,)
-        whole = all(one is None or one is Ellipsis or one == slice(None) for one in parts)
-        return whole and (parts[-1] is not None or Ellipsis not in parts)
-    return op.has(Trait.ROW_MAJOR) or op.name in ("expand", "broadcast_to", "expand_as")
+    if op.name != "getitem":
+        return op.has(Trait.ROW_MAJOR) or op.name in ("expand", "broadcast_to", "expand_as")
+    parts = _parts(op)
+    simple = all(one is None or one is Ellipsis or isinstance(one, int | slice) for one in parts)
+    short = Ellipsis not in parts and sum(one is not None for one in parts) < len(before)
+    return simple and (short or parts[-1] is Ellipsis or parts[-1] == slice(None))
+
+
+def _parts(op: CanonicalOp) -> tuple[Any, ...]:
+    index = op.get("index")
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _added(one: Sum, other: Sum) -> Sum:
