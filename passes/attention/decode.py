@@ -41,9 +41,9 @@ RULE = Rule("decode_attention", consider)
 
 
 def _judged(site: AttentionSite, ctx: Context) -> Plan | Refusal:
-    problem = unfit(site, ctx) or _unfit(site, ctx)
-    if problem is not None:
-        return problem
+    for problem in (unfit(site, ctx), _unfit(site, ctx)):
+        if problem is not None:
+            return problem
     mask = kept_mask(site, ctx)
     if isinstance(mask, Refusal):
         return mask

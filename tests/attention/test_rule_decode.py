@@ -220,6 +220,7 @@ def written_on_the_way(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def mask_written_on_the_way(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    mask = mask.clone()
     scores = torch.where(mask, q @ repeated(k).mT, -math.inf)
     mask.logical_not_()
     return scores.softmax(-1) @ repeated(v)
@@ -231,8 +232,13 @@ def cache_written_after_it_was_repeated(q: Tensor, k: Tensor, v: Tensor, mask: T
     return F.scaled_dot_product_attention(q, keys, values, mask)
 
 
+def a_query_for_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ repeated(k).mT).masked_fill(~mask.expand(-1, -1, 3, -1), -math.inf).softmax(-1) @ repeated(v)
+
+
 STAY: dict[str, tuple[Attend, str]] = {
     "a bias": (biased, "no mask of booleans"),
+    "its mask is broader": (a_query_for_many, "broader"),
     "a small number": (by_hand(lambda s, m: s.masked_fill(~m, -1e9)), "no -inf"),
     "dropout": (
         lambda q, k, v, m: F.scaled_dot_product_attention(q, repeated(k), repeated(v), m, 0.5), "drops weights"

@@ -1,11 +1,16 @@
 """Models of transformers, with sliding windows and without, are found unchanged, whichever attention they choose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from rewriting import rewritten
+from torch import Tensor, fx
+
+from sparsecomp.compiler.capture import Graph
+from sparsecomp.options import Options
+from sparsecomp.report import Report
 
 pytestmark = pytest.mark.slow(reason="builds and traces whole models")
 transformers = pytest.importorskip("transformers")
@@ -63,3 +68,70 @@ def test_padding_is_scanned_once_for_all_layers(how: str, left: bool) -> None:
     assert [one.rewritten for one in report.sites if one.rule == "block_attention"] == [True, True]
     assert report.graph_after.count("sparsecomp.scanned_mask.default(") == 1
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
+
+
+class Rewriting:
+    """A backend that runs what a model's graphs are rewritten to, op by op."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        options = Options.parse(None, {"implementation": "binary", "verify": True, "strict": True})
+        self.reports.append(Graph.of_dynamo(gm, inputs, {}, options).rewrite(options))
+        return gm.forward
+
+    def assert_all_read_what_masks_keep(self, masks: int) -> None:
+        """Both layers of each graph attend over the cache itself, by so many masks."""
+        assert self.reports
+        for report in self.reports:
+            sites = [one for one in report.sites if one.rule == "decode_attention"]
+            assert [one.rewritten for one in sites] == [True, True], [one.reason for one in sites]
+            assert report.graph_after.count("kept_range.default(") == masks
+            assert ".reshape(2, 4, " not in report.graph_after.replace(".reshape(2, 4, 1,", "")
+
+
+def decoded(model: torch.nn.Module, step: Callable[..., Tensor], steps: int = 20) -> Tensor:
+    """Tokens of a prompt's continuation by a static cache, each the likeliest, with steps beyond the window."""
+    tokens = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(1))
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    found = [model(tokens, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)]
+    for _ in range(steps):
+        found.append(step(found[-1], cache)[:, -1:].argmax(-1))
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_a_step_with_a_static_cache(name: str, how: str) -> None:
+    """The position is on its device, that of a sliding window's cache a number of the host's; the mask is computed."""
+    torch.manual_seed(0)
+    model, backend = MODELS[name](how), Rewriting()
+
+    def step(tokens: Tensor, cache: Any) -> Tensor:
+        return model(tokens, past_key_values=cache, use_cache=True).logits
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        right = decoded(model, step)
+        assert torch.equal(decoded(model, torch.compile(step, backend=backend)), right)
+    backend.assert_all_read_what_masks_keep(2 if name == "gemma2" else 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_generate_makes_the_mask_outside(name: str) -> None:
+    """Of padding, too: it is an input of the compiled step."""
+    torch.manual_seed(0)
+    model, backend = MODELS[name]("sdpa"), Rewriting()
+    tokens, there = torch.randint(1, 64, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    there[1, :7] = 0
+
+    def run(gm: fx.GraphModule, inputs: Sequence[Any], **how: object) -> Callable[..., Any]:
+        return backend(gm, inputs)  # transformers copies a backend that is an object
+
+    how = transformers.CompileConfig(backend=run, mode=None, fullgraph=False, dynamic=False)
+    how._compile_all_devices = True  # a CPU, too
+    given = {"attention_mask": there, "max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    torch._dynamo.reset()
+    right = model.generate(tokens, **given, pad_token_id=0)
+    assert torch.equal(model.generate(tokens, **given, pad_token_id=0, compile_config=how), right)
+    backend.assert_all_read_what_masks_keep(1)
