@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import table
-from bench.attention import block_attention, decode, elements, masked_models
+from bench.attention import block_attention, decode, elements, masked_models, static_cache
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
 from bench.sparse import active_inputs, algebra, dynamic, few_rows, sparse_products, training_step
@@ -61,6 +61,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "attention": _if_measured("attention", block_attention.table),
         "masked-attention": _if_measured("masked_attention", masked_models.table),
         "decode": _if_measured("decode", decode.table),
+        "static-cache": _if_measured("static_cache", static_cache.table),
         "element-attention": _if_measured("element_attention", elements.table),
         "active-inputs": _if_measured("active_inputs", active_inputs.table),
         "few-rows": _if_measured("few_rows", few_rows.table),

@@ -126,6 +126,7 @@ SUITES: dict[str, Suite] = {
     "attention-candidates": Suite("attention.candidates", lambda m, a: m.run(a.workers or 8)),
     "element-attention": Suite("attention.elements", lambda m, a: m.run()),
     "element-candidates": Suite("attention.elements", lambda m, a: m.candidates(a.workers or 8), lambda m, rows: ""),
+    "static-cache": Suite("attention.static_cache", lambda m, a: m.run(a.modes)),
     "decode": Suite("attention.decode", lambda m, a: m.run()),
     "decode-candidates": Suite("attention.decode", lambda m, a: m.candidates(a.workers or 8), lambda m, rows: ""),
     "card": Suite("card", lambda m, a: m.run(), _record),

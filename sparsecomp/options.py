@@ -43,7 +43,7 @@ class Options:
         implementation: `auto` lets the cost gate choose; anything else is forced at every legal site, on the CPU too,
             where the operators run their references.
         density: share of non-zero inputs to assume where none was measured, in [0, 1]; of masks of attention that are
-            data, the share of blocks that are kept, where all are reckoned with otherwise.
+            data, the share of blocks that are kept, and of caches that of keys, where all are reckoned with otherwise.
         neurons: `fuse` replaces spikingjelly's neuron operators by ours on the CPU too, runs layers in loops over time
             once, and hand-written neurons as one operator; `auto` replaces the former on CUDA only. In training they
             are replaced by ones that keep less.

@@ -97,9 +97,9 @@ def _compile(
 
 
 def compiled_rivals(
-    row: dict[str, Any], mode: str, call_of: Callable[[str], Callable[[], Any]]
+    row: dict[str, Any], mode: str, call_of: Callable[[str], Callable[[], Any]], rule: str = "block_attention"
 ) -> dict[str, Callable[[], Any]]:
-    """The calls of stock and of ours, compiled; the row gets what was judged."""
+    """The calls of stock and of ours, compiled; the row gets what a rule judged."""
     found: dict[str, Callable[[], Any]] = {}
     with torch.set_grad_enabled(row["training"]):
         for which in _RIVALS:
@@ -108,7 +108,7 @@ def compiled_rivals(
                 call()
         report = sparsecomp.last_report()
         assert report is not None
-        row["sites"][mode] = [site.reason for site in report.sites if site.rule == "block_attention"]
+        row["sites"][mode] = [site.reason for site in report.sites if site.rule == rule]
     return found
 
 
