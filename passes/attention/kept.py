@@ -57,7 +57,7 @@ class KeptMask(NamedTuple):
 
     def build(self, like: fx.Node) -> Read:
         """What is read of it, by nodes that are there for a layer before, or new ones."""
-        name = f"{self.node.name} {self.drops} {self.least} {self.dims} {self.sizes}"
+        name = f"{_spelled(self.node)} {self.drops} {self.least} {self.dims} {self.sizes}"
         before = self._made(name, like) if self.shared else {}
         read = self._read(like) if not before else Read(before["kept"], before["ranges"], before.get("empty"))
         if self.shared and not before:
@@ -93,6 +93,17 @@ class KeptMask(NamedTuple):
             empty = then(Tensor.logical_not, then(Tensor.any, kept, -1, True))
             kept = then(Tensor.logical_or, kept, empty)
         return Read(kept, then(torch.ops.sparsecomp.kept_range.default, kept, batch), empty)
+
+
+def _spelled(node: fx.Node) -> str:
+    """What two views have in common that are the same one of the same node."""
+    steps = ""
+    while (op := op_of(node)) is not None and op.has(Trait.VIEW) and op.input is node.args[0]:
+        if op.inplace or len(node.all_input_nodes) != 1:
+            break
+        steps += f" {op.name} {node.args[1:]} {node.kwargs}"
+        node = node.all_input_nodes[0]
+    return f"{node.name}{steps}"
 
 
 def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:

@@ -55,7 +55,8 @@ class CachedAttention(NamedTuple):
     @property
     def described(self) -> str:
         """For the report."""
-        return f"{self.sizes.q_len} queries of each sequence, {self.read} of {self.sizes.k_len} keys"
+        queries = "1 query" if self.sizes.q_len == 1 else f"{self.sizes.q_len} queries"
+        return f"{queries} of each sequence, {self.read} of {self.sizes.k_len} keys"
 
 
 def decide_cached(attention: CachedAttention) -> Decision:

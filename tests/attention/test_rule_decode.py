@@ -192,7 +192,7 @@ class Layers(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, position: Tensor) -> Tensor:
         for layer in range(2):
             k[:, :, position], v[:, :, position] = q[:, :2] + layer, q[:, 2:] * 2
-            q = q + ATTENDS["filled"](q, k, v, mask)
+            q = q + ATTENDS["filled"](q, k, v, mask[:, None])  # a view of each layer's own
             if self.change is not None:
                 self.change(mask)
         return q
@@ -200,7 +200,7 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("change", [None, lambda mask: mask[..., :26].fill_(False)])
 def test_layers_share_what_is_found_of_a_mask_unless_it_is_written_to(change: Callable[..., object] | None) -> None:
-    model, mask, at = Layers(change), window(torch.tensor([30, 30])), torch.tensor([30])
+    model, mask, at = Layers(change), window(torch.tensor([30, 30]))[:, 0], torch.tensor([30])
     found, seen, graph = judged(model, *operands(), mask.clone(), at)
     assert seen.rewritten, seen.reason
     assert graph.count("masked_decode.default(") == 2
@@ -334,9 +334,51 @@ def test_the_whole_compiler() -> None:
     model = Layers()
     compiled = torch.compile(model, backend="sparsecomp", options={"implementation": "skip"})
     for at in (30, 31, 60):
-        mask, (q, k, v), (_, keys, values) = window(torch.tensor([at, at])), operands(), operands()
+        mask, (q, k, v), (_, keys, values) = window(torch.tensor([at, at]))[:, 0], operands(), operands()
         with torch.no_grad():
             found, right = compiled(q, k, v, mask, torch.tensor([at])), model(q, keys, values, mask, torch.tensor([at]))
         torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(k, keys)
     assert all(one.rewritten for one in sparsecomp.last_report(compiled).sites if one.rule == "decode_attention")
+
+
+class Decoder(nn.Module):
+    """Layers with static caches in buffers, in the place of a model."""
+
+    def __init__(self, far: int, device: str) -> None:
+        super().__init__()
+        self.far = far
+        random = torch.Generator(device).manual_seed(0)
+        for name in ("k_0", "v_0", "k_1", "v_1"):
+            cache = torch.randn(2, 2, 2048, 64, generator=random, device=device, dtype=torch.bfloat16)
+            self.register_buffer(name, cache)
+
+    def forward(self, q: Tensor, position: Tensor) -> Tensor:
+        slot = torch.arange(2048, device=q.device)
+        mask = (slot <= position[:, None]) & (slot > position[:, None] - self.far)
+        for layer in (0, 1):
+            k, v = getattr(self, f"k_{layer}"), getattr(self, f"v_{layer}")
+            k.index_copy_(2, position[:1], q[:, :2])
+            q = q + F.scaled_dot_product_attention(q, repeated(k), repeated(v), mask[:, None, None])
+        return q
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("far", [100, 4000])
+def test_on_a_gpu_it_follows_the_position_without_compiling_anew(far: int, mode: str) -> None:
+    model, right = Decoder(far, "cuda"), Decoder(far, "cuda")
+    compiled = torch.compile(
+        model, backend="sparsecomp", fullgraph=True, options={"mode": mode, "implementation": "skip"}
+    )
+    random = torch.Generator("cuda").manual_seed(1)
+    for at in (3, 500, 501, 2047):
+        q = torch.randn(2, 4, 1, 64, generator=random, device="cuda", dtype=torch.bfloat16)
+        position = torch.tensor([at, at // 2], device="cuda")
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=at > 3):
+            found, expected = compiled(q, position).clone(), right(q, position)
+        assert torch.linalg.vector_norm(found - expected) <= 2e-2 * torch.linalg.vector_norm(expected)
+        assert torch.equal(model.k_0, right.k_0)
+    sites = [one for one in sparsecomp.last_report(compiled).sites if one.rule == "decode_attention"]
+    assert [one.rewritten for one in sites] == [True, True]
