@@ -70,7 +70,9 @@ def _unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
     """Why this operator cannot stand in the site's place; None if it can."""
     out = example_of(site.result)
     problem = ""
-    if ctx.gradients and out.requires_grad:
+    if ctx.eager:
+        problem = "the graph runs op by op, where gradients may be asked for, and few queries over a cache have none"
+    elif ctx.gradients and out.requires_grad:
         problem = "its gradients may be asked for, and few queries over a cache have none"
     elif site.dropout:
         problem = "it drops weights at random"

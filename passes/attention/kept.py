@@ -186,7 +186,8 @@ def _number(value: object, reader: fx.Node, ctx: Context) -> float | None:
     fact, op = ctx.fact(value, reader), op_of(value) if isinstance(value, fx.Node) else None
     if fact is not None and fact.is_zero:
         return 0.0
-    made = op is not None and op.name in ("tensor", "scalar_tensor", "full") and op.out is None
-    number = op.get("data", op.get("fill_value")) if op is not None and made else None
+    if op is None or op.name not in ("tensor", "scalar_tensor", "full") or op.out is not None:
+        return None
+    number = op.get("data", op.get("fill_value"))
     fixed = isinstance(number, int | float) and ctx.analysis.unchanged(value, op.node, reader)
     return float(number) if fixed else None

@@ -161,7 +161,7 @@ def test_kernels_compile_and_fit_in_shared_memory(capability: int, dtype: str) -
         own = dict(lengths_ptr="*i32", table_ptr="*i32", alibi_ptr="*fp32", kept_ptr="*u8", out_ptr="*fp32",
                    logsumexp_ptr="*fp32", scale="fp32", cap="fp32")
         short = {{"bfloat16": "bf16", "float32": "fp32"}}["{dtype}"]
-        for depth, rows in ((128, 1), (64, 8)):
+        for depth, rows, masked in ((128, 1, 1), (64, 8, 2)):
             given = dict(group=4, rows=rows, page=0, depth=depth, v_depth=depth, capped=0, biased=0, masked=1)
             problem = DECODE_ATTENTION.representative(KernelSignature(
                 "", device, dtypes=("{dtype}",), sizes=(("batch", 4), ("kv_heads", 2), ("seen", 4096)),
@@ -170,7 +170,7 @@ def test_kernels_compile_and_fit_in_shared_memory(capability: int, dtype: str) -
                           if one.config["parts"] == 4 and one.config["stages"] > 1]
             most = max(candidates, key=lambda one: shared_of_parts(problem, one.config))
             launch, _ = most.template.prepare(problem, most.config).steps[0]
-            fixed = dict(launch.named)
+            fixed = {{**dict(launch.named), "MASKED": masked}}
             options = {{name: fixed.pop(name) for name in ("num_warps", "num_stages") if name in fixed}}
             names = launch.kernel.arg_names
             types = {{n: own.get(n, "*" + short if n.endswith("_ptr") else "i32") for n in names}}

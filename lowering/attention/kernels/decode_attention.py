@@ -57,7 +57,8 @@ def decode_parts_kernel(
 ):  # fmt: skip
     """A tile of BM queries of a group over one part of the keys: its result, and its logsumexp.
 
-    MASKED: the lengths are pairs, of the first key that is kept and the one behind the last.
+    MASKED: the lengths are pairs, of the first key that is kept and the one behind the last; 1 where the mask has one
+    row for all queries of a sequence, 2 where it may have others, 0 without one.
     """
     part, of_group = tl.program_id(0), tl.program_id(2).to(tl.int64)
     kv_head, batch = of_group % KV_HEADS, of_group // KV_HEADS
@@ -71,12 +72,13 @@ def decode_parts_kernel(
     if BIASED:
         slope = tl.load(alibi_ptr + head, mask=query < QUERIES, other=0.0) * LOG2_E
 
-    if MASKED:
+    if MASKED > 0:
         low, length = tl.load(lengths_ptr + 2 * batch), tl.load(lengths_ptr + 2 * batch + 1)
         wrong = (low < 0) | (length < low) | (length > CAPACITY)
         low = tl.where(wrong, 0, low)
         length = tl.where(wrong, 0, length)
-        kept_ptrs = kept_ptr + batch * m_batch + head * m_head + (query % ROWS).to(tl.int64) * m_row
+        kept_ptr += batch * m_batch
+        kept_ptrs = kept_ptr + head * m_head + (query % ROWS).to(tl.int64) * m_row
     else:
         length = tl.load(lengths_ptr + batch)
         wrong = (length < 0) | (length > CAPACITY)
@@ -118,8 +120,10 @@ def decode_parts_kernel(
             k_at, v_at = place * k_batch + within * k_row, place * v_batch + within * v_row
             page = pages_of(table_ptr, start, entry + 1 < last, length, low, sinks, PAGE, BN)
         readable = inside[:, None]
-        if MASKED:
-            # before the product, which then need not wait for it
+        # a mask is read before the product, which then need not wait for it
+        if MASKED == 1:
+            seen = (tl.load(kept_ptr + keys.to(tl.int64) * m_key, mask=inside, other=0) != 0)[None, :]
+        elif MASKED == 2:
             there = (query < QUERIES)[:, None] & inside[None, :]
             seen = tl.load(kept_ptrs[:, None] + (keys.to(tl.int64) * m_key)[None, :], mask=there, other=0) != 0
         else:
@@ -218,7 +222,7 @@ def _prepare(problem: DecodeAttention, config: Config) -> Launches | Launch:
     fixed = {
         "GROUP": p.group, "ROWS": p.rows, "PAGE": p.page, "D": p.depth, "DV": p.v_depth, "BD": p.padded_depth,
         "BDV": p.padded_v_depth, "BM": side, "BN": config["BN"], "CAPPED": p.softcap > 0, "BIASED": p.biased,
-        "MASKED": bool(p.kept), "PRECISION": precision(p.dtype),
+        "MASKED": (1 + any(p.kept[1:3])) if p.kept else 0, "PRECISION": precision(p.dtype),
     }  # fmt: skip
     heads = p.batch * p.kv_heads
     attend = Launch(
