@@ -116,11 +116,12 @@ def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
             return _as_written("its mask adds numbers that no mask of booleans in the graph chooses")
         node, drops, fill, since = found
         fill *= mask.scale
-        if not unchanged(mask.node, mask.node, mask.reader):
+        if not all(unchanged(one, one, mask.reader) for one in (mask.node, since)):
             return _as_written("its mask is written to before it is added")
     while (op := op_of(node)) is not None and op.name in _NOT and not op.inplace and op.out is None:
         inner = op.input
-        if not isinstance(inner, fx.Node) or not unchanged(inner, node, site.result) or not _is_bool(inner):
+        same = unchanged(node, node, since) and unchanged(inner, node, site.result)
+        if not isinstance(inner, fx.Node) or not same or not _is_bool(inner):
             break
         node, drops, since = inner, not drops, node
     example = example_of(node)

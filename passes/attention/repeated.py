@@ -19,7 +19,8 @@ def unrepeated(view: View, until: fx.Node, ctx: Context) -> tuple[View, tuple[fx
     if found is None:
         return view, ()
     base, calls = found
-    return (View(base), calls) if ctx.analysis.unchanged(base, view.node, until) else (view, ())
+    same = all(ctx.analysis.unchanged(one, one, until) for one in calls)
+    return (View(base), calls) if same and ctx.analysis.unchanged(base, view.node, until) else (view, ())
 
 
 def _repeated(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:

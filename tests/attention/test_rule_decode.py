@@ -232,6 +232,37 @@ def cache_written_after_it_was_repeated(q: Tensor, k: Tensor, v: Tensor, mask: T
     return F.scaled_dot_product_attention(q, keys, values, mask)
 
 
+def copies_written_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    keys, values = k.repeat_interleave(2, 1), repeated(v)
+    keys.mul_(0.5)
+    return F.scaled_dot_product_attention(q, keys, values, mask)
+
+
+def copies_written_to_before_they_are_viewed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    wide = k[:, :, None].expand(-1, -1, 2, -1, -1).contiguous()
+    wide.mul_(0.5)
+    return F.scaled_dot_product_attention(q, wide.flatten(1, 2), repeated(v), mask)
+
+
+def opposite_written_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    dropped = ~mask
+    dropped[..., :26] = True
+    return F.scaled_dot_product_attention(q, repeated(k), repeated(v), ~dropped)
+
+
+def numbers_written_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    numbers = of_infinities(mask)
+    numbers[..., 3:9] = 0
+    return F.scaled_dot_product_attention(q, repeated(k), repeated(v), numbers.double().float())
+
+
+def positions_written_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    position = torch.tensor([20, 30])
+    kept = window(position)
+    position += 10
+    return F.scaled_dot_product_attention(q, repeated(k), repeated(v), kept & mask)
+
+
 def a_query_for_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (q @ repeated(k).mT).masked_fill(~mask.expand(-1, -1, 3, -1), -math.inf).softmax(-1) @ repeated(v)
 
@@ -267,7 +298,12 @@ def test_what_stays(name: str) -> None:
         torch.testing.assert_close(found, attend(*operands(), mask.clone()))
 
 
-@pytest.mark.parametrize("attend", [written_on_the_way, cache_written_after_it_was_repeated])
+@pytest.mark.slow(reason="many models")
+@pytest.mark.parametrize(
+    "attend",
+    [written_on_the_way, cache_written_after_it_was_repeated, copies_written_to, opposite_written_to,
+     copies_written_to_before_they_are_viewed, numbers_written_to, positions_written_to],
+)  # fmt: skip
 def test_what_is_written_to_meanwhile_is_not_read_instead(attend: Attend) -> None:
     mask = window(torch.tensor([30, 24]))
     found, _, _ = judged(attend, *operands(), mask)
