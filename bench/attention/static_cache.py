@@ -4,6 +4,7 @@ Each layer writes a key and a value at the position of its sequence, repeats the
 to all slots by a mask of that position, which is on the device.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -100,15 +101,17 @@ def run(modes: tuple[str, ...] = MODES) -> Iterator[dict[str, Any]]:
 
 
 def _take(row: dict[str, Any], case: Case, mode: str) -> None:
+    torch._dynamo.reset()
     model = Layers(case)
     random = torch.Generator("cuda").manual_seed(1)
     x = torch.randn(case.batch, case.heads, 1, _DEPTH, generator=random, device="cuda", dtype=torch.bfloat16)
     position = torch.tensor([int(case.capacity * case.filled) - 1], device="cuda")
 
     def call_of(which: str) -> Callable[[], Any]:
-        torch._dynamo.reset()
-        ours = {"backend": "sparsecomp", "options": {"mode": mode, "density": case.density}}
-        compiled = torch.compile(model, **(ours if which == "sparsecomp" else {"mode": mode}))
+        how: dict[str, Any] = {"mode": mode}
+        if which == "sparsecomp":
+            how = {"backend": "sparsecomp", "options": {"mode": mode, "density": case.density}}
+        compiled = torch.compile(copy.deepcopy(model), **how)
         return lambda: compiled(x, position)
 
     calls = compiled_rivals(row, mode, call_of, "decode_attention")

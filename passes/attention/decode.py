@@ -118,7 +118,7 @@ def _built(
     q, read = cast(q, out.dtype, node), mask.build(node)
     if read.empty is not None:  # by a query of zeros all keys weigh alike
         q = then(Tensor.masked_fill, q, read.empty, 0.0)
-    most = -1 if width is None else width + site.query.shape[2] - 1
+    most = -1 if width is None else min(width + site.query.shape[2] - 1, site.key.shape[2])
     both = then(
         torch.ops.sparsecomp.masked_decode.default, q, k, v, read.kept, read.ranges, most, site.scale, site.softcap
     )  # fmt: skip

@@ -100,10 +100,12 @@ def masked_decode_reference(
 
 def kept_range_reference(kept: Tensor, batch: int) -> Tensor:
     """The first key that some query keeps and the one behind the last, (batch, 2) int32; 0 and 0 where none does."""
-    some = kept.any(1).any(1)
-    place = torch.arange(kept.shape[3], device=kept.device, dtype=torch.int32)
-    last = F.pad(torch.where(some, place + 1, 0), (0, 1)).amax(-1)
-    first = F.pad(torch.where(some, place, kept.shape[3]), (0, 1), value=kept.shape[3]).amin(-1)
+    keys = kept.shape[3]
+    if keys == 0:
+        return torch.zeros((batch, 2), dtype=torch.int32, device=kept.device)
+    some, place = kept.any(1).any(1), torch.arange(keys, device=kept.device, dtype=torch.int32)
+    last = torch.where(some, place + 1, 0).amax(-1)
+    first = torch.where(some, place, keys).amin(-1)
     return torch.stack([torch.minimum(first, last), last], -1).to(torch.int32).expand(batch, 2).contiguous()
 
 
