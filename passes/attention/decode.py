@@ -94,7 +94,7 @@ def _work(
     where = ctx.device(out.device)
     sizes = AttentionSizes(q[0], q[1], key.shape[1], q[2], capacity, q[3], site.value.shape[3])
     return CachedAttention(
-        where, sizes, read, copies, max(len(mask.node.users), 1), out.dtype, replays(ctx.options, where), ctx.products,
+        where, sizes, read, copies, mask.readers, out.dtype, replays(ctx.options, where), ctx.products,
         ctx.target,
     )  # fmt: skip
 
@@ -106,9 +106,7 @@ def _alone(calls: tuple[fx.Node, ...], readers: tuple[fx.Node, ...]) -> tuple[fx
     return (*views, *calls) if all(user in known for node in (*views, *calls) for user in node.users) else ()
 
 
-def _built(
-    site: AttentionSite, mask: KeptMask, key: View, value: View, width: int | None
-) -> Mapping[fx.Node, fx.Node]:
+def _built(site: AttentionSite, mask: KeptMask, key: View, value: View, width: int | None) -> Mapping[fx.Node, fx.Node]:
     node, out = site.result, example_of(site.result)
 
     def then(target: object, *args: object) -> fx.Node:

@@ -55,6 +55,13 @@ class KeptMask(NamedTuple):
     sizes: tuple[int, int]
     shared: bool
 
+    @property
+    def readers(self) -> int:
+        """Calls that read it, or the same view."""
+        name, inputs = _spelled(self.node), self.node.all_input_nodes
+        alike = [one for one in (inputs[0].users if inputs else ()) if _spelled(one) == name] or [self.node]
+        return max(sum(len(one.users) for one in alike), 1) if self.shared else 1
+
     def build(self, like: fx.Node) -> Read:
         """What is read of it, by nodes that are there for a layer before, or new ones."""
         name = f"{_spelled(self.node)} {self.drops} {self.least} {self.dims} {self.sizes}"
