@@ -4,6 +4,7 @@ It is a mask of booleans, or of numbers that are chosen by one, such as 0 and -i
 read as it is in each call. Where the keys are that it keeps is found once for all layers that read it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -105,8 +106,8 @@ class KeptMask(NamedTuple):
 def _spelled(node: fx.Node) -> str:
     """What two views have in common that are the same one of the same node."""
     steps = ""
-    while (op := op_of(node)) is not None and op.has(Trait.VIEW) and op.input is node.args[0]:
-        if op.inplace or len(node.all_input_nodes) != 1:
+    while (op := op_of(node)) is not None and op.has(Trait.VIEW) and not op.inplace:
+        if len(node.all_input_nodes) != 1 or node.args[:1] != (op.input,):
             break
         steps += f" {op.name} {node.args[1:]} {node.kwargs}"
         node = node.all_input_nodes[0]
@@ -116,13 +117,13 @@ def _spelled(node: fx.Node) -> str:
 def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
     """The mask of booleans behind that of a site."""
     mask, out, unchanged = site.mask, example_of(site.result), ctx.analysis.unchanged
-    node, drops, fill, since = mask.node, mask.use == "drop", mask.fill, mask.reader
+    node, drops, since = mask.node, mask.use == "drop", mask.reader
+    fill = _rounded(mask.fill, [example_of(mask.reader).dtype])
     if mask.use == "add":
         found = _chosen(mask.node, ctx)
         if found is None:
             return _as_written("its mask adds numbers that no mask of booleans in the graph chooses")
         node, drops, fill, since = found
-        fill *= mask.scale
         if not all(unchanged(one, one, mask.reader) for one in (mask.node, since)):
             return _as_written("its mask is written to before it is added")
     while (op := op_of(node)) is not None and op.name in _NOT and not op.inplace and op.out is None:
@@ -138,6 +139,7 @@ def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
         return _as_written(f"its mask is on {example.device}, not {out.device}")
     if not unchanged(node, since, site.result):
         return _as_written("its mask is written to before the result is complete")
+    fill *= mask.scale
     if not fill <= SURELY_ZERO:
         return _as_written(f"scores that it drops become {fill:g} or less by that, which is no -inf")
     sizes = (site.query.shape[0], site.key.shape[2])
@@ -166,10 +168,15 @@ def _chosen(node: fx.Node, ctx: Context) -> tuple[fx.Node, bool, float, fx.Node]
     if found is None or not all(dtype.is_floating_point for dtype in (example_of(choice).dtype, *dtypes)):
         return None
     mask, drops, number = found
+    return mask, drops, _rounded(number, (example_of(choice).dtype, *dtypes[::-1])), choice
+
+
+def _rounded(number: float, dtypes: Sequence[torch.dtype]) -> float:
+    """The number, cast to one dtype after another: the least of float32 is -inf in bfloat16."""
     rounded = torch.tensor(number, dtype=torch.float64)
-    for dtype in (example_of(choice).dtype, *dtypes[::-1]):
+    for dtype in dtypes:
         rounded = rounded.to(dtype)
-    return mask, drops, float(rounded), choice
+    return float(rounded)
 
 
 def _by_where(op: CanonicalOp, ctx: Context) -> tuple[fx.Node, bool, float] | None:

@@ -139,6 +139,15 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert torch.linalg.vector_norm(found.double() - right) <= 8e-3 * torch.linalg.vector_norm(right)
 
 
+def test_a_number_that_is_infinite_in_the_scores_dtype() -> None:
+    """The least of float32, in bfloat16: a query that keeps nothing gives NaN."""
+    model = Step(by_hand(lambda s, m: torch.where(m, s, LOWEST)))
+    given, position = [one.bfloat16() for one in operands()], torch.tensor([-2, 30])
+    found, seen, _ = judged(model, *given, position)
+    assert seen.rewritten and found[0].isnan().all(), seen.reason
+    torch.testing.assert_close(found, model(*given, position), equal_nan=True, atol=2e-2, rtol=2e-2)
+
+
 WIDTHS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int | None]] = {
     "of a distance": (lambda key, at: (at[:, None] - key >= 0) & (at[:, None] - key < 7), 7),
     "closed": (lambda key, at: (at[:, None] >= key).logical_and(at[:, None] <= key + 5), 6),
@@ -272,6 +281,8 @@ STAY: dict[str, tuple[Attend, str]] = {
     "a bias": (biased, "no mask of booleans"),
     "its mask is broader": (a_query_for_many, "broader"),
     "a small number": (by_hand(lambda s, m: s.masked_fill(~m, -1e9)), "no -inf"),
+    "shrunk afterwards": (by_hand(lambda s, m: (s * 1e30).masked_fill(~m, -1e30) * 1e-30), "no -inf"),
+    "added, then shrunk": (by_hand(lambda s, m: (s * 1e30 + torch.where(m, 0.0, -1e31)) * 1e-30), "no -inf"),
     "dropout": (
         lambda q, k, v, m: F.scaled_dot_product_attention(q, repeated(k), repeated(v), m, 0.5), "drops weights"
     ),
