@@ -41,13 +41,16 @@ def compiles_anew():
 @pytest.fixture(autouse=True)
 def keeps_precisions():
     """Which products of float32 may be in TF32, as a benchmark lets them, is what it was before the test."""
-    parts: tuple[Any, ...] = torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    before = [part.fp32_precision for part in parts]
+    every: Any = torch.backends
+    matmul, cudnn = every.cuda.matmul, every.cudnn
+    before = every.fp32_precision, matmul.fp32_precision, cudnn.conv.fp32_precision
     yield
-    if [part.fp32_precision for part in parts] != before:
+    if (every.fp32_precision, matmul.fp32_precision, cudnn.conv.fp32_precision) != before:
+        every.fp32_precision = before[0]
+        # by their old names, which raise where the new ones say something else
         torch.set_float32_matmul_precision("highest")
-        for part, was in zip(parts, before, strict=True):
-            part.fp32_precision = was
+        matmul.fp32_precision = before[1]
+        cudnn.allow_tf32 = before[2] == "tf32"
 
 
 @pytest.fixture

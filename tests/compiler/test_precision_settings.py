@@ -48,3 +48,4 @@ def test_every_way_to_say_it(say, matmul, conv):
 def test_no_test_leaves_it_to_the_next():
     """The fixture of all tests; the cases above have run before."""
     assert (_compat.matmul_tf32(), _compat.conv_tf32()) == (False, True)
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, True)
