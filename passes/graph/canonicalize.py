@@ -37,6 +37,7 @@ _SHARED_NAMESPACES = {
 """Where one name means one operator; `torch.masked.sum` or `torch.fft.ifft` are others."""
 PYTHON_NAMES = {"builtins.abs": "abs", "builtins.getattr": "getattr", "torch.nn.functional.unfold": "im2col"}
 """Functions by full name: built-ins that mean torch's operator, and functions that mean another than their name's."""
+_FILLS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
 RESHAPED = "sparsecomp_reshaped"
 """Key of `node.meta`: operators in place change the tensor's shape, so that no one example stands for it."""
 
@@ -200,6 +201,20 @@ def example_of(value: object) -> Any:
         if hasattr(example, "shape") and hasattr(example, "dtype"):
             return example
     return None
+
+
+def filled_with(node: fx.Node) -> float | None:
+    """The number that a float32 tensor is made of, everywhere; None if it is none that the graph shows."""
+    op, example = op_of(node), example_of(node)
+    if op is None or example is None or example.dtype is not torch.float32 or op.inplace or op.out is not None:
+        return None
+    number = _FILLS.get(op.name)
+    if op.name in ("full", "full_like", "new_full"):
+        number = op.get("fill_value")
+    if op.name in ("tensor", "as_tensor", "scalar_tensor") and example.device.type == "cpu":
+        number = op.get("data")
+    # of a Python number; a tensor on the device divides in another way
+    return float(number) if isinstance(number, int | float) else None
 
 
 def _overload_name(target: Any) -> str:

@@ -16,19 +16,42 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, numel_of, op_of
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, filled_with, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
-from sparsecomp.reference.neuron import COMPARISONS, NUMBERS, PARAMETERS, PLACES, STATES, Instruction, Neuron
+from sparsecomp.passes.spiking.spike_function import (
+    GRADIENT,
+    Operand,
+    SpikeFunction,
+    gives_a_tuple,
+    is_function,
+    line_of,
+    spike_function,
+)
+from sparsecomp.reference.neuron import (
+    COMPARISONS,
+    NUMBERS,
+    PARAMETERS,
+    PLACES,
+    PULLED,
+    STATES,
+    Instruction,
+    Neuron,
+)
 
 Columns: TypeAlias = tuple[Any, ...]
 """What is one and the same in the code, step by step: nodes or numbers."""
+_Pull: TypeAlias = tuple[tuple[Instruction, ...], int]
+"""Instructions of a gradient of firing, and the place of what they give."""
 _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "where")
 _X, _FIRST_PARAMETER, _FIRST_NUMBER, _FIRST_RESULT = PLACES["x"], PLACES["p0"], PLACES["n0"], len(PLACES)
-_FILLS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
 
 
 class NoNeuron(Exception):
     """The steps are not copies of one another, or of more than a description holds; the message says what."""
+
+
+class NoSurrogate(NoNeuron):
+    """Neurons fire by a function whose gradient no description holds."""
 
 
 # ---- single nodes -------------------------------------------------------------------------------------------------
@@ -36,19 +59,32 @@ class NoNeuron(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepOperation:
-    """A node as an operation of a description, or as `same` or `heaviside`, which only look like ones."""
+    """A node as an operation of a description, or as `same`, `heaviside` or `function`, which only look like ones.
+
+    Attributes:
+        function: what a function with a backward of its own does to its arguments, the operands.
+    """
 
     operation: str
     operands: tuple[Any, ...]
+    function: SpikeFunction | None = None
+
+    @property
+    def kind(self) -> object:
+        """What operations have in common that differ in their operands alone."""
+        return self.operation, len(self.operands), repr(self.function)
 
 
 def reading(node: Any) -> StepOperation | None:
     """What a node does, None if no description can say that."""
+    if is_function(node):
+        function = spike_function(node)
+        return None if function is None else StepOperation("function", node.args[2:], function)
     op = op_of(node) if isinstance(node, fx.Node) else None
     if op is None or op.inplace or op.out is not None or not op.known:
         return None
     found = _reading(op)
-    if found is None or found.operation == "same":
+    if found is None or found.operation in ("same", "stop"):
         return found
     wanted = torch.bool if found.operation in (*COMPARISONS, "not") else torch.float32
     return found if dtype_of(node) is wanted else None
@@ -75,25 +111,16 @@ def _reading(op: CanonicalOp) -> StepOperation | None:
         return StepOperation("heaviside", (op.input, op.get("values")))
     if op.has(Trait.CAST) and dtype_of(op.input) in (torch.bool, torch.float32):
         return StepOperation("float", (op.input,))
-    return StepOperation("same", (op.input,)) if op.has(Trait.SAME) and _stays(op) else None
+    if op.name == "getitem" and is_function(op.input):
+        only = op.get("index") == 0 and gives_a_tuple(op.input) and spike_function(op.input) is not None
+        return StepOperation("same", (op.input,)) if only else None
+    same = "stop" if op.name == "detach" else "same"
+    return StepOperation(same, (op.input,)) if op.has(Trait.SAME) and _stays(op) else None
 
 
 def _stays(op: CanonicalOp) -> bool:
     before, after = example_of(op.input), example_of(op.node)
     return before is not None and after is not None and before.device == after.device
-
-
-def _fill(node: fx.Node) -> float | None:
-    op, example = op_of(node), example_of(node)
-    if op is None or example is None or example.dtype is not torch.float32 or op.inplace or op.out is not None:
-        return None
-    number = _FILLS.get(op.name)
-    if op.name in ("full", "full_like", "new_full"):
-        number = op.get("fill_value")
-    if op.name in ("tensor", "as_tensor", "scalar_tensor") and example.device.type == "cpu":
-        number = op.get("data")
-    # of a Python number; a tensor on the device divides in another way
-    return float(number) if isinstance(number, int | float) else None
 
 
 def fires_on(node: fx.Node) -> Iterator[fx.Node]:
@@ -102,6 +129,8 @@ def fires_on(node: fx.Node) -> Iterator[fx.Node]:
         found = reading(user)
         if found is None or _is_smaller(node, user):
             continue
+        if found.function is not None and found.operands[found.function.of] is not node:
+            continue  # a threshold that the function is given too
         if _compares(found):
             yield user
         elif _is_distance(user, found):
@@ -109,20 +138,25 @@ def fires_on(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _compares(found: StepOperation) -> bool:
-    return found.operation in (*COMPARISONS, "heaviside")
+    return found.operation in (*COMPARISONS, "heaviside", "function")
 
 
 def _is_distance(node: fx.Node, found: StepOperation) -> bool:
     """Whether this is a value, but for a number or a tensor of fewer elements, such as a threshold, and is compared."""
-    nearby = found.operation == "same" or (
+    nearby = found.operation in ("same", "stop") or (
         found.operation in ("add", "sub") and any(_is_smaller(one, node) for one in found.operands)
     )
     return nearby and all((on := reading(user)) is not None and _compares(on) for user in node.users)
 
 
 def _is_smaller(value: Any, node: fx.Node) -> bool:
-    size, whole = numel_of(value), numel_of(node)
+    size, whole = numel_of(value), _numel(node)
     return not isinstance(value, fx.Node) or (size is not None and whole is not None and size < whole)
+
+
+def _numel(node: fx.Node) -> int | None:
+    found = node.meta.get("example_value") if is_function(node) else None
+    return numel_of(found[0] if isinstance(found, tuple | list) else node)
 
 
 def is_charge(node: fx.Node) -> bool:
@@ -201,6 +235,7 @@ class Steps:
         charges: one a step.
         cuda: it is to run on a GPU, where torch divides by a number by multiplying with its inverse.
         unchanged: whether nothing writes to a value after a node has run.
+        trained: gradients go back through the steps.
         currents: an input that takes up its own of the step before is a state too.
         inputs: what the neuron is given, step by step.
         states: what each state is before each step.
@@ -211,6 +246,7 @@ class Steps:
     charges: Columns
     cuda: bool
     unchanged: Callable[[Any, fx.Node], bool]
+    trained: bool
     currents: bool
     inputs: Columns = ()
     states: list[Columns] = field(default_factory=list)
@@ -224,24 +260,29 @@ class Steps:
     _begun: set[Columns] = field(default_factory=set)
     _touching: dict[fx.Node, bool] = field(default_factory=dict)
     _after: list[int] = field(default_factory=list)
+    _pulls: dict[int, _Pull] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, charges: Columns, cuda: bool, unchanged: Callable[[Any, fx.Node], bool]) -> "Steps":
+    def of(
+        cls, charges: Columns, cuda: bool, unchanged: Callable[[Any, fx.Node], bool], trained: bool
+    ) -> "Steps":  # fmt: skip
         """Read all steps, with what its input takes up of earlier ones if a description holds that.
 
         Raises:
             NoNeuron: they are no copies of one another.
         """
         try:
-            return cls._of(charges, cuda, unchanged, currents=True)
+            return cls._of(charges, cuda, unchanged, trained, currents=True)
+        except NoSurrogate:
+            raise
         except NoNeuron:
-            return cls._of(charges, cuda, unchanged, currents=False)
+            return cls._of(charges, cuda, unchanged, trained, currents=False)
 
     @classmethod
     def _of(
-        cls, charges: Columns, cuda: bool, unchanged: Callable[[Any, fx.Node], bool], currents: bool
+        cls, charges: Columns, cuda: bool, unchanged: Callable[[Any, fx.Node], bool], trained: bool, currents: bool
     ) -> "Steps":  # fmt: skip
-        steps = cls(charges, cuda, unchanged, currents)
+        steps = cls(charges, cuda, unchanged, trained, currents)
         steps._touching.update({one: True for charge in charges for one in (charge, *fires_on(charge))})
         steps._read(charges)
         for state in steps.states:  # grows as they are read
@@ -264,9 +305,17 @@ class Steps:
         return [*found, *(self._instruction("not", [place]) for place in found)]
 
     def _bare(self, place: int) -> int:
-        """The truth value that a place holds as a number."""
-        one = self._code[place - _FIRST_RESULT] if place >= _FIRST_RESULT else None
-        return one.a if one is not None and one.operation == "float" and one.a in self._truths else place
+        """The truth value that a place holds as a number, with a gradient or without."""
+        one = self._code_at(self._going_on(place))
+        return one.a if one is not None and one.operation in ("float", "fire") else place
+
+    def _going_on(self, place: int) -> int:
+        """What a place holds without a gradient, with it."""
+        one = self._code_at(place)
+        return one.a if one is not None and one.operation == "stop" else place
+
+    def _code_at(self, place: int) -> Instruction | None:
+        return self._code[place - _FIRST_RESULT] if place >= _FIRST_RESULT else None
 
     def is_spike(self, node: fx.Node, spike: int) -> int | None:
         """The step in which a node says whether the neuron fires, if it says that."""
@@ -278,9 +327,32 @@ class Steps:
         return None
 
     def is_state(self, node: fx.Node) -> int | None:
-        """The state that a node holds after the last step, if it does."""
+        """The state that a node holds after the last step, if it does, with its gradient or without."""
         place = self.at.get(node, {}).get(len(self.charges) - 1)
-        return None if place is None or place not in self._after else self._after.index(place)
+        for held in () if place is None else (place, self._going_on(place)):
+            if held in self._after:
+                return self._after.index(held)
+        return None
+
+    def leaves(self, node: fx.Node, step: int) -> frozenset[int]:
+        """The input, states and parameters to which a gradient goes back from a node, through all steps before."""
+        place = self.place_of(node, step)
+        found = frozenset() if place is None else self._leaves(place)
+        while True:
+            states = (self._after[one - PLACES["v0"]] for one in found if 0 <= one - PLACES["v0"] < len(self._after))
+            more = found.union(*map(self._leaves, states))
+            if more == found:
+                return found
+            found = more
+
+    def _leaves(self, place: int) -> frozenset[int]:
+        one = self._code_at(place)
+        if one is None:
+            return frozenset([place] if _X <= place < _FIRST_NUMBER else ())
+        if one.operation in ("stop", "float", "not", *COMPARISONS):
+            return frozenset()
+        operands = (one.b,) if one.operation == "fire" else one.operands
+        return frozenset().union(*map(self._leaves, operands[1:] if one.operation == "where" else operands))
 
     def is_early(self, node: fx.Node) -> bool:
         """Whether a node is made of first states alone."""
@@ -313,7 +385,7 @@ class Steps:
             return None
         places = [self.place_of(operand, step, depth - 1) for operand in found.operands]
         try:
-            return None if None in places else self._emitted(found.operation, places)
+            return None if None in places else self._emitted(found, places)
         except NoNeuron:
             return None
 
@@ -321,14 +393,21 @@ class Steps:
         """The description of a step that fires by the truth value at a place, and its numbers; nothing unneeded.
 
         Raises:
-            NoNeuron: it is longer than descriptions are.
+            NoNeuron: it is longer than descriptions are, or fires with several gradients.
         """
-        needed, pending = set(), [spike, *self._after]
+        fires = [place for place in self._pulls if self._bare(place) == spike]
+        spike = fires[0] if fires else spike
+        needed, pending = set(), [*fires, spike, *self._after]
         while pending:
             place = pending.pop()
             if place not in needed:
                 needed.add(place)
                 pending += self._code[place - _FIRST_RESULT].operands if place >= _FIRST_RESULT else ()
+        pulls = {self._pulls[place] for place in needed if place in self._pulls}
+        if len(fires) > 1 or len(pulls) > 1:
+            raise NoSurrogate("it fires with several gradients")
+        pull, pulled = pulls.pop() if pulls else ((), 0)
+        needed.update(place for one in pull for place in one.operands if place < 0)
         numbers = [index for index in range(len(self._numbers)) if _numbered(index) in needed]
         if len(numbers) > NUMBERS:
             raise NoNeuron(f"it has more than {NUMBERS} numbers")
@@ -338,7 +417,12 @@ class Steps:
             if _FIRST_RESULT + index in needed:
                 moved[_FIRST_RESULT + index] = _FIRST_RESULT + len(code)
                 code.append(Instruction(one.operation, *(moved.get(place, place) for place in one.operands)))
-        neuron = Neuron(tuple(code), moved[spike], tuple(moved.get(place, place) for place in self._after))
+        back = tuple(
+            Instruction(one.operation, *(moved[place] if place < 0 else place for place in one.operands))
+            for one in pull
+        )
+        after = tuple(moved.get(place, place) for place in self._after)
+        neuron = Neuron(tuple(code), moved[spike], after, back, pulled)
         return neuron, [self._numbers[index] for index in numbers]
 
     # ---- columns ----------------------------------------------------------------------------------------------------
@@ -380,17 +464,17 @@ class Steps:
         assert found is not None
         self.interior.update(dict.fromkeys(one for one in columns if isinstance(one, fx.Node)))
         operation, operands = found
-        return self._emitted(operation.operation, [self._read(one) for one in operands])
+        return self._emitted(operation, [self._read(one) for one in operands])
 
     def _operands(self, columns: Columns) -> tuple[StepOperation, list[Columns]] | None:
         """The operation that all columns have in common, and its operands column by column."""
         found = [reading(one) for one in columns]
-        kinds = {None if one is None else (one.operation, len(one.operands)) for one in found[1:] or found}
+        kinds = {None if one is None else one.kind for one in found[1:] or found}
         last = found[-1]
         if len(kinds) > 1 or last is None:
             return None
         first = found[0] or _folded(columns[0], found[1:])
-        if first is None or (first.operation, len(first.operands)) not in kinds:
+        if first is None or first.kind not in kinds:
             return None
         rows = [first, *found[1:]]
         return last, list(zip(*(one.operands for one in rows if one is not None), strict=True))
@@ -448,8 +532,9 @@ class Steps:
         """Of a copy what it is one of, and a number in the place of a tensor that is filled with it."""
         while isinstance(value, fx.Node) and self.unchanged(value, value):
             found = reading(value)
-            if found is None or found.operation != "same" or not self.unchanged(found.operands[0], value):
-                number = _fill(value)
+            same = ("same",) if self.trained else ("same", "stop")
+            if found is None or found.operation not in same or not self.unchanged(found.operands[0], value):
+                number = filled_with(value)
                 return value if number is None else number
             value = found.operands[0]
         return float(value) if isinstance(value, bool | int | float) else value
@@ -493,10 +578,18 @@ class Steps:
         self.states.append(columns)
         return PLACES["v0"] + len(self.states) - 1
 
-    def _emitted(self, operation: str, places: list[Any]) -> int:
+    def _emitted(self, what: StepOperation, places: list[Any]) -> int:
         """The place of what an operation gives, the same for the same one."""
+        if what.function is not None:
+            return self._fired(what.function, places)
+        return self._result(what.operation, places)
+
+    def _result(self, operation: str, places: list[Any]) -> int:
         if operation == "same" or (operation == "float" and places[0] not in self._truths):
             return places[0]
+        if operation == "stop":
+            stopped = not self.trained or places[0] < 0 or places[0] in self._truths
+            return places[0] if stopped or self._going_on(places[0]) != places[0] else self._instruction("stop", places)
         if operation == "not" or operation == "float":
             return self._instruction(operation, places)
         if operation == "heaviside":
@@ -512,6 +605,53 @@ class Steps:
         if operation == "div" and self.cuda and values[1] is not None:
             operation, places = "mul", [places[0], self._number(_inverse(values[1]))]
         return self._instruction(operation, places)
+
+    def _fired(self, function: SpikeFunction, places: list[int]) -> int:
+        """The place of what a function gives: ones where it fires, with its gradient where that is asked for."""
+        known: dict[Operand, int] = {f"a{index}": place for index, place in enumerate(places)}
+
+        def place_of(operand: Operand) -> int:
+            if isinstance(operand, float):
+                return self._number(operand)
+            if operand not in known:
+                line = function.code[line_of(operand)]
+                known[operand] = self._result(line.operation, [*map(place_of, line.operands)])
+            return known[operand]
+
+        truth = place_of(function.truth)
+        if not self.trained:
+            return self._as_number(truth)
+        if function.obstacle:
+            raise NoSurrogate(f"the gradient of its spikes is none that a description holds: {function.obstacle}")
+        place = self._instruction("fire", [truth, places[function.of]])
+        pull = self._pull(function, places)
+        if self._pulls.setdefault(place, pull) != pull:
+            raise NoSurrogate("it fires with several gradients")
+        return place
+
+    def _pull(self, function: SpikeFunction, places: list[int]) -> _Pull:
+        """The instructions of the gradient of firing, whose numbers stand where those of the steps do."""
+        code: list[Instruction] = []
+        known: dict[Operand, int] = {GRADIENT: PULLED["g"]}
+        for index, place in enumerate(places):
+            if place == places[function.of]:
+                known[f"a{index}"] = PULLED["u"]
+            elif place < 0 or _FIRST_PARAMETER <= place < _FIRST_NUMBER:
+                known[f"a{index}"] = place
+
+        def place_of(operand: Operand) -> int:
+            if isinstance(operand, float):
+                return self._number(operand)
+            if operand not in known and operand.startswith("a"):
+                raise NoSurrogate("the gradient of its spikes depends on more than one value of a step")
+            if operand not in known:
+                line = function.code[line_of(operand)]
+                code.append(Instruction(line.operation, *map(place_of, line.operands)))
+                known[operand] = _FIRST_RESULT + len(code) - 1
+            return known[operand]
+
+        pulled = place_of(function.slope)
+        return tuple(code), pulled
 
     def _where(self, truth: int, one: int, other: int) -> int:
         if truth not in self._truths:
@@ -583,4 +723,5 @@ def _multiplied(value: Any) -> Any:
 
 
 def _is_plain(op: CanonicalOp) -> bool:
-    return op.known and not op.inplace and op.out is None and op.has(Trait.ELEMENTWISE)
+    plain = op.has(Trait.ELEMENTWISE) or op.name == "detach"
+    return op.known and not op.inplace and op.out is None and plain

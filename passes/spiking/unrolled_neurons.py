@@ -10,7 +10,7 @@ nothing is written to in between, and all inputs are there before the first spik
 import itertools
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,9 +23,18 @@ from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, cal
 from sparsecomp.passes.graph.canonicalize import example_of, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS
-from sparsecomp.passes.spiking.neuron_step import Columns, NoNeuron, Steps, chain_to, is_charge, is_last, reading
+from sparsecomp.passes.spiking.neuron_step import (
+    Columns,
+    NoNeuron,
+    NoSurrogate,
+    Steps,
+    chain_to,
+    is_charge,
+    is_last,
+    reading,
+)
 from sparsecomp.passes.spiking.steps import joins, taken_from
-from sparsecomp.reference.neuron import Neuron
+from sparsecomp.reference.neuron import PLACES, Neuron
 
 
 class _Obstacle(Exception):
@@ -40,7 +49,10 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if len(charges) < 2 or example is None:
         return None
     try:
-        steps = Steps.of(charges, ctx.device(example.device).type == "cuda", ctx.analysis.unchanged)
+        cuda = ctx.device(example.device).type == "cuda"
+        steps = Steps.of(charges, cuda, ctx.analysis.unchanged, ctx.gradients)
+    except NoSurrogate as obstacle:
+        return refuse(Why.NOT_ONE_NEURON, detail=obstacle)
     except NoNeuron:
         return None
     try:
@@ -65,6 +77,7 @@ class _Found:
         spikes: of each step the nodes that say whether it fires and are read outside, and the step.
         lasts: the nodes that hold a state after the last step and are read outside, and which one.
         joins: the nodes that join the spikes of all steps.
+        gradients: where gradients go.
         dead: what the operator stands for, readers first.
         parts: which steps one call of it takes.
     """
@@ -75,6 +88,7 @@ class _Found:
     spikes: Mapping[fx.Node, int]
     lasts: Mapping[fx.Node, int]
     joins: "Mapping[fx.Node, _Join]"
+    gradients: "_Gradients"
     dead: tuple[fx.Node, ...]
     parts: "tuple[_Part, ...]"
 
@@ -92,12 +106,28 @@ class _Part(NamedTuple):
     place: fx.Node
 
 
+class _Gradients(NamedTuple):
+    """Where gradients go in training.
+
+    Attributes:
+        read: the nodes which others read, and that have a gradient.
+        reached: places of the input, states and parameters to which that goes back.
+    """
+
+    read: frozenset[fx.Node]
+    reached: frozenset[int]
+
+
 class _Join(NamedTuple):
-    """How the spikes of all steps are joined: `"stack"` or `"cat"`, each of them times a factor, if there is one."""
+    """How the spikes of all steps are joined: `"stack"` or `"cat"`, each of them times a factor, if there is one.
+
+    `graded`: they have a gradient.
+    """
 
     how: str
     factor: Any
     parts: tuple[fx.Node, ...]
+    graded: bool = False
 
 
 def _checked(steps: Steps, ctx: Context) -> _Found:
@@ -105,14 +135,45 @@ def _checked(steps: Steps, ctx: Context) -> _Found:
     spike, outside = _read_outside(steps)
     neuron, numbers = steps.description(spike)
     _check_operands(steps)
-    order, joins = ctx.analysis.order, _joins(outside.spikes, len(steps.charges))
+    gradients, order = _gradients(steps, outside), ctx.analysis.order
+    joins: dict[fx.Node, _Join] = {}
+    for graded in (True, False):  # what joins spikes of both kinds reads them one by one
+        alike = {node: step for node, step in outside.spikes.items() if (node in gradients.read) == graded}
+        found = _joins(alike, len(steps.charges))
+        joins |= {node: join._replace(graded=graded) for node, join in found.items()}
     for join in joins.values():
         outside.gone.update(dict.fromkeys(join.parts) if join.factor is not None else {})
     parts = _parts(steps, _first_readers(outside, joins, len(steps.charges), order), order)
     factors = [join.factor for join in joins.values() if isinstance(join.factor, fx.Node)]
     _check_in_time(steps, factors, outside.gone, parts, ctx)
     dead = tuple(sorted(outside.gone, key=order.__getitem__, reverse=True))
-    return _Found(steps, neuron, numbers, outside.spikes, outside.lasts, joins, dead, parts)
+    return _Found(steps, neuron, numbers, outside.spikes, outside.lasts, joins, gradients, dead, parts)
+
+
+def _gradients(steps: Steps, outside: "_Outside") -> _Gradients:
+    """Of which results a gradient goes back, and to what: of none if the graph is not trained."""
+    last, read = len(steps.charges) - 1, dict(outside.spikes)
+    read.update(dict.fromkeys(outside.lasts, last))
+    leaves = {node: steps.leaves(node, step) for node, step in read.items()} if steps.trained else {}
+    reached = frozenset().union(*leaves.values())
+    asking = {place for place in reached if any(map(_asks, _behind(place, steps)))}
+    for node, own in leaves.items():
+        if own and asking and own.isdisjoint(asking):
+            raise _Obstacle(f"{node.name} has no gradient, but others of its results have")
+    return _Gradients(frozenset(node for node, own in leaves.items() if own), reached)
+
+
+def _behind(place: int, steps: Steps) -> Sequence[Any]:
+    """What stands at a place of the input, a state or a parameter."""
+    if place == PLACES["x"]:
+        return steps.inputs
+    parameter = place - PLACES["p0"]
+    return (steps.parameters[parameter] if parameter >= 0 else _starts(steps)[place - PLACES["v0"]],)
+
+
+def _asks(value: Any) -> bool:
+    """Whether a value is known to ask for gradients."""
+    return isinstance(value, fx.Node) and bool(getattr(example_of(value), "requires_grad", True))
 
 
 def _first_readers(
@@ -202,8 +263,6 @@ def _check_asked(ctx: Context) -> None:
         raise _Obstacle("the graph runs op by op, or switches modes")
     if ctx.options.implementation == "dense":
         raise _Obstacle("implementation='dense' was asked for")
-    if ctx.gradients:
-        raise _Obstacle("gradients are enabled, and the operator has none; use torch.no_grad()")
     if ctx.options.neurons != "fuse":
         raise _Obstacle("neurons='fuse' asks for it: a CPU gains nothing, and what a GPU gains was not measured")
 
@@ -365,11 +424,14 @@ def _build(found: _Found) -> Mapping[fx.Node, fx.Node]:
             for node, step in found.spikes.items():
                 if part.start <= step < part.stop and _is_read_alone(node, found):
                     one = call(node.graph, node, torch.select, spikes[-1], 0, step - part.start)
-                    replaced[node] = _cast(one, node)
-    replaced |= {node: states[index] for node, index in found.lasts.items()}
+                    graded = node in found.gradients.read
+                    replaced[node] = _without(_own(one, node, found), graded, found)
+    with found.parts[-1].place.graph.inserting_before(found.parts[-1].place):
+        for node, index in found.lasts.items():
+            replaced[node] = _without(states[index], node in found.gradients.read, found)
     for node, join in found.joins.items():
         with node.graph.inserting_before(node):
-            replaced[node] = _joined(node, join, spikes)
+            replaced[node] = _joined(node, join, spikes, found)
     return replaced
 
 
@@ -393,10 +455,19 @@ def _call(found: _Found, inputs: Columns, states: list[Any], keep: bool) -> fx.N
     sizes = [*example_of(inputs[0]).shape]
     given = [_expanded(one, sizes, like) if isinstance(one, fx.Node) else None for one in states]
     starts = [0.0 if isinstance(one, fx.Node) else float(one) for one in states]
-    return call(
-        like.graph, like, torch.ops.sparsecomp.neuron.default, x, given, starts, [*steps.parameters],
-        found.numbers, str(found.neuron), keep,
-    )  # fmt: skip
+    x = _reached(x, PLACES["x"], found)
+    given = [_reached(one, place, found) for place, one in enumerate(given, PLACES["v0"])]
+    parameters = [_reached(one, place, found) for place, one in enumerate(steps.parameters, PLACES["p0"])]
+    args = x, given, starts, parameters, found.numbers, str(found.neuron)
+    if found.gradients.reached:
+        return call(like.graph, like, torch.ops.sparsecomp.trained_neuron.default, *args)
+    return call(like.graph, like, torch.ops.sparsecomp.neuron.default, *args, keep)
+
+
+def _reached(value: Any, place: int, found: _Found) -> Any:
+    """A value at a place, without a gradient if the steps give it none: then its gradient is None, and not zero."""
+    stays = value is None or not found.steps.trained or place in found.gradients.reached
+    return value if stays else call(value.graph, value, torch.Tensor.detach, value)
 
 
 def _expanded(state: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
@@ -407,17 +478,27 @@ def _expanded(state: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
     return call(like.graph, like, torch.Tensor.expand, state, *sizes)
 
 
-def _joined(node: fx.Node, join: _Join, spikes: list[fx.Node]) -> fx.Node:
+def _joined(node: fx.Node, join: _Join, spikes: list[fx.Node], found: _Found) -> fx.Node:
     """What takes the place of a node that joins the spikes of all steps."""
     whole = spikes[0] if len(spikes) == 1 else call(node.graph, node, torch.cat, spikes)
-    whole = _cast(whole, node)
+    if not found.gradients.reached or len(found.joins) > 1:
+        whole = _own(whole, node, found)
+    whole = _without(whole, join.graded, found)
     if join.factor is not None:
         whole = call(node.graph, node, torch.mul, whole, join.factor)
     return whole if join.how == "stack" else call(node.graph, node, torch.flatten, whole, 0, 1)
 
 
-def _cast(value: fx.Node, like: fx.Node) -> fx.Node:
-    """Spikes, which are bytes, in the type of a node."""
+def _own(spikes: fx.Node, like: fx.Node, found: _Found) -> fx.Node:
+    """Spikes, which are bytes, or numbers in training, in the type of a node and in memory of their own."""
     example = example_of(like)
     assert example is not None
-    return call(value.graph, like, torch.Tensor.to, value, example.dtype)
+    if found.gradients.reached and example.dtype is torch.float32:
+        return call(spikes.graph, like, torch.clone, spikes)
+    return call(spikes.graph, like, torch.Tensor.to, spikes, example.dtype)
+
+
+def _without(value: fx.Node, graded: bool, found: _Found) -> fx.Node:
+    """A result that has no gradient where what it takes the place of has none."""
+    stays = graded or not found.gradients.reached
+    return value if stays else call(value.graph, value, torch.Tensor.detach, value)

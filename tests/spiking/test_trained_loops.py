@@ -1,0 +1,587 @@
+"""Neurons written by hand in training: one operator with eager's spikes and gradients, and what must stay as it was."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from rewriting import rewritten, site
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.quick_cases(1)
+
+RULE = "unrolled_neurons"
+Call = Callable[..., Any]
+
+
+# ---- spike functions ----------------------------------------------------------------------------------------------
+
+
+def function(backward: Call, fires: Call = lambda u: u >= 0) -> Call:
+    """A spike function of one argument, whose backward is given that and a gradient."""
+
+    class Spike(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, u: Tensor) -> Tensor:
+            ctx.save_for_backward(u)
+            return fires(u).to(u.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(*ctx.saved_tensors, grads[0])
+
+    return Spike.apply
+
+
+def in_place(u: Tensor, g: Tensor) -> Tensor:
+    g = g.clone()
+    g[u.abs() > 0.5] = 0
+    return g
+
+
+def powered(u: Tensor, g: Tensor) -> Tensor:
+    grad = (math.pi / 2 * 2.0 * u).pow_(2)
+    grad.add_(1)
+    return 2.0 / 2 / grad * g
+
+
+def masked(u: Tensor, g: Tensor) -> Tensor:
+    inside = (u > -1) & (u < 1)
+    return g * inside * 0.5
+
+
+def pieces(u: Tensor, g: Tensor) -> Tensor:
+    return torch.where((u < -1) | (u > 1), torch.zeros_like(g), g * (1 - u.abs()).clamp(min=0))
+
+
+def sigmoid_slope(u: Tensor, g: Tensor) -> Tensor:
+    s = torch.sigmoid(4.0 * u)
+    return g * 4.0 * (1.0 - s) * s
+
+
+class WithNumber(torch.autograd.Function):
+    """A surrogate of a width, which is given as a number, as snnTorch's are."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, slope: float) -> Tensor:
+        ctx.save_for_backward(u)
+        ctx.slope = slope
+        return (u > 0).to(u)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (u,) = ctx.saved_tensors
+        return grads[0].clone() / (ctx.slope * torch.abs(u) + 1.0) ** 2, None
+
+
+class WithThreshold(torch.autograd.Function):
+    """Compares with a tensor, to which no gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, threshold: Tensor) -> Tensor:
+        over = v - threshold
+        ctx.save_for_backward(over)
+        out = torch.zeros_like(v)
+        out[over > 0] = 1.0
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (over,) = ctx.saved_tensors
+        return grads[0] * torch.exp(-over * over / 2) / math.sqrt(2 * math.pi), None
+
+
+class Asked(torch.autograd.Function):
+    """Looks whether anybody wants the gradient, and keeps its spikes too."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        out = torch.heaviside(u, torch.as_tensor(0.0).type(u.dtype))
+        ctx.save_for_backward(u, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        u, out = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None
+        return grads[0] * (0.5 + 0.5 * out) * torch.relu(1 - u.abs())
+
+
+TRAINED = nn.Parameter(torch.tensor(0.7))
+FIRES: dict[str, Call] = {
+    "arctan": (_arctan := function(lambda u, g: g / (1 + (math.pi / 2 * u * 2.0) ** 2))),
+    "sigmoid": function(sigmoid_slope),
+    "fast sigmoid": function(lambda u, g: g / (1 + 5 * u.abs()).square(), lambda u: u > 0),
+    "rectangle": function(lambda u, g: g * (u.abs() < 0.5).to(g.dtype)),
+    "rectangle in place": function(in_place),
+    "triangle": function(lambda u, g: g * torch.clamp(1.0 - torch.abs(u), min=0.0)),
+    "maximum": function(lambda u, g: torch.maximum(1 - u.abs(), torch.zeros_like(u)) * 0.3 * g),
+    "bell": function(lambda u, g: g * torch.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)),
+    "exponential": function(lambda u, g: torch.mul(torch.exp(-u.abs().mul(2.0)), g)),
+    "tanh": function(lambda u, g: g * (1 - torch.tanh(u).pow(2))),
+    "powered": function(powered),
+    "masked": function(masked),
+    "pieces": function(pieces),
+    "filled": function(lambda u, g: g.masked_fill(u.abs() > 1, 0.0)),
+    "identity": function(lambda u, g: g),
+    "reciprocal": function(lambda u, g: g * (1 + u * u).reciprocal().sqrt(), lambda u: ~(u < 0)),
+    "number": lambda u: WithNumber.apply(u, 25.0),
+    "asked": Asked.apply,
+}  # fmt: skip
+"""Of how far a membrane is over its threshold."""
+CHARGES: dict[str, Call] = {
+    "leak": lambda x, v: v * 0.3 + x,
+    "tau": lambda x, v: v + (x - v) / 3.0,
+    "tau apart": lambda x, v: v - v / 3.0 + x,
+    "integrate": lambda x, v: v + x,
+    "stopped": lambda x, v: v.detach() * 0.9 + x if isinstance(v, Tensor) else v * 0.9 + x,
+}
+RESETS: dict[str, Call] = {
+    "hard": lambda h, s: h * (1 - s),
+    "hard detached": lambda h, s: h * (1 - s.detach()),
+    "soft": lambda h, s: h - s * 0.7,
+    "soft detached": lambda h, s: h - 0.7 * s.detach(),
+    "to a value": lambda h, s: (1.0 - s) * h + 0.1 * s,
+    "where": lambda h, s: torch.where(s > 0, 0.1, h),
+    "masked": lambda h, s: h.masked_fill(s > 0.5, 0.0),
+    "none": lambda h, s: h,
+}
+
+
+def loop(charge: Call, fire: Call, reset: Call, start: Call = torch.zeros_like, join: Call = torch.stack) -> Call:
+    def run(x: Tensor) -> Any:
+        v, out = start(x[0]), []
+        for t in range(x.shape[0]):
+            h = charge(x[t], v)
+            out.append(fire(h))
+            v = reset(h, out[-1])
+        return join(out), v
+
+    return run
+
+
+def over(fire: Call) -> Call:
+    """The function, of a membrane whose threshold is 0.7."""
+    return lambda h: fire(h - 0.7)
+
+
+def currents(*shape: int, seed: int = 0) -> Tensor:
+    return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- comparing ----------------------------------------------------------------------------------------------------
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [one for part in value for one in tensors(part)]
+
+
+def back(outs: Any, given: Sequence[Tensor], read: Sequence[bool] | None = None) -> list[Tensor | None]:
+    """Gradients of what is returned, with weights that differ from element to element."""
+    random, loss = torch.Generator().manual_seed(7), 0
+    for index, one in enumerate(tensors(outs)):
+        weights = torch.randn(one.shape, generator=random, dtype=torch.float64).to(one.dtype)
+        if one.requires_grad and (read is None or read[index]):
+            loss = loss + (one * weights).sum()
+    assert isinstance(loss, Tensor)
+    return [*torch.autograd.grad(loss, given, allow_unused=True)]
+
+
+def doubled(given: Any) -> Any:
+    if isinstance(given, nn.Module):
+        return given.double()
+    return given.detach().double().requires_grad_(given.requires_grad)
+
+
+def trained(run: Call, *inputs: Tensor, sites: int = 1, **options: Any) -> Any:
+    """What the rule makes of it gives eager's bits, and the gradients of eager in float64, to rounding."""
+    given = [*inputs, *(run.parameters() if isinstance(run, nn.Module) else [])]
+    asking = [one for one in given if one.requires_grad]
+    found, report = rewritten(run, *inputs, neurons="fuse", strict=True, **options)
+    ours, expected = back(found, asking), run(*inputs)
+    eager = back(expected, asking)
+    for one, other in zip(tensors(found), tensors(expected), strict=True):
+        assert torch.equal(one, other) and one.requires_grad == other.requires_grad
+    exact = _exact_gradients(run, inputs, expected)
+    for one, rounded, other in zip(ours, eager, exact, strict=True):
+        assert (one is None) == (rounded is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5)
+            assert other.any()
+    assert [one.rewritten for one in report.sites if one.rule == RULE] == [True] * sites, report
+    return report
+
+
+def _exact_gradients(run: Call, inputs: Sequence[Tensor], expected: Any) -> list[Tensor | None]:
+    """Eager's in float64, of the same spikes."""
+    is_module = isinstance(run, nn.Module)
+    states = {name: value.clone() for name, value in run.state_dict().items()} if is_module else {}
+    exact, more = [doubled(one) for one in inputs], doubled(run) if is_module else run
+    outs = more(*exact)
+    assert torch.equal(tensors(outs)[0].float(), tensors(expected)[0].float()), "another neuron fires in float64"
+    given = [*exact, *(more.parameters() if is_module else [])]
+    found = back(outs, [one for one in given if one.requires_grad])
+    if is_module:
+        run.float().load_state_dict(states)
+    return found
+
+
+def stays(run: Call, *inputs: Tensor, reason: str, **options: Any) -> None:
+    """It stays as it was written, for a reason, and gives what eager gives."""
+    found, report = rewritten(run, *inputs, strict=True, **{"neurons": "fuse", **options})
+    asking, expected = [one for one in inputs if one.requires_grad], run(*inputs)
+    for one, other in zip(tensors(found), tensors(expected), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(back(found, asking), back(expected, asking), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert not site(report, RULE).rewritten
+    assert reason in site(report, RULE).reason
+
+
+# ---- what is taken ------------------------------------------------------------------------------------------------
+
+FORMS = [
+    *(("leak", fire, "soft") for fire in FIRES),
+    *((charge, "arctan", "hard") for charge in CHARGES),
+    *(("tau", "fast sigmoid", reset) for reset in RESETS),
+]
+
+
+@pytest.mark.quick_cases(8)
+@pytest.mark.parametrize(("charge", "fire", "reset"), FORMS)
+def test_every_form_has_eagers_spikes_and_gradients(charge: str, fire: str, reset: str) -> None:
+    run = loop(CHARGES[charge], over(FIRES[fire]), RESETS[reset])
+    report = trained(run, currents(4, 40, 50).requires_grad_())
+    assert "4 time steps in one pass" in site(report, RULE).reason
+    assert "sparsecomp.trained_neuron" in report.graph_after and "autograd_function_apply" not in report.graph_after
+
+
+class Channels(nn.Module):
+    """A decay and a threshold for each channel, which are trained, and a state that is handed in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.randn(4, 1, 1, generator=torch.Generator().manual_seed(0)))
+        self.threshold = nn.Parameter(torch.tensor([0.5, 0.7, 0.9, 1.1]).view(4, 1, 1))
+
+    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = []
+        for step in x.unbind():
+            v = v * self.decay.sigmoid() + step
+            out.append(FIRES["sigmoid"](v - self.threshold))
+            v = v - out[-1] * self.threshold
+        return torch.stack(out), v
+
+
+def test_decays_and_thresholds_that_are_trained_and_a_state_handed_on() -> None:
+    x, v = currents(5, 2, 4, 3, 3), currents(2, 4, 3, 3, seed=1)
+    report = trained(Channels(), x.requires_grad_(), v.requires_grad_())
+    assert "p1" in site(report, RULE).reason
+    trained(Channels(), x.detach(), v.detach())
+
+
+class Parametric(nn.Module):
+    """A rate that all neurons share and that is trained, and a threshold that is but a number to the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(-0.3))
+        self.threshold = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, out = torch.zeros_like(x[0]), []
+        for step in x:
+            v = v + (step - v) * torch.sigmoid(self.rate)
+            s = WithThreshold.apply(v, self.threshold)
+            v = v * (1 - s)
+            out.append(s)
+        return torch.stack(out)
+
+
+def test_a_threshold_to_which_no_gradient_goes_gets_none() -> None:
+    trained(Parametric(), currents(5, 3, 16).requires_grad_())
+    model = Parametric()
+    found, _ = rewritten(model, currents(5, 3, 16), neurons="fuse", strict=True)
+    found.sum().backward()
+    assert model.threshold.grad is None and model.rate.grad is not None
+
+
+def test_a_current_that_decays_is_a_state() -> None:
+    def run(x: Tensor) -> Any:
+        i, v, out = torch.zeros_like(x[0]), torch.zeros_like(x[0]), []
+        for step in x:
+            i = 0.7 * i + step
+            v = 0.9 * v + i
+            out.append(FIRES["triangle"](v - 1.0))
+            v = v - out[-1].detach()
+        return torch.stack(out), i, v
+
+    trained(run, currents(6, 2, 8).requires_grad_())
+
+
+def test_the_spike_before_as_a_state() -> None:
+    def run(x: Tensor) -> Tensor:
+        v, s, out = torch.zeros_like(x[0]), torch.zeros_like(x[0]), []
+        for step in x:
+            v = 0.25 * v * (1 - s) + step
+            s = FIRES["bell"](v - 0.5)
+            out.append(s)
+        return torch.stack(out)
+
+    trained(run, currents(6, 2, 8).requires_grad_())
+
+
+def cut(x: Tensor) -> Any:
+    """Spikes with a gradient and without, and a state without."""
+    v, out, counts = torch.zeros_like(x[0]), [], []
+    for step in x:
+        v = v * 0.5 + step
+        s = FIRES["arctan"](v - 0.7)
+        v = v - 0.7 * s
+        out.append(s)
+        counts.append(s.detach())
+    return torch.stack(out), torch.stack(counts), out[1].detach() * 2, v.detach()
+
+
+def mixed(x: Tensor) -> Any:
+    """Joined are spikes of which every other has a gradient."""
+    v, out = torch.zeros_like(x[0]), []
+    for t, step in enumerate(x):
+        v = v * 0.5 + step
+        s = FIRES["arctan"](v - 0.7)
+        v = v - 0.7 * s
+        out.append(s if t % 2 else s.detach())
+    return torch.stack(out), v
+
+
+def hard(x: Tensor) -> Any:
+    """Spikes without a gradient, of a membrane with one."""
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v * 0.5 + step
+        s = (v >= 0.7).float()
+        v = v * (1 - s)
+        out.append(s)
+    return torch.stack(out), v
+
+
+def scaled(x: Tensor) -> Any:
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v * 0.5 + step
+        s = FIRES["number"](v - 0.7)
+        v = v - s * 0.7
+        out.append(s * 0.3)
+    return torch.stack(out), out[0] + 1
+
+
+def untrained(x: Tensor) -> Any:
+    """Nothing that is read of the neurons has a gradient."""
+    spikes = hard(x)[0]
+    return spikes * x
+
+
+@pytest.mark.parametrize("run", [cut, mixed, hard, scaled, untrained])
+def test_what_has_no_gradient_in_eager_has_none(run: Call) -> None:
+    trained(run, currents(4, 3, 8).requires_grad_())
+
+
+def test_neurons_of_which_nothing_is_trained_give_bytes() -> None:
+    report = trained(untrained, currents(4, 3, 8).requires_grad_())
+    assert "sparsecomp.neuron.default" in report.graph_after
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(70, marks=pytest.mark.slow(reason="traces many steps"))])
+@pytest.mark.parametrize("join", ["stack", "cat", "list", "last dimension"])
+def test_steps_are_joined_in_any_way(steps: int, join: str) -> None:
+    joins: dict[str, Call] = {
+        "stack": torch.stack, "cat": torch.cat, "list": tuple, "last dimension": lambda out: torch.stack(out, -1),
+    }  # fmt: skip
+    run = loop(CHARGES["leak"], over(FIRES["arctan"]), RESETS["soft"], lambda _: 0.0, joins[join])
+    trained(run, currents(steps, 3, 4).requires_grad_())
+
+
+def test_returned_spikes_are_tensors_of_their_own() -> None:
+    run = loop(CHARGES["leak"], over(FIRES["arctan"]), RESETS["soft"], join=lambda out: (torch.stack(out), *out))
+    (whole, *steps), _ = rewritten(run, currents(4, 3, 8).requires_grad_(), neurons="fuse", strict=True)[0]
+    assert len({one.untyped_storage().data_ptr() for one in (whole, *steps)}) == 5
+
+
+def test_under_no_grad_a_function_gives_bytes() -> None:
+    run = loop(CHARGES["leak"], over(FIRES["arctan"]), RESETS["soft"])
+    x = currents(4, 3, 8)
+    with torch.no_grad():
+        found, report = rewritten(run, x, neurons="fuse", strict=True)
+        expected = run(x)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert "sparsecomp.neuron.default" in report.graph_after
+
+
+# ---- what stays ---------------------------------------------------------------------------------------------------
+
+
+class TwoGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, threshold: Tensor) -> Tensor:
+        ctx.save_for_backward(v - threshold)
+        return (v > threshold).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0] / (1 + ctx.saved_tensors[0].abs())
+        return grad, -grad
+
+
+class TwoResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Any:
+        ctx.save_for_backward(u)
+        return (u > 0).to(u.dtype), u * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / (1 + ctx.saved_tensors[0].abs()) + grads[1]
+
+
+class Constant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        return (u > 0).to(u.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return torch.ones_like(grads[0])
+
+
+class Written(torch.autograd.Function):
+    """Writes to the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        ctx.save_for_backward(u)
+        return (u > 0).to(u.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (u,) = ctx.saved_tensors
+        return grads[0].mul_(u.abs() < 1)
+
+
+def adapting(x: Tensor) -> Tensor:
+    """The threshold, and with it the slope, moves with a current."""
+    i, v, out = torch.zeros_like(x[0]), torch.zeros_like(x[0]), []
+    for step in x:
+        i = i * 0.5 + step
+        v = v * 0.5 + i
+        s = WithThreshold.apply(v, 0.1 * i.detach())
+        v = v * (1 - s)
+        out.append(s)
+    return torch.stack(out)
+
+
+def two_slopes(x: Tensor) -> Tensor:
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v * 0.5 + step
+        s, z = FIRES["arctan"](v - 0.7), FIRES["sigmoid"](v - 0.7)
+        v = v * (1 - z)
+        out.append(s)
+    return torch.stack(out)
+
+
+def _one(fire: Call, reset: str = "soft detached") -> Call:
+    return loop(CHARGES["leak"], over(fire), RESETS[reset])
+
+
+STAY: dict[str, tuple[Call, str]] = {
+    "erf": (_one(function(lambda u, g: g * torch.erf(u.abs()))), "it computes erf"),
+    "mean": (_one(function(lambda u, g: g * u.abs().mean())), "it computes mean"),
+    "a power": (_one(function(lambda u, g: g * u.abs() ** 1.5)), "it computes a power of 1.5"),
+    "the first row": (_one(function(lambda u, g: torch.cat((g[:1] * 0, g[1:])))), "it computes"),
+    "a constant": (_one(Constant.apply), "its gradient is the same wherever the neuron is"),
+    "two gradients": (
+        loop(CHARGES["leak"], lambda h: TwoGradients.apply(h, TRAINED), RESETS["hard"]), "have a gradient, and not one"
+    ),
+    "written": (_one(Written.apply), "mul writes to what it is given"),
+    "a threshold that moves": (adapting, "depends on more than one value of a step"),
+    "two slopes": (two_slopes, "is neither a spike nor a last state"),
+}
+
+
+@pytest.mark.quick_cases(3)
+@pytest.mark.parametrize("name", STAY)
+def test_what_no_description_holds_stays_and_says_why(name: str) -> None:
+    run, reason = STAY[name]
+    stays(run, currents(4, 3, 8).requires_grad_(), reason=reason)
+
+
+def changing(x: Tensor) -> Tensor:
+    """A slope that depends on the step."""
+    v, out = torch.zeros_like(x[0]), []
+    for t, step in enumerate(x):
+        v = v * 0.5 + step
+        s = WithNumber.apply(v - 0.7, 5.0 + t)
+        v = v - 0.7 * s
+        out.append(s)
+    return torch.stack(out)
+
+
+def straight_through(x: Tensor) -> Tensor:
+    """Spikes that are rounded: (1 - s) + s need not be 1."""
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v * 0.5 + step
+        soft = torch.sigmoid(4 * (v - 0.7))
+        s = ((v >= 0.7).float() - soft).detach() + soft
+        v = v - 0.7 * s
+        out.append(s)
+    return torch.stack(out)
+
+
+def two_results(x: Tensor) -> Tensor:
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v * 0.5 + step
+        s, more = TwoResults.apply(v - 0.7)
+        v = v - 0.7 * s
+        out.append(s + more)
+    return torch.stack(out)
+
+
+def soft_function(x: Tensor) -> Tensor:
+    """A function with a backward of its own, whose results are no spikes."""
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = Squared.apply(v * 0.5 + step)
+        out.append(v)
+    return torch.stack(out)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        ctx.save_for_backward(u)
+        return torch.tanh(u * u)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("run", [changing, straight_through, two_results, soft_function])
+def test_what_is_no_trained_neuron_is_eagers(run: Call) -> None:
+    x = currents(4, 3, 8).requires_grad_()
+    found, report = rewritten(run, x, neurons="fuse", strict=True)
+    expected = run(x)
+    assert not [one for one in report.sites if one.rule == RULE and one.rewritten]
+    for one, other in zip(tensors(found), tensors(expected), strict=True):
+        assert torch.equal(one, other) and one.requires_grad == other.requires_grad
+    torch.testing.assert_close(back(found, [x]), back(expected, [x]))
+
+
+def test_options_leave_it() -> None:
+    run, x = _one(FIRES["arctan"]), currents(4, 3, 8).requires_grad_()
+    stays(run, x, reason="neurons='fuse' asks for it", neurons="auto")
+    stays(run, x, reason="implementation='dense' was asked for", implementation="dense")
