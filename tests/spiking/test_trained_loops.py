@@ -9,6 +9,8 @@ import torch
 from rewriting import rewritten, site
 from torch import Tensor, nn
 
+import sparsecomp
+
 pytestmark = pytest.mark.quick_cases(1)
 
 RULE = "unrolled_neurons"
@@ -97,7 +99,7 @@ class Asked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, u: Tensor) -> Tensor:
-        out = torch.heaviside(u, torch.as_tensor(0.0).type(u.dtype))
+        out = torch.heaviside(u, torch.zeros_like(u))
         ctx.save_for_backward(u, out)
         return out
 
@@ -585,3 +587,112 @@ def test_options_leave_it() -> None:
     run, x = _one(FIRES["arctan"]), currents(4, 3, 8).requires_grad_()
     stays(run, x, reason="neurons='fuse' asks for it", neurons="auto")
     stays(run, x, reason="implementation='dense' was asked for", implementation="dense")
+
+
+# ---- whole networks -----------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Two layers of neurons in a loop, of which the second has a rate that is trained."""
+
+    def __init__(self, outputs: int = 3) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, outputs)
+        self.rate = nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a: Any = 0.0
+        b: Any = 0.0
+        out = []
+        for step in x:
+            a = a * 0.5 + self.first(step)
+            s = FIRES["arctan"](a - 0.5)
+            a = a * (1 - s.detach())
+            b = b + (self.second(s) - b) * self.rate.sigmoid()
+            z = FIRES["powered"](b - 0.3)
+            b = b - 0.3 * z
+            out.append(z)
+        return torch.stack(out)
+
+
+def steps_of(model: nn.Module, run: Call, x: Tensor, count: int = 3) -> list[Tensor]:
+    """Losses and, in the end, the parameters of steps of SGD."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), []
+    target = torch.linspace(0, 1, x.shape[1] * 3, device=x.device).view(-1, 3)
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = (run(x).mean(0) - target).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(one.detach() for one in model.parameters())]
+
+
+def seeded() -> Network:
+    torch.manual_seed(3)
+    return Network()
+
+
+def test_a_network_s_loop_runs_once_for_all_steps() -> None:
+    model, eager = seeded(), seeded()
+    reports: list[Any] = []
+
+    def run(x: Tensor) -> Tensor:
+        found, report = rewritten(model, x, neurons="fuse", implementation="auto", strict=True)
+        reports.append(report)
+        return found
+
+    found, expected = steps_of(model, run, currents(4, 6, 8)), steps_of(eager, eager, currents(4, 6, 8))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for report in reports:
+        assert site(report, "fuse_steps").rewritten
+        assert [one.rewritten for one in report.sites if one.rule == RULE] == [True, True]
+        assert report.graph_after.count("sparsecomp.trained_neuron.default") == 2
+        assert report.graph_after.count("nn.linear(") == 2
+
+
+@pytest.mark.slow(reason="compiles with Inductor")
+def test_a_compiled_training_step() -> None:
+    model, eager = seeded(), seeded()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="sparsecomp", options={"neurons": "fuse", "strict": True})
+    found, expected = steps_of(model, compiled, currents(4, 6, 8)), steps_of(eager, eager, currents(4, 6, 8))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    report = sparsecomp.last_report()
+    assert report is not None and [one.rewritten for one in report.sites if one.rule == RULE] == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_training_step_on_a_gpu(mode: str) -> None:
+    model, eager = seeded().cuda(), seeded().cuda()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="sparsecomp", options={"neurons": "fuse", "strict": True, "mode": mode})
+    x = currents(4, 6, 8).cuda()
+    found, expected = steps_of(model, compiled, x), steps_of(eager, eager, x)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    report = sparsecomp.last_report()
+    assert report is not None and [one.rewritten for one in report.sites if one.rule == RULE] == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("charge", "fire", "reset"), FORMS)
+def test_on_a_gpu_it_has_eagers_spikes_and_gradients(charge: str, fire: str, reset: str) -> None:
+    """Dividing by a number is a product with its inverse there, and nothing is contracted."""
+    run = loop(CHARGES[charge], over(FIRES[fire]), RESETS[reset])
+    x = currents(4, 32, 512).cuda().requires_grad_()
+    torch._dynamo.reset()
+    found = torch.compile(run, backend="sparsecomp", options={"neurons": "fuse", "strict": True})(x)
+    expected = run(x)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).cuda()
+    mine, theirs = (torch.autograd.grad((out[0] * weights).sum() + out[1].sum(), x)[0] for out in (found, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    report = sparsecomp.last_report()
+    assert report is not None and site(report, RULE).rewritten
