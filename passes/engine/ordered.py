@@ -1,6 +1,5 @@
 """Which nodes of a graph have to stay in their order, apart from who reads whom."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,9 +8,8 @@ from torch import fx
 from sparsecomp import _compat
 from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of
+from sparsecomp.passes.graph.functions import APPLY, body_at
 from sparsecomp.passes.graph.operators import Trait
-
-_FUNCTION = "higher_order::autograd_function_apply"
 
 
 def ordered(ctx: Context) -> list[fx.Node]:
@@ -19,7 +17,7 @@ def ordered(ctx: Context) -> list[fx.Node]:
     return [
         node for node in ctx.gm.graph.nodes
         if node.op.startswith("call_")
-        and not (_is_plain(node, ctx.gm) and all(is_kept(one, ctx) for one in (node, *node.all_input_nodes)))
+        and not (_is_plain(node) and all(is_kept(one, ctx) for one in (node, *node.all_input_nodes)))
     ]  # fmt: skip
 
 
@@ -34,13 +32,14 @@ def is_kept(node: fx.Node, ctx: Context) -> bool:
     return base.op in ("placeholder", "get_attr") and base not in ctx.written
 
 
-def _is_plain(node: fx.Node, gm: fx.GraphModule) -> bool:
+def _is_plain(node: fx.Node) -> bool:
     """Whether a call depends on nothing but its arguments, apart from what it may write to."""
     op = op_of(node)
     if op is None or node.op == "call_module":
         return False
-    if op.name == _FUNCTION:
-        return all(_is_plain(one, body) for body in _bodies(node, gm) for one in body.graph.nodes if _calls(one))
+    if op.name == APPLY:
+        bodies = [body for one in node.all_input_nodes if (body := body_at(one)) is not None]
+        return all(_is_plain(one) for body in bodies for one in body.graph.nodes if _calls(one))
     if op.is_identity:
         return True
     return (op.known or "::" in op.name) and not op.has(Trait.DROPOUT) and not _is_random(op)
@@ -48,19 +47,6 @@ def _is_plain(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 def _calls(node: fx.Node) -> bool:
     return node.op.startswith("call_") and not _compat.sets_grad_mode(node)
-
-
-def _bodies(node: fx.Node, gm: fx.GraphModule) -> Iterable[fx.GraphModule]:
-    attributes = (one for one in node.all_input_nodes if one.op == "get_attr")
-    found = (_attribute(gm, str(one.target)) for one in attributes)
-    return [one for one in found if isinstance(one, fx.GraphModule)]
-
-
-def _attribute(gm: fx.GraphModule, path: str) -> Any:
-    found: Any = gm
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _is_random(op: CanonicalOp) -> bool:

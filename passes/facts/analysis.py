@@ -27,8 +27,8 @@ from sparsecomp.passes.graph.canonicalize import (
     has_hooks,
     op_of,
     shape_of,
-    target_name,
 )
+from sparsecomp.passes.graph.functions import calls_function
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.graph.writes import also_written, may_write
 from sparsecomp.reference import facts as algebra
@@ -252,7 +252,7 @@ class _Run:
         self.body_effects[caller] = ((None,) * skipped + args, inner)
         names = {node.name: arg for node, arg in zip(placeholders[skipped:], args, strict=True)}
         values = inner.outputs
-        if caller_is_function(caller):
+        if calls_function(caller):
             # (outputs, saved values): the caller sees the outputs only.
             first = values[0] if values else None
             return _outer(first, names) if first is not None else self._body_reason(inner)
@@ -522,11 +522,6 @@ class _Run:
             self._set(base, joined)
             self.reasons.pop(base, None)
         return True
-
-
-def caller_is_function(node: fx.Node) -> bool:
-    """Whether a body returns (outputs, saved values) rather than its outputs alone."""
-    return target_name(node) == "higher_order::autograd_function_apply"
 
 
 def _facts_in(value: SparsityFact | Items) -> Iterable[SparsityFact]:

@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, filled_with, numel_of, op_of
+from sparsecomp.passes.graph.functions import calls_function
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.spike_function import (
     GRADIENT,
     Operand,
     SpikeFunction,
     gives_a_tuple,
-    is_function,
     line_of,
     spike_function,
 )
@@ -77,7 +77,7 @@ class StepOperation:
 
 def reading(node: Any) -> StepOperation | None:
     """What a node does, None if no description can say that."""
-    if is_function(node):
+    if calls_function(node):
         function = spike_function(node)
         return None if function is None else StepOperation("function", node.args[2:], function)
     op = op_of(node) if isinstance(node, fx.Node) else None
@@ -111,7 +111,7 @@ def _reading(op: CanonicalOp) -> StepOperation | None:
         return StepOperation("heaviside", (op.input, op.get("values")))
     if op.has(Trait.CAST) and dtype_of(op.input) in (torch.bool, torch.float32):
         return StepOperation("float", (op.input,))
-    if op.name == "getitem" and is_function(op.input):
+    if op.name == "getitem" and calls_function(op.input):
         only = op.get("index") == 0 and gives_a_tuple(op.input) and spike_function(op.input) is not None
         return StepOperation("same", (op.input,)) if only else None
     same = "stop" if op.name == "detach" else "same"
@@ -155,7 +155,7 @@ def _is_smaller(value: Any, node: fx.Node) -> bool:
 
 
 def _numel(node: fx.Node) -> int | None:
-    found = node.meta.get("example_value") if is_function(node) else None
+    found = node.meta.get("example_value") if calls_function(node) else None
     return numel_of(found[0] if isinstance(found, tuple | list) else node)
 
 
@@ -611,7 +611,7 @@ class Steps:
         known: dict[Operand, int] = {f"a{index}": place for index, place in enumerate(places)}
 
         def place_of(operand: Operand) -> int:
-            if isinstance(operand, float):
+            if not isinstance(operand, str):
                 return self._number(operand)
             if operand not in known:
                 line = function.code[line_of(operand)]
@@ -640,7 +640,7 @@ class Steps:
                 known[f"a{index}"] = place
 
         def place_of(operand: Operand) -> int:
-            if isinstance(operand, float):
+            if not isinstance(operand, str):
                 return self._number(operand)
             if operand not in known and operand.startswith("a"):
                 raise NoSurrogate("the gradient of its spikes depends on more than one value of a step")
@@ -700,8 +700,10 @@ def _inverse(number: float) -> float:
 
 def _folded(value: Any, rest: Iterable[StepOperation | None]) -> StepOperation | None:
     """What a 0 was before Python computed it of a state of 0, as the other steps do: times or over a positive number,
-    or the sum or the difference of two multiples."""
+    or the sum or the difference of two multiples; a number without a gradient is itself."""
     one = next(iter(rest))
+    if isinstance(value, float) and one is not None and one.operation == "stop":
+        return StepOperation("stop", (value,))
     if not isinstance(value, float) or value.hex() != (0.0).hex() or one is None:
         return None
     numbers = [operand for operand in one.operands if isinstance(operand, int | float)]

@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from sparsecomp import _compat
-from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, filled_with, op_of, shape_of, target_name
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, filled_with, op_of, shape_of
+from sparsecomp.passes.graph.functions import body_at
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.reference.neuron import COMPARISONS
 
-FUNCTION = "higher_order::autograd_function_apply"
 GRADIENT = "g"
 """What the backward is given for the spikes."""
 Operand: TypeAlias = float | str
@@ -63,20 +63,15 @@ class _Unread(Exception):
     """A body does what no description holds; the message says what."""
 
 
-def is_function(node: Any) -> bool:
-    """Whether a node calls a function with a backward of its own."""
-    return isinstance(node, fx.Node) and node.op == "call_function" and target_name(node) == FUNCTION
-
-
 def gives_a_tuple(node: fx.Node) -> bool:
     """Whether such a call gives a tuple of its results, and not its result itself, as with older releases of torch."""
-    forward = _body(node.args[0])
+    forward = body_at(node.args[0])
     return forward is None or isinstance(_results(forward)[0], tuple | list)
 
 
 def spike_function(node: fx.Node) -> SpikeFunction | None:
     """What a call of a function does, if it gives spikes and nothing else."""
-    bodies, code = [_body(one) for one in node.args[:2]], _Code()
+    bodies, code = [body_at(one) for one in node.args[:2]], _Code()
     forward, backward = bodies if len(bodies) == 2 else (None, None)
     if forward is None or backward is None:
         return None
@@ -100,7 +95,7 @@ def _slope(node: fx.Node, backward: fx.GraphModule, code: "_Code", saved: list[A
     if not all(isinstance(one, _Value) for one in saved):
         raise _Unread("it keeps what is no tensor")
     found = code.run(backward, [GRADIENT, *(one.what for one in saved)])
-    mask = node.kwargs.get("args_tensor_mask")
+    mask: Any = node.kwargs.get("args_tensor_mask")
     counts = {len(node.args) - 2} if mask is None else {len(node.args) - 2, len(mask), sum(mask)}
     given = {index: one for index, one in enumerate(found) if one is not None}
     if len(found) not in counts or len(given) != 1:
@@ -112,14 +107,6 @@ def _slope(node: fx.Node, backward: fx.GraphModule, code: "_Code", saved: list[A
     if not isinstance(value, _Value) or isinstance(value.what, float) or value.what in code.truths:
         raise _Unread("its gradient is the same wherever the neuron is")
     return of, value.what
-
-
-def _body(value: Any) -> fx.GraphModule | None:
-    owner = value.graph.owning_module if isinstance(value, fx.Node) and value.op == "get_attr" else None
-    found = owner
-    for part in str(value.target).split(".") if found is not None else ():
-        found = getattr(found, part, None)
-    return found if isinstance(found, fx.GraphModule) else None
 
 
 def _results(body: fx.GraphModule) -> Sequence[Any]:

@@ -466,8 +466,9 @@ def _call(found: _Found, inputs: Columns, states: list[Any], keep: bool) -> fx.N
 
 def _reached(value: Any, place: int, found: _Found) -> Any:
     """A value at a place, without a gradient if the steps give it none: then its gradient is None, and not zero."""
-    stays = value is None or not found.steps.trained or place in found.gradients.reached
-    return value if stays else call(value.graph, value, torch.Tensor.detach, value)
+    if value is None or not found.steps.trained or place in found.gradients.reached:
+        return value
+    return call(value.graph, value, torch.Tensor.detach, value)
 
 
 def _expanded(state: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
