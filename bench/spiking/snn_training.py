@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import sparsecomp
 from bench.parallel import gathered, measured
+from bench.spiking.handwritten import Handwritten
 from bench.table import markdown_grid
 from bench.timing import MODES, guarded, modes_of, time_rivals, wait
 
@@ -28,7 +29,8 @@ RIVALS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "sparsecomp memory low": ("sparsecomp", {"memory": "low"}),
 }  # fmt: skip
 """What compiles the network, and its options; spikingjelly's memory-saving training runs eagerly."""
-NETWORKS = {"sew_resnet18": (32, 112), "spiking_vgg16_bn": (64, 32), "spikformer": (64, 32)}
+HANDWRITTEN = "handwritten"
+NETWORKS = {"sew_resnet18": (32, 112), "spiking_vgg16_bn": (64, 32), "spikformer": (64, 32), HANDWRITTEN: (64, 32)}
 """Batch and size of the images."""
 PRECISIONS = ("tf32", "amp", "fp32")
 STEPS = 4
@@ -80,6 +82,7 @@ def run(
         for name, precision, count in itertools.product(names, precisions, steps)
         for batch in batches or NETWORKS[name][:1]
         for mode, rival in itertools.product(modes, RIVALS)
+        if name != HANDWRITTEN or rival != "spikingjelly memopt"  # none of its neurons is there
     ]
     found = measured(prepared, cases, min(workers, len(cases)), batch=1, threads=threads, turns=TURNS)
     for row in gathered(found, ("network", "precision", "steps", "batch")):
@@ -142,6 +145,7 @@ def trained(case: Case) -> Trained:
     target = torch.randint(0, 10, (case.batch,), device=case.device)
     target = target.expand(case.steps, case.batch).flatten()
     backend, options = RIVALS[case.rival]
+    options = {**options, "neurons": "fuse"} if case.network == HANDWRITTEN else options
     compiled = model
     if case.rival == "spikingjelly memopt":
         _save_memory(model, x)
@@ -162,7 +166,9 @@ def _save_memory(model: nn.Module, x: Tensor) -> None:
 
 
 def network(name: str, steps: int) -> nn.Module:
-    """A network of spikingjelly's, multi-step."""
+    """A network of spikingjelly's, multi-step, or one that is written by hand."""
+    if name == HANDWRITTEN:
+        return Handwritten()
     if name == "spikformer":
         return _library("model.spikformer").Spikformer(
             T=steps, img_size_h=32, img_size_w=32, patch_size=4, num_classes=10, embed_dims=384, num_heads=12, depths=4

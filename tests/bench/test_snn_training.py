@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import sparsecomp
 from bench.parallel import gathered
 from bench.spiking import snn_training
+from bench.spiking.handwritten import Handwritten
 from bench.spiking.snn_training import Case
 
 
@@ -45,3 +47,20 @@ def test_rows_have_all_rivals() -> None:
     assert set(row["sites"]) == {"sparsecomp, default", "sparsecomp memory low, default"}
     header, _, line, *_ = snn_training.table([row]).splitlines()
     assert header.count("|") == line.count("|") and " MiB (" in line
+
+
+def test_the_network_that_is_written_by_hand_fires_and_is_fused() -> None:
+    """A dead network's times mean nothing."""
+    torch.manual_seed(0)
+    model, rates = Handwritten(channels=16), []
+
+    def count(_: Any, inputs: tuple[Tensor, ...]) -> None:
+        rates.append(float((inputs[0] == 1).float().mean()))
+
+    for layer in (*model.convolutions[1:], model.head):
+        layer.register_forward_pre_hook(count)
+    x = torch.rand(2, 3, 32, 32).expand(4, 2, 3, 32, 32)
+    model(x)
+    assert all(0.05 < sum(rates[layer::3]) / 4 < 0.35 for layer in range(3))
+    report = sparsecomp.explain(Handwritten(channels=16), x, options={"neurons": "fuse"})
+    assert [one.rewritten for one in report.sites if one.rule == "unrolled_neurons"] == [True] * 3

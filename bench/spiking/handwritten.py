@@ -1,0 +1,51 @@
+"""A spiking network as people write it by hand: a loop over time, a neuron of a few lines, a surrogate of their own."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Arctan(torch.autograd.Function):
+    """1 from 0 on, with the slope of an arc tangent."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Tensor:
+        """Of any shape."""
+        ctx.save_for_backward(u)
+        return (u >= 0).to(u.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient for u."""
+        (u,) = ctx.saved_tensors
+        return grads[0] / (1 + (math.pi * u) ** 2)
+
+
+class Handwritten(nn.Module):
+    """Three convolutions and a linear layer on images of 32×32, leaky neurons behind the convolutions.
+
+    It has no normalisation, which would have statistics of each step: its weights are as large as makes neurons fire.
+    """
+
+    def __init__(self, channels: int = 64, classes: int = 10) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList((
+            nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1, bias=False),
+        ))  # fmt: skip
+        self.head = nn.Linear(2 * channels * 16 * 16, classes)
+        for layer in self.convolutions:
+            nn.init.normal_(layer.weight, std=0.85 / math.sqrt(layer.weight[0].numel() * 0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, B, 3, 32, 32) to (T, B, classes)."""
+        membranes, out = [0.0] * len(self.convolutions), []
+        for step in x:
+            for index, layer in enumerate(self.convolutions):
+                charge = membranes[index] * 0.5 + layer(step)
+                step = Arctan.apply(charge - 1.0)
+                membranes[index] = charge * (1 - step.detach())
+            out.append(self.head(step.flatten(1)))
+        return torch.stack(out)
