@@ -1,6 +1,7 @@
 """Neurons written by hand in training: one operator with eager's spikes and gradients, and what must stay as it was."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -741,7 +742,7 @@ def test_a_training_step_on_a_gpu(mode: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("charge", "fire", "reset"), FORMS)
+@pytest.mark.parametrize(("charge", "fire", "reset"), zip(itertools.cycle(CHARGES), FIRES, itertools.cycle(RESETS)))
 def test_on_a_gpu_it_has_eagers_spikes_and_gradients(charge: str, fire: str, reset: str) -> None:
     """Dividing by a number is a product with its inverse there, and nothing is contracted."""
     run = loop(CHARGES[charge], over(FIRES[fire]), RESETS[reset])
