@@ -134,7 +134,7 @@ def fires_on(node: fx.Node) -> Iterator[fx.Node]:
         if _compares(found):
             yield user
         elif _is_distance(user, found):
-            yield from user.users
+            yield from (one for one in user.users if not _reads_no_value(one, user))
 
 
 def _compares(found: StepOperation) -> bool:
@@ -146,7 +146,16 @@ def _is_distance(node: fx.Node, found: StepOperation) -> bool:
     nearby = found.operation in ("same", "stop") or (
         found.operation in ("add", "sub") and any(_is_smaller(one, node) for one in found.operands)
     )
-    return nearby and all((on := reading(user)) is not None and _compares(on) for user in node.users)
+    readers = [user for user in node.users if not _reads_no_value(user, node)]
+    return nearby and all((on := reading(user)) is not None and _compares(on) for user in readers)
+
+
+def _reads_no_value(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a reader asks but for shape and type, as `zeros_like(u)` and `fires.to(u)` do."""
+    op = op_of(user)
+    if op is None or not op.known or op.inplace:
+        return False
+    return op.has(Trait.FILL) or (op.has(Trait.CAST) and op.input is not node)
 
 
 def _is_smaller(value: Any, node: fx.Node) -> bool:

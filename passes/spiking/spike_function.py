@@ -87,6 +87,34 @@ def spike_function(node: fx.Node) -> SpikeFunction | None:
     return SpikeFunction(tuple(code.lines), truth, of, slope)
 
 
+def goes_straight_through(fires: fx.Node) -> bool:
+    """Whether a truth value becomes spikes by `(hard - soft).detach() + soft` or `hard + (soft - soft.detach())`.
+
+    They are no ones and zeros: the former is rounded, and the latter is NaN where a membrane is.
+    """
+    casts = (user for user in fires.users if (op := op_of(user)) is not None and op.has(Trait.CAST))
+    for hard in (fires, *casts):
+        for user in hard.users:
+            op = op_of(user)
+            if op is None or op.name not in ("add", "sub"):
+                continue
+            others = [one for one in op.args.values() if one is not hard]
+            if any(_is(reader, "detach") for reader in user.users) or any(map(_is_zero, others)):
+                return True
+    return False
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether something is subtracted from itself, one of both without a gradient."""
+    op = op_of(value) if _is(value, "sub") else None
+    return op is not None and any(_is(one, "detach") for one in op.args.values())
+
+
+def _is(value: Any, name: str) -> bool:
+    op = op_of(value) if isinstance(value, fx.Node) else None
+    return op is not None and op.name == name
+
+
 def _slope(node: fx.Node, backward: fx.GraphModule, code: "_Code", saved: list[Any]) -> tuple[int, Operand]:
     """Which argument has a gradient, and what it is."""
     keywords = {name: value for name, value in node.kwargs.items() if value not in (None, [], ())}

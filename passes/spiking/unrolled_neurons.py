@@ -29,12 +29,20 @@ from sparsecomp.passes.spiking.neuron_step import (
     NoSurrogate,
     Steps,
     chain_to,
+    fires_on,
     is_charge,
     is_last,
     reading,
 )
+from sparsecomp.passes.spiking.spike_function import goes_straight_through
 from sparsecomp.passes.spiking.steps import joins, taken_from
 from sparsecomp.reference.neuron import PLACES, Neuron
+from sparsecomp.reference.precision import KERNEL_DTYPES
+
+_STRAIGHT_THROUGH = (
+    "its spikes are told from a sum, as (hard - soft).detach() + soft, which is not always 0 or 1; a "
+    "torch.autograd.Function gives them their gradient and stays exact"
+)
 
 
 class _Obstacle(Exception):
@@ -54,7 +62,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     except NoSurrogate as obstacle:
         return refuse(Why.NOT_ONE_NEURON, detail=obstacle)
     except NoNeuron:
-        return None
+        straight = ctx.gradients and any(map(goes_straight_through, fires_on(node)))
+        return refuse(Why.NOT_ONE_NEURON, detail=_STRAIGHT_THROUGH) if straight else None
     try:
         found = _checked(steps, ctx)
     except (NoNeuron, _Obstacle) as obstacle:
@@ -273,10 +282,13 @@ def _check_operands(steps: Steps) -> None:
     shape = known_sizes(steps.charges[-1])
     if first is None or shape is None or not shape or not all(type(size) is int for size in first.shape):
         raise _Obstacle("the shape of a step is unknown")
-    for one in (*steps.inputs, *steps.charges):
+    if first.dtype not in KERNEL_DTYPES:
+        raise _Obstacle(f"its input is of {first.dtype}")
+    wanted = {**dict.fromkeys(steps.charges, torch.float32), **dict.fromkeys(steps.inputs, first.dtype)}
+    for one, dtype in wanted.items():
         example = example_of(one)
-        if example is None or example.dtype is not torch.float32 or [*example.shape] != shape:
-            raise _Obstacle("what it is given, or its charge, is not float32 of one shape at every step")
+        if example is None or example.dtype is not dtype or [*example.shape] != shape:
+            raise _Obstacle("what it is given is not of one shape and type at every step, or its charge not float32")
     for one in (*steps.parameters, *_starts(steps)):
         example = example_of(one)
         if isinstance(one, fx.Node) and (example is None or not _broadcasts(example, shape, first.device)):
@@ -455,6 +467,8 @@ def _call(found: _Found, inputs: Columns, states: list[Any], keep: bool) -> fx.N
     sizes = [*example_of(inputs[0]).shape]
     given = [_expanded(one, sizes, like) if isinstance(one, fx.Node) else None for one in states]
     starts = [0.0 if isinstance(one, fx.Node) else float(one) for one in states]
+    if example_of(inputs[0]).dtype is not torch.float32:  # as in a sum with a state, which is float32
+        x = call(like.graph, like, torch.Tensor.float, x)
     x = _reached(x, PLACES["x"], found)
     given = [_reached(one, place, found) for place, one in enumerate(given, PLACES["v0"])]
     parameters = [_reached(one, place, found) for place, one in enumerate(steps.parameters, PLACES["p0"])]

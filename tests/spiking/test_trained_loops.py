@@ -400,6 +400,26 @@ def test_neurons_of_which_nothing_is_trained_give_bytes() -> None:
     assert "sparsecomp.neuron.default" in report.graph_after
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inputs_of_half_precision_and_a_membrane_of_float32(dtype: torch.dtype) -> None:
+    """As under autocast, whose layers give halves, where states are float32 from the first step on."""
+    run = loop(CHARGES["leak"], over(FIRES["arctan"]), RESETS["hard"], lambda x: torch.zeros(x.shape))
+    x = currents(4, 30, 40).to(dtype).requires_grad_()
+    found, report = rewritten(run, x, neurons="fuse", strict=True)
+    exact = x.detach().double().requires_grad_()
+    expected, wide = run(x), loop(CHARGES["leak"], over(FIRES["arctan"]), RESETS["hard"])(exact)
+    assert site(report, RULE).rewritten
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) and one.dtype is torch.float32
+    assert torch.equal(found[0].double(), wide[0])
+    ((ours,), (theirs,)) = back(found, [x]), back(wide, [exact])
+    assert ours is not None and theirs is not None and ours.dtype is dtype
+    torch.testing.assert_close(ours.double(), theirs, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
+    with torch.no_grad():
+        found, report = rewritten(run, x, neurons="fuse", strict=True)
+    assert site(report, RULE).rewritten and all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("steps", [2, pytest.param(70, marks=pytest.mark.slow(reason="traces many steps"))])
 @pytest.mark.parametrize("join", ["stack", "cat", "list", "last dimension"])
 def test_steps_are_joined_in_any_way(steps: int, join: str) -> None:
@@ -553,6 +573,30 @@ def two_slopes(x: Tensor) -> Tensor:
     return torch.stack(out)
 
 
+def straight_through(x: Tensor) -> Tensor:
+    """Spikes that are rounded: (1 - s) + s need not be 1."""
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v * 0.5 + step
+        soft = torch.sigmoid(4 * (v - 0.7))
+        s = ((v >= 0.7).float() - soft).detach() + soft
+        v = v - 0.7 * s
+        out.append(s)
+    return torch.stack(out)
+
+
+def added_nothing(x: Tensor) -> Tensor:
+    """Spikes to which nothing is added, but NaN where the membrane is."""
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v * 0.5 + step
+        soft = torch.sigmoid(4 * (v - 0.7))
+        s = (v >= 0.7).to(v.dtype) + (soft - soft.detach())
+        v = v - 0.7 * s
+        out.append(s)
+    return torch.stack(out)
+
+
 def _one(fire: Call, reset: str = "soft detached") -> Call:
     return loop(CHARGES["leak"], over(fire), RESETS[reset])
 
@@ -568,6 +612,8 @@ STAY: dict[str, tuple[Call, str]] = {
     ),
     "written": (_one(Written.apply), "mul writes to what it is given"),
     "a threshold that moves": (adapting, "depends on more than one value of a step"),
+    "straight through": (straight_through, "told from a sum"),
+    "straight through, added": (added_nothing, "told from a sum"),
     "two slopes": (two_slopes, "is neither a spike nor a last state"),
 }
 
@@ -585,18 +631,6 @@ def changing(x: Tensor) -> Tensor:
     for t, step in enumerate(x):
         v = v * 0.5 + step
         s = WithNumber.apply(v - 0.7, 5.0 + t)
-        v = v - 0.7 * s
-        out.append(s)
-    return torch.stack(out)
-
-
-def straight_through(x: Tensor) -> Tensor:
-    """Spikes that are rounded: (1 - s) + s need not be 1."""
-    v, out = torch.zeros_like(x[0]), []
-    for step in x:
-        v = v * 0.5 + step
-        soft = torch.sigmoid(4 * (v - 0.7))
-        s = ((v >= 0.7).float() - soft).detach() + soft
         v = v - 0.7 * s
         out.append(s)
     return torch.stack(out)
@@ -632,7 +666,7 @@ class Squared(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0]
 
 
-@pytest.mark.parametrize("run", [changing, straight_through, two_results, soft_function])
+@pytest.mark.parametrize("run", [changing, two_results, soft_function])
 def test_what_is_no_trained_neuron_is_eagers(run: Call) -> None:
     x = currents(4, 3, 8).requires_grad_()
     found, report = rewritten(run, x, neurons="fuse", strict=True)

@@ -45,6 +45,8 @@ FIRES: dict[str, Step] = {
     "heaviside at 0": lambda h: torch.heaviside(h - 0.7, h.new_zeros(())),
     "surrogate": lambda h: Surrogate.apply(h - 0.7),
     "where": lambda h: torch.where(h >= 0.7, 1.0, 0.0),
+    "type of the distance": lambda h: (lambda u: (u > 0).to(u))(h - 0.7),
+    "heaviside of the distance": lambda h: (lambda u: torch.heaviside(u, torch.zeros_like(u)))(h - 0.7),
     "not": lambda h: (~(h < 0.7)).type_as(h),
 }
 RESETS: dict[str, Step] = {
