@@ -1,13 +1,17 @@
 """Neurons written by hand in training: one operator with eager's spikes and gradients, and what must stay as it was."""
 
+import ast
 import copy
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from compile_kernel import compile_in_subprocess
+from kernel_devices import KERNEL_DEVICES
 from rewriting import rewritten, site
 from torch import Tensor, nn
 
@@ -682,6 +686,61 @@ def test_options_leave_it() -> None:
     run, x = _one(FIRES["arctan"]), currents(4, 3, 8).requires_grad_()
     stays(run, x, reason="neurons='fuse' asks for it", neurons="auto")
     stays(run, x, reason="implementation='dense' was asked for", implementation="dense")
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------
+
+
+def described(fire: str) -> tuple[str, list[float]]:
+    """The description of a leaky neuron that fires in some way, and its numbers."""
+    _, report = rewritten(_one(FIRES[fire]), currents(2, 3, 4).requires_grad_(), neurons="fuse", strict=True)
+    found = re.search(r"\.default\(l_x_, \[None\], \[0\.0\], \[\], (\[.*?\]), '(.*?)'\)", report.graph_after)
+    assert found is not None
+    return found[2], ast.literal_eval(found[1])
+
+
+@pytest.mark.slow(reason="interprets both kernels")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("fire", FIRES)
+def test_kernels_have_eagers_spikes_and_gradients(fire: str, device: str) -> None:
+    from sparsecomp.lowering.spiking.neuron import launch_trained
+    from sparsecomp.lowering.spiking.neuron_gradients import launch_gradients
+
+    step, numbers = described(fire)
+    x = currents(3, 4, 50)
+    exact, random = x.double().requires_grad_(), torch.Generator().manual_seed(5)
+    grads = [torch.randn(x.shape, generator=random), torch.randn(x[0].shape, generator=random)]
+    spikes, v = _one(FIRES[fire])(exact)
+    (expected,) = torch.autograd.grad((spikes * grads[0]).sum() + (v * grads[1]).sum(), exact)
+    found = launch_trained(x.to(device), [None], [0.0], [], numbers, step)
+    assert torch.equal(found[0].cpu().double(), spikes)
+    ours, _ = launch_gradients(
+        [one.to(device) for one in grads], x.to(device), [None], [0.0], [], numbers, step, [True, False]
+    )
+    torch.testing.assert_close(ours.cpu().double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow(reason="compiles for two GPUs in a process of its own")
+def test_kernels_of_every_spike_function_compile_for_gpus_that_are_not_there() -> None:
+    texts = [described(fire)[0] for fire in FIRES]
+    compile_in_subprocess(
+        f"""
+        from sparsecomp.lowering.spiking.kernels.neuron_gradients import neuron_gradients_kernel as kernel
+        from sparsecomp.lowering.spiking.neuron import code_of
+        from sparsecomp.reference.neuron import neuron_of
+        from sparsecomp.reference.neuron_gradient import step_back
+
+        types = {{name: "*fp32" if name.endswith("_ptr") else "fp32" if name[0] in "n" or "start" in name else "i32"
+                 for name in kernel.arg_names}} | dict(numel="i32")
+        for text in {texts!r}:
+            neuron = neuron_of(text)
+            back = step_back(neuron)
+            constants = dict(STEPS=2, CODE=code_of(neuron.code), AFTER=neuron.states, BACK=code_of(back.code),
+                             OF_X=back.x, OF=(*back.states, *back.parameters), BLOCK=512)
+            for capability in (80, 90):
+                build(kernel, types, constants, capability, num_warps=4, enable_fp_fusion=False)
+        """
+    )
 
 
 # ---- whole networks -----------------------------------------------------------------------------------------------
