@@ -117,6 +117,25 @@ class Asked(torch.autograd.Function):
         return grads[0] * (0.5 + 0.5 * out) * torch.relu(1 - u.abs())
 
 
+WIDTH = torch.tensor(2.0)
+
+
+class SetUp(torch.autograd.Function):
+    """Its context is made by a method of its own, and it reads a tensor that nobody hands it."""
+
+    @staticmethod
+    def forward(u: Tensor) -> Tensor:
+        return torch.where(u * WIDTH > 0, torch.ones_like(u), torch.zeros_like(u))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.inside = (inputs[0].abs() * WIDTH).lt(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return torch.where(ctx.inside, grads[0] / WIDTH, 0.0)
+
+
 TRAINED = nn.Parameter(torch.tensor(0.7))
 FIRES: dict[str, Call] = {
     "arctan": (_arctan := function(lambda u, g: g / (1 + (math.pi / 2 * u * 2.0) ** 2))),
@@ -264,6 +283,11 @@ def test_every_form_has_eagers_spikes_and_gradients(charge: str, fire: str, rese
     report = trained(run, currents(4, 40, 50).requires_grad_())
     assert "4 time steps in one pass" in site(report, RULE).reason
     assert "sparsecomp.trained_neuron" in report.graph_after and "autograd_function_apply" not in report.graph_after
+
+
+def test_a_function_may_read_a_tensor_that_nobody_hands_it() -> None:
+    report = trained(_one(SetUp.apply), currents(4, 40, 50).requires_grad_())
+    assert "p0" in site(report, RULE).reason
 
 
 class Channels(nn.Module):
