@@ -215,6 +215,8 @@ class _Code:
         if number is not None:
             return _Value(number, own=True)
         what = self._computed(op)
+        if dtype_of(node) is torch.bool and what not in self.truths:
+            raise _Unread(f"it computes {op.name} of truth values")
         if not op.inplace:
             # a cast to what something is already gives it itself
             stays = op.has(Trait.CAST) and what == self._value(op.input).what
@@ -238,7 +240,8 @@ class _Code:
 
     def _computed(self, op: CanonicalOp) -> Operand:
         if op.name == "setitem":
-            if shape_of(op.get("index")) != shape_of(op.input) or isinstance(op.get("value"), fx.Node):
+            whole = shape_of(op.input) is not None and shape_of(op.get("index")) == shape_of(op.input)
+            if not whole or isinstance(op.get("value"), fx.Node):
                 raise _Unread("it writes to a part of a tensor that no truth value tells")
             return self._where(op.get("index"), op.get("value"), op.input)
         if op.name == "masked_fill":
