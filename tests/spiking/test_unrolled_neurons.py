@@ -589,6 +589,21 @@ def test_neurons_of_libraries_that_show_as_operations(name: str) -> None:
     assert site(report, RULE).rewritten
 
 
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_neurons_of_libraries_in_training(name: str) -> None:
+    """Their surrogates are read off the backward of their functions."""
+    x = currents(5, 2, 16).requires_grad_()
+    expected = LIBRARIES[name]()(x)
+    found, report = rewritten(LIBRARIES[name](), x, neurons="fuse", strict=True)
+    assert_same_bits(found, expected)
+    weights = currents(5, 2, 16, seed=1)
+    spikes = [_tensors(one)[0] for one in (found, expected)]
+    mine, theirs = (torch.autograd.grad((one * weights.view_as(one)).sum(), x)[0] for one in spikes)
+    torch.testing.assert_close(mine, theirs)
+    assert theirs.any() and site(report, RULE).rewritten
+    assert "sparsecomp.trained_neuron" in report.graph_after
+
+
 # ---- compiled -----------------------------------------------------------------------------------------------------
 
 
