@@ -4,7 +4,8 @@ Unrolled, such a loop is a chain of T times the same few elementwise operations.
 what one of them does; here is what else must be so before `sparsecomp::neuron`, which keeps its states in registers
 and writes spikes as bytes, takes the place of all of them: nothing but spikes and the last states is read by others,
 nothing is written to in between, and all inputs are there before the first spike is read. Where layers stand between,
-`fuse_steps` has brought that about. Each operation is rounded as it was, so that the same spikes come out.
+`fuse_steps` has brought that about. Each operation is rounded as it was, so that the same spikes come out. In training
+it is `sparsecomp::trained_neuron`, and each result and operand has a gradient where it had one.
 """
 
 import itertools
@@ -68,7 +69,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         found = _checked(steps, ctx)
     except (NoNeuron, _Obstacle) as obstacle:
         return refuse(Why.NOT_ONE_NEURON, detail=obstacle)
-    reason = f"{len(charges)} time steps in one pass: {found.neuron.formula(found.numbers)}"
+    passes = "one pass, and one for their gradients" if found.gradients.reached else "one pass"
+    reason = f"{len(charges)} time steps in {passes}: {found.neuron.formula(found.numbers)}"
     return Plan(
         lambda: _build(found), reason, "fused", dead=found.dead, places=found.places, layer=charges[0]
     )  # fmt: skip
