@@ -20,7 +20,7 @@ from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.ordered import is_kept
-from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, known_sizes, refuse
+from sparsecomp.passes.engine.rule import TAG, Context, Plan, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS
@@ -183,8 +183,15 @@ def _behind(place: int, steps: Steps) -> Sequence[Any]:
 
 
 def _asks(value: Any) -> bool:
-    """Whether a value is known to ask for gradients."""
-    return isinstance(value, fx.Node) and bool(getattr(example_of(value), "requires_grad", True))
+    """Whether a value is known to ask for gradients: by its example, or, where a rule made it, by what it is of."""
+    pending, seen = [value] if isinstance(value, fx.Node) else [], {value}
+    for node in pending:  # grows
+        if getattr(example_of(node), "requires_grad", False):
+            return True
+        if TAG in node.meta and node.target != "detach":
+            pending += [one for one in node.all_input_nodes if one not in seen]
+            seen.update(pending)
+    return False
 
 
 def _first_readers(

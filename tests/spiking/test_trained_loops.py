@@ -889,6 +889,40 @@ def test_a_network_s_loop_runs_once_for_all_steps() -> None:
         assert report.graph_after.count("nn.linear(") == 2
 
 
+class Currents(nn.Module):
+    """A layer whose neurons hand on a current, to which the decay of their membranes gives no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.decay = nn.Linear(8, 16), nn.Linear(16, 3), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Any:
+        i = v = torch.zeros(x.shape[1], 16)
+        out = []
+        for step in x:
+            i = i * 0.5 + self.layer(step)
+            v = v * self.decay.sigmoid() + i
+            s = FIRES["arctan"](v - 0.3)
+            v = v * (1 - s)
+            out.append(self.head(s))
+        return torch.stack(out), i
+
+
+@pytest.mark.slow(reason="traces two loops")
+@pytest.mark.parametrize("verify", [True, False])
+def test_results_to_which_not_all_parameters_give_a_gradient(verify: bool) -> None:
+    """What a layer gives asks for gradients, though a rule has made it."""
+    model = Currents()
+    x = currents(4, 5, 8)
+    found, report = rewritten(model, x, neurons="fuse", implementation="auto", strict=True, verify=verify)
+    expected, given = model(x), [*model.parameters()]
+    assert [site(report, rule).rewritten for rule in ("fuse_steps", RULE)] == [True, True]
+    for one, other in zip(back(found, given), back(expected, given), strict=True):
+        torch.testing.assert_close(one, other)
+    assert torch.equal(found[1], expected[1])
+
+
 @pytest.mark.slow(reason="compiles with Inductor")
 def test_a_compiled_training_step() -> None:
     model, eager = seeded(), seeded()
