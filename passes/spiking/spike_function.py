@@ -132,8 +132,9 @@ def _slope(node: fx.Node, backward: fx.GraphModule, code: "_Code", saved: list[A
     shapes = {shape_of(one) for one in (node.args[2 + of], _listed(_results(backward))[of])}
     if len(shapes) > 1:
         raise _Unread("its gradient is of another shape than what it is given")
-    if not isinstance(value, _Value) or isinstance(value.what, float) or value.what in code.truths:
-        raise _Unread("its gradient is the same wherever the neuron is")
+    if not isinstance(value, _Value) or isinstance(value.what, float) or not code.vanishes(value.what):
+        # a backward that no gradient reaches is not called; a description has one in each step
+        raise _Unread("its gradient is a number, or not known to be 0 where that of its spikes is")
     return of, value.what
 
 
@@ -185,6 +186,28 @@ class _Code:
         if not isinstance(truth, str) or not self._is_exact(truth):
             raise _Unread("it gives something else than ones and zeros")
         return truth
+
+    def vanishes(self, what: Operand) -> bool:
+        """Whether a value is known to be 0 where the gradient for the spikes is."""
+        line = self._line_of(what)
+        if line is None:
+            return what in (GRADIENT, 0.0)
+        each = [*map(self.vanishes, line.operands)]
+        match line.operation:
+            case "mul":
+                return any(each)
+            case "div" | "neg" | "abs" | "sqrt":
+                return each[0]
+            case "add" | "sub":
+                return all(each)
+            case "where":
+                return all(each[1:])
+            case "max" | "min":  # a gradient that is cut off on both sides of 0
+                side = 1 if line.operation == "max" else -1
+                bounds = [isinstance(one, float) and side * one <= 0 for one in line.operands]
+                return any(each) and all(a or b for a, b in zip(each, bounds, strict=True))
+            case _:
+                return False
 
     def _is_exact(self, what: Operand) -> bool:
         line = self._line_of(what)

@@ -155,6 +155,7 @@ FIRES: dict[str, Call] = {
     "pieces": function(pieces),
     "filled": function(lambda u, g: g.masked_fill(u.abs() > 1, 0.0)),
     "identity": function(lambda u, g: g),
+    "clipped": function(lambda u, g: torch.clamp(g / (1 + u * u), -0.5, 0.25)),
     "reciprocal": function(lambda u, g: g * (1 + u * u).reciprocal().sqrt(), lambda u: ~(u < 0)),
     "number": lambda u: WithNumber.apply(u, 25.0),
     "asked": Asked.apply,
@@ -654,11 +655,16 @@ STAY: dict[str, tuple[Call, str]] = {
     "rows": (_one(function(rows)), "it writes to a part of a tensor"),
     "a power of a tensor": (_one(function(lambda u, g: g * 0.5**u)), "it computes a power"),
     "the first row": (_one(function(lambda u, g: torch.cat((g[:1] * 0, g[1:])))), "it computes"),
-    "a constant": (_one(Constant.apply), "its gradient is the same wherever the neuron is"),
+    "a constant": (_one(Constant.apply), "not known to be 0 where that of its spikes is"),
+    "a gradient of its own": (_one(function(lambda u, g: g + 0.1 * u)), "not known to be 0"),
+    "one that does not vanish": (_one(function(lambda u, g: torch.clamp(g * u, min=0.1))), "not known to be 0"),
     "two gradients": (
         loop(CHARGES["leak"], lambda h: TwoGradients.apply(h, TRAINED), RESETS["hard"]), "have a gradient, and not one"
     ),
     "written": (_one(Written.apply), "mul writes to what it is given"),
+    "written by another name": (
+        _one(function(lambda u, g: g.detach().mul_(u.abs() < 1))), "mul writes to what it is given"
+    ),
     "a threshold that moves": (adapting, "depends on more than one value of a step"),
     "straight through": (straight_through, "told from a sum"),
     "straight through, added": (added_nothing, "told from a sum"),
@@ -732,7 +738,7 @@ def test_options_leave_it() -> None:
     stays(run, x, reason="implementation='dense' was asked for", implementation="dense")
 
 
-def applied(older: bool) -> fx.Node:
+def applied(older: bool, **more: Any) -> fx.Node:
     """A call of a function as Dynamo of torch 2.13 puts it into a graph, or of releases that gave bodies a context."""
     bodies = {}
     for name in ("forward", "backward"):
@@ -754,7 +760,7 @@ def applied(older: bool) -> fx.Node:
     keywords = {"args_tensor_mask": [True]} if older else {"saved_for_backward_idx": [0]}
     target = torch.ops.higher_order.autograd_function_apply
     args = graph.get_attr("forward_body"), graph.get_attr("backward_body"), u
-    call = graph.call_function(target, args, {"non_differentiable_idx": [], **keywords})
+    call = graph.call_function(target, args, {"non_differentiable_idx": [], **keywords, **more})
     graph.owning_module = fx.GraphModule(bodies, graph)  # nodes find their bodies through it
     return call
 
@@ -769,6 +775,12 @@ def test_bodies_with_a_context_are_read_as_those_without() -> None:
     assert found is not None and not found.obstacle and found == spike_function(older)
     assert [line.operation for line in found.code] == ["ge", "float", "abs", "mul"] and found.slope == "t3"
     assert gives_a_tuple(newer) and not gives_a_tuple(older)
+
+
+@pytest.mark.parametrize("name", ["non_differentiable_idx", "dirty_idx", "of_another_kind"])
+def test_what_a_function_marks_is_not_read(name: str) -> None:
+    found = spike_function(applied(older=False, **{name: [0]}))
+    assert found is not None and "it marks what it gives" in found.obstacle
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------
