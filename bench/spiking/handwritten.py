@@ -31,13 +31,14 @@ class Handwritten(nn.Module):
 
     def __init__(self, channels: int = 64, classes: int = 10) -> None:
         super().__init__()
-        self.convolutions = nn.ModuleList((
+        layers = (
             nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.Conv2d(channels, channels, 3, padding=1, bias=False),
             nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1, bias=False),
-        ))  # fmt: skip
-        self.head = nn.Linear(2 * channels * 16 * 16, classes)
-        for layer in self.convolutions:
+        )  # fmt: skip
+        for layer in layers:
             nn.init.normal_(layer.weight, std=0.85 / math.sqrt(layer.weight[0].numel() * 0.2))
+        self.convolutions = nn.ModuleList(layers)
+        self.head = nn.Linear(2 * channels * 16 * 16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, B, 3, 32, 32) to (T, B, classes)."""
