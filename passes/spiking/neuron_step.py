@@ -9,7 +9,7 @@ exact: two columns agree in every operation, number and order of operands, or th
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -345,23 +345,25 @@ class Steps:
 
     def leaves(self, node: fx.Node, step: int) -> frozenset[int]:
         """The input, states and parameters to which a gradient goes back from a node, through all steps before."""
-        place = self.place_of(node, step)
-        found = frozenset() if place is None else self._leaves(place)
-        while True:
-            states = (self._after[one - PLACES["v0"]] for one in found if 0 <= one - PLACES["v0"] < len(self._after))
-            more = found.union(*map(self._leaves, states))
-            if more == found:
-                return found
-            found = more
+        place, found = self.place_of(node, step), set()
+        pending = [] if place is None else [place]
+        while pending:
+            place = pending.pop()
+            if place not in found:
+                found.add(place)
+                pending += self._gives_gradients_to(place)
+        return frozenset(place for place in found if _X <= place < _FIRST_NUMBER)
 
-    def _leaves(self, place: int) -> frozenset[int]:
+    def _gives_gradients_to(self, place: int) -> Sequence[int]:
+        state = place - PLACES["v0"]
+        if 0 <= state < len(self._after):
+            return (self._after[state],)
         one = self._code_at(place)
-        if one is None:
-            return frozenset([place] if _X <= place < _FIRST_NUMBER else ())
-        if one.operation in ("stop", "float", "not", *COMPARISONS):
-            return frozenset()
-        operands = (one.b,) if one.operation == "fire" else one.operands
-        return frozenset().union(*map(self._leaves, operands[1:] if one.operation == "where" else operands))
+        if one is None or one.operation in ("stop", "float", "not", *COMPARISONS):
+            return ()
+        if one.operation == "fire":
+            return (one.b,)
+        return one.operands[1:] if one.operation == "where" else one.operands
 
     def is_early(self, node: fx.Node) -> bool:
         """Whether a node is made of first states alone."""

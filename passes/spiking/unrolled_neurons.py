@@ -505,7 +505,7 @@ def _expanded(state: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
 def _joined(node: fx.Node, join: _Join, spikes: list[fx.Node], found: _Found) -> fx.Node:
     """What takes the place of a node that joins the spikes of all steps."""
     whole = spikes[0] if len(spikes) == 1 else call(node.graph, node, torch.cat, spikes)
-    if not found.gradients.reached or len(found.joins) > 1:
+    if not found.gradients.reached or len(found.joins) > 1 or example_of(node).dtype is not torch.float32:
         whole = _own(whole, node, found)
     whole = _without(whole, join.graded, found)
     if join.factor is not None:

@@ -407,6 +407,16 @@ def hard(x: Tensor) -> Any:
     return torch.stack(out), v
 
 
+def truths(x: Tensor) -> Any:
+    """Spikes as truth values beside a membrane with a gradient."""
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v * 0.5 + step
+        out.append(v >= 0.7)
+        v = v.masked_fill(out[-1], 0.0)
+    return torch.stack(out), v
+
+
 def scaled(x: Tensor) -> Any:
     v, out = torch.zeros_like(x[0]), []
     for step in x:
@@ -423,7 +433,7 @@ def untrained(x: Tensor) -> Any:
     return spikes * x
 
 
-@pytest.mark.parametrize("run", [cut, mixed, hard, scaled, untrained])
+@pytest.mark.parametrize("run", [cut, mixed, hard, truths, scaled, untrained])
 def test_what_has_no_gradient_in_eager_has_none(run: Call) -> None:
     trained(run, currents(4, 3, 8).requires_grad_())
 
