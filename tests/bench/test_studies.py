@@ -199,11 +199,13 @@ def test_pruned_models_have_their_sparsity_and_a_shift_repairs_the_mean(minilm):
         assert amount == "2:4" or error.mean(0).abs().max() < 1e-4
 
 
+@pytest.mark.slow(reason="prunes a language model")
 def test_a_small_run_has_the_known_order(minilm):
     random, wanda = (row["cosine"]["0.5"] for row in prune_minilm.run(8, 8, (0.5,), ("random", "Wanda")))
     assert random < 0.4 < 0.6 < wanda < 1
 
 
+@pytest.mark.slow(reason="times matrices of some size")
 def test_patterns_and_products_are_timed_beside_scipys(monkeypatch):
     monkeypatch.delenv("SPARSECOMP_TEST_DATA", raising=False)
     monkeypatch.setattr(algebra, "RANDOM", 64)

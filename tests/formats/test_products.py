@@ -308,6 +308,7 @@ def test_what_is_not_supported_says_what_to_do(kind):
             call()
 
 
+@pytest.mark.slow(reason="starts processes")
 def test_operators_load_with_the_first_product():
     code = """
 import sys, torch

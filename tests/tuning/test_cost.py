@@ -129,7 +129,7 @@ def test_an_estimate_takes_little_time_and_says_what_it_lacks():
         PRODUCT.estimate({"n": 1}, CARD)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
 def test_compiled_costs_equal_sympys(template):
     expression = template.cost.expression(H100)
