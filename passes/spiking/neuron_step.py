@@ -9,40 +9,21 @@ exact: two columns agree in every operation, number and order of operands, or th
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, filled_with, numel_of, op_of
-from sparsecomp.passes.graph.functions import calls_function
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, filled_with, op_of
 from sparsecomp.passes.graph.operators import Trait
-from sparsecomp.passes.spiking.spike_function import (
-    GRADIENT,
-    Operand,
-    SpikeFunction,
-    gives_a_tuple,
-    line_of,
-    spike_function,
-)
-from sparsecomp.reference.neuron import (
-    COMPARISONS,
-    NUMBERS,
-    PARAMETERS,
-    PLACES,
-    PULLED,
-    STATES,
-    Instruction,
-    Neuron,
-)
+from sparsecomp.passes.spiking.spike_function import GRADIENT, Operand, SpikeFunction, line_of
+from sparsecomp.passes.spiking.step_operation import Columns, StepOperation, backwards, fires_on, is_charge, reading
+from sparsecomp.reference.neuron import COMPARISONS, NUMBERS, PARAMETERS, PLACES, PULLED, STATES, Instruction, Neuron
 
-Columns: TypeAlias = tuple[Any, ...]
-"""What is one and the same in the code, step by step: nodes or numbers."""
 _Pull: TypeAlias = tuple[tuple[Instruction, ...], int]
 """Instructions of a gradient of firing, and the place of what they give."""
-_ARITHMETIC = ("add", "sub", "mul", "div", "neg", "where")
 _X, _FIRST_PARAMETER, _FIRST_NUMBER, _FIRST_RESULT = PLACES["x"], PLACES["p0"], PLACES["n0"], len(PLACES)
 
 
@@ -52,188 +33,6 @@ class NoNeuron(Exception):
 
 class NoSurrogate(NoNeuron):
     """Neurons fire by a function whose gradient no description holds."""
-
-
-# ---- single nodes -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class StepOperation:
-    """A node as an operation of a description, or as `same`, `heaviside` or `function`, which only look like ones.
-
-    Attributes:
-        function: what a function with a backward of its own does to its arguments, the operands.
-    """
-
-    operation: str
-    operands: tuple[Any, ...]
-    function: SpikeFunction | None = None
-
-    @property
-    def kind(self) -> object:
-        """What operations have in common that differ in their operands alone."""
-        return self.operation, len(self.operands), repr(self.function)
-
-
-def reading(node: Any) -> StepOperation | None:
-    """What a node does, None if no description can say that."""
-    if calls_function(node):
-        function = spike_function(node)
-        return None if function is None else StepOperation("function", node.args[2:], function)
-    op = op_of(node) if isinstance(node, fx.Node) else None
-    if op is None or op.inplace or op.out is not None or not op.known:
-        return None
-    found = _reading(op)
-    if found is None or found.operation in ("same", "stop"):
-        return found
-    wanted = torch.bool if found.operation in (*COMPARISONS, "not") else torch.float32
-    return found if dtype_of(node) is wanted else None
-
-
-def _reading(op: CanonicalOp) -> StepOperation | None:
-    pair = op.input, op.get("other")
-    if op.name in ("add", "sub", "mul", "div") and op.get("alpha", 1) == 1 and op.get("rounding_mode") is None:
-        # a number over a tensor is its reciprocal times the number
-        return None if op.name == "div" and not isinstance(op.input, fx.Node) else StepOperation(op.name, pair)
-    if op.name == "rsub":
-        return StepOperation("sub", (pair[1], pair[0]))
-    if op.name in COMPARISONS:
-        return StepOperation(op.name, pair)
-    if op.name in ("logical_not", "bitwise_not"):
-        return StepOperation("not", (op.input,)) if dtype_of(op.input) is torch.bool else None
-    if op.name == "neg":
-        return StepOperation("neg", (op.input,))
-    if op.name == "where":
-        return StepOperation("where", (op.get("condition"), op.get("input"), op.get("other")))
-    if op.name == "masked_fill":
-        return StepOperation("where", (op.get("mask"), op.get("value"), op.input))
-    if op.name == "heaviside":
-        return StepOperation("heaviside", (op.input, op.get("values")))
-    if op.has(Trait.CAST) and dtype_of(op.input) in (torch.bool, torch.float32):
-        return StepOperation("float", (op.input,))
-    if op.name == "getitem" and calls_function(op.input):
-        only = op.get("index") == 0 and gives_a_tuple(op.input) and spike_function(op.input) is not None
-        return StepOperation("same", (op.input,)) if only else None
-    same = "stop" if op.name == "detach" else "same"
-    return StepOperation(same, (op.input,)) if op.has(Trait.SAME) and _stays(op) else None
-
-
-def _stays(op: CanonicalOp) -> bool:
-    before, after = example_of(op.input), example_of(op.node)
-    return before is not None and after is not None and before.device == after.device
-
-
-def fires_on(node: fx.Node) -> Iterator[fx.Node]:
-    """Comparisons of a value, or of its distance from a threshold, with something."""
-    for user in node.users:
-        found = reading(user)
-        if found is None or _is_smaller(node, user):
-            continue
-        if found.function is not None and found.operands[found.function.of] is not node:
-            continue  # a threshold that the function is given too
-        if _compares(found):
-            yield user
-        elif _is_distance(user, found):
-            yield from (one for one in user.users if not _reads_no_value(one, user))
-
-
-def _compares(found: StepOperation) -> bool:
-    return found.operation in (*COMPARISONS, "heaviside", "function")
-
-
-def _is_distance(node: fx.Node, found: StepOperation) -> bool:
-    """Whether this is a value, but for a number or a tensor of fewer elements, such as a threshold, and is compared."""
-    nearby = found.operation in ("same", "stop") or (
-        found.operation in ("add", "sub") and any(_is_smaller(one, node) for one in found.operands)
-    )
-    readers = [user for user in node.users if not _reads_no_value(user, node)]
-    return nearby and all((on := reading(user)) is not None and _compares(on) for user in readers)
-
-
-def _reads_no_value(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a reader asks but for shape and type, as `zeros_like(u)` and `fires.to(u)` do."""
-    op = op_of(user)
-    if op is None or not op.known or op.inplace:
-        return False
-    return op.has(Trait.FILL) or (op.has(Trait.CAST) and op.input is not node)
-
-
-def _is_smaller(value: Any, node: fx.Node) -> bool:
-    size, whole = numel_of(value), _numel(node)
-    return not isinstance(value, fx.Node) or (size is not None and whole is not None and size < whole)
-
-
-def _numel(node: fx.Node) -> int | None:
-    found = node.meta.get("example_value") if calls_function(node) else None
-    return numel_of(found[0] if isinstance(found, tuple | list) else node)
-
-
-def is_charge(node: fx.Node) -> bool:
-    """Whether a neuron could fire by this value."""
-    found = reading(node)
-    if found is not None and (found.operation not in _ARITHMETIC or _is_distance(node, found) or _is_of_truths(node)):
-        return False
-    return dtype_of(node) is torch.float32 and any(True for _ in fires_on(node))
-
-
-def _is_of_truths(value: Any, depth: int = 4) -> bool:
-    """Whether a value is computed of truth values and numbers alone."""
-    found = reading(value)
-    if not isinstance(value, fx.Node) or dtype_of(value) is torch.bool:
-        return True
-    return found is not None and depth > 0 and all(_is_of_truths(one, depth - 1) for one in found.operands)
-
-
-def before(charge: fx.Node) -> fx.Node | None:
-    """The charge that this one takes up, without a comparison between; None if it is none, or several."""
-    found = {one for one in _back(charge) if is_charge(one)}
-    return found.pop() if len(found) == 1 else None
-
-
-def _back(charge: fx.Node) -> Iterator[fx.Node]:
-    """What a charge is made of, up to other charges and comparisons."""
-    seen, pending = {charge}, [charge]
-    while pending:
-        node = pending.pop()
-        found = reading(node)
-        if found is None or _compares(found) or (node is not charge and is_charge(node)):
-            continue
-        for operand in found.operands:
-            if isinstance(operand, fx.Node) and operand not in seen:
-                seen.add(operand)
-                pending.append(operand)
-                yield operand
-
-
-def is_last(charge: fx.Node) -> bool:
-    """Whether no other charge takes this one up."""
-    seen, pending = {charge}, [charge]
-    while pending:
-        for user in pending.pop().users:
-            found = reading(user)
-            if user in seen or found is None or _compares(found):
-                continue
-            seen.add(user)
-            if not is_charge(user):
-                pending.append(user)
-            elif before(user) is charge:
-                return False
-    return True
-
-
-def chain_to(charge: fx.Node) -> Columns:
-    """The charges of all steps up to this one, the first of them the first that is made as it is."""
-    found, operation = [charge], reading(charge)
-    assert operation is not None
-    while (earlier := before(found[-1])) is not None:
-        made = reading(earlier)
-        if made is None or made.operation != operation.operation:
-            break
-        found.append(earlier)
-    return tuple(reversed(found))
-
-
-# ---- all steps side by side ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -513,7 +312,7 @@ class Steps:
     def _recurs(self, columns: Columns) -> bool:
         """Whether a value takes up its own of the step before, as a decaying current does: then it has a past too."""
         for earlier, now in itertools.pairwise(columns):
-            if not isinstance(now, fx.Node) or earlier not in _back(now):
+            if not isinstance(now, fx.Node) or earlier not in backwards(now):
                 return False
         self._touching = {node: True for node, touches in self._touching.items() if touches}
         self._touching.update(dict.fromkeys(columns, True))

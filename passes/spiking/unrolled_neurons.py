@@ -24,18 +24,9 @@ from sparsecomp.passes.engine.rule import TAG, Context, Plan, Rule, Verdict, Why
 from sparsecomp.passes.graph.canonicalize import example_of, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS
-from sparsecomp.passes.spiking.neuron_step import (
-    Columns,
-    NoNeuron,
-    NoSurrogate,
-    Steps,
-    chain_to,
-    fires_on,
-    is_charge,
-    is_last,
-    reading,
-)
+from sparsecomp.passes.spiking.neuron_step import NoNeuron, NoSurrogate, Steps
 from sparsecomp.passes.spiking.spike_function import goes_straight_through
+from sparsecomp.passes.spiking.step_operation import Columns, chain_to, fires_on, is_charge, is_last, reading
 from sparsecomp.passes.spiking.steps import joins, taken_from
 from sparsecomp.reference.neuron import PLACES, Neuron
 from sparsecomp.reference.precision import KERNEL_DTYPES

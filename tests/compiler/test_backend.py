@@ -136,7 +136,7 @@ def test_caches_are_keyed_by_our_sources_and_options(monkeypatch):
     assert torch.compiler.config.cache_key_tag == before
 
 
-@pytest.mark.slow(reason="starts processes that compile")
+@pytest.mark.slow(reason="Inductor compiles twice")
 @pytest.mark.skipif(
     torch.__version__.startswith("2.12."), reason="Inductor of torch 2.12 keeps no graph with decompositions of its own"
 )
