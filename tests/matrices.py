@@ -1,10 +1,16 @@
-"""Real matrices for tests: where they lie, and what was counted in them independently."""
+"""Matrices for tests: every format there is, and real ones with what was counted in them independently."""
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
+
+from sparsecomp.formats.base import FORMATS
+
+Format = TypeVar("Format")
+T = TypeVar("T")
 
 FOLDER = Path(os.environ.get("SPARSECOMP_TEST_DATA", Path(__file__).parents[2] / "shared" / "data")) / "matrices"
 
@@ -44,13 +50,35 @@ REAL = [
     for real in _TABLE
 ]
 
+
+def of_every_format(listed: Mapping[Format, T]) -> dict[Format, T]:
+    """A table by format, by its name or class, that leaves none out, so that tests know a new one.
+
+    Raises:
+        LookupError: it does.
+    """
+    return _complete(listed, set(FORMATS), lambda key: key if isinstance(key, str) else key.__name__)
+
+
+def of_every_layout(listed: Mapping[Format, T]) -> dict[Format, T]:
+    """A table by layout in which operators take matrices, by its name or class; "2:4" is one of "nm" besides."""
+    return _complete(
+        listed, {kind.OPERAND for kind in FORMATS.values()} | ({"2:4"} & set(listed)),
+        lambda key: key if isinstance(key, str) else key.OPERAND,
+    )  # fmt: skip
+
+
+def _complete(listed: Mapping[Format, T], known: set[Any], name_of: Callable[[Any], str]) -> dict[Format, T]:
+    names = {name_of(key) for key in listed}
+    if names != known:
+        raise LookupError(f"a test's table has {sorted(names)}, there are {sorted(known)}")
+    return dict(listed)
+
+
 # what a conversion to each format is told, of blocks that divide few shapes
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "COO": {},
-    "CSR": {},
-    "CSC": {},
-    "BSR": {"block": (2, 3)},
-    "BCSC": {"block": (3, 2)},
-    "NM": {"n": 4, "m": 4},
-    "NARROW": {},
-}
+LAYOUTS: dict[str, dict[str, Any]] = of_every_format(
+    {
+        "COO": {}, "CSR": {}, "CSC": {}, "BSR": {"block": (2, 3)}, "BCSC": {"block": (3, 2)}, "NM": {"n": 4, "m": 4},
+        "NARROW": {},
+    }
+)  # fmt: skip

@@ -21,7 +21,7 @@ class Launcher(Protocol):
     """What a launcher's module defines.
 
     One may have `csr_pattern(pattern, layout)` besides, which makes CSR's own arrays of a format's and gives them with
-    their layout: a weight is then written out by CSR's kernel.
+    their layout: a weight is then written out, and transposed, by CSR's kernels.
     """
 
     def multiply(
@@ -71,3 +71,9 @@ def multiplied_as(layout: Layout, transpose: bool = False) -> Layout:
     if not transpose:
         return Layout(general.OPERAND, (height, width), (rows, cols), layout.skews)
     return Layout(general.OPERAND, (width, height), (cols, rows), (layout.skews[1], layout.skews[0]))
+
+
+def as_csr(pattern: Sequence[Tensor], layout: Layout) -> tuple[Sequence[Tensor], Layout]:
+    """A pattern as CSR's own arrays where its format's launcher can make them; others as they are."""
+    made = None if layout.plain else getattr(launcher_of(layout), "csr_pattern", None)
+    return (pattern, layout) if made is None else made(pattern, layout)

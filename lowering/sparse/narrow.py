@@ -74,7 +74,7 @@ def multiply(
     **finish: Any,
 ) -> None:  # fmt: skip
     """As `Launcher.multiply`."""
-    if transpose or values.dim() > 1 or dense.dim() > 2 or dense.shape[-1] > MOST:
+    if values.dim() > 1 or dense.dim() > 2 or dense.shape[-1] > MOST:
         spmm_csr.multiply(values, *csr_pattern(pattern, layout), transpose, dense, out, **finish)
     elif out.numel():
         values, arrays = values.contiguous(), [array.contiguous() for array in pattern[: layout.own]]

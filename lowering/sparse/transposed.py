@@ -12,13 +12,18 @@ from torch import Tensor
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import contiguous_strides
 from sparsecomp.lowering.launch.watch import allocate
+from sparsecomp.lowering.sparse.launcher import as_csr
 from sparsecomp.reference.patterns import CompressedArrays, Layout, compressed, guarded
 
 _Kind = tuple[torch.dtype, torch.Size]
 
 
 def transposed_matrix(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> CompressedArrays:
-    """The transposed matrix by rows, as `sparsecomp.reference.patterns.compressed` gives it."""
+    """The transposed matrix by rows, as `sparsecomp.reference.patterns.compressed` gives it.
+
+    Its kernel knows pointers and indices, or N:M's indices: a format of other arrays is taken as CSR.
+    """
+    pattern, layout = as_csr(pattern, layout)
     kept = guarded(pattern, layout)
     if kept is None:
         return compressed(values, pattern, layout, True)

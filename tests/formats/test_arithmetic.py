@@ -4,18 +4,21 @@ import math
 
 import pytest
 import torch
+from matrices import of_every_format
 
 from sparsecomp.errors import FormatError
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, cat
+from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NARROW, NM, cat
 
 pytestmark = pytest.mark.quick_cases(3)
 
-KINDS = [(COO, {}), (CSR, {}), (CSC, {}), (BSR, {"block": (2, 3)}), (BCSC, {"block": (2, 3)}), (NM, {"n": 2, "m": 4})]
+KINDS = list(of_every_format({
+    COO: {}, CSR: {}, CSC: {}, NARROW: {}, BSR: {"block": (2, 3)}, BCSC: {"block": (2, 3)}, NM: {"n": 2, "m": 4},
+}).items())  # fmt: skip
 EVERY = pytest.mark.parametrize(
     ("kind", "layout"), KINDS, ids=lambda one: one.__name__ if isinstance(one, type) else ""
 )
 LINES = pytest.mark.parametrize(
-    ("kind", "layout"), KINDS[:3], ids=lambda one: one.__name__ if isinstance(one, type) else ""
+    ("kind", "layout"), KINDS[:4], ids=lambda one: one.__name__ if isinstance(one, type) else ""
 )
 
 
@@ -105,7 +108,7 @@ def test_softmax_of_large_values_and_of_filler():
         atol=1e-3,
         rtol=0,
     )
-    for kind, layout in KINDS[3:]:
+    for kind, layout in KINDS[4:]:
         with pytest.raises(FormatError, match="convert to CSR first"):
             kind.from_dense(dense_of(NM), **layout).softmax()
 

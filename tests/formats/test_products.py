@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from matrices import of_every_format
 from torch import Tensor
 
 from sparsecomp import SparseTensor
 from sparsecomp.errors import FormatError, SparseOperatorError
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix, stack
+from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NARROW, NM, SparseMatrix, stack
 
 pytestmark = pytest.mark.quick_cases(1)
 
-KINDS = {CSR: {}, CSC: {}, COO: {}, BSR: {"block": (2, 3)}, BCSC: {"block": (3, 2)}, NM: {"n": 2, "m": 4}}
+KINDS = of_every_format({
+    CSR: {}, CSC: {}, COO: {}, BSR: {"block": (2, 3)}, BCSC: {"block": (3, 2)}, NM: {"n": 2, "m": 4}, NARROW: {},
+})  # fmt: skip
 EVERY = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 

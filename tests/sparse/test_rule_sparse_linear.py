@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from matrices import of_every_format
 from rewriting import rewritten, site
 from torch import Tensor, nn
 
@@ -29,10 +30,10 @@ def small_products_stay_sparse(monkeypatch):
     monkeypatch.setattr(chain, "decide", decide)
 
 
-FORMATS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, Any]] = of_every_format({
     "CSR": {"sparsity": 0.5}, "COO": {"sparsity": 0.5}, "CSC": {"sparsity": 0.5}, "NM": {"n": 2, "m": 4},
     "BSR": {"block": 2, "sparsity": 0.5}, "BCSC": {"block": 2, "sparsity": 0.5}, "NARROW": {"sparsity": 0.5},
-}  # fmt: skip
+})  # fmt: skip
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3))
 
 

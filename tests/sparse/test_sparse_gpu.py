@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_devices import DEVICES, graph_of
-from matrices import FOLDER, REAL
+from matrices import FOLDER, REAL, of_every_format, of_every_layout
 from torch import Tensor, nn
 
 import sparsecomp
 from bench.sparse.matrices import read
 from sparsecomp import formats
-from sparsecomp.formats import BSR, COO, CSR, NM
+from sparsecomp.formats import BSR, COO, CSR, NARROW, NM
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.ops import sddmm, spmm
 from sparsecomp.tensor.index_arrays import IndexArrays
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.quick_cases(1)
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TOLERANCE = {F64: 1e-13, F32: 2e-6, F16: 1e-3, BF16: 8e-3}
 BLOCK = {"block": (16, 16), "sparsity": 0.5}
-LAYOUTS = {
+LAYOUTS = of_every_format({
     "COO": {"sparsity": 0.8}, "CSR": {"sparsity": 0.8}, "CSC": {"sparsity": 0.8}, "BSR": BLOCK, "BCSC": BLOCK,
     "NM": {"n": 2, "m": 4}, "NARROW": {"sparsity": 0.8},
-}  # fmt: skip
+})  # fmt: skip
 GPU = DEVICES[1]
 
 
@@ -233,7 +233,7 @@ def operands(kind: str, dtype: torch.dtype, device: str):
         dense = torch.zeros(32, 12, 4).scatter(-1, places, torch.randn(32, 12, 2)).flatten(1)
         matrix = NM.from_dense(dense, n=2, m=4)
     else:
-        matrix = CSR.from_dense(dense)
+        matrix = {"csr": CSR, "narrow": NARROW}[kind].from_dense(dense)
     values, pattern = IndexArrays.of(matrix.with_values(matrix.values.to(dtype)).to_device(device))
     pattern.keep_transposed()
     return dense.to(dtype).double(), values, list(pattern.operands()), pattern.layout
@@ -241,7 +241,7 @@ def operands(kind: str, dtype: torch.dtype, device: str):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
-@pytest.mark.parametrize("kind", ["csr", "bsr", "nm"])
+@pytest.mark.parametrize("kind", of_every_layout(dict.fromkeys(("csr", "bsr", "nm", "narrow"))))
 def test_graphs_of_the_operators_replay_on_new_values(kind, dtype, device):
     dense, values, pattern, layout = operands(kind, dtype, device)
     a, b, right, residual = (
@@ -260,13 +260,12 @@ def test_graphs_of_the_operators_replay_on_new_values(kind, dtype, device):
     for tensor in (a, b, right, residual, bias, values):
         tensor.copy_(torch.randn(tensor.shape))
     replay()
-    name = {"csr": "CSR", "bsr": "BSR", "nm": "NM"}[kind]
-    own = tuple(array.cpu() for array in pattern[: 1 if kind == "nm" else 2])
+    own = tuple(array.cpu() for array in pattern[: layout.own])
     matrix, sampled = (
-        IndexArrays(name, layout, own).matrix(tensor.detach().cpu().double(), False).to_dense()
+        IndexArrays(kind.upper(), layout, own).matrix(tensor.detach().cpu().double(), False).to_dense()
         for tensor in (values, results[0])
     )
-    stored = IndexArrays(name, layout, own).matrix(torch.ones(values.shape, dtype=F64), False).to_dense()
+    stored = IndexArrays(kind.upper(), layout, own).matrix(torch.ones(values.shape, dtype=F64), False).to_dense()
     wide = [tensor.cpu().double() for tensor in (a, b, right, residual, bias)]
     assert error(sampled, 0.5 * (wide[0] @ wide[1].mT) * stored) <= TOLERANCE[dtype]
     if len(results) == 2:

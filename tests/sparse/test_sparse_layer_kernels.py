@@ -1,14 +1,16 @@
 """A sparse layer's product and its weight's gradient as CUDA runs them: found again by shapes, launched directly."""
 
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 from kernel_devices import KERNEL_DEVICES
+from matrices import of_every_layout
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.formats import BSR, CSR, NM
+from sparsecomp.formats import BSR, CSR, NARROW, NM, SparseMatrix
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.sparse import layer as sparse_layer
 from sparsecomp.tensor.index_arrays import IndexArrays
@@ -19,6 +21,9 @@ sparse_linear, dense_linear, _ = (
     import_module(f"sparsecomp.ops.sparse.{name}") for name in ("linear", "dense_linear", "dense_weight")
 )
 OPS = torch.ops.sparsecomp
+KINDS: dict[str, tuple[type[SparseMatrix], dict[str, Any]]] = of_every_layout({
+    "csr": (CSR, {}), "bsr": (BSR, {"block": (16, 16)}), "nm": (NM, {"n": 2, "m": 4}), "narrow": (NARROW, {}),
+})  # fmt: skip
 ROWS, COLUMNS = 16, 32
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.float64: 1e-12}
 
@@ -39,11 +44,8 @@ def weight(kind: str) -> Tensor:
 def stored(kind: str, dtype: torch.dtype, device: str, *, both: bool) -> tuple[Tensor, Tensor, list[Tensor], str]:
     """The weight in float64, and values, pattern and layout as the operator takes them; `both` with the transpose's."""
     dense = weight(kind).to(dtype)
-    matrix = {
-        "csr": lambda: CSR.from_dense(dense), "bsr": lambda: BSR.from_dense(dense, block=(16, 16)),
-        "nm": lambda: NM.from_dense(dense, n=2, m=4),
-    }[kind]()  # fmt: skip
-    values, pattern = IndexArrays.of(matrix)
+    format, told = KINDS[kind]
+    values, pattern = IndexArrays.of(format.from_dense(dense, **told))
     if both:
         pattern.keep_transposed()
     arrays = [array.to(device) for array in (pattern.operands() if both else pattern.arrays)]
@@ -68,7 +70,7 @@ def refused(*_: object, **__: object) -> Tensor:
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
-@pytest.mark.parametrize("kind", ["csr", "bsr", "nm"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(("leading", "finished"), [((5,), True), ((2, 3), True), ((), False)])
 def test_a_product_is_the_dense_one(kind, transpose, leading, finished, device, monkeypatch):
@@ -121,7 +123,7 @@ def test_a_layers_spare_capacity_is_read_by_no_product(transpose, device):
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
-@pytest.mark.parametrize("kind", ["csr", "bsr", "nm"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("leading", [(5,), (2, 3)])
 def test_a_gradient_by_the_values_is_the_dense_ones_at_their_places(kind, transpose, leading, device, monkeypatch):
@@ -135,9 +137,8 @@ def test_a_gradient_by_the_values_is_the_dense_ones_at_their_places(kind, transp
         monkeypatch.setattr(sparse_linear, "run_sddmm", refused)
     found = OPS.sparse_linear_values.default.direct_cuda(x.to(device), grad.to(device), pattern, layout, transpose)
     assert found.shape == values.shape
-    made = {"csr": CSR, "bsr": BSR, "nm": NM}[kind]
-    layouts = {"csr": {}, "bsr": {"block": (16, 16)}, "nm": {"n": 2, "m": 4}}[kind]
-    expected, _ = IndexArrays.of(made.from_dense(by_place, **layouts))
+    format, told = KINDS[kind]
+    expected, _ = IndexArrays.of(format.from_dense(by_place, **told))
     assert (found.cpu() - expected).norm() <= 3e-6 * expected.norm()
 
 
@@ -186,7 +187,7 @@ def test_the_kernel_that_is_asked_for_does_it(kernel, device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
-@pytest.mark.parametrize("kind", ["csr", "bsr", "nm"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("strided", [False, True])

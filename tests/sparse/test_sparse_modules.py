@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from matrices import of_every_format
 from torch import Tensor, func, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -28,11 +29,11 @@ from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(2)
 
-LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = {
+LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = of_every_format({
     CSR: {"sparsity": 0.5}, CSC: {"sparsity": 0.5}, COO: {"sparsity": 0.5}, BSR: {"block": (2, 4), "sparsity": 0.5},
     BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4}, NARROW: {"sparsity": 0.5},
-}  # fmt: skip
-FEW = (CSR, CSC, BSR, NM)
+})  # fmt: skip
+FEW = (CSR, CSC, BSR, NM, NARROW)
 
 
 def layer_of(format: type[SparseMatrix] = CSR, seed: int = 0, rows: int = 6, cols: int = 8) -> SparseLinear:

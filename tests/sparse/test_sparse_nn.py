@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from matrices import of_every_format
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -32,10 +33,10 @@ from sparsecomp.nn import SparseEmbedding, SparseLinear, wrap_module
 
 pytestmark = pytest.mark.quick_cases(2)
 
-LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = {
+LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = of_every_format({
     CSR: {"sparsity": 0.5}, CSC: {"sparsity": 0.5}, COO: {"sparsity": 0.5}, BSR: {"block": (2, 4), "sparsity": 0.5},
     BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4}, NARROW: {"sparsity": 0.5},
-}  # fmt: skip
+})  # fmt: skip
 
 
 def largest(weight: Tensor, kept: int) -> Tensor:

@@ -10,12 +10,12 @@ import scipy.sparse
 import scipy.special
 import torch
 from kernel_devices import DEVICES, KERNEL_DEVICES
-from matrices import FOLDER, REAL
+from matrices import FOLDER, REAL, of_every_layout
 from torch import Tensor
 
 from bench.sparse.matrices import read
 from sparsecomp.errors import FormatError
-from sparsecomp.formats import BSR, CSR, NM, SparseMatrix
+from sparsecomp.formats import BSR, CSR, NARROW, NM, SparseMatrix
 from sparsecomp.formats.indices import lines_of, searched_lines
 from sparsecomp.ops import Layout, sddmm, spmm
 from sparsecomp.ops.sparse.linear import sparse_linear
@@ -25,7 +25,10 @@ from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(2)
 
-KINDS = {"csr": (CSR, {}), "bsr": (BSR, {"block": (2, 3)}), "nm": (NM, {"n": 4, "m": 4}), "2:4": (NM, {"n": 2, "m": 4})}
+KINDS = of_every_layout({
+    "csr": (CSR, {}), "bsr": (BSR, {"block": (2, 3)}), "nm": (NM, {"n": 4, "m": 4}), "2:4": (NM, {"n": 2, "m": 4}),
+    "narrow": (NARROW, {}),
+})  # fmt: skip
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -88,7 +91,7 @@ def test_real_matrices(real):
         assert relative(spmm(values, own, right, layout, transpose=transpose), left @ right.numpy()) < 1e-13
 
 
-@pytest.mark.parametrize("kind", ["csr", "bsr", "2:4"])
+@pytest.mark.parametrize("kind", ["csr", "bsr", "2:4", "narrow"])
 def test_batches_of_values_and_of_dense(kind):
     dense, values, pattern, layout = sample(kind)
     right = torch.randn(3, 53, 4, dtype=torch.float64)
@@ -145,7 +148,7 @@ def test_the_epilogue(activation, axis):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("kind", ["csr", "nm", "2:4"])
+@pytest.mark.parametrize("kind", ["csr", "nm", "2:4", "narrow"])
 def test_what_is_not_stored_is_not_multiplied(kind, transpose, dtype):
     """A group's filler neither; against the sum of what is stored, entry by entry."""
     dense, values, pattern, layout = sample(kind, dtype=dtype)
@@ -193,8 +196,8 @@ def test_sampled_product_and_its_gradients(kind):
     a, b = (torch.randn(2, size, 4, dtype=torch.float64, requires_grad=True) for size in (7, 10))
     found = sddmm(a, b, pattern, layout, scale=0.5)
     whole = 0.5 * (a @ b.mT).detach()
-    format = {"csr": "CSR", "bsr": "BSR", "nm": "NM"}[layout.format]
-    back = [IndexArrays(format, layout, tuple(pattern)).matrix(item.detach(), False).to_dense() for item in found]
+    form = IndexArrays(layout.format.upper(), layout, tuple(pattern))
+    back = [form.matrix(item.detach(), False).to_dense() for item in found]
     stored = torch.stack(back) != 0
     assert torch.equal(stored[0] | (dense == 0), torch.ones_like(stored[0]))
     torch.testing.assert_close(torch.stack(back), whole * stored)
@@ -308,7 +311,7 @@ def test_backward_keeps_to_what_is_stored(tmp_path):
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("kind", ["csr", "bsr", "2:4"])
+@pytest.mark.parametrize("kind", ["csr", "bsr", "2:4", "narrow"])
 def test_kernels_behind_the_operators(kind, transpose, device):
     """The CUDA implementations; the interpreter runs them on a CPU."""
     dense, values, pattern, layout = sample(kind, 32, 48, dtype=torch.float32)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of
 from margins import Margins
+from matrices import of_every_format
 from torch import Tensor
 from write_matrix import WRITES
 
@@ -21,10 +22,10 @@ from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(2)
 
-FORMATS = {
+FORMATS = of_every_format({
     "CSR": (CSR, {}), "CSC": (CSC, {}), "COO": (COO, {}), "BSR": (BSR, {"block": (2, 3)}),
     "BCSC": (BCSC, {"block": (2, 3)}), "NM": (NM, {"n": 2, "m": 4}), "NARROW": (NARROW, {}),
-}  # fmt: skip
+})  # fmt: skip
 BY_FORMAT = pytest.mark.parametrize("format", FORMATS)
 ROWS, COLS = 9, 14  # COLS is no multiple of 3 nor 4: blocks and groups reach beyond the shape
 
@@ -162,12 +163,6 @@ def become(mine: list[Tensor], its: list[Tensor]) -> None:
         one.data.copy_(other)
 
 
-def as_kernels_take_it(pattern: list[Tensor], layout: Layout) -> tuple[list[Tensor], Layout]:
-    from sparsecomp.lowering.sparse.narrow import csr_pattern
-
-    return csr_pattern(pattern, layout) if layout.format == "narrow" else (pattern, layout)
-
-
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @BY_FORMAT
@@ -180,7 +175,7 @@ def test_the_kernel_follows_a_write_and_keeps_what_it_made(format, index, device
     for seed in (0, 1, 1, 2):
         values, given, _ = arrays_of(format, seed, index)
         become(own, given)
-        found = transposed_matrix(values.to(device), *as_kernels_take_it([*own, *kept], layout))
+        found = transposed_matrix(values.to(device), [*own, *kept], layout)
         pointers, indices, order, _ = kept_transpose(given, layout)
         count = int(pointers[-1])
         assert found.pointers is kept[0] and found.indices is kept[1]

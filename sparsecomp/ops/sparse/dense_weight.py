@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsecomp.lowering.sparse.launcher import as_csr
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.reference.patterns import Layout, stored_shape
 
@@ -67,7 +68,7 @@ def _read(dense, pattern, layout, transpose):
 
 
 def _written_cuda(values, pattern, layout, transpose):
-    pattern, read = _as_csr(pattern, Layout.read(layout))
+    pattern, read = as_csr(pattern, Layout.read(layout))
     if not read.plain or not values.is_contiguous() or not _are_contiguous(pattern):
         return _written(values, pattern, read.written(), transpose)
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
@@ -82,7 +83,7 @@ def _written_cuda(values, pattern, layout, transpose):
 
 
 def _read_cuda(dense, pattern, layout, transpose):
-    pattern, read = _as_csr(pattern, Layout.read(layout))
+    pattern, read = as_csr(pattern, Layout.read(layout))
     if not read.plain or not _are_contiguous(pattern):
         return _read(dense, pattern, read.written(), transpose)
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
@@ -90,16 +91,6 @@ def _read_cuda(dense, pattern, layout, transpose):
     out = dense.new_empty(pattern[1].shape)
     stored_places.read_at(dense.mT if transpose else dense, pattern[0], pattern[1], out)
     return out
-
-
-def _as_csr(pattern: Sequence[Tensor], layout: Layout) -> tuple[Sequence[Tensor], Layout]:
-    """A pattern as CSR's own arrays where its format's launcher can make them; others as they are."""
-    if layout.plain:
-        return pattern, layout
-    from sparsecomp.lowering.sparse.launcher import launcher_of  # loads Triton
-
-    made = getattr(launcher_of(layout), "csr_pattern", None)
-    return (pattern, layout) if made is None else made(pattern, layout)
 
 
 def _are_contiguous(arrays: Sequence[Tensor]) -> bool:
