@@ -57,7 +57,7 @@ def random_pattern(
     """Entries at distinct places, ascending in each row; lengths follow a gamma distribution of this variation."""
     device = random.device
     if variation:
-        shape = torch.full((rows,), 1.0 / variation**2, dtype=torch.float64)
+        shape = torch.full((rows,), 1.0 / variation**2, dtype=torch.float64, device="cpu")
         seed = int(torch.randint(2**31, (1,), generator=random, device=device))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -505,7 +505,7 @@ def _numbered(index: int) -> int:
 
 def _inverse(number: float) -> float:
     """In float32, as torch computes it on a GPU."""
-    return float(torch.ones(()) / torch.tensor(number, dtype=torch.float32))
+    return float(torch.tensor(number, dtype=torch.float32, device="cpu").reciprocal())
 
 
 def _folded(value: Any, rest: Iterable[StepOperation | None]) -> StepOperation | None:

@@ -261,7 +261,7 @@ def _promise(fact: SparsityFact, x: torch.Tensor, dtype: torch.dtype, ctx: Conte
         return Promise(binary=True, factor=fact.scale)
     if is_dyadic(fact.scale):
         return Promise(not fact.exact, fact.scale)
-    scale = float(torch.tensor(fact.scale).to(x.dtype).to(dtype))
+    scale = float(torch.tensor(fact.scale, dtype=torch.float64, device="cpu").to(x.dtype).to(dtype))
     if not math.isfinite(scale):
         return refuse(Why.FACTOR, factor=fact.scale, detail=f"is beyond {dtype}")
     return Promise(True, scale)

@@ -108,7 +108,7 @@ def _counted(
         return torch.ones_like(kept), kept
     kept = _kept_in_blocks(blocks_of_pattern(pattern, *lengths, _CELL, device))[batch, head].double()
     high, wide = (
-        (length - torch.arange(cells) * side).clamp(max=side).double()
+        (length - torch.arange(cells, device=device) * side).clamp(max=side).double()
         for length, cells, side in zip(lengths, kept.shape, _CELL, strict=True)
     )
     return high[:, None] * wide, kept

@@ -154,7 +154,8 @@ class Documents(AttentionPattern):
         padding = 0 if total is None else total - used
         if padding < 0:
             raise PatternError(f"{used} tokens of documents do not fit into {total}")
-        ids = torch.arange(len(lengths) + 1).repeat_interleave(torch.tensor([*lengths, padding]))
+        numbers, tokens = torch.arange(len(lengths) + 1, device="cpu"), torch.tensor([*lengths, padding], device="cpu")
+        ids = numbers.repeat_interleave(tokens)
         return cls(ids.masked_fill_(ids == len(lengths), -1))
 
     def keeps(self, pairs: Pairs) -> Tensor:

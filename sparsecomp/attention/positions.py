@@ -225,9 +225,9 @@ class RandomKeys(AttentionPattern):
 def _drawn(random: RandomKeys, queries: int, keys: int) -> Tensor:
     """(heads, queries, count): the keys, drawn on the CPU."""
     generator, count = torch.Generator().manual_seed(random.seed), min(random.count, keys)
-    rows = torch.empty(random.heads * queries, count, dtype=torch.int64)
+    rows = torch.empty(random.heads * queries, count, dtype=torch.int64, device="cpu")
     for some in rows.split(_DRAWN_ROWS):
-        some.copy_(torch.rand(len(some), keys, generator=generator).topk(count).indices)
+        some.copy_(torch.rand(len(some), keys, generator=generator, device="cpu").topk(count).indices)
     return rows.view(random.heads, queries, count)
 
 

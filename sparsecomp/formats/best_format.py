@@ -69,7 +69,7 @@ def forms(
     for m in groups:
         most, slots = _most_in_a_group(row, col, cols, m), -(-cols // m)
         if 0 < most <= m // 2:
-            counts = torch.full((rows,), slots * most)
+            counts = torch.full((rows,), slots * most, device=row.device)
             yield StoredForm(NM, (most, m), counts, elements / (rows * slots * most))
 
 

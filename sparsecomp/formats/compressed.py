@@ -257,6 +257,7 @@ class Compressed(SparseMatrix):
             this.values.contiguous(),
             (*batch, *self.shape),
             layout=self.TORCH_LAYOUT,
+            device=self.device,
             check_invariants=False,
         )
 

@@ -143,7 +143,9 @@ class COO(SparseMatrix):
             item = torch.arange(self.batch, device=self.device).repeat_interleave(self.row.numel())
             indices = torch.cat([item[None], indices.repeat(1, self.batch)])
             values, shape = values.flatten(), (self.batch, *shape)
-        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices, values, shape, device=values.device, is_coalesced=True, check_invariants=False
+        )
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.coo_array`; as `SparseMatrix.to_scipy`."""

@@ -59,6 +59,6 @@ def cells(elements: Triplets, width: int, height: int) -> torch.Tensor:
     cell = elements.row.long().div(high, rounding_mode="floor") * columns
     cell += elements.col.long().div(wide, rounding_mode="floor")
     counts = cell.bincount(minlength=lines * columns).cpu().view(lines, columns)
-    heights = (rows - torch.arange(lines) * high).clamp(max=high)
-    widths = (cols - torch.arange(columns) * wide).clamp(max=wide)
+    heights = (rows - torch.arange(lines, device=counts.device) * high).clamp(max=high)
+    widths = (cols - torch.arange(columns, device=counts.device) * wide).clamp(max=wide)
     return counts.double() / heights[:, None] / widths

@@ -102,7 +102,7 @@ def sorted_keys(keys: Tensor, bound: int) -> tuple[Tensor, Tensor]:
         return torch.sort(keys, stable=True)
     # a key and its place in one number: no permutation has to be carried along, and numpy's sort of plain numbers is
     # vectorised, many times as fast as torch's
-    packed = torch.arange(keys.numel()).add_(keys.long(), alpha=1 << places)
+    packed = torch.arange(keys.numel(), device=keys.device).add_(keys.long(), alpha=1 << places)
     packed.numpy().view(numpy.uint64).sort()
     order = packed & ((1 << places) - 1)
     packed >>= places

@@ -213,7 +213,7 @@ def _torch_matrix(
     _quiet()
     # its products take arrays as contiguous, whatever their strides
     arrays = pointers.contiguous(), indices.contiguous(), values.contiguous()
-    return torch.sparse_compressed_tensor(*arrays, shape, layout=layout, check_invariants=False)
+    return torch.sparse_compressed_tensor(*arrays, shape, layout=layout, device=values.device, check_invariants=False)
 
 
 @cache
@@ -221,7 +221,7 @@ def _quiet() -> None:
     """Have torch say once, to nobody, that its CSR matrices are in beta."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor([0, 0], torch.zeros(0, dtype=torch.int64), torch.zeros(0), (1, 1))
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), device="cpu")
 
 
 def _entries(pointers: Tensor, indices: Tensor) -> tuple[slice, Tensor, Tensor, Tensor]:

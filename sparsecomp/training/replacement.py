@@ -23,7 +23,7 @@ from sparsecomp.nn.sparse.linear import SparseLinear
 def _example(kind: type[nn.Module]) -> nn.Module:
     """A layer with nothing but what its class gives it."""
     if issubclass(kind, SparseLinear | SparseEmbedding):
-        return kind(CSR.from_dense(torch.ones(1, 1)))
+        return kind(CSR.from_dense(torch.ones(1, 1, device="cpu")))
     if issubclass(kind, SparseMultiheadAttention):
         return kind(causal(), 1, 1, device="meta")
     return kind(*(1,) * _SIZES[kind], device="meta")

@@ -121,7 +121,7 @@ class _GeoSparseEstimator(BaseEstimator):
         if shape is None:
             side = max(math.isqrt(features - 1) + 1, math.isqrt(self.k) + 1)
             shape = side, side
-        seed = int(torch.randint(2**31, ())) if self.geo_seed is None else self.geo_seed
+        seed = int(torch.randint(2**31, (), device="cpu")) if self.geo_seed is None else self.geo_seed
         settings = {name: getattr(self, name) for name in _OWN}
         net = GeoSparseNet(features, outputs, shape=shape, depth=self.hidden_layers, seed=seed, **settings)
         self.net_ = net.to(self._device(), self._dtype())
@@ -160,7 +160,7 @@ class _GeoSparseEstimator(BaseEstimator):
         return checked
 
     def _rows(self, X: Any) -> Tensor:
-        return torch.as_tensor(np.ascontiguousarray(X)).to(self._device(), self._dtype())
+        return torch.as_tensor(np.ascontiguousarray(X), device=self._device()).to(self._dtype())
 
     @torch.no_grad()
     def _outputs(self, X: Any) -> Tensor:
@@ -280,7 +280,7 @@ class GeoSparseClassifier(ClassifierMixin, _GeoSparseEstimator):
         unknown = np.setdiff1d(y, self.classes_)
         if len(unknown):
             raise ValueError(f"y has classes {unknown}, known are {self.classes_}: give all of them to the first call")
-        return torch.as_tensor(np.searchsorted(self.classes_, y)).to(self._device())
+        return torch.as_tensor(np.searchsorted(self.classes_, y), device=self._device())
 
     def _loss(self, out: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(out, target)

@@ -47,7 +47,7 @@ class Fitter:
         """One pass over all rows in a new order; the mean loss."""
         self.net.train()
         total = torch.zeros((), dtype=torch.float64, device=x.device)
-        for rows in torch.randperm(len(x)).to(x.device).split(self.batch_size):
+        for rows in torch.randperm(len(x), device="cpu").to(x.device).split(self.batch_size):
             loss = self.loss(self.call(x[rows]), y[rows])
             self.optimizer.zero_grad()
             loss.backward()

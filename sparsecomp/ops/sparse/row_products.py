@@ -69,7 +69,7 @@ def turned_pattern(pointers: Tensor, indices: Tensor, columns: int) -> tuple[Ten
 def _turned_pattern(pointers, indices, columns):
     first, last = pointers[[0, -1]].tolist()
     rows = StoredRows(pointers - first, indices[first:last], (pointers.numel() - 1, columns))
-    found, order = transposed(rows, torch.arange(first, last))
+    found, order = transposed(rows, torch.arange(first, last, device=indices.device))
     spare = (0, indices.numel() - order.numel())
     dtypes = indices.dtype, index_dtype_for(indices.numel())
     return found.pointers.to(dtypes[0]), F.pad(found.indices.to(dtypes[0]), spare), F.pad(order.to(dtypes[1]), spare)

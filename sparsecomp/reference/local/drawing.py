@@ -33,7 +33,7 @@ def field_figure(layers: Sequence[Tensor], neuron: int, shape: tuple[int, int]) 
 
 def _ways(layers: Sequence[Tensor], neuron: int, inputs: int) -> Tensor:
     """Over how many paths each input reaches the neuron."""
-    ways = torch.zeros(layers[-1].shape[0], dtype=torch.float64)
+    ways = torch.zeros(layers[-1].shape[0], dtype=torch.float64, device="cpu")
     ways[neuron] = 1
     for level in reversed(range(len(layers))):
         index = layers[level].cpu()

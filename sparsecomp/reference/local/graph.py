@@ -50,7 +50,7 @@ def connectivity_graph(layers: Sequence[Tensor], inputs: int) -> networkx.DiGrap
 
 def receptive_field(layers: Sequence[Tensor], neuron: int) -> Tensor:
     """Inputs of the first layer that reach a neuron of the last one, ascending: int64."""
-    reached = torch.tensor([neuron])
+    reached = torch.tensor([neuron], device="cpu")
     for index in reversed(layers):
         reached = index.cpu()[reached].unique().long()
     return reached

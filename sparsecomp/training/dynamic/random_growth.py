@@ -39,8 +39,9 @@ def _free(pattern: Pattern) -> int:
 def _distinct(count: int, size: int, generator: torch.Generator) -> Tensor:
     """`count` of the numbers below `size`, each set of these as likely as another."""
     if 2 * count > size:
-        return torch.randperm(size, generator=generator)[:count]
-    found = torch.empty(0, dtype=torch.int64)
+        return torch.randperm(size, generator=generator, device="cpu")[:count]
+    found = torch.empty(0, dtype=torch.int64, device="cpu")
     while found.numel() < count:
-        found = torch.cat([found, torch.randint(size, (count - found.numel(),), generator=generator)]).unique()
+        some = torch.randint(size, (count - found.numel(),), generator=generator, device="cpu")
+        found = torch.cat([found, some]).unique()
     return found

@@ -15,7 +15,7 @@ from sparsecomp.reference.sharding import is_sharded, local, parted, sharded_as,
 from sparsecomp.training.resu.optim import RESUSelective
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-_NOWHERE = (torch.empty(0), torch.empty(0))
+_NOWHERE = (torch.empty(0, device="cpu"), torch.empty(0, device="cpu"))
 """Stands for moments that are still to be loaded."""
 _OWN = ("_masked", "_theta", "_theta_lr", "_train_active", "selective", "_forgotten")
 
@@ -64,7 +64,8 @@ class RESUAdamW(torch.optim.AdamW):
         self.selective: dict[Tensor, RESUSelective] = {}
         # copies of masks on a CPU, where comparing them is cheaper than to write the moments again
         self._forgotten: dict[Tensor, Tensor] = {}
-        RESUSelective(torch.zeros(0, dtype=torch.int32), lr=lr if theta_lr is None else theta_lr, **self._theta)
+        nowhere = torch.zeros(0, dtype=torch.int32, device="cpu")
+        RESUSelective(nowhere, lr=lr if theta_lr is None else theta_lr, **self._theta)  # checks the settings
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
