@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from sparsecomp import _compat
 from sparsecomp.attention.pairs import Bounds, Pairs, Ranges, entry
 from sparsecomp.attention.pattern import AttentionPattern, pattern_of, whole_number
 from sparsecomp.errors import PatternError
@@ -224,11 +225,13 @@ class RandomKeys(AttentionPattern):
 @lru_cache(maxsize=16)
 def _drawn(random: RandomKeys, queries: int, keys: int) -> Tensor:
     """(heads, queries, count): the keys, drawn on the CPU."""
-    generator, count = torch.Generator().manual_seed(random.seed), min(random.count, keys)
-    rows = torch.empty(random.heads * queries, count, dtype=torch.int64, device="cpu")
-    for some in rows.split(_DRAWN_ROWS):
-        some.copy_(torch.rand(len(some), keys, generator=generator, device="cpu").topk(count).indices)
-    return rows.view(random.heads, queries, count)
+    count = min(random.count, keys)
+    with _compat.outside_modes(), torch.inference_mode(False):  # it is kept, for calls in other modes
+        generator = torch.Generator().manual_seed(random.seed)
+        rows = torch.empty(random.heads * queries, count, dtype=torch.int64, device="cpu")
+        for some in rows.split(_DRAWN_ROWS):
+            some.copy_(torch.rand(len(some), keys, generator=generator, device="cpu").topk(count).indices)
+        return rows.view(random.heads, queries, count)
 
 
 @dataclass(frozen=True)

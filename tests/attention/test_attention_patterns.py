@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from sparsecomp._compat import FakeTensorMode, is_fake
 from sparsecomp.attention import (
     AttentionPattern,
     Documents,
@@ -126,6 +127,14 @@ def test_random_keys_of_heads_differ_and_of_few_keys_are_all() -> None:
     assert mask.shape == (1, 3, 40, 50) and mask.sum(-1).eq(4).all()
     assert not torch.equal(mask[0, 0], mask[0, 1])
     assert RandomKeys(9).to_dense(5, 4).all()
+
+
+def test_keys_that_were_drawn_among_fakes_are_those_of_all_calls() -> None:
+    pattern = RandomKeys(3, seed=71)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        pattern.to_dense(50)
+    found = pattern.to_dense(50)
+    assert not is_fake(found) and torch.equal(found.sum(-1), torch.full((1, 1, 50), 3))
 
 
 def test_big_bird_is_window_and_global_and_random_blocks() -> None:
