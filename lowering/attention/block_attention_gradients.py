@@ -37,6 +37,7 @@ def block_attention_gradients(
     blocks = [one.contiguous() for one in blocks]
     wanted = (by_q, by_k, by_v)
     into_q, into_k, into_v = map(described.result_like, wanted)
+    logsumexp = logsumexp.contiguous()
     delta = torch.empty_like(logsumexp)
     grad_logsumexp = None if grad_logsumexp is None else grad_logsumexp.contiguous()
     beside = described.read_beside(scoring)

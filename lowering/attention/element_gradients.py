@@ -38,6 +38,7 @@ def element_gradients(
     lists = [one.contiguous() for one in lists]
     wanted = (by_q, by_k, by_v)
     into_q, into_k, into_v = map(result_like, wanted)
+    logsumexp = logsumexp.contiguous()
     delta = torch.empty_like(logsumexp)
     beside = None if grad_logsumexp is None else grad_logsumexp.contiguous()
     alibi = None if scores.alibi is None else scores.alibi.contiguous()

@@ -15,6 +15,8 @@ from sparsecomp.reference.attention.dropout import ALWAYS
 TOLERANCE = {"float32": 2e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
 """Relative Frobenius error of a result: torch's flash attention, which rounds its weights alike, has the same."""
 _ADDED = ("", "float32", "float16", "bfloat16")
+_LEAST = 2.0**-126
+"""Scale that kernels take for 0, by which the -inf of a pair that is left out would become NaN."""
 _SIZES = ("batch", "heads", "q_len", "k_len", "width", "k_width")
 _PARAMETERS = ("group", "depth", "v_depth", "block_q", "block_k")
 
@@ -121,7 +123,7 @@ def problem_of(
     return BlockAttention(
         q.shape[0], q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3],
         blocks[4].shape[1], blocks[9].shape[1], index.shape[3], k_index.shape[3], count.shape[0] > 1,
-        count.shape[1] > 1, dtype_name(q), float(scoring.scale),
+        count.shape[1] > 1, dtype_name(q), max(float(scoring.scale), _LEAST),
         tuple(HeadStrides(*one.stride()[:3]) for one in strided_operands), float(scoring.softcap),
         scoring.alibi is not None, "" if added is None else dtype_name(added), strides_over(added, scores),
         scoring.kept,

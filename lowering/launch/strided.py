@@ -30,6 +30,11 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
 
 
+def side_by_side(vector: Tensor | None) -> Tensor | None:
+    """A vector that a kernel reads by address alone, such as a number for each channel: its numbers are neighbours."""
+    return None if vector is None else vector.contiguous()
+
+
 def dtype_name(tensor: Tensor) -> str:
     """Such as `"float32"`."""
     return name_of(tensor.dtype)

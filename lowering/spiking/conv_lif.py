@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsecomp.errors import InputError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import contiguous_strides, random_tensor
+from sparsecomp.lowering.launch.strided import contiguous_strides, random_tensor, side_by_side
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, planar
 from sparsecomp.lowering.spiking.lif import Lif
@@ -100,7 +100,8 @@ def launch_conv_lif(
     shape = (counts.shape[0] // steps, weight.shape[0], *size)
     if v is not None:
         v = laid_out(v.reshape(shape), channels_last)
-    return record(to_bytes(counts), weight, bias, v, mean, var, gamma, beta, rate)
+    bias, *norm = map(side_by_side, (bias, mean, var, gamma, beta))
+    return record(to_bytes(counts), weight, bias, v, *norm, rate)
 
 
 class _FusedLayer:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import random_tensor, strided
+from sparsecomp.lowering.launch.strided import random_tensor, side_by_side, strided
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.lif import lif_reference
 
@@ -99,7 +99,8 @@ def launch_lif(
         reset or 0.0, x.shape[0], charge, decay_input, reset is None, v is not None, mean is not None,
         weight is not None, bias is not None,
     )  # fmt: skip
-    dispatch.launch(LIF, problem, x, v, mean, var, weight, bias, rate, spikes, last)
+    by_channel = map(side_by_side, (mean, var, weight, bias))
+    dispatch.launch(LIF, problem, x, v, *by_channel, rate, spikes, last)
     return spikes, last
 
 

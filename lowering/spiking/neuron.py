@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import dtype_name, random_tensor, strided
+from sparsecomp.lowering.launch.strided import dtype_name, random_tensor, side_by_side, strided
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.neuron import (
     NUMBERS,
@@ -135,7 +135,8 @@ def operands(
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """States that lie as a step of x does, and parameters, as many as a kernel has room for."""
     given = [None if v is None else lying_as(v, x[0]) for v in states]
-    return given + [None] * (STATES - len(given)), [*parameters, *[None] * (PARAMETERS - len(parameters))]
+    read = [*map(side_by_side, parameters)]
+    return given + [None] * (STATES - len(given)), read + [None] * (PARAMETERS - len(read))
 
 
 def problem_of(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import dtype_name
+from sparsecomp.lowering.launch.strided import dtype_name, side_by_side
 from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, BinaryConv, binary_conv
 from sparsecomp.lowering.spiking.convolution import Convolution, beyond_images, empty_output, planar
 from sparsecomp.lowering.spiking.direct_conv import direct_conv
@@ -52,6 +52,7 @@ def launch_counts(
     x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, spread, channels_last
 ) -> Tensor:
     """CUDA implementation of `sparsecomp::spike_conv_counts`."""
+    bias = side_by_side(bias)
     factor = factor if factor is None or factor.dtype is weight.dtype else factor.to(weight.dtype)
     if implementation == "binary" and x.dtype is torch.int8 and lies_channels_last(x):
         record = _record(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
+from sparsecomp.lowering.launch.strided import dtype_name, random_tensor, side_by_side
 from sparsecomp.lowering.spiking.convolution import CONV_TOLERANCE, Convolution, empty_output, numbered
 from sparsecomp.lowering.spiking.packing import PackWeight, to_bytes
 from sparsecomp.lowering.spiking.spike_conv import SplitProduct, returns_channels_last
@@ -98,7 +98,7 @@ def launch_transposed_counts(
         tuple(stride), tuple(padding), tuple(output_padding), groups, tuple(dilation), digits, scale, spread,
         channels_last,
     )  # fmt: skip
-    return record(x, weight, bias, factor)
+    return record(x, weight, side_by_side(bias), factor)
 
 
 @dispatch.recorded

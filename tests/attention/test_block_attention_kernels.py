@@ -130,6 +130,24 @@ def test_results_and_gradients_beside_float64(dtype, sizes, leading, block, shar
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_a_scale_of_zero_gives_the_mean_of_what_is_kept(device):
+    q, k, v, grad = (torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(n)).to(device) for n in range(4))
+    mask = torch.rand(1, 1, 40, 40, generator=torch.Generator().manual_seed(4)) < 0.3
+    mask[..., 0], mask[..., 7, :] = True, False
+    kept = mask.to(device).double()
+    blocks = [one.to(device) for one in blocks_of(mask, (32, 32))[4:]]
+    out, logsumexp = torch.empty_like(v), torch.empty(1, 1, 40, device=device)
+    lowered.block_attention(q, k, v, blocks, Scoring(0.0), out, logsumexp)
+    share = kept / kept.sum(-1, keepdim=True).clamp(min=1)
+    torch.testing.assert_close(out.double(), share @ v.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logsumexp.double(), kept.sum(-1).log(), rtol=1e-5, atol=1e-5)
+    found = [torch.empty_like(q) for _ in range(3)]
+    lowered_gradients.block_attention_gradients(grad, q, k, v, out, logsumexp, None, blocks, Scoring(0.0), *found)
+    for one, right in zip(found, (0 * q, 0 * k, share.mT @ grad.double()), strict=True):
+        torch.testing.assert_close(one.double(), right.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_blocks_that_are_not_listed_are_not_read(device):
     q, k, v = (torch.randn(1, 1, 96, 16, generator=torch.Generator().manual_seed(5)) for _ in range(3))
     mask = torch.zeros(1, 1, 96, 96, dtype=torch.bool)

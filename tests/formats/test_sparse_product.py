@@ -36,6 +36,18 @@ def test_the_product_is_the_dense_one(kind, other, sizes):
         assert found.nnz == ((a != 0).double() @ (b != 0).double()).count_nonzero()
 
 
+def test_a_list_of_edges_multiplies_by_its_columns():
+    """Arrays that are columns of one tensor, of which torch's own product reads what lies between them."""
+    dense = dense_of(30, 30)
+    edges, stored = dense.nonzero().int().contiguous(), dense[dense != 0]
+    weights = torch.stack([stored, torch.full_like(stored, 7)], 1)
+    graph = COO.from_arrays(edges[:, 0], edges[:, 1], weights[:, 0], (30, 30))
+    assert graph.row.stride() == graph.col.stride() == graph.values.stride() == (2,)
+    for found in (graph @ graph, graph.to(CSR) @ graph, graph @ CSR.from_dense(dense)):
+        found.validate()
+        torch.testing.assert_close(found.to_dense(), dense @ dense)
+
+
 def test_stored_zeros_and_cancelled_sums_are_stored():
     one = CSR.from_arrays(torch.tensor([0, 2]), torch.tensor([0, 1]), torch.tensor([1.0, 1.0]), (1, 2))
     other = CSR.from_dense(torch.tensor([[2.0], [-2.0]]))

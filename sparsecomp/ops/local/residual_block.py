@@ -144,7 +144,7 @@ def _cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     norm, first, sine, second = ([one.contiguous() for one in some] for some in (norm, first, sine, second))
     indices = first_index[0].contiguous(), second_index[0].contiguous()
     lowered.residual_block(
-        x.reshape(rows), norm, first, sine, second, scale.reshape(-1), indices, out.view(rows),
+        x.reshape(rows), norm, first, sine, second, scale.reshape(-1).contiguous(), indices, out.view(rows),
         before.view(rows) if keep else None, kind, eps, activation,
     )  # fmt: skip
     return out, before

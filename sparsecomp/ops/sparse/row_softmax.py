@@ -94,9 +94,13 @@ def _cuda_gradient(grad: Tensor, weights: Tensor, pointers: Tensor) -> Tensor:
         return _gradient(grad, weights, pointers)
     from sparsecomp.lowering.sparse.row_softmax import write_softmax_gradient  # loads Triton
 
-    out = torch.zeros_like(weights)
-    write_softmax_gradient(grad.contiguous(), weights, pointers.contiguous(), out)
+    out = torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    write_softmax_gradient(grad.contiguous(), weights.contiguous(), pointers.contiguous(), out)
     return out
+
+
+def _fake_gradient(grad: Tensor, weights: Tensor, pointers: Tensor) -> Tensor:
+    return torch.empty_like(weights, memory_format=torch.contiguous_format)
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -111,5 +115,5 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 implement("row_softmax", _cpu, _cuda, _fake)
-implement("row_softmax_gradient", _gradient, _cuda_gradient, lambda grad, weights, pointers: torch.empty_like(weights))
+implement("row_softmax_gradient", _gradient, _cuda_gradient, _fake_gradient)
 differentiable("row_softmax", _backward, _save)

@@ -84,9 +84,9 @@ def _cpu(a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, colum
 def _torchs(rows: dots.StoredRows, values: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that its sparse layouts are beta
-        return torch.sparse_csr_tensor(
-            rows.pointers, rows.indices, values, rows.shape, device=values.device, check_invariants=False
-        )
+        # its products take arrays as contiguous, whatever their strides
+        arrays = rows.pointers.contiguous(), rows.indices.contiguous(), values.contiguous()
+        return torch.sparse_csr_tensor(*arrays, rows.shape, device=values.device, check_invariants=False)
 
 
 def _index_dtype(pointers: Tensor, indices: Tensor, columns: int, entries: int) -> torch.dtype:
