@@ -31,8 +31,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as outside_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -327,6 +326,16 @@ def carries_levels(tensor: torch.Tensor) -> bool:
 def outside_transforms() -> AbstractContextManager[Any]:
     """Context within which no transform of torch.func is at work; a transform's own tensors mean nothing in it."""
     return pyfunctorch.temporarily_clear_interpreter_stack()
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Context within which no mode sees what torch runs: for what is kept, and is none of a mode's.
+
+    Of functions too: one of torch.export's writes down each change of whether gradients are recorded.
+    """
+    with _disable_current_modes(), cast(Any, torch._C).DisableTorchFunction():
+        yield
 
 
 @contextmanager

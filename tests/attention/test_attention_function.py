@@ -118,6 +118,20 @@ def test_compiled_in_one_graph(backend: str) -> None:
             torch.testing.assert_close(one.double(), other, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("by", ["blocks", "elements", "dense"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_before_its_lists_are_made(strict: bool, by: str) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, pattern, by=by)
+
+    pattern = LocalWindow(11 + strict, ["blocks", "elements", "dense"].index(by))
+    inputs = tuple(one.detach() for one in operands(45, 45))
+    exported = torch.export.export(Attention(), inputs, strict=strict)
+    torch.testing.assert_close(exported.module()(*inputs), expected(*inputs, pattern.to_dense(45)))
+    assert not any("set_grad" in str(node.target) for node in exported.graph.nodes)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     q, k, v = operands(32, 32)
     with pytest.raises(PatternError, match="no pattern"):
