@@ -4,6 +4,7 @@ Importing this package registers them under ``torch.ops.sparsecomp`` and needs n
 their kernels on first use.
 """
 
+from sparsecomp.ops import promise as _promise  # noqa: F401  (operators of rewrites, as all like it)
 from sparsecomp.ops.attention.block_attention import block_attention
 from sparsecomp.ops.attention.decode_attention import decode_attention
 from sparsecomp.ops.attention.element_attention import element_attention
@@ -13,6 +14,8 @@ from sparsecomp.ops.attention.packed_blocks import packed_blocks
 from sparsecomp.ops.library import decompositions
 from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.local.residual_block import residual_block
+from sparsecomp.ops.masked import folded_layer as _folded_layer  # noqa: F401
+from sparsecomp.ops.masked import merged_weight as _merged_weight  # noqa: F401
 from sparsecomp.ops.masked.effective_weight import effective_weight, split_pruned
 from sparsecomp.ops.masked.elementwise import (
     gather_pruned,
@@ -24,6 +27,8 @@ from sparsecomp.ops.masked.elementwise import (
     tournament,
 )
 from sparsecomp.ops.masked.selective_step import selective_step
+from sparsecomp.ops.sparse import dense_linear as _dense_linear  # noqa: F401
+from sparsecomp.ops.sparse import dense_weight as _dense_weight  # noqa: F401
 from sparsecomp.ops.sparse import matrices as _matrices  # noqa: F401  (enters itself in sparsecomp.formats)
 from sparsecomp.ops.sparse import row_products as _row_products  # noqa: F401  (its operators, for sparsecomp.formats)
 from sparsecomp.ops.sparse import whole_product as _whole_product  # noqa: F401  (likewise)

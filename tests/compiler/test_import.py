@@ -25,6 +25,20 @@ print([name for name in new if name.split(".")[0] == "triton" or name.startswith
     assert _python(code) == "[]"
 
 
+def test_the_package_of_operators_registers_them_all():
+    """A graph that was exported is loaded by a process that has imported nothing else."""
+    code = """
+import importlib, pkgutil, torch, sparsecomp.ops
+def registered():
+    return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("sparsecomp::")}
+before = registered()
+for module in pkgutil.walk_packages(sparsecomp.ops.__path__, "sparsecomp.ops."):
+    importlib.import_module(module.name)
+print(len(before) > 50, sorted(registered() - before))
+"""
+    assert _python(code) == "True []"
+
+
 def test_import_takes_under_0_3_seconds_beyond_torch():
     """Of processor time, whatever else the machine is busy with."""
     code = "import torch, time; start = time.process_time(); import sparsecomp; print(time.process_time() - start)"
