@@ -366,8 +366,10 @@ def test_a_kernel_reads_operands_wherever_they_lie(name, lying, device):
     torch.manual_seed(0)
     overload, given = getattr(OPS, name.partition(" ")[0]).default, list(EXAMPLES[name]())
     elsewhere = tree_map(lambda one: lying(one.to(device)) if isinstance(one, Tensor) else one, given)
-    same = tree_map(lambda one: one.cpu().contiguous() if isinstance(one, Tensor) else one, elsewhere)
-    found, expected = overload.direct_cuda(*elsewhere), overload.direct_cpu(*same)
-    found, expected = (one if isinstance(one, tuple | list) else (one,) for one in (found, expected))
-    for one, right in zip(found, expected, strict=True):
+    there = tree_map(lambda one: lying(one) if isinstance(one, Tensor) else one, given)
+    same = tree_map(lambda one: one.contiguous() if isinstance(one, Tensor) else one, there)
+    calls = overload.direct_cuda(*elsewhere), overload.direct_cpu(*there), overload.direct_cpu(*same)
+    found, by_reference, expected = (one if isinstance(one, tuple | list) else (one,) for one in calls)
+    for one, other, right in zip(found, by_reference, expected, strict=True):
         torch.testing.assert_close(one.cpu(), right, rtol=2e-4, atol=2e-4, equal_nan=True)
+        torch.testing.assert_close(other, right, rtol=2e-4, atol=2e-4, equal_nan=True)

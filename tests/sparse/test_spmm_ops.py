@@ -12,6 +12,7 @@ import torch
 from kernel_devices import DEVICES, KERNEL_DEVICES
 from matrices import FOLDER, REAL, of_every_layout
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from bench.sparse.matrices import read
 from sparsecomp.errors import FormatError
@@ -202,6 +203,18 @@ def test_sampled_product_and_its_gradients(kind):
     assert torch.equal(stored[0] | (dense == 0), torch.ones_like(stored[0]))
     torch.testing.assert_close(torch.stack(back), whole * stored)
     assert torch.autograd.gradcheck(lambda a, b: sddmm(a, b, pattern, layout, scale=0.5), (a, b))
+
+
+def test_a_graph_of_sampled_products_takes_any_batch():
+    _, _, pattern, layout = sample("csr")
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda a, b: sddmm(a, b, pattern, layout), backend=graphs, dynamic=True, fullgraph=True)
+    counts = []
+    for batch in (3, 5):
+        a, b = (torch.randn(batch, size, 4, dtype=torch.float64) for size in (37, 53))
+        torch.testing.assert_close(compiled(a, b), sddmm(a, b, pattern, layout))
+        counts.append(graphs.frame_count)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

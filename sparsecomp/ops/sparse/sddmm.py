@@ -48,8 +48,9 @@ def run_sddmm(device: str, *arguments: Any) -> Tensor:
 
 def _check(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
     """Shape of the values."""
-    batches = {matrix.shape[0] for matrix in (a, b) if matrix.dim() == 3}
-    fits = all(matrix.dim() in (2, 3) for matrix in (a, b)) and len(batches) < 2
+    # sizes that are symbols are compared, and go into no set
+    batches = [matrix.shape[0] for matrix in (a, b) if matrix.dim() == 3]
+    fits = all(matrix.dim() in (2, 3) for matrix in (a, b)) and all(size == batches[0] for size in batches)
     if not fits or (a.shape[-2], b.shape[-2]) != layout.shape or a.shape[-1] != b.shape[-1]:
         raise FormatError(
             f"a {tuple(a.shape)} and b {tuple(b.shape)} do not give a {layout.shape} matrix: (rows, d) and (columns, "
@@ -57,7 +58,7 @@ def _check(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> t
         )
     if a.dtype != b.dtype or a.device != b.device or any(array.device != a.device for array in pattern):
         raise FormatError(f"a is {a.dtype} on {a.device}, b {b.dtype} on {b.device}: one dtype and device are needed")
-    return *batches, *stored_shape(pattern, layout)
+    return *batches[:1], *stored_shape(pattern, layout)
 
 
 def _reference(a, b, pattern, format, block, shape, skews, scale):

@@ -155,10 +155,10 @@ def pack_bits(kept: Tensor) -> Tensor:
 
 
 def unpack_bits(words: Tensor) -> Tensor:
-    """The bool tensor (..., 32·n) of contiguous int32 words (..., n): the inverse of ``pack_bits``."""
+    """The bool tensor (..., 32·n) of int32 words (..., n): the inverse of ``pack_bits``."""
     if not words.numel():
         return words.new_empty((*words.shape[:-1], words.shape[-1] * _WORD), dtype=torch.bool)
-    return (words.view(torch.uint8)[..., None] & _powers(words.device)).flatten(-2) != 0
+    return (words.contiguous().view(torch.uint8)[..., None] & _powers(words.device)).flatten(-2) != 0
 
 
 def _powers(device: torch.device) -> Tensor:
