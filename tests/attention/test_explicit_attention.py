@@ -72,6 +72,18 @@ def test_kernels_beside_float64(sizes, dtype, device):
     assert not by[:, :2].any() and not by[:, -3:].any()
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_rows_of_the_least_and_the_greatest_numbers(device):
+    """As masks that are filled with the least number leave them; each row against the softmax of float64."""
+    least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+    rows = [[least] * 3, [1.0, 2.0, least], [most, 1.0], [most, most, least], [least, least / 2]]
+    pointers = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    values = torch.tensor([one for row in rows for one in row], device=device)
+    found = torch.ops.sparsecomp.row_softmax.default.direct_cuda(values, pointers.to(device))
+    expected = torch.cat([torch.tensor(row, dtype=torch.float64).softmax(0) for row in rows])
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_rows_of_minus_infinity_and_none_at_all():
     found = row_softmax(torch.tensor([-torch.inf, -torch.inf, 1.0]), torch.tensor([0, 2, 3]))
     assert found.tolist() == [0.0, 0.0, 1.0]

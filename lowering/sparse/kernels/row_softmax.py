@@ -34,21 +34,23 @@ def row_softmax_kernel(values_ptr, pointers_ptr, out_ptr, rows, entries, ROWS: t
     for start in range(0, tl.max(end - begin), WIDE):
         entry = begin[:, None] + start + place
         there = entry < end[:, None]
-        value = tl.load(values_ptr + entry, mask=there, other=float("-inf")).to(tl.float32) * _LOG2_E
+        value = tl.load(values_ptr + entry, mask=there, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, value)
         # nothing yet but -inf: any finite number in its place gives zeros
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.math.exp2(top - shift) + tl.math.exp2(value - shift)
+        # the difference is multiplied: a value near the end of what float32 holds would become infinite
+        total = total * tl.math.exp2((top - shift) * _LOG2_E) + tl.math.exp2((value - shift) * _LOG2_E)
         top = higher
     greatest = tl.max(top, 1)
     shift = tl.where(greatest == float("-inf"), 0.0, greatest)[:, None]
-    total = tl.sum(total * tl.math.exp2(top - shift), 1)
+    total = tl.sum(total * tl.math.exp2((top - shift) * _LOG2_E), 1)
     some = tl.where(total == 0.0, 1.0, total)[:, None]
     for start in range(0, tl.max(end - begin), WIDE):
         entry = begin[:, None] + start + place
         there = entry < end[:, None]
-        value = tl.load(values_ptr + entry, mask=there, other=float("-inf")).to(tl.float32) * _LOG2_E
-        tl.store(out_ptr + entry, (tl.math.exp2(value - shift) / some).to(out_ptr.dtype.element_ty), mask=there)
+        value = tl.load(values_ptr + entry, mask=there, other=float("-inf")).to(tl.float32)
+        share = tl.math.exp2((value - shift) * _LOG2_E) / some
+        tl.store(out_ptr + entry, share.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
