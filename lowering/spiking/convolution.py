@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import InputError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch.strided import contiguous_strides, dtype_name
 from sparsecomp.reference.digits import padded_channels
@@ -118,9 +119,15 @@ class Convolution(NamedTuple):
         """The convolution of counts and weight of these shapes, into an output that is channels-last or not.
 
         A transposed convolution's weight is told as (K, C / groups, …) too; of either, only K is looked at.
+
+        Raises:
+            InputError: maps on which there is no place for the window, which a kernel would look for outside of them.
         """
         (n, c, *size), k = x, weight[0]
-        pixels = prod(window.output_size(size))
+        made = window.output_size(size)
+        if any(one < 1 for one in made):
+            raise InputError(f"maps of {tuple(size)} would give maps of {made}: give larger ones, or pad them more")
+        pixels = prod(made)
         out = OutputStrides(k, 1, k * pixels) if channels_last else OutputStrides(1, pixels, k * pixels)
         return cls(n, c, k, tuple(size), window, groups, out, dtype, has_bias, scale, has_factor)
 

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_devices import interpreted
 
 import sparsecomp.ops as ops
+from sparsecomp.errors import InputError
 
 conv_cuda = torch.ops.sparsecomp.spike_conv.default.direct_cuda
 linear_cuda = torch.ops.sparsecomp.spike_linear.default.direct_cuda
@@ -277,3 +279,14 @@ def test_gradients_of_counts_in_bytes_are_those_of_their_products(layer, scale, 
     torch.testing.assert_close(out.flatten(1).double(), x @ weight.double().T)
     out.backward(grad.view(out.shape))
     torch.testing.assert_close(weight.grad.double(), grad.double().T @ x)
+
+
+@interpreted
+@pytest.mark.parametrize("implementation", ["binary", "direct", "event", "skip"])
+@pytest.mark.parametrize("size", [(2, 3, 0, 8), (2, 3, 8, 1)])
+def test_a_window_that_has_no_place_is_an_error_as_in_eager(size, implementation):
+    x, w, window = torch.ones(size), torch.randn(4, 3, 3, 4), ([1, 1], [1, 1], [1, 1])
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+        F.conv2d(x, w, None, *window)
+    with pytest.raises(InputError, match="would give maps of"):
+        conv_cuda(x, w, None, *window, 1, 3, implementation)
