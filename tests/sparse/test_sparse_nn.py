@@ -843,6 +843,25 @@ def test_a_meta_layer_computes_shapes():
     assert layer(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 6)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("make", [
+    lambda sparsity: SparseLinear.from_linear(nn.Linear(8, 6), sparsity=sparsity),
+    lambda sparsity: SparseEmbedding.from_embedding(nn.Embedding(6, 8), sparsity=sparsity),
+    lambda sparsity: SparseEmbedding.from_embedding(nn.Embedding(6, 8), NARROW, sparsity=sparsity),
+])  # fmt: skip
+def test_layers_on_the_meta_device_take_a_checkpoint(make, assign):
+    made = make(0.5)
+    layer = copy.deepcopy(make(0.75)).to("meta")
+    layer = layer if assign else layer.to_empty(device="cpu")
+    layer.load_state_dict({name: one.clone() for name, one in made.state_dict().items()}, assign=assign)
+    assert torch.equal(dense_of(layer), dense_of(made))
+    x = torch.tensor([[5, 0], [2, 2]]) if isinstance(made, SparseEmbedding) else torch.randn(3, 8)
+    for one in (layer, made):
+        one(x).square().sum().backward()
+    torch.testing.assert_close(layer(x), made(x))
+    torch.testing.assert_close(layer.values.grad, made.values.grad)
+
+
 def test_a_checkpoint_of_another_size_leaves_no_gradient_of_the_old_one():
     one, other = (SparseLinear.from_linear(nn.Linear(8, 8), sparsity=sparsity) for sparsity in (0.5, 0.9))
     one(torch.ones(2, 8)).sum().backward()

@@ -58,7 +58,7 @@ class SparseEmbedding(StoredWeight):
     def _make_room(self, name: str, given: Tensor) -> None:
         super()._make_room(name, given)
         own = getattr(self, name)
-        if name != "values" and not torch.equal(own, given.to(own)):
+        if name != "values" and not own.is_meta and not torch.equal(own, given.to(own)):
             setattr(self, name, own.clone())  # a backward that is still to come reads the old one
 
     def forward(self, index: Tensor) -> Tensor:
