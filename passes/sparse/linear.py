@@ -183,7 +183,19 @@ def _has_copy(chain: Chain, product: Product, ctx: Context) -> bool:
     if values is None or _compat.is_fake(values) or values.device.type != product.device.type:
         return False
     stays = is_static(chain.sparse) or isinstance(values, torch.nn.Parameter)
-    return stays and keep_dense_copy(values.detach(), arrays_of(chain)[1])
+    return stays and _is_alone(chain, ctx) and keep_dense_copy(values.detach(), arrays_of(chain)[1])
+
+
+def _is_alone(chain: Chain, ctx: Context) -> bool:
+    """Whether the graph has one matrix of these values.
+
+    Copies of two, or of one that it writes to, are one memory, and a product by one may be moved behind the other.
+    """
+    pattern, layout = arrays_of(chain)
+    own, places = pattern[: layout.own], {_LINEAR: 2, _COPY: 1}
+    readers: list[Any] = [reader for reader in chain.sparse.users if reader.target in places]
+    patterns = [list(reader.args[places[reader.target]])[: layout.own] for reader in readers]
+    return ctx.written.isdisjoint((chain.sparse, *own)) and all(one == own for one in patterns)
 
 
 def _compared(product: Product) -> str:

@@ -27,6 +27,7 @@ from sparsecomp.ops.masked.elementwise import (
     tournament,
 )
 from sparsecomp.ops.masked.selective_step import selective_step
+from sparsecomp.ops.sparse import dense_copy as _dense_copy  # noqa: F401
 from sparsecomp.ops.sparse import dense_linear as _dense_linear  # noqa: F401
 from sparsecomp.ops.sparse import dense_weight as _dense_weight  # noqa: F401
 from sparsecomp.ops.sparse import matrices as _matrices  # noqa: F401  (enters itself in sparsecomp.formats)

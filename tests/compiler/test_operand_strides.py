@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 import sparsecomp.ops
 from sparsecomp.attention import blocks_of, elements_of_mask
 from sparsecomp.formats import CSR
+from sparsecomp.ops.sparse.dense_copy import keep_dense_copy
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.tensor.index_arrays import IndexArrays
 
@@ -217,6 +218,14 @@ def _sddmm():
 def _stored_to_dense():
     values, pattern, layout = weight()
     return values, pattern, layout.written(), False
+
+
+@example("dense_copy")
+def _dense_copy():
+    """Of values that have a copy; others are written out."""
+    values, pattern, layout = weight()
+    assert keep_dense_copy(values, layout)
+    return values, pattern, layout.written()
 
 
 @example("dense_to_stored")

@@ -196,6 +196,21 @@ def test_compiled_layers_follow_every_write(mode, way):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_layers_of_the_same_values_at_other_places_share_no_copy():
+    one, other, x = layer_of(0), layer_of(1), torch.randn(2048, 512, device="cuda", dtype=torch.float16)
+    other.values = one.values
+    weights = [layer.weight.detach().to_dense().double().mT for layer in (one, other)]
+    compiled = torch.compile(lambda x: (one(x), other(x)), backend="sparsecomp")
+    with torch.no_grad():
+        for _ in range(4):
+            for found, weight in zip(compiled(x), weights, strict=True):
+                torch.testing.assert_close(found.double(), x.double() @ weight, rtol=1e-2, atol=1e-1)
+    report = sparsecomp.last_report()
+    assert report is not None and not [one for one in report.sites if "is kept and compared" in one.reason]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_captured_graph_follows_writes():
     values, pattern = arrays_of(thinned((64, 96), 0), device="cuda")
     keep_dense_copy(values, Layout("csr", (1, 1), (64, 96)))
