@@ -173,7 +173,7 @@ def _chosen(node: fx.Node, ctx: Context) -> tuple[fx.Node, bool, float, fx.Node]
 
 def _rounded(number: float, dtypes: Sequence[torch.dtype]) -> float:
     """The number, cast to one dtype after another: the least of float32 is -inf in bfloat16."""
-    rounded = torch.tensor(number, dtype=torch.float64)
+    rounded = torch.tensor(number, dtype=torch.float64, device="cpu")
     for dtype in dtypes:
         rounded = rounded.to(dtype)
     return float(rounded)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 import sparsecomp.ops
 from sparsecomp.attention import blocks_of, elements_of_mask
 from sparsecomp.formats import CSR
+from sparsecomp.ops.attention.masked_decode import kept_range
 from sparsecomp.ops.sparse.dense_copy import keep_dense_copy
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.tensor.index_arrays import IndexArrays
@@ -326,6 +327,13 @@ def _decode_attention(which=""):
     lengths, table = torch.tensor([9, 4], dtype=torch.int32), torch.tensor([[1, 0, 2], [3, 5, 4]], dtype=torch.int32)
     caches = [torch.randn(*((6, 2, 4) if which else (2, 2, 9)), depth) for depth in (8, 6)]
     return torch.randn(2, 4, 2, 8), *caches, lengths, table if which else None, 3, 1, 0.3, 0.0, torch.randn(4)
+
+
+@example("masked_decode")
+def _masked_decode():
+    kept = torch.rand(2, 1, 2, 9) < 0.6
+    q, k, v = (torch.randn(shape) for shape in ((2, 4, 2, 8), (2, 2, 9, 8), (2, 2, 9, 6)))
+    return q, k, v, kept, kept_range(kept, 2), -1, 0.3, 0.0
 
 
 @example("packed_blocks")

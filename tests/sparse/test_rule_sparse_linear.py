@@ -154,6 +154,22 @@ def test_a_layer_that_is_faster_dense_is_written_out_once_under_a_promise(monkey
     assert site(report, "sparse_linear").implementation == "dense" and "stored_to_dense" in report.graph_after
 
 
+@pytest.mark.parametrize(("tied", "implementation"), [(True, "dense"), (False, "compared copy")])
+def test_layers_of_the_same_values_at_other_places_share_no_copy(tied, implementation, monkeypatch):
+    """In a graph: it is one memory, and both may be written out before either is multiplied."""
+    monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
+    monkeypatch.setattr(dense_copy, "DEVICES", ("cpu",))
+    matrices = [formats.CSR.from_dense(torch.eye(8).roll(turn, 0)) for turn in (0, 3)]
+    one, other = (SparseLinear(matrix, requires_grad=False) for matrix in matrices)
+    other.values = one.values if tied else other.values
+    compiled = torch.compile(lambda x: (one(x), other(x)), backend="sparsecomp")
+    with torch.no_grad():
+        for found, matrix in zip(compiled(X), matrices, strict=True):
+            torch.testing.assert_close(found, X @ matrix.to_dense().mT)
+    sites = [found for found in sparsecomp.last_report().sites if found.rule == "sparse_linear"]
+    assert [found.implementation for found in sites] == [implementation] * 2
+
+
 @pytest.mark.slow(reason="Inductor compiles")
 def test_a_copy_that_is_kept_is_compared_in_each_call(monkeypatch):
     """As on a GPU; a CPU's operator writes the weight out."""
