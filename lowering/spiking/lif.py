@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import InputError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import random_tensor, side_by_side, strided
@@ -81,7 +82,12 @@ class Lif(NamedTuple):
 def launch_lif(
     x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset
 ) -> tuple[Tensor, Tensor]:
-    """See `sparsecomp.ops.lif`."""
+    """See `sparsecomp.ops.lif`.
+
+    Raises:
+        InputError: operands that do not fit each other, of which a kernel would read past the end.
+    """
+    _check(x, (mean, var, weight, bias), charge, rate)
     spikes = torch.empty_like(x, dtype=torch.int8)
     last = torch.empty_like(x[0])
     if x.numel() == 0:
@@ -102,6 +108,16 @@ def launch_lif(
     by_channel = map(side_by_side, (mean, var, weight, bias))
     dispatch.launch(LIF, problem, x, v, *by_channel, rate, spikes, last)
     return spikes, last
+
+
+def _check(x: Tensor, by_channel: tuple[Tensor | None, ...], charge: str, rate: Tensor | None) -> None:
+    if x.dim() < 3:
+        raise InputError(f"x is {tuple(x.shape)}, needs (T, N, C, …)")
+    wrong = [tuple(one.shape) for one in by_channel if one is not None and one.numel() != x.shape[2]]
+    if wrong or (by_channel[0] is None) != (by_channel[1] is None):
+        raise InputError(f"batch-norm of shapes {wrong}: give one number for each of {x.shape[2]} channels, or none")
+    if (0 if rate is None else rate.numel()) != (charge == "plif"):
+        raise InputError(f"rate is {None if rate is None else tuple(rate.shape)}: a charge of plif needs one number")
 
 
 def _signature(problem: Lif, device: Device) -> KernelSignature:

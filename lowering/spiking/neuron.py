@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import InputError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor, side_by_side, strided
@@ -166,10 +167,19 @@ def lying_as(v: Tensor, like: Tensor) -> Tensor:
 
 
 def _axis(parameter: Tensor | None, shape: Sequence[int], strides: Sequence[int]) -> Axis:
-    """Along which dimension of the state a parameter has several elements, which lie one behind the other."""
+    """Along which dimension of the state a parameter has several elements, which lie one behind the other.
+
+    Raises:
+        InputError: a parameter of which a kernel would read other elements, or past the end.
+    """
     if parameter is None or parameter.numel() == 1:
         return _ONE
-    dim = next(index for index, size in enumerate(reversed(parameter.shape)) if size > 1)
+    several = [index for index, size in enumerate(reversed(parameter.shape)) if size != 1]
+    dim = several[0]
+    if len(several) > 1 or dim >= len(shape) or parameter.numel() != shape[len(shape) - 1 - dim]:
+        raise InputError(
+            f"a parameter is {tuple(parameter.shape)}, needs one number, or those of one dimension of {tuple(shape)}"
+        )
     return Axis(parameter.numel(), strides[len(shape) - 1 - dim])
 
 

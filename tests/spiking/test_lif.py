@@ -3,9 +3,10 @@
 import pytest
 import torch
 from compile_kernel import compile_in_subprocess
-from kernel_devices import KERNEL_DEVICES
+from kernel_devices import KERNEL_DEVICES, interpreted
 
 import sparsecomp.ops as ops
+from sparsecomp.errors import InputError
 
 pytestmark = pytest.mark.quick_cases(1)
 
@@ -158,3 +159,19 @@ def test_compiles(capability):
     stores, *wide = printed.split()
     assert int(stores) >= 5
     assert wide == ["True", "True"], "the offset of a time step must not overflow 32 bits"
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [({"mean": 4, "var": 4}, "5 channels"), ({"mean": 5}, "5 channels"), ({"bias": 9}, "5 channels"),
+     ({"charge": "plif"}, "rate is None"), ({"charge": "plif", "rate": 5}, "rate is"), ({"rate": 1}, "rate is")],
+)  # fmt: skip
+def test_a_kernel_is_not_launched_on_what_does_not_fit(changed, told):
+    usual = {
+        "x": torch.randn(3, 2, 5, 4), "v": None, "v0": 0.0, "mean": None, "var": None, "weight": None, "bias": None,
+        "eps": 1e-5, "charge": "lif", "tau": 2.0, "rate": None, "decay_input": True, "threshold": 1.0, "reset": 0.0,
+    }  # fmt: skip
+    given = {name: torch.rand(one) if isinstance(one, int) else one for name, one in changed.items()}
+    with pytest.raises(InputError, match=told):
+        torch.ops.sparsecomp.lif.default.direct_cuda(*{**usual, **given}.values())

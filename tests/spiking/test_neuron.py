@@ -221,3 +221,13 @@ def test_compiles(capability: int) -> None:
     assert int(stores) >= 5
     assert fused == "0", "a product and a sum are rounded apart"
     assert wide == ["True", "True"], "the offset of a time step must not overflow 32 bits"
+
+
+@interpreted
+@pytest.mark.parametrize("size", [(3,), (5,), (7, 1), (2, 1, 4), (5, 4), (2, 1, 1, 1), (0,)])
+def test_a_kernel_is_not_launched_on_parameters_of_other_sizes(size):
+    step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = where t2 n1 t1; spike t2; v0 t3"
+    given = torch.randn(3, 2, 5, 4), [None], [0.0], [torch.rand(size)], [0.3, 0.0], step
+    for operator, more in ((torch.ops.sparsecomp.neuron, [True]), (torch.ops.sparsecomp.trained_neuron, [])):
+        with pytest.raises(InputError, match="a parameter is"):
+            operator.default.direct_cuda(*given, *more)
