@@ -86,7 +86,6 @@ LAYERS = {
     "linear": ((36, 40, 1, 1), (70, 40), ([1, 1], [0, 0], [1, 1]), 1, 3, True),
     "signals": ((8, 32, 9), (40, 32, 3), ([2], [1], [1]), 1, 3, True),
     "volumes": ((8, 16, 3, 4, 3), (24, 16, 3, 1, 2), ([1, 2, 1], [1, 0, 1], [1, 1, 1]), 1, 3, True),
-    "no outputs": ((8, 32, 2, 2), (8, 32, 3, 3), ([1, 1], [0, 0], [1, 1]), 1, 3, True),
     "no images": ((0, 32, 5, 5), (8, 32, 3, 3), PLANE, 1, 3, True),
 }
 
@@ -99,6 +98,14 @@ def test_layers_of_every_kind(name, device):
     neuron = neuron_arguments("lif", norm=statistics(kernel[0], device), device=device)
     fused, apart = both(x, weight, bias, window, groups, digits, channels_last, 4, neuron)
     assert_same(fused, apart)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_a_window_that_has_no_place_is_refused_as_eager_does(device):
+    x, weight, bias = sample((8, 32, 2, 2), (8, 32, 3, 3), device, high=3)
+    neuron = neuron_arguments("lif", norm=statistics(8, device), device=device)
+    with pytest.raises(InputError, match="would give maps of"):
+        both(x, weight, bias, ([1, 1], [0, 0], [1, 1]), 1, 3, True, 4, neuron)
 
 
 @pytest.mark.slow(reason="float products are slow in the interpreter")
