@@ -11,7 +11,7 @@ pytest.importorskip("triton")  # the modules of kernels import it
 COLLECTS = {
     "LayerProfile", "Profile", "Outcome", "_Group", "_Change", "Context", "Site", "PassRecord", "Flow",
     "Report", "_Layer", "RESUCycle", "History", "TuningStats", "EarlyStopping", "_Walk",
-    "Steps",
+    "Steps", "spike_function._Value",
 }  # fmt: skip
 """Filled in step by step."""
 ONESELF = {"Handle", "Ready", "Template", "Operation", "_Kept", "LayerProfile", "Documents", "FromTensor"}
