@@ -171,6 +171,7 @@ def test_torch_compile_passes_the_error_on():
         torch.compile(lambda x: x + 1, backend="sparsecomp", options={"nonsense": 1})(torch.ones(2))
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 def test_torch_compile_takes_options_that_were_checked_where_they_were_made():
     options = Options(implementation="binary", precision="tf32")
     model = OnSpikes(torch.nn.Linear(16, 16))

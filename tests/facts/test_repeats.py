@@ -223,6 +223,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(40)
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "any size"])
 @pytest.mark.parametrize(("function", "expected"), CASES.values(), ids=CASES)
 def test_what_is_said_to_repeat_does(function, expected, fixed):

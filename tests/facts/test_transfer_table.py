@@ -621,6 +621,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.quick_cases(60)
 @EACH
 def test_what_is_claimed_is_written_down(name: str, case: Callable[..., Any], expected: Any) -> None:
     fact = _checked(case, INPUTS["plain"])
@@ -796,6 +797,7 @@ REASONS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(30)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_lost_has_its_reason(name: str) -> None:
     reasons = []

@@ -181,6 +181,7 @@ def _flat(value: Any) -> Any:
     return value
 
 
+@pytest.mark.quick_cases(30)
 @pytest.mark.parametrize("name", VOCABULARY)
 def test_arguments_by_position_are_those_of_torch(name: str) -> None:
     known = 0
@@ -202,6 +203,7 @@ def _unpacked(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
+@pytest.mark.quick_cases(30)
 @pytest.mark.parametrize("name", VOCABULARY)
 def test_defaults_are_those_of_torch(name: str) -> None:
     for spelling in spellings(name):
@@ -218,6 +220,7 @@ def test_defaults_are_those_of_torch(name: str) -> None:
             assert _flat(found.args[place]) == _flat(one.default), f"{spelling.text}: {one.name}"
 
 
+@pytest.mark.quick_cases(30)
 @pytest.mark.parametrize("name", VOCABULARY)
 def test_what_torch_writes_or_aliases_is_known(name: str) -> None:
     for spelling in spellings(name):

@@ -102,6 +102,7 @@ def test_optimize_is_exact_over_calls_and_resets(kind):
                 _reset(eager), _reset(model)
 
 
+@pytest.mark.slow(reason="compiles a network")
 def test_bounded_counts_stay_dense_because_a_potential_may_be_nan():
     model = _net("MaxSpike")
     x = images(BATCH * STEPS, 2, 14, 14)

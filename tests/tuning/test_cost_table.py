@@ -433,6 +433,7 @@ def decided(name: str) -> list[Any]:
     return [float(f"{value:.7g}") if isinstance(value, float) else value for value in DECISIONS[name]()]
 
 
+@pytest.mark.quick_cases(40)
 @pytest.mark.parametrize("name", DECISIONS)
 def test_decisions_are_those_of_the_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -462,6 +463,7 @@ def found(op: str, which: int) -> dict[str, list[Any]]:
     return answer
 
 
+@pytest.mark.quick_cases(40)
 @pytest.mark.parametrize(("op", "which"), list(cases()))
 def test_costs_are_those_of_the_table(op: str, which: int) -> None:
     written = {name: row for name, row in json.loads(TABLE.read_text()).items() if name.startswith(f"{op} {which} ")}
