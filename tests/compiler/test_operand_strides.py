@@ -20,7 +20,7 @@ import sparsecomp.ops
 from sparsecomp.attention import blocks_of, elements_of_mask
 from sparsecomp.formats import CSR
 from sparsecomp.ops.attention.masked_decode import kept_range
-from sparsecomp.ops.sparse.dense_copy import keep_dense_copy
+from sparsecomp.ops.sparse import dense_copy
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.tensor.index_arrays import IndexArrays
 
@@ -34,6 +34,12 @@ ELSEWHERE = {
     "selective_step": "writes to its operands, and refuses averages that are not contiguous",
 }
 EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {}
+
+
+@pytest.fixture(autouse=True)
+def _copies_everywhere(monkeypatch):
+    """The interpreter's tensors are a CPU's."""
+    monkeypatch.setattr(dense_copy, "DEVICES", ("cpu", "cuda"))
 
 
 def example(*names: str) -> Callable[[Callable[..., tuple[Any, ...]]], Callable[..., tuple[Any, ...]]]:
@@ -225,7 +231,7 @@ def _stored_to_dense():
 def _dense_copy():
     """Of values that have a copy; others are written out."""
     values, pattern, layout = weight()
-    assert keep_dense_copy(values, layout)
+    assert dense_copy.keep_dense_copy(values, layout)
     return values, pattern, layout.written()
 
 
