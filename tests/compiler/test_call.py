@@ -188,6 +188,7 @@ def functions():
     yield "callable", agent, agent.net
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 @pytest.mark.parametrize(("function", "net"), [pytest.param(f, net, id=name) for name, f, net in functions()])
 def test_functions_work_as_modules_do_and_their_modules_are_left_as_they_were(function, net) -> None:
     x = 2 * torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -29,6 +29,7 @@ class Spiking(nn.Module):
 BATCHES = (1, 2, 3, 7, 64, 65, 511, 512)
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=KERNEL_DEVICES[1].marks)])
 def test_batches_from_1_to_512_compile_at_most_two_graphs(device):
     compilations = Counter()
@@ -81,6 +82,7 @@ def test_each_bucket_runs_its_own_tuned_configuration(device, monkeypatch):
     assert len({str(config) for _, config in ran}) == 4
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 def test_a_batch_that_is_marked_dynamic_stays_so_in_training():
     model = Spiking()
     compiled = torch.compile(

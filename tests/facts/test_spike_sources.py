@@ -182,6 +182,7 @@ def test_spikingjelly(kind: str, steps: int, train: bool) -> None:
     assert fact is not None and fact.is_binary
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_spikingjelly_in_half(dtype: torch.dtype) -> None:
     neuron = pytest.importorskip("spikingjelly.activation_based.neuron")

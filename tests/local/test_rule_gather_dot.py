@@ -282,6 +282,7 @@ def with_bias_and_relu(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
     return torch.relu((x[:, i] * w).sum(-1) + x.new_ones(N)) + x[:, :1]
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 @pytest.mark.parametrize("frozen", [False, "buffers"])
 def test_gradients(frozen):
     model = Net(with_bias_and_relu)
@@ -468,6 +469,7 @@ def test_our_own_layer_takes_in_what_follows_or_is_written_out(activation, dtype
     assert (out.double() - wanted).norm() <= tolerance * wanted.norm() and out.dtype is dtype
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("pays", [True, False])
 def test_gradients_of_our_own_layer(pays, bias, monkeypatch):

@@ -76,7 +76,7 @@ def test_each_way(settings, dtype, way, monkeypatch):
     assert out.dtype is dtype and (out - wanted).norm() <= 16 * torch.finfo(dtype).eps * wanted.norm()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow(reason="Inductor compiles")
 @pytest.mark.parametrize(("settings", "way"), [*(("gelu", way) for way in WAYS), ("sine", "dense")])
 def test_gradients_of_each_way(settings, way, monkeypatch):
     monkeypatch.setattr(rule, "decide_block", lambda *layers: Decision(way, "said so"))

@@ -116,6 +116,7 @@ def test_bounded_counts_stay_dense_because_a_potential_may_be_nan():
         torch.testing.assert_close(optimized(x), expected)
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 def test_unbounded_counts_stay_dense_and_say_why():
     net = nn.Sequential(nn.Conv2d(2, 4, 3), layers.IAFSqueeze(batch_size=BATCH), nn.Conv2d(4, 4, 3))
     model = sixteenths(net).eval()

@@ -326,6 +326,7 @@ def test_float16_autocast_with_a_gradient_scaler():
 # -- averages, copies, moves
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 @pytest.mark.parametrize("average", ["mean", "ema", "swa foreach", "data"])
 def test_averaged_models(average):
     pair = Pair(CSR)

@@ -122,6 +122,7 @@ ELEMENTS = STEPS * BATCH * CHANNELS * SIZE * SIZE
 IMAGES = 4 * STEPS * BATCH * 3 * SIZE * SIZE
 
 
+@pytest.mark.slow(reason="Inductor compiles")
 @pytest.mark.parametrize(
     ("memory", "expected"),
     # three convolutions of floats, two maps of spikes of which a byte holds one element of each of four time steps
