@@ -81,6 +81,7 @@ def kept_in_loops(keeps: Callable[[int, int], bool], q_len: int, k_len: int) -> 
     return torch.tensor([[keeps(q, k) for k in range(k_len)] for q in range(q_len)]).view(1, 1, q_len, k_len)
 
 
+@pytest.mark.quick_cases(30)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("lengths", SIZES)
 def test_a_pattern_keeps_what_its_definition_says(name: str, lengths: tuple[int, int]) -> None:

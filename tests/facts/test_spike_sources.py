@@ -35,7 +35,7 @@ def conv_input(analysis: Analysis) -> SparsityFact | None:
     return analysis.fact(calls[-1].args[0], at=calls[-1])
 
 
-@pytest.mark.quick_cases(15)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("train", MODES)
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("gather", GATHER)
@@ -170,7 +170,7 @@ def sequence(steps: int) -> torch.Tensor:
     return 2 * torch.randn(steps, 2, 2, 6, 6)
 
 
-@pytest.mark.quick_cases(9)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("train", MODES)
 @pytest.mark.parametrize("steps", [0, 1, 4])
 @pytest.mark.parametrize("kind", ["IFNode", "LIFNode", "ParametricLIFNode", "QIFNode", "EIFNode", "KLIFNode"])

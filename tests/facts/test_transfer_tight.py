@@ -64,6 +64,7 @@ JOINED = {"where": (1, 1), "masked_fill": (-1, -1), "maximum": (0, 0), "tril": (
 """What may be chosen of the other operand, of which the analysis does not know that it never is."""
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("name", GRIDS)
 def test_claims_are_tight(name: str) -> None:
     for lo in range(-2, 2):

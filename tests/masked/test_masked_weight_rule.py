@@ -17,6 +17,7 @@ from sparsecomp.passes.engine.rule import OWNED
 from sparsecomp.passes.masked import masked_weight
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("layer", SHAPES)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_is_folded_once_and_gives_eager_bits(spelling, layer):

@@ -183,7 +183,7 @@ FUSED: dict[str, tuple[Callable[..., Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick_cases(90)
+@pytest.mark.quick_cases(30)
 @pytest.mark.parametrize("product", [True, False], ids=["product", "layer"])
 @pytest.mark.parametrize("name", FUSED)
 def test_what_is_fused(name, product, faster):

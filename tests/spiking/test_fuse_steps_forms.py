@@ -168,6 +168,7 @@ LOOPS: dict[str, tuple[Callable[[Any, Net], Tensor], tuple[int, ...], dict[str, 
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize(("function", "sizes", "expected"), LOOPS.values(), ids=LOOPS)
 def test_loops(function, sizes, expected):
     def run(x: Any, n: Net) -> Tensor:

@@ -67,6 +67,7 @@ CONVOLUTION = {
 """24 tiles in 6 waves of 9 steps, each of which copies (128 + 3 · 64) · 64 = 20480 bytes."""
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("hopper", "change", "reads", "products", "ahead", "waves_of_resident"),
     [
