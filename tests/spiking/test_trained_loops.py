@@ -6,12 +6,13 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from compile_kernel import compile_in_subprocess
+from hand_written import Call, Channels, currents, loop
 from kernel_devices import KERNEL_DEVICES
 from rewriting import rewritten, site
 from torch import Tensor, fx, nn
@@ -22,7 +23,6 @@ from sparsecomp.passes.spiking.spike_function import gives_a_tuple, spike_functi
 pytestmark = pytest.mark.quick_cases(1)
 
 RULE = "unrolled_neurons"
-Call = Callable[..., Any]
 
 
 # ---- spike functions ----------------------------------------------------------------------------------------------
@@ -180,25 +180,9 @@ RESETS: dict[str, Call] = {
 }
 
 
-def loop(charge: Call, fire: Call, reset: Call, start: Call = torch.zeros_like, join: Call = torch.stack) -> Call:
-    def run(x: Tensor) -> Any:
-        v, out = start(x[0]), []
-        for t in range(x.shape[0]):
-            h = charge(x[t], v)
-            out.append(fire(h))
-            v = reset(h, out[-1])
-        return join(out), v
-
-    return run
-
-
 def over(fire: Call) -> Call:
     """The function, of a membrane whose threshold is 0.7."""
     return lambda h: fire(h - 0.7)
-
-
-def currents(*shape: int, seed: int = 0) -> Tensor:
-    return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- comparing ----------------------------------------------------------------------------------------------------
@@ -293,32 +277,20 @@ def test_a_function_may_read_a_tensor_that_nobody_hands_it() -> None:
     assert "p0" in site(report, RULE).reason
 
 
-class Channels(nn.Module):
-    """A decay and a threshold for each channel, which are trained, and a state that is handed in and out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decay = nn.Parameter(torch.randn(4, 1, 1, generator=torch.Generator().manual_seed(0)))
-        self.threshold = nn.Parameter(torch.tensor([0.5, 0.7, 0.9, 1.1]).view(4, 1, 1))
-
-    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = []
-        for step in x.unbind():
-            v = v * self.decay.sigmoid() + step
-            out.append(FIRES["sigmoid"](v - self.threshold))
-            v = v - out[-1] * self.threshold
-        return torch.stack(out), v
+def channels() -> Channels:
+    decay = torch.randn(4, 1, 1, generator=torch.Generator().manual_seed(0))
+    return Channels(decay, torch.sigmoid, lambda v, threshold: FIRES["sigmoid"](v - threshold))
 
 
 def test_decays_and_thresholds_that_are_trained_and_a_state_handed_on() -> None:
     x, v = currents(5, 2, 4, 3, 3), currents(2, 4, 3, 3, seed=1)
-    report = trained(Channels(), x.requires_grad_(), v.requires_grad_())
+    report = trained(channels(), x.requires_grad_(), v.requires_grad_())
     assert "p1" in site(report, RULE).reason
 
 
 @pytest.mark.slow(reason="traces two loops")
 def test_parameters_alone_are_trained() -> None:
-    trained(Channels(), currents(5, 2, 4, 3, 3), currents(2, 4, 3, 3, seed=1))
+    trained(channels(), currents(5, 2, 4, 3, 3), currents(2, 4, 3, 3, seed=1))
 
 
 class Parametric(nn.Module):
@@ -627,28 +599,25 @@ def two_slopes(x: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-def straight_through(x: Tensor) -> Tensor:
-    """Spikes that are rounded: (1 - s) + s need not be 1."""
-    v, out = torch.zeros_like(x[0]), []
-    for step in x:
-        v = v * 0.5 + step
-        soft = torch.sigmoid(4 * (v - 0.7))
-        s = ((v >= 0.7).float() - soft).detach() + soft
-        v = v - 0.7 * s
-        out.append(s)
-    return torch.stack(out)
+def of_a_sum(spikes: Call) -> Call:
+    """A neuron whose spikes are a sum, of where it fires and of something smooth."""
+
+    def run(x: Tensor) -> Tensor:
+        v, out = torch.zeros_like(x[0]), []
+        for step in x:
+            v = v * 0.5 + step
+            s = spikes(v >= 0.7, torch.sigmoid(4 * (v - 0.7)))
+            v = v - 0.7 * s
+            out.append(s)
+        return torch.stack(out)
+
+    return run
 
 
-def added_nothing(x: Tensor) -> Tensor:
-    """Spikes to which nothing is added, but NaN where the membrane is."""
-    v, out = torch.zeros_like(x[0]), []
-    for step in x:
-        v = v * 0.5 + step
-        soft = torch.sigmoid(4 * (v - 0.7))
-        s = (v >= 0.7).to(v.dtype) + (soft - soft.detach())
-        v = v - 0.7 * s
-        out.append(s)
-    return torch.stack(out)
+# rounded: (1 - s) + s need not be 1
+straight_through = of_a_sum(lambda fires, soft: (fires.float() - soft).detach() + soft)
+# nothing is added, but NaN where the membrane is
+added_nothing = of_a_sum(lambda fires, soft: fires.to(soft.dtype) + (soft - soft.detach()))
 
 
 def _one(fire: Call, reset: str = "soft detached") -> Call:

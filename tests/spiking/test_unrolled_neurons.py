@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hand_written import Channels, currents, loop
 from rewriting import Surrogate, rewritten, site
 from snn_zoo import images
 from torch import Tensor, nn
@@ -66,27 +67,6 @@ STARTS: dict[str, Step] = {
     "tensor": lambda x: x.abs() * 0.1,
     "scalar": lambda x: torch.tensor(0.25),
 }
-
-
-def loop(charge: Step, fire: Step, reset: Step, start: Step, join: Step = torch.stack) -> Step:
-    def run(x: Tensor) -> Any:
-        v, out = start(x[0]), []
-        for t in range(x.shape[0]):
-            h = charge(x[t], v)
-            out.append(fire(h))
-            v = reset(h, out[-1])
-        return join(out), v
-
-    return run
-
-
-def currents(*shape: int, seed: int = 0, special: bool = False) -> Tensor:
-    x = 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    if special:
-        numbers = [float("nan"), float("inf"), -float("inf"), -0.0, 0.7, 1e-45, 3e38, -3e38]
-        x.flatten()[: len(numbers)] = torch.tensor(numbers)
-        x.flatten()[-len(numbers) :] = torch.tensor(numbers).flip(0)
-    return x
 
 
 def assert_same_bits(found: Any, expected: Any) -> None:
@@ -181,25 +161,13 @@ def test_one_step_is_no_loop() -> None:
     assert not [one for one in report.sites if one.rule == RULE]
 
 
-class Channels(nn.Module):
-    """A decay and a threshold for each channel, as parameters, and a state that is handed in and out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decay = nn.Parameter(torch.rand(4, 1, 1, generator=torch.Generator().manual_seed(0)))
-        self.threshold = nn.Parameter(torch.tensor([0.5, 0.7, 0.9, 1.1]).view(4, 1, 1))
-
-    def forward(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = []
-        for step in x.unbind():
-            v = v * self.decay.clamp(0, 1) + step
-            out.append((v >= self.threshold).float())
-            v = v - out[-1] * self.threshold
-        return torch.stack(out), v
+def channels() -> Channels:
+    decay = torch.rand(4, 1, 1, generator=torch.Generator().manual_seed(0))
+    return Channels(decay, lambda decay: decay.clamp(0, 1), lambda v, threshold: (v >= threshold).float()).eval()
 
 
 def test_parameters_of_channels_and_a_state_handed_on() -> None:
-    model, x = Channels().eval(), currents(5, 2, 4, 3, 3, special=True)
+    model, x = channels(), currents(5, 2, 4, 3, 3, special=True)
     v = currents(2, 4, 3, 3, seed=1)
     report = fused(model, x, v)
     assert "p0" in site(report, RULE).reason
@@ -609,7 +577,7 @@ def test_neurons_of_libraries_in_training(name: str) -> None:
 
 @pytest.mark.slow(reason="compiles with Inductor")
 def test_compiled_by_inductor() -> None:
-    model, x, v = Channels().eval(), currents(5, 2, 4, 3, 3), currents(2, 4, 3, 3, seed=1)
+    model, x, v = channels(), currents(5, 2, 4, 3, 3), currents(2, 4, 3, 3, seed=1)
     with torch.no_grad():
         expected = model(x, v)
         found = torch.compile(model, backend="sparsecomp", options={"neurons": "fuse", "strict": True})(x, v)
