@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from candidates import check_candidates, place
 from compile_kernel import compile_in_subprocess
 from kernel_devices import KERNEL_DEVICES, graph_of, needs_triton
 from torch import Tensor
@@ -54,13 +55,9 @@ PROBLEMS = [
 @pytest.mark.parametrize("shapes", OPERATIONS)
 @pytest.mark.parametrize("sizes", PROBLEMS, ids=str)
 def test_the_tuner_can_check_candidates(sizes, shapes, device):
-    where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     operation, given = OPERATIONS[shapes], problem(shapes, *sizes)
     given = given._replace(by_batch=given.batch > 1, by_head=given.heads > 1)
-    candidates = operation.candidates(given, device_of(where))
-    assert candidates
-    for candidate in candidates[:: -(-len(candidates) // 3)]:
-        assert fault(operation, given, where, candidate) is None, candidate.name
+    check_candidates(operation, given, device, 3)
     signature = operation.signature(given, H100)
     assert operation.signature(operation.representative(signature), H100).key == signature.key
 
@@ -70,8 +67,7 @@ def test_the_tuner_can_check_candidates(sizes, shapes, device):
 @pytest.mark.parametrize("shapes", OPERATIONS)
 @pytest.mark.parametrize(("softcap", "biased"), [(3.0, False), (0.0, True), (2.0, True)])
 def test_scores_that_are_capped_and_biased(softcap, biased, shapes, device):
-    where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
-    operation = OPERATIONS[shapes]
+    where, operation = place(device), OPERATIONS[shapes]
     given = problem(shapes, *PROBLEMS[0])._replace(softcap=softcap, biased=biased)
     for candidate in operation.candidates(given, device_of(where))[::13]:
         assert fault(operation, given, where, candidate) is None, candidate.name

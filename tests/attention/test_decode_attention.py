@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from candidates import check_candidates, place
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of, needs_triton
 from torch import Tensor
@@ -268,19 +269,14 @@ def test_every_depth_has_kernels_on_every_card():
 @pytest.mark.parametrize("page", [0, 16])
 def test_the_tuner_can_check_candidates(page, device):
     from sparsecomp.lowering.attention import decode_attention as lowered
-    from sparsecomp.lowering.tuning.trial import fault
 
-    where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     q, k, v, _ = cache(2, 4, 2, 2, 64, 16, 16, [64, 60], torch.float32)
     k, v, table = paged(k, v, page) if page else (k, v, None)
     operation = lowered.DECODE_ATTENTION
     signature = operation.signature(
-        lowered.problem_of(q, k, v, table, Sight(30, 0), Scores(0.25)), device_of(where)
+        lowered.problem_of(q, k, v, table, Sight(30, 0), Scores(0.25)), device_of(place(device))
     )
-    problem = operation.representative(signature)
-    candidates = operation.candidates(problem, device_of(where))
-    for candidate in candidates[:: -(-len(candidates) // 4)]:
-        assert fault(operation, problem, where, candidate) is None, candidate.name
+    check_candidates(operation, operation.representative(signature), device, 4)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from candidates import check_candidates, place
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of
 from torch import Tensor
@@ -153,17 +154,13 @@ def test_kernels_where_no_pair_is_kept(device):
 def test_the_tuner_can_check_candidates(name, device):
     from sparsecomp.lowering.attention.element_attention import ElementAttention
     from sparsecomp.lowering.tuning.operations import all_operations
-    from sparsecomp.lowering.tuning.trial import fault
 
-    where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     operation = all_operations()[name]
     for dtype, softcap, biased in (("float32", 0.0, False), ("bfloat16", 2.0, True)):
         given = ElementAttention(1, 4, 2, 13, 21, 24, 32, 60, False, False, dtype, 0.2, (), softcap, biased)
-        problem = operation.representative(operation.signature(given, device_of(where)))
+        problem = operation.representative(operation.signature(given, device_of(place(device))))
         assert operation.signature(problem, H100).key == operation.signature(given, H100).key
-        candidates = operation.candidates(problem._replace(by_head=True), device_of(where))
-        for candidate in candidates[:: -(-len(candidates) // 3)]:
-            assert fault(operation, problem._replace(by_head=True), where, candidate) is None, candidate.name
+        check_candidates(operation, problem._replace(by_head=True), device, 3)
 
 
 def test_lists_are_those_of_the_mask():

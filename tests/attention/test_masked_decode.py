@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from candidates import check_candidates, place
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of
 from torch import Tensor
@@ -188,17 +189,13 @@ def test_kernels_compile_and_fit_in_shared_memory(capability: int, dtype: str) -
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_the_tuner_can_check_candidates(device: str) -> None:
     from sparsecomp.lowering.attention import decode_attention as lowered
-    from sparsecomp.lowering.tuning.trial import fault
 
-    where = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     q, k, v, mask = operands(SIZES[0], "window", torch.float32, device)
     operation = lowered.DECODE_ATTENTION
     given = lowered.problem_of(q, k, v, None, Sight(30, 0), Scores(0.25), mask)
-    problem = operation.representative(operation.signature(given, device_of(where)))
+    problem = operation.representative(operation.signature(given, device_of(place(device))))
     assert problem.kept
-    candidates = operation.candidates(problem, device_of(where))
-    for candidate in candidates[:: -(-len(candidates) // 4)]:
-        assert fault(operation, problem, where, candidate) is None, candidate.name
+    check_candidates(operation, problem, device, 4)
 
 
 @pytest.mark.gpu
