@@ -91,19 +91,14 @@ def _check(
             " length of k, and without a table one batch"
         )
     check_heads(q.shape[1], k.shape[1])
-    if not 1 <= q.shape[2] <= MOST_ROWS:
-        raise FormatError(
-            f"q has {q.shape[2]} queries of each sequence, needs 1 to {MOST_ROWS}: take sparsecomp.attention.attention"
-            " for more"
-        )
+    check_rows(q)
     if lengths.shape != q.shape[:1] or lengths.dtype is not torch.int32:
         raise FormatError(f"lengths is {form_of(lengths)}, needs ({q.shape[0]},) torch.int32")
     if table is not None and (table.dim() != 2 or len(table) != len(q) or table.dtype is not torch.int32):
         raise FormatError(f"table is {form_of(table)}, needs ({q.shape[0]}, pages of a sequence) torch.int32")
     if any(one is not None and one.device != q.device for one in (k, v, lengths, table, alibi)):
         raise FormatError("the operands of decode_attention are on several devices: move them to q's")
-    if capacity_of(k, table) >= MOST_KEYS:
-        raise FormatError(f"the cache has room for {capacity_of(k, table)} keys, needs fewer than {MOST_KEYS}")
+    check_room(capacity_of(k, table))
     if not 0 <= sinks < MOST_KEYS:
         raise FormatError(f"sinks is {sinks}, needs a number of keys from 0 to {MOST_KEYS - 1}")
     if not math.isfinite(scale):
@@ -114,19 +109,34 @@ def _check(
         raise FormatError(f"alibi is {form_of(alibi)}, needs ({q.shape[1]},) torch.float32")
 
 
+def check_rows(q: Tensor) -> None:
+    """Raise FormatError for more queries of a sequence than a kernel takes."""
+    if not 1 <= q.shape[2] <= MOST_ROWS:
+        raise FormatError(
+            f"q has {q.shape[2]} queries of each sequence, needs 1 to {MOST_ROWS}: take sparsecomp.attention.attention"
+            " for more"
+        )
+
+
+def check_room(keys: int) -> None:
+    """Raise FormatError for more keys of a sequence than a kernel counts."""
+    if keys >= MOST_KEYS:
+        raise FormatError(f"the cache has room for {keys} keys, needs fewer than {MOST_KEYS}")
+
+
 def capacity_of(k: Tensor, table: Tensor | None) -> int:
     """Keys that a sequence has room for."""
     return k.shape[2] if table is None else k.shape[2] * table.shape[1]
 
 
-def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def decoded_places(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Where the result goes, and the logsumexp."""
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
 def _decode(q, k, v, lengths, table, window, sinks, scale, softcap, alibi):
     _check(q, k, v, lengths, table, window, sinks, scale, softcap, alibi)
-    out, logsumexp = _results(q, v)
+    out, logsumexp = decoded_places(q, v)
     if not logsumexp.numel():
         return out, logsumexp
     if not len(k):  # a table has no page to point to
@@ -144,14 +154,14 @@ def _decode_cuda(q, k, v, lengths, table, window, sinks, scale, softcap, alibi):
     _check(q, k, v, lengths, table, window, sinks, scale, softcap, alibi)
     from sparsecomp.lowering.attention.decode_attention import decode_attention as lowered  # loads Triton
 
-    out, logsumexp = _results(q, v)
+    out, logsumexp = decoded_places(q, v)
     lowered(q, k, v, lengths, table, Sight(window, sinks), Scores(scale, softcap, alibi), out, logsumexp)
     return out, logsumexp
 
 
 def _fake_decode(q, k, v, lengths, table, window, sinks, scale, softcap, alibi):
     _check(q, k, v, lengths, table, window, sinks, scale, softcap, alibi)
-    return _results(q, v)
+    return decoded_places(q, v)
 
 
 implement("decode_attention", _decode, _decode_cuda, _fake_decode)

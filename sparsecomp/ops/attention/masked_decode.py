@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.ops.attention.decode_attention import MOST_KEYS, MOST_ROWS
+from sparsecomp.ops.attention.decode_attention import MOST_KEYS, check_room, check_rows, decoded_places
 from sparsecomp.ops.attention.operands import check_attended, form_of, on_kernels, scale_of
 from sparsecomp.ops.library import TAGS, decompose, implement, library
 from sparsecomp.reference.attention.decode_attention import Sight, kept_range_reference, masked_decode_reference
 from sparsecomp.reference.attention.scores import Scores
-from sparsecomp.reference.precision import accumulator, without_autocast
+from sparsecomp.reference.precision import without_autocast
 
 library.define("kept_range(Tensor kept, int batch) -> Tensor", tags=TAGS)
 library.define(
@@ -109,31 +109,21 @@ def _check(
     """All checks that look at no contents."""
     check_attended(q, k, v, softcap, None)
     _check_mask(q, k, kept)
-    if not 1 <= q.shape[2] <= MOST_ROWS:
-        raise FormatError(
-            f"q has {q.shape[2]} queries of each sequence, needs 1 to {MOST_ROWS}: take sparsecomp.attention.attention"
-            " for more"
-        )
+    check_rows(q)
     if ranges.shape != (len(q), 2) or ranges.dtype is not torch.int32:
         raise FormatError(f"ranges is {form_of(ranges)}, needs ({len(q)}, 2) torch.int32")
     if any(one.device != q.device for one in (k, v, kept, ranges)):
         raise FormatError("the operands of masked_decode_attention are on several devices: move them to q's")
-    if k.shape[2] >= MOST_KEYS:
-        raise FormatError(f"the cache has room for {k.shape[2]} keys, needs fewer than {MOST_KEYS}")
+    check_room(k.shape[2])
     if not -1 <= width < MOST_KEYS:
         raise FormatError(f"width is {width}, needs a number of keys, or None where it is not known")
     if not math.isfinite(scale):
         raise FormatError(f"scale is {scale}, needs a number")
 
 
-def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the result goes, and the logsumexp."""
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
-
-
 def _decode(q, k, v, kept, ranges, width, scale, softcap):
     _check(q, k, v, kept, ranges, width, scale, softcap)
-    out, logsumexp = _results(q, v)
+    out, logsumexp = decoded_places(q, v)
     with without_autocast(q):
         found, sums = masked_decode_reference(q, k, v, kept, ranges, Scores(scale, softcap))
     return out.copy_(found), logsumexp.copy_(sums)
@@ -145,7 +135,7 @@ def _decode_cuda(q, k, v, kept, ranges, width, scale, softcap):
     _check(q, k, v, kept, ranges, width, scale, softcap)
     from sparsecomp.lowering.attention.decode_attention import decode_attention as lowered  # loads Triton
 
-    out, logsumexp = _results(q, v)
+    out, logsumexp = decoded_places(q, v)
     sight = Sight(-1 if width < 0 else max(width - q.shape[2], 0), 0)
     lowered(q, k, v, ranges, None, sight, Scores(scale, softcap), out, logsumexp, kept)
     return out, logsumexp
@@ -153,7 +143,7 @@ def _decode_cuda(q, k, v, kept, ranges, width, scale, softcap):
 
 def _fake_decode(q, k, v, kept, ranges, width, scale, softcap):
     _check(q, k, v, kept, ranges, width, scale, softcap)
-    return _results(q, v)
+    return decoded_places(q, v)
 
 
 implement("kept_range", _range, fake=_fake_range)
