@@ -1,6 +1,8 @@
 """A CSR matrix written out dense, each time or where it changed, and a dense matrix read at its places, as the gradient
 of a written out weight."""
 
+from typing import Any
+
 import sympy
 import triton
 import triton.language as tl
@@ -128,17 +130,20 @@ def densify_launch(
 ) -> Launch:
     """The launch of `densify_kernel` in its usual configuration, or in another."""
     config = config or usual_config(rows, width, entries)
-    numbers = (rows, values_b, width, entries // VECTOR * VECTOR)
-    constants = {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": config["ENTRIES"], "VECTOR": VECTOR}
-    return Launch(densify_kernel, (batch * rows,), numbers, constants, num_warps=config["warps"])
+    return _by_rows(densify_kernel, batch * rows, (rows, values_b), width, entries, config)
 
 
 def refresh_launch(rows: int, width: int, entries: int) -> Launch:
     """The launch of `refresh_kernel`."""
-    config = usual_config(rows, width, entries)
+    return _by_rows(refresh_kernel, rows, (), width, entries, usual_config(rows, width, entries))
+
+
+def _by_rows(
+    kernel: Any, programs: int, first: tuple[int, ...], width: int, entries: int, config: Config
+) -> Launch:  # fmt: skip
     constants = {"ZEROS": min(triton.next_power_of_2(width), 4096), "ENTRIES": config["ENTRIES"], "VECTOR": VECTOR}
-    numbers = (width, entries // VECTOR * VECTOR)
-    return Launch(refresh_kernel, (rows,), numbers, constants, num_warps=config["warps"])
+    numbers = (*first, width, entries // VECTOR * VECTOR)
+    return Launch(kernel, (programs,), numbers, constants, num_warps=config["warps"])
 
 
 def _space(problem: WriteOut, device: Device) -> list[Config]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.ops.library import KEPT, TAGS, implement, library
-from sparsecomp.ops.sparse.dense_weight import stored_to_dense
+from sparsecomp.ops.sparse.dense_weight import are_contiguous, stored_to_dense
 from sparsecomp.reference.memo import MEMO
 from sparsecomp.reference.patterns import Layout
 
@@ -76,7 +76,7 @@ def _written(values: Tensor, pattern: Sequence[Tensor], layout: str) -> Tensor:
 
 def _cuda(values: Tensor, pattern: Sequence[Tensor], layout: str) -> Tensor:
     copy = MEMO.kept(_Room(*Layout.read(layout).shape), (values,), "followed")
-    if copy is None or not all(one.is_contiguous() for one in (values, *pattern)):
+    if copy is None or not are_contiguous((values, *pattern)):
         return stored_to_dense(values, pattern, layout)
     from sparsecomp.lowering.launch.watch import note_kept  # loads Triton
     from sparsecomp.lowering.sparse.stored_places import refresh

@@ -69,7 +69,7 @@ def _read(dense, pattern, layout, transpose):
 
 def _written_cuda(values, pattern, layout, transpose):
     pattern, read = as_csr(pattern, Layout.read(layout))
-    if not read.plain or not values.is_contiguous() or not _are_contiguous(pattern):
+    if not read.plain or not values.is_contiguous() or not are_contiguous(pattern):
         return _written(values, pattern, read.written(), transpose)
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
 
@@ -84,7 +84,7 @@ def _written_cuda(values, pattern, layout, transpose):
 
 def _read_cuda(dense, pattern, layout, transpose):
     pattern, read = as_csr(pattern, Layout.read(layout))
-    if not read.plain or not _are_contiguous(pattern):
+    if not read.plain or not are_contiguous(pattern):
         return _read(dense, pattern, read.written(), transpose)
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
 
@@ -93,7 +93,8 @@ def _read_cuda(dense, pattern, layout, transpose):
     return out
 
 
-def _are_contiguous(arrays: Sequence[Tensor]) -> bool:
+def are_contiguous(arrays: Sequence[Tensor]) -> bool:
+    """Whether each is, as kernels of stored places take them."""
     return all(array.is_contiguous() for array in arrays)
 
 
