@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsecomp
+from bench.attention.ways import RIVALS, rivals_cells
 from bench.parallel import measured
 from bench.table import markdown_grid
 from bench.timing import MODES, guarded, time_rivals
@@ -22,7 +23,6 @@ from bench.timing import MODES, guarded, time_rivals
 BATCH, TOKENS, HEADS, DEPTH = 4, 4096, 16, 64
 MASKS = {"window": 256, "half": 1400, "causal": TOKENS, "all": None}
 """Keys that a query sees before itself, None for all: about 0.91, 0.69, 0.48 and none of the blocks are empty."""
-_RIVALS = ("stock", "sparsecomp")
 SPELLINGS = ("function, positions", "function, buffer", "by hand, buffer")
 
 
@@ -102,7 +102,7 @@ def compiled_rivals(
     """The calls of stock and of ours, compiled; the row gets what a rule judged."""
     found: dict[str, Callable[[], Any]] = {}
     with torch.set_grad_enabled(row["training"]):
-        for which in _RIVALS:
+        for which in RIVALS:
             found[which] = call = call_of(which)
             for _ in range(4):  # compiles, records CUDA graphs
                 call()
@@ -132,13 +132,9 @@ def _call(which: str, model: nn.Module, x: Tensor, mode: str, training: bool) ->
 def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds of each model in each mode; in brackets the speed, of stock's."""
     modes = [mode for mode in MODES if any(f"stock, {mode}" in row["ms"] for row in rows)]
-    grid = [["mask", "written as", "projections", "step", *(f"{who}, {mode}" for mode in modes for who in _RIVALS)]]
+    grid = [["mask", "written as", "projections", "step", *(f"{who}, {mode}" for mode in modes for who in RIVALS)]]
     for row in sorted(rows, key=lambda row: (list(MASKS).index(row["mask"]), row["training"], row["spelling"])):
         step = "training" if row["training"] else "inference"
         cells = [row["mask"], row["spelling"], "with" if row["projected"] else "without", step]
-        for mode in modes:
-            stock, ours = (row["ms"].get(f"{who}, {mode}") for who in _RIVALS)
-            gain = f" ({stock / ours:.2f})" if stock and ours else ""
-            cells += [f"{stock:.3g}" if stock else "–", (f"{ours:.3g}" if ours else "–") + gain]
-        grid.append(cells)
+        grid.append(cells + rivals_cells(row, modes))
     return markdown_grid(grid)

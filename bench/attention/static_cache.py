@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.attention.masked_models import compiled_rivals
+from bench.attention.ways import RIVALS, rivals_cells
 from bench.table import markdown_grid
 from bench.timing import MODES, guarded, time_rivals
 
-_RIVALS = ("stock", "sparsecomp")
 _DEPTH = 128
 
 
@@ -116,7 +116,7 @@ def _take(row: dict[str, Any], case: Case, mode: str) -> None:
 
     calls = compiled_rivals(row, mode, call_of, "decode_attention")
     with torch.no_grad():
-        stock, found = (calls[which]().clone().float() for which in _RIVALS)
+        stock, found = (calls[which]().clone().float() for which in RIVALS)
     row["difference"][mode] = float(f"{((found - stock).norm() / stock.norm()).item():.2g}")
     time_rivals(row, mode, calls, False)
 
@@ -126,14 +126,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     modes = [mode for mode in MODES if any(f"stock, {mode}" in row["ms"] for row in rows)]
     sizes = "batch, heads, heads of k, slots"
     grid = [[f"case ({sizes})", "window", "filled", "layers", "`density`",
-             *(f"{who}, {mode}" for mode in modes for who in _RIVALS)]]  # fmt: skip
+             *(f"{who}, {mode}" for mode in modes for who in RIVALS)]]  # fmt: skip
     for row in rows:
         *lengths, window, filled, layers, density = row["case"]
         cells = [f"({', '.join(map(str, lengths))})", "–" if window is None else str(window), f"{filled:.0%}",
                  str(layers), "–" if density is None else str(density)]  # fmt: skip
-        for mode in modes:
-            stock, ours = (row["ms"].get(f"{who}, {mode}") for who in _RIVALS)
-            gain = f" ({stock / ours:.2f})" if stock and ours else ""
-            cells += [f"{stock:.3g}" if stock else "–", (f"{ours:.3g}" if ours else "–") + gain]
-        grid.append(cells)
+        grid.append(cells + rivals_cells(row, modes))
     return markdown_grid(grid)

@@ -1,9 +1,12 @@
-"""The two ways in which attention is timed: without gradients, and with them."""
+"""The two ways in which attention is timed, without gradients and with them, and models of it beside stock compile."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+RIVALS = ("stock", "sparsecomp")
 
 
 def two_ways(
@@ -20,3 +23,13 @@ def two_ways(
         return out, *torch.autograd.grad(out, operands, grad)
 
     return forward, both
+
+
+def rivals_cells(row: dict[str, Any], modes: Sequence[str]) -> list[str]:
+    """A row's milliseconds by each rival in each mode; in brackets the speed, of stock's."""
+    cells = []
+    for mode in modes:
+        stock, ours = (row["ms"].get(f"{who}, {mode}") for who in RIVALS)
+        gain = f" ({stock / ours:.2f})" if stock and ours else ""
+        cells += [f"{stock:.3g}" if stock else "–", (f"{ours:.3g}" if ours else "–") + gain]
+    return cells

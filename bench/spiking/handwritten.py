@@ -1,26 +1,11 @@
 """A spiking network as people write it by hand: a loop over time, a neuron of a few lines, a surrogate of their own."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-class Arctan(torch.autograd.Function):
-    """1 from 0 on, with the slope of an arc tangent."""
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor) -> Tensor:
-        """Of any shape."""
-        ctx.save_for_backward(u)
-        return (u >= 0).to(u.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradient for u."""
-        (u,) = ctx.saved_tensors
-        return grads[0] / (1 + (math.pi * u) ** 2)
+from sparsecomp.demo import Fire
 
 
 class Handwritten(nn.Module):
@@ -46,7 +31,7 @@ class Handwritten(nn.Module):
         for step in x:
             for index, layer in enumerate(self.convolutions):
                 charge = membranes[index] * 0.5 + layer(step)
-                step = Arctan.apply(charge - 1.0)
+                step = Fire.apply(charge - 1.0)
                 membranes[index] = charge * (1 - step.detach())
             out.append(self.head(step.flatten(1)))
         return torch.stack(out)
