@@ -40,7 +40,8 @@ class Product(NamedTuple):
         bias, residual: whether there are such.
         activation: of the epilogue.
         described: for the report.
-        constant: whether a dense copy of S can be kept from call to call.
+        constant: whether a dense copy of S can be kept from call to call, since S stays.
+        compared: whether one can be kept that each call compares with S.
         trained: whether gradients are asked for.
         replayed: whether a CUDA graph is replayed, so that the host's time does not count.
         products: of the whole graph, which share what a call takes the host besides.
@@ -59,6 +60,7 @@ class Product(NamedTuple):
     activation: str
     described: str
     constant: bool = False
+    compared: bool = False
     trained: bool = False
     replayed: bool = True
     products: int = 1
@@ -166,7 +168,7 @@ def _faster(product: Product, seconds: dict[str, float], layer: float) -> Decisi
     """The faster of two ways, with the plain dense layer's time too in the reason: the report's gain is over that."""
     if product.constant:
         return fastest(seconds)
-    decision = fastest(seconds, rival="written out")
+    decision = fastest(seconds, rival="by a compared copy" if product.compared else "written out")
     return decision._replace(reason=f"{decision.reason}, {layer * 1e6:.1f} us as a plain dense layer")
 
 
@@ -191,7 +193,8 @@ def dense_seconds(product: Product, card: Card) -> float:
     """Seconds to multiply densely, and to write the weight out if that is not done once for all calls."""
     p, forward = product, _forward(product, card)
     if not p.trained:
-        return p.waited(forward if p.constant else forward.plus(_writing(p, card)))
+        kept = Time(0.0, 0.0) if p.constant else _comparing(p, card) if p.compared else _writing(p, card)
+        return p.waited(forward.plus(kept))
     return p.waited(forward.plus(*[_dense_product(p, card)] * 2, *[_writing(p, card)] * 2))
 
 
@@ -244,6 +247,13 @@ def _writing(product: Product, card: Card) -> Time:
     written = p.m * p.k * size + p.stored * (size + 4)
     launches = 1 if p.layout.plain else _OTHER_LAUNCHES
     return Time(written / card.bandwidth + launches * card.launch, host.OPERATOR + launches * host.LAUNCH)
+
+
+def _comparing(product: Product, card: Card) -> Time:
+    """To read the weight and find its copy unchanged."""
+    p = product
+    read = p.stored * (p.dtype.itemsize + 4) + p.m * 12
+    return Time(read / (card.compared * card.bandwidth) + card.launch, host.OPERATOR + host.LAUNCH)
 
 
 _OTHER_LAUNCHES = 8

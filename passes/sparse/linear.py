@@ -19,7 +19,7 @@ from torch import Tensor, fx
 import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.formats import CSR, NARROW
-from sparsecomp.ops.sparse.dense_copy import keep_dense_copy
+from sparsecomp.ops.sparse.dense_copy import has_room, keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer, fuses_relu
@@ -97,13 +97,14 @@ def numbers_of(chain: Chain, ctx: Context) -> Product | Refusal:
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     kept = _kept(chain, product, ctx)
-    decision = way_of(chain, product, ctx)
+    product = _as_it_stands(chain, product, ctx)
+    decision = decided(product, ctx)
     narrow = None if kept is None else _narrow(chain, product, decision, ctx)
     if narrow is not None and kept is not None:
         return _narrow_plan(chain, narrow, kept, node, ctx)
     dead, estimate = chain.dead, beside_the_layer(product, decision)
     if decision.dense:
-        followed = kept is None and _has_copy(chain, product, ctx)
+        followed = product.compared and keep_dense_copy(_stored(chain, ctx), arrays_of(chain)[1])
         once = _KEPT_ONCE if kept is not None else _compared(product) if followed else ""
         promise = "" if kept is not None or product.trained or ctx.options.frozen is True else f"; {WRITTEN_ONCE}"
         reason = f"{product.described}{once}: {decision.reason}{promise}"
@@ -160,7 +161,13 @@ class _Narrowed(NamedTuple):
 
 def way_of(chain: Chain, product: Product, ctx: Context) -> Decision:
     """What runs the layer by estimate."""
-    return decided(product._replace(constant=_kept(chain, product, ctx) is not None), ctx)
+    return decided(_as_it_stands(chain, product, ctx), ctx)
+
+
+def _as_it_stands(chain: Chain, product: Product, ctx: Context) -> Product:
+    """The product, with what can be kept of its weight."""
+    constant = _kept(chain, product, ctx) is not None
+    return product._replace(constant=constant, compared=not constant and _can_have_copy(chain, product, ctx))
 
 
 def _kept(chain: Chain, product: Product, ctx: Context) -> list[Tensor] | None:
@@ -172,18 +179,23 @@ def _kept(chain: Chain, product: Product, ctx: Context) -> list[Tensor] | None:
     return None if any(value is None for value in found) else [value for value in found if value is not None]
 
 
-def _has_copy(chain: Chain, product: Product, ctx: Context) -> bool:
-    """Whether there is a dense copy from now on, for each call to compare with a weight that stays in its memory.
+def _can_have_copy(chain: Chain, product: Product, ctx: Context) -> bool:
+    """Whether there can be a dense copy for each call to compare with a weight that stays in its memory.
 
     None is made where a step trains, which writes to the weight each time, nor for an estimate for another card.
     """
     if product.trained or chain.flip or ctx.eager or ctx.options.memory == "low" or not product.layout.plain:
         return False
-    values = ctx.values.get(chain.sparse) if isinstance(chain.sparse, fx.Node) else None
+    values = _stored(chain, ctx)
     if values is None or _compat.is_fake(values) or values.device.type != product.device.type:
         return False
     stays = is_static(chain.sparse) or isinstance(values, torch.nn.Parameter)
-    return stays and _is_alone(chain, ctx) and keep_dense_copy(values.detach(), arrays_of(chain)[1])
+    return stays and _is_alone(chain, ctx) and has_room(values, arrays_of(chain)[1])
+
+
+def _stored(chain: Chain, ctx: Context) -> Any:
+    """The values of the weight as they are now; None where there are none."""
+    return ctx.values.get(chain.sparse) if isinstance(chain.sparse, fx.Node) else None
 
 
 def _is_alone(chain: Chain, ctx: Context) -> bool:

@@ -174,7 +174,7 @@ def layer_of(seed: int, dtype: torch.dtype = torch.float16) -> SparseLinear:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("way", [way for way in WRITES if way != "numpy"])  # no array is on a GPU's memory
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_layers_follow_every_write(mode, way):
     layer, x = layer_of(0), torch.randn(2048, 512, device="cuda", dtype=torch.float16)

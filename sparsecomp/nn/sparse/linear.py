@@ -9,7 +9,7 @@ from sparsecomp.formats import CSR, SparseMatrix
 from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
 from sparsecomp.nn.sparse.pruning import pruned_layer
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
-from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.ops.sparse.linear import LINEAR, autocast, check_is_tensor
 from sparsecomp.tensor.sparse_tensor import SparseTensor
 
 
@@ -73,12 +73,21 @@ class SparseLinear(StoredWeight):
         there. A compiled layer that the report calls dense promises that for finite inputs only, unless
         precision='exact' is asked for.
         """
-        if isinstance(x, fx.Proxy):
-            return cast(Tensor, self._as_node(x))
+        if not isinstance(x, Tensor):
+            return self._of_no_tensor(x)
         return self._product(x, self.bias)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return sparse_linear(x, self._live(), self._pattern(), self._written, transpose=self._by_columns, bias=bias)
+        # the operator itself: before each call Dynamo asks for whatever this reads, and for defaults of a function's
+        # keywords it takes as long as for a layer
+        x, values = autocast(x, self._live())
+        return LINEAR(x, values, self._pattern(), bias, None, self._written, self._by_columns, "none", "")
+
+    def _of_no_tensor(self, x: object) -> Tensor:
+        if isinstance(x, fx.Proxy):
+            return cast(Tensor, self._as_node(x))
+        check_is_tensor(x, self.values)
+        raise AssertionError(x)
 
     def extra_repr(self) -> str:
         """Sizes and format, for print."""

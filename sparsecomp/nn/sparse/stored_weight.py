@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, fx, is_grad_enabled, nn
+from torch.compiler import is_compiling
 
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError, SparseOperatorError
@@ -81,6 +82,7 @@ class StoredWeight(nn.Module):
 
     def __init__(self, weight: SparseMatrix | SparseTensor, requires_grad: bool = True) -> None:
         super().__init__()
+        self.capacity = 0  # Dynamo finds it sooner than the class's
         if not isinstance(weight, SparseMatrix | SparseTensor):
             raise FormatError(f"weight is a {type(weight).__name__}, needs a matrix of sparsecomp.formats")
         self._hold(weight, requires_grad)
@@ -229,12 +231,12 @@ class StoredWeight(nn.Module):
 
     def _pattern(self) -> list[Tensor]:
         """Index arrays for an operator; those of the transpose only where they are read."""
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             missing = self.transposed_order is None and self.values.requires_grad and self._is_described()
-            if missing and not torch.compiler.is_compiling():
+            if missing and not is_compiling():
                 self._describe(IndexArrays(self.format, self._layout, tuple(self._own())))
-        elif not (self._by_columns or _compat.jit_traces()):  # a trace is checked with and without gradients
-            return self._own()
+        elif not self._by_columns and (is_compiling() or not _compat.jit_traces()):
+            return self._own()  # a trace is checked with and without gradients
         return self._own() + self._kept_transposed()
 
     def _as_node(self, x: fx.Proxy) -> fx.Proxy:

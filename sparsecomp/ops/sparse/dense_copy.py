@@ -5,6 +5,7 @@ writes those rows of the copy anew that are not the weight's. It costs the memor
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -53,21 +54,28 @@ def dense_copy(values: Tensor, pattern: Sequence[Tensor], layout: str) -> Tensor
     return torch.ops.sparsecomp.dense_copy.default(values, pattern, layout)
 
 
-def keep_dense_copy(values: Tensor, layout: Layout) -> bool:
-    """Have there be a copy for these values from now on; False without room for it, for values of eight bytes, or off
-    CUDA."""
+def has_room(values: Tensor, layout: Layout) -> bool:
+    """Whether there can be a copy for these values: not without room for it, for values of eight bytes, or off CUDA."""
     if values.itemsize not in (2, 4) or values.device.type not in DEVICES:
         return False
-    make = _Room(*layout.shape)
-    if MEMO.kept(make, (values,), "followed") is not None:
+    if not values.is_cuda or _kept(values.detach(), layout) is not None:
         return True
-    if values.is_cuda:
-        taken = sum(one.dense.nbytes for one in MEMO.results(DenseCopy) if one.dense.device == values.device)
-        size = make.rows * make.columns * values.itemsize
-        if taken + size > SHARE * torch.cuda.get_device_properties(values.device).total_memory:
-            return False
-    MEMO.prepare(make, (values,), "followed")
+    taken = sum(one.dense.nbytes for one in MEMO.results(DenseCopy) if one.dense.device == values.device)
+    size = prod(layout.shape) * values.itemsize
+    return taken + size <= SHARE * torch.cuda.get_device_properties(values.device).total_memory
+
+
+def keep_dense_copy(values: Tensor, layout: Layout) -> bool:
+    """Have there be a copy for these values from now on, if there is room; whether there is one."""
+    if not has_room(values, layout):
+        return False
+    if _kept(values.detach(), layout) is None:
+        MEMO.prepare(_Room(*layout.shape), (values.detach(),), "followed")
     return True
+
+
+def _kept(values: Tensor, layout: Layout) -> DenseCopy | None:
+    return MEMO.kept(_Room(*layout.shape), (values,), "followed")
 
 
 def _written(values: Tensor, pattern: Sequence[Tensor], layout: str) -> Tensor:
@@ -75,7 +83,7 @@ def _written(values: Tensor, pattern: Sequence[Tensor], layout: str) -> Tensor:
 
 
 def _cuda(values: Tensor, pattern: Sequence[Tensor], layout: str) -> Tensor:
-    copy = MEMO.kept(_Room(*Layout.read(layout).shape), (values,), "followed")
+    copy = _kept(values, Layout.read(layout))
     if copy is None or not are_contiguous((values, *pattern)):
         return stored_to_dense(values, pattern, layout)
     from sparsecomp.lowering.launch.watch import note_kept  # loads Triton

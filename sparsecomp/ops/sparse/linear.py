@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
@@ -28,6 +28,8 @@ library.define(
     "sparse_linear_values(Tensor x, Tensor grad, Tensor[] pattern, str layout, bool transpose) -> Tensor",
     tags=TAGS,
 )
+
+LINEAR = torch.ops.sparsecomp.sparse_linear.default
 
 
 def sparse_linear(
@@ -57,18 +59,23 @@ def sparse_linear(
     Raises:
         FormatError: operands that do not belong together, or an unknown word.
     """
+    check_is_tensor(x, values)
+    x, values = autocast(x, values)
+    return LINEAR(x, values, pattern, bias, residual, layout, transpose, activation, kernel)
+
+
+def check_is_tensor(x: object, values: Tensor) -> None:
+    """Raises:
+    FormatError: x is none.
+    """
     if not isinstance(x, Tensor):
         raise FormatError(f"x is a {type(x).__name__}, needs a tensor of the dtype of values, {values.dtype}")
-    x, values = autocast(x, values)
-    return torch.ops.sparsecomp.sparse_linear.default(
-        x, values, pattern, bias, residual, layout, transpose, activation, kernel
-    )
 
 
 def autocast(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
     """Two operands as torch's own products take them where autocast is on, which leaves float64 alone."""
     device = dense.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    if device == "meta" or not is_autocast_enabled(device):
         return dense, sparse
     dtype = torch.get_autocast_dtype(device)
     return _lowered(dense, dtype), _lowered(sparse, dtype)
