@@ -45,7 +45,8 @@ STEMS = {
     "ResNet, 224": Stem((128, 3, 224, 224), 64, 7, 2), "ResNet, 224, hoisted": Stem((32, 3, 224, 224), 64, 7, 2),
     "ResNet, 224, one image": Stem((1, 3, 224, 224), 64, 7, 2), "VGG, 32": Stem((256, 3, 32, 32), 64, 3),
     "Spikformer, 32": Stem((256, 3, 32, 32), 48, 3), "events, 128": Stem((64, 2, 128, 128), 64, 3),
-    "64 channels, 56": Stem((32, 64, 56, 56), 64, 3),
+    "64 channels, 56": Stem((32, 64, 56, 56), 64, 3), "128 channels, 28": Stem((32, 128, 28, 28), 128, 3),
+    "256 channels, 14": Stem((32, 256, 14, 14), 256, 3),
 }  # fmt: skip
 LAYOUTS = {"channels last": True, "contiguous": False}
 

@@ -75,7 +75,7 @@ class Card(Ceilings):
         events_float32, events_half: operations on events to a byte of bandwidth: they wait for weights from memory.
         single_rows: of bandwidth, where rows are read and written one by one.
         rewritten: of bandwidth, to copy an operand or write a weight out.
-        compared: of bandwidth, to read a stored weight and look whether its copy is still that.
+        compared: of bandwidth, to read a stored weight and look whether its copy is still that (an H200).
         tile_half, tile_tf32x3, tile_halves: of half, tf32 and half: large tiles of 16-bit numbers, and of float32 as
             three products of TF32 or of float16.
         block_half: of half, tiles that follow the blocks of a matrix.
@@ -102,7 +102,7 @@ class Card(Ceilings):
     events_half: float = 8 / 3.0
     single_rows: float = 0.75
     rewritten: float = 2.5 / 3.0
-    compared: float = 0.6
+    compared: float = 0.9
     tile_half: float = 739.2 / 730
     tile_tf32x3: float = 38.28 / 430
     tile_halves: float = 198 / 730

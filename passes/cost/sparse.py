@@ -252,10 +252,12 @@ def _writing(product: Product, card: Card) -> Time:
 def _comparing(product: Product, card: Card) -> Time:
     """To read the weight and find its copy unchanged."""
     p = product
-    read = p.stored * (p.dtype.itemsize + 4) + p.m * 12
+    read = p.stored * (p.dtype.itemsize + 4) + p.m * _COMPARED_ROW
     return Time(read / (card.compared * card.bandwidth) + card.launch, host.OPERATOR + host.LAUNCH)
 
 
+_COMPARED_ROW = 2048
+"""Bytes that are read in the time of a row's program, beside its entries (an H200)."""
 _OTHER_LAUNCHES = 8
 """Operators of torch's by which blocks and groups are written out, or sampled."""
 

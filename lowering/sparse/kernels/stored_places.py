@@ -134,8 +134,12 @@ def densify_launch(
 
 
 def refresh_launch(rows: int, width: int, entries: int) -> Launch:
-    """The launch of `refresh_kernel`."""
-    return _by_rows(refresh_kernel, rows, (), width, entries, usual_config(rows, width, entries))
+    """The launch of `refresh_kernel`.
+
+    Small programs read fastest: at 8192x8192 in float16 256 entries by 2 warps take 55.3, 16.1 and 8.9 us at 50, 90 and
+    98 % zeros on an H200, where what writes fastest takes 82.5, 21.1 and 13.3 and the best of 20 55.3, 15.5 and 8.8.
+    """
+    return _by_rows(refresh_kernel, rows, (), width, entries, Config(ENTRIES=256, warps=2))
 
 
 def _by_rows(

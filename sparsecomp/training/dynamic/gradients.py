@@ -20,7 +20,7 @@ from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import accumulator, without_autocast
 
 AT_ONCE = 2**20
-"""Elements of the dense gradient that exist at one time."""
+"""Elements of the dense gradient that exist at one time; on a GPU, where each block costs launches, a quarter of it."""
 
 Together = Callable[[Tensor], Tensor]
 
@@ -145,11 +145,13 @@ class GradientAccumulator:
         """Magnitudes of the gradient, some rows at a time, with the first of these: -1 for NaN, less within `kept`."""
         rows, cols = kept.shape
         x, gradient = self._factors()
-        step = max(AT_ONCE // max(cols, 1), 1)
+        inside = torch.zeros(rows * cols, dtype=torch.bool, device=kept.device).index_fill_(0, kept.keys.long(), True)
+        step = max(AT_ONCE // max(cols, 1), rows // 4 if x.is_cuda else 0, 1)
         for first in range(0, rows, step):
             block = _wide_product(gradient[:, first : first + step].mT, x)
             block = block if together is None else together(block)
-            yield first, _outside(block.abs().nan_to_num(nan=-1.0), first * cols, kept)
+            block = block.abs_().nan_to_num_(nan=-1.0)
+            yield first, block.masked_fill_(inside[first * cols :][: block.numel()].view_as(block), -torch.inf)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """What went in (batches, columns) and the gradients of what left (batches, rows), of one dtype."""
@@ -173,16 +175,6 @@ def _wide_product(one: Tensor, other: Tensor) -> Tensor:
         if one.is_cuda and one.dtype is not wide:  # by tensor cores, which sum in float32
             return torch.mm(one, other, out_dtype=wide)
         return one.to(wide) @ other.to(wide)
-
-
-def _outside(scores: Tensor, first: int, kept: Pattern) -> Tensor:
-    """The scores of a block that begins with element `first`, and the least where `kept` has the element."""
-    # one place more takes those of other blocks
-    places = (kept.keys - first).long()
-    inside = (places >= 0) & (places < scores.numel())
-    marked = torch.zeros(scores.numel() + 1, dtype=torch.bool, device=scores.device)
-    marked.index_fill_(0, places.where(inside, scores.numel()), True)  # an assignment waits for the device
-    return scores.masked_fill(marked[:-1].view_as(scores), -torch.inf)
 
 
 def _places(first: int, block: Tensor, kept: Pattern) -> Tensor:
