@@ -176,14 +176,20 @@ class _Watch(_compat.TorchDispatchMode):
         yield f"if {' or '.join(checks)}: return not_now"
 
     def _needed(self, result: Any) -> list[Tensor | _Call | _Kernel]:
-        """The steps without views that only launches see, which get addresses."""
+        """The steps that something reads or that write: not views that only launches see, which get addresses, nor
+        tensors by which a problem was described."""
         read = {id(tensor) for tensor in _tensors(result)}
         kept = []
         for step in reversed(self._steps):
-            if isinstance(step, _Call):
-                if step.is_view and id(step.result) not in read:
+            if isinstance(step, Tensor):
+                if id(step) not in read:
+                    continue
+            elif isinstance(step, _Call):
+                if id(step.result) not in read and not step.operator._schema.is_mutable:
                     continue
                 read.update(id(tensor) for tensor in _tensors((step.arguments, tuple(step.keywords.values()))))
+            else:
+                read.update(id(self._owner.get(id(tensor))) for tensor in step.tensors)
             kept.append(step)
         return kept[::-1]
 

@@ -110,6 +110,29 @@ def test_it_gives_the_implementations_results_from_other_memory(body, operands):
     assert len({tensor.data_ptr() for tensor in first}) == 5  # a result is memory of its own
 
 
+def test_only_what_somebody_reads_is_made_again(monkeypatch):
+    """Tensors without memory that describe a problem, views, workspaces that nothing was launched with."""
+    made = []
+    monkeypatch.setattr(
+        "sparsecomp._compat.empty_of", lambda device: lambda shape, *_: made.append((device.type, shape)) or aligned(64)
+    )
+
+    def body(add, x, y):
+        torch.empty(7, device="meta").expand(3, 7).mm(torch.empty(7, 2, device="meta"))
+        torch.empty(5).fill_(1.0)  # who writes may be seen
+        torch.empty(9)
+        out = torch.empty_like(x)
+        add(x, y, out)
+        return out
+
+    replayed, _, calls = implementation(body)
+    replayed(aligned(64), aligned(64))
+    made.clear()
+    x, y = aligned(64), aligned(64)
+    assert torch.equal(replayed(x, y), x + y)
+    assert len(calls) == 1 and made == [("cpu", (5,)), ("cpu", (64,))]
+
+
 def test_what_is_kept_for_an_operands_memory_is_read_again():
     x, y, kept = aligned(64), aligned(64), aligned(64)
 
