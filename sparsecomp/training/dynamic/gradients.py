@@ -93,12 +93,13 @@ class GradientAccumulator:
         scores, keys = None, kept.keys.new_empty(0)
         for first, block in self._scores(kept, together):
             found = block if rows is None else block.masked_fill(~rows[first : first + len(block), None], -torch.inf)
-            found, places = found.flatten(), _places(first, block, kept)
             # those of the rows before come first, and stay in order
-            found = found if scores is None else torch.cat([scores, found])
+            found = found.flatten() if scores is None else torch.cat([scores, found.flatten()])
             most = min(count, found.numel())
             best = torch.nonzero_static(select_largest(found, most), size=most).squeeze(1)
-            scores, keys = found[best], torch.cat([keys, places])[best]
+            own = (best + (first * kept.shape[1] - keys.numel())).to(keys.dtype)
+            keys = own if not keys.numel() else keys[best.clamp(max=keys.numel() - 1)].where(best < keys.numel(), own)
+            scores = found[best]
         return Pattern(keys, kept.shape)
 
     def candidates_among(self, count: int, among: Pattern, together: Together | None = None) -> Pattern:
