@@ -103,7 +103,6 @@ SUITES: dict[str, Suite] = {
     "spike-layers": Suite(
         "spiking.spike_layers", lambda m, a: m.run(a.modes, tuple(a.names or m.KINDS), a.workers or 8)
     ),
-    "stems": Suite("spiking.stems", lambda m, a: m.run(a.names or tuple(m.STEMS), a.workers or 1)),
     "conv-neuron": Suite("spiking.conv_neuron", lambda m, a: m.run(a.workers or 8)),
     "tuning": Suite("tuning", lambda m, a: m.run()),
     "spmm": Suite("sparse.spmm", lambda m, a: m.run(a.data)),

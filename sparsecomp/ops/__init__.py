@@ -41,7 +41,6 @@ from sparsecomp.ops.sparse.sddmm import sddmm
 from sparsecomp.ops.sparse.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse.spmm import spmm
 from sparsecomp.ops.spiking.conv_lif import conv_lif
-from sparsecomp.ops.spiking.halves_conv import halves_conv
 from sparsecomp.ops.spiking.lif import lif
 from sparsecomp.ops.spiking.neuron import neuron, trained_neuron
 from sparsecomp.ops.spiking.spike_conv import spike_conv, spike_linear
@@ -66,7 +65,6 @@ __all__ = [
     "frozen_weights",
     "gather_dot",
     "gather_pruned",
-    "halves_conv",
     "lif",
     "masked_add",
     "masked_blend",

@@ -100,11 +100,6 @@ def _spike_conv_transpose_counts():
     return x.to(torch.int8), *rest, 1.0, None, SPREAD, False
 
 
-@example("halves_conv")
-def _halves_conv():
-    return torch.randn(2, 3, 7, 8), torch.randn(5, 3, 3, 3), torch.randn(5), *WINDOW, False
-
-
 @example("spike_matmul")
 def _spike_matmul():
     return fired(2, 3, 5, 7), fired(2, 3, 7, 4)

@@ -43,7 +43,6 @@ from sparsecomp.lowering.spiking.conv_lif import ConvLif, conv_lif_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.direct_conv import DirectConv, direct_conv_problem
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
-from sparsecomp.lowering.spiking.halves_conv import HalvesConv, halves_conv_problem
 from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.neuron import Axis, Neurons
@@ -129,12 +128,6 @@ def _fired(n: int, c: int, size: int, side: int, steps: int) -> ConvLif:
 def _direct(n: int, c: int, size: int, groups: int) -> DirectConv:
     window = Window.centred((3, 3), (1, 1))
     return direct_conv_problem(Convolution.of((n, c, size, size), (c,), window, groups))
-
-
-def _stem(n: int, c: int, size: int, k: int, side: int, stride: int, channels_last: bool) -> HalvesConv:
-    window = Window.centred((side, side), (stride, stride))
-    conv = Convolution.of((n, c, size, size), (k,), window, channels_last=channels_last)
-    return halves_conv_problem(conv, not channels_last, channels_last)
 
 
 def _transposed(n: int, c: int, size: int, side: int, stride: int) -> TransposedConv:
@@ -376,8 +369,6 @@ PROBLEMS: dict[str, list[Any]] = {
     "neuron": [_neuron(960, 3), _neuron(10**6, 4)],
     "neuron_gradients": [NeuronGradients(_neuron(960, 3), (False,) * 2, (True,) * 8),
                          NeuronGradients(_neuron(10**6, 20), (True, False), (False,) * 8)],
-    "halves_conv": [_stem(128, 3, 224, 64, 7, 2, True), _stem(256, 3, 32, 48, 3, 1, False),
-                    _stem(2, 20, 9, 10, 5, 1, True)],
     "find_events": [FindEvents(1000, 56, 64, 4000, "float32"), FindEvents(30, 7, 500, 999, "float16")],
     "pack_events": [PackEvents(Maps(64, 64, (3, 3), (576, 9, 3, 1), "float32"), False),
                     PackEvents(Maps(500, 300, (), (300, 1), "float16"), True)],

@@ -56,14 +56,6 @@ def halved(x, is_zero):
 
 
 @triton.jit
-def times_both(acc, one, other):
-    """acc · one · other, of powers of two whose product alone may leave the range of float32."""
-    # of a small and a large one only the product is sure to stay in range; of two alike, one after the other
-    opposed = (one < 1.0) != (other < 1.0)
-    return acc * tl.where(opposed, one * other, one) * tl.where(opposed, 1.0, other)
-
-
-@triton.jit
 def split_rows_kernel(
     x_ptr, halves_ptr, factor_ptr, R, L, x_b, x_r, x_l, rows, width, low, BR: tl.constexpr, BL: tl.constexpr
 ):  # fmt: skip
@@ -136,7 +128,9 @@ def halves_product_kernel(
     row_factor = tl.load(row_factor_ptr + batch * row_b + rows, mask=rows < M, other=0.0)[:, None]
     if col_factor_ptr is not None:
         col_factor = tl.load(col_factor_ptr + batch * col_b + cols, mask=cols < N, other=0.0)[None, :]
-        acc = times_both(acc, row_factor, col_factor)
+        # of a small and a large one only the product is sure to stay in range; of two alike, one after the other
+        opposed = (row_factor < 1.0) != (col_factor < 1.0)
+        acc = acc * tl.where(opposed, row_factor * col_factor, row_factor) * tl.where(opposed, 1.0, col_factor)
     else:
         acc *= row_factor
     finish(
@@ -145,8 +139,9 @@ def halves_product_kernel(
     )  # fmt: skip
 
 
-SPLIT_SOURCES = (split_rows_kernel, halved, finite_size, lift_of, power_of_two)
-HALVES_SOURCES = (*SPLIT_SOURCES, halves_product_kernel, times_both, tile_of, tile_at, flag, finish)
+HALVES_SOURCES = (
+    split_rows_kernel, halved, finite_size, lift_of, power_of_two, halves_product_kernel, tile_of, tile_at, flag, finish
+)  # fmt: skip
 
 
 def padded(depth: int) -> int:
