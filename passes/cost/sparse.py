@@ -41,11 +41,11 @@ class Product(NamedTuple):
         activation: of the epilogue.
         described: for the report.
         constant: whether a dense copy of S can be kept from call to call, since S stays.
-        compared: whether one can be kept that each call compares with S.
         trained: whether gradients are asked for.
         replayed: whether a CUDA graph is replayed, so that the host's time does not count.
         products: of the whole graph, which share what a call takes the host besides.
         target: the card to estimate for, None for that of the device.
+        compared: whether a dense copy can be kept that each call compares with S.
     """
 
     device: torch.device
@@ -60,11 +60,11 @@ class Product(NamedTuple):
     activation: str
     described: str
     constant: bool = False
-    compared: bool = False
     trained: bool = False
     replayed: bool = True
     products: int = 1
     target: Target | None = None
+    compared: bool = False
 
     @property
     def m(self) -> int:
