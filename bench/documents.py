@@ -52,6 +52,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "resu-mnist": _study("resu_mnist", resu_mnist.table),
         "prune-minilm": _study("prune_minilm", prune_minilm.table),
         "algebra": _if_measured("algebra", algebra.table),
+        "pattern-algebra": _if_measured("pattern_algebra", algebra.table),
         "sparse-products": _if_measured("sparse_products", sparse_products.table),
         "dynamic": _if_measured("dynamic", dynamic.table, ""),
         "training-step": _if_measured("training_step", training_step.table),

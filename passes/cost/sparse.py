@@ -88,6 +88,7 @@ class Product(NamedTuple):
 
     def waited(self, time: Time) -> float:
         """Seconds that a caller waits for the product, if it takes this time."""
+        time = time._replace(host=host.TRAINED * time.host) if self.trained else time
         return time.waited(self.replayed, host.besides(self.trained, self.products))
 
     @classmethod
