@@ -26,10 +26,10 @@ CALL = {False: 45e-6, True: 400e-6}
 """A compiled call but for its products, without and with gradients and an optimizer's step
 (`bench/results/loop.json`)."""
 
-TRAINED = 2.5
-"""How many times as long a product, or an operator of ours, takes the host in a training step, most of which autograd
-runs: of 240 host-bound steps (the same file, an H200's host) those with two operators of ours in place of two products
-and a ReLU took 0.89 of stock's time, and those with two operators more 1.12."""
+AUTOGRAD = 24e-6
+"""What each product of torch's and each operator of ours takes the host more in a training step. Of host-bound steps of
+one layer (the same file) those with two operators more than stock took 93 us more on an H200's host and 185 on an
+H100's, those with operators of ours in place of torch's products 83 us less and 18 more."""
 
 CPU_MATMUL, CPU_WRITING = 3e-6, 25e-6
 """On a CPU (`bench/results/cpu.json`): torch's product in a compiled graph, and our operator that writes a weight

@@ -88,7 +88,6 @@ class Product(NamedTuple):
 
     def waited(self, time: Time) -> float:
         """Seconds that a caller waits for the product, if it takes this time."""
-        time = time._replace(host=host.TRAINED * time.host) if self.trained else time
         return time.waited(self.replayed, host.besides(self.trained, self.products))
 
     @classmethod
@@ -175,7 +174,12 @@ def _faster(product: Product, seconds: dict[str, float], layer: float) -> Decisi
 
 def _layer_seconds(product: Product, card: Card) -> float:
     gradients = [_dense_product(product, card)] * 2 * product.trained
-    return product.waited(_forward(product, card).plus(*gradients))
+    return product.waited(_forward(product, card).plus(*gradients, _by_autograd(product, 3)))
+
+
+def _by_autograd(product: Product, operators: int) -> Time:
+    """What so many operators take more in a training step."""
+    return Time(0.0, operators * product.trained * host.AUTOGRAD)
 
 
 def _work(product: Product) -> cpu_cost.Work:
@@ -196,7 +200,7 @@ def dense_seconds(product: Product, card: Card) -> float:
     if not p.trained:
         kept = Time(0.0, 0.0) if p.constant else _comparing(p, card) if p.compared else _writing(p, card)
         return p.waited(forward.plus(kept))
-    return p.waited(forward.plus(*[_dense_product(p, card)] * 2, *[_writing(p, card)] * 2))
+    return p.waited(forward.plus(*[_dense_product(p, card)] * 2, *[_writing(p, card)] * 2, _by_autograd(p, 5)))
 
 
 def _forward(product: Product, card: Card) -> Time:
@@ -275,7 +279,9 @@ def sparse_seconds(product: Product, device: Device, card: Card) -> tuple[float,
         layout=multiplied_as(product.layout, True), bias=False, residual=False, activation="none"
     )  # fmt: skip
     backward, _ = _product_time(flipped, device, card)
-    rest = (backward, _reordering(product, card), _sampling_time(product, device, card))
+    rest = (
+        backward, _reordering(product, card), _sampling_time(product, device, card), _by_autograd(product, 3)
+    )  # fmt: skip
     return product.waited(forward.plus(*rest)), kernel
 
 

@@ -15,6 +15,7 @@ import sparsecomp
 from sparsecomp import SparseTensor, formats, optimize
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.tuning.cards import H100
+from sparsecomp.lowering.tuning.ceilings import Target
 from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost import sparse as sparse_cost
@@ -329,14 +330,26 @@ def test_a_copy_that_is_compared_costs_what_is_read_and_a_launch():
 
 
 def test_time_is_what_a_caller_waits():
-    """By hand: the device 30 us, the host 20 us and 45 us for the call, or half of them with two products; in training
-    the host 50 us and 400."""
+    """By hand: the device 30 us, the host 20 us and 45 us for the call, or half of them with two products."""
     time, call = Time(30e-6, 20e-6), product(0.5, 64, torch.float32)
     assert call.waited(time) == pytest.approx(30e-6)
     assert call._replace(replayed=False).waited(time) == pytest.approx((30e-6 + 65e-6) / 2)
     assert call._replace(replayed=False, products=2).waited(time) == pytest.approx((30e-6 + 42.5e-6) / 2)
-    assert call._replace(replayed=False, trained=True).waited(time) == pytest.approx((50e-6 + 450e-6) / 2)
+    assert call._replace(replayed=False, trained=True).waited(time) == pytest.approx((30e-6 + 420e-6) / 2)
     assert call._replace(replayed=False).waited(time.plus(time)) == pytest.approx((60e-6 + 85e-6) / 2)
+
+
+def test_a_training_step_counts_what_autograd_takes_of_each_operator():
+    """By hand, of 4 % of 256², whose host decides: 24 us for each of three products or operators of ours, and of two
+    more that write the weight out and sample its gradient."""
+    pytest.importorskip("triton")
+    layer = product(0.04, 16, torch.float16, size=256)._replace(trained=True, replayed=False)
+    decision = compare(layer, CARD, H100)
+    assert not decision.dense
+    besides = 400e-6 / 2
+    plain = sparse_cost.dense_layer_seconds(layer._replace(target=Target(CARD, H100)))
+    assert plain == pytest.approx(besides + 3 * (16e-6 + 24e-6) + 8e-6)
+    assert decision.seconds["dense"] == pytest.approx(besides + 3 * 16e-6 + 8e-6 + 2 * 13e-6 + 5 * 24e-6)
 
 
 def test_a_relu_is_done_in_the_product_where_that_costs_the_device_nothing():
