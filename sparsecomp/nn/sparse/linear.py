@@ -9,7 +9,7 @@ from sparsecomp.formats import CSR, SparseMatrix
 from sparsecomp.nn.masked.existing_mask import bias_of, is_trained
 from sparsecomp.nn.sparse.pruning import pruned_layer
 from sparsecomp.nn.sparse.stored_weight import StoredWeight
-from sparsecomp.ops.sparse.linear import LINEAR, autocast, check_is_tensor
+from sparsecomp.ops.sparse.linear import LINEAR, autocast, no_tensor
 from sparsecomp.tensor.sparse_tensor import SparseTensor
 
 
@@ -86,8 +86,7 @@ class SparseLinear(StoredWeight):
     def _of_no_tensor(self, x: object) -> Tensor:
         if isinstance(x, fx.Proxy):
             return cast(Tensor, self._as_node(x))
-        check_is_tensor(x, self.values)
-        raise AssertionError(x)
+        raise no_tensor(x, self.values)
 
     def extra_repr(self) -> str:
         """Sizes and format, for print."""

@@ -59,17 +59,15 @@ def sparse_linear(
     Raises:
         FormatError: operands that do not belong together, or an unknown word.
     """
-    check_is_tensor(x, values)
+    if not isinstance(x, Tensor):
+        raise no_tensor(x, values)
     x, values = autocast(x, values)
     return LINEAR(x, values, pattern, bias, residual, layout, transpose, activation, kernel)
 
 
-def check_is_tensor(x: object, values: Tensor) -> None:
-    """Raises:
-    FormatError: x is none.
-    """
-    if not isinstance(x, Tensor):
-        raise FormatError(f"x is a {type(x).__name__}, needs a tensor of the dtype of values, {values.dtype}")
+def no_tensor(x: object, values: Tensor) -> FormatError:
+    """What is raised of an input that is none."""
+    return FormatError(f"x is a {type(x).__name__}, needs a tensor of the dtype of values, {values.dtype}")
 
 
 def autocast(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
