@@ -12,7 +12,7 @@ import triton.language as tl
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.local.gather_dot import GatherDot, unrolled, unsupported
-from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -77,7 +77,7 @@ _waves = sympy.Max(_programs / (_processors * _resident), 1) * (1.5e-6 + 1e-7 * 
 GATHER_DOT_ROWS = Template(
     name="gather_dot_rows",
     op="gather_dot",
-    sources=(gather_dot_rows_kernel, finish),
+    sources=(gather_dot_rows_kernel, *FINISH),
     refuse=lambda problem, device: unsupported(problem),
     space=_space,
     cost=Cost(

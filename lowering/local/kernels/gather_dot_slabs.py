@@ -12,7 +12,7 @@ from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.local.gather_dot import GatherDot, unrolled, unsupported
 from sparsecomp.lowering.local.kernels.slabs import summed, tiles, write_slabs_kernel, writing
-from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -82,7 +82,7 @@ _thin = sympy.Max(1, 2 * 1024 * _processors / (_programs * 32 * _warps))
 GATHER_DOT_SLABS = Template(
     name="gather_dot_slabs",
     op="gather_dot",
-    sources=(gather_dot_slabs_kernel, write_slabs_kernel, summed, finish),
+    sources=(gather_dot_slabs_kernel, write_slabs_kernel, summed, *FINISH),
     refuse=_refuse,
     space=_space,
     cost=Cost(

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, flag
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, dot, finish, flag
 from sparsecomp.lowering.tuning.limits import fits_shared
 from sparsecomp.lowering.tuning.template import Config
 
@@ -77,7 +77,7 @@ def product_kernel(
     )  # fmt: skip
 
 
-SOURCES = (product_kernel, tile_of, tile_at, dot, flag, finish)
+SOURCES = (product_kernel, tile_of, tile_at, dot, flag, *FINISH)
 
 
 def fitting_tiles(tiles: Sequence[Tile], m: int, n: int, fits: Callable[[Config], bool]) -> list[Config]:

@@ -26,6 +26,14 @@ def finish(
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + batch * res_b + m * res_m + n * res_n, mask=mask, other=0.0)
         value += residual.to(tl.float32)
+    value = after_activation(value, ACTIVATION)
+    out = out_ptr + batch * out_b + m * out_m + n * out_n
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def after_activation(value, ACTIVATION: tl.constexpr):
+    """activation(value), in float32."""
     if ACTIVATION == "relu":
         value = tl.where(value < 0.0, 0.0, value)  # NaN stays
     elif ACTIVATION == "gelu":
@@ -35,8 +43,11 @@ def finish(
         value = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
     elif ACTIVATION == "silu":
         value = value * tl.sigmoid(value)
-    out = out_ptr + batch * out_b + m * out_m + n * out_n
-    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
+    return value
+
+
+FINISH = (finish, after_activation)
+"""What `finish` is made of."""
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.sparse.kernels.dense_product import fitting_tiles, tile_at, tile_of
-from sparsecomp.lowering.sparse.kernels.epilogue import finish, flag
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish, flag
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.template import Config
 
@@ -140,7 +140,8 @@ def halves_product_kernel(
 
 
 HALVES_SOURCES = (
-    split_rows_kernel, halved, finite_size, lift_of, power_of_two, halves_product_kernel, tile_of, tile_at, flag, finish
+    split_rows_kernel, halved, finite_size, lift_of, power_of_two, halves_product_kernel, tile_of, tile_at, flag,
+    *FINISH,
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from sparsecomp.formats.narrow import CHUNK
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
-from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
 from sparsecomp.lowering.sparse.narrow import MOST, SpmmNarrow
 from sparsecomp.lowering.sparse.spmm_csr import unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
@@ -192,7 +192,7 @@ _columns = sympy.Max(1, 0.2 * _bn)
 NARROW_ROWS = Template(
     name="narrow_rows",
     op="spmm_narrow",
-    sources=(narrow_rows_kernel, transpose_kernel, _step, _unsigned, _terms, finish),
+    sources=(narrow_rows_kernel, transpose_kernel, _step, _unsigned, _terms, *FINISH),
     refuse=_refuse,
     space=_space,
     # not by bytes: a program waits for a step and the next, and takes what is in flight at most

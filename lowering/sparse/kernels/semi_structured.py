@@ -22,7 +22,7 @@ from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.sparse import cusparselt
 from sparsecomp.lowering.sparse.cusparselt import Algorithm, Matmul, MatmulPlan
 from sparsecomp.lowering.sparse.kernels.dense_product import GROUP, tile_count, tile_of
-from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, flag, precision
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, dot, flag, precision
 from sparsecomp.lowering.sparse.kernels.scramble import scrambled
 from sparsecomp.lowering.sparse.kernels.spmm_nm import _put, nm_repair_kernel, spmm_nm_kernel, spread
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
@@ -313,7 +313,7 @@ SEMI_STRUCTURED = Template(
         tile_of,
         dot,
         flag,
-        finish,
+        *FINISH,
         MatmulPlan,
         _Guarded,
     ),

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, precision
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, dot, finish, precision
 from sparsecomp.lowering.sparse.spmm_bsr import SpmmBsr
 from sparsecomp.lowering.sparse.spmm_csr import unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
@@ -142,7 +142,7 @@ _narrow = sympy.Piecewise((3.2, _width < 8), (2.1, _width < 16), (1, True))
 SPMM_BSR = Template(
     name="spmm_bsr",
     op="spmm_bsr",
-    sources=(spmm_bsr_kernel, dot, finish),
+    sources=(spmm_bsr_kernel, dot, *FINISH),
     refuse=_refuse,
     space=_space,
     cost=Cost(

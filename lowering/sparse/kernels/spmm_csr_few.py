@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
 from sparsecomp.lowering.sparse.kernels.few_cost import gather_seconds
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
@@ -95,7 +95,7 @@ _m, _k, _n, _batch, _nnz, _variation, _itemsize = sizes("m k n batch nnz variati
 SPMM_CSR_FEW = Template(
     name="spmm_csr_few",
     op="spmm_csr",
-    sources=(spmm_csr_few_kernel, finish),
+    sources=(spmm_csr_few_kernel, *FINISH),
     refuse=_refuse,
     space=_space,
     cost=Cost(

@@ -16,7 +16,7 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.sparse.kernels import spmm_csr_rows as rows
-from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
@@ -184,7 +184,7 @@ _steps = sympy.Min(_t * (1 + _variation / 4) / _br, _t) / (_u * _e) + _t * _m / 
 SPMM_CSR_MERGE = Template(
     name="spmm_csr_merge",
     op="spmm_csr",
-    sources=(spmm_csr_merge_kernel, finish_rows_kernel, path_row, rows.copy_rows_kernel, gather_rows, finish),
+    sources=(spmm_csr_merge_kernel, finish_rows_kernel, path_row, rows.copy_rows_kernel, gather_rows, *FINISH),
     refuse=_refuse,
     space=_space,
     cost=Cost(

@@ -14,7 +14,7 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.launch.strided import Strides
-from sparsecomp.lowering.sparse.kernels.epilogue import finish
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
 from sparsecomp.lowering.sparse.kernels.gather import gather_rows
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr, unsupported_dtypes
 from sparsecomp.lowering.tuning.cost import Cost, sizes
@@ -238,7 +238,7 @@ _body = _measured * _idle * sympy.Max(_flow, walk_seconds(_longest / (_u * _e), 
 SPMM_CSR_ROWS = Template(
     name="spmm_csr_rows",
     op="spmm_csr",
-    sources=(spmm_csr_rows_kernel, _finish_rows, copy_rows_kernel, gather_rows, finish),
+    sources=(spmm_csr_rows_kernel, _finish_rows, copy_rows_kernel, gather_rows, *FINISH),
     refuse=_refuse,
     space=_space,
     cost=Cost(

@@ -13,7 +13,7 @@ from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step
 from sparsecomp.lowering.sparse.kernels.dense_product import GROUP, tile_count, tile_of
-from sparsecomp.lowering.sparse.kernels.epilogue import dot, finish, flag, precision
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, dot, finish, flag, precision
 from sparsecomp.lowering.sparse.kernels.product_cost import product_seconds
 from sparsecomp.lowering.sparse.spmm_csr import unsupported_dtypes
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
@@ -194,7 +194,7 @@ _spreading = _bm * _bk * _keep * 3 / _selects
 SPMM_NM = Template(
     name="spmm_nm",
     op="spmm_nm",
-    sources=(spmm_nm_kernel, nm_repair_kernel, spread, _put, tile_of, dot, flag, finish),
+    sources=(spmm_nm_kernel, nm_repair_kernel, spread, _put, tile_of, dot, flag, *FINISH),
     refuse=_refuse,
     space=_space,
     cost=Cost(
