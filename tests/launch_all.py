@@ -25,6 +25,7 @@ from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock, SparseEmbeddi
 from sparsecomp.ops.sparse.dense_copy import dense_copy, keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.ops.sparse.packed_linear import packed_linear, packed_pair
 from sparsecomp.reference.attention.blocks import blocks_of
 from sparsecomp.reference.attention.elements import elements_of_mask
 from sparsecomp.reference.digits import SPREAD
@@ -169,8 +170,16 @@ def long_attention(device: str) -> None:
 
 
 def sparse_tensor_cores(device: str) -> None:
-    """A product large enough for them; the weight's copy is guarded by a fingerprint."""
+    """A product large enough for them, whose weight's copy is guarded by a fingerprint, and layers of few rows."""
     if device == "cuda":
+        from sparsecomp.lowering.sparse.packed_linear import PackedPositions, order_for
+
+        for rows, dtype in ((1, torch.float16), (7, torch.bfloat16)):
+            small = NM.from_dense(*_two_of_four(torch.randn(37, 404, device=device, dtype=dtype)), n=2, m=4)
+            weight = small.values, small.indices, PackedPositions(order_for(rows))(small.indices)
+            x = torch.randn(rows, 404, device=device, dtype=dtype)
+            packed_linear(x, *weight, x[0, :37].clone(), x[:, :37].clone())
+            packed_pair(x, *weight, None, *weight, None, "silu")
         halved = NM.from_dense(*_two_of_four(torch.randn(4096, 4096, device=device, dtype=torch.float16)), n=2, m=4)
         SparseLinear(halved)(torch.randn(4096, 4096, device=device, dtype=torch.float16))
 

@@ -77,7 +77,7 @@ def _row(case: Case, weights: dict[str, SparseMatrix]) -> dict[str, Any]:
     dense = next(iter(weights.values())).to_dense()
     exact = F.linear(x.float(), dense.float()).double()
     row["MiB"]["dense"] = round(dense.nbytes / 2**20, 1)
-    guarded(row, "dense", lambda: row["ms"].update(dense=_time([partial(F.linear, x, one) for one in _copies(dense)])))
+    guarded(row, "dense", lambda: row["ms"].update(dense=timed([partial(F.linear, x, one) for one in copies(dense)])))
     for name, weight in weights.items():
         row["MiB"][name] = round(weight.nbytes / 2**20, 1)
         guarded(row, name, partial(_time_format, row, name, weight, x, exact))
@@ -91,14 +91,16 @@ def _time_format(row: dict[str, Any], name: str, weight: SparseMatrix, x: Tensor
         calls.append(partial(sparse_linear, x, values, arrays, layout.written()))
     found = calls[0]()
     row["error"][name] = float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
-    row["ms"][name] = _time(calls)
+    row["ms"][name] = timed(calls)
 
 
-def _time(calls: list[Callable[[], Any]]) -> float:
+def timed(calls: list[Callable[[], Any]]) -> float:
+    """Milliseconds of one of these calls."""
     return round(graph_ms(calls, 10), 5)
 
 
-def _copies(tensor: Tensor) -> list[Tensor]:
+def copies(tensor: Tensor) -> list[Tensor]:
+    """A tensor and so many copies of it that one that has had its turn is not in the cache any more."""
     return [tensor, *(tensor.clone() for _ in range(_count(tensor.nbytes) - 1))]
 
 
@@ -163,7 +165,7 @@ def _compile(case: Case, share: int, workers: int) -> None:
 def _timed(case: Case, best: dict[tuple[str, int], list[str]] | None) -> Iterator[dict[str, Any]]:
     weights, card = _weights(case), card_of(torch.device("cuda", 0))
     dense, x = weights["NARROW"].to_dense(), torch.randn(case.rows, case.k, device="cuda", dtype=torch.float16)
-    reference = _time([partial(F.linear, x, one) for one in _copies(dense)])
+    reference = timed([partial(F.linear, x, one) for one in copies(dense)])
     rows: dict[str, dict[str, Any]] = {}
     for operation, problem, _ in _problems(case, weights):
         tensors = [tensors for _, _, tensors in _rotated(case, weights, operation)]
@@ -174,7 +176,7 @@ def _timed(case: Case, best: dict[tuple[str, int], list[str]] | None) -> Iterato
             row = rows.setdefault(name, {"case": case.name, "kernel": name, "dense": reference, "ms": {}})
             try:
                 launch = candidate.template.prepare(problem, candidate.config)
-                ms = _time([partial(launch, *each) for each in tensors])
+                ms = timed([partial(launch, *each) for each in tensors])
             except Exception as error:
                 print(candidate.name, first_line(error), flush=True)
                 continue

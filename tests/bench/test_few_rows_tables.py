@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from bench.sparse import few_rows
+from bench.sparse import few_rows, two_of_four
 
 
 def test_layers_of_few_rows():
@@ -12,6 +12,14 @@ def test_layers_of_few_rows():
     rows = [{"layer": layer, "ms": {"dense": 0.03, "NARROW": 0.02}}, {"layer": layer, "ms": {"dense": 0.03}}]
     lines = few_rows.table(rows).splitlines()
     assert lines[2:] == ["| 64x32 | 70% | 1 | 0.0300 | 0.0200 (1.50) |", "| 64x32 | 70% | 1 | 0.0300 | – |"]
+
+
+def test_layers_of_few_rows_of_two_of_four():
+    layer = {"out": 64, "k": 32, "rows": 1, "dtype": "float16"}
+    rows = [{"layer": layer, "ms": {"dense": 0.03, "packed": 0.02, "ordinary": 0.06}}]
+    assert two_of_four.table(rows).splitlines()[2:] == [
+        "| 64x32 | float16 | 1 | 0.0300 | 0.0200 (1.50) | – | 0.0600 (0.50) |"
+    ]
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed: pip install transformers")

@@ -289,6 +289,22 @@ def _active_linear():
     return torch.randn(1, 7).relu(), torch.randn(7, 4), torch.zeros(1, dtype=torch.int32), torch.randn(4)
 
 
+def packed(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, indices and positions of a 2:4 weight (4, 12); a CPU does not read the last."""
+    indices = torch.tensor([0, 2], dtype=torch.uint8).repeat(4, 3)
+    return torch.randn(4, 6, dtype=dtype), indices, torch.zeros(1, 1, 128, dtype=torch.int32)
+
+
+@example("packed_linear")
+def _packed_linear():
+    return torch.randn(5, 12), *packed(), torch.randn(4), torch.randn(5, 4), "relu"
+
+
+@example("packed_pair")
+def _packed_pair():
+    return torch.randn(5, 12), *packed(), torch.randn(4), *packed(), torch.randn(4), "silu"
+
+
 def attended() -> tuple[list[Tensor], Tensor]:
     """Queries, keys and values, and a mask."""
     shapes = (2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 6)

@@ -33,6 +33,7 @@ from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
 from sparsecomp.lowering.sparse.active_linear import ActiveLinear
 from sparsecomp.lowering.sparse.narrow import SpmmNarrow
+from sparsecomp.lowering.sparse.packed_linear import PackedLinear
 from sparsecomp.lowering.sparse.sddmm import Sddmm
 from sparsecomp.lowering.sparse.spmm_bsr import BlockStrides, SpmmBsr
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
@@ -92,6 +93,10 @@ def _bsr(m: int, k: int, n: int, side: int, share: float, variation: int, dtype:
         m, k, n, 1, side, side, height, width, blocks, variation, values, dense, dtype, dtype, "int32",
         _out(m, n, dtype),
     )  # fmt: skip
+
+
+def _packed(m: int, k: int, n: int, pair: bool = False) -> PackedLinear:
+    return PackedLinear.of_layer(m, k, n, torch.float16, pair, False, "silu" if pair else "none", pair)
 
 
 def _narrow(m: int, k: int, n: int, density: float, dtype: str) -> SpmmNarrow:
@@ -394,6 +399,8 @@ PROBLEMS: dict[str, list[Any]] = {
     "spmm_narrow": [_narrow(11008, 4096, 1, 0.3, "float16"), _narrow(4096, 11008, 1, 0.1, "bfloat16"),
                     _narrow(11008, 4096, 4, 0.2, "float16"), _narrow(11008, 4096, 8, 0.1, "float16"),
                     _narrow(11008, 4096, 16, 0.1, "float16"), _narrow(300, 200, 3, 0.5, "float32")],
+    "packed_linear": [_packed(11008, 4096, 1), _packed(4096, 11008, 8), _packed(11008, 4096, 4, True),
+                      _packed(100, 60, 3), _packed(28672, 8192, 1, True)._replace(dtype="bfloat16")],
     "sddmm": [_sddmm(1024, 1024, 64, 1, 0.05, 0, "float16"), _sddmm(4096, 2048, 256, 1, 0.01, 1, "float32"),
               _sddmm(128, 128, 33, 16, 0.4, 2, "float32"),
               _sddmm(512, 512, 1, 1, 0.1, 0, "float32")._replace(a=Strides(512, 1, 512)),
@@ -509,6 +516,11 @@ BOUNDS: list[tuple[str, str, Any, Any, str]] = [
     ("spmm_narrow", "narrow_rows", _narrow(64, 64, 1, 0.1, "float16"), {"batch": 2}, "by CSR's kernels"),
     ("spmm_narrow", "narrow_rows", _narrow(1, 2**27 - 1, 1, 1e-6, "float16"), {"k": 2**27}, "too many columns"),
     ("spmm_narrow", "narrow_rows", _narrow(64, 64, 1, 0.1, "float16"), {"dtype": "float64"}, "use the reference"),
+    ("packed_linear", "packed_row", _packed(64, 64, 1), {"n": 2}, "a row by lanes"),
+    ("packed_linear", "packed_row", _packed(64, 64, 1), {"order": "fragments"}, "by fragments"),
+    ("packed_linear", "packed_fragments", _packed(64, 64, 8), {"n": 9}, "or 8 by fragments"),
+    ("packed_linear", "packed_fragments", _packed(64, 64, 8), {"k": 66}, "whole groups"),
+    ("packed_linear", "packed_fragments", _packed(64, 64, 8), {"dtype": "float32"}, "float16 or bfloat16"),
 ]  # fmt: skip
 
 

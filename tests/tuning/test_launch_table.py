@@ -23,6 +23,7 @@ from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
 from sparsecomp.lowering.sparse.narrow import SpmmNarrow
+from sparsecomp.lowering.sparse.packed_linear import PackedLinear, order_for
 from sparsecomp.lowering.sparse.sddmm import Sddmm
 from sparsecomp.lowering.sparse.spmm_bsr import BlockStrides, SpmmBsr
 from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
@@ -86,6 +87,11 @@ def _narrow(n: int, **changes: Any) -> SpmmNarrow:
     )._replace(**changes)  # fmt: skip
 
 
+def _packed(n: int, dtype: str = "float16", **changes: Any) -> PackedLinear:
+    out = PLAIN._replace(strides=Strides(0, 1, 90), dtype=dtype, bias=dtype, bias_axis="row", activation="silu")
+    return PackedLinear(90, 1100, n, order_for(n), False, dtype, out)._replace(**changes)
+
+
 def _sddmm(a: str, b: str, **changes: Any) -> Sddmm:
     return Sddmm(
         100, 90, 70, 3, 1200, 1, LAYOUTS[a], LAYOUTS[b], 1200, 0.5, "float32", "float32", "int32"
@@ -128,6 +134,10 @@ PROBLEMS: dict[str, list[Any]] = {
     "spmm_narrow": [
         *(_narrow(n) for n in (1, 2, 5, 16)), _narrow(1, dense=Strides(0, 3, 1)), _narrow(1, distance="int16"),
         _narrow(3, index_dtype="int64"), _narrow(1, nnz=0),
+    ],
+    "packed_linear": [
+        _packed(1), _packed(8, "bfloat16"), _packed(1, pair=True), _packed(7, pair=True), _packed(3, k=1024),
+        _packed(2, m=1), _packed(1, k=1101), _packed(1, output=FINISHED), _packed(1, order="fragments"),
     ],
     "sddmm": [
         *(_sddmm(a, b) for a, b in itertools.product(("rows", "columns", "spread"), repeat=2)),
