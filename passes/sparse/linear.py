@@ -4,8 +4,8 @@ Behind a `sparsecomp::sparse_linear`, the node of `sparsecomp.nn.SparseLinear`, 
 activation; they become its arguments. On CUDA, where the estimate says that dense is faster, the weight is written out:
 in training in each call; in inference where it changed, since a copy is kept that each call compares; under the promise
 that it stays as it is once, as a constant of the graph. That is for finite inputs: a NaN or an infinity times a zero
-that was written out is NaN. Under the promise a CSR weight is multiplied in its narrow form where few rows make that
-the fastest. Under precision='exact' the layer stays sparse.
+that was written out is NaN. Under the promise a CSR weight is multiplied in its narrow form, and one of 2:4 by packed
+positions, where few rows make that the fastest. Under precision='exact' the layer stays sparse.
 """
 
 from dataclasses import replace
@@ -38,6 +38,7 @@ from sparsecomp.passes.engine.rule import (
 )
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.sparse.chain import Chain, circumstances, copied_behind, decided, ending_at, problem_of_writes
+from sparsecomp.passes.sparse.packed import packed_plan
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.report.site import COMPARED_COPY, WRITTEN_ONCE
 
@@ -102,6 +103,9 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     narrow = None if kept is None else _narrow(chain, product, decision, ctx)
     if narrow is not None and kept is not None:
         return _narrow_plan(chain, narrow, kept, node, ctx)
+    packed = None if kept is None else packed_plan(chain, product, decision, arrays_of(chain)[0], kept)
+    if packed is not None:
+        return packed
     dead, estimate = chain.dead, beside_the_layer(product, decision)
     if decision.dense:
         followed = product.compared and keep_dense_copy(_stored(chain, ctx), arrays_of(chain)[1])

@@ -1,0 +1,458 @@
+"""2:4 layers of few rows with packed positions: how these lie, the kernels, and when the compiler takes them."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_kernel import compile_in_subprocess
+from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of, needs_triton
+from torch import Tensor, nn
+
+import sparsecomp
+from sparsecomp.compiler.capture import Graph
+from sparsecomp.errors import FormatError
+from sparsecomp.formats import NM
+from sparsecomp.lowering.tuning.ceilings import target_named
+from sparsecomp.nn import SparseLinear
+from sparsecomp.options import Options
+from sparsecomp.passes.cost.decision import Decision
+from sparsecomp.passes.cost.sparse import Product, decide
+from sparsecomp.reference.patterns import Layout
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DTYPES = (torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def pruned(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A weight with two of four elements, some of them at other places than the magnitude says."""
+    random = torch.Generator().manual_seed(rows + cols)
+    groups = torch.randn(rows, cols // 4, 4, generator=random)
+    dropped = torch.rand(groups.shape, generator=random).argsort(-1)[..., :2]
+    return groups.scatter_(-1, dropped, 0.0).view(rows, cols).to(dtype)
+
+
+def product(matrix: NM, x: Tensor, device: str, other: tuple[NM, Tensor] | None = None, **finish) -> dict[str, Tensor]:
+    """x @ matrix.T by the kernel of so many rows, in every configuration; times that of another matrix and bias."""
+    from sparsecomp.lowering.cache.signature import device_of
+    from sparsecomp.lowering.launch.epilogue import output_of
+    from sparsecomp.lowering.sparse.packed_linear import PACKED_LINEAR, PackedLinear, PackedPositions, order_for
+
+    def arrays(one: NM) -> tuple[Tensor, Tensor]:
+        return one.values.to(device), PackedPositions(order_for(n))(one.indices.to(device))
+
+    (n, k), m, x = x.shape, matrix.shape[0], x.to(device)
+    bias, residual = (None if one is None else one.to(device) for one in map(finish.get, ("bias", "residual")))
+    residual = None if residual is None else residual.mT
+    others = (None, None, None) if other is None else (*arrays(other[0]), other[1].to(device))
+    out = torch.empty(n, m, dtype=x.dtype, device=device).mT
+    described = output_of(out, bias, "row", residual, finish.get("activation", "none"), 1.0)
+    problem = PackedLinear(m, k, n, order_for(n), other is not None, str(x.dtype)[6:], described)
+    found: dict[str, Tensor] = {}
+    for one in PACKED_LINEAR.candidates(problem, device_of(torch.device(device))):
+        kind = str(one.config) if device == "cuda" else f"{one.config['BLOCKS']} blocks"
+        if kind in found:
+            continue
+        out.fill_(math.nan)
+        launch = one.template.prepare(problem, one.config)
+        launch(*arrays(matrix), *others[:2], x, bias, others[2], residual, out)
+        found[kind] = out.mT.cpu().clone()
+    assert found
+    return found
+
+
+@needs_triton
+def test_positions_by_lanes():
+    from sparsecomp.lowering.sparse.packed_linear import PackedPositions, unpacked_columns
+
+    indices = torch.tensor([0, 1], dtype=torch.uint8).repeat(1, 300)
+    indices[0, :2] = torch.tensor([1, 3])  # group 0: step 0 of lane 0 in block 0
+    indices[0, 2 * 33 : 2 * 34] = torch.tensor([0, 2])  # group 33: step 1 of lane 1
+    indices[0, 2 * 257 : 2 * 258] = torch.tensor([2, 3])  # group 257: step 0 of lane 1 in block 1
+    found = PackedPositions("lanes")(indices)
+    usual = 0x44444444  # 0 and 1, eight times
+    assert found.shape == (1, 64) and found.dtype is torch.int32
+    assert found[0, 0] == usual + (1 | 3 << 2) - 4 and found[0, 1] == usual + ((2 << 2) - 4 << 4)
+    assert found[0, 32 + 1] == usual - 4 + (2 | 3 << 2) and found[0, 32 + 13] == usual
+    assert torch.equal(unpacked_columns(found, 1, 1200)[0], torch.arange(600) // 2 * 4 + indices[0])
+    with pytest.raises(FormatError, match="k / 2"):
+        PackedPositions("lanes")(indices[0])
+
+
+@needs_triton
+def test_positions_by_fragments_are_where_a_product_reads_them():
+    """`mma.sp`, m16n8k32: row r, stored pair p of a product is of thread p % 4, the first pairs in its first registers;
+    its positions are bits 4 · (p % 4) and on, for the lower rows 16 and on, of word `product % 4` of thread p // 4 of
+    the four, or of the two behind for the last four products of a turn."""
+    from sparsecomp.lowering.sparse.packed_linear import PackedPositions, unpacked_columns
+
+    matrix = NM.from_dense(pruned(37, 600), n=2, m=4)
+    words = PackedPositions("fragments")(matrix.indices)
+    assert words.shape == (3, 3, 128) and words.dtype is torch.int32
+    indices = matrix.indices.view(37, 150, 2).tolist()
+    for row, turn, number, pair in itertools.product(range(37), range(3), range(8), range(8)):
+        # a thread loads four groups in a step of two products, of which each takes two
+        group = 64 * turn + 16 * (number // 2) + 4 * (pair % 4) + 2 * (number % 2) + pair // 4
+        thread = 4 * (row % 8) + pair // 4 + 2 * (number // 4)
+        both = int(words[row // 16, turn, 4 * thread + number % 4]) >> (4 * (pair % 4) + 16 * (row % 16 // 8)) & 15
+        assert [both & 3, both >> 2] == (indices[row][group] if group < 150 else [0, 1])
+    assert torch.equal(unpacked_columns(words, 37, 600), torch.arange(300) // 2 * 4 + matrix.indices)
+
+
+ROWS = [("interpreter", 1), *(("cuda", rows) for rows in (1, 2, 5, 8))]
+"""Where kernels run: sparse tensor cores, which take several rows, nowhere but on a GPU."""
+WHERE = [
+    pytest.param(*KERNEL_DEVICES[place == "cuda"].values, rows, marks=KERNEL_DEVICES[place == "cuda"].marks,
+                 id=f"{place}-{rows}")
+    for place, rows in ROWS
+]  # fmt: skip
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize(("device", "rows"), WHERE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("size", "activation"), [((37, 1024), "none"), ((1, 4), "relu"), ((20, 1100), "gelu"), ((65, 4096), "silu")]
+)  # fmt: skip
+def test_kernels_are_the_dense_layer(device, rows, dtype, size, activation):
+    weight, random = pruned(*size, dtype), torch.Generator().manual_seed(rows)
+    x, residual = (torch.randn(rows, n, generator=random).to(dtype) for n in size[::-1])
+    bias = torch.randn(size[0], generator=random).to(dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
+    exact = exact if activation == "none" else getattr(F, activation)(exact)
+    matrix = NM.from_dense(weight, n=2, m=4)
+    for name, one in product(matrix, x, device, bias=bias, residual=residual, activation=activation).items():
+        assert (one.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm(), name
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(("device", "rows"), WHERE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_are_the_dense_pair(device, rows, dtype):
+    random = torch.Generator().manual_seed(rows)
+    weights = [pruned(9, size, dtype)[:, :1100] for size in (1100, 1104)]
+    x, *biases = (torch.randn(size, generator=random).to(dtype) for size in ((rows, 1100), (9,), (9,)))
+    sums = [F.linear(x.double(), *map(Tensor.double, each)) for each in zip(weights, biases, strict=True)]
+    exact = F.silu(sums[0]) * sums[1]
+    first, second = (NM.from_dense(weight, n=2, m=4) for weight in weights)
+    for name, one in product(first, x, device, (second, biases[1]), bias=biases[0], activation="silu").items():
+        assert (one.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm(), name
+
+
+@pytest.mark.parametrize(("device", "rows"), WHERE)
+def test_nothing_is_multiplied_where_nothing_is_stored(device, rows):
+    """An infinite or missing input reaches the rows that store something there, and no others: no filler either."""
+    weight = pruned(20, 1100, torch.float16)
+    weight[:, :8] = 0.0  # groups of filler alone
+    weight[3, 7] = 2.0
+    x = torch.randn(rows, 1100, generator=torch.Generator().manual_seed(1)).half()
+    x[0, 7], x[-1, 1050], x[-1, 0] = math.inf, math.nan, -math.inf
+    exact = torch.where(weight != 0, x.double()[:, None] * weight.double(), 0.0).sum(-1)
+    assert exact.isnan().any() and exact.isfinite().any()
+    for name, found in product(NM.from_dense(weight, n=2, m=4), x, device).items():
+        torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=5e-2, equal_nan=True, msg=name)
+
+
+@pytest.mark.slow(reason="compiles for two GPUs in a process of its own")
+def test_kernels_compile_for_gpus_that_are_not_there():
+    compile_in_subprocess(
+        """
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        from sparsecomp.lowering.sparse.kernels.packed_fragments import packed_fragments_kernel
+        from sparsecomp.lowering.sparse.kernels.packed_row import packed_row_kernel
+
+        numbers = "M N groups words turns out_b out_m out_n res_b res_m res_n".split()
+        own = "values other_values x bias other_bias residual out".split()
+        finish = dict(BIAS_ROWS=True, ACTIVATION="silu")
+        alone = dict.fromkeys(("other_values_ptr", "other_positions_ptr", "other_bias_ptr"))
+        whole = ("groups", "words", "M", "out_n")
+        for capability, (dtype, kind) in ((80, ("bfloat16", "*bf16")), (90, ("float16", "*fp16"))):
+            types = dict.fromkeys(numbers, "i32") | dict.fromkeys([f"{one}_ptr" for one in own], kind)
+            types |= dict(positions_ptr="*i32", other_positions_ptr="*i32", scale="fp32")
+            for pair, tiles, warps in ((False, 1, 8), (True, 2, 4)):
+                constants = {**finish, **({} if pair else alone), "PAIR": pair}
+                build(packed_row_kernel, types, {**constants, "EVEN": pair, "ROWS": tiles, "BLOCKS": 4, "LANES": 32,
+                      "STEPS": 8}, capability, whole=whole, num_warps=1)
+                constants |= {"DTYPE": dtype, "WHOLE": tiles == 1, "TILES": tiles, "num_warps": warps}
+                built = build(packed_fragments_kernel, types, constants, capability, GluonASTSource, whole,
+                              num_warps=warps)
+                assert built.asm["ptx"].count("mma.sp") == 8 * tiles * (1 + pair)
+        """
+    )
+
+
+class Block(nn.Module):
+    """A 2:4 layer and what is fused behind it."""
+
+    def __init__(self, rows: int, cols: int) -> None:
+        super().__init__()
+        matrix = NM.from_dense(pruned(rows, cols, torch.float16), n=2, m=4)
+        self.layer = SparseLinear(matrix, torch.randn(rows).half(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.layer(x))
+
+    def exact(self, x: Tensor) -> Tensor:
+        """In float64."""
+        assert self.layer.bias is not None
+        return F.silu(F.linear(x.double(), self.layer.weight.detach().to_dense().double(), self.layer.bias.double()))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("rows", "frozen", "found"),
+    [((1,), True, "packed copy"), ((9,), True, "dense copy"), ((1,), False, "nm")],
+)  # fmt: skip
+def test_a_layer_that_is_promised_to_stay_is_multiplied_packed(rows, frozen, found):
+    """As for an H200, run op by op on a CPU."""
+    torch.manual_seed(0)
+    model, x, results = Block(4096, 4096), torch.randn(*rows, 4096).half(), []
+
+    def backend(gm, inputs):
+        parsed = Options.parse(None, {"frozen": frozen, "mode": "reduce-overhead"})
+        results.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed, target_named("h200")))
+        assert ("packed_linear" in gm.code) == (found == "packed copy")
+        return gm.forward
+
+    with torch.no_grad():
+        out = torch.compile(model, backend=backend)(x)
+    (site,) = [one for one in results[0].sites if one.rule == "sparse_linear"]
+    assert site.implementation == found and ("packed positions are kept, 2 MiB" in site.reason) == (
+        found == "packed copy"
+    )
+    exact = model.exact(x)
+    assert out.shape == exact.shape and (out - exact).norm() <= 1e-3 * exact.norm()
+
+
+MEASURED = {
+    (11008, 4096, 1): 1.60, (11008, 4096, 2): 1.36, (11008, 4096, 8): 1.12,
+    (4096, 11008, 1): 1.70, (4096, 11008, 2): 1.25, (4096, 11008, 8): 1.09,
+    (28672, 8192, 1): 1.86, (28672, 8192, 2): 1.23, (28672, 8192, 8): 1.14,
+}  # fmt: skip
+"""Of cuBLAS's speed, by features out and in and rows: an H200, float16, the best configuration."""
+
+
+@needs_triton
+@pytest.mark.parametrize("case", MEASURED)
+def test_the_estimate_is_what_was_measured(case):
+    from sparsecomp.passes.cost.packed_linear import decide as packed
+
+    m, k, rows = case
+    product = Product(
+        torch.device("cuda"), Layout("nm", (2, 4), (m, k)), rows, 1, m * k // 2, torch.float16, True, False, False,
+        "none", "", constant=True, target=target_named("h200"),
+    )  # fmt: skip
+    decision = packed(product, decide(product))
+    assert decision is not None and decision.implementation == ("packed_row" if rows == 1 else "packed_fragments")
+    gain = decision.seconds["dense"] / decision.seconds[decision.implementation]
+    assert 0.85 < gain / MEASURED[case] < 1.15
+    assert packed(product._replace(layout=Layout("nm", (1, 4), (m, k))), decide(product)) is None
+
+
+@needs_triton
+def test_other_groups_and_dtypes_are_not_packed():
+    for kind, dtype in (({"n": 1, "m": 4}, torch.float16), ({"n": 2, "m": 4}, torch.float32)):
+        matrix = NM.from_dense(torch.eye(512, 512, dtype=dtype), **kind)
+        layer = SparseLinear(matrix, requires_grad=False)
+        with torch.no_grad():
+            report = sparsecomp.explain(
+                layer, torch.randn(1, 512).to(dtype), device="h200", mode="reduce-overhead", frozen=True
+            )
+        (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
+        assert site.implementation != "packed copy"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(3, 64), (2, 2, 64), (40, 64), (0, 64)])
+def test_the_operator_takes_any_rows(device, shape):
+    from sparsecomp.lowering.sparse.packed_linear import PackedPositions
+    from sparsecomp.ops.sparse.packed_linear import packed_linear
+
+    weight = pruned(20, 64, torch.float16)
+    matrix = NM.from_dense(weight, n=2, m=4).to(device)
+    x, residual, bias = torch.randn(shape).half(), torch.randn(*shape[:-1], 20).half(), torch.randn(20).half()
+    given = [one.to(device) for one in (x, bias, residual)]
+    found = packed_linear(
+        given[0],
+        matrix.values,
+        matrix.indices,
+        PackedPositions("fragments")(matrix.indices),
+        *given[1:],
+        activation="relu",
+    ).cpu()
+    exact = F.relu(F.linear(x.double(), weight.double(), bias.double()) + residual.double())
+    assert found.shape == exact.shape and (found - exact).norm() <= 1e-3 * exact.norm()
+
+
+@needs_triton
+def test_operands_that_do_not_belong_together_are_refused():
+    from sparsecomp.lowering.sparse.packed_linear import PackedPositions, launch_packed_linear
+
+    matrix = NM.from_dense(pruned(20, 64, torch.float16), n=2, m=4)
+    x, good = torch.zeros(1, 64).half(), (matrix.values, PackedPositions("lanes")(matrix.indices))
+    for values, words in ((good[0][:, 2:], good[1]), (good[0], good[1][:, 1:]), (good[0], good[1][None])):
+        with pytest.raises(FormatError, match="not of 2:4 in 20 rows"):
+            launch_packed_linear(x, values, words, None, None, "none")
+        with pytest.raises(FormatError, match="not of 2:4 in 20 rows"):
+            launch_packed_linear(x, *good, None, None, "none", (values, words, None))
+
+
+class Gated(nn.Module):
+    """A gated pair of 2:4 layers."""
+
+    def __init__(self, rows: int, cols: int, biased: tuple[bool, bool] = (False, False)) -> None:
+        super().__init__()
+        self.gate, self.up = (
+            SparseLinear(
+                NM.from_dense(pruned(rows, cols + 4 * which, torch.float16)[:, :cols].contiguous(), n=2, m=4),
+                torch.randn(rows).half() if biased[which] else None, requires_grad=False,
+            )
+            for which in range(2)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * F.silu(self.gate(x))
+
+    def exact(self, x: Tensor) -> Tensor:
+        """In float64."""
+        up, gate = (
+            F.linear(
+                x.double(), one.weight.detach().to_dense().double(), None if one.bias is None else one.bias.double()
+            )
+            for one in (self.up, self.gate)
+        )  # fmt: skip
+        return up * F.silu(gate)
+
+
+@pytest.fixture
+def packed_anyhow(monkeypatch):
+    """Layers that are small enough for a test are packed too."""
+    always = Decision("packed_row", "asked for")
+    monkeypatch.setattr("sparsecomp.passes.sparse.packed.decide", lambda product, rivals: always)
+
+
+@needs_triton
+@pytest.mark.parametrize(("biased", "fused"), [((False, False), True), ((True, True), True), ((True, False), False)])
+def test_a_gated_pair_is_one_launch(biased, fused, packed_anyhow):
+    """As for an H200, run op by op on a CPU."""
+    torch.manual_seed(0)
+    model, x, results = Gated(24, 40, biased), torch.randn(2, 1, 40).half(), []
+
+    def backend(gm, inputs):
+        parsed = Options.parse(None, {"frozen": True, "mode": "reduce-overhead", "verify": True})
+        results.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed, target_named("h200")))
+        assert gm.code.count("packed_linear.default") == (0 if fused else 2)
+        return gm.forward
+
+    with torch.no_grad():
+        out = torch.compile(model, backend=backend)(x)
+    found = [one.implementation for one in results[0].sites]
+    assert found == ["packed copy", "packed copy", *(["packed pair"] if fused else [])]
+    exact = model.exact(x)
+    assert out.shape == exact.shape and (out - exact).norm() <= 2e-3 * exact.norm()
+
+
+class Apart(Gated):
+    """A pair that is multiplied in another way."""
+
+    def __init__(self, how: Callable[[Gated, Tensor], Any]) -> None:
+        super().__init__(24, 40)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        return self.how(self, x)
+
+
+def twice(model: Gated, x: Tensor) -> tuple[Tensor, Tensor]:
+    up = model.up(x)
+    return up * F.silu(model.gate(x)), up
+
+
+def of_another(model: Gated, x: Tensor) -> Tensor:
+    return model.up(x) * F.silu(model.gate(x + 1))
+
+
+def written(model: Gated, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x * 2
+    up, gate = model.up(x), F.silu(model.gate(x))
+    x.add_(1)
+    return up * gate, x
+
+
+@needs_triton
+@pytest.mark.parametrize("how", [twice, of_another, written])
+def test_what_else_reads_a_layer_keeps_a_pair_apart(how, packed_anyhow):
+    torch.compiler.reset()
+    x, results = torch.randn(1, 40).half(), []
+
+    def backend(gm, inputs):
+        parsed = Options.parse(None, {"frozen": True, "mode": "reduce-overhead"})
+        results.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed, target_named("h200")))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(Apart(how), backend=backend)(x)
+    assert [one.implementation for one in results[0].sites] == ["packed copy", "packed copy"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_in_a_cuda_graph(rows):
+    from sparsecomp.lowering.sparse.packed_linear import PackedPositions
+    from sparsecomp.ops.sparse.packed_linear import packed_linear
+
+    weight, x = pruned(1000, 2500, torch.float16), torch.randn(rows, 2500).half().cuda()
+    matrix = NM.from_dense(weight, n=2, m=4).to("cuda")
+    positions = PackedPositions("lanes" if rows == 1 else "fragments")(matrix.indices)
+    graph, result = graph_of(lambda: packed_linear(x, matrix.values, matrix.indices, positions))
+    x.copy_(x.roll(1, 1))
+    graph.replay()
+    torch.cuda.synchronize()
+    exact = F.linear(x.double(), weight.cuda().double())
+    assert (result - exact).norm() <= 1e-3 * exact.norm()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_compiled_layers_follow_their_weights():
+    torch.compiler.reset()
+    model = Block(8192, 4096).cuda()
+    options = {"frozen": True, "mode": "reduce-overhead"}
+    compiled = torch.compile(model, backend="sparsecomp", options=options)
+    with torch.no_grad():
+        for step in range(4):
+            x = torch.randn(1, 4096, device="cuda").half()
+            exact = model.exact(x)
+            assert (compiled(x) - exact).norm() <= 2e-3 * exact.norm()
+            if step == 1:
+                model.layer.values.mul_(2)
+            if step == 2:  # another pattern, written into the same memory
+                model.layer.indices.copy_((3 - model.layer.indices).view(8192, -1, 2).flip(-1).flatten(1))
+    report = sparsecomp.last_report()
+    assert report is not None
+    (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
+    assert site.implementation == "packed copy"
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_compiled_pair_follows_its_weights(biased):
+    torch.compiler.reset()
+    model = Gated(11008, 4096, (biased, biased)).cuda()
+    compiled = torch.compile(model, backend="sparsecomp", options={"frozen": True, "mode": "reduce-overhead"})
+    with torch.no_grad():
+        for step in range(3):
+            x = torch.randn(1, 4096, device="cuda").half()
+            exact = model.exact(x)
+            assert (compiled(x) - exact).norm() <= 2e-3 * exact.norm()
+            if step == 1:
+                model.up.values.mul_(2)
+    report = sparsecomp.last_report()
+    assert report is not None and [one.implementation for one in report.sites][-1] == "packed pair"
