@@ -179,7 +179,7 @@ def _timed(case: tuple[int, int, int], best: dict[str, set[str]] | None) -> Iter
     result = torch.empty(rows, out, device="cuda", dtype=torch.float16).mT
     exact = F.linear(x, weights.dense).mT.double()
     reference = timed([partial(F.linear, x, one) for one in copies(weights.dense)])
-    rotated = list(zip(*map(copies, (weights.values, positions)), strict=False))
+    rotated = list(zip(copies(weights.values), copies(positions), strict=False))
     found: dict[str, dict[str, Any]] = {}
     for candidate in PACKED_LINEAR.candidates(problem, device_of(x.device)):
         name, config = candidate.template.name, str(candidate.config)

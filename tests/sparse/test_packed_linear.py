@@ -136,7 +136,7 @@ def test_kernels_are_the_dense_pair(device, rows, dtype):
     random = torch.Generator().manual_seed(rows)
     weights = [pruned(9, size, dtype)[:, :1100] for size in (1100, 1104)]
     x, *biases = (torch.randn(size, generator=random).to(dtype) for size in ((rows, 1100), (9,), (9,)))
-    sums = [F.linear(x.double(), *map(Tensor.double, each)) for each in zip(weights, biases, strict=True)]
+    sums = [F.linear(x.double(), w.double(), bias.double()) for w, bias in zip(weights, biases, strict=True)]
     exact = F.silu(sums[0]) * sums[1]
     first, second = (NM.from_dense(weight, n=2, m=4) for weight in weights)
     for name, one in product(first, x, device, (second, biases[1]), bias=biases[0], activation="silu").items():
@@ -256,8 +256,8 @@ def test_the_estimate_is_what_was_measured(case):
 
 @needs_triton
 def test_other_groups_and_dtypes_are_not_packed():
-    for kind, dtype in (({"n": 1, "m": 4}, torch.float16), ({"n": 2, "m": 4}, torch.float32)):
-        matrix = NM.from_dense(torch.eye(512, 512, dtype=dtype), **kind)
+    for n, dtype in ((1, torch.float16), (2, torch.float32)):
+        matrix = NM.from_dense(torch.eye(512, 512, dtype=dtype), n=n, m=4)
         layer = SparseLinear(matrix, requires_grad=False)
         with torch.no_grad():
             report = sparsecomp.explain(
@@ -408,7 +408,7 @@ def test_in_a_cuda_graph(rows):
     from sparsecomp.ops.sparse.packed_linear import packed_linear
 
     weight, x = pruned(1000, 2500, torch.float16), torch.randn(rows, 2500).half().cuda()
-    matrix = NM.from_dense(weight, n=2, m=4).to("cuda")
+    matrix = NM.from_dense(weight.cuda(), n=2, m=4)
     positions = PackedPositions("lanes" if rows == 1 else "fragments")(matrix.indices)
     graph, result = graph_of(lambda: packed_linear(x, matrix.values, matrix.indices, positions))
     x.copy_(x.roll(1, 1))
