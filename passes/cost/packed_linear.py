@@ -6,6 +6,11 @@ from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, fastest_candidate
 
 
+OFFERED = 1
+"""Most rows for which it is offered. Up to eight are multiplied by fragments (`packed_fragments`), whose kernel was right
+and 1.09 to 1.36 times as fast as cuBLAS on an H200 before its last change, and has not run on a GPU since."""
+
+
 def decide(product: Product, rivals: Decision) -> Decision | None:
     """The faster way by estimate, if that is by packed positions.
 
@@ -16,7 +21,7 @@ def decide(product: Product, rivals: Decision) -> Decision | None:
     p = product
     if p.layout.format != "nm" or p.layout.block != (2, 4) or not p.linear or not rivals.seconds:
         return None
-    if p.device.type != "cuda" or p.trained or not takes_packed(p.k, p.n, p.dtype, order_for(p.n)):
+    if p.n > OFFERED or p.device.type != "cuda" or p.trained or not takes_packed(p.k, p.n, p.dtype, order_for(p.n)):
         return None
     device, card = p.target or target_of(p.device)
     problem = PackedLinear.of_layer(p.m, p.k, p.n, p.dtype, p.bias, p.residual, p.activation)

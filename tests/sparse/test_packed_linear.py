@@ -239,7 +239,8 @@ MEASURED = {
 
 @needs_triton
 @pytest.mark.parametrize("case", MEASURED)
-def test_the_estimate_is_what_was_measured(case):
+def test_the_estimate_is_what_was_measured(case, monkeypatch):
+    from sparsecomp.passes.cost import packed_linear
     from sparsecomp.passes.cost.packed_linear import decide as packed
 
     m, k, rows = case
@@ -247,6 +248,8 @@ def test_the_estimate_is_what_was_measured(case):
         torch.device("cuda"), Layout("nm", (2, 4), (m, k)), rows, 1, m * k // 2, torch.float16, True, False, False,
         "none", "", constant=True, target=target_named("h200"),
     )  # fmt: skip
+    assert (packed(product, decide(product)) is not None) is (rows == 1)
+    monkeypatch.setattr(packed_linear, "OFFERED", 8)
     decision = packed(product, decide(product))
     assert decision is not None and decision.implementation == ("packed_row" if rows == 1 else "packed_fragments")
     gain = decision.seconds["dense"] / decision.seconds[decision.implementation]
