@@ -14,13 +14,14 @@ Rows = tuple[Tensor, Tensor]
 def write_dots(
     x: Rows, x_values: Tensor, y: Rows, y_values: Tensor, at: Rows, out: Tensor, columns: int, turn: bool
 ) -> None:
-    """out (batch, entries) = the dot products of rows of x and y at the places of `at`; 0 in its spare entries.
+    """out = the dot products of rows of x and y at the places of `at`; 0 in its spare entries.
 
     Args:
         x, y, at: contiguous; x's rows are walked and y's searched.
-        x_values, y_values: (batch or 1, entries), neighbours side by side; of float64, float32 or less.
+        x_values, y_values: (entries,) or (batch, entries), neighbours side by side; of float64, float32 or less.
         columns: of x and y.
         turn: whether x has the columns of `at`, and y its rows.
+        out: (entries,) or (batch, entries).
     """
     if out.numel():
         lines = x[0].numel() - 1, at[0].numel() - 1
@@ -31,7 +32,7 @@ def write_dots(
 def add_products(
     a: Rows, a_values: Tensor, b: Rows, b_values: Tensor, at: Rows, out: Tensor, columns: int
 ) -> None:
-    """out (batch, entries) += the elements of a @ b at the places of `at`, of `columns`.
+    """out += the elements of a @ b at the places of `at`, of `columns`.
 
     As `write_dots`, but that `out` is of the dtype of sums, whose order is another in each run.
     """
@@ -44,10 +45,15 @@ def add_products(
 def _described(
     x: Rows, x_values: Tensor, y: Rows, y_values: Tensor, at: Rows, out: Tensor
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], torch.device, tuple[torch.dtype, ...]]:
-    sizes = x[1].numel(), y[1].numel(), at[1].numel()
-    strides = [values.stride(0) if values.shape[0] > 1 else 0 for values in (x_values, y_values)]
-    dtypes = tuple(tensor.dtype for tensor in (*x, x_values, *y, y_values, *at, out))
-    return sizes, (out.shape[0], strides[0], strides[1]), out.device, dtypes
+    sizes = x[1].shape[0], y[1].shape[0], at[1].shape[0]
+    batch = (1, 0, 0) if out.dim() == 1 else (out.shape[0], _between(x_values), _between(y_values))
+    dtypes = x[0].dtype, x[1].dtype, x_values.dtype, y[0].dtype, y[1].dtype, at[0].dtype, at[1].dtype, out.dtype
+    return sizes, batch, out.device, dtypes
+
+
+def _between(values: Tensor) -> int:
+    """Elements from one matrix of a batch to the next."""
+    return values.stride(0) if values.dim() == 2 and values.shape[0] > 1 else 0
 
 
 @lru_cache(maxsize=4096)

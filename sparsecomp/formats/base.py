@@ -410,9 +410,11 @@ class SparseMatrix(Operand, ABC):
         """
         if isinstance(dense, SparseMatrix):
             (pointers, indices, shape), values = sparse_product(self, dense)
+            by_rows = FORMATS["CSR"](pointers, indices, values, shape=shape).known_compact()
+            if type(self) is type(by_rows):  # as narrow as this one's indices and its size allow
+                return cast(Self, by_rows)
             dtype = choose_index_dtype(None, self.index_dtype, *shape, indices.numel())
-            by_rows = FORMATS["CSR"](pointers.to(dtype), indices.to(dtype), values, shape=shape)
-            return by_rows.known_compact().to(type(self), **self.layout)
+            return by_rows._cast(dtype).known_compact().to(type(self), **self.layout)
         return products.product(self, dense, False)
 
     def __rmatmul__(self, dense: Tensor) -> Tensor:

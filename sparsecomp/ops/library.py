@@ -40,6 +40,8 @@ ON_SPIKES: set[Any] = set()
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 library = _Library("sparsecomp", "DEF")
 
+_OWN = (torch.Tensor, torch.nn.Parameter)
+
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 """Of an operator whose implementation relies on the strides that its fake gives, or that it was traced with."""
 
@@ -107,6 +109,22 @@ def differentiable(name: str, backward: Callable[..., Any], setup_context: Calla
 
     library.impl(name, recorded, "Autograd")
     torch.library.register_vmap(overload, _each_alone(overload), lib=library)
+
+
+def call_at_once(overload: Any, *arguments: Any) -> Any:
+    """overload(*arguments), at less host time where the dispatcher has nothing to decide: nobody looks on, no argument
+    wants a gradient, and all tensors are torch's own.
+
+    Args:
+        arguments: a tensor first.
+    """
+    if torch.compiler.is_compiling() or not _compat.plain_eager():
+        return overload(*arguments)
+    records = torch.is_grad_enabled()
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and (type(argument) not in _OWN or (records and argument.requires_grad)):
+            return overload(*arguments)
+    return getattr(overload, f"direct_{arguments[0].device.type}", overload)(*arguments)
 
 
 def _holds_tensors(value: object) -> bool:

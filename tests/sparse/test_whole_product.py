@@ -2,12 +2,14 @@
 
 import importlib
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of, interpreted
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsecomp.formats import CSR, bounded_matmul
 from sparsecomp.ops.sparse.whole_product import whole_product
@@ -129,6 +131,32 @@ def test_the_operator_is_as_its_schema_says(capacity):
         torch.testing.assert_close(found, whole[where != 0])
     call = lambda x, y: OP(x, *one[1:], y, *other[1:], 8, capacity)[0]  # noqa: E731
     assert torch.autograd.gradcheck(call, (one[0], other[0]))
+
+
+def test_the_dispatcher_is_passed_by_only_where_it_has_nothing_to_decide(monkeypatch):
+    one, other = operand(dense_of(7, 9, 1), F64), operand(dense_of(9, 8, 2), F64)
+    operands, past = (*one, *other, 8, 300), []
+    direct = OP.direct_cpu
+    monkeypatch.setattr(OP, "direct_cpu", lambda *given: past.append(given) or direct(*given))
+    wanted = OP(*operands)
+    assert not past and all(map(torch.equal, whole_product(*operands), wanted)) and len(past) == 1
+    leaf = one[0].clone().requires_grad_()
+    assert whole_product(leaf, *operands[1:])[0].requires_grad
+    many = torch.func.vmap(lambda values: whole_product(values, *operands[1:])[0])(torch.stack([one[0]] * 2))
+    assert torch.equal(many[1], wanted[0])
+    seen: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        whole_product(*operands)
+    assert OP in seen and len(past) == 1
+    with torch.no_grad():
+        whole_product(leaf, *operands[1:])
+    assert len(past) == 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsecomp.formats import dots
 from sparsecomp.formats.dots import StoredRows, looked_up, transposed
 from sparsecomp.formats.indices import index_dtype_for
-from sparsecomp.ops.library import TAGS, differentiable, implement, library
+from sparsecomp.ops.library import TAGS, call_at_once, differentiable, implement, library
 from sparsecomp.reference.patterns import Layout, kept_transpose
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
 
@@ -40,9 +40,10 @@ def row_dots(
     Returns:
         (entries,) or (batch, entries) of `at`, 0 in spare ones. Sums are float32 for half precision, rounded once.
     """
-    return torch.ops.sparsecomp.row_dots.default(
-        x_values, x_pointers, x_indices, y_values, y_pointers, y_indices, at_pointers, at_indices, columns
-    )
+    return call_at_once(
+        torch.ops.sparsecomp.row_dots.default, x_values, x_pointers, x_indices, y_values, y_pointers, y_indices,
+        at_pointers, at_indices, columns,
+    )  # fmt: skip
 
 
 def row_products(
@@ -56,9 +57,10 @@ def row_products(
     Args:
         columns: of b and `at`.
     """
-    return torch.ops.sparsecomp.row_products.default(
-        a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, at_pointers, at_indices, columns
-    )
+    return call_at_once(
+        torch.ops.sparsecomp.row_products.default, a_values, a_pointers, a_indices, b_values, b_pointers, b_indices,
+        at_pointers, at_indices, columns,
+    )  # fmt: skip
 
 
 def turned_pattern(pointers: Tensor, indices: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,10 +121,10 @@ def _cuda_dots(x_values, x_pointers, x_indices, y_values, y_pointers, y_indices,
 
     x, y, at = as_rows(x_pointers, x_indices), as_rows(y_pointers, y_indices), as_rows(at_pointers, at_indices)
     out = x_values.new_empty(together(x_values, y_values) + at_indices.shape)
-    operands = (x, flat(x_values), y, flat(y_values))
+    operands = (x, neighbours(x_values), y, neighbours(y_values))
     # the shorter rows are walked, as far as their mean tells
     turn = y_indices.numel() * (x_pointers.numel() - 1) < x_indices.numel() * (y_pointers.numel() - 1)
-    lowered.write_dots(*(operands[2:] + operands[:2] if turn else operands), at, flat(out), columns, turn)
+    lowered.write_dots(*(operands[2:] + operands[:2] if turn else operands), at, out, columns, turn)
     return out
 
 
@@ -136,7 +138,7 @@ def _cuda_products(a_values, a_pointers, a_indices, b_values, b_pointers, b_indi
     a, b, at = as_rows(a_pointers, a_indices), as_rows(b_pointers, b_indices), as_rows(at_pointers, at_indices)
     shape = together(a_values, b_values) + at_indices.shape
     out = a_values.new_zeros(shape, dtype=accumulator(a_values.dtype))
-    lowered.add_products(a, flat(a_values), b, flat(b_values), at, flat(out), columns)
+    lowered.add_products(a, neighbours(a_values), b, neighbours(b_values), at, out, columns)
     return out.to(a_values.dtype)
 
 
@@ -145,14 +147,21 @@ def as_rows(pointers: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return pointers.contiguous(), indices.contiguous()
 
 
+def neighbours(values: Tensor) -> Tensor:
+    """As kernels take them: neighbours are those of the same matrix."""
+    return values if values.is_contiguous() or values.stride(-1) == 1 else values.contiguous()
+
+
 def flat(values: Tensor) -> Tensor:
-    """(batch, entries), neighbours side by side."""
-    values = values if values.stride(-1) == 1 else values.contiguous()
+    """(batch, entries), as kernels take them."""
+    values = neighbours(values)
     return values if values.dim() == 2 else values[None]
 
 
 def together(one: Tensor, other: Tensor) -> torch.Size:
     """The batch of two matrices' values, if either has one."""
+    if one.dim() == other.dim() == 1:  # the usual case, and torch's function takes the host a while
+        return torch.Size()
     return torch.broadcast_shapes(one.shape[:-1], other.shape[:-1])
 
 

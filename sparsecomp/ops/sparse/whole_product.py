@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsecomp.formats import dots
 from sparsecomp.formats.bounded_product import by_slots
 from sparsecomp.formats.indices import index_dtype_for, rows_of, sorted_within, take
-from sparsecomp.ops.library import TAGS, differentiable, implement, library
+from sparsecomp.ops.library import TAGS, call_at_once, differentiable, implement, library
 from sparsecomp.ops.sparse.row_products import (
     as_rows,
     compacted,
@@ -50,9 +50,10 @@ def whole_product(
         patterns give and that is the same in every run; pointers (rows + 1,) and indices (entries,), int64 if a's are
         or if int32 cannot hold them.
     """
-    return torch.ops.sparsecomp.whole_product.default(
-        a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, columns, capacity
-    )
+    return call_at_once(
+        torch.ops.sparsecomp.whole_product.default, a_values, a_pointers, a_indices, b_values, b_pointers, b_indices,
+        columns, capacity,
+    )  # fmt: skip
 
 
 def _cpu(a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, columns, capacity):
