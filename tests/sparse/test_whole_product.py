@@ -2,15 +2,17 @@
 
 import importlib
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of, interpreted
+from matrices import FOLDER, REAL
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.sparse.matrices import read
 from sparsecomp.formats import CSR, bounded_matmul
 from sparsecomp.ops.sparse.whole_product import whole_product
 
@@ -196,6 +198,28 @@ def test_a_large_product_is_the_same_each_time(columns):
     (mine,) = torch.autograd.grad((one.with_values(leaf) @ other).values.sum(), leaf)
     wanted = b.float().double().sum(1)[one.col.long().cpu()]
     torch.testing.assert_close(mine.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("real", REAL)
+def test_products_of_real_matrices_are_scipys(real, device):
+    """With the transpose; graphs, of which long rows are few, and weights of few rows or of nearly none.
+
+    scipy leaves out what cancels, so that it gives the pattern of a product of ones.
+    """
+    sparse = pytest.importorskip("scipy.sparse", reason="scipy multiplies")
+    found = cast(CSR, read(FOLDER / real.file).to(CSR))
+    matrix = found.with_values(torch.randn(found.nnz, generator=torch.Generator().manual_seed(0), dtype=F64))
+    ones, theirs = found.with_values(torch.ones(found.nnz, dtype=F64)).to_scipy(), matrix.to_scipy()
+    reached, wanted = sparse.csr_array(ones @ ones.T), CSR.from_scipy(sparse.csr_array(theirs @ theirs.T))
+    reached.sort_indices()
+    one, other = matrix.to(device), cast(CSR, matrix.mT.to(CSR)).to(device)
+    for product in (one @ other, bounded_matmul(one, other, int(reached.data.sum()) or 1)):
+        product = product.to("cpu")
+        assert product.crow.tolist() == reached.indptr.tolist()
+        assert product.col[: product.nnz].tolist() == reached.indices.tolist()
+        assert product.compact().allclose(wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.gpu
