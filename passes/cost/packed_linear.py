@@ -5,10 +5,9 @@ from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, fastest_candidate
 
-
 OFFERED = 1
-"""Most rows for which it is offered. Up to eight are multiplied by fragments (`packed_fragments`), whose kernel was right
-and 1.09 to 1.36 times as fast as cuBLAS on an H200 before its last change, and has not run on a GPU since."""
+"""Most rows for which it is offered. Up to eight are multiplied by fragments (`packed_fragments`): before its last
+change that kernel was right and 1.09 to 1.36 times as fast as cuBLAS on an H200, and it has not run on a GPU since."""
 
 
 def decide(product: Product, rivals: Decision) -> Decision | None:
