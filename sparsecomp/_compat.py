@@ -378,6 +378,7 @@ def plain_eager() -> bool:
         torch.compiler.is_compiling()
         or cast(Any, torch._C)._len_torch_dispatch_stack()
         or inside_forward_mode()
+        or jit_traces()
     )
 
 
