@@ -156,7 +156,7 @@ def test_the_dispatcher_is_passed_by_only_where_it_has_nothing_to_decide(monkeyp
     with Watch():
         whole_product(*operands)
     assert OP in seen and len(past) == 1
-    traced = torch.jit.trace(lambda values: whole_product(values, *operands[1:])[0], (one[0],))
+    traced = torch.jit.trace(lambda values: whole_product(values, *operands[1:])[0], (one[0],), check_trace=False)
     assert "sparsecomp::whole_product" in str(traced.graph) and len(past) == 1
     with torch.no_grad():
         whole_product(leaf, *operands[1:])
