@@ -144,5 +144,9 @@ class Constants:
 
     def _remember(self, inputs: Sequence[Any]) -> None:
         # the tensors themselves: torch swaps none that has a weak reference
-        known = [(place, inputs[place], Seen.of(inputs[place])) for place in self._places]
-        self._known = [(place, one, one.data_ptr, seen.address, seen.version) for place, one, seen in known]
+        # whose memory stays, so that no other lies at its address
+        self._seen = [Seen.of(inputs[place]) for place in self._places]
+        self._known = [
+            (place, inputs[place], inputs[place].data_ptr, seen.address, seen.version)
+            for place, seen in zip(self._places, self._seen, strict=True)
+        ]
