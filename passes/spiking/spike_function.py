@@ -42,6 +42,7 @@ class SpikeFunction:
     Attributes:
         code: lines of the forward, and behind them those of the backward.
         truth: the line that says whether the neuron fires.
+        result: which of the results it is that gives spikes, None for one that stands alone.
         of: which argument has the gradient.
         slope: the operand that is its gradient.
         obstacle: why the gradient cannot be told, in place of `of` and `slope`.
@@ -49,6 +50,7 @@ class SpikeFunction:
 
     code: tuple[Line, ...]
     truth: str
+    result: int | None
     of: int = 0
     slope: Operand = GRADIENT
     obstacle: str = ""
@@ -63,28 +65,37 @@ class _Unread(Exception):
     """A body does what no description holds; the message says what."""
 
 
-def gives_a_tuple(node: fx.Node) -> bool:
-    """Whether such a call gives a tuple of its results, and not its result itself, as with older releases of torch."""
-    forward = body_at(node.args[0])
-    return forward is None or isinstance(_results(forward)[0], tuple | list)
-
-
 def spike_function(node: fx.Node) -> SpikeFunction | None:
-    """What a call of a function does, if it gives spikes and nothing else."""
+    """What a call of a function does, if nothing but spikes is read of what it gives.
+
+    Torch 2.11 gives what a forward computes on the way as further results, and older releases a result, not a tuple.
+    """
     bodies, code = [body_at(one) for one in node.args[:2]], _Code()
     forward, backward = bodies if len(bodies) == 2 else (None, None)
     if forward is None or backward is None:
         return None
     try:
         outs, *saved = code.run(forward, [f"a{index}" for index in range(len(node.args) - 2)])
-        truth = code.truth_of(outs)
+        result = _only_one_read(node) if isinstance(outs, list) else None
+        truth = code.truth_of(outs if result is None else outs[result])
     except _Unread:
         return None
+    grads = [GRADIENT if index == (result or 0) else None for index in range(len(_listed(outs)))]
     try:
-        of, slope = _slope(node, backward, code, [one for each in saved for one in _listed(each)])
+        of, slope = _slope(node, backward, code, grads, [one for each in saved for one in _listed(each)])
     except _Unread as obstacle:
-        return SpikeFunction(tuple(code.lines), truth, obstacle=str(obstacle))
-    return SpikeFunction(tuple(code.lines), truth, of, slope)
+        return SpikeFunction(tuple(code.lines), truth, result, obstacle=str(obstacle))
+    return SpikeFunction(tuple(code.lines), truth, result, of, slope)
+
+
+def _only_one_read(node: fx.Node) -> int:
+    """Which of its results is read, where that is one."""
+    items = [op_of(user) for user in node.users]
+    read = {op.get("index") if op is not None and op.name == "getitem" else None for op in items}
+    only = read.pop() if len(read) == 1 else None
+    if type(only) is not int or only < 0:
+        raise _Unread("several of its results are read, or none")
+    return only
 
 
 def goes_straight_through(fires: fx.Node) -> bool:
@@ -115,14 +126,16 @@ def _is(value: Any, name: str) -> bool:
     return op is not None and op.name == name
 
 
-def _slope(node: fx.Node, backward: fx.GraphModule, code: "_Code", saved: list[Any]) -> tuple[int, Operand]:
-    """Which argument has a gradient, and what it is."""
+def _slope(
+    node: fx.Node, backward: fx.GraphModule, code: "_Code", grads: list[str | None], saved: list[Any]
+) -> tuple[int, Operand]:
+    """Which argument has a gradient, and what it is, for these gradients of the results."""
     keywords = {name: value for name, value in node.kwargs.items() if value not in (None, [], ())}
     if keywords.keys() - _KNOWN_KEYWORDS or "non_differentiable_idx" in keywords or "dirty_idx" in keywords:
         raise _Unread("it marks what it gives, as without a gradient or as written to")
     if not all(isinstance(one, _Value) for one in saved):
         raise _Unread("it keeps what is no tensor")
-    found = code.run(backward, [GRADIENT, *(one.what for one in saved)])
+    found = code.run(backward, [*grads, *(one.what for one in saved)])
     mask: Any = node.kwargs.get("args_tensor_mask")
     counts = {len(node.args) - 2} if mask is None else {len(node.args) - 2, len(mask), sum(mask)}
     given = {index: one for index, one in enumerate(found) if one is not None}
@@ -166,22 +179,25 @@ class _Code:
         self.truths: set[Operand] = set()
         self._values: dict[fx.Node, _Value] = {}
 
-    def run(self, body: fx.GraphModule, given: Sequence[Operand]) -> list[Any]:
-        """What a body gives for these values; older releases of torch put a context before them."""
+    def run(self, body: fx.GraphModule, given: Sequence[Operand | None]) -> list[Any]:
+        """What a body gives for these values, where it reads none that is None.
+
+        Older releases of torch put a context before them.
+        """
         inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
         if len(inputs) - len(given) not in (0, 1):
             raise _Unread("its bodies do not fit together")
         for node, what in zip(inputs[len(inputs) - len(given) :], given, strict=True):
-            self._values[node] = _Value(what, own=False)
+            if what is not None:
+                self._values[node] = _Value(what, own=False)
         for node in body.graph.nodes:
             if node.op not in ("placeholder", "output") and not _compat.sets_grad_mode(node):
                 self._values[node] = self._done(node)
         return [self._result(one) for one in _results(body)]
 
-    def truth_of(self, outs: Any) -> str:
-        """The line that says whether the neuron fires, where ones and zeros that say so are all that is given."""
-        only = _listed(outs)
-        line = self._line_of(only[0].what) if len(only) == 1 and isinstance(only[0], _Value) else None
+    def truth_of(self, out: Any) -> str:
+        """The line that says whether the neuron fires, of a result that holds ones and zeros that say so."""
+        line = self._line_of(out.what) if isinstance(out, _Value) else None
         truth = line.operands[0] if line is not None and line.operation == "float" else None
         if not isinstance(truth, str) or not self._is_exact(truth):
             raise _Unread("it gives something else than ones and zeros")

@@ -10,7 +10,7 @@ from torch import fx
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, numel_of, op_of
 from sparsecomp.passes.graph.functions import calls_function
 from sparsecomp.passes.graph.operators import Trait
-from sparsecomp.passes.spiking.spike_function import SpikeFunction, gives_a_tuple, spike_function
+from sparsecomp.passes.spiking.spike_function import SpikeFunction, spike_function
 from sparsecomp.reference.neuron import COMPARISONS
 
 Columns: TypeAlias = tuple[Any, ...]
@@ -73,8 +73,9 @@ def _reading(op: CanonicalOp) -> StepOperation | None:
     if op.has(Trait.CAST) and dtype_of(op.input) in (torch.bool, torch.float32):
         return StepOperation("float", (op.input,))
     if op.name == "getitem" and calls_function(op.input):
-        only = op.get("index") == 0 and gives_a_tuple(op.input) and spike_function(op.input) is not None
-        return StepOperation("same", (op.input,)) if only else None
+        function = spike_function(op.input)
+        spikes = function is not None and function.result == op.get("index")
+        return StepOperation("same", (op.input,)) if spikes else None
     same = "stop" if op.name == "detach" else "same"
     return StepOperation(same, (op.input,)) if op.has(Trait.SAME) and _stays(op) else None
 
@@ -125,8 +126,9 @@ def _is_smaller(value: Any, node: fx.Node) -> bool:
 
 
 def _numel(node: fx.Node) -> int | None:
-    found = node.meta.get("example_value") if calls_function(node) else None
-    return numel_of(found[0] if isinstance(found, tuple | list) else node)
+    function = spike_function(node) if calls_function(node) else None
+    given = node if function is None or function.result is None else node.meta["example_value"][function.result]
+    return numel_of(given)
 
 
 def is_charge(node: fx.Node) -> bool:

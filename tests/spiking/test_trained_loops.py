@@ -18,7 +18,7 @@ from rewriting import rewritten, site
 from torch import Tensor, fx, nn
 
 import sparsecomp
-from sparsecomp.passes.spiking.spike_function import gives_a_tuple, spike_function
+from sparsecomp.passes.spiking.spike_function import spike_function
 
 pytestmark = pytest.mark.quick_cases(1)
 
@@ -699,6 +699,30 @@ class Squared(torch.autograd.Function):
         return grads[0] * ctx.saved_tensors[0]
 
 
+def spikes_of_two(function: type[torch.autograd.Function]) -> Call:
+    """A neuron by the first of two results of a function; nobody reads the other."""
+    return loop(CHARGES["leak"], over(lambda u: function.apply(u)[0]), RESETS["soft"])
+
+
+class Beside(torch.autograd.Function):
+    """Gives a membrane's distance as well, which the gradient of spikes knows nothing of."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor) -> Any:
+        ctx.save_for_backward(u)
+        return (u > 0).to(u.dtype), u.abs()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / (1 + ctx.saved_tensors[0].abs())
+
+
+@pytest.mark.slow(reason="traces two loops")
+def test_a_result_that_nobody_reads_stands_in_no_way() -> None:
+    trained(spikes_of_two(Beside), currents(4, 3, 8).requires_grad_())
+    stays(spikes_of_two(TwoResults), currents(4, 3, 8).requires_grad_(), reason="it reads")
+
+
 @pytest.mark.parametrize("run", [changing, two_results, soft_function])
 def test_what_is_no_trained_neuron_is_eagers(run: Call) -> None:
     x = currents(4, 3, 8).requires_grad_()
@@ -717,19 +741,37 @@ def test_options_leave_it() -> None:
     stays(run, x, reason="implementation='dense' was asked for", implementation="dense")
 
 
-def applied(older: bool, **more: Any) -> fx.Node:
-    """A call of a function as Dynamo of torch 2.13 puts it into a graph, or of releases that gave bodies a context."""
-    bodies = {}
+SHAPES = ["tuple", "intermediates", "context"]
+
+
+def applied(shape: str, result: int = 0, read: Sequence[int] = (0,), **more: Any) -> fx.Node:
+    """A call of a function as Dynamo puts it into a graph.
+
+    Args:
+        shape: "tuple" as of torch 2.12 and later, whose bodies give tuples; "intermediates" as of 2.11, whose forward
+            also gives what it computes on the way; "context" of releases before, whose bodies are given one first.
+        result: the place of the spikes among the results.
+        read: the results that are read.
+    """
+    bodies, older, further = {}, shape == "context", shape == "intermediates"
+
+    def in_order(*results: Any) -> tuple[Any, ...]:
+        return (results if result == 0 else results[::-1]) if further else results[:1]
+
     for name in ("forward", "backward"):
         body = fx.Graph()
-        given = [body.placeholder(one) for one in (["ctx"] if older else []) + ["g", "u"][name == "forward" :]]
+        if older:
+            body.placeholder("ctx")
         if name == "forward":
-            fires = body.call_function(operator.ge, (given[-1], 0))
+            u = body.placeholder("u")
+            fires = body.call_function(operator.ge, (u, 0))
             out = body.call_method("to", (fires, torch.float32))
             example(fires, torch.bool)
-            body.output((out, [given[-1]]) if older else ((out,), (given[-1],)))
+            body.output((out, [u]) if older else (in_order(out, fires), (u,)))
         else:
-            out = body.call_function(operator.mul, (given[-2], body.call_method("abs", (given[-1],))))
+            grads = {one: body.placeholder(one) for one in in_order("g", "unused")}
+            u = body.placeholder("u")
+            out = body.call_function(operator.mul, (grads["g"], body.call_method("abs", (u,))))
             body.output(out if older else (out,))
         example(out)
         bodies[f"{name}_body"] = fx.GraphModule(nn.Module(), body)
@@ -740,6 +782,8 @@ def applied(older: bool, **more: Any) -> fx.Node:
     target = torch.ops.higher_order.autograd_function_apply
     args = graph.get_attr("forward_body"), graph.get_attr("backward_body"), u
     call = graph.call_function(target, args, {"non_differentiable_idx": [], **keywords, **more})
+    for one in () if older else read:
+        graph.call_function(operator.getitem, (call, one))
     graph.owning_module = fx.GraphModule(bodies, graph)  # nodes find their bodies through it
     return call
 
@@ -748,17 +792,28 @@ def example(node: fx.Node, dtype: torch.dtype = torch.float32) -> None:
     node.meta["example_value"] = torch.empty(3, 4, dtype=dtype)
 
 
-def test_bodies_with_a_context_are_read_as_those_without() -> None:
-    older, newer = applied(older=True), applied(older=False)
-    found = spike_function(newer)
-    assert found is not None and not found.obstacle and found == spike_function(older)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bodies_are_read_in_the_shapes_of_all_releases(shape: str) -> None:
+    found = spike_function(applied(shape))
+    assert found is not None and not found.obstacle
     assert [line.operation for line in found.code] == ["ge", "float", "abs", "mul"] and found.slope == "t3"
-    assert gives_a_tuple(newer) and not gives_a_tuple(older)
+    assert (found.of, found.result) == (0, None if shape == "context" else 0)
+
+
+def test_the_result_that_is_read_gives_the_spikes_and_has_the_gradient() -> None:
+    found = spike_function(applied("intermediates", result=1, read=[1, 1]))
+    assert found is not None and (found.result, found.obstacle, found.slope) == (1, "", "t3")
+
+
+@pytest.mark.parametrize(("result", "read"), [(0, [0, 1]), (1, [0]), (0, []), (0, [-2])])
+def test_a_function_whose_other_results_are_read_is_none_of_spikes(result: int, read: list[int]) -> None:
+    """Or one by a number that counts from the end."""
+    assert spike_function(applied("intermediates", result, read)) is None
 
 
 @pytest.mark.parametrize("name", ["non_differentiable_idx", "dirty_idx", "of_another_kind"])
 def test_what_a_function_marks_is_not_read(name: str) -> None:
-    found = spike_function(applied(older=False, **{name: [0]}))
+    found = spike_function(applied("tuple", **{name: [0]}))
     assert found is not None and "it marks what it gives" in found.obstacle
 
 
