@@ -229,7 +229,7 @@ def _apply(
         for new in added:
             for stale in replaced.keys() & set(new.all_input_nodes):
                 new.replace_input_with(stale, replaced[stale])
-        _annotate(added, replacements, f"{site.rule}: {plan.reason}", ctx.options.verify)
+        _annotate(added, replacements, f"{site.rule}: {plan.reason}", ctx)
     except Exception as error:
         _erase(reversed(_added(spans)))
         reorder(before)
@@ -244,22 +244,28 @@ def _apply(
     return _Change(node, added, uses, plan.dead, before)
 
 
-def _annotate(added: list[fx.Node], replacements: Mapping[fx.Node, fx.Node], tag: str, verify: bool) -> None:
-    """Tag new nodes and give them example values.
+def _annotate(added: list[fx.Node], replacements: Mapping[fx.Node, fx.Node], tag: str, ctx: Context) -> None:
+    """Tag new nodes and give them example values, under autocast where the graph has it on.
 
     A replacement has the value of what it replaces; under `verify` it is computed and compared. Examples that
     the plan gave stay.
     """
-    replaced = {new: old for old, new in replacements.items()}
-    for node in added:
-        node.meta[TAG] = tag
-        old = replaced.get(node)
-        if old is not None and not verify and "example_value" in old.meta:
-            node.meta["example_value"] = old.meta["example_value"]
-        elif "example_value" not in node.meta and node.op != "get_attr" and _inputs_known(node):
-            node.meta["example_value"] = _compat.propagate_fakes(node)
-        if old is not None:
-            _check_same(old, node)
+    replaced, own = {new: old for old, new in replacements.items()}, frozenset(added)
+    with _compat.autocast_followed() as follow:
+        for node in ctx.gm.graph.nodes if ctx.modes else added:
+            follow(node)
+            if node in own:
+                _annotate_one(node, replaced.get(node), tag, ctx.options.verify)
+
+
+def _annotate_one(node: fx.Node, old: fx.Node | None, tag: str, verify: bool) -> None:
+    node.meta[TAG] = tag
+    if old is not None and not verify and "example_value" in old.meta:
+        node.meta["example_value"] = old.meta["example_value"]
+    elif "example_value" not in node.meta and node.op != "get_attr" and _inputs_known(node):
+        node.meta["example_value"] = _compat.propagate_fakes(node)
+    if old is not None:
+        _check_same(old, node)
 
 
 def _erase(nodes: Iterable[fx.Node]) -> None:

@@ -26,6 +26,7 @@ from sparsecomp.passes.graph.operators import (
     record_of,
     spelling_of,
 )
+from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _OP_OVERLOAD = type(torch.ops.aten.add.Tensor)
 _OP_PACKET = type(torch.ops.aten.add)
@@ -204,9 +205,9 @@ def example_of(value: object) -> Any:
 
 
 def filled_with(node: fx.Node) -> float | None:
-    """The number that a float32 tensor is made of, everywhere; None if it is none that the graph shows."""
+    """The number that a tensor of up to float32 is made of, everywhere; None if it is none that the graph shows."""
     op, example = op_of(node), example_of(node)
-    if op is None or example is None or example.dtype is not torch.float32 or op.inplace or op.out is not None:
+    if op is None or example is None or example.dtype not in KERNEL_DTYPES or op.inplace or op.out is not None:
         return None
     number = _FILLS.get(op.name)
     if op.name in ("full", "full_like", "new_full"):
@@ -214,7 +215,10 @@ def filled_with(node: fx.Node) -> float | None:
     if op.name in ("tensor", "as_tensor", "scalar_tensor") and example.device.type == "cpu":
         number = op.get("data")
     # of a Python number; a tensor on the device divides in another way
-    return float(number) if isinstance(number, int | float) else None
+    if not isinstance(number, int | float):
+        return None
+    half = example.dtype is not torch.float32
+    return float(torch.tensor(number, dtype=example.dtype, device="cpu")) if half else float(number)
 
 
 def _overload_name(target: Any) -> str:

@@ -12,29 +12,34 @@ import networkx
 from torch import fx
 
 
-def contractible(graph: fx.Graph, groups: Sequence[Collection[fx.Node]], chain: Iterable[fx.Node]) -> list[int]:
+def contractible(
+    graph: fx.Graph, groups: Sequence[Collection[fx.Node]], chain: Iterable[fx.Node], fences: Collection[fx.Node] = ()
+) -> list[int]:  # fmt: skip
     """Indices of the groups that can all stand together at once.
 
     Args:
         graph: what they are of.
         groups: disjoint; within each of them a node may read another only if nothing outside lies between.
         chain: nodes that have to stay in their order.
+        fences: nodes that no other passes.
     """
     chain, kept = list(chain), set(range(len(groups)))
     while True:
         member = {node: index for index in kept for node in groups[index]}
-        flow = _flow(graph, member, chain)
+        flow = _flow(graph, member, chain, fences)
         circles = [one for one in networkx.strongly_connected_components(flow) if len(one) > 1]
         if not circles:
             return sorted(kept)
         kept -= {group for circle in circles for group in circle if isinstance(group, int)}
 
 
-def contracted(graph: fx.Graph, groups: Sequence[Collection[fx.Node]], chain: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+def contracted(
+    graph: fx.Graph, groups: Sequence[Collection[fx.Node]], chain: Iterable[fx.Node], fences: Collection[fx.Node] = ()
+) -> tuple[fx.Node, ...]:  # fmt: skip
     """All nodes, each group together, otherwise as near to the order they were in as that allows."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     member = {node: index for index, group in enumerate(groups) for node in group}
-    flow = _flow(graph, member, list(chain))
+    flow = _flow(graph, member, list(chain), fences)
     together = {one: sorted(groups[one], key=position.__getitem__) if isinstance(one, int) else [one] for one in flow}
     waiting = {one: flow.in_degree(one) for one in flow}
     ready = [(position[together[one][0]], one) for one, count in waiting.items() if not count]
@@ -57,14 +62,19 @@ def reorder(order: Iterable[fx.Node]) -> None:
             before.append(node)
 
 
-def _flow(graph: fx.Graph, member: dict[fx.Node, int], chain: Sequence[fx.Node]) -> networkx.DiGraph:
+def _flow(
+    graph: fx.Graph, member: dict[fx.Node, int], chain: Sequence[fx.Node], fences: Collection[fx.Node]
+) -> networkx.DiGraph:  # fmt: skip
     """Who reads whom, each group being one."""
     flow = networkx.DiGraph()
     flow.add_nodes_from(member.get(node, node) for node in graph.nodes)
     edges = [(one, node) for node in graph.nodes for one in node.all_input_nodes]
     # inputs come first, and the output last
     edges += pairwise([*(node for node in graph.nodes if node.op == "placeholder"), *chain])
-    last = next(iter(reversed(graph.nodes)))
+    nodes = [*graph.nodes]
+    for index in (index for index, node in enumerate(nodes) if node in fences):
+        edges += [(one, nodes[index]) for one in nodes[:index]] + [(nodes[index], one) for one in nodes[index + 1 :]]
+    last = nodes[-1]
     edges += [(node, last) for node in graph.nodes if node is not last]
     pairs = ((member.get(one, one), member.get(node, node)) for one, node in edges)
     flow.add_edges_from((one, node) for one, node in pairs if one != node)

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import fx
 
+from sparsecomp import _compat
 from sparsecomp.passes.engine.ordered import ordered
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, known_sizes, new_meta, refuse
 from sparsecomp.passes.facts.repeats import keeps_rows_apart
@@ -70,10 +71,11 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return refuse(Why.NOT_BATCHED, detail=obstacle)
     chain = ordered(ctx)
     batches = [part for batch in _batches(loops, frozenset(chain)) for part in _cut(batch)]
-    batches = [batches[index] for index in contractible(node.graph, [batch.nodes for batch in batches], chain)]
+    fences = [*filter(_compat.sets_autocast, node.graph.nodes)]
+    batches = [batches[index] for index in contractible(node.graph, [batch.nodes for batch in batches], chain, fences)]
     if not any(map(_is_loop, batches)):
         return refuse(Why.NOT_BATCHED, detail="each call of a layer needs what an earlier one gave")
-    order = contracted(node.graph, [batch.nodes for batch in batches], chain)
+    order = contracted(node.graph, [batch.nodes for batch in batches], chain, fences)
     place = {one: index for index, one in enumerate(order)}
     firsts = {batch.results: min(batch.nodes, key=place.__getitem__) for batch in batches}
     batches.sort(key=lambda batch: place[firsts[batch.results]])
@@ -97,8 +99,8 @@ def _spikes(graph: fx.Graph, ctx: Context) -> bool:
 
 
 def _obstacle(node: fx.Node, ctx: Context) -> str | None:
-    if ctx.eager or ctx.modes or ctx.transformed:
-        return "the graph runs op by op, or switches modes"
+    if ctx.eager or ctx.switches or ctx.transformed:
+        return "the graph runs op by op, or switches gradients"
     if ctx.options.implementation == "dense":
         return "implementation='dense' was asked for"
     if ctx.options.implementation == "auto" and ctx.options.neurons != "fuse":

@@ -10,7 +10,7 @@ exact: two columns agree in every operation, number and order of operands, or th
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,9 +18,21 @@ from torch import fx
 
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, filled_with, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.half_precision import rounded
 from sparsecomp.passes.spiking.spike_function import GRADIENT, Operand, SpikeFunction, line_of
 from sparsecomp.passes.spiking.step_operation import Columns, StepOperation, backwards, fires_on, is_charge, reading
-from sparsecomp.reference.neuron import COMPARISONS, NUMBERS, PARAMETERS, PLACES, PULLED, STATES, Instruction, Neuron
+from sparsecomp.reference.neuron import (
+    COMPARISONS,
+    NUMBERS,
+    PARAMETERS,
+    PLACES,
+    PULLED,
+    ROUNDINGS,
+    STATES,
+    Instruction,
+    Neuron,
+)
+from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _Pull: TypeAlias = tuple[tuple[Instruction, ...], int]
 """Instructions of a gradient of firing, and the place of what they give."""
@@ -366,7 +378,7 @@ class Steps:
         example = example_of(node)
         if example is None or sum(size != 1 for size in example.shape) > 1:
             return self._input((node,) * len(self.charges))
-        if example.dtype is not torch.float32:
+        if example.dtype not in KERNEL_DTYPES:
             raise NoNeuron(f"its parameter {node.name} is of {example.dtype}")
         if node not in self.parameters:
             if len(self.parameters) == PARAMETERS:
@@ -392,7 +404,16 @@ class Steps:
         """The place of what an operation gives, the same for the same one."""
         if what.function is not None:
             return self._fired(what.function, places)
-        return self._result(what.operation, places)
+        for index in what.rounded:
+            places[index] = self._rounded(places[index], what.rounds)
+        return self._rounded(self._result(what.operation, places), what.rounds)
+
+    def _rounded(self, place: int, rounds: str) -> int:
+        """The place of a value as it is in half precision, if that is asked for."""
+        value, one = self._value(place), self._code_at(place)
+        if not rounds or self._bare(place) in self._truths or (one is not None and one.operation == rounds):
+            return place
+        return self._instruction(rounds, [place]) if value is None else self._number(rounded(value, rounds))
 
     def _result(self, operation: str, places: list[Any]) -> int:
         if operation == "same" or (operation == "float" and places[0] not in self._truths):
@@ -400,6 +421,8 @@ class Steps:
         if operation == "stop":
             stopped = not self.trained or places[0] < 0 or places[0] in self._truths
             return places[0] if stopped or self._going_on(places[0]) != places[0] else self._instruction("stop", places)
+        if operation in ROUNDINGS:
+            return self._rounded(places[0], operation)
         if operation == "not" or operation == "float":
             return self._instruction(operation, places)
         if operation == "heaviside":
@@ -518,12 +541,12 @@ def _folded(value: Any, rest: Iterable[StepOperation | None]) -> StepOperation |
         return None
     numbers = [operand for operand in one.operands if isinstance(operand, int | float)]
     if one.operation in ("add", "sub") and _multiplied(one.operands[0]) is _multiplied(one.operands[1]):
-        return StepOperation(one.operation, (value, value))
+        return replace(one, operands=(value, value))
     if one.operation not in ("mul", "div") or len(numbers) != 1 or not 0 < numbers[0] < math.inf:
         return None
     if one.operation == "div" and isinstance(one.operands[0], int | float):
         return None
-    return StepOperation(one.operation, tuple(value if isinstance(it, fx.Node) else it for it in one.operands))
+    return replace(one, operands=tuple(value if isinstance(it, fx.Node) else it for it in one.operands))
 
 
 def _multiplied(value: Any) -> Any:

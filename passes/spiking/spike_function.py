@@ -14,16 +14,18 @@ import torch
 from torch import fx
 
 from sparsecomp import _compat
-from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, filled_with, op_of, shape_of
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, filled_with, op_of, shape_of
 from sparsecomp.passes.graph.functions import body_at
 from sparsecomp.passes.graph.operators import Trait
-from sparsecomp.reference.neuron import COMPARISONS
+from sparsecomp.passes.spiking.half_precision import computed_in, rounded, rounded_before, rounding
+from sparsecomp.reference.neuron import COMPARISONS, ROUNDINGS
+from sparsecomp.reference.precision import KERNEL_DTYPES
 
 GRADIENT = "g"
 """What the backward is given for the spikes."""
 Operand: TypeAlias = float | str
 """A number, or by name a line of the code (`t0`, `t1`, …), an argument (`a0`, `a1`, …) or the gradient."""
-_EXACT = ("add", "sub", "mul", "div", "neg", "abs", "max", "min", "where", "float", "not", *COMPARISONS)
+_EXACT = ("add", "sub", "mul", "div", "neg", "abs", "max", "min", "where", "float", "not", *COMPARISONS, *ROUNDINGS)
 """What rounds the same everywhere: by nothing else may a neuron fire."""
 _KNOWN_KEYWORDS = {"args_tensor_mask", "non_differentiable_idx", "saved_for_backward_idx", "dirty_idx"}
 
@@ -212,7 +214,7 @@ class _Code:
         match line.operation:
             case "mul":
                 return any(each)
-            case "div" | "neg" | "abs" | "sqrt":
+            case "div" | "neg" | "abs" | "sqrt" | "bfloat16" | "float16":
                 return each[0]
             case "add" | "sub":
                 return all(each)
@@ -241,7 +243,7 @@ class _Code:
         op = op_of(node)
         if op is None or not op.known or op.out is not None:
             raise _Unread(f"it computes {node.target if op is None else op.name}")
-        if dtype_of(node) not in (None, torch.float32, torch.bool):
+        if dtype_of(node) not in (None, torch.bool, *KERNEL_DTYPES):
             raise _Unread(f"{op.name} gives {dtype_of(node)}")
         if op.has(Trait.SAME) and not op.inplace:
             source = self._value(op.input)
@@ -253,7 +255,7 @@ class _Code:
         number = filled_with(node)
         if number is not None:
             return _Value(number, own=True)
-        what = self._computed(op)
+        what = self._rounded(self._computed(op), dtype_of(node))
         if dtype_of(node) is torch.bool and what not in self.truths:
             raise _Unread(f"it computes {op.name} of truth values")
         if not op.inplace:
@@ -298,8 +300,17 @@ class _Code:
         meaning = _MEANINGS.get(op.name)
         if meaning is None:
             raise _Unread(f"it computes {op.name}")
-        rest = [value for name, value in op.args.items() if name in ("other", "values")]
-        return meaning(self, *map(self._operand, (op.input, *rest)))
+        given = [op.input, *(value for name, value in op.args.items() if name in ("other", "values"))]
+        return meaning(self, *self._read(op, given))
+
+    def _read(self, op: CanonicalOp, given: Sequence[Any]) -> list[Operand]:
+        """Operands, rounded where an operator in half precision does that with single numbers."""
+        dtype, example, read = computed_in(op.node, given), example_of(op.node), [*map(self._operand, given)]
+        name = "sub" if op.name == "rsub" else op.name
+        before = () if example is None else rounded_before(name, given, example.device, rounding(dtype))
+        for index in before:
+            read[index] = self._rounded(read[index], dtype)
+        return read
 
     def _where(self, condition: Any, one: Any, other: Any) -> Operand:
         truth, a, b = self._operand(condition) if isinstance(condition, fx.Node) else None, one, other
@@ -315,6 +326,13 @@ class _Code:
         if dtype is None or "copy" in op.args or (dtype is torch.bool and what not in self.truths):
             raise _Unread(f"it computes {op.name} to {dtype}")
         return what if dtype is torch.bool else self._number(what)
+
+    def _rounded(self, what: Operand, dtype: torch.dtype | None) -> Operand:
+        """Something as half precision holds it, if a dtype is that."""
+        operation, line = rounding(dtype), self._line_of(what)
+        if not operation or what in self.truths or (line is not None and line.operation in ("float", operation)):
+            return what
+        return rounded(what, operation) if isinstance(what, float) else self._line(operation, what)
 
     def _number(self, what: Operand) -> Operand:
         """A truth value as a number; numbers as they are."""

@@ -1,7 +1,7 @@
 """What single nodes of a loop over time steps do, as operations of a neuron's description; which are its charges."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -10,8 +10,10 @@ from torch import fx
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, numel_of, op_of
 from sparsecomp.passes.graph.functions import calls_function
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.half_precision import computed_in, rounded_before, rounding
 from sparsecomp.passes.spiking.spike_function import SpikeFunction, spike_function
 from sparsecomp.reference.neuron import COMPARISONS
+from sparsecomp.reference.precision import KERNEL_DTYPES
 
 Columns: TypeAlias = tuple[Any, ...]
 """What is one and the same in the code, step by step: nodes or numbers."""
@@ -24,16 +26,20 @@ class StepOperation:
 
     Attributes:
         function: what a function with a backward of its own does to its arguments, the operands.
+        rounds: the instruction by which its result is rounded, in half precision.
+        rounded: which operands are rounded by it before.
     """
 
     operation: str
     operands: tuple[Any, ...]
     function: SpikeFunction | None = None
+    rounds: str = ""
+    rounded: tuple[int, ...] = ()
 
     @property
     def kind(self) -> object:
         """What operations have in common that differ in their operands alone."""
-        return self.operation, len(self.operands), repr(self.function)
+        return self.operation, len(self.operands), repr(self.function), self.rounds, self.rounded
 
 
 def reading(node: Any) -> StepOperation | None:
@@ -44,11 +50,15 @@ def reading(node: Any) -> StepOperation | None:
     op = op_of(node) if isinstance(node, fx.Node) else None
     if op is None or op.inplace or op.out is not None or not op.known:
         return None
-    found = _reading(op)
+    found, example = _reading(op), example_of(node)
     if found is None or found.operation in ("same", "stop"):
         return found
-    wanted = torch.bool if found.operation in (*COMPARISONS, "not") else torch.float32
-    return found if dtype_of(node) is wanted else None
+    truths = found.operation in (*COMPARISONS, "not")
+    if example is None or (example.dtype is not torch.bool if truths else example.dtype not in KERNEL_DTYPES):
+        return None
+    rounds = rounding(computed_in(node, found.operands))
+    before = rounded_before(found.operation, found.operands, example.device, rounds)
+    return replace(found, rounds=rounds, rounded=before)
 
 
 def _reading(op: CanonicalOp) -> StepOperation | None:
@@ -70,7 +80,7 @@ def _reading(op: CanonicalOp) -> StepOperation | None:
         return StepOperation("where", (op.get("mask"), op.get("value"), op.input))
     if op.name == "heaviside":
         return StepOperation("heaviside", (op.input, op.get("values")))
-    if op.has(Trait.CAST) and dtype_of(op.input) in (torch.bool, torch.float32):
+    if op.has(Trait.CAST) and dtype_of(op.input) in (torch.bool, *KERNEL_DTYPES):
         return StepOperation("float", (op.input,))
     if op.name == "getitem" and calls_function(op.input):
         function = spike_function(op.input)
@@ -136,7 +146,7 @@ def is_charge(node: fx.Node) -> bool:
     found = reading(node)
     if found is not None and (found.operation not in _ARITHMETIC or _is_distance(node, found) or _is_of_truths(node)):
         return False
-    return dtype_of(node) is torch.float32 and any(True for _ in fires_on(node))
+    return dtype_of(node) in KERNEL_DTYPES and any(True for _ in fires_on(node))
 
 
 def _is_of_truths(value: Any, depth: int = 4) -> bool:

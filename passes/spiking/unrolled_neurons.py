@@ -23,6 +23,7 @@ from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import TAG, Context, Plan, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.half_precision import rounding
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS
 from sparsecomp.passes.spiking.neuron_step import NoNeuron, NoSurrogate, Steps
 from sparsecomp.passes.spiking.spike_function import goes_straight_through
@@ -61,7 +62,9 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     except (NoNeuron, _Obstacle) as obstacle:
         return refuse(Why.NOT_ONE_NEURON, detail=obstacle)
     passes = "one pass, and one for their gradients" if found.gradients.reached else "one pass"
-    reason = f"{len(charges)} time steps in {passes}: {found.neuron.formula(found.numbers)}"
+    half = rounding(example.dtype)
+    each = f", each operation rounded to {half}" if half else ""
+    reason = f"{len(charges)} time steps in {passes}{each}: {found.neuron.formula(found.numbers)}"
     return Plan(
         lambda: _build(found), reason, "fused", dead=found.dead, places=found.places, layer=charges[0]
     )  # fmt: skip
@@ -268,8 +271,9 @@ def _check_in_time(
 
 
 def _check_asked(ctx: Context) -> None:
-    if ctx.eager or ctx.modes or ctx.transformed:
-        raise _Obstacle("the graph runs op by op, or switches modes")
+    # autocast is no obstacle: what it makes of an operation shows in the operation's dtype
+    if ctx.eager or ctx.switches or ctx.transformed:
+        raise _Obstacle("the graph runs op by op, or switches gradients")
     if ctx.options.implementation == "dense":
         raise _Obstacle("implementation='dense' was asked for")
     if ctx.options.neurons != "fuse":
@@ -278,17 +282,17 @@ def _check_asked(ctx: Context) -> None:
 
 def _check_operands(steps: Steps) -> None:
     """All values of a step have one shape, and parameters broadcast to it."""
-    first = example_of(steps.inputs[0])
+    first, last = example_of(steps.inputs[0]), example_of(steps.charges[-1])
     shape = known_sizes(steps.charges[-1])
     if first is None or shape is None or not shape or not all(type(size) is int for size in first.shape):
         raise _Obstacle("the shape of a step is unknown")
     if first.dtype not in KERNEL_DTYPES:
         raise _Obstacle(f"its input is of {first.dtype}")
-    wanted = {**dict.fromkeys(steps.charges, torch.float32), **dict.fromkeys(steps.inputs, first.dtype)}
+    wanted = {**dict.fromkeys(steps.charges, last.dtype), **dict.fromkeys(steps.inputs, first.dtype)}
     for one, dtype in wanted.items():
         example = example_of(one)
         if example is None or example.dtype is not dtype or [*example.shape] != shape:
-            raise _Obstacle("what it is given is not of one shape and type at every step, or its charge not float32")
+            raise _Obstacle("what it is given, or its charge, is not of one shape and type at every step")
     for one in (*steps.parameters, *_starts(steps)):
         example = example_of(one)
         if isinstance(one, fx.Node) and (example is None or not _broadcasts(example, shape, first.device)):
@@ -300,7 +304,7 @@ def _broadcasts(example: torch.Tensor, shape: list[int], device: torch.device) -
     fits = len(sizes) <= len(shape) and all(
         size in (1, wanted) for size, wanted in zip(reversed(sizes), reversed(shape), strict=False)
     )
-    return fits and example.device == device and example.dtype is torch.float32
+    return fits and example.device == device and example.dtype in KERNEL_DTYPES
 
 
 def _starts(steps: Steps) -> list[Any]:
@@ -440,7 +444,10 @@ def _build(found: _Found) -> Mapping[fx.Node, fx.Node]:
                     replaced[node] = _without(_own(one, node, found), graded, found)
     with found.parts[-1].place.graph.inserting_before(found.parts[-1].place):
         for node, index in found.lasts.items():
-            replaced[node] = _without(states[index], node in found.gradients.read, found)
+            last = states[index]
+            if example_of(node).dtype is not torch.float32:
+                last = call(node.graph, node, torch.Tensor.to, last, example_of(node).dtype)
+            replaced[node] = _without(last, node in found.gradients.read, found)
     for node, join in found.joins.items():
         with node.graph.inserting_before(node):
             replaced[node] = _joined(node, join, spikes, found)
@@ -467,15 +474,29 @@ def _call(found: _Found, inputs: Columns, states: list[Any], keep: bool) -> fx.N
     sizes = [*example_of(inputs[0]).shape]
     given = [_expanded(one, sizes, like) if isinstance(one, fx.Node) else None for one in states]
     starts = [0.0 if isinstance(one, fx.Node) else float(one) for one in states]
-    if example_of(inputs[0]).dtype is not torch.float32:  # as in a sum with a state, which is float32
+    if example_of(inputs[0]).dtype is not _dtype(found):
         x = call(like.graph, like, torch.Tensor.float, x)
     x = _reached(x, PLACES["x"], found)
-    given = [_reached(one, place, found) for place, one in enumerate(given, PLACES["v0"])]
-    parameters = [_reached(one, place, found) for place, one in enumerate(steps.parameters, PLACES["p0"])]
+    given = [_reached(_wide(one), place, found) for place, one in enumerate(given, PLACES["v0"])]
+    parameters = [_reached(_wide(one), place, found) for place, one in enumerate(steps.parameters, PLACES["p0"])]
     args = x, given, starts, parameters, found.numbers, str(found.neuron)
     if found.gradients.reached:
         return call(like.graph, like, torch.ops.sparsecomp.trained_neuron.default, *args)
     return call(like.graph, like, torch.ops.sparsecomp.neuron.default, *args, keep)
+
+
+def _dtype(found: _Found) -> torch.dtype:
+    """What the operator computes on: in training on half precision where charges are of it, of which spikes are too."""
+    x, charge = (example_of(one).dtype for one in (found.steps.inputs[0], found.steps.charges[0]))
+    return x if found.gradients.reached and x is charge else torch.float32
+
+
+def _wide(value: fx.Node | None) -> fx.Node | None:
+    """A state or parameter in float32, in which the operator reads it."""
+    example = example_of(value)
+    if value is None or example is None or example.dtype is torch.float32:
+        return value
+    return call(value.graph, value, torch.Tensor.float, value)
 
 
 def _reached(value: Any, place: int, found: _Found) -> Any:
@@ -496,7 +517,7 @@ def _expanded(state: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:
 def _joined(node: fx.Node, join: _Join, spikes: list[fx.Node], found: _Found) -> fx.Node:
     """What takes the place of a node that joins the spikes of all steps."""
     whole = spikes[0] if len(spikes) == 1 else call(node.graph, node, torch.cat, spikes)
-    if not found.gradients.reached or len(found.joins) > 1 or example_of(node).dtype is not torch.float32:
+    if not found.gradients.reached or len(found.joins) > 1 or example_of(node).dtype is not _dtype(found):
         whole = _own(whole, node, found)
     whole = _without(whole, join.graded, found)
     if join.factor is not None:
@@ -508,7 +529,7 @@ def _own(spikes: fx.Node, like: fx.Node, found: _Found) -> fx.Node:
     """Spikes, which are bytes, or numbers in training, in the type of a node and in memory of their own."""
     example = example_of(like)
     assert example is not None
-    if found.gradients.reached and example.dtype is torch.float32:
+    if found.gradients.reached and example.dtype is _dtype(found):
         return call(spikes.graph, like, torch.clone, spikes)
     return call(spikes.graph, like, torch.Tensor.to, spikes, example.dtype)
 

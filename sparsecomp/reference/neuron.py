@@ -11,7 +11,8 @@ numbers that stay the same over time.
 
 A neuron that is trained fires by `fire t2 u`: 1 where t2 is true, with a gradient for u that is no derivative. What it
 is the description says too, of u and of the gradient g that it is given: `b0 = abs u; b1 = add b0 n3; b2 = div g b1;
-pull b2`. `stop t3` is t3 without a gradient.
+pull b2`. `stop t3` is t3 without a gradient. `bfloat16 t1` and `float16 t1` round t1 to such a number, as the
+operations of a neuron in half precision do: each computes in float32.
 """
 
 from collections import Counter
@@ -28,8 +29,10 @@ from sparsecomp.reference.precision import accumulator
 
 STATES, PARAMETERS, NUMBERS = 2, 6, 8
 """How many a description has room for."""
+ROUNDINGS: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Instructions that round, and to what; the gradient goes through them as it is."""
 OPERATIONS = (
-    "add", "sub", "mul", "div", "neg", "ge", "gt", "le", "lt", "not", "float", "where", "fire", "stop",
+    "add", "sub", "mul", "div", "neg", "ge", "gt", "le", "lt", "not", "float", "where", "fire", "stop", *ROUNDINGS,
     "abs", "exp", "sqrt", "sigmoid", "max", "min",
 )  # fmt: skip
 """What one instruction can do, on float32 and on truth values; a kernel knows them by their place. The last line
@@ -44,7 +47,8 @@ PULLED: Mapping[str, int] = {**PLACES, "u": PLACES["x"], "g": PLACES["v0"]}
 """The same of the instructions that give the gradient of firing."""
 _STATE_NAMES = tuple(f"v{i}" for i in range(STATES))
 _PULLABLE = {name: place for name, place in PULLED.items() if name not in ("x", *_STATE_NAMES)}
-_ARITY = {"neg": 1, "not": 1, "float": 1, "where": 3, "stop": 1, "abs": 1, "exp": 1, "sqrt": 1, "sigmoid": 1}
+_ONE = ("neg", "not", "float", "stop", *ROUNDINGS, "abs", "exp", "sqrt", "sigmoid")
+_ARITY = {**dict.fromkeys(_ONE, 1), "where": 3}
 _SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/", "ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -118,6 +122,8 @@ class Neuron:
                 name = _NAMES[place]
                 return f"{numbers[int(name[1:])]:g}" if name[0] == "n" else name
             one = code[place]
+            if one.operation in ROUNDINGS:
+                return written(one.a, whole)
             parts = [written(operand) for operand in one.operands]
             if one.operation in ("float", "fire", "stop"):
                 return parts[0]
@@ -265,10 +271,24 @@ class _Fire(torch.autograd.Function):
         return None, values[ctx.neuron.pulled], None, None
 
 
+class _Round(torch.autograd.Function):
+    """A tensor whose values are those of a smaller dtype, in its own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dtype: torch.dtype) -> Tensor:
+        return value.to(dtype).to(value.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
 _DONE: Mapping[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg,
     "ge": torch.ge, "gt": torch.gt, "le": torch.le, "lt": torch.lt,
     "not": torch.logical_not, "where": torch.where, "stop": Tensor.detach,
     "abs": torch.abs, "exp": torch.exp, "sqrt": torch.sqrt, "sigmoid": torch.sigmoid,
     "max": torch.maximum, "min": torch.minimum,
+    "bfloat16": lambda value: _Round.apply(value, torch.bfloat16),
+    "float16": lambda value: _Round.apply(value, torch.float16),
 }  # fmt: skip

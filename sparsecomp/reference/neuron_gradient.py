@@ -122,6 +122,8 @@ class _Maker:
                 self._add(b, self._emit("neg", self._emit("mul", over, result)))
             case "neg":
                 self._add(a, self._emit("neg", grad))
+            case "bfloat16" | "float16":
+                self._add(a, grad)
             case "where":
                 self._add(b, self._emit("where", a, grad, GIVEN["zero"]))
                 self._add(c, self._emit("where", a, GIVEN["zero"], grad))

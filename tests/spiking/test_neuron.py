@@ -45,6 +45,12 @@ def _two_states(x: Tensor, v: Tensor, s: Tensor, beta: Tensor) -> tuple[Tensor, 
     return spike, h.neg().neg(), spike
 
 
+def _rounded(x: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    h = (v * 0.3).bfloat16().float() + x
+    s = (h.half().float() >= 0.7).float()
+    return s, h.bfloat16().float() * (1 - s)
+
+
 CASES = {
     "leaky": Case(LEAKY, [0.3, 0.7, 1.0], [], _leaky),
     "by channel": Case(
@@ -55,6 +61,11 @@ CASES = {
         "t0 = mul p0 v0; t1 = sub n0 v1; t2 = mul t0 t1; t3 = add t2 x; t4 = lt t3 n1; t5 = not t4; t6 = float t5; "
         "t7 = neg t3; t8 = neg t7; spike t5; v0 t8; v1 t6",
         [1.0, 0.5], [(1, 5, 1, 1)], _two_states,
+    ),
+    "rounded": Case(
+        "t0 = mul v0 n0; t1 = bfloat16 t0; t2 = add t1 x; t3 = float16 t2; t4 = ge t3 n1; t5 = float t4; "
+        "t6 = sub n2 t5; t7 = bfloat16 t2; t8 = mul t7 t6; spike t4; v0 t8",
+        [0.3, 0.7, 1.0], [], _rounded,
     ),
 }  # fmt: skip
 
@@ -186,6 +197,9 @@ def test_text_and_description_are_one(name: str) -> None:
 
 def test_formulas() -> None:
     assert neuron_of(LEAKY).formula([0.3, 0.7, 1.0]) == "h1 = (v0 · 0.3) + x; s = h1 ≥ 0.7; v0 = (h1 · (1 - s))"
+    assert neuron_of(CASES["rounded"].text).formula([0.3, 0.7, 1.0]) == (
+        "h1 = (v0 · 0.3) + x; s = h1 ≥ 0.7; v0 = (h1 · (1 - s))"
+    ), "roundings are not shown"
 
 
 @pytest.mark.parametrize("text", ["", "spike x", "t0 = add v0; spike t0; v0 t0", "t0 = pow v0 x; spike t0; v0 t0",

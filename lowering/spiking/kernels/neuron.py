@@ -27,12 +27,26 @@ _NOT = tl.constexpr(OPERATIONS.index("not"))
 _FLOAT = tl.constexpr(OPERATIONS.index("float"))
 _FIRE = tl.constexpr(OPERATIONS.index("fire"))
 _STOP = tl.constexpr(OPERATIONS.index("stop"))
+_BFLOAT16 = tl.constexpr(OPERATIONS.index("bfloat16"))
+_FLOAT16 = tl.constexpr(OPERATIONS.index("float16"))
 _ABS = tl.constexpr(OPERATIONS.index("abs"))
 _EXP = tl.constexpr(OPERATIONS.index("exp"))
 _SQRT = tl.constexpr(OPERATIONS.index("sqrt"))
 _SIGMOID = tl.constexpr(OPERATIONS.index("sigmoid"))
 _MAX = tl.constexpr(OPERATIONS.index("max"))
 _MIN = tl.constexpr(OPERATIONS.index("min"))
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def to_bfloat16(a):
+    """float32 rounded to the nearest bfloat16, of two as near to the even one; the interpreter's cast cuts off."""
+    if _INTERPRETED:
+        bits = a.to(tl.int32, bitcast=True)
+        even = (bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000
+        return tl.where(a == a, even, bits).to(tl.float32, bitcast=True)
+    else:
+        return a.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -62,6 +76,10 @@ def do_instruction(OPERATION: tl.constexpr, a, b, c):
         return a.to(tl.float32)
     elif OPERATION == _STOP:
         return a
+    elif OPERATION == _BFLOAT16:
+        return to_bfloat16(a)
+    elif OPERATION == _FLOAT16:
+        return a.to(tl.float16).to(tl.float32)
     elif OPERATION == _ABS:
         return tl.abs(a)
     elif OPERATION == _EXP:
@@ -150,7 +168,7 @@ _numel, _steps, _block, _warps = sizes("numel steps BLOCK warps")
 NEURON = Template(
     name="neuron",
     op="neuron",
-    sources=(neuron_kernel, do_instruction, state_before, parameter_of),
+    sources=(neuron_kernel, do_instruction, to_bfloat16, state_before, parameter_of),
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (256, 512, 1024) for warps in (2, 4, 8)
         if 4 <= block // (32 * warps) <= 16

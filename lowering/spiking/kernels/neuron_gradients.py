@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.spiking.kernels.neuron import do_instruction, parameter_of, state_before
+from sparsecomp.lowering.spiking.kernels.neuron import do_instruction, parameter_of, state_before, to_bfloat16
 from sparsecomp.lowering.spiking.neuron_gradients import NeuronGradients
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -123,7 +123,9 @@ _numel, _steps = sizes("neurons.numel neurons.steps")
 NEURON_GRADIENTS = Template(
     name="neuron_gradients",
     op="neuron_gradients",
-    sources=(neuron_gradients_kernel, results_of, store_if, do_instruction, state_before, parameter_of),
+    sources=(
+        neuron_gradients_kernel, results_of, store_if, do_instruction, to_bfloat16, state_before, parameter_of,
+    ),  # fmt: skip
     space=_space,
     cost=Cost(bytes=_numel * (16 * _steps + 8)),
     prepare=_prepare,
