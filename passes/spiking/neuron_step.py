@@ -20,7 +20,15 @@ from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.half_precision import rounded
 from sparsecomp.passes.spiking.spike_function import GRADIENT, Operand, SpikeFunction, line_of
-from sparsecomp.passes.spiking.step_operation import Columns, StepOperation, backwards, fires_on, is_charge, reading
+from sparsecomp.passes.spiking.step_operation import (
+    Columns,
+    StepOperation,
+    backwards,
+    fires_on,
+    is_charge,
+    reading,
+    without_rounding,
+)
 from sparsecomp.reference.neuron import (
     COMPARISONS,
     NUMBERS,
@@ -296,6 +304,8 @@ class Steps:
         if len(kinds) > 1 or last is None:
             return None
         first = found[0] or _folded(columns[0], found[1:])
+        if first is not None and first.rounds and not last.rounds:
+            first = without_rounding(first)
         if first is None or first.kind not in kinds:
             return None
         rows = [first, *found[1:]]

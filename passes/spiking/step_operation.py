@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, numel_of, op_of
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, filled_with, numel_of, op_of
 from sparsecomp.passes.graph.functions import calls_function
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.half_precision import computed_in, rounded_before, rounding
@@ -17,6 +17,7 @@ from sparsecomp.reference.precision import KERNEL_DTYPES
 
 Columns: TypeAlias = tuple[Any, ...]
 """What is one and the same in the code, step by step: nodes or numbers."""
+_SMALL = 2.0**15
 _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "where")
 
 
@@ -88,6 +89,34 @@ def _reading(op: CanonicalOp) -> StepOperation | None:
         return StepOperation("same", (op.input,)) if spikes else None
     same = "stop" if op.name == "detach" else "same"
     return StepOperation(same, (op.input,)) if op.has(Trait.SAME) and _stays(op) else None
+
+
+def without_rounding(found: StepOperation) -> StepOperation:
+    """The same in float32, if it rounds nothing that it gives: zero times or plus something, as in a first step."""
+    zero, rounded = any(map(_is_zero, found.operands)), [found.operands[index] for index in found.rounded]
+    exact = found.operation == "mul" and all(map(_is_small, rounded))
+    exact = exact or (found.operation in ("add", "sub") and not rounded)
+    return replace(found, rounds="", rounded=()) if zero and exact else found
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether something is made of zeros, or times zeros."""
+    if not isinstance(value, fx.Node):
+        return value == 0
+    found = reading(value) if filled_with(value) is None else None
+    return filled_with(value) == 0 or (
+        found is not None and found.operation == "mul" and any(map(_is_zero, found.operands))
+    )
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a single number is known not to become infinite in half precision."""
+    op = op_of(value) if isinstance(value, fx.Node) else None
+    if op is None:
+        return not isinstance(value, fx.Node) and abs(value) <= _SMALL
+    bounds = op.get("min"), op.get("max")
+    clamped = op.name == "clamp" and all(isinstance(one, int | float) and abs(one) <= _SMALL for one in bounds)
+    return clamped or op.name == "sigmoid"
 
 
 def _stays(op: CanonicalOp) -> bool:

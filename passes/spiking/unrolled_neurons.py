@@ -21,7 +21,7 @@ from torch import fx
 import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import TAG, Context, Plan, Rule, Verdict, Why, call, known_sizes, refuse
-from sparsecomp.passes.graph.canonicalize import example_of, numel_of, op_of
+from sparsecomp.passes.graph.canonicalize import dtype_of, example_of, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.half_precision import rounding
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS
@@ -35,6 +35,10 @@ from sparsecomp.reference.precision import KERNEL_DTYPES
 _STRAIGHT_THROUGH = (
     "its spikes are told from a sum, as (hard - soft).detach() + soft, which is not always 0 or 1; a "
     "torch.autograd.Function gives them their gradient and stays exact"
+)
+_TWO_TYPES = (
+    "it computes in half precision in some steps and in float32 in others; states that are float32 from the first step "
+    "on keep it in float32"
 )
 
 
@@ -55,6 +59,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     except NoSurrogate as obstacle:
         return refuse(Why.NOT_ONE_NEURON, detail=obstacle)
     except NoNeuron:
+        if len({dtype_of(one) for one in charges}) > 1:
+            return refuse(Why.NOT_ONE_NEURON, detail=_TWO_TYPES)
         straight = ctx.gradients and any(map(goes_straight_through, fires_on(node)))
         return refuse(Why.NOT_ONE_NEURON, detail=_STRAIGHT_THROUGH) if straight else None
     try:
@@ -282,17 +288,15 @@ def _check_asked(ctx: Context) -> None:
 
 def _check_operands(steps: Steps) -> None:
     """All values of a step have one shape, and parameters broadcast to it."""
-    first, last = example_of(steps.inputs[0]), example_of(steps.charges[-1])
+    first = example_of(steps.inputs[0])
     shape = known_sizes(steps.charges[-1])
     if first is None or shape is None or not shape or not all(type(size) is int for size in first.shape):
         raise _Obstacle("the shape of a step is unknown")
     if first.dtype not in KERNEL_DTYPES:
         raise _Obstacle(f"its input is of {first.dtype}")
-    wanted = {**dict.fromkeys(steps.charges, last.dtype), **dict.fromkeys(steps.inputs, first.dtype)}
-    for one, dtype in wanted.items():
-        example = example_of(one)
-        if example is None or example.dtype is not dtype or [*example.shape] != shape:
-            raise _Obstacle("what it is given, or its charge, is not of one shape and type at every step")
+    types = {dtype_of(one) for one in steps.inputs}
+    if len(types) > 1 or any(known_sizes(one) != shape for one in (*steps.charges, *steps.inputs)):
+        raise _Obstacle("what it is given, or its charge, is not of one shape and type at every step")
     for one in (*steps.parameters, *_starts(steps)):
         example = example_of(one)
         if isinstance(one, fx.Node) and (example is None or not _broadcasts(example, shape, first.device)):
@@ -487,7 +491,7 @@ def _call(found: _Found, inputs: Columns, states: list[Any], keep: bool) -> fx.N
 
 def _dtype(found: _Found) -> torch.dtype:
     """What the operator computes on: in training on half precision where charges are of it, of which spikes are too."""
-    x, charge = (example_of(one).dtype for one in (found.steps.inputs[0], found.steps.charges[0]))
+    x, charge = (example_of(one).dtype for one in (found.steps.inputs[0], found.steps.charges[-1]))
     return x if found.gradients.reached and x is charge else torch.float32
 
 

@@ -149,6 +149,54 @@ def test_a_start_that_half_precision_does_not_hold(dtype: torch.dtype) -> None:
     eagers(of_number(decay), x.requires_grad_())
 
 
+def mixed(x: Tensor, tau: float, threshold: Tensor) -> Tensor:
+    """Of half precision in the first step and, by a threshold for each neuron, of float32 in the others."""
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v + step if tau == 1 else v + (step - v) / tau
+        out.append((v >= threshold).to(threshold))
+        v = v - out[-1] * threshold
+    return torch.stack(out)
+
+
+@HALVES
+def test_a_first_step_that_rounds_nothing_may_be_of_half_precision(dtype: torch.dtype) -> None:
+    """A sum with zero has the same bits in both; a quotient has not, and the report says what to do."""
+    x, threshold = currents(4, 3, 500).to(dtype), torch.rand(500, generator=torch.Generator().manual_seed(4)) + 0.2
+    for tau, reason in ((1.0, "4 time steps in one pass"), (3.0, "in half precision in some steps")):
+        with torch.no_grad():
+            found, report = rewritten(mixed, x, tau, threshold, neurons="fuse", strict=True)
+        assert reason in site(report, RULE).reason
+        assert torch.equal(found, mixed(x, tau, threshold))
+
+
+def by(decay: Call) -> Call:
+    """Membranes of zeros times a decay that is a tensor without dimensions, and then of float32."""
+
+    def run(x: Tensor, parameter: Tensor, threshold: Tensor) -> Tensor:
+        v, out = torch.zeros_like(x[0]), []
+        for step in x:
+            v = decay(parameter) * v + step
+            out.append((v >= threshold).to(threshold))
+            v = v - out[-1] * threshold
+        return torch.stack(out)
+
+    return run
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("decay", [torch.sigmoid, lambda p: p.clamp(0, 1), lambda p: p.clamp(min=0), lambda p: p])
+def test_zero_times_what_may_be_infinite_in_half_precision_is_no_zero(decay: Call) -> None:
+    """Then the product is a membrane's first value as it was computed."""
+    x, threshold = currents(3, 4, 50).half(), torch.ones(50)
+    for number in (0.5, 1e6):
+        with torch.no_grad():
+            found, report = rewritten(by(decay), x, torch.tensor(number), threshold, neurons="fuse", strict=True)
+        expected = by(decay)(x, torch.tensor(number), threshold)
+        assert torch.equal(found, expected) and site(report, RULE).rewritten
+        assert expected.any() == (decay(torch.tensor(number)) < 2**15), "else membranes are no numbers"
+
+
 # ---- networks under autocast --------------------------------------------------------------------------------------
 
 

@@ -570,6 +570,20 @@ def test_neurons_of_libraries_in_training(name: str) -> None:
     assert "sparsecomp.trained_neuron" in report.graph_after
 
 
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_neurons_of_libraries_on_currents_of_half_precision(name: str, dtype: torch.dtype) -> None:
+    """As under autocast."""
+    x = currents(5, 2, 16).to(dtype).requires_grad_()
+    expected = LIBRARIES[name]()(x)
+    found, report = rewritten(LIBRARIES[name](), x, neurons="fuse", strict=True)
+    assert_same_bits(found, expected)
+    spikes = [_tensors(one)[0] for one in (found, expected)]
+    assert spikes[0].dtype is spikes[1].dtype and site(report, RULE).rewritten
+    mine, theirs = (torch.autograd.grad(one.sum(), x)[0] for one in spikes)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=8 * torch.finfo(dtype).eps * float(theirs.abs().max()))
+
+
 # ---- compiled -----------------------------------------------------------------------------------------------------
 
 
