@@ -13,20 +13,21 @@ from torch import fx
 
 
 def contractible(
-    graph: fx.Graph, groups: Sequence[Collection[fx.Node]], chain: Iterable[fx.Node], fences: Collection[fx.Node] = ()
+    graph: fx.Graph, groups: Sequence[Collection[fx.Node]], chains: Sequence[Sequence[fx.Node]],
+    fences: Collection[fx.Node] = (),
 ) -> list[int]:  # fmt: skip
     """Indices of the groups that can all stand together at once.
 
     Args:
         graph: what they are of.
         groups: disjoint; within each of them a node may read another only if nothing outside lies between.
-        chain: nodes that have to stay in their order.
+        chains: nodes of which each list has to stay in its order.
         fences: nodes that no other passes.
     """
-    chain, kept = list(chain), set(range(len(groups)))
+    kept = set(range(len(groups)))
     while True:
         member = {node: index for index in kept for node in groups[index]}
-        flow = _flow(graph, member, chain, fences)
+        flow = _flow(graph, member, chains, fences)
         circles = [one for one in networkx.strongly_connected_components(flow) if len(one) > 1]
         if not circles:
             return sorted(kept)
@@ -34,12 +35,13 @@ def contractible(
 
 
 def contracted(
-    graph: fx.Graph, groups: Sequence[Collection[fx.Node]], chain: Iterable[fx.Node], fences: Collection[fx.Node] = ()
+    graph: fx.Graph, groups: Sequence[Collection[fx.Node]], chains: Sequence[Sequence[fx.Node]],
+    fences: Collection[fx.Node] = (),
 ) -> tuple[fx.Node, ...]:  # fmt: skip
     """All nodes, each group together, otherwise as near to the order they were in as that allows."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     member = {node: index for index, group in enumerate(groups) for node in group}
-    flow = _flow(graph, member, list(chain), fences)
+    flow = _flow(graph, member, chains, fences)
     together = {one: sorted(groups[one], key=position.__getitem__) if isinstance(one, int) else [one] for one in flow}
     waiting = {one: flow.in_degree(one) for one in flow}
     ready = [(position[together[one][0]], one) for one, count in waiting.items() if not count]
@@ -63,14 +65,15 @@ def reorder(order: Iterable[fx.Node]) -> None:
 
 
 def _flow(
-    graph: fx.Graph, member: dict[fx.Node, int], chain: Sequence[fx.Node], fences: Collection[fx.Node]
+    graph: fx.Graph, member: dict[fx.Node, int], chains: Sequence[Sequence[fx.Node]], fences: Collection[fx.Node]
 ) -> networkx.DiGraph:  # fmt: skip
     """Who reads whom, each group being one."""
     flow = networkx.DiGraph()
     flow.add_nodes_from(member.get(node, node) for node in graph.nodes)
     edges = [(one, node) for node in graph.nodes for one in node.all_input_nodes]
     # inputs come first, and the output last
-    edges += pairwise([*(node for node in graph.nodes if node.op == "placeholder"), *chain])
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    edges += [edge for chain in chains or [[]] for edge in pairwise([*inputs, *chain])]
     nodes = [*graph.nodes]
     for index in (index for index, node in enumerate(nodes) if node in fences):
         edges += [(one, nodes[index]) for one in nodes[:index]] + [(nodes[index], one) for one in nodes[index + 1 :]]

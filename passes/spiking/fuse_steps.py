@@ -4,8 +4,8 @@ A network that is called step by step is unrolled by Dynamo: T calls of each lay
 one step alone. In a network without feedback no call of a layer needs the result of another call of it; only neurons
 carry a state from step to step. The graph is put in an order in which all calls of a layer stand together
 (`passes/graph/contract.py` proves from dataflow that they can), and one call on all steps, one behind the other along
-dimension 0, takes their place. So with what else treats each row for itself. spikingjelly's neuron operators take all
-steps in one call anyway.
+dimension 0, takes their place. So with what else treats each row for itself, and with batch-norm in training
+(`step_norm`). spikingjelly's neuron operators take all steps in one call anyway.
 """
 
 import math
@@ -26,6 +26,7 @@ from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.contract import contracted, contractible
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS, NEURON_CALLS, SPIKES, VOLTAGE, arguments
+from sparsecomp.passes.spiking.step_norm import each_normalised, is_step_norm, statistics_alone
 from sparsecomp.passes.spiking.steps import joins, taken_from
 
 MOST_BYTES = 2**28
@@ -69,13 +70,15 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     obstacle = _obstacle(node, ctx)
     if obstacle is not None:
         return refuse(Why.NOT_BATCHED, detail=obstacle)
-    chain = ordered(ctx)
+    norms = statistics_alone(node.graph.nodes, ctx)
+    free = {one for calls in norms for one in calls}
+    chain, fences = [one for one in ordered(ctx) if one not in free], [*filter(_compat.sets_autocast, node.graph.nodes)]
     batches = [part for batch in _batches(loops, frozenset(chain)) for part in _cut(batch)]
-    fences = [*filter(_compat.sets_autocast, node.graph.nodes)]
-    batches = [batches[index] for index in contractible(node.graph, [batch.nodes for batch in batches], chain, fences)]
+    chains = [chain, *norms]
+    batches = [batches[index] for index in contractible(node.graph, [batch.nodes for batch in batches], chains, fences)]
     if not any(map(_is_loop, batches)):
         return refuse(Why.NOT_BATCHED, detail="each call of a layer needs what an earlier one gave")
-    order = contracted(node.graph, [batch.nodes for batch in batches], chain, fences)
+    order = contracted(node.graph, [batch.nodes for batch in batches], chains, fences)
     place = {one: index for index, one in enumerate(order)}
     firsts = {batch.results: min(batch.nodes, key=place.__getitem__) for batch in batches}
     batches.sort(key=lambda batch: place[firsts[batch.results]])
@@ -220,6 +223,8 @@ def _batch(steps: Steps) -> Batch | None:
         return None
     if op.name in NEURON_CALLS:
         return _neuron(steps)
+    if is_step_norm(op):
+        return Batch(steps, _inputs(steps), lambda x, count: each_normalised(x, count, first))
     inputs, before = _inputs(steps), example_of(first.args[0])
     if before is None or not before.dim() or example_of(first) is None:
         return None
@@ -325,7 +330,8 @@ def _is_loop(batch: Batch) -> bool:
 
 
 def _reason(batches: list[Batch]) -> str:
-    names = [op.name for batch in batches if (op := op_of(batch.results[0])) is not None and op.has(Trait.PRODUCT)]
+    ops = [op for batch in batches if (op := op_of(batch.results[0])) is not None]
+    names = [op.name for op in ops if op.has(Trait.PRODUCT) or is_step_norm(op)]
     neurons = sum(bool(batch.within) for batch in batches)
     steps = max(len(batch.results) for batch in batches)
     return f"loop over time: {', '.join([*names, *['neuron'] * neurons])} run once for up to {steps} steps"

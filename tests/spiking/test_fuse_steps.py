@@ -298,7 +298,7 @@ def test_groups_are_brought_together_where_no_circle_would_arise():
     assert contractible(graph, [(a0, a1), (c0, c1)], []) == [1]
     order = contracted(graph, [(c0, c1)], [])
     assert [node.name for node in order] == ["x", "relu", "sin", "relu_1", "cos", "cos_1", "output"]
-    assert contractible(graph, [(c0, c1)], [c0, b0]) == []  # c0 before b0, which comes before c1
+    assert contractible(graph, [(c0, c1)], [[c0, b0]]) == []  # c0 before b0, which comes before c1
     reorder(order)
     graph.lint()
     assert tuple(graph.nodes) == order

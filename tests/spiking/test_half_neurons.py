@@ -46,7 +46,6 @@ def compared(found: Any, expected: Any, inputs: Sequence[Tensor]) -> None:
         torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=most)
 
 
-@pytest.mark.quick_cases(3)
 @HALVES
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize(("charge", "fire", "reset"), FORMS)
@@ -56,6 +55,7 @@ def test_every_form_has_eagers_bits(charge: str, fire: str, reset: str, start: s
     assert f"each operation rounded to {str(dtype).removeprefix('torch.')}" in site(report, RULE).reason
 
 
+@pytest.mark.slow(reason="traces two loops")
 @HALVES
 def test_inference_has_eagers_bits(dtype: torch.dtype) -> None:
     x, run = currents(4, 30, 40).to(dtype), loop(CHARGES["tau"], lambda h: (h >= 0.7).to(h), RESETS["hard"])
@@ -114,6 +114,7 @@ def test_parameters_of_either_precision(dtype: torch.dtype) -> None:
     assert "rounded" not in site(eagers(per_channel(decay.to(dtype)), x), RULE).reason
 
 
+@pytest.mark.slow(reason="traces two loops")
 def test_states_of_half_precision_are_handed_on() -> None:
     def run(x: Tensor, v: Tensor) -> Any:
         out = []
@@ -142,6 +143,7 @@ def of_number(decay: Tensor) -> Call:
     return run
 
 
+@pytest.mark.slow(reason="traces two loops")
 @HALVES
 def test_a_start_that_half_precision_does_not_hold(dtype: torch.dtype) -> None:
     x, decay = currents(4, 3, 500).to(dtype), torch.rand(500, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -184,7 +186,6 @@ def by(decay: Call) -> Call:
     return run
 
 
-@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("decay", [torch.sigmoid, lambda p: p.clamp(0, 1), lambda p: p.clamp(min=0), lambda p: p])
 def test_zero_times_what_may_be_infinite_in_half_precision_is_no_zero(decay: Call) -> None:
     """Then the product is a membrane's first value as it was computed."""
