@@ -29,8 +29,11 @@ RIVALS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "sparsecomp memory low": ("sparsecomp", {"memory": "low"}),
 }  # fmt: skip
 """What compiles the network, and its options; spikingjelly's memory-saving training runs eagerly."""
-HANDWRITTEN = "handwritten"
-NETWORKS = {"sew_resnet18": (32, 112), "spiking_vgg16_bn": (64, 32), "spikformer": (64, 32), HANDWRITTEN: (64, 32)}
+HANDWRITTEN = ("handwritten", "handwritten_bn")
+NETWORKS = {
+    "sew_resnet18": (32, 112), "spiking_vgg16_bn": (64, 32), "spikformer": (64, 32),
+    **dict.fromkeys(HANDWRITTEN, (64, 32)),
+}  # fmt: skip
 """Batch and size of the images."""
 PRECISIONS = ("tf32", "amp", "fp32")
 STEPS = 4
@@ -82,7 +85,7 @@ def run(
         for name, precision, count in itertools.product(names, precisions, steps)
         for batch in batches or NETWORKS[name][:1]
         for mode, rival in itertools.product(modes, RIVALS)
-        if name != HANDWRITTEN or rival != "spikingjelly memopt"  # none of its neurons is there
+        if name not in HANDWRITTEN or rival != "spikingjelly memopt"  # none of its neurons is there
     ]
     found = measured(prepared, cases, min(workers, len(cases)), batch=1, threads=threads, turns=TURNS)
     for row in gathered(found, ("network", "precision", "steps", "batch")):
@@ -145,7 +148,7 @@ def trained(case: Case) -> Trained:
     target = torch.randint(0, 10, (case.batch,), device=case.device)
     target = target.expand(case.steps, case.batch).flatten()
     backend, options = RIVALS[case.rival]
-    options = {**options, "neurons": "fuse"} if case.network == HANDWRITTEN else options
+    options = {**options, "neurons": "fuse"} if case.network in HANDWRITTEN else options
     compiled = model
     if case.rival == "spikingjelly memopt":
         _save_memory(model, x)
@@ -167,8 +170,8 @@ def _save_memory(model: nn.Module, x: Tensor) -> None:
 
 def network(name: str, steps: int) -> nn.Module:
     """A network of spikingjelly's, multi-step, or one that is written by hand."""
-    if name == HANDWRITTEN:
-        return Handwritten()
+    if name in HANDWRITTEN:
+        return Handwritten(norm=name.endswith("_bn"))
     if name == "spikformer":
         return _library("model.spikformer").Spikformer(
             T=steps, img_size_h=32, img_size_w=32, patch_size=4, num_classes=10, embed_dims=384, num_heads=12, depths=4

@@ -49,10 +49,11 @@ def test_rows_have_all_rivals() -> None:
     assert header.count("|") == line.count("|") and " MiB (" in line
 
 
-def test_the_network_that_is_written_by_hand_fires_and_is_fused() -> None:
+@pytest.mark.parametrize("norm", [False, pytest.param(True, marks=pytest.mark.slow(reason="traces a network"))])
+def test_the_network_that_is_written_by_hand_fires_and_is_fused(norm: bool) -> None:
     """A dead network's times mean nothing."""
     torch.manual_seed(0)
-    model, rates = Handwritten(channels=16), []
+    model, rates = Handwritten(16, norm=norm), []
 
     def count(_: Any, inputs: tuple[Tensor, ...]) -> None:
         rates.append(float((inputs[0] == 1).float().mean()))
@@ -62,5 +63,5 @@ def test_the_network_that_is_written_by_hand_fires_and_is_fused() -> None:
     x = torch.rand(2, 3, 32, 32).expand(4, 2, 3, 32, 32)
     model(x)
     assert all(0.05 < sum(rates[layer::3]) / 4 < 0.35 for layer in range(3))
-    report = sparsecomp.explain(Handwritten(channels=16), x, options={"neurons": "fuse"})
+    report = sparsecomp.explain(Handwritten(16, norm=norm), x, options={"neurons": "fuse"})
     assert [one.rewritten for one in report.sites if one.rule == "unrolled_neurons"] == [True] * 3
