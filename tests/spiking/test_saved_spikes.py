@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.lowering  # torch 2.11 decomposes pooling by what stands there, and does not load it
 import torch.nn.functional as F
 from functorch.compile import min_cut_rematerialization_partition
 from rewriting import Surrogate
@@ -138,8 +139,10 @@ def test_bytes_kept_are_those_of_convolutions_and_bits(memory, expected):
     assert all(torch.equal(found[name], grad) and grad.abs().max() > 0 for name, grad in eager.items())
 
 
+# the backward of torch 2.11 asks for what a maximum was taken of: its spikes are kept too, four time steps to a byte
+_POOLED = (1 / 2, 1 / 4 + 1 / 32) if torch.__version__ < (2, 12) else (1 / 4, 1 / 32)
 LINKS: dict[str, tuple[Callable[[Tensor], Tensor], float | None, float | None]] = {
-    "pooled": (lambda s: F.max_pool2d(s.flatten(0, 1), 2).unflatten(0, s.shape[:2]), 1 / 4, 1 / 32),
+    "pooled": (lambda s: F.max_pool2d(s.flatten(0, 1), 2).unflatten(0, s.shape[:2]), *_POOLED),
     "averaged": (lambda s: F.avg_pool2d(s.flatten(0, 1), 2).unflatten(0, s.shape[:2]), 1 / 2, 3 / 8),
     "added": (lambda s: s + s.transpose(3, 4), 1, 1 / 4),
     "doubled": (lambda s: s * 2, 1, 1 / 4),
