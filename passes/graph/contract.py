@@ -5,7 +5,7 @@ of a layer reaches another call of it, all of them can run one behind the other,
 """
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import networkx
@@ -74,11 +74,22 @@ def _flow(
     # inputs come first, and the output last
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     edges += [edge for chain in chains or [[]] for edge in pairwise([*inputs, *chain])]
-    nodes = [*graph.nodes]
-    for index in (index for index, node in enumerate(nodes) if node in fences):
-        edges += [(one, nodes[index]) for one in nodes[:index]] + [(nodes[index], one) for one in nodes[index + 1 :]]
-    last = nodes[-1]
+    edges += _fenced(graph, fences)
+    last = next(iter(reversed(graph.nodes)))
     edges += [(node, last) for node in graph.nodes if node is not last]
     pairs = ((member.get(one, one), member.get(node, node)) for one, node in edges)
     flow.add_edges_from((one, node) for one, node in pairs if one != node)
     return flow
+
+
+def _fenced(graph: fx.Graph, fences: Collection[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each node between two fences, behind the one and before the other."""
+    fence, between = None, []
+    for node in graph.nodes:
+        if fence is not None:
+            yield fence, node
+        if node in fences:
+            yield from ((one, node) for one in between)
+            fence, between = node, []
+        else:
+            between.append(node)

@@ -302,3 +302,17 @@ def test_groups_are_brought_together_where_no_circle_would_arise():
     reorder(order)
     graph.lint()
     assert tuple(graph.nodes) == order
+
+
+def test_nothing_passes_a_fence():
+    """Between two fences order is free, and a group on both sides of one does not come together."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    a0, b0 = (graph.call_function(one, (x,)) for one in (torch.relu, torch.sin))
+    fence = graph.call_function(torch.cos, (x,))
+    b1, a1, b2 = (graph.call_function(one, (x,)) for one in (torch.sin, torch.relu, torch.sin))
+    graph.output((a0, b0, fence, b1, a1, b2))
+    assert contractible(graph, [(a0, a1), (b1, b2)], [], [fence]) == [1]
+    assert contractible(graph, [(b0, b1)], [], [fence]) == [] and contractible(graph, [(b0, b1)], []) == [0]
+    order = contracted(graph, [(b1, b2)], [], [fence])
+    assert [node.name for node in order] == ["x", "relu", "sin", "cos", "sin_1", "sin_2", "relu_1", "output"]

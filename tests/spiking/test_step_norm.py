@@ -239,7 +239,7 @@ def test_compiled_by_inductor() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_on_a_gpu_statistics_are_eagers(mode: str) -> None:
-    """Currents that stand clear of thresholds, so that the same neurons fire."""
+    """And spikes, but where a current is within rounding of a threshold."""
     model, eager, x = Net().cuda(), Net().cuda(), given().cuda()
     run = compiled({**OPTIONS, "mode": mode})
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
