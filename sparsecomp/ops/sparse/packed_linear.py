@@ -5,6 +5,8 @@ bits a value, which are an eighth of that. The copy is kept by a compiler, under
 gated pair, as of a LLaMA's feed-forward layer, is one launch.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -94,7 +96,7 @@ def _launched(x, values, positions, bias, residual, activation, other) -> Tensor
     return out if x.dim() == 2 else out.view(*size[:-1], m)
 
 
-def _contiguous(*operands: Tensor | None) -> tuple:
+def _contiguous(*operands: Tensor | None) -> tuple[Any, ...]:
     return tuple(one if one is None else one.contiguous() for one in operands)
 
 
