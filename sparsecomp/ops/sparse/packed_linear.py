@@ -91,8 +91,8 @@ def _launched(x, values, positions, bias, residual, activation, other) -> Tensor
     if not takes_packed(size[-1], size[:-1].numel(), x.dtype, order) or values.dtype is not x.dtype or m == 0:
         return None
     rows = x.reshape(-1, size[-1])
-    operands = _contiguous(rows, values, positions, bias, residual)
-    out = launch_packed_linear(*operands, activation, None if other is None else _contiguous(*other))
+    pair = None if other is None else _contiguous(*other)
+    out = launch_packed_linear(*_contiguous(rows, values, positions, bias, residual), activation=activation, other=pair)
     return out if x.dim() == 2 else out.view(*size[:-1], m)
 
 
