@@ -53,11 +53,13 @@ def _running(op: CanonicalOp) -> tuple[Any, Any]:
 
 def _are_alone(running: Sequence[fx.Node], calls: list[fx.Node], ctx: Context) -> bool:
     theirs = all(set(one.users) == set(calls) and one.op in ("placeholder", "get_attr") for one in running)
+    # a call may read them as its weight too, or both be one
+    once = all([*op.args.values()].count(one) == 1 for node in calls if (op := op_of(node)) for one in running)
     inputs = [node for node in ctx.gm.graph.nodes if node.op in ("placeholder", "get_attr")]
     memories = [_compat.storage_of(example) for one in inputs if isinstance(example := example_of(one), torch.Tensor)]
     own = [_compat.storage_of(example_of(one)) for one in running]
     kept = {one for node in calls for one in (node, *node.all_input_nodes)} - set(running)
-    return theirs and all(memories.count(one) == 1 for one in own) and all(is_kept(one, ctx) for one in kept)
+    return theirs and once and all(memories.count(one) == 1 for one in own) and all(is_kept(one, ctx) for one in kept)
 
 
 def each_normalised(x: fx.Node, count: int, first: fx.Node) -> fx.Node:

@@ -196,8 +196,27 @@ def in_place(x: Tensor) -> Tensor:
     return x.mul_(2)
 
 
+class AsBias(Net):
+    """Reads the running means as biases, which each call finds as the one before left them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for norm in self.norms:
+            del norm.bias
+            norm.bias = norm.running_mean
+
+
+class OneOfBoth(Net):
+    """Keeps both running statistics in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for norm in self.norms:
+            norm.running_mean = norm.running_var
+
+
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("make", [Shared, Reading, Views, lambda: Net(between=in_place)])
+@pytest.mark.parametrize("make", [Shared, Reading, Views, AsBias, OneOfBoth, lambda: Net(between=in_place)])
 def test_what_may_not_be_moved_stays(make: Call) -> None:
     report = as_eager(make, given())
     assert "batch_norm(" in report.graph_after
