@@ -163,6 +163,20 @@ def test_the_dispatcher_is_passed_by_only_where_it_has_nothing_to_decide(monkeyp
     assert len(past) == 2
 
 
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("trained", [True, False])
+def test_autocast_leaves_it_alone(trained, dtype, device):
+    """It multiplies what it is given, as kernels do: torch has no product of sparse matrices in half precision."""
+    a, b = dense_of(7, 9, 1), dense_of(9, 8, 2)
+    one, other = operand(a, device=device), operand(b, device=device)
+    with torch.autocast(device, dtype):
+        found = whole_product(one[0].requires_grad_(trained), *one[1:], *other, 8)
+    assert found[0].dtype is F32 and found[0].requires_grad is trained
+    check([one.detach() for one in found], a, b, F32)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("sparsecomp", marks=pytest.mark.slow(reason="compiled by Inductor"))]

@@ -22,7 +22,7 @@ from sparsecomp.ops.sparse.row_products import (
     gradients_of_product,
     together,
 )
-from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
+from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator, without_autocast
 
 library.define(
     "whole_product(Tensor a_values, Tensor a_pointers, Tensor a_indices, Tensor b_values, Tensor b_pointers, "
@@ -72,7 +72,8 @@ def _cpu(a_values, a_pointers, a_indices, b_values, b_pointers, b_indices, colum
     b, b_values = compacted(b_values, b_pointers, b_indices, columns)
     wide, batch = torch.promote_types(a_values.dtype, torch.float32), together(a_values, b_values)
     pairs = zip(flat(a_values).expand(*batch or (1,), -1), flat(b_values).expand(*batch or (1,), -1), strict=True)
-    found = [_torchs(a, left.to(wide)) @ _torchs(b, right.to(wide)) for left, right in pairs]
+    with without_autocast(a_values):
+        found = [_torchs(a, left.to(wide)) @ _torchs(b, right.to(wide)) for left, right in pairs]
     pointers, indices = found[0].crow_indices(), found[0].col_indices()
     # torch promises no order within a row
     dtype = _index_dtype(a_pointers, a_indices, columns, indices.numel())
