@@ -305,6 +305,25 @@ def test_operands_that_do_not_belong_together_are_refused():
             launch_packed_linear(x, *good, None, None, "none", (values, words, None))
 
 
+@needs_triton
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_added_has_the_shape_of_the_result(device):
+    """As many numbers in another shape are others; on a GPU a bias of fewer would be read beyond its end."""
+    from sparsecomp.lowering.sparse.packed_linear import PackedPositions
+
+    matrix = NM.from_dense(pruned(4, 64, torch.float16), n=2, m=4).to(device)
+    weight = (matrix.values, matrix.indices, PackedPositions("fragments")(matrix.indices))
+    x, bias = torch.zeros(2, 64, device=device).half(), torch.zeros(4, device=device).half()
+    linear, pair = (getattr(torch.ops.sparsecomp, name).default for name in ("packed_linear", "packed_pair"))
+    for shape in ((4, 2), (8,), (1, 2, 4)):
+        for call in (linear, linear.direct_cuda):  # refused before anything is launched
+            with pytest.raises(FormatError, match="residual"):
+                call(x, *weight, None, torch.zeros(shape, device=device).half(), "none")
+    with pytest.raises(FormatError, match="another dtype or shape"):
+        pair.direct_cuda(x, *weight, bias, *weight, bias[:2], "none")
+
+
 class Gated(nn.Module):
     """A gated pair of 2:4 layers."""
 

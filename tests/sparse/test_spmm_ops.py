@@ -18,11 +18,12 @@ from bench.sparse.matrices import read
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import BSR, CSR, NARROW, NM, SparseMatrix
 from sparsecomp.formats.indices import lines_of, searched_lines
-from sparsecomp.ops import Layout, sddmm, spmm
+from sparsecomp.ops import Layout, sddmm, sparse_matmul, spmm
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.reference.patterns import transposed_arrays
 from sparsecomp.reference.precision import without_autocast
 from sparsecomp.tensor.index_arrays import IndexArrays
+from sparsecomp.tensor.sparse_tensor import SparseTensor
 
 pytestmark = pytest.mark.quick_cases(2)
 
@@ -401,6 +402,21 @@ def test_errors_say_what_is_needed():
             spmm(**{"values": values, "pattern": pattern, "dense": right, "layout": layout, **change})
     with pytest.raises(FormatError, match="do not give"):
         sddmm(right, right, pattern, layout)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_refuses_what_is_added_in_another_shape(kind):
+    """As many numbers in another shape are others."""
+    dense, values, pattern, layout = sample(kind, dtype=torch.float32)
+    x, sparse = torch.randn(2, 53), SparseTensor(CSR.from_dense(dense))
+    for shape in ((37, 2), (74,), (1, 2, 37)):
+        residual = torch.randn(shape)
+        with pytest.raises(FormatError, match="residual"):
+            sparse_linear(x, values, pattern, layout.written(), residual=residual)
+        with pytest.raises(FormatError, match="residual"):
+            sparse_matmul(sparse, x, residual=residual, linear=True)
+    with pytest.raises(FormatError, match=r"x is \(\)"):
+        sparse_linear(x[0, 0], values, pattern, layout.written())
 
 
 @pytest.mark.parametrize("kind", KINDS)

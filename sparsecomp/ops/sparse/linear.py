@@ -88,8 +88,15 @@ def by_rows(
     residual: Tensor | None, layout: Layout, transpose: bool, activation: str, scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """The layer by an implementation of the operator `spmm`."""
+    """The layer by an implementation of the operator `spmm`, which sees neither whose rows they are nor how many axes.
+
+    Raises:
+        FormatError: x has no row, or the residual is not of the result's shape.
+    """
     m, size = layout.shape[1 if transpose else 0], x.shape
+    if not size or (residual is not None and residual.shape != (*size[:-1], m)):
+        beside = None if residual is None else tuple(residual.shape)
+        raise FormatError(f"x is {tuple(size)} and the residual {beside}: needs (..., k) and (..., {m})")
     rows = x if x.dim() == 2 else x.reshape(size[:-1].numel(), size[-1])
     beside = None if residual is None else residual.reshape(rows.shape[0], m).mT
     out = spmm(values, pattern, rows.mT, bias, beside, *layout, transpose, "row", activation, scale, dtype, True).mT

@@ -73,6 +73,9 @@ def _linear(x, values, indices, positions, bias, residual, activation):
 
 
 def _linear_cuda(x, values, indices, positions, bias, residual, activation):
+    shape = (*x.shape[:-1], values.shape[0])
+    if residual is not None and residual.shape != shape:
+        raise FormatError(f"the residual is {tuple(residual.shape)}, needs the result's shape, {shape}")
     beside = None if residual is None else residual.reshape(-1, values.shape[0])
     out = _launched(x, values, positions, bias, beside, activation, None)
     return _linear(x, values, indices, positions, bias, residual, activation) if out is None else out
@@ -110,8 +113,11 @@ def _pair(
 def _pair_cuda(
     x, values, indices, positions, bias, other_values, other_indices, other_positions, other_bias, activation
 ):  # fmt: skip
-    if (bias is None) != (other_bias is None) or (bias is not None and bias.dtype is not other_bias.dtype):
-        raise FormatError("one weight of a pair has a bias that the other has not, or in another dtype: both or none")
+    kinds = [None if one is None else (one.dtype, one.shape) for one in (bias, other_bias)]
+    if kinds[0] != kinds[1]:
+        raise FormatError(
+            "one weight of a pair has a bias that the other has not, or of another dtype or shape: both or none"
+        )
     other = (other_values, other_positions, other_bias)
     out = _launched(x, values, positions, bias, None, activation, other)
     if out is not None:
