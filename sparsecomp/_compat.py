@@ -50,6 +50,7 @@ __all__ = [
     "below_autograd",
     "cache_key",
     "call_directly",
+    "calls_are_told",
     "children_of",
     "compilation_of",
     "compile_apart",
@@ -380,6 +381,11 @@ def plain_eager() -> bool:
         or inside_forward_mode()
         or jit_traces()
     )
+
+
+def calls_are_told() -> bool:
+    """Whether a mode of torch functions, or a profiler, is told of each call of an operator."""
+    return cast(Any, torch.autograd)._profiler_enabled() or bool(cast(Any, torch._C)._len_torch_function_stack())
 
 
 class BreaksGraph(SparseOperatorError, DataDependentOutputException):

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of, interpreted
 from matrices import FOLDER, REAL
+from rewriting import operators_run
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.sparse.matrices import read
@@ -153,9 +155,17 @@ def test_the_dispatcher_is_passed_by_only_where_it_has_nothing_to_decide(monkeyp
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    with Watch():
-        whole_product(*operands)
-    assert OP in seen and len(past) == 1
+    class WatchFunctions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    for watch in (Watch(), WatchFunctions()):
+        seen.clear()
+        with watch:
+            whole_product(*operands)
+        assert OP in seen and len(past) == 1
+    assert "sparsecomp::whole_product" in operators_run(whole_product, *operands) and len(past) == 1
     traced = torch.jit.trace(lambda values: whole_product(values, *operands[1:])[0], (one[0],), check_trace=False)
     assert "sparsecomp::whole_product" in str(traced.graph) and len(past) == 1
     with torch.no_grad():
