@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from sparsecomp._compat import FakeTensorMode, is_fake
 from sparsecomp.compiler.capture import Graph
+from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.options import Options
 from sparsecomp.report import Report, Site, merge
 
@@ -24,6 +25,26 @@ def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> tup
     torch._dynamo.reset()
     result = torch.compile(function, backend=backend)(*inputs)
     return result, merge(reports, "test")
+
+
+def rewritten_for(
+    card: str, function: Callable[..., Any], *inputs: Any, **options: Any
+) -> tuple[Any, Report, str]:  # fmt: skip
+    """What `function` returns without gradients if its one graph is rewritten as for a card in CUDA graphs, and run op by
+    op on a CPU; the report; and the graph's code."""
+    parsed = Options.parse(None, {"mode": "reduce-overhead", **options})
+    found: list[tuple[Report, str]] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        report = Graph.of_dynamo(gm, example_inputs, {}, parsed).rewrite(parsed, target_named(card))
+        found.append((report, gm.code))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        result = torch.compile(function, backend=backend)(*inputs)
+    ((report, code),) = found
+    return result, report, code
 
 
 def operators_run(function: Callable[..., Any], *inputs: Any) -> set[str]:

@@ -98,14 +98,13 @@ def numbers_of(chain: Chain, ctx: Context) -> Product | Refusal:
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     kept = _kept(chain, product, ctx)
-    product = _as_it_stands(chain, product, ctx)
+    product = _as_it_stands(chain, product, kept, ctx)
     decision = decided(product, ctx)
-    narrow = None if kept is None else _narrow(chain, product, decision, ctx)
-    if narrow is not None and kept is not None:
-        return _narrow_plan(chain, narrow, kept, node, ctx)
-    packed = None if kept is None else packed_plan(chain, product, decision, arrays_of(chain)[0], kept)
-    if packed is not None:
-        return packed
+    if kept is not None:
+        fewer = _narrow_plan(chain, product, decision, kept, node, ctx)
+        fewer = fewer or packed_plan(chain, product, decision, arrays_of(chain)[0], kept)
+        if fewer is not None:
+            return fewer
     dead, estimate = chain.dead, beside_the_layer(product, decision)
     if decision.dense:
         followed = product.compared and keep_dense_copy(_stored(chain, ctx), arrays_of(chain)[1])
@@ -122,18 +121,17 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
     return Plan(build, reason, product.layout.format, "", dead, estimate)
 
 
-def _narrow(chain: Chain, product: Product, decision: Decision, ctx: Context) -> Product | None:
-    """The product by a narrow copy of a CSR weight's columns, where that is faster than what was decided."""
-    if product.device.type != "cuda" or chain.flip or arrays_of(chain)[1].format != "csr":
+def _narrow_plan(
+    chain: Chain, product: Product, rivals: Decision, kept: list[Tensor], node: fx.Node, ctx: Context
+) -> Plan | None:  # fmt: skip
+    """The layer by a narrow copy of a CSR weight's columns, where that is faster than what was decided without."""
+    pattern, layout = arrays_of(chain)
+    if product.device.type != "cuda" or chain.flip or layout.format != "csr":
         return None
-    narrow = product._replace(layout=product.layout._replace(format=NARROW.OPERAND))
-    found = way_of(chain, narrow, ctx)
-    best = min(decision.seconds.values(), default=0.0)
-    return narrow if not found.dense and found.seconds.get(found.implementation, inf) < best else None
-
-
-def _narrow_plan(chain: Chain, product: Product, kept: list[Tensor], node: fx.Node, ctx: Context) -> Plan:
-    decision, (pattern, _) = way_of(chain, product, ctx), arrays_of(chain)
+    product = product._replace(layout=product.layout._replace(format=NARROW.OPERAND))
+    decision, best = decided(product, ctx), min(rivals.seconds.values(), default=0.0)
+    if decision.dense or decision.seconds.get(decision.implementation, inf) >= best:
+        return None
     make, size = _Narrowed(product.layout.shape), kept[2].numel() * 2 / 2**20
     reason = (
         f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}; narrow columns are kept, "
@@ -165,12 +163,12 @@ class _Narrowed(NamedTuple):
 
 def way_of(chain: Chain, product: Product, ctx: Context) -> Decision:
     """What runs the layer by estimate."""
-    return decided(_as_it_stands(chain, product, ctx), ctx)
+    return decided(_as_it_stands(chain, product, _kept(chain, product, ctx), ctx), ctx)
 
 
-def _as_it_stands(chain: Chain, product: Product, ctx: Context) -> Product:
+def _as_it_stands(chain: Chain, product: Product, kept: list[Tensor] | None, ctx: Context) -> Product:
     """The product, with what can be kept of its weight."""
-    constant = _kept(chain, product, ctx) is not None
+    constant = kept is not None
     return product._replace(constant=constant, compared=not constant and _can_have_copy(chain, product, ctx))
 
 

@@ -118,7 +118,7 @@ def call_at_once(overload: Any, *arguments: Any) -> Any:
     Args:
         arguments: a tensor first.
     """
-    if torch.compiler.is_compiling() or not _compat.plain_eager() or _compat.calls_are_told():
+    if not _compat.plain_eager() or _compat.calls_are_told():
         return overload(*arguments)
     records = torch.is_grad_enabled()
     for argument in arguments:

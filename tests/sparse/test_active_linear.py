@@ -9,16 +9,14 @@ import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import KERNEL_DEVICES, graph_of, needs_triton
+from rewriting import rewritten_for
 from torch import Tensor, nn
 
 import sparsecomp
 import sparsecomp.ops as ops
-from sparsecomp.compiler.capture import Graph
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.tuning.cards import H100
-from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.ops.sparse.active_linear import must_read_all
-from sparsecomp.options import Options
 from sparsecomp.passes.cost.active_linear import ActiveLayer, decide
 from sparsecomp.passes.engine.rule import Why
 
@@ -199,16 +197,10 @@ def test_more_zeros_gain_more():
 def test_the_rewritten_graph_gives_the_layer_s_result():
     """As for an H100, run op by op on a CPU."""
     model, x = Mlp(), torch.randn(1, 64).half()
-    results = []
-
-    def backend(gm, inputs):
-        parsed = Options.parse(None, {"frozen": True, "verify": True, "mode": "reduce-overhead"})
-        results.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed, target_named("h100")))
-        return gm.forward
-
+    found, report, _ = rewritten_for("h100", model, x, frozen=True, verify=True)
     with torch.no_grad():
-        found, right = torch.compile(model, backend=backend)(x), model(x)
-    assert [one.implementation for one in results[0].sites if one.rule == "active_linear"] == ["active"]
+        right = model(x)
+    assert [one.implementation for one in report.sites if one.rule == "active_linear"] == ["active"]
     torch.testing.assert_close(found, right, rtol=2e-3, atol=2e-3)
 
 

@@ -7,15 +7,14 @@ import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import KERNEL_DEVICES, graph_of, needs_triton
+from rewriting import rewritten_for
 from torch import Tensor, nn
 
 import sparsecomp
-from sparsecomp.compiler.capture import Graph
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, NARROW, SparseMatrix
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.nn import SparseLinear
-from sparsecomp.options import Options
 from sparsecomp.passes.cost.sparse import Product, decide
 from sparsecomp.reference.patterns import Layout, stored_by_rows
 
@@ -217,16 +216,9 @@ def test_a_csr_layer_that_is_promised_to_stay_is_multiplied_narrow(rows, frozen,
     """As for an H200, run op by op on a CPU."""
     torch.manual_seed(0)
     layer = SparseLinear(CSR.from_dense(pruned(8192, 2048, 0.9, torch.float16)), requires_grad=False)
-    x, results = torch.randn(rows, 2048).half(), []
-
-    def backend(gm, inputs):
-        parsed = Options.parse(None, {"frozen": frozen, "mode": "reduce-overhead"})
-        results.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed, target_named("h200")))
-        return gm.forward
-
-    with torch.no_grad():
-        out = torch.compile(lambda x: F.relu(layer(x)), backend=backend)(x)
-    (site,) = [one for one in results[0].sites if one.rule == "sparse_linear"]
+    x = torch.randn(rows, 2048).half()
+    out, report, _ = rewritten_for("h200", lambda x: F.relu(layer(x)), x, frozen=frozen)
+    (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
     assert site.implementation == found and ("narrow columns are kept" in site.reason) == (found == "narrow copy")
     exact = F.relu(x.double() @ layer.weight.detach().to_dense().double().mT)
     assert (out - exact).norm() <= 1e-3 * exact.norm()

@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of, needs_triton
+from rewriting import rewritten_for
 from torch import Tensor, nn
 
 import sparsecomp
-from sparsecomp.compiler.capture import Graph
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import NM
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.nn import SparseLinear
-from sparsecomp.options import Options
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, decide
 from sparsecomp.reference.patterns import Layout
@@ -211,17 +210,10 @@ class Block(nn.Module):
 def test_a_layer_that_is_promised_to_stay_is_multiplied_packed(rows, frozen, found):
     """As for an H200, run op by op on a CPU."""
     torch.manual_seed(0)
-    model, x, results = Block(4096, 4096), torch.randn(*rows, 4096).half(), []
-
-    def backend(gm, inputs):
-        parsed = Options.parse(None, {"frozen": frozen, "mode": "reduce-overhead"})
-        results.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed, target_named("h200")))
-        assert ("packed_linear" in gm.code) == (found == "packed copy")
-        return gm.forward
-
-    with torch.no_grad():
-        out = torch.compile(model, backend=backend)(x)
-    (site,) = [one for one in results[0].sites if one.rule == "sparse_linear"]
+    model, x = Block(4096, 4096), torch.randn(*rows, 4096).half()
+    out, report, code = rewritten_for("h200", model, x, frozen=frozen)
+    assert ("packed_linear" in code) == (found == "packed copy")
+    (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
     assert site.implementation == found and ("packed positions are kept, 2 MiB" in site.reason) == (
         found == "packed copy"
     )
@@ -363,17 +355,10 @@ def packed_anyhow(monkeypatch):
 def test_a_gated_pair_is_one_launch(biased, fused, packed_anyhow):
     """As for an H200, run op by op on a CPU."""
     torch.manual_seed(0)
-    model, x, results = Gated(24, 40, biased), torch.randn(2, 1, 40).half(), []
-
-    def backend(gm, inputs):
-        parsed = Options.parse(None, {"frozen": True, "mode": "reduce-overhead", "verify": True})
-        results.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed, target_named("h200")))
-        assert gm.code.count("packed_linear.default") == (0 if fused else 2)
-        return gm.forward
-
-    with torch.no_grad():
-        out = torch.compile(model, backend=backend)(x)
-    found = [one.implementation for one in results[0].sites]
+    model, x = Gated(24, 40, biased), torch.randn(2, 1, 40).half()
+    out, report, code = rewritten_for("h200", model, x, frozen=True, verify=True)
+    assert code.count("packed_linear.default") == (0 if fused else 2)
+    found = [one.implementation for one in report.sites]
     assert found == ["packed copy", "packed copy", *(["packed pair"] if fused else [])]
     exact = model.exact(x)
     assert out.shape == exact.shape and (out - exact).norm() <= 2e-3 * exact.norm()
@@ -409,17 +394,8 @@ def written(model: Gated, x: Tensor) -> tuple[Tensor, Tensor]:
 @needs_triton
 @pytest.mark.parametrize("how", [twice, of_another, written])
 def test_what_else_reads_a_layer_keeps_a_pair_apart(how, packed_anyhow):
-    torch.compiler.reset()
-    x, results = torch.randn(1, 40).half(), []
-
-    def backend(gm, inputs):
-        parsed = Options.parse(None, {"frozen": True, "mode": "reduce-overhead"})
-        results.append(Graph.of_dynamo(gm, inputs, {}, parsed).rewrite(parsed, target_named("h200")))
-        return gm.forward
-
-    with torch.no_grad():
-        torch.compile(Apart(how), backend=backend)(x)
-    assert [one.implementation for one in results[0].sites] == ["packed copy", "packed copy"]
+    _, report, _ = rewritten_for("h200", Apart(how), torch.randn(1, 40).half(), frozen=True)
+    assert [one.implementation for one in report.sites] == ["packed copy", "packed copy"]
 
 
 @pytest.mark.gpu
