@@ -30,8 +30,8 @@ def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> tup
 def rewritten_for(
     card: str, function: Callable[..., Any], *inputs: Any, **options: Any
 ) -> tuple[Any, Report, str]:  # fmt: skip
-    """What `function` returns without gradients if its one graph is rewritten as for a card in CUDA graphs, and run op by
-    op on a CPU; the report; and the graph's code."""
+    """What `function` returns without gradients if its one graph is rewritten as for a card in CUDA graphs, and run
+    op by op on a CPU; the report; and the graph's code."""
     parsed = Options.parse(None, {"mode": "reduce-overhead", **options})
     found: list[tuple[Report, str]] = []
 
