@@ -1,8 +1,7 @@
 """Masks that are data: inputs, buffers without a promise, and what is computed of them, such as padding or documents.
 
 Their block lists are made on the device by `sparsecomp::scanned_mask` in each call, once for all layers that read the
-same mask. How many blocks they keep is not known when a graph is compiled: all of them, unless the option `density`
-says otherwise.
+same mask.
 """
 
 import operator
@@ -62,9 +61,9 @@ class DataMask(NamedTuple):
         shape = (*(1,) * (self.dims - len(shape)), *shape)
         return shape[0], shape[1] if self.dims == 4 else 1
 
-    def described(self, share: float, source: str) -> str:
+    def described(self, share: float) -> str:
         """Where it comes from, for the report."""
-        return f"its mask `{self.node.name}` is scanned in each call, {share:.0%} of its blocks {source} kept"
+        return f"its mask `{self.node.name}` is scanned in each call, {share:.0%} of its blocks are assumed to be kept"
 
     def _there_is(self, target: object, mask: fx.Node, arguments: tuple[object, ...], like: fx.Node) -> fx.Node | None:
         """A scan of the same mask, made for a layer before."""

@@ -66,6 +66,12 @@ class MaskLists(NamedTuple):
 
     def blocks(self, *sources: Tensor) -> AttentionBlocks | str:
         """The block lists, or why the mask has none; waits for the device."""
+        kept = self.kept(*sources)
+        return kept if isinstance(kept, str) else blocks_of(kept, DEFAULT_BLOCK)
+
+    def kept(self, *sources: Tensor) -> Tensor | str:
+        """The pairs (batch or 1, heads or 1, queries, keys) that are kept, or why they are no mask; waits for the
+        device."""
         mask = computed(sources, self.formula)
         if self.use == "add":
             kept, dropped = mask == 0, mask <= self.surely_zero
@@ -80,7 +86,7 @@ class MaskLists(NamedTuple):
         kept = (kept[:, None] if self.dims == 3 else kept).expand(-1, -1, *self.lengths)
         if (self.gives_nan or least_sure) and not bool(kept.any(-1).all()):
             return "a query keeps no key, which gives other than zeros as written"
-        return blocks_of(kept, DEFAULT_BLOCK)
+        return kept
 
 
 def _roomy(blocks: AttentionBlocks) -> AttentionBlocks:
@@ -106,12 +112,15 @@ class KnownMask(NamedTuple):
         blocks: those.
         formula: how it is computed.
         held: what its sources hold.
+        whole, causal: it is known to stay, and keeps all pairs, or each query and what is before it.
     """
 
     lists: MaskLists
     blocks: AttentionBlocks
     formula: Formula
     held: tuple[Tensor, ...]
+    whole: bool = False
+    causal: bool = False
 
     def build(self, like: fx.Node) -> list[fx.Node]:
         """The block lists as nodes."""
@@ -150,10 +159,19 @@ def known_mask(site: AttentionSite, ctx: Context) -> KnownMask | Refusal:
     )  # fmt: skip
     known = tuple(one for one in held if one is not None)
     with torch.inference_mode(False), torch.no_grad():
-        blocks = lists.blocks(*known)
-    if isinstance(blocks, str):
-        return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its mask is known, but {blocks}")
-    return KnownMask(lists, blocks, replace(found, sources=sources), known)
+        kept = lists.kept(*known)
+        if isinstance(kept, str):
+            return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its mask is known, but {kept}")
+        # lists of buffers are made anew where a write is seen; torch's own flags are not
+        flags = (False, False) if sources else (bool(kept.all()), _is_causal(kept))
+        return KnownMask(lists, blocks_of(kept, DEFAULT_BLOCK), replace(found, sources=sources), known, *flags)
+
+
+def _is_causal(kept: Tensor) -> bool:
+    queries, keys = kept.shape[-2:]
+    if queries != keys:  # torch's kernels do not agree about where the diagonal is
+        return False
+    return bool((kept == kept.new_ones(queries, keys).tril()).all())
 
 
 def _is_known(node: fx.Node) -> bool:

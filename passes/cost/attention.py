@@ -1,7 +1,6 @@
-"""Whether attention with a known mask is faster over its listed blocks than as torch computes it, mask and all.
+"""Whether attention with a mask is faster over its listed blocks, or without its mask, than as it is written.
 
-Torch's own takes at least the time of attention without a mask, and the host that of a launch, which is what it is
-estimated at here: a mask is one more operand, which some of its kernels do not take.
+With a mask torch's function runs on its slower kernels, and by hand the scores lie in memory.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +20,14 @@ from sparsecomp.reference.attention.blocks import AttentionBlocks
 from sparsecomp.reference.attention.dropout import ALWAYS
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
-_FLASH = 461 / 730
-"""What torch's flash attention reaches of a card's rate in half precision (an H100: 4 x 16 x 4096 x 64 in 0.596 ms)."""
+_MASKED, _PLAIN = 265 / 769, 300 / 769
+"""What torch's function reaches of a card's rate in half precision, with a mask and without (an H200: 4 x 16 x 4096² x
+64 in 1.036 and 0.918 ms, and 3.68 and 3.49 with gradients: `bench/results/attention.json`)."""
+_DEEP = 0.45
+"""The same of heads of more than 64 numbers: not measured with a mask, so no less than any of its kernels reaches."""
+_PASSES = 5
+"""Over all scores, of attention by hand, and as many for the gradients: eight where they lie in memory (the same in 4.2
+and 8.3 ms: `bench/results/masked_attention.json`), and less where L2 holds them."""
 
 
 class MaskedAttention(NamedTuple):
@@ -37,6 +42,10 @@ class MaskedAttention(NamedTuple):
         trained, replayed, products, target: as of `sparsecomp.passes.cost.sparse.Product`.
         scanned: of a mask whose lists are made in each call: its batch entries, its heads and its dtype; None for none.
         dropped: whether weights are dropped at random.
+        by_hand: scores and weights are tensors of their own. Not where a mask is added to them: of that Inductor makes
+            torch's function in the spellings that it knows.
+        plain: share of pairs that torch's function computes if it gives the same without a mask: one half where it is
+            told that a mask is causal; None if it does not.
     """
 
     device: torch.device
@@ -50,6 +59,8 @@ class MaskedAttention(NamedTuple):
     target: Target | None = None
     scanned: tuple[int, int, str] | None = None
     dropped: bool = False
+    by_hand: bool = False
+    plain: float | None = None
 
     @classmethod
     def of(
@@ -113,9 +124,13 @@ _OURS, _TORCHS = _Rates(60e-6, 110e-6, 5.2, 0.034, 2.6), _Rates(30e-6, 0.0, 0.7,
 """On a core with AVX-512 (torch 2.13): the least of a core's times, of 1024 to 4096 queries and keys of depth 32 to 128
 with 5 to 42 % of blocks listed, beside torch's function in a graph of Inductor's."""
 
+_BY_HAND_ON_CPU, _CAUSAL_ON_CPU, _PLAIN_ON_CPU = 1.6, 0.9, 0.97
+"""Of the time of torch's function with a mask: 1.6 to 2.0, 0.52 to 0.94 and 0.81 to 0.98, of 256 to 2048 queries and
+keys; with gradients 1.2, 0.73 and 0.97 (the same core)."""
+
 
 def decide_attention(attention: MaskedAttention) -> Decision:
-    """The faster way by estimate: `block_attention`, or as it is written, which is `dense`."""
+    """The fastest way by estimate: `block_attention`, `sdpa` without a mask, or as it is written, which is `dense`."""
     kind = attention.device.type
     if kind == "cuda" and attention.dtype in KERNEL_DTYPES:
         if not has_triton():
@@ -126,8 +141,11 @@ def decide_attention(attention: MaskedAttention) -> Decision:
         return Decision("dense", f"no estimate of {attention.dtype}{more} on {kind}")
     height, width = attention.block
     listed = attention.sizes.batch * attention.sizes.heads * attention.grid[0] * attention.listed[0] * height * width
-    ours, torchs = _on_cpu(attention, listed, _OURS), _on_cpu(attention, attention.pairs, _TORCHS)
-    return fastest({"block_attention": ours, "dense": torchs})
+    torchs = _on_cpu(attention, attention.pairs, _TORCHS)
+    seconds = {"block_attention": _on_cpu(attention, listed, _OURS)}
+    if attention.plain is not None:
+        seconds["sdpa"] = torchs * (_CAUSAL_ON_CPU if attention.plain < 1 else _PLAIN_ON_CPU)
+    return fastest({**seconds, "dense": torchs * (_BY_HAND_ON_CPU if attention.by_hand else 1)})
 
 
 def _on_cpu(attention: MaskedAttention, pairs: float, rates: _Rates) -> float:
@@ -139,11 +157,11 @@ def _on_cpu(attention: MaskedAttention, pairs: float, rates: _Rates) -> float:
 
 def compare_attention(attention: MaskedAttention, device: Device, card: Card) -> Decision:
     """`decide_attention` for a CUDA device that is such a card; loads Triton."""
-    seconds = {
-        "block_attention": attention.waited(_ours(attention, device, card)),
-        "dense": attention.waited(_torchs(attention, card)),
-    }
-    return fastest(seconds)
+    p = attention
+    times = {"block_attention": _ours(p, device, card), "dense": (_by_hand if p.by_hand else _function)(p, card)}
+    if p.plain is not None:
+        times["sdpa"] = _function(p, card, p.plain)
+    return fastest({name: p.waited(time) for name, time in times.items()})
 
 
 def _ours(attention: MaskedAttention, device: Device, card: Card) -> Time:
@@ -162,12 +180,22 @@ def _ours(attention: MaskedAttention, device: Device, card: Card) -> Time:
     return times[0].plus(*times[1:])
 
 
-def _torchs(attention: MaskedAttention, card: Card) -> Time:
+def _function(attention: MaskedAttention, card: Card, share: float | None = None) -> Time:
+    """Torch's: with a mask, or without one, of such a share of the pairs."""
     p, s = attention, attention.sizes
-    half = p.dtype is not torch.float32
-    rate = card.half * _FLASH if half else card.tf32 if _compat.matmul_tf32() else card.fp32
+    deep, half = max(s.depth, s.v_depth) > 64, p.dtype is not torch.float32
+    reached = _DEEP if deep else _MASKED if share is None else _PLAIN
+    rate = card.half * reached if half else card.tf32 if _compat.matmul_tf32() else card.fp32
     rows = s.batch * (s.kv_heads * s.k_len + s.heads * s.q_len)
     traffic = rows * (s.depth + s.v_depth) * p.dtype.itemsize
-    forward = Time(max(s.operations / rate, traffic / card.bandwidth) + card.launch, host.LAUNCH)
-    backward = Time(BACKWARD * s.operations / rate + 2 * card.launch, 2 * host.LAUNCH)
+    operations = s.operations * (1.0 if share is None else share)
+    forward = Time(max(operations / rate, traffic / card.bandwidth) + card.launch, host.LAUNCH)
+    backward = Time(BACKWARD * operations / rate + 2 * card.launch, 2 * host.LAUNCH)
     return forward.plus(backward) if p.trained else forward
+
+
+def _by_hand(attention: MaskedAttention, card: Card) -> Time:
+    """Two products, and what is between them in one kernel: never estimated at less than the function."""
+    p, function = attention, _function(attention, card)
+    passes = _PASSES * (1 + p.trained) * p.pairs * p.dtype.itemsize / card.bandwidth
+    return Time(max(passes, function.device), 3 * function.host)

@@ -1,10 +1,13 @@
 """When attention over listed blocks is estimated to pay, beside what was measured of torch's own."""
 
+import json
+
 import pytest
 import torch
 from attention_models import Written, by_tril, sdpa
 
 import sparsecomp
+from bench.table import RESULTS
 from sparsecomp.attention import AttentionPattern, LocalWindow, causal
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.passes.cost.attention import MaskedAttention, decide_attention
@@ -25,12 +28,42 @@ def attention(
 EVERYTHING = LocalWindow(None, None)
 
 
-def test_dense_attention_of_an_h100_takes_what_was_measured() -> None:
-    """0.596 ms of torch's flash attention; see `passes/cost/attention.py`."""
+def measured(name: str) -> list[dict]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["result"]
+
+
+OF_BLOCKS = [row for row in measured("attention") if row["case"].startswith("mask, ")]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("row", OF_BLOCKS, ids=lambda row: row["case"])
+def test_an_h200_takes_what_was_measured(row: dict, trained: bool) -> None:
+    """Masks of blocks, a share of them kept at random, so that their lists differ in length."""
     pytest.importorskip("triton")
-    found = decide_attention(attention(EVERYTHING, (4, 16, 4096, 64), "cuda", dtype=torch.bfloat16, replayed=True))
-    assert found.seconds["dense"] == pytest.approx(0.596e-3, rel=0.02)
-    assert found.dense
+    batch, heads, _, length, depth = row["sizes"]
+    work = MaskedAttention.assumed(
+        *[(batch, heads, length, depth)] * 3, row["kept"], (128, 128), device=torch.device("cuda"),
+        dtype=torch.bfloat16, trained=trained, replayed=True, products=1, target=target_named("h200"), plain=1.0,
+    )  # fmt: skip
+    found, which = decide_attention(work), "both" if trained else "forward"
+    rivals = {"block_attention": "ours 128x128", "dense": "SDPA, mask, compiled", "sdpa": "dense flash"}
+    ms = {name: row["ms"][f"{one}, {which}"] for name, one in rivals.items()}
+    for name, seconds in found.seconds.items():
+        assert seconds * 1e3 == pytest.approx(ms[name], rel=0.13), name
+    assert ms[found.implementation] <= 1.02 * min(ms.values())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_attention_by_hand_takes_no_less_than_is_estimated(trained: bool) -> None:
+    pytest.importorskip("triton")
+    rows = [one["ms"]["stock, default"] for one in measured("masked_attention")
+            if one["spelling"].startswith("by hand") and one["training"] == trained]  # fmt: skip
+    work = MaskedAttention.assumed(
+        *[(4, 16, 4096, 64)] * 3, 1.0, (128, 128), device=torch.device("cuda"), dtype=torch.bfloat16, trained=trained,
+        replayed=False, products=1, target=target_named("h200"), by_hand=True,
+    )  # fmt: skip
+    estimated = decide_attention(work).seconds["dense"] * 1e3
+    assert 0.5 * min(rows) < estimated < min(rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
