@@ -32,8 +32,8 @@ from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK
 from sparsecomp.reference.attention.dropout import ALWAYS, chances
 
 _UNKNOWN = 0.75
-"""Share of the blocks of a mask that is data which are thought to be kept. Where all are, our kernel takes 1.02 times
-as long as torch's function with a mask, and 0.94 times with gradients; where half are, 0.57 and 0.53 times
+"""Share of the blocks that a mask of booleans is thought to keep if it is data. Where all are, our kernel takes 1.02
+times as long as torch's function with a mask, and 0.94 times with gradients; where half are, 0.57 and 0.53 times
 (`bench/results/attention.json`, an H200)."""
 
 
@@ -87,7 +87,9 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
     mask = data_mask(site, ctx)
     if isinstance(mask, Refusal):
         return known if known.why is Why.MASK_NOT_FROZEN else mask
-    share = _UNKNOWN if ctx.options.density is None else ctx.options.density
+    given = ctx.options.density
+    # numbers may be biases, of which no block is empty
+    share = given if given is not None else 1.0 if mask.use == "add" else _UNKNOWN
     q, k, v = (one.shape for one in site.operands)
     scanned = (*mask.leading, name_of(example_of(mask.node).dtype))
     work = MaskedAttention.assumed(q, k, v, share, DEFAULT_BLOCK, scanned=scanned, **_how(site, ctx))
@@ -95,7 +97,7 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
     if decision.dense and ctx.options.implementation == "auto":
         if known.why is Why.MASK_NOT_FROZEN:
             return known
-        advice = "; the option density says how many are" if ctx.options.density is None else ""
+        advice = "; the option density says how many are" if given is None else ""
         return Refusal(Why.GATE, {"detail": f"{described}{advice}; {decision.reason}"}, decision.estimate)
 
     def build() -> Mapping[fx.Node, fx.Node]:
