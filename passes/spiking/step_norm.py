@@ -72,7 +72,6 @@ def each_normalised(x: fx.Node, count: int, first: fx.Node) -> fx.Node:
     """
     op, example = op_of(first), example_of(first)
     assert op is not None and example is not None
-    others = [1, *range(3, 1 + example.dim())]
 
     def do(target: Any, *args: Any) -> fx.Node:
         return call(x.graph, first, target, *args)
@@ -80,22 +79,36 @@ def each_normalised(x: fx.Node, count: int, first: fx.Node) -> fx.Node:
     steps = do(torch.unflatten, x, 0, (count, -1))
     if example.dtype is not torch.float32:
         steps = do(torch.Tensor.float, steps)
-    both = do(torch.var_mean, steps, others, False, True)
-    var, mean = do(operator.getitem, both, 0), do(operator.getitem, both, 1)
-    scale = do(torch.rsqrt, do(torch.add, var, op.get("eps")))
+    mean, var, scale = statistics(steps, op, do)
     found = do(torch.mul, do(torch.sub, steps, mean), scale)
     for target, name in ((torch.mul, "weight"), (torch.add, "bias")):
         if op.get(name) is not None:
             found = do(target, found, do(torch.Tensor.view, op.get(name), (-1, *[1] * (example.dim() - 2))))
     if example.dtype is not torch.float32:
         found = do(torch.Tensor.to, found, example.dtype)
+    move(op, mean, var, count, do)
+    return do(torch.flatten, found, 0, 1)
+
+
+def statistics(steps: fx.Node, op: CanonicalOp, do: Any) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Mean, variance and inverse deviation (T, 1, C, 1, …) of float32 (T, N, C, …), as a call normalises with."""
+    example = example_of(op.node)
+    assert example is not None
+    both = do(torch.var_mean, steps, [1, *range(3, 1 + example.dim())], False, True)
+    var, mean = do(operator.getitem, both, 0), do(operator.getitem, both, 1)
+    return mean, var, do(torch.rsqrt, do(torch.add, var, op.get("eps")))
+
+
+def move(op: CanonicalOp, mean: fx.Node, var: fx.Node, count: int, do: Any) -> None:
+    """Move the running statistics by those of `statistics`, of so many steps; a call is one of them."""
+    example = example_of(op.node)
+    assert example is not None
     size = example.numel() // example.shape[1]
     unbiased = do(torch.mul, var, size / (size - 1))
     for running, own in zip(_running(op), (mean, unbiased), strict=True):
         if running is not None:
             own = do(torch.flatten, do(torch.Tensor.detach, own), 1)
             do(torch.Tensor.copy_, running, _moved(running, own, op.get("momentum"), count, do))
-    return do(torch.flatten, found, 0, 1)
 
 
 def _moved(running: fx.Node, own: fx.Node, momentum: float, count: int, do: Any) -> fx.Node:

@@ -15,11 +15,16 @@ import torch
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operator)
+from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.spiking.half_precision import rounding
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS, NEURON_CALLS, arguments, gives_more, starting_number
+from sparsecomp.passes.spiking.norm_ahead import NormAhead, norm_ahead
 from sparsecomp.reference.neuron import NUMBERS
 from sparsecomp.reference.precision import KERNEL_DTYPES
+
+_PLIF = "sj_plif::forward"
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
@@ -33,8 +38,14 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     obstacle = _obstacle(node, args, x, ctx)
     if obstacle is not None:
         return refuse(Why.NOT_FUSED, detail=obstacle)
+    norm = norm_ahead(node, ctx) if _is_asked(ctx) else None
     reason = f"{x.shape[0]} time steps in one pass, and one for their gradients, which computes the charges again"
-    return Plan(lambda: _build(node, op.name, args), reason, "fused")
+    if norm is None:
+        return Plan(lambda: _build(node, op.name, args, None), reason, "fused")
+    return Plan(
+        lambda: _build(node, op.name, args, norm), f"with the batch-norm before it, {reason}", "fused", dead=norm.dead,
+        places=(norm.place, node),
+    )  # fmt: skip
 
 
 RULE = Rule("train_neurons", consider, after=("fuse_neurons",))
@@ -45,8 +56,7 @@ def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Cont
         return "the graph runs op by op or in a transform, or implementation='dense' was asked for"
     if ctx.device(x.device).type != "cuda" and ctx.options.neurons != "fuse":
         return "on the CPU the operator is no Triton kernel, and nothing is gained"
-    asked = ctx.options.neurons == "fuse" or ctx.options.memory == "low"
-    if not asked and (x.dtype is not torch.float32 or replays(ctx.options, ctx.device(x.device))):
+    if not _is_asked(ctx) and (x.dtype is not torch.float32 or replays(ctx.options, ctx.device(x.device))):
         return "memory='low' or neurons='fuse' asks for it: its time in half precision and CUDA graphs was not measured"
     v = example_of(node.args[1])
     if x.dtype not in KERNEL_DTYPES or x.dim() < 2 or v is None or v.dtype is not torch.float32:
@@ -57,21 +67,31 @@ def _obstacle(node: fx.Node, args: Mapping[str, Any], x: torch.Tensor, ctx: Cont
         return "its surrogate gradient is not known"
     if args["store_v_seq"]:
         return "the membrane of every step is stored"
-    if not all(ctx.analysis.unchanged(one, one) for one in node.all_input_nodes):
+    if not all(is_kept(one, ctx) for one in node.all_input_nodes):
         return "what it reads is written to in place"
     if gives_more(node):
         return "more than its spikes and last membrane is used"
     return None
 
 
-def _build(node: fx.Node, name: str, args: Mapping[str, Any]) -> Mapping[fx.Node, fx.Node]:
+def _is_asked(ctx: Context) -> bool:
+    return ctx.options.neurons == "fuse" or ctx.options.memory == "low"
+
+
+def _build(
+    node: fx.Node, name: str, args: Mapping[str, Any], norm: NormAhead | None
+) -> Mapping[fx.Node, fx.Node]:
     x, v = node.args[:2]
     assert isinstance(v, fx.Node)
     rate = []
-    if name == "sj_plif::forward":
+    if name == _PLIF:
         assert isinstance(args["w"], fx.Node)
         rate = [call(node.graph, node, torch.sigmoid, call(node.graph, node, torch.Tensor.float, args["w"]))]
-    step, numbers = description(name, args)
+    half = rounding(example_of(x).dtype)
+    if norm is not None:
+        x, normed = norm.build()
+        rate += normed
+    step, numbers = description(name, args, norm is not None, half)
     start = starting_number(v)
     state = v if start is None else None
     target = torch.ops.sparsecomp.trained_neuron.default
@@ -79,22 +99,33 @@ def _build(node: fx.Node, name: str, args: Mapping[str, Any]) -> Mapping[fx.Node
     return {user: call(node.graph, node, operator.getitem, made, user.args[1]) for user in node.users}
 
 
-def description(name: str, args: Mapping[str, Any]) -> tuple[str, list[float]]:
-    """A step of one of spikingjelly's operators and its numbers, from its arguments by name."""
-    text = _Text()
+def description(
+    name: str, args: Mapping[str, Any], normed: bool = False, half: str = ""
+) -> tuple[str, list[float]]:  # fmt: skip
+    """A step of one of spikingjelly's operators and its numbers, from its arguments by name.
+
+    Args:
+        normed: the last three parameters are a mean, a factor and a bias, which come first.
+        half: what the result of that is rounded to, if not to float32.
+    """
+    text, x = _Text(), "x"
+    if normed:
+        mean, factor, bias = (f"p{i + (name == _PLIF)}" for i in range(3))
+        x = text.emit("add", text.emit("mul", text.emit("sub", "x", mean), factor), bias)
+        x = text.emit(half, x) if half else x
     reset, threshold = args["reset"], args["threshold"]
     rest, one = text.number(0.0 if reset is None else reset), text.number(1.0)
     if name == "sj_if::forward":
-        charge = text.emit("add", "v0", "x")
+        charge = text.emit("add", "v0", x)
     else:
-        over = ("mul", "p0") if name == "sj_plif::forward" else ("div", text.number(args["tau"]))
+        over = ("mul", "p0") if name == _PLIF else ("div", text.number(args["tau"]))
         away = text.emit("sub", "v0", rest)
-        leak = text.emit("sub", "x", away) if args["decay_input"] else away
+        leak = text.emit("sub", x, away) if args["decay_input"] else away
         leak = text.emit(over[0], leak, over[1])
         if args["decay_input"]:
             charge = text.emit("add", "v0", leak)
         else:
-            charge = text.emit("add", text.emit("sub", "v0", leak), "x")
+            charge = text.emit("add", text.emit("sub", "v0", leak), x)
     at = text.number(threshold)
     fires = text.emit("ge", charge, at)
     spike = text.emit("fire", fires, text.emit("sub", charge, at))
