@@ -74,7 +74,7 @@ class Neurons(NamedTuple):
         """What the kernel is specialised on."""
         return {
             "STEPS": self.steps, "CODE": code_of(self.neuron.code), "SPIKE": self.neuron.spike,
-            "AFTER": self.neuron.states, "KEEP": self.keep,
+            "AFTER": self.neuron.states, "KEEP": self.keep, "WIDE": self.numel >= 2**31,
         }  # fmt: skip
 
 

@@ -106,10 +106,10 @@ def state_before(pointer, start, offset, mask, zero):
 
 
 @triton.jit
-def parameter_of(pointer, size, stride, offset, mask, zero):
-    """What each element reads of a parameter."""
+def parameter_of(pointer, size, stride, place, mask, zero):
+    """What each element reads of a parameter, by its place in memory."""
     if pointer is not None:
-        return tl.load(pointer + offset // stride % size, mask=mask, other=0.0)
+        return tl.load(pointer + place // stride % size, mask=mask, other=0.0)
     else:
         return zero
 
@@ -120,20 +120,21 @@ def neuron_kernel(
     numel, x_step, spikes_step, size0, stride0, size1, stride1, size2, stride2, size3, stride3,
     size4, stride4, size5, stride5, start0, start1, n0, n1, n2, n3, n4, n5, n6, n7,
     STEPS: tl.constexpr, CODE: tl.constexpr, SPIKE: tl.constexpr, AFTER: tl.constexpr, KEEP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One element of the states a lane, STEPS time steps; see `sparsecomp.reference.neuron` for CODE."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
     zero = tl.full((BLOCK,), 0.0, tl.float32)
+    place = offset if WIDE else offset.to(tl.int32)
     states = (state_before(v0_ptr, start0, offset, mask, zero), state_before(v1_ptr, start1, offset, mask, zero))
     fixed = (
-        parameter_of(p0_ptr, size0, stride0, offset, mask, zero),
-        parameter_of(p1_ptr, size1, stride1, offset, mask, zero),
-        parameter_of(p2_ptr, size2, stride2, offset, mask, zero),
-        parameter_of(p3_ptr, size3, stride3, offset, mask, zero),
-        parameter_of(p4_ptr, size4, stride4, offset, mask, zero),
-        parameter_of(p5_ptr, size5, stride5, offset, mask, zero),
+        parameter_of(p0_ptr, size0, stride0, place, mask, zero),
+        parameter_of(p1_ptr, size1, stride1, place, mask, zero),
+        parameter_of(p2_ptr, size2, stride2, place, mask, zero),
+        parameter_of(p3_ptr, size3, stride3, place, mask, zero),
+        parameter_of(p4_ptr, size4, stride4, place, mask, zero),
+        parameter_of(p5_ptr, size5, stride5, place, mask, zero),
         zero + n0, zero + n1, zero + n2, zero + n3, zero + n4, zero + n5, zero + n6, zero + n7,
     )  # fmt: skip
     # offsets of later steps pass 2^31 where a whole layer does

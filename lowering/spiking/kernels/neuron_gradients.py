@@ -41,7 +41,7 @@ def neuron_gradients_kernel(
     numel, x_step, spikes_step, size0, stride0, size1, stride1, size2, stride2, size3, stride3,
     size4, stride4, size5, stride5, start0, start1, n0, n1, n2, n3, n4, n5, n6, n7,
     STEPS: tl.constexpr, CODE: tl.constexpr, AFTER: tl.constexpr, BACK: tl.constexpr, OF_X: tl.constexpr,
-    OF: tl.constexpr, BLOCK: tl.constexpr,
+    OF: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One element of the states a lane. spikes, last0, last1: gradients of those; by_…: gradients for what is read.
 
@@ -52,14 +52,15 @@ def neuron_gradients_kernel(
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
     zero = tl.full((BLOCK,), 0.0, tl.float32)
+    place = offset if WIDE else offset.to(tl.int32)
     states = (state_before(v0_ptr, start0, offset, mask, zero), state_before(v1_ptr, start1, offset, mask, zero))
     fixed = (
-        parameter_of(p0_ptr, size0, stride0, offset, mask, zero),
-        parameter_of(p1_ptr, size1, stride1, offset, mask, zero),
-        parameter_of(p2_ptr, size2, stride2, offset, mask, zero),
-        parameter_of(p3_ptr, size3, stride3, offset, mask, zero),
-        parameter_of(p4_ptr, size4, stride4, offset, mask, zero),
-        parameter_of(p5_ptr, size5, stride5, offset, mask, zero),
+        parameter_of(p0_ptr, size0, stride0, place, mask, zero),
+        parameter_of(p1_ptr, size1, stride1, place, mask, zero),
+        parameter_of(p2_ptr, size2, stride2, place, mask, zero),
+        parameter_of(p3_ptr, size3, stride3, place, mask, zero),
+        parameter_of(p4_ptr, size4, stride4, place, mask, zero),
+        parameter_of(p5_ptr, size5, stride5, place, mask, zero),
         zero + n0, zero + n1, zero + n2, zero + n3, zero + n4, zero + n5, zero + n6, zero + n7,
     )  # fmt: skip
     # offsets of later steps pass 2^31 where a whole layer does
