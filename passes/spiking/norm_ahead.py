@@ -17,7 +17,7 @@ from sparsecomp.passes.engine.rule import Context, call
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.spiking.neuron_call import starting_number
 from sparsecomp.passes.spiking.neurons_behind import reshaped
-from sparsecomp.passes.spiking.step_norm import is_step_norm, move, statistics
+from sparsecomp.passes.spiking.step_norm import is_step_norm, move_statistics, statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class NormAhead:
             assert isinstance(op.input, fx.Node)
             whole = do(torch.unsqueeze, op.input, 0)
             mean, var, scale = statistics(whole if _is_float(op.input) else do(Tensor.float, whole), op, do)
-            move(op, mean, var, 1, do)
+            move_statistics(op, mean, var, 1, do)
             mean, factor = by_channel(mean), by_channel(scale)
             if isinstance(op.get("weight"), fx.Node):
                 factor = do(torch.mul, factor, by_channel(op.get("weight")))

@@ -86,7 +86,7 @@ def each_normalised(x: fx.Node, count: int, first: fx.Node) -> fx.Node:
             found = do(target, found, do(torch.Tensor.view, op.get(name), (-1, *[1] * (example.dim() - 2))))
     if example.dtype is not torch.float32:
         found = do(torch.Tensor.to, found, example.dtype)
-    move(op, mean, var, count, do)
+    move_statistics(op, mean, var, count, do)
     return do(torch.flatten, found, 0, 1)
 
 
@@ -99,7 +99,7 @@ def statistics(steps: fx.Node, op: CanonicalOp, do: Any) -> tuple[fx.Node, fx.No
     return mean, var, do(torch.rsqrt, do(torch.add, var, op.get("eps")))
 
 
-def move(op: CanonicalOp, mean: fx.Node, var: fx.Node, count: int, do: Any) -> None:
+def move_statistics(op: CanonicalOp, mean: fx.Node, var: fx.Node, count: int, do: Any) -> None:
     """Move the running statistics by those of `statistics`, of so many steps; a call is one of them."""
     example = example_of(op.node)
     assert example is not None
