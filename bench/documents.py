@@ -9,7 +9,16 @@ from bench import table
 from bench.attention import block_attention, decode, elements, masked_models, static_cache
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
-from bench.sparse import active_inputs, algebra, dynamic, few_rows, sparse_products, training_step, two_of_four
+from bench.sparse import (
+    active_inputs,
+    algebra,
+    dynamic,
+    few_rows,
+    gated_pairs,
+    sparse_products,
+    training_step,
+    two_of_four,
+)
 from bench.spiking import conv_neuron, snn_training, spike_layers
 from bench.timing import place
 
@@ -67,6 +76,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "active-inputs": _if_measured("active_inputs", active_inputs.table),
         "few-rows": _if_measured("few_rows", few_rows.table),
         "two-of-four": _if_measured("two_of_four", two_of_four.table),
+        "gated-pairs": _if_measured("gated_pairs", gated_pairs.table),
         "generation": _if_measured("generation", _generation, ""),
         "geo-speed": _if_measured("geo_speed", speeds.table),
         "geo": _if_measured("geo", scores.table),

@@ -24,6 +24,7 @@ from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock, SparseEmbedding, SparseLinear
 from sparsecomp.ops.sparse.dense_copy import dense_copy, keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
+from sparsecomp.ops.sparse.gated_pair import gated_pair
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.ops.sparse.packed_linear import packed_linear, packed_pair
 from sparsecomp.reference.attention.blocks import blocks_of
@@ -93,6 +94,10 @@ def sparse_layers(device: str) -> None:
         narrow = SparseLinear(NARROW.from_dense(weight))
         for taken in (x, x[:1], x[:5]):
             narrow(taken).sum().backward()
+            for kind in (NARROW, CSR):
+                values, pattern = IndexArrays.of(kind.from_dense(weight))
+                pair = values, pattern.arrays, taken[0, :37].contiguous()
+                gated_pair(taken, *pair, *pair, pattern.layout.written(), "silu")
         for matrix in matrices:
             layer = SparseLinear(matrix, torch.randn(37, device=device, dtype=dtype)).to(device)
             values, pattern = IndexArrays.of(layer.weight.matrix)

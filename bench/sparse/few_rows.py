@@ -19,6 +19,7 @@ from bench.timing import graph_ms, guarded
 from sparsecomp.formats import NARROW, SparseMatrix
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.epilogue import output_of
+from sparsecomp.lowering.sparse.gated_pair import PAIRS
 from sparsecomp.lowering.sparse.launcher import launcher_of
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import seconds
@@ -86,7 +87,7 @@ def _row(case: Case, weights: dict[str, SparseMatrix]) -> dict[str, Any]:
 
 def _time_format(row: dict[str, Any], name: str, weight: SparseMatrix, x: Tensor, exact: Tensor) -> None:
     calls: list[Callable[[], Tensor]] = []
-    for one in _copies_of(weight):
+    for one in copies_of(weight):
         values, arrays, layout = stored_by_rows(one)
         calls.append(partial(sparse_linear, x, values, arrays, layout.written()))
     found = calls[0]()
@@ -104,7 +105,8 @@ def copies(tensor: Tensor) -> list[Tensor]:
     return [tensor, *(tensor.clone() for _ in range(_count(tensor.nbytes) - 1))]
 
 
-def _copies_of(matrix: SparseMatrix) -> list[SparseMatrix]:
+def copies_of(matrix: SparseMatrix) -> list[SparseMatrix]:
+    """As `copies`, of all its arrays."""
     kind, arrays, shape = type(matrix), matrix.arrays.values(), matrix.shape
     return [kind(*(array.clone() for array in arrays), shape=shape) for _ in range(_count(matrix.nbytes))]
 
@@ -213,13 +215,18 @@ def _rotated(
 def _problems(
     case: Case, weights: dict[str, SparseMatrix], rotated: bool = False
 ) -> Iterator[tuple[Operation[Any], Any, tuple[Tensor | None, ...]]]:  # fmt: skip
-    """Operation, problem and tensors of each format, of each of its copies if they are to be rotated."""
+    """Operation, problem and tensors of each format, and of a gated pair in it; of each of its copies if they are to be
+    rotated."""
     x = torch.randn(case.rows, case.k, device="cuda", dtype=torch.float16)
     for matrix in weights.values():
-        for one in _copies_of(matrix) if rotated else [matrix]:
+        every = copies_of(matrix)
+        for one, other in zip(every, [*every[1:], every[0]], strict=True) if rotated else [every[:2]]:
             values, arrays, layout = stored_by_rows(one)
             out = torch.empty(case.rows, case.out, device="cuda", dtype=torch.float16).mT
             described = output_of(out, None, "row", None, "none", 1.0)
             launcher = launcher_of(layout)
             problem = launcher.problem_of(values, layout, x.mT, out, described, arrays[0].dtype, arrays[-1].dtype)
             yield launcher.operations(layout)[0], problem, (*arrays, values, x.mT, None, None, out)
+            second, others, _ = stored_by_rows(other)
+            gated = problem._replace(output=described._replace(activation="silu"))
+            yield PAIRS[layout.format], gated, (*arrays, values, *others, second, x.mT, None, None, out)

@@ -47,7 +47,7 @@ class SpmmNarrow(NamedTuple):
         dense: strides of dense.
         dtype, dense_dtype: of values and dense; kernels want the same.
         index_dtype: of `starts`.
-        distance: dtype of the distances.
+        distance: dtype of the distances; of a pair of weights see `lowering.sparse.gated_pair`.
         output: the output and its epilogue.
     """
 

@@ -23,9 +23,15 @@ def decide(product: Product, rivals: Decision) -> Decision | None:
     if p.n > OFFERED or p.device.type != "cuda" or p.trained or not takes_packed(p.k, p.n, p.dtype, order_for(p.n)):
         return None
     device, card = p.target or target_of(p.device)
-    problem = PackedLinear.of_layer(p.m, p.k, p.n, p.dtype, p.bias, p.residual, p.activation)
+    problem = packed_problem(p)
     time, kernel = fastest_candidate(PACKED_LINEAR.candidates(problem, device), problem, p, card)
     if not kernel:
         return None
     found = fastest({**rivals.seconds, kernel: p.waited(time)})
     return found if found.implementation == kernel else None
+
+
+def packed_problem(product: Product, pair: bool = False) -> PackedLinear:
+    """The layer, or a pair of such layers, as the kernels by packed positions see it."""
+    p = product
+    return PackedLinear.of_layer(p.m, p.k, p.n, p.dtype, p.bias, p.residual, p.activation, pair)

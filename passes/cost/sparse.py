@@ -272,21 +272,22 @@ def sparse_seconds(product: Product, device: Device, card: Card) -> tuple[float,
 
     Infinite if no kernel takes the product.
     """
-    forward, kernel = _product_time(product, device, card)
+    forward, kernel = product_time(product, device, card)
     if not product.trained or forward.device == inf:
         return product.waited(forward), kernel
     flipped = product._replace(
         layout=multiplied_as(product.layout, True), bias=False, residual=False, activation="none"
     )  # fmt: skip
-    backward, _ = _product_time(flipped, device, card)
+    backward, _ = product_time(flipped, device, card)
     rest = (
         backward, _reordering(product, card), _sampling_time(product, device, card), _by_autograd(product, 3)
     )  # fmt: skip
     return product.waited(forward.plus(*rest)), kernel
 
 
-def _product_time(product: Product, device: Device, card: Card) -> tuple[Time, str]:
-    operations, problem = _problem(product)
+def product_time(product: Product, device: Device, card: Card) -> tuple[Time, str]:
+    """Time and template of the best kernel for the product itself; infinite if there is none."""
+    operations, problem = problem_of(product)
     candidates = [one for operation in operations for one in operation.candidates(problem, device)]
     return fastest_candidate(candidates, problem, product, card, f"spmm_{product.layout.format}")
 
@@ -343,12 +344,12 @@ def _sampling_time(product: Product, device: Device, card: Card) -> Time:
 
 def _not_by_library(product: Product, device: Device) -> str:
     """For the report: why sparse tensor cores are out of the question for a 2:4 weight; nothing if they are not."""
-    (_, *libraries), problem = _problem(product)
+    (_, *libraries), problem = problem_of(product)
     reasons = [reason for library in libraries for reason in library.refusals(problem, device).values()]
     return "".join(f"; not on sparse tensor cores: {reason}" for reason in reasons)
 
 
-def _problem(product: Product) -> tuple[tuple[Operation[Any], ...], Any]:
+def problem_of(product: Product) -> tuple[tuple[Operation[Any], ...], Any]:
     """The product as launchers describe it, and the operations that can do it."""
     p = product
     entries = torch.empty(p.entries, dtype=p.dtype, device="meta")

@@ -68,6 +68,7 @@ class Why(Enum):
         "all its weights are read: frozen=True promises that they stay, and those of inputs that are zero are left out "
         "then; {detail}"
     )
+    PAIR_APART = "the gated pair stays two layers and their product: {detail}"
     MASKED_AS_WRITTEN = "the masked weight stays as it was written: {detail}"
     ATTENTION_AS_WRITTEN = "the attention stays as it was written: {detail}"
     MASK_NOT_FROZEN = (

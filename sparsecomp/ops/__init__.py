@@ -30,6 +30,7 @@ from sparsecomp.ops.masked.selective_step import selective_step
 from sparsecomp.ops.sparse import dense_copy as _dense_copy  # noqa: F401
 from sparsecomp.ops.sparse import dense_linear as _dense_linear  # noqa: F401
 from sparsecomp.ops.sparse import dense_weight as _dense_weight  # noqa: F401
+from sparsecomp.ops.sparse import gated_pair as _gated_pair  # noqa: F401
 from sparsecomp.ops.sparse import matrices as _matrices  # noqa: F401  (enters itself in sparsecomp.formats)
 from sparsecomp.ops.sparse import packed_linear as _packed_linear  # noqa: F401
 from sparsecomp.ops.sparse import row_products as _row_products  # noqa: F401  (its operators, for sparsecomp.formats)

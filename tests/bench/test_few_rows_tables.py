@@ -1,10 +1,10 @@
-"""The tables of layers of few rows and of generation, from rows as the benchmarks give them."""
+"""The tables of layers of few rows, of gated pairs and of generation, from rows as the benchmarks give them."""
 
 from importlib.util import find_spec
 
 import pytest
 
-from bench.sparse import few_rows, two_of_four
+from bench.sparse import few_rows, gated_pairs, two_of_four
 
 
 def test_layers_of_few_rows():
@@ -19,6 +19,18 @@ def test_layers_of_few_rows_of_two_of_four():
     rows = [{"layer": layer, "ms": {"dense": 0.03, "packed": 0.02, "ordinary": 0.06}}]
     assert two_of_four.table(rows).splitlines()[2:] == [
         "| 64x32 | float16 | 1 | 0.0300 | 0.0200 (1.50) | – | 0.0600 (0.50) |"
+    ]
+
+
+def test_gated_pairs():
+    pair = {"form": "NARROW", "out": 64, "k": 32, "zeros": 0.7, "rows": 1}
+    rows = [
+        {"pair": pair, "ms": {"stock": 0.06, "apart": 0.04, "pair": 0.03}, "estimate, ms": {"apart": 3.0, "pair": 2.0}},
+        {"pair": pair, "ms": {"stock": 0.06, "apart": 0.04}, "estimate, ms": {}},
+    ]
+    assert gated_pairs.table(rows).splitlines()[2:] == [
+        "| 64x32 | NARROW | 70% | 1 | 0.0600 | 0.0400 (1.50) | 0.0300 (2.00) | 1.33 | 1.50 |",
+        "| 64x32 | NARROW | 70% | 1 | 0.0600 | 0.0400 (1.50) | – | – | – |",
     ]
 
 

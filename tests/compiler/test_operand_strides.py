@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 import sparsecomp.ops
 from sparsecomp.attention import blocks_of, elements_of_mask
-from sparsecomp.formats import CSR
+from sparsecomp.formats import CSR, NARROW
 from sparsecomp.ops.attention.masked_decode import kept_range
 from sparsecomp.ops.sparse import dense_copy
 from sparsecomp.reference.digits import SPREAD
@@ -303,6 +303,17 @@ def _packed_linear():
 @example("packed_pair")
 def _packed_pair():
     return torch.randn(5, 12), *packed(), torch.randn(4), *packed(), torch.randn(4), "silu"
+
+
+@example("gated_pair csr", "gated_pair narrow")
+def _gated_pair(which=""):
+    kept = [torch.randn(6, 9) * (torch.rand(6, 9) < 0.5) for _ in range(2)]
+    (values, pattern), (other, other_pattern) = (
+        IndexArrays.of((CSR if which == "csr" else NARROW).from_dense(one)) for one in kept
+    )
+    arrays, others = list(pattern.arrays), list(other_pattern.arrays)
+    layout = pattern.layout.written()
+    return torch.randn(5, 9), values, arrays, torch.randn(6), other, others, torch.randn(6), layout, "silu"
 
 
 def attended() -> tuple[list[Tensor], Tensor]:

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from sparsecomp.errors import FormatError
 from sparsecomp.formats import NM
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.nn import SparseLinear
-from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, decide
 from sparsecomp.reference.patterns import Layout
 
@@ -316,88 +313,6 @@ def test_what_is_added_has_the_shape_of_the_result(device):
         pair.direct_cuda(x, *weight, bias, *weight, bias[:2], "none")
 
 
-class Gated(nn.Module):
-    """A gated pair of 2:4 layers."""
-
-    def __init__(self, rows: int, cols: int, biased: tuple[bool, bool] = (False, False)) -> None:
-        super().__init__()
-        self.gate, self.up = (
-            SparseLinear(
-                NM.from_dense(pruned(rows, cols + 4 * which, torch.float16)[:, :cols].contiguous(), n=2, m=4),
-                torch.randn(rows).half() if biased[which] else None, requires_grad=False,
-            )
-            for which in range(2)
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(x) * F.silu(self.gate(x))
-
-    def exact(self, x: Tensor) -> Tensor:
-        """In float64."""
-        up, gate = (
-            F.linear(
-                x.double(), one.weight.detach().to_dense().double(), None if one.bias is None else one.bias.double()
-            )
-            for one in (self.up, self.gate)
-        )  # fmt: skip
-        return up * F.silu(gate)
-
-
-@pytest.fixture
-def packed_anyhow(monkeypatch):
-    """Layers that are small enough for a test are packed too."""
-    always = Decision("packed_row", "asked for")
-    monkeypatch.setattr("sparsecomp.passes.sparse.packed.decide", lambda product, rivals: always)
-
-
-@needs_triton
-@pytest.mark.parametrize(("biased", "fused"), [((False, False), True), ((True, True), True), ((True, False), False)])
-def test_a_gated_pair_is_one_launch(biased, fused, packed_anyhow):
-    """As for an H200, run op by op on a CPU."""
-    torch.manual_seed(0)
-    model, x = Gated(24, 40, biased), torch.randn(2, 1, 40).half()
-    out, report, code = rewritten_for("h200", model, x, frozen=True, verify=True)
-    assert code.count("packed_linear.default") == (0 if fused else 2)
-    found = [one.implementation for one in report.sites]
-    assert found == ["packed copy", "packed copy", *(["packed pair"] if fused else [])]
-    exact = model.exact(x)
-    assert out.shape == exact.shape and (out - exact).norm() <= 2e-3 * exact.norm()
-
-
-class Apart(Gated):
-    """A pair that is multiplied in another way."""
-
-    def __init__(self, how: Callable[[Gated, Tensor], Any]) -> None:
-        super().__init__(24, 40)
-        self.how = how
-
-    def forward(self, x: Tensor) -> Any:
-        return self.how(self, x)
-
-
-def twice(model: Gated, x: Tensor) -> tuple[Tensor, Tensor]:
-    up = model.up(x)
-    return up * F.silu(model.gate(x)), up
-
-
-def of_another(model: Gated, x: Tensor) -> Tensor:
-    return model.up(x) * F.silu(model.gate(x + 1))
-
-
-def written(model: Gated, x: Tensor) -> tuple[Tensor, Tensor]:
-    x = x * 2
-    up, gate = model.up(x), F.silu(model.gate(x))
-    x.add_(1)
-    return up * gate, x
-
-
-@needs_triton
-@pytest.mark.parametrize("how", [twice, of_another, written])
-def test_what_else_reads_a_layer_keeps_a_pair_apart(how, packed_anyhow):
-    _, report, _ = rewritten_for("h200", Apart(how), torch.randn(1, 40).half(), frozen=True)
-    assert [one.implementation for one in report.sites] == ["packed copy", "packed copy"]
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("rows", [1, 4, 8])
@@ -436,21 +351,3 @@ def test_compiled_layers_follow_their_weights():
     assert report is not None
     (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
     assert site.implementation == "packed copy"
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_compiled_pair_follows_its_weights(biased):
-    torch.compiler.reset()
-    model = Gated(11008, 4096, (biased, biased)).cuda()
-    compiled = torch.compile(model, backend="sparsecomp", options={"frozen": True, "mode": "reduce-overhead"})
-    with torch.no_grad():
-        for step in range(3):
-            x = torch.randn(1, 4096, device="cuda").half()
-            exact = model.exact(x)
-            assert (compiled(x) - exact).norm() <= 2e-3 * exact.norm()
-            if step == 1:
-                model.up.values.mul_(2)
-    report = sparsecomp.last_report()
-    assert report is not None and [one.implementation for one in report.sites][-1] == "packed pair"

@@ -135,6 +135,8 @@ PROBLEMS: dict[str, list[Any]] = {
         *(_narrow(n) for n in (1, 2, 5, 16)), _narrow(1, dense=Strides(0, 3, 1)), _narrow(1, distance="int16"),
         _narrow(3, index_dtype="int64"), _narrow(1, nnz=0),
     ],
+    "narrow_pair": [_narrow(1), _narrow(5), _narrow(1, distance="uint8+int16")],
+    "csr_pair": [_spmm_csr("columns", n=7, batch=1), _spmm_csr("columns", n=64, batch=1, m=1)],
     "packed_linear": [
         _packed(1), _packed(8, "bfloat16"), _packed(1, pair=True), _packed(7, pair=True), _packed(3, k=1024),
         _packed(2, m=1), _packed(1, k=1101), _packed(1, output=FINISHED), _packed(1, order="fragments"),

@@ -51,6 +51,26 @@ FINISH = (finish, after_activation)
 
 
 @triton.jit
+def finish_pair(
+    acc, other, bias_ptr, other_bias_ptr, out_ptr, rows, cols, mask, out_m, out_n, ACTIVATION: tl.constexpr
+):
+    """out[rows, cols] = activation(acc + bias) · (other + other_bias) under `mask`, rounded once; both sums are float32
+    (rows, cols), a bias is (M,) or None."""
+    m = rows.to(tl.int64)[:, None]
+    n = cols.to(tl.int64)[None, :]
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + m, mask=mask, other=0.0).to(tl.float32)
+    if other_bias_ptr is not None:
+        other += tl.load(other_bias_ptr + m, mask=mask, other=0.0).to(tl.float32)
+    value = after_activation(acc, ACTIVATION) * other
+    tl.store(out_ptr + m * out_m + n * out_n, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+FINISH_PAIR = (finish_pair, after_activation)
+"""What `finish_pair` is made of."""
+
+
+@triton.jit
 def flag(acc, mask, bad_ptr):
     """bad[program] = whether a sum under `mask` is not finite, as int8; nothing if bad is None."""
     if bad_ptr is not None:

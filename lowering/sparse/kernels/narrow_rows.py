@@ -87,6 +87,40 @@ def _terms(acc, value, column, left, dense_ptr, dense_k, E: tl.constexpr, BN: tl
 
 
 @triton.jit
+def opened(
+    starts_ptr, chunks_ptr, bases_ptr, indices_ptr, values_ptr, first, M, ROWS: tl.constexpr, E: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The stream of ROWS rows from `first` on: the end of them all, and where it stands as `walked_row` takes it."""
+    at = tl.load(starts_ptr + first)
+    end = tl.load(starts_ptr + first + 1)
+    chunk = tl.load(chunks_ptr + first)
+    last_chunk = tl.load(chunks_ptr + first + 1)
+    limit = tl.load(starts_ptr + tl.minimum(first + ROWS, M))
+    value, column = _step(values_ptr, indices_ptr, bases_ptr, at, chunk, limit, E, CHUNK)
+    return limit, at, end, chunk, last_chunk, value, column
+
+
+@triton.jit
+def walked_row(
+    bases_ptr, indices_ptr, values_ptr, dense_ptr, dense_k, limit, at, end, chunk, last_chunk, value, column,
+    BN: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The sums of a row that ends at `end`, by columns of dense, and where the stream stands behind it."""
+    if BN == 1:
+        acc = tl.zeros((E,), tl.float32)
+    else:
+        acc = tl.zeros((E, BN), tl.float32)
+    while at < end:
+        after = tl.minimum(at + E, end)
+        chunk = tl.minimum(chunk + E // CHUNK, last_chunk)
+        next_value, next_column = _step(values_ptr, indices_ptr, bases_ptr, after, chunk, limit, E, CHUNK)
+        acc = _terms(acc, value, column, end - at, dense_ptr, dense_k, E, BN)
+        at, value, column = after, next_value, next_column
+    return tl.sum(acc, 0), at, chunk, value, column
+
+
+@triton.jit
 def narrow_rows_kernel(
     starts_ptr, chunks_ptr, bases_ptr, indices_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
     M, N, dense_k, out_b, out_m, out_n, res_b, res_m, res_n, scale,
@@ -96,27 +130,17 @@ def narrow_rows_kernel(
     """ROWS rows, E values a step; dense is (K, BN) where BN is not 1."""
     first = tl.program_id(0) * ROWS
     cols = tl.arange(0, BN)
-    at = tl.load(starts_ptr + first)
-    end = tl.load(starts_ptr + first + 1)
-    chunk = tl.load(chunks_ptr + first)
-    last_chunk = tl.load(chunks_ptr + first + 1)
-    limit = tl.load(starts_ptr + tl.minimum(first + ROWS, M))
-    value, column = _step(values_ptr, indices_ptr, bases_ptr, at, chunk, limit, E, CHUNK)
+    limit, at, end, chunk, last_chunk, value, column = opened(
+        starts_ptr, chunks_ptr, bases_ptr, indices_ptr, values_ptr, first, M, ROWS, E, CHUNK
+    )
     for row in range(first, tl.minimum(first + ROWS, M)):
         ahead = tl.minimum(row + 2, M)
         next_end = tl.load(starts_ptr + ahead)
         next_last_chunk = tl.load(chunks_ptr + ahead)
-        if BN == 1:
-            acc = tl.zeros((E,), tl.float32)
-        else:
-            acc = tl.zeros((E, BN), tl.float32)
-        while at < end:
-            after = tl.minimum(at + E, end)
-            chunk = tl.minimum(chunk + E // CHUNK, last_chunk)
-            next_value, next_column = _step(values_ptr, indices_ptr, bases_ptr, after, chunk, limit, E, CHUNK)
-            acc = _terms(acc, value, column, end - at, dense_ptr, dense_k, E, BN)
-            at, value, column = after, next_value, next_column
-        total = tl.sum(acc, 0)
+        total, at, chunk, value, column = walked_row(
+            bases_ptr, indices_ptr, values_ptr, dense_ptr, dense_k, limit, at, end, chunk, last_chunk, value, column,
+            BN, E, CHUNK,
+        )  # fmt: skip
         rows = row + tl.zeros((1,), tl.int32)
         finish(
             total + tl.zeros((1, BN), tl.float32), bias_ptr, residual_ptr, out_ptr, 0, rows, cols, (cols < N)[None, :],
@@ -167,13 +191,24 @@ def _prepare(problem: SpmmNarrow, config: Config) -> Launch | Launches:
         narrow_rows_kernel, (triton.cdiv(p.m, config["ROWS"]),), (p.m, p.n, p.dense.row, *p.output.numbers),
         constants, num_warps=config["warps"],
     )  # fmt: skip
+    return behind_transpose(p, bn, product, 5, 9)
+
+
+def behind_transpose(problem: SpmmNarrow, bn: int, product: Launch, dense: int, tensors: int) -> Launch | Launches:
+    """A product that reads dense as (K, `bn`): several columns are transposed first.
+
+    Args:
+        dense: which of so many `tensors` of the product dense is.
+    """
+    p = problem
     if bn == 1:
         return product
     transpose = Launch(
         transpose_kernel, (triton.cdiv(p.k, _TRANSPOSED),), (p.n, p.k, *p.dense[1:]), {"BK": _TRANSPOSED, "BN": bn},
         num_warps=4,
     )  # fmt: skip
-    steps = [Step(transpose, (5, 9)), Step(product, (0, 1, 2, 3, 4, 9, 6, 7, 8))]
+    takes = tuple(tensors if place == dense else place for place in range(tensors))
+    steps = [Step(transpose, (dense, tensors)), Step(product, takes)]
     return Launches([((p.k, bn), getattr(torch, p.dense_dtype))], steps)
 
 
@@ -189,16 +224,26 @@ _far = sum(abs(sympy.log(one / usual)) for one, usual in ((_rows, _usual_rows), 
 _columns = sympy.Max(1, 0.2 * _bn)
 """What the columns of dense, each a load and a sum a value, take: up to five nothing."""
 
+WALK = (_step, _unsigned, _terms, opened, walked_row, transpose_kernel)
+"""What a kernel that walks rows is made of."""
+
+
+def stream_seconds(rows: sympy.Expr, entries: sympy.Expr) -> sympy.Expr:
+    """Seconds to walk so many rows with so many values.
+
+    Not by bytes: a program waits for a step and the next, and takes what is in flight at most.
+    """
+    return (entries * _columns / _values + rows * (1 + _bn / 6) / _lines) / _processors * (1 + _far / 10)
+
+
 NARROW_ROWS = Template(
     name="narrow_rows",
     op="spmm_narrow",
-    sources=(narrow_rows_kernel, transpose_kernel, _step, _unsigned, _terms, *FINISH),
+    sources=(narrow_rows_kernel, *WALK, *FINISH),
     refuse=_refuse,
     space=_space,
-    # not by bytes: a program waits for a step and the next, and takes what is in flight at most
     cost=Cost(
-        bytes=sympy.Integer(0), launches=sympy.Piecewise((1, _n <= 1), (2, True)),
-        seconds=(_nnz * _columns / _values + _m * (1 + _bn / 6) / _lines) / _processors * (1 + _far / 10),
+        bytes=sympy.Integer(0), launches=sympy.Piecewise((1, _n <= 1), (2, True)), seconds=stream_seconds(_m, _nnz)
     ),
     prepare=_prepare,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, after_activation, finish
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, FINISH_PAIR, finish, finish_pair
 from sparsecomp.lowering.sparse.kernels.packed_row import number_of
 from sparsecomp.lowering.sparse.packed_linear import TILE, TURN, PackedLinear
 from sparsecomp.lowering.tuning.cost import Cost, sizes
@@ -193,15 +193,9 @@ def packed_fragments_kernel(
         other = _total(
             sums, other_values_ptr, other_positions_ptr, x_ptr, rows, cols, M, N, groups, turns, TILES, num_warps
         )
-        if bias_ptr is not None:
-            total += gl.load(bias_ptr + rows, mask=rows < M, other=0.0).to(gl.float32)[:, None]
-        if other_bias_ptr is not None:
-            other += gl.load(other_bias_ptr + rows, mask=rows < M, other=0.0).to(gl.float32)[:, None]
-        total = after_activation(total, ACTIVATION) * other
-        finish(
-            total, None, residual_ptr, out_ptr, 0, rows, cols, mask,
-            out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, "none",
-        )  # fmt: skip
+        finish_pair(
+            total, other, bias_ptr, other_bias_ptr, out_ptr, rows, cols, mask, out_m, out_n, ACTIVATION
+        )
     else:
         finish(
             total, bias_ptr, residual_ptr, out_ptr, 0, rows, cols, mask,
@@ -246,7 +240,7 @@ PACKED_FRAGMENTS = Template(
     op="packed_linear",
     sources=(
         packed_fragments_kernel, _in_ptx, _fragments, _finished, _along, _axis, _load, _products, _sums, _gathered,
-        _total, number_of, *FINISH,
+        _total, number_of, *FINISH, *FINISH_PAIR,
     ),
     refuse=_refuse,
     space=_space,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, after_activation, finish
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, FINISH_PAIR, finish, finish_pair
 from sparsecomp.lowering.sparse.packed_linear import LANES, STEPS, PackedLinear
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -107,15 +107,9 @@ def packed_row_kernel(
             other_values_ptr, other_positions_ptr, x_ptr, rows, M, groups, words, turns, EVEN, ROWS, BLOCKS, LANES,
             STEPS,
         )  # fmt: skip
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
-        if other_bias_ptr is not None:
-            other += tl.load(other_bias_ptr + rows, mask=rows < M, other=0.0).to(tl.float32)
-        total = after_activation(total, ACTIVATION) * other
-        finish(
-            total[:, None], None, residual_ptr, out_ptr, 0, rows, one, mask,
-            out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, "none",
-        )  # fmt: skip
+        finish_pair(
+            total[:, None], other[:, None], bias_ptr, other_bias_ptr, out_ptr, rows, one, mask, out_m, out_n, ACTIVATION
+        )
     else:
         finish(
             total[:, None], bias_ptr, residual_ptr, out_ptr, 0, rows, one, mask,
@@ -167,6 +161,7 @@ PACKED_ROW = Template(
     op="packed_linear",
     sources=(
         packed_row_kernel, _row_sums, _place, _following, _load_groups, number_of, _term, _terms, *FINISH,
+        *FINISH_PAIR,
     ),
     refuse=_refuse,
     space=_space,

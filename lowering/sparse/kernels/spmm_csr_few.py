@@ -20,6 +20,35 @@ _MOST_COLUMNS = 64
 
 
 @triton.jit
+def gathered_sums(
+    crow_ptr, col_ptr, values_ptr, column_ptr, dense_k, rows, inside, M,
+    FILLED: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Sums (BR, BN) of `rows` with the columns of dense that begin at `column_ptr`, those `inside`."""
+    begin = tl.load(crow_ptr + rows, mask=rows < M, other=0)
+    end = tl.load(crow_ptr + rows + 1, mask=rows < M, other=0)
+    acc = tl.zeros((BR, BN, E), tl.float32)
+    at = begin[:, None] + tl.arange(0, E)[None, :]
+    ok = at < end[:, None]
+    k = tl.load(col_ptr + at, mask=ok, other=0)
+    v = tl.load(values_ptr + at, mask=ok, other=0.0)
+    for _ in range(0, tl.max(end - begin, 0), E):
+        at += E
+        next_ok = at < end[:, None]
+        next_k = tl.load(col_ptr + at, mask=next_ok, other=0)
+        next_v = tl.load(values_ptr + at, mask=next_ok, other=0.0)
+        if FILLED:
+            ok = ok & (v != 0.0)
+        place = column_ptr[None, :, None] + (k.to(tl.int64) * dense_k)[:, None, :]
+        d = tl.load(place, mask=ok[:, None, :] & inside[None, :, None], other=0.0)
+        acc += v.to(tl.float32)[:, None, :] * d.to(tl.float32)
+        k = next_k
+        v = next_v
+        ok = next_ok
+    return tl.sum(acc, 2)
+
+
+@triton.jit
 def spmm_csr_few_kernel(
     crow_ptr, col_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
     M, N, values_b, dense_b, dense_k, dense_n, out_b, out_m, out_n, res_b, res_m, res_n, scale,
@@ -34,31 +63,13 @@ def spmm_csr_few_kernel(
     batch = (slab // col_blocks).to(tl.int64)
     cols = (slab % col_blocks) * BN + tl.arange(0, BN)
     rows = pid % blocks * BR + tl.arange(0, BR)
-    begin = tl.load(crow_ptr + rows, mask=rows < M, other=0)
-    end = tl.load(crow_ptr + rows + 1, mask=rows < M, other=0)
-    column = dense_ptr + batch * dense_b + cols.to(tl.int64) * dense_n
-    inside = (cols < N)[None, :, None]
-    acc = tl.zeros((BR, BN, E), tl.float32)
-    at = begin[:, None] + tl.arange(0, E)[None, :]
-    ok = at < end[:, None]
-    k = tl.load(col_ptr + at, mask=ok, other=0)
-    v = tl.load(values_ptr + batch * values_b + at, mask=ok, other=0.0)
-    for _ in range(0, tl.max(end - begin, 0), E):
-        at += E
-        next_ok = at < end[:, None]
-        next_k = tl.load(col_ptr + at, mask=next_ok, other=0)
-        next_v = tl.load(values_ptr + batch * values_b + at, mask=next_ok, other=0.0)
-        if FILLED:
-            ok = ok & (v != 0.0)
-        place = column[None, :, None] + (k.to(tl.int64) * dense_k)[:, None, :]
-        d = tl.load(place, mask=ok[:, None, :] & inside, other=0.0)
-        acc += v.to(tl.float32)[:, None, :] * d.to(tl.float32)
-        k = next_k
-        v = next_v
-        ok = next_ok
+    column_ptr = dense_ptr + batch * dense_b + cols.to(tl.int64) * dense_n
+    total = gathered_sums(
+        crow_ptr, col_ptr, values_ptr + batch * values_b, column_ptr, dense_k, rows, cols < N, M, FILLED, BR, BN, E
+    )
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     finish(
-        tl.sum(acc, 2), bias_ptr, residual_ptr, out_ptr, batch, rows, cols, mask,
+        total, bias_ptr, residual_ptr, out_ptr, batch, rows, cols, mask,
         out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
     )  # fmt: skip
 
@@ -95,7 +106,7 @@ _m, _k, _n, _batch, _nnz, _variation, _itemsize = sizes("m k n batch nnz variati
 SPMM_CSR_FEW = Template(
     name="spmm_csr_few",
     op="spmm_csr",
-    sources=(spmm_csr_few_kernel, *FINISH),
+    sources=(spmm_csr_few_kernel, gathered_sums, *FINISH),
     refuse=_refuse,
     space=_space,
     cost=Cost(

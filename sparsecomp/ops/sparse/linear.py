@@ -117,7 +117,7 @@ def _reference(x, values, pattern, bias, residual, layout, transpose, activation
     layout = Layout.read(layout)
     if not layout.plain:
         return by_rows(partial(run_spmm, "cpu"), x, values, pattern, bias, residual, layout, transpose, activation)
-    shape = _result_shape(x, values, pattern, bias, residual, layout, transpose)
+    shape = result_shape(x, values, pattern, bias, residual, layout, transpose)
     wide, matrix = accumulator(x.dtype), without_spare(compressed(values, pattern, layout, transpose))
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     with without_autocast(x):
@@ -133,7 +133,7 @@ def _cuda(x, values, pattern, bias, residual, layout, transpose, activation, ker
         out = _launched(x, values, pattern, bias, residual, *how, kernel)
         if out is not None:
             return out
-    _result_shape(x, values, pattern, bias, residual, how[0], transpose)
+    result_shape(x, values, pattern, bias, residual, how[0], transpose)
     return by_rows(partial(run_spmm, "cuda"), x, values, pattern, bias, residual, *how)
 
 
@@ -192,10 +192,10 @@ def _fake_gradient(x, grad, pattern, layout, transpose):
 
 
 def _fake(x, values, pattern, bias, residual, layout, transpose, activation, kernel):
-    return x.new_empty(_result_shape(x, values, pattern, bias, residual, Layout.read(layout), transpose))
+    return x.new_empty(result_shape(x, values, pattern, bias, residual, Layout.read(layout), transpose))
 
 
-def _result_shape(x, values, pattern, bias, residual, layout: Layout, transpose) -> tuple[int, ...]:
+def result_shape(x, values, pattern, bias, residual, layout: Layout, transpose) -> tuple[int, ...]:
     """Shape of the result, after all checks that look at no contents."""
     check_pattern(values, pattern, layout)
     m, k = layout.shape[::-1] if transpose else layout.shape

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, implement, library
+from sparsecomp.ops.sparse.gated_pair import check_biases
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.reference.patterns import Layout
 
@@ -113,11 +114,7 @@ def _pair(
 def _pair_cuda(
     x, values, indices, positions, bias, other_values, other_indices, other_positions, other_bias, activation
 ):  # fmt: skip
-    kinds = [None if one is None else (one.dtype, one.shape) for one in (bias, other_bias)]
-    if kinds[0] != kinds[1]:
-        raise FormatError(
-            "one weight of a pair has a bias that the other has not, or of another dtype or shape: both or none"
-        )
+    check_biases(bias, other_bias)
     other = (other_values, other_positions, other_bias)
     out = _launched(x, values, positions, bias, None, activation, other)
     if out is not None:

@@ -1,0 +1,53 @@
+"""Whether a gated pair of sparse layers is faster as one launch than as two and the product of what they give."""
+
+from typing import Any
+
+from sparsecomp.lowering.sparse.gated_pair import PAIRS
+from sparsecomp.lowering.sparse.packed_linear import PACKED_LINEAR
+from sparsecomp.lowering.tuning import host
+from sparsecomp.lowering.tuning.cards import Card
+from sparsecomp.lowering.tuning.ceilings import target_of
+from sparsecomp.lowering.tuning.host import Time
+from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.passes.cost.decision import Decision, fastest
+from sparsecomp.passes.cost.packed_linear import packed_problem
+from sparsecomp.passes.cost.sparse import Product, fastest_candidate, problem_of, product_time
+
+
+def decide(gate: Product, up: Product) -> Decision:
+    """The pair's kernel, or `dense`, which stands for both layers apart, if that is not slower by estimate.
+
+    Args:
+        gate, up: of one kind; one of 2:4 is multiplied by packed positions.
+    """
+    device, card = gate.target or target_of(gate.device)
+    operation, problem = _pair(gate, up)
+    together, kernel = fastest_candidate(operation.candidates(problem, device), problem, gate, card)
+    if not kernel:
+        return Decision("dense", "; ".join(operation.refusals(problem, device).values()))
+    alone = [_alone(one, device, card) for one in (gate, up)]
+    apart = alone[0].plus(alone[1], _multiplying(gate, card))
+    # both layers' shares of a call: the pair's products are one fewer, and a call takes as long besides
+    besides = 2 * host.besides(gate.trained, gate.products)
+    seconds = {name: time.waited(gate.replayed, besides) for name, time in (("dense", apart), (kernel, together))}
+    return fastest(seconds, rival="as two launches and their product")
+
+
+def _pair(gate: Product, up: Product) -> tuple[Operation[Any], Any]:
+    if gate.layout.format == "nm":
+        return PACKED_LINEAR, packed_problem(gate, pair=True)
+    _, problem = problem_of(gate._replace(entries=(gate.entries + up.entries + 1) // 2))
+    return PAIRS[gate.layout.format], problem
+
+
+def _alone(product: Product, device: Any, card: Card) -> Time:
+    if product.layout.format != "nm":
+        return product_time(product, device, card)[0]
+    problem = packed_problem(product)
+    return fastest_candidate(PACKED_LINEAR.candidates(problem, device), problem, product, card)[0]
+
+
+def _multiplying(product: Product, card: Card) -> Time:
+    """To read what two layers gave and write their product, a kernel of Inductor's."""
+    traffic = 3 * product.m * product.n * product.dtype.itemsize
+    return Time(traffic / card.bandwidth + card.launch, host.LAUNCH)
