@@ -16,6 +16,7 @@ from sparsecomp.lowering.launch.watch import allocate
 from sparsecomp.lowering.sparse.launcher import launcher_of, multiplied_as
 from sparsecomp.lowering.sparse.sddmm import SDDMM, weight_gradient
 from sparsecomp.lowering.sparse.semi_structured import refusal
+from sparsecomp.reference.frozen import are_frozen
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -44,6 +45,7 @@ def layer_product(
         x.device, x.shape, x.dtype, values.shape, values.dtype, own[0].dtype, own[layout.own - 1].dtype,
         None if bias is None else (bias.dtype, bias.shape),
         None if residual is None else (residual.dtype, residual.shape), layout, activation, kernel, filled,
+        layout.format == "nm" and are_frozen(),
     )  # fmt: skip
     if launch is None:
         return None
@@ -60,7 +62,7 @@ def layer_product(
 def _product(
     device: torch.device, x_shape: torch.Size, x_dtype: torch.dtype, stored: torch.Size, dtype: torch.dtype,
     index: torch.dtype, last: torch.dtype, bias: _Kind | None, residual: _Kind | None, layout: Layout, activation: str,
-    kernel: str, filled: bool,
+    kernel: str, filled: bool, promised: bool,
 ) -> _Launch | None:  # fmt: skip
     (rows, columns), count = layout.shape, x_shape[:-1].numel()
     beside = ((bias, (rows,)), (residual, (*x_shape[:-1], rows)))
@@ -78,7 +80,7 @@ def _product(
     kinds = (index,) if layout.own < 3 else (index, last)
     problem = launcher.problem_of(values, layout, dense, out, described, *kinds)
     own, *libraries = launcher.operations(layout)
-    if libraries and kernel != own.name and refusal(problem, device) is None:
+    if libraries and kernel != own.name and refusal(problem._replace(guarded=not promised), device) is None:
         return None
     if not own.candidates(problem, device_of(device)):
         return None

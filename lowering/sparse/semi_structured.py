@@ -63,17 +63,17 @@ def spmm_semi_structured(
     if any(tensor is not None and tensor.data_ptr() % 16 for tensor in tensors) or not indices.is_contiguous():
         return False
     described = output_of(out, bias, bias_axis, residual, activation, scale)
-    (m, width), (k, n) = values.shape, dense.shape
+    (m, width), (k, n), promised = values.shape, dense.shape, are_frozen()
     problem = SpmmNM(
         m, k, n, 1, 2, 4, 0, values.stride(0), width, strides_of(dense), dtype_name(values),
-        dtype_name(dense), described,
+        dtype_name(dense), described, not promised,
     )  # fmt: skip
     where = problem, values.device
     if width != 2 * problem.groups or refusal(*where) is not None or (refused_late and where in refused_late):
         return False
     do_not_note()
     copy = MEMO.of(copied, (values, indices), "guarded")
-    kept = copy.fingerprint if copy.filled or not are_frozen() else None
+    kept = copy.fingerprint if copy.filled or not promised else None
     try:
         dispatch.launch(SEMI_STRUCTURED, problem, values, indices, copy.compressed, kept, dense, bias, residual, out)
     except LibraryError as error:  # such as an algorithm, tuned for sizes much like these, that does not take them
@@ -142,19 +142,21 @@ def dense_weight(values: Tensor, indices: Tensor) -> Tensor:
 def _signature(problem: SpmmNM, device: Device) -> KernelSignature:
     version = ".".join(map(str, cusparselt.loaded_library().version))
     found = SPMM_NM.signature(problem, device)
-    return replace(found, op="semi_structured", parameters=(*found.parameters, ("cusparselt", version)))
+    unguarded = () if problem.guarded else (("guarded", 0),)
+    return replace(found, op="semi_structured", parameters=(*found.parameters, ("cusparselt", version), *unguarded))
 
 
 def _representative(signature: KernelSignature) -> SpmmNM:
     assert SPMM_NM.representative is not None
-    return SPMM_NM.representative(signature)
+    return SPMM_NM.representative(signature)._replace(guarded="guarded" not in dict(signature.parameters))
 
 
 def _operands(problem: SpmmNM, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     assert SPMM_NM.operands is not None
     values, indices, *others = SPMM_NM.operands(problem, device, seed)
     assert values is not None and indices is not None
-    return values[0], indices, *copied(values[0], indices)[:2], *others
+    copy = copied(values[0], indices)
+    return values[0], indices, copy.compressed, copy.fingerprint if problem.guarded else None, *others
 
 
 def _reference(problem: SpmmNM, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:

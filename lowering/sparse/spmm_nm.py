@@ -39,6 +39,7 @@ class SpmmNM(NamedTuple):
         dense: strides of dense.
         dtype, dense_dtype: of values and dense; kernels want the same.
         output: the output and its epilogue.
+        guarded: whether a library that multiplies a copy of S looks in each call if that still holds.
     """
 
     m: int
@@ -54,6 +55,7 @@ class SpmmNM(NamedTuple):
     dtype: str
     dense_dtype: str
     output: Output
+    guarded: bool = True
 
     @property
     def groups(self) -> int:

@@ -21,6 +21,7 @@ from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.passes.cost import cpu as cpu_cost
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.dense import DenseWork, time_of
+from sparsecomp.reference.frozen import are_frozen
 from sparsecomp.reference.patterns import Layout, stored_shape
 from sparsecomp.reference.precision import KERNEL_DTYPES
 from sparsecomp.report import Estimate
@@ -361,4 +362,7 @@ def problem_of(product: Product) -> tuple[tuple[Operation[Any], ...], Any]:
     dtypes = (p.dtype if p.bias else None, p.dtype if p.residual else None)
     described = described_output(out, "row" if p.linear else "column", *dtypes, p.activation)
     launcher = launcher_of(p.layout)
-    return launcher.operations(p.layout), launcher.problem_of(values, p.layout, dense, out, described)
+    operations, problem = launcher.operations(p.layout), launcher.problem_of(values, p.layout, dense, out, described)
+    if len(operations) > 1:
+        problem = problem._replace(guarded=not are_frozen())
+    return operations, problem

@@ -26,7 +26,7 @@ from sparsecomp.lowering.sparse import cusparselt, semi_structured
 from sparsecomp.lowering.sparse.cusparselt import Algorithm, Matmul, MatmulPlan
 from sparsecomp.lowering.sparse.semi_structured import SEMI_STRUCTURED, spmm_semi_structured
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
-from sparsecomp.lowering.tuning import autotune
+from sparsecomp.lowering.tuning import autotune, host
 from sparsecomp.lowering.tuning.cards import H100
 from sparsecomp.lowering.tuning.trial import fault, relative_error
 from sparsecomp.nn import SparseLinear
@@ -472,6 +472,47 @@ def test_sparse_tensor_cores_pay_for_large_products_only(library):
     assert sparse_cost.compare(linear_of(512, 64), CARD, H100).implementation != "cusparselt"
     single = sparse_cost.compare(linear_of(4096, 4096, torch.float32), CARD, H100)
     assert "not on sparse tensor cores: float32 times float32" in single.reason
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_under_a_promise_the_estimate_counts_no_guard(library, replayed):
+    """Which reads values and indices in each call, in a launch of its own, and ends in another."""
+    layer = linear_of(4096, 1024)._replace(replayed=replayed, products=10**9)
+    guarded, name = sparse_cost.product_time(layer, CARD, H100)
+    with ops.frozen_weights():
+        alone, same = sparse_cost.product_time(layer, CARD, H100)
+        assert semi_structured.refusal(problem(guarded=False), torch.device("cpu")) is None
+    assert name == same == "cusparselt"
+    read = 4096 * 2048 * (2 + 1) / H100.bandwidth
+    assert guarded.device - alone.device == pytest.approx(read + 2 * H100.launch, rel=1e-6)
+    assert guarded.host - alone.host == pytest.approx(0.0 if replayed else 2 * host.LAUNCH)
+
+
+def test_a_promise_is_asked_for_where_kernels_are_chosen(monkeypatch):
+    """64 rows of a small layer: the guard takes longer than the library saves."""
+    installed(monkeypatch)
+    monkeypatch.setattr(semi_structured, "device_of", lambda device: CARD)
+    monkeypatch.setattr(semi_structured, "card_of", lambda device: H100)
+    monkeypatch.setattr(semi_structured, "MEMO", Memo())
+    forget()
+    case = Case("cpu", 1024, 1024, 64, filled=False)
+    monkeypatch.setattr(dispatch, "launch", lambda operation, given, *tensors: launched.append(given.guarded))
+    launched: list[bool] = []
+    assert not case.run()
+    with ops.frozen_weights():
+        assert case.run()
+    assert not case.run() and launched == [False]
+    forget()
+
+
+def test_times_without_a_guard_are_kept_apart(library):
+    """So is what is timed: the operands hold no fingerprint to compare with."""
+    given = problem(m=64, k=2048, n=16, guarded=False)
+    signature = SEMI_STRUCTURED.signature(given, CARD)
+    assert signature.key != SEMI_STRUCTURED.signature(given._replace(guarded=True), CARD).key
+    assert SEMI_STRUCTURED.representative(signature).guarded is False
+    kept = [SEMI_STRUCTURED.operands(one, torch.device("cpu"), 0)[3] for one in (given, given._replace(guarded=True))]
+    assert kept[0] is None and kept[1] is not None
 
 
 def test_the_operator_picks_it(library):

@@ -139,9 +139,8 @@ def _fingerprint(words: int, dtype: torch.dtype) -> Launch:
 class _Guarded:
     """A product by the library, guarded unless no fingerprint is kept."""
 
-    host_seconds = host.CUSPARSELT
-
     def __init__(self, problem: SpmmNM, config: Config) -> None:
+        self.host_seconds = host.CUSPARSELT - (0.0 if problem.guarded else 2 * host.LAUNCH)
         self._scale, self._finish = problem.output.scale, _SMOOTH.get(problem.output.activation)
         self._product = product_of(problem)
         self._algorithm = Algorithm(config["algorithm"], config["split_k"], config["split_k_mode"])
@@ -287,7 +286,8 @@ def _space(problem: SpmmNM, device: Device) -> list[Config]:
     ]  # fmt: skip
 
 
-_m, _k, _n, _itemsize, _split_k, _bfloat16, _place = sizes("m k n itemsize split_k bfloat16 place")
+_m, _k, _n, _itemsize, _guarded = sizes("m k n itemsize guarded")
+_split_k, _bfloat16, _place = sizes("split_k bfloat16 place")
 _half, _processors, _bandwidth, _two_of_four = sizes("half processors bandwidth two_of_four")
 
 # 4096 cubed took 0.127 ms on an H100 with the best algorithm (0.8.0), in bfloat16 0.173
@@ -320,8 +320,8 @@ SEMI_STRUCTURED = Template(
     refuse=_refuse,
     space=_space,
     cost=Cost(
-        bytes=_guard_bytes,
-        launches=sympy.Integer(3),
+        bytes=_guarded * _guard_bytes,
+        launches=1 + 2 * _guarded,
         seconds=sympy.Max(_waves * _tile, _traffic / _bandwidth) + 3e-6 + _order,
     ),
     prepare=_Guarded,
