@@ -16,7 +16,7 @@ from sparsecomp.lowering.launch.strided import Strides, dtype_name, random_tenso
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
+    "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
 }  # fmt: skip
 
 _NO_STRIDES = Strides(0, 0, 0)

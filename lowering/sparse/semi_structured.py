@@ -48,7 +48,7 @@ def spmm_semi_structured(
         values: (m, k / 2) float16 or bfloat16, contiguous.
         indices: (m, k / 2) uint8: each value's column within its group of four, ascending.
 
-    Everything else is as in `spmm_nm`. gelu and silu are computed from what was rounded to the dtype of `out`.
+    Everything else is as in `spmm_nm`. All but relu are computed from what was rounded to the dtype of `out`.
 
     Returns:
         Whether `out` was written.

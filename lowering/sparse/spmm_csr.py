@@ -104,7 +104,7 @@ def spmm_csr(
         out: (m, n) or (batch, m, n), of any strides without overlap.
         bias: (m,) with bias_axis "row", (n,) with "column".
         residual: of the shape of `out` and any strides.
-        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
         skew: how uneven the rows are: "even", "mixed", "skewed" or "extreme" (deviation over mean below 0.5, below 2,
             below 16, or above).
         filled: a value of zero only fills its row up, and is not multiplied, so that NaN stays out.

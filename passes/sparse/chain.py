@@ -17,7 +17,7 @@ from sparsecomp.passes.engine.rule import Context, Refusal, Why, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.tensor.sparse_tensor import SparseTensor
 
-_SMOOTH = ("gelu", "gelu_tanh", "silu")
+_SMOOTH = ("gelu", "gelu_tanh", "silu", "sigmoid", "tanh")
 
 
 @dataclass(frozen=True, slots=True)

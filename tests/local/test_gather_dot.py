@@ -62,7 +62,9 @@ def test_any_strides():
         torch.testing.assert_close(gather_dot(lying, weight, index, bias), right, rtol=1e-12, atol=1e-12)
 
 
-ACTIVATIONS = {"none": lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS = {
+    "none": lambda y: y, "relu": F.relu, "gelu": F.gelu, "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
+}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -134,7 +134,8 @@ BEHIND: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "bias": (lambda y, x: y + B, "bias"),
     "bias in place, residual, relu": (lambda y, x: F.relu(y.add_(B) + beside(x)), "bias, residual, relu"),
     "residual and gelu": (lambda y, x: F.gelu(beside(x) + y, approximate="tanh"), "residual, gelu_tanh"),
-    "tanh": (lambda y, x: torch.tanh(y + B), "bias"),
+    "tanh": (lambda y, x: torch.tanh(y + B), "bias, tanh"),
+    "elu": (lambda y, x: F.elu(y + B), "bias"),
     "read twice": (lambda y, x: F.relu(y) + y.sum(), ""),
 }  # fmt: skip
 
@@ -448,7 +449,7 @@ def test_our_own_layer_in_plain_torch():
     assert ", fused with bias" in site(report, "gather_dot").reason
 
 
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh}
 
 
 @pytest.mark.parametrize("pays", [True, False])

@@ -32,7 +32,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 3e-6}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x, "relu": F.relu, "gelu": F.gelu, "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "sigmoid": torch.sigmoid, "tanh": torch.tanh,
 }  # fmt: skip
 
 
@@ -92,7 +92,8 @@ def found_by(
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
     ("size", "activation"),
-    [((5, 90), "silu"), ((1, 5), "none"), ((70, 131), "gelu"), ((16, 300), "gelu_tanh"), ((9, 40), "relu")],
+    [((5, 90), "silu"), ((1, 5), "none"), ((18, 131), "gelu"), ((9, 300), "gelu_tanh"), ((9, 40), "relu"),
+     ((5, 60), "sigmoid"), ((5, 61), "tanh")],
 )
 def test_kernels_are_the_dense_pair(device, kind, rows, dtype, biased, size, activation):
     random = torch.Generator().manual_seed(rows)
@@ -288,7 +289,7 @@ def test_a_gated_pair_is_one_launch(form, kept_anyhow):
 @pytest.mark.quick_cases(3)
 @needs_triton
 @pytest.mark.parametrize("kind", [NM, NARROW])
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "sigmoid", "tanh"])
 def test_activations_and_biases_come_along(kind, activation, kept_anyhow):
     torch.manual_seed(1)
     size = (24, 40) if kind is NM else (256, 320)

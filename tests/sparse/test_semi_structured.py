@@ -46,7 +46,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 ACTIVATIONS = {
     "none": lambda x: x, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
+    "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
 }  # fmt: skip
 
 
@@ -141,6 +141,7 @@ def problem(**changes):
 @pytest.mark.parametrize(("pad", "bias", "residual", "activation", "scale"), [
     (0, False, False, "none", 1.0), (0, True, False, "relu", 1.0), (8, True, True, "relu", -0.5),
     (8, False, True, "gelu", 2.0), (0, True, False, "gelu_tanh", 1.0), (0, False, False, "silu", 1.0),
+    (0, True, False, "sigmoid", 1.0), (8, False, False, "tanh", 1.0),
 ])  # fmt: skip
 def test_products_agree_with_float64(device, dtype, columns, pad, bias, residual, activation, scale):
     case = Case(device, dtype=dtype, columns=columns, pad=pad, bias=bias, residual=residual)

@@ -142,11 +142,11 @@ def test_zeros_that_fill_rows_up_are_not_multiplied(device, dtype, batched, fill
 
 EPILOGUES = [
     ("row", False, "relu"), ("column", True, "gelu"), (None, True, "gelu_tanh"), ("row", True, "silu"),
-    (None, False, "gelu"), ("column", False, "none"),
+    (None, False, "gelu"), ("column", False, "none"), ("row", True, "sigmoid"), ("row", False, "tanh"),
 ]  # fmt: skip
 ACTIVATIONS = {
     "none": lambda x: x, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
+    "silu": F.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh,
 }  # fmt: skip
 
 

@@ -130,6 +130,8 @@ ACTIVATIONS = {
     "gelu": lambda x: x * scipy.special.ndtr(x),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x * scipy.special.expit(x),
+    "sigmoid": scipy.special.expit,
+    "tanh": np.tanh,
 }
 
 

@@ -43,10 +43,24 @@ def after_activation(value, ACTIVATION: tl.constexpr):
         value = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
     elif ACTIVATION == "silu":
         value = value * tl.sigmoid(value)
+    elif ACTIVATION == "sigmoid":
+        value = tl.sigmoid(value)
+    elif ACTIVATION == "tanh":
+        value = _tanh(value)
     return value
 
 
-FINISH = (finish, after_activation)
+@triton.jit
+def _tanh(x):
+    """tanh(x), in float32; relative to the result as exact near 0 as elsewhere."""
+    # Lambert's continued fraction, cut off where it is exact to float32 up to 1
+    s = x * x
+    near = x * (135135.0 + s * (17325.0 + s * (378.0 + s))) / (135135.0 + s * (62370.0 + s * (3150.0 + 28.0 * s)))
+    far = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * tl.abs(x)))
+    return tl.where(tl.abs(x) < 1.0, near, tl.where(x < 0.0, -far, far))
+
+
+FINISH = (finish, after_activation, _tanh)
 """What `finish` is made of."""
 
 
@@ -66,7 +80,7 @@ def finish_pair(
     tl.store(out_ptr + m * out_m + n * out_n, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-FINISH_PAIR = (finish_pair, after_activation)
+FINISH_PAIR = (finish_pair, after_activation, _tanh)
 """What `finish_pair` is made of."""
 
 

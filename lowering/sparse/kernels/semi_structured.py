@@ -46,6 +46,8 @@ _SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda out: torch.ops.aten.gelu_.default(out),
     "gelu_tanh": lambda out: torch.ops.aten.gelu_.default(out, approximate="tanh"),
     "silu": lambda out: F.silu(out, inplace=True),
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
 }
 
 

@@ -50,7 +50,7 @@ def gather_dot(
         transposed: pointers (n_in + 1,) and order (n_out · k,) of an index that stays, which the gradient by x goes
             through; or all of `kept_lists`, which follow every write to the index in place: see
             `sparsecomp.reference.local.transposed`. Made in each backward where they are left out.
-        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
         spread: how far apart neighbouring outputs read, a word of `sparsecomp.reference.local.spread`, by which a GPU
             chooses how it gathers; any gives the right result.
 
@@ -181,7 +181,7 @@ def _fake_by_weight(x, grad, index, transposed):
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
     x, weight, ctx.index, bias, residual, ctx.transposed, ctx.activation, *ctx.hints = inputs
     smooth = ctx.activation not in ("none", "relu")
-    # gelu and silu are computed again from their operands, which are smaller to keep than what went into them
+    # smooth ones are computed again from their operands, which are smaller to keep than what went into them
     saved = (bias, residual, None) if smooth else (None, None, output if ctx.activation == "relu" else None)
     # the index is not saved for autograd: DistributedDataParallel writes the same one again in each forward
     ctx.save_for_backward(x, weight, *saved)

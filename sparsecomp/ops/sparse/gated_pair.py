@@ -37,7 +37,7 @@ def gated_pair(
         bias: (m,); S and T both have one, of one dtype, or none.
         other_values, other_pattern, other_bias: of T.
         layout: of S, from `Layout.written`; that of T but for how uneven its rows are.
-        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
 
     Returns:
         (..., m), contiguous.

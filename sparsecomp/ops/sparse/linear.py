@@ -49,7 +49,7 @@ def sparse_linear(
         transpose: op(S) is the transpose of S.
         bias: (m,), one number a row of op(S).
         residual: of the result's shape.
-        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
         kernel: name of the kernel that is to do it on CUDA, which a compiler may know to be the best for the host;
             empty for the one that is expected to take the device the least time.
 
@@ -214,7 +214,7 @@ def result_shape(x, values, pattern, bias, residual, layout: Layout, transpose) 
 def _save(ctx, inputs, output):
     x, values, pattern, bias, residual, layout, transpose, activation, _ = inputs
     smooth = activation not in ("none", "relu")
-    # gelu and silu are computed again from their operands, which are smaller to keep than what went into them
+    # smooth ones are computed again from their operands, which are smaller to keep than what went into them
     saved = (bias, residual, None) if smooth else (None, None, output if activation == "relu" else None)
     ctx.save_for_backward(x, values, *saved)
     # DistributedDataParallel writes the same indices again in each forward, which must be no reason not to go backward

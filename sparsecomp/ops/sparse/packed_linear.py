@@ -44,7 +44,7 @@ def packed_linear(
         positions: of these, from `sparsecomp.lowering.sparse.packed_linear.PackedPositions`.
         bias: (m,).
         residual: of the result's shape.
-        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
 
     Returns:
         (..., m), contiguous.

@@ -42,7 +42,7 @@ def sparse_matmul(
             sparse @ dense, (..., m, n). Of the dtype of `sparse`.
         bias: one number a "column" (last axis of the result) or a "row" (the one before), by `bias_axis`.
         residual: of the result's shape.
-        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
         dtype: of the result; by default that of `dense`.
 
     Returns:

@@ -42,7 +42,7 @@ def spmm(
         transpose: multiply by the transpose of S.
         bias: (m,) with `bias_axis` "row", (n,) with "column"; None is not read, nor is a `residual` of None.
         residual: of the result's shape, any strides.
-        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
         dtype: of the result; by default that of `dense`.
         by_column: the result's columns lie contiguous instead of its rows.
 
@@ -54,9 +54,9 @@ def spmm(
 
     On CUDA, 2:4 in float16 or bfloat16 runs on sparse tensor cores where cuSPARSELt is installed, takes the product and
     is expected to be the fastest. A copy of the matrix, 9/16 of its dense size, is kept as long as `values`; a write to
-    `values` or the index array is noticed (see `frozen_weights`). gelu and silu then are computed of the rounded sum,
-    and a group with fewer than two values that are not zero is filled with a zero at a place of the library's choice,
-    which only shows where `dense` is infinite or NaN.
+    `values` or the index array is noticed (see `frozen_weights`). All activations but relu are then computed of the
+    rounded sum, and a group with fewer than two values that are not zero is filled with a zero at a place of the
+    library's choice, which only shows where `dense` is infinite or NaN.
     """
     return torch.ops.sparsecomp.spmm.default(
         values, pattern, dense, bias, residual, *layout, transpose, bias_axis, activation, scale, dtype, by_column
@@ -86,7 +86,7 @@ def epilogue(
 
 
 def before_activation(grad: Tensor, activation: str, saved: Tensor | None) -> Tensor:
-    """The gradient in front of an activation; `saved` is relu's result, or what gelu and silu were given."""
+    """The gradient in front of an activation; `saved` is relu's result, or what the others were given."""
     aten = torch.ops.aten
     if activation == "none" or saved is None:
         return grad
@@ -94,6 +94,10 @@ def before_activation(grad: Tensor, activation: str, saved: Tensor | None) -> Te
         return aten.threshold_backward.default(grad, saved, 0)
     if activation == "silu":
         return aten.silu_backward.default(grad, saved)
+    if activation == "sigmoid":
+        return aten.sigmoid_backward.default(grad, saved.sigmoid())
+    if activation == "tanh":
+        return aten.tanh_backward.default(grad, saved.tanh())
     return aten.gelu_backward.default(grad, saved, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
@@ -182,7 +186,7 @@ def _fake(
 def _save(ctx, inputs, output):
     values, pattern, dense, bias, residual, *layout, transpose, bias_axis, activation, scale, _, by_column = inputs
     smooth = activation not in ("none", "relu")
-    # gelu and silu are computed again from their operands, which are smaller to keep than what went into them
+    # smooth ones are computed again from their operands, which are smaller to keep than what went into them
     saved = (bias, residual, None) if smooth else (None, None, output if activation == "relu" else None)
     ctx.save_for_backward(values, dense, *pattern, *saved)
     ctx.kinds = [None if operand is None else (operand.dtype, operand.shape) for operand in (bias, residual)]
