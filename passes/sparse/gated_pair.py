@@ -64,7 +64,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     first, second = (_layer_behind(operand) for operand in (op.input, op.get("other")))
     if first is None or second is None or first.node is second.node or first.chain.dense is not second.chain.dense:
         return None
-    if example_of(first.node).shape != example_of(second.node).shape:
+    if first.layout.shape[0] != second.layout.shape[0]:
         return None
     # the one with an activation is the gate
     gate, up = (first, second) if second.chain.activation == "none" else (second, first)

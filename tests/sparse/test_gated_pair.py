@@ -111,7 +111,7 @@ def test_kernels_are_the_dense_pair(device, kind, rows, dtype, biased, size, act
 @pytest.mark.parametrize(("kind", "rows"), [(NARROW, 1), (NARROW, 4), (CSR, 4)])
 def test_nothing_is_multiplied_where_nothing_is_stored(device, kind, rows):
     """An infinite or missing input reaches the rows that store something there, of either weight, and no others."""
-    weights = [pruned(20, 100, which) for which in range(2)]
+    weights = [pruned(10, 100, which, 0.5) for which in range(2)]
     x = torch.randn(rows, 100, generator=torch.Generator().manual_seed(1)).half()
     x[0, 7], x[-1, 50] = math.inf, math.nan
     gate, up = (
@@ -121,6 +121,35 @@ def test_nothing_is_multiplied_where_nothing_is_stored(device, kind, rows):
     assert exact.isnan().any() and exact.isinf().any() and exact.isfinite().any()
     for name, found in found_by(kind, weights, x, device, [None, None], "relu").items():
         torch.testing.assert_close(found.double(), exact, rtol=4e-3, atol=4e-2, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("form", ["narrow", "narrow of two dtypes", "csr"])
+def test_what_is_timed_is_a_pair_of_the_same_kind(device, form):
+    """Fresh operands of the problem that stands for all of its signature, held against the reference."""
+    from sparsecomp.lowering.cache.signature import device_of
+    from sparsecomp.lowering.launch.epilogue import described_output
+    from sparsecomp.lowering.sparse.gated_pair import PAIRS
+    from sparsecomp.lowering.sparse.launcher import launcher_of
+    from sparsecomp.lowering.tuning.trial import fault
+
+    layout = Layout("csr" if form == "csr" else "narrow", (1, 1), (12, 64))
+    x, out = (torch.empty(3, size, dtype=torch.float16, device="meta").mT for size in (64, 12))
+    described = described_output(out, "row", torch.float16, None, "silu")
+    values = torch.empty(300, dtype=torch.float16, device="meta")
+    problem = launcher_of(layout).problem_of(values, layout, x, out, described)
+    if form == "narrow of two dtypes":
+        problem = problem._replace(distance="uint8+int16")
+    pair, where = PAIRS[layout.format], torch.device(device)
+    signature = pair.signature(problem, device_of(where))
+    stands = pair.representative(signature)
+    assert pair.signature(stands, device_of(where)).key == signature.key
+    flat = pair.operands(stands, where, 0)
+    half = len(flat[:-4]) // 2
+    assert not torch.equal(flat[half - 1], flat[2 * half - 1]) and flat[-2] is not None
+    assert (flat[half - 2].dtype != flat[2 * half - 2].dtype) == ("two dtypes" in form)
+    candidate = pair.candidates(stands, device_of(where))[0]
+    assert fault(pair, stands, where, candidate) is None
 
 
 @pytest.mark.slow(reason="compiles for two GPUs in a process of its own")
@@ -172,6 +201,7 @@ def test_the_operator_takes_any_rows(device, kind, shape):
     assert (found - exact).norm() <= 1.5e-3 * exact.norm()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("wide", [0, 1])
 def test_one_weight_may_spread_more_than_the_other(device, wide):
@@ -270,6 +300,7 @@ def implementations(report: sparsecomp.Report) -> list[str]:
 
 
 @needs_triton
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_gated_pair_is_one_launch(form, kept_anyhow):
     """As for an H200, run op by op on a CPU."""
@@ -365,6 +396,7 @@ def squared(model: Gated, x: Tensor) -> Tensor:
 
 
 @needs_triton
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", [of_another, of_both, squared])
 def test_other_products_are_no_pairs(how):
     _, report, code = rewritten_for("h200", Apart(how, NARROW), torch.randn(1, 320).half())
