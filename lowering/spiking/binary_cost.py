@@ -12,7 +12,7 @@ from sparsecomp.lowering.tuning.cost import Cost, sizes, waves
 _m, _in_pixels, _taps = sizes("conv.m conv.in_pixels conv.taps")
 _c, _k, _groups = sizes("conv.c conv.k conv.groups")
 _cp, _digits, _phases = sizes("conv.cp digits phases")
-_pixels, _slots, _steps = sizes("pixels slots lif.steps")
+_pixels, _slots, _steps, _residuals = sizes("pixels slots lif.steps residuals")
 _bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
 _bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
 _shared_rate, _int8_portable, _fp32 = sizes("shared_rate int8_portable fp32")
@@ -36,7 +36,8 @@ def conv_lif_cost(hopper: bool) -> Cost:
     tiles = rows * sympy.ceiling(_k / (_groups * _bn)) * _groups
     neurons = waves(tiles, _processors) * _bm * _bn * NEURON_OPERATIONS * _processors / _fp32
     return Cost(
-        bytes=(1.5 * _steps + 6) * _pixels * _k,  # at the share of the bandwidth that a convolution's outputs reach
+        # at the share of the bandwidth that a convolution's outputs reach
+        bytes=((1.5 + _residuals) * _steps + 6) * _pixels * _k,
         # behind the neurons of a tile another tile's products can run
         seconds=_walks(hopper, rows) + neurons / _resident(_stages * (_bm + _digits * _bn) * _bk),
     )

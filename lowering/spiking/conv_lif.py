@@ -17,6 +17,7 @@ from sparsecomp.lowering.spiking.convolution import Convolution, planar
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.packing import PACK_WEIGHT, PackWeight, to_bytes
 from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.reference.connect import check_residual, connected
 from sparsecomp.reference.digits import split_weight, used_weight
 from sparsecomp.reference.geometry import Window, laid_out
 from sparsecomp.reference.lif import lif_reference
@@ -29,11 +30,13 @@ class ConvLif(NamedTuple):
         product: the convolution of `lif.steps` times as many images as a step has; its output lies as the spikes.
         lif: the neurons.
         keep: the last membranes are written.
+        connect: how the spikes are joined with a residual that lies as they do; empty without one.
     """
 
     product: BinaryConv
     lif: Lif
     keep: bool
+    connect: str = ""
 
     @property
     def conv(self) -> Convolution:
@@ -44,6 +47,11 @@ class ConvLif(NamedTuple):
     def digits(self) -> int:
         """Bytes a weight."""
         return self.product.digits
+
+    @property
+    def residuals(self) -> int:
+        """Residuals, each of a byte a spike."""
+        return int(bool(self.connect))
 
     @property
     def slots(self) -> int:
@@ -74,13 +82,14 @@ class ConvLif(NamedTuple):
     @property
     def constants(self) -> dict[str, int | str | bool]:
         """What every kernel is specialised on, whatever the configuration."""
-        rows = {"SLOTS": self.slots, "SCALED": self.conv.scale != 1.0}
+        rows = {"SLOTS": self.slots, "SCALED": self.conv.scale != 1.0, "CONNECT": self.connect}
         return {**self.product.constants, **self.lif.step_constants, **rows}
 
 
 def launch_conv_lif(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
-    v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep,
+    v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual=None,
+    connect="add",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `sparsecomp.ops.conv_lif`.
 
@@ -95,13 +104,16 @@ def launch_conv_lif(
     record = _record(
         counts.device, counts.shape, weight.shape, weight.stride(), tuple(stride), tuple(padding), tuple(dilation),
         groups, digits, scale, spread, channels_last, steps, float(v0), eps, charge, tau, decay_input, threshold,
-        reset, keep, given,
+        reset, keep, given, "" if residual is None else connect,
     )  # fmt: skip
     shape = (counts.shape[0] // steps, weight.shape[0], *size)
+    check_residual(residual, connect, (steps, *shape))
     if v is not None:
         v = laid_out(v.reshape(shape), channels_last)
+    if residual is not None:
+        residual = laid_out(residual.reshape(counts.shape[0], *shape[1:]), channels_last)
     bias, *norm = map(side_by_side, (bias, mean, var, gamma, beta))
-    return record(to_bytes(counts), weight, bias, v, *norm, rate)
+    return record(to_bytes(counts), weight, bias, v, *norm, rate, residual)
 
 
 class _FusedLayer:
@@ -119,7 +131,7 @@ class _FusedLayer:
         self._run = dispatch.prepared(CONV_LIF, problem, device) if self._some else None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *neuron: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Spikes and last membranes; `neuron` is v, mean, var, gamma, beta and rate."""
+        """Spikes and last membranes; `neuron` is v, mean, var, gamma, beta, rate and the residual."""
         device = self._device
         spikes = torch.empty_strided(self._shape, self._strides, dtype=torch.int8, device=device)
         shape, strides = (self._shape[1:], self._strides[1:]) if self._keep else ((0,), (1,))
@@ -138,6 +150,7 @@ def _record(
     stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int, digits: int,
     scale: float, spread: float, channels_last: bool, steps: int, v0: float, eps: float, charge: str, tau: float,
     decay_input: bool, threshold: float, reset: float | None, keep: bool, given: tuple[torch.Size | None, ...],
+    connect: str,
 ) -> _FusedLayer:  # fmt: skip
     window = Window.of(weight_shape, stride, padding, dilation)
     v, bias, mean, _, gamma, beta = given
@@ -146,7 +159,7 @@ def _record(
     has = (v is not None, mean is not None, gamma is not None, beta is not None)
     neuron = (v0, eps, tau, threshold, reset or 0.0, steps, charge, decay_input, reset is None, *has)
     weight = torch.empty_strided(weight_shape, strides, dtype=torch.float32, device="meta")
-    problem = _problem(BinaryConv(conv, digits, strides), neuron, keep)
+    problem = _problem(BinaryConv(conv, digits, strides), neuron, keep, connect)
     return _FusedLayer(problem, PackWeight.of(weight, digits, spread), device)
 
 
@@ -163,10 +176,10 @@ def _check(conv: Convolution, weight: torch.Size, steps: int, given: tuple[torch
         raise InputError(f"bias or batch-norm of shapes {wrong}: give one number for each of {conv.k} channels")
 
 
-def _problem(product: BinaryConv, neuron: tuple, keep: bool) -> ConvLif:
+def _problem(product: BinaryConv, neuron: tuple, keep: bool, connect: str) -> ConvLif:
     conv, steps = product.conv, neuron[5]
     step = conv.n // steps * conv.out.image
-    return ConvLif(product, Lif(step, step, step, conv.k, conv.out.channel, *neuron), keep)
+    return ConvLif(product, Lif(step, step, step, conv.k, conv.out.channel, *neuron), keep, connect)
 
 
 def _signature(problem: ConvLif, device: Device) -> KernelSignature:
@@ -174,6 +187,7 @@ def _signature(problem: ConvLif, device: Device) -> KernelSignature:
     names = ("steps", "decay_input", "soft_reset", "has_v", "has_norm", "has_weight", "has_bias")
     neuron = (("charge", p.charge), *((f"neuron_{name}", int(getattr(p, name))) for name in names))
     parameters = (("groups", problem.conv.groups), ("digits", problem.digits), ("keep", int(problem.keep)), *neuron)
+    parameters += (("connect", problem.connect),) if problem.connect else ()
     return problem.conv.signature("conv_lif", device, parameters, dtypes=("int8", "float32"), accumulator="int32")
 
 
@@ -185,12 +199,14 @@ def _representative(signature: KernelSignature) -> ConvLif:
     flags = [bool(given[f"neuron_{name}"]) for name in ("decay_input", "soft_reset")]
     has = [bool(given[f"neuron_has_{name}"]) for name in ("v", "norm", "weight", "bias")]
     neuron = (0.0, 1e-5, 2.0, 1.0, 0.0, steps, str(given["charge"]), *flags, *has)
-    return conv_lif_problem(conv, int(given["digits"]), neuron, bool(given["keep"]))
+    return conv_lif_problem(conv, int(given["digits"]), neuron, bool(given["keep"]), str(given.get("connect", "")))
 
 
-def conv_lif_problem(conv: Convolution, digits: int, neuron: tuple, keep: bool = True) -> ConvLif:
+def conv_lif_problem(
+    conv: Convolution, digits: int, neuron: tuple, keep: bool = True, connect: str = ""
+) -> ConvLif:  # fmt: skip
     """The problem of a contiguous weight; `neuron` is what `Lif` has from `v0` on."""
-    return _problem(binary_conv_problem(conv, digits), neuron, keep)
+    return _problem(binary_conv_problem(conv, digits), neuron, keep, connect)
 
 
 def _operands(problem: ConvLif, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
@@ -208,14 +224,16 @@ def _operands(problem: ConvLif, device: torch.device, seed: int) -> tuple[Tensor
     var = torch.rand(c.k, generator=random, device=device) + 0.5 if p.has_norm else None
     rate = torch.full((1,), 0.5, device=device) if p.charge == "plif" else None
     spikes = torch.full_like(like, 77, dtype=torch.int8).unflatten(0, (p.steps, -1))
+    residual = torch.full_like(spikes, 3) if problem.connect else None
     return (
         x.to(torch.int8).movedim(-1, 1), planes, scales, weight, normal(c.has_bias, c.k), v, normal(p.has_norm, c.k),
-        var, normal(p.has_weight, c.k), normal(p.has_bias, c.k), rate, spikes, last.clone() if problem.keep else None,
+        var, normal(p.has_weight, c.k), normal(p.has_bias, c.k), rate, residual, spikes,
+        last.clone() if problem.keep else None,
     )  # fmt: skip
 
 
 def _reference(problem: ConvLif, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    x, planes, scales, weight, bias, v, mean, var, gamma, beta, rate, *_ = operands
+    x, planes, scales, weight, bias, v, mean, var, gamma, beta, rate, residual, *_ = operands
     assert x is not None and planes is not None and scales is not None and weight is not None
     p = problem.lif
     current = problem.conv.reference(x, used_weight(weight, planes, scales), bias, None).float()
@@ -224,10 +242,10 @@ def _reference(problem: ConvLif, operands: tuple[Tensor | None, ...]) -> tuple[T
         current.unflatten(0, (p.steps, -1)), v, p.v0, mean, var, gamma, beta, p.eps, p.charge, p.tau, rate,
         p.decay_input, p.threshold, reset,
     )  # fmt: skip
-    return (spikes,)
+    return (spikes if residual is None else connected(spikes, residual, problem.connect),)
 
 
-_SPIKES = 11
+_SPIKES = 12
 CONV_LIF = Operation("conv_lif", _signature, _representative, _operands, (_SPIKES,), _reference, lambda _: 3e-3)
 """Spikes alone are compared: they tell of the membranes of all steps but the last, which an operand need not hold. One
 next to the threshold may fire where float64 does not, as of any two convolutions."""

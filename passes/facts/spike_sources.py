@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from sparsecomp.passes.facts.registry import Facts, Items, Kept, Lost, LostKind, Result, transfer
@@ -136,7 +137,6 @@ _SPIKE_OPS: dict[str, Callable[[CanonicalOp], Result]] = {
         for variant in ("forward", "inference", "mp_forward", "mp_inference")
     },
     "sparsecomp::lif": _binary_first,
-    "sparsecomp::conv_lif": _binary_first,
     "sparsecomp::neuron": _binary_first,
     "sparsecomp::trained_neuron": _binary_first,
     "sj_ilif::forward": _counts,
@@ -145,10 +145,30 @@ _SPIKE_OPS: dict[str, Callable[[CanonicalOp], Result]] = {
 """Item 0 of each operator's result is the spike sequence, the other items are membranes."""
 
 
+_RESIDUAL = 26
+"""Its place among the arguments of `sparsecomp::conv_lif`."""
+
+
 @transfer(*_SPIKE_OPS)
 def spike_op(op: CanonicalOp, facts: Facts) -> Result:
     """The neuron operators of spikingjelly 2, and those that replace neurons."""
     return _SPIKE_OPS[op.name](op)
+
+
+@transfer("sparsecomp::conv_lif")
+def connected(op: CanonicalOp, facts: Facts) -> Result:
+    """A layer with its neurons: spikes, or what they are joined with a residual to."""
+    if op.node.kwargs:
+        return Lost(LostKind.UNSUPPORTED, f"{op.name} with arguments by name is not analysed")
+    spikes, (residual, *how) = algebra.binary(op.name), op.node.args[_RESIDUAL:] or (None,)
+    if residual is None:
+        return Items((spikes,))
+    fact = facts.of(residual)
+    if fact is None:
+        return facts.lost(residual)
+    # 1 - spike is as binary as a spike is
+    join = algebra.add_facts if how in ([], ["add"]) else algebra.multiply_facts
+    return Items((join(fact, spikes, torch.int8),))
 
 
 def neuron_call(module: nn.Module, target: str) -> Result:

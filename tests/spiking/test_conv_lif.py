@@ -24,15 +24,15 @@ def statistics(channels, device, affine=True):
     return (mean, var, gamma, beta) if affine else (mean, var, None, None)
 
 
-def both(x, weight, bias, window, groups, digits, channels_last, steps, neuron, scale=1.0, keep=True):
-    """Spikes and last membranes of one launch, and of the two launches."""
+def both(x, weight, bias, window, groups, digits, channels_last, steps, neuron, scale=1.0, keep=True, **connected):
+    """Spikes and last membranes of one launch, and of the two launches. `connected`: a residual, and how."""
     from sparsecomp.lowering.spiking import conv_lif, lif, spike_conv
     from sparsecomp.lowering.spiking.packing import to_bytes
 
     counts = to_bytes(x)
     how = (*window, groups, digits)
     fused = conv_lif.launch_conv_lif(
-        counts, weight, bias, *how, scale, SPREAD, channels_last, steps, *neuron, keep
+        counts, weight, bias, *how, scale, SPREAD, channels_last, steps, *neuron, keep, **connected
     )  # fmt: skip
     current = spike_conv.launch_counts(counts, weight, bias, *how, "binary", scale, None, SPREAD, channels_last)
     apart = lif.launch_lif(current.unflatten(0, (steps, -1)), *neuron)
@@ -54,6 +54,8 @@ def assert_same(fused, apart):
 
 
 PLANE = ([1, 1], [1, 1], [1, 1])
+JOINED = {"add": lambda s, r: r + s, "and": lambda s, r: r & -s, "iand": lambda s, r: r & (s - 1)}
+"""Of bytes, by their bits."""
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
@@ -101,6 +103,26 @@ def test_layers_of_every_kind(name, device):
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("connect", JOINED)
+@pytest.mark.parametrize("name", ["odd channels", "contiguous", "groups", "linear", "volumes", "no images"])
+@pytest.mark.quick_cases(2)
+def test_a_residual_is_joined_with_the_spikes(name, connect, device):
+    """Sums of a byte wrap around, as those of torch do."""
+    shape, kernel, window, groups, digits, channels_last = LAYERS[name]
+    x, weight, bias = sample(shape, kernel, device, high=3)
+    neuron = neuron_arguments("lif", norm=statistics(kernel[0], device), device=device)
+    alone, _ = both(x, weight, bias, window, groups, digits, channels_last, 4, neuron)
+    assert 0.02 < alone[0].float().mean() < 0.98 or not alone[0].numel()
+    residual = torch.randint(-128, 128, alone[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.int8)
+    residual = residual.flatten(2) if name == "linear" else residual
+    fused, _ = both(
+        x, weight, bias, window, groups, digits, channels_last, 4, neuron, residual=residual.to(device), connect=connect
+    )
+    expected = JOINED[connect](alone[0], residual.to(device).view_as(alone[0]))
+    assert_same(fused, (torch.empty_like(alone[0]).copy_(expected), alone[1]))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_a_window_that_has_no_place_is_refused_as_eager_does(device):
     x, weight, bias = sample((8, 32, 2, 2), (8, 32, 3, 3), device, high=3)
     neuron = neuron_arguments("lif", norm=statistics(8, device), device=device)
@@ -122,6 +144,24 @@ def test_membranes_scales_and_weights_that_lose_their_digits(device):
     assert fused[1][:, 7].isnan().any() and not fused[1][:, :7].isnan().any()
     without, _ = both(x, weight, bias, PLANE, 1, 3, True, 4, neuron, scale=0.25, keep=False)
     assert torch.equal(without[0], fused[0]) and without[1].shape == (0,)
+
+
+@pytest.mark.parametrize("connect", JOINED)
+def test_operator_with_a_residual(connect):
+    x, weight, bias = sample((8, 16, 5, 4), (24, 16, 3, 3), "cpu")
+    window = ([1, 1], [1, 1], [1, 1])
+    given = (x, weight, bias, *window, 1, 3, 1.0, SPREAD, True, 4, *neuron_arguments("if"), True)
+    residual = torch.randint(0, 100, (4, 2, 24, 5, 4), dtype=torch.int8)
+    torch.library.opcheck(torch.ops.sparsecomp.conv_lif.default, (*given, residual, connect))
+    alone, last = ops.conv_lif(*given)
+    found = ops.conv_lif(*given, residual, connect)
+    assert_same(found, (torch.empty_like(alone).copy_(JOINED[connect](alone, residual)), last))
+    with pytest.raises(InputError, match="a residual of torch.int8 .8, 24, 5, 4.: give int8 of the shape"):
+        ops.conv_lif(*given, residual.flatten(0, 1), connect)
+    with pytest.raises(InputError, match="torch.float32"):
+        ops.conv_lif(*given, residual.float(), connect)
+    with pytest.raises(InputError, match="connect='or': use one of add, and, iand"):
+        ops.conv_lif(*given, residual, "or")
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -146,8 +186,8 @@ def test_operator(keep, linear):
 KERNEL_TYPES = """
 F = "*fp32"
 types = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr=F, weight_ptr=F, bias_ptr=F, v_ptr=F, mean_ptr=F, var_ptr=F,
-             gamma_ptr=F, beta_ptr=F, rate_ptr=F, spikes_ptr="*i8", last_ptr=F, multiplier="fp32", v0="fp32",
-             eps="fp32", tau="fp32", threshold="fp32", reset="fp32")
+             gamma_ptr=F, beta_ptr=F, rate_ptr=F, residual_ptr="*i8", spikes_ptr="*i8", last_ptr=F, multiplier="fp32",
+             v0="fp32", eps="fp32", tau="fp32", threshold="fp32", reset="fp32")
 whole = ("C", "K", "CP", "out_pixel", "out_image")
 """
 
@@ -157,11 +197,19 @@ whole = ("C", "K", "CP", "out_pixel", "out_image")
 @pytest.mark.parametrize(
     ("charge", "slots", "maps"),
     [
-        ("lif", 4, "T=1, VOLUMES=False, D=1, OD=1, stride_d=1, dil_d=1, rate_ptr=None"),
-        ("plif", 16, "T=3, VOLUMES=True, mean_ptr=None, var_ptr=None, gamma_ptr=None, beta_ptr=None, last_ptr=None"),
-        ("if", 1, "T=1, VOLUMES=False, D=1, OD=1, stride_d=1, dil_d=1, rate_ptr=None, gamma_ptr=None, beta_ptr=None"),
+        ("lif", 4, "T=1, VOLUMES=False, D=1, OD=1, stride_d=1, dil_d=1, rate_ptr=None, CONNECT='add'"),
+        (
+            "plif", 16,
+            "T=3, VOLUMES=True, mean_ptr=None, var_ptr=None, gamma_ptr=None, beta_ptr=None, last_ptr=None, "
+            "CONNECT='', residual_ptr=None",
+        ),
+        (
+            "if", 1,
+            "T=1, VOLUMES=False, D=1, OD=1, stride_d=1, dil_d=1, rate_ptr=None, gamma_ptr=None, beta_ptr=None, "
+            "CONNECT='iand'",
+        ),
     ],
-)
+)  # fmt: skip
 def test_compiles_to_int8_tensor_core_instructions(capability, charge, slots, maps):
     printed = compile_in_subprocess(
         KERNEL_TYPES
@@ -182,13 +230,14 @@ print(built.asm["ptx"])
 
 @pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(
-    ("digits", "slots", "charge", "blocks"),
+    ("digits", "slots", "charge", "blocks", "connect"),
     [
-        (2, 4, "if", (256, 64, 8)), (3, 4, "lif", (128, 128, 8)), (3, 2, "lif", (128, 64, 4)),
-        (4, 16, "plif", (64, 64, 4)), (3, 1, "if", (128, 64, 8)),
+        (2, 4, "if", (256, 64, 8), ""), (3, 4, "lif", (128, 128, 8), "add"), (3, 2, "lif", (128, 64, 4), "and"),
+        (4, 16, "plif", (64, 64, 4), ""), (3, 1, "if", (128, 64, 8), "iand"), (3, 4, "lif", (128, 64, 4), "add"),
+        (3, 4, "lif", (256, 64, 8), "add"),
     ],
 )  # fmt: skip
-def test_hopper_kernel_compiles_without_spills_and_writes_whole_vectors(digits, slots, charge, blocks):
+def test_hopper_kernel_compiles_without_spills_and_moves_whole_vectors(digits, slots, charge, blocks, connect):
     printed = compile_in_subprocess(
         KERNEL_TYPES
         + f"""
@@ -197,7 +246,9 @@ from sparsecomp.lowering.spiking.kernels.conv_lif_hopper import conv_lif_hopper_
 BM, BN, WARPS = {blocks}
 constants = dict(v_ptr=None, R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True, SCALED=False, STEPS={slots},
                  SLOTS={slots}, CHARGE="{charge}", HALVES=True, DECAY_INPUT=True, SOFT_RESET=False,
-                 BM=BM, BN=BN, BK=64, STAGES=4, num_warps=WARPS, out_channel=1)
+                 BM=BM, BN=BN, BK=64, STAGES=4, num_warps=WARPS, out_channel=1, CONNECT="{connect}")
+if not "{connect}":
+    constants["residual_ptr"] = None
 if "{charge}" != "plif":
     constants["rate_ptr"] = None
 if "{charge}" == "if":
@@ -210,6 +261,7 @@ print(built.asm["ptx"])
     assert "wgmma.mma_async.sync.aligned.m64n" in printed and "k32.s32.s8.s8" in printed
     assert ".local" not in printed
     assert f"st.global.v{blocks[1] // 32}.b32" in printed  # a thread's channels of one pixel and step
+    assert not connect or f"ld.global.v{blocks[1] // 32}.b32" in printed
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

@@ -24,7 +24,7 @@ from sparsecomp.lowering.tuning.template import Config, Template
 @triton.jit
 def conv_lif_kernel(
     x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, v_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, rate_ptr,
-    spikes_ptr, last_ptr,
+    residual_ptr, spikes_ptr, last_ptr,
     M, N, D, H, W, OD, OH, OW, C, K, CP,
     stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w,
     out_pixel, out_channel, out_image, weight_k, weight_c, weight_t, weight_r, weight_s, multiplier,
@@ -32,12 +32,13 @@ def conv_lif_kernel(
     T: tl.constexpr, R: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, VOLUMES: tl.constexpr, EVEN_C: tl.constexpr, VECTOR: tl.constexpr,
     SCALED: tl.constexpr, STEPS: tl.constexpr, SLOTS: tl.constexpr, CHARGE: tl.constexpr, HALVES: tl.constexpr,
-    DECAY_INPUT: tl.constexpr, SOFT_RESET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DECAY_INPUT: tl.constexpr, SOFT_RESET: tl.constexpr, CONNECT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """`lif_kernel` of what `binary_conv_kernel` gives; see both.
 
     x: (STEPS·N, D, H, W, C) int8. M = N·OD·OH·OW, the output pixels of one step. SLOTS, a power of two, is STEPS or
-    more. The strides of the output are those of the spikes and of both membranes.
+    more. The strides of the output are those of the spikes, of what they are connected with, and of both membranes.
     """
     pid = tl.program_id(0)
     kg = K // GROUPS
@@ -98,12 +99,17 @@ def conv_lif_kernel(
     if v_ptr is not None:
         v = tl.load(v_ptr + offset, mask=mask, other=0.0)
     step_size = tl.cast(N, tl.int64) * out_image
+    if residual_ptr is not None:
+        residuals = all_steps(residual_ptr + offset, mask, step_size, STEPS)
     for step in tl.static_range(STEPS):
         fired, v = lif_step(
             currents[step], v, mean, gain, shift, rate, zero + tau, threshold, reset,
             CHARGE, HALVES, DECAY_INPUT, SOFT_RESET,
         )  # fmt: skip
-        tl.store(spikes_ptr + step * step_size + offset, fired.to(tl.int8), mask=mask)
+        spikes = fired.to(tl.int8)
+        if residual_ptr is not None:
+            spikes = connected(fired, residuals[step], CONNECT)
+        tl.store(spikes_ptr + step * step_size + offset, spikes, mask=mask)
     if last_ptr is not None:
         tl.store(last_ptr + offset, v, mask=mask)
 
@@ -130,6 +136,26 @@ def interleaved(even, odd, COUNT: tl.constexpr):
     return both
 
 
+@triton.jit
+def all_steps(pointers, mask, step_size, STEPS: tl.constexpr):
+    """The blocks of all steps of a tensor: their loads are on their way before the first store could hold them up."""
+    blocks = (tl.load(pointers, mask=mask, other=0),)
+    for step in tl.static_range(1, STEPS):
+        blocks = blocks + (tl.load(pointers + step * step_size, mask=mask, other=0),)
+    return blocks
+
+
+@triton.jit
+def connected(fired, residual, CONNECT: tl.constexpr):
+    """The bytes of a residual with the spikes of the neurons behind it; see `sparsecomp.reference.connect`."""
+    if CONNECT == "add":
+        return residual + fired.to(tl.int8)
+    elif CONNECT == "and":
+        return tl.where(fired, residual, 0).to(tl.int8)
+    else:
+        return tl.where(fired, 0, residual).to(tl.int8)
+
+
 def _refuse(problem: ConvLif, device: Device) -> str | None:
     if device.is_hopper and problem.conv.cp == problem.conv.cg and beyond_images(problem.conv) is None:
         return "conv_lif_hopper takes it, whose products overlap"
@@ -154,7 +180,8 @@ CONV_LIF = Template(
     name="conv_lif",
     op="conv_lif",
     sources=(
-        conv_lif_kernel, by_step, interleaved, window_corners, int8_sums, joined, float_sums, batch_norm_gain, lif_step
+        conv_lif_kernel, by_step, interleaved, all_steps, connected, window_corners, int8_sums, joined, float_sums,
+        batch_norm_gain, lif_step,
     ),
     refuse=_refuse,
     space=_space,

@@ -13,6 +13,7 @@ from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
 from sparsecomp.lowering.spiking.conv_lif import ConvLif
 from sparsecomp.lowering.spiking.kernels import binary_conv_hopper
 from sparsecomp.lowering.spiking.kernels.binary_conv_hopper import copies, float_products, image_and_pixel, products
+from sparsecomp.lowering.spiking.kernels.conv_lif import all_steps, connected
 from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -20,15 +21,15 @@ from sparsecomp.lowering.tuning.template import Config, Template
 @gluon.jit
 def conv_lif_hopper_kernel(
     x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, v_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, rate_ptr,
-    spikes_ptr, last_ptr,
+    residual_ptr, spikes_ptr, last_ptr,
     M, N, H, W, OH, OW, C, K, CP,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
     out_pixel, out_channel, out_image, weight_k, weight_c, weight_r, weight_s, multiplier,
     v0, eps, tau, threshold, reset,
     R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr, HAS_BIAS: gl.constexpr,
     SCALED: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, CHARGE: gl.constexpr, HALVES: gl.constexpr,
-    DECAY_INPUT: gl.constexpr, SOFT_RESET: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, num_warps: gl.constexpr,
+    DECAY_INPUT: gl.constexpr, SOFT_RESET: gl.constexpr, CONNECT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `conv_lif_kernel`."""
     pid = gl.program_id(0)
@@ -94,12 +95,17 @@ def conv_lif_hopper_kernel(
     if v_ptr is not None:
         v = gl.load(v_ptr + offset, mask=mask, other=0.0)
     step_size = gl.cast(N, gl.int64) * out_image
+    if residual_ptr is not None:
+        residuals = all_steps(residual_ptr + offset, mask, step_size, STEPS)
     for step in gl.static_range(STEPS):
         fired, v = lif_step(
             currents[step], v, mean, gain, shift, rate, zero + tau, threshold, reset,
             CHARGE, HALVES, DECAY_INPUT, SOFT_RESET,
         )  # fmt: skip
-        gl.store(spikes_ptr + step * step_size + offset, fired.to(gl.int8), mask=mask)
+        spikes = fired.to(gl.int8)
+        if residual_ptr is not None:
+            spikes = connected(fired, residuals[step], CONNECT)
+        gl.store(spikes_ptr + step * step_size + offset, spikes, mask=mask)
     if last_ptr is not None:
         gl.store(last_ptr + offset, v, mask=mask)
 
@@ -147,9 +153,11 @@ def _prepare(problem: ConvLif, config: Config) -> Launch:
 CONV_LIF_HOPPER = Template(
     name="conv_lif_hopper",
     op="conv_lif",
-    sources=(conv_lif_hopper_kernel, _by_step, batch_norm_gain, lif_step, *binary_conv_hopper.SOURCES),
+    sources=(
+        conv_lif_hopper_kernel, _by_step, all_steps, connected, batch_norm_gain, lif_step, *binary_conv_hopper.SOURCES
+    ),
     refuse=_refuse,
     space=_space,
     cost=conv_lif_cost(hopper=True),
     prepare=_prepare,
-)
+)  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.spiking.spike_conv import reference_counts
+from sparsecomp.reference.connect import check_residual, connected
 from sparsecomp.reference.geometry import Window, laid_out
 from sparsecomp.reference.lif import lif_reference
 
@@ -16,7 +17,8 @@ library.define(
     "conv_lif(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
     "int groups, int digits, float scale, float spread, bool channels_last, int steps, Tensor? v, float v0, "
     "Tensor? mean, Tensor? var, Tensor? gamma, Tensor? beta, float eps, str charge, float tau, Tensor? rate, "
-    "bool decay_input, float threshold, float? reset, bool keep) -> (Tensor, Tensor)",
+    "bool decay_input, float threshold, float? reset, bool keep, Tensor? residual=None, str connect='add') "
+    "-> (Tensor, Tensor)",
     tags=TAGS,
 )
 
@@ -48,6 +50,8 @@ def conv_lif(
     threshold: float,
     reset: float | None,
     keep: bool = True,
+    residual: Tensor | None = None,
+    connect: str = "add",
 ) -> tuple[Tensor, Tensor]:
     """:func:`lif` of :func:`spike_conv` with `implementation="binary"`: the same spikes, bit for bit. No gradient.
 
@@ -63,26 +67,37 @@ def conv_lif(
         mean, var, gamma, beta: (K,) batch-norm between the two, or None.
         eps, charge, tau, rate, decay_input, threshold, reset: as of `lif`.
         keep: whether the last membranes are asked for.
+        residual: (T, N, K, …) int8, or (T, N, K) for maps of one pixel: what the spikes are joined with, or None.
+        connect: how, as SEW-ResNet has it (Fang et al. 2021, arXiv:2102.04159): `add` (residual + spike),
+            `and` (residual · spike) or `iand` (residual · (1 - spike)).
 
     Returns:
-        `(spikes, v)`: (T, N, K, …) int8 in {0, 1}, and (N, K, …) float32, of no elements if not asked for.
+        `(spikes, v)`: (T, N, K, …) int8, in {0, 1} without a residual, and (N, K, …) float32, of no elements if not
+        asked for. With a residual, what both join to in place of the spikes, as sums and products of int8 are.
+
+    Raises:
+        InputError: a residual of another dtype or number of elements, or an unknown `connect`.
     """
     return torch.ops.sparsecomp.conv_lif.default(
         counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
-        v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep,
+        v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual, connect,
     )  # fmt: skip
 
 
 def _reference(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
-    v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep,
+    v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual=None,
+    connect="add",
 ):  # fmt: skip
     current = reference_counts(
         counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
     ).unflatten(0, (steps, counts.shape[0] // steps))
     neuron = (mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset)
     v = None if v is None else v.reshape(current.shape[1:])  # of a linear layer it has no pixels
+    check_residual(residual, connect, current.shape)
     spikes, last = lif_reference(current, v, v0, *neuron)
+    if residual is not None:
+        spikes = connected(spikes, residual.reshape(spikes.shape), connect)
     return spikes, last if keep else last.new_empty(0)
 
 
@@ -94,12 +109,14 @@ def _cuda(*arguments):
 
 def _fake(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
-    v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep,
+    v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual=None,
+    connect="add",
 ):  # fmt: skip
     kernel = weight.shape if weight.dim() > 2 else (*weight.shape, 1, 1)
     size = Window.of(kernel, stride, padding, dilation).output_size(counts.shape[2:])
     made = laid_out(counts.new_empty((counts.shape[0], weight.shape[0], *size)), channels_last)
     spikes = made.unflatten(0, (steps, counts.shape[0] // steps))
+    check_residual(residual, connect, spikes.shape)
     last = torch.empty_like(spikes[0], dtype=torch.float32) if keep else weight.new_empty(0)
     return spikes, last
 
