@@ -61,6 +61,7 @@ class Why(Enum):
     NOT_REORDERED = "the products stay in their order: {detail}"
     NOT_FUSED = "the neuron stays its library's operator: {detail}"
     NOT_WITH_NEURONS = "the layer and the neurons behind it stay two launches: {detail}"
+    RESIDUAL_APART = "the residual is joined with the spikes in a launch of its own: {detail}"
     NOT_ONE_NEURON = "the neuron stays a chain of steps, as it was written: {detail}"
     SPARSE_AS_WRITTEN = "the sparse product stays as it was written: {detail}"
     GATHERED_AS_WRITTEN = "the layer of fixed fan-in stays as it was written: {detail}"

@@ -12,8 +12,9 @@ from torch import fx
 
 from sparsecomp.ops.library import ON_SPIKES
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, call
-from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.graph.canonicalize import op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.byte_sums import widened_from
 
 _DEPTH = 64
 """Sums are followed this far back: the longest chain of residual additions before a neuron resets it."""
@@ -32,7 +33,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 
 _MAKE_READERS = ("spike_conv", "spike_conv_transpose", "spike_linear")
 
-RULE = Rule("narrow_spikes", consider, after=("fuse_neurons", *_MAKE_READERS, "fold_batch_norm"))
+RULE = Rule("narrow_spikes", consider, after=("fuse_neurons", *_MAKE_READERS, "fold_batch_norm", "byte_sums"))
 
 
 def _narrow(x: object, ctx: Context, depth: int) -> bool:
@@ -42,7 +43,7 @@ def _narrow(x: object, ctx: Context, depth: int) -> bool:
     """
     if not isinstance(x, fx.Node) or depth == 0 or not ctx.analysis.unchanged(x, x):
         return False
-    source = _source(x)
+    source = widened_from(x)
     if source is not None:
         # eager keeps the widened ones for its backward, which a write to the bytes outside of the graph does not reach
         written = ctx.gradients and source in ctx.analysis.seen_outside
@@ -60,24 +61,13 @@ def _narrow(x: object, ctx: Context, depth: int) -> bool:
     return False
 
 
-def _source(x: fx.Node) -> fx.Node | None:
-    """The int8 tensor that a node widened to floats where it lies."""
-    op = op_of(x)
-    if op is None or not op.has(Trait.CAST):
-        return None
-    source, widened = example_of(op.input), example_of(x)
-    if source is None or widened is None or source.device != widened.device:
-        return None
-    return op.input if source.dtype is torch.int8 and widened.dtype.is_floating_point else None
-
-
 def _build(node: fx.Node, x: fx.Node) -> fx.Node:
     """The same call on bytes; nodes made for one reader are shared with the next by Inductor."""
     return call(node.graph, node, node.target, _bytes(x, node), *node.args[1:])
 
 
 def _bytes(x: Any, like: fx.Node) -> Any:
-    source = _source(x)
+    source = widened_from(x)
     if source is not None:
         return source
     op = op_of(x)

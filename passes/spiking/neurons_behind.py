@@ -48,11 +48,14 @@ def reshaped(node: fx.Node) -> fx.Node | None:
 
 
 def idle_readers(node: fx.Node) -> list[fx.Node]:
-    """Views of a node that nobody reads, the last first: of one, a first membrane that is now a number was made."""
+    """Views and casts of a node that nobody reads, the last first.
+
+    Of a view, a first membrane was made that is now a number; spikes were widened for readers that take bytes now.
+    """
     found = []
     for user in node.users:
         op = op_of(user)
-        if op is None or not op.has(Trait.VIEW):
+        if op is None or not op.has(Trait.VIEW | Trait.CAST) or op.inplace:
             continue
         behind = idle_readers(user)
         if all(one in behind for one in user.users):
