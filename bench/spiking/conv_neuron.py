@@ -1,7 +1,8 @@
 """A convolution on spikes with its neurons in one launch, beside the two launches, over the layers of spiking networks.
 
 Times are of CUDA graph replays, on bytes, batch-norm and packing of the weight included. Spikes and membranes of both
-ways are compared bit for bit. The first configurations by estimate are timed as well, to hold the estimates against.
+ways are compared bit for bit. So is the launch that adds a residual to its spikes, beside the launch and an addition.
+The first configurations by estimate are timed as well, to hold the estimates against.
 Worker processes compile them side by side into Triton's cache; then one process times them.
 """
 
@@ -22,6 +23,7 @@ from sparsecomp.lowering.spiking.conv_lif import CONV_LIF, ConvLif, conv_lif_pro
 from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.tuning.autotune import tuner
+from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import rank
 from sparsecomp.lowering.tuning.template import Candidate
@@ -78,6 +80,7 @@ def run(workers: int) -> Iterator[Row]:
     for case in CASES:
         row: Row = {"case": case.name, "shape": list(case[1:]), "ms": {}, "configurations": {}}
         guarded(row, "ways", partial(_ways, row, case))
+        guarded(row, "residual", partial(_residuals, row, case))
         guarded(row, "configurations", partial(_configurations, row, case))
         print(row, flush=True)
         yield row
@@ -86,9 +89,12 @@ def run(workers: int) -> Iterator[Row]:
 def _compile(place: int, share: int, workers: int) -> None:
     """One share of what a case launches: the product alone, and the first configurations of both in one."""
     case, device = CASES[place], torch.device("cuda", 0)
+    joined = problem_of(case, "add")
+    with_residual = tuner().choose(CONV_LIF, joined, device).candidate
     product = binary_conv_problem(_convolution(case), 3)
     alone = tuner().choose(BINARY_CONV, product, device).candidate
-    jobs = [(BINARY_CONV, product, alone), *((CONV_LIF, _problem(case), one) for one in _first(case))]
+    jobs = [(BINARY_CONV, product, alone), (CONV_LIF, joined, with_residual)]
+    jobs += [(CONV_LIF, problem_of(case), one) for one in _first(case)]
     for operation, problem, candidate in jobs[share::workers]:
         assert operation.operands is not None
         try:
@@ -108,21 +114,34 @@ def _ways(row: Row, case: Case) -> None:
         "apart": graph_ms(apart), "fused": graph_ms(together), "product": graph_ms(alone),
         "neurons": graph_ms([partial(one, current) for one in neurons]),
     }  # fmt: skip
-    row["estimated"] = {name: ms * 1e3 for name, ms in _decision(case).seconds.items()}
+    seconds = decision_of(case, card_of(torch.device("cuda", 0))).seconds
+    row["estimated"] = {name: ms * 1e3 for name, ms in seconds.items()}
 
 
-def _decision(case: Case) -> Decision:
+def _residuals(row: Row, case: Case) -> None:
+    """The launch that adds a residual of bytes, and the launch and an addition behind it."""
+    together, *_ = _calls(case)
+    residuals = [torch.randint_like(call()[0], 4) for call in together]
+    joined = [partial(call, residual) for call, residual in zip(together, residuals, strict=True)]
+    apart = [lambda a=a, b=b: b + a()[0] for a, b in zip(together, residuals, strict=True)]
+    row["equal"] = row["equal"] and torch.equal(joined[0]()[0], apart[0]())
+    row["ms"] |= {"joined": graph_ms(joined), "added": graph_ms(apart)}
+
+
+def decision_of(case: Case, card: Card) -> Decision:
+    """What the gate says of a case on a card, in replayed graphs."""
     site = SiteInfo(
         device="cuda", itemsize=4, n=case.batch * case.steps, c=case.c, size=(case.size,) * 2, k=case.k,
         window=case.window, groups=1, digits=3, density=None, active=None, tf32=False, channels_last=True, fused=True,
     )  # fmt: skip
-    return gate.decide(site, case.steps, card_of(torch.device("cuda", 0)))
+    return gate.decide(site, case.steps, card)
 
 
 def _calls(
     case: Case,
-) -> tuple[list[Callable[[], Any]], list[Callable[[], Tensor]], list[Callable[[Tensor], Any]]]:
-    """Both in one launch, the product alone, and the neurons alone, each on several inputs."""
+) -> tuple[list[Callable[..., Any]], list[Callable[[], Tensor]], list[Callable[[Tensor], Any]]]:
+    """Both in one launch, with a residual if it is given one, the product alone, and the neurons alone, each on several
+    inputs."""
     random = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -135,8 +154,9 @@ def _calls(
     window = case.window
     how = (list(window.stride), list(window.padding), list(window.dilation), 1, 3)
 
-    def fused(x: Tensor) -> Any:
-        return ops.conv_lif(x, weight, None, *how, 1.0, SPREAD, True, case.steps, None, 0.0, *norm, *_LIF)
+    def fused(x: Tensor, residual: Tensor | None = None) -> Any:
+        layer = (x, weight, None, *how, 1.0, SPREAD, True, case.steps)
+        return ops.conv_lif(*layer, None, 0.0, *norm, *_LIF, True, residual)
 
     def product(x: Tensor) -> Tensor:
         return torch.ops.sparsecomp.spike_conv_counts(x, weight, None, *how, "binary", 1.0, None, SPREAD, True)
@@ -148,7 +168,7 @@ def _calls(
 
 
 def _configurations(row: Row, case: Case) -> None:
-    problem, device = _problem(case), torch.device("cuda", 0)
+    problem, device = problem_of(case), torch.device("cuda", 0)
     assert CONV_LIF.operands is not None
     operands = [CONV_LIF.operands(problem, device, seed) for seed in range(COPIES)]
     for candidate in _first(case):
@@ -162,7 +182,7 @@ def _timed(row: Row, candidate: Candidate[ConvLif], calls: list[Callable[[], Non
 
 
 def _first(case: Case) -> list[Candidate[ConvLif]]:
-    device, problem = torch.device("cuda", 0), _problem(case)
+    device, problem = torch.device("cuda", 0), problem_of(case)
     return rank(CONV_LIF.candidates(problem, device_of(device)), problem, card_of(device))[:TRIED]
 
 
@@ -170,13 +190,17 @@ def _convolution(case: Case) -> Convolution:
     return Convolution.of((case.batch * case.steps, case.c, case.size, case.size), (case.k,), case.window)
 
 
-def _problem(case: Case) -> ConvLif:
+def problem_of(case: Case, connect: str = "") -> ConvLif:
+    """A case as the kernels see it, with a residual that is joined in a way or without."""
     neuron = (0.0, 1e-5, 2.0, 1.0, 0.0, case.steps, "lif", True, False, False, True, True, True)
-    return conv_lif_problem(_convolution(case), 3, neuron)
+    return conv_lif_problem(_convolution(case), 3, neuron, connect=connect)
 
 
 def table(rows: list[Row]) -> str:
-    """Milliseconds apart and fused, what the estimate said, and the fastest configuration beside the chosen one."""
+    """Milliseconds apart and fused, what the estimate said, and the fastest configuration beside the chosen one.
+
+    With a residual too, where that was measured.
+    """
     ways = ["product", "neurons", "apart", "fused"]
     grid = [["layer", *ways, "gain", "estimated", "fastest, ms", "configuration", "equal"]]
     for row in rows:
@@ -190,4 +214,7 @@ def table(rows: list[Row]) -> str:
             row["case"], *(f"{ms[name]:.4f}" for name in ways), f"{gain:.2f}",
             f"{expected:.2f}", f"{tried[best]:.4f}", best, str(row["equal"]),
         ])  # fmt: skip
-    return markdown_grid(grid)
+    joined = [(row["case"], row["ms"]["added"], row["ms"]["joined"]) for row in rows if "joined" in row["ms"]]
+    sums = [[case, f"{apart:.4f}", f"{one:.4f}", f"{apart / one:.2f}"] for case, apart, one in joined]
+    ways = ["fused, then the residual added", "residual in the launch"]
+    return "\n\n".join([markdown_grid(grid), *([markdown_grid([["layer", *ways, "gain"], *sums])] if sums else [])])

@@ -26,8 +26,9 @@ _LATENCY = 5e-7
 _START = 3e-6
 """Seconds before the first product and after the last."""
 NEURON_OPERATIONS = 120
-"""Float operations' worth of a neuron's step behind a convolution. It puts first what was within 1 % of the fastest of
-the first eight configurations of 12 layers on an H200 (`bench/results/conv_neuron.json`)."""
+"""Float operations' worth of a neuron's step behind a convolution. Of eight configurations of each of 12 layers on an
+H200 (`bench/results/conv_neuron.json`) it puts the fastest first in eight, one within 3 % of it in two, and one within
+8 % in one of 7 µs; what it puts first in the last was not timed."""
 
 
 def conv_lif_cost(hopper: bool) -> Cost:

@@ -156,7 +156,7 @@ def spike_op(op: CanonicalOp, facts: Facts) -> Result:
 
 
 @transfer("sparsecomp::conv_lif")
-def connected(op: CanonicalOp, facts: Facts) -> Result:
+def layer_with_neurons(op: CanonicalOp, facts: Facts) -> Result:
     """A layer with its neurons: spikes, or what they are joined with a residual to."""
     if op.node.kwargs:
         return Lost(LostKind.UNSUPPORTED, f"{op.name} with arguments by name is not analysed")

@@ -123,7 +123,8 @@ def _lif():
 @example("conv_lif")
 def _conv_lif():
     layer = fired(6, 6, 5, 7).to(torch.int8), torch.randn(5, 6, 3, 3), torch.randn(5), *WINDOW, 1, 3, 1.0, SPREAD, False
-    return *layer, 3, torch.randn(2, 5, 5, 7), 0.0, *by_channel(), 1e-5, "lif", 2.0, None, True, 0.1, 0.0, True
+    neuron = torch.randn(2, 5, 5, 7), 0.0, *by_channel(), 1e-5, "lif", 2.0, None, True, 0.1, 0.0
+    return *layer, 3, *neuron, True, fired(3, 2, 5, 5, 7).to(torch.int8), "add"
 
 
 NEURON = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; "

@@ -124,10 +124,10 @@ def _conv(n: int, c: int, size: int, side: int, groups: int, digits: int, select
     return binary_conv_problem(Convolution.of(*shapes, window, groups), digits, select)
 
 
-def _fired(n: int, c: int, size: int, side: int, steps: int) -> ConvLif:
+def _fired(n: int, c: int, size: int, side: int, steps: int, connect: str = "") -> ConvLif:
     conv = Convolution.of((n * steps, c, size, size), (c,), Window.centred((side, side), (1, 1)))
     neuron = (0.0, 1e-5, 2.0, 1.0, 0.0, steps, "lif", True, False, False, True, True, True)
-    return conv_lif_problem(conv, 3, neuron)
+    return conv_lif_problem(conv, 3, neuron, connect=connect)
 
 
 def _direct(n: int, c: int, size: int, groups: int) -> DirectConv:
@@ -370,7 +370,10 @@ PROBLEMS: dict[str, list[Any]] = {
                      CastStrided(Maps(32, 256, (14, 14), (50176, 196, 14, 1), "float16"))],
     "lif": [Lif(960, 960, 960, 16, 60, 0, 1e-5, 2.0, 1.0, 0.0, 3, "lif", True, False, True, True, True, True),
             Lif(10**6, 10**6, 10**6, 64, 1, 0, 1e-5, 2.0, 1.0, 0.0, 4, "if", True, False, False, False, False, False)],
-    "conv_lif": [_fired(32, 64, 56, 3, 4), _fired(1, 512, 7, 3, 1), _fired(8, 96, 14, 1, 6), _fired(2, 20, 9, 3, 16)],
+    "conv_lif": [
+        _fired(32, 64, 56, 3, 4), _fired(1, 512, 7, 3, 1), _fired(8, 96, 14, 1, 6), _fired(2, 20, 9, 3, 16),
+        _fired(32, 64, 56, 3, 4, "add"),
+    ],
     "neuron": [_neuron(960, 3), _neuron(10**6, 4)],
     "neuron_gradients": [NeuronGradients(_neuron(960, 3), (False,) * 2, (True,) * 8),
                          NeuronGradients(_neuron(10**6, 20), (True, False), (False,) * 8)],

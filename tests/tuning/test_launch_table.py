@@ -172,7 +172,7 @@ PROBLEMS: dict[str, list[Any]] = {
         ),
         conv_lif_problem(
             _conv(c=20, k=24)._replace(n=16), 4,
-            (0.0, 1e-5, 1.0, 0.5, 0.0, 16, "plif", False, False, False, True, False, False),
+            (0.0, 1e-5, 1.0, 0.5, 0.0, 16, "plif", False, False, False, True, False, False), connect="iand",
         ),
     ],
     "neuron": [Neurons(77, 77, 77, (Axis(7, 1), *[Axis(1, 1)] * 5), (0.0, 0.5), (0.25,) * 8, 3,

@@ -94,7 +94,7 @@ PROBLEMS = [
         CONV_LIF,
         conv_lif_problem(
             Convolution.of((6, 40, 6, 5), (24,), SQUARE, has_bias=True, scale=0.5), 2,
-            (0.1, 0.0, 1.5, 0.5, 0.0, 3, "plif", False, True, False, False, False, False), keep=False,
+            (0.1, 0.0, 1.5, 0.5, 0.0, 3, "plif", False, True, False, False, False, False), keep=False, connect="add",
         ),
         id="conv_lif of three steps",
     ),

@@ -108,7 +108,7 @@ def conv_lif_kernel(
         )  # fmt: skip
         spikes = fired.to(tl.int8)
         if residual_ptr is not None:
-            spikes = connected(fired, residuals[step], CONNECT)
+            spikes = connected_block(fired, residuals[step], CONNECT)
         tl.store(spikes_ptr + step * step_size + offset, spikes, mask=mask)
     if last_ptr is not None:
         tl.store(last_ptr + offset, v, mask=mask)
@@ -146,7 +146,7 @@ def all_steps(pointers, mask, step_size, STEPS: tl.constexpr):
 
 
 @triton.jit
-def connected(fired, residual, CONNECT: tl.constexpr):
+def connected_block(fired, residual, CONNECT: tl.constexpr):
     """The bytes of a residual with the spikes of the neurons behind it; see `sparsecomp.reference.connect`."""
     if CONNECT == "add":
         return residual + fired.to(tl.int8)
@@ -180,8 +180,8 @@ CONV_LIF = Template(
     name="conv_lif",
     op="conv_lif",
     sources=(
-        conv_lif_kernel, by_step, interleaved, all_steps, connected, window_corners, int8_sums, joined, float_sums,
-        batch_norm_gain, lif_step,
+        conv_lif_kernel, by_step, interleaved, all_steps, connected_block, window_corners, int8_sums, joined,
+        float_sums, batch_norm_gain, lif_step,
     ),
     refuse=_refuse,
     space=_space,

@@ -13,7 +13,7 @@ from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
 from sparsecomp.lowering.spiking.conv_lif import ConvLif
 from sparsecomp.lowering.spiking.kernels import binary_conv_hopper
 from sparsecomp.lowering.spiking.kernels.binary_conv_hopper import copies, float_products, image_and_pixel, products
-from sparsecomp.lowering.spiking.kernels.conv_lif import all_steps, connected
+from sparsecomp.lowering.spiking.kernels.conv_lif import all_steps, connected_block
 from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step
 from sparsecomp.lowering.tuning.template import Config, Template
 
@@ -104,7 +104,7 @@ def conv_lif_hopper_kernel(
         )  # fmt: skip
         spikes = fired.to(gl.int8)
         if residual_ptr is not None:
-            spikes = connected(fired, residuals[step], CONNECT)
+            spikes = connected_block(fired, residuals[step], CONNECT)
         gl.store(spikes_ptr + step * step_size + offset, spikes, mask=mask)
     if last_ptr is not None:
         gl.store(last_ptr + offset, v, mask=mask)
@@ -154,7 +154,8 @@ CONV_LIF_HOPPER = Template(
     name="conv_lif_hopper",
     op="conv_lif",
     sources=(
-        conv_lif_hopper_kernel, _by_step, all_steps, connected, batch_norm_gain, lif_step, *binary_conv_hopper.SOURCES
+        conv_lif_hopper_kernel, _by_step, all_steps, connected_block, batch_norm_gain, lif_step,
+        *binary_conv_hopper.SOURCES,
     ),
     refuse=_refuse,
     space=_space,
