@@ -37,8 +37,8 @@ def decide(site: SiteInfo, steps: int, card: Card = H100) -> Decision:
     slots = 1 << (steps - 1).bit_length()
     rows = _neurons(site) * slots / steps
     work = _OPERATIONS * rows / card.fp32 + (_TAIL if rows >= _BLOCK * card.processors else _TAIL / 2)
-    # spikes and last membranes, in place of the product's float32 numbers
-    written = (1 + 4 / steps - 4) * _neurons(site) / (_SHARE * card.bandwidth)
+    # spikes and last membranes, in place of the numbers that a product of so many rows writes
+    written = ((1 + 4 / steps) * _neurons(site) - 4 * rows) / (_SHARE * card.bandwidth)
     times = {
         "dense": Time(product, layer).plus(_alone(site, steps, card)),
         "fused": Time(product * slots / steps + work + written, layer),
