@@ -1,11 +1,10 @@
-"""Sums, differences and products of spikes that are bytes are made in bytes, and widened for whoever reads floats.
+"""Sums, products and greatest of spikes that are bytes are made in bytes, and widened for whoever reads floats.
 
 The sum that ends a block of SEW-ResNet is read by the next layer and by the next sum. In bytes it is a quarter of the
 traffic, made once for all its readers, and an operator that writes spikes can write the sum in their place.
 """
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -13,16 +12,18 @@ from torch import fx
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, call
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.widened import in_bytes, moved_from, on_bytes, widened_from
 
 _IN_BYTES = {"add": operator.add, "sub": operator.sub, "rsub": torch.rsub, "mul": operator.mul}
 _OURS = "sparsecomp::"
 """Operators that write to nothing, and whose results are their own."""
+_POOLS = ("max_pool1d", "max_pool2d", "max_pool3d")
 _MOST = 64
 """Sums that a sum may be made of, so that judging them all takes no longer than so many times the graph."""
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
-    """Judge one node: every sum, difference and product of floats that are widened bytes is a site."""
+    """Judge one node: every sum, difference, product and max-pool of floats that are widened bytes is a site."""
     if ctx.gradients or not _is_joined(node, ctx):
         return None
     return Plan(lambda: {node: _build(node)}, "its operands are bytes, and it fits a byte", "bytes")
@@ -33,47 +34,38 @@ RULE = Rule(
 )
 
 
-def widened_from(x: fx.Node) -> fx.Node | None:
-    """The int8 tensor that a node widened to floats where it lies."""
-    op = op_of(x)
-    if op is None or not op.has(Trait.CAST):
-        return None
-    source, widened = example_of(op.input), example_of(x)
-    if source is None or widened is None or source.device != widened.device:
-        return None
-    return op.input if source.dtype is torch.int8 and widened.dtype.is_floating_point else None
-
-
 def _is_joined(node: fx.Node, ctx: Context) -> bool:
     """Whether a node's float result is what bytes at hand make in bytes, with all sums that it is made of."""
     pending, seen = [node], {node}
     while pending:
         made = pending.pop()
-        tensors = _operands(made, ctx)
-        if not tensors or len(seen) > _MOST:
+        operands = [_base(x, made, ctx) for x in _operands(made, ctx)]
+        if not operands or len(seen) > _MOST:
             return False
-        for x in tensors:
-            if not _is_seen_as_made(x, made, ctx):
+        for base in operands:
+            if base is None:
                 return False
-            if widened_from(x) is None and x not in seen:
-                seen.add(x)
-                pending.append(x)
+            if widened_from(base) is None and base not in seen:
+                seen.add(base)
+                pending.append(base)
     return True
 
 
 def _operands(node: fx.Node, ctx: Context) -> list[fx.Node]:
     """The tensors that make a sum which fits a byte, where they are bytes as well; empty if it is no such sum."""
     op, made = op_of(node), example_of(node)
-    if op is None or op.name not in _IN_BYTES or op.out is not None or op.module is not None or not op.known:
+    if op is None or op.name not in (*_IN_BYTES, *_POOLS) or op.get("alpha", 1) != 1:
         return []
-    if op.get("alpha", 1) != 1 or made is None or not made.dtype.is_floating_point:
+    if op.out is not None or op.module is not None or not op.known or made is None or not made.dtype.is_floating_point:
         return []
     fact, operands = ctx.fact(node, node.next), (op.input, op.get("other"))
     if fact is None or not fact.fits_int8 or fact.scale != 1.0:
         return []
+    if op.name in _POOLS:
+        return [op.input]
     if op.name == "mul" and not all(_is_positive(one, node, ctx) for one in operands):
         return []  # 0 times a number below 0 is another zero
-    if op.inplace and not _is_last_read(op, ctx):
+    if op.inplace and (moved_from(op.input, ctx) is not None or not _is_last_read(op, ctx)):
         return []
     tensors = [one for one in operands if isinstance(one, fx.Node)]
     return tensors if all(map(_is_byte, (one for one in operands if one not in tensors))) else []
@@ -84,14 +76,19 @@ def _is_byte(number: object) -> bool:
     return isinstance(number, int | float) and number % 1 == 0 and 0 < abs(number) < 128
 
 
-def _is_seen_as_made(x: fx.Node, reader: fx.Node, ctx: Context) -> bool:
-    """Whether `reader` sees in x what it was made with, and in the bytes that it was widened from, if it was."""
+def _base(x: fx.Node, reader: fx.Node, ctx: Context) -> fx.Node | None:
+    """The node whose elements an operand holds, as it was made and, if it was widened, as its bytes are; else None."""
     unchanged, before = ctx.analysis.unchanged, reader.prev  # what the reader itself writes to, it has read
-    source = widened_from(x)
-    if source is None:
-        return unchanged(x, x, before)
-    lies_alike = example_of(source).stride() == example_of(x).stride()  # by which the sum lies
-    return lies_alike and unchanged(x, x, before) and unchanged(source, x, before)
+    while unchanged(x, x, before):
+        source = widened_from(x)
+        if source is not None:
+            lies_alike = example_of(source).stride() == example_of(x).stride()  # by which the sum lies
+            return x if lies_alike and unchanged(source, x, before) else None
+        moved = moved_from(x, ctx)
+        if moved is None:
+            return x
+        x = moved
+    return None
 
 
 def _is_positive(operand: object, reader: fx.Node, ctx: Context) -> bool:
@@ -123,13 +120,10 @@ def _build(node: fx.Node) -> fx.Node:
     """The same in bytes, of operands that are widened bytes or numbers, now that each sum before has become such."""
     op = op_of(node)
     assert op is not None
-    joined = call(node.graph, node, _IN_BYTES[op.name], *map(_in_bytes, (op.input, op.get("other"))))
-    return call(node.graph, node, torch.Tensor.to, joined, example_of(node).dtype)
-
-
-def _in_bytes(operand: Any) -> Any:
-    if not isinstance(operand, fx.Node):
-        return int(operand)
-    source = widened_from(operand)
-    assert source is not None
-    return source
+    if op.name in _POOLS:  # of bytes torch has none, and Inductor's writes what it is cast to
+        made = call(node.graph, node, torch.Tensor.to, on_bytes(node, {}, node), torch.int8)
+    else:
+        operands = op.input, op.get("other")
+        narrow = (in_bytes(one, node) if isinstance(one, fx.Node) else int(one) for one in operands)
+        made = call(node.graph, node, _IN_BYTES[op.name], *narrow)
+    return call(node.graph, node, torch.Tensor.to, made, example_of(node).dtype)

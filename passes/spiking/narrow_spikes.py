@@ -7,14 +7,12 @@ residual network (SEW-ResNet) are then a quarter of the traffic too. Runs last, 
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from sparsecomp.ops.library import ON_SPIKES
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, call
 from sparsecomp.passes.graph.canonicalize import op_of
-from sparsecomp.passes.graph.operators import Trait
-from sparsecomp.passes.spiking.byte_sums import widened_from
+from sparsecomp.passes.spiking.widened import moved_from, on_bytes, widened_from
 
 _DEPTH = 64
 """Sums are followed this far back: the longest chain of residual additions before a neuron resets it."""
@@ -48,21 +46,16 @@ def _narrow(x: object, ctx: Context, depth: int) -> bool:
         # eager keeps the widened ones for its backward, which a write to the bytes outside of the graph does not reach
         written = ctx.gradients and source in ctx.analysis.seen_outside
         return ctx.analysis.unchanged(source, x) and not written
-    op = op_of(x)
-    if op is None or op.module is not None:
-        return False
-    if op.has(Trait.MOVES | Trait.VIEW):
-        # what else it reads, such as an index, is read again; numbers stay
-        tensors = [read for read in x.all_input_nodes if isinstance(read.meta.get("example_value"), torch.Tensor)]
-        same = all(ctx.analysis.unchanged(read, x) for read in tensors)
-        return same and not op.reinterprets() and _narrow(op.input, ctx, depth - 1)
-    if op.name == "add" and op.get("alpha") == 1:
+    moved, op = moved_from(x, ctx), op_of(x)
+    if moved is not None:
+        return _narrow(moved, ctx, depth - 1)
+    if op is not None and op.module is None and op.name == "add" and op.get("alpha") == 1:
         return all(_narrow(part, ctx, depth - 1) for part in (op.input, op.get("other")))
     return False
 
 
 def _build(node: fx.Node, x: fx.Node) -> fx.Node:
-    """The same call on bytes; nodes made for one reader are shared with the next by Inductor."""
+    """The same call on bytes."""
     return call(node.graph, node, node.target, _bytes(x, node), *node.args[1:])
 
 
@@ -73,7 +66,4 @@ def _bytes(x: Any, like: fx.Node) -> Any:
     op = op_of(x)
     assert op is not None
     inputs = (op.input, op.get("other")) if op.name == "add" else (op.input,)
-    narrow = {old: _bytes(old, like) for old in inputs}
-    made = like.graph.node_copy(x, lambda old: narrow.get(old, old))
-    made.meta.pop("example_value", None)
-    return made
+    return on_bytes(x, {old: _bytes(old, like) for old in inputs}, like)

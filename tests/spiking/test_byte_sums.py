@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rewriting import rewritten
 from torch import Tensor
 
@@ -64,6 +65,13 @@ def written_behind(x: Tensor) -> tuple[Tensor, Tensor]:
     return both, total
 
 
+def picked_by_written(x: Tensor) -> Tensor:
+    place = (x[:, 0] > 0).long()
+    picked = spikes(x).index_select(0, place)
+    place.zero_()
+    return picked + spikes(-x)
+
+
 def doubled(x: Tensor, times: int) -> Tensor:
     total = spikes(x)
     for _ in range(times):
@@ -79,7 +87,7 @@ SUMS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "taken from one": (lambda x: spikes(-x) * (1.0 - spikes(x)), 2),
     "rsub": (lambda x: torch.rsub(spikes(x), 3), 1),
     "by name": (lambda x: torch.add(spikes(x), other=spikes(-x)), 1),
-    "broadcast": (lambda x: spikes(x) + spikes(x)[:1], 0),
+    "broadcast": (lambda x: spikes(x) + spikes(x)[:1], 1),
     "in place": (in_place, 2),
     "in place, seen before": (seen_before, 1),
     "in place, seen after": (seen_after, 0),
@@ -100,6 +108,13 @@ SUMS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "wider": (lambda x: spikes(x).double() + (x > 0).to(torch.int8).double(), 0),
     "of halves": (lambda x: (x > 0).to(torch.int8).half() + (x < 0).to(torch.int8).half(), 1),
     "strides that are zero": (lambda x: (x[:1] > 0).to(torch.int8).expand(3, 4).float() + spikes(x), 0),
+    "pooled": (lambda x: F.max_pool2d(spikes(x).view(1, 1, 3, 4), 2, 1) + 3, 2),
+    "pooled along one dimension": (lambda x: F.max_pool1d(spikes(x), 2) * 0.7, 1),
+    "pooled, with places": (lambda x: F.max_pool1d(spikes(x), 2, return_indices=True)[0] + 0.5, 0),
+    "viewed": (lambda x: spikes(x).view(-1) + spikes(-x).flatten(), 1),
+    "picked": (lambda x: spikes(x)[torch.tensor([2, 0])] + spikes(-x)[:2], 1),
+    "picked by what is written": (picked_by_written, 0),
+    "a view in place": (lambda x: spikes(x).view(-1).add_(spikes(-x).view(-1)), 0),
     "turned": (lambda x: (x.T > 0).to(torch.int8).float() + (x.T < 0).to(torch.int8).float(), 1),
 }
 

@@ -297,7 +297,8 @@ def test_the_estimate_knows_what_one_launch_saves_and_costs():
     assert one.implementation == "fused"
     # three steps take the rows of four, and write the spikes of a step less
     three = gate.decide(_site(n=96), 3)
-    assert one.seconds["fused"] - three.seconds["fused"] == pytest.approx(32 * 64 * 56 * 56 / (0.83 * H100.bandwidth))
+    written = 32 * 64 * 56 * 56 / (0.83 * H100.bandwidth)
+    assert one.seconds["fused"] - three.seconds["fused"] == pytest.approx(written, rel=0.01)
     assert three.seconds["dense"] < one.seconds["dense"]
     # where the host is what takes the time, a launch less is a gain
     hosted = gate.decide(_site(n=4, size=(7, 7), hosted=True), 4)
