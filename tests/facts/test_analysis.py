@@ -53,6 +53,39 @@ def spikes(x: torch.Tensor) -> torch.Tensor:
     return (x > 0).float()
 
 
+@pytest.mark.parametrize(
+    ("joined", "expected"),
+    [((), (0, 1)), (("add",), (0, 3)), (("and",), (0, 2)), (("iand",), (0, 2)), (("by default",), (0, 3))],
+)
+def test_spikes_that_are_joined_with_a_residual(joined: tuple[str, ...], expected: tuple[int, int]) -> None:
+    weight = torch.randn(4, 4, 3, 3)
+    how = ([1, 1], [1, 1], [1, 1], 1, 3, 1.0, 20.0, False, 4, None, 0.0, None, None, None, None)
+    neuron = (0.0, "if", 1.0, None, False, 0.5, 0.0, True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        counts = (x > 0).to(torch.int8) + (x > 1).to(torch.int8)
+        residual = (counts.unflatten(0, (4, 1)), *joined)[: 1 if joined == ("by default",) else 2] if joined else ()
+        return torch.ops.sparsecomp.conv_lif.default(counts, weight, None, *how, *neuron, *residual)[0]
+
+    fact = output_fact(layer, X)
+    assert (fact.lo, fact.hi, fact.integral, fact.finite) == (*expected, True, True)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_spikes_that_are_joined_with_anything_may_be_anything(named: bool) -> None:
+    how = ([1, 1], [1, 1], [1, 1], 1, 3, 1.0, 20.0, False, 4, None, 0.0, None, None, None, None)
+    neuron = (0.0, "if", 1.0, None, False, 0.5, 0.0, True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        counts, residual = (x > 0).to(torch.int8), x.to(torch.int8).unflatten(0, (4, 1))
+        given: Any = ((), {"residual": residual}) if named else ((residual,), {})
+        return torch.ops.sparsecomp.conv_lif.default(
+            counts, torch.ones(4, 4, 3, 3), None, *how, *neuron, *given[0], **given[1]
+        )[0]
+
+    assert output_fact(layer, X) is None
+
+
 KEEPS_BINARY = {
     "max_pool": lambda s: F.max_pool2d(s, 3, 2, 1),
     "nearest": lambda s: F.interpolate(s, scale_factor=2),
