@@ -65,9 +65,10 @@ def variants(precision: str) -> list[Variant]:
     stock_graph = Variant("stock compile, reduce-overhead", "inductor", mode="reduce-overhead")
     ours_graph = Variant("sparsecomp, reduce-overhead", "sparsecomp", mode="reduce-overhead")
     apart = ours_graph._replace(label="sparsecomp, neurons apart, reduce-overhead", disable=("fuse_conv_neuron",))
+    sums = ours_graph._replace(label="sparsecomp, residuals apart, reduce-overhead", disable=("fuse_residual",))
     if precision == "fp32":
-        return [Variant("eager", None, channels_last=False), stock, ours, ours_graph, apart]
-    return [stock, stock_graph, ours, ours_graph, apart]
+        return [Variant("eager", None, channels_last=False), stock, ours, ours_graph, apart, sums]
+    return [stock, stock_graph, ours, ours_graph, apart, sums]
 
 
 def measure(net: nn.Module, x: torch.Tensor, precision: str, variant: Variant) -> dict[str, Any]:

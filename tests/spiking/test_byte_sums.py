@@ -119,7 +119,7 @@ SUMS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
 }
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", SUMS)
 def test_which_sums_are_made_in_bytes(name):
     make, made = SUMS[name]

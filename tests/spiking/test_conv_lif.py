@@ -105,7 +105,6 @@ def test_layers_of_every_kind(name, device):
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("connect", JOINED)
 @pytest.mark.parametrize("name", ["odd channels", "contiguous", "groups", "linear", "volumes", "no images"])
-@pytest.mark.quick_cases(2)
 def test_a_residual_is_joined_with_the_spikes(name, connect, device):
     """Sums of a byte wrap around, as those of torch do."""
     shape, kernel, window, groups, digits, channels_last = LAYERS[name]

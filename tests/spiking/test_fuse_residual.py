@@ -9,7 +9,7 @@ from multi_step import block, by_kernels, functional, images, layer, lif, lively
 from rewriting import dyadic, rewritten
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = pytest.mark.quick_cases(1)
 
 RULE = "fuse_residual"
 Join = Callable[[Tensor, Tensor], Tensor]
@@ -136,7 +136,7 @@ JUDGED: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
 }
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", JUDGED)
 def test_which_residuals_are_joined(name):
     make, told = JUDGED[name]
@@ -177,7 +177,7 @@ IN_BYTES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], Any], str |
 }
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", IN_BYTES)
 def test_which_sums_of_bytes_are_joined(name):
     join, told = IN_BYTES[name]
