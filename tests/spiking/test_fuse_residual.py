@@ -9,6 +9,8 @@ from multi_step import block, by_kernels, functional, images, layer, lif, lively
 from rewriting import dyadic, rewritten
 from torch import Tensor, nn
 
+import sparsecomp
+
 pytestmark = pytest.mark.quick_cases(1)
 
 RULE = "fuse_residual"
@@ -97,6 +99,30 @@ def test_compiled_over_two_calls():
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(compiled(x), eager(x), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("join", ["add", "and", "iand"])
+def test_on_a_card_bits_equal_those_of_residuals_apart(join, mode):
+    x, found = images(), []
+    for disable in ((), (RULE,), (RULE, "byte_sums")):
+        torch._dynamo.reset()
+        model = lively(network(JOINS[join][0]), x).cuda().to(memory_format=torch.channels_last)
+        options = {"implementation": "binary", "neurons": "fuse", "mode": mode, "disable": disable}
+        compiled, results = torch.compile(model, backend="sparsecomp", options=options), []
+        with torch.no_grad():
+            for scale in (1.0, 1.0, 0.7):  # the last one replays
+                functional.reset_net(model)
+                results.append(compiled(scale * x.cuda()).clone())
+        report = sparsecomp.last_report()
+        assert report is not None
+        assert len([one for one in report.sites if one.rule == RULE and one.rewritten]) == (0 if disable else 3)
+        found.append(results)
+    assert all(one.any() for one in found[0]) and not torch.equal(found[0][0], found[0][2])
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=0, atol=0)
 
 
 class Joined(nn.Module):
