@@ -20,7 +20,7 @@ from sparsecomp.passes.spiking.neurons_behind import idle_readers, reshaped
 _LAYER = torch.ops.sparsecomp.conv_lif.default
 _ARGUMENTS = 26
 """Of a layer that is joined with nothing yet."""
-_SPIKES = 0
+_SPIKES, _MEMBRANE = range(2)
 
 
 class _Site(NamedTuple):
@@ -118,15 +118,15 @@ def _obstacle(node: fx.Node, site: _Site, ctx: Context) -> str | None:
     chain = {node, *site.chain}.union(*map(idle_readers, site.chain))
     if site.residual in site.chain or any(user not in chain for part in site.chain for user in part.users):
         return "somebody else reads the spikes"
-    if any(user.target is not operator.getitem for user in layer.users):
-        return "the layer's results are read together"
+    others = [user for user in layer.users if user is not spikes]
+    if any(user.target is not operator.getitem or user.args[1] != _MEMBRANE for user in others):
+        return "somebody else reads the spikes"
     if _is_there(site, ctx):
         return None if unchanged(site.residual, layer, before) else "the residual is written to before it is read"
     if not all(unchanged(read, layer, before) for read in layer.all_input_nodes):
         return "what the layer reads is written to before the residual is there"
     order = ctx.analysis.order
-    readers = (user for part in layer.users if part is not spikes for user in part.users)
-    if any(order[user] < order[node] for user in readers):
+    if any(order[user] < order[node] for part in others for user in part.users):
         return "the membranes are read before the residual is there"
     return None
 

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 from multi_step import block, by_kernels, functional, images, layer, lif, lively
-from rewriting import dyadic, rewritten
-from torch import Tensor, nn
+from rewriting import Examples, dyadic, rewritten
+from torch import Tensor, fx, nn
 
 import sparsecomp
+from sparsecomp.options import Options
+from sparsecomp.passes.pipeline import run_rules
+from sparsecomp.passes.spiking import fuse_residual
 
 pytestmark = pytest.mark.quick_cases(1)
 
@@ -224,3 +227,23 @@ def test_which_sums_of_bytes_are_joined(name):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     judged = [one for one in report.sites if one.rule == RULE]
     assert told in judged[0].reason if told else not judged
+
+
+@pytest.mark.parametrize(("index", "kept"), [(0, False), (-2, False), (1, True), (None, True)])
+def test_spikes_that_are_taken_twice_stay(index, kept):
+    """As no graph of Dynamo's has them, but of a tracer."""
+    x = torch.randint(0, 2, (8, 8, 6, 6), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    weight = torch.randn(8, 8, 3, 3, generator=torch.Generator().manual_seed(0)) / 8
+    how = ([1, 1], [1, 1], [1, 1], 1, 3, 1.0, 20.0, False, 4, None, 0.0, None, None, None, None)
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        both = torch.ops.sparsecomp.conv_lif.default(x, weight, None, *how, 0.0, "if", 1.0, None, False, 0.5, 0.0, True)
+        other = both[0] if index is None else both[index]
+        joined = x.unflatten(0, (4, 2)) + (other if index is None else both[0])
+        return (joined,) if index is None else (joined, other)
+
+    gm = fx.symbolic_trace(model)
+    Examples(gm).run(x)
+    report = run_rules(gm, Options(strict=True), rules=[fuse_residual.RULE])
+    assert [one.rewritten for one in report.sites] == [kept]
+    torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
