@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class Replicas:
 
     def __init__(self, model: nn.Module) -> None:
         self.group = _group_of(model)
+        # where numbers are exchanged: a group of GPUs takes none of the host
+        self._device = next((one.device for one in chain(model.parameters(), model.buffers())), torch.device("cpu"))
 
     @property
     def rank(self) -> int:
@@ -103,17 +106,17 @@ class Replicas:
         Raises:
             ReplicaError: in all processes, naming what differs in some.
         """
-        if self.group is None or not held:
+        if self.group is None:
             return
-        device = next(iter(held.values())).device
         said = repr((settings, [(name, tuple(one.shape), one.dtype) for name, one in held.items()]))
         # first one number of each, since lists of another length could not be compared
-        if self._differ(torch.tensor([_number(said)], device=device)):
+        # and by all: one that holds nothing is not left out, or the others would wait for it
+        if self._differ(torch.tensor([_number(said)], device=self._device)):
             raise ReplicaError(
                 f"the processes have other settings, or other names, sizes or dtypes of patterns; here: {said[:500]}. "
                 "Make model and rule alike in all of them, from the same seed"
             )
-        if places := self._differ(torch.stack([hashed(one) for one in held.values()])):
+        if held and (places := self._differ(torch.stack([hashed(one) for one in held.values()]))):
             names = [name for place, name in enumerate(held) if place in places]
             raise ReplicaError(
                 f"{', '.join(names)} differ between the processes, whose gradients would then be of other weights: "

@@ -101,6 +101,9 @@ def differing_patterns_are_refused(rank: int, count: int, folder: Path) -> None:
         model[0].masked.mask.mask[0, 0] ^= True
     with pytest.raises(ReplicaError, match=r"^0\.masked\.mask\.mask differ"):
         agreed(DistributedDataParallel(model, init_sync=False))
+    plain = nn.Sequential(nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 8))  # the same parameters, and no mask
+    with pytest.raises(ReplicaError, match="other names"):
+        agreed(DistributedDataParallel(plain if rank else masked_network(), init_sync=False))
 
 
 def differing_settings_are_refused(rank: int, count: int, folder: Path) -> None:
@@ -394,6 +397,26 @@ def sparse_layers_go_with_dense_ones_that_are_split(rank: int, count: int, folde
     torch.testing.assert_close(model[0].weight.grad.full_tensor(), alone[0].weight.grad)
 
 
+def what_is_split_is_the_first_processs(rank: int, count: int, folder: Path) -> None:
+    """As torch's own styles do; a process may have drawn another pattern of as many or more elements."""
+    mesh = init_device_mesh("cpu", (count,))
+    for zeros in (0.7, 0.7 - 0.2 * rank):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+        sparsecomp.sparsify(model, sparsecomp.Unstructured(zeros, by="random"))
+        x, first = batch(0)[0], [model(batch(0)[0])]
+        parallelize_module(model, mesh, {"0": SparseColwise(), "2": SparseRowwise()})
+        dist.broadcast_object_list(first)
+        torch.testing.assert_close(model(x), first[0])
+    half = sparsecomp.Unstructured(0.5)
+    for told, mine in (("cannot be split|is not split", nn.Linear(16, 32)), ("other sizes", nn.Linear(16, 64))):
+        model = nn.Sequential(mine if rank else nn.Linear(16, 32))
+        if told == "other sizes" or not rank:
+            sparsecomp.sparsify(model, half)
+        with pytest.raises(FormatError, match=told):
+            parallelize_module(model, mesh, {"0": SparseColwise()})
+
+
 def what_cannot_be_split_is_refused(rank: int, count: int, folder: Path) -> None:
     mesh, model = init_device_mesh("cpu", (count,)), network()
     before = model.state_dict()
@@ -539,7 +562,7 @@ def load_at_many(rank: int, count: int, folder: Path) -> None:
 
 SPLIT = [
     split_layers_compute_as_whole_ones, sparse_layers_go_with_dense_ones_that_are_split,
-    what_cannot_be_split_is_refused,
+    what_is_split_is_the_first_processs, what_cannot_be_split_is_refused,
 ]  # fmt: skip
 REPLICATED = [
     differing_patterns_are_refused, differing_settings_are_refused, a_change_that_differs_changes_nothing,

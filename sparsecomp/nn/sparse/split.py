@@ -10,6 +10,7 @@ a checkpoint is that of one process and loads into any number of them.
 
 from collections.abc import Mapping
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -43,13 +44,19 @@ class SplitLinear(SparseLinear):
     by_rows: bool
     _whole: Layout
 
-    def _split(self, mesh: DeviceMesh, by_rows: bool) -> None:
-        """Keep this process's part of what is stored."""
+    def _split(self, mesh: DeviceMesh, by_rows: bool, entries: int) -> None:
+        """Keep this process's part of what the first one stores, so many entries."""
         self.mesh, self.by_rows, self._whole = mesh, by_rows, self._layout
-        matrix, bias = self._stored_matrix(), self.bias
+        bias, stored = self.bias, [one.detach() for one in self._stored()]
+        if entries != stored[0].numel() and mesh.get_local_rank():  # of another pattern: only pointers have its size
+            stored = [one if "pointers" in name else one.new_empty(entries)
+                      for name, one in zip(self.stored_names, stored, strict=True)]  # fmt: skip
+        values, *arrays = (_of_the_first(one, mesh) for one in stored)
+        matrix = IndexArrays(self.format, self._layout, tuple(arrays)).matrix(values, False)
         self._hold(self._part_of(matrix), self.values.requires_grad)
-        if bias is not None and by_rows:
-            self.bias = nn.Parameter(self._share(bias.detach()).clone(), bias.requires_grad)
+        if bias is not None:
+            whole = _of_the_first(bias.detach(), mesh)
+            self.bias = nn.Parameter(self._share(whole).clone() if by_rows else whole, bias.requires_grad)
 
     def _stored_matrix(self) -> SparseMatrix:
         values, *arrays = self._stored()
@@ -139,33 +146,72 @@ class _Style(ParallelStyle):
     by_rows: bool
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        problem = self._problem(module, device_mesh)
+        if device_mesh.ndim != 1:
+            raise FormatError(problem)
+        entries = _check_alike(module, problem, device_mesh)
+        module.__class__ = SplitLinear
+        cast(SplitLinear, module)._split(device_mesh, self.by_rows, entries)
+        return module
+
+    def _problem(self, module: nn.Module, mesh: DeviceMesh) -> str:
+        """Why this process's module cannot be split; empty if it can."""
         if type(module) is not SparseLinear or module.format not in ("CSR", "CSC") or module.capacity:
             given = getattr(module, "format", "")
-            raise FormatError(
+            return (
                 f"{type(module).__name__} {given} is not split: give a SparseLinear in CSR or CSC without spare "
                 "capacity, once, and torch's own styles to dense layers"
             )
-        size, count = module.shape[not self.by_rows], device_mesh.size()
-        if device_mesh.ndim != 1 or size % count:
-            raise FormatError(
-                f"{size} {'outputs' if self.by_rows else 'inputs'}, and a mesh of {device_mesh.ndim} dimensions and "
+        size, count = module.shape[not self.by_rows], mesh.size()
+        if mesh.ndim != 1 or size % count:
+            return (
+                f"{size} {'outputs' if self.by_rows else 'inputs'}, and a mesh of {mesh.ndim} dimensions and "
                 f"{count} processes: needs one dimension, whose size divides them"
             )
-        module.__class__ = SplitLinear
-        cast(SplitLinear, module)._split(device_mesh, self.by_rows)
-        return module
+        return ""
+
+
+def _check_alike(module: Any, problem: str, mesh: DeviceMesh) -> int:
+    """Entries of the first process's layer.
+
+    Raises:
+        FormatError: in all processes, since one that leaves alone has the others wait: one of them has a problem, or
+            another layer than the first.
+    """
+    number, entries, told = 0, 0, ""
+    if not problem:
+        stored, bias = module._stored(), module.bias
+        dtypes = [one.dtype for one in (*stored, *([] if bias is None else [bias]))]
+        told, entries = repr((module.shape, module.format, dtypes)), stored[0].numel()
+        number = 1 + crc32(told.encode())
+    mine = torch.tensor([number, entries], device=mesh.device_type)
+    found = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(found, mine, group=mesh.get_group())
+    numbers = [int(one[0]) for one in found]
+    if 0 in numbers:
+        raise FormatError(problem or "another process has a layer that cannot be split: its message says why")
+    if len(set(numbers)) > 1:
+        raise FormatError(f"the processes have layers of other sizes, formats or dtypes, here {told}: make them alike")
+    return int(found[0][1])
+
+
+def _of_the_first(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The first process's tensor, of one size and dtype in all."""
+    group, sent = mesh.get_group(), tensor.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+    return sent
 
 
 class SparseColwise(_Style):
     """For `parallelize_module`: split a `SparseLinear` by its outputs, as ColwiseParallel does a dense one.
 
     All processes have the input; each gets its part of the output, (…, out_features / processes). A backward sums the
-    input's gradient. Weight and bias are read from this process's own, which are the same in all of them. Make the
-    optimizer afterwards: the parameters are new.
+    input's gradient. Weight and bias are those of the first process, as with torch's own styles. Make the optimizer
+    afterwards: the parameters are new.
 
     Raises:
-        FormatError: no `SparseLinear` in CSR or CSC, or a size that the number of processes does not divide. The layer
-            is as it was.
+        FormatError: in all processes: one has no `SparseLinear` in CSR or CSC, or a size that the number of processes
+            does not divide, or one of another size, format or dtype than the first. The layer is as it was.
     """
 
     by_rows = True
