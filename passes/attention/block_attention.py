@@ -101,10 +101,24 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
         return Refusal(Why.GATE, {"detail": f"{described}{advice}; {decision.reason}"}, decision.estimate)
 
     def build() -> Mapping[fx.Node, fx.Node]:
-        return _built(site, *mask.build(site.result))
+        lists, added = mask._replace(node=_as_added(site)).build(site.result)
+        if added is not None and work.trained:
+            added = call(added.graph, site.result, torch.ops.sparsecomp.levelled_mask.default, added)
+        return _built(site, lists, added)
 
     reason = f"{described}; {decision.reason}; {_provided(site)}"
     return Plan(build, reason, "block_attention", "", site.nodes[-2::-1], decision.estimate)
+
+
+def _as_added(site: AttentionSite) -> fx.Node:
+    """The mask, in the dtype that its numbers are rounded to where they are added: under autocast, or by a sum in
+    place, they may become -inf."""
+    mask, given, sums = site.mask, example_of(site.mask.node), example_of(site.mask.reader).dtype
+    if mask.use != "add" or sums.itemsize >= given.dtype.itemsize:
+        return mask.node
+    rounded = cast(mask.node, sums, site.result)
+    rounded.meta["example_value"] = given.to(sums)
+    return rounded
 
 
 def _provided(site: AttentionSite) -> str:

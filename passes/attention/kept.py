@@ -117,8 +117,7 @@ def _spelled(node: fx.Node) -> str:
 def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
     """The mask of booleans behind that of a site."""
     mask, out, unchanged = site.mask, example_of(site.result), ctx.analysis.unchanged
-    node, drops, since = mask.node, mask.use == "drop", mask.reader
-    fill = _rounded(mask.fill, [example_of(mask.reader).dtype])
+    node, drops, since, fill = mask.node, mask.use == "drop", mask.reader, mask.fill
     if mask.use == "add":
         found = _chosen(mask.node, ctx)
         if found is None:
@@ -139,7 +138,8 @@ def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
         return _as_written(f"its mask is on {example.device}, not {out.device}")
     if not unchanged(node, since, site.result):
         return _as_written("its mask is written to before the result is complete")
-    fill *= mask.scale
+    # autocast, and a sum in place, round what is added to what the scores are of
+    fill = _rounded(fill, [example_of(mask.reader).dtype]) * mask.scale
     if not fill <= SURELY_ZERO:
         return _as_written(f"scores that it drops become {fill:g} or less by that, which is no -inf")
     sizes = (site.query.shape[0], site.key.shape[2])

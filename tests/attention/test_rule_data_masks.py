@@ -108,6 +108,54 @@ def test_gradients_of_queries_without_keys_are_those_of_eager(added: bool, kv: i
         torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-4, atol=5e-5)
 
 
+@pytest.mark.parametrize("low", [-1e9, -1e4, 3e4])
+def test_gradients_of_a_query_all_of_whose_numbers_are_large(low: float) -> None:
+    """Of 1e9 float32 has no place for the logarithm of a sum, nor eager's scores, which are all equal beside it."""
+    random = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 2, 40, 8, generator=random, requires_grad=True) for _ in range(3)]
+    mask = torch.zeros(2, 1, 40, 40).masked_fill(torch.rand(2, 1, 40, 40, generator=random) < 0.5, low)
+    mask[1, 0, 5] = low
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT + mask).softmax(-1) @ v
+
+    found, seen = judged(attend, *given, mask)
+    assert seen.rewritten, seen.reason
+    exact = given if low == -1e9 else [one.detach().double().requires_grad_() for one in given]
+    right = attend(*exact, mask.to(exact[0].dtype))
+    pairs = zip((found, *torch.autograd.grad(found.square().sum(), given)),
+                (right, *torch.autograd.grad(right.square().sum(), exact)), strict=True)  # fmt: skip
+    for one, other in pairs:
+        torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("rows", [40, 1])
+@pytest.mark.parametrize("written", ["function", "in place"])
+def test_autocast_rounds_the_least_number_to_infinity(written: str, rows: int) -> None:
+    """Where numbers are added in another dtype than theirs: zeros by torch's function, NaN by hand."""
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 2, rows, 8, generator=random)
+    k, v = (torch.randn(2, 2, 40, 8, generator=random).bfloat16() for _ in range(2))
+    mask = torch.rand(2, 1, rows, 40, generator=random) < 0.5
+    mask[1, 0, 0] = False
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        added = torch.zeros(mask.shape).masked_fill(~mask, LOWEST)
+        if written == "function":
+            return F.scaled_dot_product_attention(q, k, v, added)
+        scores = q @ k.mT
+        scores += added
+        return scores.softmax(-1).to(v.dtype) @ v
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found, report = rewritten(attend, q, k, v, mask, strict=True)
+        right = attend(q, k, v, mask)
+    assert site(report, "decode_attention" if rows == 1 else "block_attention").rewritten
+    nothing = torch.zeros(2, 8) if written == "function" else torch.full((2, 8), math.nan)
+    torch.testing.assert_close(found[1, :, 0].float(), nothing, equal_nan=True)
+    torch.testing.assert_close(found.nan_to_num(), right.nan_to_num(), rtol=5e-2, atol=5e-2)
+
+
 @pytest.mark.parametrize("lengths", [(20, 20), (100, 100)])
 @pytest.mark.parametrize("rows", [1, None])
 def test_a_mask_of_numbers_that_drops_every_pair_of_a_sequence(lengths: tuple[int, int], rows: int | None) -> None:

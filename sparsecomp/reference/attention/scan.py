@@ -10,6 +10,11 @@ from torch import Tensor
 
 from sparsecomp.reference.attention.blocks import EMPTY, FULL, SURELY_ZERO, AttentionBlocks, lists_of_map, pack_bits
 
+_LARGE = 64.0
+"""Beside numbers up to this float32 knows a logarithm to a part in 100,000."""
+_DROWNING = -(2.0**29)
+"""A number beside which float32 rounds scores from -16 to 16 away."""
+
 
 def pairs_kept_by(mask: Tensor, q_len: int, k_len: int, kept: bool = True) -> tuple[Tensor, Tensor]:
     """Which pairs a mask keeps, and of which it says nothing but that: bool tensors (B, H, q_len, k_len).
@@ -29,6 +34,24 @@ def pairs_kept_by(mask: Tensor, q_len: int, k_len: int, kept: bool = True) -> tu
     greatest = mask.masked_fill(mask.isnan(), torch.inf).amax(-1, keepdim=True) if k_len else mask
     alike = low & (mask == greatest) & (mask > -torch.inf)
     return torch.where(low.all(-1, keepdim=True), alike, ~low), mask == 0
+
+
+def levelled(mask: Tensor) -> Tensor:
+    """Numbers that are added to scores, less the greatest of each query's where those are all large.
+
+    A gradient reads the logarithm of a query's sum of exponentials in float32, which beside 1e9 tells nothing of it.
+    Where float32 leaves nothing of the scores themselves either, those of the greatest numbers are made equal.
+
+    Args:
+        mask: (…, k_len or 1), floating.
+    """
+    top = mask.amax(-1, keepdim=True)
+    large = (top.abs() > _LARGE) & (top > SURELY_ZERO) & (top < torch.inf)
+    found = mask - torch.where(large, top, 0.0)
+    if mask.dtype == torch.float64:
+        return found
+    alike = torch.where(mask == top, torch.finfo(mask.dtype).min, -torch.inf)
+    return torch.where(large & (top <= _DROWNING), alike, found)
 
 
 def scanned(mask: Tensor, q_len: int, k_len: int, block: tuple[int, int], kept: bool) -> AttentionBlocks:
