@@ -875,8 +875,9 @@ def test_a_checkpoint_of_another_size_leaves_no_gradient_of_the_old_one():
 def test_a_checkpoint_of_other_things_than_tensors_is_refused():
     layer = SparseLinear.from_linear(nn.Linear(8, 8), sparsity=0.5)
     before = layer.weight.detach().to_dense()
-    with pytest.raises(FormatError, match="must be tensors"):
-        layer.load_state_dict({**layer.state_dict(), "values": [1, 2]})
+    for name, other in (("values", [1, 2]), ("bias", 3), ("indices", "x"), ("weight", 0.5)):
+        with pytest.raises(FormatError, match=f"{name} must be tensors"):
+            layer.load_state_dict({**layer.state_dict(), name: other})
     assert torch.equal(layer.weight.detach().to_dense(), before)
 
 

@@ -308,6 +308,9 @@ class StoredWeight(nn.Module):
                 where that is strict.
         """
         state = dict(state)
+        names = ("weight", *self.stored_names, *self._parameters)
+        if wrong := [name for name in names if not isinstance(state.get(f"{prefix}{name}"), Tensor | None)]:
+            raise FormatError(f"the checkpoint's {', '.join(dict.fromkeys(wrong))} must be tensors")
         weight, dropped = state.pop(f"{prefix}weight", None), 0
         if weight is not None:
             if f"{prefix}values" in state:
@@ -321,8 +324,6 @@ class StoredWeight(nn.Module):
                 )
             state |= {f"{prefix}{name}": array for name, array in stored.items()}
         given = {name: found for name in self.stored_names if (found := state.get(f"{prefix}{name}")) is not None}
-        if not all(isinstance(one, Tensor) for one in given.values()):
-            raise FormatError(f"the checkpoint's {', '.join(given)} must be tensors")
         pattern = self._pattern_of(given, strict_pattern)
         self._check_others(state, prefix)
         return ReadState(state, pattern, dropped)
