@@ -91,7 +91,8 @@ def _sum(value: object) -> Sum | None:
     if example is not None and (example.dtype.is_floating_point or example.dtype in (torch.bool, torch.complex64)):
         return None
     op = op_of(value)
-    found = None if op is None or op.inplace or op.out is not None else _sum_of(op)
+    wide = example is not None and example.dtype in (torch.int32, torch.int64)  # in narrower ones positions wrap round
+    found = None if not wide or op is None or op.inplace or op.out is not None else _sum_of(op)
     return {value: 1} if found is None else found
 
 

@@ -162,6 +162,8 @@ WIDTHS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int | None]] = {
     "of a step": (lambda key, at: (2 * key <= at[:, None]) & (2 * key > at[:, None] - 8), None),
     "of floats": (lambda key, at: (key <= at[:, None] * 0.5) & (key > at[:, None] * 0.5 - 8), None),
     "given": (lambda key, at: at[:, None] != key, None),
+    "of bytes": (lambda key, at: (key <= at[:, None].to(torch.uint8)) & (key > at[:, None] - 8), None),
+    "of keys in bytes": (lambda key, at: (key.char() <= at[:, None]) & (key.char() > at[:, None] - 8), None),
 }
 
 
