@@ -6,6 +6,7 @@ from sparsecomp.ops.attention.operands import MOST_BYTES
 from sparsecomp.passes.attention.site import AttentionSite, stepped, viewed
 from sparsecomp.passes.engine.rule import Context, Refusal, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.reference.attention.dropout import ALWAYS
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _COPIES = ("contiguous", "reshape", "flatten")
@@ -29,6 +30,8 @@ def unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
         problem = "it has no elements"
     elif not _fits(site):
         problem = "its mask is broader than its scores, and broadcasts them"
+    elif site.dropout > 1 - 1 / ALWAYS:
+        problem = f"dropout of {site.dropout:g} keeps fewer weights than one in {ALWAYS}"
     elif any(example.device != out.device for example in examples):
         problem = "its operands are on several devices"
     elif not all(ctx.analysis.unchanged(one.node, first, site.result) for one in site.operands):

@@ -209,6 +209,11 @@ def test_what_stays(name: str) -> None:
         assert told in stays(Refused(attend), tokens(), mask()).reason
 
 
+def test_dropout_that_keeps_next_to_nothing_stays() -> None:
+    model = Refused(lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, dropout_p=1 - 1e-6))
+    assert "fewer weights than one in 65536" in judged(model, tokens(), padding())[1].reason
+
+
 def test_a_bias_that_is_trained_stays() -> None:
     bias = torch.zeros(N, N, requires_grad=True)
     assert "trained" in stays(Refused(F.scaled_dot_product_attention), tokens(), bias).reason
