@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import functional
 
+import sparsecomp.ops.apart
 import sparsecomp.ops.attention.block_attention  # noqa: F401  (registers the operator)
 from sparsecomp.lowering.launch.strided import name_of
 from sparsecomp.ops.attention.block_attention import SEEDS
@@ -69,8 +70,8 @@ def _judged(site: AttentionSite, ctx: Context) -> Plan | Refusal:
 
     def build() -> Mapping[fx.Node, fx.Node]:
         if decision.implementation == "sdpa":
-            return _function(site, mask.causal)
-        return _built(site, mask.build(site.result), None, known=True)
+            return _function(site, ctx, mask.causal)
+        return _built(site, ctx, mask.build(site.result), None, known=True)
 
     return Plan(build, reason, decision.implementation, "", dead, decision.estimate)
 
@@ -104,7 +105,7 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
         lists, added = mask._replace(node=_as_added(site)).build(site.result)
         if added is not None and work.trained:
             added = call(added.graph, site.result, torch.ops.sparsecomp.levelled_mask.default, added)
-        return _built(site, lists, added)
+        return _built(site, ctx, lists, added)
 
     reason = f"{described}; {decision.reason}; {_provided(site)}"
     return Plan(build, reason, "block_attention", "", site.nodes[-2::-1], decision.estimate)
@@ -138,7 +139,7 @@ def _how(site: AttentionSite, ctx: Context) -> dict[str, Any]:
 
 
 def _built(
-    site: AttentionSite, lists: list[fx.Node], added: fx.Node | None, known: bool = False
+    site: AttentionSite, ctx: Context, lists: list[fx.Node], added: fx.Node | None, known: bool = False
 ) -> Mapping[fx.Node, fx.Node]:
     node, out = site.result, example_of(site.result)
     q, k, v = (cast(viewed(one.node, one.steps, node), out.dtype, node) for one in site.operands)
@@ -150,17 +151,31 @@ def _built(
         site.gives_nan and not known,
     )  # fmt: skip
     result = call(node.graph, node, operator.getitem, both, 0)
-    return {node: in_place(site, result, place_of(site.query.lying, site.value.lying))}
+    return {node: _in_place(site, ctx, result, place_of(site.query.lying, site.value.lying))}
 
 
-def _function(site: AttentionSite, causal: bool) -> Mapping[fx.Node, fx.Node]:
+def _in_place(site: AttentionSite, ctx: Context, result: fx.Node, lying: Tensor) -> fx.Node:
+    """As `in_place`, for a result that gradients read, which those of attention written by hand do not."""
+    node, found = site.result, in_place(site, result, lying)
+    return call(node.graph, node, torch.ops.sparsecomp.apart.default, found) if _may_be_written(site, ctx) else found
+
+
+def _may_be_written(site: AttentionSite, ctx: Context) -> bool:
+    """Whether somebody may write to the result before the gradients are computed."""
+    if not (ctx.gradients and example_of(site.result).requires_grad):
+        return False
+    returned = site.gives_nan and site.result in ctx.analysis.seen_outside
+    return returned or not ctx.analysis.unchanged(site.result, site.result)
+
+
+def _function(site: AttentionSite, ctx: Context, causal: bool) -> Mapping[fx.Node, fx.Node]:
     """Torch's function without a mask."""
     node, out = site.result, example_of(site.result)
     q, k, v = (cast(viewed(one.node, one.steps, node), out.dtype, node) for one in site.operands)
     result = call(node.graph, node, functional.scaled_dot_product_attention, q, k, v, None, site.dropout, causal)
     result.kwargs = {"scale": site.scale, "enable_gqa": site.query.shape[1] != site.key.shape[1]}
     lying = torch.empty((*site.query.shape[:3], site.value.shape[3]), device="meta")
-    return {node: in_place(site, result, lying)}
+    return {node: _in_place(site, ctx, result, lying)}
 
 
 def _drawn(device: torch.device, like: fx.Node) -> fx.Node:

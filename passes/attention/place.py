@@ -19,6 +19,8 @@ def unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
         return refuse(Why.FORCED_DENSE)
     out, examples = example_of(site.result), [example_of(one.node) for one in site.operands]
     device, first, order = ctx.device(out.device).type, site.nodes[0], ctx.analysis.order
+    # gradients read all operands, where those of what is written by hand may not
+    until = None if ctx.gradients and out.requires_grad else site.result
     if not out.dtype.is_floating_point or (device == "cuda" and out.dtype not in KERNEL_DTYPES):
         return refuse(Why.DTYPE, dtype=out.dtype)
     problem = ""
@@ -34,8 +36,8 @@ def unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
         problem = f"dropout of {site.dropout:g} keeps fewer weights than one in {ALWAYS}"
     elif any(example.device != out.device for example in examples):
         problem = "its operands are on several devices"
-    elif not all(ctx.analysis.unchanged(one.node, first, site.result) for one in site.operands):
-        problem = "an operand is written to before the result is complete"
+    elif not all(ctx.analysis.unchanged(one.node, first, until) for one in site.operands):
+        problem = "an operand is written to before the result is complete, or its gradients are"
     elif any(order[first] < mode < order[site.result] for mode in ctx.modes):
         problem = "gradients or autocast are switched on the way"
     return refuse(Why.ATTENTION_AS_WRITTEN, detail=problem) if problem else None

@@ -4,7 +4,8 @@ Importing this package registers them under ``torch.ops.sparsecomp`` and needs n
 their kernels on first use.
 """
 
-from sparsecomp.ops import promise as _promise  # noqa: F401  (operators of rewrites, as all like it)
+from sparsecomp.ops import apart as _apart  # noqa: F401  (operators of rewrites, as all like it)
+from sparsecomp.ops import promise as _promise  # noqa: F401
 from sparsecomp.ops.attention.block_attention import block_attention
 from sparsecomp.ops.attention.decode_attention import decode_attention
 from sparsecomp.ops.attention.element_attention import element_attention

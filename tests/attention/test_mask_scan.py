@@ -155,6 +155,8 @@ def test_the_reference_with_numbers_added() -> None:
 def test_opcheck_and_nothing() -> None:
     for mask in (kept(), biases(torch.float32)):
         torch.library.opcheck(torch.ops.sparsecomp.scanned_mask.default, (mask, Q_LEN, K_LEN, 32, 64, True))
+    torch.library.opcheck(torch.ops.sparsecomp.levelled_mask.default, (biases(torch.float32) - 1e4,))
+    torch.library.opcheck(torch.ops.sparsecomp.apart.default, (torch.randn(2, 3, 4).mT.requires_grad_(),))
     assert scanned_blocks(torch.ones(1, 1, 1, 1, dtype=torch.bool), 0, 7).k_count.tolist() == [[[0]]]
 
 

@@ -129,6 +129,36 @@ def test_gradients_of_a_query_all_of_whose_numbers_are_large(low: float) -> None
         torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=5e-5)
 
 
+WRITES: dict[str, tuple[Callable[..., Tensor], bool]] = {
+    "result": (lambda q, k, v, y: y.mul_(2), True),
+    "part of the result": (lambda q, k, v, y: (y[..., 0].zero_(), y)[1], True),
+    "returned result": (lambda q, k, v, y: y.transpose(1, 2), True),
+    "query": (lambda q, k, v, y: (q.mul_(2), y + q)[1], False),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_gradients_read_nothing_that_is_written_to(name: str) -> None:
+    """As written by hand they read neither the result, nor, where no key has a gradient, the query."""
+    random = torch.Generator().manual_seed(0)
+    x, k, v = (torch.randn(1, 2, 40, 8, generator=random) for _ in range(3))
+    then, rewrites = WRITES[name]
+
+    def attend(x: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        q = x * 2
+        return then(q, k, v, filled_with(-math.inf)(q, k, v, mask))
+
+    def gradient(result: Tensor) -> Tensor:
+        if name == "returned result":
+            result.mul_(3)
+        return torch.autograd.grad(result.square().sum(), x)[0]
+
+    x.requires_grad_()
+    found, seen = judged(attend, x, k, v, models.by_tril(40))
+    assert seen.rewritten == rewrites, seen.reason
+    torch.testing.assert_close(gradient(found), gradient(attend(x, k, v, models.by_tril(40))), rtol=1e-4, atol=5e-5)
+
+
 @pytest.mark.parametrize("rows", [40, 1])
 @pytest.mark.parametrize("written", ["function", "in place"])
 def test_autocast_rounds_the_least_number_to_infinity(written: str, rows: int) -> None:
