@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import spare_work
 from quick_cases import covering
 
 if not torch.cuda.is_available():
@@ -72,6 +73,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+    spare_work()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
