@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import spare_work
 from quick_cases import covering
+from spared_work import spare_work
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -66,12 +66,14 @@ def one_thread():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected is there to stay: walking it for garbage, again and again, takes half the time."""
+    """What is imported and collected is there to stay: walking it for garbage, again and again, takes half the time.
+    Tests, which compile much, are interrupted for it less often than by default."""
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
+        gc.set_threshold(50_000)
         gc.enable()
     spare_work()
 
