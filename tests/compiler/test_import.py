@@ -42,7 +42,7 @@ print(len(before) > 50, sorted(registered() - before))
 def test_import_takes_under_0_3_seconds_beyond_torch():
     """Of processor time, whatever else the machine is busy with."""
     code = "import torch, time; start = time.process_time(); import sparsecomp; print(time.process_time() - start)"
-    assert min(float(_python(code)) for _ in range(3)) < 0.3
+    assert any(float(_python(code)) < 0.3 for _ in range(3))
 
 
 @pytest.mark.quick_cases(1)
