@@ -64,6 +64,25 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def op_by_op(monkeypatch):
+    """What is compiled runs op by op, traced, differentiated and split as for Inductor, but without a C++ compiler: for
+    tests of graphs, of what they are guarded by and of what is told of them."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    def compile_fx(gm, example_inputs, mode, patches, decompositions, partition=None):
+        assert not patches and partition is None, "it is for Inductor"
+        backend = aot_autograd(
+            fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition,
+            decompositions=decompositions and decompositions(), keep_inference_input_mutations=True,
+        )  # fmt: skip
+        return backend(gm, example_inputs)
+
+    monkeypatch.setattr("sparsecomp._compat.compile_fx", compile_fx)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported and collected is there to stay: walking it for garbage, again and again, takes half the time.

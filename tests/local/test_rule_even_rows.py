@@ -218,6 +218,7 @@ CHANGES: dict[str, Callable[[SparseLinear, Tensor], Any]] = {
 
 @pytest.mark.quick_cases(len(CHANGES))
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.usefixtures("op_by_op")
 def test_a_change_of_the_pattern_is_followed(change):
     """By the same graph while rows are even, by one of the sparse layer while they are not."""
     layer = sparse()
@@ -241,6 +242,7 @@ def test_a_change_of_the_pattern_is_followed(change):
     assert agree() == second or change == "assigned"
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_pattern_that_holds_more_in_each_row_gets_another_graph():
     layer = sparse()
     call = compiled(layer, frozen="buffers")
@@ -250,6 +252,7 @@ def test_a_pattern_that_holds_more_in_each_row_gets_another_graph():
         assert f"{int(mask[0].sum())} in each row" in last_site().reason
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_buffers_of_another_kind_get_another_graph():
     layer, model = sparse(), Masked(lambda m: m.weight * m.mask)
     call = compiled(layer, frozen="buffers")
@@ -263,6 +266,7 @@ def test_buffers_of_another_kind_get_another_graph():
         torch.testing.assert_close(call(X), model(X), check_dtype=False)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_each_layer_is_asked_for_its_own_rows():
     layers = [sparse(), sparse(uneven_mask()), sparse(even_mask(7))]
     call = torch.compile(lambda layer, x: layer(x), backend="sparsecomp", options={"frozen": "buffers"})
@@ -270,6 +274,7 @@ def test_each_layer_is_asked_for_its_own_rows():
         torch.testing.assert_close(call(layer, X), layer(X))
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_hidden_writes_are_found_out_in_debugging(monkeypatch):
     monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
     layer, masked = sparse(), Masked(lambda m: m.weight * m.mask)
@@ -284,6 +289,7 @@ def test_hidden_writes_are_found_out_in_debugging(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["sparse", "masked"])
+@pytest.mark.usefixtures("op_by_op")
 def test_a_dynamic_batch_has_one_graph(kind):
     model = sparse() if kind == "sparse" else Masked(lambda m: m.weight * m.mask)
     torch._dynamo.reset()
@@ -440,6 +446,7 @@ def no_gradient_on_the_way(m: Any) -> Tensor:
         return m.weight * m.mask
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_gradients_that_were_switched_off_stay_off():
     model = Masked(no_gradient_on_the_way)
     x = X.clone().requires_grad_()
@@ -457,6 +464,7 @@ def test_spikes_and_dense_are_left_to_other_rules():
 
 
 @pytest.mark.parametrize("frozen", [True, "buffers"])
+@pytest.mark.usefixtures("op_by_op")
 def test_a_change_of_a_mask_is_followed(frozen):
     model = Masked(SPELLINGS["weight * mask"])
     call = compiled(model, frozen=frozen)

@@ -253,6 +253,7 @@ def compiled(model: nn.Module, **options: Any) -> Any:
     return torch.compile(model, backend="sparsecomp", fullgraph=True, options={"strict": True, **options})
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_written_index_is_seen_however_it_is_written():
     model = Net(SPELLINGS["slice"])
     call = compiled(model)
@@ -322,6 +323,7 @@ def test_higher_derivatives():
     assert site(reports[0], "gather_dot").rewritten
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_dynamic_batch_has_one_graph():
     model = Net(SPELLINGS["index_select"])
     call = torch.compile(model, backend="sparsecomp", fullgraph=True, dynamic=True, options={"strict": True})

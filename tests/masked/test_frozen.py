@@ -288,6 +288,7 @@ def test_a_broken_promise_is_found(debug, promise, written):
             run(X)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_broken_promise_about_masks_is_found_in_training(debug):
     model = Trained("masked_scatter")
     run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"})

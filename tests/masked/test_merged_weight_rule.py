@@ -143,6 +143,7 @@ def _prune(model: Any, mask: Tensor) -> None:
         model.index.copy_((~mask).flatten().nonzero()[:, 0])
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_weights_may_change_without_another_proof(compiled):
     model, proofs = compiled
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -192,6 +193,7 @@ def test_what_no_longer_fits_is_told_once(compiled, caplog):
 
 
 @pytest.mark.fails_inside  # the formula itself raises at last, in eager too
+@pytest.mark.usefixtures("op_by_op")
 def test_a_mask_that_prunes_fewer_is_followed():
     model = Masked(MERGED["masked_scatter"])
     run = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"})

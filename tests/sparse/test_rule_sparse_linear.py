@@ -223,6 +223,7 @@ def test_a_cpu_keeps_dtypes_it_has_no_estimate_of():
     assert not decision.dense and decision.gain is None and "no estimate of torch.float16 on cpu" in decision.reason
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_broken_promise_is_found_out_in_debugging(monkeypatch):
     monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))
     monkeypatch.setenv("SPARSECOMP_DEBUG", "1")
@@ -249,6 +250,7 @@ def test_autocast_rounds_as_torch_does(dense, monkeypatch):
     assert model.layer.values.grad.dtype is torch.float32
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_graph_that_begins_autocast_is_verified_within_it():
     dense, x = nn.Linear(16, 16), torch.randn(4, 16)
     layer = SparseLinear.from_linear(nn.Linear(16, 16), sparsity=0.5)
@@ -299,6 +301,7 @@ def test_layers_stay_as_written_if_asked():
     assert not [found for found in report.sites if found.rule == "sparse_linear"]
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_other_batch_sizes_need_no_other_graph():
     model = Net(lambda layer, x: F.relu(layer(x) + x[..., :6]))
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, dynamic=True)

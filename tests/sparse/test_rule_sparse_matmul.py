@@ -245,6 +245,7 @@ def test_autocast_that_ends_before_the_activation():
     torch.testing.assert_close(out, model(X), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_batch_of_another_size_needs_no_other_graph():
     model = Layers(lambda m, x: F.relu(m.linear(x) + x[..., :6]))
     compiled = torch.compile(model, backend="sparsecomp", fullgraph=True, dynamic=True)

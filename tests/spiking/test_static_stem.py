@@ -424,6 +424,7 @@ def test_a_batch_in_the_place_of_time_is_not_taken_for_it():
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["repeat", "stack", "repeat of the batch", "batch first"])
+@pytest.mark.usefixtures("op_by_op")
 def test_a_traced_model_takes_every_batch(name):
     net = Net(SPELLINGS[name]).eval()
     with torch.no_grad():
