@@ -92,7 +92,7 @@ def test_continuous_integration_runs_the_command_of_the_readme() -> None:
     section = README.split("## Test it")[1]
     command = re.search(r"```bash\n(.*)\n```", section)
     assert command is not None
-    assert f"\n({command.group(1)}) ||" in (ROOT / ".ci" / "run").read_text()
+    assert f"\nreadme() {{ {command.group(1)}; }}\ncheck tests readme\n" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("file", documents.PARTS)
