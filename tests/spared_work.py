@@ -2,29 +2,30 @@
 
 import dataclasses
 import sys
+from contextlib import suppress
 from typing import Any
 
 
 def spare_work() -> None:
-    """Of what was imported before."""
-    if "triton.runtime.interpreter" in sys.modules:
-        _spare_interpreter(sys.modules["triton.runtime.interpreter"])
-    if "torch._dynamo.guards" in sys.modules:
-        _spare_dynamo(sys.modules["torch._dynamo"])
+    """Of what was imported before. A version of it that has other names does its work."""
+    for name, spare in (("triton.runtime.interpreter", _spare_interpreter), ("torch._dynamo", _spare_dynamo)):
+        with suppress(AttributeError, TypeError):
+            if name in sys.modules:
+                spare(sys.modules[name])
 
 
 def _spare_interpreter(interpreter: Any) -> None:
     """It puts functions of its own in place of the language's at each call of one jit function by another, though the
     launch did so, and computes whether integers overflow, though it tells of it in debugging alone."""
     builder = interpreter.interpreter_builder
+    patch, launch, nothing = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._LangPatchScope
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     done: set[str] = set()
 
     def patch_once(function: Any) -> Any:
         """What is patched depends on the names in the function's module alone."""
         if function.__module__ in done:
-            return interpreter._LangPatchScope()
+            return nothing()
         done.add(function.__module__)
         return patch(function)
 
