@@ -13,7 +13,7 @@ from sparsecomp import cache
 from sparsecomp.compiler.call import Call
 from sparsecomp.errors import InputError, OptionError
 
-pytestmark = pytest.mark.quick_cases(2)
+pytestmark = [pytest.mark.quick_cases(2), pytest.mark.usefixtures("op_by_op")]
 
 VERBS = [sparsecomp.explain, sparsecomp.optimize, sparsecomp.profile, sparsecomp.tune, cache.warmup]
 QUICK = {sparsecomp.profile: {"repetitions": 1}}

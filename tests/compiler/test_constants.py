@@ -124,6 +124,7 @@ def test_blocks_that_are_compiled_by_themselves_have_their_own_weights():
 
 
 @pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.usefixtures("op_by_op")
 def test_other_tensors_by_functional_call(kind):
     layer = LAYERS[kind](0)
     ensemble = [{name: nn.Parameter(value * factor) for name, value in layer.named_parameters()} for factor in (1, 2)]
@@ -198,6 +199,7 @@ class Writing(nn.Module):
 
 @pytest.mark.parametrize("promise", ["option", "context"])
 @pytest.mark.parametrize("how", ["stored", "addmm_", "baddbmm_"])
+@pytest.mark.usefixtures("op_by_op")
 def test_what_the_graph_writes_to_is_no_constant(how, promise):
     model = Writing(how)
     twin = copy.deepcopy(model)

@@ -261,6 +261,7 @@ def test_dropout_in_evaluation_is_no_operator(kind):
     "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="torch 2.12 and later"
 )
 @torch._dynamo.config.patch(recompile_limit=2)
+@pytest.mark.usefixtures("op_by_op")
 def test_models_of_one_class_share_no_limit_of_recompilations():
     torch._dynamo.reset()
     x = torch.randn(2, 16)
