@@ -371,6 +371,7 @@ class Analog(Opaque):
     pass
 
 
+@pytest.mark.usefixtures("op_by_op")
 def test_a_users_own_neuron_is_rewritten_by_public_names_alone() -> None:
     from sparsecomp import snn
 

@@ -194,6 +194,7 @@ class Tanh(nn.Module):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format", FEW)
+@pytest.mark.usefixtures("op_by_op")
 def test_values_take_a_parametrization(format):
     layer, plain, x = layer_of(format), layer_of(format), rows()
     parametrize.register_parametrization(layer, "values", Tanh())
