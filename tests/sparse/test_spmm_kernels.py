@@ -719,7 +719,7 @@ def test_bad_operands_are_named():
         (FormatError, "does not fit", lambda: spmm_csr(crow, col, values, dense, out[:7])),
         (FormatError, "bias has shape", lambda: spmm_csr(crow, col, values, dense, out, bias=random(5))),
         (FormatError, "residual has shape", lambda: spmm_csr(crow, col, values, dense, out, residual=dense[:4])),
-        (FormatError, "elu", lambda: spmm_csr(crow, col, values, dense, out, activation="elu")),
+        (FormatError, "softplus", lambda: spmm_csr(crow, col, values, dense, out, activation="softplus")),
         (FormatError, "skew is", lambda: spmm_csr(crow, col, values, dense, out, skew="odd")),
         (FormatError, "one column index", lambda: spmm_csr(crow, col[1:], values, dense, out)),
         (FormatError, "block rows", lambda: spmm_bsr(crow, col, blocks, dense, out)),

@@ -393,7 +393,7 @@ def test_errors_say_what_is_needed():
         (dict(dense=right.float()), "convert one"),
         (dict(bias=torch.randn(5)), "one a column"),
         (dict(residual=torch.randn(3, 3)), "needs the result's"),
-        (dict(activation="tanh"), "need one of"),
+        (dict(activation="softplus"), "need one of"),
         (dict(values=values[:-1]), "values have shape"),
         (dict(pattern=pattern[:1]), "the pattern has 1 arrays"),
         (dict(layout=layout._replace(format="coo")), "needs one of"),
