@@ -15,7 +15,7 @@ from sparsecomp import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_NEEDS = {"local.md": "sklearn", "masked.md": "sklearn"}
+_NEEDS = {"generation.md": "transformers", "local.md": "sklearn", "masked.md": "sklearn"}
 _NO_CODE = {"{toctree}", "{include}", "{literalinclude}", "{eval-rst}"}
 
 
@@ -41,7 +41,7 @@ def test_nothing_else_is_fenced() -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.name in _NEEDS:
-        pytest.importorskip(_NEEDS[page.name], reason=f"{page.name} trains on scikit-learn's digits")
+        pytest.importorskip(_NEEDS[page.name], reason=f"the code of {page.name} imports {_NEEDS[page.name]}")
     monkeypatch.chdir(tmp_path)
     torch.compiler.reset()  # other tests may have taken nn.Sequential's forward to Dynamo's limit of compilations
     torch.manual_seed(0)
