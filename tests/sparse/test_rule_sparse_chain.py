@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewriting import Examples
+from rewriting import Examples, rewritten
 from torch import Tensor, fx, nn
 
 from sparsecomp import SparseTensor
@@ -263,6 +263,22 @@ def test_a_smooth_activation_stays_outside_where_a_gradient_needs_what_is_before
     assert told(net, rule, *inputs) == ["bias, residual" + ("" if trained else ", silu")]
     with torch.no_grad():
         assert told(net, rule, *inputs) == ["bias, residual, silu"]
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("product", [False, True])
+def test_what_follows_where_gradients_are_switched_stays_outside(product, faster):
+    """Moved behind the switch the product would give its input a gradient that it has not as written."""
+
+    def does(layer: Callable[[Tensor], Tensor], x: Tensor, r: Tensor, b: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = layer(x)
+        return F.relu(y) + x.sum()
+
+    x = torch.randn(4, 8, requires_grad=True)
+    found, _ = rewritten(Net(does, product), x, x, x, strict=True)
+    (grad,) = torch.autograd.grad(found.sum(), x)
+    torch.testing.assert_close(grad, torch.full_like(x, found.numel()))
 
 
 @pytest.mark.parametrize(

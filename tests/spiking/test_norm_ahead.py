@@ -117,6 +117,32 @@ def test_what_is_read_elsewhere_stays() -> None:
     becomes_part(Read(drawn(nn.BatchNorm2d(3))), images(), part=False)
 
 
+class Detached(Normed):
+    """What the neuron gives has no gradient for the batch-norm, or the batch-norm none for what is before it."""
+
+    def __init__(self, norm: nn.Module, how: str) -> None:
+        super().__init__(norm)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.how != "without gradients"):
+            y = self.norm(x.flatten(0, 1))
+        if self.how == "detached":
+            y = y.detach()
+        with torch.set_grad_enabled(self.how != "viewed without gradients"):
+            y = y.unflatten(0, x.shape[:2])
+        # each has a gradient, which is zero
+        return self.fire(y) + 0 * (x + sum(one.sum() for one in self.norm.parameters()))
+
+
+@pytest.mark.parametrize("how", ["detached", "viewed without gradients", "without gradients"])
+def test_gradients_that_stop_between_them_stay_stopped(how: str) -> None:
+    module, x = Detached(drawn(nn.BatchNorm2d(3)), how), images()
+    becomes_part(module, x, part=False)
+    found = steps_of(through_aot(module)[0], module, x)
+    assert not any(one.any() for one in found[1:4])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype) -> None:
     """Spikes next to a threshold may differ: torch normalises in half precision in another order."""
