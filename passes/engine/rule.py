@@ -207,6 +207,12 @@ class Context:
         """What is known about the values of an argument when `reader` reads it."""
         return self.analysis.fact(value, at=reader) if isinstance(value, fx.Node) else None
 
+    def switched(self, first: fx.Node, last: fx.Node) -> bool:
+        """Whether gradients or inference mode are switched between two nodes: who computes both at one place would give
+        other gradients."""
+        begin, end = self.analysis.order[first], self.analysis.order[last]
+        return any(begin < switch < end for switch in self.switches)
+
     def keep(self, *sources: torch.Tensor) -> Keep | None:
         """When an operator may keep what it works out of these tensors: by the option `frozen`, or by `frozen_weights`
         where each call can ask whether that still holds; None if the caller promised nothing."""

@@ -65,6 +65,8 @@ def _problem(layer: GatheredLayer, chain: Chain, ctx: Context) -> Refusal | None
     read = gathered.x, gathered.index, layer.weight, chain.bias, chain.residual
     if not all(ctx.analysis.unchanged(one, first) for one in read):
         return refuse(Why.GATHERED_AS_WRITTEN, detail="an operand is written to before the result is complete")
+    if ctx.switched(first, chain.nodes[-1]):
+        return refuse(Why.GATHERED_AS_WRITTEN, detail="gradients are switched on or off on the way")
     x, others = example_of(gathered.x), [example_of(one) for one in read if one is not None]
     if any(one.device != x.device for one in others):
         return refuse(Why.GATHERED_AS_WRITTEN, detail="its operands are on several devices")

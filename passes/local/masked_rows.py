@@ -126,8 +126,7 @@ def _of_two(chain: Chain, ctx: Context) -> Formula | None:
     alike = example_of(weight), example_of(masked.result)
     same = alike[0].shape == alike[1].shape and alike[0].dtype is alike[1].dtype and alike[0].is_floating_point()
     static = all(type(size) is int for size in alike[0].shape)
-    order = ctx.analysis.order
-    switched = any(order[masked.nodes[0]] < switch < order[chain.nodes[-1]] for switch in ctx.switches)
+    switched = ctx.switched(masked.nodes[0], chain.nodes[-1])
     if switched or not (same and static and _is_weight(weight, ctx) and is_linear(masked, [weight])):
         return None
     return replace(masked, sources=(weight, mask))

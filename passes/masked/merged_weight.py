@@ -138,7 +138,7 @@ def _unfit(part: Formula, layer: fx.Node, masked: Formula, ctx: Context) -> str 
         return "it may need a gradient where the graph runs op by op"
     if any(type(size) is not int for size in example.shape):
         return "its sizes are dynamic"
-    if any(ctx.analysis.order[masked.nodes[0]] < switch < ctx.analysis.order[layer] for switch in ctx.switches):
+    if ctx.switched(masked.nodes[0], layer):
         return "gradients are switched on or off on the way"
     # the promise is what a graph is captured with, be it by hand
     where = ctx.device(example.device)

@@ -169,8 +169,8 @@ def _joined(
 
 def _unsafe(chain: _Chain, ctx: Context) -> str | None:
     """Why the tensors could not be multiplied in another place, or not by the same operator; None if they can."""
-    order, first, last = ctx.analysis.order, chain.inner.node, chain.outer.node
-    if any(order[first] < switch < order[last] for switch in ctx.switches):
+    first, last = chain.inner.node, chain.outer.node
+    if ctx.switched(first, last):
         return "gradients are switched on or off between the products"
     factors = (chain.near, chain.far, chain.third)
     written = [one.node.name for one in factors if not ctx.analysis.unchanged(one.node, first)]

@@ -171,7 +171,15 @@ def reads_twice(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
     return (gathered * w).sum(-1) + gathered.amax()
 
 
+def without_gradients_between(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
+    gathered = x[:, i]
+    with torch.no_grad():
+        gathered = gathered.view(-1, N, K)
+    return (gathered * w).sum(-1)
+
+
 REFUSED: dict[str, tuple[Form, str]] = {
+    "gradients are switched": (without_gradients_between, "gradients are switched on or off on the way"),
     "x is written to": (writes_between, "an operand is written to before the result is complete"),
     "the index is written to": (writes_the_index, "an operand is written to before the result is complete"),
     "read elsewhere": (reads_twice, "`amax` reads `gathered` too"),
