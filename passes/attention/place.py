@@ -1,5 +1,7 @@
 """What stands in the place of an attention as written: whether an operator of ours can, and how its result lies."""
 
+import math
+
 from torch import Tensor, fx
 
 from sparsecomp.ops.attention.operands import MOST_BYTES
@@ -28,6 +30,8 @@ def unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
         problem = "precision='exact' multiplies what the mask drops too, be it NaN or infinite"
     elif device == "cuda" and max(site.query.shape[3], site.value.shape[3]) * out.dtype.itemsize > MOST_BYTES:
         problem = f"kernels take heads of {MOST_BYTES // out.dtype.itemsize} numbers at most"
+    elif not math.isfinite(site.scale):
+        problem = f"its scale is {site.scale:g}"
     elif any(0 in example.shape for example in examples):
         problem = "it has no elements"
     elif not _fits(site):

@@ -105,6 +105,23 @@ def test_what_torchs_flags_do_not_say(name: str) -> None:
         torch.testing.assert_close(found, model(tokens()), atol=2e-6, rtol=1e-4)
 
 
+def infinite(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: object) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=math.inf)
+
+
+def infinite_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: object) -> Tensor:
+    return (q @ k.mT * 1e200 * 1e200).masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attend", [infinite, infinite_by_hand])
+def test_an_infinite_scale_stays_as_written(attend: Callable[..., Tensor]) -> None:
+    model = Written(attend, causal)
+    with torch.no_grad():
+        found, seen = judged(model, tokens(), implementation="auto")
+        assert seen.reason.endswith("its scale is inf")
+        torch.testing.assert_close(found, model(tokens()), equal_nan=True, atol=2e-6, rtol=1e-4)
+
+
 def test_a_promised_buffer_that_is_written_to_is_followed() -> None:
     model, x = Written(by_hand, buffer=causal(N)), tokens()
     compiled = torch.compile(model, backend="sparsecomp", options={"frozen": "buffers"})
