@@ -154,9 +154,9 @@ def _built(
     return {node: _in_place(site, ctx, result, place_of(site.query.lying, site.value.lying))}
 
 
-def _in_place(site: AttentionSite, ctx: Context, result: fx.Node, lying: Tensor) -> fx.Node:
+def _in_place(site: AttentionSite, ctx: Context, result: fx.Node, *lying: Tensor) -> fx.Node:
     """As `in_place`, for a result that gradients read, which those of attention written by hand do not."""
-    node, found = site.result, in_place(site, result, lying)
+    node, found = site.result, in_place(site, result, *lying)
     return call(node.graph, node, torch.ops.sparsecomp.apart.default, found) if _may_be_written(site, ctx) else found
 
 
@@ -174,8 +174,11 @@ def _function(site: AttentionSite, ctx: Context, causal: bool) -> Mapping[fx.Nod
     q, k, v = (cast(viewed(one.node, one.steps, node), out.dtype, node) for one in site.operands)
     result = call(node.graph, node, functional.scaled_dot_product_attention, q, k, v, None, site.dropout, causal)
     result.kwargs = {"scale": site.scale, "enable_gqa": site.query.shape[1] != site.key.shape[1]}
-    lying = torch.empty((*site.query.shape[:3], site.value.shape[3]), device="meta")
-    return {node: _in_place(site, ctx, result, lying)}
+    # heads before tokens, or behind them: torch's kernels differ
+    batch, heads, queries, _ = site.query.shape
+    before = torch.empty((batch, heads, queries, site.value.shape[3]), device="meta")
+    behind = torch.empty((batch, queries, heads, site.value.shape[3]), device="meta").transpose(1, 2)
+    return {node: _in_place(site, ctx, result, before, behind)}
 
 
 def _drawn(device: torch.device, like: fx.Node) -> fx.Node:

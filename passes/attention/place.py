@@ -56,15 +56,15 @@ def _fits(site: AttentionSite) -> bool:
     return len(mask) <= len(scores) and all(one in (1, size) for one, size in sizes)
 
 
-def in_place(site: AttentionSite, result: fx.Node, lying: Tensor) -> fx.Node:
+def in_place(site: AttentionSite, result: fx.Node, *lying: Tensor) -> fx.Node:
     """What takes the place of the site's result.
 
     Args:
         result: (batch, heads, queries, depth).
-        lying: as it does, on the device meta.
+        lying: as it does, on the device meta, or each way in which it may.
     """
     node, found = site.result, viewed(result, site.back, site.result)
-    if _only_copied(node, stepped(lying, site.back)):
+    if all(_only_copied(node, stepped(one, site.back)) for one in lying):
         return found
     return _lying_as(example_of(node), found, node)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_models import N, Written, sdpa
+from kernel_devices import needs_triton
 from rewriting import rewritten, rewritten_for, site
 from test_rule_block_attention import judged, tokens
 from torch import Tensor
@@ -72,6 +73,17 @@ def test_with_gradients_in_every_way_of_writing(attend: Callable[..., Tensor]) -
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
 
 
+def test_a_result_lies_as_it_was_written() -> None:
+    """Torch's function gives heads behind tokens, of which this is no view."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: object) -> Tensor:
+        return by_hand(q, k, v, mask, dropout).flatten(0, 1).view(-1).view_as(q)
+
+    with torch.no_grad():
+        as_function(Written(attend, causal), tokens())
+
+
+@needs_triton
 def test_dropout_is_left_to_torch() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: object) -> Tensor:
         return F.dropout((q @ k.mT).masked_fill(~mask, -math.inf).softmax(-1), 0.5) @ v

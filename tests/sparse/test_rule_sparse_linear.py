@@ -64,7 +64,7 @@ FUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "dropout, off": (lambda layer, x: x[..., :6] + F.dropout(layer(x), training=False), "bias, residual;"),
     "dropout, on": (lambda layer, x: F.relu(F.dropout(layer(x), 0.0, training=True)), "bias;"),
     "read twice": (lambda layer, x: (lambda y: F.relu(y) + y.sum())(layer(x)), "bias;"),
-    "another activation": (lambda layer, x: torch.tanh(layer(x)), "bias;"),
+    "another activation": (lambda layer, x: F.softplus(layer(x)), "bias;"),
     "broadcast": (lambda layer, x: layer(x) + x[:1, :, :6], "bias;"),
 }
 

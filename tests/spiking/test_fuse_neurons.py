@@ -374,7 +374,8 @@ def _by_index_then_written(s, index):
         (lambda s, i: s.movedim(0, 1).flatten(0, 1), True), (lambda s, i: s.flip(0).flatten(0, 1), True),
         (lambda s, i: s.chunk(2, 1)[1].flatten(0, 1), True), (lambda s, i: s.index_select(1, i).flatten(0, 1), True),
         (lambda s, i: s.transpose(0, 1).contiguous().view(-1, 3, 5, 5), True),
-        (lambda s, i: s.flatten(0, 1) * 2, False), (_by_index_then_written, False),
+        (lambda s, i: s.flatten(0, 1) * 2, True), (lambda s, i: s.flatten(0, 1) * 0.5, False),
+        (_by_index_then_written, False),
     ],
 )  # fmt: skip
 def test_bytes_are_moved_as_spikes_are(moved, narrowed):
