@@ -80,7 +80,7 @@ def test_a_result_lies_as_it_was_written() -> None:
         return by_hand(q, k, v, mask, dropout).flatten(0, 1).view(-1).view_as(q)
 
     with torch.no_grad():
-        as_function(Written(attend, causal), tokens())
+        as_function(Written(attend, causal), tokens(1))
 
 
 @needs_triton
