@@ -22,7 +22,8 @@ from bench.timing import wait
 from sparsecomp import Unstructured
 from sparsecomp.formats import NARROW
 
-RIVALS = ("stock", "stock, max-autotune", "sparsecomp, pairs apart", "sparsecomp")
+STOCK, OURS = ("stock", "stock, max-autotune"), ("sparsecomp, pairs apart", "sparsecomp")
+RIVALS = (*STOCK, *OURS)
 BATCHES = (1, 8)
 ZEROS = (0.7, 0.9)
 PROMPT, CACHE, STEPS = 32, 256, 64
@@ -38,8 +39,8 @@ class Case(NamedTuple):
     zeros: float
 
 
-CASES = [Case(who, batch, ZEROS[0]) for batch in BATCHES for who in RIVALS[:2]] + [
-    Case(who, batch, zeros) for batch in BATCHES for zeros in ZEROS for who in RIVALS[2:]
+CASES = [Case(who, batch, ZEROS[0]) for batch in BATCHES for who in STOCK] + [
+    Case(who, batch, zeros) for batch in BATCHES for zeros in ZEROS for who in OURS
 ]
 """Stock takes as long whatever is zero."""
 
@@ -65,8 +66,8 @@ def prepared(case: Case, device: str = "cuda") -> Callable[[], dict[str, Any]]:
     with torch.device(device):
         model = LlamaForCausalLM(config()).eval().half().requires_grad_(False)
     sparsecomp.sparsify(model, Unstructured(case.zeros, format=NARROW))
-    if case.who in RIVALS[2:]:
-        options = {"mode": "reduce-overhead", "frozen": True, "disable": ("gated_pair",) * (case.who == RIVALS[2])}
+    if case.who in OURS:
+        options = {"mode": "reduce-overhead", "frozen": True, "disable": ("gated_pair",) * (case.who == OURS[0])}
         chosen, how = model, {"backend": "sparsecomp", "options": options}
     else:
         chosen, how = sparsecomp.densify(model), {"mode": case.who.partition(", ")[2] or "reduce-overhead"}
@@ -124,7 +125,7 @@ def _row(case: Case, model: nn.Module, generate: Generation) -> dict[str, Any]:
     row["MiB"] = round(sum(one.nbytes for one in (*model.parameters(), *model.buffers())) / 2**20, 1)
     gc.collect()
     row["MiB held"] = round(torch.cuda.memory_allocated() / 2**20, 1)
-    if case.who in RIVALS[2:]:
+    if case.who in OURS:
         dense = sparsecomp.densify(copy.deepcopy(model))
         whole = torch.cat([generate.prompt, tokens], 1)
         choices = dense(input_ids=whole).logits[:, PROMPT - 1 : -1].argmax(-1)
@@ -140,9 +141,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Tokens a second, and how many times those of stock's best."""
     grid = [["batch", "who", "tokens a second", "weights, MiB", "held, MiB", "tokens as dense"]]
     for row in sorted(rows, key=lambda row: (row["batch"], RIVALS.index(row["who"]), row["zeros"])):
-        rivals = [one for one in rows if one["batch"] == row["batch"] and one["who"] in RIVALS[:2]]
+        rivals = [one for one in rows if one["batch"] == row["batch"] and one["who"] in STOCK]
         best = max((one["tokens a second"] for one in rivals), default=None)
-        gain = "" if best is None or row["who"] in RIVALS[:2] else f" ({row['tokens a second'] / best:.2f})"
+        gain = "" if best is None or row["who"] in STOCK else f" ({row['tokens a second'] / best:.2f})"
         same = f"{row['as dense']:.1%}" if "as dense" in row else "–"
         who = row["who"] + (f", {row['zeros']:.0%} zeros" if gain else "")
         sizes = [f"{row[name]:.0f}" for name in ("MiB", "MiB held")]

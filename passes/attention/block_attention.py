@@ -23,7 +23,7 @@ from sparsecomp.ops.attention.operands import place_of
 from sparsecomp.passes.attention.data_mask import data_mask
 from sparsecomp.passes.attention.found import site_at
 from sparsecomp.passes.attention.mask import KnownMask, known_mask
-from sparsecomp.passes.attention.place import in_place, unfit
+from sparsecomp.passes.attention.place import in_place, may_be_trained, unfit
 from sparsecomp.passes.attention.site import AttentionSite, viewed
 from sparsecomp.passes.cost.attention import MaskedAttention, decide_attention
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, new_meta, refuse, replays
@@ -132,17 +132,22 @@ def _how(site: AttentionSite, ctx: Context) -> dict[str, Any]:
     out = example_of(site.result)
     where = ctx.device(out.device)
     return {
-        "device": where, "dtype": out.dtype, "trained": ctx.gradients and out.requires_grad,
+        "device": where, "dtype": out.dtype, "trained": may_be_trained(site, ctx),
         "replayed": replays(ctx.options, where), "products": ctx.products, "target": ctx.target,
         "dropped": site.dropout > 0, "by_hand": site.gives_nan and site.mask.use != "add",
     }  # fmt: skip
 
 
+def _operands(site: AttentionSite) -> list[fx.Node]:
+    """Queries, keys and values of four dimensions, in the dtype of the result."""
+    node, dtype = site.result, example_of(site.result).dtype
+    return [cast(viewed(one.node, one.steps, node), dtype, node) for one in site.operands]
+
+
 def _built(
     site: AttentionSite, ctx: Context, lists: list[fx.Node], added: fx.Node | None, known: bool = False
 ) -> Mapping[fx.Node, fx.Node]:
-    node, out = site.result, example_of(site.result)
-    q, k, v = (cast(viewed(one.node, one.steps, node), out.dtype, node) for one in site.operands)
+    node, out, (q, k, v) = site.result, example_of(site.result), _operands(site)
     kept = chances(site.dropout)
     seed = None if kept == ALWAYS else _drawn(out.device, node)
     target = torch.ops.sparsecomp.block_attention.default
@@ -162,7 +167,7 @@ def _in_place(site: AttentionSite, ctx: Context, result: fx.Node, *lying: Tensor
 
 def _may_be_written(site: AttentionSite, ctx: Context) -> bool:
     """Whether somebody may write to the result before the gradients are computed."""
-    if not (ctx.gradients and example_of(site.result).requires_grad):
+    if not may_be_trained(site, ctx):
         return False
     returned = site.gives_nan and site.result in ctx.analysis.seen_outside
     return returned or not ctx.analysis.unchanged(site.result, site.result)
@@ -170,8 +175,7 @@ def _may_be_written(site: AttentionSite, ctx: Context) -> bool:
 
 def _function(site: AttentionSite, ctx: Context, causal: bool) -> Mapping[fx.Node, fx.Node]:
     """Torch's function without a mask."""
-    node, out = site.result, example_of(site.result)
-    q, k, v = (cast(viewed(one.node, one.steps, node), out.dtype, node) for one in site.operands)
+    node, (q, k, v) = site.result, _operands(site)
     result = call(node.graph, node, functional.scaled_dot_product_attention, q, k, v, None, site.dropout, causal)
     result.kwargs = {"scale": site.scale, "enable_gqa": site.query.shape[1] != site.key.shape[1]}
     # heads before tokens, or behind them: torch's kernels differ

@@ -15,14 +15,19 @@ _COPIES = ("contiguous", "reshape", "flatten")
 _SWAPS = ("transpose", "permute")
 
 
+def may_be_trained(site: AttentionSite, ctx: Context) -> bool:
+    """Whether gradients of its result may be asked for."""
+    return ctx.gradients and example_of(site.result).requires_grad
+
+
 def unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
     """Why no operator of ours can stand in the site's place, whatever its mask is; None if one can."""
     if ctx.options.implementation == "dense":
         return refuse(Why.FORCED_DENSE)
     out, examples = example_of(site.result), [example_of(one.node) for one in site.operands]
-    device, first, order = ctx.device(out.device).type, site.nodes[0], ctx.analysis.order
+    device, first = ctx.device(out.device).type, site.nodes[0]
     # gradients read all operands, where those of what is written by hand may not
-    until = None if ctx.gradients and out.requires_grad else site.result
+    until = None if may_be_trained(site, ctx) else site.result
     if not out.dtype.is_floating_point or (device == "cuda" and out.dtype not in KERNEL_DTYPES):
         return refuse(Why.DTYPE, dtype=out.dtype)
     problem = ""
@@ -42,7 +47,7 @@ def unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
         problem = "its operands are on several devices"
     elif not all(ctx.analysis.unchanged(one.node, first, until) for one in site.operands):
         problem = "an operand is written to before the result is complete, or its gradients are"
-    elif any(order[first] < mode < order[site.result] for mode in ctx.modes):
+    elif ctx.mode_changes(first, site.result):
         problem = "gradients or autocast are switched on the way"
     return refuse(Why.ATTENTION_AS_WRITTEN, detail=problem) if problem else None
 

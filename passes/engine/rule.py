@@ -210,8 +210,15 @@ class Context:
     def switched(self, first: fx.Node, last: fx.Node) -> bool:
         """Whether gradients or inference mode are switched between two nodes: who computes both at one place would give
         other gradients."""
+        return self._lies_between(self.switches, first, last)
+
+    def mode_changes(self, first: fx.Node, last: fx.Node) -> bool:
+        """The same of gradients, inference mode and autocast, which gives results of another dtype."""
+        return self._lies_between(self.modes, first, last)
+
+    def _lies_between(self, positions: tuple[int, ...], first: fx.Node, last: fx.Node) -> bool:
         begin, end = self.analysis.order[first], self.analysis.order[last]
-        return any(begin < switch < end for switch in self.switches)
+        return any(begin < position < end for position in positions)
 
     def keep(self, *sources: torch.Tensor) -> Keep | None:
         """When an operator may keep what it works out of these tensors: by the option `frozen`, or by `frozen_weights`

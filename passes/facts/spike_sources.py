@@ -145,8 +145,8 @@ _SPIKE_OPS: dict[str, Callable[[CanonicalOp], Result]] = {
 """Item 0 of each operator's result is the spike sequence, the other items are membranes."""
 
 
-_RESIDUAL = 26
-"""Its place among the arguments of `sparsecomp::conv_lif`."""
+RESIDUAL = 26
+"""Its place among the arguments of `sparsecomp::conv_lif`, which are as many where there is none yet."""
 
 
 @transfer(*_SPIKE_OPS)
@@ -160,7 +160,7 @@ def layer_with_neurons(op: CanonicalOp, facts: Facts) -> Result:
     """A layer with its neurons: spikes, or what they are joined with a residual to."""
     if op.node.kwargs:
         return Lost(LostKind.UNSUPPORTED, f"{op.name} with arguments by name is not analysed")
-    spikes, (residual, *how) = algebra.binary(op.name), op.node.args[_RESIDUAL:] or (None,)
+    spikes, (residual, *how) = algebra.binary(op.name), op.node.args[RESIDUAL:] or (None,)
     if residual is None:
         return Items((spikes,))
     fact = facts.of(residual)

@@ -81,21 +81,11 @@ def _extended(chain: Chain, ctx: Context) -> Chain:
     """The product with all that can be fused behind it."""
     while len(chain.nodes[-1].users) == 1 and chain.activation == "none":
         user = next(iter(chain.nodes[-1].users))
-        longer = None if _mode_changes(chain.nodes[-1], user) else _with(chain, user, ctx)
+        longer = None if ctx.mode_changes(chain.nodes[-1], user) else _with(chain, user, ctx)
         if longer is None:
             return chain
         chain = replace(longer, nodes=(*chain.nodes, user))
     return chain
-
-
-def _mode_changes(first: fx.Node, last: fx.Node) -> bool:
-    """Whether autocast, gradients or inference mode are switched between two nodes: a product that moved across would
-    have another dtype, or other gradients."""
-    while first is not last:
-        first = first.next
-        if _compat.sets_autocast(first) or _compat.sets_grad_mode(first) or _compat.sets_inference_mode(first):
-            return True
-    return False
 
 
 def _with(chain: Chain, user: fx.Node, ctx: Context) -> Chain | None:

@@ -22,7 +22,7 @@ from sparsecomp.passes.cost import conv_neuron as gate
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.spiking.neurons_behind import MOST_STEPS, NEURONS, fits, idle_readers, reshaped
+from sparsecomp.passes.spiking.neurons_behind import MOST_STEPS, NEURONS, fits, idle_readers, unviewed
 from sparsecomp.reference.facts import is_dyadic
 from sparsecomp.reference.geometry import Window, is_channels_last
 
@@ -105,10 +105,7 @@ def _considered(node: fx.Node, layer: _Product, ctx: Context) -> Decision | Refu
 
 def _layer(node: fx.Node, ctx: Context) -> _Product | None:
     """The product that gives a neuron operator its input, which nobody else reads."""
-    views, found = [], node.args[0]
-    while isinstance(found, fx.Node) and (viewed := reshaped(found)) is not None:
-        views.append(found)
-        found = viewed
+    views, found = unviewed(node.args[0])
     if not isinstance(found, fx.Node):
         return None
     args: tuple[Any, ...] = found.args

@@ -14,12 +14,11 @@ from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call
+from sparsecomp.passes.facts.spike_sources import RESIDUAL
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
-from sparsecomp.passes.spiking.neurons_behind import idle_readers, reshaped
+from sparsecomp.passes.spiking.neurons_behind import idle_readers, unviewed
 
 _LAYER = torch.ops.sparsecomp.conv_lif.default
-_ARGUMENTS = 26
-"""Of a layer that is joined with nothing yet."""
 _SPIKES, _MEMBRANE = range(2)
 
 
@@ -85,15 +84,12 @@ def _sites(node: fx.Node) -> Iterator[_Site]:
 
 def _behind(spikes: fx.Node, connect: str, chain: tuple[fx.Node, ...], residual: fx.Node) -> Iterator[_Site]:
     """The site of an operand that is a layer's spikes, or a view of them; none if it is not."""
-    chain, found = (*chain, spikes), spikes
-    while (viewed := reshaped(found)) is not None:
-        found = viewed
-        chain = (*chain, found)
+    views, found = unviewed(spikes)
     if found.target is not operator.getitem or found.args[1] != _SPIKES:
         return
     layer: Any = found.args[0]
-    if layer.target is _LAYER and len(layer.args) == _ARGUMENTS and not layer.kwargs:
-        yield _Site(connect, layer, chain, residual)
+    if layer.target is _LAYER and len(layer.args) == RESIDUAL and not layer.kwargs:
+        yield _Site(connect, layer, (*chain, *views, found), residual)
 
 
 def _taken_from_one(x: fx.Node) -> fx.Node | None:

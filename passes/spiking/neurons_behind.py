@@ -1,5 +1,7 @@
 """Which neurons alone read what a layer gives: asked when the layer is judged, and when both become one launch."""
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -45,6 +47,15 @@ def reshaped(node: fx.Node) -> fx.Node | None:
     """What a node gives in another shape, as it lies; None if it does anything else."""
     op = op_of(node)
     return op.input if op is not None and op.has(Trait.ROW_MAJOR) and op.has(Trait.VIEW) else None
+
+
+def unviewed(node: Any) -> tuple[list[fx.Node], Any]:
+    """The nodes, the last first, that give another one in other shapes, as it lies, and that one."""
+    views = []
+    while isinstance(node, fx.Node) and (viewed := reshaped(node)) is not None:
+        views.append(node)
+        node = viewed
+    return views, node
 
 
 def idle_readers(node: fx.Node) -> list[fx.Node]:

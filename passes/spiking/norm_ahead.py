@@ -16,7 +16,7 @@ from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, call
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.spiking.neuron_call import starting_number
-from sparsecomp.passes.spiking.neurons_behind import reshaped
+from sparsecomp.passes.spiking.neurons_behind import unviewed
 from sparsecomp.passes.spiking.step_norm import is_step_norm, move_statistics, statistics
 
 
@@ -60,7 +60,7 @@ class NormAhead:
         with node.graph.inserting_before(node):
             assert isinstance(op.input, fx.Node)
             whole = do(torch.unsqueeze, op.input, 0)
-            mean, var, scale = statistics(whole if _is_float(op.input) else do(Tensor.float, whole), op, do)
+            mean, var, scale = statistics(do(Tensor.float, whole), op, do)
             move_statistics(op, mean, var, 1, do)
             mean, factor = by_channel(mean), by_channel(scale)
             if isinstance(op.get("weight"), fx.Node):
@@ -78,10 +78,7 @@ def norm_ahead(neuron: fx.Node, ctx: Context) -> NormAhead | None:
     x, v = neuron.args[:2]
     if not isinstance(x, fx.Node) or not isinstance(v, fx.Node):
         return None
-    views, found = [], x
-    while isinstance(viewed := reshaped(found), fx.Node):
-        views.append(found)
-        found = viewed
+    views, found = unviewed(x)
     op, example, given = op_of(found), example_of(found), example_of(x)
     if op is None or not is_step_norm(op) or example is None or given is None or not isinstance(op.input, fx.Node):
         return None
@@ -107,7 +104,3 @@ def _between(last: fx.Node, first: fx.Node) -> tuple[fx.Node, ...]:
         found.append(last)
         last = op.input
     return tuple(found)
-
-
-def _is_float(node: fx.Node) -> bool:
-    return example_of(node).dtype is torch.float32

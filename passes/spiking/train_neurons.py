@@ -40,12 +40,9 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return refuse(Why.NOT_FUSED, detail=obstacle)
     norm = norm_ahead(node, ctx) if _is_asked(ctx) else None
     reason = f"{x.shape[0]} time steps in one pass, and one for their gradients, which computes the charges again"
-    if norm is None:
-        return Plan(lambda: _build(node, op.name, args, None), reason, "fused")
-    return Plan(
-        lambda: _build(node, op.name, args, norm), f"with the batch-norm before it, {reason}", "fused", dead=norm.dead,
-        places=(norm.place, node),
-    )  # fmt: skip
+    dead, places = ((), ()) if norm is None else (norm.dead, (norm.place, node))
+    reason = f"{'' if norm is None else 'with the batch-norm before it, '}{reason}"
+    return Plan(lambda: _build(node, op.name, args, norm), reason, "fused", dead=dead, places=places)
 
 
 RULE = Rule("train_neurons", consider, after=("fuse_neurons",))

@@ -13,7 +13,14 @@ from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches
 from sparsecomp.lowering.sparse.kernels import narrow_rows
 from sparsecomp.lowering.sparse.kernels.epilogue import FINISH_PAIR, finish_pair
-from sparsecomp.lowering.sparse.kernels.narrow_rows import WALK, behind_transpose, opened, stream_seconds, walked_row
+from sparsecomp.lowering.sparse.kernels.narrow_rows import (
+    WALK,
+    behind_transpose,
+    next_ends,
+    opened,
+    stream_seconds,
+    walked_row,
+)
 from sparsecomp.lowering.sparse.narrow import SpmmNarrow
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -36,11 +43,8 @@ def narrow_pair_kernel(
         CHUNK,
     )  # fmt: skip
     for row in range(first, tl.minimum(first + ROWS, M)):
-        ahead = tl.minimum(row + 2, M)
-        next_end = tl.load(starts_ptr + ahead)
-        next_last_chunk = tl.load(chunks_ptr + ahead)
-        other_next_end = tl.load(other_starts_ptr + ahead)
-        other_next_last_chunk = tl.load(other_chunks_ptr + ahead)
+        next_end, next_last_chunk = next_ends(starts_ptr, chunks_ptr, row, M)
+        other_next_end, other_next_last_chunk = next_ends(other_starts_ptr, other_chunks_ptr, row, M)
         total, at, chunk, value, column = walked_row(
             bases_ptr, indices_ptr, values_ptr, dense_ptr, dense_k, limit, at, end, chunk, last_chunk, value, column,
             BN, E, CHUNK,

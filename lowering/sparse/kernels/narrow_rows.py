@@ -102,6 +102,13 @@ def opened(
 
 
 @triton.jit
+def next_ends(starts_ptr, chunks_ptr, row, M):
+    """Where the row behind `row` ends, in values and in chunks."""
+    ahead = tl.minimum(row + 2, M)
+    return tl.load(starts_ptr + ahead), tl.load(chunks_ptr + ahead)
+
+
+@triton.jit
 def walked_row(
     bases_ptr, indices_ptr, values_ptr, dense_ptr, dense_k, limit, at, end, chunk, last_chunk, value, column,
     BN: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
@@ -134,9 +141,7 @@ def narrow_rows_kernel(
         starts_ptr, chunks_ptr, bases_ptr, indices_ptr, values_ptr, first, M, ROWS, E, CHUNK
     )
     for row in range(first, tl.minimum(first + ROWS, M)):
-        ahead = tl.minimum(row + 2, M)
-        next_end = tl.load(starts_ptr + ahead)
-        next_last_chunk = tl.load(chunks_ptr + ahead)
+        next_end, next_last_chunk = next_ends(starts_ptr, chunks_ptr, row, M)
         total, at, chunk, value, column = walked_row(
             bases_ptr, indices_ptr, values_ptr, dense_ptr, dense_k, limit, at, end, chunk, last_chunk, value, column,
             BN, E, CHUNK,
@@ -224,7 +229,7 @@ _far = sum(abs(sympy.log(one / usual)) for one, usual in ((_rows, _usual_rows), 
 _columns = sympy.Max(1, 0.2 * _bn)
 """What the columns of dense, each a load and a sum a value, take: up to five nothing."""
 
-WALK = (_step, _unsigned, _terms, opened, walked_row, transpose_kernel)
+WALK = (_step, _unsigned, _terms, opened, next_ends, walked_row, transpose_kernel)
 """What a kernel that walks rows is made of."""
 
 

@@ -115,6 +115,25 @@ def parameter_of(pointer, size, stride, place, mask, zero):
 
 
 @triton.jit
+def what_stays(
+    p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, size0, stride0, size1, stride1, size2, stride2,
+    size3, stride3, size4, stride4, size5, stride5, n0, n1, n2, n3, n4, n5, n6, n7, offset, mask, zero,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """What a description reads that is the same in all steps: parameters, and numbers."""
+    place = offset if WIDE else offset.to(tl.int32)
+    return (
+        parameter_of(p0_ptr, size0, stride0, place, mask, zero),
+        parameter_of(p1_ptr, size1, stride1, place, mask, zero),
+        parameter_of(p2_ptr, size2, stride2, place, mask, zero),
+        parameter_of(p3_ptr, size3, stride3, place, mask, zero),
+        parameter_of(p4_ptr, size4, stride4, place, mask, zero),
+        parameter_of(p5_ptr, size5, stride5, place, mask, zero),
+        zero + n0, zero + n1, zero + n2, zero + n3, zero + n4, zero + n5, zero + n6, zero + n7,
+    )  # fmt: skip
+
+
+@triton.jit
 def neuron_kernel(
     x_ptr, v0_ptr, v1_ptr, p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, spikes_ptr, last0_ptr, last1_ptr,
     numel, x_step, spikes_step, size0, stride0, size1, stride1, size2, stride2, size3, stride3,
@@ -126,16 +145,10 @@ def neuron_kernel(
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
     zero = tl.full((BLOCK,), 0.0, tl.float32)
-    place = offset if WIDE else offset.to(tl.int32)
     states = (state_before(v0_ptr, start0, offset, mask, zero), state_before(v1_ptr, start1, offset, mask, zero))
-    fixed = (
-        parameter_of(p0_ptr, size0, stride0, place, mask, zero),
-        parameter_of(p1_ptr, size1, stride1, place, mask, zero),
-        parameter_of(p2_ptr, size2, stride2, place, mask, zero),
-        parameter_of(p3_ptr, size3, stride3, place, mask, zero),
-        parameter_of(p4_ptr, size4, stride4, place, mask, zero),
-        parameter_of(p5_ptr, size5, stride5, place, mask, zero),
-        zero + n0, zero + n1, zero + n2, zero + n3, zero + n4, zero + n5, zero + n6, zero + n7,
+    fixed = what_stays(
+        p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, size0, stride0, size1, stride1, size2, stride2,
+        size3, stride3, size4, stride4, size5, stride5, n0, n1, n2, n3, n4, n5, n6, n7, offset, mask, zero, WIDE,
     )  # fmt: skip
     # offsets of later steps pass 2^31 where a whole layer does
     x_step = tl.cast(x_step, tl.int64)
@@ -169,7 +182,7 @@ _numel, _steps, _block, _warps = sizes("numel steps BLOCK warps")
 NEURON = Template(
     name="neuron",
     op="neuron",
-    sources=(neuron_kernel, do_instruction, to_bfloat16, state_before, parameter_of),
+    sources=(neuron_kernel, do_instruction, to_bfloat16, state_before, what_stays, parameter_of),
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (256, 512, 1024) for warps in (2, 4, 8)
         if 4 <= block // (32 * warps) <= 16

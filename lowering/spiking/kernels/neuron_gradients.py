@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.spiking.kernels.neuron import do_instruction, parameter_of, state_before, to_bfloat16
+from sparsecomp.lowering.spiking.kernels.neuron import (
+    do_instruction,
+    parameter_of,
+    state_before,
+    to_bfloat16,
+    what_stays,
+)
 from sparsecomp.lowering.spiking.neuron_gradients import NeuronGradients
 from sparsecomp.lowering.tuning.cost import Cost, sizes
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -52,16 +58,10 @@ def neuron_gradients_kernel(
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
     zero = tl.full((BLOCK,), 0.0, tl.float32)
-    place = offset if WIDE else offset.to(tl.int32)
     states = (state_before(v0_ptr, start0, offset, mask, zero), state_before(v1_ptr, start1, offset, mask, zero))
-    fixed = (
-        parameter_of(p0_ptr, size0, stride0, place, mask, zero),
-        parameter_of(p1_ptr, size1, stride1, place, mask, zero),
-        parameter_of(p2_ptr, size2, stride2, place, mask, zero),
-        parameter_of(p3_ptr, size3, stride3, place, mask, zero),
-        parameter_of(p4_ptr, size4, stride4, place, mask, zero),
-        parameter_of(p5_ptr, size5, stride5, place, mask, zero),
-        zero + n0, zero + n1, zero + n2, zero + n3, zero + n4, zero + n5, zero + n6, zero + n7,
+    fixed = what_stays(
+        p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, size0, stride0, size1, stride1, size2, stride2,
+        size3, stride3, size4, stride4, size5, stride5, n0, n1, n2, n3, n4, n5, n6, n7, offset, mask, zero, WIDE,
     )  # fmt: skip
     # offsets of later steps pass 2^31 where a whole layer does
     x_step = tl.cast(x_step, tl.int64)
@@ -125,7 +125,8 @@ NEURON_GRADIENTS = Template(
     name="neuron_gradients",
     op="neuron_gradients",
     sources=(
-        neuron_gradients_kernel, results_of, store_if, do_instruction, to_bfloat16, state_before, parameter_of,
+        neuron_gradients_kernel, results_of, store_if, do_instruction, to_bfloat16, state_before, what_stays,
+        parameter_of,
     ),  # fmt: skip
     space=_space,
     cost=Cost(bytes=_numel * (16 * _steps + 8)),
