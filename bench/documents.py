@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import table
-from bench.attention import block_attention, decode, elements, masked_models, static_cache
+from bench.attention import block_attention, data_masks, decode, elements, masked_models, static_cache
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
 from bench.sparse import (
@@ -15,6 +15,7 @@ from bench.sparse import (
     dynamic,
     few_rows,
     gated_pairs,
+    scaling,
     sparse_products,
     training_step,
     two_of_four,
@@ -70,6 +71,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "snn-training": _if_measured("snn_training", snn_training.table),
         "attention": _if_measured("attention", block_attention.table),
         "masked-attention": _if_measured("masked_attention", masked_models.table),
+        "attention-data": _if_measured("attention_data", data_masks.table),
         "decode": _if_measured("decode", decode.table),
         "static-cache": _if_measured("static_cache", static_cache.table),
         "element-attention": _if_measured("element_attention", elements.table),
@@ -78,6 +80,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "two-of-four": _if_measured("two_of_four", two_of_four.table),
         "gated-pairs": _if_measured("gated_pairs", gated_pairs.table),
         "generation": _if_measured("generation", _generation, ""),
+        "scaling": _if_measured("scaling", scaling.table),
         "geo-speed": _if_measured("geo_speed", speeds.table),
         "geo": _if_measured("geo", scores.table),
         "geo-cuda": _if_measured("geo_cuda", scores.table),

@@ -117,12 +117,24 @@ def _process(rank: int, worlds: tuple[int, ...], cases: Sequence[Case], device: 
     dist.destroy_process_group()
 
 
+class _Layers(nn.Module):
+    """Square layers with ReLU between. A class of its own: Dynamo does not compile an nn.Sequential that
+    DistributedDataParallel calls."""
+
+    def __init__(self, width: int, layers: int, device: torch.device) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, device=device) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        x = first(x)
+        for layer in others:
+            x = layer(functional.relu(x))
+        return x
+
+
 def _layers(width: int, layers: int, sparsity: float | None, device: torch.device) -> nn.Module:
-    parts = [
-        part for number in range(layers)
-        for part in ([nn.ReLU()] if number else []) + [nn.Linear(width, width, device=device)]
-    ]  # fmt: skip
-    model = nn.Sequential(*parts)
+    model = _Layers(width, layers, device)
     # on the device, since a CPU takes ten seconds to draw 4 × 4096² places
     return model if sparsity is None else sparsify(model, Unstructured(sparsity, by="random"))
 
