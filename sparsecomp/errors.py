@@ -70,7 +70,10 @@ class ReplicaError(SparsecompError, RuntimeError):
 
 
 class FrozenWeightError(SparsecompError, RuntimeError):
-    """A tensor was written to although the caller promised that it was not; looked for under `SPARSECOMP_DEBUG=1`."""
+    """A tensor was written to although the caller promised that it was not: looked for under `SPARSECOMP_DEBUG=1`.
+
+    Looked for always: that a graph writes to no memory of promised tensors.
+    """
 
 
 class ScheduleError(SparsecompError, ValueError):

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 import sparsecomp.ops.attention.mask_scan  # noqa: F401  (registers the operator)
 from sparsecomp.passes.attention.site import AttentionSite
+from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Refusal, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
@@ -108,7 +109,7 @@ def data_mask(site: AttentionSite, ctx: Context) -> DataMask | Refusal:
     problem = ""
     if example.device != out.device:
         problem = f"its mask is on {example.device}, not {out.device}"
-    elif mask.reader is not site.result and not ctx.analysis.unchanged(mask.node, mask.reader):
+    elif mask.reader is not site.result and not is_kept(mask.node, ctx, mask.reader):
         problem = "its mask is written to before the result is complete"
     elif mask.use != "add" and example.dtype is not torch.bool:
         problem = f"its mask is of {example.dtype}, not of booleans"
@@ -125,4 +126,4 @@ def data_mask(site: AttentionSite, ctx: Context) -> DataMask | Refusal:
 
 
 def _unwritten(node: fx.Node, ctx: Context) -> bool:
-    return node in ctx.analysis.order and ctx.analysis.unchanged(node, node)
+    return node in ctx.analysis.order and is_kept(node, ctx)

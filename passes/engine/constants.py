@@ -4,7 +4,8 @@ They are buffers of the graph's module, so that compiled code reads them as any 
 hold, not which they are. So a graph with constants serves the one module that they belong to (`Context.constant` knows
 no other inputs), and before each call the host looks whether the inputs are those that the constants were made of, and
 makes them anew in place if not. It sees other tensors, other memory and counted writes; hidden ones are the promise's,
-and ``SPARSECOMP_DEBUG=1`` finds them.
+and ``SPARSECOMP_DEBUG=1`` finds them. An input that the graph itself writes to, such as a cache of keys, may be another
+tensor in each call, but not one in the memory of what was promised to stay: the host looks for that, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +17,11 @@ from torch import Tensor, fx
 
 from sparsecomp import _compat
 from sparsecomp.environment import Settings
+from sparsecomp.errors import FrozenWeightError
 from sparsecomp.ops import promise  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.proofs import Seen, assume_proofs
 from sparsecomp.passes.engine.rule import call
+from sparsecomp.passes.facts.analysis import analyse
 from sparsecomp.passes.graph.canonicalize import example_of
 
 _KEY = "sparsecomp_constants"
@@ -108,6 +111,8 @@ class Constants:
             (gm.get_buffer(name), constant.make, tuple(places[source] for source in constant.sources), constant.part)
             for constant, name in gm.meta.pop(_KEY, {}).items() if name in read and constant.sources
         ]  # fmt: skip
+        written = analyse(gm).written_inputs if self._made else ()
+        self._written = [(place, str(node.target)) for node, place in places.items() if place in written]
         self._places = sorted({place for _, _, sources, _ in self._made for place in sources})
         _compat.serve_one_module([node for node, place in places.items() if place in self._places or node in proved])
         self._wait()
@@ -117,7 +122,15 @@ class Constants:
         return bool(self._made)
 
     def follow(self, inputs: Sequence[Any]) -> bool:
-        """Make the constants anew if an input is another tensor than before, or was written to; whether it was."""
+        """Make the constants anew if an input is another tensor than before, or was written to; whether it was.
+
+        Raises:
+            FrozenWeightError: an input that the graph writes to lies in the memory of one that is promised to stay.
+        """
+        for place, address in self._apart:
+            if inputs[place].data_ptr() != address:
+                self._set_apart(inputs)
+                break
         for place, tensor, address_of, address, version in self._known:
             # `Seen.still`, without the host's time for calling it
             if inputs[place] is not tensor or address_of() != address:
@@ -136,6 +149,18 @@ class Constants:
         self._remember(inputs)
         return True
 
+    def _set_apart(self, inputs: Sequence[Any]) -> None:
+        """Look whether what is written to lies apart from what is promised to stay, and remember where it lies."""
+        promised = {_compat.storage_of(inputs[place]) for place in self._places}
+        for place, name in self._written:
+            if _compat.storage_of(inputs[place]) in promised:
+                raise FrozenWeightError(
+                    f"the graph writes to its input `{name}`, which lies in the memory of a tensor that the option "
+                    "frozen promises to stay as it is; give it memory of its own, or compile without the promise"
+                )
+        # an address tells enough, and keeps no cache alive that its owner gives up
+        self._apart = [(place, inputs[place].data_ptr()) for place, _ in self._written]
+
     def _wait(self) -> None:
         """For whoever reads or makes the constants: calls may come on any stream."""
         for device in {buffer.device for buffer, *_ in self._made if buffer.is_cuda}:
@@ -150,3 +175,4 @@ class Constants:
             (place, inputs[place], inputs[place].data_ptr, seen.address, seen.version)
             for place, seen in zip(self._places, self._seen, strict=True)
         ]
+        self._set_apart(inputs)

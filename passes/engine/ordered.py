@@ -21,12 +21,15 @@ def ordered(ctx: Context) -> list[fx.Node]:
     ]  # fmt: skip
 
 
-def is_kept(node: fx.Node, ctx: Context) -> bool:
-    """Whether nobody writes to a value, through whatever name."""
-    if ctx.analysis.unchanged(node, node):
+def is_kept(node: Any, ctx: Context, since: fx.Node | None = None) -> bool:
+    """Whether nobody writes to a value, through whatever name, after `since` has run, or ever.
+
+    Inputs share memory as they did in the example: one that is written to in each call, such as statistics in training
+    or a cache of keys, is no other input for that.
+    """
+    if ctx.analysis.unchanged(node, node if since is None else since):
         return True
-    # any input may overlap one that is written to, such as statistics in training; those of the example did not
-    base: Any = node
+    base = node
     while (op := op_of(base)) is not None and op.has(Trait.ALIAS) and isinstance(op.input, fx.Node):
         base = op.input
     return base.op in ("placeholder", "get_attr") and base not in ctx.written

@@ -167,7 +167,7 @@ class Context:
         switches: the positions at which the graph switches gradients or inference mode on or off.
         modes: those, and the positions at which it begins or ends autocast.
         gradients: somebody may ask for gradients: they are enabled here, or within the graph, or it runs in any mode.
-        written: parameters, buffers and inputs that the graph writes to.
+        written: parameters, buffers and inputs that the graph writes to, through whatever name.
         transformed: nodes within a transform of torch.func (grad, vmap, jvp, …).
         products: how many the graph has, at least one: matrix products and convolutions, dense or sparse.
     """
@@ -195,7 +195,7 @@ class Context:
         self.modes = tuple(sorted((*self.switches, *autocast)))
         turned_on = (node.args[0] for node in switches if _compat.sets_grad_mode(node))
         self.gradients = self.eager or torch.is_grad_enabled() or any(turned_on)
-        self.written = _written(self.analysis)
+        self.written = _written(self.analysis, self.values)
         self.transformed = _transformed(self.gm.graph)
         self.products = max(1, sum(map(_is_product, nodes)))
 
@@ -239,7 +239,7 @@ class Context:
             return None
         assert isinstance(value, fx.Node)
         known = (is_static(value) or isinstance(tensor, torch.nn.Parameter)) and value.meta.get(OWNED, False)
-        return tensor.detach() if known and self.analysis.unchanged(value, value) else None
+        return tensor.detach() if known and value not in self.written else None
 
     def density(self, node: fx.Node) -> tuple[Density, str]:
         """Density of the input of a site, and where the number comes from."""
@@ -251,13 +251,13 @@ class Context:
         return Density(), "unknown"
 
 
-def _written(analysis: Analysis) -> frozenset[fx.Node]:
+def _written(analysis: Analysis, values: Mapping[fx.Node, torch.Tensor]) -> frozenset[fx.Node]:
     """What the graph writes to of what it is given. Inputs share memory as they did in the example, or not at all."""
     inputs = [node for node in analysis.graph.nodes if node.op == "placeholder"]
-    memories = {_memory(inputs[index]) for index in analysis.written_inputs}
+    memories = {one for index in analysis.written_inputs for one in _memories(inputs[index], values)}
     attributes = [node for node in analysis.graph.nodes if node.op == "get_attr" and example_of(node) is not None]
     found = [node for node in attributes if analysis.last_writes.get(node, -1) >= 0]
-    return frozenset([*found, *(node for node in inputs if _memory(node) in memories)])
+    return frozenset([*found, *(node for node in inputs if not memories.isdisjoint(_memories(node, values)))])
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -265,9 +265,10 @@ def _is_product(node: fx.Node) -> bool:
     return name is not None and (name in OWN_PRODUCTS or Trait.PRODUCT in record_of(spelling_of(name)[0]).traits)
 
 
-def _memory(node: fx.Node) -> object:
-    example = example_of(node)
-    return _compat.storage_of(example) if isinstance(example, torch.Tensor) else node
+def _memories(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> set[object]:
+    """What inputs of one memory have in common: the node itself, and the memory of its example and of what it holds."""
+    known = (example_of(node), values.get(node))
+    return {node, *(_compat.storage_of(one) for one in known if isinstance(one, torch.Tensor))}
 
 
 def _transformed(graph: fx.Graph) -> frozenset[fx.Node]:

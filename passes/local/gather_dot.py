@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from sparsecomp.passes.cost.local import decide
 from sparsecomp.passes.engine.constants import promised_node
+from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.local.gathered import Gathered, GatheredLayer, layer_of, source_of
@@ -63,7 +64,7 @@ def _problem(layer: GatheredLayer, chain: Chain, ctx: Context) -> Refusal | None
         return refuse(Why.FORCED_DENSE)
     gathered, first = layer.gathered, layer.nodes[0]
     read = gathered.x, gathered.index, layer.weight, chain.bias, chain.residual
-    if not all(ctx.analysis.unchanged(one, first) for one in read):
+    if not all(is_kept(one, ctx, first) for one in read):
         return refuse(Why.GATHERED_AS_WRITTEN, detail="an operand is written to before the result is complete")
     if ctx.switched(first, chain.nodes[-1]):
         return refuse(Why.GATHERED_AS_WRITTEN, detail="gradients are switched on or off on the way")

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from sparsecomp.passes.cost.local import FixedFanIn, decide
+from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Plan, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.local.operator import GATHER_DOT, fixed_fan_in, lists_of, operator_of
@@ -27,7 +28,7 @@ def consider_own(node: fx.Node, ctx: Context) -> Verdict:
     if ctx.options.implementation == "dense":
         return refuse(Why.FORCED_DENSE)
     first = chain.nodes[0]
-    if not all(ctx.analysis.unchanged(one, first) for one in (*first.all_input_nodes, chain.bias, chain.residual)):
+    if not all(is_kept(one, ctx, first) for one in (*first.all_input_nodes, chain.bias, chain.residual)):
         return refuse(Why.GATHERED_AS_WRITTEN, detail="an operand is written to before the result is complete")
     problem = _problem(chain, ctx)
     if problem is None:

@@ -14,6 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from sparsecomp.ops.local.residual_block import Layer, by_operator, composed
 from sparsecomp.passes.cost.local import FixedFanIn, decide_block
+from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Plan, Verdict, Why, call, known_sizes, new_meta, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.local.operator import lists_of
@@ -30,7 +31,7 @@ def consider_block(node: fx.Node, ctx: Context) -> Verdict:
         return None
     if ctx.options.implementation == "dense":
         return refuse(Why.FORCED_DENSE)
-    if not all(ctx.analysis.unchanged(one, block) for one in block.all_input_nodes):
+    if not all(is_kept(one, ctx, block) for one in block.all_input_nodes):
         return refuse(Why.GATHERED_AS_WRITTEN, detail="an operand is written to before the result is complete")
     layers = _layers(block, ctx)
     if layers is None:

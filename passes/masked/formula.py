@@ -14,6 +14,7 @@ from torch import fx
 from torch.nn.utils import prune
 
 from sparsecomp import _compat
+from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, is_static
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
@@ -135,13 +136,13 @@ def writes_elsewhere(
     inside = {order[node] for node in formula.nodes} | {-1}
     for node in formula.nodes:
         last = ctx.analysis.last_writes.get(node, -1)
-        if last not in inside and last < order[layer]:
+        if last not in inside and last < order[layer] and not is_kept(node, ctx):
             return node
     if any(op.inplace for node in formula.nodes if (op := op_of(node)) is not None):
         meanwhile = ((user, node) for node in formula.nodes for user in node.users if order[user] < order[layer])
         if any(user not in formula.nodes and may_write(user, node) for user, node in meanwhile):
             return formula.result
-    return next((source for source in formula.sources if not ctx.analysis.unchanged(source, source)), None)
+    return next((source for source in formula.sources if not is_kept(source, ctx)), None)
 
 
 def constants_of(masked: Formula, ctx: Context) -> dict[fx.Node, torch.Tensor]:

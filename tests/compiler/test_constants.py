@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import sparsecomp
+from sparsecomp.errors import FrozenWeightError
 from sparsecomp.nn import SparseLinear
 from sparsecomp.ops import frozen_weights
 
@@ -207,6 +208,91 @@ def test_what_the_graph_writes_to_is_no_constant(how, promise):
     with torch.no_grad(), frozen_weights() if promise == "context" else nullcontext():
         for _ in range(3):
             torch.testing.assert_close(run(X), twin(X), rtol=1e-4, atol=1e-5)
+
+
+class Caching(nn.Module):
+    """A step that writes what its layer gives to a cache, beside the layer's numbers or in their memory."""
+
+    def __init__(self, kind: str, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = LAYERS[kind](0).requires_grad_(False), where
+        numbers, cache = getattr(*weight_of(self.layer)), torch.zeros(8, 48)
+        if where in ("view", "alias"):  # of the kind that torch compiles at all
+            cache.set_(numbers.untyped_storage(), 0, (8, 48) if where == "view" else numbers.shape)
+        self.register_buffer("cache", cache, persistent=False)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        cache: Any = self.cache
+        if self.where == "view in the graph":
+            cache = getattr(*weight_of(self.layer)).detach().view(-1)[:384].view(8, 48)
+        out = self.layer(x)
+        cache.view(-1)[:384].view(8, 48).index_copy_(0, at, out.detach())
+        return out + cache.sum()
+
+
+AT = torch.tensor([1, 3, 4, 6])
+KEPT = ("dense copy", "folded dense")
+WRITTEN_TO = ("view", "alias", "view in the graph")
+
+
+def caching(kind: str, where: str) -> tuple[list[Tensor], list[Tensor], str]:
+    """What three steps give, compiled and eagerly, and as what the layer runs."""
+    model = Caching(kind, where)
+    twin = Caching(kind, where)
+    run = torch.compile(model, backend="sparsecomp", options=FROZEN)
+    with torch.no_grad():
+        results = [run(X, AT) for _ in range(3)], [twin(X, AT) for _ in range(3)]
+    report = sparsecomp.last_report()
+    assert report is not None
+    (found,) = [one for one in report.sites if one.rule in ("sparse_linear", "masked_weight")]
+    return *results, found.implementation
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.usefixtures("op_by_op")
+def test_a_step_that_writes_to_a_cache_keeps_its_weights(kind):
+    found, wanted, way = caching(kind, "aside")
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert way in KEPT and not made_anew()
+
+
+@pytest.mark.slow(reason="Inductor compiles")
+@pytest.mark.parametrize("where", ["aside", *WRITTEN_TO])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_step_that_writes_to_a_cache_gives_what_eager_gives(kind, where):
+    found, wanted, way = caching(kind, where)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert (way in KEPT) == (where == "aside")
+
+
+@pytest.mark.parametrize("where", WRITTEN_TO)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.usefixtures("op_by_op")
+def test_a_step_that_writes_to_its_weights_memory_keeps_nothing(kind, where):
+    found, wanted, way = caching(kind, where)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert way not in KEPT
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_a_cache_may_be_another_one_but_no_promised_weight():
+    layer = sparse(0)
+
+    def step(cache: Tensor, x: Tensor) -> Tensor:
+        cache.view(-1)[:48].add_(1)
+        return layer(x)
+
+    caches = [torch.zeros(8, 48), torch.zeros(8, 48)]
+    run = torch.compile(step, backend="sparsecomp", options=FROZEN)
+    with torch.no_grad():
+        for cache in caches * 2:
+            torch.testing.assert_close(run(cache, X), layer(X), rtol=1e-5, atol=1e-5)
+        before = layer.values.detach().clone()
+        with pytest.raises(FrozenWeightError, match="`L_cache_`, which lies in the memory of a tensor"):
+            run(layer.values.detach()[:384].view(8, 48), X)
+        assert torch.equal(layer.values, before)
+        torch.testing.assert_close(run(caches[0], X), layer(X), rtol=1e-5, atol=1e-5)
+    assert caches[0].sum() == 3 * 48 and not made_anew()
 
 
 def test_a_layer_that_was_made_and_compiled_in_inference_mode():

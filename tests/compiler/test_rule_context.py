@@ -169,6 +169,25 @@ def test_what_is_written_is_every_input_of_that_memory() -> None:
     assert found == {"written", "same", "kept", "changed"}  # attributes may be one tensor
 
 
+@pytest.mark.parametrize("told", ["example_value", "values"])
+def test_a_parameter_stays_where_the_graph_writes_to_other_memory(told: str) -> None:
+    graph, memory = fx.Graph(), torch.zeros(4)
+    weight, cache = graph.placeholder("weight"), graph.placeholder("cache")
+    view = graph.call_method("view", (cache, -1))
+    graph.call_method("add_", (view, 1))
+    graph.output((weight, cache))
+    weight.meta[OWNED] = True
+    for shares, held in ((False, torch.zeros(4)), (True, memory[1:3])):
+        values = {weight: nn.Parameter(memory)}
+        if told == "values":
+            values[cache] = held
+        else:
+            weight.meta[told], cache.meta[told] = memory, held
+        gm = fx.GraphModule(nn.Module(), graph)
+        ctx = Context(gm, Options(frozen=True), Report(), analyse(gm), values)
+        assert (ctx.constant(weight) is None) == shares
+
+
 @pytest.mark.parametrize(
     ("stack", "path"),
     [

@@ -508,6 +508,20 @@ def test_our_own_layer_stays_where_an_operand_is_written_to():
     assert not found.rewritten and "an operand is written to" in found.reason
 
 
+def test_our_own_layer_is_rewritten_beside_a_cache_that_is_written_to():
+    layer, cache = GeoSparseLinear(INPUTS, N, INDEX), torch.zeros(N)
+
+    def forward(x: Tensor) -> Tensor:
+        out = layer(x)
+        cache.add_(1)
+        return out
+
+    with torch.no_grad():
+        out, report = ours(forward, X)
+        torch.testing.assert_close(out, forward(X))
+    assert site(report, "gather_dot").rewritten and cache.unique().tolist() == [2]
+
+
 @pytest.mark.parametrize(("n", "rows", "written"), [(256, 1, True), (4096, 64, False)])
 def test_our_own_layer_by_the_estimate(n, rows, written, one_thread):
     layer = GeoSparseLinear(n, n, torch.randint(n, (n, 8)))

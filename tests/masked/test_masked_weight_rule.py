@@ -81,7 +81,7 @@ JUDGED: dict[str, tuple[Callable[..., Any], str | None]] = {
         lambda x, w, m, n, s, u: F.linear(x, torch.where(m > 0, w, u.softmax(0))),
         "it depends on `softmax`, which is computed in each call",
     ),
-    "written": (_mask_written, "`w` may be written to in this graph"),  # inputs may overlap
+    "written": (_mask_written, "`m` may be written to in this graph"),
     "read too": (_read_too, "`sum_1` reads it too, so it is computed all the same"),
     "viewed too": (_viewed_too, FOLDED),
     "no layer": (lambda x, w, m, n, s, u: (w * m).sum(), None),

@@ -14,17 +14,20 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn.utils import prune
 
+from sparsecomp.options import Options
+from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.facts.analysis import analyse
 from sparsecomp.passes.masked import formula as weight_formula
 from sparsecomp.passes.masked import masked_weight, merged_weight
 from sparsecomp.passes.masked.formula import Formula, formula_of, writes_elsewhere
+from sparsecomp.report import Report
 
 
 def judged(model: Callable[..., Any]) -> tuple[fx.GraphModule, fx.Node, Formula | None, Any]:
     """The graph of `model(x, w, m, other)`, its last layer, the formula of that one's weight, and a context."""
     gm = fx.symbolic_trace(model)
     layer = [node for node in gm.graph.nodes if weight_formula.is_layer(node)][-1]
-    ctx: Any = SimpleNamespace(analysis=analyse(gm))
+    ctx = Context(gm, Options(), Report(), analyse(gm))
     return gm, layer, formula_of(layer.args[1], layer, ctx), ctx
 
 
@@ -156,7 +159,7 @@ def _written_by_an_unknown(x: Any, w: Any, m: Any, o: Any) -> Any:
     ("model", "written", "outside"),
     [
         (_read_too, None, ["sum_1"]), (_two_layers, None, []), (_written_before, "w", []),
-        (_written_between, "w", []),  # inputs may overlap
+        (_written_between, "m", []),
         (_read_before_it_is_written, "clone", ["sum_1"]), (_written_by_an_unknown, "mul", ["cumsum_"]),
     ],
 )  # fmt: skip

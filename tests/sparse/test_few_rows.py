@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sparsecomp
 from sparsecomp.errors import FormatError
-from sparsecomp.formats import CSR, NARROW, SparseMatrix
+from sparsecomp.formats import CSR, NARROW, NM, SparseMatrix
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost.sparse import Product, decide
@@ -222,6 +222,36 @@ def test_a_csr_layer_that_is_promised_to_stay_is_multiplied_narrow(rows, frozen,
     assert site.implementation == found and ("narrow columns are kept" in site.reason) == (found == "narrow copy")
     exact = F.relu(x.double() @ layer.weight.detach().to_dense().double().mT)
     assert (out - exact).norm() <= 1e-3 * exact.norm()
+
+
+@needs_triton
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "rows", "found"), [(CSR, 1, "narrow copy"), (NARROW, 16, "dense copy"), (NM, 1, "packed copy")]
+)
+def test_a_step_that_writes_to_a_cache_keeps_its_copies(kind, rows, found, same):
+    """As for an H200; not where the cache is the memory of the weight."""
+    weight = pruned(4096, 4096, 0.9, torch.float16)
+    fours = weight.view(-1, 4)
+    fours.scatter_(-1, fours.abs().argsort(-1)[:, :2], 0)
+    groups = {"n": 2, "m": 4} if kind is NM else {}
+    layer = SparseLinear(kind.from_dense(weight, **groups), requires_grad=False)
+    cache = torch.zeros(4, 4096).half()
+    if same:
+        cache.set_(layer.values.untyped_storage(), 0, cache.shape)
+
+    def step(x: Tensor, at: Tensor) -> Tensor:
+        out = layer(x)
+        cache.index_copy_(0, at, out[:1])
+        return out
+
+    x, at = torch.randn(rows, 4096).half(), torch.tensor([2])
+    exact = x.double() @ weight.double().mT
+    out, report, _ = rewritten_for("h200", step, x, at, frozen=True)
+    (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
+    assert (site.implementation == found) != same
+    assert (out - exact).norm() <= 1e-3 * exact.norm() and torch.equal(cache[at], out[:1])
 
 
 @pytest.mark.gpu
