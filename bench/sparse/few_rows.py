@@ -129,11 +129,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 # -- candidates
 
-_WHOLE = (Case(11008, 4096, 1, 0.7), Case(11008, 4096, 4, 0.7), Case(11008, 4096, 16, 0.7))
+_WHOLE = tuple(Case(*size, rows, 0.7) for rows in (1, 8) for size in ((11008, 4096), (4096, 11008)))
 """All configurations are timed on these."""
-_OTHERS = tuple(
-    Case(*size, rows, zeros) for size in SIZES[:2] for zeros in (0.5, 0.7, 0.9) for rows in (1, 2, 4, 8, 16)
-)  # fmt: skip
+_OTHERS = (
+    *(Case(*size, rows, 0.9) for size in SIZES[:2] for rows in (1, 2, 4, 8, 16)),
+    *(Case(size, 4096, 1, zeros) for size in (4096, 32000) for zeros in (0.7, 0.9)),
+)
 
 
 def candidates(workers: int) -> Iterator[dict[str, Any]]:
@@ -196,7 +197,10 @@ def _timed(case: Case, best: dict[tuple[str, int], list[str]] | None) -> Iterato
 
 def _kind(case: Case) -> int:
     """Which of the cases that are timed whole is most like it."""
-    return min(range(len(_WHOLE)), key=lambda place: abs(math.log2(_WHOLE[place].rows / case.rows)))
+    return min(
+        range(len(_WHOLE)),
+        key=lambda place: abs(math.log2(_WHOLE[place].rows / case.rows)) + abs(math.log2(_WHOLE[place].out / case.out)),
+    )
 
 
 def _without_columns(candidate: Candidate[Any]) -> str:

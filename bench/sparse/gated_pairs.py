@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.parallel import measured
 from bench.sparse.few_rows import copies, copies_of, timed
 from bench.table import markdown_grid
 from bench.timing import guarded
@@ -43,16 +44,34 @@ class Pair(NamedTuple):
     rows: int
 
 
-def run() -> Iterator[dict[str, Any]]:
+CASES = tuple(
+    Pair(form, *size, share, rows)
+    for size in SIZES for form, (_, zeros, every) in FORMS.items() for share in zeros for rows in every
+)  # fmt: skip
+
+
+def run(workers: int = 8) -> Iterator[dict[str, Any]]:
     """A row a pair: milliseconds of each way, the relative error of ours, and the estimates."""
-    for size in SIZES:
-        for form, (kind, zeros, every) in FORMS.items():
-            for share in zeros:
-                weights = [_weight(kind, *size, share, seed) for seed in range(2)]
-                for rows in every:
-                    row = _row(Pair(form, *size, share, rows), weights)
-                    print(row, flush=True)
-                    yield row
+    for row in measured(prepared, CASES, workers, batch=1):
+        print(row, flush=True)
+        yield row
+
+
+def prepared(pair: Pair) -> Callable[[], dict[str, Any]]:
+    """What measures a pair, each way of which has run."""
+    weights = [_weight(FORMS[pair.form][0], pair.out, pair.k, pair.zeros, seed) for seed in range(2)]
+    x = torch.randn(pair.rows, pair.k, device="cuda", dtype=torch.float16)
+    row: dict[str, Any] = {"pair": pair._asdict(), "ms": {}}
+    dense = [weight.to_dense() for weight in weights]
+    gate, up = (F.linear(x.float(), one.float()).double() for one in dense)
+    exact = F.silu(gate) * up
+    makers: dict[str, Callable[[], list[Callable[[], Tensor]]]] = {
+        "stock": lambda: _stock(x, dense), "apart": lambda: _ours(pair, x, weights, False),
+        "pair": lambda: _ours(pair, x, weights, True),
+    }  # fmt: skip
+    for name, make in makers.items():
+        guarded(row, name, partial(_check, row, name, make, exact))
+    return partial(_row, pair, row, makers, weights)
 
 
 def _weight(kind: type[SparseMatrix], out: int, k: int, zeros: float, seed: int) -> SparseMatrix:
@@ -66,18 +85,20 @@ def _weight(kind: type[SparseMatrix], out: int, k: int, zeros: float, seed: int)
     return NM.from_dense(weight, n=2, m=4)
 
 
-def _row(pair: Pair, weights: list[SparseMatrix]) -> dict[str, Any]:
-    row: dict[str, Any] = {"pair": pair._asdict(), "ms": {}}
-    x = torch.randn(pair.rows, pair.k, device="cuda", dtype=torch.float16)
-    dense = [weight.to_dense() for weight in weights]
-    gate, up = (F.linear(x.float(), one.float()).double() for one in dense)
-    exact = F.silu(gate) * up
-    makers: dict[str, Callable[[], list[Callable[[], Tensor]]]] = {
-        "stock": lambda: _stock(x, dense), "apart": lambda: _ours(pair, x, weights, False),
-        "pair": lambda: _ours(pair, x, weights, True),
-    }  # fmt: skip
+def _check(
+    row: dict[str, Any], name: str, make: Callable[[], list[Callable[[], Tensor]]], exact: Tensor
+) -> None:  # fmt: skip
+    found = make()[0]()
+    row.setdefault("error", {})[name] = float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
+
+
+def _row(
+    pair: Pair, row: dict[str, Any], makers: dict[str, Callable[[], list[Callable[[], Tensor]]]],
+    weights: list[SparseMatrix],
+) -> dict[str, Any]:  # fmt: skip
     for name, make in makers.items():
-        guarded(row, name, partial(_time, row, name, make, exact))
+        if name in row.get("error", {}):
+            guarded(row, name, lambda name=name, make=make: row["ms"].update({name: timed(make())}))
     row["estimate, ms"] = {
         "apart" if name == "dense" else "pair": round(seconds * 1e3, 5)
         for name, seconds in _decision(pair, weights).seconds.items()
@@ -85,20 +106,11 @@ def _row(pair: Pair, weights: list[SparseMatrix]) -> dict[str, Any]:
     return row
 
 
-def _time(
-    row: dict[str, Any], name: str, make: Callable[[], list[Callable[[], Tensor]]], exact: Tensor
-) -> None:  # fmt: skip
-    calls = make()
-    row.setdefault("error", {})[name] = float(f"{((calls[0]() - exact).norm() / exact.norm()).item():.2g}")
-    row["ms"][name] = timed(calls)
-
-
 def _dense_pair(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
 def _stock(x: Tensor, dense: list[Tensor]) -> list[Callable[[], Tensor]]:
-    torch.compiler.reset()  # or so many shapes are too many for one function
     compiled = torch.compile(_dense_pair, dynamic=False)
     return [partial(compiled, x, gate, up) for gate, up in zip(*map(copies, dense), strict=True)]
 
@@ -148,7 +160,7 @@ def _decision(pair: Pair, weights: list[SparseMatrix]) -> Any:
 def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds of stock, how many times as fast ours are, and what the estimate gives the pair over its layers."""
     grid = [["layers", "format", "zeros", "rows", "stock, ms", "two launches", "one launch", "gain", "estimated"]]
-    for row in rows:
+    for row in sorted(rows, key=_place):
         pair, ms, estimate = Pair(**row["pair"]), row["ms"], row.get("estimate, ms", {})
         name = [f"{pair.out}x{pair.k}", pair.form, f"{pair.zeros:.0%}", str(pair.rows)]
         cells = [
@@ -157,6 +169,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         ]
         grid.append([*name, f"{ms.get('stock', 0):.4f}", *cells, _gain(ms), _gain(estimate)])
     return markdown_grid(grid)
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    pair = Pair(**row["pair"])
+    return pair.out, list(FORMS).index(pair.form), pair.zeros, pair.rows
 
 
 def _gain(ms: dict[str, float]) -> str:

@@ -175,15 +175,22 @@ def _usual_config(rows: int, columns: int) -> Config:
 
 _MANY = 8192
 """Rows from which on four a program are enough programs."""
+_MANY_PROGRAMS = 64
+"""Registers of a thread with which a processor has 32 warps at a time."""
 
 
 def _space(problem: SpmmNarrow, device: Device) -> list[Config]:
-    """A thread has 1 to 16 values of a step, and at most 64 sums; the usual configuration comes first."""
+    """A thread has 1 to 16 values of a step, and at most 64 sums; the usual configuration comes first.
+
+    In few enough registers a processor has 32 programs of a warp each at a time, the most that it can; ROWS then
+    decides whether it has all of its programs at once.
+    """
     bn = triton.next_power_of_2(problem.n)
     found = [
-        Config(ROWS=rows, BN=bn, E=entries, warps=warps)
-        for rows in (1, 2, 4, 8) for entries in (32, 64, 128, 256) for warps in (1, 2)
+        Config(ROWS=rows, BN=bn, E=entries, warps=warps, **limit)
+        for rows in (1, 2, 3, 4, 8) for entries in (32, 64, 128, 256) for warps in (1, 2)
         if 32 * warps <= entries <= 16 * 32 * warps and entries * bn <= 64 * 32 * warps
+        for limit in ({}, {"registers": _MANY_PROGRAMS}) if not limit or 8 <= entries * bn / (32 * warps) <= 32
     ]  # fmt: skip
     usual = _usual_config(problem.m, problem.n)
     return [usual, *(one for one in found if one != usual)]
@@ -194,9 +201,15 @@ def _prepare(problem: SpmmNarrow, config: Config) -> Launch | Launches:
     constants = {**p.output.constants, "CHUNK": CHUNK, "ROWS": config["ROWS"], "BN": bn, "E": config["E"]}
     product = Launch(
         narrow_rows_kernel, (triton.cdiv(p.m, config["ROWS"]),), (p.m, p.n, p.dense.row, *p.output.numbers),
-        constants, num_warps=config["warps"],
+        constants, **options_of(config),
     )  # fmt: skip
     return behind_transpose(p, bn, product, 5, 9)
+
+
+def options_of(config: Config) -> dict[str, int]:
+    """Triton's options for a configuration."""
+    limit = {"maxnreg": config["registers"]} if "registers" in config else {}
+    return {"num_warps": config["warps"], **limit}
 
 
 def behind_transpose(problem: SpmmNarrow, bn: int, product: Launch, dense: int, tensors: int) -> Launch | Launches:
