@@ -49,7 +49,7 @@ class Options:
             are replaced by ones that keep less.
         memory: of a training step of a spiking network. `auto` keeps spikes as bits and computes membranes again, at no
             cost of time; `low` also computes again in the backward what layers on spikes gave, by about a third more
-            products than in `auto`. In inference it keeps no dense copy beside a sparse weight that may be written to.
+            products than in `auto`. In inference it keeps no dense copy beside a sparse weight.
         frozen: a promise that parameters and buffers are not written to any more (True), or that buffers are not, such
             as masks, while parameters may train ("buffers"). What is worked out of such tensors is kept; without the
             promise it is worked out in each call, since nothing tells of every write. See

@@ -1,13 +1,9 @@
 """Whether a 2:4 layer of few rows is the fastest by packed positions, its host included."""
 
-from sparsecomp.lowering.sparse.packed_linear import PACKED_LINEAR, PackedLinear, order_for, takes_packed
+from sparsecomp.lowering.sparse.packed_linear import MOST, PACKED_LINEAR, PackedLinear, order_for, takes_packed
 from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, fastest_candidate
-
-OFFERED = 1
-"""Most rows for which it is offered. Up to eight are multiplied by fragments (`packed_fragments`): before its last
-change that kernel was right and 1.09 to 1.36 times as fast as cuBLAS on an H200, and it has not run on a GPU since."""
 
 
 def decide(product: Product, rivals: Decision) -> Decision | None:
@@ -20,7 +16,7 @@ def decide(product: Product, rivals: Decision) -> Decision | None:
     p = product
     if p.layout.format != "nm" or p.layout.block != (2, 4) or not p.linear or not rivals.seconds:
         return None
-    if p.n > OFFERED or p.device.type != "cuda" or p.trained or not takes_packed(p.k, p.n, p.dtype, order_for(p.n)):
+    if p.n > MOST or p.device.type != "cuda" or p.trained or not takes_packed(p.k, p.n, p.dtype, order_for(p.n)):
         return None
     device, card = p.target or target_of(p.device)
     problem = packed_problem(p)

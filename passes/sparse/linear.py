@@ -107,6 +107,7 @@ def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
             return fewer
     dead, estimate = chain.dead, beside_the_layer(product, decision)
     if decision.dense:
+        kept = kept if product.constant else None
         followed = product.compared and keep_dense_copy(_stored(chain, ctx), arrays_of(chain)[1])
         once = _KEPT_ONCE if kept is not None else _compared(product) if followed else ""
         promise = "" if kept is not None or product.trained or ctx.options.frozen is True else f"; {WRITTEN_ONCE}"
@@ -168,7 +169,7 @@ def way_of(chain: Chain, product: Product, ctx: Context) -> Decision:
 
 def _as_it_stands(chain: Chain, product: Product, kept: list[Tensor] | None, ctx: Context) -> Product:
     """The product, with what can be kept of its weight."""
-    constant = kept is not None
+    constant = kept is not None and ctx.options.memory != "low"
     return product._replace(constant=constant, compared=not constant and _can_have_copy(chain, product, ctx))
 
 

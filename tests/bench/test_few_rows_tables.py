@@ -43,12 +43,12 @@ def test_generation():
         {"who": who, "batch": 8, "zeros": zeros, "tokens a second": speed, "MiB": 10.0, "MiB held": 20.0, **more}
         for who, zeros, speed, more in (
             ("stock, max-autotune", 0.7, 50.0, {}), ("sparsecomp", 0.9, 100.0, {"as dense": 0.995}),
-            ("sparsecomp, pairs apart", 0.9, 90.0, {"as dense": 0.995}),
+            ("sparsecomp, one weight", 0.9, 90.0, {"as dense": 0.995}),
             ("stock", 0.7, 40.0, {}),
         )
     ]  # fmt: skip
     assert generation.table(rows).splitlines()[2:] == [
         "| 8 | stock | 40 | 10 | 20 | – |", "| 8 | stock, max-autotune | 50 | 10 | 20 | – |",
-        "| 8 | sparsecomp, pairs apart, 90% zeros | 90 (1.80) | 10 | 20 | 99.5% |",
         "| 8 | sparsecomp, 90% zeros | 100 (2.00) | 10 | 20 | 99.5% |",
+        "| 8 | sparsecomp, one weight, 90% zeros | 90 (1.80) | 10 | 20 | 99.5% |",
     ]  # fmt: skip

@@ -227,6 +227,17 @@ def test_a_csr_layer_that_is_promised_to_stay_is_multiplied_narrow(rows, frozen,
 
 
 @needs_triton
+@pytest.mark.parametrize(("rows", "auto", "low"), [(8, "dense copy", "narrow"), (400, "dense copy", "dense")])
+def test_low_memory_keeps_one_weight(rows, auto, low):
+    """As for an H200: what it takes to write the weight out in each call decides."""
+    layer = SparseLinear(NARROW.from_dense(pruned(1024, 1024, 0.7, torch.float16)), requires_grad=False)
+    for memory, found in (("auto", auto), ("low", low)):
+        _, report, code = rewritten_for("h200", layer, torch.randn(rows, 1024).half(), frozen=True, memory=memory)
+        assert [one.implementation for one in report.sites] == [found]
+        assert ("stored_to_dense" in code) == (found == "dense")
+
+
+@needs_triton
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize(

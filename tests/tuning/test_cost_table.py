@@ -564,7 +564,7 @@ def test_a_format_without_rates_takes_a_cpu_as_long_as_one_of_the_same_entries(e
 
 @pytest.mark.parametrize("op", PROBLEMS)
 def test_sizes_of_tiles_are_powers_of_two(op: str) -> None:
-    """Triton's ranges and warps are; stages and rows that a program walks are a few, what else there is is on or off."""
+    """Triton's ranges and warps are; stages and rows to walk are a few, and what else there is is on or off."""
     for problem, device in itertools.product(PROBLEMS[op], DEVICES.values()):
         for candidate in all_operations()[op].candidates(problem, device):
             for name, value in candidate.config.items():

@@ -244,10 +244,10 @@ PACKED_FRAGMENTS = Template(
     ),
     refuse=_refuse,
     space=_space,
-    # of the bandwidth three quarters and less with each row of x; 20.9 us for 48 MiB and 91.5 us for 252 MiB with two,
-    # 23.9 and 98.4 us with eight (H200)
+    # of the bandwidth three quarters and less with each row of x; 19.8 and 23.3 us for 48 MiB and 89 us for 252 MiB
+    # with two, 24.5, 25.8 and 98 us with eight (H200)
     cost=Cost(
-        bytes=_stored * (1 + 0.017 * _n) / 0.75 * (1 + _far / 10), seconds=sympy.Float(3e-6),
+        bytes=_stored * (1 + 0.035 * _n) / 0.78 * (1 + _far / 10), seconds=sympy.Float(3e-6),
     ),
     prepare=_prepare,
 )  # fmt: skip
