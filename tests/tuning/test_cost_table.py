@@ -564,12 +564,11 @@ def test_a_format_without_rates_takes_a_cpu_as_long_as_one_of_the_same_entries(e
 
 @pytest.mark.parametrize("op", PROBLEMS)
 def test_sizes_of_tiles_are_powers_of_two(op: str) -> None:
-    """Triton's ranges and warps are; stages and rows to walk are a few, and what else there is is on or off."""
+    """Triton's ranges and warps are; stages are a few, and what else a configuration has is on or off."""
     for problem, device in itertools.product(PROBLEMS[op], DEVICES.values()):
         for candidate in all_operations()[op].candidates(problem, device):
             for name, value in candidate.config.items():
-                few = name == "stages" or (name == "ROWS" and "narrow" in op)
-                fits = 0 < value <= 8 if few else value & (value - 1) == 0
+                fits = 0 < value < 8 if name == "stages" else value & (value - 1) == 0
                 assert fits, f"{candidate.name}: {name} is {value}"
 
 

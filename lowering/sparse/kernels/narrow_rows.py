@@ -167,30 +167,23 @@ def _usual_config(rows: int, columns: int) -> Config:
     """The fastest of all, or within 5 % of it, for 4096x11008 and 11008x4096 at 50 to 90 % zeros (H200)."""
     bn = triton.next_power_of_2(columns)
     if bn == 1:
-        return Config(ROWS=4, BN=bn, E=256, warps=1) if rows >= _MANY else Config(ROWS=2, BN=bn, E=256, warps=2)
+        return Config(ROWS=4, BN=bn, E=256, warps=1) if rows >= MANY else Config(ROWS=2, BN=bn, E=256, warps=2)
     if bn <= 4:
         return Config(ROWS=1, BN=bn, E=128, warps=1)
     return Config(ROWS=1, BN=bn, E=256, warps=2) if bn == 8 else Config(ROWS=2, BN=bn, E=128, warps=1)
 
 
-_MANY = 8192
+MANY = 8192
 """Rows from which on four a program are enough programs."""
-_MANY_PROGRAMS = 64
-"""Registers of a thread with which a processor has 32 warps at a time."""
 
 
 def _space(problem: SpmmNarrow, device: Device) -> list[Config]:
-    """A thread has 1 to 16 values of a step, and at most 64 sums; the usual configuration comes first.
-
-    In few enough registers a processor has 32 programs of a warp each at a time, the most that it can; ROWS then
-    decides whether it has all of its programs at once.
-    """
+    """A thread has 1 to 16 values of a step, and at most 64 sums; the usual configuration comes first."""
     bn = triton.next_power_of_2(problem.n)
     found = [
-        Config(ROWS=rows, BN=bn, E=entries, warps=warps, **limit)
-        for rows in (1, 2, 3, 4, 8) for entries in (32, 64, 128, 256) for warps in (1, 2)
+        Config(ROWS=rows, BN=bn, E=entries, warps=warps)
+        for rows in (1, 2, 4, 8) for entries in (32, 64, 128, 256) for warps in (1, 2)
         if 32 * warps <= entries <= 16 * 32 * warps and entries * bn <= 64 * 32 * warps
-        for limit in ({}, {"registers": _MANY_PROGRAMS}) if not limit or 8 <= entries * bn / (32 * warps) <= 32
     ]  # fmt: skip
     usual = _usual_config(problem.m, problem.n)
     return [usual, *(one for one in found if one != usual)]
@@ -201,15 +194,9 @@ def _prepare(problem: SpmmNarrow, config: Config) -> Launch | Launches:
     constants = {**p.output.constants, "CHUNK": CHUNK, "ROWS": config["ROWS"], "BN": bn, "E": config["E"]}
     product = Launch(
         narrow_rows_kernel, (triton.cdiv(p.m, config["ROWS"]),), (p.m, p.n, p.dense.row, *p.output.numbers),
-        constants, **options_of(config),
+        constants, num_warps=config["warps"],
     )  # fmt: skip
     return behind_transpose(p, bn, product, 5, 9)
-
-
-def options_of(config: Config) -> dict[str, int]:
-    """Triton's options for a configuration."""
-    limit = {"maxnreg": config["registers"]} if "registers" in config else {}
-    return {"num_warps": config["warps"], **limit}
 
 
 def behind_transpose(problem: SpmmNarrow, bn: int, product: Launch, dense: int, tensors: int) -> Launch | Launches:
@@ -232,13 +219,19 @@ def behind_transpose(problem: SpmmNarrow, bn: int, product: Launch, dense: int, 
 
 _m, _n, _nnz, _processors, _values, _lines = sizes("m n nnz processors narrow_values narrow_rows")
 _rows, _bn, _e, _warps = sizes("ROWS BN E warps")
-# as `_usual_config`
-_usual_rows = sympy.Piecewise(
-    (4, (_bn < 2) & (_m >= _MANY)), (1, (_bn >= 2) & (_bn < 16)), (2, True)
-)  # fmt: skip
-_usual_e = sympy.Piecewise((256, (_bn < 2) | sympy.Eq(_bn, 8)), (128, True))
-_usual_warps = sympy.Piecewise((2, ((_bn < 2) & (_m < _MANY)) | sympy.Eq(_bn, 8)), (1, True))
-_far = sum(abs(sympy.log(one / usual)) for one, usual in ((_rows, _usual_rows), (_e, _usual_e), (_warps, _usual_warps)))
+
+
+def far_from(rows: sympy.Expr, entries: sympy.Expr, warps: sympy.Expr) -> sympy.Expr:
+    """How far a configuration is from a usual one with these ROWS, E and warps."""
+    return sum(abs(sympy.log(one / usual)) for one, usual in ((_rows, rows), (_e, entries), (_warps, warps)))
+
+
+FAR = far_from(
+    sympy.Piecewise((4, (_bn < 2) & (_m >= MANY)), (1, (_bn >= 2) & (_bn < 16)), (2, True)),
+    sympy.Piecewise((256, (_bn < 2) | sympy.Eq(_bn, 8)), (128, True)),
+    sympy.Piecewise((2, ((_bn < 2) & (_m < MANY)) | sympy.Eq(_bn, 8)), (1, True)),
+)
+"""How far one is from that of `_usual_config`."""
 _columns = sympy.Max(1, 0.2 * _bn)
 """What the columns of dense, each a load and a sum a value, take: up to five nothing."""
 
@@ -246,12 +239,12 @@ WALK = (_step, _unsigned, _terms, opened, next_ends, walked_row, transpose_kerne
 """What a kernel that walks rows is made of."""
 
 
-def stream_seconds(rows: sympy.Expr, entries: sympy.Expr) -> sympy.Expr:
-    """Seconds to walk so many rows with so many values.
+def stream_seconds(rows: sympy.Expr, entries: sympy.Expr, far: sympy.Expr = FAR) -> sympy.Expr:
+    """Seconds to walk so many rows with so many values, so far from the usual configuration.
 
     Not by bytes: a program waits for a step and the next, and takes what is in flight at most.
     """
-    return (entries * _columns / _values + rows * (1 + _bn / 6) / _lines) / _processors * (1 + _far / 10)
+    return (entries * _columns / _values + rows * (1 + _bn / 6) / _lines) / _processors * (1 + far / 10)
 
 
 NARROW_ROWS = Template(

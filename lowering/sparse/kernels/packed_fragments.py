@@ -232,7 +232,7 @@ def _prepare(problem: PackedLinear, config: Config) -> Launch:
     )  # fmt: skip
 
 
-_m, _n, _stored, _tiles, _warps = sizes("m n stored_bytes TILES warps")
+_m, _n, _stored, _pair, _tiles, _warps = sizes("m n stored_bytes pair TILES warps")
 _far = sympy.Max(0, abs(sympy.log(sympy.ceiling(_m / TILE) * _warps / _WARPS)) - 0.35) + sympy.log(_tiles)
 
 PACKED_FRAGMENTS = Template(
@@ -245,9 +245,9 @@ PACKED_FRAGMENTS = Template(
     refuse=_refuse,
     space=_space,
     # of the bandwidth three quarters and less with each row of x; 19.8 and 23.3 us for 48 MiB and 89 us for 252 MiB
-    # with two, 24.5, 25.8 and 98 us with eight (H200)
+    # with two, 24.5, 25.8 and 98 us with eight; of a pair of 48 and 252 MiB each 35.2 and 194 us (H200)
     cost=Cost(
-        bytes=_stored * (1 + 0.035 * _n) / 0.78 * (1 + _far / 10), seconds=sympy.Float(3e-6),
+        bytes=_stored * (1 + 0.05 * _pair) * (1 + 0.035 * _n) / 0.78 * (1 + _far / 10), seconds=sympy.Float(3e-6),
     ),
     prepare=_prepare,
 )  # fmt: skip
