@@ -112,7 +112,10 @@ class Constants:
             for constant, name in gm.meta.pop(_KEY, {}).items() if name in read and constant.sources
         ]  # fmt: skip
         written = analyse(gm).written_inputs if self._made else ()
-        self._written = [(place, str(node.target)) for node, place in places.items() if place in written]
+        self._written = [
+            (place, str(node.target)) for node, place in places.items()
+            if place in written and type(inputs[place]) in (Tensor, torch.nn.Parameter)  # others may have no memory
+        ]  # fmt: skip
         self._places = sorted({place for _, _, sources, _ in self._made for place in sources})
         _compat.serve_one_module([node for node, place in places.items() if place in self._places or node in proved])
         self._wait()
