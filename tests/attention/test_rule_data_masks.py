@@ -295,6 +295,23 @@ def test_a_mask_that_is_written_to_between_layers_is_scanned_again() -> None:
     torch.testing.assert_close(found, model(tokens(), mask), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("same", [False, True])
+def test_a_scan_is_shared_though_the_graph_writes_to_other_memory(same: bool) -> None:
+    def twice(x: Tensor, mask: Tensor, cache: Tensor) -> Tensor:
+        q, k, v = heads_of(x.repeat(1, 1, 3))
+        first = F.scaled_dot_product_attention(q, k, v, mask[:, None, None])
+        cache.logical_not_()
+        return F.scaled_dot_product_attention(first, k, v, mask[:, None, None])
+
+    def given() -> tuple[Tensor, Tensor]:
+        mask = padding()[:, 0, 0].contiguous()
+        return mask, mask.view(-1) if same else torch.zeros(3, dtype=torch.bool)
+
+    found, report = rewritten(twice, tokens(), *given())
+    assert scans(report.graph_after) == 1 + same
+    torch.testing.assert_close(found, twice(tokens(), *given()), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("change", [lambda mask, view: mask.logical_not_(), lambda mask, view: view.logical_not_()])
 def test_one_view_that_is_written_to_between_layers_is_scanned_again(change: Callable[..., Tensor]) -> None:
     def twice(x: Tensor, mask: Tensor) -> Tensor:
