@@ -1,7 +1,10 @@
 """A convolution and its neurons in one launch, held against the two launches that it replaces, bit for bit."""
 
+import re
+
 import pytest
 import torch
+import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import KERNEL_DEVICES
 
@@ -261,6 +264,50 @@ print(built.asm["ptx"])
     assert ".local" not in printed
     assert f"st.global.v{blocks[1] // 32}.b32" in printed  # a thread's channels of one pixel and step
     assert not connect or f"ld.global.v{blocks[1] // 32}.b32" in printed
+    # what is written to shared memory behind the loop lies where its copies go, those of the last steps too
+    behind = printed[printed.rindex("wgmma.wait_group") :]
+    waited = re.search(r"cp\.async\.wait_group\s+0;\s+bar\.sync\s+0;", behind)
+    assert waited is not None and waited.start() < behind.index("st.shared")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("depth", "stages"), [(64, 3), (64, 4), (64, 6), (128, 3), (128, 4), (128, 6)])
+def test_blocks_of_short_loops_have_the_bits_of_float64(depth, stages):
+    """A loop of one to four steps ends while its copies are under way. What is summed are small whole numbers."""
+    from sparsecomp.lowering.cache.signature import device_of
+    from sparsecomp.lowering.spiking.conv_lif import CONV_LIF, conv_lif_problem
+    from sparsecomp.lowering.spiking.convolution import Convolution
+    from sparsecomp.reference.digits import split_weight
+    from sparsecomp.reference.geometry import Window
+
+    device, random = torch.device("cuda", 0), torch.Generator("cuda").manual_seed(0)
+    neuron = (0.0, 1e-5, 2.0, 40.0, 0.0, 4, "if", False, True, False, False, False, False)
+    tried = 0
+    for steps in (1, 2, 3, 4):
+        conv = Convolution.of((128, depth * steps, 14, 14), (512,), Window.centred((1, 1), (2, 2)))
+        problem = conv_lif_problem(conv, 3, neuron)
+        operands = list(CONV_LIF.operands(problem, device, 0))
+        operands[3] = weight = torch.randint_like(operands[3], -127, 128)
+        operands[1:3] = split_weight(weight, 3)
+        x = (torch.rand(operands[0].shape, generator=random, device=device) < 0.2).to(torch.int8)
+        operands[0] = x.contiguous(memory_format=torch.channels_last)
+        membrane, spikes = 0.0, []
+        for current in F.conv2d(x[:, :, ::2, ::2].double(), weight.double()).unflatten(0, (4, 32)):
+            membrane = membrane + current
+            spikes.append(membrane >= 40)
+            membrane = membrane - 40.0 * spikes[-1]
+        for candidate in CONV_LIF.candidates(problem, device_of(device)):
+            if (candidate.config["BK"], candidate.config["stages"]) == (depth, stages):
+                launch = candidate.template.prepare(problem, candidate.config)
+                for _ in range(10):
+                    operands[-2].fill_(77), operands[-1].fill_(torch.nan)
+                    launch(*operands)
+                    assert torch.equal(operands[-2], torch.stack(spikes).to(torch.int8)), (candidate.config, steps)
+                    assert torch.equal(operands[-1].double(), membrane), (candidate.config, steps)
+                    tried += 1
+    if not tried:
+        pytest.skip("no kernel for this card has such blocks")
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

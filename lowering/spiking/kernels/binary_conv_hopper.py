@@ -150,6 +150,9 @@ def products(
         acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
+    # the last copies, of steps that there are not, would land in what follows the loop and lies in the same memory;
+    # behind the products, so that the barrier that comes with the wait is one for them as well
+    async_copy.wait_group(0)
 
     first, second = gl.split(gl.permute(gl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
     value = gl.fma(first.to(gl.float32), 256.0, second.to(gl.float32))
