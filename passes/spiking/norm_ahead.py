@@ -65,12 +65,9 @@ class NormAhead:
             mean, factor = by_channel(mean), by_channel(scale)
             if isinstance(op.get("weight"), fx.Node):
                 factor = do(torch.mul, factor, by_channel(op.get("weight")))
-            # the mean moves the result against the factor: by the bias, whose gradient is known anyway
-            fixed = do(Tensor.detach, mean)
-            bias = do(torch.mul, do(torch.sub, fixed, mean), do(Tensor.detach, factor))
-            if isinstance(op.get("bias"), fx.Node):
-                bias = do(torch.add, by_channel(op.get("bias")), bias)
-            return do(torch.unflatten, op.input, 0, (self.steps, -1)), [fixed, factor, bias]
+            given = op.get("bias")
+            bias = by_channel(given) if isinstance(given, fx.Node) else do(torch.zeros_like, mean)
+            return do(torch.unflatten, op.input, 0, (self.steps, -1)), [mean, factor, bias]
 
 
 def norm_ahead(neuron: fx.Node, ctx: Context) -> NormAhead | None:

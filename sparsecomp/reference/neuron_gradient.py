@@ -5,7 +5,7 @@ what it read. Those of the step itself are done again before, since nothing but 
 same instructions, so that the same neurons fire.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -52,6 +52,23 @@ def step_back(neuron: Neuron) -> StepBack:
     made = _Maker(neuron)
     made.go_back()
     return made.found()
+
+
+@lru_cache(maxsize=256)
+def known_sums(neuron: Neuron) -> Mapping[int, tuple[int, int]]:
+    """Parameters whose gradient is minus that of another times a third, and these two: nothing is to be summed for it.
+
+    Such is a mean, subtracted from what a factor multiplies and a bias is added to, if all three are of one shape.
+    """
+    back, found = step_back(neuron), {}
+    results = dict(enumerate(back.code, len(PLACES) + _MOVED))
+    factors = {PLACES[f"p{index}"]: index for index in range(PARAMETERS)}
+    for index, place in enumerate(back.parameters):
+        negative = results.get(place)
+        product = results.get(negative.a) if negative is not None and negative.operation == "neg" else None
+        if product is not None and product.operation == "mul" and product.a in back.parameters and product.b in factors:
+            found[index] = back.parameters.index(product.a), factors[product.b]
+    return found
 
 
 def gradients_reference(

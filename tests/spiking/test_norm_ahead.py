@@ -80,6 +80,16 @@ def test_every_norm(name: str) -> None:
     becomes_part(Normed(NORMS[name]()), images() + 30 * (name == "of a large mean"), atol=2e-4)
 
 
+def test_nothing_of_the_forward_is_computed_of_a_factor_that_is_handed_on() -> None:
+    """Of a kernel that sums and then writes both, Triton 3.6 makes none."""
+    module = Normed(drawn(nn.BatchNorm2d(3)))
+    compiled, _, forwards = through_aot(module)
+    compiled(images())
+    (made,) = forwards[0].graph.find_nodes(op="call_function", target=torch.ops.sparsecomp.trained_neuron.default)
+    _, factor, _ = made.args[3]
+    assert {*factor.users} <= {made, forwards[0].graph.output_node()}
+
+
 def test_layers_of_the_library() -> None:
     module = nn.Sequential(
         layer.Conv2d(3, 4, 3, step_mode="m"), layer.BatchNorm2d(4, step_mode="m"), neuron.IFNode(step_mode="m")

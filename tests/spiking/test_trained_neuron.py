@@ -1,5 +1,6 @@
 """Gradients of described neurons: the operator against functions written out in eager, its kernel against float64."""
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -64,6 +65,12 @@ def trained(x, v, i, tau, threshold):
     return s, torch.where(h > threshold, 0.1, h) - 0.2 * s, i
 
 
+def normed(x, v, mean, factor, bias):
+    h = v * 0.9 + ((x - mean) * factor + bias)
+    s = FastSigmoid.apply(h - 1.0)
+    return s, h * (1.0 - s)
+
+
 class Case(NamedTuple):
     """A description, its numbers and parameters, and the same step as a function."""
 
@@ -76,6 +83,11 @@ class Case(NamedTuple):
 _LEAKY = (
     "t0 = mul v0 n0; t1 = add t0 x; t2 = sub t1 n1; t3 = ge t2 n2; t4 = fire t3 t2; t5 = sub n1 {}; t6 = mul t1 t5; "
     "spike t4; v0 t6; b0 = abs u; b1 = mul n3 b0; b2 = add n1 b1; b3 = mul b2 b2; b4 = div g b3; pull b4"
+)
+_NORMED = (
+    "t0 = sub x p0; t1 = mul t0 p1; t2 = add t1 p2; t3 = mul v0 n0; t4 = add t3 t2; t5 = sub t4 n1; t6 = ge t5 n2; "
+    "t7 = fire t6 t5; t8 = sub n1 t7; t9 = mul t4 t8; spike t7; v0 t9; b0 = abs u; b1 = mul n3 b0; b2 = add n1 b1; "
+    "b3 = mul b2 b2; b4 = div g b3; pull b4"
 )
 CASES = {
     "leaky": Case(_LEAKY.format("t4"), [0.9, 1.0, 0.0, 5.0], [], leaky),
@@ -91,6 +103,8 @@ CASES = {
         "b6 = mul b3 n2; b7 = where b5 b3 b6; pull b7",
         [2.0, 0.0, 0.1, 0.2], [(5, 1, 1), ()], trained,
     ),
+    "normed": Case(_NORMED, [0.9, 1.0, 0.0, 5.0], [(5, 1, 1)] * 3, normed),
+    "of one bias": Case(_NORMED, [0.9, 1.0, 0.0, 5.0], [(5, 1, 1), (5, 1, 1), ()], normed),
 }  # fmt: skip
 EACH = pytest.mark.parametrize("name", CASES)
 
@@ -140,6 +154,27 @@ def test_the_operator_and_its_gradients_are_the_function_s(name, steps, started)
     found, expected = (gradients(one, case, *given) for one in (as_operator, written_out))
     assert 0.05 < found[0].mean() < 0.95
     for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "asked"), [("normed", [False, True, True]), ("of one bias", [True, True, True])])
+@pytest.mark.parametrize("of_bias", [True, False])
+def test_a_mean_s_gradient_follows_from_that_of_the_bias_behind_it(name, asked, of_bias, monkeypatch):
+    """A kernel sums it for none of several shapes, and in float64 both ways give the same."""
+    summed, gradients_of = [], torch.ops.sparsecomp.neuron_gradients.default
+    monkeypatch.setattr(
+        torch.ops.sparsecomp, "neuron_gradients",
+        SimpleNamespace(default=lambda *given: summed.append(given[-1][2:]) or gradients_of(*given)),
+    )  # fmt: skip
+    case = CASES[name]
+    x, states, parameters = sample(case, 3, torch.float64)
+    found = []
+    for function in (as_operator, written_out):
+        given = [one.clone().requires_grad_(i < 2 or of_bias) for i, one in enumerate(parameters)]
+        spikes, v = function(case, x, states, given)
+        found.append(torch.autograd.grad(spikes.square().sum() + v.sum(), [one for one in given if one.requires_grad]))
+    assert len(summed) == 1 and summed[0] == [*asked[:2], of_bias or name == "normed"]
+    for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
-from sparsecomp.reference.neuron import STATES, neuron_reference, trained_reference
-from sparsecomp.reference.neuron_gradient import gradients_reference
+from sparsecomp.reference.neuron import STATES, neuron_of, neuron_reference, trained_reference
+from sparsecomp.reference.neuron_gradient import gradients_reference, known_sums
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
 
 library.define(
@@ -170,18 +170,32 @@ def _backward(ctx, *grads):
     grads = grads[: 1 + len(ctx.given)]
     more = iter(rest)
     states = [next(more) if given else None for given in ctx.given]
-    parameters = [*more]
+    parameters, last = [*more], 1 + len(states)
     if torch.is_grad_enabled():  # a gradient of gradients
         found = _differentiated(grads, x, states, ctx.starts, parameters, ctx.numbers, ctx.step)
     else:
         of_x, of_states, _, of_parameters, *_ = ctx.needs_input_grad
-        wanted = [of_x, *_each(of_states, len(states)), *_each(of_parameters, len(parameters))]
+        needed = _each(of_parameters, len(parameters))
+        known = _known(parameters, needed, ctx.step)
+        bases = {base for base, _ in known.values()}
+        summed = [(wants and i not in known) or i in bases for i, wants in enumerate(needed)]
         found = torch.ops.sparsecomp.neuron_gradients.default(
-            list(grads), x, states, ctx.starts, parameters, ctx.numbers, ctx.step, wanted
-        )
-    last = 1 + len(states)
+            list(grads), x, states, ctx.starts, parameters, ctx.numbers, ctx.step,
+            [of_x, *_each(of_states, len(states)), *summed],
+        )  # fmt: skip
+        for one, (base, factor) in known.items():
+            found[last + one] = -(found[last + base] * parameters[factor])
     by_states = [one if given else None for one, given in zip(found[1:last], ctx.given, strict=True)]
     return found[0], by_states if any(ctx.given) else None, None, list(found[last:]) or None, None, None
+
+
+def _known(parameters: list[Tensor], needed: list[bool], step: str) -> dict[int, tuple[int, int]]:
+    """Which gradients follow from which others and from which parameters."""
+    sums = known_sums(neuron_of(step)).items()
+    return {
+        one: by for one, by in sums
+        if one < len(needed) and needed[one] and len({parameters[place].shape for place in (one, *by)}) == 1
+    }  # fmt: skip
 
 
 def _each(needed: bool | list[bool], count: int) -> list[bool]:
