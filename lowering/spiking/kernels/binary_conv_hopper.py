@@ -29,16 +29,19 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 
 @gluon.jit
 def _load_weights(
-    smem, w_ptr, i, k0, kg, group, K, depth, plane0,
+    smem, w_ptr, i, k0, kg, group, K, depth, more, plane0,
     PLANES: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Copy `PLANES` byte planes, starting at `plane0`, of one block of output channels; rows are plane-major."""
+    """Copy `PLANES` byte planes, starting at `plane0`, of one block of output channels; rows are plane-major.
+
+    Zeros unless there are `more` steps: copies that read nothing are soon done.
+    """
     row = gl.arange(0, PLANES * BN, layout=gl.SliceLayout(1, LAYOUT))
     chan = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
     col = k0 + row % BN
     base = ((plane0 + row // BN) * K + group * kg + col).to(gl.int64) * depth
     pointers = w_ptr + base[:, None] + (i + chan)[None, :]
-    _copy(smem, pointers, mask=(col < kg)[:, None] & (chan >= 0)[None, :])
+    _copy(smem, pointers, mask=((col < kg) & more)[:, None] & (chan >= 0)[None, :])
 
 
 @gluon.jit
@@ -118,10 +121,11 @@ def products(
     for early in gl.static_range(AHEAD):
         more = early < steps
         _load_inputs(a_smem.index(early), x_ptrs, ih, iw, chan, r * dil_h, s * dil_w, c, H, W, C, more)
-        i = gl.where(more, early * BK, 0)
-        _load_weights(b_smem.index(early), w_ptr, i, k0, kg, group, K, depth, 0, 2, BN, BK, copy_layout)
+        i = early * BK
+        _load_weights(b_smem.index(early), w_ptr, i, k0, kg, group, K, depth, more, 0, 2, BN, BK, copy_layout)
         if DIGITS > 2:
-            _load_weights(e_smem.index(early), w_ptr, i, k0, kg, group, K, depth, 2, DIGITS - 2, BN, BK, copy_layout)
+            rest_smem = e_smem.index(early)
+            _load_weights(rest_smem, w_ptr, i, k0, kg, group, K, depth, more, 2, DIGITS - 2, BN, BK, copy_layout)
         async_copy.commit_group()
         r, s, c = _next_step(r, s, c, S, CP, BK)
     for step in range(steps):
@@ -135,10 +139,11 @@ def products(
         slot = turn % STAGES
         more = turn < steps
         _load_inputs(a_smem.index(slot), x_ptrs, ih, iw, chan, r * dil_h, s * dil_w, c, H, W, C, more)
-        i = gl.where(more, turn * BK, 0)
-        _load_weights(b_smem.index(slot), w_ptr, i, k0, kg, group, K, depth, 0, 2, BN, BK, copy_layout)
+        i = turn * BK
+        _load_weights(b_smem.index(slot), w_ptr, i, k0, kg, group, K, depth, more, 0, 2, BN, BK, copy_layout)
         if DIGITS > 2:
-            _load_weights(e_smem.index(slot), w_ptr, i, k0, kg, group, K, depth, 2, DIGITS - 2, BN, BK, copy_layout)
+            rest_smem = e_smem.index(slot)
+            _load_weights(rest_smem, w_ptr, i, k0, kg, group, K, depth, more, 2, DIGITS - 2, BN, BK, copy_layout)
         async_copy.commit_group()
         r, s, c = _next_step(r, s, c, S, CP, BK)
         # the products of the step before are done, so their stage may be overwritten from the next step on
@@ -150,8 +155,8 @@ def products(
         acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
-    # the last copies, of steps that there are not, would land in what follows the loop and lies in the same memory;
-    # behind the products, so that the barrier that comes with the wait is one for them as well
+    # zeros of steps that there are not would land in what is written behind the loop and lies in the same memory;
+    # the wait is behind the products, so that the barrier that comes with it is one for them as well
     async_copy.wait_group(0)
 
     first, second = gl.split(gl.permute(gl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
