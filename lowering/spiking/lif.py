@@ -14,6 +14,11 @@ from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.lif import lif_reference
 
 
+def is_power_of_two(tau: float) -> bool:
+    """Whether a number, and its inverse, is one in float32: to divide by it is then to multiply with that."""
+    return frexp(tau)[0] == 0.5 and 2.0**-100 <= tau <= 2.0**100
+
+
 class Lif(NamedTuple):
     """The sizes and numbers of a layer of neurons; see `sparsecomp.ops.lif`.
 
@@ -59,8 +64,8 @@ class Lif(NamedTuple):
 
     @property
     def halves(self) -> bool:
-        """Whether tau is a power of two: a product with its inverse is then the quotient, to the last bit."""
-        return self.charge == "lif" and frexp(self.tau)[0] == 0.5 and 2.0**-100 <= self.tau <= 2.0**100
+        """Whether a product with the inverse of tau is the quotient, to the last bit."""
+        return self.charge == "lif" and is_power_of_two(self.tau)
 
     @property
     def constants(self) -> dict[str, int | str | bool]:

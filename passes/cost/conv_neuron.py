@@ -15,8 +15,9 @@ from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.spiking import seconds_of
 
-_OPERATIONS = 63
-"""Float operations' worth of time that a neuron's step adds to a product: one in float32 that no product hides."""
+_OPERATIONS, _DIVISION = 14, 49
+"""Float operations' worth of time that a neuron's step adds to a product, one in float32 that no product hides; and a
+division by a number that is no power of two: what the same layers took longer when all their neurons divided."""
 _BLOCK, _TAIL = 128 * 64, 3e-6
 """Neurons' steps of a block, and seconds of the last blocks' neurons, which nothing hides. Where blocks are too few for
 all processors, they are half as large."""
@@ -26,17 +27,19 @@ _LEAST = 11e-6
 """Seconds of the smallest product measured, its packing of the weight included: estimates of small ones say less."""
 
 
-def decide(site: SiteInfo, steps: int, card: Card = H100) -> Decision:
+def decide(site: SiteInfo, steps: int, card: Card = H100, divides: bool = False) -> Decision:
     """`fused`, or `dense`, which stands here for the two launches.
 
     Args:
         site: the convolution, of all steps' images.
         steps: time steps.
+        divides: a step of a neuron takes a division.
     """
     product, layer = max(seconds_of(site, "binary", card), _LEAST), host.SPIKE_LAYER["binary"]
     slots = 1 << (steps - 1).bit_length()
     rows = _neurons(site) * slots / steps
-    work = _OPERATIONS * rows / card.fp32 + (_TAIL if rows >= _BLOCK * card.processors else _TAIL / 2)
+    operations = _OPERATIONS + _DIVISION * divides
+    work = operations * rows / card.fp32 + (_TAIL if rows >= _BLOCK * card.processors else _TAIL / 2)
     # spikes and last membranes, in place of the numbers that a product of so many rows writes
     written = ((1 + 4 / steps) * _neurons(site) - 4 * rows) / (_SHARE * card.bandwidth)
     times = {
@@ -46,13 +49,15 @@ def decide(site: SiteInfo, steps: int, card: Card = H100) -> Decision:
     return fastest({name: time.waited(replayed=not site.hosted) for name, time in times.items()}, rival="apart")
 
 
-def with_neurons(layer: Decision, site: SiteInfo, steps: int, card: Card = H100) -> Decision:
+def with_neurons(
+    layer: Decision, site: SiteInfo, steps: int, card: Card = H100, divides: bool = False
+) -> Decision:  # fmt: skip
     """The decision about a layer, where neurons of so many steps behind it can run in one launch with `binary`."""
     behind = _alone(site, steps, card).waited(replayed=not site.hosted)
     seconds = {name: time + behind for name, time in layer.seconds.items()}
     if "dense" not in seconds or "binary" not in seconds:
         return layer
-    seconds["binary"] = min(seconds["binary"], decide(site, steps, card).seconds["fused"])
+    seconds["binary"] = min(seconds["binary"], decide(site, steps, card, divides).seconds["fused"])
     together = fastest(seconds, layer.source)
     return together._replace(reason=f"{together.reason}, with the neurons behind it")
 

@@ -22,7 +22,7 @@ from sparsecomp.passes.cost import conv_neuron as gate
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.spiking.neurons_behind import MOST_STEPS, NEURONS, fits, idle_readers, unviewed
+from sparsecomp.passes.spiking.neurons_behind import MOST_STEPS, NEURONS, Behind, fits, idle_readers, unviewed
 from sparsecomp.reference.facts import is_dyadic
 from sparsecomp.reference.geometry import Window, is_channels_last
 
@@ -97,7 +97,8 @@ def _considered(node: fx.Node, layer: _Product, ctx: Context) -> Decision | Refu
     if site is None:
         return refuse(Why.UNKNOWN_SHAPE)
     card = H100 if not torch.cuda.is_available() else card_of(x.device)
-    decision = gate.decide(site, example_of(node.args[0]).shape[0], card if ctx.target is None else ctx.target.card)
+    steps, divides = Behind.of(node)
+    decision = gate.decide(site, steps, card if ctx.target is None else ctx.target.card, divides)
     if decision.dense:
         return Refusal(Why.NOT_WITH_NEURONS, {"detail": decision.reason}, decision.estimate)
     return decision

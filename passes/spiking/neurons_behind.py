@@ -1,11 +1,12 @@
 """Which neurons alone read what a layer gives: asked when the layer is judged, and when both become one launch."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operator)
+from sparsecomp.lowering.spiking.lif import is_power_of_two
 from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
@@ -17,23 +18,37 @@ MOST_STEPS = 16
 DISABLED_BY = "fuse_conv_neuron"
 
 
-def steps_behind(layer: fx.Node, linear: bool, ctx: Context) -> int:
-    """Time steps of the neurons that a card can run with a layer in one launch; 0 if there are none."""
+class Behind(NamedTuple):
+    """Neurons behind a layer, of so many time steps; `divides`: each takes a division."""
+
+    steps: int
+    divides: bool
+
+    @classmethod
+    def of(cls, neurons: fx.Node) -> "Behind":
+        """What a call of neurons does."""
+        *_, charge, tau = neurons.args[:10]
+        assert isinstance(tau, int | float)
+        return cls(example_of(neurons.args[0]).shape[0], charge == "lif" and not is_power_of_two(tau))
+
+
+def neurons_behind(layer: fx.Node, linear: bool, ctx: Context) -> Behind | None:
+    """The neurons that a card can run with a layer in one launch, if there are such."""
     out, reader = example_of(layer), layer
     if DISABLED_BY in ctx.options.disable or out is None or out.dtype is not torch.float32:
-        return 0
+        return None
     while reader.target is not NEURONS:
         if reader is not layer and reshaped(reader) is None:
-            return 0
+            return None
         idle = idle_readers(reader)
         readers = [user for user in reader.users if user not in idle]
         if len(readers) != 1 or not ctx.analysis.unchanged(reader, reader):
-            return 0
+            return None
         reader = readers[0]
     current = example_of(reader.args[0])
     if current is None or current.shape[0] > MOST_STEPS or not fits(current, out, linear):
-        return 0
-    return current.shape[0] if linear or is_channels_last(out) else 0
+        return None
+    return Behind.of(reader) if linear or is_channels_last(out) else None
 
 
 def fits(current: torch.Tensor, out: torch.Tensor, linear: bool) -> bool:

@@ -25,6 +25,7 @@ from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.neurons_behind import Behind
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.facts import SparsityFact, is_dyadic
 from sparsecomp.reference.geometry import KERNEL_DIMS, TransposedWindow, by_output
@@ -136,11 +137,12 @@ def check_layer(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
 
 
 def choose(
-    operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callable[[str], fx.Node], steps: int = 0
+    operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callable[[str], fx.Node],
+    behind: Behind | None = None,
 ) -> Plan | Refusal:
     """Let the gate, or the user, pick the implementation.
 
-    `steps`: of neurons behind the layer that can run with it in one launch.
+    `behind`: the neurons behind the layer that can run with it in one launch.
     """
     forced = ctx.options.implementation
     if forced == "dense":
@@ -153,7 +155,8 @@ def choose(
         return refuse(Why.GATE, detail=NO_TRITON)
     else:
         decision = gate.decide(site, card, measured)
-        decision = conv_neuron.with_neurons(decision, site, steps, card) if steps else decision
+        if behind is not None:
+            decision = conv_neuron.with_neurons(decision, site, behind.steps, card, behind.divides)
     if decision.dense:
         return Refusal(Why.GATE, {"detail": decision.reason}, decision.estimate)
     node, strategy = operands.op.node, decision.implementation

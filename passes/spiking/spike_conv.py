@@ -11,7 +11,7 @@ import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of
 from sparsecomp.passes.spiking.frames import numbers, on_frames, site_of
-from sparsecomp.passes.spiking.neurons_behind import steps_behind
+from sparsecomp.passes.spiking.neurons_behind import neurons_behind
 from sparsecomp.passes.spiking.operand import (
     CONVOLUTIONS,
     TRANSPOSED,
@@ -50,8 +50,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     site = site_of(operands, weight[0], Window.of(weight, *geometry), ctx)
     if isinstance(site, Refusal):
         return site
-    steps = steps_behind(node, False, ctx)
-    return choose(operands, site, ctx, lambda strategy: _build(operands, geometry, strategy, ctx), steps)
+    behind = neurons_behind(node, False, ctx)
+    return choose(operands, site, ctx, lambda strategy: _build(operands, geometry, strategy, ctx), behind)
 
 
 RULE = Rule("spike_conv", consider, after=("fuse_neurons", "static_stem"))

@@ -11,7 +11,7 @@ from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import op_of
 from sparsecomp.passes.spiking.batched_product import batched_product
-from sparsecomp.passes.spiking.neurons_behind import steps_behind
+from sparsecomp.passes.spiking.neurons_behind import neurons_behind
 from sparsecomp.passes.spiking.operand import (
     Operands,
     build_inputs,
@@ -45,8 +45,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     site = _site(operands, ctx)
     if isinstance(site, Refusal):
         return site
-    steps = steps_behind(node, True, ctx)
-    return choose(operands, site, ctx, lambda strategy: _build(operands, strategy, ctx), steps)
+    behind = neurons_behind(node, True, ctx)
+    return choose(operands, site, ctx, lambda strategy: _build(operands, strategy, ctx), behind)
 
 
 RULE = Rule("spike_linear", consider, after=("fuse_neurons", "sparse_linear", "sparse_matmul", "active_linear"))

@@ -44,7 +44,7 @@ def test_no_layer_gets_a_way_that_took_longer(row):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["case"])
 def test_the_configuration_is_about_the_fastest(row):
     ms = chosen(row)
-    assert ms is None or ms <= 1.08 * min(row["configurations"].values())
+    assert ms is None or ms <= 1.12 * min(row["configurations"].values())
 
 
 def test_most_layers_gain_by_one_launch():

@@ -284,6 +284,19 @@ def test_a_result_that_is_not_channels_last_stays_apart_on_a_card():
     assert "not channels-last" in site(report, RULE).reason
 
 
+class Divides(nn.Module):
+    """A layer on spikes, and neurons that integrate them with a leak or without."""
+
+    def __init__(self, charge: str, tau: float) -> None:
+        super().__init__()
+        self.conv, self.charge, self.tau = nn.Conv2d(64, 64, 3, padding=1), charge, tau
+
+    def forward(self, x: Tensor) -> Tensor:
+        current = self.conv((x > 0.5).float().flatten(0, 1)).unflatten(0, x.shape[:2])
+        neuron_of = (None, 0.0, None, None, None, None, 0.0, self.charge, self.tau, None, True, 1.0, 0.0)
+        return sparsecomp.ops.lif(current, *neuron_of)[0]
+
+
 def _site(**changes: Any) -> SiteInfo:
     made = SiteInfo(
         device="cuda", itemsize=4, n=128, c=64, size=(56, 56), k=64, window=Window.centred((1, 1), (1, 1)), groups=1,
@@ -303,6 +316,19 @@ def test_the_estimate_knows_what_one_launch_saves_and_costs():
     # where the host is what takes the time, a launch less is a gain
     hosted = gate.decide(_site(n=4, size=(7, 7), hosted=True), 4)
     assert hosted.implementation == "fused"
+
+
+def test_a_division_in_each_step_counts():
+    """By two it is a product with a half; integrating without a leak, and by a rate that is trained, takes none."""
+    taken, x = {}, torch.ones(32, 64, 32, 32).contiguous(memory_format=torch.channels_last).unflatten(0, (4, 8))
+    for charge, tau in (("lif", 2.0), ("lif", 3.0), ("if", 3.0)):
+        with torch.no_grad():
+            report = sparsecomp.explain(Divides(charge, tau).eval(), x, device="h100", mode="reduce-overhead")
+        taken[charge, tau] = site(report, "spike_conv").reason, site(report, RULE).reason
+    assert taken["lif", 2.0] == taken["if", 3.0]
+    assert all(one != other for one, other in zip(taken["lif", 2.0], taken["lif", 3.0], strict=True))
+    by_product, by_division = (gate.decide(_site(), 4, divides=one).seconds for one in (False, True))
+    assert by_product["fused"] < by_division["fused"] and by_product["dense"] == by_division["dense"]
 
 
 @pytest.mark.parametrize("disable", [(), (RULE,)])
