@@ -22,6 +22,7 @@ from sparsecomp.lowering.tuning.autotune import Tuner
 from sparsecomp.lowering.tuning.template import Operation, Template, all_templates
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock, SparseEmbedding, SparseLinear
+from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
 from sparsecomp.ops.sparse.dense_copy import dense_copy, keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.gated_pair import gated_pair
@@ -30,6 +31,7 @@ from sparsecomp.ops.sparse.packed_linear import packed_linear, packed_pair
 from sparsecomp.reference.attention.blocks import blocks_of
 from sparsecomp.reference.attention.elements import elements_of_mask
 from sparsecomp.reference.digits import SPREAD
+from sparsecomp.reference.patterns import stored_by_rows
 from sparsecomp.tensor.index_arrays import IndexArrays
 
 CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_few", "spmm_csr_merge", "spmm_csr_dense", "spmm_csr_halves")
@@ -54,7 +56,10 @@ def main(device: str = "cuda") -> int:
     Launch.__call__, Tuner.choose = noted, chosen  # pyright: ignore[reportAttributeAccessIssue]
     try:
         rest = partial(the_rest, launched, problems)
-        steps = (sparse_layers, local_layers, attention, written_out, spikes, neurons, masks, sparse_tensor_cores, rest)
+        steps = (
+            sparse_layers, local_layers, attention, written_out, spikes, neurons, masks, sparse_tensor_cores,
+            by_a_bitmap, rest,
+        )  # fmt: skip
         for step in steps:
             step(device)
             if device == "cuda":
@@ -187,6 +192,20 @@ def sparse_tensor_cores(device: str) -> None:
             packed_pair(x, *weight, None, *weight, None, "silu")
         halved = NM.from_dense(*_two_of_four(torch.randn(4096, 4096, device=device, dtype=torch.float16)), n=2, m=4)
         SparseLinear(halved)(torch.randn(4096, 4096, device=device, dtype=torch.float16))
+
+
+def by_a_bitmap(device: str) -> None:
+    """Layers of few rows by a bitmap."""
+    if device == "cuda":
+        from sparsecomp.lowering.sparse.bitmap_linear import BitmapChunks, longest_chunk
+
+        for rows, dtype in ((1, torch.float16), (11, torch.bfloat16)):
+            weight = torch.randn(37, 408, device=device, dtype=dtype) * (torch.rand(37, 408, device=device) < 0.3)
+            values, arrays, layout = stored_by_rows(CSR.from_dense(weight))
+            longest = longest_chunk(arrays, layout)
+            copy = *BitmapChunks(layout.written(), longest)(values, *arrays), longest
+            x = torch.randn(rows, 408, device=device, dtype=dtype)
+            bitmap_linear(x, values, list(arrays), layout.written(), *copy, x[0, :37].clone(), x[:, :37].clone())
 
 
 def _two_of_four(weight: Tensor) -> tuple[Tensor]:

@@ -19,12 +19,14 @@ from bench.timing import graph_ms, guarded
 from sparsecomp.formats import NARROW, SparseMatrix
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.epilogue import output_of
+from sparsecomp.lowering.sparse.bitmap_linear import MOST, BitmapChunks, longest_chunk
 from sparsecomp.lowering.sparse.gated_pair import PAIRS
 from sparsecomp.lowering.sparse.launcher import launcher_of
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import seconds
 from sparsecomp.lowering.tuning.template import Candidate, Operation
 from sparsecomp.lowering.tuning.trial import first_line
+from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.reference.patterns import stored_by_rows
 
@@ -33,6 +35,7 @@ SIZES = ((11008, 4096), (4096, 11008), (28672, 8192))
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 ZEROS = (0.5, 0.7, 0.8, 0.9)
 FORMATS: tuple[type[SparseMatrix], ...] = (NARROW,)
+BITMAP = "bitmap"
 _ROTATED = 2e8
 """Bytes of weights that take turns, several times what the L2 cache holds."""
 _FOUND = 6
@@ -54,7 +57,7 @@ class Case(NamedTuple):
 
 
 def run() -> Iterator[dict[str, Any]]:
-    """A row a case: milliseconds of cuBLAS and of each format, and the relative error of ours."""
+    """A row a case: milliseconds of cuBLAS, of each format and of a bitmap, and the relative error of ours."""
     for size in SIZES:
         for zeros in ZEROS:
             weights = _weights(Case(*size, 1, zeros))
@@ -82,6 +85,8 @@ def _row(case: Case, weights: dict[str, SparseMatrix]) -> dict[str, Any]:
     for name, weight in weights.items():
         row["MiB"][name] = round(weight.nbytes / 2**20, 1)
         guarded(row, name, partial(_time_format, row, name, weight, x, exact))
+    if case.rows <= MOST:
+        guarded(row, BITMAP, partial(_time_bitmap, row, weights["NARROW"], x, exact))
     return row
 
 
@@ -90,6 +95,22 @@ def _time_format(row: dict[str, Any], name: str, weight: SparseMatrix, x: Tensor
     for one in copies_of(weight):
         values, arrays, layout = stored_by_rows(one)
         calls.append(partial(sparse_linear, x, values, arrays, layout.written()))
+    _note(row, name, calls, exact)
+
+
+def _time_bitmap(row: dict[str, Any], weight: SparseMatrix, x: Tensor, exact: Tensor) -> None:
+    """By the copy that a compiler keeps under the promise."""
+    values, arrays, layout = stored_by_rows(weight)
+    longest, written = longest_chunk(arrays, layout), layout.written()
+    stream, chunks = BitmapChunks(written, longest)(values, *arrays)
+    row["MiB"][BITMAP] = round((stream.nbytes + chunks.nbytes) / 2**20, 1)
+    calls: list[Callable[[], Tensor]] = [
+        partial(bitmap_linear, x, values, list(arrays), written, one, chunks.clone(), longest) for one in copies(stream)
+    ]
+    _note(row, BITMAP, calls, exact)
+
+
+def _note(row: dict[str, Any], name: str, calls: list[Callable[[], Tensor]], exact: Tensor) -> None:
     found = calls[0]()
     row["error"][name] = float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
     row["ms"][name] = timed(calls)
@@ -116,8 +137,9 @@ def _count(size: int) -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds of cuBLAS, and how many times as fast each format is."""
-    formats = [kind.__name__ for kind in FORMATS]
+    """Milliseconds of cuBLAS, and how many times as fast each format is, and a bitmap."""
+    names = [*(kind.__name__ for kind in FORMATS), BITMAP]
+    formats = [name for name in names if any(name in row["ms"] for row in rows)]
     grid = [["layer", "zeros", "rows", "cuBLAS, ms", *formats]]
     for row in rows:
         layer, ms = row["layer"], row["ms"]

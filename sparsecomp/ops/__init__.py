@@ -28,6 +28,7 @@ from sparsecomp.ops.masked.elementwise import (
     tournament,
 )
 from sparsecomp.ops.masked.selective_step import selective_step
+from sparsecomp.ops.sparse import bitmap_linear as _bitmap_linear  # noqa: F401
 from sparsecomp.ops.sparse import dense_copy as _dense_copy  # noqa: F401
 from sparsecomp.ops.sparse import dense_linear as _dense_linear  # noqa: F401
 from sparsecomp.ops.sparse import dense_weight as _dense_weight  # noqa: F401

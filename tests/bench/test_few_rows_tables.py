@@ -9,9 +9,12 @@ from bench.sparse import few_rows, gated_pairs, two_of_four
 
 def test_layers_of_few_rows():
     layer = {"out": 64, "k": 32, "rows": 1, "zeros": 0.7}
-    rows = [{"layer": layer, "ms": {"dense": 0.03, "NARROW": 0.02}}, {"layer": layer, "ms": {"dense": 0.03}}]
+    times = {"dense": 0.03, "NARROW": 0.02}, {"dense": 0.03, "bitmap": 0.01}
+    rows = [{"layer": layer, "ms": ms} for ms in times]
     lines = few_rows.table(rows).splitlines()
-    assert lines[2:] == ["| 64x32 | 70% | 1 | 0.0300 | 0.0200 (1.50) |", "| 64x32 | 70% | 1 | 0.0300 | – |"]
+    assert lines[2:] == [
+        "| 64x32 | 70% | 1 | 0.0300 | 0.0200 (1.50) | – |", "| 64x32 | 70% | 1 | 0.0300 | – | 0.0100 (3.00) |"
+    ]  # fmt: skip
 
 
 def test_layers_of_few_rows_of_two_of_four():

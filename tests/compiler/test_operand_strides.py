@@ -306,6 +306,15 @@ def _packed_pair():
     return torch.randn(5, 12), *packed(), torch.randn(4), *packed(), torch.randn(4), "silu"
 
 
+@example("bitmap_linear")
+def _bitmap_linear():
+    values, pattern = IndexArrays.of(CSR.from_dense(torch.randn(4, 16) * (torch.rand(4, 16) < 0.5)))
+    # a CPU does not read the copy
+    copy = torch.zeros(400, dtype=torch.uint8), torch.zeros(2, 1, 1, 2, dtype=torch.int32), 400
+    weight = values, list(pattern.arrays), pattern.layout.written()
+    return torch.randn(5, 16), *weight, *copy, torch.randn(4), torch.randn(5, 4), "relu"
+
+
 @example("gated_pair csr", "gated_pair narrow")
 def _gated_pair(which=""):
     kept = [torch.randn(6, 9) * (torch.rand(6, 9) < 0.5) for _ in range(2)]

@@ -32,6 +32,7 @@ from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
 from sparsecomp.lowering.sparse.active_linear import ActiveLinear
+from sparsecomp.lowering.sparse.bitmap_linear import BitmapLinear, random_longest
 from sparsecomp.lowering.sparse.narrow import SpmmNarrow
 from sparsecomp.lowering.sparse.packed_linear import PackedLinear
 from sparsecomp.lowering.sparse.sddmm import Sddmm
@@ -97,6 +98,12 @@ def _bsr(m: int, k: int, n: int, side: int, share: float, variation: int, dtype:
 
 def _packed(m: int, k: int, n: int, pair: bool = False) -> PackedLinear:
     return PackedLinear.of_layer(m, k, n, torch.float16, pair, False, "silu" if pair else "none", pair)
+
+
+def _bitmap(m: int, k: int, n: int, density: float) -> BitmapLinear:
+    nnz = round(m * k * density)
+    longest = random_longest(m, k, nnz)
+    return BitmapLinear.of_layer(m, k, n, nnz, longest, torch.float16, False, False, "none")
 
 
 def _narrow(m: int, k: int, n: int, density: float, dtype: str) -> SpmmNarrow:
@@ -408,6 +415,8 @@ PROBLEMS: dict[str, list[Any]] = {
                  _csr(300, 200, 16, 1, 0.5, 2, "float32", 200)],
     "packed_linear": [_packed(11008, 4096, 1), _packed(4096, 11008, 8), _packed(11008, 4096, 4, True),
                       _packed(100, 60, 3), _packed(28672, 8192, 1, True)._replace(dtype="bfloat16")],
+    "bitmap_linear": [_bitmap(11008, 4096, 1, 0.3), _bitmap(4096, 11008, 16, 0.5), _bitmap(100, 64, 3, 0.1),
+                      _bitmap(28672, 8192, 8, 0.2)._replace(dtype="bfloat16")],
     "sddmm": [_sddmm(1024, 1024, 64, 1, 0.05, 0, "float16"), _sddmm(4096, 2048, 256, 1, 0.01, 1, "float32"),
               _sddmm(128, 128, 33, 16, 0.4, 2, "float32"),
               _sddmm(512, 512, 1, 1, 0.1, 0, "float32")._replace(a=Strides(512, 1, 512)),
@@ -532,6 +541,9 @@ BOUNDS: list[tuple[str, str, Any, Any, str]] = [
     ("packed_linear", "packed_fragments", _packed(64, 64, 8), {"n": 9}, "or 8 by fragments"),
     ("packed_linear", "packed_fragments", _packed(64, 64, 8), {"k": 66}, "whole groups"),
     ("packed_linear", "packed_fragments", _packed(64, 64, 8), {"dtype": "float32"}, "float16 or bfloat16"),
+    ("bitmap_linear", "bitmap_tiles", _bitmap(64, 64, 16, 0.3), {"n": 17}, "1 to 16"),
+    ("bitmap_linear", "bitmap_tiles", _bitmap(64, 64, 16, 0.3), {"k": 68}, "multiples of 8"),
+    ("bitmap_linear", "bitmap_tiles", _bitmap(64, 64, 16, 0.3), {"dtype": "float32"}, "float16 or bfloat16"),
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from sparsecomp.lowering.launch.strided import Strides
 from sparsecomp.lowering.masked.effective_weight import Merge, PackMask, Split
 from sparsecomp.lowering.masked.select_largest import SelectLargest
 from sparsecomp.lowering.masked.selective_step import SelectiveStep
+from sparsecomp.lowering.sparse.bitmap_linear import BitmapLinear, random_longest
 from sparsecomp.lowering.sparse.narrow import SpmmNarrow
 from sparsecomp.lowering.sparse.packed_linear import PackedLinear, order_for
 from sparsecomp.lowering.sparse.sddmm import Sddmm
@@ -78,6 +79,13 @@ def _spmm_nm(layout: str, **changes: Any) -> SpmmNM:
     return SpmmNM(
         90, 100, 70, 3, 2, 4, 4500, 50, 50, LAYOUTS[layout], "float32", "float32", PLAIN
     )._replace(**changes)  # fmt: skip
+
+
+def _bitmap(n: int, dtype: str = "float16", **changes: Any) -> BitmapLinear:
+    m, k = changes.get("m", 90), changes.get("k", 1104)
+    out = Output(Strides(0, 1, m), dtype, dtype, "row", "", Strides(0, 0, 0), "silu", 1.0)
+    problem = BitmapLinear(m, k, n, m * k // 3, random_longest(m, k, m * k // 3), dtype, out)
+    return problem._replace(**changes)
 
 
 def _narrow(n: int, **changes: Any) -> SpmmNarrow:
@@ -140,6 +148,10 @@ PROBLEMS: dict[str, list[Any]] = {
     "packed_linear": [
         _packed(1), _packed(8, "bfloat16"), _packed(1, pair=True), _packed(7, pair=True), _packed(3, k=1024),
         _packed(2, m=1), _packed(1, k=1101), _packed(1, output=FINISHED), _packed(1, order="fragments"),
+    ],
+    "bitmap_linear": [
+        _bitmap(1), _bitmap(9, "bfloat16"), _bitmap(16, m=1, k=1024), _bitmap(2, k=1101), _bitmap(17),
+        _bitmap(1, output=FINISHED),
     ],
     "sddmm": [
         *(_sddmm(a, b) for a, b in itertools.product(("rows", "columns", "spread"), repeat=2)),

@@ -1,0 +1,232 @@
+# pyright: reportPossiblyUnbound=false
+"""Layers of up to sixteen rows by a bitmap of tiles with their values, on tensor cores.
+
+Each warp of a program takes every so many of the turns of one strip of sixteen rows, or of two, and adds them up in
+`bitmap_walk`. Then the warps' sums are added. Tensor cores multiply the zeros between what is stored too: a sum that is
+NaN or infinite is computed anew by what is stored alone.
+"""
+
+import sympy
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparsecomp.lowering.cache.signature import Device
+from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, HEAD, TILES, UNIT, BitmapLinear
+from sparsecomp.lowering.sparse.kernels.bitmap_walk import WALK, ring_bytes, walk
+from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
+from sparsecomp.lowering.tuning.cost import Cost, sizes
+from sparsecomp.lowering.tuning.limits import fits_shared
+from sparsecomp.lowering.tuning.template import Config, Template
+
+
+@gluon.constexpr_function
+def _constraints(sums):
+    return ",".join(["=f"] * sums + ["l"] * (3 * sums) + ["r"] * (5 * sums))
+
+
+@gluon.constexpr_function
+def _lines(warps, depth, strips, slot):
+    """Of 128 bytes, the rings and one more."""
+    return -(-ring_bytes(warps, depth, strips, slot) // 128) + 1
+
+
+@gluon.constexpr_function
+def _of_threads(sums, warps):
+    """Layout (sums, threads): a thread has all of its sums."""
+    return gl.BlockedLayout([sums, 1], [1, 32], [1, warps], [0, 1])
+
+
+@gluon.constexpr_function
+def _finished(warps):
+    """Layout (rows, rows of x) of a program's sums: for most configurations one a thread, where rows lie in memory."""
+    return gl.BlockedLayout([1, 1], [16, 2], [1, warps], [0, 1])
+
+
+@gluon.jit
+def _walked(
+    stream_ptr, chunks_ptr, x_ptr, first, strips, turns, N, K,
+    DTYPE: gl.constexpr, DEPTH: gl.constexpr, STRIPS: gl.constexpr, HALVES: gl.constexpr, SLOT: gl.constexpr,
+    WHOLE: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The sums (16 · STRIPS, 8 · HALVES) of all turns."""
+    sums: gl.constexpr = 4 * STRIPS * HALVES
+    # the walk finds the rings by the name of shared memory, at whose beginning they lie; a store keeps them there
+    lines: gl.constexpr = _lines(num_warps, DEPTH, STRIPS, SLOT)
+    rings = gl.allocate_shared_memory(gl.int32, [lines, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rings.index(lines - 1).store(gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [num_warps], [0])))
+    everywhere = gl.zeros([sums, 32 * num_warps], gl.int32, _of_threads(sums, num_warps))
+    found = gl.inline_asm_elementwise(
+        walk(DTYPE, num_warps, DEPTH, STRIPS, HALVES, SLOT, WHOLE), _constraints(sums),
+        [stream_ptr.to(gl.int64) + everywhere, chunks_ptr.to(gl.int64) + everywhere, x_ptr.to(gl.int64) + everywhere,
+         first + everywhere, strips - 1 + everywhere, turns + everywhere, K + everywhere, N + everywhere],
+        dtype=gl.float32, is_pure=False, pack=sums,
+    )  # fmt: skip
+    total = gl.sum(gl.reshape(found, [sums, num_warps, 32]), 1)
+    # a thread's registers are two neighbouring rows of x by a row, and by the row eight below
+    total = gl.permute(gl.reshape(total, [STRIPS, HALVES, 2, 2, 8, 4]), [0, 2, 4, 1, 5, 3])
+    return gl.convert_layout(gl.reshape(total, [16 * STRIPS, 8 * HALVES]), _finished(num_warps))
+
+
+@gluon.jit
+def _ones(bits):
+    """How many of eight bits are set."""
+    bits -= (bits >> 1) & 0x55
+    bits = (bits & 0x33) + ((bits >> 2) & 0x33)
+    return (bits + (bits >> 4)) & 15
+
+
+@gluon.jit
+def _gathered(
+    stream_ptr, chunks_ptr, x_ptr, m, n, ok, K, turns,
+    TILES: gl.constexpr, CHUNK: gl.constexpr, HEAD: gl.constexpr, UNIT: gl.constexpr,
+):  # fmt: skip
+    """Sums at places (m, n) by what is stored alone."""
+    total = gl.where(ok, 0.0, 0.0)
+    low = m % 16 // 8 * 2
+    row_ptr = x_ptr + n.to(gl.int64) * K
+    for turn in range(turns):
+        begin = gl.load(chunks_ptr + ((m // 16).to(gl.int64) * turns + turn) * 2, mask=ok, other=0)
+        chunk_ptr = stream_ptr + begin.to(gl.int64) * UNIT
+        for quad in range(4):
+            lane = m % 8 * 4 + quad
+            before_ptr = chunk_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
+            before = gl.load(before_ptr + lane, mask=ok, other=0).to(gl.int32)
+            for tile in range(TILES):
+                bits = gl.load(chunk_ptr + (64 + lane * TILES + tile), mask=ok, other=0).to(gl.int32)
+                column = turn * CHUNK + tile // 2 * 32 + quad * 8 + tile % 2 * 4
+                for which in range(4):
+                    place = which // 2 * 4 + low + which % 2
+                    stored = ok & (((bits >> place) & 1) != 0)
+                    at = before + _ones(bits & ((1 << place) - 1))
+                    value_ptr = (chunk_ptr + HEAD).to(gl.pointer_type(x_ptr.dtype.element_ty), bitcast=True)
+                    value = gl.load(value_ptr + at, mask=stored, other=0.0).to(gl.float32)
+                    other = gl.load(row_ptr + (column + which), mask=stored, other=0.0).to(gl.float32)
+                    total += value * other
+                before += _ones(bits)
+    return total
+
+
+@gluon.jit
+def bitmap_tiles_kernel(
+    stream_ptr, chunks_ptr, x_ptr, bias_ptr, residual_ptr, out_ptr,
+    M, N, K, strips, turns, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+    BIAS_ROWS: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr, TILES: gl.constexpr, CHUNK: gl.constexpr,
+    HEAD: gl.constexpr, UNIT: gl.constexpr, SLOT: gl.constexpr, WHOLE: gl.constexpr, HALVES: gl.constexpr,
+    STRIPS: gl.constexpr, DEPTH: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """STRIPS strips of 16 rows of the weight times up to 8 · HALVES rows of x."""
+    layout: gl.constexpr = _finished(num_warps)
+    first = gl.program_id(0) * STRIPS
+    rows = first * 16 + gl.arange(0, 16 * STRIPS, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, 8 * HALVES, layout=gl.SliceLayout(0, layout))
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    # what was too long to be copied lies elsewhere than what is copied
+    chunks = strips * turns * 2
+    moved = gl.load(chunks_ptr) != gl.load(chunks_ptr + chunks)
+    total = _walked(
+        stream_ptr, chunks_ptr, x_ptr, first, strips, turns, N, K, DTYPE, DEPTH, STRIPS, HALVES, SLOT, WHOLE, num_warps
+    )  # fmt: skip
+    bad = mask & ((total - total != 0.0) | moved)
+    if gl.sum(gl.sum(bad.to(gl.int32), 1), 0) > 0:
+        again = _gathered(
+            stream_ptr, chunks_ptr + chunks, x_ptr, rows[:, None], cols[None, :], bad, K, turns,
+            TILES, CHUNK, HEAD, UNIT,
+        )  # fmt: skip
+        total = gl.where(bad, again, total)
+    finish(
+        total, bias_ptr, residual_ptr, out_ptr, 0, rows, cols, mask,
+        out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
+    )  # fmt: skip
+
+
+def _refuse(problem: BitmapLinear, device: Device) -> str | None:
+    if not device.capability:
+        return "there is no CUDA device"
+    if float(device.capability) < 9.0:
+        return f"compute capability {device.capability} has no bulk copies: 9.0 or later is needed"
+    return problem.refusal
+
+
+def _usual_config(problem: BitmapLinear) -> Config:
+    """The best of all that decode by lanes, or within 5 % of it, for 11008x4096, 4096x11008 and 28672x8192 (H200).
+
+    Two strips share what is loaded of x, which takes as long as decoding where there are more than eight rows.
+    """
+    if problem.n > 8 and problem.strips >= _MANY:
+        return _config(2, 4)
+    warps = min(2, problem.turns)
+    while 2 * warps <= min(16, problem.turns) and 2 * warps * problem.strips <= _WARPS:
+        warps *= 2
+    return _config(1, warps)
+
+
+def _config(strips: int, warps: int) -> Config:
+    """A program with as many turns ahead, and registers, as let enough of them run at once."""
+    registers = 96 if strips == 2 else 80 if warps < 8 else 64
+    return Config(STRIPS=strips, DEPTH=4 if strips == 1 and warps < 8 else 2, warps=warps, registers=registers)
+
+
+def _space(problem: BitmapLinear, device: Device) -> list[Config]:
+    """The usual configuration comes first; more warps than turns would be idle."""
+    usual = _usual_config(problem)
+    found = [
+        _config(strips, warps) for strips in (1, 2) for warps in (2, 4, 8, 16) if warps < 2 * problem.turns
+    ]  # fmt: skip
+    every = [usual, *(one for one in found if one != usual)]
+    return [one for one in every if fits_shared(_shared(problem, one), device)]
+
+
+def _shared(problem: BitmapLinear, config: Config) -> int:
+    return 128 * _lines(config["warps"], config["DEPTH"], config["STRIPS"], problem.slot)
+
+
+def _prepare(problem: BitmapLinear, config: Config) -> Launch:
+    p, strips = problem, config["STRIPS"]
+    constants = {
+        **p.output.constants, "DTYPE": p.dtype, "TILES": TILES, "CHUNK": CHUNK, "HEAD": HEAD, "UNIT": UNIT,
+        "SLOT": p.slot, "WHOLE": p.k % CHUNK == 0, "HALVES": -(-p.n // 8), "STRIPS": strips,
+        "DEPTH": config["DEPTH"],
+    }  # fmt: skip
+    numbers = (p.m, p.n, p.k, p.strips, p.turns, *p.output.numbers)
+    return Launch(
+        bitmap_tiles_kernel, (-(-p.strips // strips),), numbers, constants, num_warps=config["warps"],
+        maxnreg=config["registers"],
+    )  # fmt: skip
+
+
+_MANY = 1024
+"""Strips from which on two a program are enough programs."""
+_WARPS = 2048
+"""That all programs have together at most, unless two warps each are more."""
+
+_m, _k, _n, _density, _processors, _turns, _all, _warps, _strips = sizes(
+    "m k n density processors turns strips warps STRIPS"
+)
+# as `_usual_config`
+_usual_strips = sympy.Piecewise((2, (_n > 8) & (_all >= _MANY)), (1, True))
+_usual_warps = sympy.Min(
+    16, 2 ** sympy.floor(sympy.log(_turns, 2)),
+    sympy.Max(2 * _usual_strips, 2 ** sympy.floor(sympy.log(_WARPS / _all, 2))),
+)  # fmt: skip
+_far = abs(sympy.log(_strips / _usual_strips)) + abs(sympy.log(_warps / _usual_warps))
+_of_x = sympy.Piecewise((0.28 * _n, _n <= 8), (0.5 * _n / _usual_strips, True))
+"""What loads of x take, beside 12 for decoding a place where nothing is stored."""
+_places = 45.1e6 / 132
+"""Of a weight that a processor decodes, and multiplies, in so many microseconds (H200)."""
+
+BITMAP_TILES = Template(
+    name="bitmap_tiles",
+    op="bitmap_linear",
+    sources=(
+        bitmap_tiles_kernel, _walked, _gathered, _ones, _constraints, _lines, _of_threads, _finished, *WALK, *FINISH,
+    ),
+    refuse=_refuse,
+    space=_space,
+    # not by bytes: loads from shared memory are the time, one a place, and more where their banks are the same
+    cost=Cost(
+        bytes=sympy.Integer(0),
+        seconds=3.6e-6 + 1e-6 * _m * _k / _processors / _places * (12 + 32 * _density**2 + _of_x) * (1 + _far / 5),
+    ),
+    prepare=_prepare,
+)  # fmt: skip

@@ -1,0 +1,197 @@
+"""What a warp does in a product by a bitmap, in PTX: the sums of its turns.
+
+Triton has no operands of tensor cores that a thread puts together value by value. A lane owns eight places of a tile,
+those of operand A of `mma.m16n8k16`. A bit says whether a place is stored; then the next of the lane's values, which
+follow each other through the tiles of a turn, is loaded from shared memory, where bulk copies bring whole turns, some
+turns ahead: a ring a warp. Columns of x follow the places, so that a lane loads eight neighbours.
+
+A place takes four instructions: its bit, the load, the way to the next value, and halves of two that pair values.
+"""
+
+from triton.experimental import gluon
+
+from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, HEAD, TILES
+
+
+@gluon.constexpr_function
+def ring_bytes(warps, depth, strips, slot):
+    """Shared memory of the rings of all warps, and of a barrier for each turn in them."""
+    return warps * depth * (strips * slot + 8)
+
+
+@gluon.constexpr_function
+def walk(dtype, warps, depth, strips, halves, slot, whole):
+    """PTX of the sums of a warp's turns.
+
+    Operands: 4 · strips · halves sums; then, in as many copies each, stream, chunks, x (addresses), the first strip,
+    the last there is, turns, columns and rows of x. The rings begin where shared memory does.
+
+    Args:
+        depth: turns in a ring.
+        strips: of sixteen rows, next to each other.
+        halves: of sixteen rows of x.
+        slot: bytes of shared memory for a strip's chunk.
+        whole: whether each turn has all its columns.
+    """
+    sums = 4 * strips * halves
+    stream, chunks, x, first, last, turns, columns, rows = (f"${sums * (1 + place)}" for place in range(8))
+    lines = [
+        "{",
+        ".reg .pred p<8>, load<2>, more, leader, done, there;",
+        ".reg .b32 lane, quad, row, warp, turn, ahead, place, phase, bar, ring, sub, col, t, u;",
+        f".reg .b32 from<{depth * strips}>, size<{depth * strips}>;",
+        f".reg .b32 line<{strips}>, next<{strips}>, mask<{2 * strips}>;",
+        ".reg .b32 s<8>, a<8>, h<8>, b<8>;",
+        ".reg .b64 at<2>, row_at<2>, w;",
+        f".reg .f32 c<{sums}>;",
+        "mov.u32 t, %tid.x; and.b32 lane, t, 31; shr.u32 warp, t, 5; and.b32 quad, lane, 3; shr.u32 row, lane, 2;",
+        f"mov.u32 ring, global_smem; add.u32 bar, ring, {warps * depth * strips * slot};",
+        f"mad.lo.u32 ring, warp, {depth * strips * slot}, ring; mad.lo.u32 bar, warp, {8 * depth}, bar;",
+        "setp.eq.u32 leader, lane, 0;",
+        *(f"@leader mbarrier.init.shared::cta.b64 [bar+{8 * number}], 1;" for number in range(depth)),
+        "@leader fence.mbarrier_init.release.cluster;",
+        "@leader fence.proxy.async.shared::cta;",
+        "bar.warp.sync -1;",
+        *(f"mov.f32 c{number}, 0f00000000;" for number in range(sums)),
+    ]
+    for half in range(halves):
+        lines += [
+            f"add.u32 t, row, {8 * half}; setp.lt.u32 load{half}, t, {rows};",
+            f"mul.wide.u32 w, t, {columns}; shl.b64 w, w, 1; add.s64 row_at{half}, {x}, w;",
+            f"mul.wide.u32 w, quad, 16; add.s64 row_at{half}, row_at{half}, w;",
+        ]
+    for strip in range(strips):
+        lines += [f"add.u32 t, {first}, {strip}; min.u32 t, t, {last}; mul.lo.u32 line{strip}, t, {turns};"]
+    lines += ["mov.u32 turn, warp; mov.u32 ahead, warp;"]
+    for number in range(depth):
+        lines += _look_ahead(chunks, turns, warps, strips, number)
+    for number in range(depth):
+        lines += [
+            f"add.u32 t, turn, {number * warps}; setp.lt.u32 more, t, {turns};",
+            f"add.u32 sub, ring, {number * strips * slot}; add.u32 u, bar, {8 * number};",
+            *_copy(stream, strips, slot, number),
+        ]
+    lines += [
+        *_look_ahead(chunks, turns, warps, strips, 0),
+        "mov.u32 place, 0; mov.u32 phase, 0;",
+        "TURN:",
+        f"setp.ge.u32 done, turn, {turns};",
+        "@done bra.uni DONE;",
+        "shl.b32 u, place, 3; add.u32 u, u, bar;",
+        "WAIT:",
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [u], phase;",
+        "@!done bra WAIT;",
+        f"mad.lo.u32 sub, place, {strips * slot}, ring;",
+        f"mul.lo.u32 col, turn, {CHUNK}; mul.wide.u32 w, col, 2; mad.lo.u32 col, quad, 8, col;",
+        *(f"add.s64 at{half}, row_at{half}, w;" for half in range(halves)),
+        *(line for strip in range(strips) for line in _open(strip, slot)),
+        *(line for pair in range(TILES // 2) for line in _pair(dtype, pair, strips, halves, columns, whole)),
+        "bar.warp.sync -1;",
+        "shl.b32 u, place, 3; add.u32 u, u, bar;",
+        *_copy(stream, strips, slot, 0),
+        *_look_ahead(chunks, turns, warps, strips, 0),
+        f"add.u32 turn, turn, {warps}; add.u32 place, place, 1;",
+        f"setp.eq.u32 done, place, {depth}; @done mov.u32 place, 0; @done xor.b32 phase, phase, 1;",
+        "bra.uni TURN;",
+        "DONE:",
+        "bar.sync 0;",  # what comes behind may write where another warp still reads
+        *(f"mov.f32 ${number}, c{number};" for number in range(sums)),
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+@gluon.constexpr_function
+def _look_ahead(chunks, turns, warps, strips, number):
+    """Where the chunks of the turn `ahead` lie and their bytes, if there is such a turn (`more`)."""
+    return [
+        f"setp.lt.u32 more, ahead, {turns};",
+        *(
+            f"add.u32 t, line{strip}, ahead; mul.wide.u32 w, t, 8; add.s64 w, w, {chunks}; "
+            f"@more ld.global.nc.v2.u32 {{from{number * strips + strip}, size{number * strips + strip}}}, [w];"
+            for strip in range(strips)
+        ),
+        f"add.u32 ahead, ahead, {warps};",
+    ]
+
+
+@gluon.constexpr_function
+def _copy(stream, strips, slot, number):
+    """Bring these chunks to the place `sub` of the ring, whose barrier is at `u`."""
+    numbers = range(number * strips, (number + 1) * strips)
+    lines = ["and.pred there, more, leader;", "mov.u32 t, 0;", *(f"add.u32 t, t, size{one};" for one in numbers)]
+    lines += ["@there mbarrier.arrive.expect_tx.shared::cta.b64 _, [u], t;"]
+    for strip in range(strips):
+        one = number * strips + strip
+        lines += [
+            f"mul.wide.u32 w, from{one}, 16; add.s64 w, w, {stream}; add.u32 t, sub, {strip * slot};",
+            "@there cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            f"[t], [w], size{one}, [u];",
+        ]  # fmt: skip
+    return lines
+
+
+@gluon.constexpr_function
+def _open(strip, slot):
+    """The bits of a lane's places of a strip, and where its first value lies."""
+    at = strip * slot
+    return [
+        f"mad.lo.u32 t, lane, {TILES}, sub;",
+        f"ld.shared.v2.b32 {{mask{2 * strip}, mask{2 * strip + 1}}}, [t+{at + 64}];",
+        f"mad.lo.u32 t, lane, 2, sub; ld.shared.u16 t, [t+{at}];",
+        f"mad.lo.u32 next{strip}, t, 2, sub; add.u32 next{strip}, next{strip}, {at + HEAD};",
+    ]
+
+
+@gluon.constexpr_function
+def _pair(dtype, pair, strips, halves, columns, whole):
+    """Two tiles of each strip, by eight neighbouring columns of x a lane."""
+    lines = []
+    for half in range(halves):
+        four = [f"b{4 * half + register}" for register in range(4)]
+        lines += [f"mov.b32 {register}, 0;" for register in four]
+        there = f"load{half}"
+        if not whole:
+            lines += [f"add.u32 t, col, {32 * pair}; setp.lt.and.u32 there, t, {columns}, load{half};"]
+            there = "there"
+        lines += [f"@{there} ld.global.nc.v4.b32 {{{', '.join(four)}}}, [at{half}+{64 * pair}];"]
+    for strip in range(strips):
+        for odd in range(2):
+            lines += _decode(strip, 2 * pair + odd, 4 * odd)
+            lines += _multiply(dtype, strip, halves, odd)
+    return lines
+
+
+@gluon.constexpr_function
+def _decode(strip, tile, side):
+    """Registers `side` to side + 3 of `a`: rows g and g + 8 of two columns, then of two more; 0 where nothing is
+    stored."""
+    four = range(side, side + 4)
+    lines = [f"mov.b32 a{register}, 0; mov.b32 h{register}, 0;" for register in four]
+    for bit in range(8):
+        place = 8 * (tile % 4) + bit  # of the word
+        # the bit is moved to where it is two, the bytes of a value
+        shift = f"shr.u32 s{bit}, s{bit}, {place - 1};" if place > 0 else f"shl.b32 s{bit}, s{bit}, 1;"
+        lines += [
+            f"and.b32 s{bit}, mask{2 * strip + tile // 4}, {1 << place}; setp.ne.u32 p{bit}, s{bit}, 0;",
+            f"@p{bit} ld.shared.u16 {'ah'[bit % 2]}{side + bit // 2}, [next{strip}];",
+            f"{shift} add.u32 next{strip}, next{strip}, s{bit};",
+        ]
+    return lines + [f"prmt.b32 a{register}, a{register}, h{register}, 0x5410;" for register in four]
+
+
+@gluon.constexpr_function
+def _multiply(dtype, strip, halves, odd):
+    """Add the products of a tile."""
+    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    a = ", ".join(f"a{4 * odd + register}" for register in range(4))
+    lines = []
+    for half in range(halves):
+        c = ", ".join(f"c{4 * (strip * halves + half) + register}" for register in range(4))
+        b = f"b{4 * half + 2 * odd}, b{4 * half + 2 * odd + 1}"
+        lines += [f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{c}}}, {{{a}}}, {{{b}}}, {{{c}}};"]
+    return lines
+
+
+WALK = (walk, ring_bytes, _look_ahead, _copy, _open, _pair, _decode, _multiply)
+"""What it is made of."""

@@ -1,0 +1,56 @@
+"""An unstructured layer of few rows is multiplied by a bitmap, kept under the promise that the weight stays.
+
+The weight's bytes are the time of such a layer. A copy of a bit a place and of the values, in the order in which a
+kernel decodes them, is fewer bytes than columns are. Products of more rows in the same graph take the layer's own.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+import sparsecomp.ops.sparse.bitmap_linear  # noqa: F401  (registers the operator)
+from sparsecomp.lowering.sparse.bitmap_linear import BitmapChunks, longest_chunk, stream_bytes
+from sparsecomp.passes.cost.bitmap_linear import decide
+from sparsecomp.passes.cost.decision import Decision
+from sparsecomp.passes.cost.sparse import Product, beside_the_layer
+from sparsecomp.passes.engine.constants import promised_nodes
+from sparsecomp.passes.engine.rule import Plan, call
+from sparsecomp.passes.sparse.chain import Chain
+from sparsecomp.reference.patterns import Layout
+
+_BITMAP = torch.ops.sparsecomp.bitmap_linear.default
+
+
+def bitmap_plan(
+    chain: Chain, product: Product, rivals: Decision, pattern: Sequence[fx.Node], layout: Layout,
+    kept: Sequence[Tensor],
+) -> Plan | None:  # fmt: skip
+    """The layer by a bitmap, where that is faster than what was decided without.
+
+    Args:
+        pattern: nodes of the index arrays of its layout.
+        kept: what values and index arrays hold, and are promised to hold.
+    """
+    if chain.flip or layout.format not in ("csr", "narrow") or decide(product, rivals) is None:
+        return None
+    longest = longest_chunk(kept[1:], layout)
+    decision = decide(product, rivals, longest)
+    if decision is None:
+        return None
+    node, size = chain.nodes[-1], stream_bytes(product.m, product.k, product.stored) / 2**20
+    reason = (
+        f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}; a bitmap with the values "
+        f"is kept, {size:.3g} MiB, under the promise that the weight stays"
+    )
+
+    def build() -> dict[fx.Node, fx.Node]:
+        names = [f"`{getattr(one, 'target', one)}`" for one in (chain.sparse, *pattern)]
+        make = BitmapChunks(layout.written(), longest)
+        stream, chunks = promised_nodes(node, make, 2, (chain.sparse, *pattern), kept, names)
+        return {node: call(
+            node.graph, node, _BITMAP, chain.dense, chain.sparse, list(pattern), layout.written(), stream, chunks,
+            longest, chain.bias, chain.residual, chain.activation,
+        )}  # fmt: skip
+
+    return Plan(build, reason, "bitmap copy", "", chain.dead, beside_the_layer(product, decision))

@@ -1,0 +1,374 @@
+"""Layers of few rows by a bitmap: how it lies, what a warp does with it, and when the compiler takes it."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_kernel import compile_in_subprocess
+from kernel_devices import graph_of, needs_triton
+from ptx_warp import LANES, Warp
+from rewriting import rewritten_for
+from torch import Tensor, nn
+
+import sparsecomp
+from sparsecomp.errors import FormatError
+from sparsecomp.formats import CSR, NARROW, SparseMatrix
+from sparsecomp.lowering.tuning.ceilings import target_named
+from sparsecomp.nn import SparseLinear
+from sparsecomp.passes.cost.decision import Decision
+from sparsecomp.passes.cost.sparse import Product
+from sparsecomp.reference.patterns import Layout, stored_by_rows
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DTYPES = (torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def pruned(rows: int, cols: int, zeros: float = 0.7, dtype: torch.dtype = torch.float16) -> Tensor:
+    """A weight with this share of zeros."""
+    random = torch.Generator().manual_seed(rows + cols)
+    kept = torch.rand(rows, cols, generator=random) >= zeros
+    return (torch.randn(rows, cols, generator=random) * kept).to(dtype)
+
+
+def packed(matrix: SparseMatrix, longest: int = 0) -> tuple[Tensor, Tensor, int]:
+    """Stream, chunks and the longest chunk."""
+    from sparsecomp.lowering.sparse.bitmap_linear import BitmapChunks, longest_chunk
+
+    values, arrays, layout = stored_by_rows(matrix)
+    longest = longest or longest_chunk(arrays, layout)
+    return *BitmapChunks(layout.written(), longest)(values, *arrays), longest
+
+
+@needs_triton
+def test_a_chunk_by_hand():
+    weight = torch.zeros(17, 136).half()
+    weight[1, 8] = 1.0  # lane 4 · 1 + 1, first tile, bit 0
+    weight[9, 9] = 2.0  # the same lane, row g + 8: bit 3
+    weight[1, 10] = 3.0  # the third column: bit 4
+    weight[1, 45] = 4.0  # lane 4 + 1, pair 1, second tile: tile 3, bit 1
+    weight[0, 24] = 5.0  # lane 3
+    weight[16, 135] = 6.0  # second strip and turn: lane 0, pair 0, second tile, bit 5
+    for kind in (CSR, NARROW):
+        stream, chunks, longest = packed(kind.from_dense(weight))
+        assert chunks.shape == (2, 2, 2, 2) and chunks.dtype is torch.int32 and longest == 320 + 10
+        assert torch.equal(chunks[0], chunks[1])
+        assert chunks[0, :, :, 1].tolist() == [[336, 320], [320, 336]]
+        assert chunks[0, :, :, 0].flatten().tolist() == [0, 21, 41, 61]
+        assert stream[:64].view(torch.int16).tolist() == [0] * 4 + [1] * 2 + [5] * 26
+        bits = stream[64:320].view(32, 8)
+        assert bits[5].tolist() == [0b11001, 0, 0, 0b10, 0, 0, 0, 0] and bits[3, 0] == 1 and bits.count_nonzero() == 3
+        assert stream[320:330].view(torch.float16).tolist() == [5.0, 1.0, 2.0, 3.0, 4.0]
+        last = stream[61 * 16 :]
+        assert last[64:320].view(32, 8)[0].tolist() == [0, 32, 0, 0, 0, 0, 0, 0]
+        assert last[320:322].view(torch.float16) == 6.0
+
+
+@needs_triton
+@pytest.mark.parametrize("zeros", [0.0, 0.5, 0.9, 1.0])
+def test_a_weight_comes_back(zeros):
+    from sparsecomp.lowering.sparse.bitmap_linear import unpacked
+
+    weight = pruned(37, 600, zeros)
+    matrix = CSR.from_dense(weight)
+    stream, chunks, _ = packed(matrix)
+    row, column, values = unpacked(stream, chunks, (37, 600), torch.float16)
+    assert torch.equal(CSR.from_dense(torch.zeros(37, 600).half().index_put((row, column), values)).col, matrix.col)
+    assert torch.equal(torch.zeros(37, 600).half().index_put((row, column), values), weight)
+
+
+@needs_triton
+def test_the_pattern_decides_what_is_stored():
+    """A zero that is stored is a value, and of other values in the same places the rest stays."""
+    matrix = CSR.from_dense(pruned(20, 256))
+    matrix.values[::3] = 0.0
+    stream, chunks, _ = packed(matrix)
+    other, others, _ = packed(CSR(matrix.crow, matrix.col, matrix.values + 1.0, matrix.shape))
+    assert stream.shape == other.shape and torch.equal(chunks, others)
+    assert torch.equal(stream[:320], other[:320]) and not torch.equal(stream, other)
+
+
+@needs_triton
+def test_chunks_that_are_too_long_are_not_copied():
+    matrix = CSR.from_dense(pruned(33, 256))
+    stream, chunks, longest = packed(matrix)
+    again, moved, _ = packed(matrix, longest - 64)
+    assert torch.equal(again, stream) and torch.equal(moved[1], chunks[1])
+    assert (moved[0] == torch.tensor([(stream.numel() - 320) // 16, 320])).all()
+    assert not stream[-320:].any()
+
+
+def walked(weight: Tensor, x: Tensor, warps: int, depth: int, strips: int) -> np.ndarray:
+    """weight @ x.mT (m, n) by the PTX of the kernel."""
+    from sparsecomp.lowering.sparse.bitmap_linear import CHUNK
+    from sparsecomp.lowering.sparse.kernels.bitmap_walk import ring_bytes, walk
+
+    stream, chunks, longest = packed(CSR.from_dense(weight))
+    (m, k), n, slot, halves = weight.shape, x.shape[0], -(-longest // 16) * 16, -(-x.shape[0] // 8)
+    all_strips, turns, sums = -(-m // 16), -(-k // CHUNK), 4 * strips * halves
+    text = walk("float16", warps, depth, strips, halves, slot, k % CHUNK == 0)
+    found = np.zeros((16 * (all_strips + strips), 8 * halves))
+    for block, number in itertools.product(range(-(-all_strips // strips)), range(warps)):
+        tensors = [one.numpy() for one in (stream, chunks[0].contiguous(), x)]
+        numbers = (1 << 40, 2 << 40, 3 << 40, block * strips, all_strips - 1, turns, k, n)
+        operands = {f"${sums * (1 + place)}": value for place, value in enumerate(numbers)}
+        given = Warp(tensors, ring_bytes(warps, depth, strips, slot), number).run(text, operands)
+        for strip, half, register in itertools.product(range(strips), range(halves), range(4)):
+            rows = 16 * (block * strips + strip) + LANES // 4 + 8 * (register // 2)
+            value = given[f"${4 * (strip * halves + half) + register}"]
+            found[rows, 8 * half + 2 * (LANES % 4) + register % 2] += value
+    assert not found[:, n:].any()
+    return found[:m, :n]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("size", "rows", "zeros", "warps", "depth", "strips"),
+    [((37, 512), 3, 0.5, 2, 2, 1), ((33, 648), 11, 0.7, 2, 3, 2), ((16, 256), 16, 0.0, 1, 2, 1),
+     ((20, 64), 1, 0.98, 2, 2, 1), ((16, 1408), 1, 0.9, 1, 4, 2)],
+)  # fmt: skip
+def test_what_a_warp_does_is_the_product(size, rows, zeros, warps, depth, strips):
+    weight, x = pruned(*size, zeros), torch.randn(rows, size[1], generator=torch.Generator().manual_seed(rows)).half()
+    exact = weight.double().numpy() @ x.double().numpy().T
+    found = walked(weight, x, warps, depth, strips)
+    assert np.linalg.norm(found - exact) <= 1e-6 * np.linalg.norm(exact)
+
+
+def product(matrix: SparseMatrix, x: Tensor, longest: int = 0, **finish) -> dict[str, Tensor]:
+    """x @ matrix.T by the kernel on a GPU, in a configuration of each number of strips and of warps."""
+    from sparsecomp.lowering.cache.signature import device_of
+    from sparsecomp.lowering.launch.epilogue import output_of
+    from sparsecomp.lowering.sparse.bitmap_linear import BITMAP_LINEAR, BitmapLinear
+
+    device = torch.device("cuda", 0)
+    stream, chunks, longest = packed(matrix.to_device(device), longest)
+    (n, k), m, x = x.shape, matrix.shape[0], x.to(device)
+    bias, residual = (None if one is None else one.to(device) for one in map(finish.get, ("bias", "residual")))
+    residual = None if residual is None else residual.mT
+    out = torch.empty(n, m, dtype=x.dtype, device=device).mT
+    described = output_of(out, bias, "row", residual, finish.get("activation", "none"), 1.0)
+    problem = BitmapLinear(m, k, n, matrix.values.numel(), longest, str(x.dtype)[6:], described)
+    found: dict[str, Tensor] = {}
+    for one in BITMAP_LINEAR.candidates(problem, device_of(device)):
+        kind = f"{one.config['STRIPS']} strips, {one.config['warps']} warps"
+        if kind not in found:
+            out.fill_(math.nan)
+            one.template.prepare(problem, one.config)(stream, chunks, x, bias, residual, out)
+            found[kind] = out.mT.cpu().clone()
+    assert found
+    return found
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 5, 8, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("size", "activation"), [((37, 1024), "none"), ((1, 8), "relu"), ((20, 1104), "gelu"), ((65, 4096), "silu")]
+)  # fmt: skip
+def test_kernels_are_the_dense_layer(rows, dtype, size, activation):
+    weight, random = pruned(*size, 0.6, dtype), torch.Generator().manual_seed(rows)
+    x, residual = (torch.randn(rows, n, generator=random).to(dtype) for n in size[::-1])
+    bias = torch.randn(size[0], generator=random).to(dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
+    exact = exact if activation == "none" else getattr(F, activation)(exact)
+    found = product(CSR.from_dense(weight), x, bias=bias, residual=residual, activation=activation)
+    for name, one in found.items():
+        assert (one.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm(), name
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 9])
+def test_nothing_is_multiplied_where_nothing_is_stored(rows):
+    """An infinite or missing input reaches the rows that store something there, and no others."""
+    weight = pruned(40, 1104)
+    x = torch.randn(rows, 1104, generator=torch.Generator().manual_seed(1)).half()
+    x[0, 7], x[-1, 1050], x[-1, 0] = math.inf, math.nan, -math.inf
+    exact = torch.where(weight != 0, x.double()[:, None] * weight.double(), 0.0).sum(-1)
+    assert exact.isnan().any() and exact.isfinite().any()
+    for name, found in product(CSR.from_dense(weight), x).items():
+        torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=5e-2, equal_nan=True, msg=name)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_weight_whose_chunks_are_too_long_is_multiplied_all_the_same():
+    weight, x = pruned(40, 1104, 0.2), torch.randn(3, 1104, generator=torch.Generator().manual_seed(1)).half()
+    exact = x.double() @ weight.double().mT
+    for name, found in product(CSR.from_dense(weight), x, longest=1024).items():
+        assert (found.double() - exact).norm() <= 1e-3 * exact.norm(), name
+
+
+@pytest.mark.slow(reason="compiles in a process of its own")
+def test_the_kernel_compiles_for_a_gpu_that_is_not_there():
+    """As it relies on: its rings begin where shared memory does, and no register is spilled."""
+    printed = compile_in_subprocess(
+        """
+        import re
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, HEAD, TILES, UNIT
+        from sparsecomp.lowering.sparse.kernels.bitmap_tiles import bitmap_tiles_kernel
+        from sparsecomp.lowering.sparse.kernels.bitmap_walk import ring_bytes
+
+        numbers = "M N K strips turns out_b out_m out_n res_b res_m res_n".split()
+        cases = (("float16", 1, 1, 4, True), ("bfloat16", 2, 2, 2, False), ("float16", 1, 2, 8, True))
+        for dtype, strips, halves, warps, whole in cases:
+            kind = {"float16": "*fp16", "bfloat16": "*bf16"}[dtype]
+            types = dict.fromkeys(numbers, "i32") | dict.fromkeys("x_ptr bias_ptr residual_ptr out_ptr".split(), kind)
+            types |= dict(stream_ptr="*u8", chunks_ptr="*i32", scale="fp32")
+            constants = dict(
+                BIAS_ROWS=True, ACTIVATION="silu", DTYPE=dtype, TILES=TILES, CHUNK=CHUNK, HEAD=HEAD, UNIT=UNIT,
+                SLOT=1920, WHOLE=whole, HALVES=halves, STRIPS=strips, DEPTH=2, num_warps=warps)
+            built = build(bitmap_tiles_kernel, types, constants, 90, GluonASTSource, ("K", "M", "out_n"),
+                          num_warps=warps, maxnreg=64 * strips)
+            ptx, rings = built.asm["ptx"], ring_bytes(warps, 2, strips, 1920)
+            assert ptx.count("mma.sync") == TILES * strips * halves and ptx.count("cp.async.bulk") == 3 * strips
+            assert built.metadata.shared >= -(-rings // 128) * 128 + 128
+            before = ptx[: ptx.index("mbarrier.init")]
+            (at,) = {int(one) for one in re.findall(r"(?:stmatrix|st\\.shared).*?\\[%r\\d+(?:\\+(\\d+))?\\]", before)}
+            print(at - rings)
+        """
+    )
+    # the store that keeps the rings is the line behind them
+    assert all(0 <= int(line) < 128 for line in printed.split())
+
+
+class Block(nn.Module):
+    """An unstructured layer and what is fused behind it."""
+
+    def __init__(self, rows: int, cols: int, kind: type[SparseMatrix] = CSR, zeros: float = 0.7) -> None:
+        super().__init__()
+        weight = kind.from_dense(pruned(rows, cols, zeros))
+        self.layer = SparseLinear(weight, torch.randn(rows).half(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.layer(x))
+
+    def exact(self, x: Tensor) -> Tensor:
+        """In float64."""
+        assert self.layer.bias is not None
+        return F.silu(F.linear(x.double(), self.layer.weight.detach().to_dense().double(), self.layer.bias.double()))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "rows", "frozen", "found"),
+    [(CSR, (2,), True, True), (NARROW, (2, 4), True, True), (CSR, (1,), False, False)],
+)  # fmt: skip
+def test_a_layer_that_is_promised_to_stay_is_multiplied_by_a_bitmap(monkeypatch, kind, rows, frozen, found):
+    """As for an H200, run op by op on a CPU; the layer is too small for the estimate."""
+    from sparsecomp.passes.sparse import bitmap
+
+    always = Decision("bitmap_tiles", "asked for", {"bitmap_tiles": 1e-9, "dense": 1e-3})
+    monkeypatch.setattr(bitmap, "decide", lambda *operands: always)
+    torch.manual_seed(0)
+    model, x = Block(100, 264, kind), torch.randn(*rows, 264).half()
+    out, report, code = rewritten_for("h200", model, x, frozen=frozen)
+    (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
+    assert ("bitmap_linear" in code) == (site.implementation == "bitmap copy") == found
+    assert ("a bitmap with the values is kept, 0.0224 MiB" in site.reason) == found
+    exact = model.exact(x)
+    assert out.shape == exact.shape and (out - exact).norm() <= 1e-3 * exact.norm()
+
+
+MEASURED = {
+    (11008, 4096, 0.5, 1): 26.2, (11008, 4096, 0.7, 1): 19.8, (11008, 4096, 0.7, 8): 22.2, (11008, 4096, 0.7, 16): 28.9,
+    (11008, 4096, 0.9, 1): 17.8, (11008, 4096, 0.9, 16): 23.9, (4096, 11008, 0.5, 1): 25.8, (4096, 11008, 0.7, 2): 21.5,
+    (4096, 11008, 0.8, 16): 28.0, (4096, 11008, 0.9, 8): 19.3, (28672, 8192, 0.5, 1): 105.7,
+    (28672, 8192, 0.7, 1): 82.3, (28672, 8192, 0.7, 16): 106.1, (28672, 8192, 0.9, 8): 71.2,
+    (28672, 8192, 0.9, 16): 89.0,
+}  # fmt: skip
+"""Microseconds in the usual configuration, by features out and in, zeros and rows: an H200, float16."""
+
+
+@needs_triton
+@pytest.mark.parametrize("case", MEASURED)
+def test_the_estimate_is_what_was_measured(case):
+    from sparsecomp.passes.cost.bitmap_linear import decide as by_bitmap
+
+    m, k, zeros, rows = case
+    product = Product(
+        torch.device("cuda"), Layout("csr", (1, 1), (m, k)), rows, 1, round(m * k * (1 - zeros)), torch.float16, True,
+        False, False, "none", "", constant=True, target=target_named("h200"),
+    )  # fmt: skip
+    decision = by_bitmap(product, Decision("dense", "", {"dense": 2e-6 * MEASURED[case]}))
+    assert decision is not None and decision.implementation == "bitmap_tiles"
+    assert 0.87 < decision.seconds["bitmap_tiles"] / MEASURED[case] * 1e6 < 1.15
+    for changes in ({"n": 17}, {"dtype": torch.float32}, {"trained": True}):
+        assert by_bitmap(product._replace(**changes), Decision("dense", "", {"dense": 1.0})) is None
+    assert by_bitmap(product, Decision("dense", "", {"dense": 0.8e-6 * MEASURED[case]})) is None
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 4, 16, 40])
+def test_in_a_cuda_graph(rows):
+    from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
+
+    weight, x = pruned(1000, 2504), torch.randn(rows, 2504).half().cuda()
+    values, arrays, layout = stored_by_rows(CSR.from_dense(weight.cuda()))
+    operands = packed(CSR.from_dense(weight.cuda()))
+    graph, result = graph_of(lambda: bitmap_linear(x, values, list(arrays), layout.written(), *operands))
+    x.copy_(x.roll(1, 1))
+    graph.replay()
+    torch.cuda.synchronize()
+    exact = F.linear(x.double(), weight.cuda().double())
+    assert (result - exact).norm() <= 1e-3 * exact.norm()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", [CSR, NARROW])
+def test_compiled_layers_follow_their_weights(kind):
+    torch.compiler.reset()
+    model = Block(8192, 4096, kind).cuda()
+    compiled = torch.compile(model, backend="sparsecomp", options={"frozen": True, "mode": "reduce-overhead"})
+    with torch.no_grad():
+        for step in range(4):
+            x = torch.randn(2, 4096, device="cuda").half()
+            exact = model.exact(x)
+            assert (compiled(x) - exact).norm() <= 2e-3 * exact.norm()
+            if step == 1:
+                model.layer.values.mul_(2)
+            if step == 2 and kind is CSR:  # another pattern, written into the same memory, with a chunk that is longer
+                col = model.layer.col.view(-1)
+                first = model.layer.crow[:33].tolist()
+                for begin, end in zip(first, first[1:], strict=False):
+                    col[begin:end] = torch.arange(end - begin, device="cuda")
+    report = sparsecomp.last_report()
+    assert report is not None
+    (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
+    assert site.implementation == "bitmap copy"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize("shape", [(3, 64), (2, 2, 64), (40, 64), (0, 64)])
+@needs_triton
+def test_the_operator_takes_any_rows(device, shape):
+    from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
+
+    weight = pruned(20, 64)
+    values, arrays, layout = stored_by_rows(CSR.from_dense(weight).to_device(device))
+    x, residual, bias = torch.randn(shape).half(), torch.randn(*shape[:-1], 20).half(), torch.randn(20).half()
+    given, operands = [one.to(device) for one in (x, bias, residual)], packed(CSR.from_dense(weight).to_device(device))
+    found = bitmap_linear(
+        given[0], values, list(arrays), layout.written(), *operands, *given[1:], activation="relu"
+    ).cpu()  # fmt: skip
+    exact = F.relu(F.linear(x.double(), weight.double(), bias.double()) + residual.double())
+    assert found.shape == exact.shape and (found - exact).norm() <= 1e-3 * exact.norm()
+
+
+@needs_triton
+def test_operands_that_do_not_belong_together_are_refused():
+    from sparsecomp.lowering.sparse.bitmap_linear import launch_bitmap_linear
+
+    stream, chunks, longest = packed(CSR.from_dense(pruned(20, 64)))
+    x, nnz = torch.zeros(1, 64).half(), int((pruned(20, 64) != 0).sum())
+    for one, other, many in ((stream[16:], chunks, nnz), (stream, chunks[:, :1], nnz), (stream, chunks, nnz + 99)):
+        with pytest.raises(FormatError, match="is none of"):
+            launch_bitmap_linear(x, one, other, 20, many, longest, None, None, "none")
