@@ -138,7 +138,7 @@ def test_what_a_warp_does_is_the_product(size, rows, zeros, warps, depth, strips
 
 
 def product(matrix: SparseMatrix, x: Tensor, longest: int = 0, **finish) -> dict[str, Tensor]:
-    """x @ matrix.T by the kernel on a GPU, in a configuration of each number of strips and of warps."""
+    """x @ matrix.T by the kernel on a GPU, in the usual configuration and in one of two strips."""
     from sparsecomp.lowering.cache.signature import device_of
     from sparsecomp.lowering.launch.epilogue import output_of
     from sparsecomp.lowering.sparse.bitmap_linear import BITMAP_LINEAR, BitmapLinear
@@ -153,7 +153,7 @@ def product(matrix: SparseMatrix, x: Tensor, longest: int = 0, **finish) -> dict
     problem = BitmapLinear(m, k, n, matrix.values.numel(), longest, str(x.dtype)[6:], described)
     found: dict[str, Tensor] = {}
     for one in BITMAP_LINEAR.candidates(problem, device_of(device)):
-        kind = f"{one.config['STRIPS']} strips, {one.config['warps']} warps"
+        kind = f"{one.config['STRIPS']} strips"
         if kind not in found:
             out.fill_(math.nan)
             one.template.prepare(problem, one.config)(stream, chunks, x, bias, residual, out)
@@ -164,7 +164,7 @@ def product(matrix: SparseMatrix, x: Tensor, longest: int = 0, **finish) -> dict
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("rows", [1, 5, 8, 16])
+@pytest.mark.parametrize("rows", [1, 8, 13])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("size", "activation"), [((37, 1024), "none"), ((1, 8), "relu"), ((20, 1104), "gelu"), ((65, 4096), "silu")]
