@@ -202,8 +202,8 @@ def by_a_bitmap(device: str) -> None:
         for rows, dtype in ((1, torch.float16), (11, torch.bfloat16)):
             weight = torch.randn(37, 408, device=device, dtype=dtype) * (torch.rand(37, 408, device=device) < 0.3)
             values, arrays, layout = stored_by_rows(CSR.from_dense(weight))
-            longest = longest_chunk(arrays, layout)
-            copy = *BitmapChunks(layout.written(), longest)(values, *arrays), longest
+            grain, longest = 1 + (rows > 1), longest_chunk(arrays, layout, 1 + (rows > 1))
+            copy = *BitmapChunks(layout.written(), grain, longest)(values, *arrays), grain, longest
             x = torch.randn(rows, 408, device=device, dtype=dtype)
             bitmap_linear(x, values, list(arrays), layout.written(), *copy, x[0, :37].clone(), x[:, :37].clone())
 

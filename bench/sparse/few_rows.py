@@ -35,7 +35,8 @@ SIZES = ((11008, 4096), (4096, 11008), (28672, 8192))
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 ZEROS = (0.5, 0.7, 0.8, 0.9)
 FORMATS: tuple[type[SparseMatrix], ...] = (NARROW,)
-BITMAP = "bitmap"
+BITMAPS = {"bitmap": 1, "bitmap of twos": 2}
+"""Copies that a compiler keeps under the promise, or could, by how many neighbours share a bit."""
 _ROTATED = 2e8
 """Bytes of weights that take turns, several times what the L2 cache holds."""
 _FOUND = 6
@@ -85,8 +86,8 @@ def _row(case: Case, weights: dict[str, SparseMatrix]) -> dict[str, Any]:
     for name, weight in weights.items():
         row["MiB"][name] = round(weight.nbytes / 2**20, 1)
         guarded(row, name, partial(_time_format, row, name, weight, x, exact))
-    if case.rows <= MOST:
-        guarded(row, BITMAP, partial(_time_bitmap, row, weights["NARROW"], x, exact))
+    for name, grain in BITMAPS.items() if case.rows <= MOST else ():
+        guarded(row, name, partial(_time_bitmap, row, name, grain, weights["NARROW"], x, exact))
     return row
 
 
@@ -98,16 +99,19 @@ def _time_format(row: dict[str, Any], name: str, weight: SparseMatrix, x: Tensor
     _note(row, name, calls, exact)
 
 
-def _time_bitmap(row: dict[str, Any], weight: SparseMatrix, x: Tensor, exact: Tensor) -> None:
+def _time_bitmap(
+    row: dict[str, Any], name: str, grain: int, weight: SparseMatrix, x: Tensor, exact: Tensor
+) -> None:  # fmt: skip
     """By the copy that a compiler keeps under the promise."""
     values, arrays, layout = stored_by_rows(weight)
-    longest, written = longest_chunk(arrays, layout), layout.written()
-    stream, chunks = BitmapChunks(written, longest)(values, *arrays)
-    row["MiB"][BITMAP] = round((stream.nbytes + chunks.nbytes) / 2**20, 1)
+    longest, written = longest_chunk(arrays, layout, grain), layout.written()
+    stream, chunks = BitmapChunks(written, grain, longest)(values, *arrays)
+    row["MiB"][name] = round((stream.nbytes + chunks.nbytes) / 2**20, 1)
     calls: list[Callable[[], Tensor]] = [
-        partial(bitmap_linear, x, values, list(arrays), written, one, chunks.clone(), longest) for one in copies(stream)
+        partial(bitmap_linear, x, values, list(arrays), written, one, chunks.clone(), grain, longest)
+        for one in copies(stream)
     ]
-    _note(row, BITMAP, calls, exact)
+    _note(row, name, calls, exact)
 
 
 def _note(row: dict[str, Any], name: str, calls: list[Callable[[], Tensor]], exact: Tensor) -> None:
@@ -137,8 +141,8 @@ def _count(size: int) -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds of cuBLAS, and how many times as fast each format is, and a bitmap."""
-    names = [*(kind.__name__ for kind in FORMATS), BITMAP]
+    """Milliseconds of cuBLAS, and how many times as fast each format is, and bitmaps."""
+    names = [*(kind.__name__ for kind in FORMATS), *BITMAPS]
     formats = [name for name in names if any(name in row["ms"] for row in rows)]
     grid = [["layer", "zeros", "rows", "cuBLAS, ms", *formats]]
     for row in rows:

@@ -48,8 +48,8 @@ TILES = 8
 CHUNK = 16 * TILES
 """Columns of a turn."""
 LANES = 32
-HEAD = 2 * LANES + LANES * TILES
-"""Bytes of a chunk in front of its values: how many values lie before each lane's, and bits of its places."""
+GRAINS = (1, 2)
+"""Neighbours in a row that share a bit: where one of two is stored, both are."""
 UNIT = 16
 """Bytes that chunks are multiples of, as copies want them."""
 _COLUMNS = 8
@@ -62,6 +62,7 @@ class BitmapLinear(NamedTuple):
 
     Attributes:
         nnz: values that are stored.
+        grain: neighbours in a row that share a bit.
         longest: bytes of the longest chunk, or more.
         dtype: of values and x.
         output: the output (m, n) and its epilogue.
@@ -71,6 +72,7 @@ class BitmapLinear(NamedTuple):
     k: int
     n: int
     nnz: int
+    grain: int
     longest: int
     dtype: str
     output: Output
@@ -98,7 +100,7 @@ class BitmapLinear(NamedTuple):
     @property
     def stored_bytes(self) -> int:
         """Of the chunks, and of where they lie."""
-        return stream_bytes(self.m, self.k, self.nnz) + 8 * self.strips * self.turns
+        return stream_bytes(self.m, self.k, self.nnz, self.grain) + 16 * self.strips * self.turns
 
     @property
     def refusal(self) -> str | None:
@@ -112,13 +114,13 @@ class BitmapLinear(NamedTuple):
 
     @classmethod
     def of_layer(
-        cls, m: int, k: int, n: int, nnz: int, longest: int, dtype: torch.dtype, has_bias: bool, has_residual: bool,
-        activation: str,
+        cls, m: int, k: int, n: int, nnz: int, grain: int, longest: int, dtype: torch.dtype, has_bias: bool,
+        has_residual: bool, activation: str,
     ) -> "BitmapLinear":  # fmt: skip
         """The product of a layer whose operands all have this dtype."""
         added = (dtype if has_bias else None, dtype if has_residual else None)
         out = torch.empty(n, m, dtype=dtype, device="meta").mT
-        return cls(m, k, n, nnz, longest, name_of(dtype), described_output(out, "row", *added, activation))
+        return cls(m, k, n, nnz, grain, longest, name_of(dtype), described_output(out, "row", *added, activation))
 
 
 def takes_bitmap(k: int, n: int, dtype: torch.dtype) -> bool:
@@ -126,15 +128,23 @@ def takes_bitmap(k: int, n: int, dtype: torch.dtype) -> bool:
     return dtype in DTYPES and 0 < n <= MOST and k > 0 and k % _COLUMNS == 0
 
 
-def stream_bytes(m: int, k: int, nnz: int) -> int:
+def head_bytes(grain: int) -> int:
+    """Of a chunk in front of its values: how much lies before each lane's, and bits of its places."""
+    return 2 * LANES + LANES * TILES // grain
+
+
+def stream_bytes(m: int, k: int, nnz: int, grain: int) -> int:
     """Bytes that chunks of any weight of these sizes have room in, and one without values."""
-    return -(-(-(-m // STRIP) * -(-k // CHUNK) * (HEAD + UNIT) + 2 * nnz + HEAD) // UNIT) * UNIT
+    chunks, head = -(-m // STRIP) * -(-k // CHUNK), head_bytes(grain)
+    most = min(nnz, chunks * _SIZE // grain)
+    return -(-(chunks * (head + UNIT) + 2 * grain * most + head) // UNIT) * UNIT
 
 
-def longest_chunk(pattern: Sequence[Tensor], layout: Layout) -> int:
+def longest_chunk(pattern: Sequence[Tensor], layout: Layout, grain: int) -> int:
     """Bytes of the longest chunk of a weight with these index arrays; reads it from the device."""
-    places = _places(pattern, layout)
-    return HEAD + 2 * int(_counts(places // _SIZE, _chunks(layout.shape)).max()) if places.numel() else HEAD
+    entry = (_places(pattern, layout) // grain).unique()
+    counts = _counts(entry // (_SIZE // grain), _chunks(layout.shape))
+    return head_bytes(grain) + 2 * grain * int(counts.max())
 
 
 class BitmapChunks(NamedTuple):
@@ -142,11 +152,13 @@ class BitmapChunks(NamedTuple):
 
     Attributes:
         layout: of the arrays, plain and by rows, from `Layout.written`.
+        grain: neighbours in a row that share a bit.
         longest: bytes that a chunk has room in where it is copied to. Where one of another pattern than the promised
             one is longer, none is copied, and the kernel does it slowly.
     """
 
     layout: str
+    grain: int
     longest: int
 
     def __call__(self, values: Tensor, *pattern: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,31 +166,33 @@ class BitmapChunks(NamedTuple):
 
         Returns:
             stream: (bytes,) uint8, of as many bytes as `stream_bytes` says. A chunk begins with 32 int16, how many
-                values lie before each lane's, and eight bytes a lane, a bit for each of its places of each tile, and
-                goes on with values by lane, tile and place. Lane 4 · g + q has of tile 2 · p + h of a turn's eight
-                the rows g and g + 8 and the columns c to c + 3, c = 32 · p + 8 · q + 4 · h: bits 0 and 1 are row g of
-                the first two, 2 and 3 row g + 8, 4 to 7 those of the other two.
+                values lie before each lane's (by twos of them: how many twos), and a bit for each of a lane's places
+                of each tile (or each two), and goes on with values by lane, tile and place. Lane 4 · g + q has of
+                tile 2 · p + h of a turn's eight the rows g and g + 8 and the columns c to c + 3,
+                c = 32 · p + 8 · q + 4 · h: bits 0 and 1 are row g of the first two, 2 and 3 row g + 8, 4 to 7 those
+                of the other two. What is filled in beside a value is 0.0; a zero that is stored is -0.0 then.
             chunks: (2, strips, turns, 2) int32: where each chunk begins, in units of 16 bytes, and how many bytes it
                 has; first as they are copied, then as they are.
         """
-        layout = Layout.read(self.layout)
-        places, order = _places(pattern, layout).sort()
-        chunk, lane = places // _SIZE, places // _OF_LANE
-        count, lanes = _chunks(layout.shape), LANES * _chunks(layout.shape)
-        of_chunk, of_lane = _counts(chunk, count), _counts(lane, lanes).view(-1, LANES)
-        size = (HEAD + 2 * of_chunk + UNIT - 1) // UNIT * UNIT
+        layout, grain, device = Layout.read(self.layout), self.grain, values.device
+        count, head = _chunks(layout.shape), head_bytes(grain)
+        places = _places(pattern, layout)
+        entry, inverse = (places // grain).unique(return_inverse=True)
+        chunk = entry // (_SIZE // grain)
+        of_chunk, of_lane = _counts(chunk, count), _counts(entry // (_OF_LANE // grain), LANES * count).view(-1, LANES)
+        size = (head + 2 * grain * of_chunk + UNIT - 1) // UNIT * UNIT
         begin = size.cumsum(0) - size
-        stream = torch.zeros(stream_bytes(*layout.shape, values.numel()), dtype=torch.uint8, device=values.device)
-        bits = torch.zeros(lanes * TILES, dtype=torch.uint8, device=values.device)
-        bits.index_add_(0, places // 8, (1 << places % 8).to(torch.uint8))
+        stream = torch.zeros(stream_bytes(*layout.shape, values.numel(), grain), dtype=torch.uint8, device=device)
+        bits = torch.zeros(count * _SIZE // grain // 8, dtype=torch.uint8, device=device)
+        bits.index_add_(0, entry // 8, (1 << entry % 8).to(torch.uint8))
         heads = [(of_lane.cumsum(1) - of_lane).to(torch.int16).view(torch.uint8), bits.view(count, -1)]
-        offset = torch.arange(HEAD, device=values.device)
-        stream[(begin[:, None] + offset).flatten()] = torch.cat(heads, 1).flatten()
-        rank = torch.arange(places.numel(), device=values.device) - (of_chunk.cumsum(0) - of_chunk)[chunk]
-        stream.view(values.dtype)[(begin[chunk] + HEAD) // 2 + rank] = values[order]
+        stream[(begin[:, None] + torch.arange(head, device=device)).flatten()] = torch.cat(heads, 1).flatten()
+        rank = torch.arange(entry.numel(), device=device) - (of_chunk.cumsum(0) - of_chunk)[chunk]
+        at = ((begin[chunk] + head) // 2 + grain * rank)[inverse] + places % grain
+        stream.view(values.dtype)[at] = values if grain == 1 else torch.where(values == 0, -0.0, values)
         found = torch.stack([begin // UNIT, size], -1)
         # the last bytes of the stream are a chunk without values
-        empty = torch.tensor([stream.numel() // UNIT - HEAD // UNIT, HEAD], device=values.device)
+        empty = torch.tensor([(stream.numel() - head) // UNIT, head], device=device)
         copied = torch.where(size.max() > -(-self.longest // UNIT) * UNIT, empty, found)
         chunks = torch.stack([copied, found]).to(torch.int32)
         return stream, chunks.view(2, -(-layout.shape[0] // STRIP), -1, 2)
@@ -209,30 +223,30 @@ def _counts(numbers: Tensor, most: int) -> Tensor:
 
 
 def launch_bitmap_linear(
-    x: Tensor, stream: Tensor, chunks: Tensor, m: int, nnz: int, longest: int, bias: Tensor | None,
+    x: Tensor, stream: Tensor, chunks: Tensor, m: int, nnz: int, grain: int, longest: int, bias: Tensor | None,
     residual: Tensor | None, activation: str,
 ) -> Tensor:  # fmt: skip
     """activation(x @ weight.mT + bias + residual), for an x that `takes_bitmap` accepts.
 
     Args:
         x: (n, k), contiguous, of the values' dtype; so is what follows.
-        stream, chunks, longest: of `BitmapChunks`, for a weight (m, k) with so many values.
+        stream, chunks, grain, longest: of `BitmapChunks`, for a weight (m, k) with so many values.
         bias, residual: (m,) and (n, m), of any dtype that kernels take.
 
     Raises:
         FormatError: operands that do not belong together.
     """
     (n, k), needed = x.shape, (2, -(-m // STRIP), -(-x.shape[1] // CHUNK), 2)
-    if chunks.shape != needed or stream.numel() != stream_bytes(m, k, nnz):
+    if chunks.shape != needed or stream.numel() != stream_bytes(m, k, nnz, grain):
         raise FormatError(
             f"a stream of {stream.numel()} bytes in chunks {tuple(chunks.shape)} is none of {nnz} values in {m} rows "
-            f"and {k} columns, needs {stream_bytes(m, k, nnz)} and {needed}"
+            f"and {k} columns, needs {stream_bytes(m, k, nnz, grain)} and {needed}"
         )
     x = x if x.data_ptr() % UNIT == 0 else x.clone()  # a lane reads eight numbers at once; a view may begin anywhere
     out = allocate((n, m), (m, 1), x.dtype, x.device)
     beside = None if residual is None else residual.mT
     described = output_of(out.mT, bias, "row", beside, activation, 1.0)
-    problem = BitmapLinear(m, k, n, nnz, longest, dtype_name(x), described)
+    problem = BitmapLinear(m, k, n, nnz, grain, longest, dtype_name(x), described)
     dispatch.launch(BITMAP_LINEAR, problem, stream, chunks, x, bias, beside, out.mT)
     return out
 
@@ -240,8 +254,8 @@ def launch_bitmap_linear(
 def _signature(problem: BitmapLinear, device: Device) -> KernelSignature:
     p = problem
     return KernelSignature(
-        "bitmap_linear", device, dtypes=(p.dtype, p.output.dtype), accumulator="float32", formats=("bitmap",),
-        layouts=(order_of(p.output.strides, p.n),), epilogue=p.output.text,
+        "bitmap_linear", device, dtypes=(p.dtype, p.output.dtype), accumulator="float32",
+        formats=(f"bitmap {p.grain}",), layouts=(order_of(p.output.strides, p.n),), epilogue=p.output.text,
         sizes=(("m", p.m), ("k", p.k), ("n", p.n)), parameters=(("slot", p.slot),),
         density=p.density, rows=row_lengths(p.nnz, p.m, 0.0),
     )  # fmt: skip
@@ -252,13 +266,15 @@ def _representative(signature: KernelSignature) -> BitmapLinear:
     m, k, entries, _ = sizes_and_entries(signature, "m", "k")
     output = output_from_text(signature.epilogue, signature.dtypes[1], strides_from(signature.layouts[0], m, n))
     k = -(-k // _COLUMNS) * _COLUMNS
-    return BitmapLinear(m, k, n, entries, int(signature.parameters[0][1]), signature.dtypes[0], output)
+    grain, slot = int(signature.formats[0].split()[1]), int(signature.parameters[0][1])
+    return BitmapLinear(m, k, n, entries, grain, slot, signature.dtypes[0], output)
 
 
-def random_longest(m: int, k: int, nnz: int) -> int:
+def random_longest(m: int, k: int, nnz: int, grain: int) -> int:
     """Bytes that hold each chunk of a weight whose values lie at random places: six deviations above the mean."""
-    share = density_of(nnz, m, k)
-    return HEAD + 2 * min(_SIZE, int(_SIZE * share + 6 * (_SIZE * share * (1 - share)) ** 0.5) + 1)
+    share, places = 1 - (1 - density_of(nnz, m, k)) ** grain, _SIZE // grain
+    most = min(places, int(places * share + 6 * (places * share * (1 - share)) ** 0.5) + 1)
+    return head_bytes(grain) + 2 * grain * most
 
 
 def _operands(problem: BitmapLinear, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
@@ -266,7 +282,7 @@ def _operands(problem: BitmapLinear, device: torch.device, seed: int) -> tuple[T
     pattern = random_pattern(p.m, p.k, p.nnz, 0, "int32", random)
     values = random_tensor((p.nnz,), (1,), p.dtype, random)
     layout = Layout("csr", (1, 1), (p.m, p.k)).written()
-    packed = BitmapChunks(layout, p.longest)(values, pattern.crow, pattern.col)
+    packed = BitmapChunks(layout, p.grain, p.longest)(values, pattern.crow, pattern.col)
     x = random_tensor((p.n, p.k), (p.k, 1), p.dtype, random)
     bias, residual, out = random_operands(p.output, (1, p.m, p.n), random)
     return *packed, x, bias, residual if residual is None else residual[0], out[0]
@@ -275,22 +291,30 @@ def _operands(problem: BitmapLinear, device: torch.device, seed: int) -> tuple[T
 def _reference(problem: BitmapLinear, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     stream, chunks, x, bias, residual, _ = operands
     assert stream is not None and chunks is not None and x is not None
-    row, column, values = unpacked(stream, chunks, (problem.m, problem.k), x.dtype)
+    row, column, values = unpacked(stream, chunks, (problem.m, problem.k), problem.grain, x.dtype)
     product = gather_product(row, column, values[None], x.mT[None], problem.m)[0]
     return (finished(problem.output, product, bias, residual),)
 
 
-def unpacked(stream: Tensor, chunks: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def unpacked(
+    stream: Tensor, chunks: Tensor, shape: tuple[int, int], grain: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Row, column (int64) and number of each value, in the order of the stream."""
-    begin, turns = UNIT * chunks[1].reshape(-1, 2)[:, 0].long(), -(-shape[1] // CHUNK)
-    octets = stream[(begin[:, None] + 2 * LANES + torch.arange(LANES * TILES, device=stream.device)).flatten()]
-    stored = (octets[:, None] >> torch.arange(8, device=stream.device, dtype=torch.uint8) & 1).flatten().nonzero()[:, 0]
-    chunk, lane, tile, place = stored // _SIZE, stored // _OF_LANE % LANES, stored // 8 % TILES, stored % 8
+    begin, turns, device = UNIT * chunks[1].reshape(-1, 2)[:, 0].long(), -(-shape[1] // CHUNK), stream.device
+    octets = stream[(begin[:, None] + torch.arange(2 * LANES, head_bytes(grain), device=device)).flatten()]
+    entry = (octets[:, None] >> torch.arange(8, device=device, dtype=torch.uint8) & 1).flatten().nonzero()[:, 0]
+    chunk = entry // (_SIZE // grain)
+    counts = _counts(chunk, begin.numel())
+    rank = torch.arange(entry.numel(), device=device) - (counts.cumsum(0) - counts)[chunk]
+    side = torch.arange(grain, device=device)
+    places = (grain * entry[:, None] + side).flatten()
+    at = (((begin[chunk] + head_bytes(grain)) // 2 + grain * rank)[:, None] + side).flatten()
+    chunk, lane, tile, place = places // _SIZE, places // _OF_LANE % LANES, places // 8 % TILES, places % 8
     row = chunk // turns * STRIP + place // 2 % 2 * 8 + lane // 4
     column = chunk % turns * CHUNK + tile // 2 * 32 + lane % 4 * 8 + tile % 2 * 4 + place // 4 * 2 + place % 2
-    counts = _counts(chunk, begin.numel())
-    rank = torch.arange(stored.numel(), device=stream.device) - (counts.cumsum(0) - counts)[chunk]
-    return row, column, stream.view(dtype)[(begin[chunk] + HEAD) // 2 + rank]
+    values = stream.view(dtype)[at]
+    stored = torch.ones_like(values, dtype=torch.bool) if grain == 1 else values.view(torch.int16) != 0
+    return row[stored], column[stored], values[stored]
 
 
 BITMAP_LINEAR = Operation(

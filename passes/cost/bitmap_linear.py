@@ -5,6 +5,9 @@ from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, fastest_candidate
 
+GRAIN = 1
+"""Neighbours in a row that share a bit. Two are more bytes and fewer instructions, and not measured yet."""
+
 
 def decide(product: Product, rivals: Decision, longest: int | None = None) -> Decision | None:
     """The faster way by estimate, if that is by a bitmap.
@@ -20,8 +23,10 @@ def decide(product: Product, rivals: Decision, longest: int | None = None) -> De
     if p.device.type != "cuda" or not takes_bitmap(p.k, p.n, p.dtype):
         return None
     device, card = p.target or target_of(p.device)
-    longest = random_longest(p.m, p.k, p.stored) if longest is None else longest
-    problem = BitmapLinear.of_layer(p.m, p.k, p.n, p.stored, longest, p.dtype, p.bias, p.residual, p.activation)
+    longest = random_longest(p.m, p.k, p.stored, GRAIN) if longest is None else longest
+    problem = BitmapLinear.of_layer(
+        p.m, p.k, p.n, p.stored, GRAIN, longest, p.dtype, p.bias, p.residual, p.activation
+    )  # fmt: skip
     time, kernel = fastest_candidate(BITMAP_LINEAR.candidates(problem, device), problem, p, card)
     if not kernel:
         return None

@@ -34,13 +34,13 @@ def pruned(rows: int, cols: int, zeros: float = 0.7, dtype: torch.dtype = torch.
     return (torch.randn(rows, cols, generator=random) * kept).to(dtype)
 
 
-def packed(matrix: SparseMatrix, longest: int = 0) -> tuple[Tensor, Tensor, int]:
-    """Stream, chunks and the longest chunk."""
+def packed(matrix: SparseMatrix, grain: int = 1, longest: int = 0) -> tuple[Tensor, Tensor, int, int]:
+    """Stream, chunks, grain and the longest chunk."""
     from sparsecomp.lowering.sparse.bitmap_linear import BitmapChunks, longest_chunk
 
     values, arrays, layout = stored_by_rows(matrix)
-    longest = longest or longest_chunk(arrays, layout)
-    return *BitmapChunks(layout.written(), longest)(values, *arrays), longest
+    longest = longest or longest_chunk(arrays, layout, grain)
+    return *BitmapChunks(layout.written(), grain, longest)(values, *arrays), grain, longest
 
 
 @needs_triton
@@ -53,7 +53,7 @@ def test_a_chunk_by_hand():
     weight[0, 24] = 5.0  # lane 3
     weight[16, 135] = 6.0  # second strip and turn: lane 0, pair 0, second tile, bit 5
     for kind in (CSR, NARROW):
-        stream, chunks, longest = packed(kind.from_dense(weight))
+        stream, chunks, _, longest = packed(kind.from_dense(weight))
         assert chunks.shape == (2, 2, 2, 2) and chunks.dtype is torch.int32 and longest == 320 + 10
         assert torch.equal(chunks[0], chunks[1])
         assert chunks[0, :, :, 1].tolist() == [[336, 320], [320, 336]]
@@ -68,16 +68,33 @@ def test_a_chunk_by_hand():
 
 
 @needs_triton
+def test_a_chunk_of_twos_by_hand():
+    weight = torch.zeros(9, 128).half()
+    weight[1, 9] = 1.0  # lane 4 · 1 + 1, first tile, bit 0
+    weight[8, 8], weight[8, 9] = 2.0, 3.0  # lane 1, row g + 8: bit 1
+    weight[1, 47] = 4.0  # lane 4 + 1, pair 1, second tile: tile 3, bit 2
+    stream, chunks, _, longest = packed(CSR.from_dense(weight), 2)
+    assert longest == 192 + 12 and chunks.tolist() == 2 * [[[[0, 208]]]]
+    assert stream[:64].view(torch.int16).tolist() == [0] * 2 + [1] * 4 + [3] * 26
+    words = stream[64:192].view(torch.int32)
+    assert words[1] == 2 and words[5] == 1 + (1 << 4 * 3 + 2) and words.count_nonzero() == 2
+    assert stream[192:204].view(torch.float16).tolist() == [2.0, 3.0, 0.0, 1.0, 0.0, 4.0]
+
+
+@needs_triton
+@pytest.mark.parametrize("grain", [1, 2])
 @pytest.mark.parametrize("zeros", [0.0, 0.5, 0.9, 1.0])
-def test_a_weight_comes_back(zeros):
+def test_a_weight_comes_back(zeros, grain):
     from sparsecomp.lowering.sparse.bitmap_linear import unpacked
 
     weight = pruned(37, 600, zeros)
     matrix = CSR.from_dense(weight)
-    stream, chunks, _ = packed(matrix)
-    row, column, values = unpacked(stream, chunks, (37, 600), torch.float16)
-    assert torch.equal(CSR.from_dense(torch.zeros(37, 600).half().index_put((row, column), values)).col, matrix.col)
-    assert torch.equal(torch.zeros(37, 600).half().index_put((row, column), values), weight)
+    matrix.values[::5] = 0.0  # stored all the same
+    stream, chunks, *_ = packed(matrix, grain)
+    row, column, values = unpacked(stream, chunks, (37, 600), grain, torch.float16)
+    found = CSR.from_dense(torch.zeros(37, 600).index_put((row, column), torch.tensor(1.0)))
+    assert torch.equal(found.col, matrix.col) and torch.equal(found.crow, matrix.crow)
+    assert torch.equal(torch.zeros(37, 600).half().index_put((row, column), values), matrix.to_dense())
 
 
 @needs_triton
@@ -85,8 +102,8 @@ def test_the_pattern_decides_what_is_stored():
     """A zero that is stored is a value, and of other values in the same places the rest stays."""
     matrix = CSR.from_dense(pruned(20, 256))
     matrix.values[::3] = 0.0
-    stream, chunks, _ = packed(matrix)
-    other, others, _ = packed(CSR(matrix.crow, matrix.col, matrix.values + 1.0, matrix.shape))
+    stream, chunks, *_ = packed(matrix)
+    other, others, *_ = packed(CSR(matrix.crow, matrix.col, matrix.values + 1.0, matrix.shape))
     assert stream.shape == other.shape and torch.equal(chunks, others)
     assert torch.equal(stream[:320], other[:320]) and not torch.equal(stream, other)
 
@@ -94,22 +111,22 @@ def test_the_pattern_decides_what_is_stored():
 @needs_triton
 def test_chunks_that_are_too_long_are_not_copied():
     matrix = CSR.from_dense(pruned(33, 256))
-    stream, chunks, longest = packed(matrix)
-    again, moved, _ = packed(matrix, longest - 64)
+    stream, chunks, _, longest = packed(matrix)
+    again, moved, *_ = packed(matrix, longest=longest - 64)
     assert torch.equal(again, stream) and torch.equal(moved[1], chunks[1])
     assert (moved[0] == torch.tensor([(stream.numel() - 320) // 16, 320])).all()
     assert not stream[-320:].any()
 
 
-def walked(weight: Tensor, x: Tensor, warps: int, depth: int, strips: int) -> np.ndarray:
+def walked(weight: Tensor, x: Tensor, grain: int, warps: int, depth: int, strips: int) -> np.ndarray:
     """weight @ x.mT (m, n) by the PTX of the kernel."""
     from sparsecomp.lowering.sparse.bitmap_linear import CHUNK
     from sparsecomp.lowering.sparse.kernels.bitmap_walk import ring_bytes, walk
 
-    stream, chunks, longest = packed(CSR.from_dense(weight))
+    stream, chunks, _, longest = packed(CSR.from_dense(weight), grain)
     (m, k), n, slot, halves = weight.shape, x.shape[0], -(-longest // 16) * 16, -(-x.shape[0] // 8)
     all_strips, turns, sums = -(-m // 16), -(-k // CHUNK), 4 * strips * halves
-    text = walk("float16", warps, depth, strips, halves, slot, k % CHUNK == 0)
+    text = walk("float16", grain, warps, depth, strips, halves, slot, k % CHUNK == 0)
     found = np.zeros((16 * (all_strips + strips), 8 * halves))
     for block, number in itertools.product(range(-(-all_strips // strips)), range(warps)):
         tensors = [one.numpy() for one in (stream, chunks[0].contiguous(), x)]
@@ -130,27 +147,28 @@ def walked(weight: Tensor, x: Tensor, warps: int, depth: int, strips: int) -> np
     [((37, 512), 3, 0.5, 2, 2, 1), ((33, 648), 11, 0.7, 2, 3, 2), ((16, 256), 16, 0.0, 1, 2, 1),
      ((20, 64), 1, 0.98, 2, 2, 1), ((16, 1408), 1, 0.9, 1, 4, 2)],
 )  # fmt: skip
-def test_what_a_warp_does_is_the_product(size, rows, zeros, warps, depth, strips):
+@pytest.mark.parametrize("grain", [1, 2])
+def test_what_a_warp_does_is_the_product(grain, size, rows, zeros, warps, depth, strips):
     weight, x = pruned(*size, zeros), torch.randn(rows, size[1], generator=torch.Generator().manual_seed(rows)).half()
     exact = weight.double().numpy() @ x.double().numpy().T
-    found = walked(weight, x, warps, depth, strips)
+    found = walked(weight, x, grain, warps, depth, strips)
     assert np.linalg.norm(found - exact) <= 1e-6 * np.linalg.norm(exact)
 
 
-def product(matrix: SparseMatrix, x: Tensor, longest: int = 0, **finish) -> dict[str, Tensor]:
+def product(matrix: SparseMatrix, x: Tensor, grain: int = 1, longest: int = 0, **finish) -> dict[str, Tensor]:
     """x @ matrix.T by the kernel on a GPU, in the usual configuration and in one of two strips."""
     from sparsecomp.lowering.cache.signature import device_of
     from sparsecomp.lowering.launch.epilogue import output_of
     from sparsecomp.lowering.sparse.bitmap_linear import BITMAP_LINEAR, BitmapLinear
 
     device = torch.device("cuda", 0)
-    stream, chunks, longest = packed(matrix.to_device(device), longest)
+    stream, chunks, _, longest = packed(matrix.to_device(device), grain, longest)
     (n, k), m, x = x.shape, matrix.shape[0], x.to(device)
     bias, residual = (None if one is None else one.to(device) for one in map(finish.get, ("bias", "residual")))
     residual = None if residual is None else residual.mT
     out = torch.empty(n, m, dtype=x.dtype, device=device).mT
     described = output_of(out, bias, "row", residual, finish.get("activation", "none"), 1.0)
-    problem = BitmapLinear(m, k, n, matrix.values.numel(), longest, str(x.dtype)[6:], described)
+    problem = BitmapLinear(m, k, n, matrix.values.numel(), grain, longest, str(x.dtype)[6:], described)
     found: dict[str, Tensor] = {}
     for one in BITMAP_LINEAR.candidates(problem, device_of(device)):
         kind = f"{one.config['STRIPS']} strips"
@@ -175,7 +193,11 @@ def test_kernels_are_the_dense_layer(rows, dtype, size, activation):
     bias = torch.randn(size[0], generator=random).to(dtype)
     exact = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
     exact = exact if activation == "none" else getattr(F, activation)(exact)
-    found = product(CSR.from_dense(weight), x, bias=bias, residual=residual, activation=activation)
+    matrix = CSR.from_dense(weight)
+    found = {
+        (grain, name): one for grain in (1, 2)
+        for name, one in product(matrix, x, grain, bias=bias, residual=residual, activation=activation).items()
+    }  # fmt: skip
     for name, one in found.items():
         assert (one.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm(), name
 
@@ -183,14 +205,17 @@ def test_kernels_are_the_dense_layer(rows, dtype, size, activation):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("rows", [1, 9])
-def test_nothing_is_multiplied_where_nothing_is_stored(rows):
-    """An infinite or missing input reaches the rows that store something there, and no others."""
+@pytest.mark.parametrize("grain", [1, 2])
+def test_nothing_is_multiplied_where_nothing_is_stored(grain, rows):
+    """An infinite or missing input reaches the rows that store something there, be it zero, and no others."""
     weight = pruned(40, 1104)
+    matrix = CSR.from_dense(weight)
+    matrix.values[::50] = 0.0
     x = torch.randn(rows, 1104, generator=torch.Generator().manual_seed(1)).half()
     x[0, 7], x[-1, 1050], x[-1, 0] = math.inf, math.nan, -math.inf
-    exact = torch.where(weight != 0, x.double()[:, None] * weight.double(), 0.0).sum(-1)
+    exact = torch.where(weight != 0, x.double()[:, None] * matrix.to_dense().double(), 0.0).sum(-1)
     assert exact.isnan().any() and exact.isfinite().any()
-    for name, found in product(CSR.from_dense(weight), x).items():
+    for name, found in product(matrix, x, grain).items():
         torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=5e-2, equal_nan=True, msg=name)
 
 
@@ -199,7 +224,7 @@ def test_nothing_is_multiplied_where_nothing_is_stored(rows):
 def test_a_weight_whose_chunks_are_too_long_is_multiplied_all_the_same():
     weight, x = pruned(40, 1104, 0.2), torch.randn(3, 1104, generator=torch.Generator().manual_seed(1)).half()
     exact = x.double() @ weight.double().mT
-    for name, found in product(CSR.from_dense(weight), x, longest=1024).items():
+    for name, found in product(CSR.from_dense(weight), x, 1, 1024).items():
         assert (found.double() - exact).norm() <= 1e-3 * exact.norm(), name
 
 
@@ -211,19 +236,20 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_there():
         import re
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, HEAD, TILES, UNIT
+        from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, TILES, UNIT, head_bytes
         from sparsecomp.lowering.sparse.kernels.bitmap_tiles import bitmap_tiles_kernel
         from sparsecomp.lowering.sparse.kernels.bitmap_walk import ring_bytes
 
         numbers = "M N K strips turns out_b out_m out_n res_b res_m res_n".split()
-        cases = (("float16", 1, 1, 4, True), ("bfloat16", 2, 2, 2, False), ("float16", 1, 2, 8, True))
-        for dtype, strips, halves, warps, whole in cases:
+        cases = (("float16", 1, 1, 1, 4, True), ("bfloat16", 2, 2, 2, 2, False), ("float16", 1, 1, 2, 8, True))
+        for dtype, grain, strips, halves, warps, whole in cases:
             kind = {"float16": "*fp16", "bfloat16": "*bf16"}[dtype]
             types = dict.fromkeys(numbers, "i32") | dict.fromkeys("x_ptr bias_ptr residual_ptr out_ptr".split(), kind)
             types |= dict(stream_ptr="*u8", chunks_ptr="*i32", scale="fp32")
             constants = dict(
-                BIAS_ROWS=True, ACTIVATION="silu", DTYPE=dtype, TILES=TILES, CHUNK=CHUNK, HEAD=HEAD, UNIT=UNIT,
-                SLOT=1920, WHOLE=whole, HALVES=halves, STRIPS=strips, DEPTH=2, num_warps=warps)
+                BIAS_ROWS=True, ACTIVATION="silu", DTYPE=dtype, GRAIN=grain, TILES=TILES, CHUNK=CHUNK,
+                HEAD=head_bytes(grain), UNIT=UNIT, SLOT=1920, WHOLE=whole, HALVES=halves, STRIPS=strips,
+                DEPTH=2, num_warps=warps)
             built = build(bitmap_tiles_kernel, types, constants, 90, GluonASTSource, ("K", "M", "out_n"),
                           num_warps=warps, maxnreg=64 * strips)
             ptx, rings = built.asm["ptx"], ring_bytes(warps, 2, strips, 1920)
@@ -367,8 +393,8 @@ def test_the_operator_takes_any_rows(device, shape):
 def test_operands_that_do_not_belong_together_are_refused():
     from sparsecomp.lowering.sparse.bitmap_linear import launch_bitmap_linear
 
-    stream, chunks, longest = packed(CSR.from_dense(pruned(20, 64)))
+    stream, chunks, *how = packed(CSR.from_dense(pruned(20, 64)))
     x, nnz = torch.zeros(1, 64).half(), int((pruned(20, 64) != 0).sum())
     for one, other, many in ((stream[16:], chunks, nnz), (stream, chunks[:, :1], nnz), (stream, chunks, nnz + 99)):
         with pytest.raises(FormatError, match="is none of"):
-            launch_bitmap_linear(x, one, other, 20, many, longest, None, None, "none")
+            launch_bitmap_linear(x, one, other, 20, many, *how, None, None, "none")

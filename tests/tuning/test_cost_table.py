@@ -102,8 +102,8 @@ def _packed(m: int, k: int, n: int, pair: bool = False) -> PackedLinear:
 
 def _bitmap(m: int, k: int, n: int, density: float) -> BitmapLinear:
     nnz = round(m * k * density)
-    longest = random_longest(m, k, nnz)
-    return BitmapLinear.of_layer(m, k, n, nnz, longest, torch.float16, False, False, "none")
+    longest = random_longest(m, k, nnz, 1)
+    return BitmapLinear.of_layer(m, k, n, nnz, 1, longest, torch.float16, False, False, "none")
 
 
 def _narrow(m: int, k: int, n: int, density: float, dtype: str) -> SpmmNarrow:

@@ -84,7 +84,8 @@ def _spmm_nm(layout: str, **changes: Any) -> SpmmNM:
 def _bitmap(n: int, dtype: str = "float16", **changes: Any) -> BitmapLinear:
     m, k = changes.get("m", 90), changes.get("k", 1104)
     out = Output(Strides(0, 1, m), dtype, dtype, "row", "", Strides(0, 0, 0), "silu", 1.0)
-    problem = BitmapLinear(m, k, n, m * k // 3, random_longest(m, k, m * k // 3), dtype, out)
+    grain = changes.get("grain", 1)
+    problem = BitmapLinear(m, k, n, m * k // 3, grain, random_longest(m, k, m * k // 3, grain), dtype, out)
     return problem._replace(**changes)
 
 
@@ -151,7 +152,7 @@ PROBLEMS: dict[str, list[Any]] = {
     ],
     "bitmap_linear": [
         _bitmap(1), _bitmap(9, "bfloat16"), _bitmap(16, m=1, k=1024), _bitmap(2, k=1101), _bitmap(17),
-        _bitmap(1, output=FINISHED),
+        _bitmap(1, output=FINISHED), _bitmap(5, grain=2),
     ],
     "sddmm": [
         *(_sddmm(a, b) for a, b in itertools.product(("rows", "columns", "spread"), repeat=2)),

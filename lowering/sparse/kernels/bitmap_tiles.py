@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, HEAD, TILES, UNIT, BitmapLinear
+from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, TILES, UNIT, BitmapLinear, head_bytes
 from sparsecomp.lowering.sparse.kernels.bitmap_walk import WALK, ring_bytes, walk
 from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
 from sparsecomp.lowering.tuning.cost import Cost, sizes
@@ -46,8 +46,8 @@ def _finished(warps):
 @gluon.jit
 def _walked(
     stream_ptr, chunks_ptr, x_ptr, first, strips, turns, N, K,
-    DTYPE: gl.constexpr, DEPTH: gl.constexpr, STRIPS: gl.constexpr, HALVES: gl.constexpr, SLOT: gl.constexpr,
-    WHOLE: gl.constexpr, num_warps: gl.constexpr,
+    DTYPE: gl.constexpr, GRAIN: gl.constexpr, DEPTH: gl.constexpr, STRIPS: gl.constexpr, HALVES: gl.constexpr,
+    SLOT: gl.constexpr, WHOLE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The sums (16 · STRIPS, 8 · HALVES) of all turns."""
     sums: gl.constexpr = 4 * STRIPS * HALVES
@@ -57,7 +57,7 @@ def _walked(
     rings.index(lines - 1).store(gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [num_warps], [0])))
     everywhere = gl.zeros([sums, 32 * num_warps], gl.int32, _of_threads(sums, num_warps))
     found = gl.inline_asm_elementwise(
-        walk(DTYPE, num_warps, DEPTH, STRIPS, HALVES, SLOT, WHOLE), _constraints(sums),
+        walk(DTYPE, GRAIN, num_warps, DEPTH, STRIPS, HALVES, SLOT, WHOLE), _constraints(sums),
         [stream_ptr.to(gl.int64) + everywhere, chunks_ptr.to(gl.int64) + everywhere, x_ptr.to(gl.int64) + everywhere,
          first + everywhere, strips - 1 + everywhere, turns + everywhere, K + everywhere, N + everywhere],
         dtype=gl.float32, is_pure=False, pack=sums,
@@ -79,9 +79,10 @@ def _ones(bits):
 @gluon.jit
 def _gathered(
     stream_ptr, chunks_ptr, x_ptr, m, n, ok, K, turns,
-    TILES: gl.constexpr, CHUNK: gl.constexpr, HEAD: gl.constexpr, UNIT: gl.constexpr,
+    GRAIN: gl.constexpr, TILES: gl.constexpr, CHUNK: gl.constexpr, HEAD: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Sums at places (m, n) by what is stored alone."""
+    WIDE: gl.constexpr = 8 // GRAIN  # bits of a lane in a tile
     total = gl.where(ok, 0.0, 0.0)
     low = m % 16 // 8 * 2
     row_ptr = x_ptr + n.to(gl.int64) * K
@@ -93,16 +94,20 @@ def _gathered(
             before_ptr = chunk_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
             before = gl.load(before_ptr + lane, mask=ok, other=0).to(gl.int32)
             for tile in range(TILES):
-                bits = gl.load(chunk_ptr + (64 + lane * TILES + tile), mask=ok, other=0).to(gl.int32)
+                octet = gl.load(chunk_ptr + (64 + (lane * TILES + tile) // GRAIN), mask=ok, other=0).to(gl.int32)
+                bits = octet >> (tile % GRAIN * WIDE) & ((1 << WIDE) - 1)
                 column = turn * CHUNK + tile // 2 * 32 + quad * 8 + tile % 2 * 4
                 for which in range(4):
                     place = which // 2 * 4 + low + which % 2
-                    stored = ok & (((bits >> place) & 1) != 0)
-                    at = before + _ones(bits & ((1 << place) - 1))
+                    entry = place // GRAIN
+                    stored = ok & (((bits >> entry) & 1) != 0)
+                    at = (before + _ones(bits & ((1 << entry) - 1))) * GRAIN + place % GRAIN
                     value_ptr = (chunk_ptr + HEAD).to(gl.pointer_type(x_ptr.dtype.element_ty), bitcast=True)
-                    value = gl.load(value_ptr + at, mask=stored, other=0.0).to(gl.float32)
+                    value = gl.load(value_ptr + at, mask=stored, other=0.0)
+                    # what is filled in has no sign
+                    stored = stored & ((GRAIN == 1) | (value.to(gl.int16, bitcast=True) != 0))
                     other = gl.load(row_ptr + (column + which), mask=stored, other=0.0).to(gl.float32)
-                    total += value * other
+                    total += gl.where(stored, value.to(gl.float32) * other, 0.0)
                 before += _ones(bits)
     return total
 
@@ -111,9 +116,9 @@ def _gathered(
 def bitmap_tiles_kernel(
     stream_ptr, chunks_ptr, x_ptr, bias_ptr, residual_ptr, out_ptr,
     M, N, K, strips, turns, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-    BIAS_ROWS: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr, TILES: gl.constexpr, CHUNK: gl.constexpr,
-    HEAD: gl.constexpr, UNIT: gl.constexpr, SLOT: gl.constexpr, WHOLE: gl.constexpr, HALVES: gl.constexpr,
-    STRIPS: gl.constexpr, DEPTH: gl.constexpr, num_warps: gl.constexpr,
+    BIAS_ROWS: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr, GRAIN: gl.constexpr, TILES: gl.constexpr,
+    CHUNK: gl.constexpr, HEAD: gl.constexpr, UNIT: gl.constexpr, SLOT: gl.constexpr, WHOLE: gl.constexpr,
+    HALVES: gl.constexpr, STRIPS: gl.constexpr, DEPTH: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """STRIPS strips of 16 rows of the weight times up to 8 · HALVES rows of x."""
     layout: gl.constexpr = _finished(num_warps)
@@ -125,13 +130,14 @@ def bitmap_tiles_kernel(
     chunks = strips * turns * 2
     moved = gl.load(chunks_ptr) != gl.load(chunks_ptr + chunks)
     total = _walked(
-        stream_ptr, chunks_ptr, x_ptr, first, strips, turns, N, K, DTYPE, DEPTH, STRIPS, HALVES, SLOT, WHOLE, num_warps
+        stream_ptr, chunks_ptr, x_ptr, first, strips, turns, N, K,
+        DTYPE, GRAIN, DEPTH, STRIPS, HALVES, SLOT, WHOLE, num_warps,
     )  # fmt: skip
     bad = mask & ((total - total != 0.0) | moved)
     if gl.sum(gl.sum(bad.to(gl.int32), 1), 0) > 0:
         again = _gathered(
             stream_ptr, chunks_ptr + chunks, x_ptr, rows[:, None], cols[None, :], bad, K, turns,
-            TILES, CHUNK, HEAD, UNIT,
+            GRAIN, TILES, CHUNK, HEAD, UNIT,
         )  # fmt: skip
         total = gl.where(bad, again, total)
     finish(
@@ -154,44 +160,46 @@ def _usual_config(problem: BitmapLinear) -> Config:
     Two strips share what is loaded of x, which takes as long as decoding where there are more than eight rows.
     """
     if problem.n > 8 and problem.strips >= _MANY:
-        return _config(2, 4)
+        return Config(STRIPS=2, warps=4)
     warps = min(2, problem.turns)
     while 2 * warps <= min(16, problem.turns) and 2 * warps * problem.strips <= _WARPS:
         warps *= 2
-    return _config(1, warps)
+    return Config(STRIPS=1, warps=warps)
 
 
-def _config(strips: int, warps: int) -> Config:
-    """A program with as many turns ahead, and registers, as let enough of them run at once."""
-    registers = 96 if strips == 2 else 80 if warps < 8 else 64
-    return Config(STRIPS=strips, DEPTH=4 if strips == 1 and warps < 8 else 2, warps=warps, registers=registers)
+def _room(config: Config) -> tuple[int, int]:
+    """Turns in a ring, and most registers of a thread, that let enough programs run at once."""
+    if config["STRIPS"] == 2:
+        return 2, 96
+    return (4, 80) if config["warps"] < 8 else (2, 64)
 
 
 def _space(problem: BitmapLinear, device: Device) -> list[Config]:
     """The usual configuration comes first; more warps than turns would be idle."""
     usual = _usual_config(problem)
     found = [
-        _config(strips, warps) for strips in (1, 2) for warps in (2, 4, 8, 16) if warps < 2 * problem.turns
+        Config(STRIPS=strips, warps=warps)
+        for strips in (1, 2) for warps in (2, 4, 8, 16) if warps < 2 * problem.turns
     ]  # fmt: skip
     every = [usual, *(one for one in found if one != usual)]
     return [one for one in every if fits_shared(_shared(problem, one), device)]
 
 
 def _shared(problem: BitmapLinear, config: Config) -> int:
-    return 128 * _lines(config["warps"], config["DEPTH"], config["STRIPS"], problem.slot)
+    return 128 * _lines(config["warps"], _room(config)[0], config["STRIPS"], problem.slot)
 
 
 def _prepare(problem: BitmapLinear, config: Config) -> Launch:
-    p, strips = problem, config["STRIPS"]
+    p, strips, (depth, registers) = problem, config["STRIPS"], _room(config)
     constants = {
-        **p.output.constants, "DTYPE": p.dtype, "TILES": TILES, "CHUNK": CHUNK, "HEAD": HEAD, "UNIT": UNIT,
-        "SLOT": p.slot, "WHOLE": p.k % CHUNK == 0, "HALVES": -(-p.n // 8), "STRIPS": strips,
-        "DEPTH": config["DEPTH"],
+        **p.output.constants, "DTYPE": p.dtype, "GRAIN": p.grain, "TILES": TILES, "CHUNK": CHUNK,
+        "HEAD": head_bytes(p.grain), "UNIT": UNIT, "SLOT": p.slot, "WHOLE": p.k % CHUNK == 0,
+        "HALVES": -(-p.n // 8), "STRIPS": strips, "DEPTH": depth,
     }  # fmt: skip
     numbers = (p.m, p.n, p.k, p.strips, p.turns, *p.output.numbers)
     return Launch(
         bitmap_tiles_kernel, (-(-p.strips // strips),), numbers, constants, num_warps=config["warps"],
-        maxnreg=config["registers"],
+        maxnreg=registers,
     )  # fmt: skip
 
 
@@ -203,12 +211,15 @@ _WARPS = 2048
 _m, _k, _n, _density, _processors, _turns, _all, _warps, _strips = sizes(
     "m k n density processors turns strips warps STRIPS"
 )
+
+
+def _power_within(number: sympy.Expr) -> sympy.Expr:
+    return 2 ** sympy.floor(sympy.log(number, 2) + 0.01)
+
+
 # as `_usual_config`
 _usual_strips = sympy.Piecewise((2, (_n > 8) & (_all >= _MANY)), (1, True))
-_usual_warps = sympy.Min(
-    16, 2 ** sympy.floor(sympy.log(_turns, 2)),
-    sympy.Max(2 * _usual_strips, 2 ** sympy.floor(sympy.log(_WARPS / _all, 2))),
-)  # fmt: skip
+_usual_warps = sympy.Min(16, _power_within(_turns), sympy.Max(2 * _usual_strips, _power_within(_WARPS / _all)))
 _far = abs(sympy.log(_strips / _usual_strips)) + abs(sympy.log(_warps / _usual_warps))
 _of_x = sympy.Piecewise((0.28 * _n, _n <= 8), (0.5 * _n / _usual_strips, True))
 """What loads of x take, beside 12 for decoding a place where nothing is stored."""

@@ -6,11 +6,12 @@ follow each other through the tiles of a turn, is loaded from shared memory, whe
 turns ahead: a ring a warp. Columns of x follow the places, so that a lane loads eight neighbours.
 
 A place takes four instructions: its bit, the load, the way to the next value, and halves of two that pair values.
+Where two neighbours share a bit, they take three.
 """
 
 from triton.experimental import gluon
 
-from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, HEAD, TILES
+from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, TILES
 
 
 @gluon.constexpr_function
@@ -20,13 +21,14 @@ def ring_bytes(warps, depth, strips, slot):
 
 
 @gluon.constexpr_function
-def walk(dtype, warps, depth, strips, halves, slot, whole):
+def walk(dtype, grain, warps, depth, strips, halves, slot, whole):
     """PTX of the sums of a warp's turns.
 
     Operands: 4 · strips · halves sums; then, in as many copies each, stream, chunks, x (addresses), the first strip,
     the last there is, turns, columns and rows of x. The rings begin where shared memory does.
 
     Args:
+        grain: neighbours in a row that share a bit, 1 or 2.
         depth: turns in a ring.
         strips: of sixteen rows, next to each other.
         halves: of sixteen rows of x.
@@ -84,8 +86,8 @@ def walk(dtype, warps, depth, strips, halves, slot, whole):
         f"mad.lo.u32 sub, place, {strips * slot}, ring;",
         f"mul.lo.u32 col, turn, {CHUNK}; mul.wide.u32 w, col, 2; mad.lo.u32 col, quad, 8, col;",
         *(f"add.s64 at{half}, row_at{half}, w;" for half in range(halves)),
-        *(line for strip in range(strips) for line in _open(strip, slot)),
-        *(line for pair in range(TILES // 2) for line in _pair(dtype, pair, strips, halves, columns, whole)),
+        *(line for strip in range(strips) for line in _open(grain, strip, slot)),
+        *(line for pair in range(TILES // 2) for line in _pair(dtype, grain, pair, strips, halves, columns, whole)),
         "bar.warp.sync -1;",
         "shl.b32 u, place, 3; add.u32 u, u, bar;",
         *_copy(stream, strips, slot, 0),
@@ -132,19 +134,21 @@ def _copy(stream, strips, slot, number):
 
 
 @gluon.constexpr_function
-def _open(strip, slot):
+def _open(grain, strip, slot):
     """The bits of a lane's places of a strip, and where its first value lies."""
     at = strip * slot
+    vector, words = {1: (".v2", f"{{mask{2 * strip}, mask{2 * strip + 1}}}"), 2: ("", f"mask{2 * strip}")}[grain]
     return [
-        f"mad.lo.u32 t, lane, {TILES}, sub;",
-        f"ld.shared.v2.b32 {{mask{2 * strip}, mask{2 * strip + 1}}}, [t+{at + 64}];",
+        f"mad.lo.u32 t, lane, {TILES // grain}, sub;",
+        f"ld.shared{vector}.b32 {words}, [t+{at + 64}];",
         f"mad.lo.u32 t, lane, 2, sub; ld.shared.u16 t, [t+{at}];",
-        f"mad.lo.u32 next{strip}, t, 2, sub; add.u32 next{strip}, next{strip}, {at + HEAD};",
+        f"mad.lo.u32 next{strip}, t, {2 * grain}, sub;",
+        f"add.u32 next{strip}, next{strip}, {at + 64 + 32 * TILES // grain};",
     ]
 
 
 @gluon.constexpr_function
-def _pair(dtype, pair, strips, halves, columns, whole):
+def _pair(dtype, grain, pair, strips, halves, columns, whole):
     """Two tiles of each strip, by eight neighbouring columns of x a lane."""
     lines = []
     for half in range(halves):
@@ -157,7 +161,8 @@ def _pair(dtype, pair, strips, halves, columns, whole):
         lines += [f"@{there} ld.global.nc.v4.b32 {{{', '.join(four)}}}, [at{half}+{64 * pair}];"]
     for strip in range(strips):
         for odd in range(2):
-            lines += _decode(strip, 2 * pair + odd, 4 * odd)
+            decode = _decode if grain == 1 else _decode_twos
+            lines += decode(strip, 2 * pair + odd, 4 * odd)
             lines += _multiply(dtype, strip, halves, odd)
     return lines
 
@@ -181,6 +186,23 @@ def _decode(strip, tile, side):
 
 
 @gluon.constexpr_function
+def _decode_twos(strip, tile, side):
+    """As `_decode`; a bit is a register."""
+    lines = []
+    for bit in range(4):
+        place = 4 * tile + bit  # of the word
+        # the bit is moved to where it is four, the bytes of two values
+        shift = f"shr.u32 s{bit}, s{bit}, {place - 2};" if place > 1 else f"shl.b32 s{bit}, s{bit}, {2 - place};"
+        lines += [
+            f"mov.b32 a{side + bit}, 0;",
+            f"and.b32 s{bit}, mask{2 * strip}, {1 << place}; setp.ne.u32 p{bit}, s{bit}, 0;",
+            f"@p{bit} ld.shared.b32 a{side + bit}, [next{strip}];",
+            f"{shift} add.u32 next{strip}, next{strip}, s{bit};",
+        ]
+    return lines
+
+
+@gluon.constexpr_function
 def _multiply(dtype, strip, halves, odd):
     """Add the products of a tile."""
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
@@ -193,5 +215,5 @@ def _multiply(dtype, strip, halves, odd):
     return lines
 
 
-WALK = (walk, ring_bytes, _look_ahead, _copy, _open, _pair, _decode, _multiply)
+WALK = (walk, ring_bytes, _look_ahead, _copy, _open, _pair, _decode, _decode_twos, _multiply)
 """What it is made of."""

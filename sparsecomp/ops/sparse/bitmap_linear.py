@@ -15,15 +15,15 @@ from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.reference.patterns import Layout
 
 library.define(
-    "bitmap_linear(Tensor x, Tensor values, Tensor[] pattern, str layout, Tensor stream, Tensor chunks, int longest, "
-    "Tensor? bias, Tensor? residual, str activation) -> Tensor",
+    "bitmap_linear(Tensor x, Tensor values, Tensor[] pattern, str layout, Tensor stream, Tensor chunks, int grain, "
+    "int longest, Tensor? bias, Tensor? residual, str activation) -> Tensor",
     tags=TAGS,
 )
 
 
 def bitmap_linear(
-    x: Tensor, values: Tensor, pattern: Sequence[Tensor], layout: str, stream: Tensor, chunks: Tensor, longest: int,
-    bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none",
+    x: Tensor, values: Tensor, pattern: Sequence[Tensor], layout: str, stream: Tensor, chunks: Tensor, grain: int,
+    longest: int, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none",
 ) -> Tensor:  # fmt: skip
     """activation(x @ S.mT + bias + residual), summed in float32 and rounded once.
 
@@ -32,7 +32,7 @@ def bitmap_linear(
     Args:
         x: (..., k), of the dtype of `values`.
         values, pattern, layout: of S, as of `sparse_linear`; by rows, and plain.
-        stream, chunks, longest: of these, from `sparsecomp.lowering.sparse.bitmap_linear.BitmapChunks`.
+        stream, chunks, grain, longest: of these, from `sparsecomp.lowering.sparse.bitmap_linear.BitmapChunks`.
         bias: (m,).
         residual: of the result's shape.
         activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
@@ -44,15 +44,15 @@ def bitmap_linear(
         FormatError: operands that do not belong together, or an unknown word.
     """
     return torch.ops.sparsecomp.bitmap_linear.default(
-        x, values, pattern, layout, stream, chunks, longest, bias, residual, activation
+        x, values, pattern, layout, stream, chunks, grain, longest, bias, residual, activation
     )
 
 
-def _linear(x, values, pattern, layout, stream, chunks, longest, bias, residual, activation):
+def _linear(x, values, pattern, layout, stream, chunks, grain, longest, bias, residual, activation):
     return sparse_linear(x, values, pattern, layout, bias=bias, residual=residual, activation=activation)
 
 
-def _linear_cuda(x, values, pattern, layout, stream, chunks, longest, bias, residual, activation):
+def _linear_cuda(x, values, pattern, layout, stream, chunks, grain, longest, bias, residual, activation):
     from sparsecomp.lowering.sparse.bitmap_linear import launch_bitmap_linear, takes_bitmap  # loads Triton
 
     m, size = Layout.read(layout).shape[0], x.shape
@@ -60,12 +60,12 @@ def _linear_cuda(x, values, pattern, layout, stream, chunks, longest, bias, resi
         raise FormatError(f"the residual is {tuple(residual.shape)}, needs the result's shape, {(*size[:-1], m)}")
     rows = size[:-1].numel()
     if not takes_bitmap(size[-1], rows, x.dtype) or values.dtype is not x.dtype or m == 0:
-        return _linear(x, values, pattern, layout, stream, chunks, longest, bias, residual, activation)
+        return _linear(x, values, pattern, layout, stream, chunks, grain, longest, bias, residual, activation)
     beside = None if residual is None else residual.reshape(rows, m).contiguous()
     bias = bias if bias is None else bias.contiguous()
     given = x.reshape(rows, size[-1]).contiguous()
     out = launch_bitmap_linear(
-        given, stream, chunks, m, values.shape[0], longest, bias, beside, activation
+        given, stream, chunks, m, values.shape[0], grain, longest, bias, beside, activation
     )  # fmt: skip
     return out if x.dim() == 2 else out.view(*size[:-1], m)
 
