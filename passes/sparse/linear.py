@@ -132,8 +132,8 @@ def _fewer_bytes(
         _narrow_plan(chain, product, rivals, kept, node, ctx), packed_plan(chain, product, rivals, pattern, kept),
         bitmap_plan(chain, product, rivals, own, layout, held),
     ]  # fmt: skip
-    found = [(plan.estimate.seconds, plan) for plan in plans if plan is not None and plan.estimate is not None]
-    return min(found, key=lambda one: one[0])[1] if found else None
+    found = [plan for plan in plans if plan is not None]
+    return min(found, key=lambda plan: 0.0 if plan.estimate is None else plan.estimate.seconds, default=None)
 
 
 def _narrow_plan(
