@@ -13,12 +13,12 @@ def decide(product: Product, rivals: Decision, longest: int | None = None) -> De
     """The faster way by estimate, if that is by a bitmap.
 
     Args:
-        product: of a weight that stays as it is.
+        product: of a weight that stays as it is, and of which a copy may be kept.
         rivals: what was decided without.
         longest: bytes of its longest chunk; by default what they are if its values lie at random.
     """
     p = product
-    if p.layout.entry or not p.linear or not rivals.seconds or p.trained:
+    if p.layout.entry or not p.linear or not rivals.seconds or not p.constant:
         return None
     if p.device.type != "cuda" or not takes_bitmap(p.k, p.n, p.dtype):
         return None

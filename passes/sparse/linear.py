@@ -128,11 +128,10 @@ def _fewer_bytes(
     """The layer by the fastest copy that has fewer bytes, if one is faster than what was decided without."""
     pattern, layout = arrays_of(chain)
     own, held = pattern[: layout.own], kept[: 1 + layout.own]
-    plans = [
-        _narrow_plan(chain, product, rivals, kept, node, ctx), packed_plan(chain, product, rivals, pattern, kept),
-        bitmap_plan(chain, product, rivals, own, layout, held),
-    ]  # fmt: skip
-    found = [plan for plan in plans if plan is not None]
+    pattern_alone = _narrow_plan(chain, product, rivals, kept, node, ctx)
+    pattern_alone = pattern_alone or packed_plan(chain, product, rivals, pattern, kept)
+    whole = bitmap_plan(chain, product, rivals, own, layout, held)
+    found = [plan for plan in (pattern_alone, whole) if plan is not None]
     return min(found, key=lambda plan: 0.0 if plan.estimate is None else plan.estimate.seconds, default=None)
 
 

@@ -325,7 +325,7 @@ def test_the_estimate_is_what_was_measured(case):
     decision = by_bitmap(product, Decision("dense", "", {"dense": 2e-6 * MEASURED[case]}))
     assert decision is not None and decision.implementation == "bitmap_tiles"
     assert 0.87 < decision.seconds["bitmap_tiles"] / MEASURED[case] * 1e6 < 1.15
-    for changes in ({"n": 17}, {"dtype": torch.float32}, {"trained": True}):
+    for changes in ({"n": 17}, {"dtype": torch.float32}, {"constant": False}):
         assert by_bitmap(product._replace(**changes), Decision("dense", "", {"dense": 1.0})) is None
     assert by_bitmap(product, Decision("dense", "", {"dense": 0.8e-6 * MEASURED[case]})) is None
 
