@@ -119,6 +119,7 @@ class Constants:
         self._places = sorted({place for _, _, sources, _ in self._made for place in sources})
         _compat.serve_one_module([node for node, place in places.items() if place in self._places or node in proved])
         self._wait()
+        self._set_apart(inputs)
         self._remember(inputs)
 
     def __bool__(self) -> bool:
@@ -142,6 +143,7 @@ class Constants:
                 break
         else:
             return False
+        self._set_apart(inputs)  # before a constant is made of what must not serve
         self._wait()
         made: dict[Any, Any] = {}
         for buffer, make, sources, part in self._made:
@@ -178,4 +180,3 @@ class Constants:
             (place, inputs[place], inputs[place].data_ptr, seen.address, seen.version)
             for place, seen in zip(self._places, self._seen, strict=True)
         ]
-        self._set_apart(inputs)

@@ -84,6 +84,7 @@ def norm_ahead(neuron: fx.Node, ctx: Context) -> NormAhead | None:
     alone = all(readers.issuperset(one.users) for one in (*views, found))
     same = given.shape[2:] == example.shape[1:] and given.shape[0] * given.shape[1] == example.shape[0]
     kept = all(is_kept(one, ctx) for one in (*views, found, op.input))
+    kept = kept and is_kept(op.get("bias"), ctx, found)  # the neuron reads it, and its backward once more
     # detach gives the batch-norm none, and neither does a view that is made where gradients are off
     passed = not ctx.switched(found, neuron) and all(
         example_of(one).requires_grad == example.requires_grad for one in views

@@ -295,6 +295,28 @@ def test_a_cache_may_be_another_one_but_no_promised_weight():
     assert caches[0].sum() == 3 * 48 and not made_anew()
 
 
+@pytest.mark.usefixtures("op_by_op")
+def test_a_weight_that_moves_into_the_cache_is_refused_in_each_call():
+    layer, cache = sparse(0), torch.zeros(weight_of(sparse(0))[0].values.numel())
+
+    def step(cache: Tensor, x: Tensor) -> Tensor:
+        cache.add_(1)
+        return layer(x)
+
+    run = torch.compile(step, backend="sparsecomp", options=FROZEN)
+    with torch.no_grad():
+        wanted, before = layer(X), layer.values.data
+        torch.testing.assert_close(run(cache, X), wanted, rtol=1e-5, atol=1e-5)
+        layer.values.data = cache
+        for _ in range(3):
+            with pytest.raises(FrozenWeightError, match="`L_cache_`, which lies in the memory of a tensor"):
+                run(cache, X)
+        assert torch.equal(cache, torch.ones_like(cache))
+        layer.values.data = before
+        torch.testing.assert_close(run(cache, X), wanted, rtol=1e-5, atol=1e-5)
+    assert not made_anew()
+
+
 def test_a_layer_that_was_made_and_compiled_in_inference_mode():
     with torch.inference_mode():
         layer = Masked(0)

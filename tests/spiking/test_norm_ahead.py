@@ -164,3 +164,21 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert ours.dtype is dtype and theirs.any() and (ours != theirs).float().mean() < 0.02
     (site,) = [one for one in reports[0].sites if one.rule == "train_neurons"]
     assert "with the batch-norm" in site.reason
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_a_bias_that_is_written_to_stays_with_its_batch_norm(between: bool) -> None:
+    class Moving(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            normed = self.norm(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            found = None if between else self.fire(normed)
+            self.norm.bias.detach().add_(3.0)
+            return self.fire(normed) if found is None else found
+
+    module = Moving(drawn(nn.BatchNorm2d(3)))
+    eager = copy.deepcopy(module)
+    compiled, reports, _ = through_aot(module)
+    assert torch.equal(compiled(images()), eager(images()))
+    assert torch.equal(module.norm.bias, eager.norm.bias)
+    (site,) = [one for report in reports for one in report.sites if one.rule == "train_neurons"]
+    assert site.rewritten and "with the batch-norm" not in site.reason
