@@ -91,7 +91,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     )  # fmt: skip
 
 
-RULE = Rule("fuse_steps", consider)
+RULE = Rule("fuse_steps", consider, after=("written_spikes",))
 
 
 def _spikes(graph: fx.Graph, ctx: Context) -> bool:
