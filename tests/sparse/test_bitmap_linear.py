@@ -362,10 +362,9 @@ def test_compiled_layers_follow_their_weights(kind):
             if step == 1:
                 model.layer.values.mul_(2)
             if step == 2 and kind is CSR:  # another pattern, written into the same memory, with a chunk that is longer
-                col = model.layer.col.view(-1)
-                first = model.layer.crow[:33].tolist()
-                for begin, end in zip(first, first[1:], strict=False):
-                    col[begin:end] = torch.arange(end - begin, device="cuda")
+                ends = model.layer.pointers[:33].tolist()
+                for begin, end in itertools.pairwise(ends):
+                    model.layer.indices[begin:end] = torch.arange(end - begin, device="cuda")
     report = sparsecomp.last_report()
     assert report is not None
     (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
