@@ -5,17 +5,16 @@ from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, fastest_candidate
 
-GRAIN = 1
-"""Neighbours in a row that share a bit. Two are more bytes and fewer instructions, and not measured yet."""
+OFFERED = (1,)
+"""How many neighbours in a row share a bit. Two are more bytes and fewer instructions; they are not measured yet."""
 
 
-def decide(product: Product, rivals: Decision, longest: int | None = None) -> Decision | None:
-    """The faster way by estimate, if that is by a bitmap.
+def decide(product: Product, rivals: Decision) -> tuple[Decision, int] | None:
+    """The faster way by estimate, if that is by a bitmap, and how many neighbours share a bit of it.
 
     Args:
         product: of a weight that stays as it is, and of which a copy may be kept.
         rivals: what was decided without.
-        longest: bytes of its longest chunk; by default what they are if its values lie at random.
     """
     p = product
     if p.layout.entry or not p.linear or not rivals.seconds or not p.constant:
@@ -23,12 +22,16 @@ def decide(product: Product, rivals: Decision, longest: int | None = None) -> De
     if p.device.type != "cuda" or not takes_bitmap(p.k, p.n, p.dtype):
         return None
     device, card = p.target or target_of(p.device)
-    longest = random_longest(p.m, p.k, p.stored, GRAIN) if longest is None else longest
-    problem = BitmapLinear.of_layer(
-        p.m, p.k, p.n, p.stored, GRAIN, longest, p.dtype, p.bias, p.residual, p.activation
-    )  # fmt: skip
-    time, kernel = fastest_candidate(BITMAP_LINEAR.candidates(problem, device), problem, p, card)
-    if not kernel:
+    found: list[tuple[float, int, str]] = []
+    for grain in OFFERED:
+        longest = random_longest(p.m, p.k, p.stored, grain)
+        problem = BitmapLinear.of_layer(
+            p.m, p.k, p.n, p.stored, grain, longest, p.dtype, p.bias, p.residual, p.activation
+        )  # fmt: skip
+        time, kernel = fastest_candidate(BITMAP_LINEAR.candidates(problem, device), problem, p, card)
+        found += [(p.waited(time), grain, kernel)] if kernel else []
+    if not found:
         return None
-    found = fastest({**rivals.seconds, kernel: p.waited(time)})
-    return found if found.implementation == kernel else None
+    seconds, grain, kernel = min(found)
+    decision = fastest({**rivals.seconds, kernel: seconds})
+    return (decision, grain) if decision.implementation == kernel else None

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 import sparsecomp.ops.sparse.bitmap_linear  # noqa: F401  (registers the operator)
 from sparsecomp.lowering.sparse.bitmap_linear import BitmapChunks, longest_chunk, stream_bytes
-from sparsecomp.passes.cost.bitmap_linear import GRAIN, decide
+from sparsecomp.passes.cost.bitmap_linear import decide
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer
 from sparsecomp.passes.engine.constants import promised_nodes
@@ -32,13 +32,11 @@ def bitmap_plan(
         pattern: nodes of the index arrays of its layout.
         kept: what values and index arrays hold, and are promised to hold.
     """
-    if chain.flip or layout.format not in ("csr", "narrow") or decide(product, rivals) is None:
+    chosen = None if chain.flip or layout.format not in ("csr", "narrow") else decide(product, rivals)
+    if chosen is None:
         return None
-    longest = longest_chunk(kept[1:], layout, GRAIN)
-    decision = decide(product, rivals, longest)
-    if decision is None:
-        return None
-    node, size = chain.nodes[-1], stream_bytes(product.m, product.k, product.stored, GRAIN) / 2**20
+    decision, grain = chosen
+    node, size = chain.nodes[-1], stream_bytes(product.m, product.k, product.stored, grain) / 2**20
     reason = (
         f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}; a bitmap with the values "
         f"is kept, {size:.3g} MiB, under the promise that the weight stays"
@@ -46,11 +44,12 @@ def bitmap_plan(
 
     def build() -> dict[fx.Node, fx.Node]:
         names = [f"`{getattr(one, 'target', one)}`" for one in (chain.sparse, *pattern)]
-        make = BitmapChunks(layout.written(), GRAIN, longest)
+        longest = longest_chunk(kept[1:], layout, grain)
+        make = BitmapChunks(layout.written(), grain, longest)
         stream, chunks = promised_nodes(node, make, 2, (chain.sparse, *pattern), kept, names)
         return {node: call(
             node.graph, node, _BITMAP, chain.dense, chain.sparse, list(pattern), layout.written(), stream, chunks,
-            GRAIN, longest, chain.bias, chain.residual, chain.activation,
+            grain, longest, chain.bias, chain.residual, chain.activation,
         )}  # fmt: skip
 
     return Plan(build, reason, "bitmap copy", "", chain.dead, beside_the_layer(product, decision))
