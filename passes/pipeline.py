@@ -235,10 +235,11 @@ def _apply(
         reorder(before)
         _failed(site.rule, error, ctx, [site])
         return None
-    # what goes, and may stand before what takes a node's place, reads it to the end
-    stays = frozenset(plan.dead).isdisjoint
+    # what goes, and may stand before what takes a node's place, reads it to the end; what takes the place may be made
+    # of the node itself, which those before it go on reading
+    gone = frozenset(plan.dead)
     uses = [
-        (old, new, old.replace_all_uses_with(new, delete_user_cb=lambda user: stays((user,))))
+        (old, new, old.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user not in gone and new < user))
         for old, new in replacements.items()
     ]
     return _Change(node, added, uses, plan.dead, before)

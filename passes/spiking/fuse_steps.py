@@ -91,7 +91,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     )  # fmt: skip
 
 
-RULE = Rule("fuse_steps", consider, after=("written_spikes",))
+RULE = Rule("fuse_steps", consider, after=("masked_writes",))
 
 
 def _spikes(graph: fx.Graph, ctx: Context) -> bool:

@@ -1,4 +1,4 @@
-"""Spikes that are written into zeros, as spike functions are in inference, are read as the mask that they are."""
+"""Numbers that are written where a mask is true, as spikes in inference and resets are, are read as choices by it."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ import sparsecomp
 
 pytestmark = pytest.mark.quick_cases(2)
 
-RULE = "written_spikes"
+RULE = "masked_writes"
 Write = Callable[[Tensor], Tensor]
 
 
@@ -49,10 +49,49 @@ def test_a_neuron_that_writes_its_spikes_is_one_operator(fire: Write, dtype: tor
     x = currents(5, 3, 16).to(dtype)
     with torch.no_grad():
         found, report = rewritten(loop(fire), x, neurons="fuse", strict=True)
-    assert site(report, RULE).reason.startswith("5 tensors of zeros") and site(report, "unrolled_neurons").rewritten
+    assert site(report, RULE).reason.startswith("5 in-place writes") and site(report, "unrolled_neurons").rewritten
     assert "setitem" not in report.graph_after and "masked_fill_" not in report.graph_after
     expected = loop(fire)(x)
     assert torch.equal(found, expected) and 0.05 < expected.mean() < 0.95
+
+
+def resets(x: Tensor) -> Tensor:
+    """To 0.1, in the membrane, which the comparison has read before."""
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v * 0.5 + step
+        fired = v > 0.7
+        v[fired] = 0.1
+        out.append(fired.to(v.dtype))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_reset_that_is_written_into_the_membrane_is_read(dtype: torch.dtype) -> None:
+    x = currents(5, 3, 400).to(dtype)
+    found, report = rewritten(resets, x, neurons="fuse", strict=True)
+    reason = site(report, "unrolled_neurons").reason
+    assert "where" in reason and torch.equal(found, resets(x)) and 0.05 < found.mean() < 0.95
+
+
+def leaking(x: Tensor) -> Tensor:
+    """Membranes that are set to 0 where they are large; their gradients are 0 there."""
+    v, out = torch.zeros_like(x[0]), []
+    for step in x:
+        v = v * 0.5 + step
+        v[v > 0.7] = 0.0
+        out.append(v)
+    return torch.stack(out)
+
+
+def test_gradients_are_those_of_the_write() -> None:
+    x = currents(4, 3, 50).requires_grad_()
+    found, report = rewritten(leaking, x, neurons="fuse", strict=True)
+    expected = leaking(x)
+    assert site(report, RULE).rewritten and torch.equal(found, expected)
+    ours, theirs = (torch.autograd.grad(one.square().sum(), x)[0] for one in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+    assert (theirs == 0).any() and theirs.any()
 
 
 class Network(nn.Module):
@@ -157,9 +196,53 @@ def of_whole_numbers(u: Tensor) -> Tensor:
     return out
 
 
+def of_a_view(u: Tensor) -> Tensor:
+    whole = u * 2
+    out = whole[:3]
+    out[u[:3] > 0] = 1.0
+    return whole
+
+
+def named_by_itself(u: Tensor) -> Tensor:
+    out = u * 2
+    same = out.float()
+    out[u > 0] = 1.0
+    return same + 1
+
+
+def without_gradients(u: Tensor) -> Tensor:
+    """The write does not cut off the gradient of what is written to."""
+    out = u * 2
+    with torch.no_grad():
+        out[u > 0] = 1.0
+    return out + 1
+
+
 OTHERS = [
-    read_before, named_before, by_row, by_channels_last, of_two, of_ones, of_a_tensor, of_places, of_whole_numbers,
+    named_before, by_row, by_channels_last, of_a_tensor, of_places, of_whole_numbers, of_a_view, named_by_itself,
+    without_gradients,
 ]  # fmt: skip
+
+
+def of_all(u: Tensor) -> Tensor:
+    """Of several kinds, one behind the other."""
+    return read_before(u) + of_two(by_index(u) - 0.5) * of_ones(u) + twice(u)
+
+
+def twice(u: Tensor) -> Tensor:
+    out = u * 2
+    out[u > 0] = 3.0
+    read = out + 1
+    out[read < 0] = 4.0
+    return out * read
+
+
+@pytest.mark.parametrize("write", [read_before, of_two, of_ones, twice, of_all])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_who_reads_before_reads_what_was_there(write: Write, dtype: torch.dtype) -> None:
+    x = currents(6, 4).to(dtype)
+    found, report = rewritten(write, x, neurons="fuse", strict=True)
+    assert site(report, RULE).rewritten and torch.equal(found, write(x)) and found.dtype is dtype
 
 
 @pytest.mark.parametrize("write", OTHERS)
