@@ -1,5 +1,6 @@
 """Numbers that are written where a mask is true, as spikes in inference and resets are, are read as choices by it."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -251,6 +252,51 @@ def test_other_writes_stay(write: Write) -> None:
     found, report = rewritten(write, x, neurons="fuse", strict=True)
     assert not [one for one in report.sites if one.rule == RULE]
     assert torch.equal(found, write(x))
+
+
+def program(seed: int) -> Write:
+    """A dozen operations drawn at random: new tensors, other names of them, and writes to either."""
+    draw = random.Random(seed)
+    steps = [(draw.choice([*KINDS]), draw.random(), draw.random(), draw.choice([0.0, 1.0, 2.5])) for _ in range(12)]
+
+    def run(x: Tensor) -> Tensor:
+        pool = [x * 2, torch.zeros_like(x)]
+        for kind, first, second, number in steps:
+            one, other = (pool[int(place * len(pool))] for place in (first, second))
+            if kind == "write":
+                one[other > 0.3] = number
+            elif kind == "fill":
+                one.masked_fill_(other <= number, number)
+            elif kind == "in place":
+                one.mul_(0.5).add_(other)
+            else:
+                pool.append(KINDS[kind](one, other))
+        return torch.stack(pool)
+
+    return run
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda a, b: a + b, "zeros": lambda a, _: torch.zeros_like(a), "name": lambda a, _: a.float(),
+    "view": lambda a, _: a.view(-1).view_as(a), "copy": lambda a, _: a.clone(),
+    **dict.fromkeys(("write", "fill", "in place"), torch.add),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs(seed: int) -> None:
+    x = currents(6, 4)
+    found, _ = rewritten(program(seed), x.clone(), neurons="fuse", strict=True)
+    assert torch.equal(found, program(seed)(x))
+
+
+def test_random_programs_have_such_writes_and_others() -> None:
+    taken = []
+    for seed in range(12):
+        _, report = rewritten(program(seed), currents(6, 4), neurons="fuse", strict=True)
+        sites = [one for one in report.sites if one.rule == RULE]
+        taken.append(bool(sites) and "setitem" in report.graph_after)
+    assert any(taken)
 
 
 def test_an_input_is_written_to_as_before() -> None:
