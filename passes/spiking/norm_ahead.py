@@ -2,8 +2,10 @@
 
 Apart, its result is written and read in the forward, and made again, written and read in the backward. As parameters of
 the neuron, a mean, a factor and a bias for each channel, it costs none of that: the neuron reads what the layer gave,
-and its gradients for factor and bias are the two sums that the gradient of a batch-norm asks for. The rest is torch's
-to differentiate: how factor and bias are computed of the statistics, and those of the layer's result.
+and its gradients for factor and bias are the two sums that the gradient of a batch-norm asks for; that of the mean is
+minus the factor times the latter. The rest is torch's to differentiate: how the factor is computed of the statistics,
+and those of the layer's result. Nothing else is computed of the factor in the forward: of a kernel that sums and
+writes the factor and what it is part of, Triton 3.6 makes none.
 """
 
 from dataclasses import dataclass
