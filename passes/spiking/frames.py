@@ -48,13 +48,20 @@ def site_of(operands: Operands, outputs: int, window: AnyWindow, ctx: Context) -
         x = [1, *x]
     if len(x) != rank:
         return refuse(Why.UNSUPPORTED_OP, op=f"{op.name} of {len(x)} dimensions")
-    spikes = example_of(op.input)
     density, _ = ctx.density(op.node)
     return gate.SiteInfo(
         device=operands.device, itemsize=operands.dtype.itemsize,
         n=x[0], c=x[1], size=tuple(x[2:]), k=outputs, window=window,
         groups=op.get("groups"), digits=operands.digits, density=density.share, active=density.active,
         tf32=_compat.conv_tf32(), fused=writes_bytes(operands, ctx),
-        channels_last=isinstance(spikes, torch.Tensor) and is_channels_last(spikes),
+        channels_last=_runs_channels_last(op, rank),
         trained=trains(ctx), hosted=hosted(operands, ctx),
     )  # fmt: skip
+
+
+def _runs_channels_last(op: CanonicalOp, rank: int) -> bool:
+    """Whether the dense operator does: then its result lies so, be it for the input's or for the weight's sake."""
+    out = example_of(op.node)
+    if not isinstance(out, torch.Tensor):
+        return False
+    return is_channels_last(out.flatten(0, 1) if out.dim() > rank else out)

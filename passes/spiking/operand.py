@@ -6,6 +6,7 @@ convolution and linear alike.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,10 @@ from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.passes.cost import conv_neuron
 from sparsecomp.passes.cost import spiking as gate
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
-from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks, op_of
 from sparsecomp.passes.graph.operators import Trait
-from sparsecomp.passes.spiking.neurons_behind import Behind
+from sparsecomp.passes.spiking.neuron_call import NEURON_CALLS
+from sparsecomp.passes.spiking.neurons_behind import Behind, unviewed
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.facts import SparsityFact, is_dyadic
 from sparsecomp.reference.geometry import KERNEL_DIMS, TransposedWindow, by_output
@@ -187,9 +189,18 @@ def writes_bytes(operands: Operands, ctx: Context) -> bool:
     """Whether the input's producer can be expected to write bytes instead of full-width spikes.
 
     It does under Inductor, but only where every reader of the spikes takes bytes. In half precision most layers stay
-    dense, so the spikes are written at full width all the same and the bytes would come on top.
+    dense, so the spikes are written at full width all the same and the bytes would come on top. So they do behind a
+    neuron that is trained, an operator into which Inductor cannot look, the library's as ours.
     """
-    return not ctx.eager and operands.dtype is torch.float32
+    trained = ctx.gradients and _is_of_neuron(operands.op.input)
+    return not ctx.eager and operands.dtype is torch.float32 and not trained
+
+
+def _is_of_neuron(x: Any) -> bool:
+    """Whether x is what a library's neuron operator gives, in whatever shape."""
+    _, made = unviewed(x)
+    op = op_of(made.args[0]) if isinstance(made, fx.Node) and made.target is operator.getitem else None
+    return op is not None and op.name in NEURON_CALLS
 
 
 def trains(ctx: Context) -> bool:

@@ -429,3 +429,29 @@ def test_a_layer_with_hooks_keeps_them(kind, shape):
     optimized = sparsecomp.optimize(model, x, implementation="binary")
     with torch.no_grad():
         assert torch.equal(optimized(x), -plain(spikes(x), layer.weight, layer.bias))
+
+
+class Trained(nn.Module):
+    """A layer behind a library's neuron, into which Inductor cannot look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(64, 64, 3, padding=1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        v = torch.zeros_like(x[0])
+        found = torch.ops.sj_lif.forward.default(x, v, 2.0, True, 1.0, 0.0, False, 4.0, False, 0)[0]
+        return self.conv(found.flatten(0, 1))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_spikes_of_a_neuron_that_is_trained_are_cast_in_a_pass_of_their_own(mode):
+    """The layer is judged as one whose input is read at four bytes and written at one, which then does not pay."""
+    pytest.importorskip("spikingjelly._ops.lif")
+    model, x = Trained().to(memory_format=torch.channels_last), torch.rand(4, 32, 64, 28, 28)
+    how: dict[str, Any] = {"device": "h200", "precision": "tf32", "mode": mode}
+    report = sparsecomp.explain(model, x, **how)
+    assert not next(one for one in report.sites if one.rule == "spike_conv").rewritten
+    with torch.no_grad():
+        report = sparsecomp.explain(model, x, **how)
+    assert next(one for one in report.sites if one.rule == "spike_conv").implementation == "binary"
