@@ -142,7 +142,7 @@ def stream_bytes(m: int, k: int, nnz: int, grain: int) -> int:
 
 def longest_chunk(pattern: Sequence[Tensor], layout: Layout, grain: int) -> int:
     """Bytes of the longest chunk of a weight with these index arrays; reads it from the device."""
-    entry = (_places(pattern, layout) // grain).unique()
+    entry = (_stored(pattern, layout)[1] // grain).unique()
     counts = _counts(entry // (_SIZE // grain), _chunks(layout.shape))
     return head_bytes(grain) + 2 * grain * int(counts.max())
 
@@ -176,7 +176,8 @@ class BitmapChunks(NamedTuple):
         """
         layout, grain, device = Layout.read(self.layout), self.grain, values.device
         count, head = _chunks(layout.shape), head_bytes(grain)
-        places = _places(pattern, layout)
+        kept, places = _stored(pattern, layout)
+        stored = values[kept]
         entry, inverse = (places // grain).unique(return_inverse=True)
         chunk = entry // (_SIZE // grain)
         of_chunk, of_lane = _counts(chunk, count), _counts(entry // (_OF_LANE // grain), LANES * count).view(-1, LANES)
@@ -189,7 +190,7 @@ class BitmapChunks(NamedTuple):
         stream[(begin[:, None] + torch.arange(head, device=device)).flatten()] = torch.cat(heads, 1).flatten()
         rank = torch.arange(entry.numel(), device=device) - (of_chunk.cumsum(0) - of_chunk)[chunk]
         at = ((begin[chunk] + head) // 2 + grain * rank)[inverse] + places % grain
-        stream.view(values.dtype)[at] = values if grain == 1 else torch.where(values == 0, -0.0, values)
+        stream.view(values.dtype)[at] = stored if grain == 1 else torch.where(stored == 0, -0.0, stored)
         found = torch.stack([begin // UNIT, size], -1)
         # the last bytes of the stream are a chunk without values
         empty = torch.tensor([(stream.numel() - head) // UNIT, head], device=device)
@@ -208,14 +209,20 @@ def _chunks(shape: tuple[int, int]) -> int:
     return -(-shape[0] // STRIP) * -(-shape[1] // CHUNK)
 
 
-def _places(pattern: Sequence[Tensor], layout: Layout) -> Tensor:
-    """Of each value, as the kernel's order counts them, int64."""
+def _stored(pattern: Sequence[Tensor], layout: Layout) -> tuple[slice, Tensor]:
+    """Which values are stored, beside which there is spare capacity, and their places as the kernel's order counts
+    them, int64; reads from the device."""
+    kept = slice(None)
+    if layout.format == "csr":
+        pointers, columns = pattern
+        kept = slice(*pointers[[0, -1]].tolist())
+        pattern = pointers - kept.start, columns[kept]
     row, column = (one.long() for one in layout.kind.entry_places(pattern, layout.block, layout.shape))
     chunk = row // STRIP * -(-layout.shape[1] // CHUNK) + column // CHUNK
     lane = 4 * (row % 8) + column % 32 // 8
     tile = column % CHUNK // 32 * 2 + column % 8 // 4
     place = column % 4 // 2 * 4 + row % STRIP // 8 * 2 + column % 2
-    return ((chunk * LANES + lane) * TILES + tile) * 8 + place
+    return kept, ((chunk * LANES + lane) * TILES + tile) * 8 + place
 
 
 def _counts(numbers: Tensor, most: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
+from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, NARROW
 from sparsecomp.ops.sparse.dense_copy import has_room, keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
@@ -92,6 +93,8 @@ def numbers_of(chain: Chain, ctx: Context) -> Product | Refusal:
     out, shape, indices = example_of(chain.nodes[-1]), known_sizes(chain.dense), known_sizes(pattern[layout.own - 1])
     if out is None or shape is None or indices is None:
         return refuse(Why.UNKNOWN_SHAPE)
+    if out.shape[-1] == 0:
+        return refuse(Why.NO_FEATURES)
     entries = torch.Size(indices).numel()
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
     return Product.of(layout, entries, chain.flip, shape, True, out, *fused, **circumstances(chain, ctx, out.device))
@@ -146,6 +149,8 @@ def _narrow_plan(
     decision, best = decided(product, ctx), min(rivals.seconds.values(), default=0.0)
     if decision.dense or decision.seconds.get(decision.implementation, inf) >= best:
         return None
+    if kept[1][[0, -1]].tolist() != [0, kept[2].numel()]:
+        return None  # a narrow form has no spare capacity
     make, size = _Narrowed(product.layout.shape), kept[2].numel() * 2 / 2**20
     reason = (
         f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}; narrow columns are kept, "
@@ -171,6 +176,11 @@ class _Narrowed(NamedTuple):
     def __call__(self, pointers: Tensor, indices: Tensor) -> tuple[Tensor, ...]:
         values = indices.new_zeros(indices.shape, dtype=torch.float16)
         found = CSR(pointers, indices, values, self.shape).to(NARROW)
+        if found.indices.shape != indices.shape:
+            raise FormatError(
+                f"{indices.numel()} entries were promised to stay, and {found.indices.numel()} are left between the "
+                "first pointer and the last; fill the others with zeros, or compile without the option frozen"
+            )
         # of a width that does not hang on the pattern: another one is written into the same arrays
         return found.starts, found.chunks, found.bases, found.indices.to(found.bases.dtype)
 

@@ -109,6 +109,26 @@ def test_the_pattern_decides_what_is_stored():
 
 
 @needs_triton
+@pytest.mark.parametrize("grain", [1, 2])
+@pytest.mark.parametrize(("before", "behind"), [(0, 3), (2, 0), (2, 3)])
+def test_spare_capacity_is_not_stored(before, behind, grain):
+    """Beside the entries of the pointers lies anything, such as columns that there are not."""
+    from sparsecomp.lowering.sparse.bitmap_linear import BitmapChunks, longest_chunk, stream_bytes, unpacked
+
+    weight = pruned(32, 264)
+    matrix, columns, junk = CSR.from_dense(weight), torch.tensor([7, 9999, 263]).int(), torch.full((3,), 9.0).half()
+    values = torch.cat([junk[:before], matrix.values, junk[:behind]])
+    arrays = matrix.crow + before, torch.cat([columns[:before], matrix.col, columns[:behind]])
+    layout = Layout("csr", (1, 1), (32, 264))
+    longest = longest_chunk(arrays, layout, grain)
+    assert longest == longest_chunk((matrix.crow, matrix.col), layout, grain)
+    stream, chunks = BitmapChunks(layout.written(), grain, longest)(values, *arrays)
+    assert stream.numel() == stream_bytes(32, 264, values.numel(), grain) and torch.equal(*chunks)
+    row, column, found = unpacked(stream, chunks, (32, 264), grain, torch.float16)
+    assert torch.equal(torch.zeros(32, 264).half().index_put((row, column), found), weight)
+
+
+@needs_triton
 def test_chunks_that_are_too_long_are_not_copied():
     matrix = CSR.from_dense(pruned(33, 256))
     stream, chunks, _, longest = packed(matrix)

@@ -11,6 +11,7 @@ from rewriting import rewritten_for
 from torch import Tensor, nn
 
 import sparsecomp
+from sparsecomp import ops
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, NARROW, NM, SparseMatrix
 from sparsecomp.lowering.tuning.ceilings import target_named
@@ -222,6 +223,51 @@ def test_a_csr_layer_that_is_promised_to_stay_is_multiplied_narrow(rows, frozen,
     assert site.implementation == found and ("narrow columns are kept" in site.reason) == (found == "narrow copy")
     exact = F.relu(x.double() @ layer.weight.detach().to_dense().double().mT)
     assert (out - exact).norm() <= 1e-3 * exact.norm()
+
+
+class Stored(nn.Module):
+    """A layer by the arrays of a CSR weight behind which something else lies, within their memory."""
+
+    def __init__(self, weight: Tensor, spare: int) -> None:
+        super().__init__()
+        matrix = CSR.from_dense(weight)
+        self.register_buffer("crow", matrix.crow)
+        self.register_buffer("col", F.pad(matrix.col, (0, spare), value=5))
+        self.values = nn.Parameter(F.pad(matrix.values, (0, spare), value=9.0), requires_grad=False)
+        self.layout = Layout("csr", (1, 1), matrix.shape).written()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.sparse_linear(x, self.values, [self.crow, self.col], self.layout)
+
+
+@needs_triton
+@pytest.mark.parametrize("spare", [0, 3])
+def test_a_pattern_with_spare_capacity_has_no_narrow_form(spare):
+    """As for an H200."""
+    weight, x = pruned(4096, 4096, 0.9, torch.float16), torch.randn(1, 4096).half()
+    out, report, _ = rewritten_for("h200", Stored(weight, spare), x, frozen=True)
+    (site,) = report.sites
+    assert (site.implementation == "narrow copy") == (spare == 0)
+    exact = x.double() @ weight.double().mT
+    assert (out - exact).norm() <= 1e-3 * exact.norm()
+
+
+@needs_triton
+def test_entries_that_become_spare_are_told_of():
+    from sparsecomp.passes.sparse.linear import _Narrowed
+
+    matrix = CSR.from_dense(pruned(64, 64, 0.5, torch.float16))
+    with pytest.raises(FormatError, match=r"were promised to stay, and \d+ are left"):
+        _Narrowed(matrix.shape)(matrix.crow.clamp(max=99), matrix.col)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", [CSR, NARROW])
+def test_a_layer_without_features_is_left_alone(kind):
+    layer = SparseLinear(kind.from_dense(torch.zeros(0, 64).half()), requires_grad=False)
+    out, report, _ = rewritten_for("h200", layer, torch.randn(2, 64).half(), frozen=True, strict=True)
+    (site,) = report.sites
+    assert out.shape == (2, 0) and "no features" in site.reason
 
 
 @needs_triton
