@@ -151,7 +151,7 @@ def _narrow_plan(
         return None
     if kept[1][[0, -1]].tolist() != [0, kept[2].numel()]:
         return None  # a narrow form has no spare capacity
-    make, size = _Narrowed(product.layout.shape), kept[2].numel() * 2 / 2**20
+    make, size = Narrowed(product.layout.shape), kept[2].numel() * 2 / 2**20
     reason = (
         f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}; narrow columns are kept, "
         f"about {size:.3g} MiB, under the promise that the pattern stays"
@@ -168,7 +168,7 @@ def _narrow_plan(
     return Plan(build, reason, "narrow copy", "", chain.dead, beside_the_layer(product, decision))
 
 
-class _Narrowed(NamedTuple):
+class Narrowed(NamedTuple):
     """Index arrays of the narrow form of a CSR matrix of this shape."""
 
     shape: tuple[int, int]

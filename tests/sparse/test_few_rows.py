@@ -254,11 +254,11 @@ def test_a_pattern_with_spare_capacity_has_no_narrow_form(spare):
 
 @needs_triton
 def test_entries_that_become_spare_are_told_of():
-    from sparsecomp.passes.sparse.linear import _Narrowed
+    from sparsecomp.passes.sparse.linear import Narrowed
 
     matrix = CSR.from_dense(pruned(64, 64, 0.5, torch.float16))
     with pytest.raises(FormatError, match=r"were promised to stay, and \d+ are left"):
-        _Narrowed(matrix.shape)(matrix.crow.clamp(max=99), matrix.col)
+        Narrowed(matrix.shape)(matrix.crow.clamp(max=99), matrix.col)
 
 
 @needs_triton

@@ -11,6 +11,7 @@ from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.sparse import stored_places
 from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
+from sparsecomp.reference.patterns import stored_by_rows
 from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(2)
@@ -84,6 +85,23 @@ def test_operators_are_each_others_gradients(format, layout, transpose, device):
     assert torch.equal(read, found) and read.shape == values.shape
     torch.library.opcheck(torch.ops.sparsecomp.stored_to_dense.default, (values, pattern, written, flip))
     torch.library.opcheck(torch.ops.sparsecomp.dense_to_stored.default, (factor, pattern, written, flip))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize(("before", "behind"), [(0, 2), (1, 0), (2, 1)])
+@pytest.mark.parametrize("block", [None, (2, 4)])
+def test_spare_capacity_is_neither_written_nor_read(block, before, behind, transpose, device):
+    dense = thinned(8, 12, torch.float32).to(device)
+    matrix = CSR.from_dense(dense) if block is None else BSR.from_dense(dense, block=block)
+    values, (pointers, columns), layout = stored_by_rows(matrix)
+    ends = [(columns.new_full((n,), 2), values.new_full((n, *values.shape[1:]), 9.0)) for n in (before, behind)]
+    columns, values = (torch.cat([ends[0][i], one, ends[1][i]]) for i, one in enumerate((columns, values)))
+    pattern, kept = [pointers + before, columns], slice(before, values.shape[0] - behind)
+    out = stored_to_dense(values, pattern, layout.written(), transpose)
+    assert torch.equal(out.mT if transpose else out, dense)
+    again = dense_to_stored(out, pattern, layout.written(), transpose)
+    assert again.shape == values.shape and torch.equal(again[kept], values[kept])
 
 
 def test_nothing_stored_is_all_zeros():

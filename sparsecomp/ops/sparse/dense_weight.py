@@ -38,12 +38,14 @@ def _written(values, pattern, layout, transpose):
     rows, cols = layout.padded_shape
     if layout.entry:
         height, width = layout.entry
-        line, column = _places(pattern, layout)
-        blocks = values.new_zeros((rows // height, cols // width, height, width))
-        out = blocks.index_put_((line, column.long()), values).transpose(1, 2).reshape(rows, cols)
+        kept, line, column = _places(pattern, layout)
+        blocks = values.new_zeros((rows // height + 1, cols // width, height, width))  # the last are of spare capacity
+        out = blocks.index_put_((line, column.long()), values[kept])[:-1].transpose(1, 2).reshape(rows, cols)
     else:
-        out, flat = values.new_zeros((rows, cols)), _flat(pattern, layout)
-        out.view(-1).scatter_(0, flat, values.reshape(-1)[: flat.numel()])
+        kept, flat = _flat(pattern, layout)
+        out = values.new_zeros((rows + 1, cols))
+        out.view(-1).scatter_(0, flat, values.reshape(-1)[kept])
+        out = out[:-1]
     if (rows, cols) != layout.shape:
         out = out[: layout.shape[0], : layout.shape[1]]
     return (out.mT if transpose else out).contiguous()
@@ -57,14 +59,23 @@ def _read(dense, pattern, layout, transpose):
         padded = stored
     else:
         padded = F.pad(stored, (0, cols - layout.shape[1], 0, rows - layout.shape[0]))
+    size = stored_shape(pattern, layout)
     if layout.entry:
         height, width = layout.entry
-        line, column = _places(pattern, layout)
+        kept, line, column = _places(pattern, layout)
         blocks = padded.reshape(rows // height, height, cols // width, width).transpose(1, 2)
-        return blocks[line, column.long()].contiguous()
-    found, size = padded.reshape(-1).index_select(0, _flat(pattern, layout)), stored_shape(pattern, layout)
-    spare = size[0] - found.numel() if layout.plain else 0
-    return F.pad(found, (0, spare)) if spare else found.view(size)
+        found = blocks[line.clamp(max=rows // height - 1), column.long()].contiguous()
+    else:
+        kept, flat = _flat(pattern, layout)
+        flat = flat.clamp(max=rows * cols - 1) if flat.is_cuda else flat
+        found = padded.reshape(-1).index_select(0, flat)
+    if found.shape[0] == size[0]:
+        return found
+    if not _has_pointers(layout):
+        return found.view(size)
+    out = found.new_zeros(size)
+    out[kept] = found
+    return out
 
 
 def _written_cuda(values, pattern, layout, transpose):
@@ -98,16 +109,33 @@ def are_contiguous(arrays: Sequence[Tensor]) -> bool:
     return all(array.is_contiguous() for array in arrays)
 
 
-def _flat(pattern: Sequence[Tensor], layout: Layout) -> Tensor:
-    """Place of each element in the flat matrix of the padded shape; on a CPU without spare capacity."""
-    if layout.plain and not pattern[0].is_cuda and (entries := int(pattern[0][-1])) != pattern[1].numel():
-        pattern = (pattern[0], pattern[1][:entries])
-    row, column = _places(pattern, layout)
-    return torch.add(column, row, alpha=layout.padded_shape[1]).view(-1)
+def _flat(pattern: Sequence[Tensor], layout: Layout) -> tuple[slice, Tensor]:
+    """Which values to look at, and the place of each in the flat matrix of the padded shape."""
+    kept, row, column = _places(pattern, layout)
+    return kept, torch.add(column, row, alpha=layout.padded_shape[1]).view(-1)
 
 
-def _places(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-    return layout.kind.entry_places(pattern, layout.block, layout.shape)
+def _places(pattern: Sequence[Tensor], layout: Layout) -> tuple[slice, Tensor, Tensor]:
+    """Which values to look at, and their rows and columns, of entries. Those are the pointers' on a CPU, and all on a
+    GPU, from which nothing is read; spare capacity is in a row behind the last then."""
+    kept, spare = slice(None), None
+    if _has_pointers(layout):
+        pointers, columns = pattern[:2]
+        if pointers.is_cuda:
+            places = torch.arange(columns.numel(), device=pointers.device)
+            spare = (places < pointers[0]) | (places >= pointers[-1])
+        else:
+            kept = slice(*pointers[[0, -1]].tolist())
+            pattern = pointers - kept.start, columns[kept]
+    row, column = layout.kind.entry_places(pattern, layout.block, layout.shape)
+    if spare is not None:
+        row, column = row.masked_fill(spare, pointers.numel() - 1), column.masked_fill(spare, 0)
+    return kept, row, column
+
+
+def _has_pointers(layout: Layout) -> bool:
+    """Whether there may be spare capacity."""
+    return layout.kind.INDICES[0] == "pointers"
 
 
 def _fake_written(values, pattern, layout, transpose):
