@@ -104,6 +104,12 @@ def test_spare_capacity_is_neither_written_nor_read(block, before, behind, trans
     assert again.shape == values.shape and torch.equal(again[kept], values[kept])
 
 
+def test_one_element_a_row_keeps_its_shape():
+    values, arrays, layout = stored_by_rows(NM.from_dense(torch.eye(4), n=1, m=4))
+    found = dense_to_stored(torch.eye(4), list(arrays), layout.written())
+    assert torch.equal(found, values) and values.shape == (4, 1)
+
+
 def test_nothing_stored_is_all_zeros():
     for shape in ((3, 4), (0, 4), (3, 0)):
         values, pattern = IndexArrays.of(CSR.from_dense(torch.zeros(shape)))

@@ -59,7 +59,7 @@ def _read(dense, pattern, layout, transpose):
         padded = stored
     else:
         padded = F.pad(stored, (0, cols - layout.shape[1], 0, rows - layout.shape[0]))
-    size = stored_shape(pattern, layout)
+    size = torch.Size(stored_shape(pattern, layout))
     if layout.entry:
         height, width = layout.entry
         kept, line, column = _places(pattern, layout)
@@ -69,9 +69,7 @@ def _read(dense, pattern, layout, transpose):
         kept, flat = _flat(pattern, layout)
         flat = flat.clamp(max=rows * cols - 1) if flat.is_cuda else flat
         found = padded.reshape(-1).index_select(0, flat)
-    if found.shape[0] == size[0]:
-        return found
-    if not _has_pointers(layout):
+    if found.numel() == size.numel():
         return found.view(size)
     out = found.new_zeros(size)
     out[kept] = found
@@ -119,7 +117,7 @@ def _places(pattern: Sequence[Tensor], layout: Layout) -> tuple[slice, Tensor, T
     """Which values to look at, and their rows and columns, of entries. Those are the pointers' on a CPU, and all on a
     GPU, from which nothing is read; spare capacity is in a row behind the last then."""
     kept, spare = slice(None), None
-    if _has_pointers(layout):
+    if layout.kind.INDICES[0] == "pointers":  # others have no spare capacity
         pointers, columns = pattern[:2]
         if pointers.is_cuda:
             places = torch.arange(columns.numel(), device=pointers.device)
@@ -129,13 +127,8 @@ def _places(pattern: Sequence[Tensor], layout: Layout) -> tuple[slice, Tensor, T
             pattern = pointers - kept.start, columns[kept]
     row, column = layout.kind.entry_places(pattern, layout.block, layout.shape)
     if spare is not None:
-        row, column = row.masked_fill(spare, pointers.numel() - 1), column.masked_fill(spare, 0)
+        row, column = row.masked_fill(spare, pattern[0].numel() - 1), column.masked_fill(spare, 0)
     return kept, row, column
-
-
-def _has_pointers(layout: Layout) -> bool:
-    """Whether there may be spare capacity."""
-    return layout.kind.INDICES[0] == "pointers"
 
 
 def _fake_written(values, pattern, layout, transpose):
