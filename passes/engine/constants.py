@@ -146,9 +146,10 @@ class Constants:
         self._set_apart(inputs)  # before a constant is made of what must not serve
         self._wait()
         made: dict[Any, Any] = {}
-        for buffer, make, sources, part in self._made:
+        for _, make, sources, _ in self._made:  # all before any is written: one may fail
             if (make, sources) not in made:
                 made[make, sources] = _made(make, [inputs[place] for place in sources])
+        for buffer, make, sources, part in self._made:
             buffer.copy_(made[make, sources] if part is None else made[make, sources][part])
         self._wait()
         self._remember(inputs)

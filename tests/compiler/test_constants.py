@@ -317,6 +317,20 @@ def test_a_weight_that_moves_into_the_cache_is_refused_in_each_call():
     assert not made_anew()
 
 
+@pytest.mark.usefixtures("op_by_op")
+def test_a_constant_that_cannot_be_made_changes_no_other():
+    """Columns out of range: nothing is computed, and what was put back is what it was."""
+    first, second = sparse(0), sparse(1)
+    run = torch.compile(lambda x: second(first(x)), backend="sparsecomp", options=FROZEN)
+    agrees(run, nn.Sequential(first, second))
+    before = [first.values.data, second.indices.data]
+    first.values.data, second.indices.data = first.values.data * 3, second.indices.data + 99
+    with torch.no_grad(), pytest.raises(RuntimeError, match="out of bounds"):
+        run(X)
+    first.values.data, second.indices.data = before
+    agrees(run, nn.Sequential(first, second))
+
+
 def test_a_layer_that_was_made_and_compiled_in_inference_mode():
     with torch.inference_mode():
         layer = Masked(0)
