@@ -208,8 +208,8 @@ _MANY = 1024
 _WARPS = 2048
 """That all programs have together at most, unless two warps each are more."""
 
-_m, _k, _n, _density, _processors, _turns, _all, _warps, _strips = sizes(
-    "m k n density processors turns strips warps STRIPS"
+_m, _k, _n, _grain, _density, _processors, _bandwidth, _turns, _all, _warps, _strips = sizes(
+    "m k n grain density processors bandwidth turns strips warps STRIPS"
 )
 
 
@@ -221,10 +221,15 @@ def _power_within(number: sympy.Expr) -> sympy.Expr:
 _usual_strips = sympy.Piecewise((2, (_n > 8) & (_all >= _MANY)), (1, True))
 _usual_warps = sympy.Min(16, _power_within(_turns), sympy.Max(2 * _usual_strips, _power_within(_WARPS / _all)))
 _far = abs(sympy.log(_strips / _usual_strips)) + abs(sympy.log(_warps / _usual_warps))
-_of_x = sympy.Piecewise((0.28 * _n, _n <= 8), (0.5 * _n / _usual_strips, True))
-"""What loads of x take, beside 12 for decoding a place where nothing is stored."""
+_share = sympy.Piecewise((_density, _grain <= 1), (2 * _density - _density**2, True))
+"""Of places that have room in the copy: of two neighbours both where one is stored."""
+_decoding = sympy.Piecewise((13.2 + 41 * _share**2, _grain <= 1), (6.4 + 17.2 * _share, True))
+"""Loads from shared memory are the time, one a place, or one for two of them, more where their banks are the same."""
+_of_x = sympy.Piecewise((0.34 * _n, _n <= 8), (0.66 * _n, _usual_strips <= 1), (0.4 * _n, True))
 _places = 45.1e6 / 132
-"""Of a weight that a processor decodes, and multiplies, in so many microseconds (H200)."""
+"""Of a weight that a processor decodes, and multiplies, in so many microseconds (`bench few-rows`, an H200)."""
+_walking = 1e-6 * _m * _k / _processors / _places * (_decoding + _of_x)
+_reading = _m * _k * (2 * _share + 1 / (8 * _grain)) / _bandwidth
 
 BITMAP_TILES = Template(
     name="bitmap_tiles",
@@ -234,10 +239,6 @@ BITMAP_TILES = Template(
     ),
     refuse=_refuse,
     space=_space,
-    # not by bytes: loads from shared memory are the time, one a place, and more where their banks are the same
-    cost=Cost(
-        bytes=sympy.Integer(0),
-        seconds=3.6e-6 + 1e-6 * _m * _k / _processors / _places * (12 + 32 * _density**2 + _of_x) * (1 + _far / 5),
-    ),
+    cost=Cost(bytes=sympy.Integer(0), seconds=2.5e-6 + sympy.Max(_walking, _reading) * (1 + _far / 5)),
     prepare=_prepare,
 )  # fmt: skip
