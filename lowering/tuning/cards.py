@@ -67,7 +67,7 @@ class Card(Ceilings):
         matmul: cuBLAS, large products (`bench/results/snn_conv.json`: 4096 cubed).
         few_rows: of bandwidth, cuBLAS with a layer's weight and up to 64 rows (`bench few-rows`: 0.88 to 0.97 on an
             H200, for weights of 86 and 448 MiB).
-        few_features: of that, where a layer has fewer than 64 features out a processor (the same: 4096x11008 took 1.07
+        long_rows: of that, where a layer has twice as many features in as out, or more (the same: 4096x11008 took 1.07
             to 1.15 times as long as 11008x4096).
         conv, conv_channels_last: cuDNN on channels-first and channels-last input (the same file: the 3x3 stages of a
             ResNet at batch 128).
@@ -94,7 +94,7 @@ class Card(Ceilings):
     capability: str
     matmul: ByPrecision = ByPrecision(50 / 50, 430 / 430, 800 / 730)
     few_rows: float = 0.9
-    few_features: float = 0.87
+    long_rows: float = 0.87
     conv: ByPrecision = ByPrecision(80 / 50, 200 / 430, 350 / 730)
     conv_channels_last: ByPrecision = ByPrecision(80 / 50, 330 / 430, 620 / 730)
     narrow: ByPrecision = ByPrecision(1.0, 0.45, 0.65)

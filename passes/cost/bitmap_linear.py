@@ -1,7 +1,10 @@
 """Whether an unstructured layer of few rows is the fastest by a bitmap with its values, its host included."""
 
+from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.sparse.bitmap_linear import BITMAP_LINEAR, BitmapLinear, random_longest, takes_bitmap
+from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import target_of
+from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, fastest_candidate
 
@@ -24,14 +27,19 @@ def decide(product: Product, rivals: Decision) -> tuple[Decision, int] | None:
     device, card = p.target or target_of(p.device)
     found: list[tuple[float, int, str]] = []
     for grain in OFFERED:
-        longest = random_longest(p.m, p.k, p.stored, grain)
-        problem = BitmapLinear.of_layer(
-            p.m, p.k, p.n, p.stored, grain, longest, p.dtype, p.bias, p.residual, p.activation
-        )  # fmt: skip
-        time, kernel = fastest_candidate(BITMAP_LINEAR.candidates(problem, device), problem, p, card)
+        time, kernel = bitmap_time(p, grain, device, card)
         found += [(p.waited(time), grain, kernel)] if kernel else []
     if not found:
         return None
     seconds, grain, kernel = min(found)
     decision = fastest({**rivals.seconds, kernel: seconds})
     return (decision, grain) if decision.implementation == kernel else None
+
+
+def bitmap_time(product: Product, grain: int, device: Device, card: Card) -> tuple[Time, str]:
+    """Time and template of the kernel for a bitmap whose bits are so many neighbours; infinite if there is none."""
+    p, longest = product, random_longest(product.m, product.k, product.stored, grain)
+    problem = BitmapLinear.of_layer(
+        p.m, p.k, p.n, p.stored, grain, longest, p.dtype, p.bias, p.residual, p.activation
+    )  # fmt: skip
+    return fastest_candidate(BITMAP_LINEAR.candidates(problem, device), problem, p, card)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.sparse.gated_pair import PAIRS
 from sparsecomp.lowering.sparse.packed_linear import PACKED_LINEAR
 from sparsecomp.lowering.tuning import host
@@ -9,23 +10,25 @@ from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.lowering.tuning.template import Operation
+from sparsecomp.passes.cost.bitmap_linear import bitmap_time
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.packed_linear import packed_problem
 from sparsecomp.passes.cost.sparse import Product, fastest_candidate, problem_of, product_time
 
 
-def decide(gate: Product, up: Product) -> Decision:
+def decide(gate: Product, up: Product, grains: tuple[int, int] = (0, 0)) -> Decision:
     """The pair's kernel, or `dense`, which stands for both layers apart, if that is not slower by estimate.
 
     Args:
         gate, up: of one kind; one of 2:4 is multiplied by packed positions.
+        grains: how many neighbours share a bit of the bitmap by which the layer runs apart, 0 where there is none.
     """
     device, card = gate.target or target_of(gate.device)
     operation, problem = _pair(gate, up)
     together, kernel = fastest_candidate(operation.candidates(problem, device), problem, gate, card)
     if not kernel:
         return Decision("dense", "; ".join(operation.refusals(problem, device).values()))
-    alone = [_alone(one, device, card) for one in (gate, up)]
+    alone = [_alone(one, grain, device, card) for one, grain in zip((gate, up), grains, strict=True)]
     apart = alone[0].plus(alone[1], _multiplying(gate, card))
     # both layers' shares of a call: the pair's products are one fewer, and a call takes as long besides
     besides = 2 * host.besides(gate.trained, gate.products)
@@ -40,7 +43,9 @@ def _pair(gate: Product, up: Product) -> tuple[Operation[Any], Any]:
     return PAIRS[gate.layout.format], problem
 
 
-def _alone(product: Product, device: Any, card: Card) -> Time:
+def _alone(product: Product, grain: int, device: Device, card: Card) -> Time:
+    if grain:
+        return bitmap_time(product, grain, device, card)[0]
     if product.layout.format != "nm":
         return product_time(product, device, card)[0]
     problem = packed_problem(product)

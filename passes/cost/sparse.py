@@ -237,7 +237,7 @@ def _dense_product(product: Product, card: Card) -> Time:
     p = product
     elements = p.m * p.k + p.batch * (p.k + p.m) * p.n
     if p.batch == 1 and p.n <= _FEW_ROWS:
-        elements /= card.few_rows * (card.few_features if p.m < _FEATURES * card.processors else 1)
+        elements /= card.few_rows * (card.long_rows if p.k >= 2 * p.m else 1)
     time = time_of(DenseWork(2.0 * p.m * p.k * p.n * p.batch, elements, p.dtype), card)
     assert time is not None, f"no product of {p.dtype} is estimated"
     return time
@@ -245,8 +245,6 @@ def _dense_product(product: Product, card: Card) -> Time:
 
 _FEW_ROWS = 64
 """Rows of a layer's input up to which the weight's bytes are the time."""
-_FEATURES = 64
-"""Features out that keep a processor busy then."""
 
 
 def _writing(product: Product, card: Card) -> Time:

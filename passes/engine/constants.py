@@ -106,11 +106,14 @@ class Constants:
         """Takes them off the graph's module, and has what was proved of inputs asked before each call."""
         proved = assume_proofs(gm)
         places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        read = {node.target for node in gm.graph.find_nodes(op="get_attr")}
+        read, names = {node.target for node in gm.graph.find_nodes(op="get_attr")}, gm.meta.pop(_KEY, {})
         self._made = [
             (gm.get_buffer(name), constant.make, tuple(places[source] for source in constant.sources), constant.part)
-            for constant, name in gm.meta.pop(_KEY, {}).items() if name in read and constant.sources
+            for constant, name in names.items() if name in read and constant.sources
         ]  # fmt: skip
+        for name in names.values():
+            if name not in read:  # a later rule has found something better
+                delattr(gm, name)
         written = analyse(gm).written_inputs if self._made else ()
         self._written = [
             (place, str(node.target)) for node, place in places.items()

@@ -2,7 +2,8 @@
 
 Both layers have their kernels already (see `passes.sparse.linear`): those of 2:4 by packed positions, those in NARROW,
 under the promise also of a CSR weight's narrow copy, and those in CSR. Nothing but their product reads them. The pair
-reads x once and writes its product alone, rounded once.
+reads x once and writes its product alone, rounded once. No kernel takes two bitmaps: two such layers stay apart, or
+are a pair of what they store, and keep no bitmap then.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-import sparsecomp.ops.sparse.gated_pair  # noqa: F401  (registers the operator)
+import sparsecomp.ops.sparse.bitmap_linear
+import sparsecomp.ops.sparse.gated_pair  # noqa: F401  (registers the operators)
 from sparsecomp.lowering.cache.signature import has_triton
 from sparsecomp.lowering.launch.epilogue import ACTIVATIONS
 from sparsecomp.lowering.sparse.gated_pair import PAIRS
@@ -23,6 +25,7 @@ from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _LINEAR = torch.ops.sparsecomp.sparse_linear.default
+_BITMAP = torch.ops.sparsecomp.bitmap_linear.default
 _PACKED = torch.ops.sparsecomp.packed_linear.default
 _PAIR = torch.ops.sparsecomp.gated_pair.default
 _PACKED_PAIR = torch.ops.sparsecomp.packed_pair.default
@@ -34,11 +37,15 @@ class _Layer(NamedTuple):
     Attributes:
         chain: its operands; the layer is its only node.
         arrays: index arrays of its layout; of 2:4 packed positions behind them.
+        bitmap: what it reads by a bitmap instead.
+        grain: how many neighbours share a bit of that; 0 without one.
     """
 
     chain: Chain
     layout: Layout
     arrays: tuple[fx.Node, ...]
+    bitmap: tuple[fx.Node, ...] = ()
+    grain: int = 0
 
     @property
     def node(self) -> fx.Node:
@@ -95,15 +102,18 @@ def _judged(node: fx.Node, gate: _Layer, up: _Layer, read: list[Any], ctx: Conte
     operands = {*gate.node.all_input_nodes, *up.node.all_input_nodes}
     if not all(ctx.analysis.unchanged(operand, begin, node) for operand in operands):
         return _apart("an operand is written to before the result is complete")
-    decision = decide(products[0], products[1])
+    decision = decide(products[0], products[1], (gate.grain, up.grain))
     if decision.dense:
         return _apart(decision.reason)
     activation = gate.chain.activation
     reason = (
         f"{'' if activation == 'none' else f'{activation} of '}`{gate.node.name}` times `{up.node.name}` in one launch "
         f"by {decision.implementation}, rounded once; {decision.reason}"
+        f"{'; no bitmap is kept' if gate.bitmap or up.bitmap else ''}"
     )
-    return Plan(lambda: {node: _build(node, gate, up)}, reason, "gated pair", dead=(end, begin))
+    # constants that nobody reads any more are not kept
+    dead = (end, begin, *(one for one in (*gate.bitmap, *up.bitmap) if one.op == "get_attr" and len(one.users) == 1))
+    return Plan(lambda: {node: _build(node, gate, up)}, reason, "gated pair", dead=dead)
 
 
 def _apart(detail: str) -> Refusal:
@@ -133,6 +143,10 @@ def _layer_of(node: Any) -> _Layer | None:
         if layout.format in PAIRS and not transpose:
             chain = Chain((node,), values, False, x, True, bias, residual, activation)
             return _Layer(chain, layout, tuple(pattern[: layout.own]))
+    if node.target is _BITMAP:
+        x, values, pattern, written, stream, chunks, grain, _, bias, residual, activation = arguments
+        chain = Chain((node,), values, False, x, True, bias, residual, activation)
+        return _Layer(chain, Layout.read(written), tuple(pattern), (stream, chunks), grain)
     return None
 
 

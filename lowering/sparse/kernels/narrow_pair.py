@@ -83,7 +83,7 @@ def _prepare(problem: SpmmNarrow, config: Config) -> Launch | Launches:
 
 _m, _nnz, _bn = sizes("m nnz BN")
 _far = sympy.Piecewise((far_from(1, sympy.Piecewise((256, _m >= MANY), (128, True)), 1), _bn < 2), (FAR, True))
-# of what its layers take: 0.91 to 0.97 for 28672x8192 and 0.8 to 0.95 for 11008x4096, with 8 rows and more 0.96 to 1.19
+# of what its layers take: 0.81 to 0.95 for 28672x8192, 0.76 to 0.86 for 11008x4096, with 8 rows and more 0.95 to 1.19
 _seconds = sympy.Piecewise(
     (stream_seconds(0.72 * 2 * _m, 0.93 * 2 * _nnz, _far), _bn < 8), (1.1 * stream_seconds(2 * _m, 2 * _nnz), True)
 )
