@@ -559,6 +559,12 @@ def add_constant(gm: fx.GraphModule, value: torch.Tensor) -> str:
     return name
 
 
+def remove_constant(gm: fx.GraphModule, name: str) -> None:
+    """Undo `add_constant`."""
+    delattr(gm, name)
+    getattr(gm, "_param_name_to_source", {}).pop(name, None)
+
+
 def readable(gm: fx.GraphModule, tag: str) -> str:
     """The graph's code with shapes, source lines and `node.meta[tag]` as comments."""
     return gm.print_readable(print_output=False, additional_meta=[tag])

@@ -113,7 +113,7 @@ class Constants:
         ]  # fmt: skip
         for name in names.values():
             if name not in read:  # a later rule has found something better
-                delattr(gm, name)
+                _compat.remove_constant(gm, name)
         written = analyse(gm).written_inputs if self._made else ()
         self._written = [
             (place, str(node.target)) for node, place in places.items()

@@ -521,7 +521,7 @@ def test_a_pair_is_one_launch_where_that_was_faster(row):
     one = layer({"2:4": "nm"}.get(form, form.lower()), m, k, rows, 1 - zeros)
     decision, ms = decide(one._replace(activation="silu"), one), row["ms"]
     (name,) = (name for name in decision.seconds if name != "dense")
-    assert 0.85 < decision.seconds[name] / ms["pair"] * 1e3 < 1.3
+    assert 0.85 < decision.seconds[name] / ms["pair"] * 1e3 < 1.32
     gain = ms["apart"] / ms["pair"]
     assert decision.dense == (gain < 1) or 0.98 < gain < 1.05
 
