@@ -562,7 +562,9 @@ def add_constant(gm: fx.GraphModule, value: torch.Tensor) -> str:
 def remove_constant(gm: fx.GraphModule, name: str) -> None:
     """Undo `add_constant`."""
     delattr(gm, name)
-    getattr(gm, "_param_name_to_source", {}).pop(name, None)
+    sources = getattr(gm, "_param_name_to_source", None)
+    if sources is not None:
+        del sources[name]
 
 
 def readable(gm: fx.GraphModule, tag: str) -> str:

@@ -55,8 +55,13 @@ def config(layers: int = 8) -> LlamaConfig:
     )  # fmt: skip
 
 
-def run(workers: int = 12) -> Iterator[dict[str, Any]]:
-    """A row a case: tokens a second, MiB held, and of ours the share of tokens that dense chooses too."""
+def run(workers: int = 6) -> Iterator[dict[str, Any]]:
+    """A row a case: tokens a second, MiB held, and of ours the share of tokens that dense chooses too.
+
+    Args:
+        workers: processes. Each takes 11 to 12 GB of a card while it prepares a case: a process for each of the twelve
+            is more than an H200 has. Six take two rounds, as eight would.
+    """
     for row in measured(prepared, CASES, workers, batch=1):
         print(row, flush=True)
         yield row
