@@ -244,10 +244,11 @@ def test_nothing_is_multiplied_where_nothing_is_stored(grain, rows):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_weight_whose_chunks_are_too_long_is_multiplied_all_the_same():
+@pytest.mark.parametrize(("grain", "longest"), [(1, 1024), (2, 512)])
+def test_a_weight_whose_chunks_are_too_long_is_multiplied_all_the_same(grain, longest):
     weight, x = pruned(40, 1104, 0.2), torch.randn(3, 1104, generator=torch.Generator().manual_seed(1)).half()
     exact = x.double() @ weight.double().mT
-    for name, found in product(CSR.from_dense(weight), x, 1, 1024).items():
+    for name, found in product(CSR.from_dense(weight), x, grain, longest).items():
         assert (found.double() - exact).norm() <= 1e-3 * exact.norm(), name
 
 
@@ -392,12 +393,13 @@ def test_other_layers_keep_no_bitmap(changes):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("rows", [1, 4, 16, 40])
-def test_in_a_cuda_graph(rows):
+@pytest.mark.parametrize("grain", [1, 2])
+def test_in_a_cuda_graph(grain, rows):
     from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
 
     weight, x = pruned(1000, 2504), torch.randn(rows, 2504).half().cuda()
     values, arrays, layout = stored_by_rows(CSR.from_dense(weight.cuda()))
-    operands = packed(CSR.from_dense(weight.cuda()))
+    operands = packed(CSR.from_dense(weight.cuda()), grain)
     graph, result = graph_of(lambda: bitmap_linear(x, values, list(arrays), layout.written(), *operands))
     x.copy_(x.roll(1, 1))
     graph.replay()
