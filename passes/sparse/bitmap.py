@@ -1,7 +1,8 @@
 """An unstructured layer of few rows is multiplied by a bitmap, kept under the promise that the weight stays.
 
-The weight's bytes are the time of such a layer. A copy of a bit a place and of the values, in the order in which a
-kernel decodes them, is fewer bytes than columns are. Products of more rows in the same graph take the layer's own.
+The time of such a layer is to read its weight and to find each value's place. A copy of the values and of bits for
+their places, in the order in which a kernel decodes them, is fewer bytes than the dense weight, and takes fewer
+instructions than columns do. Products of more rows in the same graph take the layer's own.
 """
 
 from collections.abc import Sequence

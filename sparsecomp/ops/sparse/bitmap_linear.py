@@ -1,7 +1,7 @@
 """Linear layers of few rows by unstructured weights, with a bitmap of their places and their values beside them.
 
-At few rows a layer takes as long as its weight takes to read, which is a bit a place and the values alone. The copy is
-kept by a compiler, under the promise that the weight stays.
+At few rows a layer takes as long as its weight takes to read and to decode, which is the values and a bit for each
+place, or for two neighbours. The copy is kept by a compiler, under the promise that the weight stays.
 """
 
 from collections.abc import Sequence
