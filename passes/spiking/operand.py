@@ -199,7 +199,8 @@ def writes_bytes(operands: Operands, ctx: Context) -> bool:
 def _is_of_neuron(x: Any) -> bool:
     """Whether x is what a library's neuron operator gives, in whatever shape."""
     _, made = unviewed(x)
-    op = op_of(made.args[0]) if isinstance(made, fx.Node) and made.target is operator.getitem else None
+    given: Any = made.args[0] if isinstance(made, fx.Node) and made.target is operator.getitem else made
+    op = op_of(given)
     return op is not None and op.name in NEURON_CALLS
 
 
