@@ -80,6 +80,11 @@ def time_rivals(
     row["ms"] |= {f"{which}, {mode}": ms for which, ms in zip(calls, times, strict=True)}
 
 
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Of norms, to two digits."""
+    return float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
+
+
 def modes_of(row: Mapping[str, Any]) -> list[str]:
     """Modes in which the rivals of a row were timed, in the order of `MODES`."""
     return [mode for mode in MODES if any(key.endswith(f", {mode}") for key in row["ms"])]

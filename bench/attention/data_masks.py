@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.attention.masked_models import compiled_rivals, positions
-from bench.attention.ways import RIVALS, rivals_cells
+from bench.attention.ways import RIVALS, rivals_cells, timed_modes
 from bench.parallel import measured
 from bench.table import markdown_grid
 from bench.timing import MODES, guarded, time_rivals
@@ -121,7 +121,7 @@ def _call(compiled: Any, x: Tensor, mask: Tensor | None) -> Callable[[], Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds of each mask in each mode; in brackets the speed, of stock's."""
-    modes = [mode for mode in MODES if any(f"stock, {mode}" in row["ms"] for row in rows)]
+    modes = timed_modes(rows)
     grid = [["mask", "blocks kept", "step", *(f"{who}, {mode}" for mode in modes for who in RIVALS)]]
     for row in sorted(rows, key=lambda row: (MASKS.index(row["mask"]), row["training"])):
         kept = f"{row['kept']:.0%}" if "kept" in row else "by position"

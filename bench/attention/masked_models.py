@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsecomp
-from bench.attention.ways import RIVALS, rivals_cells
+from bench.attention.ways import RIVALS, rivals_cells, timed_modes
 from bench.parallel import measured
 from bench.table import markdown_grid
 from bench.timing import MODES, guarded, time_rivals
@@ -131,7 +131,7 @@ def _call(which: str, model: nn.Module, x: Tensor, mode: str, training: bool) ->
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds of each model in each mode; in brackets the speed, of stock's."""
-    modes = [mode for mode in MODES if any(f"stock, {mode}" in row["ms"] for row in rows)]
+    modes = timed_modes(rows)
     grid = [["mask", "written as", "projections", "step", *(f"{who}, {mode}" for mode in modes for who in RIVALS)]]
     for row in sorted(rows, key=lambda row: (list(MASKS).index(row["mask"]), row["training"], row["spelling"])):
         step = "training" if row["training"] else "inference"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.attention.masked_models import compiled_rivals
-from bench.attention.ways import RIVALS, rivals_cells
+from bench.attention.ways import RIVALS, rivals_cells, timed_modes
 from bench.table import markdown_grid
 from bench.timing import MODES, guarded, time_rivals
 
@@ -123,7 +123,7 @@ def _take(row: dict[str, Any], case: Case, mode: str) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds of each case in each mode; in brackets the speed, of stock's."""
-    modes = [mode for mode in MODES if any(f"stock, {mode}" in row["ms"] for row in rows)]
+    modes = timed_modes(rows)
     sizes = "batch, heads, heads of k, slots"
     grid = [[f"case ({sizes})", "window", "filled", "layers", "`density`",
              *(f"{who}, {mode}" for mode in modes for who in RIVALS)]]  # fmt: skip

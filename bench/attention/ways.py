@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.timing import MODES
+
 RIVALS = ("stock", "sparsecomp")
 
 
@@ -23,6 +25,11 @@ def two_ways(
         return out, *torch.autograd.grad(out, operands, grad)
 
     return forward, both
+
+
+def timed_modes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Modes in which stock was timed in one of these rows."""
+    return [mode for mode in MODES if any(f"stock, {mode}" in row["ms"] for row in rows)]
 
 
 def rivals_cells(row: dict[str, Any], modes: Sequence[str]) -> list[str]:

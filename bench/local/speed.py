@@ -19,7 +19,7 @@ import sparsecomp
 from bench.local.patterns import PATTERNS, index_of
 from bench.loop import Alone
 from bench.parallel import measured
-from bench.timing import MODES, bandwidth, graph_ms, guarded, time_rivals
+from bench.timing import MODES, bandwidth, graph_ms, guarded, relative_error, time_rivals
 from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock
 
 SIZES = (256, 1024, 4096, 16384, 65536)
@@ -226,7 +226,7 @@ def error_of(layer: GeoSparseLinear, call: "Timed") -> float:
     for place in range(layer.k):
         exact += x.index_select(1, layer.in_index_per_out[:, place].long()) * weight[:, place]
     found = call.compiled(call.x)[:16].double()
-    return float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
+    return relative_error(found, exact)
 
 
 def _replayed(row: Row, name: str, call: Timed) -> None:

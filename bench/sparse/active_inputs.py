@@ -19,7 +19,7 @@ import sparsecomp
 from bench.loop import Alone
 from bench.parallel import measured
 from bench.table import markdown_grid
-from bench.timing import guarded, time_rivals
+from bench.timing import guarded, relative_error, time_rivals
 
 SIZES = ((28672, 8192), (11008, 4096))
 ZEROS = (0.0, 0.5, 0.9, 0.97)
@@ -101,7 +101,7 @@ def _row(
     with torch.no_grad():
         exact = copy.deepcopy(model).double()(x.double())
         found = calls["default"]["sparsecomp"]().double()
-        row["error"] = float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
+        row["error"] = relative_error(found, exact)
     for mode, rivals in calls.items():
         guarded(row, mode, partial(time_rivals, row, mode, rivals, False))
     return row

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.table import markdown_grid
-from bench.timing import graph_ms, guarded
+from bench.timing import graph_ms, guarded, relative_error
 from sparsecomp.formats import NARROW, SparseMatrix
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.epilogue import output_of
@@ -116,7 +116,7 @@ def _time_bitmap(
 
 def _note(row: dict[str, Any], name: str, calls: list[Callable[[], Tensor]], exact: Tensor) -> None:
     found = calls[0]()
-    row["error"][name] = float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
+    row["error"][name] = relative_error(found, exact)
     row["ms"][name] = timed(calls)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.parallel import measured
 from bench.sparse.few_rows import copies, copies_of, timed
 from bench.table import markdown_grid
-from bench.timing import guarded
+from bench.timing import guarded, relative_error
 from sparsecomp.formats import CSR, NARROW, NM, SparseMatrix
 from sparsecomp.lowering.sparse.packed_linear import PackedPositions, order_for
 from sparsecomp.ops.sparse.gated_pair import gated_pair
@@ -89,7 +89,7 @@ def _check(
     row: dict[str, Any], name: str, make: Callable[[], list[Callable[[], Tensor]]], exact: Tensor
 ) -> None:  # fmt: skip
     found = make()[0]()
-    row.setdefault("error", {})[name] = float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
+    row.setdefault("error", {})[name] = relative_error(found, exact)
 
 
 def _row(

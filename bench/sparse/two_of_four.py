@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.sparse.few_rows import SIZES, copies, timed
 from bench.table import markdown_grid
-from bench.timing import guarded
+from bench.timing import guarded, relative_error
 from sparsecomp import ops
 from sparsecomp.formats import NM
 from sparsecomp.lowering.cache.signature import device_of
@@ -86,7 +86,7 @@ def _row(rows: int, weights: Weights) -> dict[str, Any]:
     }  # fmt: skip
     if rows <= MOST:
         exact, found = F.linear(x.double(), dense.double()), packed_linear(x, values, indices, positions)
-        row["error"] = float(f"{((found - exact).norm() / exact.norm()).item():.2g}")
+        row["error"] = relative_error(found, exact)
         ways["packed"] = lambda: [
             partial(packed_linear, x, one, indices, two)
             for one, two in zip(copies(values), copies(positions), strict=False)

@@ -101,6 +101,14 @@ def described_output(
     )  # fmt: skip
 
 
+def output_of_layer(
+    n: int, m: int, dtype: torch.dtype, has_bias: bool, has_residual: bool, activation: str
+) -> Output:  # fmt: skip
+    """That of a layer, (m, n) for n contiguous rows of m numbers, whose operands all have this dtype."""
+    out = torch.empty(n, m, dtype=dtype, device="meta").mT
+    return described_output(out, "row", dtype if has_bias else None, dtype if has_residual else None, activation)
+
+
 def output_from_text(text: str, dtype: str, strides: Strides) -> Output:
     """An output whose `text` is this, with a residual laid out like it.
 

@@ -20,10 +20,16 @@ from sparsecomp.lowering.launch import watch
 from sparsecomp.lowering.tuning import host
 
 ALIGNMENT = 16
+"""Bytes that the widest loads want their address to be a multiple of."""
 _FORMATS = {
     "i1": "<b", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<B", "u8": "<B", "u16": "<H", "u32": "<I",
     "u64": "<Q", "fp32": "<f", "f32": "<f", "fp64": "<d",
 }  # fmt: skip
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it begins anywhere, as a view may."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 class Launch:

@@ -20,12 +20,13 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.epilogue import (
     Output,
-    described_output,
     finished,
     output_from_text,
     output_of,
+    output_of_layer,
     random_operands,
 )
+from sparsecomp.lowering.launch.launch import aligned
 from sparsecomp.lowering.launch.strided import (
     dtype_name,
     gather_product,
@@ -49,8 +50,6 @@ TILES = 8
 CHUNK = 16 * TILES
 """Columns of a turn."""
 LANES = 32
-GRAINS = (1, 2)
-"""Neighbours in a row that share a bit: where one of two is stored, both are."""
 UNIT = 16
 """Bytes that chunks are multiples of, as copies want them."""
 _COLUMNS = 8
@@ -63,7 +62,7 @@ class BitmapLinear(NamedTuple):
 
     Attributes:
         nnz: values that are stored.
-        grain: neighbours in a row that share a bit.
+        grain: neighbours in a row that share a bit, 1 or 2: where one of two is stored, both are.
         longest: bytes of the longest chunk, or more.
         dtype: of values and x.
         output: the output (m, n) and its epilogue.
@@ -119,9 +118,8 @@ class BitmapLinear(NamedTuple):
         has_residual: bool, activation: str,
     ) -> "BitmapLinear":  # fmt: skip
         """The product of a layer whose operands all have this dtype."""
-        added = (dtype if has_bias else None, dtype if has_residual else None)
-        out = torch.empty(n, m, dtype=dtype, device="meta").mT
-        return cls(m, k, n, nnz, grain, longest, name_of(dtype), described_output(out, "row", *added, activation))
+        output = output_of_layer(n, m, dtype, has_bias, has_residual, activation)
+        return cls(m, k, n, nnz, grain, longest, name_of(dtype), output)
 
 
 def takes_bitmap(k: int, n: int, dtype: torch.dtype) -> bool:
@@ -250,7 +248,7 @@ def launch_bitmap_linear(
             f"a stream of {stream.numel()} bytes in chunks {tuple(chunks.shape)} is none of {nnz} values in {m} rows "
             f"and {k} columns, needs {stream_bytes(m, k, nnz, grain)} and {needed}"
         )
-    x = x if x.data_ptr() % UNIT == 0 else x.clone()  # a lane reads eight numbers at once; a view may begin anywhere
+    x = aligned(x)  # a lane reads eight numbers at once
     out = allocate((n, m), (m, 1), x.dtype, x.device)
     beside = None if residual is None else residual.mT
     described = output_of(out.mT, bias, "row", beside, activation, 1.0)

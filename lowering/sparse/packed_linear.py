@@ -23,12 +23,13 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.epilogue import (
     ACTIVATIONS,
     Output,
-    described_output,
     finished,
     output_from_text,
     output_of,
+    output_of_layer,
     random_operands,
 )
+from sparsecomp.lowering.launch.launch import aligned
 from sparsecomp.lowering.launch.strided import (
     dtype_name,
     gather_product,
@@ -104,9 +105,8 @@ class PackedLinear(NamedTuple):
         pair: bool = False,
     ) -> "PackedLinear":  # fmt: skip
         """The product of a layer, or a pair, whose operands all have this dtype."""
-        added = (dtype if has_bias else None, dtype if has_residual else None)
-        out = torch.empty(n, m, dtype=dtype, device="meta").mT
-        return cls(m, k, n, order_for(n), pair, name_of(dtype), described_output(out, "row", *added, activation))
+        output = output_of_layer(n, m, dtype, has_bias, has_residual, activation)
+        return cls(m, k, n, order_for(n), pair, name_of(dtype), output)
 
 
 def order_for(n: int) -> str:
@@ -207,9 +207,9 @@ def launch_packed_linear(
                 f"values {tuple(one.shape)} and positions {tuple(words.shape)} {words.dtype} are not of 2:4 in {m} "
                 f"rows of {k} columns: {(m, k // 2)} and {needed} int32 are needed"
             )
-    # a thread reads a group, or several, at once; a view may begin anywhere
-    x, values = _aligned(x), _aligned(values)
-    other_values = None if others[0] is None else _aligned(others[0])
+    # a thread reads a group, or several, at once
+    x, values = aligned(x), aligned(values)
+    other_values = None if others[0] is None else aligned(others[0])
     out = allocate((n, m), (m, 1), x.dtype, x.device)
     beside = None if residual is None else residual.mT
     described = output_of(out.mT, bias, "row", beside, activation, 1.0)
@@ -223,10 +223,6 @@ def launch_packed_linear(
 def order_of_positions(positions: Tensor) -> str:
     """The order in which they lie."""
     return "lanes" if positions.dim() == 2 else "fragments"
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _signature(problem: PackedLinear, device: Device) -> KernelSignature:

@@ -13,14 +13,14 @@ from compile_kernel import compile_in_subprocess
 from kernel_devices import graph_of, needs_triton
 from ptx_warp import LANES, Warp
 from rewriting import rewritten_for
-from torch import Tensor, nn
+from silu_layer import SiluLayer
+from torch import Tensor
 
 import sparsecomp
 from bench.table import RESULTS
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, NARROW, SparseMatrix
 from sparsecomp.lowering.tuning.ceilings import target_named
-from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, decide
 from sparsecomp.reference.patterns import Layout, stored_by_rows
@@ -288,23 +288,6 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_there():
     assert all(0 <= int(line) < 128 for line in printed.split())
 
 
-class Block(nn.Module):
-    """An unstructured layer and what is fused behind it."""
-
-    def __init__(self, rows: int, cols: int, kind: type[SparseMatrix] = CSR, zeros: float = 0.7) -> None:
-        super().__init__()
-        weight = kind.from_dense(pruned(rows, cols, zeros))
-        self.layer = SparseLinear(weight, torch.randn(rows).half(), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(self.layer(x))
-
-    def exact(self, x: Tensor) -> Tensor:
-        """In float64."""
-        assert self.layer.bias is not None
-        return F.silu(F.linear(x.double(), self.layer.weight.detach().to_dense().double(), self.layer.bias.double()))
-
-
 @needs_triton
 @pytest.mark.parametrize(
     ("kind", "grain", "rows", "frozen", "found"),
@@ -318,7 +301,7 @@ def test_a_layer_that_is_promised_to_stay_is_multiplied_by_a_bitmap(monkeypatch,
     always = Decision("bitmap_tiles", "asked for", {"bitmap_tiles": 1e-9, "dense": 1e-3}), grain
     monkeypatch.setattr(bitmap, "decide", lambda *operands: always)
     torch.manual_seed(0)
-    model, x = Block(100, 264, kind), torch.randn(*rows, 264).half()
+    model, x = SiluLayer(kind.from_dense(pruned(100, 264))), torch.randn(*rows, 264).half()
     out, report, code = rewritten_for("h200", model, x, frozen=frozen)
     (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
     assert ("bitmap_linear" in code) == (site.implementation == "bitmap copy") == found
@@ -413,7 +396,7 @@ def test_in_a_cuda_graph(grain, rows):
 @pytest.mark.parametrize("kind", [CSR, NARROW])
 def test_compiled_layers_follow_their_weights(kind):
     torch.compiler.reset()
-    model = Block(8192, 4096, kind).cuda()
+    model = SiluLayer(kind.from_dense(pruned(8192, 4096))).cuda()
     compiled = torch.compile(model, backend="sparsecomp", options={"frozen": True, "mode": "reduce-overhead"})
     with torch.no_grad():
         for step in range(4):

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
 from kernel_devices import DEVICES, KERNEL_DEVICES, graph_of, needs_triton
 from rewriting import rewritten_for
-from torch import Tensor, nn
+from silu_layer import SiluLayer
+from torch import Tensor
 
 import sparsecomp
 from bench.table import RESULTS
@@ -33,6 +34,11 @@ def pruned(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> Tensor:
     groups = torch.randn(rows, cols // 4, 4, generator=random)
     dropped = torch.rand(groups.shape, generator=random).argsort(-1)[..., :2]
     return groups.scatter_(-1, dropped, 0.0).view(rows, cols).to(dtype)
+
+
+def two_of_four(rows: int, cols: int) -> NM:
+    """Such a weight, in float16."""
+    return NM.from_dense(pruned(rows, cols, torch.float16), n=2, m=4)
 
 
 def product(matrix: NM, x: Tensor, device: str, other: tuple[NM, Tensor] | None = None, **finish) -> dict[str, Tensor]:
@@ -185,23 +191,6 @@ def test_kernels_compile_for_gpus_that_are_not_there():
     )
 
 
-class Block(nn.Module):
-    """A 2:4 layer and what is fused behind it."""
-
-    def __init__(self, rows: int, cols: int) -> None:
-        super().__init__()
-        matrix = NM.from_dense(pruned(rows, cols, torch.float16), n=2, m=4)
-        self.layer = SparseLinear(matrix, torch.randn(rows).half(), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(self.layer(x))
-
-    def exact(self, x: Tensor) -> Tensor:
-        """In float64."""
-        assert self.layer.bias is not None
-        return F.silu(F.linear(x.double(), self.layer.weight.detach().to_dense().double(), self.layer.bias.double()))
-
-
 @needs_triton
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
@@ -212,7 +201,7 @@ class Block(nn.Module):
 def test_a_layer_that_is_promised_to_stay_is_multiplied_packed(rows, out, frozen, found):
     """As for an H200, run op by op on a CPU."""
     torch.manual_seed(0)
-    model, x = Block(out, 4096), torch.randn(*rows, 4096).half()
+    model, x = SiluLayer(two_of_four(out, 4096)), torch.randn(*rows, 4096).half()
     result, report, code = rewritten_for("h200", model, x, frozen=frozen)
     assert ("packed_linear" in code) == (found == "packed copy")
     (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
@@ -340,7 +329,7 @@ def test_in_a_cuda_graph(rows):
 @needs_gpu
 def test_compiled_layers_follow_their_weights():
     torch.compiler.reset()
-    model = Block(8192, 4096).cuda()
+    model = SiluLayer(two_of_four(8192, 4096)).cuda()
     options = {"frozen": True, "mode": "reduce-overhead"}
     compiled = torch.compile(model, backend="sparsecomp", options=options)
     with torch.no_grad():

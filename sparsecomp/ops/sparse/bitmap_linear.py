@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, implement, library
-from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.ops.sparse.linear import residual_rows, sparse_linear
 from sparsecomp.reference.patterns import Layout
 
 library.define(
@@ -56,13 +55,10 @@ def _linear_cuda(x, values, pattern, layout, stream, chunks, grain, longest, bia
     from sparsecomp.lowering.sparse.bitmap_linear import launch_bitmap_linear, takes_bitmap  # loads Triton
 
     m, size = Layout.read(layout).shape[0], x.shape
-    if residual is not None and residual.shape != (*size[:-1], m):
-        raise FormatError(f"the residual is {tuple(residual.shape)}, needs the result's shape, {(*size[:-1], m)}")
-    rows = size[:-1].numel()
+    beside, rows = residual_rows(residual, (*size[:-1], m)), size[:-1].numel()
     if not takes_bitmap(size[-1], rows, x.dtype) or values.dtype is not x.dtype or m == 0:
         return _linear(x, values, pattern, layout, stream, chunks, grain, longest, bias, residual, activation)
-    beside = None if residual is None else residual.reshape(rows, m).contiguous()
-    bias = bias if bias is None else bias.contiguous()
+    beside, bias = (None if one is None else one.contiguous() for one in (beside, bias))
     given = x.reshape(rows, size[-1]).contiguous()
     out = launch_bitmap_linear(
         given, stream, chunks, m, values.shape[0], grain, longest, bias, beside, activation

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsecomp.formats.indices import lines_of
 from sparsecomp.lowering.sparse.launcher import as_csr
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.reference.patterns import Layout, stored_shape
+from sparsecomp.reference.sparse import entry_range
 
 _REST = "Tensor[] pattern, str layout, bool transpose) -> Tensor"
 library.define(f"stored_to_dense(Tensor values, {_REST}", tags=TAGS)
@@ -116,18 +118,15 @@ def _flat(pattern: Sequence[Tensor], layout: Layout) -> tuple[slice, Tensor]:
 def _places(pattern: Sequence[Tensor], layout: Layout) -> tuple[slice, Tensor, Tensor]:
     """Which values to look at, and their rows and columns, of entries. Those are the pointers' on a CPU, and all on a
     GPU, from which nothing is read; spare capacity is in a row behind the last then."""
-    kept, spare = slice(None), None
-    if layout.kind.INDICES[0] == "pointers":  # others have no spare capacity
-        pointers, columns = pattern[:2]
-        if pointers.is_cuda:
-            places = torch.arange(columns.numel(), device=pointers.device)
-            spare = (places < pointers[0]) | (places >= pointers[-1])
-        else:
-            kept = slice(*pointers[[0, -1]].tolist())
-            pattern = pointers - kept.start, columns[kept]
-    row, column = layout.kind.entry_places(pattern, layout.block, layout.shape)
-    if spare is not None:
-        row, column = row.masked_fill(spare, pattern[0].numel() - 1), column.masked_fill(spare, 0)
+    if layout.kind.INDICES[0] != "pointers":  # it has no spare capacity
+        return slice(None), *layout.kind.entry_places(pattern, layout.block, layout.shape)
+    pointers, indices = pattern[:2]
+    kept = slice(*entry_range(pointers, indices))
+    row, column = lines_of(pointers, kept.start, kept.stop), indices[kept]
+    if pointers.is_cuda:
+        places = torch.arange(indices.numel(), device=pointers.device)
+        spare = (places < pointers[0]) | (places >= pointers[-1])
+        row, column = row.masked_fill(spare, pointers.numel() - 1), column.masked_fill(spare, 0)
     return kept, row, column
 
 

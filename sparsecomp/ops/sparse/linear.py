@@ -103,6 +103,19 @@ def by_rows(
     return out if x.dim() == 2 else out.view(*size[:-1], m)
 
 
+def residual_rows(residual: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """The residual of a layer whose result has this shape, (rows, m).
+
+    Raises:
+        FormatError: it has another.
+    """
+    if residual is None:
+        return None
+    if residual.shape != tuple(shape):
+        raise FormatError(f"the residual is {tuple(residual.shape)}, needs the result's shape, {tuple(shape)}")
+    return residual.reshape(torch.Size(shape[:-1]).numel(), shape[-1])
+
+
 def sampled_by_rows(
     sddmm: Callable[..., Tensor], x: Tensor, grad: Tensor, pattern: Sequence[Tensor], layout: Layout, transpose: bool,
     scale: float = 1.0,

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.sparse.gated_pair import check_biases
-from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.ops.sparse.linear import residual_rows, sparse_linear
 from sparsecomp.reference.patterns import Layout
 
 library.define(
@@ -74,10 +73,7 @@ def _linear(x, values, indices, positions, bias, residual, activation):
 
 
 def _linear_cuda(x, values, indices, positions, bias, residual, activation):
-    shape = (*x.shape[:-1], values.shape[0])
-    if residual is not None and residual.shape != shape:
-        raise FormatError(f"the residual is {tuple(residual.shape)}, needs the result's shape, {shape}")
-    beside = None if residual is None else residual.reshape(-1, values.shape[0])
+    beside = residual_rows(residual, (*x.shape[:-1], values.shape[0]))
     out = _launched(x, values, positions, bias, beside, activation, None)
     return _linear(x, values, indices, positions, bias, residual, activation) if out is None else out
 
