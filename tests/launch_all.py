@@ -203,7 +203,7 @@ def by_a_bitmap(device: str) -> None:
             weight = torch.randn(37, 408, device=device, dtype=dtype) * (torch.rand(37, 408, device=device) < 0.3)
             values, arrays, layout = stored_by_rows(CSR.from_dense(weight))
             grain, longest = 1 + (rows > 1), longest_chunk(arrays, layout, 1 + (rows > 1))
-            copy = *BitmapChunks(layout.written(), grain, longest)(values, *arrays), grain, longest
+            copy = list(BitmapChunks(layout.written(), grain)(values, *arrays)), grain, longest
             x = torch.randn(rows, 408, device=device, dtype=dtype)
             bitmap_linear(x, values, list(arrays), layout.written(), *copy, x[0, :37].clone(), x[:, :37].clone())
 

@@ -14,9 +14,12 @@ import numpy as np
 LANES = np.arange(32)
 _BINARY: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "xor": operator.xor,
-    "shl": operator.lshift, "shr": operator.rshift, "min": np.minimum,
+    "shl": operator.lshift, "shr": operator.rshift, "min": np.minimum, "or": operator.or_,
+    "div": operator.floordiv,
 }  # fmt: skip
-_COMPARED: dict[str, Callable[..., Any]] = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "ge": operator.ge}
+_COMPARED: dict[str, Callable[..., Any]] = {
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "ge": operator.ge, "gt": operator.gt,
+}  # fmt: skip
 _NOTHING = ("fence", "bar")
 _REGION = 40
 """Bits of an address within one of the tensors of global memory; those above say which."""
@@ -76,14 +79,14 @@ class Warp:
             octets = [_word(one).astype(np.uint32).view(np.uint8).reshape(32, 4) for one in values[:2]]
             chosen = [int(values[2][0]) >> 4 * place & 7 for place in range(4)]
             found = np.concatenate(octets, 1)[:, chosen].copy().view(np.uint32)[:, 0].astype(np.uint64)
-        elif parts[0] == "mov":
-            found = values[0]
+        elif parts[0] in ("mov", "cvt"):
+            found = values[0] if parts[0] == "mov" else _word(values[0])
         else:
-            wide = "wide" in parts or parts[-1] in ("b64", "s64")
+            wide = "wide" in parts or parts[-1] in ("b64", "s64", "u64", "pred")
             if "wide" in parts or not wide:
                 values = [_word(one) for one in values]
             found = values[0] * values[1] + values[2] if parts[0] == "mad" else _BINARY[parts[0]](*values)
-            found = found if wide or parts[-1] == "pred" else _word(found)
+            found = found if wide else _word(found)
         self._put(arguments[0], found, mask)
 
     def _get(self, operand: str) -> np.ndarray:
@@ -92,7 +95,7 @@ class Warp:
         if operand == "global_smem":
             return _all(0)
         if operand.startswith("0f"):
-            return np.zeros(32, np.float32)
+            return np.full(32, int(operand[2:], 16), np.uint32).view(np.float32)
         if re.fullmatch(r"-?\d+|0x[0-9a-f]+", operand):
             return _all(int(operand, 0))
         return self._registers[operand]

@@ -100,16 +100,17 @@ def _time_format(row: dict[str, Any], name: str, weight: SparseMatrix, x: Tensor
 
 
 def _time_bitmap(
-    row: dict[str, Any], name: str, grain: int, weight: SparseMatrix, x: Tensor, exact: Tensor
+    row: dict[str, Any], name: str, grain: int, matrix: SparseMatrix, x: Tensor, exact: Tensor
 ) -> None:  # fmt: skip
     """By the copy that a compiler keeps under the promise."""
-    values, arrays, layout = stored_by_rows(weight)
-    longest, written = longest_chunk(arrays, layout, grain), layout.written()
-    stream, chunks = BitmapChunks(written, grain, longest)(values, *arrays)
-    row["MiB"][name] = round((stream.nbytes + chunks.nbytes) / 2**20, 1)
+    values, arrays, layout = stored_by_rows(matrix)
+    longest = longest_chunk(arrays, layout, grain)
+    weight = values, list(arrays), layout.written()
+    copy = BitmapChunks(layout.written(), grain)(values, *arrays)
+    row["MiB"][name] = round(sum(one.nbytes for one in copy) / 2**20, 1)
     calls: list[Callable[[], Tensor]] = [
-        partial(bitmap_linear, x, values, list(arrays), written, one, chunks.clone(), grain, longest)
-        for one in copies(stream)
+        partial(bitmap_linear, x, *weight, [*(one.clone() for one in copy[:2]), last], grain, longest)
+        for last in copies(copy[2])
     ]
     _note(row, name, calls, exact)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 import sparsecomp.ops.sparse.bitmap_linear  # noqa: F401  (registers the operator)
-from sparsecomp.lowering.sparse.bitmap_linear import BitmapChunks, longest_chunk, stream_bytes
+from sparsecomp.lowering.sparse.bitmap_linear import BitmapChunks, copy_bytes, longest_chunk
 from sparsecomp.passes.cost.bitmap_linear import decide
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.cost.sparse import Product, beside_the_layer
@@ -37,7 +37,7 @@ def bitmap_plan(
     if chosen is None:
         return None
     decision, grain = chosen
-    node, size = chain.nodes[-1], stream_bytes(product.m, product.k, product.stored, grain) / 2**20
+    node, size = chain.nodes[-1], copy_bytes(product.m, product.k, product.stored, grain) / 2**20
     reason = (
         f"{product.described} by {decision.implementation}{chain.fused}; {decision.reason}; a bitmap with the values "
         f"is kept, {size:.3g} MiB, under the promise that the weight stays"
@@ -46,11 +46,11 @@ def bitmap_plan(
     def build() -> dict[fx.Node, fx.Node]:
         names = [f"`{getattr(one, 'target', one)}`" for one in (chain.sparse, *pattern)]
         longest = longest_chunk(kept[1:], layout, grain)
-        make = BitmapChunks(layout.written(), grain, longest)
-        stream, chunks = promised_nodes(node, make, 2, (chain.sparse, *pattern), kept, names)
+        make = BitmapChunks(layout.written(), grain)
+        copy = promised_nodes(node, make, 3, (chain.sparse, *pattern), kept, names)
         return {node: call(
-            node.graph, node, _BITMAP, chain.dense, chain.sparse, list(pattern), layout.written(), stream, chunks,
-            grain, longest, chain.bias, chain.residual, chain.activation,
+            node.graph, node, _BITMAP, chain.dense, chain.sparse, list(pattern), layout.written(), copy, grain,
+            longest, chain.bias, chain.residual, chain.activation,
         )}  # fmt: skip
 
     return Plan(build, reason, "bitmap copy", "", chain.dead, beside_the_layer(product, decision))

@@ -144,9 +144,9 @@ def _layer_of(node: Any) -> _Layer | None:
             chain = Chain((node,), values, False, x, True, bias, residual, activation)
             return _Layer(chain, layout, tuple(pattern[: layout.own]))
     if node.target is _BITMAP:
-        x, values, pattern, written, stream, chunks, grain, _, bias, residual, activation = arguments
+        x, values, pattern, written, copy, grain, _, bias, residual, activation = arguments
         chain = Chain((node,), values, False, x, True, bias, residual, activation)
-        return _Layer(chain, Layout.read(written), tuple(pattern), (stream, chunks), grain)
+        return _Layer(chain, Layout.read(written), tuple(pattern), tuple(copy), grain)
     return None
 
 

@@ -310,7 +310,7 @@ def _packed_pair():
 def _bitmap_linear():
     values, pattern = IndexArrays.of(CSR.from_dense(torch.randn(4, 16) * (torch.rand(4, 16) < 0.5)))
     # a CPU does not read the copy
-    copy = torch.zeros(400, dtype=torch.uint8), torch.zeros(2, 1, 1, 2, dtype=torch.int32), 1, 400
+    copy = [torch.zeros(2, dtype=torch.int32), torch.zeros(1, 320, dtype=torch.uint8), torch.zeros(40)], 1, 40
     weight = values, list(pattern.arrays), pattern.layout.written()
     return torch.randn(5, 16), *weight, *copy, torch.randn(4), torch.randn(5, 4), "relu"
 

@@ -474,7 +474,7 @@ def test_layers_by_bitmaps_are_a_pair_of_what_they_store(kind, together, monkeyp
     ((report, code, constants),) = kept
     exact = model.exact(x)
     assert (out - exact).norm() <= 2e-3 * exact.norm() and seen == [(2, 2)]
-    assert len(constants) == (0 if together else 4) and code.count("bitmap_linear.default(") == (0 if together else 2)
+    assert len(constants) == (0 if together else 6) and code.count("bitmap_linear.default(") == (0 if together else 2)
     assert (implementations(report)[-1] == "gated pair") == ("no bitmap is kept" in site(report, "gated_pair").reason)
     assert site(report, "gated_pair").rewritten == together
 

@@ -85,7 +85,7 @@ def _bitmap(n: int, dtype: str = "float16", **changes: Any) -> BitmapLinear:
     m, k = changes.get("m", 90), changes.get("k", 1104)
     out = Output(Strides(0, 1, m), dtype, dtype, "row", "", Strides(0, 0, 0), "silu", 1.0)
     grain = changes.get("grain", 1)
-    problem = BitmapLinear(m, k, n, m * k // 3, grain, random_longest(m, k, m * k // 3, grain), dtype, out)
+    problem = BitmapLinear(m, k, n, m * k // 3, grain, random_longest(m, k, m * k // 3, grain), dtype, "int32", out)
     return problem._replace(**changes)
 
 

@@ -10,9 +10,10 @@ import sympy
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sparsecomp.formats.lanes import CHUNK, TILES, UNIT, head_bytes
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
-from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, TILES, UNIT, BitmapLinear, head_bytes
+from sparsecomp.lowering.sparse.bitmap_linear import BitmapLinear
 from sparsecomp.lowering.sparse.kernels.bitmap_walk import WALK, ring_bytes, walk
 from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
 from sparsecomp.lowering.tuning.cost import Cost, sizes
@@ -22,7 +23,7 @@ from sparsecomp.lowering.tuning.template import Config, Template
 
 @gluon.constexpr_function
 def _constraints(sums):
-    return ",".join(["=f"] * sums + ["l"] * (3 * sums) + ["r"] * (5 * sums))
+    return ",".join(["=f"] * sums + ["l"] * (4 * sums) + ["r"] * (5 * sums))
 
 
 @gluon.constexpr_function
@@ -45,9 +46,9 @@ def _finished(warps):
 
 @gluon.jit
 def _walked(
-    stream_ptr, chunks_ptr, x_ptr, first, strips, turns, N, K,
-    DTYPE: gl.constexpr, GRAIN: gl.constexpr, DEPTH: gl.constexpr, STRIPS: gl.constexpr, HALVES: gl.constexpr,
-    SLOT: gl.constexpr, WHOLE: gl.constexpr, num_warps: gl.constexpr,
+    starts_ptr, heads_ptr, values_ptr, x_ptr, first, strips, turns, N, K,
+    DTYPE: gl.constexpr, INDEX: gl.constexpr, GRAIN: gl.constexpr, HEAD: gl.constexpr, DEPTH: gl.constexpr,
+    STRIPS: gl.constexpr, HALVES: gl.constexpr, SLOT: gl.constexpr, WHOLE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The sums (16 · STRIPS, 8 · HALVES) of all turns."""
     sums: gl.constexpr = 4 * STRIPS * HALVES
@@ -57,9 +58,10 @@ def _walked(
     rings.index(lines - 1).store(gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [num_warps], [0])))
     everywhere = gl.zeros([sums, 32 * num_warps], gl.int32, _of_threads(sums, num_warps))
     found = gl.inline_asm_elementwise(
-        walk(DTYPE, GRAIN, num_warps, DEPTH, STRIPS, HALVES, SLOT, WHOLE), _constraints(sums),
-        [stream_ptr.to(gl.int64) + everywhere, chunks_ptr.to(gl.int64) + everywhere, x_ptr.to(gl.int64) + everywhere,
-         first + everywhere, strips - 1 + everywhere, turns + everywhere, K + everywhere, N + everywhere],
+        walk(DTYPE, INDEX, GRAIN, HEAD, num_warps, DEPTH, STRIPS, HALVES, SLOT, WHOLE), _constraints(sums),
+        [starts_ptr.to(gl.int64) + everywhere, heads_ptr.to(gl.int64) + everywhere,
+         values_ptr.to(gl.int64) + everywhere, x_ptr.to(gl.int64) + everywhere, first + everywhere,
+         strips - 1 + everywhere, turns + everywhere, K + everywhere, N + everywhere],
         dtype=gl.float32, is_pure=False, pack=sums,
     )  # fmt: skip
     total = gl.sum(gl.reshape(found, [sums, num_warps, 32]), 1)
@@ -78,7 +80,7 @@ def _ones(bits):
 
 @gluon.jit
 def _gathered(
-    stream_ptr, chunks_ptr, x_ptr, m, n, ok, K, turns,
+    starts_ptr, heads_ptr, values_ptr, x_ptr, m, n, ok, K, turns,
     GRAIN: gl.constexpr, TILES: gl.constexpr, CHUNK: gl.constexpr, HEAD: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Sums at places (m, n) by what is stored alone."""
@@ -87,38 +89,38 @@ def _gathered(
     low = m % 16 // 8 * 2
     row_ptr = x_ptr + n.to(gl.int64) * K
     for turn in range(turns):
-        begin = gl.load(chunks_ptr + ((m // 16).to(gl.int64) * turns + turn) * 2, mask=ok, other=0)
-        chunk_ptr = stream_ptr + begin.to(gl.int64) * UNIT
+        chunk = (m // 16).to(gl.int64) * turns + turn
+        begin = gl.load(starts_ptr + chunk, mask=ok, other=0).to(gl.int64) // UNIT * UNIT
+        head_ptr = heads_ptr + chunk * HEAD
         for quad in range(4):
             lane = m % 8 * 4 + quad
-            before_ptr = chunk_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
-            before = gl.load(before_ptr + lane, mask=ok, other=0).to(gl.int32)
+            before_ptr = head_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
+            before = begin + gl.load(before_ptr + lane, mask=ok, other=0).to(gl.int64)
             for tile in range(TILES):
-                octet = gl.load(chunk_ptr + (64 + (lane * TILES + tile) // GRAIN), mask=ok, other=0).to(gl.int32)
+                octet = gl.load(head_ptr + (64 + (lane * TILES + tile) // GRAIN), mask=ok, other=0).to(gl.int32)
                 bits = octet >> (tile % GRAIN * WIDE) & ((1 << WIDE) - 1)
                 column = turn * CHUNK + tile // 2 * 32 + quad * 8 + tile % 2 * 4
                 for which in range(4):
                     place = which // 2 * 4 + low + which % 2
                     entry = place // GRAIN
                     stored = ok & (((bits >> entry) & 1) != 0)
-                    at = (before + _ones(bits & ((1 << entry) - 1))) * GRAIN + place % GRAIN
-                    value_ptr = (chunk_ptr + HEAD).to(gl.pointer_type(x_ptr.dtype.element_ty), bitcast=True)
-                    value = gl.load(value_ptr + at, mask=stored, other=0.0)
+                    at = before + (_ones(bits & ((1 << entry) - 1)) * GRAIN + place % GRAIN)
+                    value = gl.load(values_ptr + at, mask=stored, other=0.0)
                     # what is filled in has no sign
                     stored = stored & ((GRAIN == 1) | (value.to(gl.int16, bitcast=True) != 0))
                     other = gl.load(row_ptr + (column + which), mask=stored, other=0.0).to(gl.float32)
                     total += gl.where(stored, value.to(gl.float32) * other, 0.0)
-                before += _ones(bits)
+                before += _ones(bits) * GRAIN
     return total
 
 
 @gluon.jit
 def bitmap_tiles_kernel(
-    stream_ptr, chunks_ptr, x_ptr, bias_ptr, residual_ptr, out_ptr,
+    starts_ptr, heads_ptr, values_ptr, x_ptr, bias_ptr, residual_ptr, out_ptr,
     M, N, K, strips, turns, out_b, out_m, out_n, res_b, res_m, res_n, scale,
-    BIAS_ROWS: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr, GRAIN: gl.constexpr, TILES: gl.constexpr,
-    CHUNK: gl.constexpr, HEAD: gl.constexpr, UNIT: gl.constexpr, SLOT: gl.constexpr, WHOLE: gl.constexpr,
-    HALVES: gl.constexpr, STRIPS: gl.constexpr, DEPTH: gl.constexpr, num_warps: gl.constexpr,
+    BIAS_ROWS: gl.constexpr, ACTIVATION: gl.constexpr, DTYPE: gl.constexpr, INDEX: gl.constexpr, GRAIN: gl.constexpr,
+    TILES: gl.constexpr, CHUNK: gl.constexpr, HEAD: gl.constexpr, UNIT: gl.constexpr, SLOT: gl.constexpr,
+    WHOLE: gl.constexpr, HALVES: gl.constexpr, STRIPS: gl.constexpr, DEPTH: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """STRIPS strips of 16 rows of the weight times up to 8 · HALVES rows of x."""
     layout: gl.constexpr = _finished(num_warps)
@@ -126,17 +128,14 @@ def bitmap_tiles_kernel(
     rows = first * 16 + gl.arange(0, 16 * STRIPS, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, 8 * HALVES, layout=gl.SliceLayout(0, layout))
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    # what was too long to be copied lies elsewhere than what is copied
-    chunks = strips * turns * 2
-    moved = gl.load(chunks_ptr) != gl.load(chunks_ptr + chunks)
     total = _walked(
-        stream_ptr, chunks_ptr, x_ptr, first, strips, turns, N, K,
-        DTYPE, GRAIN, DEPTH, STRIPS, HALVES, SLOT, WHOLE, num_warps,
+        starts_ptr, heads_ptr, values_ptr, x_ptr, first, strips, turns, N, K,
+        DTYPE, INDEX, GRAIN, HEAD, DEPTH, STRIPS, HALVES, SLOT, WHOLE, num_warps,
     )  # fmt: skip
-    bad = mask & ((total - total != 0.0) | moved)
+    bad = mask & (total - total != 0.0)  # NaN too where a chunk was too long
     if gl.sum(gl.sum(bad.to(gl.int32), 1), 0) > 0:
         again = _gathered(
-            stream_ptr, chunks_ptr + chunks, x_ptr, rows[:, None], cols[None, :], bad, K, turns,
+            starts_ptr, heads_ptr, values_ptr, x_ptr, rows[:, None], cols[None, :], bad, K, turns,
             GRAIN, TILES, CHUNK, HEAD, UNIT,
         )  # fmt: skip
         total = gl.where(bad, again, total)
@@ -192,8 +191,8 @@ def _shared(problem: BitmapLinear, config: Config) -> int:
 def _prepare(problem: BitmapLinear, config: Config) -> Launch:
     p, strips, (depth, registers) = problem, config["STRIPS"], _room(config)
     constants = {
-        **p.output.constants, "DTYPE": p.dtype, "GRAIN": p.grain, "TILES": TILES, "CHUNK": CHUNK,
-        "HEAD": head_bytes(p.grain), "UNIT": UNIT, "SLOT": p.slot, "WHOLE": p.k % CHUNK == 0,
+        **p.output.constants, "DTYPE": p.dtype, "INDEX": p.index_dtype, "GRAIN": p.grain, "TILES": TILES,
+        "CHUNK": CHUNK, "HEAD": head_bytes(p.grain), "UNIT": UNIT, "SLOT": p.slot, "WHOLE": p.k % CHUNK == 0,
         "HALVES": -(-p.n // 8), "STRIPS": strips, "DEPTH": depth,
     }  # fmt: skip
     numbers = (p.m, p.n, p.k, p.strips, p.turns, *p.output.numbers)

@@ -3,7 +3,8 @@
 Triton has no operands of tensor cores that a thread puts together value by value. A lane owns eight places of a tile,
 those of operand A of `mma.m16n8k16`. A bit says whether a place is stored; then the next of the lane's values, which
 follow each other through the tiles of a turn, is loaded from shared memory, where bulk copies bring whole turns, some
-turns ahead: a ring a warp. Columns of x follow the places, so that a lane loads eight neighbours.
+turns ahead: a ring a warp. A chunk's values are copied from a multiple of 16 bytes on, with a few of its neighbours'.
+Columns of x follow the places, so that a lane loads eight neighbours.
 
 A place takes four instructions: its bit, the load, the way to the next value, and halves of two that pair values.
 Where two neighbours share a bit, they take three.
@@ -11,7 +12,7 @@ Where two neighbours share a bit, they take three.
 
 from triton.experimental import gluon
 
-from sparsecomp.lowering.sparse.bitmap_linear import CHUNK, TILES
+from sparsecomp.formats.lanes import CHUNK, LANES, TILES, UNIT
 
 
 @gluon.constexpr_function
@@ -21,14 +22,16 @@ def ring_bytes(warps, depth, strips, slot):
 
 
 @gluon.constexpr_function
-def walk(dtype, grain, warps, depth, strips, halves, slot, whole):
-    """PTX of the sums of a warp's turns.
+def walk(dtype, index, grain, head, warps, depth, strips, halves, slot, whole):
+    """PTX of the sums of a warp's turns; NaN where a chunk has no room in its slot.
 
-    Operands: 4 · strips · halves sums; then, in as many copies each, stream, chunks, x (addresses), the first strip,
-    the last there is, turns, columns and rows of x. The rings begin where shared memory does.
+    Operands: 4 · strips · halves sums; then, in as many copies each, starts, heads, values, x (addresses), the first
+    strip, the last there is, turns, columns and rows of x. The rings begin where shared memory does.
 
     Args:
+        index: dtype of starts, int32 or int64.
         grain: neighbours in a row that share a bit, 1 or 2.
+        head: bytes of a chunk's head.
         depth: turns in a ring.
         strips: of sixteen rows, next to each other.
         halves: of sixteen rows of x.
@@ -36,12 +39,13 @@ def walk(dtype, grain, warps, depth, strips, halves, slot, whole):
         whole: whether each turn has all its columns.
     """
     sums = 4 * strips * halves
-    stream, chunks, x, first, last, turns, columns, rows = (f"${sums * (1 + place)}" for place in range(8))
+    starts, heads, values, x, first, last, turns, columns, rows = (f"${sums * (1 + place)}" for place in range(9))
     lines = [
         "{",
-        ".reg .pred p<8>, load<2>, more, leader, done, there;",
+        ".reg .pred p<8>, load<2>, more, leader, done, there, some, long;",
         ".reg .b32 lane, quad, row, warp, turn, ahead, place, phase, bar, ring, sub, col, t, u;",
-        f".reg .b32 from<{depth * strips}>, size<{depth * strips}>;",
+        f".reg .b{_width(index)} begin<{depth * strips}>, end<{depth * strips}>;",
+        f".reg .b32 chunk<{depth * strips}>, from<{strips}>, size<{strips}>;",
         f".reg .b32 line<{strips}>, next<{strips}>, mask<{2 * strips}>;",
         ".reg .b32 s<8>, a<8>, h<8>, b<8>;",
         ".reg .b64 at<2>, row_at<2>, w;",
@@ -49,7 +53,7 @@ def walk(dtype, grain, warps, depth, strips, halves, slot, whole):
         "mov.u32 t, %tid.x; and.b32 lane, t, 31; shr.u32 warp, t, 5; and.b32 quad, lane, 3; shr.u32 row, lane, 2;",
         f"mov.u32 ring, global_smem; add.u32 bar, ring, {warps * depth * strips * slot};",
         f"mad.lo.u32 ring, warp, {depth * strips * slot}, ring; mad.lo.u32 bar, warp, {8 * depth}, bar;",
-        "setp.eq.u32 leader, lane, 0;",
+        "setp.eq.u32 leader, lane, 0; setp.ne.u32 long, lane, lane;",
         *(f"@leader mbarrier.init.shared::cta.b64 [bar+{8 * number}], 1;" for number in range(depth)),
         "@leader fence.mbarrier_init.release.cluster;",
         "@leader fence.proxy.async.shared::cta;",
@@ -66,15 +70,15 @@ def walk(dtype, grain, warps, depth, strips, halves, slot, whole):
         lines += [f"add.u32 t, {first}, {strip}; min.u32 t, t, {last}; mul.lo.u32 line{strip}, t, {turns};"]
     lines += ["mov.u32 turn, warp; mov.u32 ahead, warp;"]
     for number in range(depth):
-        lines += _look_ahead(chunks, turns, warps, strips, number)
+        lines += _look_ahead(starts, index, turns, warps, strips, number)
     for number in range(depth):
         lines += [
             f"add.u32 t, turn, {number * warps}; setp.lt.u32 more, t, {turns};",
             f"add.u32 sub, ring, {number * strips * slot}; add.u32 u, bar, {8 * number};",
-            *_copy(stream, strips, slot, number),
+            *_copy(heads, values, index, head, strips, slot, number),
         ]
     lines += [
-        *_look_ahead(chunks, turns, warps, strips, 0),
+        *_look_ahead(starts, index, turns, warps, strips, 0),
         "mov.u32 place, 0; mov.u32 phase, 0;",
         "TURN:",
         f"setp.ge.u32 done, turn, {turns};",
@@ -86,17 +90,18 @@ def walk(dtype, grain, warps, depth, strips, halves, slot, whole):
         f"mad.lo.u32 sub, place, {strips * slot}, ring;",
         f"mul.lo.u32 col, turn, {CHUNK}; mul.wide.u32 w, col, 2; mad.lo.u32 col, quad, 8, col;",
         *(f"add.s64 at{half}, row_at{half}, w;" for half in range(halves)),
-        *(line for strip in range(strips) for line in _open(grain, strip, slot)),
+        *(line for strip in range(strips) for line in _open(grain, head, strip, slot)),
         *(line for pair in range(TILES // 2) for line in _pair(dtype, grain, pair, strips, halves, columns, whole)),
         "bar.warp.sync -1;",
         "shl.b32 u, place, 3; add.u32 u, u, bar;",
-        *_copy(stream, strips, slot, 0),
-        *_look_ahead(chunks, turns, warps, strips, 0),
+        *_copy(heads, values, index, head, strips, slot, 0),
+        *_look_ahead(starts, index, turns, warps, strips, 0),
         f"add.u32 turn, turn, {warps}; add.u32 place, place, 1;",
         f"setp.eq.u32 done, place, {depth}; @done mov.u32 place, 0; @done xor.b32 phase, phase, 1;",
         "bra.uni TURN;",
         "DONE:",
         "bar.sync 0;",  # what comes behind may write where another warp still reads
+        *(f"@long mov.f32 c{number}, 0f7fc00000;" for number in range(sums)),
         *(f"mov.f32 ${number}, c{number};" for number in range(sums)),
         "}",
     ]
@@ -104,46 +109,69 @@ def walk(dtype, grain, warps, depth, strips, halves, slot, whole):
 
 
 @gluon.constexpr_function
-def _look_ahead(chunks, turns, warps, strips, number):
-    """Where the chunks of the turn `ahead` lie and their bytes, if there is such a turn (`more`)."""
-    return [
-        f"setp.lt.u32 more, ahead, {turns};",
-        *(
-            f"add.u32 t, line{strip}, ahead; mul.wide.u32 w, t, 8; add.s64 w, w, {chunks}; "
-            f"@more ld.global.nc.v2.u32 {{from{number * strips + strip}, size{number * strips + strip}}}, [w];"
-            for strip in range(strips)
-        ),
-        f"add.u32 ahead, ahead, {warps};",
-    ]
+def _width(index):
+    """Bits of where a chunk begins."""
+    return {"int32": 32, "int64": 64}[index]
 
 
 @gluon.constexpr_function
-def _copy(stream, strips, slot, number):
-    """Bring these chunks to the place `sub` of the ring, whose barrier is at `u`."""
-    numbers = range(number * strips, (number + 1) * strips)
-    lines = ["and.pred there, more, leader;", "mov.u32 t, 0;", *(f"add.u32 t, t, size{one};" for one in numbers)]
-    lines += ["@there mbarrier.arrive.expect_tx.shared::cta.b64 _, [u], t;"]
+def _look_ahead(starts, index, turns, warps, strips, number):
+    """Where the chunks of the turn `ahead` begin and end, if there is such a turn (`more`)."""
+    load, size = f"@more ld.global.nc.u{_width(index)}", _width(index) // 8
+    lines = [f"setp.lt.u32 more, ahead, {turns};"]
     for strip in range(strips):
         one = number * strips + strip
         lines += [
-            f"mul.wide.u32 w, from{one}, 16; add.s64 w, w, {stream}; add.u32 t, sub, {strip * slot};",
-            "@there cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-            f"[t], [w], size{one}, [u];",
-        ]  # fmt: skip
+            f"add.u32 chunk{one}, line{strip}, ahead; mul.wide.u32 w, chunk{one}, {size}; add.s64 w, w, {starts};",
+            f"{load} begin{one}, [w]; {load} end{one}, [w+{size}];",
+        ]
+    return [*lines, f"add.u32 ahead, ahead, {warps};"]
+
+
+@gluon.constexpr_function
+def _copy(heads, values, index, head, strips, slot, number):
+    """Bring these chunks to the place `sub` of the ring, whose barrier is at `u`; of one that is too long what has
+    room."""
+    kind, room = f"u{_width(index)}", slot - head
+    lines = ["and.pred there, more, leader;", f"mov.u32 t, {strips * head};"]
+    for strip in range(strips):
+        one, begin, size = number * strips + strip, f"from{strip}", f"size{strip}"
+        lines += [
+            # in units of 16 bytes, then how many bytes
+            f"div.{kind} begin{one}, begin{one}, {UNIT}; cvt.u32.{kind} {begin}, begin{one};",
+            f"add.{kind} end{one}, end{one}, {UNIT - 1}; div.{kind} end{one}, end{one}, {UNIT};",
+            f"cvt.u32.{kind} {size}, end{one}; sub.u32 {size}, {size}, {begin}; shl.b32 {size}, {size}, 4;",
+            f"setp.gt.and.u32 some, {size}, {room}, more; or.pred long, long, some;",
+            f"min.u32 {size}, {size}, {room}; add.u32 t, t, {size};",
+        ]
+    lines += ["@there mbarrier.arrive.expect_tx.shared::cta.b64 _, [u], t;"]
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [t], [w]"
+    for strip in range(strips):
+        lines += [
+            f"mul.wide.u32 w, chunk{number * strips + strip}, {head}; add.s64 w, w, {heads};",
+            f"add.u32 t, sub, {strip * slot};",
+            f"@there {copy}, {head}, [u];",
+            f"mul.wide.u32 w, from{strip}, 16; add.s64 w, w, {values}; add.u32 t, t, {head};",
+            f"setp.ne.and.u32 some, size{strip}, 0, there;",
+            f"@some {copy}, size{strip}, [u];",
+        ]
     return lines
 
 
 @gluon.constexpr_function
-def _open(grain, strip, slot):
-    """The bits of a lane's places of a strip, and where its first value lies."""
+def _open(grain, head, strip, slot):
+    """The bits of a lane's places of a strip, none of which is left where a chunk was too long, and where its first
+    value lies."""
     at = strip * slot
-    vector, words = {1: (".v2", f"{{mask{2 * strip}, mask{2 * strip + 1}}}"), 2: ("", f"mask{2 * strip}")}[grain]
+    vector, words = {1: (".v2", [f"mask{2 * strip}", f"mask{2 * strip + 1}"]), 2: ("", [f"mask{2 * strip}"])}[grain]
+    loaded = f"{{{', '.join(words)}}}" if vector else words[0]
     return [
         f"mad.lo.u32 t, lane, {TILES // grain}, sub;",
-        f"ld.shared{vector}.b32 {words}, [t+{at + 64}];",
+        f"ld.shared{vector}.b32 {loaded}, [t+{at + 2 * LANES}];",
+        *(f"@long mov.b32 {word}, 0;" for word in words),
         f"mad.lo.u32 t, lane, 2, sub; ld.shared.u16 t, [t+{at}];",
-        f"mad.lo.u32 next{strip}, t, {2 * grain}, sub;",
-        f"add.u32 next{strip}, next{strip}, {at + 64 + 32 * TILES // grain};",
+        f"mad.lo.u32 next{strip}, t, 2, sub;",
+        f"add.u32 next{strip}, next{strip}, {at + head};",
     ]
 
 
@@ -215,5 +243,5 @@ def _multiply(dtype, strip, halves, odd):
     return lines
 
 
-WALK = (walk, ring_bytes, _look_ahead, _copy, _open, _pair, _decode, _decode_twos, _multiply)
+WALK = (walk, ring_bytes, _width, _look_ahead, _copy, _open, _pair, _decode, _decode_twos, _multiply)
 """What it is made of."""
